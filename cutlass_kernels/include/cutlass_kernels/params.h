@@ -1,0 +1,73 @@
+// The one description of an attention problem. Every front end fills it, every backend reads it.
+//
+//   O[i] = sum_j P[i,j] V[j],   P = softmax_j(cap(sm_scale * q_i . k_j) visible),   cap(s) = c tanh(s/c)
+//
+// Row i of a request with qo_len queries and kv_len keys stands at absolute position
+// p = i + kv_len - qo_len (bottom-right alignment). It sees keys [lo(p), hi(p)):
+//   hi = p + 1 if causal or chunk_size > 0, else kv_len
+//   lo = max(0, p - window_left) if window_left >= 0; floor(p / chunk_size) * chunk_size if chunk_size > 0
+// A row that sees no key gets output 0 and LSE -inf (with a sink: LSE = sink * log2 e).
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass_kernels/types.h"
+
+namespace cutlass_kernels {
+
+/// A [tokens, heads, dim] tensor in device memory whose last dimension is contiguous. Strides are in
+/// elements; the address and both strides (in bytes) must be multiples of 16.
+struct TensorView {
+  void* data = nullptr;
+  std::int64_t stride_token = 0;
+  std::int64_t stride_head = 0;
+};
+
+/// The order in which the tiles of a batch are worked on: longest first. Written by make_schedule().
+struct Schedule {
+  const void* work_list = nullptr;  ///< device memory; null: one request, order computed in the kernel
+  std::int32_t capacity = 0;        ///< entries the list has room for: an upper bound of the tiles
+  std::int32_t tile_rows = 0;       ///< query rows of a tile
+};
+
+struct AttentionParams {
+  // What to compute.
+  DType q_dtype = DType::kBFloat16;
+  DType kv_dtype = DType::kBFloat16;
+  DType o_dtype = DType::kBFloat16;
+  std::int32_t num_qo_heads = 0;
+  std::int32_t num_kv_heads = 0;  ///< divides num_qo_heads; query head h reads kv head h / group
+  std::int32_t head_dim_qk = 0;
+  std::int32_t head_dim_vo = 0;
+
+  // Requests. Lengths live on the device; the host knows only the totals.
+  std::int32_t batch_size = 1;
+  const std::int32_t* qo_indptr = nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
+  const std::int32_t* kv_indptr = nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
+  std::int64_t total_q = 0;                 ///< rows of q (>= qo_indptr[batch_size])
+  std::int64_t total_kv = 0;                ///< rows of k and v (>= kv_indptr[batch_size])
+
+  // Tensors.
+  TensorView q;                    ///< [total_q, num_qo_heads, head_dim_qk]
+  TensorView k;                    ///< [total_kv, num_kv_heads, head_dim_qk]
+  TensorView v;                    ///< [total_kv, num_kv_heads, head_dim_vo]
+  TensorView o;                    ///< [total_q, num_qo_heads, head_dim_vo]
+  float* lse = nullptr;            ///< optional, base 2
+  std::int64_t lse_stride_token = 0;
+  std::int64_t lse_stride_head = 0;
+
+  // Mask.
+  bool causal = false;
+  std::int32_t window_left = -1;  ///< negative: no window
+  std::int32_t chunk_size = 0;    ///< 0: not chunked
+
+  // Logits and output.
+  float sm_scale = 1.0f;
+  float logits_soft_cap = 0.0f;  ///< <= 0: off
+  const float* sinks = nullptr;  ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
+  float v_scale = 1.0f;          ///< multiplies the output
+
+  Schedule schedule;
+};
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,30 @@
+// Enumerations shared by the C++ API, the registry and the Python binding.
+#pragma once
+
+#include <cstdint>
+
+// The CUDA runtime's stream handle, declared here so that a consumer needs no CUDA header.
+typedef struct CUstream_st* cudaStream_t;
+
+namespace cutlass_kernels {
+
+/// Element type of a tensor.
+enum class DType : std::int32_t { kFloat16, kBFloat16, kFloat32, kFloat8E4M3, kFloat8E5M2 };
+
+/// A family of kernels. kAuto lets the library choose from the device and the request.
+enum class Backend : std::int32_t { kAuto, kFa2, kFa3 };
+
+/// Bits of KernelInfo::features and of what a request needs.
+enum Feature : std::uint32_t {
+  kFeatureIntervalMask = 1u << 0,  ///< full, causal, sliding window, chunked
+  kFeatureSoftCap = 1u << 1,
+  kFeatureSinks = 1u << 2,
+  kFeatureRaggedKv = 1u << 3,  ///< keys and values as packed [tokens, heads, dim]
+  kFeatureBitMask = 1u << 4,   ///< custom (packed) masks
+  kFeaturePagedKv = 1u << 5,
+};
+
+const char* to_string(DType dtype);
+const char* to_string(Backend backend);
+
+}  // namespace cutlass_kernels

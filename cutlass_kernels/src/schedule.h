@@ -1,0 +1,42 @@
+// The work list of a ragged batch: which query tile of which request a block computes, longest first.
+//
+// A tile's cost is the number of keys its last row sees under a causal mask. That order is right for
+// causal and for windowed masks and harmless for full ones, so one list serves every mask and a plan
+// need not know it. The list is a counting sort by cost, made by one block on the device; no length
+// ever travels to the host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cutlass_kernels/params.h"
+#include "cutlass_kernels/status.h"
+
+namespace cutlass_kernels {
+
+/// One entry of the list. batch < 0 marks the entries past the last tile.
+struct WorkItem {
+  std::int32_t batch;
+  std::int32_t tile;  ///< rows [tile * tile_rows, (tile + 1) * tile_rows) of the request
+};
+
+/// Upper bound of the tiles of `batch_size` requests with `total_q` rows in all.
+inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_size,
+                                      std::int32_t tile_rows) {
+  // sum_b ceil(n_b / t) <= floor(total / t) + (number of non-empty requests)
+  const std::int64_t requests = batch_size < total_q ? batch_size : total_q;
+  return total_q / tile_rows + requests;
+}
+
+/// Enqueues the kernel that writes `capacity` entries at `list`.
+Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
+                       std::int32_t batch_size, std::int32_t tile_rows, std::int32_t capacity,
+                       WorkItem* list, cudaStream_t stream);
+
+/// The same list computed on the host from host lengths (for tests and for reading).
+std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
+                                       const std::vector<std::int32_t>& kv_indptr,
+                                       std::int32_t tile_rows);
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,122 @@
+"""The one description of an attention problem inside the package.
+
+Every public function turns its arguments into a :class:`Problem`; every backend computes one. Layouts have
+become token-major views (strides say the rest), masks are fields of :class:`Mask`, and options that change the
+logits are fields of :class:`Logits`. Nothing here checks user input (``_args``) or computes (``_reference``, ``_cuda``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+import torch
+
+
+@dataclass(slots=True)
+class RaggedKv:
+    """Keys and values of all requests, packed one after the other.
+
+    ``k`` is ``[nnz_kv, num_kv_heads, head_dim_qk]`` and ``v`` ``[nnz_kv, num_kv_heads, head_dim_vo]``; an HND tensor
+    arrives as a transposed view. ``indptr`` is int32 ``[batch + 1]`` in tokens, or None for a single request.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    indptr: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class PagedKv:
+    """Keys and values in pages.
+
+    ``k_cache`` and ``v_cache`` are ``[pages, page_size, num_kv_heads, head_dim]`` views (an HND cache arrives
+    transposed; the two may differ in strides). Request ``b`` owns ``indices[indptr[b]:indptr[b + 1]]`` and fills
+    ``last_page_len[b]`` entries of its last page. ``v_indices`` is given where values have a page table of their own.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    v_indices: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class MultiItem:
+    """Multi-item scoring: a prefix, then items that see the prefix and themselves (contract 0.3)."""
+
+    prefix_len: torch.Tensor
+    token_pos: torch.Tensor
+    token_pos_len: int
+    max_item_len: torch.Tensor
+
+
+@dataclass(slots=True)
+class Mask:
+    """Which keys a row sees; everything given is ANDed with ``0 <= key < kv_len``.
+
+    ``bits`` (packed little-endian uint8, one byte-aligned segment per request starting at ``bits_indptr[b]`` bytes) and
+    ``multi_item`` replace ``causal``; ``window_left`` always applies; ``chunk_size`` implies causal.
+    """
+
+    causal: bool = False
+    window_left: int = -1
+    chunk_size: int = 0
+    bits: torch.Tensor | None = None
+    bits_indptr: torch.Tensor | None = None
+    multi_item: MultiItem | None = None
+
+
+@dataclass(slots=True)
+class Logits:
+    """What happens to ``q . k`` before the softmax.
+
+    ``sm_scale`` already contains every per-tensor scale. ``alibi`` holds the slopes (fp32 ``[num_qo_heads]``);
+    the bias is ``slope * (key - row)`` with the row index inside the request when ``alibi_relative``, else
+    ``slope * key``, and is added before the cap unless ``alibi_after_cap``. ``rope`` is ``(scale, theta)``.
+    ``head_scale`` (fp32 ``[num_qo_heads]``) multiplies ``sm_scale`` per head (fp8 descaling).
+    ``sinks`` (fp32 ``[num_qo_heads]``) add ``exp(sink)`` to the denominator.
+    """
+
+    sm_scale: float | torch.Tensor
+    soft_cap: float = 0.0
+    alibi: torch.Tensor | None = None
+    alibi_relative: bool = True
+    alibi_after_cap: bool = False
+    rope: tuple[float, float] | None = None
+    head_scale: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Output:
+    """Where results go. ``out`` is ``[nnz_q, num_qo_heads, head_dim_vo]``, any token and head stride, last dimension
+    contiguous; ``lse`` fp32 ``[nnz_q, num_qo_heads]`` (base 2) or None; ``stats`` fp32 ``[nnz_q, num_qo_heads, 2]``
+    or None (row maximum of ``q . k`` in the unit of contract 3.5, natural-exponent sum without sinks).
+    ``scale`` multiplies the output: a number, a one-element tensor, or fp32 ``[num_qo_heads]``.
+    Rows that belong to no request are not written.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
+    scale: float | torch.Tensor = 1.0
+
+
+@dataclass(slots=True)
+class Problem:
+    """``q`` is ``[nnz_q, num_qo_heads, head_dim_qk]``; ``qo_indptr`` int32 ``[batch + 1]`` or None for a single request.
+
+    Index tensors may live on the CPU or on the device, independently of each other. ``skip_softmax_factor`` is the
+    permission of ``trtllm_fmha_v2_prefill`` to skip negligible tiles; 0 computes all.
+    """
+
+    q: torch.Tensor
+    kv: Union[RaggedKv, PagedKv]
+    logits: Logits
+    output: Output
+    mask: Mask = field(default_factory=Mask)
+    qo_indptr: torch.Tensor | None = None
+    skip_softmax_factor: float = 0.0
