@@ -1,19 +1,42 @@
-// The table of compiled kernels, generated from instances.cmake.
+// The compiled kernels and the choice among them. Their table is generated from instances.cmake.
 #pragma once
+
+#include <string>
+#include <vector>
 
 #include "cutlass_kernels/attention.h"
 
 namespace cutlass_kernels {
 
-/// Tile sizes a launch may choose from, queried before the schedule is built.
+/// What a kernel unit provides. The registry fills `info` from the unit's row in instances.cmake.
 struct KernelEntry {
   KernelInfo info;
-  /// Query rows of the tile this kernel uses for the problem: a pure function of its host-known sizes.
-  int (*tile_rows)(const AttentionParams& params);
+  /// Query rows of the tile this kernel uses for the problem on such a device (10 * major + minor; 0 for an
+  /// unknown one gives the smallest): a pure function of the problem's sizes.
+  int (*tile_rows)(const AttentionParams& params, int compute_capability) = nullptr;
   /// Enqueues the kernel; params are validated and params.schedule is complete.
-  Status (*launch)(const AttentionParams& params, cudaStream_t stream);
+  Status (*launch)(const AttentionParams& params, cudaStream_t stream) = nullptr;
 };
 
+/// One row of the generated table: the facts of instances.cmake, and the unit's own function.
+struct RegistryRow {
+  KernelInfo info;
+  KernelEntry (*entry)();
+};
+const std::vector<RegistryRow>& registry_rows();
+
 const std::vector<KernelEntry>& registry();
+
+/// The fastest kernel of `backend` that serves `params` on a device of this compute capability, or
+/// null and the reasons. The caller has validated params.
+const KernelEntry* choose(Backend backend, const AttentionParams& params, int compute_capability,
+                          std::vector<std::string>* reasons);
+
+/// Whether a kernel serves the sizes and types of `params`, whatever the device and the features.
+bool fits(const KernelInfo& info, Backend backend, const AttentionParams& params);
+
+/// What is wrong with `params` whatever the kernel: sizes, strides, missing arrays. Else empty.
+/// Pointers are looked at only if `with_tensors`.
+std::string contradiction(const AttentionParams& params, bool with_tensors);
 
 }  // namespace cutlass_kernels

@@ -15,10 +15,16 @@
 
 namespace cutlass_kernels {
 
-/// One entry of the list. batch < 0 marks the entries past the last tile.
-struct WorkItem {
+/// One entry of the list: a tile and what a block needs to find its rows and keys, so that it
+/// waits for one load instead of three dependent ones. batch < 0 marks the entries past the last tile.
+struct alignas(16) WorkItem {
   std::int32_t batch;
   std::int32_t tile;  ///< rows [tile * tile_rows, (tile + 1) * tile_rows) of the request
+  std::int32_t q_begin;
+  std::int32_t qo_len;
+  std::int32_t kv_begin;
+  std::int32_t kv_len;
+  std::int32_t unused[2];
 };
 
 /// Upper bound of the tiles of `batch_size` requests with `total_q` rows in all.

@@ -18,37 +18,40 @@ struct KernelInfo {
   Backend backend = Backend::kAuto;
   DType q_dtype = DType::kFloat16;
   DType kv_dtype = DType::kFloat16;
-  int head_dim_qk = 0;  ///< largest dimension served; smaller multiples of 8 are zero-padded on load
+  int head_dim_qk = 0;  ///< largest served; smaller multiples of 8 are zero-padded on load
   int head_dim_vo = 0;
-  std::uint32_t features = 0;  ///< bits of Feature
+  std::uint32_t features = 0;      ///< bits of Feature
   int min_compute_capability = 0;  ///< 10 * major + minor
-  int max_compute_capability = 0;
+  int max_compute_capability = 0;  ///< 0: no limit
 };
 
 /// The compiled kernels, in the order of instances.cmake.
-const std::vector<KernelInfo>& list_kernels();
+CK_API const std::vector<KernelInfo>& list_kernels();
 
 /// Why `backend` cannot compute `params` on a device of this compute capability (10 * major + minor);
 /// empty if it can. Looks at types, sizes, strides and features, never at device memory.
-std::vector<std::string> not_supported_reasons(Backend backend, const AttentionParams& params,
-                                               int compute_capability);
+CK_API std::vector<std::string> not_supported_reasons(Backend backend,
+                                                      const AttentionParams& params,
+                                                      int compute_capability);
 
-/// Bytes that make_schedule() writes for this problem, and that attention() needs when
-/// params.schedule is empty. 0 for a single request.
-std::size_t workspace_size(const AttentionParams& params);
+/// Bytes of workspace that make_schedule() needs for this problem, and attention() when params.schedule
+/// is empty. 0 for a single request. Asks no device: the answer holds for every kernel of `backend`.
+CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend = Backend::kAuto);
 
 /// Writes the work list of a batch into `workspace` (device memory, 16-byte aligned) on `stream` and
-/// fills `schedule`. Depends on the lengths only: mask, scale and tensors may change before attention().
-/// total_q is an upper bound of the rows the list must cover.
-Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
-                     cudaStream_t stream, Schedule* schedule);
+/// fills `schedule`. Depends on sizes and lengths only: mask, scale and tensors may change before
+/// attention(). total_q is an upper bound of the rows the list must cover.
+CK_API Status make_schedule(const AttentionParams& params, void* workspace,
+                            std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule,
+                            Backend backend = Backend::kAuto);
 
 /// Computes attention on `stream`. With an empty params.schedule a batch is scheduled first, in
 /// `workspace`. `backend` kAuto takes the fastest that serves the request; any other serves it or fails.
-Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
-                 cudaStream_t stream, Backend backend = Backend::kAuto);
+/// Runs on the calling thread's current device, which the tensors and the stream belong to.
+CK_API Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                        cudaStream_t stream, Backend backend = Backend::kAuto);
 
 /// The library's version, e.g. "0.1.0".
-const char* version();
+CK_API const char* version();
 
 }  // namespace cutlass_kernels

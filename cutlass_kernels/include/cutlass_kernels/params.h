@@ -25,9 +25,10 @@ struct TensorView {
 
 /// The order in which the tiles of a batch are worked on: longest first. Written by make_schedule().
 struct Schedule {
-  const void* work_list = nullptr;  ///< device memory; null: one request, order computed in the kernel
-  std::int32_t capacity = 0;        ///< entries the list has room for: an upper bound of the tiles
-  std::int32_t tile_rows = 0;       ///< query rows of a tile
+  const void* work_list =
+      nullptr;                 ///< device memory; null: one request, order computed in the kernel
+  std::int32_t capacity = 0;   ///< entries the list has room for: an upper bound of the tiles
+  std::int32_t tile_rows = 0;  ///< query rows of a tile
 };
 
 struct AttentionParams {
@@ -42,17 +43,19 @@ struct AttentionParams {
 
   // Requests. Lengths live on the device; the host knows only the totals.
   std::int32_t batch_size = 1;
-  const std::int32_t* qo_indptr = nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
-  const std::int32_t* kv_indptr = nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
-  std::int64_t total_q = 0;                 ///< rows of q (>= qo_indptr[batch_size])
-  std::int64_t total_kv = 0;                ///< rows of k and v (>= kv_indptr[batch_size])
+  const std::int32_t* qo_indptr =
+      nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
+  const std::int32_t* kv_indptr =
+      nullptr;                ///< [batch_size + 1], device; null only if batch_size is 1
+  std::int64_t total_q = 0;   ///< rows of q (>= qo_indptr[batch_size])
+  std::int64_t total_kv = 0;  ///< rows of k and v (>= kv_indptr[batch_size])
 
   // Tensors.
-  TensorView q;                    ///< [total_q, num_qo_heads, head_dim_qk]
-  TensorView k;                    ///< [total_kv, num_kv_heads, head_dim_qk]
-  TensorView v;                    ///< [total_kv, num_kv_heads, head_dim_vo]
-  TensorView o;                    ///< [total_q, num_qo_heads, head_dim_vo]
-  float* lse = nullptr;            ///< optional, base 2
+  TensorView q;          ///< [total_q, num_qo_heads, head_dim_qk]
+  TensorView k;          ///< [total_kv, num_kv_heads, head_dim_qk]
+  TensorView v;          ///< [total_kv, num_kv_heads, head_dim_vo]
+  TensorView o;          ///< [total_q, num_qo_heads, head_dim_vo]
+  float* lse = nullptr;  ///< optional, base 2
   std::int64_t lse_stride_token = 0;
   std::int64_t lse_stride_head = 0;
 
@@ -64,8 +67,9 @@ struct AttentionParams {
   // Logits and output.
   float sm_scale = 1.0f;
   float logits_soft_cap = 0.0f;  ///< <= 0: off
-  const float* sinks = nullptr;  ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
-  float v_scale = 1.0f;          ///< multiplies the output
+  const float* sinks =
+      nullptr;           ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
+  float v_scale = 1.0f;  ///< multiplies the output
 
   Schedule schedule;
 };

@@ -6,6 +6,9 @@
 // The CUDA runtime's stream handle, declared here so that a consumer needs no CUDA header.
 typedef struct CUstream_st* cudaStream_t;
 
+// Functions of the API: the only symbols that a shared library of ours exports.
+#define CK_API __attribute__((visibility("default")))
+
 namespace cutlass_kernels {
 
 /// Element type of a tensor.
@@ -24,7 +27,7 @@ enum Feature : std::uint32_t {
   kFeaturePagedKv = 1u << 5,
 };
 
-const char* to_string(DType dtype);
-const char* to_string(Backend backend);
+CK_API const char* to_string(DType dtype);
+CK_API const char* to_string(Backend backend);
 
 }  // namespace cutlass_kernels

@@ -1,0 +1,348 @@
+"""Compares this library with its peers, in one process and on the same tensors.
+
+    python benchmarks/bench.py prefill --workload paper --backends fa2,torch_fa2,cudnn --out results
+    python benchmarks/bench.py prefill --workload llama3-8b --workload gemma2 --mode sustained
+    python benchmarks/bench.py host
+    python benchmarks/bench.py prefill --workload paper --dry-run        # lists the cases; needs no GPU
+
+How to read the output, and what was measured so far: benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import enum
+import gc
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import check
+import report as reporting
+import torch
+import typer
+from peers import OPERATIONS, Backend, Operation
+from report import Report, Result
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from shapes import WORKLOADS, Case, Host, Inputs, cases_of
+from timing import BURST, SUSTAINED, Clock, DeviceClock, HostClock, Monitor, Settings, Timed, interleave
+
+import cutlass_kernels as ck
+
+ROOT = Path(__file__).resolve().parent.parent
+Tick = Callable[[str], None]
+stdout, stderr = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+
+
+class Mode(str, enum.Enum):
+    burst = "burst"
+    sustained = "sustained"
+
+
+class Graph(str, enum.Enum):
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def measure_case(
+    operation: Operation,
+    case: Case,
+    backends: list[Backend],
+    settings: Settings,
+    device: torch.device,
+    clock: Clock,
+    monitor: Monitor | None,
+    tick: Tick,
+) -> list[Result]:
+    """Checks, then times, every backend on one case; one result each."""
+    results = {b.name: Result(b.name, case.group, case.column, case.work) for b in backends}
+    willing = []
+    for backend in backends:
+        reason = backend.why_not(case, device)
+        if reason is None:
+            willing.append(backend)
+        else:
+            results[backend.name].reason = reason
+    if not willing:
+        return list(results.values())
+    inputs: Inputs = operation.inputs(case, device)
+    problem = case.problem if isinstance(case, Host) else case
+    expected = check.expect(problem, inputs)
+    calls: dict[str, Timed] = {}
+    for backend in willing:
+        with _failures(results[backend.name]):
+            timed = backend.make(case, inputs)
+            _call_and_check(timed, expected, results[backend.name])
+            calls[backend.name] = timed
+    for name, series in interleave(calls, settings, clock, monitor, tick).items():
+        with _failures(results[name]):
+            _call_and_check(calls[name], expected, results[name])  # still right after all those launches
+            results[name].series = series
+            results[name].figure = operation.figure(case, series.median)
+    return list(results.values())
+
+
+def _call_and_check(timed: Timed, expected: check.Expected, result: Result) -> None:
+    with warnings.catch_warnings(), timed.context():
+        warnings.simplefilter("ignore")  # torch warns why it has no kernel; the exception suffices
+        returned = timed.call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if returned is None:  # plan() has no output
+        return
+    fault = check.fault(timed.output(returned), expected)
+    if fault is not None:
+        raise ArithmeticError(f"wrong result: {fault}")
+    result.checked = expected.coverage
+
+
+@contextlib.contextmanager
+def _failures(result: Result) -> Iterator[None]:
+    """Notes an exception in ``result``: a peer may fail in any way, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        result.failed = True
+        result.reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def measure(
+    operation: Operation,
+    cases: list[Case],
+    backends: list[Backend],
+    settings: Settings,
+    device: torch.device,
+    clock: Clock,
+    monitor: Monitor | None = None,
+    begin: Callable[[Case], Tick] = lambda case: lambda name: None,
+    end: Callable[[Case, list[Result]], None] = lambda case, results: None,
+) -> list[Result]:
+    """All results. ``begin`` hears of each case and returns what hears of its turns; ``end`` hears of its results."""
+    every: list[Result] = []
+    for case in cases:
+        tick = begin(case)
+        results = measure_case(operation, case, backends, settings, device, clock, monitor, tick)
+        end(case, results)
+        every += results
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return every
+
+
+# --- surroundings ------------------------------------------------------------------------------------------------
+
+
+def environment(settings: Settings, dtype: str, monitor: Monitor | None) -> dict[str, Any]:
+    """What a reader needs to repeat the run."""
+    facts: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": _commit(),
+        "cutlass_kernels": ck.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "dtype": dtype,
+        "mode": settings.name,
+        "settings": dataclasses.asdict(settings),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["driver"] = monitor.driver if monitor else "unknown"
+    for module in ("flashinfer", "flash_attn_interface"):
+        if module in sys.modules:
+            facts[module] = getattr(sys.modules[module], "__version__", "unknown")
+    return facts
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    with contextlib.suppress(OSError):
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return f"{commit} with local changes" if commit and git("status", "--porcelain") else commit or "unknown"
+    return "unknown"
+
+
+@contextlib.contextmanager
+def progress(cases: list[Case], turns: int) -> Iterator[tuple[Callable[[Case], Tick], Callable[..., None]]]:
+    """A bar on a terminal; elsewhere one line per case."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=stderr,
+        disable=not stderr.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=len(cases) * turns)
+        done = 0
+
+        def begin(case: Case) -> Tick:
+            def tick(name: str) -> None:
+                bar.update(task, advance=1, description=f"{case.label}: {name}")
+
+            bar.update(task, description=f"{case.label}: checking")
+            return tick
+
+        def end(case: Case, results: list[Result]) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done * turns)
+            if not stderr.is_terminal:
+                figures = ", ".join(f"{r.backend} {r.figure:.1f}" for r in results if r.figure is not None)
+                stderr.print(f"[{done}/{len(cases)}] {case.label}: {figures or 'nothing ran'}", markup=False)
+
+        yield begin, end
+
+
+# --- command line ------------------------------------------------------------------------------------------------
+
+
+def _list(text: str) -> list[str]:
+    return [part for part in re.split(r"[,\s]+", text) if part]
+
+
+def _choose(what: str, names: list[str], known: dict[str, Any]) -> list[Any]:
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{what} {name!r} does not exist here: use {', '.join(known)}.")
+    return [known[name] for name in names]
+
+
+def _show(report: Report, as_markdown: bool) -> None:
+    if as_markdown:
+        stdout.print(reporting.markdown(report), markup=False, highlight=False)
+    else:
+        header, rows = reporting.table(report)
+        facts = report.environment
+        where = f"{facts.get('gpu', platform.processor())}, {facts['dtype']}, {facts['mode']}"
+        table = Table(title=f"{report.unit} on {where}", title_justify="left")
+        for index, name in enumerate(header):
+            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        Console(width=max(stdout.width, sum(map(len, header)) + 30 + 4 * len(header))).print(table)
+        for sentence in report.means():
+            stdout.print(sentence, highlight=False)
+    for sentence in report.reasons():
+        stderr.print(f"no figure: {sentence}", markup=False, highlight=False)
+
+
+def _dry_run(cases: list[Case], operation: Operation, backends: list[Backend]) -> None:
+    unit = "GFLOP" if operation.higher_is_better else "calls"
+    scale = 1e-9 if operation.higher_is_better else 1.0
+    for case in cases:
+        honour = " ".join(b.name for b in backends if not case.features - b.honours)
+        line = f"{case.label:28} {case.work * scale:12,.1f} {unit}   {case.detail}; honoured by {honour or 'nobody'}"
+        stdout.print(line, markup=False, highlight=False)
+    total = sum(case.work for case in cases)
+    stdout.print(f"{len(cases)} cases, {total * scale:,.1f} {unit} in all", highlight=False)
+
+
+def _listing() -> str:
+    lines = []
+    for name, operation in OPERATIONS.items():
+        lines += [f"{name}: {operation.about}", f"  backends: {', '.join(operation.backends)}", "  workloads:"]
+        lines += [f"    {key:12} {w.about}" for key, w in WORKLOADS.items() if w.operation == name]
+    return "\n".join(lines)
+
+
+@app.command()
+def main(
+    operation: Annotated[str, typer.Argument(help=f"what to measure: {', '.join(OPERATIONS)}; or list")],
+    workload: Annotated[list[str] | None, typer.Option(help="named shapes; repeat it, or separate by commas")] = None,
+    backends: Annotated[str, typer.Option(help="who takes part, in this order; default: everybody")] = "",
+    against: Annotated[
+        str, typer.Option(help="ratios to show: to the best peer, to one, or to the best of several joined by +")
+    ] = "best,torch_fa2",
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16")] = "bfloat16",
+    only: Annotated[str, typer.Option(help="regular expression that the label of a case must contain")] = "",
+    mode: Annotated[Mode, typer.Option(help="burst: pauses between turns; sustained: seconds of load")] = Mode.burst,
+    rounds: Annotated[int, typer.Option(help="rounds, if not those of the mode")] = 0,
+    round_ms: Annotated[float, typer.Option(help="measured time of a turn, if not that of the mode")] = 0.0,
+    pause_ms: Annotated[float, typer.Option(help="pause before a turn, if not that of the mode")] = -1.0,
+    graph: Annotated[Graph, typer.Option(help="CUDA graphs: for calls below 100 us, always, never")] = Graph.auto,
+    out: Annotated[Path | None, typer.Option(help="directory for CSV, JSON, Markdown and plot")] = None,
+    name: Annotated[str, typer.Option(help="name of those files; default: operation and workloads")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown instead of a table")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the cases and their work; needs no GPU")] = False,
+) -> None:
+    if operation == "list":
+        stdout.print(_listing(), markup=False, highlight=False)
+        return
+    (chosen,) = _choose("operation", [operation], OPERATIONS)
+    names = [part for item in workload or chosen.default_workloads for part in _list(item)]
+    if dtype not in ("float16", "bfloat16"):
+        raise typer.BadParameter(f"dtype {dtype!r} is not measured: use float16 or bfloat16.")
+    try:
+        cases = [case for case in cases_of(operation, names, dtype) if re.search(only, case.label)]
+    except (ValueError, re.error) as error:
+        raise typer.BadParameter(str(error)) from None
+    parties = _choose("backend", _list(backends) or list(chosen.default_backends), chosen.backends)
+    if not cases:
+        raise typer.BadParameter(f"--only {only!r} leaves no case.")
+    if dry_run:
+        _dry_run(cases, chosen, parties)
+        return
+    if not torch.cuda.is_available():
+        stderr.print(
+            "There is no CUDA device here, and times of the PyTorch reference on a CPU say nothing: run this on a "
+            "machine with a GPU. --dry-run lists the cases.",
+            highlight=False,
+        )
+        raise typer.Exit(2)
+    settings = BURST if mode is Mode.burst else SUSTAINED
+    settings = dataclasses.replace(
+        settings,
+        rounds=rounds or settings.rounds,
+        round_ms=round_ms or settings.round_ms,
+        pause_ms=settings.pause_ms if pause_ms < 0 else pause_ms,
+        graph=graph.value,
+    )
+    torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32
+    device = torch.device("cuda", torch.cuda.current_device())
+    monitor = Monitor()
+    clock: Clock = HostClock(torch.cuda.synchronize) if chosen.host_clock else DeviceClock()
+    with progress(cases, settings.rounds * len(parties)) as (begin, end):
+        results = measure(chosen, cases, parties, settings, device, clock, monitor, begin, end)
+    report = Report(
+        chosen.unit,
+        chosen.higher_is_better,
+        [b.name for b in parties],
+        [b.name for b in parties if b.ours],
+        _list(against),
+        environment(settings, dtype, monitor),
+        results,
+    )
+    _show(report, markdown)
+    if out is not None:
+        for path in reporting.write(report, out, name or "-".join([operation, *names])):
+            stderr.print(f"wrote {path}", markup=False, highlight=False)
+    if any(r.failed for r in results if r.backend in report.ours):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

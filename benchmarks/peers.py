@@ -1,0 +1,318 @@
+"""Who is measured: our backends through the public API, and the libraries they are compared with.
+
+A backend says which features it honours (the names in ``features`` of a case) and makes a callable for a case. A case
+that it does not honour is shown as "-" and not approximated. To add an operation, add a table of backends for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from shapes import Case, Host, Inputs, Prefill, make_inputs
+from timing import Timed
+
+import cutlass_kernels as ck
+
+WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One column of the results; ``make(case, inputs)`` returns what to time."""
+
+    name: str
+    ours: bool
+    honours: frozenset[str]
+    missing: Callable[[torch.device], str | None]  # why it cannot run at all
+    make: Callable[[Any, Inputs], Timed]
+    refuses: Callable[[Any, torch.device], str | None] = lambda case, device: None  # what features do not express
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        """Why this backend does not run ``case``; None if it does."""
+        reason = self.missing(device)
+        if reason is None and case.features - self.honours:
+            reason = f"does not honour {', '.join(sorted(case.features - self.honours))}"
+        return reason if reason is not None else self.refuses(case, device)
+
+
+ALL = frozenset({"causal", "ragged", "append", "gqa", "window", "soft_cap", "sinks", "head_dim_vo"})
+
+
+# --- ours --------------------------------------------------------------------------------------------------------
+
+
+def _refused_by_us(name: str, case: Case, device: torch.device) -> str | None:
+    problem = case.problem if isinstance(case, Host) else case
+    explanation = ck.explain(
+        device=device,
+        q_dtype=problem.dtype,
+        num_qo_heads=problem.num_qo_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_vo=problem.head_dim_vo,
+        features=problem.features & {"causal", "window", "soft_cap", "sinks"},
+    )
+    if name != "auto":
+        return " ".join(explanation.reasons[name]) or None
+    if device.type == "cuda" and explanation.selected == "reference":
+        return "no kernel serves this case, so auto would time the PyTorch reference"
+    return None
+
+
+def _our_options(case: Prefill) -> dict[str, Any]:
+    return {"causal": case.causal, "window_left": case.window_left, "logits_soft_cap": case.soft_cap or None}
+
+
+def _plan_batch(wrapper: Any, case: Prefill, qo: torch.Tensor, kv: torch.Tensor, **options: Any) -> None:
+    wrapper.plan(
+        qo,
+        kv,
+        case.num_qo_heads,
+        case.num_kv_heads,
+        case.head_dim_qk,
+        head_dim_vo=case.head_dim_vo,
+        q_data_type=getattr(torch, case.dtype),
+        **options,
+    )
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    return torch.zeros(WORKSPACE_BYTES if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
+
+
+def _ours(name: str, case: Prefill, x: Inputs) -> Timed:
+    if case.single:
+        single = functools.partial(
+            ck.single_prefill_with_kv_cache, x.q, x.k, x.v, sinks=x.sinks, backend=name, **_our_options(case)
+        )
+        return Timed(single)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(_workspace(x.q.device), backend=name)
+    _plan_batch(wrapper, case, x.qo_indptr, x.kv_indptr, **_our_options(case))
+    return Timed(functools.partial(wrapper.run, x.q, x.k, x.v, sinks=x.sinks))
+
+
+def _ours_host(name: str, case: Host, x: Inputs) -> Timed:
+    return _host(case, x, ck, name)
+
+
+def _host(case: Host, x: Inputs, library: Any, name: str) -> Timed:
+    """The calls of FlashInfer's API, which is also ours."""
+    problem, options = case.problem, {"causal": True}
+    if case.call == "single_prefill":
+        return Timed(functools.partial(library.single_prefill_with_kv_cache, x.q, x.k, x.v, backend=name, **options))
+    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(x.q.device), "NHD", backend=name)
+    qo, kv = (x.qo_indptr, x.kv_indptr) if case.indptr == "cpu" else (x.qo_indptr_device, x.kv_indptr_device)
+    plan = functools.partial(_plan_batch, wrapper, problem, qo, kv, **options)
+    if case.call == "ragged_plan":
+        return Timed(plan)
+    plan()
+    return Timed(functools.partial(wrapper.run, x.q, x.k, x.v))
+
+
+def _our_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
+    names = ("fa2", "fa3", "auto", "reference")
+    return [
+        Backend(
+            name,
+            True,
+            ALL,
+            lambda device: None,
+            functools.partial(make, name),
+            functools.partial(_refused_by_us, name),
+        )
+        for name in names
+    ]
+
+
+# --- torch -------------------------------------------------------------------------------------------------------
+
+
+def _needs_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "needs a CUDA device"
+
+
+def _dense(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[tokens, heads, dim]`` as ``[batch, heads, length, dim]``, the same memory."""
+    return x.view(batch, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _sdpa(backends: list[Any], case: Prefill, x: Inputs) -> Timed:
+    from torch.nn.attention import sdpa_kernel
+
+    batch = len(case.qo_lens)
+    q, k, v = _dense(x.q, batch), _dense(x.k, batch), _dense(x.v, batch)
+    grouped: dict[str, Any] = {"enable_gqa": True} if "gqa" in case.features else {}
+
+    return Timed(
+        functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=case.causal, **grouped),
+        functools.partial(sdpa_kernel, backends),
+        lambda out: out.transpose(1, 2).flatten(0, 1),
+    )
+
+
+def _torch_cudnn(case: Prefill, x: Inputs) -> Timed:
+    return _sdpa([torch.nn.attention.SDPBackend.CUDNN_ATTENTION], case, x)
+
+
+def _torch_fa2(case: Prefill, x: Inputs) -> Timed:
+    """SDPA where it has the options; else the operator beneath it, which has windows and unequal lengths."""
+    if not case.features & {"ragged", "append", "window"}:
+        return _sdpa([torch.nn.attention.SDPBackend.FLASH_ATTENTION], case, x)
+    window = {"window_size_left": case.window_left, "window_size_right": 0 if case.causal else -1}
+    options = window if case.window_left >= 0 else {}
+    longest = max(case.qo_lens), max(case.kv_lens)
+    arguments = (x.q, x.k, x.v, x.qo_indptr_device, x.kv_indptr_device, *longest, 0.0, case.causal, False)
+    call = functools.partial(torch.ops.aten._flash_attention_forward, *arguments, **options)
+    return Timed(call, output=lambda returned: returned[0])
+
+
+def _torch_host(case: Host, x: Inputs) -> Timed:
+    return _sdpa([torch.nn.attention.SDPBackend.FLASH_ATTENTION], case.problem, x)
+
+
+def _only_single(case: Host, device: torch.device) -> str | None:
+    return None if case.call == "single_prefill" else "has no such call"
+
+
+# --- FlashInfer --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # not only ImportError: a broken installation must not stop the others
+        return f"{name} cannot be imported: {error}"
+
+
+def _needs_module(name: str, device: torch.device) -> str | None:
+    reason = _needs_cuda(device)
+    if reason is None and isinstance(_module(name), str):
+        reason = _module(name)
+    return reason
+
+
+def _flashinfer(name: str, case: Prefill, x: Inputs) -> Timed:
+    library = _module("flashinfer")
+    if case.single:
+        single = library.single_prefill_with_kv_cache
+        return Timed(functools.partial(single, x.q, x.k, x.v, backend=name, **_our_options(case)))
+    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(x.q.device), "NHD", backend=name)
+    _plan_batch(wrapper, case, x.qo_indptr_device, x.kv_indptr_device, **_our_options(case))
+    return Timed(functools.partial(wrapper.run, x.q, x.k, x.v))
+
+
+def _flashinfer_host(name: str, case: Host, x: Inputs) -> Timed:
+    return _host(case, x, _module("flashinfer"), name)
+
+
+def _flashinfer_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
+    missing = functools.partial(_needs_module, "flashinfer")
+    honours = ALL - {"sinks"}  # those are another wrapper's there, compiled at run time
+    return [
+        Backend(f"flashinfer_{name}", False, honours, missing, functools.partial(make, name)) for name in ("fa2", "fa3")
+    ]
+
+
+# --- FlashAttention-3 --------------------------------------------------------------------------------------------
+
+
+def _flash_attn_3(case: Prefill, x: Inputs) -> Timed:
+    library = _module("flash_attn_interface")
+    options: dict[str, Any] = {"causal": case.causal, "softcap": case.soft_cap}
+    if case.window_left >= 0:
+        options["window_size"] = (case.window_left, 0 if case.causal else -1)
+    batch = len(case.qo_lens)
+    if case.dense:
+        q, k, v = (t.view(batch, -1, *t.shape[1:]) for t in (x.q, x.k, x.v))
+        function = functools.partial(library.flash_attn_func, q, k, v, **options)
+    else:
+        lengths = (x.qo_indptr_device, x.kv_indptr_device)
+        longest = {"max_seqlen_q": max(case.qo_lens), "max_seqlen_k": max(case.kv_lens)}
+        function = functools.partial(library.flash_attn_varlen_func, x.q, x.k, x.v, *lengths, **longest, **options)
+
+    def output(returned: Any) -> torch.Tensor:
+        out: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned  # older versions add the LSE
+        return out.flatten(0, -3)
+
+    return Timed(function, output=output)
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def _table(backends: list[Backend]) -> dict[str, Backend]:
+    return {backend.name: backend for backend in backends}
+
+
+PREFILL = _table(
+    [
+        *_our_backends(_ours),
+        Backend("torch_fa2", False, ALL - {"soft_cap", "sinks", "head_dim_vo"}, _needs_cuda, _torch_fa2),
+        Backend("cudnn", False, frozenset({"causal", "gqa", "head_dim_vo"}), _needs_cuda, _torch_cudnn),
+        *_flashinfer_backends(_flashinfer),
+        Backend(
+            "flash_attn_3",
+            False,
+            ALL - {"sinks"},
+            functools.partial(_needs_module, "flash_attn_interface"),
+            _flash_attn_3,
+        ),
+    ]
+)
+HOST = _table(
+    [
+        *_our_backends(_ours_host),
+        Backend("torch_fa2", False, frozenset({"causal", "gqa"}), _needs_cuda, _torch_host, _only_single),
+        *_flashinfer_backends(_flashinfer_host),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the command line can measure. ``unit`` is of the figure that :meth:`figure` makes of seconds per call."""
+
+    about: str
+    unit: str
+    backends: dict[str, Backend]
+    default_workloads: tuple[str, ...]
+    default_backends: tuple[str, ...]
+    scale: float = 1e-12
+    higher_is_better: bool = True
+    host_clock: bool = False
+
+    def figure(self, case: Case, seconds: float) -> float:
+        """Work per second, or time where lower is better."""
+        return self.scale * (case.work / seconds if self.higher_is_better else seconds)
+
+    def inputs(self, case: Case, device: torch.device) -> Inputs:
+        return make_inputs(case.problem if isinstance(case, Host) else case, device)
+
+
+_PEERS = ("torch_fa2", "cudnn", "flashinfer_fa2", "flashinfer_fa3", "flash_attn_3")
+OPERATIONS: dict[str, Operation] = {
+    "prefill": Operation(
+        "one request through single_prefill_with_kv_cache, batches through the ragged wrapper's run()",
+        "TFLOP/s",
+        PREFILL,
+        ("paper",),
+        ("fa2", "fa3", *_PEERS),
+    ),
+    "host": Operation(
+        "the host's time per call",
+        "us",
+        HOST,
+        ("calls",),
+        ("auto", "torch_fa2", "flashinfer_fa2", "flashinfer_fa3"),
+        scale=1e6,
+        higher_is_better=False,
+        host_clock=True,
+    ),
+}

@@ -1,0 +1,305 @@
+"""What is measured: cases, the useful work in each, and the named workloads they come in.
+
+A case knows its label, its place in a result table (``group`` is the row, ``column`` the column), the features that a
+backend must honour to run it, and the work it holds. Work is counted exactly and counts only what the result needs: a
+key that the mask hides is no work, whatever a kernel computes for it.
+
+To add a workload, write a function that returns cases and enter it in WORKLOADS. To add an operation, write a case
+class like these, its workloads, and its callers in peers.py.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+
+def ramp(first: int, last: int) -> int:
+    """The sum of ``max(0, x)`` over the integers x of [first, last]."""
+    first = max(first, 1)
+    return (first + last) * (last - first + 1) // 2 if last >= first else 0
+
+
+def visible_pairs(qo_len: int, kv_len: int, causal: bool, window_left: int = -1) -> int:
+    """How many (row, key) pairs the mask shows: row i stands at key position ``i + kv_len - qo_len``."""
+    if qo_len <= 0 or kv_len <= 0:
+        return 0
+    first, last = kv_len - qo_len, kv_len - 1
+    pairs = ramp(first + 1, last + 1) if causal else qo_len * kv_len
+    if window_left >= 0:
+        pairs -= ramp(first - window_left, last - window_left)
+    return pairs
+
+
+def tokens(length: int) -> str:
+    """512, 4k, 1000."""
+    return f"{length // 1024}k" if length % 1024 == 0 and length else str(length)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Attention of a batch of requests; one request is a single prefill, several are a ragged batch."""
+
+    group: str
+    column: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    causal: bool = True
+    window_left: int = -1
+    soft_cap: float = 0.0
+    sinks: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def label(self) -> str:
+        return f"{self.group} {self.column}"
+
+    @property
+    def detail(self) -> str:
+        """Sizes in words, for the listing."""
+        batch = len(self.qo_lens)
+        longest = f"{tokens(max(self.qo_lens))}x{tokens(max(self.kv_lens))}"
+        heads = f"{self.num_qo_heads}/{self.num_kv_heads} heads"
+        dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim_qk, self.head_dim_vo)))
+        needs = " ".join(sorted(self.features)) or "-"
+        return f"{batch} x {longest}, {heads}, head_dim {dims}, {self.dtype}, needs {needs}"
+
+    @property
+    def single(self) -> bool:
+        return len(self.qo_lens) == 1
+
+    @property
+    def dense(self) -> bool:
+        """Whether all requests have the same lengths, so that the batch is a rectangular tensor."""
+        return len(set(self.qo_lens)) == 1 and len(set(self.kv_lens)) == 1
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a backend must honour beyond equal heads and lengths."""
+        found = {
+            "causal": self.causal,
+            "ragged": not self.dense,
+            "append": self.causal and self.qo_lens != self.kv_lens,
+            "gqa": self.num_qo_heads != self.num_kv_heads,
+            "window": self.window_left >= 0,
+            "soft_cap": self.soft_cap > 0,
+            "sinks": self.sinks,
+            "head_dim_vo": self.head_dim_qk != self.head_dim_vo,
+        }
+        return frozenset(name for name, present in found.items() if present)
+
+    @property
+    def pairs(self) -> int:
+        """Visible (row, key) pairs of one head, over all requests."""
+        lengths = zip(self.qo_lens, self.kv_lens)
+        return sum(visible_pairs(qo, kv, self.causal, self.window_left) for qo, kv in lengths)
+
+    @property
+    def work(self) -> float:
+        """Useful FLOPs: a multiply and an add per element of q and of v for every visible pair."""
+        return 2.0 * (self.head_dim_qk + self.head_dim_vo) * self.num_qo_heads * self.pairs
+
+
+@dataclass
+class Inputs:
+    """The tensors of a case: q ``[tokens, heads, dim]``, k and v alike; offsets on the CPU and on the device."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    sinks: torch.Tensor | None = None
+    qo_indptr_device: torch.Tensor = field(init=False)
+    kv_indptr_device: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.qo_indptr_device = self.qo_indptr.to(self.q.device)
+        self.kv_indptr_device = self.kv_indptr.to(self.q.device)
+
+
+def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
+    total = [0]
+    for length in lengths:
+        total.append(total[-1] + length)
+    return torch.tensor(total, dtype=torch.int32)
+
+
+def make_inputs(case: Prefill, device: torch.device, seed: int = 0) -> Inputs:
+    """N(0, 1) in every element: on equal values a GPU draws less power, and so runs faster."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    rows, keys = sum(case.qo_lens), sum(case.kv_lens)
+    q = randn(rows, case.num_qo_heads, case.head_dim_qk)
+    k = randn(keys, case.num_kv_heads, case.head_dim_qk)
+    v = randn(keys, case.num_kv_heads, case.head_dim_vo)
+    sinks = None
+    if case.sinks:
+        sinks = torch.randn(case.num_qo_heads, generator=generator, device=device, dtype=torch.float32)
+    return Inputs(q, k, v, offsets(case.qo_lens), offsets(case.kv_lens), sinks)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One call of the API on a problem so small that the host's share of the time is what is left."""
+
+    call: str  # single_prefill, ragged_run, ragged_plan
+    batch: int
+    indptr: str = "cpu"  # where the offsets given to plan() are
+    group: str = "host"
+    features: frozenset[str] = frozenset({"causal", "gqa"})
+    work: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.group} {self.column}"
+
+    @property
+    def column(self) -> str:
+        if self.call == "ragged_plan":
+            return f"plan() of {self.batch}, {self.indptr} offsets"
+        return f"run() of {self.batch}" if self.call == "ragged_run" else "single_prefill"
+
+    @property
+    def detail(self) -> str:
+        return "16 rows per request, 8/2 heads, head_dim 64, bfloat16"
+
+    @property
+    def problem(self) -> Prefill:
+        lens = (16,) * self.batch
+        return Prefill(self.group, self.column, lens, lens, 8, 2, 64, 64)
+
+
+Case = Prefill | Host
+
+# --- workloads ---------------------------------------------------------------------------------------------------
+
+PAPER_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+MODEL_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+def paper(dtype: str, lengths: tuple[int, ...] = PAPER_LENGTHS, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
+    """Hidden size 2048, 16k tokens in all, as in the FlashAttention papers."""
+    cases: list[Case] = []
+    for dim in dims:
+        for causal in (False, True):
+            group = f"hd{dim} {'causal' if causal else 'full'}"
+            for length in lengths:
+                lens = (length,) * (16384 // length)
+                heads = 2048 // dim
+                cases.append(
+                    Prefill(group, tokens(length), lens, lens, heads, heads, dim, dim, causal=causal, dtype=dtype)
+                )
+    return cases
+
+
+def model(group: str, dtype: str, heads: int, kv_heads: int, dim: int, vo: int = 0, **options: object) -> list[Case]:
+    """Causal prefill of one prompt through one layer."""
+    return [
+        Prefill(group, tokens(n), (n,), (n,), heads, kv_heads, dim, vo or dim, dtype=dtype, **options)  # type: ignore[arg-type]
+        for n in MODEL_LENGTHS
+    ]
+
+
+def varlen(dtype: str) -> list[Case]:
+    """Batches of unequal prompts, lengths log-uniform in 32..8k, and a prompt beside decoding requests."""
+    cases: list[Case] = []
+    for count in (8, 32, 128):
+        draw = random.Random(count)
+        lens = tuple(round(math.exp(draw.uniform(math.log(32), math.log(8192)))) for _ in range(count))
+        cases.append(Prefill("varlen 32/8 hd128", f"{count} prompts", lens, lens, 32, 8, 128, 128, dtype=dtype))
+    qo, kv = (2048,) + (1,) * 64, (2048,) + (4096,) * 64
+    cases.append(Prefill("varlen 32/8 hd128", "2k + 64 decodes", qo, kv, 32, 8, 128, 128, dtype=dtype))
+    return cases
+
+
+def chunked(dtype: str) -> list[Case]:
+    """A chunk of a prompt, behind the keys of the chunks before it."""
+    return [
+        Prefill(f"chunk of {tokens(qo)}", f"{tokens(kv)} keys", (qo,), (kv,), 32, 8, 128, 128, dtype=dtype)
+        for qo in (512, 2048, 8192)
+        for kv in (8192, 16384, 65536)
+    ]
+
+
+@dataclass(frozen=True)
+class Workload:
+    operation: str
+    about: str
+    cases: Callable[[str], list[Case]]  # of the element type
+
+
+WORKLOADS: dict[str, Workload] = {
+    "quick": Workload(
+        "prefill", "four cells of `paper`, to see that all is well", lambda t: paper(t, (2048, 16384), (128,))
+    ),
+    "paper": Workload("prefill", "hidden size 2048, 16k tokens in all, head dims 64, 128, 256, full and causal", paper),
+    "llama3-8b": Workload("prefill", "32/8 heads, hd128", lambda t: model("llama3-8b", t, 32, 8, 128)),
+    "llama3-70b": Workload(
+        "prefill",
+        "64/8 heads, hd128, and one of eight tensor-parallel ranks",
+        lambda t: model("llama3-70b", t, 64, 8, 128) + model("llama3-70b tp8", t, 8, 1, 128),
+    ),
+    "qwen3": Workload(
+        "prefill",
+        "Qwen3-30B 32/4 heads and Qwen3-235B 64/4, hd128",
+        lambda t: model("qwen3-30b", t, 32, 4, 128) + model("qwen3-235b", t, 64, 4, 128),
+    ),
+    "gpt-oss": Workload(
+        "prefill",
+        "64/8 heads, hd64, sinks; layers with a window of 128 keys and without",
+        lambda t: (
+            model("gpt-oss window", t, 64, 8, 64, sinks=True, window_left=127)
+            + model("gpt-oss full", t, 64, 8, 64, sinks=True)
+        ),
+    ),
+    "gemma2": Workload(
+        "prefill",
+        "16/8 heads, hd256, soft cap 50; layers with a window of 4096 keys and without",
+        lambda t: (
+            model("gemma2 window", t, 16, 8, 256, soft_cap=50.0, window_left=4095)
+            + model("gemma2 full", t, 16, 8, 256, soft_cap=50.0)
+        ),
+    ),
+    "deepseek": Workload("prefill", "128 heads, hd192/128", lambda t: model("deepseek", t, 128, 128, 192, 128)),
+    "varlen": Workload("prefill", "unequal prompts; a prompt beside decoding requests", varlen),
+    "chunked": Workload("prefill", "chunks of 512, 2k, 8k behind up to 64k keys, 32/8 heads, hd128", chunked),
+    "calls": Workload(
+        "host",
+        "host time of single_prefill, run() and plan()",
+        lambda t: [
+            Host("single_prefill", 1),
+            Host("ragged_run", 8),
+            Host("ragged_plan", 8),
+            Host("ragged_plan", 8, "cuda"),
+            Host("ragged_plan", 256),
+        ],
+    ),
+}
+
+
+def cases_of(operation: str, names: list[str], dtype: str) -> list[Case]:
+    """The cases of the named workloads, of one operation.
+
+    Raises:
+        ValueError: a workload that does not exist, or belongs to another operation.
+    """
+    known = [name for name, workload in WORKLOADS.items() if workload.operation == operation]
+    cases: list[Case] = []
+    for name in names:
+        if name not in known:
+            raise ValueError(f"workload {name!r} is none of {operation}: use {', '.join(known)}.")
+        cases += WORKLOADS[name].cases(dtype)
+    return cases

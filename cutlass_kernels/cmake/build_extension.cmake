@@ -1,0 +1,16 @@
+# The Python extension cutlass_kernels._C, from the same objects as the library. Installed as component `python`:
+#   cmake --install build --component python --prefix python      puts it into the source tree
+ck_locate(CK_PYBIND11_DIR pybind11 pybind11/share/cmake/pybind11)
+set(PYBIND11_FINDPYTHON ON)
+find_package(pybind11 2.13 CONFIG REQUIRED HINTS "${CK_PYBIND11_DIR}")
+
+pybind11_add_module(_C MODULE NO_EXTRAS "${CK_DIR}/bindings/module.cpp")
+target_include_directories(_C PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
+target_link_libraries(_C PRIVATE cutlass_kernels_objects CUDA::cudart_static)
+# libstdc++ and libgcc are the system's, everything else of ours is inside; only PyInit__C is visible.
+target_link_options(_C PRIVATE "LINKER:--version-script=${CMAKE_CURRENT_LIST_DIR}/extension.map" "LINKER:--no-undefined-version")
+set_target_properties(_C PROPERTIES LINKER_LANGUAGE CXX LINK_DEPENDS "${CMAKE_CURRENT_LIST_DIR}/extension.map")
+if(CMAKE_STRIP)
+  add_custom_command(TARGET _C POST_BUILD COMMAND "${CMAKE_STRIP}" --strip-unneeded $<TARGET_FILE:_C>)
+endif()
+install(TARGETS _C DESTINATION cutlass_kernels COMPONENT python)

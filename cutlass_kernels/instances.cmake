@@ -1,0 +1,13 @@
+# The compiled kernels: one row is one translation unit, generated from src/<backend>/attention.cu.in, and one entry of
+# list_kernels(). A unit contains every variant its kernel has for run-time features (masks, soft cap, sinks). Head
+# dimensions between two rows are served by the larger one, zero-padded on load.
+#
+#           backend element   head_dim  compute      features
+#                             qk   vo   capability
+#                                       min max (0: no limit)
+ck_instance(fa2     float16   64   64   80  0        interval_mask soft_cap sinks ragged_kv)
+ck_instance(fa2     bfloat16  64   64   80  0        interval_mask soft_cap sinks ragged_kv)
+ck_instance(fa2     float16   128  128  80  0        interval_mask soft_cap sinks ragged_kv)
+ck_instance(fa2     bfloat16  128  128  80  0        interval_mask soft_cap sinks ragged_kv)
+ck_instance(fa2     float16   256  256  80  0        interval_mask soft_cap sinks ragged_kv)
+ck_instance(fa2     bfloat16  256  256  80  0        interval_mask soft_cap sinks ragged_kv)

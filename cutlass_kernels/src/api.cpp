@@ -1,0 +1,155 @@
+// The launching half of the C++ API: validate -> choose a kernel -> schedule -> launch.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "registry.h"
+#include "schedule.h"
+
+namespace cutlass_kernels {
+namespace {
+
+Status cuda_failure(const char* what, cudaError_t error) {
+  cudaGetLastError();  // not left behind for the caller's own error check
+  return {StatusCode::kCudaError, std::string(what) + " failed: " + cudaGetErrorName(error) + " (" +
+                                      cudaGetErrorString(error) + ")."};
+}
+
+Status current_compute_capability(int* result) {
+  int device = 0;
+  int major = 0;
+  int minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return cuda_failure("Asking for the current GPU", error);
+  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  if (error != cudaSuccess) return cuda_failure("Asking for the GPU's compute capability", error);
+  *result = 10 * major + minor;
+  return Status::success();
+}
+
+/// The kernel for the current device, and the query rows of its tiles.
+struct Choice {
+  const KernelEntry* entry = nullptr;
+  int tile_rows = 0;
+};
+
+Status choose_here(Backend backend, const AttentionParams& params, Choice* choice) {
+  int compute_capability = 0;
+  if (Status status = current_compute_capability(&compute_capability); !status.ok()) return status;
+  std::vector<std::string> reasons;
+  choice->entry = choose(backend, params, compute_capability, &reasons);
+  if (choice->entry != nullptr) {
+    choice->tile_rows = choice->entry->tile_rows(params, compute_capability);
+    return Status::success();
+  }
+  std::string text;
+  for (const std::string& reason : reasons) text += (text.empty() ? "" : " ") + reason;
+  return Status::unsupported(std::move(text));
+}
+
+std::int64_t tiles(const AttentionParams& params, int tile_rows) {
+  return schedule_capacity(params.total_q, params.batch_size, tile_rows);
+}
+
+/// A single request without offsets needs no list: its tiles follow from total_q and total_kv.
+bool needs_list(const AttentionParams& params) {
+  return params.batch_size > 1 || params.qo_indptr != nullptr;
+}
+
+/// A block computes one tile of one head at least, and blocks are counted in 32 bits.
+Status check_tiles(const AttentionParams& params, int tile_rows) {
+  const std::int64_t blocks = (tiles(params, tile_rows) + 1) * params.num_qo_heads;
+  if (blocks <= std::numeric_limits<std::int32_t>::max()) return Status::success();
+  return Status::invalid("total_q=" + std::to_string(params.total_q) + " with num_qo_heads=" +
+                         std::to_string(params.num_qo_heads) + " makes " + std::to_string(blocks) +
+                         " tiles, more than the 2147483647 of one call: split the batch.");
+}
+
+Status schedule_for(int tile_rows, const AttentionParams& params, void* workspace,
+                    std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
+  if (Status status = check_tiles(params, tile_rows); !status.ok()) return status;
+  const std::int64_t capacity = tiles(params, tile_rows);
+  const std::size_t needed = static_cast<std::size_t>(capacity) * sizeof(WorkItem);
+  if (workspace == nullptr || workspace_bytes < needed) {
+    return {StatusCode::kWorkspaceTooSmall,
+            "The schedule of " + std::to_string(params.batch_size) + " requests with total_q=" +
+                std::to_string(params.total_q) + " needs a workspace of " + std::to_string(needed) +
+                " bytes, got " + std::to_string(workspace == nullptr ? 0 : workspace_bytes) +
+                "; workspace_size() tells how many."};
+  }
+  if (reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0) {
+    return Status::invalid("The workspace must be 16-byte aligned.");
+  }
+  auto* list = static_cast<WorkItem*>(workspace);
+  Status status = launch_schedule(params.qo_indptr, params.kv_indptr, params.batch_size, tile_rows,
+                                  static_cast<std::int32_t>(capacity), list, stream);
+  if (status.ok()) *schedule = {list, static_cast<std::int32_t>(capacity), tile_rows};
+  return status;
+}
+
+}  // namespace
+
+std::size_t workspace_size(const AttentionParams& params, Backend backend) {
+  if (!needs_list(params) || !contradiction(params, /*with_tensors=*/false).empty()) return 0;
+  std::int64_t capacity = 0;
+  for (const KernelEntry& entry : registry()) {
+    if (!fits(entry.info, backend, params)) continue;
+    // No device is asked: compute capability 0 gives the smallest tiles, the longest list.
+    capacity = std::max(capacity, tiles(params, entry.tile_rows(params, 0)));
+  }
+  return static_cast<std::size_t>(capacity) * sizeof(WorkItem);
+}
+
+Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                     cudaStream_t stream, Schedule* schedule, Backend backend) {
+  if (schedule == nullptr)
+    return Status::invalid("make_schedule() needs a place for the schedule: got null.");
+  std::string fault = contradiction(params, /*with_tensors=*/false);
+  if (!fault.empty()) return Status::invalid(std::move(fault));
+  *schedule = Schedule{};
+  if (!needs_list(params) || params.total_q == 0) return Status::success();
+  if (params.qo_indptr == nullptr || params.kv_indptr == nullptr) {
+    return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
+                           " requests needs qo_indptr and kv_indptr.");
+  }
+  Choice choice;
+  if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
+  return schedule_for(choice.tile_rows, params, workspace, workspace_bytes, stream, schedule);
+}
+
+Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                 cudaStream_t stream, Backend backend) {
+  std::string fault = contradiction(params, /*with_tensors=*/true);
+  if (!fault.empty()) return Status::invalid(std::move(fault));
+  if (params.total_q == 0) return Status::success();
+
+  Choice choice;
+  if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
+  const int tile_rows = choice.tile_rows;
+  if (Status status = check_tiles(params, tile_rows); !status.ok()) return status;
+
+  AttentionParams scheduled = params;
+  if (params.schedule.work_list != nullptr) {
+    if (params.schedule.tile_rows != tile_rows) {
+      return Status::invalid("The schedule was made for tiles of " +
+                             std::to_string(params.schedule.tile_rows) + " rows, but " +
+                             choice.entry->info.name + " works on " + std::to_string(tile_rows) +
+                             " here: make it with the same sizes and backend as this call.");
+    }
+  } else if (needs_list(params)) {
+    Status status =
+        schedule_for(tile_rows, params, workspace, workspace_bytes, stream, &scheduled.schedule);
+    if (!status.ok()) return status;
+  } else {
+    const std::int64_t count = (params.total_q + tile_rows - 1) / tile_rows;
+    scheduled.schedule = {nullptr, static_cast<std::int32_t>(count), tile_rows};
+  }
+  return choice.entry->launch(scheduled, stream);
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,40 @@
+// Warp-level data movement of the mma.sync kernels, on 32-bit shared-memory addresses so that the
+// compiler keeps one base register and immediate offsets.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+namespace cutlass_kernels {
+
+CUTE_DEVICE void ldmatrix_x4(std::uint32_t (&d)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+CUTE_DEVICE void ldmatrix_x4_trans(std::uint32_t (&d)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// 16 bytes from global to shared memory, past L1; zeros if not `valid` (then nothing is read).
+CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// c += a b, one m16n8k16 tile.
+template <class Mma>
+CUTE_DEVICE void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                     std::uint32_t b1) {
+  Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,81 @@
+// Online softmax over the accumulator fragments of m16n8 mma.sync tiles.
+//
+// Thread t of a warp holds, of each 16 x 8 tile, elements (t / 4, 2 (t % 4) + {0, 1}) and the same eight
+// rows below. A row of kRows is thus spread over four threads; each keeps a partial sum of its own and
+// the quad is reduced once, at the end.
+//
+// Rescaling is lazy (FlashAttention-4's observation): the reference m of 2^(x - m) need not be the
+// maximum, only close to it. It is raised when some x exceeds m + 8; until then p <= 2^8, which loses nothing
+// in a floating-point P. So the common tile costs one vote instead of shuffles and a pass over O.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+#include "common/numeric.h"
+
+namespace cutlass_kernels {
+
+// s = -inf unless position < extent. Spelled out, because the compiler collects the predicates of a whole tile
+// first and packs them into registers, four instructions per element instead of two.
+CUTE_DEVICE void mask_unless_below(float& s, std::uint32_t position, std::uint32_t extent) {
+  asm volatile("{\n.reg .pred p;\nsetp.ge.u32 p, %1, %2;\nselp.f32 %0, 0fFF800000, %0, p;\n}"
+               : "+f"(s)
+               : "r"(position), "r"(extent));
+}
+
+template <int kRows>
+struct OnlineSoftmax {
+  static constexpr float kHeadroom = 8.0f;  // log2: P stays below 2^8
+  static constexpr float kNoKey = 1e38f;    // minus_m of a row that has seen no key
+
+  float scale;           // log2 units per unit of s, > 0
+  float minus_m[kRows];  // -m in log2 units
+  float partial_sum[kRows];
+
+  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale(scale_log2) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      minus_m[r] = kNoKey;
+      partial_sum[r] = 0.0f;
+    }
+  }
+
+  // Given each thread's maximum of its part of each row, raises m where needed and calls
+  // rescale(row, factor) on every row then. All 32 threads of the warp take part.
+  template <class Rescale>
+  CUTE_DEVICE void update_max(float (&row_max)[kRows], Rescale&& rescale) {
+    // A row without keys so far exceeds its headroom with any finite s, and with -inf does not.
+    bool raise = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) raise |= fmaf(row_max[r], scale, minus_m[r]) > kHeadroom;
+    if (!__any_sync(0xffffffffu, raise)) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 1));
+      row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 2));
+      // Rows within their headroom keep their m, so that a row's result depends on no other row.
+      const bool raised = fmaf(row_max[r], scale, minus_m[r]) > kHeadroom;
+      const float minus_m_new = raised ? -row_max[r] * scale : minus_m[r];
+      const float factor = exp2_approx(minus_m_new - minus_m[r]);  // 0 at the row's first key
+      minus_m[r] = minus_m_new;
+      partial_sum[r] *= factor;
+      rescale(r, factor);
+    }
+  }
+
+  CUTE_DEVICE float exponential(int r, float s) const {
+    return exp2_approx(fmaf(s, scale, minus_m[r]));
+  }
+
+  // The row's denominator as (m, sum) in log2 units, m = -inf if it saw no key. Reduces over the quad.
+  CUTE_DEVICE void finish(int r, float& m, float& sum) const {
+    sum = partial_sum[r];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    m = minus_m[r] < kNoKey ? -minus_m[r] : -INFINITY;
+  }
+};
+
+}  // namespace cutlass_kernels

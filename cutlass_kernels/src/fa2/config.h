@@ -1,0 +1,57 @@
+// The tile table of the fa2 backend, read by host (launch) and device (kernel).
+//
+// A warp owns kRowTiles * 16 query rows. Two row tiles halve the shared-memory traffic per product: a
+// K or V fragment read by ldmatrix feeds two mma.sync. One row tile reads 128 B of shared memory per clock
+// and SM at full tensor rate, all there is. Three row tiles (or two at head dim 256) do not fit 255 registers.
+//
+// The entries are the fastest of some sixty measured on an H200 (benchmarks/RESULTS.md).
+#pragma once
+
+namespace cutlass_kernels::fa2 {
+
+template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
+          int BlocksPerSm>
+struct Tile {
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kRowTiles = RowTiles;
+  static constexpr int kWarps = Warps;
+  static constexpr int kThreads = 32 * Warps;
+  static constexpr int kBlockM = 16 * RowTiles * Warps;
+  static constexpr int kBlockN = BlockN;            // keys per stage of the load pipeline
+  static constexpr int kStepN = StepN;              // keys per softmax step
+  static constexpr int kStages = Stages;            // of K and V in shared memory
+  static constexpr int kAhead = Ahead;              // ldmatrix issued before their products
+  static constexpr int kBlocksPerSm = BlocksPerSm;  // what registers are budgeted for
+};
+
+// Large: long queries and keys. Medium: as many rows, for fewer keys; three blocks per SM hide more of a tile's
+// start and end. Capped: as many rows, where a logits transform needs registers of its own. Small: few or short queries, where more and shorter tiles fill the machine, and devices
+// without the shared memory of the others.
+template <int HeadDim>
+struct TileTable;
+
+template <>
+struct TileTable<64> {
+  using Large = Tile<64, 2, 4, 64, 64, 2, 2, 2>;
+  using Medium = Tile<64, 2, 4, 64, 32, 2, 2, 3>;
+  using Capped = Medium;
+  using Small = Tile<64, 1, 4, 64, 64, 2, 2, 3>;
+};
+
+template <>
+struct TileTable<128> {
+  using Large = Tile<128, 2, 4, 32, 32, 3, 3, 2>;
+  using Medium = Large;
+  using Capped = Large;
+  using Small = Tile<128, 1, 4, 32, 32, 2, 2, 3>;
+};
+
+template <>
+struct TileTable<256> {
+  using Large = Tile<256, 1, 8, 64, 64, 2, 4, 1>;  // 192 KB of shared memory: sm_90 and up
+  using Medium = Large;
+  using Capped = Tile<256, 1, 8, 32, 32, 2, 4, 1>;
+  using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;
+};
+
+}  // namespace cutlass_kernels::fa2

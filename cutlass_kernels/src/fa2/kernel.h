@@ -1,0 +1,415 @@
+// fa2: attention forward with mma.sync and cp.async, for sm_80 and newer.
+//
+// One block computes one query tile of one head: O = softmax(Q K^T) V over the keys some row of the
+// tile sees, from the last block of keys to the first.
+//
+//            +---------------------- block j ----------------------+
+//  tensor    | S = Q K(j)^T |                        | O += P V(j)  |
+//  softmax   |              | mask, max              | P = 2^(s - m), 16 keys ahead of their products
+//  loads     |              | K(j - s), V(j - s) for s stages ahead |
+//            +------------------------------------------------------+
+//
+// Warps own whole rows, so softmax needs no exchange between them; two or three blocks per SM overlap one
+// warp's softmax with another's products.
+//
+// What is scarce is registers (255 per thread) and, at one row tile per warp, shared-memory bandwidth:
+// short live ranges beat fewer instructions.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "common/ldmatrix.h"
+#include "common/logits.h"
+#include "common/mask.h"
+#include "common/softmax.h"
+#include "fa2/config.h"
+#include "fa2/shared.h"
+#include "schedule.h"
+
+namespace cutlass_kernels::fa2 {
+
+struct KernelParams {
+  AttentionParams attention;
+  LogitsTransform transform;
+  FastDivisor chunk;
+  int group_size;
+  int tiles;  // entries of the work list
+  // Blocks are numbered by section of query heads, in a section longest tiles first, heads innermost. All
+  // sections have section_heads heads but the last, which has last_heads.
+  int sections;
+  int section_heads;
+  int last_heads;
+};
+
+// Loads to be issued piecemeal: issue(step, steps) issues the share of step `step` of `steps`.
+template <class Loader>
+struct PendingLoads {
+  Loader matrices[2];  // K, V
+
+  CUTE_DEVICE void issue(int step, int steps) {
+    constexpr int kLoads = 2 * Loader::kSteps;
+    CUTE_UNROLL
+    for (int i = step * kLoads / steps; i < (step + 1) * kLoads / steps; ++i) {
+      matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
+    }
+  }
+};
+
+template <class Element, class Tile, bool kTransform>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    attention_kernel(__grid_constant__ const KernelParams params) {
+  using Layout = SharedLayout<Tile>;
+  using Mma = typename Element::Mma;
+  constexpr int kRowTiles = Tile::kRowTiles;
+  constexpr int kBlockN = Tile::kBlockN;
+  constexpr int kStages = Tile::kStages;
+  constexpr int kAhead = Tile::kAhead;
+  constexpr int kStepN = Tile::kStepN;
+  constexpr int kTilesN = kStepN / 8;          // m16n8 tiles of S along the keys
+  constexpr int kTilesD = Tile::kHeadDim / 8;  // and of O along the head dimension
+  constexpr int kRows = 2 * kRowTiles;         // rows a thread holds a part of
+  const AttentionParams& p = params.attention;
+
+  extern __shared__ char shared_memory[];
+  const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+
+  // ---- Which tile of which head. ----
+  const int per_section = params.tiles * params.section_heads;
+  const int section = min(int(blockIdx.x) / per_section, params.sections - 1);
+  const int in_section = blockIdx.x - section * per_section;
+  const int heads = section == params.sections - 1 ? params.last_heads : params.section_heads;
+  const int rank = in_section / heads;
+  const int head = section * params.section_heads + in_section - rank * heads;
+  const int kv_head = head / params.group_size;
+
+  WorkItem work;
+  if (p.schedule.work_list != nullptr) {
+    work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
+    if (work.batch < 0) return;
+  } else {
+    work.q_begin = 0;
+    work.kv_begin = 0;
+    work.qo_len = int(p.total_q);
+    work.kv_len = int(p.total_kv);
+    work.tile = params.tiles - 1 - rank;
+  }
+
+  const int row_begin = work.tile * Tile::kBlockM;
+  const int row_end = min(row_begin + Tile::kBlockM, work.qo_len);
+  const IntervalMask mask{work.kv_len,
+                          work.kv_len - work.qo_len,
+                          p.causal || p.chunk_size > 0,
+                          p.window_left,
+                          p.chunk_size,
+                          params.chunk};
+  const int key_begin = mask.lo(row_begin);
+  const int key_end = mask.hi(row_end - 1);
+  const int block_begin = key_begin / kBlockN;
+  const int block_end = (key_end + kBlockN - 1) / kBlockN;
+
+  const int thread = threadIdx.x;
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+
+  // ---- Loads. ----
+  auto element_ptr = [](const TensorView& view, std::int64_t token, int h) {
+    return static_cast<const char*>(view.data) +
+           2 * (token * view.stride_token + h * view.stride_head);
+  };
+  const int key_extent = key_end - key_begin;
+  using BlockLoader = RowLoader<Tile, kBlockN>;
+  auto k_loader = [&](int block, int stage, int t) {
+    return BlockLoader(shared + Layout::kK + stage * Layout::kStageBytes,
+                       element_ptr(p.k, work.kv_begin, kv_head), p.k.stride_token, p.head_dim_qk,
+                       block * kBlockN, key_begin, key_extent, t);
+  };
+  auto v_loader = [&](int block, int stage, int t) {
+    return BlockLoader(shared + Layout::kV + stage * Layout::kStageBytes,
+                       element_ptr(p.v, work.kv_begin, kv_head), p.v.stride_token, p.head_dim_vo,
+                       block * kBlockN, key_begin, key_extent, t);
+  };
+
+  // ---- This warp's rows. ----
+  const int warp_row = warp * kRowTiles * 16;  // in the tile
+  const int first_row = row_begin + warp_row;  // in the request
+  const int last_row = min(first_row + kRowTiles * 16, row_end) - 1;
+  const bool has_rows = first_row <= last_row;
+  // Keys that some / that every row of the warp sees.
+  const int any_begin = has_rows ? mask.lo(first_row) : 0;
+  const int any_end = has_rows ? mask.hi(last_row) : 0;
+  const int all_begin = has_rows ? mask.lo(last_row) : 0;
+  const int all_end = has_rows ? mask.hi(first_row) : 0;
+
+  // ldmatrix addresses: lanes 0-15 point at rows 0-15 of a 16 x 16 tile, lanes 16-31 at the same rows eight
+  // columns on. For K, four 8 x 8 matrices in the order (keys 0-7, d 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15)
+  // are the B fragments of two n8 tiles. For V, transposed, lanes as for Q.
+  const int lane_row = lane % 16;
+  const int lane_chunk = lane / 16;
+  const int k_row = (lane % 8) + (lane / 16) * 8;
+  const int k_chunk = (lane / 8) % 2;
+  const int swizzle_q = lane_chunk ^ (lane_row & 7);
+  const int swizzle_k = k_chunk ^ (k_row & 7);
+  const std::uint32_t q_row_base = shared + Layout::kQ + (warp_row + lane_row) * Layout::kRowBytes;
+  const std::uint32_t k_row_base = shared + Layout::kK + k_row * Layout::kRowBytes;
+  const std::uint32_t v_row_base = shared + Layout::kV + lane_row * Layout::kRowBytes;
+
+  float o[kRowTiles][kTilesD][4];  // (row tile, d tile, fragment)
+  CUTE_UNROLL
+  for (int m = 0; m < kRowTiles; ++m) {
+    CUTE_UNROLL
+    for (int d = 0; d < kTilesD; ++d) {
+      CUTE_UNROLL
+      for (int e = 0; e < 4; ++e) o[m][d][e] = 0.0f;
+    }
+  }
+  OnlineSoftmax<kRows> softmax(params.transform.scale);
+
+  // ---- One block of keys. ----
+  auto compute_scores = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t k_sub) {
+    CUTE_UNROLL
+    for (int m = 0; m < kRowTiles; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < kTilesN; ++n) {
+        CUTE_UNROLL
+        for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+      }
+    }
+    // Fragments are read kAhead steps before their products; a step is one pair of n tiles.
+    constexpr int kStepsK = Tile::kHeadDim / 16;
+    constexpr int kStepsN = kTilesN / 2;
+    constexpr int kSlots = kAhead + 1;
+    std::uint32_t b[kSlots][4];
+    std::uint32_t a[2][kRowTiles][4];
+    auto read_q = [&](int kd) {
+      CUTE_UNROLL
+      for (int m = 0; m < kRowTiles; ++m) {
+        ldmatrix_x4(a[kd % 2][m],
+                    q_row_base + m * 16 * Layout::kRowBytes + ((swizzle_q ^ (2 * kd)) << 4));
+      }
+    };
+    auto read_k = [&](int step) {
+      if (step < kStepsK * kStepsN) {
+        ldmatrix_x4(b[step % kSlots], k_sub + step % kStepsN * 16 * Layout::kRowBytes +
+                                          ((swizzle_k ^ (2 * (step / kStepsN))) << 4));
+      }
+    };
+    read_q(0);
+    CUTE_UNROLL
+    for (int step = 0; step < kAhead; ++step) read_k(step);
+    CUTE_UNROLL
+    for (int kd = 0; kd < kStepsK; ++kd) {
+      if (kd + 1 < kStepsK) read_q(kd + 1);
+      CUTE_UNROLL
+      for (int pair = 0; pair < kStepsN; ++pair) {
+        const int step = kd * kStepsN + pair;
+        read_k(step + kAhead);
+        CUTE_UNROLL
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma<Mma>(s[m][2 * pair], a[kd % 2][m], b[step % kSlots][0], b[step % kSlots][1]);
+          mma<Mma>(s[m][2 * pair + 1], a[kd % 2][m], b[step % kSlots][2], b[step % kSlots][3]);
+        }
+      }
+    }
+  };
+
+  auto apply_mask = [&](float (&s)[kRowTiles][kTilesN][4], int first_key) {
+    __syncwarp();  // keeps this a branch: predicated, its selects would cost every unmasked block 10 %
+    const int key0 = first_key + (lane % 4) * 2;
+    CUTE_UNROLL
+    for (int m = 0; m < kRowTiles; ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + m * 16 + half * 8 + lane / 4;
+        // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
+        const int lo = mask.lo(row);
+        const std::uint32_t from_lo = key0 - lo;
+        const std::uint32_t extent = max(mask.hi(row) - lo, 0);
+        CUTE_UNROLL
+        for (int n = 0; n < kTilesN; ++n) {
+          CUTE_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            mask_unless_below(s[m][n][half * 2 + e], from_lo + (n * 8 + e), extent);
+          }
+        }
+      }
+    }
+  };
+
+  // Logits transform and mask.
+  auto finish_scores = [&](float (&s)[kRowTiles][kTilesN][4], int first_key) {
+    if constexpr (kTransform) params.transform.apply(&s[0][0][0], kRowTiles * kTilesN * 4);
+    if (first_key < all_begin || first_key + kStepN > all_end) apply_mask(s, first_key);
+  };
+
+  // The maximum takes the loads of the next block along, if asked to.
+  using Loads = PendingLoads<BlockLoader>;
+  auto accumulate = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t v_sub, Loads& next,
+                        bool load) {
+    float thread_max[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float value = s[r / 2][0][r % 2 * 2];
+      CUTE_UNROLL
+      for (int n = 0; n < kTilesN; ++n) {
+        value = fmaxf(value, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+        if (load) next.issue(r * kTilesN + n, kRows * kTilesN);
+      }
+      thread_max[r] = value;
+    }
+    softmax.update_max(thread_max, [&](int r, float factor) {
+      CUTE_UNROLL
+      for (int d = 0; d < kTilesD; ++d) {
+        o[r / 2][d][r % 2 * 2] *= factor;
+        o[r / 2][d][r % 2 * 2 + 1] *= factor;
+      }
+    });
+
+    constexpr int kStepsK = kTilesN / 2;
+    constexpr int kStepsD = kTilesD / 2;
+    constexpr int kSlots = kAhead + 1;
+    std::uint32_t b[kSlots][4];
+    auto read_v = [&](int step) {
+      if (step < kStepsK * kStepsD) {
+        ldmatrix_x4_trans(b[step % kSlots], v_sub + step / kStepsD * 16 * Layout::kRowBytes +
+                                                ((swizzle_q ^ (step % kStepsD * 2)) << 4));
+      }
+    };
+    CUTE_UNROLL
+    for (int step = 0; step < kAhead; ++step) read_v(step);
+
+    // P of the next 16 keys is computed between the products of these.
+    constexpr int kPacks = kRowTiles * 4;
+    std::uint32_t a[2][kRowTiles][4];
+    auto make_p = [&](int k, int pack) {
+      const int m = pack / 4;
+      const int i = pack % 4;  // (tile 2k, row 0), (2k, row 8), (2k + 1, row 0), (2k + 1, row 8)
+      const int r = m * 2 + i % 2;
+      const float* pair = &s[m][2 * k + i / 2][(i % 2) * 2];
+      const float p0 = softmax.exponential(r, pair[0]);
+      const float p1 = softmax.exponential(r, pair[1]);
+      softmax.partial_sum[r] += p0;
+      softmax.partial_sum[r] += p1;
+      a[k % 2][m][i] = Element::pack(p0, p1);
+    };
+    CUTE_UNROLL
+    for (int pack = 0; pack < kPacks; ++pack) make_p(0, pack);
+    CUTE_UNROLL
+    for (int k = 0; k < kStepsK; ++k) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < kStepsD; ++pair) {
+        const int step = k * kStepsD + pair;
+        // Never taken. Left alone, the compiler computes all of P before the first product; it does not
+        // move instructions across a possible exit, so exponentials and products alternate (4 % at hd64).
+        if (pair % 2 == 0 && params.tiles < 0) asm volatile("exit;");
+        read_v(step + kAhead);
+        CUTE_UNROLL
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma<Mma>(o[m][2 * pair], a[k % 2][m], b[step % kSlots][0], b[step % kSlots][1]);
+          mma<Mma>(o[m][2 * pair + 1], a[k % 2][m], b[step % kSlots][2], b[step % kSlots][3]);
+        }
+        if (k + 1 < kStepsK) {
+          CUTE_UNROLL
+          for (int pack = pair * kPacks / kStepsD; pack < (pair + 1) * kPacks / kStepsD; ++pack) {
+            make_p(k + 1, pack);
+          }
+        }
+      }
+    }
+  };
+
+  // ---- Main loop, from the last block to the first. ----
+  RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.q_begin, head),
+                                 p.q.stride_token, p.head_dim_qk, row_begin, row_begin,
+                                 row_end - row_begin, thread)
+      .issue_all();
+  // Past the first block all rows are outside [key_begin, key_end): zeros that nobody reads.
+  CUTE_UNROLL
+  for (int i = 0; i < kStages - 1; ++i) {
+    k_loader(block_end - 1 - i, i, thread).issue_all();
+    v_loader(block_end - 1 - i, i, thread).issue_all();
+    cute::cp_async_fence();
+  }
+  int stage = 0;
+  int next_stage = kStages - 1;
+  for (int block = block_end - 1; block >= block_begin; --block) {
+    cute::cp_async_wait<kStages - 2>();
+    __syncthreads();  // this block's K and V have landed; everyone is done with the previous block
+
+    int opaque_thread = thread;  // addresses are computed anew, not kept in registers
+    asm volatile("" : "+r"(opaque_thread));
+    Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
+                v_loader(block - kStages + 1, next_stage, opaque_thread)}};
+    CUTE_UNROLL
+    for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {
+      const int first_key = block * kBlockN + sub * kStepN;
+      const int offset = stage * Layout::kStageBytes + sub * kStepN * Layout::kRowBytes;
+      const bool loads = sub == kBlockN / kStepN - 1;
+      // A warp takes part only where one of its rows sees a key.
+      if (first_key < any_end && first_key + kStepN > any_begin) {
+        float s[kRowTiles][kTilesN][4];
+        compute_scores(s, k_row_base + offset);
+        finish_scores(s, first_key);
+        accumulate(s, v_row_base + offset, next, loads);
+      } else if (loads) {
+        next.issue(0, 1);
+      }
+    }
+    cute::cp_async_fence();
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+  }
+  cute::cp_async_wait<0>();
+  __syncthreads();  // Q has landed even if there was no key; its rows become the output's
+  if (!has_rows) return;
+
+  // ---- Epilogue: normalise, stage the warp's rows in shared memory, write 16 bytes per lane. ----
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    float m, sum;
+    softmax.finish(r, m, sum);
+    if (p.sinks != nullptr) {
+      const float sink = p.sinks[head] * kLog2e;
+      const float top = fmaxf(m, sink);
+      if (top > -INFINITY) {
+        const float weight = exp2_approx(m - top);
+        sum = sum * weight + exp2_approx(sink - top);
+        CUTE_UNROLL
+        for (int d = 0; d < kTilesD; ++d) {
+          o[r / 2][d][(r % 2) * 2] *= weight;
+          o[r / 2][d][(r % 2) * 2 + 1] *= weight;
+        }
+        m = top;
+      }
+    }
+    const bool empty = !(m > -INFINITY);
+    const float scale = empty ? 0.0f : p.v_scale / sum;
+    const int row = warp_row + (r / 2) * 16 + (r % 2) * 8 + lane / 4;
+    CUTE_UNROLL
+    for (int d = 0; d < kTilesD; ++d) {
+      const std::uint32_t packed =
+          Element::pack(o[r / 2][d][(r % 2) * 2] * scale, o[r / 2][d][(r % 2) * 2 + 1] * scale);
+      *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ + Layout::offset(row, d) +
+                                        (lane % 4) * 4) = packed;
+    }
+    if (p.lse != nullptr && lane % 4 == 0 && row_begin + row < row_end) {
+      p.lse[(work.q_begin + std::int64_t(row_begin + row)) * p.lse_stride_token +
+            head * p.lse_stride_head] = empty ? -INFINITY : m + log2f(sum);
+    }
+  }
+  __syncwarp();
+  char* out = const_cast<char*>(element_ptr(p.o, work.q_begin, head));
+  constexpr int kRowsPerStep = 32 / Layout::kChunks;
+  const int out_chunk = lane % Layout::kChunks;
+  CUTE_UNROLL
+  for (int i = 0; i < kRowTiles * 16 / kRowsPerStep; ++i) {
+    const int row = warp_row + i * kRowsPerStep + lane / Layout::kChunks;
+    if (row_begin + row < row_end && out_chunk * 8 < p.head_dim_vo) {
+      const uint4 value = *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ +
+                                                          Layout::offset(row, out_chunk));
+      *reinterpret_cast<uint4*>(out + 2 * (row_begin + row) * p.o.stride_token + out_chunk * 16) =
+          value;
+    }
+  }
+}
+
+}  // namespace cutlass_kernels::fa2

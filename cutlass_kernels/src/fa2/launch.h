@@ -1,0 +1,125 @@
+// Host side of the fa2 backend: which tile, which grid.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "fa2/kernel.h"
+#include "registry.h"
+
+namespace cutlass_kernels::fa2 {
+
+// A launch with fewer blocks than this leaves SMs of a 132-SM device without work: use the small tile.
+constexpr std::int64_t kBlocksToFillDevice = 264;
+
+// K and V of the heads being worked on should stay in L2 (50 MB on Hopper, 40 on A100, each half of it
+// caching for its own SMs) beside the queries and outputs that stream through.
+constexpr std::int64_t kSectionBytes = 8 << 20;
+
+// Sections of heads keep K and V in L2. The last one takes two waves of blocks or more, so that its long
+// tiles, which come first, and its short ones even out: a last section of one head costs 12 % at 4k causal.
+inline void divide_into_sections(KernelParams& params) {
+  const AttentionParams& p = params.attention;
+  const std::int64_t head_bytes = 2 * p.total_kv * (p.head_dim_qk + p.head_dim_vo);
+  const std::int64_t fit = kSectionBytes / std::max<std::int64_t>(head_bytes, 1);
+  const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
+  const std::int64_t head_blocks = std::int64_t(params.tiles) * params.group_size;
+  const std::int64_t for_tail = (2 * kBlocksToFillDevice + head_blocks - 1) / head_blocks;
+  const int tail = int(std::clamp<std::int64_t>(for_tail, heads, p.num_kv_heads));
+  const int early_sections = (p.num_kv_heads - tail) / heads;
+  params.sections = early_sections + 1;
+  params.section_heads = heads * params.group_size;
+  params.last_heads = p.num_qo_heads - early_sections * params.section_heads;
+}
+
+// Shared memory a block may have (CUDA programming guide, technical specifications per compute capability).
+inline int max_shared_bytes(int compute_capability) {
+  switch (compute_capability) {
+    case 80:
+    case 87:
+      return 163 << 10;
+    case 86:
+    case 89:
+    case 120:
+    case 121:
+      return 99 << 10;
+    default:
+      return compute_capability >= 90 ? 227 << 10 : 0;
+  }
+}
+
+template <int HeadDim>
+int tile_rows(const AttentionParams& params, int compute_capability) {
+  using Large = typename TileTable<HeadDim>::Large;
+  using Small = typename TileTable<HeadDim>::Small;
+  const std::int64_t average = params.total_q / params.batch_size;
+  const std::int64_t blocks =
+      (params.total_q + Large::kBlockM - 1) / Large::kBlockM * params.num_qo_heads;
+  const bool small = average <= Small::kBlockM || blocks < kBlocksToFillDevice ||
+                     SharedLayout<Large>::kBytes > max_shared_bytes(compute_capability);
+  return small ? Small::kBlockM : Large::kBlockM;
+}
+
+// Above this many keys per row the larger softmax step pays for its registers (hd64: 2 % at 1k, 8 % at 16k).
+constexpr std::int64_t kMediumKeys = 1024;
+
+inline bool few_keys(const AttentionParams& params) {
+  const std::int64_t average = params.total_kv / params.batch_size;
+  return (params.causal ? average / 2 : average) <= kMediumKeys;
+}
+
+template <class Element, class Tile, bool kTransform>
+Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
+  KernelParams kernel_params;
+  kernel_params.attention = params;
+  AttentionParams& p = kernel_params.attention;
+  // A window of all keys is no window; the clamp keeps position - window_left inside 32 bits.
+  if (p.window_left >= p.total_kv) p.window_left = -1;
+  kernel_params.transform = LogitsTransform::make(params);
+  kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
+  kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
+  kernel_params.tiles = p.schedule.work_list != nullptr
+                            ? p.schedule.capacity
+                            : int((p.total_q + Tile::kBlockM - 1) / Tile::kBlockM);
+  divide_into_sections(kernel_params);
+
+  auto* kernel = &attention_kernel<Element, Tile, kTransform>;
+  constexpr int kBytes = SharedLayout<Tile>::kBytes;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error == cudaSuccess) {
+    const dim3 grid(unsigned(kernel_params.tiles) * unsigned(p.num_qo_heads));
+    kernel<<<grid, Tile::kThreads, kBytes, stream>>>(kernel_params);
+    error = cudaGetLastError();
+  }
+  if (error == cudaSuccess) return Status::success();
+  return {StatusCode::kCudaError,
+          std::string("The fa2 kernel could not be launched: ") + cudaGetErrorString(error) + "."};
+}
+
+template <class Element, int HeadDim, bool kTransform>
+Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
+  using Tiles = TileTable<HeadDim>;
+  static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
+                Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
+  if (params.schedule.tile_rows != Tiles::Large::kBlockM) {
+    return launch_tile<Element, typename Tiles::Small, kTransform>(params, stream);
+  }
+  if constexpr (kTransform) {
+    return launch_tile<Element, typename Tiles::Capped, true>(params, stream);
+  } else if (few_keys(params)) {
+    return launch_tile<Element, typename Tiles::Medium, false>(params, stream);
+  } else {
+    return launch_tile<Element, typename Tiles::Large, false>(params, stream);
+  }
+}
+
+template <class Element, int HeadDim>
+Status launch(const AttentionParams& params, cudaStream_t stream) {
+  return LogitsTransform::needed(params) ? launch_variant<Element, HeadDim, true>(params, stream)
+                                         : launch_variant<Element, HeadDim, false>(params, stream);
+}
+
+}  // namespace cutlass_kernels::fa2

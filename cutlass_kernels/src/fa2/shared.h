@@ -1,0 +1,80 @@
+// Shared memory of the fa2 kernel and the loads into it.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include <cstdint>
+
+#include "common/ldmatrix.h"
+
+namespace cutlass_kernels::fa2 {
+
+// Q, then the stages of K, then those of V. Rows are head_dim elements long, in 16-byte chunks of 8
+// elements; row r holds chunk c at position c ^ (r % 8), so that the eight rows an ldmatrix phase reads lie in
+// eight different bank groups (CuTe's Swizzle<3, 3, log2(head_dim / 8)> on element offsets).
+template <class Tile>
+struct SharedLayout {
+  static constexpr int kRowBytes = Tile::kHeadDim * 2;
+  static constexpr int kChunks = Tile::kHeadDim / 8;
+  static constexpr int kStageBytes = Tile::kBlockN * kRowBytes;
+  static constexpr int kQ = 0;
+  static constexpr int kK = Tile::kBlockM * kRowBytes;
+  static constexpr int kV = kK + Tile::kStages * kStageBytes;
+  static constexpr int kBytes = kV + Tile::kStages * kStageBytes;
+
+  CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+  }
+};
+
+// Copies kRows rows of a [rows, head_dim] global tensor into shared memory, 16 bytes per thread and step.
+// Rows outside [begin, begin + extent) and columns past the tensor's own head dimension become zero: garbage
+// in keys that nobody sees never reaches a product. Steps are issued one by one, so that the main loop can
+// spread them over the softmax: in a burst before the products they hold up the ldmatrix behind them.
+template <class Tile, int kRows>
+struct RowLoader {
+  using Layout = SharedLayout<Tile>;
+  static constexpr int kRowStep = Tile::kThreads / Layout::kChunks;
+  static constexpr int kSteps = kRows / kRowStep;
+  static constexpr int kPatterns =
+      kRowStep < 8 ? 8 / kRowStep : 1;  // the swizzle repeats after 8 rows
+  static_assert(kRows % kRowStep == 0);
+
+  const char* from;  // this thread's 16 bytes of the next row to copy
+  std::int64_t step_bytes;
+  std::uint32_t relative;  // that row, counted from `begin`; wraps around to large values before it
+  std::uint32_t extent;
+  bool in_columns;
+  std::uint32_t to[kPatterns];
+
+  // `base`: the tensor's first row for this head; rows [first, first + kRows) go to `shared`.
+  CUTE_DEVICE RowLoader(std::uint32_t shared, const char* base, std::int64_t stride_token,
+                        int head_dim, int first, int begin, int extent_, int thread) {
+    const int thread_row = thread / Layout::kChunks;
+    const int chunk = thread % Layout::kChunks;
+    from = base + std::int64_t(first + thread_row) * (stride_token * 2) + chunk * 16;
+    step_bytes = stride_token * (2 * kRowStep);
+    relative = first + thread_row - begin;
+    extent = extent_;
+    in_columns = chunk * 8 < head_dim;
+    CUTE_UNROLL
+    for (int i = 0; i < kPatterns; ++i) {
+      to[i] = shared + Layout::offset(thread_row + i * kRowStep, chunk);
+    }
+  }
+
+  // Step i of kSteps, in order. cp.async reads nothing where it is not valid.
+  CUTE_DEVICE void issue(int i) {
+    const bool valid = relative + i * kRowStep < extent && in_columns;
+    cp_async_16(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kRowBytes, from,
+                valid);
+    from += step_bytes;
+  }
+
+  CUTE_DEVICE void issue_all() {
+    CUTE_UNROLL
+    for (int i = 0; i < kSteps; ++i) issue(i);
+  }
+};
+
+}  // namespace cutlass_kernels::fa2

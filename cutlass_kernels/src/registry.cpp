@@ -1,0 +1,342 @@
+#include "registry.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "cutlass_kernels/version.h"
+
+namespace cutlass_kernels {
+namespace {
+
+std::string number(std::int64_t value) { return std::to_string(value); }
+
+std::string capability(int value) { return number(value / 10) + "." + number(value % 10); }
+
+/// "64, 128, 256" without repetitions.
+template <typename Get>
+std::string distinct(const std::vector<const KernelEntry*>& entries, Get get) {
+  std::vector<std::string> seen;
+  for (const KernelEntry* entry : entries) {
+    std::string text = get(entry->info);
+    if (std::find(seen.begin(), seen.end(), text) == seen.end()) seen.push_back(std::move(text));
+  }
+  std::string joined;
+  for (const std::string& text : seen) joined += (joined.empty() ? "" : ", ") + text;
+  return joined;
+}
+
+std::uint32_t needed_features(const AttentionParams& params) {
+  std::uint32_t bits = kFeatureIntervalMask | kFeatureRaggedKv;
+  if (params.logits_soft_cap > 0.0f) bits |= kFeatureSoftCap;
+  if (params.sinks != nullptr) bits |= kFeatureSinks;
+  return bits;
+}
+
+const char* feature_name(std::uint32_t bit) {
+  switch (bit) {
+    case kFeatureIntervalMask:
+      return "causal, window and chunk masks";
+    case kFeatureSoftCap:
+      return "logits_soft_cap";
+    case kFeatureSinks:
+      return "sinks";
+    case kFeatureRaggedKv:
+      return "ragged keys and values";
+    case kFeatureBitMask:
+      return "custom masks";
+    case kFeaturePagedKv:
+      return "paged keys and values";
+  }
+  return "an unnamed feature";
+}
+
+bool types_fit(const KernelInfo& info, const AttentionParams& params) {
+  return info.q_dtype == params.q_dtype && info.kv_dtype == params.kv_dtype;
+}
+
+bool head_dims_fit(const KernelInfo& info, const AttentionParams& params) {
+  return params.head_dim_qk <= info.head_dim_qk && params.head_dim_vo <= info.head_dim_vo;
+}
+
+bool device_fits(const KernelInfo& info, int compute_capability) {
+  return compute_capability >= info.min_compute_capability &&
+         (info.max_compute_capability == 0 || compute_capability <= info.max_compute_capability);
+}
+
+bool serves(const KernelInfo& info, Backend backend, const AttentionParams& params,
+            int compute_capability) {
+  const std::uint32_t needed = needed_features(params);
+  return fits(info, backend, params) && params.o_dtype == params.q_dtype &&
+         device_fits(info, compute_capability) && (info.features & needed) == needed;
+}
+
+/// Why no kernel of one backend serves the request: sieves them by one property after the other.
+void explain(Backend backend, const AttentionParams& params, int compute_capability,
+             std::vector<std::string>* reasons) {
+  const std::string name = to_string(backend);
+  std::vector<const KernelEntry*> left;
+  for (const KernelEntry& entry : registry()) {
+    if (entry.info.backend == backend) left.push_back(&entry);
+  }
+  if (left.empty()) {
+    reasons->push_back("This build has no " + name + " kernels.");
+    return;
+  }
+  const auto keep = [&](auto predicate) {
+    std::vector<const KernelEntry*> kept;
+    for (const KernelEntry* entry : left) {
+      if (predicate(entry->info)) kept.push_back(entry);
+    }
+    if (kept.empty()) return false;  // nothing is left: go on with all, to name every reason
+    left = std::move(kept);
+    return true;
+  };
+
+  if (!keep([&](const KernelInfo& info) { return device_fits(info, compute_capability); })) {
+    int lowest = std::numeric_limits<int>::max();
+    int highest = 0;
+    for (const KernelEntry* entry : left) {
+      const int top = entry->info.max_compute_capability;
+      lowest = std::min(lowest, entry->info.min_compute_capability);
+      highest = std::max(highest, top == 0 ? std::numeric_limits<int>::max() : top);
+    }
+    std::string range = capability(lowest);
+    range += highest == std::numeric_limits<int>::max() ? " and up" : " to " + capability(highest);
+    reasons->push_back("The " + name + " kernels of this build run on compute capability " + range +
+                       "; this device has " + capability(compute_capability) + ".");
+  }
+  if (!keep([&](const KernelInfo& info) { return types_fit(info, params); })) {
+    reasons->push_back("q_dtype=" + std::string(to_string(params.q_dtype)) + " with kv_dtype=" +
+                       to_string(params.kv_dtype) + " is not compiled for " + name + " (have " +
+                       distinct(left,
+                                [](const KernelInfo& info) {
+                                  return std::string(to_string(info.q_dtype)) +
+                                         (info.q_dtype == info.kv_dtype
+                                              ? ""
+                                              : std::string(" with ") + to_string(info.kv_dtype));
+                                }) +
+                       ").");
+  }
+  if (params.o_dtype != params.q_dtype) {
+    reasons->push_back("o_dtype=" + std::string(to_string(params.o_dtype)) +
+                       " differs from q_dtype=" + to_string(params.q_dtype) + ": " + name +
+                       " writes the type of the queries.");
+  }
+  if (!keep([&](const KernelInfo& info) { return head_dims_fit(info, params); })) {
+    reasons->push_back("head_dim_qk=" + number(params.head_dim_qk) + " with head_dim_vo=" +
+                       number(params.head_dim_vo) + " is not compiled for " + name + " (have " +
+                       distinct(left,
+                                [](const KernelInfo& info) {
+                                  return info.head_dim_qk == info.head_dim_vo
+                                             ? number(info.head_dim_qk)
+                                             : number(info.head_dim_qk) + "/" +
+                                                   number(info.head_dim_vo);
+                                }) +
+                       "; smaller multiples of 8 are padded).");
+  }
+  const std::uint32_t needed = needed_features(params);
+  if (!keep([&](const KernelInfo& info) { return (info.features & needed) == needed; })) {
+    for (std::uint32_t bit = 1; bit != 0 && bit <= needed; bit <<= 1) {
+      const bool missing = std::none_of(left.begin(), left.end(), [&](const KernelEntry* entry) {
+        return (entry->info.features & bit) != 0;
+      });
+      if ((needed & bit) != 0 && missing) {
+        reasons->push_back("The " + name + " kernels do not have " + feature_name(bit) + ".");
+      }
+    }
+  }
+}
+
+std::string misaligned(const char* name, const TensorView& view, int item_bytes,
+                       bool with_pointer) {
+  const std::string tensor = name;
+  if ((view.stride_token * item_bytes) % 16 != 0) {
+    return tensor + " has a token stride of " + number(view.stride_token * item_bytes) +
+           " bytes: strides must be multiples of 16 bytes. Copy it into such a layout.";
+  }
+  if ((view.stride_head * item_bytes) % 16 != 0) {
+    return tensor + " has a head stride of " + number(view.stride_head * item_bytes) +
+           " bytes: strides must be multiples of 16 bytes. Copy it into such a layout.";
+  }
+  if (with_pointer && reinterpret_cast<std::uintptr_t>(view.data) % 16 != 0) {
+    return tensor +
+           " starts at an address that is not a multiple of 16 bytes. Copy it to an aligned "
+           "buffer.";
+  }
+  return "";
+}
+
+int size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+      return 1;
+  }
+  return 1;
+}
+
+}  // namespace
+
+const std::vector<KernelEntry>& registry() {
+  static const std::vector<KernelEntry> entries = [] {
+    std::vector<KernelEntry> filled;
+    for (const RegistryRow& row : registry_rows()) {
+      filled.push_back(row.entry());
+      filled.back().info = row.info;
+    }
+    return filled;
+  }();
+  return entries;
+}
+
+const std::vector<KernelInfo>& list_kernels() {
+  static const std::vector<KernelInfo> infos = [] {
+    std::vector<KernelInfo> filled;
+    for (const RegistryRow& row : registry_rows()) filled.push_back(row.info);
+    return filled;
+  }();
+  return infos;
+}
+
+bool fits(const KernelInfo& info, Backend backend, const AttentionParams& params) {
+  return (backend == Backend::kAuto || backend == info.backend) && types_fit(info, params) &&
+         head_dims_fit(info, params);
+}
+
+const KernelEntry* choose(Backend backend, const AttentionParams& params, int compute_capability,
+                          std::vector<std::string>* reasons) {
+  const KernelEntry* best = nullptr;
+  const auto rank = [](const KernelEntry& entry) {
+    // fa3 is the faster backend wherever it runs; then the least padding wins.
+    return std::make_pair(-static_cast<int>(entry.info.backend),
+                          entry.info.head_dim_qk + entry.info.head_dim_vo);
+  };
+  for (const KernelEntry& entry : registry()) {
+    if (serves(entry.info, backend, params, compute_capability) &&
+        (best == nullptr || rank(entry) < rank(*best))) {
+      best = &entry;
+    }
+  }
+  if (best != nullptr) return best;
+
+  for (Backend candidate : {Backend::kFa3, Backend::kFa2}) {
+    const bool compiled =
+        std::any_of(registry().begin(), registry().end(),
+                    [&](const KernelEntry& entry) { return entry.info.backend == candidate; });
+    if (backend == candidate || (backend == Backend::kAuto && compiled)) {
+      explain(candidate, params, compute_capability, reasons);
+    }
+  }
+  return nullptr;
+}
+
+std::string contradiction(const AttentionParams& params, bool with_tensors) {
+  const auto not_positive = [](const char* name, std::int64_t value) {
+    return std::string(name) + "=" + number(value) + " must be positive.";
+  };
+  if (params.num_qo_heads <= 0) return not_positive("num_qo_heads", params.num_qo_heads);
+  if (params.num_kv_heads <= 0) return not_positive("num_kv_heads", params.num_kv_heads);
+  if (params.head_dim_qk <= 0) return not_positive("head_dim_qk", params.head_dim_qk);
+  if (params.head_dim_vo <= 0) return not_positive("head_dim_vo", params.head_dim_vo);
+  if (params.batch_size <= 0) return not_positive("batch_size", params.batch_size);
+  if (params.num_qo_heads % params.num_kv_heads != 0) {
+    return "num_qo_heads=" + number(params.num_qo_heads) +
+           " is not a multiple of num_kv_heads=" + number(params.num_kv_heads) +
+           ": every key head serves the same number of query heads.";
+  }
+  if (params.head_dim_qk % 8 != 0 || params.head_dim_vo % 8 != 0) {
+    return "head_dim_qk=" + number(params.head_dim_qk) +
+           " and head_dim_vo=" + number(params.head_dim_vo) +
+           " must be multiples of 8: rows are read 16 bytes at a time.";
+  }
+  constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
+  if (params.total_q < 0 || params.total_q > kMaxTokens || params.total_kv < 0 ||
+      params.total_kv > kMaxTokens) {
+    return "total_q=" + number(params.total_q) + " and total_kv=" + number(params.total_kv) +
+           " must lie between 0 and 2147483647: the offsets in qo_indptr and kv_indptr are 32-bit.";
+  }
+  if (params.chunk_size < 0) {
+    return "chunk_size=" + number(params.chunk_size) +
+           " must not be negative; 0 means not chunked.";
+  }
+
+  const int q_bytes = size_of(params.q_dtype);
+  const int kv_bytes = size_of(params.kv_dtype);
+  const int o_bytes = size_of(params.o_dtype);
+  std::string fault = misaligned("q", params.q, q_bytes, with_tensors);
+  if (fault.empty()) fault = misaligned("k", params.k, kv_bytes, with_tensors);
+  if (fault.empty()) fault = misaligned("v", params.v, kv_bytes, with_tensors);
+  if (fault.empty()) fault = misaligned("o", params.o, o_bytes, with_tensors);
+  if (!fault.empty() || !with_tensors) return fault;
+
+  const bool offsets = params.qo_indptr != nullptr && params.kv_indptr != nullptr;
+  const bool none = params.qo_indptr == nullptr && params.kv_indptr == nullptr;
+  if (!offsets && !(none && params.batch_size == 1)) {
+    return "batch_size=" + number(params.batch_size) +
+           " needs qo_indptr and kv_indptr; only a single request may leave them out, both of "
+           "them.";
+  }
+  const auto missing = [](const char* name, const char* total, std::int64_t value) {
+    return std::string(name) + " is null although " + total + "=" + number(value) + ".";
+  };
+  if (params.total_q > 0) {
+    if (params.q.data == nullptr) return missing("q", "total_q", params.total_q);
+    if (params.o.data == nullptr) return missing("o", "total_q", params.total_q);
+  }
+  if (params.total_kv > 0) {
+    if (params.k.data == nullptr) return missing("k", "total_kv", params.total_kv);
+    if (params.v.data == nullptr) return missing("v", "total_kv", params.total_kv);
+  }
+  return "";
+}
+
+std::vector<std::string> not_supported_reasons(Backend backend, const AttentionParams& params,
+                                               int compute_capability) {
+  std::vector<std::string> reasons;
+  std::string fault = contradiction(params, /*with_tensors=*/false);
+  if (!fault.empty()) reasons.push_back(std::move(fault));
+  std::vector<std::string> refused;
+  if (choose(backend, params, compute_capability, &refused) == nullptr) {
+    reasons.insert(reasons.end(), refused.begin(), refused.end());
+  }
+  return reasons;
+}
+
+const char* to_string(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3fn";
+    case DType::kFloat8E5M2:
+      return "float8_e5m2";
+  }
+  return "unknown dtype";
+}
+
+const char* to_string(Backend backend) {
+  switch (backend) {
+    case Backend::kAuto:
+      return "auto";
+    case Backend::kFa2:
+      return "fa2";
+    case Backend::kFa3:
+      return "fa3";
+  }
+  return "unknown backend";
+}
+
+const char* version() { return CK_VERSION; }
+
+}  // namespace cutlass_kernels

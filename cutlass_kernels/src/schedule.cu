@@ -1,0 +1,132 @@
+// Writes the work list of a batch: a counting sort of its tiles by cost, in one block.
+#include "schedule.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+namespace cutlass_kernels {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kBuckets = 1024;  // one per thread in the prefix sum
+
+// Keys the last row of a tile sees under a causal mask: [0, kv_len].
+__host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int tile_rows) {
+  const int last_row = min((tile + 1) * tile_rows, qo_len) - 1;
+  return max(0, min(kv_len, last_row + 1 + kv_len - qo_len));
+}
+
+__host__ __device__ inline int tile_count(int qo_len, int tile_rows) {
+  return (qo_len + tile_rows - 1) / tile_rows;
+}
+
+// Costs share a bucket when they agree to `shift` bits; buckets are numbered from the most expensive.
+__device__ inline int bucket_of(int cost, int shift) { return kBuckets - 1 - (cost >> shift); }
+
+// Calls visit(batch, tile) for every tile, spread over the block: one warp per request, its lanes over tiles.
+template <class Visit>
+__device__ void for_each_tile(const int* qo_indptr, int batch_size, int tile_rows, Visit&& visit) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int batch = warp; batch < batch_size; batch += kThreads / 32) {
+    const int tiles = tile_count(qo_indptr[batch + 1] - qo_indptr[batch], tile_rows);
+    for (int tile = lane; tile < tiles; tile += 32) visit(batch, tile);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    schedule_kernel(const int* qo_indptr, const int* kv_indptr, int batch_size, int tile_rows,
+                    int capacity, WorkItem* list) {
+  __shared__ int position[kBuckets];
+  __shared__ int warp_total[32];
+  __shared__ int max_kv_len;
+
+  const int thread = threadIdx.x;
+  position[thread] = 0;
+  if (thread == 0) max_kv_len = 0;
+  __syncthreads();
+  for (int batch = thread; batch < batch_size; batch += kThreads) {
+    atomicMax(&max_kv_len, kv_indptr[batch + 1] - kv_indptr[batch]);
+  }
+  __syncthreads();
+  int shift = 0;
+  while ((max_kv_len >> shift) >= kBuckets) ++shift;
+
+  auto cost_of = [&](int batch, int tile) {
+    return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch],
+                     kv_indptr[batch + 1] - kv_indptr[batch], tile, tile_rows);
+  };
+  for_each_tile(qo_indptr, batch_size, tile_rows, [&](int batch, int tile) {
+    atomicAdd(&position[bucket_of(cost_of(batch, tile), shift)], 1);
+  });
+  __syncthreads();
+
+  // Exclusive prefix sum over the buckets.
+  const int count = position[thread];
+  int inclusive = count;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+    if (thread % 32 >= step) inclusive += other;
+  }
+  if (thread % 32 == 31) warp_total[thread / 32] = inclusive;
+  __syncthreads();
+  int before = 0;
+  for (int warp = 0; warp < thread / 32; ++warp) before += warp_total[warp];
+  position[thread] = before + inclusive - count;
+  int total = 0;
+  for (int warp = 0; warp < 32; ++warp) total += warp_total[warp];
+  __syncthreads();
+
+  for_each_tile(qo_indptr, batch_size, tile_rows, [&](int batch, int tile) {
+    const int slot = atomicAdd(&position[bucket_of(cost_of(batch, tile), shift)], 1);
+    if (slot < capacity) {
+      WorkItem item{};
+      item.batch = batch;
+      item.tile = tile;
+      item.q_begin = qo_indptr[batch];
+      item.qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
+      item.kv_begin = kv_indptr[batch];
+      item.kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
+      list[slot] = item;
+    }
+  });
+  WorkItem none{};
+  none.batch = -1;
+  for (int slot = total + thread; slot < capacity; slot += kThreads) list[slot] = none;
+}
+
+}  // namespace
+
+Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
+                       std::int32_t batch_size, std::int32_t tile_rows, std::int32_t capacity,
+                       WorkItem* list, cudaStream_t stream) {
+  schedule_kernel<<<1, kThreads, 0, stream>>>(qo_indptr, kv_indptr, batch_size, tile_rows, capacity,
+                                              list);
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return Status::success();
+  return {StatusCode::kCudaError, std::string("The schedule kernel could not be launched: ") +
+                                      cudaGetErrorString(error) + "."};
+}
+
+std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
+                                       const std::vector<std::int32_t>& kv_indptr,
+                                       std::int32_t tile_rows) {
+  std::vector<WorkItem> list;
+  for (std::size_t batch = 0; batch + 1 < qo_indptr.size(); ++batch) {
+    const int qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
+    const int kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
+    for (int tile = 0; tile < tile_count(qo_len, tile_rows); ++tile) {
+      list.push_back(
+          {int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, {0, 0}});
+    }
+  }
+  auto cost_of = [&](const WorkItem& item) {
+    return tile_cost(item.qo_len, item.kv_len, item.tile, tile_rows);
+  };
+  std::stable_sort(list.begin(), list.end(),
+                   [&](const WorkItem& a, const WorkItem& b) { return cost_of(a) > cost_of(b); });
+  return list;
+}
+
+}  // namespace cutlass_kernels

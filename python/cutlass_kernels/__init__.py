@@ -1,0 +1,84 @@
+"""Attention kernels for Ampere and Hopper GPUs, with a PyTorch reference backend, in the API of FlashInfer.
+
+    import cutlass_kernels as flashinfer
+
+Importing needs no GPU and loads no compiled code. ``explain()`` says which backend would serve a call and why;
+``list_kernels()`` lists what is compiled into this installation. Every LSE is base 2.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from . import cascade, decode, page, prefill, quantization
+from ._dispatch import BackendError, PerformanceWarning, explain
+from .cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    batch_decode_with_shared_prefix_padded_kv_cache,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from .decode import single_decode_with_kv_cache
+from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from .prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    fmha_v2_stats_to_lse,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+    trtllm_fmha_v2_prefill,
+)
+from .quantization import packbits, segment_packbits
+
+try:
+    __version__ = metadata.version("cutlass_kernels")
+except metadata.PackageNotFoundError:  # a source tree on the path
+    __version__ = "0.0.0"
+
+__all__ = [
+    "BackendError",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "PerformanceWarning",
+    "__version__",
+    "append_paged_kv_cache",
+    "batch_decode_with_shared_prefix_padded_kv_cache",
+    "cascade",
+    "decode",
+    "explain",
+    "fmha_v2_stats_to_lse",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "list_kernels",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "packbits",
+    "page",
+    "prefill",
+    "quantization",
+    "segment_packbits",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "trtllm_fmha_v2_prefill",
+]
+
+
+def list_kernels() -> list[Any]:
+    """The kernels compiled into this installation, one entry each; empty for an installation without compiled code.
+
+    Example:
+        >>> for kernel in list_kernels():
+        ...     print(kernel)
+    """
+    try:
+        from . import _cuda
+    except ImportError:
+        return []
+    return list(_cuda.kernels())

@@ -1,0 +1,539 @@
+"""Checks and conversions of user arguments.
+
+Every front end passes its arguments through these functions before anything is computed. A function returns the
+argument in the one form the rest of the package uses, or raises a sentence that names the argument, its value and the
+remedy. Values on a CUDA device are never read back, so nothing here synchronises.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Scale = float | torch.Tensor
+Lengths = Sequence[int] | torch.Tensor
+
+LAYOUTS = ("NHD", "HND")
+POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+_INT32_MAX = 2**31 - 1
+_DTYPE_ALIASES = {
+    "fp16": torch.float16,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
+
+
+# --- names and numbers -------------------------------------------------------------------------------------------
+
+
+def kv_layout(value: str) -> str:
+    """``value`` if it is ``"NHD"`` or ``"HND"``; KeyError otherwise."""
+    if value not in LAYOUTS:
+        raise KeyError(f"kv_layout={value!r} is not a layout: use 'NHD' or 'HND'.")
+    return value
+
+
+def pos_encoding(value: str) -> str:
+    """``value`` if it names a position encoding; KeyError otherwise."""
+    if value not in POS_ENCODINGS:
+        raise KeyError(f"pos_encoding_mode={value!r} is not a position encoding: use 'NONE', 'ROPE_LLAMA' or 'ALIBI'.")
+    return value
+
+
+def dtype(value: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name ("float16", "half", "bfloat16", "float8_e4m3fn", ...) or of a torch dtype."""
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"a data type must be a torch.dtype or its name, not {value!r}.")
+    name = value.removeprefix("torch.")
+    found = _DTYPE_ALIASES.get(name, getattr(torch, name, None))
+    if isinstance(found, torch.dtype):
+        return found
+    raise ValueError(f"{value!r} is not a data type: use a torch.dtype or a name such as 'float16' or 'bfloat16'.")
+
+
+def heads(num_qo_heads: int, num_kv_heads: int) -> int:
+    """Query heads per key/value head; RuntimeError unless it is a positive whole number."""
+    if num_qo_heads <= 0 or num_kv_heads <= 0 or num_qo_heads % num_kv_heads != 0:
+        raise RuntimeError(
+            f"num_qo_heads={num_qo_heads} must be a positive multiple of num_kv_heads={num_kv_heads}: "
+            "every key/value head serves the same number of query heads."
+        )
+    return num_qo_heads // num_kv_heads
+
+
+def window(value: int | None) -> int:
+    """``window_left``: keys a row sees to its left besides its own; -1 (any negative, None) is no limit."""
+    if value is None:
+        return -1
+    try:
+        left = operator.index(value)
+    except TypeError:
+        raise TypeError(f"window_left={value!r} is not a whole number: use -1 for no window.") from None
+    return left if left >= 0 else -1
+
+
+def sm_scale(value: Any, head_dim_qk: int) -> float:
+    """The softmax scale as a number; None is ``1 / sqrt(head_dim_qk)``."""
+    if value is None:
+        return 1.0 / math.sqrt(head_dim_qk)
+    return _number("sm_scale", value)
+
+
+def soft_cap(value: Any) -> float:
+    """``logits_soft_cap`` as a number; 0.0 (None, 0 or negative) is off."""
+    if value is None:
+        return 0.0
+    cap = _number("logits_soft_cap", value)
+    return max(cap, 0.0)
+
+
+def scale(value: Any, name: str = "scale") -> Scale:
+    """A per-tensor scale: None is 1.0, numbers and CPU tensors become a float.
+
+    A one-element CUDA tensor is returned as an fp32 tensor, which is read on the device.
+    """
+    if value is None:
+        return 1.0
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, but it scales the whole tensor: pass one element."
+            )
+        return value.reshape(1).to(torch.float32)
+    return _number(name, value)
+
+
+def product(*scales: Scale) -> Scale:
+    """The product of scales, a float where all are floats."""
+    result: Scale = 1.0
+    for factor in scales:
+        result = result * factor
+    return result
+
+
+def rope(mode: str, rope_scale: float | None, rope_theta: float | None) -> tuple[float, float] | None:
+    """``(scale, theta)`` where ``mode`` is ``"ROPE_LLAMA"`` (defaults 1.0 and 1e4), else None."""
+    if pos_encoding(mode) != "ROPE_LLAMA":
+        return None
+    factor = 1.0 if rope_scale is None else _number("rope_scale", rope_scale)
+    theta = 1e4 if rope_theta is None else _number("rope_theta", rope_theta)
+    if factor <= 0.0 or theta <= 0.0:
+        raise ValueError(f"rope_scale={rope_scale} and rope_theta={rope_theta} must be positive.")
+    return factor, theta
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda:
+            raise TypeError(f"{name} is a CUDA tensor, which would have to be read back: pass a number.")
+        if value.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, but it is one number: pass a float.")
+        value = value.item()
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={value!r} is not a number.") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} is not finite.")
+    return number
+
+
+# --- data types --------------------------------------------------------------------------------------------------
+
+
+def element_types(
+    q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype | None = None, o_dtype: Any = None
+) -> torch.dtype:
+    """The output dtype of an attention over these dtypes (``o_dtype``, else that of q).
+
+    Keys and values have one dtype: that of q, or fp8 below a 16-bit (or wider) q. An fp8 q needs keys and values of the
+    same dtype and an ``o_dtype``. ValueError otherwise.
+    """
+    if v_dtype is not None and k_dtype != v_dtype:
+        raise ValueError(f"k has dtype {k_dtype} and v {v_dtype}: convert one, they must be the same.")
+    if k_dtype == torch.uint8 and q_dtype != torch.uint8:
+        raise ValueError(
+            "k and v have dtype torch.uint8: packed 4-bit values with a kv_cache_sf are not supported, convert to fp8."
+        )
+    if q_dtype not in FP8_DTYPES and q_dtype not in FLOAT_DTYPES:
+        raise ValueError(f"q has dtype {q_dtype}, which is not served: use float16, bfloat16 or float8_e4m3fn.")
+    if k_dtype != q_dtype and (q_dtype in FP8_DTYPES or k_dtype not in FP8_DTYPES):
+        raise ValueError(
+            f"q has dtype {q_dtype} and k, v {k_dtype}: keys and values must have the dtype of q, or fp8 below a "
+            "16-bit q."
+        )
+    if o_dtype is None:
+        if q_dtype in FP8_DTYPES:
+            raise ValueError(f"q has dtype {q_dtype}: say the output's dtype, e.g. o_dtype=torch.bfloat16.")
+        return q_dtype
+    wanted = dtype(o_dtype)
+    if wanted not in FP8_DTYPES and wanted not in FLOAT_DTYPES:
+        raise ValueError(f"o_dtype={wanted} is not served: use float16, bfloat16, float32 or an fp8 type.")
+    return wanted
+
+
+# --- index tensors -----------------------------------------------------------------------------------------------
+
+
+def index_vector(name: str, tensor: torch.Tensor, length: int | None = None) -> torch.Tensor:
+    """A 1-D integer tensor as int32, contiguous, on its own device; ValueError for another rank, dtype or length."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor: pass a 1-D int32 tensor.")
+    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: it must be a 1-D int32 tensor."
+        )
+    if length is not None and tensor.size(0) != length:
+        raise ValueError(f"{name} has {tensor.size(0)} elements, but this batch needs {length}.")
+    if tensor.dtype == torch.int32 and tensor.is_contiguous():
+        return tensor
+    if tensor.dtype in (torch.int64, torch.uint32) and not tensor.is_cuda and tensor.numel():
+        largest = int(tensor.to(torch.int64).abs().max())
+        if largest > _INT32_MAX:
+            raise ValueError(f"{name} holds {largest}, which does not fit into int32: split the batch.")
+    return tensor.to(torch.int32).contiguous()
+
+
+def indptr(name: str, tensor: torch.Tensor, batch: int | None = None) -> torch.Tensor:
+    """Offsets ``[batch + 1]`` as int32 on their own device.
+
+    ValueError for another rank, dtype or length; RuntimeError where a CPU tensor is negative or decreases.
+    """
+    offsets = index_vector(name, tensor, None if batch is None else batch + 1)
+    if offsets.size(0) == 0:
+        raise ValueError(f"{name} is empty: it needs batch_size + 1 elements, starting with 0.")
+    if not offsets.is_cuda:
+        if int(offsets[0]) < 0:
+            raise RuntimeError(f"{name} starts at {int(offsets[0])}: offsets start at 0.")
+        steps = offsets[1:] < offsets[:-1]
+        if bool(steps.any()):
+            at = int(steps.nonzero()[0])
+            raise RuntimeError(
+                f"{name} decreases from {int(offsets[at])} to {int(offsets[at + 1])} at request {at}: "
+                "offsets must not decrease."
+            )
+    return offsets
+
+
+def lens(offsets: torch.Tensor) -> torch.Tensor:
+    """Lengths (int64) of the requests that ``offsets`` delimits."""
+    wide = offsets.to(torch.int64)
+    return wide[1:] - wide[:-1]
+
+
+def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Keys (int64) of every request of a page table; a request without pages has none.
+
+    CPU tensors are checked: RuntimeError where a request with pages has ``last_page_len`` outside [1, page_size].
+    """
+    pages = lens(offsets)
+    last = last_page_len.to(device=pages.device, dtype=torch.int64)
+    if not pages.is_cuda and not last_page_len.is_cuda:
+        wrong = (pages > 0) & ((last < 1) | (last > page_size))
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise RuntimeError(
+                f"paged_kv_last_page_len[{at}]={int(last[at])} is not in [1, page_size={page_size}], "
+                f"although request {at} has {int(pages[at])} pages."
+            )
+    return torch.where(pages > 0, (pages - 1) * page_size + last, 0)
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------
+
+
+def workspace(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A user's scratch buffer: a contiguous, 16-byte aligned tensor (ValueError otherwise)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}: pass a uint8 tensor.")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous: pass a tensor straight from torch.empty.")
+    if tensor.data_ptr() % 16 != 0:
+        raise ValueError(f"{name} must be 16-byte aligned, but its address is {tensor.data_ptr():#x}.")
+    return tensor
+
+
+def tensor(name: str, x: Any, rank: int) -> torch.Tensor:
+    """``x`` if it is a tensor of this rank with a contiguous last dimension; TypeError or ValueError otherwise."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
+    if x.dim() != rank:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must have {rank} dimensions.")
+    return last_dim_contiguous(name, x)
+
+
+def token_major(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A ``[tokens, heads, dim]`` view of a tensor in ``layout``."""
+    if x.dim() != 3:
+        raise ValueError(f"keys and values must have 3 dimensions, not shape {tuple(x.shape)}.")
+    return x if kv_layout(layout) == "NHD" else x.transpose(0, 1)
+
+
+def paged_cache(
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a paged cache, both as ``[pages, page_size, num_kv_heads, head_dim]`` views.
+
+    The cache is one tensor, ``[pages, 2, page_size, heads, dim]`` (NHD) or ``[pages, 2, heads, page_size, dim]`` (HND),
+    or a tuple of two tensors without the second dimension. With pages of one token, the page_size dimension may be
+    missing. KeyError for another container, ValueError for other shapes.
+    """
+    kv_layout(layout)
+    if isinstance(paged_kv_cache, torch.Tensor):
+        shape = tuple(paged_kv_cache.shape)
+        if paged_kv_cache.dim() not in (4, 5) or shape[1] != 2:
+            raise ValueError(
+                f"paged_kv_cache has shape {shape}: one tensor must be [pages, 2, ...] with 5 dimensions "
+                "(4 where pages hold one token), keys first."
+            )
+        k, v = paged_kv_cache.unbind(1)
+    elif isinstance(paged_kv_cache, tuple):
+        if len(paged_kv_cache) != 2 or not all(isinstance(x, torch.Tensor) for x in paged_kv_cache):
+            raise ValueError("paged_kv_cache is a tuple, which must hold two tensors: (k_cache, v_cache).")
+        k, v = paged_kv_cache
+    else:
+        raise KeyError(
+            f"paged_kv_cache is {type(paged_kv_cache).__name__}: pass one tensor or a tuple (k_cache, v_cache)."
+        )
+    if k.dim() != v.dim() or k.dim() not in (3, 4) or k.shape[:-1] != v.shape[:-1]:
+        form = "[pages, page_size, heads, dim]" if layout == "NHD" else "[pages, heads, page_size, dim]"
+        raise ValueError(
+            f"k_cache has shape {tuple(k.shape)} and v_cache {tuple(v.shape)}, {k.dim()} and {v.dim()} dimensions: "
+            f"both must be {form} with equal pages, page_size and heads (without page_size where it is 1)."
+        )
+    if k.dim() == 3:
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
+    elif layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    return last_dim_contiguous("k_cache", k), last_dim_contiguous("v_cache", v)
+
+
+def last_dim_contiguous(name: str, x: torch.Tensor) -> torch.Tensor:
+    """``x`` if neighbours in its last dimension are neighbours in memory; ValueError otherwise."""
+    if x.stride(-1) != 1 and x.size(-1) > 1 and x.numel() > 0:
+        raise ValueError(
+            f"{name} has stride {x.stride(-1)} in its last dimension, which must be contiguous: use .contiguous()."
+        )
+    return x
+
+
+def same_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """ValueError where one of ``tensors`` (None is skipped) is not on ``device``."""
+    for name, x in tensors.items():
+        if x is not None and x.device != device:
+            raise ValueError(f"{name} is on {x.device}, but the queries are on {device}: move it there.")
+
+
+def output(
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    zero: bool = False,
+    name: str = "out",
+) -> torch.Tensor:
+    """The output tensor: allocated (zero-filled on request) where ``out`` is None, else checked (ValueError)."""
+    if out is None:
+        allocate = torch.zeros if zero else torch.empty
+        return allocate(tuple(shape), dtype=dtype, device=device)
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"{name} is {type(out).__name__}: pass a tensor or None.")
+    if out.shape != tuple(shape) or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"{name} has shape {tuple(out.shape)}, dtype {out.dtype} on {out.device}, but this call writes "
+            f"{tuple(shape)}, {dtype} on {device}."
+        )
+    return last_dim_contiguous(name, out)
+
+
+def lse_output(
+    lse: torch.Tensor | None, shape: Sequence[int], device: torch.device, *, zero: bool = False
+) -> torch.Tensor:
+    """The fp32 LSE tensor: allocated where ``lse`` is None, else checked (ValueError)."""
+    if lse is None:
+        return output(None, shape, torch.float32, device, zero=zero)
+    if not isinstance(lse, torch.Tensor):
+        raise TypeError(f"lse is {type(lse).__name__}: pass a tensor or None.")
+    if lse.shape != tuple(shape) or lse.dtype != torch.float32 or lse.device != device:
+        raise ValueError(
+            f"lse has shape {tuple(lse.shape)}, dtype {lse.dtype} on {lse.device}, but this call writes "
+            f"{tuple(shape)}, torch.float32 on {device}."
+        )
+    return lse
+
+
+# --- per-head parameters -----------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
+    """ALiBi slopes, fp32 ``[num_heads]``, made once per device (do not write to it).
+
+    With n the largest power of two <= num_heads: ``2 ** (-8 (h + 1) / n)`` for the first n heads, and
+    ``2 ** (-4 (2 j + 1) / n)`` for the j-th head after them (Press et al., "Train Short, Test Long", 2022).
+    """
+    n = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
+    slopes += [2.0 ** (-4.0 * (2 * j + 1) / n) for j in range(num_heads - n)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def sinks(value: Any, num_qo_heads: int, device: torch.device) -> torch.Tensor | None:
+    """Attention sinks, fp32 ``[num_qo_heads]`` on ``device``; None stays None, a list of one tensor is that tensor."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"sinks is {type(value).__name__}: pass a float32 tensor with one element per query head.")
+    if tuple(value.shape) != (num_qo_heads,) or value.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"sinks has shape {tuple(value.shape)} and dtype {value.dtype}: it must be float32 [{num_qo_heads}], "
+            "one per query head."
+        )
+    same_device(device, sinks=value)
+    return value.to(torch.float32).contiguous()
+
+
+def per_head(name: str, value: Any, num_heads: int, group: int, device: torch.device) -> Scale:
+    """A dequantization scale given per tensor or per head.
+
+    None, numbers and one-element tensors behave as in :func:`scale`; a tensor ``[num_heads]`` becomes fp32
+    ``[num_heads * group]`` on ``device``, one element per query head.
+    """
+    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return scale(value, name)
+    if tuple(value.shape) != (num_heads,):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: pass one number or one per head, [{num_heads}].")
+    same_device(device, **{name: value})
+    expanded = value.to(torch.float32)
+    return expanded.contiguous() if group == 1 else expanded.repeat_interleave(group, output_size=num_heads * group)
+
+
+def descale(
+    scale_q: Any, scale_k: Any, scale_v: Any, num_qo_heads: int, num_kv_heads: int, device: torch.device
+) -> tuple[Scale, torch.Tensor | None, Scale]:
+    """Dequantization scales (floats, one-element or per-head tensors) as the parts of a problem.
+
+    Returns the factor of ``sm_scale``, the ``head_scale`` tensor (fp32 ``[num_qo_heads]``) or None, and the factor of
+    the output.
+    """
+    if scale_q is None and scale_k is None and scale_v is None:
+        return 1.0, None, 1.0
+    group = num_qo_heads // num_kv_heads
+    logits = product(
+        per_head("scale_q", scale_q, num_qo_heads, 1, device), per_head("scale_k", scale_k, num_kv_heads, group, device)
+    )
+    values = per_head("scale_v", scale_v, num_kv_heads, group, device)
+    if isinstance(logits, torch.Tensor) and logits.numel() > 1:
+        return 1.0, logits, values
+    return logits, None, values
+
+
+# --- custom masks ------------------------------------------------------------------------------------------------
+
+
+def pack_mask(custom_mask: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs a boolean mask into little-endian bits, each request starting on a byte.
+
+    ``custom_mask`` is the concatenation of the row-major ``[qo_len, kv_len]`` masks of all requests, flattened; for one
+    request also that 2-D mask. Returns the bits (uint8, the mask's device) and the first byte of every request (int32
+    ``[batch + 1]``, the lengths' device). ValueError where the mask is not boolean or shorter than the lengths say.
+    """
+    from .quantization import pack_segments
+
+    if not isinstance(custom_mask, torch.Tensor) or custom_mask.is_floating_point() or custom_mask.is_complex():
+        what = custom_mask.dtype if isinstance(custom_mask, torch.Tensor) else type(custom_mask).__name__
+        raise ValueError(f"custom_mask is {what}: pass a bool tensor, True where a row sees a key.")
+    sizes, rows, columns = _mask_sizes(qo_lens, kv_lens)
+    if custom_mask.dim() == 2 and sizes.numel() == 1 and not sizes.is_cuda:
+        if tuple(custom_mask.shape) != (int(rows[0]), int(columns[0])):
+            raise ValueError(
+                f"custom_mask has shape {tuple(custom_mask.shape)}, but qo_len={int(rows[0])} and "
+                f"kv_len={int(columns[0])}: it must be [qo_len, kv_len]."
+            )
+    elif custom_mask.dim() != 1 and not (custom_mask.dim() == 2 and sizes.numel() == 1):
+        raise ValueError(
+            f"custom_mask has shape {tuple(custom_mask.shape)}: flatten and concatenate the masks of the "
+            f"{sizes.numel()} requests into one dimension."
+        )
+    flat = custom_mask.reshape(-1)
+    if flat.dtype != torch.bool:
+        flat = flat != 0
+    elements = _offsets(sizes)
+    byte_offsets = _offsets((sizes + 7) // 8)
+    if sizes.is_cuda:
+        total = flat.numel() // 8 + sizes.numel()  # an upper bound, known without reading the lengths
+    else:
+        needed = int(elements[-1])
+        if flat.numel() < needed:
+            raise ValueError(
+                f"custom_mask has {flat.numel()} elements, but the lengths say sum(qo_len * kv_len) = {needed}."
+            )
+        total = _check_bytes(int(byte_offsets[-1]))
+    return pack_segments(flat, elements, byte_offsets, total, "little"), byte_offsets.to(torch.int32)
+
+
+def check_packed_mask(bits: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> torch.Tensor:
+    """The first byte of every request (int32 ``[batch + 1]``) in bits packed as by :func:`pack_mask`.
+
+    ValueError where ``bits`` is not a 1-D contiguous uint8 tensor or holds fewer bytes than the lengths say.
+    """
+    if not isinstance(bits, torch.Tensor) or bits.dtype != torch.uint8 or bits.dim() != 1 or not bits.is_contiguous():
+        what = f"{tuple(bits.shape)} {bits.dtype}" if isinstance(bits, torch.Tensor) else type(bits).__name__
+        raise ValueError(
+            f"packed_custom_mask is {what}: pass the contiguous 1-D uint8 tensor that packbits or segment_packbits "
+            "returns with bitorder='little'."
+        )
+    sizes, _, _ = _mask_sizes(qo_lens, kv_lens)
+    byte_offsets = _offsets((sizes + 7) // 8)
+    if not sizes.is_cuda:
+        needed = _check_bytes(int(byte_offsets[-1]))
+        if bits.numel() < needed:
+            raise ValueError(
+                f"packed_custom_mask has {bits.numel()} bytes, but the lengths say sum(ceil(qo_len * kv_len / 8)) = "
+                f"{needed}."
+            )
+    return byte_offsets.to(torch.int32)
+
+
+def _mask_sizes(qo_lens: Lengths, kv_lens: Lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = torch.as_tensor(qo_lens).to(torch.int64)
+    columns = torch.as_tensor(kv_lens).to(torch.int64)
+    if rows.device != columns.device:  # meet on the CUDA device: reading it back would synchronise
+        device = rows.device if rows.is_cuda else columns.device
+        rows, columns = rows.to(device), columns.to(device)
+    if rows.shape != columns.shape or rows.dim() != 1:
+        raise ValueError(f"qo_lens has shape {tuple(rows.shape)} and kv_lens {tuple(columns.shape)}: both are [batch].")
+    return rows * columns, rows, columns
+
+
+def _offsets(sizes: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros(sizes.numel() + 1, dtype=torch.int64, device=sizes.device)
+    torch.cumsum(sizes, 0, out=result[1:])
+    return result
+
+
+def _check_bytes(total: int) -> int:
+    if total > _INT32_MAX:
+        raise ValueError(f"the packed masks of this batch take {total} bytes, more than int32 offsets reach: split it.")
+    return total

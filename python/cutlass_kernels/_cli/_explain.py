@@ -1,0 +1,103 @@
+"""``explain``: the backend a request would get, and the reasons against the others."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import cutlass_kernels
+
+from .. import _dispatch
+
+_FEATURES = ", ".join(sorted(_dispatch.FEATURES))
+
+
+def command(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a CUDA device if there is one or a capability is given.")
+    ] = None,
+    compute_capability: Annotated[
+        str | None, typer.Option("--compute-capability", "--cc", help="A GPU that need not be here: 90 or 9.0.")
+    ] = None,
+    q_dtype: Annotated[str, typer.Option("--q-dtype", "--dtype", help="fp16, bf16, float8_e4m3fn, ...")] = "fp16",
+    kv_dtype: Annotated[str | None, typer.Option(help="Default: that of the queries.")] = None,
+    o_dtype: Annotated[str | None, typer.Option(help="Default: that of the queries (bfloat16 for fp8).")] = None,
+    heads: Annotated[int, typer.Option("--heads", "--qo-heads", help="Query heads.")] = 32,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads. Default: as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", "--head-dim-qk", help="Dimension of queries and keys.")] = 128,
+    head_dim_vo: Annotated[int | None, typer.Option(help="Dimension of values. Default: that of the keys.")] = None,
+    feature: Annotated[
+        list[str] | None, typer.Option("--feature", "-f", help=f"Repeat or separate by commas: {_FEATURES}.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say which backend would compute an attention, and why not the others.
+
+    Example: python -m cutlass_kernels explain --cc 90 --dtype bf16 --kv-heads 8 -f causal,window
+    """
+    features = [name.strip() for item in feature or [] for name in item.split(",") if name.strip()]
+    try:
+        explained = cutlass_kernels.explain(
+            device=device,
+            compute_capability=_capability(compute_capability),
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            o_dtype=o_dtype,
+            num_qo_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim_vo,
+            features=features,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    except AssertionError:  # torch without CUDA
+        raise typer.BadParameter(
+            f"--device {device}: torch has no CUDA support here. Add --compute-capability, e.g. 90, to ask about a GPU."
+        ) from None
+    override = os.environ.get(_dispatch.ENVIRONMENT)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "request": str(explained.request),
+                    "selected": explained.selected,
+                    "reasons": explained.reasons,
+                    "override": override or None,
+                },
+                indent=2,
+            )
+        )
+        return
+    console = Console(soft_wrap=True)
+    console.print(f"[bold]{escape(str(explained.request))}[/]", highlight=False)
+    for backend in _dispatch.BACKENDS:
+        against = explained.reasons[backend]
+        if backend == explained.selected:
+            mark = "[bold green]selected[/]"
+        else:
+            mark = "[yellow]cannot serve[/]" if against else "can serve"
+        console.print(f"  {backend}: {mark}", highlight=False)
+        for reason in against:
+            console.print(f"    - {escape(reason)}", highlight=False)
+    if override:
+        console.print(
+            f"{_dispatch.ENVIRONMENT}={override} is set: it stands for every backend='auto'.",
+            highlight=False,
+            markup=False,
+        )
+
+
+def _capability(text: str | None) -> int | None:
+    """ "90", "9.0" and "sm_90" as 90."""
+    if text is None:
+        return None
+    digits = text.lower().removeprefix("sm_").removesuffix("a").replace(".", "")
+    if not digits.isdigit() or int(digits) < 10:
+        raise typer.BadParameter(f"--compute-capability {text}: write it as 90 or 9.0.")
+    return int(digits)

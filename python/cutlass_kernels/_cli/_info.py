@@ -1,0 +1,193 @@
+"""``info``: versions, GPUs, compiled kernels, and what ``backend='auto'`` means here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import cutlass_kernels
+
+from .. import _dispatch
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Print versions, GPUs, compiled kernels and the default backend."""
+    facts = collect()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _print(facts, Console())
+
+
+def collect() -> dict[str, Any]:
+    """Everything ``info`` tells, in types that JSON has."""
+    kernels, missing = compiled_kernels()
+    override = os.environ.get(_dispatch.ENVIRONMENT) or None
+    return {
+        "cutlass_kernels": cutlass_kernels.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "cutlass": _cutlass(),
+        "nvcc": _nvcc(),
+        "gpus": gpus(),
+        "kernels": kernels,
+        "why_no_kernels": missing,
+        "default_backend": default_backends(),
+        "override": None if override is None else {"variable": _dispatch.ENVIRONMENT, "backend": override},
+    }
+
+
+def compiled_kernels() -> tuple[list[dict[str, Any]], str | None]:
+    """The compiled kernels, and why there are none where there are none."""
+    kernels = [dict(kernel) for kernel in cutlass_kernels.list_kernels()]
+    if kernels:
+        return kernels, None
+    try:
+        importlib.import_module("cutlass_kernels._C")
+    except ModuleNotFoundError:
+        return [], "installed without compiled code; `pip install .` where nvcc is available builds it"
+    except ImportError as error:  # e.g. built for another Python, or a C++ runtime that is too old
+        return [], f"the compiled extension does not load: {error}"
+    return [], "the compiled extension contains no kernel"
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The CUDA devices that torch sees."""
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "compute_capability": 10 * properties.major + properties.minor,
+                "multiprocessors": properties.multi_processor_count,
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return found
+
+
+def default_backends() -> dict[str, str | None]:
+    """For each kind of device here, the backend of a plain float16 attention with head dimension 128."""
+    capabilities = dict.fromkeys(gpu["compute_capability"] for gpu in gpus())
+    found = {"cpu": cutlass_kernels.explain(device="cpu").selected}
+    for capability in capabilities:
+        explained = cutlass_kernels.explain(device="cuda", compute_capability=capability)
+        found[f"cuda sm_{capability}"] = explained.selected
+    return found
+
+
+def kernel_name(kernel: dict[str, Any]) -> str:
+    """A short name that tells a compiled kernel from the others."""
+    if kernel.get("name"):
+        return str(kernel["name"])
+    types = dict.fromkeys((kernel["q_dtype"], kernel["kv_dtype"]))
+    dims = dict.fromkeys((str(kernel["head_dim_qk"]), str(kernel["head_dim_vo"])))
+    return f"{kernel['backend']} {'/'.join(types)} {'/'.join(dims)}"
+
+
+def capability_range(kernel: dict[str, Any]) -> str:
+    """The GPUs a kernel runs on, e.g. "sm_80 and up"."""
+    low, high = kernel["min_compute_capability"], kernel["max_compute_capability"]
+    if not high:
+        return f"sm_{low} and up"
+    return f"sm_{low}" if low == high else f"sm_{low} to sm_{high}"
+
+
+def _cutlass() -> dict[str, str | None]:
+    """The CUTLASS the kernels were compiled against, if the extension tells, and the version of the installed wheel."""
+    try:
+        extension: Any = importlib.import_module("cutlass_kernels._C")
+        built: str | None = getattr(extension, "cutlass_version", None)
+    except ImportError:
+        built = None
+    try:
+        installed: str | None = metadata.version("nvidia-cutlass")
+    except metadata.PackageNotFoundError:
+        installed = None
+    return {"built_with": built, "installed_wheel": installed}
+
+
+def _nvcc() -> dict[str, str] | None:
+    path = shutil.which("nvcc")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=30)
+        match = re.search(r"release [\d.]+, V([\d.]+)", done.stdout)
+    except (OSError, subprocess.TimeoutExpired):
+        match = None
+    return {"path": path, "version": match[1] if match else "unknown"}
+
+
+def _print(facts: dict[str, Any], console: Console) -> None:
+    nvcc, cutlass = facts["nvcc"], facts["cutlass"]
+    override = facts["override"] or {"variable": _dispatch.ENVIRONMENT, "backend": "(not set)"}
+    rows = [
+        ("cutlass_kernels", facts["cutlass_kernels"]),
+        ("Python", f"{facts['python']} on {facts['platform']}"),
+        ("torch", f"{facts['torch']}, CUDA runtime {facts['torch_cuda'] or 'none'}"),
+        ("CUTLASS of the kernels", cutlass["built_with"] or ("unknown" if facts["kernels"] else "none")),
+        ("CUTLASS wheel", cutlass["installed_wheel"] or "not installed (only builds need it)"),
+        ("nvcc on PATH", f"{nvcc['version']} ({nvcc['path']})" if nvcc else "none (only builds need it)"),
+        ("default backend", ", ".join(f"{where}: {name}" for where, name in facts["default_backend"].items())),
+        ("override", f"{override['variable']}={override['backend']}"),
+    ]
+    versions = Table(show_header=False, box=None, pad_edge=False)
+    versions.add_column(style="bold", no_wrap=True)
+    versions.add_column(overflow="fold")
+    for row in rows:
+        versions.add_row(*row)
+    console.print(versions)
+    if facts["gpus"]:
+        console.print(_gpu_table(facts["gpus"]))
+    else:
+        console.print("\nNo CUDA device: backend='reference' computes everything.")
+    if facts["kernels"]:
+        console.print(_kernel_table(facts["kernels"]))
+    else:
+        console.print(f"No compiled kernels: {facts['why_no_kernels']}.", markup=False)
+
+
+def _gpu_table(found: list[dict[str, Any]]) -> Table:
+    table = Table(title="GPUs", title_justify="left")
+    for name in ("device", "name", "compute capability", "SMs", "memory"):
+        table.add_column(name)
+    for gpu in found:
+        major, minor = divmod(gpu["compute_capability"], 10)
+        memory = f"{gpu['memory_bytes'] / 2**30:.1f} GiB"
+        table.add_row(f"cuda:{gpu['index']}", gpu["name"], f"{major}.{minor}", str(gpu["multiprocessors"]), memory)
+    return table
+
+
+def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
+    table = Table(title="Compiled kernels", title_justify="left")
+    for name in ("backend", "q", "k and v", "head dim qk/vo", "GPUs", "features"):
+        table.add_column(name)
+    for kernel in kernels:
+        table.add_row(
+            kernel["backend"],
+            kernel["q_dtype"],
+            kernel["kv_dtype"],
+            f"{kernel['head_dim_qk']}/{kernel['head_dim_vo']}",
+            capability_range(kernel),
+            " ".join(kernel["features"]),
+        )
+    return table

@@ -1,0 +1,208 @@
+"""The compiled kernels: what they serve, and the way from a :class:`Problem` to a launch.
+
+Importing this module raises ImportError where the installation has no compiled extension. Tensors become addresses and
+strides here; nothing below allocates, copies or synchronises.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import _C  # type: ignore[attr-defined]
+from ._dispatch import Request
+from ._problem import Problem, RaggedKv
+
+_SERVED = frozenset({"causal", "window", "chunk", "soft_cap", "sinks"})
+_DTYPE_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+}
+_WHY = {
+    "custom_mask": "custom_mask",
+    "multi_item": "multi-item scoring (prefix_len_ptr)",
+    "alibi": "pos_encoding_mode='ALIBI'",
+    "rope": "pos_encoding_mode='ROPE_LLAMA'",
+    "paged": "a paged KV cache",
+    "stats": "save_softmax_stats",
+    "head_scale": "per-head scales",
+    "tensor_scale": "a scale given as a tensor",
+    "unaligned": "addresses or strides that are no multiple of 16 bytes",
+}
+
+
+@functools.cache
+def kernels() -> list[dict[str, Any]]:
+    """The compiled kernels, in the order of instances.cmake."""
+    return list(_C.list_kernels())
+
+
+def reasons(backend: str, request: Request) -> list[str]:
+    """Why no compiled kernel of ``backend`` serves ``request``; empty if one does."""
+    found = [
+        f"{_WHY.get(feature, feature)} has no {backend} kernel in this version: backend='reference' computes it."
+        for feature in sorted(request.features - _SERVED)
+    ]
+    types = (request.q_dtype, request.kv_dtype, request.o_dtype)
+    for dtype in dict.fromkeys(types):
+        if dtype not in _DTYPE_NAMES:
+            found.append(f"dtype {dtype} has no {backend} kernel: use float16 or bfloat16, or backend='reference'.")
+    if len(found) == 0 or all(dtype in _DTYPE_NAMES for dtype in types):
+        found += _C.not_supported_reasons(
+            backend,
+            *(_DTYPE_NAMES[dtype] for dtype in types),
+            request.num_qo_heads,
+            request.num_kv_heads,
+            request.head_dim_qk,
+            request.head_dim_vo,
+            "soft_cap" in request.features,
+            "sinks" in request.features,
+            request.compute_capability or 0,
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _single(
+    backend: str,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    o_dtype: torch.dtype,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+) -> Any:
+    """The plan of one request, which depends on nothing but types and sizes."""
+    names = (_DTYPE_NAMES[q_dtype], _DTYPE_NAMES[kv_dtype], _DTYPE_NAMES[o_dtype])
+    return _C.Plan(backend, *names, *heads, *dims, 1, 0, 0, 0)
+
+
+class Schedule:
+    """The work list of a planned batch.
+
+    Where the host does not know the number of rows (offsets on the device), the list is made by the first run, which
+    knows it from q; a captured run makes its own.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        request: Request,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        total_q: int | None,
+        workspace: torch.Tensor,
+    ) -> None:
+        self.backend = backend
+        self.request = request
+        self.qo_indptr = qo_indptr  # kept alive: the device reads them after this returns
+        self.kv_indptr = kv_indptr
+        self.workspace = workspace
+        self._plan: Any = None
+        self._total_q = total_q
+        if total_q is not None:
+            self._plan = self._make(total_q)
+
+    def plan(self, rows: int) -> Any:
+        """The compiled plan for q of ``rows`` rows."""
+        if self._plan is None or (self._total_q is None and torch.cuda.is_current_stream_capturing()):
+            self._plan = self._make(rows)
+        return self._plan
+
+    def _make(self, total_q: int) -> Any:
+        request = self.request
+        plan = _C.Plan(
+            self.backend,
+            *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
+            request.num_qo_heads,
+            request.num_kv_heads,
+            request.head_dim_qk,
+            request.head_dim_vo,
+            self.qo_indptr.numel() - 1,
+            self.qo_indptr.data_ptr(),
+            self.kv_indptr.data_ptr(),
+            total_q,
+        )
+        needed = plan.schedule_bytes
+        if needed > self.workspace.numel():
+            raise RuntimeError(
+                f"int_workspace_buffer has {self.workspace.numel()} bytes, but the work list of this batch takes "
+                f"{needed}: pass a larger one to reset_workspace_buffer()."
+            )
+        if total_q > 0:
+            device = self.workspace.device
+            with torch.cuda.device(device):
+                plan.make_schedule(self.workspace.data_ptr(), self.workspace.numel(), _stream(device))
+        return plan
+
+
+def make_schedule(
+    backend: str,
+    request: Request,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    total_q: int | None,
+    workspace: torch.Tensor,
+) -> Schedule:
+    """Enqueues the kernel that writes the work list of a batch into ``workspace`` (uint8, on the device).
+
+    ``qo_indptr`` and ``kv_indptr`` are int32 ``[batch + 1]`` on the device; ``total_q`` is an upper bound of
+    ``qo_indptr[-1]``, or None where the host does not know one.
+    """
+    return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def compute(problem: Problem, backend: str, schedule: Schedule | None = None) -> None:
+    """Enqueues the kernel that computes ``problem`` on the current stream of its device."""
+    q, kv, out = problem.q, problem.kv, problem.output.out
+    mask, logits, lse = problem.mask, problem.logits, problem.output.lse
+    assert isinstance(kv, RaggedKv)
+    rows = q.size(0)
+    if rows == 0:
+        return
+    k, v, sinks = kv.k, kv.v, logits.sinks
+    if problem.qo_indptr is None:
+        plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(1)), (q.size(2), v.size(2)))
+    else:
+        assert schedule is not None
+        plan = schedule.plan(rows)
+    device = q.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return compute(problem, backend, schedule)
+    plan.run(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        k.data_ptr(),
+        k.stride(0),
+        k.stride(1),
+        v.data_ptr(),
+        v.stride(0),
+        v.stride(1),
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+        0 if lse is None else lse.data_ptr(),
+        0 if lse is None else lse.stride(0),
+        0 if lse is None else lse.stride(1),
+        rows,
+        k.size(0),
+        mask.causal,
+        mask.window_left,
+        mask.chunk_size,
+        logits.sm_scale,
+        logits.soft_cap,
+        0 if sinks is None else sinks.data_ptr(),
+        problem.output.scale,
+        _stream(device),
+    )
+    return None

@@ -1,0 +1,380 @@
+"""Chooses who computes an attention problem, and can say why.
+
+A :class:`Request` holds the facts a choice depends on. ``reasons`` lists why a backend cannot serve a request;
+``select`` takes the first of fa3, fa2, reference that has none. The choice is made from facts only, so the same request
+always gets the same backend.
+
+Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) stands for every ``backend='auto'``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import _args, _reference
+from ._problem import Mask, PagedKv, Problem, RaggedKv
+
+BACKENDS = ("fa3", "fa2", "reference")
+CHOICES = ("auto", *BACKENDS)
+FEATURES = frozenset(
+    {
+        "causal",
+        "window",
+        "chunk",
+        "custom_mask",
+        "multi_item",
+        "soft_cap",
+        "alibi",
+        "rope",
+        "sinks",
+        "paged",
+        "stats",
+        "head_scale",
+        "tensor_scale",
+        "unaligned",
+    }
+)
+ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
+
+_log = logging.getLogger("cutlass_kernels")
+_warned: set[tuple[str, ...]] = set()
+
+
+class BackendError(ValueError, RuntimeError):
+    """The requested backend cannot serve the request; the message holds every reason."""
+
+
+class QueryTypeError(BackendError, AssertionError):
+    """A :class:`BackendError` about fp8 queries, which callers of FlashInfer expect as an AssertionError."""
+
+
+class PerformanceWarning(UserWarning):
+    """A request on a CUDA device is computed by PyTorch, because no kernel serves it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The facts that decide which backends can serve a problem.
+
+    ``compute_capability`` is ``10 * major + minor``, or None without a CUDA device. ``features`` are elements of
+    :data:`FEATURES`: what the mask, the logits, the output and the tensors ask for beyond plain attention.
+    ``unaligned`` means that an address or a stride is no multiple of 16 bytes.
+    """
+
+    device_type: str
+    compute_capability: int | None
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    o_dtype: torch.dtype
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    features: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> Request:
+        """The facts of a problem."""
+        q, kv, out = problem.q, problem.kv, problem.output.out
+        k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
+        return cls(
+            q.device.type,
+            compute_capability(q.device),
+            q.dtype,
+            k.dtype,
+            out.dtype,
+            q.size(1),
+            k.size(-2),
+            q.size(-1),
+            v.size(-1),
+            _features(problem, (q, k, v, out)),
+        )
+
+    def __str__(self) -> str:
+        where = self.device_type
+        if self.compute_capability is not None:
+            where += f" sm_{self.compute_capability}"
+        text = (
+            f"{where}, q {_short(self.q_dtype)}, kv {_short(self.kv_dtype)}, out {_short(self.o_dtype)}, "
+            f"heads {self.num_qo_heads}/{self.num_kv_heads}, head_dim {self.head_dim_qk}/{self.head_dim_vo}"
+        )
+        return f"{text}, {' '.join(sorted(self.features))}" if self.features else text
+
+
+def mask_features(mask: Mask) -> set[str]:
+    """The features a mask asks for."""
+    features: set[str] = set()
+    replaced = mask.bits is not None or mask.multi_item is not None
+    if mask.causal and not replaced:
+        features.add("causal")
+    if mask.window_left >= 0:
+        features.add("window")
+    if mask.chunk_size > 0:
+        features.add("chunk")
+    if mask.multi_item is not None:
+        features.add("multi_item")
+    elif mask.bits is not None:
+        features.add("custom_mask")
+    return features
+
+
+def _features(problem: Problem, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+    logits, output = problem.logits, problem.output
+    features = mask_features(problem.mask)
+    if logits.soft_cap > 0.0:
+        features.add("soft_cap")
+    if logits.alibi is not None:
+        features.add("alibi")
+    if logits.rope is not None:
+        features.add("rope")
+    if logits.sinks is not None:
+        features.add("sinks")
+    if isinstance(problem.kv, PagedKv):
+        features.add("paged")
+    if output.stats is not None:
+        features.add("stats")
+    if logits.head_scale is not None:
+        features.add("head_scale")
+    for scale in (logits.sm_scale, output.scale):
+        if isinstance(scale, torch.Tensor):
+            features.add("tensor_scale" if scale.numel() == 1 else "head_scale")
+    for x in tensors:
+        if not is_aligned(x):
+            features.add("unaligned")
+            break
+    return frozenset(features)
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether the address and all strides but the last are multiples of 16 bytes."""
+    strides = 0
+    for stride in x.stride()[:-1]:
+        strides |= stride
+    return (x.data_ptr() | strides * x.element_size()) % 16 == 0
+
+
+def compute_capability(device: torch.device) -> int | None:
+    """``10 * major + minor`` of a CUDA device, None for others."""
+    if device.type != "cuda":
+        return None
+    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_capability_of = compute_capability  # for functions that have an argument of that name
+
+
+@functools.lru_cache(maxsize=64)
+def _cuda_capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+# --- choosing ----------------------------------------------------------------------------------------------------
+
+
+def reasons(backend: str, request: Request) -> list[str]:
+    """Why ``backend`` ("fa2", "fa3" or "reference") cannot serve ``request``: sentences, none if it can."""
+    _check_name(backend, BACKENDS)
+    if backend == "reference":
+        return _reference_reasons(request)
+    if request.device_type != "cuda":
+        return [
+            f"backend={backend!r} needs CUDA tensors, but these are on the {request.device_type} device: use "
+            "backend='auto' or 'reference', or move the tensors."
+        ]
+    try:
+        kernels = _kernels()
+    except ImportError as error:
+        return [
+            f"backend={backend!r} is not part of this installation, which has no compiled kernels ({error}): install a "
+            "wheel of cutlass_kernels built with CUDA, or build it with `pip install .` where nvcc is available; "
+            "backend='reference' serves any device."
+        ]
+    return list(kernels.reasons(backend, request))
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The module that talks to the compiled kernels; ImportError where the installation has none."""
+    return importlib.import_module("._cuda", __package__)
+
+
+def _reference_reasons(request: Request) -> list[str]:
+    known = (*_args.FLOAT_DTYPES, *_args.FP8_DTYPES)
+    return [
+        f"{name}={dtype} is not served by backend='reference': use a floating-point or fp8 type."
+        for name, dtype in (("q_dtype", request.q_dtype), ("kv_dtype", request.kv_dtype), ("o_dtype", request.o_dtype))
+        if dtype not in known
+    ]
+
+
+def select(requested: str, request: Request) -> str:
+    """The backend that serves ``request``: the requested one, or for "auto" the first of fa3, fa2, reference.
+
+    Raises:
+        ValueError: ``requested`` (or the environment's choice) is not a backend.
+        BackendError: the named backend cannot serve the request; an explicit choice never falls back.
+    """
+    _check_name(requested, CHOICES)
+    override = os.environ.get(ENVIRONMENT) if requested == "auto" else None
+    if override:
+        _check_name(override, CHOICES, f"the environment variable {ENVIRONMENT}")
+        requested = override
+    selected, refused = _resolve(requested, request)
+    if refused and requested == "auto" and request.device_type == "cuda":
+        _warn(request, refused)
+    if _log.isEnabledFor(logging.INFO):
+        _log.info(
+            "backend %s (asked for %s%s): %s", selected, requested, " by environment" if override else "", request
+        )
+    return selected
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(requested: str, request: Request) -> tuple[str, tuple[str, ...]]:
+    """The backend, and the reasons against the kernels where "auto" ends at the reference."""
+    if requested != "auto":
+        against = reasons(requested, request)
+        if against:
+            error = QueryTypeError if request.q_dtype in _args.FP8_DTYPES else BackendError
+            raise error(_sentences(requested, request, against))
+        return requested, ()
+    refused: list[str] = []
+    for backend in BACKENDS:
+        against = reasons(backend, request)
+        if not against:
+            return backend, tuple(refused) if backend == "reference" else ()
+        refused += against
+    raise BackendError(_sentences("auto", request, refused))
+
+
+def _sentences(backend: str, request: Request, against: Iterable[str]) -> str:
+    return f"backend={backend!r} cannot serve this request ({request}): " + " ".join(against)
+
+
+def _warn(request: Request, refused: tuple[str, ...]) -> None:
+    if refused in _warned:
+        return
+    _warned.add(refused)
+    text = f"no kernel serves this request ({request}), so PyTorch computes it, slowly: " + " ".join(refused)
+    _log.warning(text)
+    warnings.warn(text, PerformanceWarning, stacklevel=4)
+
+
+def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> None:
+    if name not in choices:
+        raise ValueError(f"{what}={name!r} is not a backend of this library: use one of {', '.join(choices)}.")
+
+
+def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
+    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned."""
+    if backend == "reference":
+        _reference.compute(problem)
+    else:
+        _kernels().compute(problem, backend, schedule)
+
+
+# --- explaining --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``backend='auto'`` selects for a request (None if nothing serves it), and the reasons against each."""
+
+    request: Request
+    selected: str | None
+    reasons: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [str(self.request)]
+        for backend in BACKENDS:
+            against = self.reasons[backend]
+            mark = "selected" if backend == self.selected else "can serve" if not against else "cannot serve"
+            lines.append(f"  {backend}: {mark}")
+            lines += [f"    - {reason}" for reason in against]
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor | None = None,
+    *,
+    device: str | torch.device | None = None,
+    compute_capability: int | None = None,
+    q_dtype: str | torch.dtype | None = None,
+    kv_dtype: str | torch.dtype | None = None,
+    o_dtype: str | torch.dtype | None = None,
+    num_qo_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim_qk: int | None = None,
+    head_dim_vo: int | None = None,
+    features: Iterable[str] = (),
+) -> Explanation:
+    """Says which backend would compute an attention, and why not the others.
+
+    Args:
+        q: queries ``[tokens, num_qo_heads, head_dim_qk]`` to take device, dtype and sizes from; keywords win over it.
+        device: "cpu", "cuda", "cuda:1", ...; a CUDA device if there is one, unless said.
+        compute_capability: ``10 * major + minor``, e.g. 90, to ask about a GPU that is not here.
+        q_dtype, kv_dtype, o_dtype: dtypes or names; default float16, the dtype of q, the dtype of q (bfloat16 for fp8).
+        num_qo_heads, num_kv_heads: default 32, num_qo_heads.
+        head_dim_qk, head_dim_vo: default 128, head_dim_qk.
+        features: of "causal", "window", "chunk", "custom_mask", "multi_item", "soft_cap", "alibi", "rope", "sinks",
+            "paged", "stats", "head_scale", "tensor_scale", "unaligned".
+
+    Returns:
+        An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``. The
+        environment's choice is not considered.
+
+    Example:
+        >>> explain(device="cpu").selected
+        'reference'
+    """
+    wanted = frozenset([features] if isinstance(features, str) else features)
+    unknown = wanted - FEATURES
+    if unknown:
+        raise ValueError(f"features={sorted(unknown)} are not known: use some of {', '.join(sorted(FEATURES))}.")
+    if q is not None:
+        device = q.device if device is None else device
+        q_dtype = q.dtype if q_dtype is None else q_dtype
+        num_qo_heads = q.size(-2) if num_qo_heads is None else num_qo_heads
+        head_dim_qk = q.size(-1) if head_dim_qk is None else head_dim_qk
+    if device is None:
+        device = "cuda" if compute_capability is not None or torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if compute_capability is None:
+        compute_capability = _capability_of(where)
+    q_type = _args.dtype("float16" if q_dtype is None else q_dtype)
+    kv_type = q_type if kv_dtype is None else _args.dtype(kv_dtype)
+    o_default = torch.bfloat16 if q_type in _args.FP8_DTYPES else q_type
+    qo_heads = 32 if num_qo_heads is None else num_qo_heads
+    kv_heads = qo_heads if num_kv_heads is None else num_kv_heads
+    _args.heads(qo_heads, kv_heads)
+    dim = 128 if head_dim_qk is None else head_dim_qk
+    request = Request(
+        where.type,
+        compute_capability,
+        q_type,
+        kv_type,
+        o_default if o_dtype is None else _args.dtype(o_dtype),
+        qo_heads,
+        kv_heads,
+        dim,
+        dim if head_dim_vo is None else head_dim_vo,
+        wanted,
+    )
+    against = {backend: reasons(backend, request) for backend in BACKENDS}
+    return Explanation(request, next((b for b in BACKENDS if not against[b]), None), against)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,143 @@
+"""The support matrix of the README, rendered from the table of kernels.
+
+    python -m cutlass_kernels._matrix                       the matrix of this installation
+    python -m cutlass_kernels._matrix --update README.md    rewrites the one of the README, from instances.cmake
+
+The README shows what the default build compiles, so it follows ``instances.cmake``; an installation may have less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import list_kernels
+
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+INSTANCES = Path("cutlass_kernels") / "instances.cmake"
+
+# Features in the order of the rows. A feature that is not named here gets a row under its own name.
+ROWS = {
+    "interval_mask": "masks: full, causal, sliding window, chunked",
+    "soft_cap": "`logits_soft_cap`",
+    "sinks": "attention sinks",
+    "ragged_kv": "batches of unequal lengths, NHD and HND, any strides of tokens and heads",
+    "paged_kv": "paged KV cache",
+    "bit_mask": "custom masks, multi-item scoring",
+    "alibi": "ALiBi (`pos_encoding_mode`)",
+    "rope": "rotary embedding in the kernel (`pos_encoding_mode`)",
+    "fp8": "fp8 queries, keys and values",
+}
+_INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
+
+
+def parse_instances(text: str) -> list[dict[str, Any]]:
+    """The rows of instances.cmake in the form of ``list_kernels()``."""
+    kernels = []
+    for match in _INSTANCE.finditer(text):
+        backend, dtype, qk, vo, least, most, *features = match["words"].split()
+        dims = qk if qk == vo else f"{qk}_{vo}"
+        kernels.append(
+            {
+                "name": f"{backend}_{dtype}_hd{dims}",
+                "backend": backend,
+                "q_dtype": dtype,
+                "kv_dtype": dtype,
+                "head_dim_qk": int(qk),
+                "head_dim_vo": int(vo),
+                "features": features,
+                "min_compute_capability": int(least),
+                "max_compute_capability": int(most),
+            }
+        )
+    return kernels
+
+
+def render(kernels: list[dict[str, Any]]) -> str:
+    """The matrix as a Markdown table: a column per backend, the reference last."""
+    columns = []
+    for backend in dict.fromkeys(kernel["backend"] for kernel in kernels):
+        columns.append(_column(backend, [kernel for kernel in kernels if kernel["backend"] == backend]))
+    reference = {
+        "backend": "reference",
+        "runs on": "any device of PyTorch",
+        "element types": "float16, bfloat16, float32, float64, fp8 (e4m3, e5m2)",
+        "head dimensions": "any",
+        "served": set(ROWS) | {feature for column in columns for feature in column["served"]},
+    }
+    columns.append(reference)
+    names = dict.fromkeys([*ROWS, *sorted(reference["served"])])
+    lines = [_line(["", *(f"**{column['backend']}**" for column in columns)]), "|---" * (len(columns) + 1) + "|"]
+    lines += [
+        _line([fact, *(column[fact] for column in columns)]) for fact in ("runs on", "element types", "head dimensions")
+    ]
+    lines += [
+        _line([ROWS.get(name, f"`{name}`"), *("yes" if name in column["served"] else "-" for column in columns)])
+        for name in names
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the kernels of one backend have in common; a feature counts if all of them have it."""
+    types = dict.fromkeys(
+        k["q_dtype"] if k["q_dtype"] == k["kv_dtype"] else f"{k['q_dtype']} with {k['kv_dtype']} keys" for k in kernels
+    )
+    dims = dict.fromkeys((k["head_dim_qk"], k["head_dim_vo"]) for k in kernels)
+    dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims)
+    return {
+        "backend": backend,
+        "runs on": _devices(kernels),
+        "element types": ", ".join(types),
+        "head dimensions": f"{dim_names}; other multiples of 8 below {max(qk for qk, _ in dims)} are zero-padded",
+        "served": set.intersection(*(set(kernel["features"]) for kernel in kernels)),
+    }
+
+
+def _devices(kernels: list[dict[str, Any]]) -> str:
+    least = min(kernel["min_compute_capability"] for kernel in kernels)
+    tops = [kernel["max_compute_capability"] for kernel in kernels]
+    if 0 in tops:
+        return f"CUDA, compute capability {_version(least)} and newer"
+    most = max(tops)
+    return f"CUDA, compute capability {_version(least)}" + (f" to {_version(most)}" if most > least else "")
+
+
+def _version(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
+
+
+def update(readme: str, matrix: str) -> str:
+    """``readme`` with ``matrix`` between the markers.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"there is no '{BEGIN}' followed by '{END}': put the two where the matrix belongs.")
+    return f"{before}{begin}\n{matrix}{end}{after}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m cutlass_kernels._matrix", description="the support matrix")
+    parser.add_argument("--update", type=Path, metavar="README", help="rewrite the matrix in this file")
+    chosen = parser.parse_args(arguments)
+    if chosen.update is None:
+        print(render(list_kernels()), end="")
+        return
+    instances = chosen.update.resolve().parent / INSTANCES
+    text = update(chosen.update.read_text(), render(parse_instances(instances.read_text())))
+    chosen.update.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

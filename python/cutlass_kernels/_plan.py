@@ -1,0 +1,291 @@
+"""The parts of a batch plan, and of the calls that make and run one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from . import _args, _dispatch
+from ._problem import MultiItem, PagedKv, Problem, RaggedKv
+
+INT_WORKSPACE_BYTES = 8 << 20
+KERNEL_BACKENDS = ("fa2", "fa3")
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+R = TypeVar("R")
+
+
+def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Lets a method accept keywords by a second name, and ``head_dim_vo`` by position.
+
+    ``aliases`` maps the other name to the parameter's. ``head_dim_vo_at`` is the position (without self) where some
+    callers pass an integer ``head_dim_vo`` before all that follows.
+    """
+
+    def decorate(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> R:
+            at = head_dim_vo_at
+            if at is not None and len(args) > at and isinstance(args[at], int) and not isinstance(args[at], bool):
+                if "head_dim_vo" in kwargs:
+                    raise TypeError("head_dim_vo is given twice, by position and by keyword.")
+                kwargs["head_dim_vo"] = args[at]
+                args = (*args[:at], *args[at + 1 :])
+            for other, name in aliases.items():
+                if other in kwargs:
+                    if name in kwargs:
+                        raise TypeError(f"{name} and {other} are two names of one argument: give one of them.")
+                    kwargs[name] = kwargs.pop(other)
+            return method(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+# --- pieces of a plan --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Index:
+    """An index tensor on the wrapper's device, and a private host copy where it came from the CPU."""
+
+    device: torch.Tensor
+    host: torch.Tensor | None
+
+    @property
+    def known(self) -> torch.Tensor:
+        """The host copy where there is one."""
+        return self.device if self.host is None else self.host
+
+    @property
+    def last(self) -> int | None:
+        """The last element where the host knows it."""
+        return None if self.host is None else int(self.host[-1])
+
+
+@dataclass(slots=True)
+class Batch:
+    """The requests of a plan. ``kv_lens`` (int64, keys per request) are on the host where they are known there;
+    ``page_size`` and ``last_page_len`` are None for a ragged batch."""
+
+    qo: Index
+    kv: Index
+    kv_lens: torch.Tensor
+    page_size: int | None = None
+    last_page_len: Index | None = None
+
+    @property
+    def size(self) -> int:
+        return self.qo.device.numel() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run may change without planning again."""
+
+    causal: bool
+    pos_encoding_mode: str
+    window_left: int
+    logits_soft_cap: float
+    sm_scale: float | None
+    rope_scale: float | None
+    rope_theta: float | None
+    fp16_qk_reduction: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes and dtypes of a plan."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    o_dtype: torch.dtype
+    cast: torch.dtype | None = None  # dtype that q, k and v are converted to before the computation
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything plan() found out."""
+
+    shape: Shape
+    batch: Batch
+    total_q: int | None
+    options: Options
+    bits: torch.Tensor | None
+    bits_indptr: torch.Tensor | None
+    multi_item: MultiItem | None
+    request: _dispatch.Request
+    backend: str
+    schedule: Any = None
+    other_schedules: dict[str, Any] = field(default_factory=dict)  # of backends that a run's arguments asked for
+
+
+@dataclass(slots=True)
+class RunArgs:
+    """Arguments that the run() of every wrapper has."""
+
+    scales: tuple[Any, Any, Any]
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    return_lse: bool
+    lse_base: str = "log2"
+    lse_layout: str = "NH"
+    sinks: Any = None
+    skip_softmax_factor: float = 0.0
+
+
+def options(
+    causal: bool,
+    pos_encoding_mode: str,
+    window_left: int,
+    logits_soft_cap: float | None,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    fp16_qk_reduction: bool,
+) -> Options:
+    """Checked options. KeyError for an unknown ``pos_encoding_mode``."""
+    _args.rope(pos_encoding_mode, rope_scale, rope_theta)
+    if sm_scale is not None:
+        sm_scale = _args.sm_scale(sm_scale, 1)
+    cap = _args.soft_cap(logits_soft_cap)
+    return Options(
+        bool(causal),
+        pos_encoding_mode,
+        _args.window(window_left),
+        cap,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        bool(fp16_qk_reduction),
+    )
+
+
+def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len: Any) -> MultiItem | None:
+    """The arguments of multi-item scoring, None where ``prefix_len_ptr`` is; ValueError where they are incomplete."""
+    given = {
+        "prefix_len_ptr": prefix_len,
+        "token_pos_in_items_ptr": token_pos,
+        "token_pos_in_items_len": token_pos_len or None,
+        "max_item_len_ptr": max_item_len,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if prefix_len is None and len(missing) == len(given):
+        return None
+    if missing:
+        raise ValueError(f"multi-item scoring needs {', '.join(given)} together; {', '.join(missing)} is missing.")
+    return MultiItem(prefix_len, token_pos, int(token_pos_len), max_item_len)
+
+
+def unsupported(owner: str, remedy: str, **arguments: Any) -> None:
+    """NotImplementedError where one of ``arguments`` is set."""
+    for name, value in arguments.items():
+        if value is not None and value is not False and value != {}:
+            raise NotImplementedError(f"{owner} does not serve {name}={value!r}: {remedy}")
+
+
+def run_scales(
+    args: tuple[Any, ...], named: tuple[str, ...], given: dict[str, Any], return_lse: bool
+) -> tuple[tuple[Any, Any, Any], bool]:
+    """Sorts the positional arguments behind the tensors of run(): ``((q_scale, k_scale, v_scale), return_lse)``.
+
+    Three tensors are the dequantization scales of q, k and v; anything else follows ``named``.
+    """
+    if len(args) == 3 and all(isinstance(x, torch.Tensor) for x in args):
+        named = ("q_scale", "k_scale", "v_scale")
+    elif len(args) > len(named):
+        raise TypeError(
+            f"run() takes at most {', '.join(named)} behind the tensors, or three tensors (scale_q, scale_k, scale_v); "
+            f"{len(args)} positional arguments were given."
+        )
+    for name, value in zip(named, args):
+        if name == "return_lse":
+            return_lse = value
+        elif given.get(name) is not None:
+            raise TypeError(f"{name} is given twice, by position and by keyword.")
+        else:
+            given[name] = value
+    return (given.get("q_scale"), given.get("k_scale"), given.get("v_scale")), bool(return_lse)
+
+
+def make_schedule(
+    backend: str,
+    request: _dispatch.Request,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    total_q: int | None,
+    workspace: torch.Tensor,
+) -> Any:
+    """The work list of a batch, written into ``workspace``; None for a backend that needs none.
+
+    Runs with the result read the offsets from these very tensors.
+    """
+    if backend not in KERNEL_BACKENDS:
+        return None
+    from . import _cuda
+
+    return _cuda.make_schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace)
+
+
+def int_workspace(device: torch.device) -> torch.Tensor:
+    """Room for a work list on ``device``."""
+    return torch.empty(INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)
+
+
+def token_indptr(kv: RaggedKv | PagedKv) -> torch.Tensor:
+    """Offsets of the requests in tokens (int32, on the device of the offsets)."""
+    if isinstance(kv, RaggedKv):
+        assert kv.indptr is not None
+        return kv.indptr
+    kv_lens = _args.paged_kv_lens(kv.indptr, kv.last_page_len, kv.k_cache.size(1))
+    return offsets(kv_lens)
+
+
+def compute_once(problem: Problem, backend: str = "auto") -> None:
+    """Computes a problem that was not planned."""
+    request = _dispatch.Request.from_problem(problem)
+    selected = _dispatch.select(backend, request)
+    schedule = None
+    if selected in KERNEL_BACKENDS and problem.qo_indptr is not None:
+        device = problem.q.device
+        problem.qo_indptr = problem.qo_indptr.to(device, non_blocking=True)
+        if isinstance(problem.kv, RaggedKv) and problem.kv.indptr is not None:
+            problem.kv.indptr = problem.kv.indptr.to(device, non_blocking=True)
+        kv_indptr = token_indptr(problem.kv).to(device, non_blocking=True)
+        rows = problem.q.size(0)
+        schedule = make_schedule(selected, request, problem.qo_indptr, kv_indptr, rows, int_workspace(device))
+    _dispatch.compute(problem, selected, schedule)
+
+
+def offsets(lens: torch.Tensor) -> torch.Tensor:
+    """Where requests of these lengths start, int32 ``[batch + 1]``."""
+    result = torch.zeros(lens.numel() + 1, dtype=torch.int64, device=lens.device)
+    torch.cumsum(lens, 0, out=result[1:])
+    return result.to(torch.int32)
+
+
+def full_mask(
+    qo_lens: torch.Tensor, kv_lens: torch.Tensor, causal: bool, room: int, device: torch.device
+) -> torch.Tensor:
+    """The mask (flattened, all requests) that a plan without a custom mask stands for: captured runs read one."""
+    on_host = not qo_lens.is_cuda and not kv_lens.is_cuda
+    size = int((qo_lens * kv_lens).sum()) if on_host else room
+    if not causal or qo_lens.numel() == 0:
+        return torch.ones(size, dtype=torch.bool, device=device)
+    rows, columns = qo_lens.to(device), kv_lens.to(device)
+    starts = offsets(rows * columns).to(torch.int64)
+    element = torch.arange(size, device=device)
+    owner = torch.searchsorted(starts[1:], element, right=True).clamp_(max=rows.numel() - 1)
+    inside = element - starts[owner]
+    width = columns[owner].clamp(min=1)
+    row = inside.div(width, rounding_mode="floor")
+    return inside - row * width <= row + columns[owner] - rows[owner]

@@ -1,0 +1,501 @@
+"""What the batch wrappers share: planning, CUDA-graph buffers, and running with the options in effect.
+
+``plan()`` has two halves. Preparing checks all arguments and builds a :class:`Plan` without touching the wrapper;
+committing stores it. So a plan that fails leaves the previous one in force. A plan depends on lengths and sizes only:
+mask, scale, cap, window and encoding are attributes of the wrapper that take effect when it runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _args, _dispatch, _plan
+from ._plan import INT_WORKSPACE_BYTES, KERNEL_BACKENDS, Batch, Index, Options, Plan, Result, RunArgs, Shape
+from ._problem import Logits, Mask, MultiItem, Output, PagedKv, Problem, RaggedKv
+
+_LN2 = math.log(2.0)
+
+
+class BatchPrefillWrapper:
+    """Base of the paged and the ragged wrapper. Attributes with an underscore are read by serving engines."""
+
+    _dry_run = False  # plan without writing anything; see workspace_size
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        buffers: dict[str, torch.Tensor | None],
+        custom_mask_buf: torch.Tensor | None,
+        mask_indptr_buf: torch.Tensor | None,
+        backend: str,
+        jit: dict[str, Any],
+    ) -> None:
+        _plan.unsupported(type(self).__name__, "nothing is compiled at run time; leave it out.", **jit)
+        if backend not in _dispatch.CHOICES:
+            raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(_dispatch.CHOICES)}.")
+        self._kv_layout = _args.kv_layout(kv_layout)
+        self._float_workspace_buffer = _args.workspace("float_workspace_buffer", float_workspace_buffer)
+        self.device = self._float_workspace_buffer.device
+        self._int_workspace_buffer = _plan.int_workspace(self.device)
+        self._requested_backend = backend
+        self._backend = backend
+        self._use_cuda_graph = bool(use_cuda_graph)
+        self._fixed_batch_size = 0
+        self._max_total_num_rows: int | None = None
+        self._plan_info: Plan | None = None
+        self._sinks: torch.Tensor | None = None
+        self._qo_indptr_buf: torch.Tensor | None = None
+        self._custom_mask_buf: torch.Tensor | None = None
+        self._mask_indptr_buf: torch.Tensor | None = None
+        self._graph_mask = False
+        if self._use_cuda_graph:
+            self._check_buffers(buffers)
+            self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
+        for name, buffer in buffers.items():
+            setattr(self, f"_{name}", buffer if self._use_cuda_graph else None)
+        self._set_options(Options(False, "NONE", -1, 0.0, None, None, None, False))
+        self._cached_q_data_type: torch.dtype | None = None
+        self._cached_kv_data_type: torch.dtype | None = None
+        self._cached_o_data_type: torch.dtype | None = None
+
+    # --- public, shared ---
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether index data is kept in the buffers given to the constructor."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
+    ) -> None:
+        """Replaces the scratch buffers; call plan() again before running.
+
+        Args:
+            float_workspace_buffer: contiguous, 16-byte aligned; its device becomes the wrapper's.
+            int_workspace_buffer: the same for index data (8 MiB serve every plan; :meth:`workspace_size` says how much
+                one needs). None keeps the present one.
+
+        Raises:
+            ValueError: a buffer is not aligned or not contiguous, or the two are on different devices.
+        """
+        new_float = _args.workspace("float_workspace_buffer", float_workspace_buffer)
+        if int_workspace_buffer is not None:
+            new_int = _args.workspace("int_workspace_buffer", int_workspace_buffer)
+        elif new_float.device == self.device:
+            new_int = self._int_workspace_buffer
+        else:
+            new_int = _plan.int_workspace(new_float.device)
+        if new_int.device != new_float.device:
+            raise ValueError(
+                f"int_workspace_buffer is on {new_int.device} and float_workspace_buffer on {new_float.device}: "
+                "allocate both on the device of queries and keys."
+            )
+        self._float_workspace_buffer, self._int_workspace_buffer = new_float, new_int
+        self.device = new_float.device
+        self._plan_info = None
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def run(self, *args: Any, **kwargs: Any) -> Result:
+        raise NotImplementedError
+
+    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Bytes ``(float_workspace, int_workspace)`` that plan() with the same arguments, and its runs, need.
+
+        The float workspace is not used: no backend splits the keys of a request. Nothing is planned or written.
+        """
+        probe = copy.copy(self)
+        probe._dry_run = True
+        probe.plan(*args, **kwargs)
+        return 0, INT_WORKSPACE_BYTES if probe._backend in KERNEL_BACKENDS else 0
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> Result:
+        """:meth:`run` with ``return_lse=True``."""
+        return self.run(*args, return_lse=True, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Result:
+        raise NotImplementedError
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Result:
+        """:meth:`forward` with ``return_lse=True``."""
+        return self.forward(*args, return_lse=True, **kwargs)
+
+    def end_forward(self) -> None:
+        """Does nothing; kept for callers that pair it with begin_forward."""
+
+    # --- options ---
+
+    def _set_options(self, values: Options) -> None:
+        self._causal = values.causal
+        self._pos_encoding_mode = values.pos_encoding_mode
+        self._window_left = values.window_left
+        self._logits_soft_cap = values.logits_soft_cap
+        self._sm_scale = values.sm_scale
+        self._rope_scale = values.rope_scale
+        self._rope_theta = values.rope_theta
+        self._use_fp16_qk_reduction = values.fp16_qk_reduction
+
+    def _get_options(self) -> Options:
+        """The options in effect; an engine may have assigned the attributes."""
+        return Options(
+            self._causal,
+            self._pos_encoding_mode,
+            self._window_left,
+            self._logits_soft_cap,
+            self._sm_scale,
+            self._rope_scale,
+            self._rope_theta,
+            self._use_fp16_qk_reduction,
+        )
+
+    def _forward(self, values: Options, run: Callable[[], Result]) -> Result:
+        """Runs with other options, which stay in effect if the run succeeds."""
+        self._planned()
+        before = self._get_options()
+        self._set_options(values)
+        try:
+            return run()
+        except BaseException:
+            self._set_options(before)
+            raise
+
+    # --- buffers ---
+
+    def _check_buffers(self, buffers: dict[str, torch.Tensor | None]) -> None:
+        for name, buffer in buffers.items():
+            if not isinstance(buffer, torch.Tensor):
+                raise ValueError(f"use_cuda_graph=True needs {name}, an int32 tensor on {self.device}, not {buffer!r}.")
+            self._check_buffer(name, buffer, torch.int32)
+        batch = buffers["qo_indptr_buf"].numel() - 1  # type: ignore[union-attr]
+        if batch < 0:
+            raise ValueError("qo_indptr_buf is empty: it must have batch_size + 1 elements.")
+        self._fixed_batch_size = batch
+
+    def _check_buffer(self, name: str, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        if buffer.dtype != dtype or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != self.device:
+            raise ValueError(
+                f"{name} is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}: it must be a contiguous 1-D "
+                f"{dtype} tensor on {self.device}."
+            )
+
+    def _take_mask_buffers(self, bits: torch.Tensor | None, indptr: torch.Tensor | None) -> None:
+        if (bits is None) != (indptr is None):
+            raise ValueError("custom_mask_buf and mask_indptr_buf (qk_indptr_buf) go together: give both or none.")
+        if bits is None or indptr is None:
+            return
+        self._check_buffer("custom_mask_buf", bits, torch.uint8)
+        self._check_buffer("mask_indptr_buf", indptr, torch.int32)
+        if indptr.numel() != self._fixed_batch_size + 1:
+            raise ValueError(
+                f"mask_indptr_buf has {indptr.numel()} elements, but qo_indptr_buf {self._fixed_batch_size + 1}: they "
+                "must be equal."
+            )
+        self._custom_mask_buf, self._mask_indptr_buf, self._graph_mask = bits, indptr, True
+
+    def _index(self, tensor: torch.Tensor) -> Index:
+        """``tensor`` on the wrapper's device. A CPU tensor is copied, so the caller may change it at once."""
+        if tensor.device == self.device and tensor.device.type != "cpu":
+            return Index(tensor, None)
+        if tensor.device.type != "cpu":
+            if self.device.type == "cpu":
+                raise ValueError(
+                    f"an index tensor is on {tensor.device}, but the workspace of this wrapper on the CPU: allocate "
+                    "the workspace on the device of queries and keys."
+                )
+            return Index(tensor.to(self.device), None)
+        if self.device.type == "cpu":
+            host = tensor.clone()
+            return Index(host, host)
+        pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return Index(pinned.to(self.device, non_blocking=True), pinned)
+
+    # --- plan ---
+
+    def _shape(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None,
+        q_data_type: str | torch.dtype,
+        kv_data_type: str | torch.dtype | None,
+        o_data_type: str | torch.dtype | None,
+    ) -> Shape:
+        _args.heads(num_qo_heads, num_kv_heads)
+        q_dtype = _args.dtype(q_data_type)
+        kv_dtype = q_dtype if kv_data_type is None else _args.dtype(kv_data_type)
+        o_dtype = _args.element_types(q_dtype, kv_dtype, None, o_data_type)
+        vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+        if head_dim_qk <= 0 or vo <= 0:
+            raise ValueError(f"head_dim_qk={head_dim_qk} and head_dim_vo={vo} must be positive.")
+        return Shape(num_qo_heads, num_kv_heads, head_dim_qk, vo, q_dtype, kv_dtype, o_dtype)
+
+    def _check_batch(self, batch: int) -> None:
+        if self._use_cuda_graph and batch != self._fixed_batch_size:
+            raise ValueError(
+                f"this wrapper was made for CUDA graphs with batch_size={self._fixed_batch_size}, but the plan has "
+                f"{batch} requests: pad the batch with empty requests, or make another wrapper."
+            )
+
+    def _prepare(
+        self,
+        shape: Shape,
+        batch: Batch,
+        values: Options,
+        custom_mask: torch.Tensor | None,
+        packed_custom_mask: torch.Tensor | None,
+        items: MultiItem | None,
+        seq_lens_q: torch.Tensor | None,
+    ) -> Plan:
+        """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
+        qo_lens = _args.lens(batch.qo.known)
+        total_q = batch.qo.last
+        if total_q is None and seq_lens_q is not None and seq_lens_q.device.type == "cpu":
+            qo_lens = _args.index_vector("seq_lens_q", seq_lens_q, batch.size).to(torch.int64)
+            total_q = int(qo_lens.sum())
+        limit = self._max_total_num_rows
+        if self._use_cuda_graph and total_q is not None and limit is not None and total_q > limit:
+            raise ValueError(
+                f"qo_indptr ends at {total_q}: the total number of rows cannot exceed the {limit} of the first plan, "
+                "for which the CUDA graph was captured."
+            )
+        bits, bits_indptr = None, None
+        if items is not None:
+            tensors = (items.prefix_len.to(self.device), items.token_pos.to(self.device))
+            items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)
+        elif packed_custom_mask is not None or custom_mask is not None or self._graph_mask:
+            bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, qo_lens, batch.kv_lens, values.causal)
+        request = self._request(shape, values, bits is not None, items is not None, batch.page_size is not None)
+        backend = _dispatch.select(self._requested_backend, request)
+        return Plan(shape, batch, total_q, values, bits, bits_indptr, items, request, backend)
+
+    def _pack(
+        self,
+        custom_mask: torch.Tensor | None,
+        packed: torch.Tensor | None,
+        qo_lens: torch.Tensor,
+        kv_lens: torch.Tensor,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mask as bits and byte offsets on the wrapper's device, without reading CUDA lengths."""
+        if self._use_cuda_graph and not self._graph_mask:
+            raise ValueError(
+                "a custom mask under CUDA graphs needs custom_mask_buf and mask_indptr_buf in the constructor."
+            )
+        if custom_mask is None and packed is None:
+            assert self._custom_mask_buf is not None
+            custom_mask = _plan.full_mask(qo_lens, kv_lens, causal, 8 * self._custom_mask_buf.numel(), self.device)
+        if packed is not None:
+            bits, offsets = packed, _args.check_packed_mask(packed, qo_lens, kv_lens)
+        else:
+            assert custom_mask is not None
+            if qo_lens.is_cuda or kv_lens.is_cuda:
+                custom_mask = custom_mask.to(self.device)
+            bits, offsets = _args.pack_mask(custom_mask, qo_lens, kv_lens)
+        if self._graph_mask:
+            assert self._custom_mask_buf is not None
+            room = self._custom_mask_buf.numel()
+            if bits.numel() > room and not offsets.is_cuda:
+                raise RuntimeError(
+                    f"the packed mask takes {bits.numel()} bytes, but custom_mask_buf has {room}: make it larger."
+                )
+            bits = bits[:room]  # behind lengths on the device, its size is an upper bound
+        return bits.to(self.device, non_blocking=True), offsets.to(self.device, non_blocking=True)
+
+    def _request(self, shape: Shape, values: Options, masked: bool, multi_item: bool, paged: bool) -> _dispatch.Request:
+        features = {
+            "custom_mask": masked,
+            "multi_item": multi_item,
+            "causal": values.causal and not masked and not multi_item,
+            "window": values.window_left >= 0,
+            "soft_cap": values.logits_soft_cap > 0.0,
+            "alibi": values.pos_encoding_mode == "ALIBI",
+            "rope": values.pos_encoding_mode == "ROPE_LLAMA",
+            "paged": paged,
+        }
+        return _dispatch.Request(
+            self.device.type,
+            _dispatch.compute_capability(self.device),
+            shape.cast or shape.q_dtype,
+            shape.cast or shape.kv_dtype,
+            shape.o_dtype,
+            shape.num_qo_heads,
+            shape.num_kv_heads,
+            shape.head_dim_qk,
+            shape.head_dim_vo,
+            frozenset(name for name, used in features.items() if used),
+        )
+
+    def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
+        """Makes ``plan`` the one that runs use. ``indices`` are stored as ``_<name>``, in graph mode by copying."""
+        if self._dry_run:
+            self._backend = plan.backend
+            return
+        stored = {name: index.device for name, index in indices.items()}
+        before: dict[str, torch.Tensor] = {}
+        rows = plan.total_q
+        if self._use_cuda_graph:
+            before = {name: getattr(self, f"_{name}").clone() for name in indices}
+            for name, index in indices.items():
+                stored[name] = getattr(self, f"_{name}")
+                stored[name][: index.device.numel()].copy_(index.device, non_blocking=True)
+            if self._max_total_num_rows is not None:
+                rows = self._max_total_num_rows
+        try:
+            if plan.backend in KERNEL_BACKENDS:
+                offsets = self._kv_offsets(plan, stored)
+                plan.schedule = _plan.make_schedule(
+                    plan.backend, plan.request, stored["qo_indptr_buf"], offsets, rows, self._int_workspace_buffer
+                )
+        except BaseException:
+            for name, contents in before.items():
+                stored[name].copy_(contents)
+            raise
+        for name, tensor in stored.items():
+            setattr(self, f"_{name}", tensor)
+        if self._graph_mask and plan.bits is not None:
+            assert self._custom_mask_buf is not None and self._mask_indptr_buf is not None
+            self._custom_mask_buf[: plan.bits.numel()].copy_(plan.bits, non_blocking=True)
+            self._mask_indptr_buf.copy_(plan.bits_indptr, non_blocking=True)  # type: ignore[arg-type]
+            plan.bits, plan.bits_indptr = self._custom_mask_buf, self._mask_indptr_buf
+        elif not self._graph_mask:
+            self._custom_mask_buf, self._mask_indptr_buf = plan.bits, plan.bits_indptr
+        if self._use_cuda_graph and self._max_total_num_rows is None:
+            self._max_total_num_rows = plan.total_q
+        self._cached_q_data_type = plan.shape.q_dtype
+        self._cached_kv_data_type = plan.shape.kv_dtype
+        self._cached_o_data_type = plan.shape.o_dtype
+        self._set_options(plan.options)
+        self._backend = plan.backend
+        self._plan_info = plan
+
+    def _kv_offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Offsets of the requests' keys in tokens, from the index tensors that runs will read."""
+        raise NotImplementedError
+
+    # --- run ---
+
+    def _planned(self) -> Plan:
+        if self._plan_info is None:
+            raise RuntimeError(f"{type(self).__name__} has no plan: call plan() before run().")
+        return self._plan_info
+
+    def _check_window(self, window_left: int | None) -> None:
+        if window_left is not None and _args.window(window_left) != _args.window(self._window_left):
+            raise AssertionError(f"window_left={window_left}, but {self._window_left} is planned: pass it to plan().")
+
+    def _check_q(self, q: torch.Tensor, plan: Plan) -> None:
+        shape = plan.shape
+        _args.tensor("q", q, 3)
+        _args.same_device(self.device, q=q)
+        if q.dtype != shape.q_dtype:
+            raise ValueError(f"q has dtype {q.dtype}, but the plan {shape.q_dtype}: say q_data_type in plan().")
+        if tuple(q.shape[1:]) != (shape.num_qo_heads, shape.head_dim_qk):
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}, but the plan num_qo_heads={shape.num_qo_heads} and "
+                f"head_dim_qk={shape.head_dim_qk}."
+            )
+        if plan.total_q is not None and q.size(0) != plan.total_q:
+            raise ValueError(f"q has {q.size(0)} rows, but the planned qo_indptr ends at {plan.total_q}: plan again.")
+
+    def _check_kv(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        shape = plan.shape
+        for name, x, dim in (("k", k, shape.head_dim_qk), ("v", v, shape.head_dim_vo)):
+            if x.device != self.device:
+                raise ValueError(f"{name} is on {x.device}, but the workspace of this wrapper on {self.device}.")
+            if x.dtype != shape.kv_dtype:
+                raise ValueError(
+                    f"{name} has dtype {x.dtype}, but the plan {shape.kv_dtype}: pass kv_data_type={x.dtype} to plan()."
+                )
+            if tuple(x.shape[-2:]) != (shape.num_kv_heads, dim):
+                raise ValueError(
+                    f"{name} has {x.size(-2)} heads of dimension {x.size(-1)} in kv_layout={self._kv_layout!r}, but "
+                    f"the plan {shape.num_kv_heads} of {dim}."
+                )
+
+    def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Result:
+        """Runs ``plan`` on checked tensors with the options in effect."""
+        problem = self._problem(plan, q, kv, args)
+        request = _dispatch.Request.from_problem(problem)
+        backend, schedule = plan.backend, plan.schedule
+        if request != plan.request:
+            backend = _dispatch.select(self._requested_backend, request)
+            if backend != plan.backend and backend in KERNEL_BACKENDS:
+                schedule = self._other_schedule(plan, backend, request, problem)
+        if backend == "reference" and self.device.type == "cuda":
+            _use_host_indices(problem, plan)
+        _dispatch.compute(problem, backend, schedule)
+        out, lse = problem.output.out, problem.output.lse
+        if lse is None:
+            return out
+        if args.lse_base == "ln":
+            lse.mul_(_LN2)
+        return (out, lse.t() if args.lse_layout == "HN" else lse) if args.return_lse else out
+
+    def _other_schedule(self, plan: Plan, backend: str, request: _dispatch.Request, problem: Problem) -> Any:
+        """The schedule for a backend that the plan did not choose. Captured runs make it anew, as lengths change."""
+        schedule = plan.other_schedules.get(backend)
+        if schedule is None or self._use_cuda_graph:
+            assert problem.qo_indptr is not None
+            offsets, workspace = _plan.token_indptr(problem.kv), _plan.int_workspace(self.device)
+            schedule = _plan.make_schedule(backend, request, problem.qo_indptr, offsets, problem.q.size(0), workspace)
+            plan.other_schedules[backend] = schedule
+        return schedule
+
+    def _problem(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Problem:
+        shape, values = plan.shape, self._get_options()
+        if args.lse_base not in ("log2", "ln"):
+            raise ValueError(f"lse_base={args.lse_base!r} is unknown: use 'log2' or 'ln'.")
+        if args.lse_layout not in ("NH", "HN"):
+            raise ValueError(f"lse_layout={args.lse_layout!r} is unknown: use 'NH' or 'HN'.")
+        scale_qk, head_scale, scale_v = _args.descale(*args.scales, shape.num_qo_heads, shape.num_kv_heads, self.device)
+        alibi = values.pos_encoding_mode == "ALIBI"
+        logits = Logits(
+            sm_scale=_args.product(_args.sm_scale(values.sm_scale, shape.head_dim_qk), scale_qk),
+            soft_cap=_args.soft_cap(values.logits_soft_cap),
+            alibi=_args.alibi_slopes(shape.num_qo_heads, self.device) if alibi else None,
+            rope=_args.rope(values.pos_encoding_mode, values.rope_scale, values.rope_theta),
+            head_scale=head_scale,
+            sinks=_args.sinks(self._sinks if args.sinks is None else args.sinks, shape.num_qo_heads, self.device),
+        )
+        mask = Mask(
+            causal=values.causal,
+            window_left=_args.window(values.window_left),
+            bits=plan.bits,
+            bits_indptr=plan.bits_indptr,
+            multi_item=plan.multi_item,
+        )
+        # Rows outside every request are not written: clear them where the host cannot exclude that there are some.
+        clear = self._use_cuda_graph or plan.total_q is None
+        rows, heads = q.size(0), shape.num_qo_heads
+        out = _args.output(args.out, (rows, heads, shape.head_dim_vo), shape.o_dtype, self.device, zero=clear)
+        output = Output(out, lse=self._lse(args, rows, heads, clear), scale=scale_v)
+        return Problem(q, kv, logits, output, mask, self._qo_indptr_buf, args.skip_softmax_factor)
+
+    def _lse(self, args: RunArgs, rows: int, heads: int, clear: bool) -> torch.Tensor | None:
+        """The LSE tensor seen as ``[rows, heads]``, None where nobody wants it."""
+        if args.lse is None and not args.return_lse:
+            return None
+        transposed = args.lse_layout == "HN"
+        lse = _args.lse_output(args.lse, (heads, rows) if transposed else (rows, heads), self.device)
+        if clear and args.lse is None:
+            lse.fill_(-math.inf)
+        if transposed and not lse.is_contiguous():
+            raise ValueError(f"lse has strides {lse.stride()}: with lse_layout='HN' it must be contiguous.")
+        return lse.t() if transposed else lse
+
+
+def _use_host_indices(problem: Problem, plan: Plan) -> None:
+    """Gives the reference, which reads lengths on the host, the copies that are there already."""
+    problem.qo_indptr = plan.batch.qo.known
+    problem.kv.indptr = plan.batch.kv.known
+    if isinstance(problem.kv, PagedKv) and plan.batch.last_page_len is not None:
+        problem.kv.last_page_len = plan.batch.last_page_len.known

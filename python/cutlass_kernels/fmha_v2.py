@@ -1,0 +1,379 @@
+"""Fused prefill attention with the arguments of TensorRT-LLM's FMHAv2: five input layouts, one fused scale per product.
+
+The layouts become the token-major or paged views that every other function of the package uses; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import _args, _plan
+from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
+
+LOG2E = 1.4426950408889634
+LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD")
+MASK_MODES = ("causal", "padding", "sliding_window", "chunked")
+
+Tensors = torch.Tensor | tuple[Any, ...] | list[Any]
+
+
+def trtllm_fmha_v2_prefill(
+    qkv: Tensors,
+    input_layout: str,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None,
+    mask_mode: str = "causal",
+    window_left: int = -1,
+    chunked_attention_size: int = 0,
+    save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float = 0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Prefill attention of a batch: ``O = bmm2_scale * softmax(cap(bmm1_scale * Q K^T) + bias) V``.
+
+    Row ``i`` of a request stands at position ``p = i + kv_len - q_len``. Its keys are ``j <= p`` (causal),
+    ``p - window_left <= j <= p`` (sliding_window), ``p // C * C <= j <= p`` with ``C = chunked_attention_size``
+    (chunked), or all keys of its request (padding). A row without keys is 0.
+
+    Args:
+        qkv: what ``input_layout`` says (T query tokens and Tkv key tokens of all requests, one after the other):
+
+            * ``PACKED_QKV``: ``[T, 3, num_heads, head_dim]``
+            * ``CONTIGUOUS_Q_KV``: ``(q, kv)``, ``[T, num_qo_heads, head_dim]``, ``[Tkv, 2, num_kv_heads, head_dim]``
+            * ``SEPARATE_Q_K_V``: ``(q, k, v)``, k ``[Tkv, num_kv_heads, head_dim]``, v the same with ``head_dim_v``
+            * ``Q_PAGED_KV_HND``: ``(q, pool)``, pool ``[pages, 2, num_kv_heads, page_size, head_dim]``, or
+              ``(q, (k_cache, v_cache))``, each ``[pages, num_kv_heads, page_size, head_dim]`` of one allocation
+            * ``Q_PAGED_KV_NHD``: the same with ``page_size`` before ``num_kv_heads``
+
+            float16, bfloat16 or float8_e4m3fn (e4m3 not as ``SEPARATE_Q_K_V``).
+        input_layout: one of these names.
+        workspace_buffer: any byte tensor; kept for its callers, neither read nor written.
+        seq_lens: int32 ``[batch_size]``, keys per request; not read, since ``cum_seq_lens_kv`` says the same.
+        max_q_len, max_kv_len: upper bounds of the lengths, ``max_kv_len >= max_q_len`` (equal for ``PACKED_QKV``).
+        bmm1_scale: factor of ``Q K^T``, a number or a one-element tensor: the softmax scale, times the scales of fp8
+            queries and keys. 0 is ``1 / sqrt(head_dim)``.
+        bmm2_scale: factor of the output, a number or a one-element tensor.
+        batch_size: number of requests.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch_size + 1]``, offsets of the requests in tokens.
+        block_tables: int32. For a pool, ``[batch_size, M]`` page numbers. For separate caches, ``[batch_size, 2, M]``
+            block numbers of keys and of values, both counted from the start of ``k_cache``.
+        out: ``[T, num_qo_heads, head_dim_v]`` to write to.
+        out_dtype: dtype of the output where ``out`` is None; default that of the queries. 16-bit queries give their own
+            dtype only; e4m3 queries float16, bfloat16 or float8_e4m3fn.
+        sinks: float32 ``[num_qo_heads]`` (or a list of that one tensor); the softmax denominator of head h grows by
+            ``exp(sinks[h])``, in natural-log units, not multiplied by ``bmm1_scale``.
+        pos_encoding_mode: None or ``"alibi"``: adds ``slope_h * j`` after the soft cap.
+        logits_soft_cap_scale: cap ``c`` of ``c * tanh(s / c)``; None or <= 0 is off. Not with ``SEPARATE_Q_K_V``.
+        mask_mode: ``"causal"``, ``"padding"``, ``"sliding_window"`` or ``"chunked"``, in any case. A positive
+            ``window_left`` or ``chunked_attention_size`` also takes effect with ``"causal"``.
+        window_left: keys to the left of a row's own, inclusive; -1 is no limit.
+        chunked_attention_size: chunk length, a power of two; 0 is none.
+        save_softmax_stats: also return the statistics.
+        skip_softmax_threshold_scale_factor: permission to skip key tiles where every weight, relative to the row's
+            largest so far, is below ``factor / kv_len``. 0 computes all.
+
+    Returns:
+        ``out``, or ``(out, stats)`` with ``stats`` float32 ``[T, num_qo_heads, 2]``: the row maximum m and
+        ``sum_j exp(logit_j - max_j logit_j)`` (natural exponent, without sinks). m is in units of
+        ``1 / (bmm1_scale * sqrt(head_dim))``: the largest logit is ``m * sqrt(head_dim) * bmm1_scale``, or
+        ``m * sqrt(head_dim)`` with a soft cap. Rows without keys hold the lowest float32 and 0.
+        :func:`fmha_v2_stats_to_lse` converts them into the base-2 LSE of the other functions.
+
+    Raises:
+        ValueError: unknown layout or mask mode, shapes or dtypes that contradict the layout, a missing or malformed
+            block table, a window together with chunks, padding together with either.
+        AssertionError: ``qkv`` is not a tensor or tuple as the layout needs.
+        KeyError: unknown ``pos_encoding_mode``.
+        RuntimeError: ``num_qo_heads`` is not a multiple of ``num_kv_heads``; offsets that decrease.
+
+    Example:
+        >>> q, kv = torch.randn(6, 8, 64).half(), torch.randn(9, 2, 2, 64).half()
+        >>> cum_q, cum_kv = torch.tensor([0, 2, 6]).int(), torch.tensor([0, 3, 9]).int()
+        >>> trtllm_fmha_v2_prefill((q, kv), "CONTIGUOUS_Q_KV", torch.zeros(16).byte(), torch.tensor([3, 6]), 4, 6,
+        ...                        64**-0.5, 1.0, 2, cum_q, cum_kv).shape
+        torch.Size([6, 8, 64])
+    """
+    _check_layout(input_layout, qkv, logits_soft_cap_scale)
+    q, k, v = _split(qkv, input_layout)
+    group_heads, head_dim = q.size(1), q.size(2)
+    _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
+    for name, x in (("k", k), ("v", v)):
+        _args.same_device(q.device, **{name: x})
+    qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size)
+    kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size)
+    _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
+
+    kv: RaggedKv | PagedKv
+    if input_layout.startswith("Q_PAGED"):
+        separate = not isinstance(qkv[1], torch.Tensor)
+        kv = _paged(k, v, separate, block_tables, kv_indptr, batch_size, max_kv_len)
+    else:
+        _check_total("cum_seq_lens_kv", kv_indptr, "keys", k.size(0))
+        kv = RaggedKv(k, v, kv_indptr)
+
+    mask = _mask(mask_mode, window_left, chunked_attention_size, max_kv_len)
+    logits = Logits(
+        sm_scale=_fused_scale(bmm1_scale, head_dim),
+        soft_cap=_args.soft_cap(logits_soft_cap_scale),
+        alibi=_args.alibi_slopes(group_heads, q.device) if _is_alibi(pos_encoding_mode) else None,
+        alibi_relative=False,
+        alibi_after_cap=True,
+        sinks=_args.sinks(sinks, group_heads, q.device),
+    )
+    skip = float(skip_softmax_threshold_scale_factor or 0.0)
+    if skip < 0.0:
+        raise ValueError(f"skip_softmax_threshold_scale_factor={skip} is negative: 0 disables skipping.")
+    shape = (q.size(0), group_heads, v.size(-1))
+    result = _args.output(out, shape, _output_dtype(q.dtype, out, out_dtype), q.device)
+    stats = torch.empty((*shape[:2], 2), dtype=torch.float32, device=q.device) if save_softmax_stats else None
+    output = Output(result, stats=stats, scale=_args.scale(bmm2_scale, "bmm2_scale"))
+    _plan.compute_once(Problem(q, kv, logits, output, mask, qo_indptr, skip))
+    return result if stats is None else (result, stats)
+
+
+def fmha_v2_stats_to_lse(
+    stats: torch.Tensor,
+    head_dim: int,
+    bmm1_scale: float | torch.Tensor,
+    logits_soft_cap_scale: float | None = None,
+) -> torch.Tensor:
+    """The base-2 LSE of rows whose statistics :func:`trtllm_fmha_v2_prefill` saved.
+
+    ``LSE = log2(e) * (max * sqrt(head_dim) * bmm1_scale + ln(sum))``, without ``bmm1_scale`` where a soft cap was in
+    effect. Sinks are not included.
+
+    Args:
+        stats: float32 ``[T, num_qo_heads, 2]``.
+        head_dim: dimension of the query heads.
+        bmm1_scale: as in the call that made ``stats`` (0 is ``1 / sqrt(head_dim)``).
+        logits_soft_cap_scale: as in that call.
+
+    Returns:
+        float32 ``[T, num_qo_heads]``, base 2; -inf for rows without keys. For :func:`merge_state` and its relatives.
+
+    Raises:
+        ValueError: ``stats`` does not end in a dimension of 2.
+
+    Example:
+        >>> out, stats = trtllm_fmha_v2_prefill(..., save_softmax_stats=True)
+        >>> lse = fmha_v2_stats_to_lse(stats, head_dim=128, bmm1_scale=128**-0.5)
+    """
+    if stats.dim() == 0 or stats.size(-1) != 2:
+        raise ValueError(f"stats has shape {tuple(stats.shape)}: its last dimension must hold the maximum and the sum.")
+    unit: float | torch.Tensor = math.sqrt(head_dim)
+    if _args.soft_cap(logits_soft_cap_scale) == 0.0:
+        unit = unit * _fused_scale(bmm1_scale, head_dim)
+    maximum, total = stats.to(torch.float32).unbind(-1)
+    lse = (maximum * unit) * LOG2E + torch.log2(total)
+    return torch.where(total > 0.0, lse, -math.inf)
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+def _check_layout(layout: str, qkv: Tensors, soft_cap: float | None) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"input_layout={layout!r} is not a layout: use one of {', '.join(LAYOUTS)}.")
+    if layout == "PACKED_QKV":
+        if not isinstance(qkv, torch.Tensor):
+            raise AssertionError(f"input_layout=PACKED_QKV needs qkv as one tensor, not {type(qkv).__name__}.")
+        return
+    count = 3 if layout == "SEPARATE_Q_K_V" else 2
+    if not isinstance(qkv, (tuple, list)) or len(qkv) != count or not isinstance(qkv[0], torch.Tensor):
+        raise AssertionError(f"input_layout={layout} needs qkv as a tuple of {count}, the first of them the queries.")
+    if layout == "SEPARATE_Q_K_V":
+        if qkv[0].dtype in _args.FP8_DTYPES:
+            raise ValueError("input_layout=SEPARATE_Q_K_V does not take fp8: use CONTIGUOUS_Q_KV or a paged layout.")
+        if _args.soft_cap(soft_cap) > 0.0:
+            raise ValueError(
+                f"logits_soft_cap_scale={soft_cap} does not go with SEPARATE_Q_K_V: use CONTIGUOUS_Q_KV, or the ragged "
+                "wrapper, which takes separate keys and values."
+            )
+
+
+def _split(qkv: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries ``[T, heads, dim]`` with keys and values ``[Tkv, heads, dim]`` or ``[pages, page_size, heads, dim]``."""
+    if isinstance(qkv, torch.Tensor):
+        packed = _args.tensor("qkv", qkv, 4)
+        if packed.size(1) != 3:
+            raise ValueError(f"qkv has shape {tuple(packed.shape)}: PACKED_QKV is [T, 3, num_heads, head_dim].")
+        q, k, v = packed.unbind(1)
+        return q, k, v
+    q = _args.tensor("q", qkv[0], 3)
+    if layout == "SEPARATE_Q_K_V":
+        return q, _args.tensor("k", qkv[1], 3), _args.tensor("v", qkv[2], 3)
+    if layout == "CONTIGUOUS_Q_KV":
+        kv = _args.tensor("kv", qkv[1], 4)
+        if kv.size(1) != 2:
+            raise ValueError(f"kv has shape {tuple(kv.shape)}: CONTIGUOUS_Q_KV is [Tkv, 2, num_kv_heads, head_dim].")
+        k, v = kv.unbind(1)
+        return q, k, v
+    if isinstance(qkv[1], torch.Tensor):
+        pool = _args.tensor("paged_kv", qkv[1], 5)
+        if pool.size(1) != 2:
+            raise ValueError(f"paged_kv has shape {tuple(pool.shape)}: its second dimension holds keys and values.")
+        k, v = pool.unbind(1)
+    else:
+        if not isinstance(qkv[1], (tuple, list)) or len(qkv[1]) != 2:
+            raise AssertionError(f"input_layout={layout} needs (q, pool) or (q, (k_cache, v_cache)).")
+        k, v = _args.tensor("k_cache", qkv[1][0], 4), _args.tensor("v_cache", qkv[1][1], 4)
+        if k.shape != v.shape or k.dtype != v.dtype or not k.is_contiguous() or not v.is_contiguous():
+            raise ValueError(
+                f"k_cache ({tuple(k.shape)}, {k.dtype}) and v_cache ({tuple(v.shape)}, {v.dtype}) must be contiguous "
+                "and have one shape and dtype: block_tables counts their blocks alike."
+            )
+    return (q, k, v) if layout.endswith("NHD") else (q, k.transpose(1, 2), v.transpose(1, 2))
+
+
+def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, max_q: int, max_kv: int) -> None:
+    _args.heads(q.size(1), k.size(-2))
+    if k.size(-1) != q.size(-1) or k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}: q and k must agree in "
+            "head_dim, k and v in tokens and heads."
+        )
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise ValueError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: they must be the same.")
+    if max_kv < max_q or (layout == "PACKED_QKV" and max_kv != max_q):
+        relation = "equal" if layout == "PACKED_QKV" else "be at least"
+        raise ValueError(f"max_kv_len={max_kv} must {relation} max_q_len={max_q} with input_layout={layout}.")
+
+
+def _check_total(name: str, indptr: torch.Tensor, what: str, tokens: int) -> None:
+    if not indptr.is_cuda and int(indptr[-1]) > tokens:
+        raise ValueError(f"{name}[-1]={int(indptr[-1])}, but there are only {tokens} {what}.")
+
+
+def _paged(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    separate: bool,
+    block_tables: torch.Tensor | None,
+    kv_indptr: torch.Tensor,
+    batch_size: int,
+    max_kv_len: int,
+) -> PagedKv:
+    """The page table of a batch from its block tables, made on their device."""
+    if block_tables is None:
+        raise ValueError("a paged input_layout needs block_tables.")
+    rank = 3 if separate else 2
+    shape = "[batch_size, 2, M]" if separate else "[batch_size, M]"
+    table = block_tables
+    if table.dtype != torch.int32:
+        raise ValueError(f"block_tables has dtype {table.dtype}: it must be torch.int32.")
+    if table.dim() != rank or table.size(0) != batch_size or (separate and table.size(1) != 2):
+        raise ValueError(
+            f"block_tables has shape {tuple(table.shape)}: with {'separate caches' if separate else 'a pool'} and "
+            f"batch_size={batch_size} it must be {shape}."
+        )
+    page_size = k.size(1)
+    if table.size(-1) * page_size < max_kv_len:
+        raise ValueError(
+            f"block_tables has {table.size(-1)} columns of {page_size} tokens, too few for max_kv_len={max_kv_len}."
+        )
+    kv_lens = _args.lens(kv_indptr)
+    if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
+        device = kv_lens.device if kv_lens.is_cuda else table.device
+        kv_lens, table = kv_lens.to(device), table.to(device)
+    if not kv_lens.is_cuda and batch_size and int(kv_lens.max()) > table.size(-1) * page_size:
+        raise ValueError(f"a request has {int(kv_lens.max())} keys, but block_tables only {table.size(-1)} columns.")
+    pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(max=table.size(-1))
+    last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
+    indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
+    torch.cumsum(pages, 0, out=indptr[1:])
+    k_table = table[:, 0] if separate else table
+    v_indices = None
+    if separate:
+        v_indices = _compact(table[:, 1] - _value_offset(k, v), indptr, pages)
+    indices = _compact(k_table, indptr, pages)
+    return PagedKv(k, v, indptr.to(torch.int32), indices, last.to(torch.int32), v_indices)
+
+
+def _compact(table: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """The used entries of a padded table ``[batch, M]``, one request after the other, in a vector of its full size."""
+    batch, width = table.shape
+    column = torch.arange(width, device=table.device)
+    unused = batch * width
+    place = torch.where(column < pages[:, None], indptr[:-1, None] + column, unused)
+    result = torch.zeros(unused + 1, dtype=torch.int32, device=table.device)
+    return result.scatter_(0, place.reshape(-1), table.reshape(-1))[:unused]
+
+
+def _value_offset(k: torch.Tensor, v: torch.Tensor) -> int:
+    """How many blocks the value cache lies behind the key cache."""
+    block = k.size(1) * k.size(2) * k.size(3) * k.element_size()
+    distance = v.data_ptr() - k.data_ptr()
+    if block == 0 or distance <= 0 or distance % block != 0:
+        raise ValueError(
+            f"v_cache lies {distance} bytes behind k_cache, which must be a positive multiple of a block "
+            f"({block} bytes): allocate both caches in one tensor."
+        )
+    return distance // block
+
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+
+def _mask(mask_mode: str, window_left: int, chunk_size: int, max_kv_len: int) -> Mask:
+    mode = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
+    if mode not in MASK_MODES:
+        raise ValueError(f"mask_mode={mask_mode!r} is not a mask: use one of {', '.join(MASK_MODES)}.")
+    window, chunk = _args.window(window_left), int(chunk_size or 0)
+    if chunk < 0 or chunk & (chunk - 1):
+        raise ValueError(f"chunked_attention_size={chunk} must be a power of two, or 0 for none.")
+    if mode == "chunked" and chunk == 0:
+        raise ValueError("mask_mode='chunked' needs a positive chunked_attention_size.")
+    if mode == "padding":
+        if window >= 0 or chunk > 0:
+            raise ValueError(
+                f"mask_mode='padding' sees all keys, but window_left={window} and chunked_attention_size={chunk} "
+                "restrict them: use 'sliding_window' or 'chunked'."
+            )
+        return Mask()
+    if window >= max_kv_len or (window == 0 and mode != "sliding_window"):
+        window = -1
+    if window >= 0 and chunk > 0:
+        raise ValueError(
+            f"window_left={window} and chunked_attention_size={chunk} exclude each other: set one of them."
+        )
+    return Mask(causal=True, window_left=window, chunk_size=chunk)
+
+
+def _is_alibi(mode: str | None) -> bool:
+    name = "none" if mode is None else str(mode).lower()
+    if name not in ("none", "alibi"):
+        raise KeyError(f"pos_encoding_mode={mode!r} is not served here: use None or 'alibi'.")
+    return name == "alibi"
+
+
+def _fused_scale(value: float | torch.Tensor, head_dim: int) -> float | torch.Tensor:
+    """``bmm1_scale``, with 0 replaced by its default."""
+    factor = _args.scale(value, "bmm1_scale")
+    default = 1.0 / math.sqrt(head_dim)
+    if isinstance(factor, torch.Tensor):
+        return torch.where(factor == 0.0, default, factor)
+    return default if factor == 0.0 else factor
+
+
+def _output_dtype(q_dtype: torch.dtype, out: torch.Tensor | None, out_dtype: str | torch.dtype | None) -> torch.dtype:
+    wanted = out.dtype if out is not None else q_dtype if out_dtype is None else _args.dtype(out_dtype)
+    served = (*_args.HALF_DTYPES, torch.float8_e4m3fn) if q_dtype in _args.FP8_DTYPES else (q_dtype,)
+    if wanted not in served:
+        names = ", ".join(str(d).removeprefix("torch.") for d in served)
+        raise ValueError(f"the output cannot be {wanted} where the queries are {q_dtype}: it can be {names}.")
+    return wanted

@@ -1,0 +1,155 @@
+"""Paged key/value caches: lengths, positions of new tokens, and writing them into their pages.
+
+Nothing here reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import _args
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The number of keys every request holds: ``max(pages - 1, 0) * page_size + last_page_len``.
+
+    Args:
+        kv_indptr: int32 ``[batch + 1]``; request ``b`` owns ``kv_indptr[b + 1] - kv_indptr[b]`` pages.
+        kv_last_page_len: int32 ``[batch]``, filled entries of the last page (0 where a request has no page).
+        page_size: tokens a page holds.
+
+    Returns:
+        int32 ``[batch]`` on the device of ``kv_indptr``.
+
+    Raises:
+        ValueError: a tensor is not a vector of integers, or the two disagree about the batch size.
+
+    Example:
+        >>> get_seq_lens(torch.tensor([0, 2, 2, 3]), torch.tensor([5, 0, 16]), 16)
+        tensor([21,  0, 16], dtype=torch.int32)
+    """
+    indptr = _args.index_vector("kv_indptr", kv_indptr)
+    last = _args.index_vector("kv_last_page_len", kv_last_page_len, max(indptr.numel() - 1, 0)).to(indptr.device)
+    return (indptr[1:] - indptr[:-1] - 1).clamp_(min=0) * page_size + last
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Says, for every new token of a ragged batch, which request it belongs to and where it stands there.
+
+    The new tokens are the last ones of their requests: the i-th of ``n`` new tokens stands at ``seq_len - n + i``.
+
+    Args:
+        append_indptr: int32 ``[batch + 1]``, offsets of the new tokens.
+        seq_lens: int32 ``[batch]``, keys of every request including the new tokens (see :func:`get_seq_lens`).
+        nnz: number of entries to return, at least ``append_indptr[-1]``.
+        batch_indices, positions: int32 ``[nnz]`` tensors to write to; allocated where None.
+
+    Returns:
+        ``(batch_indices, positions)``, int32 ``[nnz]``. Entries behind ``append_indptr[-1]`` are -1, which
+        :func:`append_paged_kv_cache` skips.
+
+    Raises:
+        ValueError: a tensor has another rank, dtype or length, or ``nnz`` is smaller than a CPU ``append_indptr[-1]``.
+        RuntimeError: a CPU ``append_indptr`` decreases.
+
+    Example:
+        >>> get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 9]), 3)
+        (tensor([0, 0, 1], dtype=torch.int32), tensor([3, 4, 8], dtype=torch.int32))
+    """
+    indptr = _args.indptr("append_indptr", append_indptr)
+    batch = indptr.numel() - 1
+    device = indptr.device
+    lens = _args.index_vector("seq_lens", seq_lens, batch).to(device)
+    if not indptr.is_cuda and nnz < int(indptr[-1]):
+        raise ValueError(f"nnz={nnz} is smaller than append_indptr[-1]={int(indptr[-1])}: no token may be left out.")
+    batch_indices = _int32_output("batch_indices", batch_indices, nnz, device)
+    positions = _int32_output("positions", positions, nnz, device)
+    if batch == 0:
+        return batch_indices.fill_(-1), positions.fill_(-1)
+    token = torch.arange(nnz, dtype=torch.int32, device=device)
+    owner = torch.searchsorted(indptr[1:], token, right=True)
+    inside = (owner < batch) & (token >= indptr[0])
+    owner.clamp_(max=batch - 1)
+    batch_indices.copy_(torch.where(inside, owner, -1))
+    positions.copy_(torch.where(inside, lens[owner] - indptr[owner + 1] + token, -1))
+    return batch_indices, positions
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes new keys and values into the pages of their requests, in place.
+
+    Token ``i`` goes to entry ``positions[i] % page_size`` of page ``positions[i] // page_size`` of request
+    ``batch_indices[i]``. The pages must already be in the page table.
+
+    Args:
+        append_key: ``[nnz, num_kv_heads, head_dim_qk]``, converted to the dtype of the cache.
+        append_value: ``[nnz, num_kv_heads, head_dim_vo]``.
+        batch_indices, positions: int32 ``[nnz]`` (see :func:`get_batch_indices_positions`); tokens with a negative
+            batch index are skipped.
+        paged_kv_cache: ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
+            ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or a tuple (k_cache, v_cache) without the 2.
+        kv_indices: int32, the pages of all requests.
+        kv_indptr: int32 ``[batch + 1]``, where the pages of a request begin in ``kv_indices``.
+        kv_last_page_len: int32 ``[batch]``; the positions already say all, so only its length is checked.
+        kv_layout: ``"NHD"`` or ``"HND"``.
+
+    Raises:
+        KeyError: unknown ``kv_layout``, or ``paged_kv_cache`` is neither a tensor nor a tuple.
+        ValueError: shapes that do not fit together.
+
+    Example:
+        >>> batch_indices, positions = get_batch_indices_positions(append_indptr, seq_lens, nnz)
+        >>> append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
+    """
+    k_cache, v_cache = _args.paged_cache(paged_kv_cache, kv_layout)
+    device = k_cache.device
+    nnz = append_key.size(0)
+    for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
+        expected = (nnz, *cache.shape[2:])
+        if tuple(new.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(new.shape)}, but this cache takes {expected}.")
+        _args.same_device(device, **{name: new})
+    owner = _args.index_vector("batch_indices", batch_indices, nnz).to(device)
+    position = _args.index_vector("positions", positions, nnz).to(device)
+    indptr = _args.indptr("kv_indptr", kv_indptr).to(device)
+    indices = _args.index_vector("kv_indices", kv_indices).to(device)
+    _args.index_vector("kv_last_page_len", kv_last_page_len, indptr.numel() - 1)
+    if nnz == 0 or indices.numel() == 0:
+        return
+
+    # Skipped tokens repeat the write of the first token that is not skipped: an equal value at an equal place.
+    used = owner >= 0
+    token = torch.where(used, torch.arange(nnz, device=device), used.to(torch.int32).argmax())
+    owner, position = owner[token].clamp_(min=0), position[token].clamp_(min=0)
+    page_size = k_cache.size(1)
+    page = indices[(indptr[owner] + position // page_size).to(torch.int64)].to(torch.int64)
+    entry = (position % page_size).to(torch.int64)
+    any_used = used.any()
+    for new, cache in ((append_key, k_cache), (append_value, v_cache)):
+        target = _bits(cache)
+        target[page, entry] = torch.where(any_used, _bits(new.to(cache.dtype))[token], target[page, entry])
+
+
+def _int32_output(name: str, tensor: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
+    return _args.output(tensor, (size,), torch.int32, device, name=name)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """``x``, with fp8 elements seen as bytes: not every torch release can index fp8."""
+    return x.view(torch.uint8) if x.dtype in _args.FP8_DTYPES else x

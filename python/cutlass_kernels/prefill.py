@@ -1,0 +1,17 @@
+"""Prefill and append attention: one request, paged and ragged batches, and the FMHAv2 form."""
+
+from __future__ import annotations
+
+from .fmha_v2 import fmha_v2_stats_to_lse, trtllm_fmha_v2_prefill
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+from .single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "fmha_v2_stats_to_lse",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "trtllm_fmha_v2_prefill",
+]

@@ -1,0 +1,360 @@
+"""Prefill and append attention of a batch over a paged key/value cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _args, _plan, _wrapper
+from ._plan import Index, Result, spellings
+from ._problem import PagedKv
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
+    """Attention of a batch of requests over keys and values in pages.
+
+    Plan once per batch (lengths and page tables), then run once per layer. Row ``i`` of a request stands at position
+    ``p = i + kv_len - qo_len``; a causal row sees the keys ``j <= p``, a window keeps ``j >= p - window_left``.
+    A row without keys gives 0, and an LSE of -inf. The LSE is base 2: ``log2(sum_j exp(logit_j))``. (Softmax statistics
+    and their merging: Milakov and Gimelshein, 2018; pages: Kwon et al., "PagedAttention", 2023.)
+
+    Args:
+        float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.
+        kv_layout: ``"NHD"`` (pages ``[page_size, num_kv_heads, head_dim]``) or ``"HND"``.
+        use_cuda_graph: keep index data in the buffers below, so that a captured run follows later plans. The batch size
+            is fixed, and the number of rows may not exceed that of the first plan.
+        qo_indptr_buf, paged_kv_indptr_buf: int32 ``[batch + 1]`` on the wrapper's device.
+        paged_kv_indices_buf: int32, room for the pages of every plan.
+        paged_kv_last_page_len_buf: int32 ``[batch]``.
+        custom_mask_buf: uint8, room for the packed mask of every plan. Where given, every run reads a mask; a plan
+            without one writes the mask that stands for it.
+        qk_indptr_buf: int32 ``[batch + 1]``, with ``custom_mask_buf``. Also accepted as ``mask_indptr_buf``.
+        backend: ``"auto"`` (chosen anew by every plan), ``"fa2"``, ``"fa3"`` or ``"reference"``.
+        jit_args, jit_kwargs, variant_owns_mask: for run-time compiled variants, which do not exist here.
+
+    Raises:
+        KeyError: unknown ``kv_layout``.
+        ValueError: unknown ``backend``; a workspace that is not aligned; missing, misplaced or mismatched buffers.
+        NotImplementedError: ``jit_args`` or its relatives.
+
+    Example:
+        >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8), "NHD")
+        >>> wrapper.plan(torch.tensor([0, 3]).int(), torch.tensor([0, 2]).int(), torch.tensor([5, 1]).int(),
+        ...              torch.tensor([4]).int(), 8, 2, 64, 16, causal=True)
+        >>> wrapper.run(torch.randn(3, 8, 64).half(), torch.randn(6, 2, 16, 2, 64).half()).shape
+        torch.Size([3, 8, 64])
+    """
+
+    _paged_kv_indptr_buf: torch.Tensor
+    _paged_kv_indices_buf: torch.Tensor
+    _paged_kv_last_page_len_buf: torch.Tensor
+
+    @spellings(mask_indptr_buf="qk_indptr_buf")
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        qk_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        *,
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "paged_kv_indices_buf": paged_kv_indices_buf,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
+        }
+        jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs, "variant_owns_mask": variant_owns_mask}
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, buffers, custom_mask_buf, qk_indptr_buf, backend, jit
+        )
+
+    def _check_buffers(self, buffers: dict[str, torch.Tensor | None]) -> None:
+        super()._check_buffers(buffers)
+        batch = self._fixed_batch_size
+        for name, size in (("paged_kv_indptr_buf", batch + 1), ("paged_kv_last_page_len_buf", batch)):
+            buffer = buffers[name]
+            if buffer is not None and buffer.numel() != size:
+                raise ValueError(
+                    f"{name} has {buffer.numel()} elements, but qo_indptr_buf {batch + 1}: with batch_size={batch} it "
+                    f"must have {size}."
+                )
+
+    @spellings(head_dim_vo_at=8, head_dim_qk="head_dim", use_fp16_qk_reduction="allow_fp16_qk_reduction")
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = False,
+        *,
+        head_dim_vo: int | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Prepares runs over a batch: lengths, page tables, mask, sizes, and the options that runs start from.
+
+        Index tensors are int32, on the CPU or on the device, in any mix. CPU tensors are checked and copied before this
+        returns; CUDA tensors are neither copied nor read by the host, so nothing synchronises. A plan that fails leaves
+        the previous one in force.
+
+        Args:
+            qo_indptr: ``[batch + 1]``, offsets of the requests in the rows of q.
+            paged_kv_indptr: ``[batch + 1]``, offsets of the requests in ``paged_kv_indices``.
+            paged_kv_indices: page numbers; may be longer than ``paged_kv_indptr[-1]``, and pages may be shared.
+            paged_kv_last_page_len: ``[batch]``, entries used of every last page, in [1, page_size] (0 without pages).
+            num_qo_heads, num_kv_heads: query head h reads key/value head ``h // (num_qo_heads / num_kv_heads)``.
+            head_dim: dimension of queries and keys; also accepted as ``head_dim_qk``.
+            page_size: tokens a page holds.
+            custom_mask: bool, the row-major ``[qo_len, kv_len]`` masks of all requests, flattened and concatenated;
+                True where a row sees a key. Replaces ``causal``.
+            packed_custom_mask: the same in bits, uint8, as ``segment_packbits(..., bitorder="little")`` packs it; wins
+                over ``custom_mask``.
+            causal: whether a row sees only keys up to its own position.
+            pos_encoding_mode: ``"NONE"``, ``"ROPE_LLAMA"`` or ``"ALIBI"``, applied inside the attention.
+            allow_fp16_qk_reduction: a permission that is not used (also ``use_fp16_qk_reduction``).
+            sm_scale: factor of ``q . k``; None is ``1 / sqrt(head_dim)``.
+            window_left: keys a row sees to its left besides its own; -1 is no limit.
+            logits_soft_cap: cap ``c`` of ``c * tanh(s / c)``; None or <= 0 is off.
+            rope_scale, rope_theta: of ROPE_LLAMA; None is 1 and 1e4.
+            q_data_type, kv_data_type: dtypes (or names) of q and of the cache; None is that of q.
+            non_blocking: accepted; copies to the device never wait for it.
+            head_dim_vo: dimension of the values; None is ``head_dim``. An integer in the place of ``custom_mask`` is
+                taken as ``head_dim_vo``.
+            o_data_type: dtype of the output; None is that of q. An fp8 q needs one.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: multi-item scoring, all
+                four together: uint32 ``[batch]``, uint16 ``[batch * token_pos_in_items_len]``, a number, uint16
+                ``[batch]``. Replaces ``causal`` and custom masks.
+            seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
+                where the offsets are CUDA tensors.
+            fixed_split_size, disable_split_kv: no backend splits keys; results do not depend on the batch.
+            block_tables, max_token_per_sequence, max_sequence_kv, uniform_q_len: hints that nothing here needs.
+
+        Raises:
+            KeyError: unknown ``pos_encoding_mode``.
+            ValueError: lengths of index tensors, dtypes or masks that do not fit; under CUDA graphs another batch size,
+                too many pages or rows, or a mask without buffers; a backend that cannot serve the request
+                (``BackendError``, also a RuntimeError).
+            RuntimeError: heads that do not divide, decreasing offsets, ``last_page_len`` out of range.
+            AssertionError: fp8 queries with ``backend="fa2"``.
+
+        Example:
+            >>> wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, 32, 8, 128, 16, causal=True,
+            ...              q_data_type=torch.bfloat16)
+        """
+        qo = _args.indptr("qo_indptr", qo_indptr)
+        count = qo.numel() - 1
+        self._check_batch(count)
+        kv = _args.indptr("paged_kv_indptr", paged_kv_indptr, count)
+        pages = _args.index_vector("paged_kv_indices", paged_kv_indices)
+        last = _args.index_vector("paged_kv_last_page_len", paged_kv_last_page_len, count)
+        if page_size <= 0:
+            raise ValueError(f"page_size={page_size} must be positive.")
+        if not kv.is_cuda and int(kv[-1]) > pages.numel():
+            raise ValueError(f"paged_kv_indptr ends at {int(kv[-1])}, but paged_kv_indices has {pages.numel()} pages.")
+        if self._use_cuda_graph and pages.numel() > self._paged_kv_indices_buf.numel():
+            raise ValueError(
+                f"paged_kv_indices has {pages.numel()} elements, but paged_kv_indices_buf room for "
+                f"{self._paged_kv_indices_buf.numel()}: make the buffer larger."
+            )
+        shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_data_type, kv_data_type, o_data_type)
+        if shape.q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+            raise AssertionError(f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'.")
+        values = _plan.options(
+            causal,
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            allow_fp16_qk_reduction,
+        )
+        items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        kv_index, last_index = self._index(kv), self._index(last)
+        kv_lens = _kv_lens(kv_index, last_index, page_size, seq_lens)
+        batch = _plan.Batch(self._index(qo), kv_index, kv_lens, page_size, last_index)
+        plan = self._prepare(shape, batch, values, custom_mask, packed_custom_mask, items, seq_lens_q)
+        indices = {
+            "qo_indptr_buf": batch.qo,
+            "paged_kv_indptr_buf": batch.kv,
+            "paged_kv_indices_buf": self._index(pages),
+            "paged_kv_last_page_len_buf": last_index,
+        }
+        self._commit(plan, indices)
+
+    begin_forward = plan
+
+    def _kv_offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert plan.batch.page_size is not None
+        indptr, last = stored["paged_kv_indptr_buf"], stored["paged_kv_last_page_len_buf"]
+        return _plan.offsets(_args.paged_kv_lens(indptr, last, plan.batch.page_size))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> Result:
+        """Computes the planned attention.
+
+        Args:
+            q: ``[qo_indptr[-1], num_qo_heads, head_dim]``, any strides with a contiguous last dimension.
+            paged_kv_cache: ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
+                ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), keys first; or a tuple (k_cache, v_cache) of
+                tensors without the 2, which may differ in strides. The page dimension may be missing if page_size is 1.
+            *args: ``k_scale, v_scale, return_lse`` in this order, or three tensors ``scale_q`` ``[num_qo_heads]``,
+                ``scale_k`` and ``scale_v`` ``[num_kv_heads]`` (fp32) that dequantize fp8 inputs.
+            q_scale, k_scale, v_scale: numbers, one-element tensors or per-head tensors; those of q and k multiply the
+                logits (before the soft cap), that of v the output. None is 1.
+            out: ``[qo_indptr[-1], num_qo_heads, head_dim_vo]`` to write to.
+            lse: float32 tensor to write the LSE to, shaped as ``lse_layout`` says.
+            return_lse: return ``(out, lse)``.
+            lse_base: ``"log2"`` or ``"ln"``.
+            lse_layout: ``"NH"`` (``[qo_indptr[-1], num_qo_heads]``) or ``"HN"`` (transposed).
+            enable_pdl: accepted; a launch attribute without effect on results.
+            window_left: if given, must be the planned one.
+            sinks: float32 ``[num_qo_heads]``; ``exp(sinks[h])`` joins the denominator of head h, and so the LSE.
+            skip_softmax_threshold_scale_factor: permission to skip key tiles of negligible weight.
+
+        Returns:
+            ``out``, or ``(out, lse)``.
+
+        Raises:
+            ValueError: dtypes, shapes or devices that differ from the plan; unknown ``lse_base`` or ``lse_layout``.
+            KeyError: ``paged_kv_cache`` is neither a tensor nor a tuple.
+            AssertionError: ``window_left`` differs from the plan.
+            NotImplementedError: ``kv_cache_sf``, ``use_fp16_softmax`` or ``uses_spcompress`` is set.
+            RuntimeError: nothing has been planned.
+
+        Example:
+            >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
+        """
+        plan = self._planned()
+        _plan.unsupported(
+            "BatchPrefillWithPagedKVCacheWrapper.run",
+            "leave it out.",
+            kv_cache_sf=kv_cache_sf,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
+        )
+        given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales, return_lse = _plan.run_scales(args, ("k_scale", "v_scale", "return_lse"), given, return_lse)
+        self._check_window(window_left)
+        self._check_q(q, plan)
+        k_cache, v_cache = _args.paged_cache(paged_kv_cache, self._kv_layout)
+        if k_cache.size(1) != plan.batch.page_size:
+            raise ValueError(
+                f"the pages of paged_kv_cache hold {k_cache.size(1)} tokens in kv_layout={self._kv_layout!r}, but "
+                f"page_size={plan.batch.page_size} is planned."
+            )
+        self._check_kv(k_cache, v_cache, plan)
+        kv = PagedKv(
+            k_cache, v_cache, self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
+        )
+        skip = float(skip_softmax_threshold_scale_factor or 0.0)
+        return self._run(plan, q, kv, _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip))
+
+    @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        **run_args: Any,
+    ) -> Result:
+        """Runs with these options, which replace those of the plan for this run and later ones.
+
+        The older form of :meth:`run`: an option left out takes its default here, not its planned value. Other keywords
+        go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
+        """
+        values = _plan.options(
+            causal,
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            allow_fp16_qk_reduction,
+        )
+        return self._forward(values, lambda: self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, **run_args))
+
+
+def _kv_lens(kv: Index, last: Index, page_size: int, seq_lens: torch.Tensor | None) -> torch.Tensor:
+    """Keys per request, on the host if the page table or ``seq_lens`` came from there."""
+    told = None
+    if seq_lens is not None and seq_lens.device.type == "cpu":
+        told = _args.index_vector("seq_lens", seq_lens, last.device.numel()).to(torch.int64)
+    if kv.host is None or last.host is None:
+        return told if told is not None else _args.paged_kv_lens(kv.device, last.device, page_size)
+    kv_lens = _args.paged_kv_lens(kv.host, last.host, page_size)
+    if told is not None and not torch.equal(told, kv_lens):
+        at = int((told != kv_lens).nonzero()[0])
+        raise ValueError(
+            f"seq_lens[{at}]={int(told[at])}, but the page table gives request {at} {int(kv_lens[at])} keys: correct "
+            "one of them, or leave seq_lens out."
+        )
+    return kv_lens

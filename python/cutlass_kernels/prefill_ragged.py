@@ -1,0 +1,313 @@
+"""Prefill and append attention of a batch whose keys and values are packed one request after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+
+from . import _args, _dispatch, _plan, _wrapper
+from ._plan import Result, spellings
+from ._problem import RaggedKv
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
+    """Attention of a batch of requests over keys and values in packed tensors.
+
+    Plan once per batch (lengths), then run once per layer. Row ``i`` of a request stands at position
+    ``p = i + kv_len - qo_len``; a causal row sees the keys ``j <= p``, a window keeps ``j >= p - window_left``.
+    A row without keys gives 0, and an LSE of -inf. The LSE is base 2: ``log2(sum_j exp(logit_j))``. (Softmax statistics
+    and their merging: Milakov and Gimelshein, 2018.)
+
+    Args:
+        float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.
+        kv_layout: ``"NHD"`` (keys ``[nnz_kv, num_kv_heads, head_dim]``) or ``"HND"``.
+        use_cuda_graph: keep index data in the buffers below, so that a captured run follows later plans. The batch size
+            is fixed, and the number of rows may not exceed that of the first plan.
+        qo_indptr_buf, kv_indptr_buf: int32 ``[batch + 1]`` on the wrapper's device.
+        custom_mask_buf: uint8, room for the packed mask of every plan. Where given, every run reads a mask; a plan
+            without one writes the mask that stands for it.
+        qk_indptr_buf: int32 ``[batch + 1]``, with ``custom_mask_buf``. Also accepted as ``mask_indptr_buf``.
+        backend: ``"auto"`` (chosen anew by every plan), ``"fa2"``, ``"fa3"`` or ``"reference"``.
+        jit_args, jit_kwargs, variant_owns_mask: for run-time compiled variants, which do not exist here.
+
+    Raises:
+        KeyError: unknown ``kv_layout``.
+        ValueError: unknown ``backend``; a workspace that is not aligned; missing, misplaced or mismatched buffers.
+        NotImplementedError: ``jit_args`` or its relatives.
+
+    Example:
+        >>> wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8), "NHD")
+        >>> wrapper.plan(torch.tensor([0, 3, 5]).int(), torch.tensor([0, 8, 10]).int(), 8, 2, 64, causal=True)
+        >>> q, k, v = torch.randn(5, 8, 64).half(), torch.randn(10, 2, 64).half(), torch.randn(10, 2, 64).half()
+        >>> wrapper.run(q, k, v).shape
+        torch.Size([5, 8, 64])
+    """
+
+    _kv_indptr_buf: torch.Tensor
+
+    @spellings(mask_indptr_buf="qk_indptr_buf")
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        qk_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        *,
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
+        jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs, "variant_owns_mask": variant_owns_mask}
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, buffers, custom_mask_buf, qk_indptr_buf, backend, jit
+        )
+
+    def _check_buffers(self, buffers: dict[str, torch.Tensor | None]) -> None:
+        super()._check_buffers(buffers)
+        qo, kv = buffers["qo_indptr_buf"], buffers["kv_indptr_buf"]
+        if qo is not None and kv is not None and qo.numel() != kv.numel():
+            raise ValueError(
+                f"kv_indptr_buf has {kv.numel()} elements and qo_indptr_buf {qo.numel()}: both need batch_size + 1."
+            )
+
+    @spellings(head_dim_vo_at=5, head_dim_qk="head_dim", use_fp16_qk_reduction="allow_fp16_qk_reduction")
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        *,
+        head_dim_vo: int | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Prepares runs over a batch: lengths, mask, sizes, and the options that runs start from.
+
+        Index tensors are int32, on the CPU or on the device, in any mix. CPU tensors are checked and copied before this
+        returns; CUDA tensors are neither copied nor read by the host, so nothing synchronises. A plan that fails leaves
+        the previous one in force.
+
+        Args:
+            qo_indptr: ``[batch + 1]``, offsets of the requests in the rows of q.
+            kv_indptr: ``[batch + 1]``, offsets of the requests in the rows of k and v.
+            num_qo_heads, num_kv_heads: query head h reads key/value head ``h // (num_qo_heads / num_kv_heads)``.
+            head_dim: dimension of queries and keys; also accepted as ``head_dim_qk``.
+            custom_mask: bool, the row-major ``[qo_len, kv_len]`` masks of all requests, flattened and concatenated;
+                True where a row sees a key. Replaces ``causal``.
+            packed_custom_mask: the same in bits, uint8, as ``segment_packbits(..., bitorder="little")`` packs it; wins
+                over ``custom_mask``.
+            causal: whether a row sees only keys up to its own position.
+            pos_encoding_mode: ``"NONE"``, ``"ROPE_LLAMA"`` or ``"ALIBI"``, applied inside the attention.
+            allow_fp16_qk_reduction: a permission that is not used (also ``use_fp16_qk_reduction``).
+            window_left: keys a row sees to its left besides its own; -1 is no limit.
+            logits_soft_cap: cap ``c`` of ``c * tanh(s / c)``; None or <= 0 is off.
+            sm_scale: factor of ``q . k``; None is ``1 / sqrt(head_dim)``.
+            rope_scale, rope_theta: of ROPE_LLAMA; None is 1 and 1e4.
+            q_data_type, kv_data_type: dtypes (or names) of q and of k and v; None is that of q.
+            head_dim_vo: dimension of the values; None is ``head_dim``. An integer in the place of ``custom_mask`` is
+                taken as ``head_dim_vo``.
+            o_data_type: dtype of the output; None is that of q. Where that is an fp8 type, the output is bfloat16.
+            non_blocking: accepted; copies to the device never wait for it.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: multi-item scoring, all
+                four together: uint32 ``[batch]``, uint16 ``[batch * token_pos_in_items_len]``, a number, uint16
+                ``[batch]``. Replaces ``causal`` and custom masks.
+            fixed_split_size, disable_split_kv: no backend splits keys; results do not depend on the batch.
+            seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
+                where the offsets are CUDA tensors.
+            max_token_per_sequence, max_sequence_kv, uniform_q_len: hints that nothing here needs.
+            v_indptr, o_indptr: offsets of values and outputs of their own are not served.
+
+        Raises:
+            KeyError: unknown ``pos_encoding_mode``.
+            ValueError: lengths of index tensors, dtypes or masks that do not fit; under CUDA graphs another batch size,
+                too many rows, or a mask without buffers; a backend that cannot serve the request (``BackendError``,
+                also a RuntimeError).
+            RuntimeError: heads that do not divide, decreasing offsets.
+            NotImplementedError: ``v_indptr`` or ``o_indptr`` is set.
+
+        Example:
+            >>> wrapper.plan(qo_indptr, kv_indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16)
+        """
+        _plan.unsupported("plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr)
+        qo = _args.indptr("qo_indptr", qo_indptr)
+        count = qo.numel() - 1
+        self._check_batch(count)
+        kv = _args.indptr("kv_indptr", kv_indptr, count)
+        q_dtype = _args.dtype(q_data_type)
+        if o_data_type is None or _args.dtype(o_data_type) in _args.FP8_DTYPES:
+            o_data_type = torch.bfloat16 if q_dtype in _args.FP8_DTYPES else o_data_type
+        shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
+        if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+            warnings.warn(
+                f"backend='fa2' has no fp8 tensor cores: q, k and v ({q_dtype}) are converted to float16 by every run.",
+                _dispatch.PerformanceWarning,
+                stacklevel=3,
+            )
+            shape = dataclasses.replace(shape, cast=torch.float16)
+        values = _plan.options(
+            causal,
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            allow_fp16_qk_reduction,
+        )
+        items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        kv_index = self._index(kv)
+        kv_lens = _args.lens(kv_index.known)
+        if kv_index.host is None and seq_lens is not None and seq_lens.device.type == "cpu":
+            kv_lens = _args.index_vector("seq_lens", seq_lens, count).to(torch.int64)
+        batch = _plan.Batch(self._index(qo), kv_index, kv_lens)
+        plan = self._prepare(shape, batch, values, custom_mask, packed_custom_mask, items, seq_lens_q)
+        self._commit(plan, {"qo_indptr_buf": batch.qo, "kv_indptr_buf": kv_index})
+
+    begin_forward = plan
+
+    def _kv_offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+        return stored["kv_indptr_buf"]
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> Result:
+        """Computes the planned attention.
+
+        Args:
+            q: ``[qo_indptr[-1], num_qo_heads, head_dim]``, any strides with a contiguous last dimension (k and v too).
+            k: ``[kv_indptr[-1], num_kv_heads, head_dim]`` (NHD) or ``[num_kv_heads, kv_indptr[-1], head_dim]`` (HND).
+            v: the same with ``head_dim_vo``.
+            *args: ``return_lse``, or three tensors ``scale_q`` ``[num_qo_heads]``, ``scale_k`` and ``scale_v``
+                ``[num_kv_heads]`` (fp32) that dequantize fp8 inputs.
+            q_scale, k_scale, v_scale: numbers, one-element tensors or per-head tensors; those of q and k multiply the
+                logits (before the soft cap), that of v the output. None is 1.
+            out: ``[qo_indptr[-1], num_qo_heads, head_dim_vo]`` to write to.
+            lse: float32 tensor to write the LSE to, shaped as ``lse_layout`` says.
+            return_lse: return ``(out, lse)``.
+            lse_base: ``"log2"`` or ``"ln"``.
+            lse_layout: ``"NH"`` (``[qo_indptr[-1], num_qo_heads]``) or ``"HN"`` (transposed).
+            enable_pdl: accepted; a launch attribute without effect on results.
+            window_left: if given, must be the planned one.
+            sinks: float32 ``[num_qo_heads]``; ``exp(sinks[h])`` joins the denominator of head h, and so the LSE.
+            skip_softmax_threshold_scale_factor: permission to skip key tiles of negligible weight.
+
+        Returns:
+            ``out``, or ``(out, lse)``.
+
+        Raises:
+            ValueError: dtypes, shapes or devices that differ from the plan; unknown ``lse_base`` or ``lse_layout``.
+            AssertionError: ``window_left`` differs from the plan.
+            NotImplementedError: ``o_scale`` or ``kv_cache_sf`` is set.
+            RuntimeError: nothing has been planned.
+
+        Example:
+            >>> out, lse = wrapper.run(q, k, v, return_lse=True)
+        """
+        plan = self._planned()
+        _plan.unsupported(
+            "BatchPrefillWithRaggedKVCacheWrapper.run", "leave it out.", kv_cache_sf=kv_cache_sf, o_scale=o_scale
+        )
+        given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales, return_lse = _plan.run_scales(args, ("return_lse",), given, return_lse)
+        self._check_window(window_left)
+        self._check_q(q, plan)
+        k = _args.token_major(_args.tensor("k", k, 3), self._kv_layout)
+        v = _args.token_major(_args.tensor("v", v, 3), self._kv_layout)
+        self._check_kv(k, v, plan)
+        needed = plan.batch.kv.last
+        if k.size(0) != v.size(0) or (needed is not None and k.size(0) < needed):
+            raise ValueError(
+                f"k has {k.size(0)} rows and v {v.size(0)}: both must have the rows of kv_indptr[-1]"
+                + (f"={needed}." if needed is not None else ".")
+            )
+        if plan.shape.cast is not None:
+            q, k, v = q.to(plan.shape.cast), k.to(plan.shape.cast), v.to(plan.shape.cast)
+        skip = float(skip_softmax_threshold_scale_factor or 0.0)
+        run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
+        return self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args)
+
+    @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        allow_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        **run_args: Any,
+    ) -> Result:
+        """Runs with these options, which replace those of the plan for this run and later ones.
+
+        The older form of :meth:`run`: an option left out takes its default here, not its planned value. Other keywords
+        go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
+        """
+        values = _plan.options(
+            causal,
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            allow_fp16_qk_reduction,
+        )
+        return self._forward(values, lambda: self.run(q, k, v, **run_args))

@@ -1,0 +1,126 @@
+"""Packing of boolean tensors into bits.
+
+The attention functions take custom masks in this form with ``bitorder="little"``: bit ``i % 8`` of byte ``i // 8`` is
+element ``i``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_CHUNK_BYTES = 1 << 20
+
+
+def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
+    """Packs the elements of a vector into bits, eight to a byte (the meaning of ``numpy.packbits``).
+
+    Args:
+        x: 1-D tensor ``[n]``, bool or a number (nonzero is 1), on any device.
+        bitorder: ``"big"`` (the first element is the highest bit of its byte) or ``"little"`` (the lowest).
+
+    Returns:
+        uint8 tensor ``[ceil(n / 8)]`` on the device of ``x``; the bits behind the last element are 0.
+
+    Raises:
+        RuntimeError: ``bitorder`` is unknown.
+        ValueError: ``x`` is not one-dimensional.
+
+    Example:
+        >>> packbits(torch.tensor([True, False, False, True]), bitorder="little")
+        tensor([9], dtype=torch.uint8)
+    """
+    little = _is_little(bitorder)
+    _check_vector(x)
+    flat = x if x.dtype == torch.bool else x != 0
+    missing = -flat.numel() % 8
+    if missing:
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    weights = _weights(little, x.device)
+    return (flat.contiguous().view(torch.uint8).view(-1, 8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs every segment of a vector into bits, each segment starting on a byte.
+
+    Args:
+        x: 1-D tensor ``[indptr[-1]]``, bool or a number (nonzero is 1), on any device.
+        indptr: integer tensor ``[segments + 1]``; segment ``s`` is ``x[indptr[s]:indptr[s + 1]]``.
+        bitorder: ``"big"`` or ``"little"``, as in :func:`packbits`.
+
+    Returns:
+        ``(packed, packed_indptr)``: the uint8 bytes, and the first byte of every segment, int32 ``[segments + 1]`` on
+        the device of ``indptr``. The size of the result depends on ``indptr``, which is read back from the device once.
+
+    Raises:
+        RuntimeError: ``bitorder`` is unknown, or ``indptr`` decreases.
+        ValueError: ``x`` or ``indptr`` is not one-dimensional, or ``x`` is shorter than ``indptr[-1]``.
+
+    Example:
+        >>> segment_packbits(torch.tensor([True, True, True]), torch.tensor([0, 1, 3]), bitorder="little")
+        (tensor([1, 3], dtype=torch.uint8), tensor([0, 1, 2], dtype=torch.int32))
+    """
+    _is_little(bitorder)
+    _check_vector(x)
+    if indptr.dim() != 1 or indptr.numel() == 0 or indptr.is_floating_point():
+        raise ValueError(
+            f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: it must be an integer vector "
+            "[segments + 1]."
+        )
+    elements = indptr.to(torch.int64)
+    sizes = elements[1:] - elements[:-1]
+    packed_indptr = torch.zeros_like(elements)
+    torch.cumsum((sizes + 7) // 8, 0, out=packed_indptr[1:])
+    first, last, total, decreases = torch.stack(
+        [elements[0], elements[-1], packed_indptr[-1], (sizes < 0).any().to(torch.int64)]
+    ).tolist()
+    if decreases or first < 0:
+        raise RuntimeError("indptr is negative or decreases: it must hold the start of every segment, in order.")
+    if last > x.numel():
+        raise ValueError(f"x has {x.numel()} elements, but indptr ends at {last}.")
+    flat = x if x.dtype == torch.bool else x != 0
+    return pack_segments(flat, elements, packed_indptr, total, bitorder), packed_indptr.to(torch.int32)
+
+
+def pack_segments(
+    flat: torch.Tensor, elements: torch.Tensor, packed: torch.Tensor, total: int, bitorder: str
+) -> torch.Tensor:
+    """Packs segments of the bool vector ``flat``; the inner part of :func:`segment_packbits`.
+
+    ``elements`` and ``packed`` (int64 ``[segments + 1]``) say where every segment starts in ``flat`` and in the result;
+    ``total`` is the size of the result and may exceed ``packed[-1]``. Reads nothing back from a device.
+    """
+    segments = elements.numel() - 1
+    if segments == 0 or total == 0 or flat.numel() == 0:
+        return torch.zeros(total, dtype=torch.uint8, device=flat.device)
+    if segments == 1 and not elements.is_cuda:
+        return packbits(flat[int(elements[0]) : int(elements[1])], bitorder)
+    device = flat.device
+    elements, packed = elements.to(device), packed.to(device)
+    weights = _weights(_is_little(bitorder), device)
+    lanes = torch.arange(8, device=device)
+    result = torch.empty(total, dtype=torch.uint8, device=device)
+    for start in range(0, total, _CHUNK_BYTES):
+        stop = min(start + _CHUNK_BYTES, total)
+        byte = torch.arange(start, stop, device=device)
+        segment = (torch.searchsorted(packed, byte, right=True) - 1).clamp_(max=segments - 1)
+        element = (elements[segment] + 8 * (byte - packed[segment]))[:, None] + lanes
+        inside = element < elements[segment + 1][:, None]
+        bits = flat[element.clamp_(max=flat.numel() - 1)] & inside
+        torch.sum(bits.view(torch.uint8) * weights, -1, dtype=torch.uint8, out=result[start:stop])
+    return result
+
+
+def _weights(little: bool, device: torch.device) -> torch.Tensor:
+    lanes = torch.arange(8, dtype=torch.uint8, device=device)
+    return torch.bitwise_left_shift(torch.ones_like(lanes), lanes if little else 7 - lanes)
+
+
+def _is_little(bitorder: str) -> bool:
+    if bitorder not in ("big", "little"):
+        raise RuntimeError(f"bitorder={bitorder!r} is unknown: use 'big' or 'little'.")
+    return bitorder == "little"
+
+
+def _check_vector(x: torch.Tensor) -> None:
+    if x.dim() != 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}, but packing works on vectors: use x.reshape(-1).")

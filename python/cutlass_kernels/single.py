@@ -1,0 +1,268 @@
+"""Attention over one request whose keys and values lie in plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _args, _dispatch
+from ._problem import Logits, Mask, Output, Problem, RaggedKv
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    allow_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    *,
+    return_lse: bool = False,
+    scale_q: _args.Scale | None = None,
+    scale_k: _args.Scale | None = None,
+    scale_v: _args.Scale | None = None,
+    o_dtype: str | torch.dtype | None = None,
+    use_fp16_qk_reduction: bool = False,
+    backend: str = "auto",
+    kv_cache_sf: Any = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> Any:
+    r"""Prefill (append) attention of one request: ``softmax(cap(sm_scale * q k^T)) v`` over the visible keys.
+
+    Row i stands at key position ``p = i + kv_len - qo_len``: the last row at the last key. It sees key j if all of
+    these hold: the mask bit (i, j) is set, where a custom mask is given; else ``j <= p``, where ``causal``; and
+    ``j >= p - window_left``, where ``window_left >= 0``. A row that sees no key has output 0 and LSE -inf. Key and
+    value positions that no row sees may hold anything, NaN included.
+
+    Args:
+        q: ``[qo_len, num_qo_heads, head_dim_qk]``; float16, bfloat16, or fp8 with k and v of the same type. Strides are
+            free, but the last dimension is contiguous (so slices of a packed projection are fine, for k and v too).
+        k: ``[kv_len, num_kv_heads, head_dim_qk]``, or ``[num_kv_heads, kv_len, head_dim_qk]`` where ``kv_layout`` is
+            "HND". The dtype of q, or fp8. ``num_kv_heads`` divides ``num_qo_heads``; query head h reads key head
+            ``h // (num_qo_heads // num_kv_heads)``.
+        v: as k, with ``head_dim_vo`` in the last dimension.
+        custom_mask: bool ``[qo_len, kv_len]`` or that flattened, True where row i sees key j.
+        packed_custom_mask: the same as bits, ``packbits(mask.flatten(), bitorder="little")``; it wins over
+            ``custom_mask``.
+        causal: whether rows see no key behind their own position; ignored where a mask is given.
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE"; "ROPE_LLAMA" (rotary embedding of q at p and k at j, halves paired: Su et al.,
+            "RoFormer", 2021); or "ALIBI" (adds ``slope_h * (j - i)``: Press et al., "Train Short, Test Long", 2022).
+        allow_fp16_qk_reduction, use_fp16_qk_reduction: permission to accumulate ``q k^T`` in half precision. Accepted;
+            the accumulation is always fp32.
+        sm_scale: default ``1 / sqrt(head_dim_qk)``.
+        window_left: keys seen to the left of a row's position, itself not counted; negative for all.
+        logits_soft_cap: c > 0 replaces a logit s by ``c tanh(s / c)``; None or <= 0 is off.
+        rope_scale, rope_theta: position divisor (default 1) and base (default 1e4) of "ROPE_LLAMA".
+        return_lse: whether to return the LSE too.
+        scale_q, scale_k, scale_v: dequantization factors of fp8 inputs: numbers, or fp32 tensors with one element per
+            head (``[num_qo_heads]``, ``[num_kv_heads]``, ``[num_kv_heads]``).
+        o_dtype: dtype of the output; default that of q. Required for fp8 q.
+        backend: "auto", "fa3", "fa2" or "reference". "auto" takes the fastest that serves all arguments.
+        kv_cache_sf: scale factors of 4-bit caches; not supported.
+        k_scale, v_scale: per-tensor factors of k (into the logits) and v (into the output).
+        sinks: fp32 ``[num_qo_heads]``; adds ``exp(sink)`` to the softmax denominator (and to the LSE).
+        out, lse: tensors to write to instead of new ones.
+
+    Returns:
+        The output ``[qo_len, num_qo_heads, head_dim_vo]``, or with ``return_lse`` the pair of it and the LSE, fp32
+        ``[qo_len, num_qo_heads]``: the base-2 logarithm of the softmax denominator (times ln 2 for the natural one).
+
+    Raises:
+        KeyError: unknown ``kv_layout`` or ``pos_encoding_mode``.
+        ValueError: shapes, dtypes or devices that do not fit together, a mask shorter than ``qo_len * kv_len``, an
+            unknown backend, or an explicit backend that cannot serve the call.
+        RuntimeError: ``num_kv_heads`` does not divide ``num_qo_heads``.
+        NotImplementedError: ``kv_cache_sf`` is set.
+
+    Example:
+        >>> q = torch.randn(128, 32, 128, dtype=torch.float16)
+        >>> k, v = torch.randn(2, 4096, 4, 128, dtype=torch.float16)
+        >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
+        torch.Size([128, 32, 128])
+    """
+    refuse_4bit(kv_cache_sf)
+    _args.tensor("q", q, 3)
+    k, v = keys_and_values(q, k, v, kv_layout)
+    mask = Mask(causal=bool(causal), window_left=_args.window(window_left))
+    if packed_custom_mask is not None or custom_mask is not None:
+        _set_bits(mask, custom_mask, packed_custom_mask, q, k.size(0))
+    out, lse = attend(
+        q,
+        k,
+        v,
+        mask,
+        pos_encoding_mode=pos_encoding_mode,
+        sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        scales=(scale_q, scale_k, scale_v),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        o_dtype=o_dtype,
+        sinks=sinks,
+        backend=backend,
+        return_lse=return_lse,
+        out=out,
+        lse=lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+def single_prefill_with_kv_cache_return_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    allow_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    *,
+    return_lse: bool = True,
+    **more: Any,
+) -> Any:
+    """:func:`single_prefill_with_kv_cache` with ``return_lse=True``: returns ``(out, lse)``, the LSE in base 2.
+
+    ``more`` are the keyword-only arguments of that function.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 16, 8, 64, dtype=torch.float16)
+        >>> out, lse = single_prefill_with_kv_cache_return_lse(q, k, v)
+        >>> lse.shape
+        torch.Size([16, 8])
+    """
+    return single_prefill_with_kv_cache(
+        q,
+        k,
+        v,
+        custom_mask,
+        packed_custom_mask,
+        causal,
+        kv_layout,
+        pos_encoding_mode,
+        allow_fp16_qk_reduction,
+        sm_scale,
+        window_left,
+        logits_soft_cap,
+        rope_scale,
+        rope_theta,
+        return_lse=return_lse,
+        **more,
+    )
+
+
+# --- shared with decode ------------------------------------------------------------------------------------------
+
+
+def refuse_4bit(kv_cache_sf: Any) -> None:
+    """NotImplementedError where scale factors of a 4-bit cache are given."""
+    if kv_cache_sf is not None:
+        raise NotImplementedError("kv_cache_sf is set, but 4-bit caches are not supported: use fp8 keys and values.")
+
+
+def keys_and_values(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``k`` and ``v`` as ``[tokens, heads, dim]`` views that fit q ``[rows, heads, dim]``."""
+    k = _args.token_major(_args.tensor("k", k, 3), kv_layout)
+    v = _args.token_major(_args.tensor("v", v, 3), kv_layout)
+    (kv_len, num_kv_heads, head_dim), num_qo_heads = k.shape, q.size(1)
+    if v.size(0) != kv_len or v.size(1) != num_kv_heads:
+        raise ValueError(
+            f"k has {kv_len} tokens and {num_kv_heads} heads, but v has {v.size(0)} and {v.size(1)} "
+            f"(kv_layout={kv_layout!r}): they must be equal."
+        )
+    if head_dim != q.size(2):
+        raise ValueError(f"q has head_dim {q.size(2)} and k {head_dim}: they must be equal.")
+    _args.heads(num_qo_heads, num_kv_heads)
+    if k.device != q.device or v.device != q.device:
+        _args.same_device(q.device, k=k, v=v)
+    return k, v
+
+
+def _set_bits(
+    mask: Mask, custom: torch.Tensor | None, packed: torch.Tensor | None, q: torch.Tensor, kv_len: int
+) -> None:
+    qo_lens, kv_lens = [q.size(0)], [kv_len]
+    if packed is not None:
+        mask.bits_indptr = _args.check_packed_mask(packed, qo_lens, kv_lens)
+        mask.bits = packed
+    elif custom is not None:
+        mask.bits, mask.bits_indptr = _args.pack_mask(custom, qo_lens, kv_lens)
+    _args.same_device(q.device, custom_mask=mask.bits)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    *,
+    pos_encoding_mode: str,
+    sm_scale: float | None,
+    logits_soft_cap: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    scales: tuple[Any, Any, Any],
+    k_scale: float | None,
+    v_scale: float | None,
+    o_dtype: str | torch.dtype | None,
+    sinks: torch.Tensor | None,
+    backend: str,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    q_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes one request from token-major views; every check comes before the computation."""
+    device, (rows, num_qo_heads, head_dim) = q.device, q.shape
+    num_kv_heads, head_dim_vo = k.size(1), v.size(2)
+    if o_dtype is None and out is not None:
+        o_dtype = out.dtype
+    o_dtype = _args.element_types(q.dtype, k.dtype, v.dtype, o_dtype)
+    rope = _args.rope(pos_encoding_mode, rope_scale, rope_theta)
+    logits = Logits(_args.sm_scale(sm_scale, head_dim), _args.soft_cap(logits_soft_cap), rope=rope)
+    if rope is not None and head_dim % 2:
+        raise ValueError(
+            f"head_dim={head_dim} is odd, but pos_encoding_mode='ROPE_LLAMA' turns pairs: use an even one."
+        )
+    if pos_encoding_mode == "ALIBI":
+        logits.alibi = _args.alibi_slopes(num_qo_heads, device)
+    if sinks is not None:
+        logits.sinks = _args.sinks(sinks, num_qo_heads, device)
+    out_scale = _args.scale(v_scale, "v_scale")
+    if q_scale is not None or k_scale is not None:
+        logits.sm_scale = _args.product(
+            logits.sm_scale, _args.scale(q_scale, "q_scale"), _args.scale(k_scale, "k_scale")
+        )
+    if scales != (None, None, None):
+        factor, logits.head_scale, values = _args.descale(*scales, num_qo_heads, num_kv_heads, device)
+        logits.sm_scale = _args.product(logits.sm_scale, factor)
+        out_scale = _args.product(out_scale, values)
+    out = _args.output(out, (rows, num_qo_heads, head_dim_vo), o_dtype, device)
+    if return_lse or lse is not None:
+        lse = _args.lse_output(lse, (rows, num_qo_heads), device)
+    problem = Problem(q, RaggedKv(k, v), logits, Output(out, lse, None, out_scale), mask)
+    _dispatch.compute(problem, _dispatch.select(backend, _dispatch.Request.from_problem(problem)))
+    return out, lse

@@ -1,0 +1,112 @@
+"""Targets, markers, seeding and hypothesis profiles shared by all tests.
+
+A *target* is a device and a backend. A test that takes the ``target`` fixture states the contract once and runs on
+every target; the ones that need a GPU carry the ``gpu`` marker and skip, saying why, where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+
+# What each backend refuses when asked for by name. A feature that starts to work is removed here, and the same tests
+# then require it: attempt() fails when a call that is listed as unserved goes through.
+UNSERVED: dict[str, frozenset[str]] = {
+    "reference": frozenset(),
+    "fa2": frozenset({"paged", "custom_mask", "multi_item", "alibi", "rope", "fp8_kv", "fp8"}),
+}
+REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
+WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
+
+
+@dataclass(frozen=True)
+class Target:
+    device: str
+    backend: str
+
+    @property
+    def is_reference(self) -> bool:
+        return self.backend == "reference"
+
+    def serves(self, *needs: str) -> bool:
+        return not UNSERVED[self.backend].intersection(needs)
+
+    def attempt(self, call: Callable[[str], Any], needs: Iterable[str] = ()) -> Any:
+        """``call(backend)``. Where the backend does not serve ``needs`` it must refuse by name, and auto must serve."""
+        if self.serves(*needs):
+            return call(self.backend)
+        with pytest.raises(REFUSALS) as refusal:
+            call(self.backend)
+        assert self.backend in str(refusal.value), f"the refusal does not name the backend: {refusal.value}"
+        return call("auto")
+
+    def workspace(self, size: int | None = None) -> torch.Tensor:
+        size = WORKSPACE_BYTES[self.device.split(":")[0]] if size is None else size
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def __str__(self) -> str:
+        return f"{self.device.split(':')[0]}-{self.backend}"
+
+
+TARGETS = [
+    pytest.param(Target("cpu", "reference"), id="cpu-reference"),
+    pytest.param(Target("cuda:0", "fa2"), id="cuda-fa2", marks=pytest.mark.gpu),
+]
+
+
+def _why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    import cutlass_kernels
+
+    if not cutlass_kernels.list_kernels():
+        return "no compiled kernels in this installation"
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device and compiled kernels")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_no_gpu()
+    if reason is not None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # A test sees the same numbers alone and in the whole run.
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+
+
+@pytest.fixture(scope="session", params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No variable of ours leaks in from the caller's shell."""
+    for name in list(os.environ):
+        if name.startswith(("CUTLASS_KERNELS_", "CK_")):
+            monkeypatch.delenv(name)
+    yield monkeypatch
+
+
+_common: dict[str, Any] = dict(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("ci", max_examples=250, derandomize=True, database=None, **_common)
+settings.register_profile("long", max_examples=2500, phases=list(Phase), **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,0 +1,245 @@
+// Uses the installed library. On any machine: lists the kernels, asks for the workspace, and sees
+// sentences instead of crashes where nothing can run. With a GPU: computes a ragged causal batch
+// with each kernel and compares it with a loop on the host. Exit status 0 if all is as documented.
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cutlass_kernels/attention.h"
+#include "cutlass_kernels/version.h"
+
+namespace ck = cutlass_kernels;
+
+namespace {
+
+void require(bool condition, const std::string& what) {
+  if (condition) return;
+  std::printf("FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+ck::AttentionParams problem(const ck::KernelInfo& kernel) {
+  ck::AttentionParams params;
+  params.q_dtype = params.o_dtype = kernel.q_dtype;
+  params.kv_dtype = kernel.kv_dtype;
+  params.num_qo_heads = 4;
+  params.num_kv_heads = 2;
+  params.head_dim_qk = kernel.head_dim_qk;
+  params.head_dim_vo = kernel.head_dim_vo;
+  params.batch_size = 2;
+  params.total_q = 70 + 130;
+  params.total_kv = 200 + 130;
+  params.causal = true;
+  return params;
+}
+
+void check_without_gpu() {
+  require(std::string(ck::version()) == CK_VERSION, "library and headers have the same version");
+  for (const ck::KernelInfo& kernel : ck::list_kernels()) {
+    const ck::AttentionParams params = problem(kernel);
+    const std::size_t bytes = ck::workspace_size(params, kernel.backend);
+    std::printf("%s: %s, head_dim %d, workspace %zu bytes\n", kernel.name.c_str(),
+                ck::to_string(kernel.q_dtype), kernel.head_dim_qk, bytes);
+    require(bytes > 0, "a batch needs a workspace");
+
+    const int served = kernel.min_compute_capability;
+    require(ck::not_supported_reasons(kernel.backend, params, served).empty(),
+            "the kernel serves its own problem");
+    require(!ck::not_supported_reasons(kernel.backend, params, 70).empty(),
+            "no kernel serves Volta");
+
+    // No tensors.
+    ck::Status status = ck::attention(params, nullptr, 0, nullptr);
+    require(status.code == ck::StatusCode::kInvalidArgument && !status.message.empty(),
+            "null tensors are refused");
+
+    // No workspace, or no GPU to ask about.
+    static const std::int32_t indptr[3] = {0, 70,
+                                           200};  // never read: the call fails before any launch
+    ck::AttentionParams planned = params;
+    planned.qo_indptr = planned.kv_indptr = indptr;
+    ck::Schedule schedule;
+    status = ck::make_schedule(planned, nullptr, 0, nullptr, &schedule);
+    require(!status.ok() && !status.message.empty(), "a schedule without workspace is refused");
+    std::printf("  %s\n", status.message.c_str());
+  }
+}
+
+}  // namespace
+
+#ifdef CONSUMER_HAS_CUDA_RUNTIME
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace {
+
+std::uint16_t to_bits(float value, ck::DType dtype) {
+  std::uint16_t bits = 0;
+  if (dtype == ck::DType::kFloat16) {
+    const __half half = __float2half(value);
+    std::memcpy(&bits, &half, 2);
+  } else {
+    const __nv_bfloat16 half = __float2bfloat16(value);
+    std::memcpy(&bits, &half, 2);
+  }
+  return bits;
+}
+
+float from_bits(std::uint16_t bits, ck::DType dtype) {
+  if (dtype == ck::DType::kFloat16) {
+    __half half;
+    std::memcpy(&half, &bits, 2);
+    return __half2float(half);
+  }
+  __nv_bfloat16 half;
+  std::memcpy(&half, &bits, 2);
+  return __bfloat162float(half);
+}
+
+/// A device buffer, freed at the end of its scope.
+struct Buffer {
+  void* data = nullptr;
+  explicit Buffer(std::size_t bytes) {
+    require(cudaMalloc(&data, bytes) == cudaSuccess, "cudaMalloc");
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data); }
+  void copy_from(const void* host, std::size_t bytes) const {
+    require(cudaMemcpy(data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess,
+            "copy to the GPU");
+  }
+  void copy_to(void* host, std::size_t bytes) const {
+    require(cudaMemcpy(host, data, bytes, cudaMemcpyDeviceToHost) == cudaSuccess,
+            "copy from the GPU");
+  }
+};
+
+std::vector<std::uint16_t> random_bits(std::size_t count, ck::DType dtype, unsigned seed) {
+  std::vector<std::uint16_t> bits(count);
+  for (std::uint16_t& value : bits) {
+    seed = seed * 1664525u + 1013904223u;
+    value = to_bits(static_cast<float>(seed >> 8) / (1 << 23) - 1.0f, dtype);
+  }
+  return bits;
+}
+
+void check_on_gpu(const ck::KernelInfo& kernel) {
+  const std::int32_t qo_indptr[3] = {0, 70, 200};
+  const std::int32_t kv_indptr[3] = {0, 200, 330};
+  ck::AttentionParams params = problem(kernel);
+  const int heads = params.num_qo_heads;
+  const int kv_heads = params.num_kv_heads;
+  const int dqk = params.head_dim_qk;
+  const int dvo = params.head_dim_vo;
+  params.sm_scale = 1.0f / std::sqrt(static_cast<float>(dqk));
+
+  const auto q = random_bits(params.total_q * heads * dqk, kernel.q_dtype, 1);
+  const auto k = random_bits(params.total_kv * kv_heads * dqk, kernel.kv_dtype, 2);
+  const auto v = random_bits(params.total_kv * kv_heads * dvo, kernel.kv_dtype, 3);
+  std::vector<std::uint16_t> o(params.total_q * heads * dvo);
+  std::vector<float> lse(params.total_q * heads);
+  const std::size_t bytes = ck::workspace_size(params, kernel.backend);
+  const Buffer dev_q(q.size() * 2), dev_k(k.size() * 2), dev_v(v.size() * 2), dev_o(o.size() * 2);
+  const Buffer dev_lse(lse.size() * 4), dev_qo(sizeof qo_indptr), dev_kv(sizeof kv_indptr),
+      workspace(bytes);
+  dev_q.copy_from(q.data(), q.size() * 2);
+  dev_k.copy_from(k.data(), k.size() * 2);
+  dev_v.copy_from(v.data(), v.size() * 2);
+  dev_qo.copy_from(qo_indptr, sizeof qo_indptr);
+  dev_kv.copy_from(kv_indptr, sizeof kv_indptr);
+
+  params.qo_indptr = static_cast<const std::int32_t*>(dev_qo.data);
+  params.kv_indptr = static_cast<const std::int32_t*>(dev_kv.data);
+  params.q = {dev_q.data, heads * dqk, dqk};
+  params.k = {dev_k.data, kv_heads * dqk, dqk};
+  params.v = {dev_v.data, kv_heads * dvo, dvo};
+  params.o = {dev_o.data, heads * dvo, dvo};
+  params.lse = static_cast<float*>(dev_lse.data);
+  params.lse_stride_token = heads;
+  params.lse_stride_head = 1;
+  const ck::Status status = ck::attention(params, workspace.data, bytes, nullptr, kernel.backend);
+  require(status.ok(), status.message);
+  require(cudaDeviceSynchronize() == cudaSuccess, "the kernel ran");
+  dev_o.copy_to(o.data(), o.size() * 2);
+  dev_lse.copy_to(lse.data(), lse.size() * 4);
+
+  double worst = 0.0;
+  double worst_lse = 0.0;
+  for (int request = 0; request < 2; ++request) {
+    const int qo_len = qo_indptr[request + 1] - qo_indptr[request];
+    const int kv_len = kv_indptr[request + 1] - kv_indptr[request];
+    for (int row = 0; row < qo_len; ++row) {
+      const int visible = row + kv_len - qo_len + 1;
+      const int token = qo_indptr[request] + row;
+      for (int head = 0; head < heads; ++head) {
+        const int kv_head = head / (heads / kv_heads);
+        std::vector<double> p(visible);
+        double sum = 0.0;
+        for (int key = 0; key < visible; ++key) {
+          double dot = 0.0;
+          for (int d = 0; d < dqk; ++d) {
+            dot += double(from_bits(q[(token * heads + head) * dqk + d], kernel.q_dtype)) *
+                   from_bits(k[((kv_indptr[request] + key) * kv_heads + kv_head) * dqk + d],
+                             kernel.kv_dtype);
+          }
+          sum += p[key] = std::exp(dot * params.sm_scale);  // inputs in [-1, 1): no overflow
+        }
+        for (int d = 0; d < dvo; ++d) {
+          double expected = 0.0;
+          for (int key = 0; key < visible; ++key) {
+            expected += p[key] / sum *
+                        from_bits(v[((kv_indptr[request] + key) * kv_heads + kv_head) * dvo + d],
+                                  kernel.kv_dtype);
+          }
+          worst = std::max(
+              worst,
+              std::fabs(expected - from_bits(o[(token * heads + head) * dvo + d], kernel.q_dtype)));
+        }
+        worst_lse = std::max(worst_lse, std::fabs(std::log2(sum) - lse[token * heads + head]));
+      }
+    }
+  }
+  // Outputs lie in [-1, 1]; rounding P and O costs 2^-11 each in float16, 2^-8 in bfloat16.
+  const double tolerance = kernel.q_dtype == ck::DType::kFloat16 ? 1.0 / 512 : 1.0 / 64;
+  std::printf("%s on the GPU: largest error %.2e (allowed %.2e), of the LSE %.2e\n",
+              kernel.name.c_str(), worst, tolerance, worst_lse);
+  require(worst <= tolerance && worst_lse <= 1e-2, "the GPU agrees with the host");
+}
+
+void check_on_gpu_if_any() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::printf("No GPU: nothing computed.\n");
+    return;
+  }
+  int major = 0;
+  int minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
+  for (const ck::KernelInfo& kernel : ck::list_kernels()) {
+    if (ck::not_supported_reasons(kernel.backend, problem(kernel), 10 * major + minor).empty())
+      check_on_gpu(kernel);
+  }
+}
+
+}  // namespace
+#else
+namespace {
+void check_on_gpu_if_any() { std::printf("Built without the CUDA runtime: nothing computed.\n"); }
+}  // namespace
+#endif
+
+int main() {
+  require(!ck::list_kernels().empty(), "the library has kernels");
+  check_without_gpu();
+  check_on_gpu_if_any();
+  std::printf("OK\n");
+  return 0;
+}

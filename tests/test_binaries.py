@@ -1,0 +1,95 @@
+"""What the compiler made of the kernels, read from the built extension: right instructions, nothing in local memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+MAX_STACK_BYTES = 64
+# Tensor-core product and asynchronous copy: the two instructions each backend's speed rests on.
+INSTRUCTIONS = {"fa2": ("HMMA", "LDGSTS"), "fa3": ("GMMA", "UTMALDG")}
+
+
+@pytest.fixture(scope="module")
+def extension() -> Path:
+    spec = importlib.util.find_spec("cutlass_kernels._C")
+    if spec is None or spec.origin is None:
+        pytest.skip("cutlass_kernels is installed without compiled kernels")
+    return Path(spec.origin)
+
+
+@pytest.fixture(scope="module")
+def cuobjdump() -> str:
+    try:
+        packaged = Path(str(distribution("nvidia-cuda-cuobjdump").locate_file("nvidia/cu13/bin/cuobjdump")))
+    except PackageNotFoundError:
+        packaged = Path()
+    found = str(packaged) if packaged.is_file() else shutil.which("cuobjdump")
+    if found is None:
+        pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)")
+    return found
+
+
+def backend_of(symbol: str) -> str | None:
+    """The backend whose namespace a mangled kernel name is in: _ZN15cutlass_kernels3fa2..."""
+    match = re.search(r"15cutlass_kernels\d+(fa\d)", symbol)
+    return match[1] if match else None
+
+
+def instructions(cuobjdump: str, extension: Path) -> Iterator[tuple[str, str, set[str]]]:
+    """(GPU, kernel, mnemonics without their modifiers) of each compiled kernel."""
+    run = subprocess.Popen([cuobjdump, "-sass", str(extension)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    gpu, kernel, seen = "", "", set[str]()
+    instruction = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
+    for line in run.stdout:
+        if match := instruction.match(line):
+            seen.add(match[1])
+        elif match := re.match(r"\s*(?:Function : (\S+)|arch = (\S+))", line):
+            if kernel:
+                yield gpu, kernel, seen
+            kernel, seen = match[1] or "", set()
+            gpu = match[2] or gpu
+    if kernel:
+        yield gpu, kernel, seen
+    assert run.wait() == 0
+
+
+def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, extension: Path) -> None:
+    from cutlass_kernels import _C
+
+    seen: dict[str, int] = {}
+    missing = []
+    for gpu, kernel, mnemonics in instructions(cuobjdump, extension):
+        backend = backend_of(kernel)
+        if backend is None:
+            continue
+        seen[backend] = seen.get(backend, 0) + 1
+        missing += [
+            f"{kernel} for {gpu} has no {wanted}"
+            for wanted in INSTRUCTIONS[backend]
+            if not any(mnemonic.endswith(wanted) for mnemonic in mnemonics)
+        ]
+    assert not missing, "\n".join(missing)
+    listed = {row["backend"] for row in _C.list_kernels()}
+    assert set(seen) == listed
+    assert all(seen[name] >= sum(row["backend"] == name for row in _C.list_kernels()) for name in listed)
+
+
+def test_no_kernel_keeps_more_than_a_few_values_in_local_memory(cuobjdump: str, extension: Path) -> None:
+    text = subprocess.run([cuobjdump, "-res-usage", str(extension)], capture_output=True, text=True, check=True).stdout
+    usage = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
+    assert usage
+    heavy = [
+        f"{kernel}: {registers} registers, stack {stack} B, local {local} B"
+        for kernel, registers, stack, local in usage
+        if int(stack) + int(local) > MAX_STACK_BYTES
+    ]
+    assert not heavy, "\n".join(heavy)

@@ -1,0 +1,254 @@
+"""Merging attention states, and the shared-prefix calls built on it."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from problems import Batch, Options, expect, make_batch
+
+import cutlass_kernels as ck
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def states(count: int, target, dtype=torch.float16, rows=17, heads=3, dim=64):
+    v = torch.randn(rows, count, heads, dim).to(dtype).to(target.device)
+    s = (torch.randn(rows, count, heads) * 4).to(target.device)
+    return v, s
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_merge_state(target, dim, dtype):
+    v, s = states(2, target, dtype, dim=dim)
+    before = v.clone(), s.clone()
+    out, lse = ck.merge_state(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
+    want, want_lse = oracle.merge(v, s)
+    assert_close(out, want, dtype=dtype)
+    assert_lse_close(lse, want_lse, atol=1e-4)
+    assert torch.equal(v, before[0]) and torch.equal(s, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 8])
+def test_merge_states(target, count, dtype):
+    v, s = states(count, target, dtype)
+    out, lse = ck.merge_states(v, s)
+    want, want_lse = oracle.merge(v, s)
+    assert_close(out, want, dtype=dtype)
+    assert_lse_close(lse, want_lse, atol=1e-4)
+    if count == 1:
+        assert torch.equal(out, v[:, 0]) and torch.equal(lse, s[:, 0])
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "uint8"])
+def test_merge_state_in_place(target, mask):
+    v, s = states(2, target)
+    own, own_lse = v[:, 0].contiguous(), s[:, 0].contiguous()
+    rows = torch.arange(17, device=target.device) % 3 != 0
+    extra = {} if mask is None else {"mask": rows if mask == "bool" else rows.to(torch.uint8)}
+    returned = ck.merge_state_in_place(own, own_lse, v[:, 1].contiguous(), s[:, 1].contiguous(), **extra)
+    assert returned is None
+    want, want_lse = oracle.merge(v, s)
+    if mask is not None:
+        want = torch.where(rows[:, None, None], want, v[:, 0].double())
+        want_lse = torch.where(rows[:, None], want_lse, s[:, 0].double())
+        assert torch.equal(own[~rows], v[:, 0][~rows]) and torch.equal(own_lse[~rows], s[:, 0][~rows])
+    assert_close(own, want)
+    assert_lse_close(own_lse, want_lse, atol=1e-4)
+
+
+def test_merge_in_place_writes_back_a_16_bit_lse(target):
+    v, s = states(2, target)
+    own, own_lse = v[:, 0].contiguous(), s[:, 0].half().contiguous()
+    ck.merge_state_in_place(own, own_lse, v[:, 1].contiguous(), s[:, 1].half().contiguous())
+    want, want_lse = oracle.merge(v, s.half())
+    assert_close(own, want)
+    assert own_lse.dtype == torch.float16
+    assert_close(own_lse, want_lse, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_lse_types_are_cast(target, dtype):
+    v, s = states(2, target)
+    s = s.to(dtype)
+    out, lse = ck.merge_state(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
+    want, want_lse = oracle.merge(v, s)
+    assert_close(out, want)
+    assert_lse_close(lse, want_lse, atol=1e-4)
+
+
+def test_states_without_keys(target):
+    v, s = states(2, target)
+    s[0], s[1, 0], s[2, 1] = -torch.inf, -torch.inf, -torch.inf
+    want, want_lse = oracle.merge(v, s)
+    in_place, in_place_lse = v[:, 0].contiguous(), s[:, 0].contiguous()
+    ck.merge_state_in_place(in_place, in_place_lse, v[:, 1].contiguous(), s[:, 1].contiguous())
+    for out, lse in (
+        ck.merge_state(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous()),
+        ck.merge_states(v, s),
+        (in_place, in_place_lse),
+    ):
+        assert torch.count_nonzero(out[0]) == 0 and bool((lse[0] == -torch.inf).all())
+        # A state that saw nothing leaves the other one exactly as it was.
+        assert torch.equal(out[1], v[1, 1]) and torch.equal(lse[1], s[1, 1])
+        assert torch.equal(out[2], v[2, 0]) and torch.equal(lse[2], s[2, 0])
+        assert_close(out, want)
+        assert_lse_close(lse, want_lse, atol=1e-4)
+
+
+def test_far_apart_states(target):
+    v, s = states(2, target)
+    s[:, 0] += 3000
+    out, lse = ck.merge_states(v, s)
+    assert torch.equal(out, v[:, 0]) and torch.equal(lse, s[:, 0])
+
+
+def test_pieces_of_attention_merge_to_the_whole(target):
+    batch = make_batch([13], [90], 4, 2, 64, device=target.device)
+    pieces = [(0, 40), (40, 41), (41, 90)]
+    parts = [
+        ck.single_prefill_with_kv_cache(
+            batch.q, batch.k[a:b], batch.v[a:b], causal=b == 90, return_lse=True, backend=target.backend
+        )
+        for a, b in pieces
+    ]
+    out, lse = ck.merge_states(torch.stack([p[0] for p in parts], 1), torch.stack([p[1] for p in parts], 1))
+    want = expect(batch, Options(causal=True))
+    assert_close(out, want.out, atol=2e-3)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("sm_scale", [None, 0.3])
+@pytest.mark.parametrize("group", [1, 4])
+def test_padded_shared_prefix_decode(target, kv_layout, sm_scale, group):
+    batch_size, shared, unique, kv_heads = 5, 33, 7, 2
+    heads = kv_heads * group
+    q = torch.randn(batch_size, heads, 64).half().to(target.device)
+    k_shared, v_shared = torch.randn(2, shared, kv_heads, 64).half().to(target.device)
+    k_unique, v_unique = torch.randn(2, batch_size, unique, kv_heads, 64).half().to(target.device)
+    k = torch.cat([torch.cat([k_shared, k_unique[b]]) for b in range(batch_size)])
+    v = torch.cat([torch.cat([v_shared, v_unique[b]]) for b in range(batch_size)])
+    want = expect(Batch([1] * batch_size, [shared + unique] * batch_size, q, k, v), Options(sm_scale=sm_scale))
+    if kv_layout == "HND":
+        k_shared, v_shared = (x.transpose(0, 1).contiguous() for x in (k_shared, v_shared))
+        k_unique, v_unique = (x.transpose(1, 2).contiguous() for x in (k_unique, v_unique))
+    out = ck.batch_decode_with_shared_prefix_padded_kv_cache(
+        q, k_shared, v_shared, k_unique, v_unique, kv_layout, False, sm_scale, None, None
+    )
+    assert_close(out, want.out, atol=2e-3, dtype=torch.float16)
+
+
+def shared_prefix(target, qo_lens, unique_lens, shared, dtype, heads=(4, 2)):
+    """A batch over the unique keys, the shared keys, and what attention over both gives."""
+    unique = make_batch(qo_lens, unique_lens, *heads, 64, dtype=dtype, device=target.device)
+    k_shared = torch.randn(shared, heads[1], 64).to(dtype).to(target.device)
+    v_shared = torch.randn(shared, heads[1], 64).to(dtype).to(target.device)
+    ks = [torch.cat([k_shared, k]) for _, k, _ in unique.requests()]
+    vs = [torch.cat([v_shared, v]) for _, _, v in unique.requests()]
+    whole = Batch(unique.qo_lens, [shared + m for m in unique.kv_lens], unique.q, torch.cat(ks), torch.cat(vs))
+    return unique, k_shared, v_shared, whole
+
+
+def hnd(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    return x.transpose(0, 1).contiguous() if kv_layout == "HND" else x
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["stacked", "tuple"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_decode_wrapper(target, kv_layout, form, dtype):
+    unique, k_shared, v_shared, whole = shared_prefix(target, [1] * 4, [9, 1, 16, 33], 50, dtype)
+    paged = unique.paged(8, kv_layout, form)
+    wrapper = ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(target.workspace(), kv_layout)
+    wrapper.begin_forward(*paged.table(target.device), *unique.heads, 8, data_type=dtype)
+    for sm_scale in (None, 0.3):
+        extra = {} if sm_scale is None else {"sm_scale": sm_scale}
+        out = wrapper.forward(unique.q, hnd(k_shared, kv_layout), hnd(v_shared, kv_layout), paged.cache, **extra)
+        assert_close(out, expect(whole, Options(sm_scale=sm_scale)).out, atol=2e-2 if dtype == torch.bfloat16 else 2e-3)
+    wrapper.end_forward()
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("with_page_size", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_prefill_wrapper(target, kv_layout, with_page_size, dtype):
+    unique, k_shared, v_shared, whole = shared_prefix(target, [3, 1, 16, 7], [9, 1, 16, 33], 50, dtype)
+    paged = unique.paged(8, kv_layout)
+    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace(), kv_layout)
+    page = (8,) if with_page_size else ()
+    wrapper.begin_forward(unique.qo_indptr(), *paged.table(), *unique.heads, *page)
+    shared = (hnd(k_shared, kv_layout), hnd(v_shared, kv_layout))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    for causal in (True, False):
+        out = wrapper.forward(unique.q, *shared, paged.cache, causal=causal)
+        assert_close(out, expect(whole, Options(causal=causal)).out, atol=tolerance)
+    # The default is causal, as the API page says.
+    out = wrapper.forward(unique.q, *shared, paged.cache)
+    assert_close(out, expect(whole, Options(causal=True)).out, atol=tolerance)
+    out = wrapper.forward(unique.q, *shared, paged.cache, True, False, 0.2)
+    assert_close(out, expect(whole, Options(causal=True, sm_scale=0.2)).out, atol=tolerance)
+    wrapper.end_forward()
+
+
+def test_causal_is_about_the_unique_part_only(target):
+    # More rows than unique keys: early rows see no unique key but the whole prefix.
+    unique, k_shared, v_shared, _ = shared_prefix(target, [6], [2], 10, torch.float16)
+    paged = unique.paged(8)
+    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace())
+    wrapper.begin_forward(unique.qo_indptr(), *paged.table(), *unique.heads)
+    out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache, causal=True)
+    prefix = Batch([4], [10], unique.q[:4], k_shared, v_shared)
+    assert_close(out[:4], expect(prefix).out, atol=2e-3)
+
+
+def test_shared_prefix_wrapper_with_an_empty_part(target):
+    unique, k_shared, v_shared, whole = shared_prefix(target, [1, 1], [0, 5], 10, torch.float16)
+    paged = unique.paged(8)
+    wrapper = ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(target.workspace())
+    wrapper.begin_forward(*paged.table(), *unique.heads, 8)
+    out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
+    assert_close(out, expect(whole).out, atol=2e-3)
+    unique, k_shared, v_shared, whole = shared_prefix(target, [1, 1], [3, 5], 0, torch.float16)
+    paged = unique.paged(8)
+    wrapper.begin_forward(*paged.table(), *unique.heads, 8)
+    out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
+    assert_close(out, expect(whole).out, atol=2e-3)
+
+
+def test_reset_workspace_with_one_or_two_buffers(target):
+    unique, k_shared, v_shared, whole = shared_prefix(target, [1, 1], [4, 5], 10, torch.float16)
+    paged = unique.paged(8)
+    for name in ("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper"):
+        for count in (1, 2):
+            wrapper = getattr(ck.cascade, name)(target.workspace())
+            wrapper.reset_workspace_buffer(*(target.workspace() for _ in range(count)))
+            first = (unique.qo_indptr(),) if "Prefill" in name else ()
+            wrapper.begin_forward(*first, *paged.table(), *unique.heads, 8)
+            out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
+            assert_close(out, expect(whole).out, atol=2e-3)
+
+
+@pytest.mark.parametrize("kwarg", ["workspace_buffer", "float_workspace_buffer"])
+def test_constructor_keyword_of_both_eras(target, kwarg):
+    for cls in (ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper):
+        assert cls(**{kwarg: target.workspace()}, kv_layout="HND") is not None
+
+
+def test_shapes_that_do_not_match(target):
+    v, s = states(2, target)
+    a, b, sa, sb = v[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 0].contiguous(), s[:, 1].contiguous()
+    for call in (
+        lambda: ck.merge_state(a, sa, b[:5], sb[:5]),
+        lambda: ck.merge_state(a, sa[:5], b, sb),
+        lambda: ck.merge_state(a, sa, b[..., :32].contiguous(), sb),
+        lambda: ck.merge_state_in_place(a, sa, b[:, :1].contiguous(), sb),
+        lambda: ck.merge_states(v, s[:, :1]),
+    ):
+        before = a.clone()
+        with pytest.raises(RuntimeError):
+            call()
+        assert torch.equal(a, before)

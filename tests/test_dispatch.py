@@ -1,0 +1,191 @@
+"""Who computes: auto, an explicit backend, the environment, and explain()."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from compare import assert_close
+from problems import Options, expect, make_batch
+
+import cutlass_kernels as ck
+
+VARIABLE = "CUTLASS_KERNELS_BACKEND"
+KERNELS = ["fa2", "fa3"]
+
+
+def plan(device: str, backend: str = "auto", kind: str = "ragged", **kwargs):
+    batch = make_batch([5], [9], 4, 2, 64, device=device)
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    if kind == "ragged":
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **kwargs)
+        return wrapper, batch, (batch.q, batch.k, batch.v)
+    paged = batch.paged(4)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 4, **kwargs)
+    return wrapper, batch, (batch.q, paged.cache)
+
+
+def test_cpu_tensors_go_to_the_reference(clean_environment):
+    said = ck.explain(device="cpu")
+    assert said.selected == "reference" and not said.reasons["reference"]
+    for backend in KERNELS:
+        assert said.reasons[backend], f"{backend} gives no reason"
+        assert backend in str(said)
+    wrapper, _, _ = plan("cpu")
+    assert wrapper._backend == "reference"
+
+
+def test_auto_on_the_cpu_does_not_warn(clean_environment):
+    batch = make_batch([5], [9], device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+        for kind in ("ragged", "paged"):
+            wrapper, _, data = plan("cpu", kind=kind)
+            wrapper.run(*data)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_explicit_kernels_refuse_cpu_tensors(backend, clean_environment):
+    batch = make_batch([5], [9], device="cpu")
+    with pytest.raises((ValueError, RuntimeError), match=backend) as caught:
+        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend=backend)
+    assert "reference" in str(caught.value), "the sentence does not say what would serve"
+    for kind in ("ragged", "paged"):
+        with pytest.raises((ValueError, RuntimeError), match=backend):
+            wrapper, _, data = plan("cpu", backend, kind)
+            wrapper.run(*data)
+
+
+def test_environment_stands_for_auto(clean_environment):
+    batch = make_batch([5], [9], device="cpu")
+    clean_environment.setenv(VARIABLE, "reference")
+    out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+    assert_close(out, expect(batch).out)
+    clean_environment.setenv(VARIABLE, "fa2")
+    with pytest.raises((ValueError, RuntimeError), match="fa2"):
+        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+    # An explicit choice is not overridden.
+    ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="reference")
+    clean_environment.setenv(VARIABLE, "fa17")
+    with pytest.raises(ValueError, match=f"(?s)(fa17.*{VARIABLE}|{VARIABLE}.*fa17)"):
+        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+
+
+def test_auto_is_not_sticky(clean_environment):
+    batch = make_batch([5], [9], device="cpu")
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    clean_environment.setenv(VARIABLE, "reference")
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
+    assert wrapper._backend == "reference"
+    clean_environment.setenv(VARIABLE, "fa2")
+    with pytest.raises((ValueError, RuntimeError), match="fa2"):
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
+        wrapper.run(batch.q, batch.k, batch.v)
+    clean_environment.delenv(VARIABLE)
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+    assert_close(wrapper.run(batch.q, batch.k, batch.v), expect(batch, Options(causal=True)).out)
+
+
+def test_explain_reads_a_query(clean_environment):
+    q = torch.zeros(3, 8, 80, dtype=torch.bfloat16)
+    said = ck.explain(q, num_kv_heads=2)
+    assert said.selected == "reference"
+    text = str(said)
+    assert "bfloat16" in text and "80" in text and "8/2" in text
+
+
+def test_explain_refuses_unknown_features(clean_environment):
+    with pytest.raises(ValueError, match="telepathy"):
+        ck.explain(device="cpu", features=["telepathy"])
+
+
+def test_explain_about_a_gpu_that_is_not_here(clean_environment):
+    said = ck.explain(device="cuda", compute_capability=70)
+    assert said.selected == "reference"
+    for backend in KERNELS:
+        assert said.reasons[backend]
+
+
+def test_explain_ignores_the_environment(clean_environment):
+    clean_environment.setenv(VARIABLE, "fa3")
+    assert ck.explain(device="cpu").selected == "reference"
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize("mode", ["ROPE_LLAMA", "ALIBI"])
+def test_explicit_fa3_with_position_encoding_is_refused_not_dropped(kind, mode, clean_environment):
+    with pytest.raises((ValueError, RuntimeError), match="fa3"):
+        wrapper, _, data = plan("cpu", "fa3", kind, pos_encoding_mode=mode)
+        wrapper.run(*data)
+
+
+def test_importing_does_not_touch_cuda():
+    code = "import torch, cutlass_kernels as c; c.list_kernels(); c.explain(device='cpu')"
+    code += "; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_version_and_public_names():
+    assert isinstance(ck.__version__, str)
+    for name in ck.__all__:
+        assert hasattr(ck, name), name
+    for name in (
+        "single_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache_return_lse",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "single_decode_with_kv_cache",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+        "batch_decode_with_shared_prefix_padded_kv_cache",
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "packbits",
+        "segment_packbits",
+    ):
+        assert hasattr(ck, name), name
+    assert hasattr(ck.prefill, "trtllm_fmha_v2_prefill")
+    for name in ("merge_state", "merge_state_in_place", "merge_states"):
+        assert getattr(ck.cascade, name) is getattr(ck, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "features", [[], ["causal"], ["window"], ["soft_cap"], ["sinks"], ["causal", "window", "soft_cap"]]
+)
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_kernels_serve_what_they_should(features, head_dim, clean_environment):
+    said = ck.explain(device="cuda:0", head_dim_qk=head_dim, num_qo_heads=8, num_kv_heads=2, features=features)
+    assert said.selected in KERNELS
+    assert not said.reasons["fa2"]
+
+
+@pytest.mark.gpu
+def test_auto_on_cuda_warns_where_only_the_reference_serves(clean_environment):
+    # More than any kernel has: the reference takes over, and says so once.
+    batch = make_batch([5], [9], 2, 2, 600, device="cuda:0")
+    assert ck.explain(batch.q).selected == "reference"
+    with pytest.warns(ck.PerformanceWarning):
+        out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+    assert_close(out, expect(batch).out)
+
+
+@pytest.mark.gpu
+def test_backends_agree(clean_environment):
+    batch = make_batch([70, 5], [200, 130], 8, 2, 128, device="cuda:0")
+    outs = []
+    for backend in ("reference", "fa2", "auto"):
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+            torch.zeros(1 << 27, dtype=torch.uint8, device="cuda:0"), backend=backend
+        )
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+        outs.append(wrapper.run(batch.q, batch.k, batch.v))
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=1e-3, atol=1e-3)

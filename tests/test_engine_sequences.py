@@ -1,0 +1,408 @@
+"""Sequences of calls as serving engines make them: keyword plans each step, shared workspaces, forward(), merging.
+
+The spellings follow vLLM (plan / run with keywords, HND caches, attribute checks before run) and SGLang (begin_forward
+/ forward with run-time options, page size 1, separate K and V buffers, extend = ragged part merged with a paged part).
+"""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from problems import Batch, Options, expect, indptr, make_batch
+
+import cutlass_kernels as ck
+
+PRIVATE = [
+    "_causal",
+    "_pos_encoding_mode",
+    "_window_left",
+    "_logits_soft_cap",
+    "_sm_scale",
+    "_rope_scale",
+    "_rope_theta",
+    "_use_fp16_qk_reduction",
+    "_backend",
+    "_plan_info",
+    "_kv_layout",
+    "_qo_indptr_buf",
+    "_paged_kv_indptr_buf",
+    "_paged_kv_indices_buf",
+    "_paged_kv_last_page_len_buf",
+    "_float_workspace_buffer",
+    "_int_workspace_buffer",
+    "_cached_q_data_type",
+    "_cached_kv_data_type",
+    "_use_cuda_graph",
+    "_fixed_batch_size",
+    "_max_total_num_rows",
+]
+
+
+class Engine:
+    """A growing cache of paged keys and values for several requests, as a scheduler keeps it."""
+
+    def __init__(self, target, page_size: int, kv_layout: str, heads=(4, 2, 64), pages: int = 64):
+        self.device, self.page_size, self.kv_layout, self.heads = target.device, page_size, kv_layout, heads
+        _, kv_heads, dim = heads
+        inner = (page_size, kv_heads) if kv_layout == "NHD" else (kv_heads, page_size)
+        self.cache = torch.full((pages, 2, *inner, dim), torch.nan, dtype=torch.float16, device=target.device)
+        self.free = torch.randperm(pages).tolist()
+        self.pages: dict[int, list[int]] = {}
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def append(self, request: int, count: int) -> None:
+        _, kv_heads, dim = self.heads
+        k, v = torch.randn(2, count, kv_heads, dim).half().to(self.device)
+        old = self.keys.get(request, k[:0])
+        self.keys[request] = torch.cat([old, k])
+        self.values[request] = torch.cat([self.values.get(request, v[:0]), v])
+        table = self.pages.setdefault(request, [])
+        while len(table) * self.page_size < len(self.keys[request]):
+            table.append(self.free.pop())
+        for place in range(len(old), len(old) + count):
+            page, slot = table[place // self.page_size], place % self.page_size
+            for part, data in enumerate((self.keys[request], self.values[request])):
+                if self.kv_layout == "NHD":
+                    self.cache[page, part, slot] = data[place]
+                else:
+                    self.cache[page, part, :, slot] = data[place]
+
+    def table(self, requests: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = [p for r in requests for p in self.pages[r]]
+        last = [(len(self.keys[r]) - 1) % self.page_size + 1 for r in requests]
+        return (
+            indptr([len(self.pages[r]) for r in requests]),
+            torch.tensor(ids, dtype=torch.int32),
+            torch.tensor(last, dtype=torch.int32),
+        )
+
+    def batch(self, requests: list[int], qo_lens: list[int]) -> Batch:
+        q = torch.randn(sum(qo_lens), self.heads[0], self.heads[2]).half().to(self.device)
+        ks, vs = [self.keys[r] for r in requests], [self.values[r] for r in requests]
+        return Batch(qo_lens, [len(k) for k in ks], q, torch.cat(ks), torch.cat(vs))
+
+
+def test_vllm_steps(target):
+    """Prefill and decode requests mixed, planned anew each step, several layers per plan, outputs given."""
+    engine = Engine(target, 16, "HND")
+    workspace = target.workspace()
+    prefill = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+    decode = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+    steps = [
+        ([1, 2], [37, 5], []),
+        ([3], [20], [1, 2]),
+        ([], [], [1, 2, 3]),
+        ([2], [9], [1, 3]),
+    ]
+    options = Options(causal=True, window_left=30, logits_soft_cap=20.0, sm_scale=0.11)
+    for new, counts, running in steps:
+        for request, count in zip(new, counts):
+            engine.append(request, count)
+        for request in running:
+            engine.append(request, 1)
+        for wrapper, requests, qo_lens in ((prefill, new, counts), (decode, running, [1] * len(running))):
+            if not requests:
+                continue
+            wrapper.plan(
+                indptr(qo_lens),
+                *engine.table(requests),
+                *engine.heads,
+                16,
+                causal=True,
+                sm_scale=options.sm_scale,
+                window_left=options.window_left,
+                logits_soft_cap=options.logits_soft_cap,
+                q_data_type=torch.float16,
+                kv_data_type=torch.float16,
+                o_data_type=torch.float16,
+                fixed_split_size=-1,
+                disable_split_kv=False,
+                non_blocking=True,
+            )
+            assert wrapper._causal is True
+            assert wrapper._window_left == 30
+            assert wrapper._logits_soft_cap == 20.0
+            assert wrapper._sm_scale == 0.11
+        for _layer in range(2):
+            for wrapper, requests, qo_lens in ((decode, running, [1] * len(running)), (prefill, new, counts)):
+                if not requests:
+                    continue
+                batch = engine.batch(requests, qo_lens)
+                out = torch.full_like(batch.q, torch.nan)
+                wrapper.run(batch.q, engine.cache, k_scale=0.9, v_scale=1.1, out=out)
+                options_run = Options(**{**options.__dict__, "k_scale": 0.9, "v_scale": 1.1})
+                want = expect(batch, options_run)
+                assert_close(out, want.out, want.baseline)
+
+
+def test_vllm_expects_these_values_after_plan(target):
+    engine = Engine(target, 16, "HND")
+    engine.append(1, 20)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "HND")
+    wrapper.plan(indptr([5]), *engine.table([1]), *engine.heads, 16, causal=True, sm_scale=0.2)
+    # "not given" reads as no window and a cap of zero.
+    assert wrapper._window_left == -1
+    assert wrapper._logits_soft_cap == 0.0
+    assert wrapper._sm_scale == 0.2
+    assert wrapper._causal is True
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_private_attributes(target, kind):
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
+    workspace = target.workspace()
+    if kind == "paged":
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(batch.qo_indptr(), *batch.paged(16).table(), *batch.heads, 16, causal=True, window_left=7)
+        names = PRIVATE
+    else:
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True, window_left=7)
+        names = [n for n in PRIVATE if not n.startswith("_paged")]
+    for name in names:
+        assert hasattr(wrapper, name), name
+    assert wrapper._causal is True and wrapper._window_left == 7 and wrapper._pos_encoding_mode == "NONE"
+    assert wrapper._plan_info is not None and wrapper._kv_layout == "NHD"
+    assert wrapper._backend in ("reference", "fa2", "fa3")
+    assert wrapper._cached_q_data_type == torch.float16 and wrapper._cached_kv_data_type == torch.float16
+    assert wrapper._float_workspace_buffer.data_ptr() == workspace.data_ptr()
+    assert wrapper._use_cuda_graph is False and wrapper.is_cuda_graph_enabled is False
+    assert wrapper._qo_indptr_buf.tolist() == [0, 5, 14]
+
+
+def test_setting_planned_attributes_before_run(target):
+    # Fast-plan paths of engines assign these and expect run() to obey.
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
+    paged = batch.paged(16)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD")
+    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, causal=False)
+    wrapper._causal, wrapper._sm_scale, wrapper._window_left, wrapper._logits_soft_cap = True, 0.3, 4, 2.0
+    want = expect(batch, Options(causal=True, sm_scale=0.3, window_left=4, logits_soft_cap=2.0))
+    assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+
+
+def test_sglang_extend(target):
+    """New tokens among themselves (ragged, causal) merged with the cached prefix (paged, not causal)."""
+    page, heads, dim = 1, (4, 2), 64
+    prefix, new = [30, 0, 7], [5, 9, 1]
+    workspace = target.workspace()
+    ragged = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    paged = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="auto")
+    tokens = sum(prefix)
+    k_buffer, v_buffer = torch.randn(2, tokens + 10, heads[1], dim).half().to(target.device)
+    ids = torch.randperm(tokens + 10)[:tokens].int()
+    q = torch.randn(sum(new), heads[0], dim).half().to(target.device)
+    k, v = torch.randn(2, sum(new), heads[1], dim).half().to(target.device)
+    ones = torch.ones(3, dtype=torch.int32, device=target.device)
+    bounds = indptr(new, target.device)
+    ragged.begin_forward(bounds, bounds, heads[0], heads[1], dim, q_data_type=torch.float16)
+    paged.begin_forward(
+        bounds,
+        indptr(prefix, target.device),
+        ids.to(target.device),
+        ones,
+        heads[0],
+        heads[1],
+        dim,
+        page,
+        q_data_type=torch.float16,
+        kv_data_type=torch.float16,
+        custom_mask=None,
+        non_blocking=True,
+    )
+    for cap in (None, 10.0):
+        o1, s1 = ragged.forward_return_lse(q, k, v, causal=True, sm_scale=0.2, logits_soft_cap=cap)
+        o2, s2 = paged.forward_return_lse(q, (k_buffer, v_buffer), causal=False, sm_scale=0.2, logits_soft_cap=cap)
+        out, lse = ck.merge_state(o1, s1, o2, s2)
+        ks, vs, start, place = [], [], 0, 0
+        for p, n in zip(prefix, new):
+            mine = ids[start : start + p].long().to(target.device)
+            ks.append(torch.cat([k_buffer[mine], k[place : place + n]]))
+            vs.append(torch.cat([v_buffer[mine], v[place : place + n]]))
+            start, place = start + p, place + n
+        whole = Batch(new, [p + n for p, n in zip(prefix, new)], q, torch.cat(ks), torch.cat(vs))
+        want = expect(whole, Options(causal=True, sm_scale=0.2, logits_soft_cap=cap))
+        assert_close(out, want.out, atol=2e-3)
+        assert_lse_close(lse, want.lse)
+    ragged.end_forward()
+    paged.end_forward()
+
+
+def test_sglang_paged_layers_with_different_windows(target):
+    """One plan, several layers, each with its own window and cap passed to forward()."""
+    batch = make_batch([6, 1, 12], [30, 17, 12], 4, 2, 64, device=target.device)
+    paged = batch.paged(1, "NHD", "tuple")
+    cache = (paged.k_cache.squeeze(1), paged.v_cache.squeeze(1))
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD")
+    wrapper.begin_forward(batch.qo_indptr(target.device), *paged.table(target.device), *batch.heads, 1)
+    for window in (-1, 4, 0):
+        for cap in (0.0, 5.0):
+            options = Options(
+                causal=True, window_left=window, logits_soft_cap=cap, sm_scale=0.1, k_scale=0.5, v_scale=2.0
+            )
+            out = wrapper.forward(
+                batch.q,
+                cache,
+                causal=True,
+                sm_scale=0.1,
+                window_left=window,
+                logits_soft_cap=cap,
+                k_scale=0.5,
+                v_scale=2.0,
+            )
+            want = expect(batch, options)
+            assert_close(out, want.out, want.baseline)
+
+
+def test_speculative_decoding_with_tree_masks(target):
+    """Draft trees: every step another mask, through one wrapper, and back to no mask."""
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD")
+    for step in range(3):
+        batch = make_batch([4, 4], [20 + step, 9 + step], 4, 2, 64, device=target.device, seed=step)
+        paged = batch.paged(4)
+        masks = []
+        for n, m in zip(batch.qo_lens, batch.kv_lens):
+            tree = torch.rand(n, n) < 0.5
+            tree.fill_diagonal_(True)
+            masks.append(torch.cat([torch.ones(n, m - n, dtype=torch.bool), tree.tril()], dim=1).to(target.device))
+        mask = torch.cat([x.reshape(-1) for x in masks])
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 4, custom_mask=mask)
+        want = expect(batch, Options(custom_masks=masks))
+        assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 4, causal=True)
+        want = expect(batch, Options(causal=True))
+        assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+
+
+def test_plans_and_runs_interleave_on_one_workspace(target):
+    workspace = target.workspace()
+    made = []
+    for seed in range(3):
+        batch = make_batch([3 + seed, 8], [40, 8 + seed], 4, 2, 64, device=target.device, seed=seed)
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=target.backend)
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+        made.append((batch, wrapper))
+    workspace.fill_(255)
+    for batch, wrapper in [*made, *reversed(made)]:
+        want = expect(batch, Options(causal=True))
+        assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+        workspace.fill_(255)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_reset_workspace(target, kind):
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
+    paged = batch.paged(16)
+    if kind == "ragged":
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace())
+        plan, data = (batch.qo_indptr(), batch.kv_indptr(), *batch.heads), (batch.q, batch.k, batch.v)
+    else:
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
+        plan, data = (batch.qo_indptr(), *paged.table(), *batch.heads, 16), (batch.q, paged.cache)
+    wrapper.plan(*plan, causal=True)
+    first = wrapper.run(*data)
+    fresh = target.workspace()
+    wrapper.reset_workspace_buffer(fresh, torch.zeros(8 << 20, dtype=torch.uint8, device=target.device))
+    assert wrapper._float_workspace_buffer.data_ptr() == fresh.data_ptr()
+    wrapper.plan(*plan, causal=True)
+    assert torch.equal(wrapper.run(*data), first)
+
+
+def test_graph_buffers_receive_the_plan(target):
+    def ints(n: int) -> torch.Tensor:
+        return torch.full((n,), -1, dtype=torch.int32, device=target.device)
+
+    qo, table, ids, last = ints(3), ints(3), ints(20), ints(2)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", True, qo, table, ids, last)
+    assert wrapper.is_cuda_graph_enabled
+    for seed, (qo_lens, kv_lens) in enumerate([([5, 9], [40, 30]), ([3, 4], [20, 9]), ([7, 7], [60, 70])]):
+        batch = make_batch(qo_lens, kv_lens, 4, 2, 64, device=target.device, seed=seed)
+        paged = batch.paged(8)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
+        assert qo.tolist() == batch.qo_indptr().tolist() and table.tolist() == paged.indptr.tolist()
+        assert last.tolist() == paged.last_page_len.tolist()
+        assert ids[: paged.indices.numel()].tolist() == paged.indices.tolist()
+        want = expect(batch, Options(causal=True))
+        assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+
+
+@pytest.mark.parametrize("alias", ["qk_indptr_buf", "mask_indptr_buf"])
+def test_graph_wrapper_with_mask_buffers(target, alias):
+    def ints(n: int) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.int32, device=target.device)
+
+    mask_buffer, mask_bounds = torch.zeros(500, dtype=torch.uint8, device=target.device), ints(3)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(
+        target.workspace(),
+        "NHD",
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(3),
+        paged_kv_indptr_buf=ints(3),
+        paged_kv_indices_buf=ints(20),
+        paged_kv_last_page_len_buf=ints(2),
+        custom_mask_buf=mask_buffer,
+        **{alias: mask_bounds},
+    )
+    for seed in range(2):
+        batch = make_batch([5, 9], [21 + seed, 30], 4, 2, 64, device=target.device, seed=seed)
+        paged = batch.paged(8)
+        masks = batch.random_masks()
+        wrapper.plan(
+            batch.qo_indptr(), *paged.table(), *batch.heads, 8, custom_mask=torch.cat([m.reshape(-1) for m in masks])
+        )
+        packed = [oracle.pack_bits(m, "little") for m in masks]
+        assert mask_bounds.tolist() == [0, len(packed[0]), len(packed[0]) + len(packed[1])]
+        assert torch.equal(mask_buffer[: int(mask_bounds[-1])].cpu(), torch.cat(packed))
+        want = expect(batch, Options(custom_masks=masks))
+        assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+
+
+def test_decode_wrapper_where_it_exists(target):
+    """The decode wrapper engines use; same contract as one-row prefill."""
+    if not hasattr(ck, "BatchDecodeWithPagedKVCacheWrapper"):
+        pytest.skip("BatchDecodeWithPagedKVCacheWrapper is not part of this version")
+    batch = make_batch([1, 1, 1], [30, 1, 64], 4, 2, 64, device=target.device)
+    for kv_layout in ("NHD", "HND"):
+        paged = batch.paged(16, kv_layout)
+        wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(), kv_layout)
+        sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0], device=target.device)
+        options = Options(window_left=20, logits_soft_cap=4.0, sm_scale=0.2, sinks=sinks)
+        wrapper.plan(
+            *paged.table(),
+            *batch.heads,
+            16,
+            window_left=20,
+            logits_soft_cap=4.0,
+            sm_scale=0.2,
+            q_data_type=torch.float16,
+            kv_data_type=torch.float16,
+        )
+        out, lse = wrapper.run(batch.q, paged.cache, return_lse=True, sinks=sinks)
+        want = expect(batch, options, decode=True)
+        assert_close(out, want.out, want.baseline)
+        assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_sinks_as_an_attribute(target, kind):
+    # Engines assign the sinks of a layer once; run() without the argument must not drop them.
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0], device=target.device)
+    if kind == "paged":
+        paged = batch.paged(16)
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, causal=True)
+        data: tuple = (batch.q, paged.cache)
+    else:
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace())
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+        data = (batch.q, batch.k, batch.v)
+    assert wrapper._sinks is None
+    wrapper._sinks = sinks
+    want = expect(batch, Options(causal=True, sinks=sinks))
+    out, lse = wrapper.run(*data, return_lse=True)
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)

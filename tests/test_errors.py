@@ -1,0 +1,411 @@
+"""Refusals: the class the contract names, a sentence with the offending value, and outputs left alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from guards import Guarded
+from problems import make_batch
+
+import cutlass_kernels as ck
+
+E4M3 = torch.float8_e4m3fn
+
+
+def refuse(error: type | tuple[type, ...], call: Callable[[], Any], *words: Any) -> str:
+    """``call`` raises exactly this kind of error, in a sentence that holds all the words."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert " " in message.strip("'\""), f"not a sentence: {message!r}"
+    for word in words:
+        assert re.search(str(word), message), f"{word!r} is not in {message!r}"
+    return message
+
+
+class Calls:
+    """One small batch and every kind of call on it."""
+
+    def __init__(self, target, dtype=torch.float16, kv_dtype=None):
+        self.target = target
+        self.batch = make_batch([5, 9], [20, 9], 4, 2, 64, dtype=dtype, kv_dtype=kv_dtype, device=target.device)
+        self.data = self.batch.paged(16)
+        self.qkv = (self.batch.q, self.batch.k, self.batch.v)
+
+    def single(self, **kwargs):
+        return ck.single_prefill_with_kv_cache(*self.qkv, **kwargs)
+
+    def decode(self, **kwargs):
+        return ck.single_decode_with_kv_cache(self.batch.q[0], *self.qkv[1:], **kwargs)
+
+    def ragged(self, kv_layout="NHD", **kwargs):
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(self.target.workspace(), kv_layout)
+        wrapper.plan(
+            *(kwargs.pop("bounds", None) or (self.batch.qo_indptr(), self.batch.kv_indptr())),
+            *(kwargs.pop("heads", None) or self.batch.heads),
+            **kwargs,
+        )
+        return wrapper
+
+    def paged(self, kv_layout="NHD", **kwargs):
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(self.target.workspace(), kv_layout)
+        table = kwargs.pop("table", None) or (self.batch.qo_indptr(), *self.data.table())
+        wrapper.plan(*table, *(kwargs.pop("heads", None) or self.batch.heads), kwargs.pop("page_size", 16), **kwargs)
+        return wrapper
+
+    def plans(self, **kwargs):
+        return [lambda: self.ragged(**kwargs), lambda: self.paged(**kwargs)]
+
+
+@pytest.fixture
+def calls(target) -> Calls:
+    return Calls(target)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "DHN", ""])
+def test_kv_layout(calls, layout):
+    words = [layout] if layout else []
+    refuse(KeyError, lambda: calls.single(kv_layout=layout), *words)
+    refuse(KeyError, lambda: calls.decode(kv_layout=layout), *words)
+    refuse(KeyError, lambda: calls.ragged(layout), *words)
+    refuse(KeyError, lambda: calls.paged(layout), *words)
+    q, k, v = (x[:4] for x in calls.qkv)
+    refuse(
+        KeyError, lambda: ck.batch_decode_with_shared_prefix_padded_kv_cache(q, k, v, k[None], v[None], layout), *words
+    )
+
+
+@pytest.mark.parametrize("mode", ["ROPE", "alibi", "none "])
+def test_pos_encoding_mode(calls, mode):
+    refuse(KeyError, lambda: calls.single(pos_encoding_mode=mode), mode)
+    refuse(KeyError, lambda: calls.decode(pos_encoding_mode=mode), mode)
+    for plan in calls.plans(pos_encoding_mode=mode):
+        refuse(KeyError, plan, mode)
+
+
+@pytest.mark.parametrize("backend", ["fa4", "cutlass", "trtllm-gen", ""])
+def test_unknown_backend(calls, backend):
+    workspace = calls.target.workspace()
+    words = [backend] if backend else []
+    refuse(ValueError, lambda: calls.single(backend=backend), *words)
+    refuse(ValueError, lambda: ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend), *words)
+    refuse(ValueError, lambda: ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend), *words)
+
+
+def test_group_does_not_divide(calls):
+    q = torch.zeros(5, 3, 64, dtype=torch.float16, device=calls.target.device)
+    refuse(RuntimeError, lambda: ck.single_prefill_with_kv_cache(q, *calls.qkv[1:]), 3, 2)
+    refuse(RuntimeError, lambda: ck.single_decode_with_kv_cache(q[0], *calls.qkv[1:]), 3, 2)
+    for plan in calls.plans(heads=(3, 2, 64)):
+        refuse(RuntimeError, plan, 3, 2)
+
+
+def test_decreasing_indptr(calls):
+    bad = torch.tensor([0, 9, 5], dtype=torch.int32)
+    refuse(RuntimeError, lambda: calls.ragged(bounds=(bad, calls.batch.kv_indptr())), "qo_indptr")
+    refuse(RuntimeError, lambda: calls.ragged(bounds=(calls.batch.qo_indptr(), bad)), "kv_indptr")
+    table = calls.data.table()
+    refuse(RuntimeError, lambda: calls.paged(table=(bad, *table)), "qo_indptr")
+    refuse(RuntimeError, lambda: calls.paged(table=(calls.batch.qo_indptr(), bad, *table[1:])), "kv_indptr")
+
+
+def test_table_lengths_disagree(calls):
+    table = calls.data.table()
+    short = torch.tensor([0, 14], dtype=torch.int32)
+    refuse(ValueError, lambda: calls.paged(table=(short, *table)))
+    refuse(ValueError, lambda: calls.paged(table=(calls.batch.qo_indptr(), *table[:2], table[2][:1])))
+    refuse(ValueError, lambda: calls.ragged(bounds=(short, calls.batch.kv_indptr())))
+
+
+def test_types_against_the_plan(calls):
+    # The default plan is float16: a bf16 caller who forgot to say so must hear it.
+    q, k, v = (x.to(torch.bfloat16) for x in calls.qkv)
+    ragged, paged = calls.ragged(), calls.paged()
+    refuse(ValueError, lambda: ragged.run(q, k, v), "bfloat16", "float16")
+    refuse(ValueError, lambda: ragged.run(calls.qkv[0], k, v), "bfloat16", "float16")
+    refuse(ValueError, lambda: paged.run(q, calls.data.cache), "bfloat16", "float16")
+    refuse(ValueError, lambda: paged.run(calls.qkv[0], calls.data.cache.to(torch.bfloat16)), "bfloat16", "float16")
+
+
+def test_mixed_16_bit_types(calls):
+    q, k, v = calls.qkv
+    wrong = (ValueError, RuntimeError)
+    refuse(wrong, lambda: ck.single_prefill_with_kv_cache(q, k.bfloat16(), v.bfloat16()), "bfloat16", "float16")
+    refuse(wrong, lambda: ck.single_prefill_with_kv_cache(q, k, v.bfloat16()), "bfloat16")
+    refuse(wrong, lambda: ck.single_decode_with_kv_cache(q[0], k.bfloat16(), v.bfloat16()), "bfloat16")
+
+
+def test_row_count_against_the_plan(calls):
+    ragged, paged = calls.ragged(), calls.paged()
+    q, k, v = calls.qkv
+    refuse(ValueError, lambda: ragged.run(q[:13], k, v), 13, 14)
+    refuse(ValueError, lambda: paged.run(q[:13], calls.data.cache), 13, 14)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize(
+    "shape,dtype",
+    [
+        ((13, 4, 64), torch.float16),
+        ((14, 4, 32), torch.float16),
+        ((14, 4 * 64), torch.float16),
+        ((14, 4, 64), torch.float32),
+        ((14, 4, 64), torch.bfloat16),
+    ],
+)
+def test_out(calls, kind, shape, dtype):
+    wrapper = getattr(calls, kind)()
+    data = calls.qkv if kind == "ragged" else (calls.batch.q, calls.data.cache)
+    out = Guarded(shape, dtype, calls.target.device)
+    lse = Guarded((14, 4), torch.float32, calls.target.device)
+    refuse(ValueError, lambda: wrapper.run(*data, out=out.tensor, lse=lse.tensor, return_lse=True), "out")
+    out.check_untouched("out")
+    lse.check_untouched("lse")
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize(
+    "shape,dtype",
+    [((13, 4), torch.float32), ((14, 2), torch.float32), ((4, 14), torch.float32), ((14, 4), torch.float16)],
+)
+def test_lse(calls, kind, shape, dtype):
+    wrapper = getattr(calls, kind)()
+    data = calls.qkv if kind == "ragged" else (calls.batch.q, calls.data.cache)
+    out = Guarded((14, 4, 64), torch.float16, calls.target.device)
+    lse = Guarded(shape, dtype, calls.target.device)
+    refuse(ValueError, lambda: wrapper.run(*data, out=out.tensor, lse=lse.tensor, return_lse=True), "lse")
+    out.check_untouched("out")
+    lse.check_untouched("lse")
+
+
+def test_lse_base_and_layout(calls):
+    for wrapper, data in ((calls.ragged(), calls.qkv), (calls.paged(), (calls.batch.q, calls.data.cache))):
+        out = Guarded((14, 4, 64), torch.float16, calls.target.device)
+        refuse(ValueError, lambda: wrapper.run(*data, out=out.tensor, return_lse=True, lse_base="log10"), "log10")
+        refuse(ValueError, lambda: wrapper.run(*data, out=out.tensor, return_lse=True, lse_layout="NHD"), "NHD")
+        out.check_untouched("out")
+        wrong = torch.empty(14, 4, device=calls.target.device)
+        refuse(ValueError, lambda: wrapper.run(*data, lse=wrong, return_lse=True, lse_layout="HN"), "lse")
+
+
+def test_other_shapes_at_run(calls):
+    q, k, v = calls.qkv
+    ragged, paged = calls.ragged(), calls.paged()
+    wrong = (ValueError, RuntimeError)
+    refuse(wrong, lambda: ragged.run(q[:, :2], k, v))
+    refuse(wrong, lambda: ragged.run(q, k[:, :1], v[:, :1]))
+    refuse(wrong, lambda: ragged.run(q, k[..., :32], v))
+    refuse(wrong, lambda: ragged.run(q, k[:20], v[:20]))
+    refuse(wrong, lambda: paged.run(q[..., :32], calls.data.cache))
+    refuse(wrong, lambda: paged.run(q, calls.data.cache[:, :, :8]))
+    refuse(wrong, lambda: paged.run(q, calls.data.cache[..., :32]))
+    refuse(wrong, lambda: ck.single_prefill_with_kv_cache(q, k[:5], v[:4]))
+    refuse(wrong, lambda: ck.single_prefill_with_kv_cache(q, k[..., :32], v))
+    refuse(wrong, lambda: ck.single_prefill_with_kv_cache(q[0], k, v))
+
+
+@pytest.mark.parametrize("cache", [[1, 2], {"k": 1}, None, "cache"])
+def test_cache_container(calls, cache):
+    wrapper = calls.paged()
+    if cache == [1, 2]:
+        cache = [calls.data.k_cache, calls.data.v_cache]
+    refuse(KeyError, lambda: wrapper.run(calls.batch.q, cache), type(cache).__name__)
+
+
+def test_cache_rank(calls):
+    wrapper = calls.paged()
+    cache = calls.data.cache
+    refuse(ValueError, lambda: wrapper.run(calls.batch.q, cache[0]), "4")
+    refuse(ValueError, lambda: wrapper.run(calls.batch.q, cache[None]), "6")
+    refuse(ValueError, lambda: wrapper.run(calls.batch.q, (cache, cache)), "6, 2, 16, 2, 64|5")
+
+
+def test_window_left_at_run(calls):
+    wrapper = calls.paged(window_left=4)
+    out = Guarded((14, 4, 64), torch.float16, calls.target.device)
+    refuse(AssertionError, lambda: wrapper.run(calls.batch.q, calls.data.cache, window_left=5, out=out.tensor), 4, 5)
+    out.check_untouched("out")
+
+
+def test_run_before_plan(target, calls):
+    ragged = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace())
+    paged = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
+    refuse(Exception, lambda: ragged.run(*calls.qkv), "plan")
+    refuse(Exception, lambda: paged.run(calls.batch.q, calls.data.cache), "plan")
+
+
+def test_misaligned_workspace(target):
+    crooked = target.workspace()[1:]
+    words = "float_workspace_buffer must be 16-byte aligned"
+    for cls in (ck.BatchPrefillWithRaggedKVCacheWrapper, ck.BatchPrefillWithPagedKVCacheWrapper):
+        refuse(ValueError, lambda: cls(crooked), words)
+        wrapper = cls(target.workspace())
+        refuse(ValueError, lambda: wrapper.reset_workspace_buffer(crooked, target.workspace()), words)
+        words_int = "int_workspace_buffer must be 16-byte aligned"
+        refuse(ValueError, lambda: wrapper.reset_workspace_buffer(target.workspace(), crooked), words_int)
+
+
+def test_a_small_workspace_works_or_is_an_error(target):
+    batch = make_batch([1], [4096], 8, 1, 64, device=target.device)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(16), backend=target.backend)
+    try:
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+        out = wrapper.run(batch.q, batch.k, batch.v)
+    except RuntimeError as error:
+        assert "workspace" in str(error)
+    else:
+        single = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True, backend=target.backend)
+        torch.testing.assert_close(out, single, rtol=1e-3, atol=1e-3)
+
+
+def test_mask_of_another_size(calls):
+    short = torch.ones(7, dtype=torch.bool, device=calls.target.device)
+    for plan in calls.plans(custom_mask=short):
+        refuse((ValueError, RuntimeError), plan, "7", "mask")
+    bits = torch.ones(3, dtype=torch.uint8, device=calls.target.device)
+    for plan in calls.plans(packed_custom_mask=bits):
+        refuse((ValueError, RuntimeError), plan, "3", "mask")
+    refuse((ValueError, RuntimeError), lambda: calls.single(custom_mask=short), "7", "mask")
+    refuse((ValueError, RuntimeError), lambda: calls.single(packed_custom_mask=bits), "3", "mask")
+
+
+def test_not_implemented(calls):
+    paged, cache = calls.paged(), calls.data.cache
+    for name, value in (("kv_cache_sf", cache), ("use_fp16_softmax", True), ("uses_spcompress", True)):
+        refuse(NotImplementedError, lambda: paged.run(calls.batch.q, cache, **{name: value}), name)
+    refuse(NotImplementedError, lambda: calls.single(kv_cache_sf=cache), "kv_cache_sf")
+    for cls in (ck.BatchPrefillWithRaggedKVCacheWrapper, ck.BatchPrefillWithPagedKVCacheWrapper):
+        refuse(NotImplementedError, lambda: cls(calls.target.workspace(), jit_args=["x"]), "jit_args")
+
+
+def test_packed_4_bit_cache(calls):
+    q, _k, _v = calls.qkv
+    k8, v8 = (torch.zeros(20, 2, 64, dtype=torch.uint8, device=calls.target.device) for _ in range(2))
+    refuse(ValueError, lambda: ck.single_prefill_with_kv_cache(q, k8, v8), "uint8", "kv_cache_sf")
+
+    def run():
+        calls.paged(kv_data_type=torch.uint8).run(q, torch.zeros_like(calls.data.cache, dtype=torch.uint8))
+
+    refuse(ValueError, run, "uint8", "kv_cache_sf")
+
+
+def test_8_bit_queries_need_a_16_bit_output(target):
+    calls = Calls(target, E4M3)
+    refuse((ValueError, RuntimeError), lambda: calls.single(), "o_dtype")
+
+
+@pytest.mark.gpu
+def test_8_bit_queries_on_fa2():
+    q, k, v = (torch.zeros(5, 2, 64, device="cuda:0").to(E4M3) for _ in range(3))
+    call = ck.single_prefill_with_kv_cache
+    refuse(AssertionError, lambda: call(q, k, v, o_dtype=torch.float16, backend="fa2"), "fa2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [100, 320])
+def test_head_dim_without_kernel(head_dim):
+    q, k, v = (torch.zeros(5, 2, head_dim, dtype=torch.float16, device="cuda:0") for _ in range(3))
+    refuse(RuntimeError, lambda: ck.single_prefill_with_kv_cache(q, k, v, backend="fa2"), head_dim, "fa2")
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices():
+    q, k, v = (torch.zeros(5, 2, 64, dtype=torch.float16) for _ in range(3))
+    refuse((ValueError, RuntimeError), lambda: ck.single_prefill_with_kv_cache(q.cuda(), k, v), "cpu", "cuda")
+
+
+class GraphBuffers:
+    def __init__(self, device: str, batch: int = 2, indices: int = 8):
+        def zeros(n: int) -> torch.Tensor:
+            return torch.zeros(n, dtype=torch.int32, device=device)
+
+        self.ragged = dict(qo_indptr_buf=zeros(batch + 1), kv_indptr_buf=zeros(batch + 1))
+        self.paged = dict(
+            qo_indptr_buf=zeros(batch + 1),
+            paged_kv_indptr_buf=zeros(batch + 1),
+            paged_kv_indices_buf=zeros(indices),
+            paged_kv_last_page_len_buf=zeros(batch),
+        )
+
+
+def test_graph_wrappers_need_all_buffers(target):
+    buffers = GraphBuffers(target.device)
+    for cls, given in (
+        (ck.BatchPrefillWithRaggedKVCacheWrapper, buffers.ragged),
+        (ck.BatchPrefillWithPagedKVCacheWrapper, buffers.paged),
+    ):
+        cls(target.workspace(), use_cuda_graph=True, **given)
+        for name in given:
+            rest = {k: v for k, v in given.items() if k != name}
+            refuse(ValueError, lambda: cls(target.workspace(), use_cuda_graph=True, **rest), name)
+        for name in given:
+            if name != "paged_kv_indices_buf":
+                wrong = given | {name: given[name][:1]}
+                refuse(ValueError, lambda: cls(target.workspace(), use_cuda_graph=True, **wrong))
+
+
+def test_graph_plans_stay_in_bounds(target, calls):
+    table = calls.data.table()
+
+    def fresh(**extra):
+        given = GraphBuffers(target.device).paged | extra
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), use_cuda_graph=True, **given)
+        assert wrapper.is_cuda_graph_enabled
+        wrapper.plan(calls.batch.qo_indptr(), *table, *calls.batch.heads, 16)
+        return wrapper
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    rest = (*calls.batch.heads, 16)
+    refuse(ValueError, lambda: fresh().plan(ints(0, 5), ints(0, 2), table[1], ints(4), *rest), 1, 2)
+    refuse(
+        ValueError, lambda: fresh().plan(ints(0, 5, 14), ints(0, 2, 9), torch.arange(9).int(), ints(1, 1), *rest), 9, 8
+    )
+    refuse(
+        ValueError, lambda: fresh().plan(ints(0, 5, 15), *table, *rest), "total number of rows cannot exceed", 15, 14
+    )
+    mask = torch.ones(5 * 20 + 81, dtype=torch.bool, device=target.device)
+    refuse(
+        ValueError, lambda: fresh().plan(calls.batch.qo_indptr(), *table, *rest, custom_mask=mask), "custom_mask_buf"
+    )
+    fresh().plan(ints(0, 3, 7), *table, *rest)
+
+
+def test_ragged_graph_plans_stay_in_bounds(target, calls):
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        target.workspace(), use_cuda_graph=True, **GraphBuffers(target.device).ragged
+    )
+    wrapper.plan(calls.batch.qo_indptr(), calls.batch.kv_indptr(), *calls.batch.heads)
+    one = torch.tensor([0, 5], dtype=torch.int32)
+    refuse(ValueError, lambda: wrapper.plan(one, one, *calls.batch.heads), 1, 2)
+
+
+@pytest.mark.parametrize("entry", [0, 17, -1])
+def test_last_page_len_out_of_range(calls, entry):
+    table = calls.data.table()
+    bad = table[2].clone()
+    bad[1] = entry
+    call = lambda: calls.paged(table=(calls.batch.qo_indptr(), *table[:2], bad))  # noqa: E731
+    refuse((ValueError, RuntimeError), call, "last_page_len", entry)
+
+
+def test_multi_item_arguments_go_together(calls):
+    lens = torch.tensor([3, 3], dtype=torch.int32, device=calls.target.device).to(torch.uint32)
+    for plan in calls.plans(prefix_len_ptr=lens):
+        refuse((ValueError, RuntimeError), plan, "token_pos_in_items|max_item_len")
+
+
+def test_a_failed_plan_or_run_leaves_the_wrapper_usable(calls):
+    wrapper = calls.paged(causal=True)
+    before = wrapper.run(calls.batch.q, calls.data.cache)
+    bad = torch.tensor([0, 9, 5], dtype=torch.int32)
+    with pytest.raises(RuntimeError):
+        wrapper.plan(bad, *calls.data.table(), *calls.batch.heads, 16)
+    with pytest.raises(ValueError):
+        wrapper.run(calls.batch.q[:3], calls.data.cache)
+    assert torch.equal(wrapper.run(calls.batch.q, calls.data.cache), before)

@@ -1,0 +1,210 @@
+"""The examples run as a user runs them, and the transformers integration serves or refuses what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", id="cuda", marks=pytest.mark.gpu)]
+
+
+def run(name: str, *arguments: str, code: int = 0) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+# --- quickstart ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_quickstart(device):
+    text = run("quickstart.py", "--layers", "1", "--device", device)
+    assert text.count(": ok, ") == 7 and f"on {device}" in text
+    assert text.count("torch.Size([100, 64, 128])") == 4
+
+
+def test_quickstart_runs_single_pages_and_refuses_unknown_ones():
+    text = run("quickstart.py", "--layers", "1", "--device", "cpu", "ragged")
+    assert "ragged: ok" in text and "paged: ok" not in text
+    assert "there is no page" in run("quickstart.py", "nonsense", code=2)
+
+
+# --- transformers ---
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+needs_transformers = pytest.mark.skipif(transformers is None, reason="transformers is not installed")
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--device", "cpu"),
+        ("--device", "cpu", "--batch", "3", "--dtype", "bfloat16"),
+        ("--device", "cpu", "--batch", "2", "--dtype", "float16", "--new-tokens", "1"),
+    ],
+    ids=["float32", "batch", "prefill"],
+)
+def test_llama_example(options):
+    text = run("huggingface_llama.py", *options, "--no-times", "--layers", "2", "--hidden", "128", "--prompt", "20")
+    assert "too large" not in text and "Greedy tokens equal" in text
+
+
+@needs_transformers
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("hidden", [1024, 2048], ids=["head_dim_64", "head_dim_128"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_llama_example_on_a_gpu(dtype, hidden, batch):
+    sizes = ("--layers", "4", "--hidden", str(hidden), "--heads", "16", "--kv-heads", "4", "--prompt", "300")
+    text = run("huggingface_llama.py", "--device", "cuda", "--dtype", dtype, "--batch", str(batch), *sizes)
+    assert "Backend of this library: reference" not in text.replace("\n", " ")
+    assert "Times of the whole model" in text
+
+
+@needs_transformers
+def test_llama_example_refuses_sizes_that_do_not_divide():
+    assert "must divide" in run("huggingface_llama.py", "--device", "cpu", "--heads", "7", code=2)
+
+
+def small_llama(name: str = "Llama", **options):
+    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    sizes = dict(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(0)
+    return model_class(config_class(**{**sizes, **options})).eval()
+
+
+@pytest.fixture
+def implementation() -> str:
+    from cutlass_kernels.integrations.transformers import register
+
+    return register()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(97, (2, 11))
+
+
+@torch.no_grad()
+def logits(model, implementation: str, ids: torch.Tensor, **options) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    return model(ids, **options).logits
+
+
+@needs_transformers
+@pytest.mark.parametrize("batch", [1, 2])
+def test_logits_equal_sdpa(implementation, ids, batch):
+    model, ids = small_llama(), ids[:batch]
+    expected = logits(model, "sdpa", ids)
+    torch.testing.assert_close(logits(model, implementation, ids), expected, rtol=1e-4, atol=1e-4)
+    ones = torch.ones_like(ids)
+    torch.testing.assert_close(logits(model, implementation, ids, attention_mask=ones), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_transformers
+def test_a_wrong_attention_shows_in_the_logits(implementation, ids, monkeypatch):
+    """The comparison above would not mean much if attention hardly mattered to the logits of random weights."""
+    from cutlass_kernels.integrations import transformers as integration
+
+    model = small_llama()
+    expected = logits(model, "sdpa", ids[:1])
+    single = integration.single_prefill_with_kv_cache
+    monkeypatch.setattr(
+        integration,
+        "single_prefill_with_kv_cache",
+        lambda *args, **options: single(*args, **{**options, "window_left": 8}),
+    )
+    assert float((logits(model, implementation, ids[:1]) - expected).abs().max()) > 0.01
+
+
+@needs_transformers
+@pytest.mark.parametrize("batch", [1, 2])
+def test_generate_gives_the_tokens_of_sdpa(implementation, ids, batch):
+    model, ids = small_llama(), ids[:batch]
+    tokens = {}
+    for name in ("sdpa", implementation):
+        model.set_attn_implementation(name)
+        tokens[name] = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(tokens["sdpa"], tokens[implementation])
+
+
+@needs_transformers
+@pytest.mark.parametrize("batch", [1, 2])
+def test_chunked_prefill_on_a_cache(implementation, ids, batch):
+    """Several rows behind cached keys: the causal mask is aligned to the last key."""
+    model, ids = small_llama(), ids[:batch]
+    expected = logits(model, "sdpa", ids)
+    cache = transformers.DynamicCache(config=model.config)
+    parts = [logits(model, implementation, part, past_key_values=cache, use_cache=True) for part in ids.split(4, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_transformers
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sliding_window(implementation, ids, batch):
+    model = small_llama("Mistral", sliding_window=4)
+    ids = ids[:batch]
+    expected = logits(model, "eager", ids)
+    torch.testing.assert_close(logits(model, implementation, ids), expected, rtol=1e-4, atol=1e-4)
+    cache = transformers.DynamicCache(config=model.config)
+    parts = [
+        logits(model, implementation, part, past_key_values=cache, use_cache=True)
+        for part in ids.split([6, 1, 1, 3], 1)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_transformers
+def test_soft_cap_and_own_scale(implementation, ids):
+    options = dict(head_dim=16, sliding_window=5, attn_logit_softcapping=0.7, query_pre_attn_scalar=5)
+    model = small_llama("Gemma2", **options)
+    expected = logits(model, "eager", ids)
+    torch.testing.assert_close(logits(model, implementation, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_transformers
+def test_one_plan_serves_inference_mode_and_no_grad(implementation, ids):
+    model = small_llama()
+    with torch.inference_mode():
+        first = logits(model, implementation, ids)
+    assert torch.equal(first, logits(model, implementation, ids))
+
+
+@needs_transformers
+def test_what_is_not_served_is_refused(implementation, ids):
+    model = small_llama()
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    with pytest.raises(NotImplementedError, match="padding"):
+        logits(model, implementation, ids, attention_mask=padded)
+    with pytest.raises(NotImplementedError, match="four-dimensional"):
+        logits(model, implementation, ids, attention_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="packed"):
+        positions = torch.cat([torch.arange(5), torch.arange(6)]).expand(2, -1)
+        logits(model, implementation, ids, position_ids=positions, use_cache=False)
+    with pytest.raises(NotImplementedError, match="static"):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        logits(model, implementation, ids, past_key_values=cache, use_cache=True)
+    model.set_attn_implementation(implementation)
+    with pytest.raises(NotImplementedError, match="backward"):
+        model(ids)

@@ -1,0 +1,155 @@
+"""What trtllm_fmha_v2_prefill refuses (contract 3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from guards import Guarded
+from problems import make_batch
+from test_errors import refuse
+from test_fmha_v2 import LAYOUTS, PAGE, Mode, batch_for, block_table, call, pack
+
+
+@pytest.mark.parametrize("layout", ["packed_qkv", "Q_PAGED_KV", "SEPARATE"])
+def test_unknown_layout(target, layout):
+    batch = batch_for("SEPARATE_Q_K_V", target)
+    refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=(batch.q, batch.k, batch.v)), layout)
+
+
+@pytest.mark.parametrize("mode", ["casual", "window", ""])
+def test_unknown_mask_mode(target, mode):
+    refuse(
+        ValueError, lambda: call(batch_for("CONTIGUOUS_Q_KV", target), "CONTIGUOUS_Q_KV", Mode(mask_mode=mode)), mode
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masks_that_exclude_each_other(target, layout):
+    batch = batch_for(layout, target)
+    out = Guarded(batch.q.shape, batch.q.dtype, target.device)
+    for mode in (
+        Mode(mask_mode="padding", window_left=5),
+        Mode(mask_mode="padding", chunked_attention_size=8),
+        Mode(mask_mode="chunked", chunked_attention_size=8, window_left=5),
+        Mode(mask_mode="sliding_window", chunked_attention_size=8, window_left=5),
+    ):
+        refuse(ValueError, lambda: call(batch, layout, mode, out=out.tensor), "5|8")
+    out.check_untouched("out")
+
+
+@pytest.mark.parametrize("size", [3, 24, 100])
+def test_chunk_size_is_a_power_of_two(target, size):
+    mode = Mode(mask_mode="chunked", chunked_attention_size=size)
+    refuse(
+        (ValueError, RuntimeError), lambda: call(batch_for("CONTIGUOUS_Q_KV", target), "CONTIGUOUS_Q_KV", mode), size
+    )
+
+
+def test_separate_layout_limits(target):
+    batch = batch_for("SEPARATE_Q_K_V", target)
+    refuse(ValueError, lambda: call(batch, "SEPARATE_Q_K_V", Mode(cap=2.0)), "SEPARATE_Q_K_V")
+    fp8 = batch_for("SEPARATE_Q_K_V", target, torch.float8_e4m3fn)
+    refuse(ValueError, lambda: call(fp8, "SEPARATE_Q_K_V", Mode()), "SEPARATE_Q_K_V")
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_16_bit_input_keeps_its_type_or_is_refused(target, out_dtype):
+    batch = batch_for("CONTIGUOUS_Q_KV", target)
+    try:
+        out = call(batch, "CONTIGUOUS_Q_KV", Mode(), out_dtype=out_dtype)
+    except ValueError as error:
+        assert str(out_dtype).removeprefix("torch.") in str(error)
+    else:
+        assert out.dtype == out_dtype
+
+
+@pytest.mark.parametrize("layout", ["Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"])
+def test_block_tables(target, layout):
+    batch = batch_for(layout, target)
+    qkv, tables = pack(batch, layout)
+    refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=None), "block_tables")
+    refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=tables.long()), "int64|int32")
+    refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=tables[:2]), 2, 3)
+    three = torch.stack([tables, tables], dim=1)
+    refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=three), "block_tables")
+
+
+def test_separate_caches(target):
+    layout = "Q_PAGED_KV_NHD"
+    batch = batch_for(layout, target)
+    paged = batch.paged(PAGE, "NHD", "tuple")
+    count = paged.k_cache.shape[0]
+    whole = torch.cat([paged.k_cache, paged.v_cache])
+    flat = block_table(paged)
+    tables = torch.stack([flat, flat + count], dim=1).to(target.device)
+    k, v = whole[:count], whole[count:]
+
+    def attempt(qkv, tables=tables):
+        return lambda: call(batch, layout, Mode(), qkv=(batch.q, qkv), tables=tables)
+
+    refuse(ValueError, attempt((k, v), flat.to(target.device)), "block_tables")
+    refuse(ValueError, attempt((k[0], v[0])))
+    refuse(ValueError, attempt((k, v[:-1])))
+    refuse(ValueError, attempt((k, v.bfloat16())), "bfloat16")
+    refuse(ValueError, attempt((k.transpose(1, 2), v.transpose(1, 2))), "contiguous")
+    refuse(ValueError, attempt((v, k)))
+    crooked = torch.zeros(whole.numel() + 64, dtype=whole.dtype, device=target.device)
+    shifted = crooked[32 + k.numel() :][: v.numel()].view(v.shape)
+    refuse(ValueError, attempt((crooked[: k.numel()].view(k.shape), shifted)))
+
+
+def test_shapes_of_packed_forms(target):
+    batch = make_batch([20], [20], 4, 4, 64, device=target.device)
+    q, k, v = batch.q, batch.k, batch.v
+    bad = [
+        ("PACKED_QKV", torch.stack([q, k], dim=1)),
+        ("PACKED_QKV", q),
+        ("CONTIGUOUS_Q_KV", (q, k)),
+        ("CONTIGUOUS_Q_KV", (q, torch.stack([k, v, v], dim=1))),
+    ]
+    for layout, qkv in bad:
+        refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv))
+
+
+def test_containers(target):
+    batch = make_batch([20], [20], 4, 4, 64, device=target.device)
+    q, k, v = batch.q, batch.k, batch.v
+    for layout, qkv in [
+        ("PACKED_QKV", (q, k, v)),
+        ("CONTIGUOUS_Q_KV", q),
+        ("SEPARATE_Q_K_V", torch.stack([q, k, v], dim=1)),
+        ("Q_PAGED_KV_NHD", q),
+    ]:
+        tables = torch.zeros(1, 1, dtype=torch.int32, device=target.device)
+        refuse(AssertionError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=tables))
+
+
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "CONTIGUOUS_Q_KV"])
+def test_stats_of_other_layouts_work_or_are_refused(target, layout):
+    batch = batch_for(layout, target)
+    try:
+        out, stats = call(batch, layout, Mode(), save_softmax_stats=True)
+    except ValueError as error:
+        assert layout in str(error)
+    else:
+        plain = call(batch, "CONTIGUOUS_Q_KV", Mode(), save_softmax_stats=True)
+        torch.testing.assert_close(out, plain[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(stats, plain[1], rtol=1e-3, atol=1e-3)
+
+
+def test_out_of_another_shape_or_type(target):
+    batch = batch_for("CONTIGUOUS_Q_KV", target)
+    for shape, dtype in (((53, 4, 64), torch.float16), ((54, 4, 32), torch.float16), ((54, 4, 64), torch.float32)):
+        out = Guarded(shape, dtype, target.device)
+        refuse((ValueError, RuntimeError), lambda: call(batch, "CONTIGUOUS_Q_KV", Mode(), out=out.tensor), "out")
+        out.check_untouched("out")
+
+
+def test_longer_queries_than_bounds(target):
+    batch = batch_for("CONTIGUOUS_Q_KV", target)
+    refuse(
+        (ValueError, RuntimeError),
+        lambda: call(batch, "CONTIGUOUS_Q_KV", Mode(), max_q_len=100, max_kv_len=70),
+        100,
+        70,
+    )

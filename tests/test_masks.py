@@ -1,0 +1,233 @@
+"""Visibility: causal, window, custom bits, multi-item scoring, and how they combine, in every kind of call."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from problems import Batch, Options, expect, indptr, make_batch
+
+import cutlass_kernels as ck
+
+KINDS = ["single", "ragged", "paged"]
+
+
+def flat(masks: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([m.reshape(-1) for m in masks])
+
+
+def packed_per_request(masks: list[torch.Tensor]) -> torch.Tensor:
+    """Little-endian bits, every request on a byte boundary."""
+    return torch.cat([oracle.pack_bits(m, "little") for m in masks]).to(masks[0].device)
+
+
+def run(target, kind: str, batch: Batch, options: Options, needs=(), run_kwargs=None, **extra):
+    """The batch through one kind of call; a single call takes the only request."""
+    kwargs = options.plan_kwargs() | extra
+    run_kwargs = run_kwargs or {}
+
+    def call(backend):
+        if kind == "single":
+            assert len(batch.qo_lens) == 1
+            return ck.single_prefill_with_kv_cache(
+                batch.q, batch.k, batch.v, return_lse=True, backend=backend, **kwargs, **run_kwargs
+            )
+        types = dict(q_data_type=batch.q.dtype, kv_data_type=batch.k.dtype)
+        if kind == "ragged":
+            wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), "NHD", backend=backend)
+            wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **types, **kwargs)
+            return wrapper.run(batch.q, batch.k, batch.v, return_lse=True, **run_kwargs)
+        paged = batch.paged(8)
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=backend)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, **types, **kwargs)
+        return wrapper.run(batch.q, paged.cache, return_lse=True, **run_kwargs)
+
+    return target.attempt(call, [*needs, "paged"] if kind == "paged" else needs)
+
+
+def check(target, kind: str, batch: Batch, options: Options, **kwargs) -> None:
+    out, lse = run(target, kind, batch, options, **kwargs)
+    want = expect(batch, options)
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+def batch_for(kind: str, target, qo_lens=(33, 1, 9), kv_lens=(70, 40, 9), **kwargs) -> Batch:
+    if kind == "single":
+        qo_lens, kv_lens = qo_lens[:1], kv_lens[:1]
+    return make_batch(qo_lens, kv_lens, 4, 2, 64, device=target.device, **kwargs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", [-5, 0, 1, 16, 69, 70, 10**6])
+def test_window(target, kind, causal, window_left):
+    # Without causal only the left side is limited; any negative number means no limit.
+    check(target, kind, batch_for(kind, target), Options(causal=causal, window_left=window_left))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window_left", [-1, 0, 5])
+def test_causal_with_more_rows_than_keys(target, kind, window_left):
+    batch = batch_for(kind, target, (80, 7, 3), (30, 1, 3))
+    out, lse = run(target, kind, batch, Options(causal=True, window_left=window_left))
+    assert torch.count_nonzero(out[:50]) == 0 and bool((lse[:50] == -torch.inf).all())
+    want = expect(batch, Options(causal=True, window_left=window_left))
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", [-1, 12])
+def test_custom_mask(target, kind, packed, causal, window_left):
+    # The mask overrides causal; the window still applies. The lengths leave bits over in the last byte.
+    batch = batch_for(kind, target, (33, 1, 9), (71, 43, 9))
+    options = Options(causal=causal, window_left=window_left, custom_masks=batch.random_masks())
+    masks = options.custom_masks
+    given = {"packed_custom_mask": packed_per_request(masks)} if packed else {"custom_mask": flat(masks)}
+    check(target, kind, batch, options, needs=["custom_mask"], **given)
+
+
+def test_single_custom_mask_in_two_dimensions(target):
+    batch = batch_for("single", target)
+    options = Options(custom_masks=batch.random_masks())
+    check(target, "single", batch, options, needs=["custom_mask"], custom_mask=options.custom_masks[0])
+    transposed = options.custom_masks[0].T.contiguous().T
+    assert not transposed.is_contiguous()
+    check(target, "single", batch, options, needs=["custom_mask"], custom_mask=transposed)
+
+
+def test_seed_position_of_the_mask(target):
+    batch = batch_for("single", target)
+    options = Options(custom_masks=batch.random_masks())
+    want = expect(batch, options)
+    out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, options.custom_masks[0])
+    assert_close(out, want.out, want.baseline)
+    bits = oracle.pack_bits(options.custom_masks[0], "little").to(target.device)
+    out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, None, bits)
+    assert_close(out, want.out, want.baseline)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_mask_wins_over_plain(target, kind):
+    batch = batch_for(kind, target)
+    masks, others = batch.random_masks(), batch.random_masks(0.3)
+    both = dict(custom_mask=flat(others), packed_custom_mask=packed_per_request(masks))
+    check(target, kind, batch, Options(custom_masks=masks), needs=["custom_mask"], **both)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_made_by_packbits(target, kind):
+    batch = batch_for(kind, target)
+    masks = batch.random_masks()
+    lengths = [m.numel() for m in masks]
+    bits, _ = ck.segment_packbits(flat(masks), indptr(lengths, target.device), bitorder="little")
+    check(target, kind, batch, Options(custom_masks=masks), needs=["custom_mask"], packed_custom_mask=bits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_the_mask_blanks(target, kind):
+    batch = batch_for(kind, target)
+    masks = batch.random_masks()
+    masks[0][[0, 5, 32]] = False
+    masks[-1][:] = False
+    out, lse = run(target, kind, batch, Options(), needs=["custom_mask"], custom_mask=flat(masks))
+    want = expect(batch, Options(custom_masks=masks))
+    assert bool((lse[-1] == -torch.inf).all()) and torch.count_nonzero(out[-1]) == 0
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_masks_of_empty_requests(target, kind):
+    # Requests without keys or rows take no bits; the ones behind them must still find theirs.
+    batch = make_batch([3, 4, 0, 7], [0, 13, 5, 11], 4, 2, 64, device=target.device)
+    masks = batch.random_masks()
+    for given in ({"custom_mask": flat(masks)}, {"packed_custom_mask": packed_per_request(masks)}):
+        check(target, kind, batch, Options(custom_masks=masks), needs=["custom_mask"], **given)
+
+
+def test_paged_mask_where_an_empty_request_has_a_last_page_len(target):
+    # (0 - 1) * page + last_page_len must count as no keys, not as a negative number of them.
+    batch = make_batch([3, 4], [0, 13], 4, 2, 64, device=target.device)
+    paged = batch.paged(8)
+    paged.last_page_len[0] = 5
+    masks = batch.random_masks()
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD")
+    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, custom_mask=flat(masks))
+    want = expect(batch, Options(custom_masks=masks))
+    out, lse = wrapper.run(batch.q, paged.cache, return_lse=True)
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_written_as_a_custom_mask(target, kind):
+    batch = batch_for(kind, target)
+    masks = []
+    for n, m in zip(batch.qo_lens, batch.kv_lens):
+        masks.append(torch.tril(torch.ones(n, m, dtype=torch.bool, device=target.device), diagonal=m - n))
+    by_mask = run(target, kind, batch, Options(), needs=["custom_mask"], custom_mask=flat(masks))
+    by_flag = run(target, kind, batch, Options(causal=True))
+    torch.testing.assert_close(by_mask[0], by_flag[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(by_mask[1], by_flag[1], rtol=1e-5, atol=1e-3)
+
+
+def item_positions(prefix: int, items: list[int]) -> oracle.MultiItem:
+    """A delimiter (0) before each item, then 1, 2, ... inside it, and a closing delimiter."""
+    places: list[int] = []
+    for length in items:
+        places += [0, *range(1, length + 1)]
+    return oracle.MultiItem(prefix, (*places, 0))
+
+
+def multi_item_arguments(items: list[oracle.MultiItem], device: str) -> dict:
+    width = max(len(x.token_pos) for x in items) + 2
+    table = torch.zeros(len(items), width, dtype=torch.int32)
+    for b, x in enumerate(items):
+        table[b, : len(x.token_pos)] = torch.tensor(x.token_pos, dtype=torch.int32)
+    longest = torch.tensor([max(x.token_pos) for x in items], dtype=torch.int32)
+    return dict(
+        prefix_len_ptr=torch.tensor([x.prefix_len for x in items], dtype=torch.int32).to(torch.uint32).to(device),
+        token_pos_in_items_ptr=table.reshape(-1).to(torch.uint16).to(device),
+        token_pos_in_items_len=width,
+        max_item_len_ptr=longest.to(torch.uint16).to(device),
+    )
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize("window_left", [-1, 6])
+@pytest.mark.parametrize("cached", [0, 5, 14])
+def test_multi_item_scoring(target, kind, window_left, cached):
+    # `cached` keys are already there, so the rows start inside the prefix, or behind it.
+    items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    batch = make_batch([m - cached for m in kv_lens], kv_lens, 4, 2, 64, device=target.device)
+    options = Options(causal=True, window_left=window_left, multi_items=items)
+    check(target, kind, batch, options, needs=["multi_item"], **multi_item_arguments(items, target.device))
+
+
+def test_multi_item_replaces_the_custom_mask(target):
+    items = [item_positions(10, [4, 3])]
+    kv_len = 10 + len(items[0].token_pos)
+    batch = make_batch([kv_len], [kv_len], 2, 2, 64, device=target.device)
+    given = multi_item_arguments(items, target.device) | {"custom_mask": flat(batch.random_masks(0.2))}
+    check(target, "ragged", batch, Options(multi_items=items), needs=["multi_item"], **given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_rows_with_a_narrow_window(target, kind):
+    # Whole tiles on both sides of the band are invisible.
+    batch = batch_for(kind, target, (150, 3, 130), (700, 400, 130))
+    check(target, kind, batch, Options(causal=True, window_left=20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_custom_mask_over_many_tiles(target, kind):
+    # Rows of an odd number of bits, so that every row starts at another bit of a byte.
+    batch = batch_for(kind, target, (300, 5, 131), (203, 77, 131))
+    options = Options(window_left=150, custom_masks=batch.random_masks())
+    check(target, kind, batch, options, needs=["custom_mask"], custom_mask=flat(options.custom_masks))
