@@ -182,6 +182,25 @@ def test_soft_cap_and_own_scale(implementation, ids):
     torch.testing.assert_close(logits(model, implementation, ids), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_function_with_sinks(batch, rows, causal):
+    """Per-head sinks, also where the sequences of a batch become heads, against the formula."""
+    from cutlass_kernels.integrations.transformers import attention
+
+    q, sinks = torch.randn(batch, 6, rows, 16), torch.randn(6)
+    k, v = torch.randn(2, batch, 2, 9, 16)
+    out, weights = attention(torch.nn.Module(), q, k, v, scaling=0.3, is_causal=causal, s_aux=sinks)
+    scores = 0.3 * q @ k.repeat_interleave(3, 1).transpose(2, 3)
+    if causal:
+        scores.masked_fill_(~torch.ones(rows, 9).tril(9 - rows).bool(), -torch.inf)
+    with_sink = torch.cat([scores, sinks[:, None, None].expand(batch, -1, rows, 1)], -1).softmax(-1)
+    expected = (with_sink[..., :-1] @ v.repeat_interleave(3, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert weights is None
+
+
 @needs_transformers
 def test_one_plan_serves_inference_mode_and_no_grad(implementation, ids):
     model = small_llama()

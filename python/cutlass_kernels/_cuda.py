@@ -44,6 +44,12 @@ def kernels() -> list[dict[str, Any]]:
 
 def reasons(backend: str, request: Request) -> list[str]:
     """Why no compiled kernel of ``backend`` serves ``request``; empty if one does."""
+    built = {kernel["backend"] for kernel in kernels()}
+    if backend not in built:
+        return [
+            f"backend={backend!r} has no kernels in this build (it has {', '.join(sorted(built)) or 'none'}): "
+            "use backend='auto'."
+        ]
     found = [
         f"{_WHY.get(feature, feature)} has no {backend} kernel in this version: backend='reference' computes it."
         for feature in sorted(request.features - _SERVED)
@@ -52,7 +58,7 @@ def reasons(backend: str, request: Request) -> list[str]:
     for dtype in dict.fromkeys(types):
         if dtype not in _DTYPE_NAMES:
             found.append(f"dtype {dtype} has no {backend} kernel: use float16 or bfloat16, or backend='reference'.")
-    if len(found) == 0 or all(dtype in _DTYPE_NAMES for dtype in types):
+    if all(dtype in _DTYPE_NAMES for dtype in types):
         found += _C.not_supported_reasons(
             backend,
             *(_DTYPE_NAMES[dtype] for dtype in types),
@@ -104,7 +110,7 @@ class Schedule:
         self.workspace = workspace
         self._plan: Any = None
         self._total_q = total_q
-        if total_q is not None:
+        if total_q:
             self._plan = self._make(total_q)
 
     def plan(self, rows: int) -> Any:
@@ -133,10 +139,9 @@ class Schedule:
                 f"int_workspace_buffer has {self.workspace.numel()} bytes, but the work list of this batch takes "
                 f"{needed}: pass a larger one to reset_workspace_buffer()."
             )
-        if total_q > 0:
-            device = self.workspace.device
-            with torch.cuda.device(device):
-                plan.make_schedule(self.workspace.data_ptr(), self.workspace.numel(), _stream(device))
+        device = self.workspace.device
+        with torch.cuda.device(device):
+            plan.make_schedule(self.workspace.data_ptr(), self.workspace.numel(), _stream(device))
         return plan
 
 
@@ -167,7 +172,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     assert isinstance(kv, RaggedKv)
     rows = q.size(0)
     if rows == 0:
-        return
+        return None
     k, v, sinks = kv.k, kv.v, logits.sinks
     if problem.qo_indptr is None:
         plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(1)), (q.size(2), v.size(2)))

@@ -2,13 +2,13 @@
 
 Every public function turns its arguments into a :class:`Problem`; every backend computes one. Layouts have
 become token-major views (strides say the rest), masks are fields of :class:`Mask`, and options that change the
-logits are fields of :class:`Logits`. Nothing here checks user input (``_args``) or computes (``_reference``, ``_cuda``).
+logits are fields of :class:`Logits`. Nothing here checks user input (``_args``) or computes (``_reference``,
+``_cuda``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
 
 import torch
 
@@ -107,14 +107,14 @@ class Output:
 
 @dataclass(slots=True)
 class Problem:
-    """``q`` is ``[nnz_q, num_qo_heads, head_dim_qk]``; ``qo_indptr`` int32 ``[batch + 1]`` or None for a single request.
+    """``q`` is ``[nnz_q, num_qo_heads, head_dim_qk]``; ``qo_indptr`` int32 ``[batch + 1]``, None for a single request.
 
     Index tensors may live on the CPU or on the device, independently of each other. ``skip_softmax_factor`` is the
     permission of ``trtllm_fmha_v2_prefill`` to skip negligible tiles; 0 computes all.
     """
 
     q: torch.Tensor
-    kv: Union[RaggedKv, PagedKv]
+    kv: RaggedKv | PagedKv
     logits: Logits
     output: Output
     mask: Mask = field(default_factory=Mask)

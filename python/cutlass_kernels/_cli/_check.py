@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -95,6 +94,7 @@ def command(
     run_jobs(jobs, console)
     faults = [fault for row in rows for fault in row.faults]
     console.print(_table(rows))
+    console.print()
     for fault in faults:
         console.print(f"[red]failed[/] {escape(fault)}", highlight=False, soft_wrap=True)
     if faults:
@@ -172,10 +172,11 @@ def _compare(actual: torch.Tensor, known: torch.Tensor, tolerance: tuple[float, 
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("kernel", "cases", "max abs error", "max LSE error", "tolerance", "status"):
-        left = name in ("kernel", "status")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "kernel")
+    table = Table(box=None, pad_edge=False)
+    for name in ("kernel", "cases", "max abs error", "max LSE error", "tolerance"):
+        left = name == "kernel"
+        table.add_column(name, justify="left" if left else "right", no_wrap=left or name == "tolerance")
+    table.add_column("status", overflow="fold")
     for row in rows:
         if row.skipped is not None:
             table.add_row(row.name, "0", "", "", "", f"[yellow]skipped[/]: {row.skipped}")

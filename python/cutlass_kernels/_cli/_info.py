@@ -167,7 +167,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
 
 
 def _gpu_table(found: list[dict[str, Any]]) -> Table:
-    table = Table(title="GPUs", title_justify="left")
+    table = Table(title="\nGPUs", title_justify="left", box=None, pad_edge=False)
     for name in ("device", "name", "compute capability", "SMs", "memory"):
         table.add_column(name)
     for gpu in found:
@@ -178,9 +178,10 @@ def _gpu_table(found: list[dict[str, Any]]) -> Table:
 
 
 def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
-    table = Table(title="Compiled kernels", title_justify="left")
-    for name in ("backend", "q", "k and v", "head dim qk/vo", "GPUs", "features"):
-        table.add_column(name)
+    table = Table(title="\nCompiled kernels", title_justify="left", box=None, pad_edge=False)
+    for name in ("backend", "q", "k, v", "dim qk/vo", "GPUs"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("features", overflow="fold")
     for kernel in kernels:
         table.add_row(
             kernel["backend"],
