@@ -133,9 +133,7 @@ class Plan {
     params.lse = pointer<float>(lse);
     params.lse_stride_token = lse_st;
     params.lse_stride_head = lse_sh;
-    // Under a work list the planned total stays: it decided the tile size, and the list decides
-    // what is computed.
-    if (params.schedule.work_list == nullptr || total_q == 0) params.total_q = total_q;
+    params.total_q = total_q;
     params.total_kv = total_kv;
     params.causal = causal;
     params.window_left = window_left;
@@ -159,6 +157,7 @@ PYBIND11_MODULE(_C, m) {
       "Compiled attention kernels. Addresses and strides (in elements) stand for tensors; see "
       "params.h.";
   m.def("version", &version);
+  m.attr("cutlass_version") = CK_CUTLASS_VERSION;
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
   m.def(
       "not_supported_reasons",

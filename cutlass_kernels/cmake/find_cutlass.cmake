@@ -1,5 +1,5 @@
-# Sets CK_CUTLASS_INCLUDE, and CK_CUTLASS_VERSION for the summary. Order: CK_CUTLASS_INCLUDE_DIR, a checkout at
-# third_party/cutlass, the headers inside the nvidia-cutlass package.
+# Sets CK_CUTLASS_INCLUDE, and CK_CUTLASS_VERSION for the summary and the extension. Order: CK_CUTLASS_INCLUDE_DIR, a
+# checkout at third_party/cutlass, the headers inside the nvidia-cutlass package.
 set(CK_CUTLASS_FOUND_IN "")
 if(CK_CUTLASS_INCLUDE_DIR)
   set(CK_CUTLASS_FOUND_IN "${CK_CUTLASS_INCLUDE_DIR}")

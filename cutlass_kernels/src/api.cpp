@@ -130,24 +130,19 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
 
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
-  const int tile_rows = choice.tile_rows;
-  if (Status status = check_tiles(params, tile_rows); !status.ok()) return status;
-
+  // A schedule that the caller made decided the tiles; the kernel refuses those it does not have.
   AttentionParams scheduled = params;
-  if (params.schedule.work_list != nullptr) {
-    if (params.schedule.tile_rows != tile_rows) {
-      return Status::invalid("The schedule was made for tiles of " +
-                             std::to_string(params.schedule.tile_rows) + " rows, but " +
-                             choice.entry->info.name + " works on " + std::to_string(tile_rows) +
-                             " here: make it with the same sizes and backend as this call.");
+  if (params.schedule.work_list == nullptr) {
+    const int tile_rows = choice.tile_rows;
+    if (Status status = check_tiles(params, tile_rows); !status.ok()) return status;
+    if (needs_list(params)) {
+      Status status =
+          schedule_for(tile_rows, params, workspace, workspace_bytes, stream, &scheduled.schedule);
+      if (!status.ok()) return status;
+    } else {
+      const std::int64_t count = (params.total_q + tile_rows - 1) / tile_rows;
+      scheduled.schedule = {nullptr, static_cast<std::int32_t>(count), tile_rows};
     }
-  } else if (needs_list(params)) {
-    Status status =
-        schedule_for(tile_rows, params, workspace, workspace_bytes, stream, &scheduled.schedule);
-    if (!status.ok()) return status;
-  } else {
-    const std::int64_t count = (params.total_q + tile_rows - 1) / tile_rows;
-    scheduled.schedule = {nullptr, static_cast<std::int32_t>(count), tile_rows};
   }
   return choice.entry->launch(scheduled, stream);
 }

@@ -94,6 +94,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     work.tile = params.tiles - 1 - rank;
   }
 
+  // Offsets on the device were never checked. A request that does not lie inside the tensors is not computed.
+  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
+      std::int64_t(work.q_begin) + work.qo_len > p.total_q ||
+      std::int64_t(work.kv_begin) + work.kv_len > p.total_kv) {
+    return;
+  }
   const int row_begin = work.tile * Tile::kBlockM;
   const int row_end = min(row_begin + Tile::kBlockM, work.qo_len);
   const IntervalMask mask{work.kv_len,

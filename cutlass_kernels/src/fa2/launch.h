@@ -11,8 +11,8 @@
 
 namespace cutlass_kernels::fa2 {
 
-// A launch with fewer blocks than this leaves SMs of a 132-SM device without work: use the small tile.
-constexpr std::int64_t kBlocksToFillDevice = 264;
+// Two waves of blocks on a 132-SM device, two blocks per SM.
+constexpr std::int64_t kTwoWaves = 528;
 
 // K and V of the heads being worked on should stay in L2 (50 MB on Hopper, 40 on A100, each half of it
 // caching for its own SMs) beside the queries and outputs that stream through.
@@ -26,7 +26,7 @@ inline void divide_into_sections(KernelParams& params) {
   const std::int64_t fit = kSectionBytes / std::max<std::int64_t>(head_bytes, 1);
   const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
   const std::int64_t head_blocks = std::int64_t(params.tiles) * params.group_size;
-  const std::int64_t for_tail = (2 * kBlocksToFillDevice + head_blocks - 1) / head_blocks;
+  const std::int64_t for_tail = (kTwoWaves + head_blocks - 1) / head_blocks;
   const int tail = int(std::clamp<std::int64_t>(for_tail, heads, p.num_kv_heads));
   const int early_sections = (p.num_kv_heads - tail) / heads;
   params.sections = early_sections + 1;
@@ -50,24 +50,30 @@ inline int max_shared_bytes(int compute_capability) {
   }
 }
 
-template <int HeadDim>
-int tile_rows(const AttentionParams& params, int compute_capability) {
-  using Large = typename TileTable<HeadDim>::Large;
-  using Small = typename TileTable<HeadDim>::Small;
-  const std::int64_t average = params.total_q / params.batch_size;
-  const std::int64_t blocks =
-      (params.total_q + Large::kBlockM - 1) / Large::kBlockM * params.num_qo_heads;
-  const bool small = average <= Small::kBlockM || blocks < kBlocksToFillDevice ||
-                     SharedLayout<Large>::kBytes > max_shared_bytes(compute_capability);
-  return small ? Small::kBlockM : Large::kBlockM;
+template <class Tile>
+std::int64_t block_count(const AttentionParams& params) {
+  return (params.total_q + Tile::kBlockM - 1) / Tile::kBlockM * params.num_qo_heads;
 }
 
-// Above this many keys per row the larger softmax step pays for its registers (hd64: 2 % at 1k, 8 % at 16k).
-constexpr std::int64_t kMediumKeys = 1024;
+// A batch is scheduled before its mask is known and is taken to be causal.
+template <int HeadDim>
+int tile_rows(const AttentionParams& params, int compute_capability) {
+  using Tiles = TileTable<HeadDim>;
+  using Large = typename Tiles::Large;
+  const bool causal = params.causal || params.chunk_size > 0 || params.qo_indptr != nullptr;
+  const int few = causal ? Tiles::kFewBlocksCausal : Tiles::kFewBlocks;
+  const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
+                     block_count<Large>(params) < few ||
+                     SharedLayout<Large>::kBytes > max_shared_bytes(compute_capability);
+  return small ? Tiles::Small::kBlockM : Large::kBlockM;
+}
 
-inline bool few_keys(const AttentionParams& params) {
-  const std::int64_t average = params.total_kv / params.batch_size;
-  return (params.causal ? average / 2 : average) <= kMediumKeys;
+// Three blocks per SM pay where tiles are short and there are many of them (hd64, 16k tokens: 15 % at 512
+// causal keys, 0 % at 2k, -8 % at 16k).
+template <class Tile>
+bool many_short_tiles(const AttentionParams& params) {
+  const std::int64_t keys = params.total_kv / params.batch_size;
+  return (params.causal ? keys / 2 : keys) <= 1024 && block_count<Tile>(params) >= 4 * kTwoWaves;
 }
 
 template <class Element, class Tile, bool kTransform>
@@ -104,12 +110,19 @@ Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDim>;
   static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
                 Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
-  if (params.schedule.tile_rows != Tiles::Large::kBlockM) {
+  if (params.schedule.tile_rows == Tiles::Small::kBlockM) {
     return launch_tile<Element, typename Tiles::Small, kTransform>(params, stream);
+  }
+  if (params.schedule.tile_rows != Tiles::Large::kBlockM) {
+    return Status::invalid(
+        "The schedule is for tiles of " + std::to_string(params.schedule.tile_rows) +
+        " rows, but head dimension " + std::to_string(HeadDim) + " has tiles of " +
+        std::to_string(Tiles::Small::kBlockM) + " and " + std::to_string(Tiles::Large::kBlockM) +
+        ": make it with make_schedule().");
   }
   if constexpr (kTransform) {
     return launch_tile<Element, typename Tiles::Capped, true>(params, stream);
-  } else if (few_keys(params)) {
+  } else if (many_short_tiles<typename Tiles::Large>(params)) {
     return launch_tile<Element, typename Tiles::Medium, false>(params, stream);
   } else {
     return launch_tile<Element, typename Tiles::Large, false>(params, stream);
