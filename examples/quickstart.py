@@ -339,7 +339,7 @@ def fmha_v2() -> None:
             page += 1
         start += length
 
-    layouts = {
+    layouts: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = {
         "PACKED_QKV": qkv,
         "CONTIGUOUS_Q_KV": (q.contiguous(), qkv[:, 1:].contiguous()),
         "SEPARATE_Q_K_V": (q.contiguous(), k.contiguous(), v.contiguous()),

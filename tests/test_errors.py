@@ -394,6 +394,24 @@ def test_last_page_len_out_of_range(calls, entry):
     refuse((ValueError, RuntimeError), call, "last_page_len", entry)
 
 
+@pytest.mark.parametrize("wrong", [-1, 99])
+def test_page_numbers(calls, wrong):
+    indptr, indices, last = calls.data.table()
+    bad = indices.clone()
+    bad[1] = wrong
+    out = Guarded(calls.batch.q.shape, torch.float16, calls.target.device)
+
+    def run(ids, **kwargs):
+        return calls.paged(table=(calls.batch.qo_indptr(), indptr, ids, last)).run(
+            calls.batch.q, calls.data.cache, **kwargs
+        )
+
+    refuse(ValueError, lambda: run(bad, out=out.tensor), "paged_kv_indices", wrong)
+    out.check_untouched("out")
+    unused = torch.cat([indices, torch.tensor([wrong], dtype=torch.int32)])
+    assert torch.equal(run(unused), run(indices))
+
+
 def test_multi_item_arguments_go_together(calls):
     lens = torch.tensor([3, 3], dtype=torch.int32, device=calls.target.device).to(torch.uint32)
     for plan in calls.plans(prefix_len_ptr=lens):

@@ -186,7 +186,7 @@ def test_chunks_behind_a_long_past(target):
         check(batch, layout, Mode(mask_mode="chunked", chunked_attention_size=64))
 
 
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "SEPARATE_Q_K_V"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask_mode", ["causal", "padding"])
 def test_soft_cap(target, layout, mask_mode):
     check(batch_for(layout, target), layout, Mode(mask_mode=mask_mode, cap=2.0, bmm1=0.4))
@@ -242,7 +242,7 @@ def test_stats(target, bmm1, cap, with_sinks):
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, "bfloat16"])
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x != "SEPARATE_Q_K_V"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_e4m3(target, layout, out_dtype):
     batch = batch_for(layout, target, torch.float8_e4m3fn, 128)
     out = call(batch, layout, Mode(bmm1=0.1, bmm2=0.7), out_dtype=out_dtype)

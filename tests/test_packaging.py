@@ -52,14 +52,15 @@ spec = importlib.util.spec_from_file_location("_C", {str(extension)!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 assert "torch" not in sys.modules
-print(module.version(), len(module.list_kernels()))
+print(module.version(), len(module.list_kernels()), module.cutlass_version)
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    extension_version, count = done.stdout.split()
+    extension_version, count, cutlass_version = done.stdout.split()
     assert extension_version == version("cutlass_kernels")
     assert int(count) > 0
+    assert re.fullmatch(r"[34]\.\d+\.\d+", cutlass_version)
 
 
 def test_launch_without_gpu_is_a_sentence(extension: Path) -> None:
@@ -119,4 +120,5 @@ print(build_backend.build_wheel({str(tmp_path)!r}, {{"cmake.define.CK_BUILD_KERN
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {f"cutlass_kernels/{path.name}" for path in (ROOT / "python/cutlass_kernels").glob("*.py")}
     assert sources <= names
+    assert "cutlass_kernels/py.typed" in names
     assert not [name for name in names if name.endswith((".so", ".a", ".cu", ".h"))]

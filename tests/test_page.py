@@ -90,3 +90,14 @@ def test_append_then_attend(device):
     wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
     single = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True)
     torch.testing.assert_close(wrapper.run(batch.q, paged.cache), single, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_append_to_a_page_that_does_not_exist(wrong):
+    cache = torch.zeros(4, 2, 8, 2, 64)
+    indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [3, wrong], [4]))
+    keys = torch.ones(12, 2, 64)
+    places = (torch.zeros(12, dtype=torch.int32), torch.arange(12, dtype=torch.int32))
+    with pytest.raises(ValueError, match=f"kv_indices holds the page number {wrong}"):
+        ck.append_paged_kv_cache(keys, keys, *places, cache, indices, indptr, last)
+    assert torch.count_nonzero(cache) == 0

@@ -257,6 +257,27 @@ def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size:
     return torch.where(pages > 0, (pages - 1) * page_size + last, 0)
 
 
+def page_bound(name: str, ids: torch.Tensor) -> int:
+    """How many pages a cache needs for all of these page numbers to exist. ValueError where one is negative.
+
+    0 for numbers on a CUDA device, which are not read.
+    """
+    if ids.is_cuda or ids.numel() == 0:
+        return 0
+    lowest, highest = (int(x) for x in torch.aminmax(ids))
+    if lowest < 0:
+        raise ValueError(f"{name} holds the page number {lowest}: page numbers start at 0.")
+    return highest + 1
+
+
+def enough_pages(name: str, bound: int, cache: torch.Tensor) -> None:
+    """ValueError where ``cache`` ``[pages, ...]`` has fewer pages than ``bound``, which :func:`page_bound` found."""
+    if bound > cache.size(0):
+        raise ValueError(
+            f"{name} holds the page number {bound - 1}, but the cache has only {cache.size(0)} pages, numbered from 0."
+        )
+
+
 # --- tensors -----------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,9 @@ from ._problem import MultiItem, PagedKv, Problem, RaggedKv
 INT_WORKSPACE_BYTES = 8 << 20
 KERNEL_BACKENDS = ("fa2", "fa3")
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# What run() and its relatives return: out, or (out, lse) where the LSE is asked for. Any lets a type checker take the
+# one or the other without a cast.
+Result = torch.Tensor | Any
 R = TypeVar("R")
 
 
@@ -71,13 +73,15 @@ class Index:
 @dataclass(slots=True)
 class Batch:
     """The requests of a plan. ``kv_lens`` (int64, keys per request) are on the host where they are known there;
-    ``page_size`` and ``last_page_len`` are None for a ragged batch."""
+    ``page_size`` and ``last_page_len`` are None for a ragged batch. ``page_bound`` is the number of pages that a cache
+    must have, as far as the host knows."""
 
     qo: Index
     kv: Index
     kv_lens: torch.Tensor
     page_size: int | None = None
     last_page_len: Index | None = None
+    page_bound: int = 0
 
     @property
     def size(self) -> int:

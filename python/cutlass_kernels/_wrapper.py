@@ -104,7 +104,7 @@ class BatchPrefillWrapper:
     def plan(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
 
-    def run(self, *args: Any, **kwargs: Any) -> Result:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -117,14 +117,14 @@ class BatchPrefillWrapper:
         probe.plan(*args, **kwargs)
         return 0, INT_WORKSPACE_BYTES if probe._backend in KERNEL_BACKENDS else 0
 
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Result:
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`run` with ``return_lse=True``."""
         return self.run(*args, return_lse=True, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Result:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Result:
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`forward` with ``return_lse=True``."""
         return self.forward(*args, return_lse=True, **kwargs)
 

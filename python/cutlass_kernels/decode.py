@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import _args
+from ._plan import Result
 from ._problem import Mask
 from .single import attend, keys_and_values, refuse_4bit
 
@@ -37,7 +38,7 @@ def single_decode_with_kv_cache(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> Any:
+) -> Result:
     """Decode attention of one request: the token of q stands at the last key and sees all keys, or its window of them.
 
     Args:

@@ -43,7 +43,7 @@ def trtllm_fmha_v2_prefill(
     chunked_attention_size: int = 0,
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> _plan.Result:
     """Prefill attention of a batch: ``O = bmm2_scale * softmax(cap(bmm1_scale * Q K^T) + bias) V``.
 
     Row ``i`` of a request stands at position ``p = i + kv_len - q_len``. Its keys are ``j <= p`` (causal),
@@ -60,7 +60,7 @@ def trtllm_fmha_v2_prefill(
               ``(q, (k_cache, v_cache))``, each ``[pages, num_kv_heads, page_size, head_dim]`` of one allocation
             * ``Q_PAGED_KV_NHD``: the same with ``page_size`` before ``num_kv_heads``
 
-            float16, bfloat16 or float8_e4m3fn (e4m3 not as ``SEPARATE_Q_K_V``).
+            float16, bfloat16 or float8_e4m3fn, the same for all of them.
         input_layout: one of these names.
         workspace_buffer: any byte tensor; kept for its callers, neither read nor written.
         seq_lens: int32 ``[batch_size]``, keys per request; not read, since ``cum_seq_lens_kv`` says the same.
@@ -78,7 +78,7 @@ def trtllm_fmha_v2_prefill(
         sinks: float32 ``[num_qo_heads]`` (or a list of that one tensor); the softmax denominator of head h grows by
             ``exp(sinks[h])``, in natural-log units, not multiplied by ``bmm1_scale``.
         pos_encoding_mode: None or ``"alibi"``: adds ``slope_h * j`` after the soft cap.
-        logits_soft_cap_scale: cap ``c`` of ``c * tanh(s / c)``; None or <= 0 is off. Not with ``SEPARATE_Q_K_V``.
+        logits_soft_cap_scale: cap ``c`` of ``c * tanh(s / c)``; None or <= 0 is off.
         mask_mode: ``"causal"``, ``"padding"``, ``"sliding_window"`` or ``"chunked"``, in any case. A positive
             ``window_left`` or ``chunked_attention_size`` also takes effect with ``"causal"``.
         window_left: keys to the left of a row's own, inclusive; -1 is no limit.
@@ -108,7 +108,7 @@ def trtllm_fmha_v2_prefill(
         ...                        64**-0.5, 1.0, 2, cum_q, cum_kv).shape
         torch.Size([6, 8, 64])
     """
-    _check_layout(input_layout, qkv, logits_soft_cap_scale)
+    _check_layout(input_layout, qkv)
     q, k, v = _split(qkv, input_layout)
     group_heads, head_dim = q.size(1), q.size(2)
     _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
@@ -186,7 +186,7 @@ def fmha_v2_stats_to_lse(
 # --- layouts -----------------------------------------------------------------------------------------------------
 
 
-def _check_layout(layout: str, qkv: Tensors, soft_cap: float | None) -> None:
+def _check_layout(layout: str, qkv: Tensors) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"input_layout={layout!r} is not a layout: use one of {', '.join(LAYOUTS)}.")
     if layout == "PACKED_QKV":
@@ -196,14 +196,6 @@ def _check_layout(layout: str, qkv: Tensors, soft_cap: float | None) -> None:
     count = 3 if layout == "SEPARATE_Q_K_V" else 2
     if not isinstance(qkv, (tuple, list)) or len(qkv) != count or not isinstance(qkv[0], torch.Tensor):
         raise AssertionError(f"input_layout={layout} needs qkv as a tuple of {count}, the first of them the queries.")
-    if layout == "SEPARATE_Q_K_V":
-        if qkv[0].dtype in _args.FP8_DTYPES:
-            raise ValueError("input_layout=SEPARATE_Q_K_V does not take fp8: use CONTIGUOUS_Q_KV or a paged layout.")
-        if _args.soft_cap(soft_cap) > 0.0:
-            raise ValueError(
-                f"logits_soft_cap_scale={soft_cap} does not go with SEPARATE_Q_K_V: use CONTIGUOUS_Q_KV, or the ragged "
-                "wrapper, which takes separate keys and values."
-            )
 
 
 def _split(qkv: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -296,11 +288,13 @@ def _paged(
     last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
     indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
     torch.cumsum(pages, 0, out=indptr[1:])
-    k_table = table[:, 0] if separate else table
-    v_indices = None
-    if separate:
-        v_indices = _compact(table[:, 1] - _value_offset(k, v), indptr, pages)
-    indices = _compact(k_table, indptr, pages)
+    indices = _compact(table[:, 0] if separate else table, indptr, pages)
+    v_indices = _compact(table[:, 1] - _value_offset(k, v), indptr, pages) if separate else None
+    if not table.is_cuda:
+        for what, cache, ids in (("keys", k, indices), ("values", v, v_indices)):
+            if ids is not None:
+                name = f"block_tables ({what}, counted from their own cache)" if separate else "block_tables"
+                _args.enough_pages(name, _args.page_bound(name, ids[: int(indptr[-1])]), cache)
     return PagedKv(k, v, indptr.to(torch.int32), indices, last.to(torch.int32), v_indices)
 
 

@@ -111,7 +111,7 @@ def append_paged_kv_cache(
 
     Raises:
         KeyError: unknown ``kv_layout``, or ``paged_kv_cache`` is neither a tensor nor a tuple.
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together; page numbers on the CPU that the cache does not have.
 
     Example:
         >>> batch_indices, positions = get_batch_indices_positions(append_indptr, seq_lens, nnz)
@@ -140,6 +140,7 @@ def append_paged_kv_cache(
     page_size = k_cache.size(1)
     page = indices[(indptr[owner] + position // page_size).to(torch.int64)].to(torch.int64)
     entry = (position % page_size).to(torch.int64)
+    _args.enough_pages("kv_indices", _args.page_bound("kv_indices", page), k_cache)
     any_used = used.any()
     for new, cache in ((append_key, k_cache), (append_value, v_cache)):
         target = _bits(cache)

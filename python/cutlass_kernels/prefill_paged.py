@@ -171,8 +171,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         Raises:
             KeyError: unknown ``pos_encoding_mode``.
             ValueError: lengths of index tensors, dtypes or masks that do not fit; under CUDA graphs another batch size,
-                too many pages or rows, or a mask without buffers; a backend that cannot serve the request
-                (``BackendError``, also a RuntimeError).
+                too many pages or rows, or a mask without buffers; negative page numbers on the CPU; a backend that
+                cannot serve the request (``BackendError``, also a RuntimeError).
             RuntimeError: heads that do not divide, decreasing offsets, ``last_page_len`` out of range.
             AssertionError: fp8 queries with ``backend="fa2"``.
 
@@ -211,7 +211,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         kv_index, last_index = self._index(kv), self._index(last)
         kv_lens = _kv_lens(kv_index, last_index, page_size, seq_lens)
-        batch = _plan.Batch(self._index(qo), kv_index, kv_lens, page_size, last_index)
+        bound = 0 if kv.is_cuda else _args.page_bound("paged_kv_indices", pages[int(kv[0]) : int(kv[-1])])
+        batch = _plan.Batch(self._index(qo), kv_index, kv_lens, page_size, last_index, bound)
         plan = self._prepare(shape, batch, values, custom_mask, packed_custom_mask, items, seq_lens_q)
         indices = {
             "qo_indptr_buf": batch.qo,
@@ -274,7 +275,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             ``out``, or ``(out, lse)``.
 
         Raises:
-            ValueError: dtypes, shapes or devices that differ from the plan; unknown ``lse_base`` or ``lse_layout``.
+            ValueError: dtypes, shapes or devices that differ from the plan; page numbers (planned from the CPU) that
+                the cache does not have; unknown ``lse_base`` or ``lse_layout``.
             KeyError: ``paged_kv_cache`` is neither a tensor nor a tuple.
             AssertionError: ``window_left`` differs from the plan.
             NotImplementedError: ``kv_cache_sf``, ``use_fp16_softmax`` or ``uses_spcompress`` is set.
@@ -302,6 +304,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 f"page_size={plan.batch.page_size} is planned."
             )
         self._check_kv(k_cache, v_cache, plan)
+        _args.enough_pages("paged_kv_indices", plan.batch.page_bound, k_cache)
         kv = PagedKv(
             k_cache, v_cache, self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import _args, _dispatch
+from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
 
 
@@ -39,7 +40,7 @@ def single_prefill_with_kv_cache(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> Any:
+) -> Result:
     r"""Prefill (append) attention of one request: ``softmax(cap(sm_scale * q k^T)) v`` over the visible keys.
 
     Row i stands at key position ``p = i + kv_len - qo_len``: the last row at the last key. It sees key j if all of
@@ -141,7 +142,7 @@ def single_prefill_with_kv_cache_return_lse(
     *,
     return_lse: bool = True,
     **more: Any,
-) -> Any:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`single_prefill_with_kv_cache` with ``return_lse=True``: returns ``(out, lse)``, the LSE in base 2.
 
     ``more`` are the keyword-only arguments of that function.
@@ -152,7 +153,7 @@ def single_prefill_with_kv_cache_return_lse(
         >>> lse.shape
         torch.Size([16, 8])
     """
-    return single_prefill_with_kv_cache(
+    pair: Any = single_prefill_with_kv_cache(
         q,
         k,
         v,
@@ -170,6 +171,7 @@ def single_prefill_with_kv_cache_return_lse(
         return_lse=return_lse,
         **more,
     )
+    return pair
 
 
 # --- shared with decode ------------------------------------------------------------------------------------------

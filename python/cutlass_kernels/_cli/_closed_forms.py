@@ -17,7 +17,7 @@ from ..decode import single_decode_with_kv_cache
 from ..prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
-    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
 )
 
 LOG2E = math.log2(math.e)
@@ -86,7 +86,7 @@ def _equal_keys(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair
         if cap:
             logit = cap * torch.tanh(logit / cap)
         yield (
-            single_prefill_with_kv_cache(
+            single_prefill_with_kv_cache_return_lse(
                 q,
                 k,
                 v,
@@ -94,7 +94,6 @@ def _equal_keys(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair
                 window_left=window_left,
                 logits_soft_cap=cap or None,
                 backend="reference",
-                return_lse=True,
             ),
             (mean, logit * LOG2E + count.log2()[:, None]),
         )
@@ -105,7 +104,7 @@ def _counts(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pa
         q = torch.zeros(rows, _QO_HEADS, _DIM, device=device, dtype=dtype)
         k, v = (_randn(keys, _KV_HEADS, _DIM, device=device, dtype=dtype) for _ in range(2))
         mean, count = _means(v, rows, causal)
-        computed = single_prefill_with_kv_cache(q, k, v, causal=causal, backend="reference", return_lse=True)
+        computed = single_prefill_with_kv_cache_return_lse(q, k, v, causal=causal, backend="reference")
         yield computed, (mean, count.log2()[:, None].expand(-1, _QO_HEADS))
 
 
@@ -117,7 +116,7 @@ def _sinks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pai
         mean, count = _means(v, rows, causal=True)
         total = count[:, None] + sinks.double().exp()
         yield (
-            single_prefill_with_kv_cache(q, k, v, causal=True, sinks=sinks, backend="reference", return_lse=True),
+            single_prefill_with_kv_cache_return_lse(q, k, v, causal=True, sinks=sinks, backend="reference"),
             (mean * (count[:, None] / total)[..., None], total.log2()),
         )
 
@@ -128,7 +127,7 @@ def _one_key(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, P
     v = _randn(keys, _KV_HEADS, _DIM, device=device, dtype=dtype)
     picked = torch.arange(keys, device=device).flip(0)
     q = 512.0 * _per_qo_head(k)[picked]  # the other keys weigh exp(-64) each
-    computed = single_prefill_with_kv_cache(q, k, v, sm_scale=0.125, backend="reference", return_lse=True)
+    computed = single_prefill_with_kv_cache_return_lse(q, k, v, sm_scale=0.125, backend="reference")
     yield computed, (_per_qo_head(v)[picked].double(), torch.full((keys, _QO_HEADS), 64.0 * LOG2E, device=device))
 
 
@@ -193,7 +192,7 @@ def _merged(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pa
     v = _randn(100, _KV_HEADS, _DIM, device=device, dtype=dtype)
     mean, count = _means(v, rows, causal=False)
     halves = [
-        single_prefill_with_kv_cache(q, torch.ones_like(part), part, backend="reference", return_lse=True)
+        single_prefill_with_kv_cache_return_lse(q, torch.ones_like(part), part, backend="reference")
         for part in v.split([30, 70])
     ]
     yield merge_state(*halves[0], *halves[1]), (mean, count.log2()[:, None].expand(-1, _QO_HEADS))
