@@ -140,12 +140,12 @@ def test_check_of_the_reference(options):
 
 def test_check_fails_on_a_wrong_result(monkeypatch):
     correct = _cases.compute
-    single = _check._closed_forms.single_prefill_with_kv_cache
+    single = _check._closed_forms.single_prefill_with_kv_cache_return_lse
 
     def off_by_one(*args, window_left=-1, **kwargs):
         return single(*args, window_left=window_left + 1 if window_left > 0 else -1, **kwargs)
 
-    monkeypatch.setattr(_check._closed_forms, "single_prefill_with_kv_cache", off_by_one)
+    monkeypatch.setattr(_check._closed_forms, "single_prefill_with_kv_cache_return_lse", off_by_one)
     text = invoke("check", "--device", "cpu", "--quick", code=1)
     assert "FAILED" in text and "equal keys" in text
     assert _cases.compute is correct
