@@ -55,8 +55,14 @@ struct PendingLoads {
   }
 };
 
+// A logits transform needs registers of its own: a third block per SM would spill.
+template <class Tile, bool kTransform>
+constexpr int blocks_per_sm() {
+  return kTransform && Tile::kBlocksPerSm > 2 ? 2 : Tile::kBlocksPerSm;
+}
+
 template <class Element, class Tile, bool kTransform>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+__global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform>())
     attention_kernel(__grid_constant__ const KernelParams params) {
   using Layout = SharedLayout<Tile>;
   using Mma = typename Element::Mma;
