@@ -42,20 +42,30 @@ struct OnlineSoftmax {
     }
   }
 
-  // Given each thread's maximum of its part of each row, raises m where needed and calls
-  // rescale(row, factor) on every row then. All 32 threads of the warp take part.
-  template <class Rescale>
-  CUTE_DEVICE void update_max(float (&row_max)[kRows], Rescale&& rescale) {
-    // A row without keys so far exceeds its headroom with any finite s, and with -inf does not.
-    bool raise = false;
+  // Whether a thread's maximum of its part of some row leaves too little headroom: then m must be raised. A row
+  // without keys so far exceeds its headroom with any finite s, and with -inf does not.
+  CUTE_DEVICE bool exceeds(const float (&thread_max)[kRows]) const {
+    bool any = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) raise |= fmaf(row_max[r], scale, minus_m[r]) > kHeadroom;
-    if (!__any_sync(0xffffffffu, raise)) return;
+    for (int r = 0; r < kRows; ++r) any |= fmaf(thread_max[r], scale, minus_m[r]) > kHeadroom;
+    return any;
+  }
+
+  // From a thread's part of each row to the rows' maxima, known to all four threads of a quad.
+  CUTE_DEVICE static void reduce_max(float (&row_max)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 1));
       row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 2));
-      // Rows within their headroom keep their m, so that a row's result depends on no other row.
+    }
+  }
+
+  // Raises m where needed and calls rescale(row, factor) on every row. Rows within their headroom keep their m,
+  // so that a row's result depends on no other row.
+  template <class Rescale>
+  CUTE_DEVICE void raise(const float (&row_max)[kRows], Rescale&& rescale) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
       const bool raised = fmaf(row_max[r], scale, minus_m[r]) > kHeadroom;
       const float minus_m_new = raised ? -row_max[r] * scale : minus_m[r];
       const float factor = exp2_approx(minus_m_new - minus_m[r]);  // 0 at the row's first key
