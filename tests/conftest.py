@@ -6,6 +6,7 @@ every target; the ones that need a GPU carry the ``gpu`` marker and skip, saying
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -72,6 +73,9 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    package = importlib.util.find_spec("cutlass_kernels")
+    if package is None or package.origin is None:  # no origin: the folder of the C++ sources
+        raise pytest.UsageError("the tests need the package installed: pip install '.[test]'")
     config.addinivalue_line("markers", "gpu: needs a CUDA device and compiled kernels")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
 

@@ -94,6 +94,13 @@ def test_runtime_requirements_contain_no_compiler() -> None:
     assert not [line for line in required if re.match(r"nvidia|pybind11|cmake|ninja|scikit", line)]
 
 
+def test_folder_of_the_sources_does_not_hide_the_package() -> None:
+    program = "import cutlass_kernels; print(cutlass_kernels.__file__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = Path(done.stdout.strip())
+    assert found.name == "__init__.py" and found.parent.parent != ROOT
+
+
 def test_nothing_is_installed_outside_the_package() -> None:
     installed = [str(file) for file in files("cutlass_kernels") or []]
     # An editable installation adds its redirection files (_cutlass_kernels_editable.*).
