@@ -100,12 +100,14 @@ class Plan {
  public:
   Plan(const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
        const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
-       int head_dim_vo, int batch_size, Address qo_indptr, Address kv_indptr, std::int64_t total_q)
+       int head_dim_vo, int batch_size, Address qo_indptr, Address kv_indptr, std::int64_t total_q,
+       Address qo_indptr_host)
       : backend_(backend_of(backend)),
         params_(sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
                       head_dim_vo, batch_size, total_q)) {
     params_.qo_indptr = pointer<const std::int32_t>(qo_indptr);
     params_.kv_indptr = pointer<const std::int32_t>(kv_indptr);
+    params_.qo_indptr_host = pointer<const std::int32_t>(qo_indptr_host);
     if (std::string fault = contradiction(params_, /*with_tensors=*/false); !fault.empty()) {
       throw py::value_error(fault);
     }
@@ -117,6 +119,7 @@ class Plan {
     raise_unless_ok(cutlass_kernels::make_schedule(params_, pointer<void>(workspace), bytes,
                                                    pointer<CUstream_st>(stream), &params_.schedule,
                                                    backend_));
+    params_.qo_indptr_host = nullptr;  // the caller's, only until here
   }
 
   void run(Address q, std::int64_t q_st, std::int64_t q_sh, Address k, std::int64_t k_st,
@@ -225,11 +228,11 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Plan>(m, "Plan")
       .def(py::init<const std::string&, const std::string&, const std::string&, const std::string&,
-                    int, int, int, int, int, Address, Address, std::int64_t>(),
+                    int, int, int, int, int, Address, Address, std::int64_t, Address>(),
            py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
            py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
            py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("qo_indptr"),
-           py::arg("kv_indptr"), py::arg("total_q"))
+           py::arg("kv_indptr"), py::arg("total_q"), py::arg("qo_indptr_host") = 0)
       .def_property_readonly("schedule_bytes", &Plan::schedule_bytes)
       .def("make_schedule", &Plan::make_schedule, py::arg("workspace"), py::arg("bytes"),
            py::arg("stream"))

@@ -53,7 +53,15 @@ Status choose_here(Backend backend, const AttentionParams& params, Choice* choic
 }
 
 std::int64_t tiles(const AttentionParams& params, int tile_rows) {
-  return schedule_capacity(params.total_q, params.batch_size, tile_rows);
+  if (params.qo_indptr_host == nullptr) {
+    return schedule_capacity(params.total_q, params.batch_size, tile_rows);
+  }
+  std::int64_t count = 0;
+  for (int b = 0; b < params.batch_size; ++b) {
+    const std::int64_t rows = params.qo_indptr_host[b + 1] - params.qo_indptr_host[b];
+    count += (std::max<std::int64_t>(rows, 0) + tile_rows - 1) / tile_rows;
+  }
+  return count;
 }
 
 /// A single request without offsets needs no list: its tiles follow from total_q and total_kv.

@@ -102,12 +102,14 @@ class Schedule:
         kv_indptr: torch.Tensor,
         total_q: int | None,
         workspace: torch.Tensor,
+        qo_indptr_host: torch.Tensor | None,
     ) -> None:
         self.backend = backend
         self.request = request
         self.qo_indptr = qo_indptr  # kept alive: the device reads them after this returns
         self.kv_indptr = kv_indptr
         self.workspace = workspace
+        self._host = qo_indptr_host
         self._plan: Any = None
         self._total_q = total_q
         if total_q:
@@ -132,6 +134,7 @@ class Schedule:
             self.qo_indptr.data_ptr(),
             self.kv_indptr.data_ptr(),
             total_q,
+            0 if self._host is None else self._host.data_ptr(),
         )
         needed = plan.schedule_bytes
         if needed > self.workspace.numel():
@@ -152,13 +155,15 @@ def make_schedule(
     kv_indptr: torch.Tensor,
     total_q: int | None,
     workspace: torch.Tensor,
+    qo_indptr_host: torch.Tensor | None = None,
 ) -> Schedule:
     """Enqueues the kernel that writes the work list of a batch into ``workspace`` (uint8, on the device).
 
     ``qo_indptr`` and ``kv_indptr`` are int32 ``[batch + 1]`` on the device; ``total_q`` is an upper bound of
-    ``qo_indptr[-1]``, or None where the host does not know one.
+    ``qo_indptr[-1]``, or None where the host does not know one. ``qo_indptr_host`` (int32, contiguous, on the CPU)
+    makes the list exact; leave it out where a captured run has to serve later lists.
     """
-    return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace)
+    return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, qo_indptr_host)
 
 
 def _stream(device: torch.device) -> int:

@@ -228,6 +228,7 @@ def make_schedule(
     kv_indptr: torch.Tensor,
     total_q: int | None,
     workspace: torch.Tensor,
+    qo_indptr_host: torch.Tensor | None = None,
 ) -> Any:
     """The work list of a batch, written into ``workspace``; None for a backend that needs none.
 
@@ -237,7 +238,7 @@ def make_schedule(
         return None
     from . import _cuda
 
-    return _cuda.make_schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace)
+    return _cuda.make_schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, qo_indptr_host)
 
 
 def int_workspace(device: torch.device) -> torch.Tensor:

@@ -353,7 +353,13 @@ class BatchPrefillWrapper:
             if plan.backend in KERNEL_BACKENDS:
                 offsets = self._kv_offsets(plan, stored)
                 plan.schedule = _plan.make_schedule(
-                    plan.backend, plan.request, stored["qo_indptr_buf"], offsets, rows, self._int_workspace_buffer
+                    plan.backend,
+                    plan.request,
+                    stored["qo_indptr_buf"],
+                    offsets,
+                    rows,
+                    self._int_workspace_buffer,
+                    None if self._use_cuda_graph else plan.batch.qo.host,
                 )
         except BaseException:
             for name, contents in before.items():

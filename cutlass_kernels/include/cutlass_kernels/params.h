@@ -46,7 +46,10 @@ struct AttentionParams {
   const std::int32_t* qo_indptr =
       nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
   const std::int32_t* kv_indptr =
-      nullptr;                ///< [batch_size + 1], device; null only if batch_size is 1
+      nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
+  /// Optional copy of qo_indptr on the host, read by make_schedule() and attention() while they run. With it a work
+  /// list has an entry per tile; without, up to batch_size more, each a block that starts only to end.
+  const std::int32_t* qo_indptr_host = nullptr;
   std::int64_t total_q = 0;   ///< rows of q (>= qo_indptr[batch_size])
   std::int64_t total_kv = 0;  ///< rows of k and v (>= kv_indptr[batch_size])
 
