@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Target:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def extension() -> Path:
+    """The file of the compiled module."""
+    spec = importlib.util.find_spec("cutlass_kernels._C")
+    if spec is None or spec.origin is None:
+        pytest.skip("cutlass_kernels is installed without compiled kernels")
+    return Path(spec.origin)
 
 
 @pytest.fixture

@@ -113,6 +113,11 @@ class Batch:
         qs = self.q.split(self.qo_lens)
         return list(zip(qs, self.k.split(self.kv_lens), self.v.split(self.kv_lens)))
 
+    def dequantized(self, scale_q: torch.Tensor, scale_k: torch.Tensor, scale_v: torch.Tensor) -> Batch:
+        """This batch in float32, with one factor per head of q, k and v."""
+        scaled = (x.float() * s[:, None] for x, s in ((self.q, scale_q), (self.k, scale_k), (self.v, scale_v)))
+        return Batch(self.qo_lens, self.kv_lens, *scaled)
+
     def random_masks(self, density: float = 0.6) -> list[torch.Tensor]:
         masks = []
         for n, m in zip(self.qo_lens, self.kv_lens):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -15,14 +14,6 @@ import pytest
 MAX_STACK_BYTES = 64
 # Tensor-core product and asynchronous copy: the two instructions each backend's speed rests on.
 INSTRUCTIONS = {"fa2": ("HMMA", "LDGSTS"), "fa3": ("GMMA", "UTMALDG")}
-
-
-@pytest.fixture(scope="module")
-def extension() -> Path:
-    spec = importlib.util.find_spec("cutlass_kernels._C")
-    if spec is None or spec.origin is None:
-        pytest.skip("cutlass_kernels is installed without compiled kernels")
-    return Path(spec.origin)
 
 
 @pytest.fixture(scope="module")

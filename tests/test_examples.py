@@ -25,7 +25,7 @@ def run(name: str, *arguments: str, code: int = 0) -> str:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_quickstart(device):
-    text = run("quickstart.py", "--layers", "1", "--device", device)
+    text = run("quickstart.py", "--layers", "2", "--device", device)
     assert text.count(": ok, ") == 7 and f"on {device}" in text
     assert text.count("torch.Size([100, 64, 128])") == 4
 

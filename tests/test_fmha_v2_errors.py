@@ -63,35 +63,34 @@ def test_block_tables(target, layout):
     refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=three), "block_tables")
 
 
+def separate_caches(batch):
+    """Keys and values in blocks of one allocation, and the block table of either (the values' counted from theirs)."""
+    paged = batch.paged(PAGE, "NHD", "tuple")
+    k, v = torch.cat([paged.k_cache, paged.v_cache]).chunk(2)
+    return k, v, block_table(paged)
+
+
 @pytest.mark.parametrize("wrong", [-1, 99])
 def test_page_numbers(target, wrong):
     if not target.is_reference:
         pytest.skip("page numbers on a GPU are not read back, so not checked")
     layout = "Q_PAGED_KV_NHD"
     batch = batch_for(layout, target)
-    paged = batch.paged(PAGE, "NHD", "tuple")
-    count = paged.k_cache.shape[0]
-    whole = torch.cat([paged.k_cache, paged.v_cache])
-    flat = block_table(paged)
+    k, v, flat = separate_caches(batch)
     bad = flat.clone()
     bad[1, 0] = wrong
     shown = rf"\b{abs(wrong)}\b"
     refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=(batch.q, pack(batch, layout)[0][1]), tables=bad), shown)
     for keys, values in ((bad, flat), (flat, bad)):
-        tables = torch.stack([keys, values + count], dim=1)
-        separate = (batch.q, (whole[:count], whole[count:]))
-        refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=separate, tables=tables), "block_tables", shown)
+        tables = torch.stack([keys, values + len(k)], dim=1)
+        refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=(batch.q, (k, v)), tables=tables), "tables", shown)
 
 
 def test_separate_caches(target):
     layout = "Q_PAGED_KV_NHD"
     batch = batch_for(layout, target)
-    paged = batch.paged(PAGE, "NHD", "tuple")
-    count = paged.k_cache.shape[0]
-    whole = torch.cat([paged.k_cache, paged.v_cache])
-    flat = block_table(paged)
-    tables = torch.stack([flat, flat + count], dim=1).to(target.device)
-    k, v = whole[:count], whole[count:]
+    k, v, flat = separate_caches(batch)
+    tables = torch.stack([flat, flat + len(k)], dim=1).to(target.device)
 
     def attempt(qkv, tables=tables):
         return lambda: call(batch, layout, Mode(), qkv=(batch.q, qkv), tables=tables)
@@ -102,7 +101,7 @@ def test_separate_caches(target):
     refuse(ValueError, attempt((k, v.bfloat16())), "bfloat16")
     refuse(ValueError, attempt((k.transpose(1, 2), v.transpose(1, 2))), "contiguous")
     refuse(ValueError, attempt((v, k)))
-    crooked = torch.zeros(whole.numel() + 64, dtype=whole.dtype, device=target.device)
+    crooked = torch.zeros(2 * k.numel() + 64, dtype=k.dtype, device=target.device)
     shifted = crooked[32 + k.numel() :][: v.numel()].view(v.shape)
     refuse(ValueError, attempt((crooked[: k.numel()].view(k.shape), shifted)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -16,14 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEM_LIBRARIES = re.compile(r"^(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-x86-64)\.so(\.\d+)?$")
-
-
-@pytest.fixture(scope="module")
-def extension() -> Path:
-    spec = importlib.util.find_spec("cutlass_kernels._C")
-    if spec is None or spec.origin is None:
-        pytest.skip("cutlass_kernels is installed without compiled kernels")
-    return Path(spec.origin)
 
 
 def binutils(*command: str | Path) -> str:

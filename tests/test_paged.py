@@ -126,13 +126,7 @@ def test_fp8_everything_with_head_scales(target):
         wrapper = planned(target, batch, paged, Options(causal=True), backend, o_data_type=torch.bfloat16)
         return wrapper.run(batch.q, paged.cache, *scales)
 
-    wide = Batch(
-        batch.qo_lens,
-        batch.kv_lens,
-        batch.q.float() * scales[0][:, None],
-        batch.k.float() * scales[1][:, None],
-        batch.v.float() * scales[2][:, None],
-    )
+    wide = batch.dequantized(*scales)
     out = target.attempt(call, [*NEEDS, "fp8"])
     assert_close(out, expect(wide, Options(causal=True)).out, atol=5e-2, rtol=5e-2, dtype=torch.bfloat16)
 

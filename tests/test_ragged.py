@@ -268,13 +268,7 @@ def test_fp8_everything(target, out_type):
         return planned(target, batch, Options(causal=True), backend, **extra).run(batch.q, batch.k, batch.v, *scales)
 
     out = call(target.backend) if target.is_reference else call("auto")
-    wide = Batch(
-        batch.qo_lens,
-        batch.kv_lens,
-        batch.q.float() * scales[0][:, None],
-        batch.k.float() * scales[1][:, None],
-        batch.v.float() * scales[2][:, None],
-    )
+    wide = batch.dequantized(*scales)
     # An 8-bit output type is not written; bf16 takes its place.
     assert_close(out, expect(wide, Options(causal=True)).out, atol=5e-2, rtol=5e-2, dtype=out_type or torch.bfloat16)
 
