@@ -5,7 +5,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -126,8 +128,8 @@ class Plan {
            std::int64_t k_sh, Address v, std::int64_t v_st, std::int64_t v_sh, Address o,
            std::int64_t o_st, std::int64_t o_sh, Address lse, std::int64_t lse_st,
            std::int64_t lse_sh, std::int64_t total_q, std::int64_t total_kv, bool causal,
-           int window_left, int chunk_size, float sm_scale, float soft_cap, Address sinks,
-           float v_scale, Address stream) const {
+           std::int64_t window_left, std::int64_t chunk_size, float sm_scale, float soft_cap,
+           Address sinks, float v_scale, Address stream) const {
     AttentionParams params = params_;
     params.q = {pointer<void>(q), q_st, q_sh};
     params.k = {pointer<void>(k), k_st, k_sh};
@@ -139,8 +141,10 @@ class Plan {
     params.total_q = total_q;
     params.total_kv = total_kv;
     params.causal = causal;
-    params.window_left = window_left;
-    params.chunk_size = chunk_size;
+    // More keys than there can be is no limit.
+    constexpr std::int64_t kAll = std::numeric_limits<std::int32_t>::max();
+    params.window_left = std::int32_t(std::min(window_left, kAll));
+    params.chunk_size = std::int32_t(std::min(chunk_size, kAll));
     params.sm_scale = sm_scale;
     params.logits_soft_cap = soft_cap;
     params.sinks = pointer<const float>(sinks);

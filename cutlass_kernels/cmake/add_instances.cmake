@@ -16,8 +16,6 @@ set(CK_CPP_BACKEND_fa2 "Backend::kFa2")
 set(CK_CPP_BACKEND_fa3 "Backend::kFa3")
 set(CK_CPP_DTYPE_float16 "DType::kFloat16")
 set(CK_CPP_DTYPE_bfloat16 "DType::kBFloat16")
-set(CK_CPP_ELEMENT_float16 "cutlass::half_t")
-set(CK_CPP_ELEMENT_bfloat16 "cutlass::bfloat16_t")
 set(CK_TOKEN_float16 fp16)
 set(CK_TOKEN_bfloat16 bf16)
 set(CK_CPP_FEATURE_interval_mask "kFeatureIntervalMask")
@@ -52,6 +50,19 @@ else()
   list(GET CK_REAL_ARCHS 0 CK_ARCHS_MIN)
   list(GET CK_REAL_ARCHS -1 CK_ARCHS_MAX)
   math(EXPR CK_ARCHS_MAX "${CK_ARCHS_MAX} / 10 * 10 + 9")
+  # The range claims every generation between; without portable code each of them needs its own.
+  set(previous "")
+  foreach(arch IN LISTS CK_REAL_ARCHS)
+    math(EXPR major "${arch} / 10")
+    if(previous AND major GREATER previous)
+      math(EXPR gap "${major} - ${previous}")
+      if(gap GREATER 1)
+        message(FATAL_ERROR "CK_ARCHS=${CK_ARCHS} leaves out the generations between ${previous}.x and ${major}.x: "
+                            "name them or add ptx")
+      endif()
+    endif()
+    set(previous ${major})
+  endforeach()
 endif()
 
 set(CK_INSTANCE_SOURCES "")
@@ -76,8 +87,7 @@ function(ck_add_instance CK_BACKEND dtype CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc m
   if(NOT CK_HEAD_DIM_QK EQUAL CK_HEAD_DIM_VO)
     string(APPEND CK_NAME "_${CK_HEAD_DIM_VO}")
   endif()
-  set(CK_DTYPE "${CK_CPP_ELEMENT_${dtype}}")   # cutlass::half_t
-  set(CK_DTYPE_ENUM "${CK_CPP_DTYPE_${dtype}}")  # DType::kFloat16
+  set(dtype_enum "${CK_CPP_DTYPE_${dtype}}")  # DType::kFloat16
   set(CK_ELEMENT "${CK_TOKEN_${dtype}}")       # fp16
   set(source "${CK_GENERATED}/${CK_NAME}.cu")
   configure_file("${CK_DIR}/src/${CK_BACKEND}/attention.cu.in" "${source}" @ONLY)
@@ -104,7 +114,7 @@ function(ck_add_instance CK_BACKEND dtype CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc m
   set(CK_INSTANCE_SOURCES ${CK_INSTANCE_SOURCES} "${source}" PARENT_SCOPE)
   set(CK_REGISTRY_DECLARATIONS
     "${CK_REGISTRY_DECLARATIONS}namespace ${CK_BACKEND} {\nKernelEntry ${CK_NAME}_entry();\n}\n" PARENT_SCOPE)
-  set(row "    {{\"${CK_NAME}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${CK_DTYPE_ENUM}, ${CK_DTYPE_ENUM}, ${CK_HEAD_DIM_QK}, "
+  set(row "    {{\"${CK_NAME}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${dtype_enum}, ${dtype_enum}, ${CK_HEAD_DIM_QK}, "
     "${CK_HEAD_DIM_VO},\n      ${feature_bits}, ${min_cc}, ${max_cc}},\n     &${CK_BACKEND}::${CK_NAME}_entry},\n")
   list(JOIN row "" row)
   set(CK_REGISTRY_ROWS "${CK_REGISTRY_ROWS}${row}" PARENT_SCOPE)

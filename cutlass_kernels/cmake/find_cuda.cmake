@@ -70,3 +70,5 @@ if(CK_CUDA_FROM_PYPI)
 else()
   find_package(CUDAToolkit REQUIRED)
 endif()
+# Objects link against the runtime of their own release or a newer one.
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" CK_NVCC_MAJOR_MINOR "${CK_NVCC_VERSION}")

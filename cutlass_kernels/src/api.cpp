@@ -5,17 +5,12 @@
 #include <cstdint>
 #include <limits>
 
+#include "cuda_failure.h"
 #include "registry.h"
 #include "schedule.h"
 
 namespace cutlass_kernels {
 namespace {
-
-Status cuda_failure(const char* what, cudaError_t error) {
-  cudaGetLastError();  // not left behind for the caller's own error check
-  return {StatusCode::kCudaError, std::string(what) + " failed: " + cudaGetErrorName(error) + " (" +
-                                      cudaGetErrorString(error) + ")."};
-}
 
 Status current_compute_capability(int* result) {
   int device = 0;
@@ -61,7 +56,8 @@ std::int64_t tiles(const AttentionParams& params, int tile_rows) {
     const std::int64_t rows = params.qo_indptr_host[b + 1] - params.qo_indptr_host[b];
     count += (std::max<std::int64_t>(rows, 0) + tile_rows - 1) / tile_rows;
   }
-  return count;
+  return std::max<std::int64_t>(count,
+                                1);  // a list has an entry, if only one that says there is no tile
 }
 
 /// A single request without offsets needs no list: its tiles follow from total_q and total_kv.
@@ -70,8 +66,8 @@ bool needs_list(const AttentionParams& params) {
 }
 
 /// A block computes one tile of one head at least, and blocks are counted in 32 bits.
-Status check_tiles(const AttentionParams& params, int tile_rows) {
-  const std::int64_t blocks = (tiles(params, tile_rows) + 1) * params.num_qo_heads;
+Status check_tiles(const AttentionParams& params, std::int64_t tiles) {
+  const std::int64_t blocks = (tiles + 1) * params.num_qo_heads;
   if (blocks <= std::numeric_limits<std::int32_t>::max()) return Status::success();
   return Status::invalid("total_q=" + std::to_string(params.total_q) + " with num_qo_heads=" +
                          std::to_string(params.num_qo_heads) + " makes " + std::to_string(blocks) +
@@ -80,8 +76,8 @@ Status check_tiles(const AttentionParams& params, int tile_rows) {
 
 Status schedule_for(int tile_rows, const AttentionParams& params, void* workspace,
                     std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
-  if (Status status = check_tiles(params, tile_rows); !status.ok()) return status;
   const std::int64_t capacity = tiles(params, tile_rows);
+  if (Status status = check_tiles(params, capacity); !status.ok()) return status;
   const std::size_t needed = static_cast<std::size_t>(capacity) * sizeof(WorkItem);
   if (workspace == nullptr || workspace_bytes < needed) {
     return {StatusCode::kWorkspaceTooSmall,
@@ -94,8 +90,9 @@ Status schedule_for(int tile_rows, const AttentionParams& params, void* workspac
     return Status::invalid("The workspace must be 16-byte aligned.");
   }
   auto* list = static_cast<WorkItem*>(workspace);
-  Status status = launch_schedule(params.qo_indptr, params.kv_indptr, params.batch_size, tile_rows,
-                                  static_cast<std::int32_t>(capacity), list, stream);
+  Status status =
+      launch_schedule(params.qo_indptr, params.kv_indptr, params.batch_size, params.total_q,
+                      tile_rows, static_cast<std::int32_t>(capacity), list, stream);
   if (status.ok()) *schedule = {list, static_cast<std::int32_t>(capacity), tile_rows};
   return status;
 }
@@ -140,18 +137,20 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
   // A schedule that the caller made decided the tiles; the kernel refuses those it does not have.
   AttentionParams scheduled = params;
-  if (params.schedule.work_list == nullptr) {
-    const int tile_rows = choice.tile_rows;
-    if (Status status = check_tiles(params, tile_rows); !status.ok()) return status;
-    if (needs_list(params)) {
-      Status status =
-          schedule_for(tile_rows, params, workspace, workspace_bytes, stream, &scheduled.schedule);
-      if (!status.ok()) return status;
-    } else {
-      const std::int64_t count = (params.total_q + tile_rows - 1) / tile_rows;
-      scheduled.schedule = {nullptr, static_cast<std::int32_t>(count), tile_rows};
+  if (params.schedule.work_list != nullptr) {
+    if (params.schedule.capacity <= 0) {
+      return Status::invalid("schedule.capacity=" + std::to_string(params.schedule.capacity) +
+                             " must be positive: make_schedule() fills it.");
     }
+  } else if (needs_list(params)) {
+    Status status = schedule_for(choice.tile_rows, params, workspace, workspace_bytes, stream,
+                                 &scheduled.schedule);
+    if (!status.ok()) return status;
+  } else {
+    const std::int64_t count = (params.total_q + choice.tile_rows - 1) / choice.tile_rows;
+    scheduled.schedule = {nullptr, static_cast<std::int32_t>(count), choice.tile_rows};
   }
+  if (Status status = check_tiles(params, scheduled.schedule.capacity); !status.ok()) return status;
   return choice.entry->launch(scheduled, stream);
 }
 

@@ -1,6 +1,7 @@
 #include "registry.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -149,7 +150,7 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
   }
 }
 
-std::string misaligned(const char* name, const TensorView& view, int item_bytes,
+std::string misaligned(const char* name, const ConstTensorView& view, int item_bytes,
                        bool with_pointer) {
   const std::string tensor = name;
   if ((view.stride_token * item_bytes) % 16 != 0) {
@@ -234,6 +235,10 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
       explain(candidate, params, compute_capability, reasons);
     }
   }
+  if (reasons->empty()) {
+    reasons->push_back("Backend " + number(static_cast<int>(backend)) +
+                       " is not one of this library: use kAuto, kFa2 or kFa3.");
+  }
   return nullptr;
 }
 
@@ -256,11 +261,32 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " and head_dim_vo=" + number(params.head_dim_vo) +
            " must be multiples of 8: rows are read 16 bytes at a time.";
   }
-  constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
+  // Below 2^31 by more than any tile, so that the end of a tile is a 32-bit number too.
+  constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max() - 1023;
   if (params.total_q < 0 || params.total_q > kMaxTokens || params.total_kv < 0 ||
       params.total_kv > kMaxTokens) {
     return "total_q=" + number(params.total_q) + " and total_kv=" + number(params.total_kv) +
-           " must lie between 0 and 2147483647: the offsets in qo_indptr and kv_indptr are 32-bit.";
+           " must lie between 0 and " + number(kMaxTokens) +
+           ": the offsets in qo_indptr and kv_indptr are 32-bit.";
+  }
+  for (const auto& [name, value] : {std::pair("sm_scale", params.sm_scale),
+                                    std::pair("logits_soft_cap", params.logits_soft_cap),
+                                    std::pair("v_scale", params.v_scale)}) {
+    if (!std::isfinite(value)) {
+      return std::string(name) + "=" + std::to_string(value) + " must be finite.";
+    }
+  }
+  if (const std::int32_t* host = params.qo_indptr_host) {
+    for (int b = 0; b < params.batch_size; ++b) {
+      if (host[b] < 0 || host[b + 1] < host[b]) {
+        return "qo_indptr_host[" + number(b + 1) + "]=" + number(host[b + 1]) + " follows " +
+               number(host[b]) + ": offsets start at 0 and never decrease.";
+      }
+    }
+    if (host[params.batch_size] > params.total_q) {
+      return "qo_indptr_host ends at " + number(host[params.batch_size]) +
+             ", beyond total_q=" + number(params.total_q) + ".";
+    }
   }
   if (params.chunk_size < 0) {
     return "chunk_size=" + number(params.chunk_size) +
@@ -273,7 +299,9 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   std::string fault = misaligned("q", params.q, q_bytes, with_tensors);
   if (fault.empty()) fault = misaligned("k", params.k, kv_bytes, with_tensors);
   if (fault.empty()) fault = misaligned("v", params.v, kv_bytes, with_tensors);
-  if (fault.empty()) fault = misaligned("o", params.o, o_bytes, with_tensors);
+  if (fault.empty())
+    fault = misaligned("o", {params.o.data, params.o.stride_token, params.o.stride_head}, o_bytes,
+                       with_tensors);
   if (!fault.empty() || !with_tensors) return fault;
 
   const bool offsets = params.qo_indptr != nullptr && params.kv_indptr != nullptr;
@@ -289,6 +317,17 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (params.total_q > 0) {
     if (params.q.data == nullptr) return missing("q", "total_q", params.total_q);
     if (params.o.data == nullptr) return missing("o", "total_q", params.total_q);
+  }
+  // Zero strides are fine to read (a broadcast), but rows and heads must not be written to one place.
+  const auto overlaps = [&](std::int64_t stride_token, std::int64_t stride_head) {
+    return (stride_token == 0 && params.total_q > 1) ||
+           (stride_head == 0 && params.num_qo_heads > 1);
+  };
+  if (overlaps(params.o.stride_token, params.o.stride_head)) {
+    return "o has a stride of 0: every row and head of the output needs a place of its own.";
+  }
+  if (params.lse != nullptr && overlaps(params.lse_stride_token, params.lse_stride_head)) {
+    return "lse has a stride of 0: set lse_stride_token and lse_stride_head.";
   }
   if (params.total_kv > 0) {
     if (params.k.data == nullptr) return missing("k", "total_kv", params.total_kv);

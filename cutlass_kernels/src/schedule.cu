@@ -4,7 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
+
+#include "cuda_failure.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -18,8 +19,11 @@ __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int t
   return max(0, min(kv_len, last_row + 1 + kv_len - qo_len));
 }
 
-__host__ __device__ inline int tile_count(int qo_len, int tile_rows) {
-  return (qo_len + tile_rows - 1) / tile_rows;
+// Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can
+// neither make the sums below overflow nor push others out of the list.
+__host__ __device__ inline int tile_count(int begin, int end, std::int64_t total_q, int tile_rows) {
+  return 0 <= begin && begin <= end && end <= total_q ? (end - begin + tile_rows - 1) / tile_rows
+                                                      : 0;
 }
 
 // Costs share a bucket when they agree to `shift` bits; buckets are numbered from the most expensive.
@@ -27,17 +31,18 @@ __device__ inline int bucket_of(int cost, int shift) { return kBuckets - 1 - (co
 
 // Calls visit(batch, tile) for every tile, spread over the block: one warp per request, its lanes over tiles.
 template <class Visit>
-__device__ void for_each_tile(const int* qo_indptr, int batch_size, int tile_rows, Visit&& visit) {
+__device__ void for_each_tile(const int* qo_indptr, int batch_size, std::int64_t total_q,
+                              int tile_rows, Visit&& visit) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int batch = warp; batch < batch_size; batch += kThreads / 32) {
-    const int tiles = tile_count(qo_indptr[batch + 1] - qo_indptr[batch], tile_rows);
+    const int tiles = tile_count(qo_indptr[batch], qo_indptr[batch + 1], total_q, tile_rows);
     for (int tile = lane; tile < tiles; tile += 32) visit(batch, tile);
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    schedule_kernel(const int* qo_indptr, const int* kv_indptr, int batch_size, int tile_rows,
-                    int capacity, WorkItem* list) {
+    schedule_kernel(const int* qo_indptr, const int* kv_indptr, int batch_size,
+                    std::int64_t total_q, int tile_rows, int capacity, WorkItem* list) {
   __shared__ int position[kBuckets];
   __shared__ int warp_total[32];
   __shared__ int max_kv_len;
@@ -57,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
     return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch],
                      kv_indptr[batch + 1] - kv_indptr[batch], tile, tile_rows);
   };
-  for_each_tile(qo_indptr, batch_size, tile_rows, [&](int batch, int tile) {
+  for_each_tile(qo_indptr, batch_size, total_q, tile_rows, [&](int batch, int tile) {
     atomicAdd(&position[bucket_of(cost_of(batch, tile), shift)], 1);
   });
   __syncthreads();
@@ -78,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int warp = 0; warp < 32; ++warp) total += warp_total[warp];
   __syncthreads();
 
-  for_each_tile(qo_indptr, batch_size, tile_rows, [&](int batch, int tile) {
+  for_each_tile(qo_indptr, batch_size, total_q, tile_rows, [&](int batch, int tile) {
     const int slot = atomicAdd(&position[bucket_of(cost_of(batch, tile), shift)], 1);
     if (slot < capacity) {
       WorkItem item{};
@@ -99,14 +104,16 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
-                       std::int32_t batch_size, std::int32_t tile_rows, std::int32_t capacity,
-                       WorkItem* list, cudaStream_t stream) {
-  schedule_kernel<<<1, kThreads, 0, stream>>>(qo_indptr, kv_indptr, batch_size, tile_rows, capacity,
-                                              list);
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return Status::success();
-  return {StatusCode::kCudaError, std::string("The schedule kernel could not be launched: ") +
-                                      cudaGetErrorString(error) + "."};
+                       std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
+                       std::int32_t capacity, WorkItem* list, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, schedule_kernel, qo_indptr, kv_indptr,
+                                               batch_size, total_q, tile_rows, capacity, list);
+  return error == cudaSuccess ? Status::success()
+                              : cuda_failure("Launching the schedule kernel", error);
 }
 
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
@@ -116,7 +123,9 @@ std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indpt
   for (std::size_t batch = 0; batch + 1 < qo_indptr.size(); ++batch) {
     const int qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
     const int kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
-    for (int tile = 0; tile < tile_count(qo_len, tile_rows); ++tile) {
+    for (int tile = 0;
+         tile < tile_count(qo_indptr[batch], qo_indptr[batch + 1], qo_indptr.back(), tile_rows);
+         ++tile) {
       list.push_back(
           {int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, {0, 0}});
     }

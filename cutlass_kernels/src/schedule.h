@@ -37,8 +37,8 @@ inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_s
 
 /// Enqueues the kernel that writes `capacity` entries at `list`.
 Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
-                       std::int32_t batch_size, std::int32_t tile_rows, std::int32_t capacity,
-                       WorkItem* list, cudaStream_t stream);
+                       std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
+                       std::int32_t capacity, WorkItem* list, cudaStream_t stream);
 
 /// The same list computed on the host from host lengths (for tests and for reading).
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,

@@ -68,7 +68,11 @@ int main() {
   }
 
   std::vector<__half> output(kTokens * kHeads * kHeadDim);
-  cudaMemcpy(output.data(), o, q_bytes, cudaMemcpyDeviceToHost);
+  if (const cudaError_t error = cudaMemcpy(output.data(), o, q_bytes, cudaMemcpyDeviceToHost);
+      error != cudaSuccess) {
+    std::printf("The GPU failed: %s\n", cudaGetErrorString(error));
+    return 1;
+  }
   for (int token : {0, 1, 511, 1023}) {
     std::printf("row %4d: %.4f, expected %.4f\n", token,
                 __half2float(output[token * kHeads * kHeadDim]), token / 2.0 / kTokens);

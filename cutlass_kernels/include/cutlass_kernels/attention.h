@@ -35,7 +35,7 @@ CK_API std::vector<std::string> not_supported_reasons(Backend backend,
                                                       int compute_capability);
 
 /// Bytes of workspace that make_schedule() needs for this problem, and attention() when params.schedule
-/// is empty. 0 for a single request. Asks no device: the answer holds for every kernel of `backend`.
+/// is empty. 0 for a single request without offsets: set qo_indptr, or batch_size, before asking. Asks no device: the answer holds for every kernel of `backend`.
 CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend = Backend::kAuto);
 
 /// Writes the work list of a batch into `workspace` (device memory, 16-byte aligned) on `stream` and

@@ -17,6 +17,13 @@ namespace cutlass_kernels {
 
 /// A [tokens, heads, dim] tensor in device memory whose last dimension is contiguous. Strides are in
 /// elements; the address and both strides (in bytes) must be multiples of 16.
+struct ConstTensorView {
+  const void* data = nullptr;
+  std::int64_t stride_token = 0;
+  std::int64_t stride_head = 0;
+};
+
+/// The same, to be written.
 struct TensorView {
   void* data = nullptr;
   std::int64_t stride_token = 0;
@@ -41,7 +48,8 @@ struct AttentionParams {
   std::int32_t head_dim_qk = 0;
   std::int32_t head_dim_vo = 0;
 
-  // Requests. Lengths live on the device; the host knows only the totals.
+  // Requests. Lengths live on the device; the host knows only the totals. A request whose offsets do not
+  // lie inside the totals is not computed, its output not written.
   std::int32_t batch_size = 1;
   const std::int32_t* qo_indptr =
       nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
@@ -54,9 +62,9 @@ struct AttentionParams {
   std::int64_t total_kv = 0;  ///< rows of k and v (>= kv_indptr[batch_size])
 
   // Tensors.
-  TensorView q;          ///< [total_q, num_qo_heads, head_dim_qk]
-  TensorView k;          ///< [total_kv, num_kv_heads, head_dim_qk]
-  TensorView v;          ///< [total_kv, num_kv_heads, head_dim_vo]
+  ConstTensorView q;     ///< [total_q, num_qo_heads, head_dim_qk]
+  ConstTensorView k;     ///< [total_kv, num_kv_heads, head_dim_qk]
+  ConstTensorView v;     ///< [total_kv, num_kv_heads, head_dim_vo]
   TensorView o;          ///< [total_q, num_qo_heads, head_dim_vo]
   float* lse = nullptr;  ///< optional, base 2
   std::int64_t lse_stride_token = 0;

@@ -6,11 +6,11 @@
 //            +---------------------- block j ----------------------+
 //  tensor    | S = Q K(j)^T |                        | O += P V(j)  |
 //  softmax   |              | mask, max              | P = 2^(s - m), 16 keys ahead of their products
-//  loads     |              | K(j - s), V(j - s) for s stages ahead |
+//  loads     |              | K(j - s), V(j - s), s = stages - 1    |
 //            +------------------------------------------------------+
 //
-// Warps own whole rows, so softmax needs no exchange between them; two or three blocks per SM overlap one
-// warp's softmax with another's products. At head dim 256, where a warp has registers for the output of 16
+// Warps own whole rows, so softmax needs no exchange between them; a scheduler's two or three warps overlap one's
+// softmax with another's products. At head dim 256, where a warp has registers for the output of 16
 // rows only and shared memory would be read too often, two warps share 32 rows (Tile::kSplits): each multiplies
 // Q by half of the keys and P by half of the columns of V.
 //
@@ -41,6 +41,11 @@ struct KernelParams {
   int sections;
   int section_heads;
   int last_heads;
+};
+
+// Hardware barriers. __syncthreads() is number 0: all warps arrive and wait.
+enum Barrier {
+  kRowBarrier = 1,  // + index of the rows: the warps that share them arrive and wait
 };
 
 // Loads to be issued piecemeal: issue(step, steps) issues the share of step `step` of `steps`.
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   constexpr int kRows = 2 * kRowTiles;  // rows a thread holds a part of
   const AttentionParams& p = params.attention;
 
-  extern __shared__ char shared_memory[];
+  extern __shared__ __align__(128) char shared_memory[];
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
 
   // ---- Which tile of which head. ----
@@ -128,7 +133,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   const int lane = thread % 32;
 
   // ---- Loads. ----
-  auto element_ptr = [](const TensorView& view, std::int64_t token, int h) {
+  auto element_ptr = [](const ConstTensorView& view, std::int64_t token, int h) {
     return static_cast<const char*>(view.data) +
            2 * (token * view.stride_token + h * view.stride_head);
   };
@@ -356,7 +361,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   auto row_value = [&](int r, int of_part) -> float& {
     return row_values[(warp_row + r / 2 * 16 + r % 2 * 8 + lane / 4) * kSplits + of_part];
   };
-  auto meet = [&] { named_barrier(1 + row_warp, 32 * kSplits); };
+  auto meet = [&] { named_barrier(kRowBarrier + row_warp, 32 * kSplits); };
   auto accumulate_shared = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t v_sub, Loads& next,
                                bool load) {
     float row_max[kRows];
@@ -509,7 +514,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
         m = top;
       }
     }
-    const bool empty = !(m > -INFINITY);
+    const bool empty = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
     const float scale = empty ? 0.0f : p.v_scale / sum;
     const int row = warp_row + (r / 2) * 16 + (r % 2) * 8 + lane / 4;
     CUTE_UNROLL
@@ -526,7 +531,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     }
   }
   __syncwarp();
-  char* out = const_cast<char*>(element_ptr(p.o, work.q_begin, head));
+  char* out = static_cast<char*>(p.o.data) +
+              2 * (std::int64_t(work.q_begin) * p.o.stride_token + head * p.o.stride_head);
   constexpr int kPartChunks = Layout::kChunks / kSplits;
   constexpr int kRowsPerStep = 32 / kPartChunks;
   const int out_chunk = part * kPartChunks + lane % kPartChunks;
@@ -536,8 +542,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     if (row_begin + row < row_end && out_chunk * 8 < p.head_dim_vo) {
       const uint4 value = *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ +
                                                           Layout::offset(row, out_chunk));
-      *reinterpret_cast<uint4*>(out + 2 * (row_begin + row) * p.o.stride_token + out_chunk * 16) =
-          value;
+      *reinterpret_cast<uint4*>(out + 2 * (std::int64_t(row_begin + row) * p.o.stride_token) +
+                                out_chunk * 16) = value;
     }
   }
 }

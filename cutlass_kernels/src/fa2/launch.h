@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda_failure.h"
 #include "fa2/kernel.h"
 #include "registry.h"
 
@@ -73,16 +74,15 @@ int tile_rows(const AttentionParams& params, int compute_capability) {
 template <class Tile>
 bool many_short_tiles(const AttentionParams& params) {
   const std::int64_t keys = params.total_kv / params.batch_size;
-  return (params.causal ? keys / 2 : keys) <= 1024 && block_count<Tile>(params) >= 4 * kTwoWaves;
+  return (params.causal || params.chunk_size > 0 ? keys / 2 : keys) <= 1024 &&
+         block_count<Tile>(params) >= 4 * kTwoWaves;
 }
 
 template <class Element, class Tile, bool kTransform>
 Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   KernelParams kernel_params;
   kernel_params.attention = params;
-  AttentionParams& p = kernel_params.attention;
-  // A window of all keys is no window; the clamp keeps position - window_left inside 32 bits.
-  if (p.window_left >= p.total_kv) p.window_left = -1;
+  const AttentionParams& p = kernel_params.attention;
   kernel_params.transform = LogitsTransform::make(params);
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
@@ -96,13 +96,15 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error == cudaSuccess) {
-    const dim3 grid(unsigned(kernel_params.tiles) * unsigned(p.num_qo_heads));
-    kernel<<<grid, Tile::kThreads, kBytes, stream>>>(kernel_params);
-    error = cudaGetLastError();
+    // Unlike cudaGetLastError(), its result speaks of this launch only.
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(kernel_params.tiles) * unsigned(p.num_qo_heads));
+    config.blockDim = dim3(Tile::kThreads);
+    config.dynamicSmemBytes = kBytes;
+    config.stream = stream;
+    error = cudaLaunchKernelEx(&config, kernel, kernel_params);
   }
-  if (error == cudaSuccess) return Status::success();
-  return {StatusCode::kCudaError,
-          std::string("The fa2 kernel could not be launched: ") + cudaGetErrorString(error) + "."};
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
 }
 
 template <class Element, int HeadDim, bool kTransform>

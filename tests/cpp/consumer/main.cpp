@@ -50,7 +50,9 @@ void check_without_gpu() {
             "no kernel serves Volta");
 
     // No tensors.
-    ck::Status status = ck::attention(params, nullptr, 0, nullptr);
+    ck::AttentionParams single = params;
+    single.batch_size = 1;
+    ck::Status status = ck::attention(single, nullptr, 0, nullptr);
     require(status.code == ck::StatusCode::kInvalidArgument && !status.message.empty(),
             "null tensors are refused");
 
