@@ -63,11 +63,12 @@ class Captured:
                 backend=target.backend,
             )
 
-    def load(self, batch: Batch) -> None:
+    def load(self, batch: Batch, indices_on: str = "cpu") -> None:
         self.q[: len(batch.q)] = batch.q
         if self.kind == "ragged":
             self.k[: len(batch.k)], self.v[: len(batch.v)] = batch.k, batch.v
-            self.wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+            bounds = batch.qo_indptr(indices_on), batch.kv_indptr(indices_on)
+            self.wrapper.plan(*bounds, *batch.heads, causal=True)
         else:
             paged = batch.paged(8)
             self.cache[: len(paged.cache)] = paged.cache
@@ -101,6 +102,61 @@ def test_replay_after_other_plans(target, kind):
         assert_lse_close(captured.lse[:rows], want.lse)
         # Rows behind the last request keep what was there.
         assert bool((captured.out[rows:] == 7.0).all()) and bool((captured.lse[rows:] == 7.0).all())
+
+
+def test_capture_before_any_run(target):
+    """Offsets on the device: nothing but the captured runs themselves knows the work."""
+    batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(STEPS)]
+    captured = Captured(target, "ragged")
+    captured.load(batches[0], target.device)
+    ck.single_prefill_with_kv_cache(batches[0].q, batches[0].k, batches[0].v, backend=target.backend)  # loads kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run()
+    captured.run()  # before the graph has made its own list
+    for batch in [*batches, batches[0]]:
+        want = expect(batch, CAUSAL)
+        rows = len(batch.q)
+        captured.load(batch, target.device)
+        for run in (graph.replay, captured.run, graph.replay):
+            captured.out.fill_(7.0)
+            run()
+            assert_close(captured.out[:rows], want.out, want.baseline)
+
+
+def test_capture_with_offsets_on_the_device_outside_graph_mode(target):
+    batch = make_batch([8, 3], [40, 60], 4, 2, 64, device=target.device)
+    want = expect(batch, CAUSAL)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    wrapper.plan(batch.qo_indptr(target.device), batch.kv_indptr(target.device), *batch.heads, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = wrapper.run(batch.q, batch.k, batch.v)
+    assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+    graph.replay()
+    assert_close(out, want.out, want.baseline)
+
+
+def test_rows_of_the_first_run_bound_later_ones(target):
+    captured = Captured(target, "ragged")
+    batch = make_batch(*STEPS[1], 4, 2, 64, device=target.device)
+    captured.load(batch, target.device)
+    captured.run()
+    more = make_batch([9, 9, 9], [40, 60, 9], 4, 2, 64, device=target.device)
+    with pytest.raises(ValueError, match=r"27.*24"):
+        captured.wrapper.plan(more.qo_indptr(), more.kv_indptr(), *more.heads)
+    with pytest.raises(ValueError, match=r"27.*24"):
+        captured.wrapper.run(more.q, captured.k, captured.v)
+
+
+def test_attention_in_pytorch_cannot_be_captured(target):
+    batch = make_batch([8, 3], [40, 60], 4, 2, 64, device=target.device)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend="reference")
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
+    out = torch.zeros_like(batch.q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(ck.BackendError, match="captured"):
+        wrapper.run(batch.q, batch.k, batch.v, out=out)
 
 
 def test_capture_of_single_calls(target):

@@ -113,6 +113,26 @@ def test_decreasing_indptr(calls):
     refuse(RuntimeError, lambda: calls.paged(table=(calls.batch.qo_indptr(), bad, *table[1:])), "kv_indptr")
 
 
+def test_rows_start_at_0(calls):
+    late = torch.tensor([2, 5, 14], dtype=torch.int32)
+    refuse(RuntimeError, lambda: calls.ragged(bounds=(late, calls.batch.kv_indptr())), "qo_indptr starts at 2")
+    refuse(RuntimeError, lambda: calls.paged(table=(late, *calls.data.table())), "qo_indptr starts at 2")
+
+
+def test_keys_may_start_elsewhere(calls):
+    # Engines pass a slice of a larger batch's offsets.
+    q, k, v = calls.qkv
+    ragged = calls.ragged(bounds=(torch.tensor([0, 9], dtype=torch.int32), calls.batch.kv_indptr()[1:]))
+    assert torch.equal(ragged.run(q[5:], k, v), calls.ragged().run(q, k, v)[5:])
+
+
+def test_return_lse_is_a_bool(calls):
+    factor = torch.ones(1, device=calls.target.device)
+    refuse(TypeError, lambda: calls.ragged().run(*calls.qkv, factor), "return_lse", "Tensor")
+    paged, data = calls.paged(), (calls.batch.q, calls.data.cache)
+    refuse(TypeError, lambda: paged.run(*data, 1.0, 1.0, factor.cpu().double()[0]), "return_lse", "Tensor")
+
+
 def test_table_lengths_disagree(calls):
     table = calls.data.table()
     short = torch.tensor([0, 14], dtype=torch.int32)
@@ -383,6 +403,25 @@ def test_ragged_graph_plans_stay_in_bounds(target, calls):
     wrapper.plan(calls.batch.qo_indptr(), calls.batch.kv_indptr(), *calls.batch.heads)
     one = torch.tensor([0, 5], dtype=torch.int32)
     refuse(ValueError, lambda: wrapper.plan(one, one, *calls.batch.heads), 1, 2)
+
+
+def test_the_mask_of_a_graph_wrapper_is_planned(target, calls):
+    buffers = dict(
+        custom_mask_buf=torch.zeros(64, dtype=torch.uint8, device=target.device),
+        qk_indptr_buf=torch.zeros(3, dtype=torch.int32, device=target.device),
+    )
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        target.workspace(), use_cuda_graph=True, **GraphBuffers(target.device).ragged, **buffers
+    )
+    bounds = (calls.batch.qo_indptr(), calls.batch.kv_indptr())
+    wrapper.plan(*bounds, *calls.batch.heads, causal=True)
+    before = wrapper.run(*calls.qkv)
+    refuse(ValueError, lambda: wrapper.forward(*calls.qkv, causal=False), "causal=False", "plan()")
+    assert torch.equal(wrapper.forward(*calls.qkv, causal=True), before)
+    # A mask of the caller's wins over causal, as always.
+    mask = torch.ones(5 * 20 + 9 * 9, dtype=torch.bool, device=target.device)
+    wrapper.plan(*bounds, *calls.batch.heads, custom_mask=mask)
+    assert torch.equal(wrapper.forward(*calls.qkv, causal=True), wrapper.forward(*calls.qkv, causal=False))
 
 
 @pytest.mark.parametrize("entry", [0, 17, -1])

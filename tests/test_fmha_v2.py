@@ -201,6 +201,14 @@ def test_soft_cap_comes_before_alibi(target):
     check(batch_for("CONTIGUOUS_Q_KV", target), "CONTIGUOUS_Q_KV", Mode(alibi=True, cap=1.5, bmm1=0.5))
 
 
+@pytest.mark.parametrize("layout", ["Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"])
+def test_max_kv_len_is_an_upper_bound(target, layout):
+    batch = batch_for(layout, target)
+    got = call(batch, layout, Mode(), max_kv_len=100_000)
+    want, _, base = expect(batch, Mode())
+    assert_close(got, want, base.to(got.dtype))
+
+
 def test_other_position_modes_are_ignored(target):
     batch = batch_for("CONTIGUOUS_Q_KV", target)
     want, _, base = expect(batch, Mode())

@@ -212,17 +212,19 @@ def index_vector(name: str, tensor: torch.Tensor, length: int | None = None) -> 
     return tensor.to(torch.int32).contiguous()
 
 
-def indptr(name: str, tensor: torch.Tensor, batch: int | None = None) -> torch.Tensor:
+def indptr(name: str, tensor: torch.Tensor, batch: int | None = None, *, from_zero: bool = False) -> torch.Tensor:
     """Offsets ``[batch + 1]`` as int32 on their own device.
 
-    ValueError for another rank, dtype or length; RuntimeError where a CPU tensor is negative or decreases.
+    ValueError for another rank, dtype or length; RuntimeError where a CPU tensor is negative or decreases, or with
+    ``from_zero`` does not start at 0. (Offsets of keys may be a slice of those of a larger batch.)
     """
     offsets = index_vector(name, tensor, None if batch is None else batch + 1)
     if offsets.size(0) == 0:
         raise ValueError(f"{name} is empty: it needs batch_size + 1 elements, starting with 0.")
     if not offsets.is_cuda:
-        if int(offsets[0]) < 0:
-            raise RuntimeError(f"{name} starts at {int(offsets[0])}: offsets start at 0.")
+        first = int(offsets[0])
+        if first < 0 or (from_zero and first != 0):
+            raise RuntimeError(f"{name} starts at {first}: offsets start at 0.")
         steps = offsets[1:] < offsets[:-1]
         if bool(steps.any()):
             at = int(steps.nonzero()[0])

@@ -117,7 +117,9 @@ class Schedule:
 
     def plan(self, rows: int) -> Any:
         """The compiled plan for q of ``rows`` rows."""
-        if self._plan is None or (self._total_q is None and torch.cuda.is_current_stream_capturing()):
+        if self._total_q is None and torch.cuda.is_current_stream_capturing():
+            return self._make(rows)  # not kept: the list exists only once the graph has run
+        if self._plan is None:
             self._plan = self._make(rows)
         return self._plan
 
@@ -137,14 +139,14 @@ class Schedule:
             0 if self._host is None else self._host.data_ptr(),
         )
         needed = plan.schedule_bytes
-        if needed > self.workspace.numel():
+        if needed > self.workspace.nbytes:
             raise RuntimeError(
-                f"int_workspace_buffer has {self.workspace.numel()} bytes, but the work list of this batch takes "
+                f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the work list of this batch takes "
                 f"{needed}: pass a larger one to reset_workspace_buffer()."
             )
         device = self.workspace.device
         with torch.cuda.device(device):
-            plan.make_schedule(self.workspace.data_ptr(), self.workspace.numel(), _stream(device))
+            plan.make_schedule(self.workspace.data_ptr(), self.workspace.nbytes, _stream(device))
         return plan
 
 

@@ -58,16 +58,15 @@ class Index:
 
     device: torch.Tensor
     host: torch.Tensor | None
+    last: int | None = field(init=False)  # the last element where the host knows it
+
+    def __post_init__(self) -> None:
+        self.last = int(self.host[-1]) if self.host is not None and self.host.numel() else None
 
     @property
     def known(self) -> torch.Tensor:
         """The host copy where there is one."""
         return self.device if self.host is None else self.host
-
-    @property
-    def last(self) -> int | None:
-        """The last element where the host knows it."""
-        return None if self.host is None else int(self.host[-1])
 
 
 @dataclass(slots=True)
@@ -127,6 +126,7 @@ class Plan:
     bits: torch.Tensor | None
     bits_indptr: torch.Tensor | None
     multi_item: MultiItem | None
+    mask_is_causal: bool  # the mask is not the user's, but stands for options.causal in the buffers of a CUDA graph
     request: _dispatch.Request
     backend: str
     schedule: Any = None
@@ -218,7 +218,9 @@ def run_scales(
             raise TypeError(f"{name} is given twice, by position and by keyword.")
         else:
             given[name] = value
-    return (given.get("q_scale"), given.get("k_scale"), given.get("v_scale")), bool(return_lse)
+    if not isinstance(return_lse, bool):  # a scale in the wrong place, which bool() might read from the device
+        raise TypeError(f"return_lse is {type(return_lse).__name__}, not a bool: pass True or False.")
+    return (given.get("q_scale"), given.get("k_scale"), given.get("v_scale")), return_lse
 
 
 def make_schedule(

@@ -207,8 +207,8 @@ class BatchPrefillWrapper:
         if tensor.device.type != "cpu":
             if self.device.type == "cpu":
                 raise ValueError(
-                    f"an index tensor is on {tensor.device}, but the workspace of this wrapper on the CPU: allocate "
-                    "the workspace on the device of queries and keys."
+                    f"a tensor given to plan() is on {tensor.device}, but the workspace of this wrapper on the CPU: "
+                    "allocate the workspace on the device of queries and keys."
                 )
             return Index(tensor.to(self.device), None)
         if self.device.type == "cpu":
@@ -264,18 +264,20 @@ class BatchPrefillWrapper:
         limit = self._max_total_num_rows
         if self._use_cuda_graph and total_q is not None and limit is not None and total_q > limit:
             raise ValueError(
-                f"qo_indptr ends at {total_q}: the total number of rows cannot exceed the {limit} of the first plan, "
+                f"qo_indptr ends at {total_q}: the total number of rows cannot exceed the {limit} of the first plan (or run), "
                 "for which the CUDA graph was captured."
             )
         bits, bits_indptr = None, None
+        user_mask = custom_mask is not None or packed_custom_mask is not None
         if items is not None:
-            tensors = (items.prefix_len.to(self.device), items.token_pos.to(self.device))
+            tensors = (self._index(items.prefix_len).device, self._index(items.token_pos).device)
             items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)
-        elif packed_custom_mask is not None or custom_mask is not None or self._graph_mask:
+        elif user_mask or self._graph_mask:
             bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, qo_lens, batch.kv_lens, values.causal)
         request = self._request(shape, values, bits is not None, items is not None, batch.page_size is not None)
         backend = _dispatch.select(self._requested_backend, request)
-        return Plan(shape, batch, total_q, values, bits, bits_indptr, items, request, backend)
+        mask_is_causal = bits is not None and not user_mask
+        return Plan(shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend)
 
     def _pack(
         self,
@@ -294,7 +296,8 @@ class BatchPrefillWrapper:
             assert self._custom_mask_buf is not None
             custom_mask = _plan.full_mask(qo_lens, kv_lens, causal, 8 * self._custom_mask_buf.numel(), self.device)
         if packed is not None:
-            bits, offsets = packed, _args.check_packed_mask(packed, qo_lens, kv_lens)
+            offsets = _args.check_packed_mask(packed, qo_lens, kv_lens)
+            bits = self._index(packed).device
         else:
             assert custom_mask is not None
             if qo_lens.is_cuda or kv_lens.is_cuda:
@@ -411,6 +414,9 @@ class BatchPrefillWrapper:
             )
         if plan.total_q is not None and q.size(0) != plan.total_q:
             raise ValueError(f"q has {q.size(0)} rows, but the planned qo_indptr ends at {plan.total_q}: plan again.")
+        limit = self._max_total_num_rows
+        if self._use_cuda_graph and limit is not None and q.size(0) > limit:
+            raise ValueError(f"q has {q.size(0)} rows, but this wrapper was first used with {limit}: use no more.")
 
     def _check_kv(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         shape = plan.shape
@@ -439,6 +445,8 @@ class BatchPrefillWrapper:
         if backend == "reference" and self.device.type == "cuda":
             _use_host_indices(problem, plan)
         _dispatch.compute(problem, backend, schedule)
+        if self._use_cuda_graph and self._max_total_num_rows is None:  # planned from offsets on the device
+            self._max_total_num_rows = q.size(0)
         out, lse = problem.output.out, problem.output.lse
         if lse is None:
             return out
@@ -447,13 +455,15 @@ class BatchPrefillWrapper:
         return (out, lse.t() if args.lse_layout == "HN" else lse) if args.return_lse else out
 
     def _other_schedule(self, plan: Plan, backend: str, request: _dispatch.Request, problem: Problem) -> Any:
-        """The schedule for a backend that the plan did not choose. Captured runs make it anew, as lengths change."""
-        schedule = plan.other_schedules.get(backend)
-        if schedule is None or self._use_cuda_graph:
+        """The schedule for a backend that the plan did not choose. Captured runs make their own, as lengths change."""
+        make_anew = self._use_cuda_graph or torch.cuda.is_current_stream_capturing()
+        schedule = None if make_anew else plan.other_schedules.get(backend)
+        if schedule is None:
             assert problem.qo_indptr is not None
             offsets, workspace = _plan.token_indptr(problem.kv), _plan.int_workspace(self.device)
             schedule = _plan.make_schedule(backend, request, problem.qo_indptr, offsets, problem.q.size(0), workspace)
-            plan.other_schedules[backend] = schedule
+            if not make_anew:
+                plan.other_schedules[backend] = schedule
         return schedule
 
     def _problem(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Problem:
@@ -462,6 +472,11 @@ class BatchPrefillWrapper:
             raise ValueError(f"lse_base={args.lse_base!r} is unknown: use 'log2' or 'ln'.")
         if args.lse_layout not in ("NH", "HN"):
             raise ValueError(f"lse_layout={args.lse_layout!r} is unknown: use 'NH' or 'HN'.")
+        if plan.mask_is_causal and values.causal != plan.options.causal:
+            raise ValueError(
+                f"causal={values.causal}, but causal={plan.options.causal} is planned, and the mask buffers of this "
+                "wrapper hold a mask for that: pass causal to plan()."
+            )
         scale_qk, head_scale, scale_v = _args.descale(*args.scales, shape.num_qo_heads, shape.num_kv_heads, self.device)
         alibi = values.pos_encoding_mode == "ALIBI"
         logits = Logits(

@@ -114,14 +114,14 @@ def trtllm_fmha_v2_prefill(
     _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
     for name, x in (("k", k), ("v", v)):
         _args.same_device(q.device, **{name: x})
-    qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size)
+    qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True)
     kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size)
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
 
     kv: RaggedKv | PagedKv
     if input_layout.startswith("Q_PAGED"):
         separate = not isinstance(qkv[1], torch.Tensor)
-        kv = _paged(k, v, separate, block_tables, kv_indptr, batch_size, max_kv_len)
+        kv = _paged(k, v, separate, block_tables, kv_indptr, batch_size)
     else:
         _check_total("cum_seq_lens_kv", kv_indptr, "keys", k.size(0))
         kv = RaggedKv(k, v, kv_indptr)
@@ -258,7 +258,6 @@ def _paged(
     block_tables: torch.Tensor | None,
     kv_indptr: torch.Tensor,
     batch_size: int,
-    max_kv_len: int,
 ) -> PagedKv:
     """The page table of a batch from its block tables, made on their device."""
     if block_tables is None:
@@ -274,10 +273,6 @@ def _paged(
             f"batch_size={batch_size} it must be {shape}."
         )
     page_size = k.size(1)
-    if table.size(-1) * page_size < max_kv_len:
-        raise ValueError(
-            f"block_tables has {table.size(-1)} columns of {page_size} tokens, too few for max_kv_len={max_kv_len}."
-        )
     kv_lens = _args.lens(kv_indptr)
     if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
         device = kv_lens.device if kv_lens.is_cuda else table.device

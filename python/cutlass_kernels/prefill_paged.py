@@ -19,6 +19,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     A row without keys gives 0, and an LSE of -inf. The LSE is base 2: ``log2(sum_j exp(logit_j))``. (Softmax statistics
     and their merging: Milakov and Gimelshein, 2018; pages: Kwon et al., "PagedAttention", 2023.)
 
+    Index tensors and the work list belong to the stream that is current in plan(): run on that stream, or order the
+    two.
+
     Args:
         float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.
         kv_layout: ``"NHD"`` (pages ``[page_size, num_kv_heads, head_dim]``) or ``"HND"``.
@@ -180,7 +183,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, 32, 8, 128, 16, causal=True,
             ...              q_data_type=torch.bfloat16)
         """
-        qo = _args.indptr("qo_indptr", qo_indptr)
+        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
         count = qo.numel() - 1
         self._check_batch(count)
         kv = _args.indptr("paged_kv_indptr", paged_kv_indptr, count)

@@ -21,6 +21,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     A row without keys gives 0, and an LSE of -inf. The LSE is base 2: ``log2(sum_j exp(logit_j))``. (Softmax statistics
     and their merging: Milakov and Gimelshein, 2018.)
 
+    Index tensors and the work list belong to the stream that is current in plan(): run on that stream, or order the
+    two.
+
     Args:
         float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.
         kv_layout: ``"NHD"`` (keys ``[nnz_kv, num_kv_heads, head_dim]``) or ``"HND"``.
@@ -164,7 +167,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> wrapper.plan(qo_indptr, kv_indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16)
         """
         _plan.unsupported("plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr)
-        qo = _args.indptr("qo_indptr", qo_indptr)
+        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
         count = qo.numel() - 1
         self._check_batch(count)
         kv = _args.indptr("kv_indptr", kv_indptr, count)
@@ -173,12 +176,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             o_data_type = torch.bfloat16 if q_dtype in _args.FP8_DTYPES else o_data_type
         shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
         if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+            # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
+            cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
             warnings.warn(
-                f"backend='fa2' has no fp8 tensor cores: q, k and v ({q_dtype}) are converted to float16 by every run.",
+                f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({q_dtype}) to {cast}.",
                 _dispatch.PerformanceWarning,
                 stacklevel=3,
             )
-            shape = dataclasses.replace(shape, cast=torch.float16)
+            shape = dataclasses.replace(shape, cast=cast)
         values = _plan.options(
             causal,
             pos_encoding_mode,
