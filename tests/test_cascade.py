@@ -252,3 +252,12 @@ def test_shapes_that_do_not_match(target):
         with pytest.raises(RuntimeError):
             call()
         assert torch.equal(a, before)
+
+
+def test_states_of_integers(target):
+    v, s = torch.zeros(3, 2, 8, device=target.device), torch.zeros(3, 2, device=target.device)
+    for wrong in ((v.int(), s, v.int(), s), (v, s.int(), v, s), (v, s, v, s.long())):
+        with pytest.raises(RuntimeError, match="floating-point"):
+            ck.merge_state(*wrong)
+    with pytest.raises(RuntimeError, match="floating-point"):
+        ck.merge_states(v[:, None].int(), s[:, None])

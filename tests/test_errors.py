@@ -466,3 +466,16 @@ def test_a_failed_plan_or_run_leaves_the_wrapper_usable(calls):
     with pytest.raises(ValueError):
         wrapper.run(calls.batch.q[:3], calls.data.cache)
     assert torch.equal(wrapper.run(calls.batch.q, calls.data.cache), before)
+
+
+def test_rope_turns_pairs(calls):
+    words = ("head_dim=63 is odd", "ROPE_LLAMA")
+    for plan in calls.plans(heads=(4, 2, 63), pos_encoding_mode="ROPE_LLAMA"):
+        refuse(ValueError, plan, *words)
+    q, k, v = (x[..., :63] for x in calls.qkv)
+    refuse(ValueError, lambda: ck.single_prefill_with_kv_cache(q, k, v, pos_encoding_mode="ROPE_LLAMA"), *words)
+
+
+def test_refusals_do_not_print_tensors(calls):
+    message = refuse(NotImplementedError, lambda: calls.ragged().run(*calls.qkv, o_scale=calls.qkv[0]), "o_scale")
+    assert "a tensor (14, 4, 64)" in message

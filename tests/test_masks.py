@@ -231,3 +231,36 @@ def test_custom_mask_over_many_tiles(target, kind):
     batch = batch_for(kind, target, (300, 5, 131), (203, 77, 131))
     options = Options(window_left=150, custom_masks=batch.random_masks())
     check(target, kind, batch, options, needs=["custom_mask"], custom_mask=flat(options.custom_masks))
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_plan_copies_what_it_gets_on_the_cpu(target, kind):
+    batch = make_batch([6, 5], [9, 5], 4, 2, 64, device=target.device)
+    paged = batch.paged(4)
+    if kind == "ragged":
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace())
+        table, rest, data = (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
+    else:
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
+        table, rest, data = paged.table(), (*batch.heads, 4), (paged.cache,)
+    # Pinned where there is a GPU: copies from such memory are still under way when plan() returns.
+    pin = target.device != "cpu"
+    masks = batch.random_masks()
+    bits = torch.cat([oracle.pack_bits(m, "little") for m in masks])
+    prefix = torch.tensor([3, 2]).to(torch.uint32)
+    positions = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 0, 0] * 2, dtype=torch.int32).to(torch.uint16)
+    longest = torch.tensor([2, 2]).to(torch.uint16)
+    bits, prefix, positions = (x.pin_memory() if pin else x for x in (bits, prefix, positions))
+    items = dict(
+        prefix_len_ptr=prefix, token_pos_in_items_ptr=positions, token_pos_in_items_len=10, max_item_len_ptr=longest
+    )
+    for given in (dict(packed_custom_mask=bits), items):
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **given)
+        want = wrapper.run(batch.q, *data)
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **given)
+        for x in given.values():
+            if isinstance(x, torch.Tensor):
+                x.view(torch.uint8).zero_()
+        assert torch.equal(wrapper.run(batch.q, *data), want)
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **given)
+        assert not torch.equal(wrapper.run(batch.q, *data), want)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
 from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
+from cutlass_kernels import _dispatch
 
 
 def planned(target, batch: Batch, options: Options | None = None, backend: str | None = None, **extra):
@@ -271,6 +273,60 @@ def test_fp8_everything(target, out_type):
     wide = batch.dequantized(*scales)
     # An 8-bit output type is not written; bf16 takes its place.
     assert_close(out, expect(wide, Options(causal=True)).out, atol=5e-2, rtol=5e-2, dtype=out_type or torch.bfloat16)
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("out_type", [None, torch.float16], ids=["default", "fp16"])
+def test_fp8_on_fa2_is_converted(target, out_type, fp8, monkeypatch):
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, dtype=fp8, device=target.device)
+    wide = out_type or torch.bfloat16
+    if target.is_reference:  # without a GPU, the reference computes what fa2 is asked for
+
+        def select(requested, request):
+            assert requested == "fa2" and {request.q_dtype, request.kv_dtype, request.o_dtype} == {wide}
+            return "reference"
+
+        monkeypatch.setattr(_dispatch, "select", select)
+    options = Options(causal=True, q_scale=0.5, k_scale=1.5, v_scale=2.0)
+    with pytest.warns(ck.PerformanceWarning, match=f"fa2.*{wide}"):
+        wrapper = planned(target, batch, Options(causal=True), "fa2", o_data_type=out_type)
+    out = wrapper.run(batch.q, batch.k, batch.v, q_scale=0.5, k_scale=1.5, v_scale=2.0)
+    assert out.dtype == wide
+    assert_close(out, expect(batch, options).out, atol=5e-2, rtol=5e-2, dtype=wide)
+
+
+def test_a_numpy_integer_is_a_head_dim(target):
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), 4, 2, 64, np.int64(64), None, None, True)
+    want = expect(batch, Options(causal=True))
+    assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+
+
+def test_the_widest_window(target):
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
+    want = expect(batch, Options(causal=True))
+    wrapper = planned(target, batch, window_left=2**40, causal=True)
+    assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", [("cpu", "cpu"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_nothing_synchronises(where):
+    batch = make_batch([5, 9], [20, 9], 4, 2, 64, device="cuda:0")
+    qo, kv = batch.qo_indptr(where[0]), batch.kv_indptr(where[1])
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0")
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            wrapper.plan(qo, kv, *batch.heads, causal=True)
+            out, lse = wrapper.run(batch.q, batch.k, batch.v, return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = expect(batch, Options(causal=True))
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
 
 
 @pytest.mark.parametrize("fixed", [{"fixed_split_size": 4}, {"disable_split_kv": True}])

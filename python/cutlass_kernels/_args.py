@@ -80,14 +80,17 @@ def heads(num_qo_heads: int, num_kv_heads: int) -> int:
 
 
 def window(value: int | None) -> int:
-    """``window_left``: keys a row sees to its left besides its own; -1 (any negative, None) is no limit."""
+    """``window_left``: keys a row sees to its left besides its own; -1 (any negative, None) is no limit.
+
+    At most what int32 holds, which no row's position reaches.
+    """
     if value is None:
         return -1
     try:
         left = operator.index(value)
     except TypeError:
         raise TypeError(f"window_left={value!r} is not a whole number: use -1 for no window.") from None
-    return left if left >= 0 else -1
+    return min(left, _INT32_MAX) if left >= 0 else -1
 
 
 def sm_scale(value: Any, head_dim_qk: int) -> float:
@@ -138,6 +141,14 @@ def rope(mode: str, rope_scale: float | None, rope_theta: float | None) -> tuple
     if factor <= 0.0 or theta <= 0.0:
         raise ValueError(f"rope_scale={rope_scale} and rope_theta={rope_theta} must be positive.")
     return factor, theta
+
+
+def rope_dim(mode: str, head_dim: int) -> None:
+    """ValueError where ``mode`` turns pairs of an odd number of dimensions."""
+    if mode == "ROPE_LLAMA" and head_dim % 2:
+        raise ValueError(
+            f"head_dim={head_dim} is odd, but pos_encoding_mode='ROPE_LLAMA' turns pairs: use an even one."
+        )
 
 
 def _number(name: str, value: Any) -> float:

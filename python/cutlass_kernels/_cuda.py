@@ -168,8 +168,16 @@ def make_schedule(
     return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, qo_indptr_host)
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # makes no Stream object, which takes longer than our launch
+
+    def _stream(device: torch.device) -> int:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return int(torch._C._cuda_getCurrentRawStream(index))
+
+else:
+
+    def _stream(device: torch.device) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def compute(problem: Problem, backend: str, schedule: Schedule | None = None) -> None:

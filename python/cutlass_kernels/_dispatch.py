@@ -279,10 +279,10 @@ def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> N
 def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
     """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned."""
     if backend == "reference":
-        if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        if problem.qo_indptr is not None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise BackendError(
-                "backend='reference' works from lengths on the host, so it cannot be captured in a CUDA graph: use a "
-                "request that a kernel serves (explain() says why one is not), or run it outside the capture."
+                "backend='reference' works from lengths on the host, so a batch cannot be captured in a CUDA graph: "
+                "use a request that a kernel serves (explain() says why one is not), or run it outside the capture."
             )
         _reference.compute(problem)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -32,10 +33,10 @@ def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Ca
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> R:
             at = head_dim_vo_at
-            if at is not None and len(args) > at and isinstance(args[at], int) and not isinstance(args[at], bool):
+            if at is not None and len(args) > at and _is_integer(args[at]):
                 if "head_dim_vo" in kwargs:
                     raise TypeError("head_dim_vo is given twice, by position and by keyword.")
-                kwargs["head_dim_vo"] = args[at]
+                kwargs["head_dim_vo"] = operator.index(args[at])
                 args = (*args[:at], *args[at + 1 :])
             for other, name in aliases.items():
                 if other in kwargs:
@@ -47,6 +48,17 @@ def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Ca
         return call
 
     return decorate
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether ``value`` is an integer of Python or numpy; a tensor is a mask, and would have to be read back."""
+    if isinstance(value, (bool, torch.Tensor)):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 # --- pieces of a plan --------------------------------------------------------------------------------------------
@@ -194,7 +206,8 @@ def unsupported(owner: str, remedy: str, **arguments: Any) -> None:
     """NotImplementedError where one of ``arguments`` is set."""
     for name, value in arguments.items():
         if value is not None and value is not False and value != {}:
-            raise NotImplementedError(f"{owner} does not serve {name}={value!r}: {remedy}")
+            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise NotImplementedError(f"{owner} does not serve {name}={shown}: {remedy}")
 
 
 def run_scales(

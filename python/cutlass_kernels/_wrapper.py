@@ -256,6 +256,7 @@ class BatchPrefillWrapper:
         seq_lens_q: torch.Tensor | None,
     ) -> Plan:
         """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
+        _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         qo_lens = _args.lens(batch.qo.known)
         total_q = batch.qo.last
         if total_q is None and seq_lens_q is not None and seq_lens_q.device.type == "cpu":
@@ -264,8 +265,8 @@ class BatchPrefillWrapper:
         limit = self._max_total_num_rows
         if self._use_cuda_graph and total_q is not None and limit is not None and total_q > limit:
             raise ValueError(
-                f"qo_indptr ends at {total_q}: the total number of rows cannot exceed the {limit} of the first plan (or run), "
-                "for which the CUDA graph was captured."
+                f"qo_indptr ends at {total_q}: the total number of rows cannot exceed the {limit} of the first plan "
+                "or run, for which the CUDA graph was captured."
             )
         bits, bits_indptr = None, None
         user_mask = custom_mask is not None or packed_custom_mask is not None
@@ -479,6 +480,7 @@ class BatchPrefillWrapper:
             )
         scale_qk, head_scale, scale_v = _args.descale(*args.scales, shape.num_qo_heads, shape.num_kv_heads, self.device)
         alibi = values.pos_encoding_mode == "ALIBI"
+        _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         logits = Logits(
             sm_scale=_args.product(_args.sm_scale(values.sm_scale, shape.head_dim_qk), scale_qk),
             soft_cap=_args.soft_cap(values.logits_soft_cap),

@@ -29,7 +29,7 @@ def merge_state(
         ``(v, s)``: the merged output (shape and dtype of ``v_a``) and its LSE, float32 ``[tokens, heads]``, base 2.
 
     Raises:
-        RuntimeError: the shapes do not fit together.
+        RuntimeError: the shapes do not fit together, or a tensor is not floating-point.
 
     Example:
         >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
@@ -123,5 +123,7 @@ def _check(v: torch.Tensor, s: torch.Tensor, rank: int, v_name: str, s_name: str
             f"{v_name} has shape {tuple(v.shape)} and {s_name} {tuple(s.shape)}: {v_name} must be {layout}, "
             f"{s_name} the same without head_dim."
         )
+    if not (v.is_floating_point() and s.is_floating_point()):
+        raise RuntimeError(f"{v_name} has dtype {v.dtype} and {s_name} {s.dtype}: both must be floating-point.")
     if v.device != s.device:
         raise RuntimeError(f"{v_name} is on {v.device} and {s_name} on {s.device}: move one.")

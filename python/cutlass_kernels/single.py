@@ -245,10 +245,7 @@ def attend(
     o_dtype = _args.element_types(q.dtype, k.dtype, v.dtype, o_dtype)
     rope = _args.rope(pos_encoding_mode, rope_scale, rope_theta)
     logits = Logits(_args.sm_scale(sm_scale, head_dim), _args.soft_cap(logits_soft_cap), rope=rope)
-    if rope is not None and head_dim % 2:
-        raise ValueError(
-            f"head_dim={head_dim} is odd, but pos_encoding_mode='ROPE_LLAMA' turns pairs: use an even one."
-        )
+    _args.rope_dim(pos_encoding_mode, head_dim)
     if pos_encoding_mode == "ALIBI":
         logits.alibi = _args.alibi_slopes(num_qo_heads, device)
     if sinks is not None:
