@@ -436,10 +436,11 @@ class BatchPrefillWrapper:
 
     def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Result:
         """Runs ``plan`` on checked tensors with the options in effect."""
-        problem = self._problem(plan, q, kv, args)
-        request = _dispatch.Request.from_problem(problem)
+        values = self._get_options()
+        problem = self._problem(plan, q, kv, args, values)
         backend, schedule = plan.backend, plan.schedule
-        if request != plan.request:
+        if values != plan.options or not _is_plain(problem):
+            request = _dispatch.Request.from_problem(problem)
             backend = _dispatch.select(self._requested_backend, request)
             if backend != plan.backend and backend in KERNEL_BACKENDS:
                 schedule = self._other_schedule(plan, backend, request, problem)
@@ -467,8 +468,8 @@ class BatchPrefillWrapper:
                 plan.other_schedules[backend] = schedule
         return schedule
 
-    def _problem(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Problem:
-        shape, values = plan.shape, self._get_options()
+    def _problem(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs, values: Options) -> Problem:
+        shape = plan.shape
         if args.lse_base not in ("log2", "ln"):
             raise ValueError(f"lse_base={args.lse_base!r} is unknown: use 'log2' or 'ln'.")
         if args.lse_layout not in ("NH", "HN"):
@@ -514,6 +515,19 @@ class BatchPrefillWrapper:
         if transposed and not lse.is_contiguous():
             raise ValueError(f"lse has strides {lse.stride()}: with lse_layout='HN' it must be contiguous.")
         return lse.t() if transposed else lse
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether the arguments of a run ask for nothing that its plan did not know, so that the plan's choice stands."""
+    kv, logits, output = problem.kv, problem.logits, problem.output
+    k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
+    return (
+        logits.sinks is None
+        and logits.head_scale is None
+        and isinstance(logits.sm_scale, float)
+        and isinstance(output.scale, float)
+        and all(_dispatch.is_aligned(x) for x in (problem.q, k, v, output.out))
+    )
 
 
 def _use_host_indices(problem: Problem, plan: Plan) -> None:
