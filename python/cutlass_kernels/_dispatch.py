@@ -267,7 +267,6 @@ def _warn(request: Request, refused: tuple[str, ...]) -> None:
         return
     _warned.add(refused)
     text = f"no kernel serves this request ({request}), so PyTorch computes it, slowly: " + " ".join(refused)
-    _log.warning(text)
     warnings.warn(text, PerformanceWarning, stacklevel=4)
 
 
