@@ -30,11 +30,6 @@ CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
-// Waits for `threads` threads of the block at barrier `id` (0 is that of __syncthreads()).
-CUTE_DEVICE void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // c += a b, one m16n8k16 tile.
 template <class Mma>
 CUTE_DEVICE void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,

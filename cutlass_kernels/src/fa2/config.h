@@ -2,8 +2,7 @@
 //
 // A warp owns kRowTiles * 16 query rows. Two row tiles halve the shared-memory traffic per product: a
 // K or V fragment read by ldmatrix feeds two mma.sync. One row tile reads 128 B of shared memory per clock
-// and SM at full tensor rate, all there is. Three row tiles do not fit 255 registers, nor do two at head dim
-// 256 unless two warps share the rows (kSplits).
+// and SM at full tensor rate, all there is. Three row tiles (or two at head dim 256) do not fit 255 registers.
 //
 // The entries are the fastest of some sixty measured on an H200 (benchmarks/RESULTS.md).
 #pragma once
@@ -11,24 +10,24 @@
 namespace cutlass_kernels::fa2 {
 
 template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
-          int BlocksPerSm, int Splits = 1>
+          int BlocksPerSm>
 struct Tile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRowTiles = RowTiles;
   static constexpr int kWarps = Warps;
   static constexpr int kThreads = 32 * Warps;
-  static constexpr int kBlockM = 16 * RowTiles * Warps / Splits;
+  static constexpr int kBlockM = 16 * RowTiles * Warps;
   static constexpr int kBlockN = BlockN;            // keys per stage of the load pipeline
   static constexpr int kStepN = StepN;              // keys per softmax step
   static constexpr int kStages = Stages;            // of K and V in shared memory
   static constexpr int kAhead = Ahead;              // ldmatrix issued before their products
-  static constexpr int kSplits = Splits;            // warps that share rows
   static constexpr int kBlocksPerSm = BlocksPerSm;  // what registers are budgeted for
 };
 
-// Large: long queries and keys. Medium: as many rows, for fewer keys; three blocks per SM hide more of a tile's
-// start and end. Capped: as many rows, where a logits transform needs registers of its own. Small: few or short queries, where more and shorter tiles fill the machine, and devices
-// without the shared memory of the others.
+// Large: long queries and keys. Medium: as many rows, for fewer keys; three blocks per SM hide more of a
+// tile's start and end. Capped: as many rows, where a logits transform needs registers of its own. Small: few or
+// short queries, where more and shorter tiles fill the machine, and devices without the shared memory of the
+// others.
 //
 // kFewBlocks: with fewer blocks of the large tile than this, the small one is faster on 132 SMs; the causal
 // value is higher because short tiles even out what a causal mask makes uneven.
@@ -57,9 +56,9 @@ struct TileTable<128> {
 
 template <>
 struct TileTable<256> {
-  using Large = Tile<256, 2, 8, 64, 64, 2, 8, 1, 2>;  // 210 KB of shared memory: sm_90 and up
+  using Large = Tile<256, 1, 8, 64, 64, 2, 4, 1>;  // 192 KB of shared memory: sm_90 and up
   using Medium = Large;
-  using Capped = Large;
+  using Capped = Tile<256, 1, 8, 32, 32, 2, 4, 1>;
   using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;
   static constexpr int kFewBlocks = 72;
   static constexpr int kFewBlocksCausal = 160;

@@ -10,9 +10,7 @@
 //            +------------------------------------------------------+
 //
 // Warps own whole rows, so softmax needs no exchange between them; a scheduler's two or three warps overlap one's
-// softmax with another's products. At head dim 256, where a warp has registers for the output of 16
-// rows only and shared memory would be read too often, two warps share 32 rows (Tile::kSplits): each multiplies
-// Q by half of the keys and P by half of the columns of V.
+// softmax with another's products.
 //
 // What is scarce is registers (255 per thread) and, at one row tile per warp, shared-memory bandwidth:
 // short live ranges beat fewer instructions.
@@ -41,11 +39,6 @@ struct KernelParams {
   int sections;
   int section_heads;
   int last_heads;
-};
-
-// Hardware barriers. __syncthreads() is number 0: all warps arrive and wait.
-enum Barrier {
-  kRowBarrier = 1,  // + index of the rows: the warps that share them arrive and wait
 };
 
 // Loads to be issued piecemeal: issue(step, steps) issues the share of step `step` of `steps`.
@@ -78,11 +71,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   constexpr int kStages = Tile::kStages;
   constexpr int kAhead = Tile::kAhead;
   constexpr int kStepN = Tile::kStepN;
-  constexpr int kSplits = Tile::kSplits;
-  constexpr int kTilesN = kStepN / 8 / kSplits;          // m16n8 tiles of S along the keys
-  constexpr int kTilesD = Tile::kHeadDim / 8 / kSplits;  // and of O along the head dimension
-  static_assert(kSplits == 1 || (kSplits == 2 && kStepN == kBlockN));
-  constexpr int kRows = 2 * kRowTiles;  // rows a thread holds a part of
+  constexpr int kTilesN = kStepN / 8;          // m16n8 tiles of S along the keys
+  constexpr int kTilesD = Tile::kHeadDim / 8;  // and of O along the head dimension
+  constexpr int kRows = 2 * kRowTiles;         // rows a thread holds a part of
   const AttentionParams& p = params.attention;
 
   extern __shared__ __align__(128) char shared_memory[];
@@ -151,10 +142,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   };
 
   // ---- This warp's rows. ----
-  const int row_warp = warp / kSplits;
-  const int part = warp % kSplits;                 // of the keys in Q K^T, of the columns in P V
-  const int warp_row = row_warp * kRowTiles * 16;  // in the tile
-  const int first_row = row_begin + warp_row;      // in the request
+  const int warp_row = warp * kRowTiles * 16;  // in the tile
+  const int first_row = row_begin + warp_row;  // in the request
   const int last_row = min(first_row + kRowTiles * 16, row_end) - 1;
   const bool has_rows = first_row <= last_row;
   // Keys that some / that every row of the warp sees.
@@ -173,10 +162,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   const int swizzle_q = lane_chunk ^ (lane_row & 7);
   const int swizzle_k = k_chunk ^ (k_row & 7);
   const std::uint32_t q_row_base = shared + Layout::kQ + (warp_row + lane_row) * Layout::kRowBytes;
-  const std::uint32_t k_row_base =
-      shared + Layout::kK + (k_row + part * kTilesN * 8) * Layout::kRowBytes;
-  const std::uint32_t v_row_base =
-      shared + Layout::kV + lane_row * Layout::kRowBytes + part * kTilesD * 16;
+  const std::uint32_t k_row_base = shared + Layout::kK + k_row * Layout::kRowBytes;
+  const std::uint32_t v_row_base = shared + Layout::kV + lane_row * Layout::kRowBytes;
 
   float o[kRowTiles][kTilesD][4];  // (row tile, d tile, fragment)
   CUTE_UNROLL
@@ -263,9 +250,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   // Logits transform and mask.
   auto finish_scores = [&](float (&s)[kRowTiles][kTilesN][4], int first_key) {
     if constexpr (kTransform) params.transform.apply(&s[0][0][0], kRowTiles * kTilesN * 4);
-    if (first_key < all_begin || first_key + kStepN > all_end) {
-      apply_mask(s, first_key + part * kTilesN * 8);
-    }
+    if (first_key < all_begin || first_key + kStepN > all_end) apply_mask(s, first_key);
   };
 
   // Each thread's maximum of its part of the rows; takes the loads of the next block along, if asked to.
@@ -355,85 +340,6 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     }
   };
 
-  // The same where two warps share rows: each has S of half the keys and O of half the columns. They agree on m,
-  // then exchange P through shared memory.
-  float* row_values = reinterpret_cast<float*>(shared_memory + Layout::kRowValues);
-  auto row_value = [&](int r, int of_part) -> float& {
-    return row_values[(warp_row + r / 2 * 16 + r % 2 * 8 + lane / 4) * kSplits + of_part];
-  };
-  auto meet = [&] { named_barrier(kRowBarrier + row_warp, 32 * kSplits); };
-  auto accumulate_shared = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t v_sub, Loads& next,
-                               bool load) {
-    float row_max[kRows];
-    take_max(s, row_max, next, load);
-    volatile int* flags = reinterpret_cast<volatile int*>(shared_memory + Layout::kFlags);
-    const bool mine = __any_sync(0xffffffffu, softmax.exceeds(row_max));
-    if (lane == 0) flags[warp] = mine;
-    meet();
-    if (mine || flags[warp ^ 1]) {
-      softmax.reduce_max(row_max);
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        if (lane % 4 == 0) row_value(r, part) = row_max[r];
-      }
-      meet();
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) row_max[r] = fmaxf(row_max[r], row_value(r, part ^ 1));
-      softmax.raise(row_max, rescale);
-    }
-
-    constexpr int kStepsK = kStepN / 16;
-    constexpr int kStepsD = kTilesD / 2;
-    constexpr int kSlots = kAhead + 1;
-    std::uint32_t b[kSlots][4];
-    auto read_v = [&](int step) {
-      if (step < kStepsK * kStepsD) {
-        ldmatrix_x4_trans(b[step % kSlots], v_sub + step / kStepsD * 16 * Layout::kRowBytes +
-                                                ((swizzle_q ^ (step % kStepsD * 2)) << 4));
-      }
-    };
-    CUTE_UNROLL
-    for (int k = 0; k < kTilesN / 2; ++k) {
-      CUTE_UNROLL
-      for (int pack = 0; pack < kRowTiles * 4; ++pack) {
-        const int row = warp_row + pack / 4 * 16 + pack % 2 * 8 + lane / 4;
-        const int chunk = part * kTilesN + 2 * k + pack % 4 / 2;
-        *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kP +
-                                          Layout::p_offset(row, chunk) + lane % 4 * 4) =
-            make_p(s, k, pack);
-      }
-    }
-    CUTE_UNROLL
-    for (int step = 0; step < kAhead; ++step) read_v(step);
-    meet();
-    const std::uint32_t p_row_base =
-        shared + Layout::kP + (warp_row + lane_row) * Layout::kPRowBytes;
-    const int swizzle_p = lane_chunk ^ Layout::p_swizzle(lane_row);
-    std::uint32_t a[2][kRowTiles][4];
-    auto read_p = [&](int k) {
-      CUTE_UNROLL
-      for (int m = 0; m < kRowTiles; ++m) {
-        ldmatrix_x4(a[k % 2][m],
-                    p_row_base + m * 16 * Layout::kPRowBytes + ((swizzle_p ^ (2 * k)) << 4));
-      }
-    };
-    read_p(0);
-    CUTE_UNROLL
-    for (int k = 0; k < kStepsK; ++k) {
-      if (k + 1 < kStepsK) read_p(k + 1);
-      CUTE_UNROLL
-      for (int pair = 0; pair < kStepsD; ++pair) {
-        const int step = k * kStepsD + pair;
-        read_v(step + kAhead);
-        CUTE_UNROLL
-        for (int m = 0; m < kRowTiles; ++m) {
-          mma<Mma>(o[m][2 * pair], a[k % 2][m], b[step % kSlots][0], b[step % kSlots][1]);
-          mma<Mma>(o[m][2 * pair + 1], a[k % 2][m], b[step % kSlots][2], b[step % kSlots][3]);
-        }
-      }
-    }
-  };
-
   // ---- Main loop, from the last block to the first. ----
   RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.q_begin, head),
                                  p.q.stride_token, p.head_dim_qk, row_begin, row_begin,
@@ -466,11 +372,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
         float s[kRowTiles][kTilesN][4];
         compute_scores(s, k_row_base + offset);
         finish_scores(s, first_key);
-        if constexpr (kSplits == 1) {
-          accumulate(s, v_row_base + offset, next, loads);
-        } else {
-          accumulate_shared(s, v_row_base + offset, next, loads);
-        }
+        accumulate(s, v_row_base + offset, next, loads);
       } else if (loads) {
         next.issue(0, 1);
       }
@@ -484,22 +386,13 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   if (!has_rows) return;
 
   // ---- Epilogue: normalise, stage the warp's rows in shared memory, write 16 bytes per lane. ----
-  float m_of[kRows], sum_of[kRows];
+  float row_m[kRows], row_sum[kRows];
   CUTE_UNROLL
-  for (int r = 0; r < kRows; ++r) softmax.finish(r, m_of[r], sum_of[r]);
-  if constexpr (kSplits > 1) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      if (lane % 4 == 0) row_value(r, part) = sum_of[r];
-    }
-    meet();
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum_of[r] += row_value(r, part ^ 1);
-  }
+  for (int r = 0; r < kRows; ++r) softmax.finish(r, row_m[r], row_sum[r]);
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    float m = m_of[r];
-    float sum = sum_of[r];
+    float m = row_m[r];
+    float sum = row_sum[r];
     if (p.sinks != nullptr) {
       const float sink = p.sinks[head] * kLog2e;
       const float top = fmaxf(m, sink);
@@ -521,11 +414,10 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     for (int d = 0; d < kTilesD; ++d) {
       const std::uint32_t packed =
           Element::pack(o[r / 2][d][(r % 2) * 2] * scale, o[r / 2][d][(r % 2) * 2 + 1] * scale);
-      *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ +
-                                        Layout::offset(row, part * kTilesD + d) + (lane % 4) * 4) =
-          packed;
+      *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ + Layout::offset(row, d) +
+                                        (lane % 4) * 4) = packed;
     }
-    if (p.lse != nullptr && part == 0 && lane % 4 == 0 && row_begin + row < row_end) {
+    if (p.lse != nullptr && lane % 4 == 0 && row_begin + row < row_end) {
       p.lse[(work.q_begin + std::int64_t(row_begin + row)) * p.lse_stride_token +
             head * p.lse_stride_head] = empty ? -INFINITY : m + log2f(sum);
     }
@@ -533,12 +425,11 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   __syncwarp();
   char* out = static_cast<char*>(p.o.data) +
               2 * (std::int64_t(work.q_begin) * p.o.stride_token + head * p.o.stride_head);
-  constexpr int kPartChunks = Layout::kChunks / kSplits;
-  constexpr int kRowsPerStep = 32 / kPartChunks;
-  const int out_chunk = part * kPartChunks + lane % kPartChunks;
+  constexpr int kRowsPerStep = 32 / Layout::kChunks;
+  const int out_chunk = lane % Layout::kChunks;
   CUTE_UNROLL
   for (int i = 0; i < kRowTiles * 16 / kRowsPerStep; ++i) {
-    const int row = warp_row + i * kRowsPerStep + lane / kPartChunks;
+    const int row = warp_row + i * kRowsPerStep + lane / Layout::kChunks;
     if (row_begin + row < row_end && out_chunk * 8 < p.head_dim_vo) {
       const uint4 value = *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ +
                                                           Layout::offset(row, out_chunk));

@@ -20,25 +20,10 @@ struct SharedLayout {
   static constexpr int kQ = 0;
   static constexpr int kK = Tile::kBlockM * kRowBytes;
   static constexpr int kV = kK + Tile::kStages * kStageBytes;
-  // Where warps share rows: P of a step, and what they tell each other about their rows.
-  static constexpr int kP = kV + Tile::kStages * kStageBytes;
-  static constexpr int kPRowBytes = Tile::kStepN * 2;
-  static constexpr int kPBytes = Tile::kSplits > 1 ? Tile::kBlockM * kPRowBytes : 0;
-  static constexpr int kRowValues = kP + kPBytes;  // float [row][split]
-  static constexpr int kFlags =
-      kRowValues + (Tile::kSplits > 1 ? Tile::kBlockM * Tile::kSplits * 4 : 0);
-  static constexpr int kBytes = kFlags + (Tile::kSplits > 1 ? Tile::kWarps * 4 : 0);
+  static constexpr int kBytes = kV + Tile::kStages * kStageBytes;
 
   CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
-  }
-  // Eight chunks per row swizzle as above; with four, two rows fill the banks once.
-  static constexpr int kPChunks = Tile::kStepN / 8;
-  CUTE_HOST_DEVICE static constexpr int p_swizzle(int row) {
-    return kPChunks >= 8 ? row & 7 : (row >> 1) & 3;
-  }
-  CUTE_HOST_DEVICE static constexpr int p_offset(int row, int chunk) {
-    return row * kPRowBytes + ((chunk ^ p_swizzle(row)) << 4);
   }
 };
 
