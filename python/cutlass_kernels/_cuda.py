@@ -188,16 +188,16 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     rows = q.size(0)
     if rows == 0:
         return None
+    device = q.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return compute(problem, backend, schedule)
     k, v, sinks = kv.k, kv.v, logits.sinks
     if problem.qo_indptr is None:
         plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(1)), (q.size(2), v.size(2)))
     else:
         assert schedule is not None
         plan = schedule.plan(rows)
-    device = q.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return compute(problem, backend, schedule)
     plan.run(
         q.data_ptr(),
         q.stride(0),
