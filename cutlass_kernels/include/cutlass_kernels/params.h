@@ -36,6 +36,9 @@ struct Schedule {
       nullptr;                 ///< device memory; null: one request, order computed in the kernel
   std::int32_t capacity = 0;   ///< entries the list has room for: an upper bound of the tiles
   std::int32_t tile_rows = 0;  ///< query rows of a tile
+  /// Optional: two counters in device memory, zero before and after every call, with which persistent blocks take tiles
+  /// one after the other; calls that overlap in time need counters of their own. Null: tiles are dealt out beforehand.
+  std::int32_t* next_tile = nullptr;
 };
 
 struct AttentionParams {

@@ -1,0 +1,80 @@
+// Which tile of which head comes next, and what it needs to know of its request.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cutlass_kernels/params.h"
+#include "schedule.h"
+
+namespace cutlass_kernels {
+
+// Tiles are numbered by section of query heads, in a section longest tiles first, heads innermost. All sections have
+// section_heads heads but the last, which has last_heads.
+struct TileOrder {
+  int tiles;  // per head: entries of the work list
+  int sections;
+  int section_heads;
+  int last_heads;
+
+  struct Position {
+    int rank;  // in the order of lengths
+    int head;
+  };
+
+  CUTE_HOST_DEVICE Position operator()(int index) const {
+    const int per_section = tiles * section_heads;
+    int section = index / per_section;
+    if (section > sections - 1) section = sections - 1;
+    const int in_section = index - section * per_section;
+    const int heads = section == sections - 1 ? last_heads : section_heads;
+    const int rank = in_section / heads;
+    return {rank, section * section_heads + in_section - rank * heads};
+  }
+
+  // K and V of the heads being worked on should stay in L2 (50 MB on Hopper, 40 on A100, each half of it caching for
+  // its own SMs) beside the queries and outputs that stream through.
+  static constexpr std::int64_t kSectionBytes = 8 << 20;
+
+  // The last section takes `tail_tiles` tiles or more, so that its long tiles, which come first, and its short ones
+  // even out: a last section of one head costs fa2 12 % at 4k causal.
+  static TileOrder make(const AttentionParams& p, int tiles, std::int64_t tail_tiles) {
+    const int group_size = p.num_qo_heads / p.num_kv_heads;
+    const std::int64_t head_bytes = 2 * p.total_kv * (p.head_dim_qk + p.head_dim_vo);
+    const std::int64_t fit = kSectionBytes / std::max<std::int64_t>(head_bytes, 1);
+    const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
+    const std::int64_t head_tiles = std::int64_t(tiles) * group_size;
+    const std::int64_t for_tail = (tail_tiles + head_tiles - 1) / head_tiles;
+    const int tail = int(std::clamp<std::int64_t>(for_tail, heads, p.num_kv_heads));
+    const int early_sections = (p.num_kv_heads - tail) / heads;
+    TileOrder order;
+    order.tiles = tiles;
+    order.sections = early_sections + 1;
+    order.section_heads = heads * group_size;
+    order.last_heads = p.num_qo_heads - early_sections * order.section_heads;
+    return order;
+  }
+};
+
+// The tile of a rank. False if there is none: past the end of the list, or a request that does not lie inside the
+// tensors (offsets on the device were never checked), which is not computed.
+CUTE_DEVICE bool find_work(const AttentionParams& p, const TileOrder& order, int rank,
+                           WorkItem& work) {
+  if (p.schedule.work_list != nullptr) {
+    work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
+    if (work.batch < 0) return false;
+  } else {
+    work.q_begin = 0;
+    work.kv_begin = 0;
+    work.qo_len = int(p.total_q);
+    work.kv_len = int(p.total_kv);
+    work.tile = order.tiles - 1 - rank;
+  }
+  return min(work.q_begin, work.kv_begin) >= 0 && work.kv_len >= 0 &&
+         std::int64_t(work.q_begin) + work.qo_len <= p.total_q &&
+         std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,66 @@
+// fa3: attention forward with TMA and wgmma, for sm_90a.
+//
+// A persistent block per SM computes tiles of 64 query rows per consumer warpgroup, from a tile's last block of keys to
+// its first:
+//
+//   producer warp 0   finds tiles, loads K   -> job_full / job_empty, k_full / k_empty
+//   producer warp 1   loads Q                -> q_full / q_empty, a buffer per warpgroup and tile
+//   producer warp 2   loads V                -> v_full / v_empty
+//   consumer warpgroups: see mma.h, store.h
+//
+// Nothing waits at the end of a tile: the producers run ahead into the next one, and each warpgroup stores its
+// rows when it is done with them.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "fa3/load.h"
+#include "fa3/mma.h"
+#include "fa3/params.h"
+#include "fa3/shared.h"
+
+namespace cutlass_kernels::fa3 {
+
+template <class Element, class Tile, bool kTransform>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    attention_kernel(__grid_constant__ const KernelParams params) {
+  using Layout = Shared<Tile>;
+  extern __shared__ __align__(1024) char shared_memory[];
+  Layout& shared = *reinterpret_cast<Layout*>(shared_memory);
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warpgroup = warp / 4;
+  if (threadIdx.x == 0) {
+    constexpr int kConsumerWarps = 4 * Tile::kConsumers;
+    for (int i = 0; i < kJobSlots; ++i) {
+      shared.job_full[i].init(1);
+      shared.job_empty[i].init(2 + kConsumerWarps);
+    }
+    for (int i = 0; i < Tile::kQBuffers; ++i) {
+      shared.q_full[i].init(1);
+      shared.q_empty[i].init(4);
+    }
+    for (int i = 0; i < Tile::kStages; ++i) {
+      shared.k_full[i].init(1);
+      shared.k_empty[i].init(kConsumerWarps);
+      shared.v_full[i].init(1);
+      shared.v_empty[i].init(kConsumerWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+    cutlass::arch::fence_view_async_shared();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
+    if (threadIdx.x % 32 != 0) return;
+    if (warp == 0) load_k<Tile>(params, shared);
+    if (warp == 1) load_q<Tile>(params, shared);
+    if (warp == 2) load_v<Tile>(params, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
+    Consumer<Element, Tile, kTransform>(params, shared, warpgroup - 1).run();
+  }
+}
+
+}  // namespace cutlass_kernels::fa3

@@ -1,0 +1,110 @@
+// The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/softmax.h"
+#include "fa3/params.h"
+#include "fa3/shared.h"
+#include "fa3/tensor_map.h"
+
+namespace cutlass_kernels::fa3 {
+
+CUTE_DEVICE void stmatrix_x4(std::uint32_t address, std::uint32_t a, std::uint32_t b,
+                             std::uint32_t c, std::uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+CUTE_DEVICE void store_panel(const CUtensorMap* map, std::uint32_t source, int column, int row,
+                             int head, int end) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
+      "r"(source), "r"(column), "r"(row), "r"(head), "r"(end), "r"(kMapRows)
+      : "memory");
+}
+
+// Writes 64 rows of O and their LSE. `staging` is the warpgroup's memory for O, of which each warp uses the part of its own
+// 16 rows. On return the last stores may still be reading it.
+template <class Element, class Tile>
+CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warpgroup,
+                            const OnlineSoftmax<2>& softmax, float (&o)[Tile::kHeadDimVo / 2],
+                            std::uint32_t staging) {
+  using Layout = Shared<Tile>;
+  const AttentionParams& p = params.attention;
+  const int warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
+  const int warp_row = job.row_begin + warpgroup * kWarpgroupRows + warp * 16;  // in the request
+  const int head = job.head;
+
+  float scale[2];
+  bool empty[2];
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    float m, sum;
+    softmax.finish(r, m, sum);
+    float weight = 1.0f;
+    if (p.sinks != nullptr) {
+      const float sink = p.sinks[head] * kLog2e;
+      const float top = fmaxf(m, sink);
+      if (top > -INFINITY) {
+        weight = exp2_approx(m - top);
+        sum = sum * weight + exp2_approx(sink - top);
+        m = top;
+      }
+    }
+    empty[r] = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
+    scale[r] = p.v_scale * weight / sum;
+    const int row = warp_row + r * 8 + lane / 4;
+    if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
+      p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +
+            head * p.lse_stride_head] = empty[r] ? -INFINITY : m + log2f(sum);
+    }
+  }
+  // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
+  if (__any_sync(0xffffffffu, empty[0] || empty[1])) {
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kHeadDimVo / 2; ++i) {
+      if (empty[i / 2 % 2]) o[i] = 0.0f;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (empty[r]) scale[r] = 0.0f;
+    }
+  }
+
+  const std::uint32_t warp_base = staging + warp * 16 * 128;
+  const int stage_row = lane % 16;
+  const std::uint32_t row_base = warp_base + stage_row * 128;
+  CUTE_UNROLL
+  for (int pass = 0; pass < Layout::kPanelsVo; pass += Tile::kOPanels) {
+    if (lane == 0) cute::tma_store_wait<0>();  // the previous pass, or tile, has been read
+    __syncwarp();
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kOPanels * 4; ++i) {  // 16 columns
+      const float* x = &o[8 * (pass * 4 + i)];
+      const int chunk = i % 4 * 2 + lane / 16;
+      stmatrix_x4(row_base + i / 4 * Layout::kPanelBytesQ + ((chunk ^ (stage_row & 7)) << 4),
+                  Element::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Element::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Element::pack(x[4] * scale[0], x[5] * scale[0]),
+                  Element::pack(x[6] * scale[1], x[7] * scale[1]));
+    }
+    cute::tma_store_fence();
+    __syncwarp();
+    if (lane == 0) {
+      if (warp_row < job.qo_len) {
+        CUTE_UNROLL
+        for (int panel = 0; panel < Tile::kOPanels; ++panel) {
+          store_panel(&params.o_map, warp_base + panel * Layout::kPanelBytesQ, (pass + panel) * 64,
+                      kMapRows - job.qo_len + warp_row, head, job.q_end);
+        }
+      }
+      cute::tma_store_arrive();
+    }
+  }
+}
+
+}  // namespace cutlass_kernels::fa3
