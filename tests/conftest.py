@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 UNSERVED: dict[str, frozenset[str]] = {
     "reference": frozenset(),
     "fa2": frozenset({"paged", "custom_mask", "multi_item", "alibi", "rope", "fp8_kv", "fp8"}),
+    "fa3": frozenset({"paged", "custom_mask", "multi_item", "alibi", "rope", "fp8_kv", "fp8"}),
 }
 REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
 WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
@@ -60,6 +61,12 @@ class Target:
 TARGETS = [
     pytest.param(Target("cpu", "reference"), id="cpu-reference"),
     pytest.param(Target("cuda:0", "fa2"), id="cuda-fa2", marks=pytest.mark.gpu),
+    pytest.param(Target("cuda:0", "fa3"), id="cuda-fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
+]
+# The compiled backends, for tests of what the reference does not have.
+KERNELS = [
+    pytest.param("fa2", marks=pytest.mark.gpu),
+    pytest.param("fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
 ]
 
 
@@ -73,20 +80,30 @@ def _why_no_gpu() -> str | None:
     return None
 
 
+def _why_no_fa3() -> str | None:
+    import cutlass_kernels
+
+    return " ".join(cutlass_kernels.explain(device="cuda:0").reasons["fa3"]) or None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     package = importlib.util.find_spec("cutlass_kernels")
     if package is None or package.origin is None:  # no origin: the folder of the C++ sources
         raise pytest.UsageError("the tests need the package installed: pip install '.[test]'")
     config.addinivalue_line("markers", "gpu: needs a CUDA device and compiled kernels")
+    config.addinivalue_line("markers", "hopper: besides gpu, needs a device that fa3 runs on")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu()
+    mark, what = ("gpu", "needs a GPU") if reason is not None else ("hopper", "needs fa3")
+    if reason is None:
+        reason = _why_no_fa3()
     if reason is not None:
         for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=f"{what}: {reason}"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -96,6 +113,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
+@pytest.fixture(params=KERNELS)
+def kernel_backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 

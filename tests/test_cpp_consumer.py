@@ -1,7 +1,7 @@
 """The C++ library as its users meet it: configured, built, installed, found by another project, run.
 
-Builds one kernel unit, once, for the static and the shared library. CK_TEST_INSTALL_PREFIX names an existing
-installation to test instead.
+Builds a kernel unit of each backend, once, for the static and the shared library. CK_TEST_INSTALL_PREFIX names an
+existing installation to test instead.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_installed_library_serves_another_project(build_directory: Path, shared:
         output = run(build / program)
         if program == "consumer":
             assert output.rstrip().endswith("OK")
-            assert "fa2_float16_hd64" in output
+            assert "fa2_float16_hd64" in output and "fa3_float16_hd64" in output
         else:
             assert "cutlass_kernels" in output
 

@@ -181,6 +181,62 @@ def test_capture_of_single_calls(target):
     assert_close(decoded, want.out[-1], want.baseline[-1])
 
 
+def test_graphs_replayed_side_by_side(target):
+    """Graphs captured on one stream, replayed on two at once, beside calls on a third: no state is shared."""
+    batches = [make_batch([700], [700], 32, 8, 64, device=target.device, seed=seed) for seed in range(2)]
+
+    def call(batch: Batch) -> torch.Tensor:
+        return ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True, backend=target.backend)
+
+    wanted = [call(batch) for batch in batches]
+    for batch, want in zip(batches, wanted):
+        assert_close(want, expect(batch, CAUSAL).out)
+    torch.cuda.synchronize()
+    graphs, outs = [], []
+    for batch in batches:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append([call(batch) for _ in range(4)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        eager = call(batches[0])
+        torch.cuda.synchronize()
+        assert torch.equal(eager, wanted[0])
+        for results, want in zip(outs, wanted):
+            for out in results:
+                assert torch.equal(out, want)
+                out.zero_()
+        torch.cuda.synchronize()
+
+
+def test_wrappers_replayed_side_by_side(target):
+    batches = [make_batch([300, 150], [300, 400], 32, 8, 64, device=target.device, seed=seed) for seed in range(2)]
+    graphs, outs, wanted = [], [], []
+    for batch in batches:
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+        wanted.append(wrapper.run(batch.q, batch.k, batch.v))
+        assert_close(wanted[-1], expect(batch, CAUSAL).out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append([wrapper.run(batch.q, batch.k, batch.v) for _ in range(4)])
+        graphs.append((graph, wrapper))
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(10):
+        for (graph, _), stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for results, want in zip(outs, wanted):
+            assert all(torch.equal(out, want) for out in results)
+
+
 def test_runs_on_the_current_stream(target):
     batch = make_batch([64], [512], 4, 2, 64, device=target.device)
     want = expect(batch, CAUSAL)

@@ -112,6 +112,26 @@ def test_explain_about_a_gpu_that_is_not_here(clean_environment):
         assert said.reasons[backend]
 
 
+@pytest.mark.parametrize("capability,selected", [(80, "fa2"), (89, "fa2"), (90, "fa3"), (100, "fa2"), (120, "fa2")])
+def test_auto_takes_fa3_on_hopper_alone(capability, selected, extension, clean_environment):
+    built = {(kernel["backend"], kernel["head_dim_qk"]) for kernel in ck.list_kernels()}
+    if not {("fa2", 128), ("fa3", 128)} <= built:
+        pytest.skip("this build lacks one of the backends, or head dimension 128")
+    said = ck.explain(device="cuda", compute_capability=capability, features=["causal", "window", "soft_cap", "sinks"])
+    if said.selected != "reference":  # the build has code for that GPU
+        assert said.selected == selected
+    if capability != 90:
+        (reason,) = said.reasons["fa3"]
+        assert "9.0" in reason and f"{capability // 10}.{capability % 10}" in reason
+
+
+@pytest.mark.parametrize("feature", ["custom_mask", "multi_item", "alibi", "rope", "paged", "stats", "head_scale"])
+def test_fa3_names_what_it_lacks(feature, extension, clean_environment):
+    said = ck.explain(device="cuda", compute_capability=90, features=[feature])
+    assert said.selected != "fa3"
+    assert any("fa3" in reason for reason in said.reasons["fa3"])
+
+
 def test_explain_ignores_the_environment(clean_environment):
     clean_environment.setenv(VARIABLE, "fa3")
     assert ck.explain(device="cpu").selected == "reference"
@@ -160,11 +180,11 @@ def test_version_and_public_names():
 @pytest.mark.parametrize(
     "features", [[], ["causal"], ["window"], ["soft_cap"], ["sinks"], ["causal", "window", "soft_cap"]]
 )
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 def test_kernels_serve_what_they_should(features, head_dim, clean_environment):
     said = ck.explain(device="cuda:0", head_dim_qk=head_dim, num_qo_heads=8, num_kv_heads=2, features=features)
-    assert said.selected in KERNELS
     assert not said.reasons["fa2"]
+    assert said.selected == ("fa3" if torch.cuda.get_device_capability() == (9, 0) else "fa2")
 
 
 @pytest.mark.gpu
@@ -181,7 +201,7 @@ def test_auto_on_cuda_warns_where_only_the_reference_serves(clean_environment):
 def test_backends_agree(clean_environment):
     batch = make_batch([70, 5], [200, 130], 8, 2, 128, device="cuda:0")
     outs = []
-    for backend in ("reference", "fa2", "auto"):
+    for backend in ("reference", "fa2", "auto"):  # auto is fa3 where that runs
         wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
             torch.zeros(1 << 27, dtype=torch.uint8, device="cuda:0"), backend=backend
         )

@@ -310,13 +310,12 @@ def test_the_widest_window(target):
     assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("where", [("cpu", "cpu"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
-def test_nothing_synchronises(where):
+def test_nothing_synchronises(kernel_backend, where):
     batch = make_batch([5, 9], [20, 9], 4, 2, 64, device="cuda:0")
     qo, kv = batch.qo_indptr(where[0]), batch.kv_indptr(where[1])
     workspace = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0")
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernel_backend)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):

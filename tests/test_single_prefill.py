@@ -230,12 +230,11 @@ def test_same_call_gives_same_bits(target):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-@pytest.mark.gpu
-def test_nothing_synchronises():
+def test_nothing_synchronises(kernel_backend):
     batch = make_batch([17], [60], 4, 2, 64, device="cuda:0")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True, backend="fa2")
+        out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True, backend=kernel_backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     want = expect(batch, Options(causal=True))

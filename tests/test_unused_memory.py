@@ -85,6 +85,28 @@ def test_pages_outside_the_window_may_be_gone(target):
     assert_lse_close(lse, want.lse)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("options", [Options(), Options(causal=True, window_left=30)], ids=["full", "window"])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_neighbours_in_a_ragged_batch(target, kv_layout, options, value):
+    # Tiles of keys reach into the next request, of queries into the rows of others.
+    batch = make_batch([5, 70, 3, 130], [13, 90, 40, 130], 4, 2, 64, device=target.device)
+    clean = make_batch([5, 70, 3, 130], [13, 90, 40, 130], 4, 2, 64, device=target.device)
+    for request in (0, 2):
+        for x in batch.requests()[request]:
+            x.fill_(value)
+    k, v = batch.k, batch.v
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), kv_layout, backend=target.backend)
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **options.plan_kwargs())
+    out, lse = wrapper.run(batch.q, k, v, return_lse=True)
+    want = expect(clean, options)
+    for rows in (slice(5, 75), slice(78, 208)):
+        assert_close(out[rows], want.out[rows], want.baseline[rows])
+        assert_lse_close(lse[rows], want.lse[rows])
+
+
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_results_are_written_everywhere_and_nowhere_else(target, kind):
     # Including rows that see nothing: an output that was handed over full of NaN has none left.

@@ -10,6 +10,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "cutlass_kernels/attention.h"
@@ -97,6 +98,26 @@ AttentionParams sizes(const std::string& q_dtype, const std::string& kv_dtype,
   return params;
 }
 
+/// A tensor's name and its strides of a token and of a head, in elements.
+using Strides = std::tuple<std::string, std::int64_t, std::int64_t>;
+
+void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
+  for (const auto& [name, token, head] : strides) {
+    if (name == "o") {
+      params.o.stride_token = token;
+      params.o.stride_head = head;
+      continue;
+    }
+    ConstTensorView* view = name == "q"   ? &params.q
+                            : name == "k" ? &params.k
+                            : name == "v" ? &params.v
+                                          : nullptr;
+    if (view == nullptr) throw py::value_error("strides of '" + name + "': use q, k, v or o.");
+    // Never read; strides of an address that is null and 0 mean "not known yet".
+    *view = {pointer<void>(16), token, head};
+  }
+}
+
 /// What stays the same between the runs of a batch: types, heads, lengths and their work list.
 class Plan {
  public:
@@ -129,8 +150,9 @@ class Plan {
            std::int64_t o_st, std::int64_t o_sh, Address lse, std::int64_t lse_st,
            std::int64_t lse_sh, std::int64_t total_q, std::int64_t total_kv, bool causal,
            std::int64_t window_left, std::int64_t chunk_size, float sm_scale, float soft_cap,
-           Address sinks, float v_scale, Address stream) const {
+           Address sinks, float v_scale, Address next_tile, Address stream) const {
     AttentionParams params = params_;
+    if (next_tile != 0) params.schedule.next_tile = pointer<std::int32_t>(next_tile);
     params.q = {pointer<void>(q), q_st, q_sh};
     params.k = {pointer<void>(k), k_st, k_sh};
     params.v = {pointer<void>(v), v_st, v_sh};
@@ -170,18 +192,24 @@ PYBIND11_MODULE(_C, m) {
       "not_supported_reasons",
       [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
          const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
-         int head_dim_vo, bool soft_cap, bool sinks, int compute_capability) {
+         int head_dim_vo, bool soft_cap, bool sinks, int compute_capability, std::int64_t total_q,
+         std::int64_t total_kv, const std::vector<Strides>& strides) {
         AttentionParams params = sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads,
-                                       head_dim_qk, head_dim_vo, 1, 0);
+                                       head_dim_qk, head_dim_vo, 1, total_q);
+        params.total_kv = total_kv;
+        set_strides(params, strides);
         static const float sink = 0.0f;  // only whether there are sinks matters
         params.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
         params.sinks = sinks ? &sink : nullptr;
         return not_supported_reasons(backend_of(backend), params, compute_capability);
       },
-      "Sentences that say why the backend cannot serve the request; empty if it can.",
+      "Sentences that say why the backend cannot serve the request; empty if it can. strides: (q, "
+      "k, v or o; of a "
+      "token; of a head) of tensors where they are known.",
       py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
       py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-      py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"), py::arg("compute_capability"));
+      py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"), py::arg("compute_capability"),
+      py::arg("total_q") = 0, py::arg("total_kv") = 0, py::arg("strides") = std::vector<Strides>());
   m.def(
       "schedule_on_host",
       [](const std::vector<std::int32_t>& qo_indptr, const std::vector<std::int32_t>& kv_indptr,

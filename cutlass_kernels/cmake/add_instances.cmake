@@ -70,6 +70,7 @@ set(CK_REGISTRY_DECLARATIONS "")
 set(CK_REGISTRY_ROWS "")
 set(CK_SUMMARY "")
 set(CK_ALL_HEAD_DIMS "")
+set(CK_BUILT_BACKENDS "")
 
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
 macro(ck_instance CK_BACKEND CK_DTYPE_NAME CK_HEAD_DIM_QK CK_HEAD_DIM_VO CK_MIN_CC CK_MAX_CC)
@@ -112,6 +113,7 @@ function(ck_add_instance CK_BACKEND dtype CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc m
   list(JOIN feature_bits " | " feature_bits)
 
   set(CK_INSTANCE_SOURCES ${CK_INSTANCE_SOURCES} "${source}" PARENT_SCOPE)
+  set(CK_BUILT_BACKENDS ${CK_BUILT_BACKENDS} ${CK_BACKEND} PARENT_SCOPE)
   set(CK_REGISTRY_DECLARATIONS
     "${CK_REGISTRY_DECLARATIONS}namespace ${CK_BACKEND} {\nKernelEntry ${CK_NAME}_entry();\n}\n" PARENT_SCOPE)
   set(row "    {{\"${CK_NAME}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${dtype_enum}, ${dtype_enum}, ${CK_HEAD_DIM_QK}, "

@@ -6,26 +6,12 @@
 #include <limits>
 
 #include "cuda_failure.h"
+#include "device.h"
 #include "registry.h"
 #include "schedule.h"
 
 namespace cutlass_kernels {
 namespace {
-
-Status current_compute_capability(int* result) {
-  int device = 0;
-  int major = 0;
-  int minor = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return cuda_failure("Asking for the current GPU", error);
-  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error != cudaSuccess) return cuda_failure("Asking for the GPU's compute capability", error);
-  *result = 10 * major + minor;
-  return Status::success();
-}
 
 /// The kernel for the current device, and the query rows of its tiles.
 struct Choice {
@@ -34,12 +20,12 @@ struct Choice {
 };
 
 Status choose_here(Backend backend, const AttentionParams& params, Choice* choice) {
-  int compute_capability = 0;
-  if (Status status = current_compute_capability(&compute_capability); !status.ok()) return status;
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
   std::vector<std::string> reasons;
-  choice->entry = choose(backend, params, compute_capability, &reasons);
+  choice->entry = choose(backend, params, device.compute_capability, &reasons);
   if (choice->entry != nullptr) {
-    choice->tile_rows = choice->entry->tile_rows(params, compute_capability);
+    choice->tile_rows = choice->entry->tile_rows(params, device.compute_capability);
     return Status::success();
   }
   std::string text;
@@ -74,11 +60,16 @@ Status check_tiles(const AttentionParams& params, std::int64_t tiles) {
                          " tiles, more than the 2147483647 of one call: split the batch.");
 }
 
+Status check_aligned(const void* workspace) {
+  if (reinterpret_cast<std::uintptr_t>(workspace) % 16 == 0) return Status::success();
+  return Status::invalid("The workspace must be 16-byte aligned.");
+}
+
 Status schedule_for(int tile_rows, const AttentionParams& params, void* workspace,
                     std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
   const std::int64_t capacity = tiles(params, tile_rows);
   if (Status status = check_tiles(params, capacity); !status.ok()) return status;
-  const std::size_t needed = static_cast<std::size_t>(capacity) * sizeof(WorkItem);
+  const std::size_t needed = kCounterBytes + static_cast<std::size_t>(capacity) * sizeof(WorkItem);
   if (workspace == nullptr || workspace_bytes < needed) {
     return {StatusCode::kWorkspaceTooSmall,
             "The schedule of " + std::to_string(params.batch_size) + " requests with total_q=" +
@@ -86,28 +77,47 @@ Status schedule_for(int tile_rows, const AttentionParams& params, void* workspac
                 " bytes, got " + std::to_string(workspace == nullptr ? 0 : workspace_bytes) +
                 "; workspace_size() tells how many."};
   }
-  if (reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0) {
-    return Status::invalid("The workspace must be 16-byte aligned.");
-  }
-  auto* list = static_cast<WorkItem*>(workspace);
+  if (Status status = check_aligned(workspace); !status.ok()) return status;
+  auto* counters = static_cast<std::int32_t*>(workspace);
+  auto* list = reinterpret_cast<WorkItem*>(static_cast<char*>(workspace) + kCounterBytes);
   Status status =
       launch_schedule(params.qo_indptr, params.kv_indptr, params.batch_size, params.total_q,
-                      tile_rows, static_cast<std::int32_t>(capacity), list, stream);
-  if (status.ok()) *schedule = {list, static_cast<std::int32_t>(capacity), tile_rows};
+                      tile_rows, static_cast<std::int32_t>(capacity), list, stream, counters);
+  if (status.ok()) *schedule = {list, static_cast<std::int32_t>(capacity), tile_rows, counters};
   return status;
+}
+
+/// A single request has no list: the caller's counters, or zeros in the workspace, or none.
+Status schedule_single(const Choice& choice, const AttentionParams& params, void* workspace,
+                       std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
+  const std::int64_t count = (params.total_q + choice.tile_rows - 1) / choice.tile_rows;
+  std::int32_t* counters = params.schedule.next_tile;
+  if (choice.entry->counts_tiles && counters == nullptr && workspace != nullptr &&
+      workspace_bytes >= kCounterBytes) {
+    if (Status status = check_aligned(workspace); !status.ok()) return status;
+    const cudaError_t error = cudaMemsetAsync(workspace, 0, kCounterBytes, stream);
+    if (error != cudaSuccess) return cuda_failure("Clearing the tile counters", error);
+    counters = static_cast<std::int32_t*>(workspace);
+  }
+  *schedule = {nullptr, static_cast<std::int32_t>(count), choice.tile_rows, counters};
+  return Status::success();
 }
 
 }  // namespace
 
 std::size_t workspace_size(const AttentionParams& params, Backend backend) {
-  if (!needs_list(params) || !contradiction(params, /*with_tensors=*/false).empty()) return 0;
+  if (!contradiction(params, /*with_tensors=*/false).empty()) return 0;
   std::int64_t capacity = 0;
+  bool counters = false;
   for (const KernelEntry& entry : registry()) {
     if (!fits(entry.info, backend, params)) continue;
+    counters |= needs_list(params) || entry.counts_tiles;
     // No device is asked: compute capability 0 gives the smallest tiles, the longest list.
-    capacity = std::max(capacity, tiles(params, entry.tile_rows(params, 0)));
+    if (needs_list(params)) {
+      capacity = std::max(capacity, tiles(params, entry.tile_rows(params, 0)));
+    }
   }
-  return static_cast<std::size_t>(capacity) * sizeof(WorkItem);
+  return (counters ? kCounterBytes : 0) + static_cast<std::size_t>(capacity) * sizeof(WorkItem);
 }
 
 Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
@@ -147,8 +157,9 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
                                  &scheduled.schedule);
     if (!status.ok()) return status;
   } else {
-    const std::int64_t count = (params.total_q + choice.tile_rows - 1) / choice.tile_rows;
-    scheduled.schedule = {nullptr, static_cast<std::int32_t>(count), choice.tile_rows};
+    Status status =
+        schedule_single(choice, params, workspace, workspace_bytes, stream, &scheduled.schedule);
+    if (!status.ok()) return status;
   }
   if (Status status = check_tiles(params, scheduled.schedule.capacity); !status.ok()) return status;
   return choice.entry->launch(scheduled, stream);

@@ -66,11 +66,13 @@ bool device_fits(const KernelInfo& info, int compute_capability) {
          (info.max_compute_capability == 0 || compute_capability <= info.max_compute_capability);
 }
 
-bool serves(const KernelInfo& info, Backend backend, const AttentionParams& params,
+bool serves(const KernelEntry& entry, Backend backend, const AttentionParams& params,
             int compute_capability) {
+  const KernelInfo& info = entry.info;
   const std::uint32_t needed = needed_features(params);
   return fits(info, backend, params) && params.o_dtype == params.q_dtype &&
-         device_fits(info, compute_capability) && (info.features & needed) == needed;
+         device_fits(info, compute_capability) && (info.features & needed) == needed &&
+         (entry.refusal == nullptr || entry.refusal(params).empty());
 }
 
 /// Why no kernel of one backend serves the request: sieves them by one property after the other.
@@ -104,7 +106,11 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
       highest = std::max(highest, top == 0 ? std::numeric_limits<int>::max() : top);
     }
     std::string range = capability(lowest);
-    range += highest == std::numeric_limits<int>::max() ? " and up" : " to " + capability(highest);
+    if (highest == std::numeric_limits<int>::max()) {
+      range += " and up";
+    } else if (highest > lowest) {
+      range += " to " + capability(highest);
+    }
     reasons->push_back("The " + name + " kernels of this build run on compute capability " + range +
                        "; this device has " + capability(compute_capability) + ".");
   }
@@ -148,6 +154,10 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
       }
     }
   }
+  if (left.front()->refusal != nullptr) {
+    std::string refusal = left.front()->refusal(params);
+    if (!refusal.empty()) reasons->push_back(std::move(refusal));
+  }
 }
 
 std::string misaligned(const char* name, const ConstTensorView& view, int item_bytes,
@@ -169,6 +179,8 @@ std::string misaligned(const char* name, const ConstTensorView& view, int item_b
   return "";
 }
 
+}  // namespace
+
 int size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
@@ -182,8 +194,6 @@ int size_of(DType dtype) {
   }
   return 1;
 }
-
-}  // namespace
 
 const std::vector<KernelEntry>& registry() {
   static const std::vector<KernelEntry> entries = [] {
@@ -220,7 +230,7 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
                           entry.info.head_dim_qk + entry.info.head_dim_vo);
   };
   for (const KernelEntry& entry : registry()) {
-    if (serves(entry.info, backend, params, compute_capability) &&
+    if (serves(entry, backend, params, compute_capability) &&
         (best == nullptr || rank(entry) < rank(*best))) {
       best = &entry;
     }

@@ -16,6 +16,10 @@ struct KernelEntry {
   int (*tile_rows)(const AttentionParams& params, int compute_capability) = nullptr;
   /// Enqueues the kernel; params are validated and params.schedule is complete.
   Status (*launch)(const AttentionParams& params, cudaStream_t stream) = nullptr;
+  /// Why this kernel cannot take tensors of such strides and sizes, which fit its KernelInfo; empty if it can. Null where
+  /// the contract's rules are the only ones.
+  std::string (*refusal)(const AttentionParams& params) = nullptr;
+  bool counts_tiles = false;  ///< whether it uses Schedule::next_tile
 };
 
 /// One row of the generated table: the facts of instances.cmake, and the unit's own function.
@@ -34,6 +38,9 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
 
 /// Whether a kernel serves the sizes and types of `params`, whatever the device and the features.
 bool fits(const KernelInfo& info, Backend backend, const AttentionParams& params);
+
+/// Bytes of an element.
+int size_of(DType dtype);
 
 /// What is wrong with `params` whatever the kernel: sizes, strides, missing arrays. Else empty.
 /// Pointers are looked at only if `with_tensors`.

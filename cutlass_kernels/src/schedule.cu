@@ -42,7 +42,8 @@ __device__ void for_each_tile(const int* qo_indptr, int batch_size, std::int64_t
 
 __global__ void __launch_bounds__(kThreads)
     schedule_kernel(const int* qo_indptr, const int* kv_indptr, int batch_size,
-                    std::int64_t total_q, int tile_rows, int capacity, WorkItem* list) {
+                    std::int64_t total_q, int tile_rows, int capacity, WorkItem* list,
+                    std::int32_t* next_tile) {
   __shared__ int position[kBuckets];
   __shared__ int warp_total[32];
   __shared__ int max_kv_len;
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   const int thread = threadIdx.x;
   position[thread] = 0;
   if (thread == 0) max_kv_len = 0;
+  if (thread < 2 && next_tile != nullptr) next_tile[thread] = 0;
   __syncthreads();
   for (int batch = thread; batch < batch_size; batch += kThreads) {
     atomicMax(&max_kv_len, kv_indptr[batch + 1] - kv_indptr[batch]);
@@ -105,13 +107,15 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
                        std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
-                       std::int32_t capacity, WorkItem* list, cudaStream_t stream) {
+                       std::int32_t capacity, WorkItem* list, cudaStream_t stream,
+                       std::int32_t* next_tile) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(&config, schedule_kernel, qo_indptr, kv_indptr,
-                                               batch_size, total_q, tile_rows, capacity, list);
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, schedule_kernel, qo_indptr, kv_indptr, batch_size, total_q,
+                         tile_rows, capacity, list, next_tile);
   return error == cudaSuccess ? Status::success()
                               : cuda_failure("Launching the schedule kernel", error);
 }

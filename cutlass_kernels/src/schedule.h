@@ -27,6 +27,10 @@ struct alignas(16) WorkItem {
   std::int32_t unused[2];
 };
 
+/// A workspace begins with the counters of Schedule::next_tile; the list follows. In front, they stay where they are when
+/// another batch is planned into the same memory: captured kernels know their address.
+constexpr std::size_t kCounterBytes = 16;
+
 /// Upper bound of the tiles of `batch_size` requests with `total_q` rows in all.
 inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_size,
                                       std::int32_t tile_rows) {
@@ -35,10 +39,11 @@ inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_s
   return total_q / tile_rows + requests;
 }
 
-/// Enqueues the kernel that writes `capacity` entries at `list`.
+/// Enqueues the kernel that writes `capacity` entries at `list` and zeros to the two counters at `next_tile`, if given.
 Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
                        std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
-                       std::int32_t capacity, WorkItem* list, cudaStream_t stream);
+                       std::int32_t capacity, WorkItem* list, cudaStream_t stream,
+                       std::int32_t* next_tile = nullptr);
 
 /// The same list computed on the host from host lengths (for tests and for reading).
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,

@@ -69,6 +69,7 @@ def reasons(backend: str, request: Request) -> list[str]:
             "soft_cap" in request.features,
             "sinks" in request.features,
             request.compute_capability or 0,
+            *(request.layout or ()),
         )
     return found
 
@@ -87,8 +88,28 @@ def _single(
     return _C.Plan(backend, *names, *heads, *dims, 1, 0, 0, 0)
 
 
+_counters_of: dict[tuple[int | None, int], torch.Tensor] = {}
+
+
+def _counters(device: torch.device, stream: int) -> torch.Tensor:
+    """The counters with which the blocks of an fa3 kernel share out the tiles of a single request, both 0.
+
+    A kernel leaves them at 0, so calls that follow one another share a pair: one per device and stream. A graph may be
+    replayed on any stream, beside others captured on the same: it gets a pair of its own, cleared by every replay.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, stream)
+    counters = _counters_of.get(key)
+    if counters is None:
+        counters = _counters_of.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
+    return counters
+
+
 class Schedule:
-    """The work list of a planned batch.
+    """The work list of a planned batch, and the counters with which the blocks of a running kernel share out its tiles.
+
+    Runs must follow one another, as on one stream they do.
 
     Where the host does not know the number of rows (offsets on the device), the list is made by the first run, which
     knows it from q; a captured run makes its own.
@@ -193,8 +214,12 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         with torch.cuda.device(device):
             return compute(problem, backend, schedule)
     k, v, sinks = kv.k, kv.v, logits.sinks
+    stream = _stream(device)
+    counters = None
     if problem.qo_indptr is None:
         plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(1)), (q.size(2), v.size(2)))
+        if backend == "fa3":
+            counters = _counters(device, stream)
     else:
         assert schedule is not None
         plan = schedule.plan(rows)
@@ -223,6 +248,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         logits.soft_cap,
         0 if sinks is None else sinks.data_ptr(),
         problem.output.scale,
-        _stream(device),
+        0 if counters is None else counters.data_ptr(),
+        stream,
     )
     return None

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,9 @@ FEATURES = frozenset(
 )
 ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
 
+# Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
+ORDINARY = 1 << 30
+
 _log = logging.getLogger("cutlass_kernels")
 _warned: set[tuple[str, ...]] = set()
 
@@ -62,13 +65,32 @@ class PerformanceWarning(UserWarning):
     """A request on a CUDA device is computed by PyTorch, because no kernel serves it."""
 
 
+class Layout(NamedTuple):
+    """Rows and strides (name; of a token, of a head, in elements) that are not ordinary, for a backend to judge.
+
+    Numbers of rows that matter to none are given as 2 at most, so that requests of all lengths share one choice.
+    """
+
+    rows: int
+    keys: int
+    strides: tuple[tuple[str, int, int], ...] = ()
+
+    @classmethod
+    def of(cls, rows: int, keys: int, **tensors: torch.Tensor) -> Layout:
+        """The layout of ``[tokens, heads, dim]`` tensors."""
+        strides = tuple((name, x.stride(0), x.stride(1)) for name, x in tensors.items() if not is_ordinary(x))
+        rows, keys = (n if n > ORDINARY else min(n, 2) for n in (rows, keys))
+        return cls(rows, keys, strides)
+
+
 @dataclass(frozen=True)
 class Request:
     """The facts that decide which backends can serve a problem.
 
     ``compute_capability`` is ``10 * major + minor``, or None without a CUDA device. ``features`` are elements of
     :data:`FEATURES`: what the mask, the logits, the output and the tensors ask for beyond plain attention.
-    ``unaligned`` means that an address or a stride is no multiple of 16 bytes.
+    ``unaligned`` means that an address or a stride is no multiple of 16 bytes. ``layout`` is None where every kernel
+    takes such numbers of rows and strides.
     """
 
     device_type: str
@@ -81,12 +103,19 @@ class Request:
     head_dim_qk: int
     head_dim_vo: int
     features: frozenset[str] = frozenset()
+    layout: Layout | None = None
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Request:
         """The facts of a problem."""
         q, kv, out = problem.q, problem.kv, problem.output.out
         k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
+        features, layout = _features(problem), None
+        if not is_ordinary(q, k, v, out):
+            if not all(is_aligned(x) for x in (q, k, v, out)):
+                features.add("unaligned")
+            elif isinstance(kv, RaggedKv):
+                layout = Layout.of(q.size(0), k.size(0), q=q, k=k, v=v, o=out)
         return cls(
             q.device.type,
             compute_capability(q.device),
@@ -97,7 +126,8 @@ class Request:
             k.size(-2),
             q.size(-1),
             v.size(-1),
-            _features(problem, (q, k, v, out)),
+            frozenset(features),
+            layout,
         )
 
     def __str__(self) -> str:
@@ -108,6 +138,8 @@ class Request:
             f"{where}, q {_short(self.q_dtype)}, kv {_short(self.kv_dtype)}, out {_short(self.o_dtype)}, "
             f"heads {self.num_qo_heads}/{self.num_kv_heads}, head_dim {self.head_dim_qk}/{self.head_dim_vo}"
         )
+        if self.layout is not None:
+            text += "".join(f", strides of {name} {token}/{head}" for name, token, head in self.layout.strides)
         return f"{text}, {' '.join(sorted(self.features))}" if self.features else text
 
 
@@ -128,7 +160,7 @@ def mask_features(mask: Mask) -> set[str]:
     return features
 
 
-def _features(problem: Problem, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+def _features(problem: Problem) -> set[str]:
     logits, output = problem.logits, problem.output
     features = mask_features(problem.mask)
     if logits.soft_cap > 0.0:
@@ -148,11 +180,23 @@ def _features(problem: Problem, tensors: Iterable[torch.Tensor]) -> frozenset[st
     for scale in (logits.sm_scale, output.scale):
         if isinstance(scale, torch.Tensor):
             features.add("tensor_scale" if scale.numel() == 1 else "head_scale")
+    return features
+
+
+def is_ordinary(*tensors: torch.Tensor) -> bool:
+    """Whether every kernel takes tensors that lie in memory like these: aligned, with ordinary strides and rows.
+
+    Part of every call, so it stops at what is enough to know.
+    """
     for x in tensors:
-        if not is_aligned(x):
-            features.add("unaligned")
-            break
-    return frozenset(features)
+        strides = 0
+        for stride in x.stride()[:-1]:
+            if stride == 0:
+                return False
+            strides |= stride
+        if strides > ORDINARY or x.size(0) > ORDINARY or (x.data_ptr() | strides * x.element_size()) % 16 != 0:
+            return False
+    return True
 
 
 def is_aligned(x: torch.Tensor) -> bool:
@@ -326,7 +370,8 @@ def explain(
     """Says which backend would compute an attention, and why not the others.
 
     Args:
-        q: queries ``[tokens, num_qo_heads, head_dim_qk]`` to take device, dtype and sizes from; keywords win over it.
+        q: queries ``[tokens, num_qo_heads, head_dim_qk]`` to take device, dtype, sizes and strides from; keywords
+            win over it.
         device: "cpu", "cuda", "cuda:1", ...; a CUDA device if there is one, unless said.
         compute_capability: ``10 * major + minor``, e.g. 90, to ask about a GPU that is not here.
         q_dtype, kv_dtype, o_dtype: dtypes or names; default float16, the dtype of q, the dtype of q (bfloat16 for fp8).
@@ -347,7 +392,10 @@ def explain(
     unknown = wanted - FEATURES
     if unknown:
         raise ValueError(f"features={sorted(unknown)} are not known: use some of {', '.join(sorted(FEATURES))}.")
+    layout = None
     if q is not None:
+        if q.dim() == 3 and not is_ordinary(q):
+            layout = Layout.of(q.size(0), 0, q=q)
         device = q.device if device is None else device
         q_dtype = q.dtype if q_dtype is None else q_dtype
         num_qo_heads = q.size(-2) if num_qo_heads is None else num_qo_heads
@@ -375,6 +423,7 @@ def explain(
         dim,
         dim if head_dim_vo is None else head_dim_vo,
         wanted,
+        layout,
     )
     against = {backend: reasons(backend, request) for backend in BACKENDS}
     return Explanation(request, next((b for b in BACKENDS if not against[b]), None), against)

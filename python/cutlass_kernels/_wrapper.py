@@ -275,7 +275,11 @@ class BatchPrefillWrapper:
             items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)
         elif user_mask or self._graph_mask:
             bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, qo_lens, batch.kv_lens, values.causal)
-        request = self._request(shape, values, bits is not None, items is not None, batch.page_size is not None)
+        paged = batch.page_size is not None
+        layout = None
+        if not paged and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:
+            layout = _dispatch.Layout.of(total_q or 0, batch.kv.last or 0)
+        request = self._request(shape, values, bits is not None, items is not None, paged, layout)
         backend = _dispatch.select(self._requested_backend, request)
         mask_is_causal = bits is not None and not user_mask
         return Plan(shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend)
@@ -314,7 +318,15 @@ class BatchPrefillWrapper:
             bits = bits[:room]  # behind lengths on the device, its size is an upper bound
         return bits.to(self.device, non_blocking=True), offsets.to(self.device, non_blocking=True)
 
-    def _request(self, shape: Shape, values: Options, masked: bool, multi_item: bool, paged: bool) -> _dispatch.Request:
+    def _request(
+        self,
+        shape: Shape,
+        values: Options,
+        masked: bool,
+        multi_item: bool,
+        paged: bool,
+        layout: _dispatch.Layout | None,
+    ) -> _dispatch.Request:
         features = {
             "custom_mask": masked,
             "multi_item": multi_item,
@@ -336,6 +348,7 @@ class BatchPrefillWrapper:
             shape.head_dim_qk,
             shape.head_dim_vo,
             frozenset(name for name, used in features.items() if used),
+            layout,
         )
 
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
@@ -526,7 +539,7 @@ def _is_plain(problem: Problem) -> bool:
         and logits.head_scale is None
         and isinstance(logits.sm_scale, float)
         and isinstance(output.scale, float)
-        and all(_dispatch.is_aligned(x) for x in (problem.q, k, v, output.out))
+        and _dispatch.is_ordinary(problem.q, k, v, output.out)
     )
 
 

@@ -22,7 +22,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     and their merging: Milakov and Gimelshein, 2018.)
 
     Index tensors and the work list belong to the stream that is current in plan(): run on that stream, or order the
-    two.
+    two. Runs of a plan follow one another, called or replayed from CUDA graphs, since a running kernel counts its tiles
+    in the wrapper's memory: for runs that may overlap, on several streams, use a wrapper each.
 
     Args:
         float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.

@@ -72,7 +72,8 @@ def single_prefill_with_kv_cache(
         scale_q, scale_k, scale_v: dequantization factors of fp8 inputs: numbers, or fp32 tensors with one element per
             head (``[num_qo_heads]``, ``[num_kv_heads]``, ``[num_kv_heads]``).
         o_dtype: dtype of the output; default that of q. Required for fp8 q.
-        backend: "auto", "fa3", "fa2" or "reference". "auto" takes the fastest that serves all arguments.
+        backend: "auto", "fa3", "fa2" or "reference". "auto" takes the fastest that serves all arguments. Calls may come
+            from any threads and streams, and be captured into CUDA graphs.
         kv_cache_sf: scale factors of 4-bit caches; not supported.
         k_scale, v_scale: per-tensor factors of k (into the logits) and v (into the output).
         sinks: fp32 ``[num_qo_heads]``; adds ``exp(sink)`` to the softmax denominator (and to the LSE).

@@ -1,5 +1,5 @@
-// Entry points of the library. Nothing here allocates, synchronises or keeps state: every call can be
-// made from several threads and captured into a CUDA graph.
+// Entry points of the library. Nothing here allocates, synchronises or keeps state (but what a device has answered about
+// itself): every call can be made from several threads and captured into a CUDA graph.
 #pragma once
 
 #include <cstddef>
@@ -35,18 +35,23 @@ CK_API std::vector<std::string> not_supported_reasons(Backend backend,
                                                       int compute_capability);
 
 /// Bytes of workspace that make_schedule() needs for this problem, and attention() when params.schedule
-/// is empty. 0 for a single request without offsets: set qo_indptr, or batch_size, before asking. Asks no device: the answer holds for every kernel of `backend`.
+/// is empty. A single request without offsets needs none: where the answer is not 0, a kernel is faster with it (set
+/// qo_indptr, or batch_size, before asking about a batch). Asks no device: the answer holds for every kernel of `backend`.
 CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend = Backend::kAuto);
 
 /// Writes the work list of a batch into `workspace` (device memory, 16-byte aligned) on `stream` and
 /// fills `schedule`. Depends on sizes and lengths only: mask, scale and tensors may change before
-/// attention(). total_q is an upper bound of the rows the list must cover.
+/// attention(). total_q is an upper bound of the rows the list must cover. Strides count where they are set: with kAuto,
+/// those that fa3 cannot read (0, or 16 GiB from token to token) make it a list for fa2.
+///
+/// The workspace also holds the counters with which running kernels share out tiles: calls of attention() with one
+/// schedule must follow one another, as on one stream they do. For calls that may overlap, make a schedule each.
 CK_API Status make_schedule(const AttentionParams& params, void* workspace,
                             std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule,
                             Backend backend = Backend::kAuto);
 
 /// Computes attention on `stream`. With an empty params.schedule a batch is scheduled first, in
-/// `workspace`. `backend` kAuto takes the fastest that serves the request; any other serves it or fails.
+/// `workspace`, which belongs to this call until the stream has passed it. `backend` kAuto takes the fastest that serves the request; any other serves it or fails.
 /// Runs on the calling thread's current device, which the tensors and the stream belong to.
 CK_API Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
                         cudaStream_t stream, Backend backend = Backend::kAuto);

@@ -30,6 +30,14 @@ CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
+// Hardware barrier `id` among `threads` threads, those that arrive and those that wait.
+CUTE_DEVICE void named_barrier_wait(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+CUTE_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // c += a b, one m16n8k16 tile.
 template <class Mma>
 CUTE_DEVICE void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,

@@ -25,6 +25,13 @@ CUTE_DEVICE void mask_unless_below(float& s, std::uint32_t position, std::uint32
                : "r"(position), "r"(extent));
 }
 
+// s = -inf unless limit > position, a constant.
+CUTE_DEVICE void mask_unless_above(float& s, int limit, int position) {
+  asm volatile("{\n.reg .pred p;\nsetp.le.s32 p, %1, %2;\nselp.f32 %0, 0fFF800000, %0, p;\n}"
+               : "+f"(s)
+               : "r"(limit), "r"(position));
+}
+
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr float kHeadroom = 8.0f;  // log2: P stays below 2^8

@@ -2,7 +2,8 @@
 //
 // A warp owns kRowTiles * 16 query rows. Two row tiles halve the shared-memory traffic per product: a
 // K or V fragment read by ldmatrix feeds two mma.sync. One row tile reads 128 B of shared memory per clock
-// and SM at full tensor rate, all there is. Three row tiles (or two at head dim 256) do not fit 255 registers.
+// and SM at full tensor rate, all there is. Three row tiles (or two at head dim 256) do not fit 255 registers;
+// at head dim 256 two warps share 32 rows instead, each with half of the output's columns (shared_rows.h).
 //
 // The entries are the fastest of some sixty measured on an H200 (benchmarks/RESULTS.md).
 #pragma once
@@ -10,18 +11,20 @@
 namespace cutlass_kernels::fa2 {
 
 template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
-          int BlocksPerSm>
+          int BlocksPerSm, int Sharers = 1>
 struct Tile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRowTiles = RowTiles;
   static constexpr int kWarps = Warps;
   static constexpr int kThreads = 32 * Warps;
-  static constexpr int kBlockM = 16 * RowTiles * Warps;
+  static constexpr int kBlockM = 16 * RowTiles * Warps / Sharers;
   static constexpr int kBlockN = BlockN;            // keys per stage of the load pipeline
   static constexpr int kStepN = StepN;              // keys per softmax step
   static constexpr int kStages = Stages;            // of K and V in shared memory
   static constexpr int kAhead = Ahead;              // ldmatrix issued before their products
   static constexpr int kBlocksPerSm = BlocksPerSm;  // what registers are budgeted for
+  static constexpr int kSharers = Sharers;          // warps that share rows: 1 or 2
+  static_assert(Sharers == 1 || (Sharers == 2 && Stages == 1 && StepN == BlockN));
 };
 
 // Large: long queries and keys. Medium: as many rows, for fewer keys; three blocks per SM hide more of a
@@ -30,7 +33,8 @@ struct Tile {
 // others.
 //
 // kFewBlocks: with fewer blocks of the large tile than this, the small one is faster on 132 SMs; the causal
-// value is higher because short tiles even out what a causal mask makes uneven.
+// value is higher because short tiles even out what a causal mask makes uneven. Where both have as many rows there is
+// no such rule: the small one is for devices without the shared memory of the large one, and nothing else.
 template <int HeadDim>
 struct TileTable;
 
@@ -56,12 +60,10 @@ struct TileTable<128> {
 
 template <>
 struct TileTable<256> {
-  using Large = Tile<256, 1, 8, 64, 64, 2, 4, 1>;  // 192 KB of shared memory: sm_90 and up
+  using Large = Tile<256, 2, 4, 64, 64, 1, 4, 2, 2>;  // 104.5 KB of shared memory
   using Medium = Large;
-  using Capped = Tile<256, 1, 8, 32, 32, 2, 4, 1>;
-  using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;
-  static constexpr int kFewBlocks = 72;
-  static constexpr int kFewBlocksCausal = 160;
+  using Capped = Large;
+  using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;  // 96 KB: compute capabilities 8.6, 8.9, 12.x
 };
 
 }  // namespace cutlass_kernels::fa2

@@ -10,7 +10,7 @@
 //            +------------------------------------------------------+
 //
 // Warps own whole rows, so softmax needs no exchange between them; a scheduler's two or three warps overlap one's
-// softmax with another's products.
+// softmax with another's products. At head dimension 256 two warps share rows: shared_rows.h has that drawing.
 //
 // What is scarce is registers (255 per thread) and, at one row tile per warp, shared-memory bandwidth:
 // short live ranges beat fewer instructions.
@@ -18,12 +18,15 @@
 
 #include <cute/arch/copy_sm80.hpp>
 
+#include <type_traits>
+
 #include "common/ldmatrix.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/softmax.h"
 #include "fa2/config.h"
 #include "fa2/shared.h"
+#include "fa2/shared_rows.h"
 #include "schedule.h"
 
 namespace cutlass_kernels::fa2 {
@@ -55,6 +58,10 @@ struct PendingLoads {
   }
 };
 
+struct NoLoads {
+  CUTE_DEVICE void issue(int, int) {}
+};
+
 // A logits transform needs registers of its own: a third block per SM would spill.
 template <class Tile, bool kTransform>
 constexpr int blocks_per_sm() {
@@ -71,9 +78,10 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   constexpr int kStages = Tile::kStages;
   constexpr int kAhead = Tile::kAhead;
   constexpr int kStepN = Tile::kStepN;
-  constexpr int kTilesN = kStepN / 8;          // m16n8 tiles of S along the keys
-  constexpr int kTilesD = Tile::kHeadDim / 8;  // and of O along the head dimension
-  constexpr int kRows = 2 * kRowTiles;         // rows a thread holds a part of
+  constexpr int kSharers = Tile::kSharers;
+  constexpr int kTilesN = kStepN / 8 / kSharers;  // m16n8 tiles of a warp's S along the keys
+  constexpr int kTilesD = Tile::kHeadDim / 8 / kSharers;  // and of O along the head dimension
+  constexpr int kRows = 2 * kRowTiles;                    // rows a thread holds a part of
   const AttentionParams& p = params.attention;
 
   extern __shared__ __align__(128) char shared_memory[];
@@ -142,8 +150,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   };
 
   // ---- This warp's rows. ----
-  const int warp_row = warp * kRowTiles * 16;  // in the tile
-  const int first_row = row_begin + warp_row;  // in the request
+  const int part = warp % kSharers;  // of the keys in Q K^T, of the columns in P V
+  const int warp_row = warp / kSharers * (kRowTiles * 16);  // in the tile
+  const int first_row = row_begin + warp_row;               // in the request
   const int last_row = min(first_row + kRowTiles * 16, row_end) - 1;
   const bool has_rows = first_row <= last_row;
   // Keys that some / that every row of the warp sees.
@@ -162,8 +171,10 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   const int swizzle_q = lane_chunk ^ (lane_row & 7);
   const int swizzle_k = k_chunk ^ (k_row & 7);
   const std::uint32_t q_row_base = shared + Layout::kQ + (warp_row + lane_row) * Layout::kRowBytes;
-  const std::uint32_t k_row_base = shared + Layout::kK + k_row * Layout::kRowBytes;
-  const std::uint32_t v_row_base = shared + Layout::kV + lane_row * Layout::kRowBytes;
+  const std::uint32_t k_row_base =
+      shared + Layout::kK + (part * kTilesN * 8 + k_row) * Layout::kRowBytes;
+  const std::uint32_t v_row_base =
+      shared + Layout::kV + lane_row * Layout::kRowBytes + part * kTilesD * 16;
 
   float o[kRowTiles][kTilesD][4];  // (row tile, d tile, fragment)
   CUTE_UNROLL
@@ -195,14 +206,14 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     auto read_q = [&](int kd) {
       CUTE_UNROLL
       for (int m = 0; m < kRowTiles; ++m) {
-        ldmatrix_x4(a[kd % 2][m],
-                    q_row_base + m * 16 * Layout::kRowBytes + ((swizzle_q ^ (2 * kd)) << 4));
+        ldmatrix_x4(a[kd % 2][m], q_row_base + m * 16 * Layout::kRowBytes +
+                                      Layout::chunk_offset(swizzle_q, 2 * kd));
       }
     };
     auto read_k = [&](int step) {
       if (step < kStepsK * kStepsN) {
         ldmatrix_x4(b[step % kSlots], k_sub + step % kStepsN * 16 * Layout::kRowBytes +
-                                          ((swizzle_k ^ (2 * (step / kStepsN))) << 4));
+                                          Layout::chunk_offset(swizzle_k, 2 * (step / kStepsN)));
       }
     };
     read_q(0);
@@ -250,11 +261,13 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   // Logits transform and mask.
   auto finish_scores = [&](float (&s)[kRowTiles][kTilesN][4], int first_key) {
     if constexpr (kTransform) params.transform.apply(&s[0][0][0], kRowTiles * kTilesN * 4);
-    if (first_key < all_begin || first_key + kStepN > all_end) apply_mask(s, first_key);
+    if (first_key < all_begin || first_key + kStepN > all_end) {
+      apply_mask(s, first_key + part * kTilesN * 8);
+    }
   };
 
   // Each thread's maximum of its part of the rows; takes the loads of the next block along, if asked to.
-  using Loads = PendingLoads<BlockLoader>;
+  using Loads = std::conditional_t<kSharers == 1, PendingLoads<BlockLoader>, NoLoads>;
   auto take_max = [&](float (&s)[kRowTiles][kTilesN][4], float (&thread_max)[kRows], Loads& next,
                       bool load) {
     CUTE_UNROLL
@@ -289,23 +302,22 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     return Element::pack(p0, p1);
   };
 
-  auto accumulate = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t v_sub, Loads& next,
-                        bool load) {
-    float thread_max[kRows];
-    take_max(s, thread_max, next, load);
-    if (__any_sync(0xffffffffu, softmax.exceeds(thread_max))) {
-      softmax.reduce_max(thread_max);
-      softmax.raise(thread_max, rescale);
-    }
-
-    constexpr int kStepsK = kTilesN / 2;
+  const SharedRows<Tile> shared_rows(shared_memory, warp, lane);
+  auto accumulate = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t v_sub) {
+    constexpr int kOwnSteps = kTilesN / 2;  // of 16 keys and this warp's P; the other's follow
+    constexpr int kStepsK = kOwnSteps * kSharers;
+    static_assert(kSharers == 1 || kOwnSteps > 1);
     constexpr int kStepsD = kTilesD / 2;
     constexpr int kSlots = kAhead + 1;
     std::uint32_t b[kSlots][4];
     auto read_v = [&](int step) {
       if (step < kStepsK * kStepsD) {
-        ldmatrix_x4_trans(b[step % kSlots], v_sub + step / kStepsD * 16 * Layout::kRowBytes +
-                                                ((swizzle_q ^ (step % kStepsD * 2)) << 4));
+        const int k = step / kStepsD;
+        const int of_part = k < kOwnSteps ? part : part ^ 1;
+        const int key = (of_part * kOwnSteps + k % kOwnSteps) * 16;
+        ldmatrix_x4_trans(
+            b[step % kSlots],
+            v_sub + key * Layout::kRowBytes + Layout::chunk_offset(swizzle_q, step % kStepsD * 2));
       }
     };
     CUTE_UNROLL
@@ -316,26 +328,40 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     std::uint32_t a[2][kRowTiles][4];
     CUTE_UNROLL
     for (int pack = 0; pack < kPacks; ++pack) a[0][pack / 4][pack % 4] = make_p(s, 0, pack);
+    if constexpr (kSharers > 1) shared_rows.write_p(0, a[0]);
     CUTE_UNROLL
     for (int k = 0; k < kStepsK; ++k) {
+      if constexpr (kSharers > 1) {
+        if (k == kOwnSteps) {
+          shared_rows.await_p();
+          shared_rows.read_p(0, a[k % 2]);
+        }
+        if (k >= kOwnSteps && k + 1 < kStepsK) {
+          shared_rows.read_p(k + 1 - kOwnSteps, a[(k + 1) % 2]);
+        }
+      }
       CUTE_UNROLL
       for (int pair = 0; pair < kStepsD; ++pair) {
         const int step = k * kStepsD + pair;
         // Never taken. Left alone, the compiler computes all of P before the first product; it does not
         // move instructions across a possible exit, so exponentials and products alternate (4 % at hd64).
-        if (pair % 2 == 0 && params.tiles < 0) asm volatile("exit;");
+        if (k < kOwnSteps && pair % 2 == 0 && params.tiles < 0) asm volatile("exit;");
         read_v(step + kAhead);
         CUTE_UNROLL
         for (int m = 0; m < kRowTiles; ++m) {
           mma<Mma>(o[m][2 * pair], a[k % 2][m], b[step % kSlots][0], b[step % kSlots][1]);
           mma<Mma>(o[m][2 * pair + 1], a[k % 2][m], b[step % kSlots][2], b[step % kSlots][3]);
         }
-        if (k + 1 < kStepsK) {
+        if (k + 1 < kOwnSteps) {
           CUTE_UNROLL
           for (int pack = pair * kPacks / kStepsD; pack < (pair + 1) * kPacks / kStepsD; ++pack) {
             a[(k + 1) % 2][pack / 4][pack % 4] = make_p(s, k + 1, pack);
           }
         }
+      }
+      if constexpr (kSharers > 1) {
+        if (k + 1 < kOwnSteps) shared_rows.write_p(k + 1, a[(k + 1) % 2]);
+        if (k + 2 == kOwnSteps) shared_rows.p_is_written();
       }
     }
   };
@@ -345,50 +371,113 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
                                  p.q.stride_token, p.head_dim_qk, row_begin, row_begin,
                                  row_end - row_begin, thread)
       .issue_all();
-  // Past the first block all rows are outside [key_begin, key_end): zeros that nobody reads.
-  CUTE_UNROLL
-  for (int i = 0; i < kStages - 1; ++i) {
-    k_loader(block_end - 1 - i, i, thread).issue_all();
-    v_loader(block_end - 1 - i, i, thread).issue_all();
-    cute::cp_async_fence();
-  }
-  int stage = 0;
-  int next_stage = kStages - 1;
-  for (int block = block_end - 1; block >= block_begin; --block) {
-    cute::cp_async_wait<kStages - 2>();
-    __syncthreads();  // this block's K and V have landed; everyone is done with the previous block
-
-    int opaque_thread = thread;  // addresses are computed anew, not kept in registers
-    asm volatile("" : "+r"(opaque_thread));
-    Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
-                v_loader(block - kStages + 1, next_stage, opaque_thread)}};
+  if constexpr (kSharers == 1) {
+    // Past the first block all rows are outside [key_begin, key_end): zeros that nobody reads.
     CUTE_UNROLL
-    for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {
-      const int first_key = block * kBlockN + sub * kStepN;
-      const int offset = stage * Layout::kStageBytes + sub * kStepN * Layout::kRowBytes;
-      const bool loads = sub == kBlockN / kStepN - 1;
-      // A warp takes part only where one of its rows sees a key.
-      if (first_key < any_end && first_key + kStepN > any_begin) {
-        float s[kRowTiles][kTilesN][4];
-        compute_scores(s, k_row_base + offset);
-        finish_scores(s, first_key);
-        accumulate(s, v_row_base + offset, next, loads);
-      } else if (loads) {
-        next.issue(0, 1);
+    for (int i = 0; i < kStages - 1; ++i) {
+      k_loader(block_end - 1 - i, i, thread).issue_all();
+      v_loader(block_end - 1 - i, i, thread).issue_all();
+      cute::cp_async_fence();
+    }
+    int stage = 0;
+    int next_stage = kStages - 1;
+    for (int block = block_end - 1; block >= block_begin; --block) {
+      cute::cp_async_wait<kStages - 2>();
+      __syncthreads();  // this block's K and V have landed; everyone is done with the previous block
+
+      int opaque_thread = thread;  // addresses are computed anew, not kept in registers
+      asm volatile("" : "+r"(opaque_thread));
+      Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
+                  v_loader(block - kStages + 1, next_stage, opaque_thread)}};
+      CUTE_UNROLL
+      for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {
+        const int first_key = block * kBlockN + sub * kStepN;
+        const int offset = stage * Layout::kStageBytes + sub * kStepN * Layout::kRowBytes;
+        const bool loads = sub == kBlockN / kStepN - 1;
+        // A warp takes part only where one of its rows sees a key.
+        if (first_key < any_end && first_key + kStepN > any_begin) {
+          float s[kRowTiles][kTilesN][4];
+          float thread_max[kRows];
+          compute_scores(s, k_row_base + offset);
+          finish_scores(s, first_key);
+          take_max(s, thread_max, next, loads);
+          if (__any_sync(0xffffffffu, softmax.exceeds(thread_max))) {
+            softmax.reduce_max(thread_max);
+            softmax.raise(thread_max, rescale);
+          }
+          accumulate(s, v_row_base + offset);
+        } else if (loads) {
+          next.issue(0, 1);
+        }
       }
+      cute::cp_async_fence();
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+    }
+  } else {
+    // One stage: V of a block is loaded in a burst during Q K^T, K of the next during P V. The first block's are
+    // under way from the start.
+    if (block_begin < block_end) {
+      k_loader(block_end - 1, 0, thread).issue_all();
+      cute::cp_async_fence();
+      v_loader(block_end - 1, 0, thread).issue_all();
     }
     cute::cp_async_fence();
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+    Loads none;
+    // All warps take part in all blocks, even those without a row that sees a key: they meet at the same barriers.
+    for (int block = block_end - 1; block >= block_begin; --block) {
+      cute::cp_async_wait<1>();
+      __syncthreads();  // A (the letters are those of the drawing in shared_rows.h)
+
+      int opaque_thread = thread;  // addresses are computed anew, not kept in registers
+      asm volatile("" : "+r"(opaque_thread));
+      if (block + 1 < block_end) v_loader(block, 0, opaque_thread).issue_all();
+      float s[kRowTiles][kTilesN][4];
+      float thread_max[kRows];
+      compute_scores(s, k_row_base);
+      finish_scores(s, block * kBlockN);
+      take_max(s, thread_max, none, false);
+      cute::cp_async_fence();
+      cute::cp_async_wait<0>();
+      const bool raise = __syncthreads_or(softmax.exceeds(thread_max));  // B
+
+      asm volatile("" : "+r"(opaque_thread));
+      if (block > block_begin) k_loader(block - 1, 0, opaque_thread).issue_all();
+      cute::cp_async_fence();
+      if (raise) {
+        softmax.reduce_max(thread_max);
+        shared_rows.write_rows(thread_max);
+        __syncthreads();
+        CUTE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          thread_max[r] = fmaxf(thread_max[r], shared_rows.read_row(r));
+        }
+        softmax.raise(thread_max, rescale);
+      }
+      accumulate(s, v_row_base);
+      cute::cp_async_fence();  // no loads: stands for V, which the wait at A leaves under way
+    }
+  }
+  float row_m[kRows], row_sum[kRows];
+  auto finish_softmax = [&] {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) softmax.finish(r, row_m[r], row_sum[r]);
+  };
+  if constexpr (kSharers > 1) {
+    finish_softmax();
+    shared_rows.write_rows(row_sum);
   }
   cute::cp_async_wait<0>();
   __syncthreads();  // Q has landed even if there was no key; its rows become the output's
   if (!has_rows) return;
 
-  // ---- Epilogue: normalise, stage the warp's rows in shared memory, write 16 bytes per lane. ----
-  float row_m[kRows], row_sum[kRows];
-  CUTE_UNROLL
-  for (int r = 0; r < kRows; ++r) softmax.finish(r, row_m[r], row_sum[r]);
+  // ---- Epilogue: normalise, stage the warp's part of its rows in shared memory, write 16 bytes per lane. ----
+  if constexpr (kSharers > 1) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) row_sum[r] += shared_rows.read_row(r);
+  } else {
+    finish_softmax();
+  }
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     float m = row_m[r];
@@ -414,10 +503,11 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     for (int d = 0; d < kTilesD; ++d) {
       const std::uint32_t packed =
           Element::pack(o[r / 2][d][(r % 2) * 2] * scale, o[r / 2][d][(r % 2) * 2 + 1] * scale);
-      *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ + Layout::offset(row, d) +
-                                        (lane % 4) * 4) = packed;
+      *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ +
+                                        Layout::offset(row, part * kTilesD + d) + (lane % 4) * 4) =
+          packed;
     }
-    if (p.lse != nullptr && lane % 4 == 0 && row_begin + row < row_end) {
+    if (p.lse != nullptr && part == 0 && lane % 4 == 0 && row_begin + row < row_end) {
       p.lse[(work.q_begin + std::int64_t(row_begin + row)) * p.lse_stride_token +
             head * p.lse_stride_head] = empty ? -INFINITY : m + log2f(sum);
     }
@@ -425,11 +515,12 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   __syncwarp();
   char* out = static_cast<char*>(p.o.data) +
               2 * (std::int64_t(work.q_begin) * p.o.stride_token + head * p.o.stride_head);
-  constexpr int kRowsPerStep = 32 / Layout::kChunks;
-  const int out_chunk = lane % Layout::kChunks;
+  constexpr int kPartChunks = Layout::kChunks / kSharers;
+  constexpr int kRowsPerStep = 32 / kPartChunks;
+  const int out_chunk = part * kPartChunks + lane % kPartChunks;
   CUTE_UNROLL
   for (int i = 0; i < kRowTiles * 16 / kRowsPerStep; ++i) {
-    const int row = warp_row + i * kRowsPerStep + lane / Layout::kChunks;
+    const int row = warp_row + i * kRowsPerStep + lane / kPartChunks;
     if (row_begin + row < row_end && out_chunk * 8 < p.head_dim_vo) {
       const uint4 value = *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ +
                                                           Layout::offset(row, out_chunk));

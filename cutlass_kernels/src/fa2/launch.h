@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda_failure.h"
+#include "device.h"
 #include "fa2/kernel.h"
 #include "registry.h"
 
@@ -56,17 +57,30 @@ std::int64_t block_count(const AttentionParams& params) {
   return (params.total_q + Tile::kBlockM - 1) / Tile::kBlockM * params.num_qo_heads;
 }
 
+template <class Tile>
+bool has_shared_memory_for(int compute_capability) {
+  return SharedLayout<Tile>::kBytes <= max_shared_bytes(compute_capability);
+}
+
+// Whether the small tile and the others have as many rows. Then a schedule serves both, and launch_variant() chooses.
+template <class Tiles>
+constexpr bool kEqualRows = Tiles::Small::kBlockM == Tiles::Large::kBlockM;
+
 // A batch is scheduled before its mask is known and is taken to be causal.
 template <int HeadDim>
 int tile_rows(const AttentionParams& params, int compute_capability) {
   using Tiles = TileTable<HeadDim>;
   using Large = typename Tiles::Large;
-  const bool causal = params.causal || params.chunk_size > 0 || params.qo_indptr != nullptr;
-  const int few = causal ? Tiles::kFewBlocksCausal : Tiles::kFewBlocks;
-  const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
-                     block_count<Large>(params) < few ||
-                     SharedLayout<Large>::kBytes > max_shared_bytes(compute_capability);
-  return small ? Tiles::Small::kBlockM : Large::kBlockM;
+  if constexpr (kEqualRows<Tiles>) {
+    return Large::kBlockM;
+  } else {
+    const bool causal = params.causal || params.chunk_size > 0 || params.qo_indptr != nullptr;
+    const int few = causal ? Tiles::kFewBlocksCausal : Tiles::kFewBlocks;
+    const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
+                       block_count<Large>(params) < few ||
+                       !has_shared_memory_for<Large>(compute_capability);
+    return small ? Tiles::Small::kBlockM : Large::kBlockM;
+  }
 }
 
 // Three blocks per SM pay where tiles are short and there are many of them (hd64, 16k tokens: 15 % at 512
@@ -112,16 +126,22 @@ Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDim>;
   static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
                 Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
-  if (params.schedule.tile_rows == Tiles::Small::kBlockM) {
-    return launch_tile<Element, typename Tiles::Small, kTransform>(params, stream);
+  const int rows = params.schedule.tile_rows;
+  if (rows != Tiles::Small::kBlockM && rows != Tiles::Large::kBlockM) {
+    const std::string larger =
+        kEqualRows<Tiles> ? "" : " and " + std::to_string(Tiles::Large::kBlockM);
+    return Status::invalid("The schedule is for tiles of " + std::to_string(rows) +
+                           " rows, but head dimension " + std::to_string(HeadDim) +
+                           " has tiles of " + std::to_string(Tiles::Small::kBlockM) + larger +
+                           ": make it with make_schedule().");
   }
-  if (params.schedule.tile_rows != Tiles::Large::kBlockM) {
-    return Status::invalid(
-        "The schedule is for tiles of " + std::to_string(params.schedule.tile_rows) +
-        " rows, but head dimension " + std::to_string(HeadDim) + " has tiles of " +
-        std::to_string(Tiles::Small::kBlockM) + " and " + std::to_string(Tiles::Large::kBlockM) +
-        ": make it with make_schedule().");
+  bool small = rows == Tiles::Small::kBlockM;
+  if constexpr (kEqualRows<Tiles>) {
+    Device device;
+    if (Status status = current_device(&device); !status.ok()) return status;
+    small = !has_shared_memory_for<typename Tiles::Large>(device.compute_capability);
   }
+  if (small) return launch_tile<Element, typename Tiles::Small, kTransform>(params, stream);
   if constexpr (kTransform) {
     return launch_tile<Element, typename Tiles::Capped, true>(params, stream);
   } else if (many_short_tiles<typename Tiles::Large>(params)) {

@@ -9,9 +9,10 @@
 
 namespace cutlass_kernels::fa2 {
 
-// Q, then the stages of K, then those of V. Rows are head_dim elements long, in 16-byte chunks of 8
-// elements; row r holds chunk c at position c ^ (r % 8), so that the eight rows an ldmatrix phase reads lie in
-// eight different bank groups (CuTe's Swizzle<3, 3, log2(head_dim / 8)> on element offsets).
+// Q, then the stages of K, then those of V, then what warps that share rows exchange. Rows are head_dim elements
+// long, in 16-byte chunks of 8 elements; row r holds chunk c at position c ^ (r % 8), so that the eight rows an
+// ldmatrix phase reads lie in eight different bank groups (CuTe's Swizzle<3, 3, log2(head_dim / 8)> on element
+// offsets).
 template <class Tile>
 struct SharedLayout {
   static constexpr int kRowBytes = Tile::kHeadDim * 2;
@@ -20,10 +21,23 @@ struct SharedLayout {
   static constexpr int kQ = 0;
   static constexpr int kK = Tile::kBlockM * kRowBytes;
   static constexpr int kV = kK + Tile::kStages * kStageBytes;
-  static constexpr int kBytes = kV + Tile::kStages * kStageBytes;
+  // fragments [warp][step][row tile][lane]
+  static constexpr int kP = kV + Tile::kStages * kStageBytes;
+  static constexpr int kPWarpBytes = Tile::kRowTiles * 16 * Tile::kStepN / Tile::kSharers * 2;
+  static constexpr int kRowValues = kP + Tile::kWarps * kPWarpBytes;  // floats [row][sharer]
+  static constexpr int kBytes =
+      Tile::kSharers > 1 ? kRowValues + Tile::kBlockM * Tile::kSharers * 4 : kP;
 
   CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+  }
+
+  // Bytes from a row's start to chunk `swizzle` ^ `chunk`, swizzle < 8. At head dim 256 it is spelled out that chunks
+  // eight apart differ by an immediate: of the plain XOR, ptxas kept 32 addresses in registers. At 128 the plain one
+  // is as fast (RESULTS.md).
+  CUTE_HOST_DEVICE static constexpr int chunk_offset(int swizzle, int chunk) {
+    return Tile::kHeadDim > 128 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7)
+                                : (swizzle ^ chunk) << 4;
   }
 };
 

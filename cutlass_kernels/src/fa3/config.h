@@ -6,27 +6,82 @@ namespace cutlass_kernels::fa3 {
 // Rows of a consumer warpgroup: the M of wgmma.
 constexpr int kWarpgroupRows = 64;
 
-template <int HeadDimQk, int HeadDimVo, int Consumers, int BlockN, int Stages, int QBuffers,
-          int OPanels, bool PingPong, int BlocksPerSm>
+// What the pipeline needs from shared memory (227 KB per SM) and registers (65536 per SM) is in conflict with larger blocks,
+// which need fewer instructions per product. The entries below are the fastest measured (benchmarks/RESULTS.md).
+template <int HeadDimQk, int HeadDimVo, int Consumers, int BlockN, int KStages, int VStages,
+          int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters,
+          int BlocksPerSm = 1>
 struct Tile {
   static constexpr int kHeadDimQk = HeadDimQk;
   static constexpr int kHeadDimVo = HeadDimVo;
   static constexpr int kConsumers = Consumers;  // warpgroups, of 64 query rows each
   static constexpr int kBlockM = kWarpgroupRows * Consumers;
   static constexpr int kBlockN = BlockN;  // keys per step
-  static constexpr int kStages = Stages;  // of K and of V in shared memory
-  static constexpr int kQBuffers =
-      QBuffers;  // of 64 query rows each, dealt to the warpgroups in turn
+  static constexpr int kKStages = KStages;
+  static constexpr int kVStages = VStages;
+  static constexpr int kQBuffers = QBuffers;  // of 64 query rows, dealt to the warpgroups in turn
   // O is staged in shared memory of its own, this many panels of 64 columns per warpgroup at a time.
   static constexpr int kOPanels = OPanels;
   static constexpr bool kPingPong = PingPong;  // warpgroups take turns in issuing their products
+  static constexpr bool kLazyMax = LazyMax;    // maxima only where they must be taken, see mma.h
+  static constexpr bool kQInRegisters =
+      QInRegisters;  // spares the products a third of their shared memory reads
   static constexpr int kBlocksPerSm = BlocksPerSm;
   static constexpr int kThreads = 128 * (1 + Consumers);
 
-  // Registers per thread after setmaxnreg: what is there (65536 per SM), split between one warpgroup of producers and
-  // the consumers.
-  static constexpr int kProducerRegisters = Consumers == 2 ? 40 : (Consumers == 3 ? 32 : 24);
-  static constexpr int kConsumerRegisters = Consumers == 2 ? 232 : (Consumers == 3 ? 160 : 232);
+  // Registers per thread: at the launch, and after setmaxnreg has moved what the warpgroup of producers does not need
+  // to the consumers.
+  static constexpr int kLaunchRegisters = 65536 / BlocksPerSm / kThreads / 8 * 8;
+  static constexpr int kProducerRegisters = Consumers == 2 && BlocksPerSm == 1 ? 40 : 32;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (128 * Consumers) / 8 * 8;
+};
+
+// Large: long queries and keys. FewKeys: as many rows, where a row sees few keys: what a tile costs beside its blocks of keys
+// counts more than the cost of a block. Small: fewer rows, for queries that are few or short; Large itself where there is
+// no smaller tile.
+//
+// kFewTiles: with fewer tiles of the large kind than this, the small one is taken: one wave on 132 SMs.
+// kSmallUpToKeys: so it is where requests have no more keys than this, on average.
+template <int HeadDimQk, int HeadDimVo>
+struct TileTable;
+
+template <>
+struct TileTable<64, 64> {
+  using Large = Tile<64, 64, 3, 128, 2, 2, 6, 1, true, true, false>;
+  using FewKeys = Large;
+  // Three independent blocks per SM: under a causal mask of 512 (1k) keys 25 % (19 %) faster than Large, without a mask 3 %
+  // (6 %) slower; at 2k keys 2 % and 15 % slower.
+  using Small = Tile<64, 64, 1, 64, 3, 2, 1, 1, false, true, false, 3>;
+  static constexpr int kFewTiles = 132;
+  static constexpr int kSmallUpToKeys = 1024;
+};
+
+template <>
+struct TileTable<128, 128> {
+  using Large = Tile<128, 128, 2, 128, 3, 2, 2, 2, false, true, true>;
+  using FewKeys = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, false, false>;
+  using Small = Tile<128, 128, 1, 64, 2, 2, 1, 2, false, true, true, 2>;
+  static constexpr int kFewTiles = 132;
+  static constexpr int kSmallUpToKeys = 0;
+};
+
+template <>
+struct TileTable<192, 128> {
+  using Large = Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false>;
+  using FewKeys = Large;
+  using Small = Large;
+  static constexpr int kFewTiles = 0;
+  static constexpr int kSmallUpToKeys = 0;
+};
+
+template <>
+struct TileTable<256, 256> {
+  using Large = Tile<256, 256, 2, 64, 2, 2, 2, 2, true, false, false>;
+  using FewKeys = Large;
+  using Small = Large;
+  static constexpr int kFewTiles = 0;
+  static constexpr int kSmallUpToKeys = 0;
 };
 
 }  // namespace cutlass_kernels::fa3

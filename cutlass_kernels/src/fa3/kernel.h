@@ -3,9 +3,10 @@
 // A persistent block per SM computes tiles of 64 query rows per consumer warpgroup, from a tile's last block of keys to
 // its first:
 //
-//   producer warp 0   finds tiles, loads K   -> job_full / job_empty, k_full / k_empty
-//   producer warp 1   loads Q                -> q_full / q_empty, a buffer per warpgroup and tile
-//   producer warp 2   loads V                -> v_full / v_empty
+//   producer warp 0   finds tiles  -> job_full / job_empty
+//   producer warp 1   loads Q      -> q_full / q_empty, a buffer per warpgroup and tile
+//   producer warp 2   loads K      -> k_full / k_empty
+//   producer warp 3   loads V      -> v_full / v_empty
 //   consumer warpgroups: see mma.h, store.h
 //
 // Nothing waits at the end of a tile: the producers run ahead into the next one, and each warpgroup stores its
@@ -32,17 +33,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const int warpgroup = warp / 4;
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Tile::kConsumers;
+    shared.job_wanted.init(1);
     for (int i = 0; i < kJobSlots; ++i) {
       shared.job_full[i].init(1);
-      shared.job_empty[i].init(2 + kConsumerWarps);
+      shared.job_empty[i].init(3 + kConsumerWarps);
     }
     for (int i = 0; i < Tile::kQBuffers; ++i) {
       shared.q_full[i].init(1);
       shared.q_empty[i].init(4);
     }
-    for (int i = 0; i < Tile::kStages; ++i) {
+    for (int i = 0; i < Tile::kKStages; ++i) {
       shared.k_full[i].init(1);
       shared.k_empty[i].init(kConsumerWarps);
+    }
+    for (int i = 0; i < Tile::kVStages; ++i) {
       shared.v_full[i].init(1);
       shared.v_empty[i].init(kConsumerWarps);
     }
@@ -54,9 +58,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
     if (threadIdx.x % 32 != 0) return;
-    if (warp == 0) load_k<Tile>(params, shared);
-    if (warp == 1) load_q<Tile>(params, shared);
-    if (warp == 2) load_v<Tile>(params, shared);
+    switch (warp) {
+      case 0:
+        find_jobs<Tile>(params, shared);
+        break;
+      case 1:
+        load_q<Tile>(params, shared);
+        break;
+      case 2:
+        load_keys<Tile, Layout::kPanelsQk, Tile::kKStages, true>(
+            params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
+        break;
+      case 3:
+        load_keys<Tile, Layout::kPanelsVo, Tile::kVStages, false>(
+            params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
+        break;
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
     Consumer<Element, Tile, kTransform>(params, shared, warpgroup - 1).run();

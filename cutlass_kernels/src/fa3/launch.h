@@ -7,20 +7,76 @@
 #include <string>
 
 #include "cuda_failure.h"
+#include "device.h"
 #include "fa3/kernel.h"
 #include "fa3/tensor_map.h"
 #include "registry.h"
 
 namespace cutlass_kernels::fa3 {
 
-inline Status multiprocessors(int* count) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+template <class Tile>
+std::int64_t tile_count(const AttentionParams& params) {
+  return (params.total_q + Tile::kBlockM - 1) / Tile::kBlockM * params.num_qo_heads;
+}
+
+// Query rows of the tiles of a problem. A batch is scheduled before its mask is known: only sizes count here.
+template <int HeadDimQk, int HeadDimVo>
+int tile_rows(const AttentionParams& params, int compute_capability) {
+  using Tiles = TileTable<HeadDimQk, HeadDimVo>;
+  const bool small = compute_capability == 0 ||  // an unknown device: the smallest
+                     params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
+                     params.total_kv / params.batch_size <= Tiles::kSmallUpToKeys ||
+                     tile_count<typename Tiles::Large>(params) < Tiles::kFewTiles;
+  return small ? Tiles::Small::kBlockM : Tiles::Large::kBlockM;
+}
+
+// Which of the two tiles of the same rows: whether a mask leaves few keys to a row, on average.
+inline bool few_keys(const AttentionParams& params) {
+  std::int64_t keys = params.total_kv / params.batch_size;
+  if (params.causal) keys -= std::min(keys, params.total_q / params.batch_size) / 2;
+  if (params.window_left >= 0) keys = std::min<std::int64_t>(keys, params.window_left + 1);
+  if (params.chunk_size > 0) keys = std::min<std::int64_t>(keys, params.chunk_size / 2);
+  return keys <= 384;  // hd128, 16k tokens: 4 % at 512 keys, causal; -2 % at 1k
+}
+
+inline Status make_maps(const AttentionParams& p, int block_n, KernelParams* kernel_params) {
+  // Without keys there may be no K and V, but there must be a map, all of which is out of bounds.
+  const bool keys = p.total_kv > 0;
+  const void* k = keys ? p.k.data : p.q.data;
+  const void* v = keys ? p.v.data : p.q.data;
+  const int kv_heads = keys ? p.num_kv_heads : 1;
+  const struct {
+    const char* name;
+    RowsOfTensor rows;
+    DType dtype;
+    int box_rows;
+    CUtensorMap* map;
+  } wanted[] = {
+      {"q",
+       {p.q.data, p.q.stride_token, p.q.stride_head, p.total_q, p.num_qo_heads, p.head_dim_qk},
+       p.q_dtype,
+       kWarpgroupRows,
+       &kernel_params->q_map},
+      {"k",
+       {k, p.k.stride_token, p.k.stride_head, p.total_kv, kv_heads, p.head_dim_qk},
+       p.kv_dtype,
+       block_n,
+       &kernel_params->k_map},
+      {"v",
+       {v, p.v.stride_token, p.v.stride_head, p.total_kv, kv_heads, p.head_dim_vo},
+       p.kv_dtype,
+       block_n,
+       &kernel_params->v_map},
+      {"o",
+       {p.o.data, p.o.stride_token, p.o.stride_head, p.total_q, p.num_qo_heads, p.head_dim_vo},
+       p.o_dtype,
+       16,  // the rows of a warp
+       &kernel_params->o_map}};
+  for (const auto& one : wanted) {
+    Status made = make_tensor_map(one.name, one.rows, one.dtype, one.box_rows, one.map);
+    if (!made.ok()) return made;
   }
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Asking for the GPU's multiprocessors", error);
+  return Status::success();
 }
 
 template <class Element, class Tile, bool kTransform>
@@ -28,9 +84,9 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   KernelParams kernel_params;
   kernel_params.attention = params;
   const AttentionParams& p = kernel_params.attention;
-  int blocks = 0;
-  if (Status status = multiprocessors(&blocks); !status.ok()) return status;
-  blocks *= Tile::kBlocksPerSm;
+  Device device;
+  if (Status asked = current_device(&device); !asked.ok()) return asked;
+  const int blocks = device.multiprocessors * Tile::kBlocksPerSm;
 
   const int tiles = p.schedule.work_list != nullptr
                         ? p.schedule.capacity
@@ -43,45 +99,57 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
 
-  // Without keys there may be no K and V, but there must be a map, all of which is out of bounds.
-  const void* k = p.total_kv > 0 ? p.k.data : p.q.data;
-  const void* v = p.total_kv > 0 ? p.v.data : p.q.data;
-  Status status = make_tensor_map(
-      "q", {p.q.data, p.q.stride_token, p.q.stride_head, p.total_q, p.num_qo_heads, p.head_dim_qk},
-      p.q_dtype, kWarpgroupRows, &kernel_params.q_map);
-  if (status.ok()) {
-    status = make_tensor_map(
-        "k", {k, p.k.stride_token, p.k.stride_head, p.total_kv, p.num_kv_heads, p.head_dim_qk},
-        p.kv_dtype, Tile::kBlockN, &kernel_params.k_map);
-  }
-  if (status.ok()) {
-    status = make_tensor_map(
-        "v", {v, p.v.stride_token, p.v.stride_head, p.total_kv, p.num_kv_heads, p.head_dim_vo},
-        p.kv_dtype, Tile::kBlockN, &kernel_params.v_map);
-  }
-  if (status.ok()) {
-    status = make_tensor_map(
-        "o",
-        {p.o.data, p.o.stride_token, p.o.stride_head, p.total_q, p.num_qo_heads, p.head_dim_vo},
-        p.o_dtype, 16, &kernel_params.o_map);
-  }
-  if (!status.ok()) return status;
+  if (Status made = make_maps(p, Tile::kBlockN, &kernel_params); !made.ok()) return made;
 
   auto* kernel = &attention_kernel<Element, Tile, kTransform>;
   constexpr int kBytes = sizeof(Shared<Tile>);
   static_assert(kBytes * Tile::kBlocksPerSm <= (227 << 10) - 1024 * (Tile::kBlocksPerSm - 1));
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error == cudaSuccess) {
-    cudaLaunchConfig_t config{};
-    config.gridDim =
-        dim3(unsigned(std::min<std::int64_t>(blocks, std::int64_t(tiles) * p.num_qo_heads)));
-    config.blockDim = dim3(Tile::kThreads);
-    config.dynamicSmemBytes = kBytes;
-    config.stream = stream;
-    error = cudaLaunchKernelEx(&config, kernel, kernel_params);
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(unsigned(std::min<std::int64_t>(blocks, std::int64_t(tiles) * p.num_qo_heads)));
+  config.blockDim = dim3(Tile::kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  static DoneOnDevices allowed;  // this kernel, so much shared memory
+  cudaError_t error = cudaErrorInvalidValue;
+  if (allowed.contains(device.index)) error = cudaLaunchKernelEx(&config, kernel, kernel_params);
+  if (error == cudaErrorInvalidValue) {  // not allowed yet, or forgotten in a cudaDeviceReset()
+    cudaGetLastError();
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error == cudaSuccess) {
+      allowed.add(device.index);
+      error = cudaLaunchKernelEx(&config, kernel, kernel_params);
+    }
   }
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);
+}
+
+template <class Element, int HeadDimQk, int HeadDimVo, bool kTransform>
+Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
+  using Tiles = TileTable<HeadDimQk, HeadDimVo>;
+  using Large = typename Tiles::Large;
+  using FewKeys = typename Tiles::FewKeys;
+  using Small = typename Tiles::Small;
+  static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
+  if (params.schedule.tile_rows == Large::kBlockM) {
+    return few_keys(params) ? launch_tile<Element, FewKeys, kTransform>(params, stream)
+                            : launch_tile<Element, Large, kTransform>(params, stream);
+  }
+  if (params.schedule.tile_rows == Small::kBlockM) {
+    return launch_tile<Element, Small, kTransform>(params, stream);
+  }
+  return Status::invalid(
+      "The schedule is for tiles of " + std::to_string(params.schedule.tile_rows) +
+      " rows, but fa3 has tiles of " + std::to_string(Small::kBlockM) + " and " +
+      std::to_string(Large::kBlockM) + " for head dimensions up to " + std::to_string(HeadDimQk) +
+      "/" + std::to_string(HeadDimVo) + ": make it with make_schedule().");
+}
+
+template <class Element, int HeadDimQk, int HeadDimVo>
+Status launch(const AttentionParams& params, cudaStream_t stream) {
+  return LogitsTransform::needed(params)
+             ? launch_variant<Element, HeadDimQk, HeadDimVo, true>(params, stream)
+             : launch_variant<Element, HeadDimQk, HeadDimVo, false>(params, stream);
 }
 
 }  // namespace cutlass_kernels::fa3

@@ -1,4 +1,4 @@
-// The producer warps: one loads Q, one V, one finds the tiles and loads K, each at its own pace.
+// The producer warps: one finds the tiles, the others load Q, K and V, each at its own pace.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -13,24 +13,6 @@
 namespace cutlass_kernels::fa3 {
 
 using CacheHint = cute::TMA::CacheHintSm90;
-
-struct BlockRange {
-  int begin;
-  int end;
-};
-
-// Blocks of keys that some row of a tile sees; at least one.
-template <class Tile>
-CUTE_DEVICE BlockRange block_range(const KernelParams& params, const WorkItem& work) {
-  const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
-  const int row_begin = work.tile * Tile::kBlockM;
-  const int row_end = min(row_begin + Tile::kBlockM, work.qo_len);
-  BlockRange range;
-  range.begin = mask.lo(row_begin) / Tile::kBlockN;
-  range.end = (mask.hi(row_end - 1) + Tile::kBlockN - 1) / Tile::kBlockN;
-  range.end = max(range.end, range.begin + 1);
-  return range;
-}
 
 // Rows of a request, counted so that those past its end lie outside the tensor map (tensor_map.h).
 template <int kPanels, int kPanelBytes>
@@ -53,19 +35,23 @@ class TileClaims {
       : params_(params),
         count_(params.order.tiles * params.attention.num_qo_heads),
         counter_(params.attention.schedule.next_tile),
-        index_(blockIdx.x) {}
+        index_(-1) {}
 
   // The next tile; false once there is none.
   CUTE_DEVICE bool claim(WorkItem& work, int& head) {
-    bool found = false;
-    while (!found && index_ < count_) {
+    for (bool found = false; !found;) {
+      if (index_ < 0) {
+        index_ = blockIdx.x;
+      } else {
+        index_ =
+            counter_ != nullptr ? int(gridDim.x) + atomicAdd(counter_, 1) : index_ + int(gridDim.x);
+      }
+      if (index_ >= count_) return false;
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       found = find_work(params_.attention, params_.order, position.rank, work);
-      index_ =
-          counter_ != nullptr ? int(gridDim.x) + atomicAdd(counter_, 1) : index_ + int(gridDim.x);
     }
-    return found;
+    return true;
   }
 
   // The last block to finish leaves the counters as it found them, at zero, for the next launch.
@@ -85,6 +71,45 @@ class TileClaims {
   int index_;
 };
 
+// Publishes the tiles of this block.
+template <class Tile>
+CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
+  Ring<kJobSlots> jobs;
+  TileClaims claims(params);
+  WorkItem work;
+  int head;
+  bool found;
+  Ring<1> wanted;
+  do {
+    // Late, so that tiles go to the blocks that are free first; early enough to hide the latency.
+    shared.job_wanted.wait(wanted.phase);
+    wanted.advance();
+    found = claims.claim(work, head);
+    shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
+    Job& job = shared.jobs[jobs.index];
+    job.valid = found;
+    if (found) {
+      const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
+      const int row_begin = work.tile * Tile::kBlockM;
+      const int row_end = min(row_begin + Tile::kBlockM, work.qo_len);
+      job.head = head;
+      job.row_begin = row_begin;
+      job.q_end = work.q_begin + work.qo_len;
+      job.qo_len = work.qo_len;
+      job.kv_begin = work.kv_begin;
+      job.kv_len = work.kv_len;
+      // Only keys of this range are loaded, the rest of the last block is zeros: others may hold anything, and 0 * inf is
+      // not 0.
+      job.key_begin = mask.lo(row_begin);
+      job.key_end = mask.hi(row_end - 1);
+      job.blocks = max((job.key_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
+    }
+    shared.job_full[jobs.index].arrive();
+    jobs.advance();
+  } while (found);
+  claims.finish();
+}
+
 template <class Tile>
 CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
   using Layout = Shared<Tile>;
@@ -96,6 +121,17 @@ CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
     if (job.valid == 0) return;
     shared.job_empty[jobs.index].arrive();
     jobs.advance();
+    if constexpr (Tile::kQBuffers < 2 * Tile::kConsumers) {
+      // There is no room for the next tile's Q before the last product with this one's: at least bring it to L2.
+      for (int wg = 0; wg < Tile::kConsumers; ++wg) {
+        for (int panel = 0; panel < Layout::kPanelsQk; ++panel) {
+          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(
+              &params.q_map, panel * 64,
+              kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head, job.q_end,
+              int(kMapRows));
+        }
+      }
+    }
     for (int wg = 0; wg < Tile::kConsumers; ++wg) {
       shared.q_empty[ring.index].wait(ring.phase ^ 1);
       load_rows<Layout::kPanelsQk, Layout::kPanelBytesQ>(
@@ -107,60 +143,30 @@ CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
   }
 }
 
-template <class Tile>
-CUTE_DEVICE void load_k(const KernelParams& params, Shared<Tile>& shared) {
-  using Layout = Shared<Tile>;
+// K or V: kPanels, kStages, map, full, empty and stages are that matrix's.
+template <class Tile, int kPanels, int kStages, bool kWantsJobs>
+CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map,
+                           typename Shared<Tile>::Barrier* full,
+                           typename Shared<Tile>::Barrier* empty, char* stages) {
+  constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   Ring<kJobSlots> jobs;
-  Ring<Tile::kStages> ring;
-  TileClaims claims(params);
-  WorkItem work;
-  Job job;
-  do {
-    job.valid = claims.claim(work, job.head);
-    if (job.valid) {
-      const BlockRange range = block_range<Tile>(params, work);
-      job.row_begin = work.tile * Tile::kBlockM;
-      job.q_end = work.q_begin + work.qo_len;
-      job.qo_len = work.qo_len;
-      job.kv_end = work.kv_begin + work.kv_len;
-      job.kv_len = work.kv_len;
-      job.block_begin = range.begin;
-      job.block_end = range.end;
-    }
-    shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
-    shared.jobs[jobs.index] = job;
-    shared.job_full[jobs.index].arrive();
-    jobs.advance();
-    if (!job.valid) break;
-    const int kv_head = job.head / params.group_size;
-    for (int block = job.block_end - 1; block >= job.block_begin; --block) {
-      shared.k_empty[ring.index].wait(ring.phase ^ 1);
-      load_rows<Layout::kPanelsQk, Layout::kPanelBytesKv>(
-          &params.k_map, shared.k_full[ring.index], shared.k[ring.index], block * Tile::kBlockN,
-          job.kv_len, kv_head, job.kv_end, CacheHint::EVICT_LAST);
-      ring.advance();
-    }
-  } while (true);
-  claims.finish();
-}
-
-template <class Tile>
-CUTE_DEVICE void load_v(const KernelParams& params, Shared<Tile>& shared) {
-  using Layout = Shared<Tile>;
-  Ring<kJobSlots> jobs;
-  Ring<Tile::kStages> ring;
+  Ring<kStages> ring;
+  if (kWantsJobs) shared.job_wanted.arrive();
   while (true) {
     shared.job_full[jobs.index].wait(jobs.phase);
     const Job job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
     shared.job_empty[jobs.index].arrive();
     jobs.advance();
+    const int last_but_one = min(1, job.blocks - 1);
     const int kv_head = job.head / params.group_size;
-    for (int block = job.block_end - 1; block >= job.block_begin; --block) {
-      shared.v_empty[ring.index].wait(ring.phase ^ 1);
-      load_rows<Layout::kPanelsVo, Layout::kPanelBytesKv>(
-          &params.v_map, shared.v_full[ring.index], shared.v[ring.index], block * Tile::kBlockN,
-          job.kv_len, kv_head, job.kv_end, CacheHint::EVICT_LAST);
+    for (int block = job.blocks - 1; block >= 0; --block) {
+      empty[ring.index].wait(ring.phase ^ 1);
+      if (kWantsJobs && block == last_but_one) shared.job_wanted.arrive();
+      load_rows<kPanels, kPanelBytes>(map, full[ring.index],
+                                      stages + ring.index * (kPanels * kPanelBytes),
+                                      job.key_begin + block * Tile::kBlockN, job.key_end, kv_head,
+                                      job.kv_begin + job.key_end, CacheHint::EVICT_LAST);
       ring.advance();
     }
   }

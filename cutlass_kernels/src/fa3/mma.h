@@ -1,6 +1,7 @@
 // The consumer warpgroups: S = Q K^T, softmax, O += P V.
 #pragma once
 
+#include "common/ldmatrix.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
@@ -21,25 +22,33 @@ struct Consumer {
   static constexpr int kDqk = Tile::kHeadDimQk;
   static constexpr int kDvo = Tile::kHeadDimVo;
 
+  // The maximum of a block is looked for only where it must be: in a tile's first block and where a mask hides keys.
+  // Elsewhere 2^(x - m) is taken with the m there is, and if a thread's part of a row then adds up to more than this, the
+  // block is done again with its maximum: P must fit its type (fp16), and sums and O must stay far from 2^127. That no
+  // larger x appears costs nothing: P, sums and O are floating-point numbers relative to 2^m, whatever m is.
+  static constexpr float kSumLimit = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p60f;
+
   const KernelParams& params;
   Layout& shared;
   const int warpgroup;
   const int lane;
+  const std::uint32_t q_base, k_base, v_base;  // shared-memory addresses
 
   // Tile.
   Ring<kJobSlots> jobs;
   int q_buffer;
+  std::uint32_t q_fragments[Tile::kQInRegisters ? kDqk / 4 : 1];
   std::uint32_t q_phase = 0;
-  int block;        // of keys, of the S being computed
-  int block_begin;  // last one of the tile
-  int row;          // of the thread's first row, in its request
-  int all_begin;    // keys that every row of the warpgroup sees
+  int key;        // first one of the block that S is being computed of
+  int key_begin;  // first one of the tile
+  int row;        // of the thread's first row, in its request
+  int all_begin;  // keys that every row of the warpgroup sees
   int all_end;
   int qo_len;
   int kv_len;
 
-  Ring<Tile::kStages> k_ring;
-  Ring<Tile::kStages> v_ring;
+  Ring<Tile::kKStages> k_ring;
+  Ring<Tile::kVStages> v_ring;
   OnlineSoftmax<2> softmax;
 
   CUTE_DEVICE Consumer(const KernelParams& params_, Layout& shared_, int warpgroup_)
@@ -47,8 +56,14 @@ struct Consumer {
         shared(shared_),
         warpgroup(warpgroup_),
         lane(threadIdx.x % 32),
+        q_base(cute::cast_smem_ptr_to_uint(shared_.q)),
+        k_base(cute::cast_smem_ptr_to_uint(shared_.k)),
+        v_base(cute::cast_smem_ptr_to_uint(shared_.v)),
         q_buffer(warpgroup_),
         softmax(params_.transform.scale) {}
+
+  // Moves the branch out of the loop's instructions, which are fetched ahead.
+  static CUTE_DEVICE bool unlikely(bool condition) { return __builtin_expect(condition, false); }
 
   CUTE_DEVICE void release(typename Layout::Barrier& empty) const {
     if (lane == 0) empty.arrive();
@@ -66,16 +81,32 @@ struct Consumer {
     }
   }
 
+  // The A fragment of 16 columns of the warp's rows.
+  CUTE_DEVICE void read_q(std::uint32_t (&a)[4], int step) const {
+    const int q_row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int chunk = step % 4 * 2 + lane / 16;
+    ldmatrix_x4(a, q_base + q_buffer * Layout::kQBytes + step / 4 * Layout::kPanelBytesQ +
+                       q_row * 128 + ((chunk ^ (q_row & 7)) << 4));
+  }
+
   // Waits for the description and the Q of the tile at `jobs` and q_buffer. False if there is none.
   CUTE_DEVICE bool begin_tile() {
     shared.job_full[jobs.index].wait(jobs.phase);
     const Job job = shared.jobs[jobs.index];
     if (job.valid == 0) return false;
     shared.q_full[q_buffer].wait(q_phase);
+    if constexpr (Tile::kQInRegisters) {
+      CUTE_UNROLL
+      for (int i = 0; i < kDqk / 16; ++i) {
+        read_q(reinterpret_cast<std::uint32_t (&)[4]>(q_fragments[4 * i]), i);
+      }
+      __syncwarp();
+      release(shared.q_empty[q_buffer]);
+    }
     const int first_row = job.row_begin + warpgroup * kWarpgroupRows;
     const IntervalMask mask = make_mask(params, job.qo_len, job.kv_len);
-    block = job.block_end - 1;
-    block_begin = job.block_begin;
+    key_begin = job.key_begin;
+    key = key_begin + (job.blocks - 1) * kN;
     row = first_row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     all_begin = mask.lo(first_row + kWarpgroupRows - 1);
     all_end = mask.hi(first_row);
@@ -92,49 +123,67 @@ struct Consumer {
   }
 
   CUTE_DEVICE void issue_scores(float (&s)[kN / 2]) {
-    const std::uint64_t q = descriptor_k_major(cute::cast_smem_ptr_to_uint(shared.q[q_buffer]));
-    const std::uint64_t k = descriptor_k_major(cute::cast_smem_ptr_to_uint(shared.k[k_ring.index]));
+    const auto q = descriptor_k_major(q_base + q_buffer * Layout::kQBytes);
+    const auto k = descriptor_k_major(k_base + k_ring.index * Layout::kKBytes);
     wgmma_fence();
     CUTE_UNROLL
     for (int i = 0; i < kDqk / 16; ++i) {
-      Wgmma<Element, kN>::ss(s, q + i / 4 * (Layout::kPanelBytesQ / 16) + i % 4 * 2,
-                             k + i / 4 * (Layout::kPanelBytesKv / 16) + i % 4 * 2, i > 0);
+      const std::uint64_t k_step = k + (i / 4 * Layout::kPanelBytesKv + i % 4 * 32) / 16;
+      if constexpr (Tile::kQInRegisters) {
+        Wgmma<Element, kN>::template rs<BOrder::kKMajor>(s, &q_fragments[4 * i], k_step, i > 0);
+      } else {
+        Wgmma<Element, kN>::ss(s, q + (i / 4 * Layout::kPanelBytesQ + i % 4 * 32) / 16, k_step,
+                               i > 0);
+      }
     }
     wgmma_commit();
   }
 
   CUTE_DEVICE void issue_output(float (&o)[kDvo / 2], std::uint32_t (&p)[kN / 4], bool accumulate) {
-    const std::uint64_t v = descriptor_mn_major(cute::cast_smem_ptr_to_uint(shared.v[v_ring.index]),
-                                                Layout::kPanelBytesKv);
+    const auto v =
+        descriptor_mn_major(v_base + v_ring.index * Layout::kVBytes, Layout::kPanelBytesKv);
     wgmma_fence();
     CUTE_UNROLL
     for (int i = 0; i < kN / 16; ++i) {
-      Wgmma<Element, kDvo>::rs(o, &p[4 * i], v + i * (16 * 128 / 16), i > 0 || accumulate);
+      Wgmma<Element, kDvo>::template rs<BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16),
+                                                          i > 0 || accumulate);
     }
     wgmma_commit();
   }
 
+  // Whether some row of the warpgroup does not see all keys of the block.
+  CUTE_DEVICE bool needs_mask() const { return key < all_begin || key + kN > all_end; }
   CUTE_DEVICE void apply_mask(float (&s)[kN / 2]) const {
     const IntervalMask mask = make_mask(params, qo_len, kv_len);
-    const int key0 = block * kN + lane % 4 * 2;
+    const int key0 = key + lane % 4 * 2;
+    const bool below = key < all_begin;  // hides keys at the block's low end, too
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
       const int lo = mask.lo(row + r * 8);
-      const std::uint32_t from_lo = key0 - lo;
-      const std::uint32_t extent = max(mask.hi(row + r * 8) - lo, 0);
-      CUTE_UNROLL
-      for (int i = 0; i < kN / 8; ++i) {
-        mask_unless_below(s[4 * i + 2 * r], from_lo + i * 8, extent);
-        mask_unless_below(s[4 * i + 2 * r + 1], from_lo + i * 8 + 1, extent);
+      const int hi = mask.hi(row + r * 8);
+      if (below) {
+        // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
+        const std::uint32_t from_lo = key0 - lo;
+        const std::uint32_t extent = max(hi - lo, 0);
+        CUTE_UNROLL
+        for (int i = 0; i < kN / 8; ++i) {
+          mask_unless_below(s[4 * i + 2 * r], from_lo + i * 8, extent);
+          mask_unless_below(s[4 * i + 2 * r + 1], from_lo + i * 8 + 1, extent);
+        }
+      } else {
+        // With a constant on one side of the comparison there is no addition per key.
+        const int limit = hi - key0;
+        CUTE_UNROLL
+        for (int i = 0; i < kN / 8; ++i) {
+          mask_unless_above(s[4 * i + 2 * r], limit, i * 8);
+          mask_unless_above(s[4 * i + 2 * r + 1], limit, i * 8 + 1);
+        }
       }
     }
   }
 
-  // S becomes the exponentials of softmax. Returns whether O must be multiplied by `factor` first.
-  CUTE_DEVICE bool take_exponentials(float (&s)[kN / 2], float (&factor)[2]) {
-    if constexpr (kTransform) params.transform.apply(s, kN / 2);
-    if (block * kN < all_begin || (block + 1) * kN > all_end) apply_mask(s);
+  // Raises m where a row's maximum leaves no headroom. Returns whether O must be multiplied by `factor`.
+  CUTE_DEVICE bool raise_maximum(const float (&s)[kN / 2], float (&factor)[2]) {
     float row_max[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -154,18 +203,27 @@ struct Consumer {
       softmax.raise(row_max, [&](int r, float f) { factor[r] = f; });
       raised = true;
     }
-    CUTE_UNROLL
-    for (int i = 0; i < kN / 2; ++i) {
-      const int r = i / 2 % 2;
-      s[i] = softmax.exponential(r, s[i]);
-      softmax.partial_sum[r] += s[i];
-    }
     return raised;
   }
 
-  CUTE_DEVICE void pack(const float (&s)[kN / 2], std::uint32_t (&p)[kN / 4]) const {
+  // P = 2^(scale s - m), packed, and its row sums. S stays as it is. In a unit with eight times the latency of the others,
+  // exponentials leave seven of eight issue slots to the sums and packing beside them.
+  CUTE_DEVICE void take_exponentials(const float (&s)[kN / 2], std::uint32_t (&p)[kN / 4],
+                                     float (&sum)[2]) const {
+    sum[0] = sum[1] = 0.0f;
     CUTE_UNROLL
-    for (int i = 0; i < kN / 4; ++i) p[i] = Element::pack(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < kN / 4; ++i) {
+      const int r = i % 2;
+      const float p0 = exp2_unordered(fmaf(s[2 * i], softmax.scale, softmax.minus_m[r]));
+      const float p1 = exp2_unordered(fmaf(s[2 * i + 1], softmax.scale, softmax.minus_m[r]));
+      sum[r] += p0;
+      sum[r] += p1;
+      p[i] = Element::pack(p0, p1);
+    }
+  }
+  CUTE_DEVICE static void rescale(float (&o)[kDvo / 2], const float (&factor)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kDvo / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
   CUTE_DEVICE void store(float (&o)[kDvo / 2], const OnlineSoftmax<2>& of_tile, int slot) {
@@ -177,7 +235,7 @@ struct Consumer {
   CUTE_DEVICE void end_scores() {
     release(shared.k_empty[k_ring.index]);
     k_ring.advance();
-    if (block == block_begin) release(shared.q_empty[q_buffer]);
+    if (!Tile::kQInRegisters && key == key_begin) release(shared.q_empty[q_buffer]);
   }
 
   CUTE_DEVICE void run() {
@@ -186,28 +244,31 @@ struct Consumer {
     float o[kDvo / 2];
     std::uint32_t p[kN / 4];
     float factor[2];
+    float sum[2];
 
     shared.k_full[k_ring.index].wait(k_ring.phase);
     issue_scores(s);
     wgmma_wait<0>();
     pin(s);
     end_scores();
-    take_exponentials(s, factor);
-    pack(s, p);
+    if constexpr (kTransform) params.transform.apply(s, kN / 2);
+    if (needs_mask()) apply_mask(s);
+    raise_maximum(s, factor);
+    take_exponentials(s, p, softmax.partial_sum);
     if (Tile::kPingPong && warpgroup == Tile::kConsumers - 1) end_turn();  // the first one begins
 
     bool accumulate = false;
     int slot = jobs.index;  // of the tile that P belongs to
     while (true) {
-      const bool last = block == block_begin;  // of the tile that P belongs to
+      const bool last = key == key_begin;  // of the tile that P belongs to
       OnlineSoftmax<2> of_tile = softmax;
-      if (last) {
+      if (unlikely(last)) {
         advance_q();
         jobs.advance();
         if (!begin_tile()) break;
         softmax = OnlineSoftmax<2>(params.transform.scale);
       } else {
-        --block;
+        key -= kN;
       }
       shared.k_full[k_ring.index].wait(k_ring.phase);
       wait_turn();
@@ -217,22 +278,39 @@ struct Consumer {
       end_turn();
       wgmma_wait<1>();
       pin(s);
+      if constexpr (kTransform) params.transform.apply(s, kN / 2);
+      const bool masked = needs_mask();
+      if (unlikely(masked)) apply_mask(s);
       end_scores();
-      const bool raised = take_exponentials(s, factor);
+      const bool lazy = Tile::kLazyMax && !masked && !last;
+      bool raised = false;
+      if (!lazy) {
+        __syncwarp();  // keeps this a branch
+        raised = raise_maximum(s, factor);
+      }
       wgmma_wait<0>();
       pin(o);
       release(shared.v_empty[v_ring.index]);
       v_ring.advance();
       accumulate = true;
-      if (last) {
+      if (unlikely(last)) {
         store(o, of_tile, slot);
         slot = jobs.index;
         accumulate = false;
-      } else if (raised) {
-        CUTE_UNROLL
-        for (int i = 0; i < kDvo / 2; ++i) o[i] *= factor[i / 2 % 2];
+      } else if (unlikely(raised)) {
+        rescale(o, factor);
       }
-      pack(s, p);
+      take_exponentials(s, p, sum);
+      if constexpr (Tile::kLazyMax) {
+        const bool fits = sum[0] < kSumLimit && sum[1] < kSumLimit;
+        if (lazy && unlikely(!__all_sync(0xffffffffu, fits))) {
+          __syncwarp();  // keeps this a branch
+          if (raise_maximum(s, factor)) rescale(o, factor);
+          take_exponentials(s, p, sum);
+        }
+      }
+      softmax.partial_sum[0] += sum[0];
+      softmax.partial_sum[1] += sum[1];
     }
     shared.v_full[v_ring.index].wait(v_ring.phase);
     issue_output(o, p, accumulate);

@@ -9,17 +9,18 @@
 
 namespace cutlass_kernels::fa3 {
 
-// A tile to be computed; found by the warp that loads K, read by all others.
+// A tile to be computed; found by one warp, read by all others.
 struct alignas(16) Job {
   int valid;  // 0: no more tiles
   int head;
   int row_begin;  // of the tile, in its request
   int q_end;      // first row after the request, in the tensor
   int qo_len;
-  int kv_end;
+  int kv_begin;  // first key of the request, in the tensor
   int kv_len;
-  int block_begin;
-  int block_end;  // > block_begin: rows without keys have one block, all masked
+  int key_begin;  // keys that some row of the tile sees
+  int key_end;
+  int blocks;  // of keys, from key_begin on; at least 1: rows without keys have one, all masked
 };
 constexpr int kJobSlots = 4;
 
@@ -42,19 +43,20 @@ struct Shared {
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
   char q[Tile::kQBuffers][kQBytes];
-  char k[Tile::kStages][kKBytes];
-  char v[Tile::kStages][kVBytes];
+  char k[Tile::kKStages][kKBytes];
+  char v[Tile::kVStages][kVBytes];
   char o[Tile::kConsumers][kOBytes];
   Job jobs[kJobSlots];
   //                                   arrives                        waits
-  Barrier job_full[kJobSlots];       // K warp                         Q and V warps, consumers
-  Barrier job_empty[kJobSlots];      // Q and V warps, consumer warps  K warp
+  Barrier job_wanted;                // K warp, close to its tile's end job warp
+  Barrier job_full[kJobSlots];       // job warp                       Q, K, V warps, consumers
+  Barrier job_empty[kJobSlots];      // Q, K, V, consumer warps        job warp
   Barrier q_full[Tile::kQBuffers];   // Q warp, with the TMA's bytes   its consumer warpgroup
   Barrier q_empty[Tile::kQBuffers];  // the 4 warps of that            Q warp
-  Barrier k_full[Tile::kStages];     // K warp, with the TMA's bytes   all consumers
-  Barrier k_empty[Tile::kStages];    // all consumer warps             K warp
-  Barrier v_full[Tile::kStages];     // V warp, with the TMA's bytes   all consumers
-  Barrier v_empty[Tile::kStages];    // all consumer warps             V warp
+  Barrier k_full[Tile::kKStages];    // K warp, with the TMA's bytes   all consumers
+  Barrier k_empty[Tile::kKStages];   // all consumer warps             K warp
+  Barrier v_full[Tile::kVStages];    // V warp, with the TMA's bytes   all consumers
+  Barrier v_empty[Tile::kVStages];   // all consumer warps             V warp
 };
 
 // A position in a ring of buffers, and the parity of the pass over it.

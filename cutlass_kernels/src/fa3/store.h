@@ -56,7 +56,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       }
     }
     empty[r] = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
-    scale[r] = p.v_scale * weight / sum;
+    scale[r] = __fdividef(p.v_scale * weight, sum);
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
       p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +

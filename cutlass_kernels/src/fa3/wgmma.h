@@ -34,7 +34,7 @@ CUTE_DEVICE void pin(std::uint32_t (&values)[kSize]) {
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
-// Descriptors of a matrix of 128-byte rows with the 128-byte swizzle (PTX ISA, "Shared Memory Matrix Layout"): address / 16
+// Descriptor of a matrix of 128-byte rows with the 128-byte swizzle (PTX ISA, "Shared Memory Matrix Layout"): address / 16
 // in bits 0-13, leading byte offset / 16 in 16-29, stride byte offset / 16 in 32-45, swizzle in 62-63. Eight rows are
 // 1024 bytes apart from the next eight.
 CUTE_DEVICE std::uint64_t descriptor(std::uint32_t address, std::uint32_t leading_bytes) {
@@ -50,9 +50,12 @@ CUTE_DEVICE std::uint64_t descriptor_mn_major(std::uint32_t address, std::uint32
   return descriptor(address, panel_bytes);
 }
 
+// How B lies in shared memory: k or n contiguous.
+enum class BOrder : int { kKMajor = 0, kMnMajor = 1 };
+
+// d (+)= A B. ss(): both in shared memory, K-major; rs(): A in registers, B in shared memory.
 template <class Element, int kN>
-struct
-    Wgmma;  // ss(): d (+)= A B^T, both in shared memory, K-major; rs(): d (+)= A B, A in registers, B MN-major
+struct Wgmma;
 
 #define CK_D0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CK_D1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -75,27 +78,29 @@ struct
       "+f"(d[i + 6]), "+f"(d[i + 7])
 
 // One shape: PLACES and REGISTERS list the accumulators, A0.. number the operands after them.
-#define CK_WGMMA(N, TYPE, ELEMENT, PLACES, REGISTERS, A0, A1, A2, A3, A4, A5)                  \
-  template <>                                                                                  \
-  struct Wgmma<ELEMENT, N> {                                                                   \
-    static CUTE_DEVICE void ss(float (&d)[N / 2], std::uint64_t a, std::uint64_t b,            \
-                               int accumulate) {                                               \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A2                                    \
-                   ", 0;\n"                                                                    \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PLACES \
-                   "}, %" #A0 ", %" #A1 ", p, 1, 1, 0, 0;\n}"                                  \
-                   : REGISTERS                                                                 \
-                   : "l"(a), "l"(b), "r"(accumulate));                                         \
-    }                                                                                          \
-    static CUTE_DEVICE void rs(float (&d)[N / 2], const std::uint32_t* a, std::uint64_t b,     \
-                               int accumulate) {                                               \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A5                                    \
-                   ", 0;\n"                                                                    \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PLACES \
-                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #A4 ", p, 1, 1, 1;\n}"     \
-                   : REGISTERS                                                                 \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));     \
-    }                                                                                          \
+#define CK_WGMMA(N, TYPE, ELEMENT, PLACES, REGISTERS, A0, A1, A2, A3, A4, A5, A6)                 \
+  template <>                                                                                     \
+  struct Wgmma<ELEMENT, N> {                                                                      \
+    static CUTE_DEVICE void ss(float (&d)[N / 2], std::uint64_t a, std::uint64_t b,               \
+                               int accumulate) {                                                  \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A2                                       \
+                   ", 0;\n"                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PLACES    \
+                   "}, %" #A0 ", %" #A1 ", p, 1, 1, 0, 0;\n}"                                     \
+                   : REGISTERS                                                                    \
+                   : "l"(a), "l"(b), "r"(accumulate));                                            \
+    }                                                                                             \
+    template <BOrder kB>                                                                          \
+    static CUTE_DEVICE void rs(float (&d)[N / 2], const std::uint32_t* a, std::uint64_t b,        \
+                               int accumulate) {                                                  \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A5                                       \
+                   ", 0;\n"                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PLACES    \
+                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #A4 ", p, 1, 1, %" #A6 ";\n}" \
+                   : REGISTERS                                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),         \
+                     "n"(int(kB)));                                                               \
+    }                                                                                             \
   };
 #define CK_WGMMA_BOTH(N, PLACES, REGISTERS, ...)                   \
   CK_WGMMA(N, "f16", fp16, PLACES, CK_LIST REGISTERS, __VA_ARGS__) \
@@ -103,38 +108,38 @@ struct
 #define CK_LIST(...) __VA_ARGS__
 
 CK_WGMMA_BOTH(64, CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3,
-              (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24)), 32, 33, 34, 35, 36, 37)
+              (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24)), 32, 33, 34, 35, 36, 37, 38)
 CK_WGMMA_BOTH(80, CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4,
-              (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32)), 40, 41, 42, 43, 44, 45)
+              (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32)), 40, 41, 42, 43, 44, 45, 46)
 CK_WGMMA_BOTH(96, CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5,
               (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40)), 48, 49, 50, 51, 52,
-              53)
+              53, 54)
 CK_WGMMA_BOTH(112, CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5 ", " CK_D6,
               (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40), CK_F8(48)), 56, 57,
-              58, 59, 60, 61)
+              58, 59, 60, 61, 62)
 CK_WGMMA_BOTH(128,
               CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5 ", " CK_D6 ", " CK_D7,
               (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40), CK_F8(48),
                CK_F8(56)),
-              64, 65, 66, 67, 68, 69)
+              64, 65, 66, 67, 68, 69, 70)
 CK_WGMMA_BOTH(160,
               CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5 ", " CK_D6 ", " CK_D7
                     ", " CK_D8 ", " CK_D9,
               (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40), CK_F8(48), CK_F8(56),
                CK_F8(64), CK_F8(72)),
-              80, 81, 82, 83, 84, 85)
+              80, 81, 82, 83, 84, 85, 86)
 CK_WGMMA_BOTH(176,
               CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5 ", " CK_D6 ", " CK_D7
                     ", " CK_D8 ", " CK_D9 ", " CK_D10,
               (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40), CK_F8(48), CK_F8(56),
                CK_F8(64), CK_F8(72), CK_F8(80)),
-              88, 89, 90, 91, 92, 93)
+              88, 89, 90, 91, 92, 93, 94)
 CK_WGMMA_BOTH(192,
               CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5 ", " CK_D6 ", " CK_D7
                     ", " CK_D8 ", " CK_D9 ", " CK_D10 ", " CK_D11,
               (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40), CK_F8(48), CK_F8(56),
                CK_F8(64), CK_F8(72), CK_F8(80), CK_F8(88)),
-              96, 97, 98, 99, 100, 101)
+              96, 97, 98, 99, 100, 101, 102)
 CK_WGMMA_BOTH(256,
               CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5 ", " CK_D6 ", " CK_D7
                     ", " CK_D8 ", " CK_D9 ", " CK_D10 ", " CK_D11 ", " CK_D12 ", " CK_D13
@@ -142,7 +147,7 @@ CK_WGMMA_BOTH(256,
               (CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40), CK_F8(48), CK_F8(56),
                CK_F8(64), CK_F8(72), CK_F8(80), CK_F8(88), CK_F8(96), CK_F8(104), CK_F8(112),
                CK_F8(120)),
-              128, 129, 130, 131, 132, 133)
+              128, 129, 130, 131, 132, 133, 134)
 
 #undef CK_WGMMA_BOTH
 #undef CK_WGMMA

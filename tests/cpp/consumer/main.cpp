@@ -49,9 +49,20 @@ void check_without_gpu() {
     require(!ck::not_supported_reasons(kernel.backend, params, 70).empty(),
             "no kernel serves Volta");
 
-    // No tensors.
     ck::AttentionParams single = params;
     single.batch_size = 1;
+    const bool counts_tiles = kernel.backend == ck::Backend::kFa3;
+    require(ck::workspace_size(single, kernel.backend) == (counts_tiles ? 16 : 0),
+            "a single request may use counters on fa3, and nothing on fa2");
+
+    // A view that tensor maps cannot describe.
+    ck::AttentionParams broadcast = single;
+    broadcast.k = {nullptr, 64, 0};
+    broadcast.k.data = &broadcast;  // never read
+    require(ck::not_supported_reasons(kernel.backend, broadcast, served).empty() != counts_tiles,
+            "fa2 reads a broadcast head, fa3 refuses it");
+
+    // No tensors.
     ck::Status status = ck::attention(single, nullptr, 0, nullptr);
     require(status.code == ck::StatusCode::kInvalidArgument && !status.message.empty(),
             "null tensors are refused");
@@ -132,6 +143,24 @@ std::vector<std::uint16_t> random_bits(std::size_t count, ck::DType dtype, unsig
   return bits;
 }
 
+/// The rows and keys of the batch as one request: the same with a workspace and without, time and again.
+void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer& workspace,
+                  std::size_t elements, ck::Backend backend) {
+  params.batch_size = 1;
+  params.qo_indptr = params.kv_indptr = nullptr;
+  const std::size_t bytes = ck::workspace_size(params, backend);
+  std::vector<std::uint16_t> first(elements), again(elements);
+  for (int call = 0; call < 4; ++call) {
+    require(cudaMemset(dev_o.data, 0xff, elements * 2) == cudaSuccess, "clearing the output");
+    void* given = call % 2 == 0 ? nullptr : workspace.data;
+    const ck::Status status =
+        ck::attention(params, given, given == nullptr ? 0 : bytes, nullptr, backend);
+    require(status.ok(), status.message);
+    dev_o.copy_to((call == 0 ? first : again).data(), elements * 2);
+    require(call == 0 || first == again, "a workspace does not change the result");
+  }
+}
+
 void check_on_gpu(const ck::KernelInfo& kernel) {
   const std::int32_t qo_indptr[3] = {0, 70, 200};
   const std::int32_t kv_indptr[3] = {0, 200, 330};
@@ -171,6 +200,7 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
   require(cudaDeviceSynchronize() == cudaSuccess, "the kernel ran");
   dev_o.copy_to(o.data(), o.size() * 2);
   dev_lse.copy_to(lse.data(), lse.size() * 4);
+  check_single(params, dev_o, workspace, o.size(), kernel.backend);
 
   double worst = 0.0;
   double worst_lse = 0.0;
