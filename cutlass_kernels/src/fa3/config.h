@@ -59,10 +59,10 @@ struct TileTable<64, 64> {
 
 template <>
 struct TileTable<128, 128> {
-  using Large = Tile<128, 128, 2, 128, 3, 2, 2, 2, false, true, true>;
-  using FewKeys = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, false, false>;
-  using Small = Tile<128, 128, 1, 64, 2, 2, 1, 2, false, true, true, 2>;
-  static constexpr int kFewTiles = 132;
+  using Large = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, true>;
+  using FewKeys = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false>;
+  using Small = Large;
+  static constexpr int kFewTiles = 0;
   static constexpr int kSmallUpToKeys = 0;
 };
 

@@ -50,8 +50,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       shared.v_full[i].init(1);
       shared.v_empty[i].init(kConsumerWarps);
     }
-    cutlass::arch::fence_barrier_init();
-    cutlass::arch::fence_view_async_shared();
+    fence_barrier_init();
   }
   __syncthreads();
 

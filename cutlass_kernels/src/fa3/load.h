@@ -16,9 +16,9 @@ using CacheHint = cute::TMA::CacheHintSm90;
 
 // Rows of a request, counted so that those past its end lie outside the tensor map (tensor_map.h).
 template <int kPanels, int kPanelBytes>
-CUTE_DEVICE void load_rows(const CUtensorMap* map, cutlass::arch::ClusterTransactionBarrier& full,
-                           char* shared, int row, int length, int head, int end, CacheHint hint) {
-  full.arrive_and_expect_tx(kPanels * kPanelBytes);
+CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, int row, int length,
+                           int head, int end, CacheHint hint) {
+  full.arrive_and_expect(kPanels * kPanelBytes);
   CUTE_UNROLL
   for (int panel = 0; panel < kPanels; ++panel) {
     cute::SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
@@ -146,8 +146,7 @@ CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
 // K or V: kPanels, kStages, map, full, empty and stages are that matrix's.
 template <class Tile, int kPanels, int kStages, bool kWantsJobs>
 CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map,
-                           typename Shared<Tile>::Barrier* full,
-                           typename Shared<Tile>::Barrier* empty, char* stages) {
+                           Barrier* full, Barrier* empty, char* stages) {
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   Ring<kJobSlots> jobs;
   Ring<kStages> ring;

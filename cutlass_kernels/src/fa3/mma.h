@@ -65,7 +65,7 @@ struct Consumer {
   // Moves the branch out of the loop's instructions, which are fetched ahead.
   static CUTE_DEVICE bool unlikely(bool condition) { return __builtin_expect(condition, false); }
 
-  CUTE_DEVICE void release(typename Layout::Barrier& empty) const {
+  CUTE_DEVICE void release(Barrier& empty) const {
     if (lane == 0) empty.arrive();
   }
 
@@ -100,8 +100,6 @@ struct Consumer {
       for (int i = 0; i < kDqk / 16; ++i) {
         read_q(reinterpret_cast<std::uint32_t (&)[4]>(q_fragments[4 * i]), i);
       }
-      __syncwarp();
-      release(shared.q_empty[q_buffer]);
     }
     const int first_row = job.row_begin + warpgroup * kWarpgroupRows;
     const IntervalMask mask = make_mask(params, job.qo_len, job.kv_len);
@@ -231,11 +229,13 @@ struct Consumer {
                               cute::cast_smem_ptr_to_uint(shared.o[warpgroup]));
     release(shared.job_empty[slot]);
   }
-  // S of a block is computed: its K may go and, after a tile's last one, its Q.
-  CUTE_DEVICE void end_scores() {
+  // S of a block is computed: its K may go. So may Q, after a tile's last block, or, where it was copied to registers,
+  // after the first: the copy is complete only once a product has used it (an arrival does not wait for the loads before
+  // it, and the next Q overwrote what some lanes had yet to read).
+  CUTE_DEVICE void end_scores(bool first) {
     release(shared.k_empty[k_ring.index]);
     k_ring.advance();
-    if (!Tile::kQInRegisters && key == key_begin) release(shared.q_empty[q_buffer]);
+    if (Tile::kQInRegisters ? first : key == key_begin) release(shared.q_empty[q_buffer]);
   }
 
   CUTE_DEVICE void run() {
@@ -250,7 +250,7 @@ struct Consumer {
     issue_scores(s);
     wgmma_wait<0>();
     pin(s);
-    end_scores();
+    end_scores(true);
     if constexpr (kTransform) params.transform.apply(s, kN / 2);
     if (needs_mask()) apply_mask(s);
     raise_maximum(s, factor);
@@ -281,7 +281,7 @@ struct Consumer {
       if constexpr (kTransform) params.transform.apply(s, kN / 2);
       const bool masked = needs_mask();
       if (unlikely(masked)) apply_mask(s);
-      end_scores();
+      end_scores(last);
       const bool lazy = Tile::kLazyMax && !masked && !last;
       bool raised = false;
       if (!lazy) {
@@ -290,6 +290,7 @@ struct Consumer {
       }
       wgmma_wait<0>();
       pin(o);
+      pin(p);  // was being read until here: its registers must not have been given to anything else
       release(shared.v_empty[v_ring.index]);
       v_ring.advance();
       accumulate = true;

@@ -1,10 +1,9 @@
 // Shared memory of an fa3 block.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include <cstdint>
 
+#include "fa3/barrier.h"
 #include "fa3/config.h"
 
 namespace cutlass_kernels::fa3 {
@@ -39,8 +38,6 @@ struct Shared {
   static constexpr int kOBytes = kPanelBytesQ * Tile::kOPanels;
   static_assert(kPanelsVo % Tile::kOPanels == 0);
   static_assert(Tile::kBlockN % 16 == 0, "P V takes 16 keys per instruction");
-
-  using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
   char q[Tile::kQBuffers][kQBytes];
   char k[Tile::kKStages][kKBytes];

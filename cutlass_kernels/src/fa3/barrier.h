@@ -1,0 +1,53 @@
+// mbarrier: threads and TMA transfers arrive, other threads wait for the completion of a phase.
+//
+// CUTLASS's class of the same instructions does not tell the compiler that they order memory accesses, so that ordinary loads
+// and stores of shared memory may be moved across them; these do.
+#pragma once
+
+#include <cute/arch/util.hpp>
+
+#include <cstdint>
+
+namespace cutlass_kernels::fa3 {
+
+class Barrier {
+ public:
+  CUTE_DEVICE void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals)
+                 : "memory");
+  }
+  CUTE_DEVICE void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
+  // Arrives, and holds the phase open until `bytes` have been transferred.
+  CUTE_DEVICE void arrive_and_expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
+                 "r"(bytes)
+                 : "memory");
+  }
+  // Waits for the end of the phase of this parity; returns at once while the barrier is in the phase after it.
+  CUTE_DEVICE void wait(std::uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(address()),
+        "r"(parity)
+        : "memory");
+  }
+
+ private:
+  CUTE_DEVICE std::uint32_t address() const { return cute::cast_smem_ptr_to_uint(&state_); }
+
+  std::uint64_t state_;
+};
+
+// Makes initialised barriers visible to TMA.
+CUTE_DEVICE void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace cutlass_kernels::fa3
