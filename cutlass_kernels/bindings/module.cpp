@@ -138,7 +138,10 @@ class Plan {
 
   std::size_t schedule_bytes() const { return workspace_size(params_, backend_); }
 
-  void make_schedule(Address workspace, std::size_t bytes, Address stream) {
+  // The mask, as far as it is known, decides the size of tiles; runs may have another.
+  void make_schedule(Address workspace, std::size_t bytes, Address stream, bool causal,
+                     std::int64_t window_left, std::int64_t chunk_size) {
+    set_mask(params_, causal, window_left, chunk_size);
     raise_unless_ok(cutlass_kernels::make_schedule(params_, pointer<void>(workspace), bytes,
                                                    pointer<CUstream_st>(stream), &params_.schedule,
                                                    backend_));
@@ -162,11 +165,7 @@ class Plan {
     params.lse_stride_head = lse_sh;
     params.total_q = total_q;
     params.total_kv = total_kv;
-    params.causal = causal;
-    // More keys than there can be is no limit.
-    constexpr std::int64_t kAll = std::numeric_limits<std::int32_t>::max();
-    params.window_left = std::int32_t(std::min(window_left, kAll));
-    params.chunk_size = std::int32_t(std::min(chunk_size, kAll));
+    set_mask(params, causal, window_left, chunk_size);
     params.sm_scale = sm_scale;
     params.logits_soft_cap = soft_cap;
     params.sinks = pointer<const float>(sinks);
@@ -175,6 +174,15 @@ class Plan {
   }
 
  private:
+  static void set_mask(AttentionParams& params, bool causal, std::int64_t window_left,
+                       std::int64_t chunk_size) {
+    // More keys than there can be is no limit.
+    constexpr std::int64_t kAll = std::numeric_limits<std::int32_t>::max();
+    params.causal = causal;
+    params.window_left = std::int32_t(std::min(window_left, kAll));
+    params.chunk_size = std::int32_t(std::min(chunk_size, kAll));
+  }
+
   Backend backend_;
   AttentionParams params_;
 };
@@ -267,7 +275,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("kv_indptr"), py::arg("total_q"), py::arg("qo_indptr_host") = 0)
       .def_property_readonly("schedule_bytes", &Plan::schedule_bytes)
       .def("make_schedule", &Plan::make_schedule, py::arg("workspace"), py::arg("bytes"),
-           py::arg("stream"))
+           py::arg("stream"), py::arg("causal") = false, py::arg("window_left") = -1,
+           py::arg("chunk_size") = 0)
       // Positional: keywords would cost 7 us a call where positions cost 0.4.
       .def("run", &Plan::run);
 }

@@ -13,7 +13,7 @@ import torch
 
 from . import _C  # type: ignore[attr-defined]
 from ._dispatch import Request
-from ._problem import Problem, RaggedKv
+from ._problem import Mask, Problem, RaggedKv
 
 _SERVED = frozenset({"causal", "window", "chunk", "soft_cap", "sinks"})
 _DTYPE_NAMES = {
@@ -123,6 +123,7 @@ class Schedule:
         kv_indptr: torch.Tensor,
         total_q: int | None,
         workspace: torch.Tensor,
+        mask: Mask,
         qo_indptr_host: torch.Tensor | None,
     ) -> None:
         self.backend = backend
@@ -130,6 +131,7 @@ class Schedule:
         self.qo_indptr = qo_indptr  # kept alive: the device reads them after this returns
         self.kv_indptr = kv_indptr
         self.workspace = workspace
+        self._mask = mask
         self._host = qo_indptr_host
         self._plan: Any = None
         self._total_q = total_q
@@ -167,7 +169,14 @@ class Schedule:
             )
         device = self.workspace.device
         with torch.cuda.device(device):
-            plan.make_schedule(self.workspace.data_ptr(), self.workspace.nbytes, _stream(device))
+            plan.make_schedule(
+                self.workspace.data_ptr(),
+                self.workspace.nbytes,
+                _stream(device),
+                self._mask.causal,
+                self._mask.window_left,
+                self._mask.chunk_size,
+            )
         return plan
 
 
@@ -178,15 +187,17 @@ def make_schedule(
     kv_indptr: torch.Tensor,
     total_q: int | None,
     workspace: torch.Tensor,
+    mask: Mask,
     qo_indptr_host: torch.Tensor | None = None,
 ) -> Schedule:
     """Enqueues the kernel that writes the work list of a batch into ``workspace`` (uint8, on the device).
 
     ``qo_indptr`` and ``kv_indptr`` are int32 ``[batch + 1]`` on the device; ``total_q`` is an upper bound of
-    ``qo_indptr[-1]``, or None where the host does not know one. ``qo_indptr_host`` (int32, contiguous, on the CPU)
-    makes the list exact; leave it out where a captured run has to serve later lists.
+    ``qo_indptr[-1]``, or None where the host does not know one. ``mask``, as far as the runs' mask is known, decides the
+    size of tiles. ``qo_indptr_host`` (int32, contiguous, on the CPU) makes the list exact; leave it out where a captured
+    run has to serve later lists.
     """
-    return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, qo_indptr_host)
+    return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, mask, qo_indptr_host)
 
 
 if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # makes no Stream object, which takes longer than our launch

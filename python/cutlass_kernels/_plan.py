@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import _args, _dispatch
-from ._problem import MultiItem, PagedKv, Problem, RaggedKv
+from ._problem import Mask, MultiItem, PagedKv, Problem, RaggedKv
 
 INT_WORKSPACE_BYTES = 8 << 20
 KERNEL_BACKENDS = ("fa2", "fa3")
@@ -243,6 +243,7 @@ def make_schedule(
     kv_indptr: torch.Tensor,
     total_q: int | None,
     workspace: torch.Tensor,
+    mask: Mask,
     qo_indptr_host: torch.Tensor | None = None,
 ) -> Any:
     """The work list of a batch, written into ``workspace``; None for a backend that needs none.
@@ -253,7 +254,7 @@ def make_schedule(
         return None
     from . import _cuda
 
-    return _cuda.make_schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, qo_indptr_host)
+    return _cuda.make_schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, mask, qo_indptr_host)
 
 
 def int_workspace(device: torch.device) -> torch.Tensor:
@@ -282,7 +283,8 @@ def compute_once(problem: Problem, backend: str = "auto") -> None:
             problem.kv.indptr = problem.kv.indptr.to(device, non_blocking=True)
         kv_indptr = token_indptr(problem.kv).to(device, non_blocking=True)
         rows = problem.q.size(0)
-        schedule = make_schedule(selected, request, problem.qo_indptr, kv_indptr, rows, int_workspace(device))
+        workspace = int_workspace(device)
+        schedule = make_schedule(selected, request, problem.qo_indptr, kv_indptr, rows, workspace, problem.mask)
     _dispatch.compute(problem, selected, schedule)
 
 

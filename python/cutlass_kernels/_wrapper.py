@@ -376,6 +376,7 @@ class BatchPrefillWrapper:
                     offsets,
                     rows,
                     self._int_workspace_buffer,
+                    Mask(causal=plan.options.causal, window_left=_args.window(plan.options.window_left)),
                     None if self._use_cuda_graph else plan.batch.qo.host,
                 )
         except BaseException:
@@ -476,7 +477,8 @@ class BatchPrefillWrapper:
         if schedule is None:
             assert problem.qo_indptr is not None
             offsets, workspace = _plan.token_indptr(problem.kv), _plan.int_workspace(self.device)
-            schedule = _plan.make_schedule(backend, request, problem.qo_indptr, offsets, problem.q.size(0), workspace)
+            rows = problem.q.size(0)
+            schedule = _plan.make_schedule(backend, request, problem.qo_indptr, offsets, rows, workspace, problem.mask)
             if not make_anew:
                 plan.other_schedules[backend] = schedule
         return schedule

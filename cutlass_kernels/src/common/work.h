@@ -39,14 +39,18 @@ struct TileOrder {
   static constexpr std::int64_t kSectionBytes = 8 << 20;
 
   // The last section takes `tail_tiles` tiles or more, so that its long tiles, which come first, and its short ones
-  // even out: a last section of one head costs fa2 12 % at 4k causal.
-  static TileOrder make(const AttentionParams& p, int tiles, std::int64_t tail_tiles) {
+  // even out: a last section of one head costs fa2 12 % at 4k causal. It may be larger than others, but not too large for
+  // L2: 48 MB cost fa3 10 % (hd256, 32 x 512 tokens).
+  static constexpr std::int64_t kTailBytes = 32 << 20;
+  static TileOrder make(const AttentionParams& p, int tiles, std::int64_t tail_tiles,
+                        std::int64_t tail_bytes = kTailBytes) {
     const int group_size = p.num_qo_heads / p.num_kv_heads;
     const std::int64_t head_bytes = 2 * p.total_kv * (p.head_dim_qk + p.head_dim_vo);
     const std::int64_t fit = kSectionBytes / std::max<std::int64_t>(head_bytes, 1);
     const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
     const std::int64_t head_tiles = std::int64_t(tiles) * group_size;
-    const std::int64_t for_tail = (tail_tiles + head_tiles - 1) / head_tiles;
+    const std::int64_t for_tail = std::min((tail_tiles + head_tiles - 1) / head_tiles,
+                                           tail_bytes / std::max<std::int64_t>(head_bytes, 1));
     const int tail = int(std::clamp<std::int64_t>(for_tail, heads, p.num_kv_heads));
     const int early_sections = (p.num_kv_heads - tail) / heads;
     TileOrder order;

@@ -1,6 +1,8 @@
 // The tile table of the fa3 backend, read by host (launch) and device (kernel).
 #pragma once
 
+#include <algorithm>
+
 namespace cutlass_kernels::fa3 {
 
 // Rows of a consumer warpgroup: the M of wgmma.
@@ -31,18 +33,18 @@ struct Tile {
 
   // Registers per thread: at the launch, and after setmaxnreg has moved what the warpgroup of producers does not need
   // to the consumers.
-  static constexpr int kLaunchRegisters = 65536 / BlocksPerSm / kThreads / 8 * 8;
+  static constexpr int kLaunchRegisters = std::min(65536 / BlocksPerSm / kThreads / 8 * 8, 240);
   static constexpr int kProducerRegisters = Consumers == 2 && BlocksPerSm == 1 ? 40 : 32;
-  static constexpr int kConsumerRegisters =
-      (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (128 * Consumers) / 8 * 8;
+  static constexpr int kConsumerRegisters = std::min(
+      (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (128 * Consumers) / 8 * 8, 240);
 };
 
 // Large: long queries and keys. FewKeys: as many rows, where a row sees few keys: what a tile costs beside its blocks of keys
 // counts more than the cost of a block. Small: fewer rows, for queries that are few or short; Large itself where there is
 // no smaller tile.
 //
-// kFewTiles: with fewer tiles of the large kind than this, the small one is taken: one wave on 132 SMs.
-// kSmallUpToKeys: so it is where requests have no more keys than this, on average.
+// kFewTiles: with fewer tiles of the large kind than this, the small one is taken.
+// kSmallUpToKeys: so it is where a mask is and rows see no more keys than this, on average.
 template <int HeadDimQk, int HeadDimVo>
 struct TileTable;
 
@@ -50,8 +52,8 @@ template <>
 struct TileTable<64, 64> {
   using Large = Tile<64, 64, 3, 128, 2, 2, 6, 1, true, true, false>;
   using FewKeys = Large;
-  // Three independent blocks per SM: under a causal mask of 512 (1k) keys 25 % (19 %) faster than Large, without a mask 3 %
-  // (6 %) slower; at 2k keys 2 % and 15 % slower.
+  // Three independent blocks per SM: under a causal mask of 512 (1k) keys 16 % (10 %) faster than Large, at 2k keys 7 %
+  // slower; without a mask 5 % and 7 %, at 2k 15 % slower.
   using Small = Tile<64, 64, 1, 64, 3, 2, 1, 1, false, true, false, 3>;
   static constexpr int kFewTiles = 132;
   static constexpr int kSmallUpToKeys = 1024;
@@ -61,8 +63,9 @@ template <>
 struct TileTable<128, 128> {
   using Large = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, true>;
   using FewKeys = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false>;
-  using Small = Large;
-  static constexpr int kFewTiles = 0;
+  // Twice as many SMs for no more tiles than half of 132: 8 heads of 1k tokens 17 % faster.
+  using Small = Tile<128, 128, 1, 128, 2, 2, 2, 2, false, true, false>;
+  static constexpr int kFewTiles = 67;
   static constexpr int kSmallUpToKeys = 0;
 };
 

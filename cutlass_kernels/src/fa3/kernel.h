@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     shared.job_wanted.init(1);
     for (int i = 0; i < kJobSlots; ++i) {
       shared.job_full[i].init(1);
-      shared.job_empty[i].init(3 + kConsumerWarps);
+      shared.job_empty[i].init(3 + 32 * kConsumerWarps);
     }
     for (int i = 0; i < Tile::kQBuffers; ++i) {
       shared.q_full[i].init(1);

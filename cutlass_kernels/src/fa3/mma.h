@@ -21,6 +21,8 @@ struct Consumer {
   static constexpr int kN = Tile::kBlockN;
   static constexpr int kDqk = Tile::kHeadDimQk;
   static constexpr int kDvo = Tile::kHeadDimVo;
+  // Under a causal mask the first warpgroup may see no key of the block on which the tile ends.
+  static constexpr bool kSkips = Tile::kBlockM - kWarpgroupRows >= kN;
 
   // The maximum of a block is looked for only where it must be: in a tile's first block and where a mask hides keys.
   // Elsewhere 2^(x - m) is taken with the m there is, and if a thread's part of a row then adds up to more than this, the
@@ -44,6 +46,7 @@ struct Consumer {
   int row;        // of the thread's first row, in its request
   int all_begin;  // keys that every row of the warpgroup sees
   int all_end;
+  bool skip;  // no row of the warpgroup sees a key of the tile's last block
   int qo_len;
   int kv_len;
 
@@ -108,6 +111,7 @@ struct Consumer {
     row = first_row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     all_begin = mask.lo(first_row + kWarpgroupRows - 1);
     all_end = mask.hi(first_row);
+    skip = kSkips && key > key_begin && key >= mask.hi(first_row + kWarpgroupRows - 1);
     qo_len = job.qo_len;
     kv_len = job.kv_len;
     return true;
@@ -227,7 +231,8 @@ struct Consumer {
   CUTE_DEVICE void store(float (&o)[kDvo / 2], const OnlineSoftmax<2>& of_tile, int slot) {
     store_tile<Element, Tile>(params, shared.jobs[slot], warpgroup, of_tile, o,
                               cute::cast_smem_ptr_to_uint(shared.o[warpgroup]));
-    release(shared.job_empty[slot]);
+    // Every lane, having read the job: racecheck does not follow an order through lane 0.
+    shared.job_empty[slot].arrive();
   }
   // S of a block is computed: its K may go. So may Q, after a tile's last block, or, where it was copied to registers,
   // after the first: the copy is complete only once a product has used it (an arrival does not wait for the loads before
@@ -236,6 +241,22 @@ struct Consumer {
     release(shared.k_empty[k_ring.index]);
     k_ring.advance();
     if (Tile::kQInRegisters ? first : key == key_begin) release(shared.q_empty[q_buffer]);
+  }
+
+  // Lets a block of keys pass. It takes its turn: warpgroups more than a block out of step could wait for each other's
+  // stages. Only one block of a tile, and none of the first tile, so that V stages are not held for long.
+  CUTE_DEVICE void skip_keys() {
+    shared.k_full[k_ring.index].wait(k_ring.phase);
+    wait_turn();
+    end_turn();
+    release(shared.k_empty[k_ring.index]);
+    k_ring.advance();
+    key -= kN;
+  }
+  CUTE_DEVICE void skip_values() {
+    shared.v_full[v_ring.index].wait(v_ring.phase);
+    release(shared.v_empty[v_ring.index]);
+    v_ring.advance();
   }
 
   CUTE_DEVICE void run() {
@@ -267,6 +288,7 @@ struct Consumer {
         jobs.advance();
         if (!begin_tile()) break;
         softmax = OnlineSoftmax<2>(params.transform.scale);
+        if (kSkips && skip) skip_keys();
       } else {
         key -= kN;
       }
@@ -295,6 +317,7 @@ struct Consumer {
       v_ring.advance();
       accumulate = true;
       if (unlikely(last)) {
+        if (kSkips && skip) skip_values();
         store(o, of_tile, slot);
         slot = jobs.index;
         accumulate = false;

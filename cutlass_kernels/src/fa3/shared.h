@@ -47,7 +47,7 @@ struct Shared {
   //                                   arrives                        waits
   Barrier job_wanted;                // K warp, close to its tile's end job warp
   Barrier job_full[kJobSlots];       // job warp                       Q, K, V warps, consumers
-  Barrier job_empty[kJobSlots];      // Q, K, V, consumer warps        job warp
+  Barrier job_empty[kJobSlots];      // Q, K, V warps, consumer threads job warp
   Barrier q_full[Tile::kQBuffers];   // Q warp, with the TMA's bytes   its consumer warpgroup
   Barrier q_empty[Tile::kQBuffers];  // the 4 warps of that            Q warp
   Barrier k_full[Tile::kKStages];    // K warp, with the TMA's bytes   all consumers
