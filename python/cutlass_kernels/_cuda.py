@@ -193,9 +193,9 @@ def make_schedule(
     """Enqueues the kernel that writes the work list of a batch into ``workspace`` (uint8, on the device).
 
     ``qo_indptr`` and ``kv_indptr`` are int32 ``[batch + 1]`` on the device; ``total_q`` is an upper bound of
-    ``qo_indptr[-1]``, or None where the host does not know one. ``mask``, as far as the runs' mask is known, decides the
-    size of tiles. ``qo_indptr_host`` (int32, contiguous, on the CPU) makes the list exact; leave it out where a captured
-    run has to serve later lists.
+    ``qo_indptr[-1]``, or None where the host does not know one. ``mask``, as far as the runs' mask is known, decides
+    the size of tiles. ``qo_indptr_host`` (int32, contiguous, on the CPU) makes the list exact; leave it out where a
+    captured run has to serve later lists.
     """
     return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, mask, qo_indptr_host)
 
