@@ -80,9 +80,9 @@ Status schedule_for(int tile_rows, const AttentionParams& params, void* workspac
   if (Status status = check_aligned(workspace); !status.ok()) return status;
   auto* counters = static_cast<std::int32_t*>(workspace);
   auto* list = reinterpret_cast<WorkItem*>(static_cast<char*>(workspace) + kCounterBytes);
-  Status status =
-      launch_schedule(params.qo_indptr, params.kv_indptr, params.batch_size, params.total_q,
-                      tile_rows, static_cast<std::int32_t>(capacity), list, stream, counters);
+  Status status = launch_schedule(params.qo_indptr, params.kv_indptr, params.batch_size,
+                                  params.total_q, tile_rows, static_cast<std::int32_t>(capacity),
+                                  list, stream, counters, params.pages);
   if (status.ok()) *schedule = {list, static_cast<std::int32_t>(capacity), tile_rows, counters};
   return status;
 }

@@ -29,7 +29,8 @@ std::string distinct(const std::vector<const KernelEntry*>& entries, Get get) {
 }
 
 std::uint32_t needed_features(const AttentionParams& params) {
-  std::uint32_t bits = kFeatureIntervalMask | kFeatureRaggedKv;
+  std::uint32_t bits = kFeatureIntervalMask;
+  bits |= params.pages.page_size > 0 ? kFeaturePagedKv : kFeatureRaggedKv;
   if (params.logits_soft_cap > 0.0f) bits |= kFeatureSoftCap;
   if (params.sinks != nullptr) bits |= kFeatureSinks;
   return bits;
@@ -298,6 +299,16 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
              ", beyond total_q=" + number(params.total_q) + ".";
     }
   }
+  const PageTable& pages = params.pages;
+  if (pages.page_size < 0 || (pages.page_size == 0 && pages.indices != nullptr)) {
+    return not_positive("page_size", pages.page_size);
+  }
+  if (pages.page_size > 0 && ((pages.k_stride_page * size_of(params.kv_dtype)) % 16 != 0 ||
+                              (pages.v_stride_page * size_of(params.kv_dtype)) % 16 != 0)) {
+    return "k_stride_page=" + number(pages.k_stride_page) +
+           " and v_stride_page=" + number(pages.v_stride_page) +
+           " elements must be multiples of 16 bytes. Copy the cache into such a layout.";
+  }
   if (params.chunk_size < 0) {
     return "chunk_size=" + number(params.chunk_size) +
            " must not be negative; 0 means not chunked.";
@@ -338,6 +349,20 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   }
   if (params.lse != nullptr && overlaps(params.lse_stride_token, params.lse_stride_head)) {
     return "lse has a stride of 0: set lse_stride_token and lse_stride_head.";
+  }
+  if (pages.page_size > 0) {
+    if (pages.num_indices > 0 && (pages.indices == nullptr || pages.last_page_len == nullptr)) {
+      return "num_indices=" + number(pages.num_indices) +
+             " pages, but indices or last_page_len is null.";
+    }
+    if (params.kv_indptr == nullptr) return "A paged cache needs qo_indptr and kv_indptr.";
+    if (pages.num_pages > 0 && params.k.data == nullptr) {
+      return missing("k", "num_pages", pages.num_pages);
+    }
+    if (pages.num_pages > 0 && params.v.data == nullptr) {
+      return missing("v", "num_pages", pages.num_pages);
+    }
+    return "";
   }
   if (params.total_kv > 0) {
     if (params.k.data == nullptr) return missing("k", "total_kv", params.total_kv);

@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kBuckets = 1024;  // one per thread in the prefix sum
+constexpr int kMaxKeys =
+    (1 << 30) - 1;  // of a request, so that the end of a block of keys is a 32-bit number, too
 
 // Keys the last row of a tile sees under a causal mask: [0, kv_len].
 __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int tile_rows) {
@@ -24,6 +26,18 @@ __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int t
 __host__ __device__ inline int tile_count(int begin, int end, std::int64_t total_q, int tile_rows) {
   return 0 <= begin && begin <= end && end <= total_q ? (end - begin + tile_rows - 1) / tile_rows
                                                       : 0;
+}
+
+// Keys of a request; -1 if its entries of the page table, which were never checked, make no sense.
+__device__ inline int kv_length(const int* kv_indptr, const PageTable& pages, int batch) {
+  const int begin = kv_indptr[batch];
+  const int end = kv_indptr[batch + 1];
+  if (pages.page_size == 0) return end - begin;
+  if (begin < 0 || end < begin || end > pages.num_indices) return -1;
+  if (begin == end) return 0;
+  const int last = pages.last_page_len[batch];
+  const std::int64_t length = std::int64_t(end - begin - 1) * pages.page_size + last;
+  return 1 <= last && last <= pages.page_size && length <= kMaxKeys ? int(length) : -1;
 }
 
 // Costs share a bucket when they agree to `shift` bits; buckets are numbered from the most expensive.
@@ -43,7 +57,7 @@ __device__ void for_each_tile(const int* qo_indptr, int batch_size, std::int64_t
 __global__ void __launch_bounds__(kThreads)
     schedule_kernel(const int* qo_indptr, const int* kv_indptr, int batch_size,
                     std::int64_t total_q, int tile_rows, int capacity, WorkItem* list,
-                    std::int32_t* next_tile) {
+                    std::int32_t* next_tile, const PageTable pages) {
   __shared__ int position[kBuckets];
   __shared__ int warp_total[32];
   __shared__ int max_kv_len;
@@ -54,15 +68,15 @@ __global__ void __launch_bounds__(kThreads)
   if (thread < 2 && next_tile != nullptr) next_tile[thread] = 0;
   __syncthreads();
   for (int batch = thread; batch < batch_size; batch += kThreads) {
-    atomicMax(&max_kv_len, kv_indptr[batch + 1] - kv_indptr[batch]);
+    atomicMax(&max_kv_len, kv_length(kv_indptr, pages, batch));
   }
   __syncthreads();
   int shift = 0;
   while ((max_kv_len >> shift) >= kBuckets) ++shift;
 
   auto cost_of = [&](int batch, int tile) {
-    return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch],
-                     kv_indptr[batch + 1] - kv_indptr[batch], tile, tile_rows);
+    return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch], kv_length(kv_indptr, pages, batch),
+                     tile, tile_rows);
   };
   for_each_tile(qo_indptr, batch_size, total_q, tile_rows, [&](int batch, int tile) {
     atomicAdd(&position[bucket_of(cost_of(batch, tile), shift)], 1);
@@ -94,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
       item.q_begin = qo_indptr[batch];
       item.qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
       item.kv_begin = kv_indptr[batch];
-      item.kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
+      item.kv_len = kv_length(kv_indptr, pages, batch);
       list[slot] = item;
     }
   });
@@ -108,14 +122,14 @@ __global__ void __launch_bounds__(kThreads)
 Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
                        std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
                        std::int32_t capacity, WorkItem* list, cudaStream_t stream,
-                       std::int32_t* next_tile) {
+                       std::int32_t* next_tile, const PageTable& pages) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   const cudaError_t error =
       cudaLaunchKernelEx(&config, schedule_kernel, qo_indptr, kv_indptr, batch_size, total_q,
-                         tile_rows, capacity, list, next_tile);
+                         tile_rows, capacity, list, next_tile, pages);
   return error == cudaSuccess ? Status::success()
                               : cuda_failure("Launching the schedule kernel", error);
 }

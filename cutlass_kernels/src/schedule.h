@@ -16,7 +16,8 @@
 namespace cutlass_kernels {
 
 /// One entry of the list: a tile and what a block needs to find its rows and keys, so that it
-/// waits for one load instead of three dependent ones. batch < 0 marks the entries past the last tile.
+/// waits for one load instead of three dependent ones. batch < 0 marks the entries past the last tile. kv_begin is the
+/// request's first key, or the first entry of its page table; kv_len is -1 where the offsets on the device make no sense.
 struct alignas(16) WorkItem {
   std::int32_t batch;
   std::int32_t tile;  ///< rows [tile * tile_rows, (tile + 1) * tile_rows) of the request
@@ -43,7 +44,7 @@ inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_s
 Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
                        std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
                        std::int32_t capacity, WorkItem* list, cudaStream_t stream,
-                       std::int32_t* next_tile = nullptr);
+                       std::int32_t* next_tile = nullptr, const PageTable& pages = {});
 
 /// The same list computed on the host from host lengths (for tests and for reading).
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,

@@ -30,6 +30,21 @@ struct TensorView {
   std::int64_t stride_head = 0;
 };
 
+/// Keys and values in pages of page_size tokens: k is [pages, page_size, num_kv_heads, head_dim_qk], token i of page n at
+/// n * k_stride_page + i * k.stride_token; v alike. Request b owns entries [kv_indptr[b], kv_indptr[b + 1]) of `indices` and
+/// fills last_page_len[b] tokens of its last page. Entries may repeat. A page that is not one of the cache is not read, its
+/// keys and values count as zeros.
+struct PageTable {
+  const std::int32_t* indices = nullptr;        ///< page numbers, device
+  const std::int32_t* v_indices = nullptr;      ///< of v, where v has other pages than k
+  const std::int32_t* last_page_len = nullptr;  ///< [batch_size], device, 1 to page_size
+  std::int32_t page_size = 0;                   ///< 0: no pages, k and v are ragged
+  std::int64_t num_indices = 0;                 ///< entries of `indices` (>= kv_indptr[batch_size])
+  std::int64_t num_pages = 0;                   ///< of k and of v
+  std::int64_t k_stride_page = 0;
+  std::int64_t v_stride_page = 0;
+};
+
 /// The order in which the tiles of a batch are worked on: longest first. Written by make_schedule().
 struct Schedule {
   const void* work_list =
@@ -57,12 +72,14 @@ struct AttentionParams {
   const std::int32_t* qo_indptr =
       nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
   const std::int32_t* kv_indptr =
-      nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
+      nullptr;  ///< [batch_size + 1], device; in tokens, or in pages; null only if batch_size is 1
   /// Optional copy of qo_indptr on the host, read by make_schedule() and attention() while they run. With it a work
   /// list has an entry per tile; without, up to batch_size more, each a block that starts only to end.
   const std::int32_t* qo_indptr_host = nullptr;
-  std::int64_t total_q = 0;   ///< rows of q (>= qo_indptr[batch_size])
-  std::int64_t total_kv = 0;  ///< rows of k and v (>= kv_indptr[batch_size])
+  std::int64_t total_q = 0;  ///< rows of q (>= qo_indptr[batch_size])
+  std::int64_t total_kv =
+      0;  ///< rows of k and v (>= kv_indptr[batch_size]); paged: all keys, about
+  PageTable pages;
 
   // Tensors.
   ConstTensorView q;     ///< [total_q, num_qo_heads, head_dim_qk]

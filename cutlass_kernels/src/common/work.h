@@ -76,9 +76,12 @@ CUTE_DEVICE bool find_work(const AttentionParams& p, const TileOrder& order, int
     work.kv_len = int(p.total_kv);
     work.tile = order.tiles - 1 - rank;
   }
-  return min(work.q_begin, work.kv_begin) >= 0 && work.kv_len >= 0 &&
-         std::int64_t(work.q_begin) + work.qo_len <= p.total_q &&
-         std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
+  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
+      std::int64_t(work.q_begin) + work.qo_len > p.total_q) {
+    return false;
+  }
+  // The scheduler has checked entries of a page table.
+  return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
 }
 
 }  // namespace cutlass_kernels
