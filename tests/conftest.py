@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 UNSERVED: dict[str, frozenset[str]] = {
     "reference": frozenset(),
     "fa2": frozenset({"paged", "custom_mask", "multi_item", "alibi", "rope", "fp8_kv", "fp8"}),
-    "fa3": frozenset({"paged", "custom_mask", "multi_item", "alibi", "rope", "fp8_kv", "fp8"}),
+    "fa3": frozenset({"custom_mask", "multi_item", "alibi", "rope", "fp8_kv", "fp8"}),
 }
 REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
 WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}

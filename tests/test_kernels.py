@@ -165,10 +165,10 @@ class TestTileCounters:
         outs = []
         for next_tile in (0, counters.data_ptr()):  # dealt out beforehand, and taken in turn
             out = torch.full_like(batch.q, torch.nan)
-            views = [(x.data_ptr(), x.stride(0), x.stride(1)) for x in (batch.q, batch.k, batch.v, out)]
-            flat = [number for view in views for number in view]
+            q, k, v, o = ((x.data_ptr(), x.stride(0), x.stride(1)) for x in (batch.q, batch.k, batch.v, out))
+            flat = [*q, *k, 0, *v, 0, *o]
             scale, stream = 128**-0.5, _cuda._stream(out.device)
-            plan.run(*flat, 0, 0, 0, 1000, 1000, True, -1, 0, scale, 0.0, 0, 1.0, next_tile, stream)
+            plan.run(*flat, 0, 0, 0, 1000, 1000, 0, True, -1, 0, scale, 0.0, 0, 1.0, next_tile, stream)
             outs.append(out)
         assert_bitwise(outs[1], outs[0])
         want = expect(batch, Options(causal=True))

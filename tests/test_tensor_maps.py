@@ -30,7 +30,7 @@ def c(extension):
 def reasons(c, backend: str, rows: int = 100, keys: int = 100, heads=(4, 2), **strides: tuple[int, int]) -> list[str]:
     types = ("float16",) * 3
     given = [(name, *two) for name, two in strides.items()]
-    return c.not_supported_reasons(backend, *types, *heads, 64, 64, False, False, 90, rows, keys, given)
+    return c.not_supported_reasons(backend, *types, *heads, 64, 64, False, False, False, 90, rows, keys, given)
 
 
 # Strides in elements of 2 bytes: of a token less than 16 GiB, of a head less than 1 TiB.

@@ -124,16 +124,27 @@ class Plan {
   Plan(const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
        const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
        int head_dim_vo, int batch_size, Address qo_indptr, Address kv_indptr, std::int64_t total_q,
-       Address qo_indptr_host)
+       Address qo_indptr_host, std::int64_t total_kv)
       : backend_(backend_of(backend)),
         params_(sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
                       head_dim_vo, batch_size, total_q)) {
     params_.qo_indptr = pointer<const std::int32_t>(qo_indptr);
     params_.kv_indptr = pointer<const std::int32_t>(kv_indptr);
     params_.qo_indptr_host = pointer<const std::int32_t>(qo_indptr_host);
+    params_.total_kv = total_kv;
     if (std::string fault = contradiction(params_, /*with_tensors=*/false); !fault.empty()) {
       throw py::value_error(fault);
     }
+  }
+
+  // kv_indptr counts pages.
+  void set_pages(Address indices, Address v_indices, Address last_page_len, int page_size,
+                 std::int64_t num_indices) {
+    params_.pages.indices = pointer<const std::int32_t>(indices);
+    params_.pages.v_indices = pointer<const std::int32_t>(v_indices);
+    params_.pages.last_page_len = pointer<const std::int32_t>(last_page_len);
+    params_.pages.page_size = page_size;
+    params_.pages.num_indices = num_indices;
   }
 
   std::size_t schedule_bytes() const { return workspace_size(params_, backend_); }
@@ -149,9 +160,10 @@ class Plan {
   }
 
   void run(Address q, std::int64_t q_st, std::int64_t q_sh, Address k, std::int64_t k_st,
-           std::int64_t k_sh, Address v, std::int64_t v_st, std::int64_t v_sh, Address o,
-           std::int64_t o_st, std::int64_t o_sh, Address lse, std::int64_t lse_st,
-           std::int64_t lse_sh, std::int64_t total_q, std::int64_t total_kv, bool causal,
+           std::int64_t k_sh, std::int64_t k_stride_page, Address v, std::int64_t v_st,
+           std::int64_t v_sh, std::int64_t v_stride_page, Address o, std::int64_t o_st,
+           std::int64_t o_sh, Address lse, std::int64_t lse_st, std::int64_t lse_sh,
+           std::int64_t total_q, std::int64_t total_kv, std::int64_t num_pages, bool causal,
            std::int64_t window_left, std::int64_t chunk_size, float sm_scale, float soft_cap,
            Address sinks, float v_scale, Address next_tile, Address stream) const {
     AttentionParams params = params_;
@@ -164,7 +176,13 @@ class Plan {
     params.lse_stride_token = lse_st;
     params.lse_stride_head = lse_sh;
     params.total_q = total_q;
-    params.total_kv = total_kv;
+    if (params.pages.page_size > 0) {
+      params.pages.num_pages = num_pages;
+      params.pages.k_stride_page = k_stride_page;
+      params.pages.v_stride_page = v_stride_page;
+    } else {
+      params.total_kv = total_kv;
+    }
     set_mask(params, causal, window_left, chunk_size);
     params.sm_scale = sm_scale;
     params.logits_soft_cap = soft_cap;
@@ -200,11 +218,12 @@ PYBIND11_MODULE(_C, m) {
       "not_supported_reasons",
       [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
          const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
-         int head_dim_vo, bool soft_cap, bool sinks, int compute_capability, std::int64_t total_q,
-         std::int64_t total_kv, const std::vector<Strides>& strides) {
+         int head_dim_vo, bool soft_cap, bool sinks, bool paged, int compute_capability,
+         std::int64_t total_q, std::int64_t total_kv, const std::vector<Strides>& strides) {
         AttentionParams params = sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads,
                                        head_dim_qk, head_dim_vo, 1, total_q);
         params.total_kv = total_kv;
+        params.pages.page_size = paged ? 1 : 0;
         set_strides(params, strides);
         static const float sink = 0.0f;  // only whether there are sinks matters
         params.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
@@ -216,8 +235,9 @@ PYBIND11_MODULE(_C, m) {
       "token; of a head) of tensors where they are known.",
       py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
       py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-      py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"), py::arg("compute_capability"),
-      py::arg("total_q") = 0, py::arg("total_kv") = 0, py::arg("strides") = std::vector<Strides>());
+      py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"), py::arg("paged"),
+      py::arg("compute_capability"), py::arg("total_q") = 0, py::arg("total_kv") = 0,
+      py::arg("strides") = std::vector<Strides>());
   m.def(
       "schedule_on_host",
       [](const std::vector<std::int32_t>& qo_indptr, const std::vector<std::int32_t>& kv_indptr,
@@ -268,11 +288,15 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Plan>(m, "Plan")
       .def(py::init<const std::string&, const std::string&, const std::string&, const std::string&,
-                    int, int, int, int, int, Address, Address, std::int64_t, Address>(),
+                    int, int, int, int, int, Address, Address, std::int64_t, Address,
+                    std::int64_t>(),
            py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
            py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
            py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("qo_indptr"),
-           py::arg("kv_indptr"), py::arg("total_q"), py::arg("qo_indptr_host") = 0)
+           py::arg("kv_indptr"), py::arg("total_q"), py::arg("qo_indptr_host") = 0,
+           py::arg("total_kv") = 0)
+      .def("set_pages", &Plan::set_pages, py::arg("indices"), py::arg("v_indices"),
+           py::arg("last_page_len"), py::arg("page_size"), py::arg("num_indices"))
       .def_property_readonly("schedule_bytes", &Plan::schedule_bytes)
       .def("make_schedule", &Plan::make_schedule, py::arg("workspace"), py::arg("bytes"),
            py::arg("stream"), py::arg("causal") = false, py::arg("window_left") = -1,

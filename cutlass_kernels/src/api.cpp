@@ -51,13 +51,16 @@ bool needs_list(const AttentionParams& params) {
   return params.batch_size > 1 || params.qo_indptr != nullptr;
 }
 
-/// A block computes one tile of one head at least, and blocks are counted in 32 bits.
+/// A block computes one tile of one head at least. Blocks are counted in 32 bits, and running blocks count up to one more
+/// each (65536 are more than any device has).
 Status check_tiles(const AttentionParams& params, std::int64_t tiles) {
   const std::int64_t blocks = (tiles + 1) * params.num_qo_heads;
-  if (blocks <= std::numeric_limits<std::int32_t>::max()) return Status::success();
-  return Status::invalid("total_q=" + std::to_string(params.total_q) + " with num_qo_heads=" +
-                         std::to_string(params.num_qo_heads) + " makes " + std::to_string(blocks) +
-                         " tiles, more than the 2147483647 of one call: split the batch.");
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 65536;
+  if (blocks <= kMost) return Status::success();
+  return Status::invalid("total_q=" + std::to_string(params.total_q) +
+                         " with num_qo_heads=" + std::to_string(params.num_qo_heads) + " makes " +
+                         std::to_string(blocks) + " tiles, more than the " + std::to_string(kMost) +
+                         " of one call: split the batch.");
 }
 
 Status check_aligned(const void* workspace) {

@@ -1,21 +1,22 @@
 """The compiled kernels: what they serve, and the way from a :class:`Problem` to a launch.
 
 Importing this module raises ImportError where the installation has no compiled extension. Tensors become addresses and
-strides here; nothing below allocates, copies or synchronises.
+strides here; nothing below copies or synchronises.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
 
 from . import _C  # type: ignore[attr-defined]
 from ._dispatch import Request
-from ._problem import Mask, Problem, RaggedKv
+from ._problem import Offsets, PagedKv, Problem
 
-_SERVED = frozenset({"causal", "window", "chunk", "soft_cap", "sinks"})
+_SERVED = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "paged"})
 _DTYPE_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -28,7 +29,6 @@ _WHY = {
     "multi_item": "multi-item scoring (prefix_len_ptr)",
     "alibi": "pos_encoding_mode='ALIBI'",
     "rope": "pos_encoding_mode='ROPE_LLAMA'",
-    "paged": "a paged KV cache",
     "stats": "save_softmax_stats",
     "head_scale": "per-head scales",
     "tensor_scale": "a scale given as a tensor",
@@ -68,6 +68,7 @@ def reasons(backend: str, request: Request) -> list[str]:
             request.head_dim_vo,
             "soft_cap" in request.features,
             "sinks" in request.features,
+            "paged" in request.features,
             request.compute_capability or 0,
             *(request.layout or ()),
         )
@@ -88,7 +89,11 @@ def _single(
     return _C.Plan(backend, *names, *heads, *dims, 1, 0, 0, 0)
 
 
-_counters_of: dict[tuple[int | None, int], torch.Tensor] = {}
+_counters_of: dict[tuple[int | None, int, int], torch.Tensor] = {}
+_captured: list[
+    torch.Tensor
+] = []  # 8 bytes a captured call, kept: their graph may outlive every other reference to them
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for every thread
 
 
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
@@ -98,8 +103,9 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
     replayed on any stream, beside others captured on the same: it gets a pair of its own, cleared by every replay.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, stream)
+        _captured.append(torch.zeros(2, dtype=torch.int32, device=device))
+        return _captured[-1]
+    key = (device.index, stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
     counters = _counters_of.get(key)
     if counters is None:
         counters = _counters_of.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
@@ -115,39 +121,25 @@ class Schedule:
     knows it from q; a captured run makes its own.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        request: Request,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        total_q: int | None,
-        workspace: torch.Tensor,
-        mask: Mask,
-        qo_indptr_host: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, backend: str, request: Request, offsets: Offsets, workspace: torch.Tensor) -> None:
         self.backend = backend
         self.request = request
-        self.qo_indptr = qo_indptr  # kept alive: the device reads them after this returns
-        self.kv_indptr = kv_indptr
+        self.offsets = offsets  # kept alive: the device reads them after this returns
         self.workspace = workspace
-        self._mask = mask
-        self._host = qo_indptr_host
         self._plan: Any = None
-        self._total_q = total_q
-        if total_q:
-            self._plan = self._make(total_q)
+        if offsets.total_q:
+            self._plan = self._make(offsets.total_q)
 
     def plan(self, rows: int) -> Any:
         """The compiled plan for q of ``rows`` rows."""
-        if self._total_q is None and torch.cuda.is_current_stream_capturing():
+        if self.offsets.total_q is None and torch.cuda.is_current_stream_capturing():
             return self._make(rows)  # not kept: the list exists only once the graph has run
         if self._plan is None:
             self._plan = self._make(rows)
         return self._plan
 
     def _make(self, total_q: int) -> Any:
-        request = self.request
+        request, offsets = self.request, self.offsets
         plan = _C.Plan(
             self.backend,
             *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
@@ -155,49 +147,38 @@ class Schedule:
             request.num_kv_heads,
             request.head_dim_qk,
             request.head_dim_vo,
-            self.qo_indptr.numel() - 1,
-            self.qo_indptr.data_ptr(),
-            self.kv_indptr.data_ptr(),
+            offsets.qo_indptr.numel() - 1,
+            offsets.qo_indptr.data_ptr(),
+            offsets.kv_indptr.data_ptr(),
             total_q,
-            0 if self._host is None else self._host.data_ptr(),
+            0 if offsets.qo_indptr_host is None else offsets.qo_indptr_host.data_ptr(),
+            offsets.total_kv,
         )
+        if (pages := offsets.pages) is not None:
+            plan.set_pages(
+                pages.indices.data_ptr(),
+                0 if pages.v_indices is None else pages.v_indices.data_ptr(),
+                pages.last_page_len.data_ptr(),
+                pages.page_size,
+                pages.indices.numel(),
+            )
         needed = plan.schedule_bytes
         if needed > self.workspace.nbytes:
             raise RuntimeError(
                 f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the work list of this batch takes "
                 f"{needed}: pass a larger one to reset_workspace_buffer()."
             )
-        device = self.workspace.device
+        device, mask = self.workspace.device, offsets.mask
         with torch.cuda.device(device):
             plan.make_schedule(
                 self.workspace.data_ptr(),
                 self.workspace.nbytes,
                 _stream(device),
-                self._mask.causal,
-                self._mask.window_left,
-                self._mask.chunk_size,
+                mask.causal,
+                mask.window_left,
+                mask.chunk_size,
             )
         return plan
-
-
-def make_schedule(
-    backend: str,
-    request: Request,
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    total_q: int | None,
-    workspace: torch.Tensor,
-    mask: Mask,
-    qo_indptr_host: torch.Tensor | None = None,
-) -> Schedule:
-    """Enqueues the kernel that writes the work list of a batch into ``workspace`` (uint8, on the device).
-
-    ``qo_indptr`` and ``kv_indptr`` are int32 ``[batch + 1]`` on the device; ``total_q`` is an upper bound of
-    ``qo_indptr[-1]``, or None where the host does not know one. ``mask``, as far as the runs' mask is known, decides
-    the size of tiles. ``qo_indptr_host`` (int32, contiguous, on the CPU) makes the list exact; leave it out where a
-    captured run has to serve later lists.
-    """
-    return Schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, mask, qo_indptr_host)
 
 
 if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # makes no Stream object, which takes longer than our launch
@@ -216,7 +197,6 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     """Enqueues the kernel that computes ``problem`` on the current stream of its device."""
     q, kv, out = problem.q, problem.kv, problem.output.out
     mask, logits, lse = problem.mask, problem.logits, problem.output.lse
-    assert isinstance(kv, RaggedKv)
     rows = q.size(0)
     if rows == 0:
         return None
@@ -224,11 +204,20 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return compute(problem, backend, schedule)
-    k, v, sinks = kv.k, kv.v, logits.sinks
+    sinks = logits.sinks
+    if isinstance(kv, PagedKv):
+        k, v = kv.k_cache, kv.v_cache
+        (k_page, k_token, k_head, _), (v_page, v_token, v_head, _) = k.stride(), v.stride()
+        num_pages, total_kv = k.size(0), 0
+    else:
+        k, v = kv.k, kv.v
+        (k_token, k_head, _), (v_token, v_head, _) = k.stride(), v.stride()
+        k_page = v_page = num_pages = 0
+        total_kv = k.size(0)
     stream = _stream(device)
     counters = None
     if problem.qo_indptr is None:
-        plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(1)), (q.size(2), v.size(2)))
+        plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(-2)), (q.size(2), v.size(-1)))
         if backend == "fa3":
             counters = _counters(device, stream)
     else:
@@ -239,11 +228,13 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         q.stride(0),
         q.stride(1),
         k.data_ptr(),
-        k.stride(0),
-        k.stride(1),
+        k_token,
+        k_head,
+        k_page,
         v.data_ptr(),
-        v.stride(0),
-        v.stride(1),
+        v_token,
+        v_head,
+        v_page,
         out.data_ptr(),
         out.stride(0),
         out.stride(1),
@@ -251,7 +242,8 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         0 if lse is None else lse.stride(0),
         0 if lse is None else lse.stride(1),
         rows,
-        k.size(0),
+        total_kv,
+        num_pages,
         mask.causal,
         mask.window_left,
         mask.chunk_size,

@@ -116,6 +116,8 @@ class Request:
                 features.add("unaligned")
             elif isinstance(kv, RaggedKv):
                 layout = Layout.of(q.size(0), k.size(0), q=q, k=k, v=v, o=out)
+            else:  # every kernel takes pages of any strides
+                layout = Layout.of(q.size(0), 0, q=q, o=out)
         return cls(
             q.device.type,
             compute_capability(q.device),

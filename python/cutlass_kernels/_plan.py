@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import _args, _dispatch
-from ._problem import Mask, MultiItem, PagedKv, Problem, RaggedKv
+from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem
 
 INT_WORKSPACE_BYTES = 8 << 20
 KERNEL_BACKENDS = ("fa2", "fa3")
@@ -97,6 +97,11 @@ class Batch:
     @property
     def size(self) -> int:
         return self.qo.device.numel() - 1
+
+    @property
+    def total_kv(self) -> int:
+        """Keys of all requests, rounded up to pages; 0 where the host does not know."""
+        return (self.kv.last or 0) * (self.page_size or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,25 +241,16 @@ def run_scales(
     return (given.get("q_scale"), given.get("k_scale"), given.get("v_scale")), return_lse
 
 
-def make_schedule(
-    backend: str,
-    request: _dispatch.Request,
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    total_q: int | None,
-    workspace: torch.Tensor,
-    mask: Mask,
-    qo_indptr_host: torch.Tensor | None = None,
-) -> Any:
+def make_schedule(backend: str, request: _dispatch.Request, offsets: Offsets, workspace: torch.Tensor) -> Any:
     """The work list of a batch, written into ``workspace``; None for a backend that needs none.
 
-    Runs with the result read the offsets from these very tensors.
+    Runs with the result read the index tensors of ``offsets`` themselves.
     """
     if backend not in KERNEL_BACKENDS:
         return None
     from . import _cuda
 
-    return _cuda.make_schedule(backend, request, qo_indptr, kv_indptr, total_q, workspace, mask, qo_indptr_host)
+    return _cuda.Schedule(backend, request, offsets, workspace)
 
 
 def int_workspace(device: torch.device) -> torch.Tensor:
@@ -262,13 +258,20 @@ def int_workspace(device: torch.device) -> torch.Tensor:
     return torch.empty(INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)
 
 
-def token_indptr(kv: RaggedKv | PagedKv) -> torch.Tensor:
-    """Offsets of the requests in tokens (int32, on the device of the offsets)."""
-    if isinstance(kv, RaggedKv):
-        assert kv.indptr is not None
-        return kv.indptr
-    kv_lens = _args.paged_kv_lens(kv.indptr, kv.last_page_len, kv.k_cache.size(1))
-    return offsets(kv_lens)
+def offsets_of(problem: Problem) -> Offsets:
+    """The offsets of a problem that was not planned, on the device of its queries."""
+    device, kv, rows = problem.q.device, problem.kv, problem.q.size(0)
+    assert problem.qo_indptr is not None and kv.indptr is not None
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, non_blocking=True)
+
+    pages = None
+    if isinstance(kv, PagedKv):
+        v_indices = None if kv.v_indices is None else move(kv.v_indices)
+        pages = Pages(move(kv.indices), move(kv.last_page_len), kv.k_cache.size(1), v_indices)
+    total_kv = 0 if isinstance(kv, PagedKv) else kv.k.size(0)
+    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, mask=problem.mask)
 
 
 def compute_once(problem: Problem, backend: str = "auto") -> None:
@@ -277,14 +280,7 @@ def compute_once(problem: Problem, backend: str = "auto") -> None:
     selected = _dispatch.select(backend, request)
     schedule = None
     if selected in KERNEL_BACKENDS and problem.qo_indptr is not None:
-        device = problem.q.device
-        problem.qo_indptr = problem.qo_indptr.to(device, non_blocking=True)
-        if isinstance(problem.kv, RaggedKv) and problem.kv.indptr is not None:
-            problem.kv.indptr = problem.kv.indptr.to(device, non_blocking=True)
-        kv_indptr = token_indptr(problem.kv).to(device, non_blocking=True)
-        rows = problem.q.size(0)
-        workspace = int_workspace(device)
-        schedule = make_schedule(selected, request, problem.qo_indptr, kv_indptr, rows, workspace, problem.mask)
+        schedule = make_schedule(selected, request, offsets_of(problem), int_workspace(problem.q.device))
     _dispatch.compute(problem, selected, schedule)
 
 

@@ -70,6 +70,36 @@ class Mask:
 
 
 @dataclass(slots=True)
+class Pages:
+    """The page tables of a batch, on its device; see :class:`PagedKv`."""
+
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    page_size: int
+    v_indices: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Offsets:
+    """What a work list is made from. Index tensors are int32 on the device.
+
+    ``kv_indptr`` counts tokens, or entries of ``pages.indices``. ``total_q`` is an upper bound of ``qo_indptr[-1]``,
+    None where the host does not know one, ``total_kv`` the number of keys, 0 where it is unknown. ``qo_indptr_host``
+    (int32, contiguous, on the CPU) makes the list exact; it is left out where a captured run has to serve later lists.
+    ``mask``, as far as the runs' mask is known, and ``total_kv`` decide the size of tiles: where runs are captured they
+    must always be the same.
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    total_q: int | None
+    total_kv: int = 0
+    pages: Pages | None = None
+    qo_indptr_host: torch.Tensor | None = None
+    mask: Mask = field(default_factory=Mask)
+
+
+@dataclass(slots=True)
 class Logits:
     """What happens to ``q . k`` before the softmax.
 

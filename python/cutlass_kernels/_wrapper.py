@@ -16,7 +16,7 @@ import torch
 
 from . import _args, _dispatch, _plan
 from ._plan import INT_WORKSPACE_BYTES, KERNEL_BACKENDS, Batch, Index, Options, Plan, Result, RunArgs, Shape
-from ._problem import Logits, Mask, MultiItem, Output, PagedKv, Problem, RaggedKv
+from ._problem import Logits, Mask, MultiItem, Offsets, Output, PagedKv, Problem, RaggedKv
 
 _LN2 = math.log(2.0)
 
@@ -368,17 +368,14 @@ class BatchPrefillWrapper:
                 rows = self._max_total_num_rows
         try:
             if plan.backend in KERNEL_BACKENDS:
-                offsets = self._kv_offsets(plan, stored)
-                plan.schedule = _plan.make_schedule(
-                    plan.backend,
-                    plan.request,
-                    stored["qo_indptr_buf"],
-                    offsets,
-                    rows,
-                    self._int_workspace_buffer,
-                    Mask(causal=plan.options.causal, window_left=_args.window(plan.options.window_left)),
-                    None if self._use_cuda_graph else plan.batch.qo.host,
-                )
+                offsets = self._offsets(plan, stored)
+                offsets.total_q = rows
+                if not self._use_cuda_graph:  # what a captured run was told stays the same, whatever is planned later
+                    values = plan.options
+                    offsets.qo_indptr_host = plan.batch.qo.host
+                    offsets.mask = Mask(causal=values.causal, window_left=_args.window(values.window_left))
+                    offsets.total_kv = plan.batch.total_kv
+                plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, self._int_workspace_buffer)
         except BaseException:
             for name, contents in before.items():
                 stored[name].copy_(contents)
@@ -401,8 +398,8 @@ class BatchPrefillWrapper:
         self._backend = plan.backend
         self._plan_info = plan
 
-    def _kv_offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Offsets of the requests' keys in tokens, from the index tensors that runs will read."""
+    def _offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> Offsets:
+        """The index tensors that runs will read."""
         raise NotImplementedError
 
     # --- run ---
@@ -476,9 +473,8 @@ class BatchPrefillWrapper:
         schedule = None if make_anew else plan.other_schedules.get(backend)
         if schedule is None:
             assert problem.qo_indptr is not None
-            offsets, workspace = _plan.token_indptr(problem.kv), _plan.int_workspace(self.device)
-            rows = problem.q.size(0)
-            schedule = _plan.make_schedule(backend, request, problem.qo_indptr, offsets, rows, workspace, problem.mask)
+            workspace = _plan.int_workspace(self.device)
+            schedule = _plan.make_schedule(backend, request, _plan.offsets_of(problem), workspace)
             if not make_anew:
                 plan.other_schedules[backend] = schedule
         return schedule

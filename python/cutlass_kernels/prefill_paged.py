@@ -8,7 +8,7 @@ import torch
 
 from . import _args, _plan, _wrapper
 from ._plan import Index, Result, spellings
-from ._problem import PagedKv
+from ._problem import Offsets, PagedKv, Pages
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
@@ -227,10 +227,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
 
     begin_forward = plan
 
-    def _kv_offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> Offsets:
         assert plan.batch.page_size is not None
-        indptr, last = stored["paged_kv_indptr_buf"], stored["paged_kv_last_page_len_buf"]
-        return _plan.offsets(_args.paged_kv_lens(indptr, last, plan.batch.page_size))
+        pages = Pages(stored["paged_kv_indices_buf"], stored["paged_kv_last_page_len_buf"], plan.batch.page_size)
+        return Offsets(stored["qo_indptr_buf"], stored["paged_kv_indptr_buf"], plan.total_q, pages=pages)
 
     def run(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from . import _args, _dispatch, _plan, _wrapper
 from ._plan import Result, spellings
-from ._problem import RaggedKv
+from ._problem import Offsets, RaggedKv
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
@@ -206,8 +206,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
 
     begin_forward = plan
 
-    def _kv_offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> torch.Tensor:
-        return stored["kv_indptr_buf"]
+    def _offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> Offsets:
+        return Offsets(stored["qo_indptr_buf"], stored["kv_indptr_buf"], plan.total_q)
 
     def run(
         self,

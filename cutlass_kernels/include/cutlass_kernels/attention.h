@@ -40,8 +40,9 @@ CK_API std::vector<std::string> not_supported_reasons(Backend backend,
 CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend = Backend::kAuto);
 
 /// Writes the work list of a batch into `workspace` (device memory, 16-byte aligned) on `stream` and
-/// fills `schedule`. Depends on sizes and lengths only: mask, scale and tensors may change before
-/// attention(). total_q is an upper bound of the rows the list must cover. Strides count where they are set: with kAuto,
+/// fills `schedule`. Mask, scale and tensors may change before attention(); the mask given here, and total_kv, only decide
+/// the size of tiles. A captured attention() goes on reading the list: plan for it with the same mask and totals each
+/// time. total_q is an upper bound of the rows the list must cover. Strides count where they are set: with kAuto,
 /// those that fa3 cannot read (0, or 16 GiB from token to token) make it a list for fa2.
 ///
 /// The workspace also holds the counters with which running kernels share out tiles: calls of attention() with one

@@ -25,24 +25,13 @@
 #include "common/mask.h"
 #include "common/softmax.h"
 #include "fa2/config.h"
+#include "fa2/pages.h"
+#include "fa2/params.h"
 #include "fa2/shared.h"
 #include "fa2/shared_rows.h"
 #include "schedule.h"
 
 namespace cutlass_kernels::fa2 {
-
-struct KernelParams {
-  AttentionParams attention;
-  LogitsTransform transform;
-  FastDivisor chunk;
-  int group_size;
-  int tiles;  // entries of the work list
-  // Blocks are numbered by section of query heads, in a section longest tiles first, heads innermost. All
-  // sections have section_heads heads but the last, which has last_heads.
-  int sections;
-  int section_heads;
-  int last_heads;
-};
 
 // Loads to be issued piecemeal: issue(step, steps) issues the share of step `step` of `steps`.
 template <class Loader>
@@ -51,8 +40,10 @@ struct PendingLoads {
 
   CUTE_DEVICE void issue(int step, int steps) {
     constexpr int kLoads = 2 * Loader::kSteps;
+    if (step == 0) matrices[0].begin();
     CUTE_UNROLL
     for (int i = step * kLoads / steps; i < (step + 1) * kLoads / steps; ++i) {
+      if (i + 1 == Loader::kSteps) matrices[1].begin();
       matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
     }
   }
@@ -68,7 +59,7 @@ constexpr int blocks_per_sm() {
   return kTransform && Tile::kBlocksPerSm > 2 ? 2 : Tile::kBlocksPerSm;
 }
 
-template <class Element, class Tile, bool kTransform>
+template <class Element, class Tile, bool kTransform, bool kPaged>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform>())
     attention_kernel(__grid_constant__ const KernelParams params) {
   using Layout = SharedLayout<Tile>;
@@ -111,7 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   // Offsets on the device were never checked. A request that does not lie inside the tensors is not computed.
   if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
       std::int64_t(work.q_begin) + work.qo_len > p.total_q ||
-      std::int64_t(work.kv_begin) + work.kv_len > p.total_kv) {
+      (!kPaged && std::int64_t(work.kv_begin) + work.kv_len > p.total_kv)) {
     return;
   }
   const int row_begin = work.tile * Tile::kBlockM;
@@ -137,16 +128,38 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
            2 * (token * view.stride_token + h * view.stride_head);
   };
   const int key_extent = key_end - key_begin;
-  using BlockLoader = RowLoader<Tile, kBlockN>;
+  using BlockLoader = std::conditional_t<kPaged, PageLoader<Tile>, RowLoader<Tile, kBlockN>>;
+  const PageRows<Tile> pages{params,
+                             reinterpret_cast<const char**>(shared_memory + Layout::kTable),
+                             work.kv_begin,
+                             kv_head,
+                             key_begin,
+                             key_extent};
+  // A paged block is loaded in three steps: page numbers, rows' addresses, rows.
+  auto fetch_pages = [&](int k_block, int v_block, int t) {
+    if constexpr (kPaged) return pages.fetch(k_block, v_block, t);
+    return 0;
+  };
+  auto store_rows = [&](int page, int k_block, int v_block, int t) {
+    if constexpr (kPaged) pages.store(page, k_block, v_block, t);
+  };
   auto k_loader = [&](int block, int stage, int t) {
-    return BlockLoader(shared + Layout::kK + stage * Layout::kStageBytes,
-                       element_ptr(p.k, work.kv_begin, kv_head), p.k.stride_token, p.head_dim_qk,
-                       block * kBlockN, key_begin, key_extent, t);
+    const std::uint32_t to = shared + Layout::kK + stage * Layout::kStageBytes;
+    if constexpr (kPaged) {
+      return PageLoader<Tile>(to, pages.entries(t), p.head_dim_qk, t);
+    } else {
+      return BlockLoader(to, element_ptr(p.k, work.kv_begin, kv_head), p.k.stride_token,
+                         p.head_dim_qk, block * kBlockN, key_begin, key_extent, t);
+    }
   };
   auto v_loader = [&](int block, int stage, int t) {
-    return BlockLoader(shared + Layout::kV + stage * Layout::kStageBytes,
-                       element_ptr(p.v, work.kv_begin, kv_head), p.v.stride_token, p.head_dim_vo,
-                       block * kBlockN, key_begin, key_extent, t);
+    const std::uint32_t to = shared + Layout::kV + stage * Layout::kStageBytes;
+    if constexpr (kPaged) {
+      return PageLoader<Tile>(to, pages.entries(t) + PageRows<Tile>::kRows, p.head_dim_vo, t);
+    } else {
+      return BlockLoader(to, element_ptr(p.v, work.kv_begin, kv_head), p.v.stride_token,
+                         p.head_dim_vo, block * kBlockN, key_begin, key_extent, t);
+    }
   };
 
   // ---- This warp's rows. ----
@@ -367,6 +380,13 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   };
 
   // ---- Main loop, from the last block to the first. ----
+  constexpr int kFirstBlocks = kSharers == 1 ? kStages : 2;  // whose page numbers are read at once
+  int first_pages[kFirstBlocks];
+  CUTE_UNROLL
+  for (int i = 0; i < kFirstBlocks; ++i) {
+    const int v_block = kSharers == 1 ? block_end - 1 - i : block_end - 1;
+    first_pages[i] = fetch_pages(block_end - 1 - i, v_block, thread);
+  }
   RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.q_begin, head),
                                  p.q.stride_token, p.head_dim_qk, row_begin, row_begin,
                                  row_end - row_begin, thread)
@@ -375,10 +395,12 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     // Past the first block all rows are outside [key_begin, key_end): zeros that nobody reads.
     CUTE_UNROLL
     for (int i = 0; i < kStages - 1; ++i) {
+      store_rows(first_pages[i], block_end - 1 - i, block_end - 1 - i, thread);
       k_loader(block_end - 1 - i, i, thread).issue_all();
       v_loader(block_end - 1 - i, i, thread).issue_all();
       cute::cp_async_fence();
     }
+    store_rows(first_pages[kStages - 1], block_end - kStages, block_end - kStages, thread);
     int stage = 0;
     int next_stage = kStages - 1;
     for (int block = block_end - 1; block >= block_begin; --block) {
@@ -389,6 +411,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
       asm volatile("" : "+r"(opaque_thread));
       Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
                   v_loader(block - kStages + 1, next_stage, opaque_thread)}};
+      const int page = fetch_pages(block - kStages, block - kStages, opaque_thread);
       CUTE_UNROLL
       for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {
         const int first_key = block * kBlockN + sub * kStepN;
@@ -410,6 +433,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
           next.issue(0, 1);
         }
       }
+      store_rows(page, block - kStages, block - kStages, opaque_thread);
       cute::cp_async_fence();
       stage = stage + 1 == kStages ? 0 : stage + 1;
       next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
@@ -417,12 +441,14 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   } else {
     // One stage: V of a block is loaded in a burst during Q K^T, K of the next during P V. The first block's are
     // under way from the start.
+    store_rows(first_pages[0], block_end - 1, block_end - 1, thread);
     if (block_begin < block_end) {
       k_loader(block_end - 1, 0, thread).issue_all();
       cute::cp_async_fence();
       v_loader(block_end - 1, 0, thread).issue_all();
     }
     cute::cp_async_fence();
+    store_rows(first_pages[1], block_end - 2, block_end - 1, thread);
     Loads none;
     // All warps take part in all blocks, even those without a row that sees a key: they meet at the same barriers.
     for (int block = block_end - 1; block >= block_begin; --block) {
@@ -431,6 +457,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
 
       int opaque_thread = thread;  // addresses are computed anew, not kept in registers
       asm volatile("" : "+r"(opaque_thread));
+      const int page = fetch_pages(block - 2, block - 1, opaque_thread);
       if (block + 1 < block_end) v_loader(block, 0, opaque_thread).issue_all();
       float s[kRowTiles][kTilesN][4];
       float thread_max[kRows];
@@ -444,6 +471,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
       asm volatile("" : "+r"(opaque_thread));
       if (block > block_begin) k_loader(block - 1, 0, opaque_thread).issue_all();
       cute::cp_async_fence();
+      store_rows(page, block - 2, block - 1, opaque_thread);
       if (raise) {
         softmax.reduce_max(thread_max);
         shared_rows.write_rows(thread_max);

@@ -92,8 +92,8 @@ bool many_short_tiles(const AttentionParams& params) {
          block_count<Tile>(params) >= 4 * kTwoWaves;
 }
 
-template <class Element, class Tile, bool kTransform>
-Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
+template <class Element, class Tile, bool kTransform, bool kPaged>
+Status launch_paged_or_not(const AttentionParams& params, cudaStream_t stream) {
   KernelParams kernel_params;
   kernel_params.attention = params;
   const AttentionParams& p = kernel_params.attention;
@@ -104,9 +104,14 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
                             ? p.schedule.capacity
                             : int((p.total_q + Tile::kBlockM - 1) / Tile::kBlockM);
   divide_into_sections(kernel_params);
+  if constexpr (kPaged) {
+    kernel_params.page_size = FastDivisor(std::uint32_t(p.pages.page_size));
+    if (p.pages.v_indices == nullptr) kernel_params.attention.pages.v_indices = p.pages.indices;
+  }
 
-  auto* kernel = &attention_kernel<Element, Tile, kTransform>;
-  constexpr int kBytes = SharedLayout<Tile>::kBytes;
+  auto* kernel = &attention_kernel<Element, Tile, kTransform, kPaged>;
+  constexpr int kBytes =
+      kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error == cudaSuccess) {
@@ -119,6 +124,13 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
     error = cudaLaunchKernelEx(&config, kernel, kernel_params);
   }
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
+}
+
+template <class Element, class Tile, bool kTransform>
+Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
+  return params.pages.page_size > 0
+             ? launch_paged_or_not<Element, Tile, kTransform, true>(params, stream)
+             : launch_paged_or_not<Element, Tile, kTransform, false>(params, stream);
 }
 
 template <class Element, int HeadDim, bool kTransform>

@@ -27,6 +27,10 @@ struct SharedLayout {
   static constexpr int kRowValues = kP + Tile::kWarps * kPWarpBytes;  // floats [row][sharer]
   static constexpr int kBytes =
       Tile::kSharers > 1 ? kRowValues + Tile::kBlockM * Tile::kSharers * 4 : kP;
+  // Of a paged cache: the addresses of a block's rows of K and of V. 1 KB, at head dim 128 with 32 keys to a block half
+  // of it, is what two blocks of 80 KB each leave of the 164 KB of an A100.
+  static constexpr int kTable = kBytes;
+  static constexpr int kPagedBytes = kTable + 2 * Tile::kBlockN * 8;
 
   CUTE_HOST_DEVICE static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
@@ -76,6 +80,8 @@ struct RowLoader {
       to[i] = shared + Layout::offset(thread_row + i * kRowStep, chunk);
     }
   }
+
+  CUTE_DEVICE void begin() {}
 
   // Step i of kSteps, in order. cp.async reads nothing where it is not valid.
   CUTE_DEVICE void issue(int i) {

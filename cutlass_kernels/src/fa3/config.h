@@ -34,7 +34,7 @@ struct Tile {
   // Registers per thread: at the launch, and after setmaxnreg has moved what the warpgroup of producers does not need
   // to the consumers.
   static constexpr int kLaunchRegisters = std::min(65536 / BlocksPerSm / kThreads / 8 * 8, 240);
-  static constexpr int kProducerRegisters = Consumers == 2 && BlocksPerSm == 1 ? 40 : 32;
+  static constexpr int kProducerRegisters = Consumers > 2 || BlocksPerSm > 1 ? 32 : 40;
   static constexpr int kConsumerRegisters = std::min(
       (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (128 * Consumers) / 8 * 8, 240);
 };

@@ -1,12 +1,13 @@
 // fa3: attention forward with TMA and wgmma, for sm_90a.
 //
-// A persistent block per SM computes tiles of 64 query rows per consumer warpgroup, from a tile's last block of keys to
+// Persistent blocks, one to three per SM, compute tiles of 64 query rows per consumer warpgroup, from a tile's last block of keys to
 // its first:
 //
 //   producer warp 0   finds tiles  -> job_full / job_empty
 //   producer warp 1   loads Q      -> q_full / q_empty, a buffer per warpgroup and tile
 //   producer warp 2   loads K      -> k_full / k_empty
 //   producer warp 3   loads V      -> v_full / v_empty
+//                     (of a paged cache: load_pages.h)
 //   consumer warpgroups: see mma.h, store.h
 //
 // Nothing waits at the end of a tile: the producers run ahead into the next one, and each warpgroup stores its
@@ -16,6 +17,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "fa3/load.h"
+#include "fa3/load_pages.h"
 #include "fa3/mma.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
@@ -56,7 +58,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
-    if (threadIdx.x % 32 != 0) return;
+    const bool paged = params.attention.pages.page_size > 0;
+    if (threadIdx.x % 32 != 0 && !(paged && warp >= 2)) return;
     switch (warp) {
       case 0:
         find_jobs<Tile>(params, shared);
@@ -65,12 +68,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         load_q<Tile>(params, shared);
         break;
       case 2:
-        load_keys<Tile, Layout::kPanelsQk, Tile::kKStages, true>(
-            params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
+        if (paged) {
+          load_pages<Tile, Layout::kPanelsQk, Tile::kKStages, true>(
+              params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
+        } else {
+          load_keys<Tile, Layout::kPanelsQk, Tile::kKStages, true>(
+              params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
+        }
         break;
       case 3:
-        load_keys<Tile, Layout::kPanelsVo, Tile::kVStages, false>(
-            params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
+        if (paged) {
+          load_pages<Tile, Layout::kPanelsVo, Tile::kVStages, false>(
+              params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
+        } else {
+          load_keys<Tile, Layout::kPanelsVo, Tile::kVStages, false>(
+              params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
+        }
         break;
     }
   } else {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <string>
 
 #include "cuda_failure.h"
@@ -24,7 +25,7 @@ std::int64_t tile_count(const AttentionParams& params) {
 inline std::int64_t keys_in_mask(const AttentionParams& params) {
   const std::int64_t total = params.total_kv > 0 ? params.total_kv : params.total_q;
   std::int64_t keys = total / params.batch_size;
-  if (params.window_left >= 0) keys = std::min<std::int64_t>(keys, params.window_left + 1);
+  if (params.window_left >= 0) keys = std::min(keys, std::int64_t(params.window_left) + 1);
   if (params.chunk_size > 0) keys = std::min<std::int64_t>(keys, params.chunk_size);
   return keys;
 }
@@ -50,44 +51,52 @@ inline bool few_keys(const AttentionParams& params) {
          1024;  // hd128, 16k tokens: 3 % faster at 512 keys, with and without a mask; -3 % at 8k
 }
 
-inline Status make_maps(const AttentionParams& p, int block_n, KernelParams* kernel_params) {
+inline Status make_maps_of_rows(const AttentionParams& p, int block_n,
+                                KernelParams* kernel_params) {
   // Without keys there may be no K and V, but there must be a map, all of which is out of bounds.
   const bool keys = p.total_kv > 0;
   const void* k = keys ? p.k.data : p.q.data;
   const void* v = keys ? p.v.data : p.q.data;
   const int kv_heads = keys ? p.num_kv_heads : 1;
-  const struct {
-    const char* name;
-    RowsOfTensor rows;
-    DType dtype;
-    int box_rows;
-    CUtensorMap* map;
-  } wanted[] = {
-      {"q",
-       {p.q.data, p.q.stride_token, p.q.stride_head, p.total_q, p.num_qo_heads, p.head_dim_qk},
-       p.q_dtype,
-       kWarpgroupRows,
-       &kernel_params->q_map},
-      {"k",
-       {k, p.k.stride_token, p.k.stride_head, p.total_kv, kv_heads, p.head_dim_qk},
-       p.kv_dtype,
-       block_n,
-       &kernel_params->k_map},
-      {"v",
-       {v, p.v.stride_token, p.v.stride_head, p.total_kv, kv_heads, p.head_dim_vo},
-       p.kv_dtype,
-       block_n,
-       &kernel_params->v_map},
-      {"o",
-       {p.o.data, p.o.stride_token, p.o.stride_head, p.total_q, p.num_qo_heads, p.head_dim_vo},
-       p.o_dtype,
-       16,  // the rows of a warp
-       &kernel_params->o_map}};
-  for (const auto& one : wanted) {
-    Status made = make_tensor_map(one.name, one.rows, one.dtype, one.box_rows, one.map);
-    if (!made.ok()) return made;
-  }
-  return Status::success();
+  const RowsOfTensor k_rows{k,          p.k.stride_token, p.k.stride_head,
+                            p.total_kv, kv_heads,         p.head_dim_qk};
+  const RowsOfTensor v_rows{v,          p.v.stride_token, p.v.stride_head,
+                            p.total_kv, kv_heads,         p.head_dim_vo};
+  Status made = make_tensor_map("k", k_rows, p.kv_dtype, block_n, &kernel_params->k_map);
+  return made.ok() ? make_tensor_map("v", v_rows, p.kv_dtype, block_n, &kernel_params->v_map)
+                   : made;
+}
+
+inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
+                                 KernelParams* kernel_params) {
+  const PageTable& table = p.pages;
+  const PagesOfTensor k{p.k.data,        p.k.stride_token, p.k.stride_head, table.k_stride_page,
+                        table.page_size, p.num_kv_heads,   table.num_pages, p.head_dim_qk};
+  const PagesOfTensor v{p.v.data,        p.v.stride_token, p.v.stride_head, table.v_stride_page,
+                        table.page_size, p.num_kv_heads,   table.num_pages, p.head_dim_vo};
+  kernel_params->page_size = FastDivisor(std::uint32_t(table.page_size));
+  kernel_params->num_pages = std::uint32_t(std::min<std::int64_t>(table.num_pages, 1LL << 31));
+  // A swizzle pattern is eight rows: boxes of fewer would not start at one.
+  const int box_rows = std::gcd(table.page_size, block_n);
+  if (box_rows < 8 || !fits_tensor_map(k) || !fits_tensor_map(v)) return Status::success();
+  kernel_params->box_rows = box_rows;
+  Status made = make_tensor_map("k", k, p.kv_dtype, box_rows, &kernel_params->k_map);
+  return made.ok() ? make_tensor_map("v", v, p.kv_dtype, box_rows, &kernel_params->v_map) : made;
+}
+
+inline Status make_maps(const AttentionParams& p, int block_n, KernelParams* kernel_params) {
+  kernel_params->box_rows = 0;
+  Status made = p.pages.page_size > 0 ? make_maps_of_pages(p, block_n, kernel_params)
+                                      : make_maps_of_rows(p, block_n, kernel_params);
+  if (!made.ok()) return made;
+  const RowsOfTensor q{p.q.data,  p.q.stride_token, p.q.stride_head,
+                       p.total_q, p.num_qo_heads,   p.head_dim_qk};
+  const RowsOfTensor o{p.o.data,  p.o.stride_token, p.o.stride_head,
+                       p.total_q, p.num_qo_heads,   p.head_dim_vo};
+  made = make_tensor_map("q", q, p.q_dtype, kWarpgroupRows, &kernel_params->q_map);
+  return made.ok()
+             ? make_tensor_map("o", o, p.o_dtype, 16 /* rows of a warp */, &kernel_params->o_map)
+             : made;
 }
 
 template <class Element, class Tile, bool kTransform>
@@ -124,9 +133,10 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   config.stream = stream;
   static DoneOnDevices allowed;  // this kernel, so much shared memory
   cudaError_t error = cudaErrorInvalidValue;
-  if (allowed.contains(device.index)) error = cudaLaunchKernelEx(&config, kernel, kernel_params);
+  const bool known = allowed.contains(device.index);
+  if (known) error = cudaLaunchKernelEx(&config, kernel, kernel_params);
   if (error == cudaErrorInvalidValue) {  // not allowed yet, or forgotten in a cudaDeviceReset()
-    cudaGetLastError();
+    if (known) cudaGetLastError();
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error == cudaSuccess) {
       allowed.add(device.index);
@@ -152,9 +162,10 @@ Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
   }
   return Status::invalid(
       "The schedule is for tiles of " + std::to_string(params.schedule.tile_rows) +
-      " rows, but fa3 has tiles of " + std::to_string(Small::kBlockM) + " and " +
-      std::to_string(Large::kBlockM) + " for head dimensions up to " + std::to_string(HeadDimQk) +
-      "/" + std::to_string(HeadDimVo) + ": make it with make_schedule().");
+      " rows, but fa3 has tiles of " + std::to_string(Large::kBlockM) +
+      (Small::kBlockM == Large::kBlockM ? "" : " and " + std::to_string(Small::kBlockM)) +
+      " for head dimensions up to " + std::to_string(HeadDimQk) + "/" + std::to_string(HeadDimVo) +
+      ": make it with make_schedule(), for this backend and these strides.");
 }
 
 template <class Element, int HeadDimQk, int HeadDimVo>

@@ -43,7 +43,8 @@ std::string too_many_rows(const char* name, std::int64_t rows) {
 
 std::string refusal(const AttentionParams& p) {
   std::string fault = too_many_rows("total_q", p.total_q);
-  if (fault.empty()) fault = too_many_rows("total_kv", p.total_kv);
+  const bool paged = p.pages.page_size > 0;  // whatever pages no map describes is read row by row
+  if (fault.empty() && !paged) fault = too_many_rows("total_kv", p.total_kv);
   const View views[] = {
       {"q", p.q.data, p.q.stride_token, p.q.stride_head, p.q_dtype, p.total_q, p.num_qo_heads},
       {"k", p.k.data, p.k.stride_token, p.k.stride_head, p.kv_dtype, p.total_kv, p.num_kv_heads},
@@ -51,6 +52,7 @@ std::string refusal(const AttentionParams& p) {
       {"o", p.o.data, p.o.stride_token, p.o.stride_head, p.o_dtype, p.total_q, p.num_qo_heads}};
   for (const View& view : views) {
     if (view.data == nullptr && view.stride_token == 0 && view.stride_head == 0) continue;
+    if (paged && (view.name[0] == 'k' || view.name[0] == 'v')) continue;
     // A stride that leads nowhere may be anything.
     if (fault.empty() && view.tokens > 1) {
       fault = stride_out_of_range(view, "token", view.stride_token, kMostTokenStride);

@@ -100,7 +100,8 @@ CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
       job.kv_len = work.kv_len;
       // Only keys of this range are loaded, the rest of the last block is zeros: others may hold anything, and 0 * inf is
       // not 0.
-      job.key_begin = mask.lo(row_begin);
+      job.first_key = mask.lo(row_begin);
+      job.key_begin = params.box_rows > 0 ? job.first_key & -params.box_rows : job.first_key;
       job.key_end = mask.hi(row_end - 1);
       job.blocks = max((job.key_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
     }

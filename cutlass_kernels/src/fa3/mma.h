@@ -26,9 +26,9 @@ struct Consumer {
 
   // The maximum of a block is looked for only where it must be: in a tile's first block and where a mask hides keys.
   // Elsewhere 2^(x - m) is taken with the m there is, and if a thread's part of a row then adds up to more than this, the
-  // block is done again with its maximum: P must fit its type (fp16), and sums and O must stay far from 2^127. That no
+  // block is done again with its maximum: P must fit its type (fp16), and O must stay far from 2^127 where V is large. That no
   // larger x appears costs nothing: P, sums and O are floating-point numbers relative to 2^m, whatever m is.
-  static constexpr float kSumLimit = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p60f;
+  static constexpr float kSumLimit = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p30f;
 
   const KernelParams& params;
   Layout& shared;

@@ -20,6 +20,10 @@ struct KernelParams {
   FastDivisor chunk;
   TileOrder order;
   int group_size;
+  // Pages.
+  FastDivisor page_size;
+  int box_rows;  // keys that come from a page by one TMA instruction; 0: they come row by row
+  std::uint32_t num_pages;
 };
 
 CUTE_DEVICE IntervalMask make_mask(const KernelParams& params, int qo_len, int kv_len) {

@@ -15,11 +15,12 @@ struct alignas(16) Job {
   int row_begin;  // of the tile, in its request
   int q_end;      // first row after the request, in the tensor
   int qo_len;
-  int kv_begin;  // first key of the request, in the tensor
+  int kv_begin;  // first key of the request, in the tensor; or first entry of its page table
   int kv_len;
-  int key_begin;  // keys that some row of the tile sees
+  int first_key;  // keys that some row of the tile sees
   int key_end;
-  int blocks;  // of keys, from key_begin on; at least 1: rows without keys have one, all masked
+  int key_begin;  // where the blocks begin: first_key, or where the box begins that holds it
+  int blocks;     // of keys, from key_begin on; at least 1: rows without keys have one, all masked
 };
 constexpr int kJobSlots = 4;
 

@@ -45,6 +45,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   for (int r = 0; r < 2; ++r) {
     float m, sum;
     softmax.finish(r, m, sum);
+    const bool no_key = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
     float weight = 1.0f;
     if (p.sinks != nullptr) {
       const float sink = p.sinks[head] * kLog2e;
@@ -55,12 +56,12 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
         m = top;
       }
     }
-    empty[r] = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
+    empty[r] = no_key;
     scale[r] = __fdividef(p.v_scale * weight, sum);
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
       p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +
-            head * p.lse_stride_head] = empty[r] ? -INFINITY : m + log2f(sum);
+            head * p.lse_stride_head] = sum == 0.0f && no_key ? -INFINITY : m + log2f(sum);
     }
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.

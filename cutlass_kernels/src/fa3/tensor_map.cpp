@@ -27,10 +27,10 @@ cudaError_t find_encode(decltype(&cuTensorMapEncodeTiled)* encode) {
   return cudaSuccess;
 }
 
-}  // namespace
-
-Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
-                       CUtensorMap* map) {
+// Encodes a map of 16-bit elements; boxes are 64 columns (128 bytes, swizzled) by box_rows.
+template <int kRank>
+Status encode(const char* name, const void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
+              const cuuint64_t (&strides)[kRank - 1], int box_rows, CUtensorMap* map) {
   struct Encode {
     decltype(&cuTensorMapEncodeTiled) function = nullptr;
     cudaError_t error;
@@ -40,28 +40,62 @@ Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype
   if (encode.error != cudaSuccess) {
     return cuda_failure("Finding cuTensorMapEncodeTiled in the driver", encode.error);
   }
+  cuuint32_t box[kRank];
+  cuuint32_t steps[kRank];
+  std::fill_n(box, kRank, 1);
+  std::fill_n(steps, kRank, 1);
+  box[0] = 64;
+  box[1] = cuuint32_t(box_rows);
+  const CUresult result = encode.function(
+      map,
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return Status::success();
+  std::string text = "The driver refuses to describe " + std::string(name) + " to TMA (error " +
+                     std::to_string(int(result)) + "); strides in bytes:";
+  for (const cuuint64_t stride : strides) text += " " + std::to_string(stride);
+  return {StatusCode::kCudaError, text + ". fa2 needs no such description."};
+}
 
-  // Strides that are never used (of one token or head) may be anything; the encoder wants them in range all the same.
-  const cuuint64_t token_bytes = tensor.tokens > 1 ? 2 * tensor.stride_token : 16;
-  const cuuint64_t head_bytes = tensor.heads > 1 ? 2 * tensor.stride_head : 16;
+// Strides that are never used, along a dimension of size one, may be anything; the encoder wants them in range all the same.
+cuuint64_t stride_bytes(std::int64_t size, std::int64_t stride) {
+  return size > 1 ? 2 * stride : 16;
+}
+
+// A multiple of 16, which the contract asks of every backend, and below 2^40.
+bool fits_stride(std::int64_t size, std::int64_t stride) {
+  return size <= 1 || (stride > 0 && 2 * stride < std::int64_t(1) << 40);
+}
+
+}  // namespace
+
+Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
+                       CUtensorMap* map) {
+  const cuuint64_t token_bytes = stride_bytes(tensor.tokens, tensor.stride_token);
+  const cuuint64_t head_bytes = stride_bytes(tensor.heads, tensor.stride_head);
   const cuuint64_t sizes[5] = {cuuint64_t(tensor.head_dim), kMapRows, cuuint64_t(tensor.heads),
                                cuuint64_t(tensor.tokens) + 1, cuuint64_t(kMapRows) + 1};
   const cuuint64_t strides[4] = {token_bytes, head_bytes, token_bytes,
                                  (cuuint64_t(1) << 34) - token_bytes};
-  const cuuint32_t box[5] = {64, cuuint32_t(box_rows), 1, 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result = encode.function(
-      map,
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, const_cast<void*>(tensor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return Status::success();
-  return {StatusCode::kCudaError, std::string("The driver refuses to describe ") + name +
-                                      " to TMA (error " + std::to_string(int(result)) +
-                                      "): stride_token=" + std::to_string(tensor.stride_token) +
-                                      ", stride_head=" + std::to_string(tensor.stride_head) +
-                                      "; fa2 needs no such description."};
+  return encode<5>(name, tensor.data, dtype, sizes, strides, box_rows, map);
+}
+
+bool fits_tensor_map(const PagesOfTensor& tensor) {
+  return fits_stride(tensor.page_size, tensor.stride_slot) &&
+         fits_stride(tensor.heads, tensor.stride_head) &&
+         fits_stride(tensor.pages, tensor.stride_page) && tensor.pages > 0;
+}
+
+Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows,
+                       CUtensorMap* map) {
+  const cuuint64_t sizes[4] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.page_size),
+                               cuuint64_t(tensor.heads), cuuint64_t(tensor.pages)};
+  const cuuint64_t strides[3] = {stride_bytes(tensor.page_size, tensor.stride_slot),
+                                 stride_bytes(tensor.heads, tensor.stride_head),
+                                 stride_bytes(tensor.pages, tensor.stride_page)};
+  return encode<4>(name, tensor.data, dtype, sizes, strides, box_rows, map);
 }
 
 }  // namespace cutlass_kernels::fa3

@@ -37,4 +37,23 @@ constexpr int kMapRows = 1 << 30;  // R: no request may be longer
 Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
                        CUtensorMap* map);
 
+/// A cache of pages: coordinates (d, slot, head, page). A page outside the cache reads as zeros.
+struct PagesOfTensor {
+  const void* data;
+  std::int64_t stride_slot;  // elements
+  std::int64_t stride_head;
+  std::int64_t stride_page;
+  int page_size;
+  int heads;
+  std::int64_t pages;
+  int head_dim;
+};
+
+/// Whether strides and sizes are within what a tensor map can say.
+bool fits_tensor_map(const PagesOfTensor& tensor);
+
+/// As above; box_rows divides the page size.
+Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows,
+                       CUtensorMap* map);
+
 }  // namespace cutlass_kernels::fa3
