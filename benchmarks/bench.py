@@ -2,6 +2,7 @@
 
     python benchmarks/bench.py prefill --workload paper --backends fa2,torch_fa2,cudnn --out results
     python benchmarks/bench.py prefill --workload llama3-8b --workload gemma2 --mode sustained
+    python benchmarks/bench.py prefill --workload append --unit us,GB/s --backends fa3,fa2
     python benchmarks/bench.py host
     python benchmarks/bench.py prefill --workload paper --dry-run        # lists the cases; needs no GPU
 
@@ -30,7 +31,7 @@ import report as reporting
 import torch
 import typer
 from peers import OPERATIONS, Backend, Operation
-from report import Report, Result
+from report import UNITS, Report, Result
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -70,7 +71,7 @@ def measure_case(
     tick: Tick,
 ) -> list[Result]:
     """Checks, then times, every backend on one case; one result each."""
-    results = {b.name: Result(b.name, case.group, case.column, case.work) for b in backends}
+    results = {b.name: Result(b.name, case.group, case.column, case.work, bytes=case.bytes) for b in backends}
     willing = []
     for backend in backends:
         reason = backend.why_not(case, device)
@@ -246,17 +247,21 @@ def _show(report: Report, as_markdown: bool) -> None:
         Console(width=max(stdout.width, sum(map(len, header)) + 30 + 4 * len(header))).print(table)
         for sentence in report.means():
             stdout.print(sentence, highlight=False)
+
+
+def _show_gaps(report: Report) -> None:
     for sentence in report.reasons():
         stderr.print(f"no figure: {sentence}", markup=False, highlight=False)
 
 
 def _dry_run(cases: list[Case], operation: Operation, backends: list[Backend]) -> None:
-    unit = "GFLOP" if operation.higher_is_better else "calls"
-    scale = 1e-9 if operation.higher_is_better else 1.0
+    unit, scale = ("calls", 1.0) if operation.host_clock else ("GFLOP", 1e-9)
+    width = max(len(case.label) for case in cases)
     for case in cases:
         honour = " ".join(b.name for b in backends if not case.features - b.honours)
-        line = f"{case.label:28} {case.work * scale:12,.1f} {unit}   {case.detail}; honoured by {honour or 'nobody'}"
-        stdout.print(line, markup=False, highlight=False)
+        moved = "" if operation.host_clock else f"{case.bytes * 1e-6:10,.1f} MB"
+        line = f"{case.label:{width}} {case.work * scale:12,.1f} {unit}{moved}   {case.detail}"
+        stdout.print(f"{line}; honoured by {honour or 'nobody'}", markup=False, highlight=False)
     total = sum(case.work for case in cases)
     stdout.print(f"{len(cases)} cases, {total * scale:,.1f} {unit} in all", highlight=False)
 
@@ -278,6 +283,9 @@ def main(
         str, typer.Option(help="ratios to show: to the best peer, to one, or to the best of several joined by +")
     ] = "best,torch_fa2",
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16")] = "bfloat16",
+    unit: Annotated[
+        str, typer.Option(help="of the figures: TFLOP/s, GB/s, us; several give a table each; default: of the workload")
+    ] = "",
     only: Annotated[str, typer.Option(help="regular expression that the label of a case must contain")] = "",
     mode: Annotated[Mode, typer.Option(help="burst: pauses between turns; sustained: seconds of load")] = Mode.burst,
     rounds: Annotated[int, typer.Option(help="rounds, if not those of the mode")] = 0,
@@ -300,6 +308,9 @@ def main(
         cases = [case for case in cases_of(operation, names, dtype) if re.search(only, case.label)]
     except (ValueError, re.error) as error:
         raise typer.BadParameter(str(error)) from None
+    units = _list(unit) or [u for item in names for u in WORKLOADS[item].units or chosen.units[:1]]
+    _choose("unit", units, {name: UNITS[name] for name in chosen.units})
+    chosen = dataclasses.replace(chosen, units=tuple(dict.fromkeys(units)))
     parties = _choose("backend", _list(backends) or list(chosen.default_backends), chosen.backends)
     if not cases:
         raise typer.BadParameter(f"--only {only!r} leaves no case.")
@@ -336,9 +347,12 @@ def main(
         environment(settings, dtype, monitor),
         results,
     )
-    _show(report, markdown)
+    reports = [report.in_unit(UNITS[item]) for item in chosen.units]
+    for each in reports:
+        _show(each, markdown)
+    _show_gaps(report)
     if out is not None:
-        for path in reporting.write(report, out, name or "-".join([operation, *names])):
+        for path in reporting.write(report, out, name or "-".join([operation, *names]), reports[1:]):
             stderr.print(f"wrote {path}", markup=False, highlight=False)
     if any(r.failed for r in results if r.backend in report.ours):
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from shapes import Inputs, Prefill
 
 FACTOR = 2.0
 ROWS = 512  # query rows computed at once
+ELEMENTS = 1 << 25  # scores, or elements of keys, computed at once
 PAIRS = 4e10  # (row, key, head) triples above which only some blocks of rows are checked
 
 
@@ -39,20 +40,18 @@ def expect(case: Prefill, inputs: Inputs) -> Expected:
     if work > PAIRS:
         keep = max(2, int(len(blocks) * PAIRS / work))
         blocks = [blocks[round(i * (len(blocks) - 1) / (keep - 1))] for i in range(keep)]
-    qo, kv = inputs.qo_indptr.tolist(), inputs.kv_indptr.tolist()
+    starts = inputs.qo_indptr.tolist()
     exact, rows = [], []
     largest, squares, count = 0.0, 0.0, 0
     for request, first, size in blocks:
-        keys = slice(kv[request], kv[request + 1])
-        q = inputs.q[qo[request] + first : qo[request] + first + size]
-        position = first + case.kv_lens[request] - case.qo_lens[request]
-        out = naive(case, q, inputs.k[keys], inputs.v[keys], inputs.sinks, position, torch.float32)
-        error = naive(case, q, inputs.k[keys], inputs.v[keys], inputs.sinks, position, inputs.q.dtype).float() - out
+        out = naive(case, inputs, request, first, size, torch.float32)
+        error = naive(case, inputs, request, first, size, inputs.q.dtype).float() - out
         largest = max(largest, float(error.abs().max()))
         squares += float(error.double().square().sum())
         count += error.numel()
         exact.append(out)
-        rows.append(torch.arange(qo[request] + first, qo[request] + first + size, device=q.device))
+        start = starts[request] + first
+        rows.append(torch.arange(start, start + size, device=out.device))
     rms = (squares / max(count, 1)) ** 0.5
     return Expected(torch.cat(rows), torch.cat(exact), largest, rms, inputs.q.size(0))
 
@@ -66,44 +65,53 @@ def _blocks(case: Prefill) -> list[tuple[int, int, int]]:
     ]
 
 
-def naive(
-    case: Prefill,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    position: int,
-    arithmetic: torch.dtype,
-) -> torch.Tensor:
-    """Attention of rows whose first stands at key ``position``, head by head, scores and weights in ``arithmetic``."""
-    rows, group = q.size(0), case.num_qo_heads // case.num_kv_heads
+def naive(case: Prefill, inputs: Inputs, request: int, first: int, rows: int, arithmetic: torch.dtype) -> torch.Tensor:
+    """Attention of ``rows`` rows of a request, some heads at a time, scores and weights in ``arithmetic``."""
+    qo, kv = int(inputs.qo_indptr[request]) + first, int(inputs.kv_indptr[request])
+    position = first + case.kv_lens[request] - case.qo_lens[request]  # of the first of these rows
+    length = case.kv_lens[request]
     if case.causal:  # nobody sees more
-        k, v = k[: max(position + rows, 1)], v[: max(position + rows, 1)]
+        length = min(length, max(position + rows, 1))
+    q = inputs.q[qo : qo + rows].transpose(0, 1)
+    k, v = (x[kv : kv + length].transpose(0, 1) for x in (inputs.k, inputs.v))
     p = torch.arange(position, position + rows, device=q.device)[:, None]
-    j = torch.arange(k.size(0), device=q.device)
-    hidden = torch.zeros(rows, k.size(0), dtype=torch.bool, device=q.device)
+    j = torch.arange(length, device=q.device)
+    hidden = torch.zeros(rows, length, dtype=torch.bool, device=q.device)
     if case.causal:
         hidden |= j > p
     if case.window_left >= 0:
         hidden |= j < p - case.window_left
+    if inputs.mask is not None:
+        hidden |= ~inputs.mask[first : first + rows]
     out = torch.empty(rows, case.num_qo_heads, case.head_dim_vo, dtype=arithmetic, device=q.device)
-    for head in range(case.num_qo_heads):
-        keys, values = k[:, head // group].to(arithmetic), v[:, head // group].to(arithmetic)
-        scores = torch.matmul(q[:, head].to(arithmetic), keys.T).float() * case.head_dim_qk**-0.5
+    at_once = max(1, ELEMENTS // max(length * max(rows, case.head_dim_qk), 1))
+    for heads in torch.arange(case.num_qo_heads, device=q.device).split(at_once):
+        readers = heads // (case.num_qo_heads // case.num_kv_heads)
+        keys, values = k[readers].to(arithmetic), v[readers].to(arithmetic)
+        scores = torch.matmul(q[heads].to(arithmetic), keys.mT).float() * case.head_dim_qk**-0.5
+        if case.alibi:
+            scores = scores + _alibi_slopes(case.num_qo_heads).to(q.device)[heads, None, None] * (j - p)
         if case.soft_cap > 0:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         scores = scores.masked_fill(hidden, -torch.inf)
         top = scores.amax(-1, keepdim=True)
+        sinks = None if inputs.sinks is None else inputs.sinks[heads, None, None]
         if sinks is not None:
-            top = top.maximum(sinks[head])
+            top = top.maximum(sinks)
         top = top.masked_fill(top == -torch.inf, 0.0)
         weights = torch.exp(scores - top)
         total = weights.sum(-1, keepdim=True)
         if sinks is not None:
-            total = total + torch.exp(sinks[head] - top)
+            total = total + torch.exp(sinks - top)
         weights = (weights / total).masked_fill(total == 0, 0.0)
-        out[:, head] = torch.matmul(weights.to(arithmetic), values)
+        out[:, heads] = torch.matmul(weights.to(arithmetic), values).transpose(0, 1)
     return out
+
+
+def _alibi_slopes(num_heads: int) -> torch.Tensor:
+    """Of as many heads as a power of two."""
+    assert num_heads & (num_heads - 1) == 0
+    return torch.exp2(-8.0 / num_heads * torch.arange(1, num_heads + 1))
 
 
 def fault(actual: torch.Tensor, expected: Expected) -> str | None:

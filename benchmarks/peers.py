@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shapes import Case, Host, Inputs, Prefill, make_inputs
+from report import UNITS
+from shapes import Case, Host, Inputs, Pages, Prefill, make_inputs
 from timing import Timed
 
 import cutlass_kernels as ck
@@ -41,7 +42,8 @@ class Backend:
         return reason if reason is not None else self.refuses(case, device)
 
 
-ALL = frozenset({"causal", "ragged", "append", "gqa", "window", "soft_cap", "sinks", "head_dim_vo"})
+ALL = frozenset({"causal", "ragged", "append", "gqa", "window", "soft_cap", "sinks", "head_dim_vo", "paged"})
+ONLY_OURS = frozenset({"custom_mask", "alibi"})  # measured against ourselves: no peer is asked
 
 
 # --- ours --------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def _refused_by_us(name: str, case: Case, device: torch.device) -> str | None:
         num_kv_heads=problem.num_kv_heads,
         head_dim_qk=problem.head_dim_qk,
         head_dim_vo=problem.head_dim_vo,
-        features=problem.features & {"causal", "window", "soft_cap", "sinks"},
+        features=problem.features & {"causal", "window", "soft_cap", "sinks", "paged", "custom_mask", "alibi"},
     )
     if name != "auto":
         return " ".join(explanation.reasons[name]) or None
@@ -65,21 +67,27 @@ def _refused_by_us(name: str, case: Case, device: torch.device) -> str | None:
     return None
 
 
-def _our_options(case: Prefill) -> dict[str, Any]:
+def _options(case: Prefill) -> dict[str, Any]:
+    """Options that plan() and single_prefill have in FlashInfer's API, which is also ours."""
     return {"causal": case.causal, "window_left": case.window_left, "logits_soft_cap": case.soft_cap or None}
 
 
-def _plan_batch(wrapper: Any, case: Prefill, qo: torch.Tensor, kv: torch.Tensor, **options: Any) -> None:
-    wrapper.plan(
-        qo,
-        kv,
-        case.num_qo_heads,
-        case.num_kv_heads,
-        case.head_dim_qk,
-        head_dim_vo=case.head_dim_vo,
-        q_data_type=getattr(torch, case.dtype),
-        **options,
-    )
+def _our_options(case: Prefill, x: Inputs) -> dict[str, Any]:
+    options = _options(case)
+    if x.mask is not None:
+        options["packed_custom_mask"] = ck.packbits(x.mask.flatten(), bitorder="little")
+    return {**options, "pos_encoding_mode": "ALIBI"} if case.alibi else options
+
+
+def _wrapper(library: Any, case: Prefill, x: Inputs, name: str) -> Any:
+    kind = "BatchPrefillWithPagedKVCacheWrapper" if case.page_size else "BatchPrefillWithRaggedKVCacheWrapper"
+    return getattr(library, kind)(_workspace(x.q.device), "NHD", backend=name)
+
+
+def _plan(wrapper: Any, case: Prefill, indices: tuple[torch.Tensor, ...], **options: Any) -> Callable[[], None]:
+    sizes = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, *([case.page_size] if case.page_size else []))
+    options |= {"head_dim_vo": case.head_dim_vo, "q_data_type": getattr(torch, case.dtype)}
+    return functools.partial(wrapper.plan, *indices, *sizes, **options)
 
 
 def _workspace(device: torch.device) -> torch.Tensor:
@@ -87,14 +95,14 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 
 def _ours(name: str, case: Prefill, x: Inputs) -> Timed:
-    if case.single:
+    if case.single and not case.page_size:
         single = functools.partial(
-            ck.single_prefill_with_kv_cache, x.q, x.k, x.v, sinks=x.sinks, backend=name, **_our_options(case)
+            ck.single_prefill_with_kv_cache, x.q, x.k, x.v, sinks=x.sinks, backend=name, **_our_options(case, x)
         )
         return Timed(single)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(_workspace(x.q.device), backend=name)
-    _plan_batch(wrapper, case, x.qo_indptr, x.kv_indptr, **_our_options(case))
-    return Timed(functools.partial(wrapper.run, x.q, x.k, x.v, sinks=x.sinks))
+    wrapper = _wrapper(ck, case, x, name)
+    _plan(wrapper, case, x.indices(on_device=False), **_our_options(case, x))()
+    return Timed(functools.partial(wrapper.run, *x.run_arguments, sinks=x.sinks))
 
 
 def _ours_host(name: str, case: Host, x: Inputs) -> Timed:
@@ -103,16 +111,15 @@ def _ours_host(name: str, case: Host, x: Inputs) -> Timed:
 
 def _host(case: Host, x: Inputs, library: Any, name: str) -> Timed:
     """The calls of FlashInfer's API, which is also ours."""
-    problem, options = case.problem, {"causal": True}
+    problem = case.problem
     if case.call == "single_prefill":
-        return Timed(functools.partial(library.single_prefill_with_kv_cache, x.q, x.k, x.v, backend=name, **options))
-    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(x.q.device), "NHD", backend=name)
-    qo, kv = (x.qo_indptr, x.kv_indptr) if case.indptr == "cpu" else (x.qo_indptr_device, x.kv_indptr_device)
-    plan = functools.partial(_plan_batch, wrapper, problem, qo, kv, **options)
-    if case.call == "ragged_plan":
+        return Timed(functools.partial(library.single_prefill_with_kv_cache, x.q, x.k, x.v, backend=name, causal=True))
+    wrapper = _wrapper(library, problem, x, name)
+    plan = _plan(wrapper, problem, x.indices(on_device=case.indptr != "cpu"), causal=True)
+    if case.call.endswith("_plan"):
         return Timed(plan)
     plan()
-    return Timed(functools.partial(wrapper.run, x.q, x.k, x.v))
+    return Timed(functools.partial(wrapper.run, *x.run_arguments))
 
 
 def _our_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
@@ -121,7 +128,7 @@ def _our_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
         Backend(
             name,
             True,
-            ALL,
+            ALL | ONLY_OURS,
             lambda device: None,
             functools.partial(make, name),
             functools.partial(_refused_by_us, name),
@@ -200,12 +207,12 @@ def _needs_module(name: str, device: torch.device) -> str | None:
 
 def _flashinfer(name: str, case: Prefill, x: Inputs) -> Timed:
     library = _module("flashinfer")
-    if case.single:
+    if case.single and not case.page_size:
         single = library.single_prefill_with_kv_cache
-        return Timed(functools.partial(single, x.q, x.k, x.v, backend=name, **_our_options(case)))
-    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(x.q.device), "NHD", backend=name)
-    _plan_batch(wrapper, case, x.qo_indptr_device, x.kv_indptr_device, **_our_options(case))
-    return Timed(functools.partial(wrapper.run, x.q, x.k, x.v))
+        return Timed(functools.partial(single, x.q, x.k, x.v, backend=name, **_options(case)))
+    wrapper = _wrapper(library, case, x, name)
+    _plan(wrapper, case, x.indices(on_device=True), **_options(case))()
+    return Timed(functools.partial(wrapper.run, *x.run_arguments))
 
 
 def _flashinfer_host(name: str, case: Host, x: Inputs) -> Timed:
@@ -229,7 +236,20 @@ def _flash_attn_3(case: Prefill, x: Inputs) -> Timed:
     if case.window_left >= 0:
         options["window_size"] = (case.window_left, 0 if case.causal else -1)
     batch = len(case.qo_lens)
-    if case.dense:
+    if x.pages is not None:
+        k, v = x.pages.cache.unbind(1) if isinstance(x.pages.cache, torch.Tensor) else x.pages.cache
+        function = functools.partial(
+            library.flash_attn_with_kvcache,
+            x.q,
+            k,
+            v,
+            cache_seqlens=x.kv_indptr_device.diff(),
+            page_table=_page_table(x.pages).to(x.q.device),
+            cu_seqlens_q=x.qo_indptr_device,
+            max_seqlen_q=max(case.qo_lens),
+            **options,
+        )
+    elif case.dense:
         q, k, v = (t.view(batch, -1, *t.shape[1:]) for t in (x.q, x.k, x.v))
         function = functools.partial(library.flash_attn_func, q, k, v, **options)
     else:
@@ -244,6 +264,12 @@ def _flash_attn_3(case: Prefill, x: Inputs) -> Timed:
     return Timed(function, output=output)
 
 
+def _page_table(pages: Pages) -> torch.Tensor:
+    """``[batch, most pages]``, one row of page numbers per request."""
+    rows = pages.indices.split(pages.indptr.diff().tolist())
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +280,7 @@ def _table(backends: list[Backend]) -> dict[str, Backend]:
 PREFILL = _table(
     [
         *_our_backends(_ours),
-        Backend("torch_fa2", False, ALL - {"soft_cap", "sinks", "head_dim_vo"}, _needs_cuda, _torch_fa2),
+        Backend("torch_fa2", False, ALL - {"soft_cap", "sinks", "head_dim_vo", "paged"}, _needs_cuda, _torch_fa2),
         Backend("cudnn", False, frozenset({"causal", "gqa", "head_dim_vo"}), _needs_cuda, _torch_cudnn),
         *_flashinfer_backends(_flashinfer),
         Backend(
@@ -277,20 +303,25 @@ HOST = _table(
 
 @dataclass(frozen=True)
 class Operation:
-    """What the command line can measure. ``unit`` is of the figure that :meth:`figure` makes of seconds per call."""
+    """What the command line can measure. The first of ``units`` is that of :meth:`figure`."""
 
     about: str
-    unit: str
+    units: tuple[str, ...]
     backends: dict[str, Backend]
     default_workloads: tuple[str, ...]
     default_backends: tuple[str, ...]
-    scale: float = 1e-12
-    higher_is_better: bool = True
     host_clock: bool = False
 
+    @property
+    def unit(self) -> str:
+        return self.units[0]
+
+    @property
+    def higher_is_better(self) -> bool:
+        return UNITS[self.unit].higher_is_better
+
     def figure(self, case: Case, seconds: float) -> float:
-        """Work per second, or time where lower is better."""
-        return self.scale * (case.work / seconds if self.higher_is_better else seconds)
+        return UNITS[self.unit].figure(case.work, case.bytes, seconds)
 
     def inputs(self, case: Case, device: torch.device) -> Inputs:
         return make_inputs(case.problem if isinstance(case, Host) else case, device)
@@ -299,20 +330,18 @@ class Operation:
 _PEERS = ("torch_fa2", "cudnn", "flashinfer_fa2", "flashinfer_fa3", "flash_attn_3")
 OPERATIONS: dict[str, Operation] = {
     "prefill": Operation(
-        "one request through single_prefill_with_kv_cache, batches through the ragged wrapper's run()",
-        "TFLOP/s",
+        "one request through single_prefill_with_kv_cache, batches and pages through run() of the wrappers",
+        ("TFLOP/s", "GB/s", "us"),
         PREFILL,
         ("paper",),
         ("fa2", "fa3", *_PEERS),
     ),
     "host": Operation(
         "the host's time per call",
-        "us",
+        ("us",),
         HOST,
         ("calls",),
         ("auto", "torch_fa2", "flashinfer_fa2", "flashinfer_fa3"),
-        scale=1e6,
-        higher_is_better=False,
         host_clock=True,
     ),
 }

@@ -6,13 +6,34 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from timing import Series
 
 NONE = "-"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How a time becomes a figure: FLOPs or bytes per second, or the time itself."""
+
+    name: str
+    scale: float
+    per_second: str = ""  # work, bytes; "" is the time
+
+    @property
+    def higher_is_better(self) -> bool:
+        return bool(self.per_second)
+
+    def figure(self, work: float, moved: float, seconds: float) -> float:
+        if not self.per_second:
+            return self.scale * seconds
+        return self.scale * (work if self.per_second == "work" else moved) / seconds
+
+
+UNITS = {u.name: u for u in (Unit("TFLOP/s", 1e-12, "work"), Unit("GB/s", 1e-9, "bytes"), Unit("us", 1e6))}
 
 
 @dataclass
@@ -28,6 +49,7 @@ class Result:
     failed: bool = False  # it should have run, but raised or computed something else
     series: Series | None = None
     checked: str = ""  # which rows of the output were compared
+    bytes: float = 0.0  # of the tensors, each once
 
 
 @dataclass
@@ -41,6 +63,17 @@ class Report:
     against: list[str]  # "best", or peers joined by +
     environment: dict[str, Any]
     results: list[Result] = field(default_factory=list)
+
+    def in_unit(self, unit: Unit) -> Report:
+        """The same measurements in another unit."""
+
+        def convert(r: Result) -> Result:
+            if r.figure is None or r.series is None:
+                return r
+            return replace(r, figure=unit.figure(r.work, r.bytes, r.series.median))
+
+        results = [convert(r) for r in self.results]
+        return replace(self, unit=unit.name, higher_is_better=unit.higher_is_better, results=results)
 
     # --- looking up ---
 
@@ -107,7 +140,7 @@ class Report:
 def cell(result: Result | None, unit: str) -> str:
     if result is None or result.figure is None:
         return "failed" if result is not None and result.failed else NONE
-    return f"{result.figure:.0f}" if unit == "TFLOP/s" and result.figure >= 99.5 else f"{result.figure:.1f}"
+    return f"{result.figure:.0f}" if unit != "us" and result.figure >= 99.5 else f"{result.figure:.1f}"
 
 
 def ratio_title(ours: str, against: str) -> str:
@@ -166,6 +199,7 @@ def records(report: Report) -> list[dict[str, Any]]:
                 "figure": r.figure,
                 "unit": report.unit,
                 "work": r.work,
+                "bytes": r.bytes,
                 "seconds": None if series is None else series.median,
                 "spread": None if series is None else series.spread,
                 "rounds": None if series is None else len(series.seconds),
@@ -181,8 +215,11 @@ def records(report: Report) -> list[dict[str, Any]]:
     return flat
 
 
-def write(report: Report, directory: Path, name: str) -> list[Path]:
-    """Writes ``name``.csv, .json, .md and, with matplotlib, .png; returns what was written."""
+def write(report: Report, directory: Path, name: str, more: Sequence[Report] = ()) -> list[Path]:
+    """Writes ``name``.csv, .json, .md and, with matplotlib, .png; returns what was written.
+
+    ``more`` is the same in other units, for the Markdown.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.{suffix}" for suffix in ("csv", "json", "md")]
     rows = records(report)
@@ -192,7 +229,7 @@ def write(report: Report, directory: Path, name: str) -> list[Path]:
         writer.writerows(rows)
     details = [{**row, "series": asdict(r.series) if r.series else None} for row, r in zip(rows, report.results)]
     paths[1].write_text(json.dumps({"environment": report.environment, "results": details}, indent=1) + "\n")
-    paths[2].write_text(markdown(report))
+    paths[2].write_text("\n".join(map(markdown, (report, *more))))
     plotted = plot(report, directory / f"{name}.png")
     return [*paths, *([plotted] if plotted else [])]
 

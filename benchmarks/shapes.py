@@ -10,10 +10,12 @@ class like these, its workloads, and its callers in peers.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -40,9 +42,22 @@ def tokens(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 and length else str(length)
 
 
+DENSITY = 0.6  # of random masks
+
+
+@functools.lru_cache(maxsize=1)
+def random_mask(qo_len: int, kv_len: int) -> torch.Tensor:
+    """The same bool ``[qo_len, kv_len]`` every time, on the CPU; True, as everywhere, where a row sees a key."""
+    return torch.rand(qo_len, kv_len, generator=torch.Generator().manual_seed(0)) < DENSITY
+
+
 @dataclass(frozen=True)
 class Prefill:
-    """Attention of a batch of requests; one request is a single prefill, several are a ragged batch."""
+    """Attention of a batch of requests; one request is a single prefill, several are a ragged batch.
+
+    With ``page_size`` the keys and values lie in pages, of one request too. ``custom_mask`` is a mask given as bits, in
+    the place of ``causal`` and for one request: "causal" (the same rows and keys) or "random" (some keys of all).
+    """
 
     group: str
     column: str
@@ -57,6 +72,15 @@ class Prefill:
     soft_cap: float = 0.0
     sinks: bool = False
     dtype: str = "bfloat16"
+    page_size: int = 0  # 0: no pages
+    custom_mask: str = ""
+    alibi: bool = False
+
+    def __post_init__(self) -> None:
+        if self.custom_mask and (self.causal or self.window_left >= 0 or not self.single):
+            raise ValueError(f"{self.label}: a custom mask is of one request, and the only mask.")
+        if self.custom_mask not in ("", "causal", "random"):
+            raise ValueError(f"{self.label}: custom_mask={self.custom_mask!r} is none of 'causal', 'random'.")
 
     @property
     def label(self) -> str:
@@ -69,8 +93,9 @@ class Prefill:
         longest = f"{tokens(max(self.qo_lens))}x{tokens(max(self.kv_lens))}"
         heads = f"{self.num_qo_heads}/{self.num_kv_heads} heads"
         dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim_qk, self.head_dim_vo)))
+        pages = f", pages of {self.page_size}" if self.page_size else ""
         needs = " ".join(sorted(self.features)) or "-"
-        return f"{batch} x {longest}, {heads}, head_dim {dims}, {self.dtype}, needs {needs}"
+        return f"{batch} x {longest}, {heads}, head_dim {dims}, {self.dtype}{pages}, needs {needs}"
 
     @property
     def single(self) -> bool:
@@ -93,6 +118,9 @@ class Prefill:
             "soft_cap": self.soft_cap > 0,
             "sinks": self.sinks,
             "head_dim_vo": self.head_dim_qk != self.head_dim_vo,
+            "paged": self.page_size > 0,
+            "custom_mask": bool(self.custom_mask),
+            "alibi": self.alibi,
         }
         return frozenset(name for name, present in found.items() if present)
 
@@ -100,12 +128,31 @@ class Prefill:
     def pairs(self) -> int:
         """Visible (row, key) pairs of one head, over all requests."""
         lengths = zip(self.qo_lens, self.kv_lens)
-        return sum(visible_pairs(qo, kv, self.causal, self.window_left) for qo, kv in lengths)
+        if self.custom_mask == "random":
+            return sum(int(random_mask(qo, kv).sum()) for qo, kv in lengths)
+        causal = self.causal or self.custom_mask == "causal"
+        return sum(visible_pairs(qo, kv, causal, self.window_left) for qo, kv in lengths)
 
     @property
     def work(self) -> float:
         """Useful FLOPs: a multiply and an add per element of q and of v for every visible pair."""
         return 2.0 * (self.head_dim_qk + self.head_dim_vo) * self.num_qo_heads * self.pairs
+
+    @property
+    def bytes(self) -> float:
+        """Of q, k, v and the output, each once: the least that a kernel moves."""
+        vectors = sum(self.qo_lens) * self.num_qo_heads + sum(self.kv_lens) * self.num_kv_heads
+        return float(vectors * (self.head_dim_qk + self.head_dim_vo) * getattr(torch, self.dtype).itemsize)
+
+
+@dataclass
+class Pages:
+    """Keys and values in pages ``[pages, 2, page_size, heads, dim]``, or in a tuple of two; indices on the CPU."""
+
+    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
 
 
 @dataclass
@@ -118,12 +165,24 @@ class Inputs:
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     sinks: torch.Tensor | None = None
+    pages: Pages | None = None  # of the same k and v
+    mask: torch.Tensor | None = None  # bool [rows, keys]
     qo_indptr_device: torch.Tensor = field(init=False)
     kv_indptr_device: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.qo_indptr_device = self.qo_indptr.to(self.q.device)
         self.kv_indptr_device = self.kv_indptr.to(self.q.device)
+
+    def indices(self, on_device: bool) -> tuple[torch.Tensor, ...]:
+        """The index tensors that plan() begins with."""
+        pages = self.pages
+        of_keys = (self.kv_indptr,) if pages is None else (pages.indptr, pages.indices, pages.last_page_len)
+        return tuple(x.to(self.q.device) if on_device else x for x in (self.qo_indptr, *of_keys))
+
+    @property
+    def run_arguments(self) -> tuple[Any, ...]:
+        return (self.q, self.k, self.v) if self.pages is None else (self.q, self.pages.cache)
 
 
 def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -148,19 +207,45 @@ def make_inputs(case: Prefill, device: torch.device, seed: int = 0) -> Inputs:
     sinks = None
     if case.sinks:
         sinks = torch.randn(case.num_qo_heads, generator=generator, device=device, dtype=torch.float32)
-    return Inputs(q, k, v, offsets(case.qo_lens), offsets(case.kv_lens), sinks)
+    pages = make_pages(case, k, v, seed) if case.page_size else None
+    mask = None
+    if case.custom_mask == "random":
+        mask = random_mask(case.qo_lens[0], case.kv_lens[0]).to(device)
+    elif case.custom_mask == "causal":
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
+    return Inputs(q, k, v, offsets(case.qo_lens), offsets(case.kv_lens), sinks, pages, mask)
+
+
+def make_pages(case: Prefill, k: torch.Tensor, v: torch.Tensor, seed: int = 0) -> Pages:
+    """``k`` and ``v`` in pages that lie in random order; what is left of last pages is 0."""
+    size = case.page_size
+    counts = tuple(-(-length // size) for length in case.kv_lens)
+    indptr, pages = offsets(counts), sum(counts)
+    indices = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int()
+    last = torch.tensor([length - size * max(count - 1, 0) for length, count in zip(case.kv_lens, counts)]).int()
+    lengths = torch.tensor(case.kv_lens)
+    token = torch.arange(k.size(0)) - offsets(case.kv_lens)[:-1].repeat_interleave(lengths)  # of its request
+    entry = indptr[:-1].repeat_interleave(lengths) + token // size
+    page, slot = indices[entry].long().to(k.device), (token % size).to(k.device)
+    if k.shape[1:] == v.shape[1:]:
+        stacked = k.new_zeros(pages, 2, size, *k.shape[1:])
+        stacked[page, 0, slot], stacked[page, 1, slot] = k, v
+        return Pages(stacked, indptr, indices, last)
+    keys, values = k.new_zeros(pages, size, *k.shape[1:]), v.new_zeros(pages, size, *v.shape[1:])
+    keys[page, slot], values[page, slot] = k, v
+    return Pages((keys, values), indptr, indices, last)
 
 
 @dataclass(frozen=True)
 class Host:
     """One call of the API on a problem so small that the host's share of the time is what is left."""
 
-    call: str  # single_prefill, ragged_run, ragged_plan
+    call: str  # single_prefill, ragged_run, ragged_plan, paged_run, paged_plan
     batch: int
-    indptr: str = "cpu"  # where the offsets given to plan() are
+    indptr: str = "cpu"  # where the index tensors given to plan() are
     group: str = "host"
-    features: frozenset[str] = frozenset({"causal", "gqa"})
     work: float = 1.0
+    bytes: float = 0.0
 
     @property
     def label(self) -> str:
@@ -168,21 +253,32 @@ class Host:
 
     @property
     def column(self) -> str:
-        if self.call == "ragged_plan":
-            return f"plan() of {self.batch}, {self.indptr} offsets"
-        return f"run() of {self.batch}" if self.call == "ragged_run" else "single_prefill"
+        kind = "paged " if self.paged else ""
+        if self.call.endswith("_plan"):
+            return f"{kind}plan() of {self.batch}, {self.indptr} {'indices' if self.paged else 'offsets'}"
+        return f"{kind}run() of {self.batch}" if self.call.endswith("_run") else "single_prefill"
 
     @property
     def detail(self) -> str:
-        return "16 rows per request, 8/2 heads, head_dim 64, bfloat16"
+        keys = "256 keys in pages of 16" if self.paged else "16 keys"
+        return f"16 rows and {keys} per request, 8/2 heads, head_dim 64, bfloat16"
+
+    @property
+    def paged(self) -> bool:
+        return self.call.startswith("paged_")
+
+    @property
+    def features(self) -> frozenset[str]:
+        return self.problem.features
 
     @property
     def problem(self) -> Prefill:
-        lens = (16,) * self.batch
-        return Prefill(self.group, self.column, lens, lens, 8, 2, 64, 64)
+        rows, keys = (16,) * self.batch, (256 if self.paged else 16,) * self.batch
+        return Prefill(self.group, self.column, rows, keys, 8, 2, 64, 64, page_size=16 if self.paged else 0)
 
 
 Case = Prefill | Host
+Lens = tuple[int, ...]
 
 # --- workloads ---------------------------------------------------------------------------------------------------
 
@@ -234,11 +330,70 @@ def chunked(dtype: str) -> list[Case]:
     ]
 
 
+def with_pages(case: Prefill, sizes: tuple[int, ...]) -> list[Case]:
+    """The case without pages and with pages of every size, side by side in the table."""
+    return [replace(case, column=f"page {n}" if n else "ragged", page_size=n) for n in (0, *sizes)]
+
+
+def paged(dtype: str) -> list[Case]:
+    """Prompts whose keys and values lie in pages, beside the same without."""
+    shapes = {
+        (32, 8, 128): ((1, 4096), (4, 4096), (16, 1024), (2, 8192)),
+        (64, 8, 64): ((16, 1024), (4, 4096)),
+        (16, 4, 256): ((4, 4096),),
+    }
+    cases: list[Case] = []
+    for (heads, kv_heads, dim), batches in shapes.items():
+        for batch, length in batches:
+            lens, group = (length,) * batch, f"hd{dim} {batch}x{tokens(length)}"
+            case = Prefill(group, "", lens, lens, heads, kv_heads, dim, dim, dtype=dtype)
+            cases += with_pages(case, (1, 5, 16, 64, 128))
+    return cases
+
+
+def append(dtype: str) -> list[Case]:
+    """Few rows over many keys, which memory bounds: with and without pages."""
+    cases: list[Case] = []
+
+    def add(words: str, qo: Lens, kv: Lens, heads: int = 32, kv_heads: int = 8, dim: int = 128) -> None:
+        group = f"{words}, {heads}/{kv_heads} hd{dim}"
+        cases.extend(with_pages(Prefill(group, "", qo, kv, heads, kv_heads, dim, dim, dtype=dtype), (16,)))
+
+    for heads, kv_heads in ((32, 8), (8, 1)):  # the latter: one of eight tensor-parallel ranks of 64/8
+        for batch, rows, keys in ((1, 64, 8192), (8, 64, 8192), (1, 16, 32768), (1, 512, 16384)):
+            add(f"{batch}x {rows} over {tokens(keys)}", (rows,) * batch, (keys,) * batch, heads, kv_heads)
+    for keys in (2048, 4096):
+        add(f"2k prompt + 64x 1 over {tokens(keys)}", (2048,) + (1,) * 64, (2048,) + (keys,) * 64)
+    for batch, keys in ((1, 4096), (1, 32768), (64, 4096), (256, 2048)):
+        add(f"{batch}x 1 over {tokens(keys)}", (1,) * batch, (keys,) * batch)
+    add("64x 1 over 4k", (1,) * 64, (4096,) * 64, 64, 8, 64)
+    add("64x 1 over 2k", (1,) * 64, (2048,) * 64, 32, 32, 128)
+    add("63x 1 over 1k + 1 over 64k", (1,) * 64, (1024,) * 63 + (65536,))
+    add("64x 1 over 4k", (1,) * 64, (4096,) * 64, 16, 4, 256)
+    return cases
+
+
+def masks(dtype: str) -> list[Case]:
+    """One prompt of 4096 behind masks given as bits, and with ALiBi."""
+    cases: list[Case] = []
+    for heads, kv_heads, dim in ((32, 8, 128), (64, 8, 64), (16, 4, 256)):
+        lens, group = (4096,), f"{heads}/{kv_heads} hd{dim}"
+        causal = Prefill(group, "causal", lens, lens, heads, kv_heads, dim, dim, dtype=dtype)
+        cases += [
+            causal,
+            replace(causal, column="causal as bits", causal=False, custom_mask="causal"),
+            replace(causal, column=f"random bits {DENSITY}", causal=False, custom_mask="random"),
+            replace(causal, column="causal ALiBi", alibi=True),
+        ]
+    return cases
+
+
 @dataclass(frozen=True)
 class Workload:
     operation: str
     about: str
     cases: Callable[[str], list[Case]]  # of the element type
+    units: tuple[str, ...] = ()  # tables to show, if not that of the operation; the first is what files hold
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -276,6 +431,9 @@ WORKLOADS: dict[str, Workload] = {
     "deepseek": Workload("prefill", "128 heads, hd192/128", lambda t: model("deepseek", t, 128, 128, 192, 128)),
     "varlen": Workload("prefill", "unequal prompts; a prompt beside decoding requests", varlen),
     "chunked": Workload("prefill", "chunks of 512, 2k, 8k behind up to 64k keys, 32/8 heads, hd128", chunked),
+    "paged": Workload("prefill", "pages of 1 to 128 keys beside none, hd64, hd128, hd256", paged),
+    "append": Workload("prefill", "1 to 512 rows over up to 64k keys, with pages and without", append, ("us", "GB/s")),
+    "masks": Workload("prefill", "one prompt of 4k: causal, custom masks, ALiBi", masks, ("us", "TFLOP/s")),
     "calls": Workload(
         "host",
         "host time of single_prefill, run() and plan()",
@@ -284,7 +442,12 @@ WORKLOADS: dict[str, Workload] = {
             Host("ragged_run", 8),
             Host("ragged_plan", 8),
             Host("ragged_plan", 8, "cuda"),
+            Host("ragged_plan", 128),
             Host("ragged_plan", 256),
+            Host("paged_run", 8),
+            Host("paged_run", 128),
+            Host("paged_plan", 128),
+            Host("paged_plan", 128, "cuda"),
         ],
     ),
 }
