@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -31,42 +32,54 @@ def attend(
     window_left: int = -1,
     soft_cap: float | None = None,
     sinks: bool = False,
+    mask: bool = False,
+    alibi: bool = False,
+    scales: bool = False,
+    page_size: int | None = None,
 ) -> None:
-    """One call; fails where a result is not finite. Head dimension 192 has values of 128."""
+    """One call; fails where a result is not finite. Head dimension 192 has values of 128.
+
+    ``mask`` is a random custom mask in packed form, at an address that is no multiple of 4, and ``scales`` are tensors.
+    With a page size, keys and values are in a cache of as many pages as they need, in random order.
+    """
     head_dim_vo = 128 if head_dim == 192 else head_dim
     qo, kv = ([0, *accumulate(column)] for column in zip(*lengths))
     q = torch.randn(qo[-1], heads[0], head_dim, device="cuda", dtype=dtype)
     k = torch.randn(kv[-1], heads[1], head_dim, device="cuda", dtype=dtype)
     v = torch.randn(kv[-1], heads[1], head_dim_vo, device="cuda", dtype=dtype)
     sink = torch.randn(heads[0], device="cuda") if sinks else None
-    if len(lengths) == 1:
-        out, _ = ck.single_prefill_with_kv_cache(
-            q,
-            k,
-            v,
-            causal=causal,
-            window_left=window_left,
-            logits_soft_cap=soft_cap,
-            backend=backend,
-            return_lse=True,
-            sinks=sink,
-        )
+    options: dict[str, Any] = {"causal": causal, "window_left": window_left, "logits_soft_cap": soft_cap}
+    if mask:
+        size = sum((rows * keys + 7) // 8 for rows, keys in lengths)
+        options["packed_custom_mask"] = torch.randint(256, (size + 1,), device="cuda").to(torch.uint8)[1:]
+    if alibi:
+        options["pos_encoding_mode"] = "ALIBI"
+    per_head = [torch.rand(count, device="cuda") for count in (heads[0], heads[1], heads[1])] if scales else [None] * 3
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    offsets = torch.tensor([qo, kv], dtype=torch.int32)
+    planned = {"head_dim_vo": head_dim_vo, "q_data_type": dtype, **options}
+    wrapper: Any
+    if page_size is not None:
+        pages = [-(-keys // page_size) for _, keys in lengths]
+        table = torch.randperm(sum(pages)).to(torch.int32)
+        starts = torch.tensor([0, *accumulate(pages)], dtype=torch.int32)
+        last = torch.tensor([(keys - 1) % page_size + 1 if keys else 0 for _, keys in lengths], dtype=torch.int32)
+        cache = tuple(torch.randn(sum(pages), page_size, *x.shape[1:], device="cuda", dtype=dtype) for x in (k, v))
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+        wrapper.plan(offsets[0], starts, table, last, *heads, head_dim, page_size, **planned)
+        data: tuple[Any, ...] = (cache,)
+    elif len(lengths) == 1:
+        named = dict(zip(("scale_q", "scale_k", "scale_v"), per_head))
+        single = ck.single_prefill_with_kv_cache
+        out, _ = single(q, k, v, backend=backend, return_lse=True, sinks=sink, **options, **named)
+        assert out.isfinite().all()
+        return
     else:
-        workspace = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
         wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        offsets = torch.tensor([qo, kv], dtype=torch.int32)
-        wrapper.plan(
-            offsets[0],
-            offsets[1],
-            *heads,
-            head_dim,
-            head_dim_vo=head_dim_vo,
-            causal=causal,
-            window_left=window_left,
-            logits_soft_cap=soft_cap,
-            q_data_type=dtype,
-        )
-        out, _ = wrapper.run(q, k, v, return_lse=True, sinks=sink)
+        wrapper.plan(offsets[0], offsets[1], *heads, head_dim, **planned)
+        data = (k, v)
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), per_head))
+    out, _ = wrapper.run(q, *data, return_lse=True, sinks=sink, **named)
     assert out.isfinite().all()
 
 
@@ -81,6 +94,23 @@ def every_tile(backend: str, head_dim: int) -> None:
     attend(backend, head_dim, (70, 7), [(300, 333)], torch.float16, causal=True)
     attend(backend, head_dim, (70, 14), [(640, 640)], causal=True, window_left=50)
     attend(backend, head_dim, (70, 70), [(300, 150)], soft_cap=20.0)
+    attend(backend, head_dim, (4, 2), [(70, 131)], mask=True, scales=True)
+    attend(backend, head_dim, (4, 1), [(130, 77)], mask=True, window_left=20, soft_cap=20.0)
+    attend(backend, head_dim, (4, 2), [(1, 3), *batch], mask=True, alibi=True, sinks=True)
+    attend(backend, head_dim, (70, 10), [(300, 203), (200, 333)], mask=True)
+    attend(backend, head_dim, (70, 10), [(300, 333)], causal=True, alibi=True, scales=True)
+    for page_size in (1, 5, 8, 16, 64):
+        attend(backend, head_dim, (4, 2), batch, causal=True, page_size=page_size)
+        attend(backend, head_dim, (6, 2), batch, mask=True, window_left=40, page_size=page_size)
+    attend(backend, head_dim, (70, 10), [(300, 333), (5, 700)], page_size=16)
+    attend(backend, head_dim, (70, 10), [(300, 333), (5, 70)], causal=True, soft_cap=9.0, page_size=5)
+    # Heads of their own, whose rows are not packed; rows of many heads, and keys that are split.
+    for page_size in (None, 1, 8):
+        attend(backend, head_dim, (4, 4), batch, causal=True, page_size=page_size)
+        attend(backend, head_dim, (3, 3), batch, mask=True, page_size=page_size)
+        attend(backend, head_dim, (10, 2), [(3, 1500), (1, 2000), (0, 30), (40, 900)], causal=True, page_size=page_size)
+        attend(backend, head_dim, (8, 1), [(9, 1100), (1, 2000)], mask=True, sinks=True, page_size=page_size)
+    attend(backend, head_dim, (8, 1), [(33, 3000)], causal=True)
     if head_dim == 64:
         attend(backend, 64, (64, 64), [(128, 128)] * 34, causal=True)  # many short tiles
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
@@ -29,9 +30,9 @@ def only_on_cuda(target):
 
 
 class Captured:
-    """A wrapper with static inputs and outputs, captured after its first plan."""
+    """A wrapper with static inputs and outputs, captured after its first plan; with a buffer for masks if given one."""
 
-    def __init__(self, target, kind: str):
+    def __init__(self, target, kind: str, mask_buffer: torch.Tensor | None = None):
         self.target, self.kind = target, kind
         size = len(STEPS[0][0])
         rows = sum(STEPS[0][0])
@@ -44,6 +45,7 @@ class Captured:
         def ints(n: int) -> torch.Tensor:
             return torch.zeros(n, dtype=torch.int32, device=target.device)
 
+        masks = {} if mask_buffer is None else dict(custom_mask_buf=mask_buffer, mask_indptr_buf=ints(size + 1))
         if kind == "ragged":
             self.wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
                 target.workspace(),
@@ -51,6 +53,7 @@ class Captured:
                 qo_indptr_buf=ints(size + 1),
                 kv_indptr_buf=ints(size + 1),
                 backend=target.backend,
+                **masks,
             )
         else:
             self.wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(
@@ -61,22 +64,42 @@ class Captured:
                 paged_kv_indices_buf=ints(len(self.cache)),
                 paged_kv_last_page_len_buf=ints(size),
                 backend=target.backend,
+                **masks,
             )
 
-    def load(self, batch: Batch, indices_on: str = "cpu") -> None:
+    def load(self, batch: Batch, indices_on: str = "cpu", **plan) -> None:
+        plan = plan or dict(causal=True)
         self.q[: len(batch.q)] = batch.q
         if self.kind == "ragged":
             self.k[: len(batch.k)], self.v[: len(batch.v)] = batch.k, batch.v
             bounds = batch.qo_indptr(indices_on), batch.kv_indptr(indices_on)
-            self.wrapper.plan(*bounds, *batch.heads, causal=True)
+            self.wrapper.plan(*bounds, *batch.heads, **plan)
         else:
             paged = batch.paged(8)
             self.cache[: len(paged.cache)] = paged.cache
-            self.wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
+            self.wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, **plan)
 
-    def run(self) -> None:
+    def run(self, **scales) -> None:
         data = (self.cache,) if self.kind == "paged" else (self.k, self.v)
-        self.wrapper.run(self.q, *data, out=self.out, lse=self.lse, return_lse=True)
+        self.wrapper.run(self.q, *data, out=self.out, lse=self.lse, return_lse=True, **scales)
+
+    def capture(self, **scales) -> torch.cuda.CUDAGraph:
+        self.run(**scales)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(**scales)
+        return graph
+
+    def check_replay(self, graph: torch.cuda.CUDAGraph, batch: Batch, options: Options) -> None:
+        self.out.fill_(7.0)
+        self.lse.fill_(7.0)
+        graph.replay()
+        rows, want = len(batch.q), expect(batch, options)
+        assert_close(self.out[:rows], want.out, want.baseline)
+        assert_lse_close(self.lse[:rows], want.lse)
+        # Rows behind the last request keep what was there.
+        assert bool((self.out[rows:] == 7.0).all()) and bool((self.lse[rows:] == 7.0).all())
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
@@ -86,22 +109,79 @@ def test_replay_after_other_plans(target, kind):
     captured = Captured(target, kind)
     batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(STEPS)]
     captured.load(batches[0])
-    captured.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.run()
+    graph = captured.capture()
     for batch in [*batches, batches[0]]:
         captured.load(batch)
-        captured.out.fill_(7.0)
-        captured.lse.fill_(7.0)
-        graph.replay()
-        rows = len(batch.q)
-        want = expect(batch, CAUSAL)
-        assert_close(captured.out[:rows], want.out, want.baseline)
-        assert_lse_close(captured.lse[:rows], want.lse)
-        # Rows behind the last request keep what was there.
-        assert bool((captured.out[rows:] == 7.0).all()) and bool((captured.lse[rows:] == 7.0).all())
+        captured.check_replay(graph, batch, CAUSAL)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "misaligned"])
+def test_replay_with_other_masks(target, kind, first):
+    # Room for no more than the masks, up to the last bit: kernels read words of 32.
+    steps = [([8, 8, 8], [40, 60, 8]), ([3, 20, 1], [90, 29, 1]), ([8, 0, 4], [8, 0, 31]), ([1, 5, 3], [700, 0, 5])]
+    batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(steps)]
+    room = max(sum((n * m + 7) // 8 for n, m in zip(*step)) for step in steps)
+    buffer = torch.full((first + room,), 255, dtype=torch.uint8, device=target.device)
+    captured = Captured(target, kind, buffer[first:])
+    masks = [batch.random_masks() for batch in batches]
+    captured.load(batches[0], custom_mask=torch.cat([m.reshape(-1) for m in masks[0]]))
+    graph = captured.capture()
+    for batch, given in [*zip(batches, masks), (batches[0], masks[0])]:
+        captured.load(batch, custom_mask=torch.cat([m.reshape(-1) for m in given]))
+        captured.check_replay(graph, batch, Options(custom_masks=given))
+        for causal in (True, False):  # the mask that stands for none
+            captured.load(batch, causal=causal)
+            captured.check_replay(graph, batch, Options(causal=causal))
+
+
+def test_replay_of_items(target):
+    def load(batch: Batch) -> list[oracle.MultiItem]:
+        items = [oracle.MultiItem(max(m - 7, 0), (0, 1, 2, 0, 1, 2, 3)) for m in batch.kv_lens]
+        prefix = torch.tensor([x.prefix_len for x in items], dtype=torch.int32).to(torch.uint32)
+        positions = torch.tensor([x.token_pos for x in items], dtype=torch.int32).reshape(-1).to(torch.uint16)
+        captured.load(
+            batch,
+            prefix_len_ptr=prefix,
+            token_pos_in_items_ptr=positions,
+            token_pos_in_items_len=7,
+            max_item_len_ptr=torch.tensor([3, 3, 3], dtype=torch.int32).to(torch.uint16),
+        )
+        return items
+
+    captured = Captured(target, "ragged", torch.zeros(1000, dtype=torch.uint8, device=target.device))
+    batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(STEPS[:3])]
+    load(batches[0])
+    graph = captured.capture()
+    for batch in [*batches, batches[0]]:
+        captured.check_replay(graph, batch, Options(multi_items=load(batch)))
+
+
+@pytest.mark.parametrize("first", ["NONE", "ALIBI"])
+def test_replay_after_a_plan_of_another_kind(target, first):
+    # Tiles of other sizes must not take the place of those that a graph counts on.
+    captured = Captured(target, "ragged")
+    batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(STEPS)]
+    captured.load(batches[0], causal=True, pos_encoding_mode=first)
+    graph = captured.capture()
+    for batch in batches:
+        captured.load(batch, causal=True, pos_encoding_mode="NONE" if first == "ALIBI" else "ALIBI")
+        captured.wrapper.run(batch.q, captured.k, captured.v)
+        captured.check_replay(graph, batch, Options(causal=True, pos_encoding_mode=first))
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_replay_with_scales_in_tensors(target, kind):
+    captured = Captured(target, kind)
+    batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(STEPS)]
+    scales = {name: torch.ones(1, device=target.device) for name in ("q_scale", "v_scale")}
+    captured.load(batches[0])
+    graph = captured.capture(**scales)
+    for n, batch in enumerate(batches):
+        captured.load(batch)
+        scales["q_scale"].fill_(0.5 + n)
+        scales["v_scale"].fill_(1.0 - 0.2 * n)
+        captured.check_replay(graph, batch, Options(causal=True, q_scale=0.5 + n, v_scale=1.0 - 0.2 * n))
 
 
 def test_capture_before_any_run(target):

@@ -19,7 +19,7 @@ KERNELS = ["fa2", "fa3"]
 
 def plan(device: str, backend: str = "auto", kind: str = "ragged", **kwargs):
     batch = make_batch([5], [9], 4, 2, 64, device=device)
-    workspace = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
     if kind == "ragged":
         wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
         wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **kwargs)
@@ -79,7 +79,7 @@ def test_environment_stands_for_auto(clean_environment):
 
 def test_auto_is_not_sticky(clean_environment):
     batch = make_batch([5], [9], device="cpu")
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8))
     clean_environment.setenv(VARIABLE, "reference")
     wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
     assert wrapper._backend == "reference"
@@ -125,7 +125,41 @@ def test_auto_takes_fa3_on_hopper_alone(capability, selected, extension, clean_e
         assert "9.0" in reason and f"{capability // 10}.{capability % 10}" in reason
 
 
-@pytest.mark.parametrize("feature", ["custom_mask", "multi_item", "alibi", "rope", "paged", "stats", "head_scale"])
+# What the registry calls the features of a request.
+REGISTERED = {
+    "causal": "interval_mask",
+    "custom_mask": "bit_mask",
+    "multi_item": "bit_mask",
+    "soft_cap": "soft_cap",
+    "alibi": "alibi",
+    "sinks": "sinks",
+    "paged": "paged_kv",
+    "head_scale": "device_scales",
+    "tensor_scale": "device_scales",
+}
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("feature", REGISTERED)
+def test_a_backend_serves_what_its_kernels_have(feature, backend, extension, clean_environment):
+    kernels = [kernel for kernel in ck.list_kernels() if kernel["backend"] == backend]
+    if not kernels:
+        pytest.skip(f"this build has no {backend} kernels")
+    kernel = kernels[0]
+    said = ck.explain(
+        device="cuda",
+        compute_capability=90,
+        q_dtype=kernel["q_dtype"],
+        head_dim_qk=kernel["head_dim_qk"],
+        head_dim_vo=kernel["head_dim_vo"],
+        features=[feature],
+    )
+    against = said.reasons[backend]
+    assert (not against) == (REGISTERED[feature] in kernel["features"])
+    assert all(backend in reason for reason in against)
+
+
+@pytest.mark.parametrize("feature", ["stats", "unsized"])
 def test_fa3_names_what_it_lacks(feature, extension, clean_environment):
     said = ck.explain(device="cuda", compute_capability=90, features=[feature])
     assert said.selected != "fa3"

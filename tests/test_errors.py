@@ -318,12 +318,6 @@ def test_8_bit_queries_need_a_16_bit_output(target):
     refuse((ValueError, RuntimeError), lambda: calls.single(), "o_dtype")
 
 
-def test_8_bit_queries_by_name(kernel_backend):
-    q, k, v = (torch.zeros(5, 2, 64, device="cuda:0").to(E4M3) for _ in range(3))
-    call = ck.single_prefill_with_kv_cache
-    refuse(AssertionError, lambda: call(q, k, v, o_dtype=torch.float16, backend=kernel_backend), kernel_backend)
-
-
 @pytest.mark.parametrize("head_dim", [100, 320])
 def test_head_dim_without_kernel(kernel_backend, head_dim):
     q, k, v = (torch.zeros(5, 2, head_dim, dtype=torch.float16, device="cuda:0") for _ in range(3))

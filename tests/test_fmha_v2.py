@@ -60,7 +60,7 @@ def call(batch: Batch, layout: str, mode: Mode, *, qkv=None, tables=None, **extr
     arguments: dict[str, Any] = dict(
         qkv=qkv,
         input_layout=layout,
-        workspace_buffer=torch.zeros(1 << 20, dtype=torch.uint8, device=device),
+        workspace_buffer=torch.zeros(64 << 20, dtype=torch.uint8, device=device),
         seq_lens=torch.tensor(batch.kv_lens, dtype=torch.int32, device=device),
         max_q_len=max(batch.qo_lens),
         max_kv_len=max(batch.kv_lens),

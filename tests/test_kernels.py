@@ -21,24 +21,38 @@ OPTIONS = {
     "window": Options(causal=True, window_left=50),
     "cap": Options(causal=True, logits_soft_cap=5.0),
     "negative scale": Options(sm_scale=-0.1),
+    "alibi": Options(causal=True, pos_encoding_mode="ALIBI"),
+    "alibi and cap": Options(window_left=60, pos_encoding_mode="ALIBI", logits_soft_cap=5.0),
 }
 
 
-def attend(backend: str, batch: Batch, options: Options, sinks: torch.Tensor | None = None):
-    """Output and LSE: a batch of one by the single call, others by the wrapper."""
+def attend(
+    backend: str, batch: Batch, options: Options, sinks: torch.Tensor | None = None, page_size: int | None = None
+):
+    """Output and LSE: with a page size by the paged wrapper, else a batch of one by the single call, others by the
+    ragged wrapper."""
     kwargs, sinks_of_run = options.plan_kwargs(), {} if sinks is None else {"sinks": sinks}
-    if len(batch.qo_lens) == 1:
+    if options.custom_masks is not None:
+        kwargs["custom_mask"] = torch.cat([mask.reshape(-1) for mask in options.custom_masks])
+    if len(batch.qo_lens) == 1 and page_size is None:
         call = ck.single_prefill_with_kv_cache
         return call(batch.q, batch.k, batch.v, return_lse=True, backend=backend, **kwargs, **sinks_of_run)
-    workspace = torch.zeros(1 << 20, dtype=torch.uint8, device=batch.device)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=batch.device)
     dims = {"head_dim_vo": batch.v.shape[2], "q_data_type": batch.q.dtype}
+    if page_size is not None:
+        paged = batch.paged(page_size, form="tuple")
+        of_pages = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+        of_pages.plan(batch.qo_indptr(), *paged.table(), *batch.heads, page_size, **dims, **kwargs)
+        return of_pages.run(batch.q, paged.cache, return_lse=True, **sinks_of_run)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
     wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **dims, **kwargs)
     return wrapper.run(batch.q, batch.k, batch.v, return_lse=True, **sinks_of_run)
 
 
-def check(backend: str, batch: Batch, options: Options, sinks: torch.Tensor | None = None) -> None:
-    out, lse = attend(backend, batch, options, sinks)
+def check(
+    backend: str, batch: Batch, options: Options, sinks: torch.Tensor | None = None, page_size: int | None = None
+) -> None:
+    out, lse = attend(backend, batch, options, sinks, page_size)
     want = expect(batch, dataclasses.replace(options, sinks=sinks))
     assert_close(out, want.out, want.baseline)
     assert_lse_close(lse, want.lse)
@@ -64,6 +78,57 @@ def test_large_tiles(kernel_backend, dims, name, lens):
     # 70 heads: enough tiles that the large kind is chosen, and more than one for most blocks of a persistent kernel.
     batch = make_batch(*lens, 70, 10, dims[0], head_dim_vo=dims[1], device="cuda:0")
     check(kernel_backend, batch, OPTIONS[name])
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", ["mask", "mask, window, cap and sinks", "mask and alibi", "alibi", "alibi and cap"])
+@pytest.mark.parametrize("page_size", [None, 1, 5, 16])
+@pytest.mark.parametrize(
+    "lens",
+    [([300], [203]), ([300, 0, 33, 1, 200, 130], [203, 7, 131, 50, 0, 321])],
+    ids=["single", "batch"],
+)
+def test_general_tiles(kernel_backend, dims, name, page_size, lens):
+    # Keys in numbers that are no multiple of 8: every row, and but for bytes every request, begins at another bit.
+    batch = make_batch(*lens, 8, 2, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, device="cuda:0")
+    options, sinks = OPTIONS.get(name, Options(causal=True)), None
+    if "mask" in name:
+        masks = batch.random_masks(0.3)
+        masks[0][[0, 63, 64, 299]] = False
+        masks[-1][:, -70:] = False  # whole blocks of keys that no row sees
+        if len(masks) > 1:
+            masks[2][:] = False
+        options = dataclasses.replace(options, custom_masks=masks)
+    if name == "mask, window, cap and sinks":
+        options = dataclasses.replace(options, window_left=90, logits_soft_cap=4.0)
+        sinks = torch.linspace(-2.0, 4.0, 8, device="cuda:0")
+    if name == "mask and alibi":
+        options = dataclasses.replace(options, pos_encoding_mode="ALIBI")
+    check(kernel_backend, batch, options, sinks, page_size)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_masks_for_many_tiles(kernel_backend, dims):
+    # More than one tile for most blocks of a persistent kernel: each must find the mask of its request.
+    lens = ([300, 1, 640, 5, 130], [333, 900, 601, 77, 131])
+    batch = make_batch(*lens, 70, 10, dims[0], head_dim_vo=dims[1], device="cuda:0")
+    options = Options(custom_masks=batch.random_masks())
+    check(kernel_backend, batch, options)
+    out, lse = attend(kernel_backend, batch, options)
+    for _ in range(10):
+        again, lse_again = attend(kernel_backend, batch, options)
+        assert_bitwise(again, out)
+        assert_bitwise(lse_again, lse, "lse")
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "cap"])
+@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 64, 128])
+def test_pages_of_heads_of_their_own(kernel_backend, dims, name, page_size):
+    # One query head per key head: rows are not packed, however few.
+    lens = [200, 0, 390, 1, 250], [200, 7, 900, 50, 0]
+    batch = make_batch(*lens, 6, 6, dims[0], head_dim_vo=dims[1], device="cuda:0")
+    check(kernel_backend, batch, OPTIONS[name], page_size=page_size)
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -148,7 +213,7 @@ class TestTileCounters:
         counters = _cuda._counters(batch.q.device, _cuda._stream(batch.q.device))
         assert counters.tolist() == [0, 0]
         wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
-            torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0"), backend="fa3"
+            torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend="fa3"
         )
         wrapper._int_workspace_buffer.fill_(255)
         wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
@@ -167,8 +232,9 @@ class TestTileCounters:
             out = torch.full_like(batch.q, torch.nan)
             q, k, v, o = ((x.data_ptr(), x.stride(0), x.stride(1)) for x in (batch.q, batch.k, batch.v, out))
             flat = [*q, *k, 0, *v, 0, *o]
-            scale, stream = 128**-0.5, _cuda._stream(out.device)
-            plan.run(*flat, 0, 0, 0, 1000, 1000, 0, True, -1, 0, scale, 0.0, 0, 1.0, next_tile, stream)
+            mask, alibi, scales = (True, -1, 0, 0, 0, 0), (0, True, False), (1.0, 0, 0, 0, 0)
+            end = (next_tile, _cuda._stream(out.device), 0, 0)
+            plan.run(*flat, 0, 0, 0, 1000, 1000, 0, *mask, 128**-0.5, 0.0, *alibi, 0, *scales, *end)
             outs.append(out)
         assert_bitwise(outs[1], outs[0])
         want = expect(batch, Options(causal=True))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from problems import Options, expect, make_batch
+from problems import Batch, Options, expect, make_batch
 from test_masks import KINDS, batch_for, check, run
 
 import cutlass_kernels as ck
@@ -138,6 +139,64 @@ def test_merging_a_sink_state_counts_the_sink_once(target):
     want = expect(batch, Options(sinks=sinks))
     assert_close(out, want.out, atol=2e-3)
     assert_lse_close(lse, want.lse)
+
+
+def scales_of(form: str, device: str) -> dict[str, torch.Tensor | float]:
+    """Factors of q (4 heads), k and v (2 heads) in one of the forms that callers give them in."""
+    one = {name: torch.tensor([x], device=device) for name, x in (("q", 0.7), ("k", 1.3), ("v", 0.4))}
+    heads = {
+        "q": torch.linspace(0.5, 1.5, 4, device=device),
+        "k": torch.linspace(0.8, 1.2, 2, device=device),
+        "v": torch.linspace(0.6, 1.4, 2, device=device),
+    }
+    mixed = {"q": one["q"], "k": heads["k"], "v": 0.3}
+    return {"one": one, "heads": heads, "mixed": mixed, "value": {"v": one["v"]}}[form]
+
+
+def scaled(batch: Batch, scales: dict[str, torch.Tensor | float]) -> Batch:
+    """The batch, in float32, that the scales make of it."""
+    given = (torch.as_tensor(scales.get(name, 1.0), device=batch.device).reshape(-1) for name in "qkv")
+    heads = (batch.num_qo_heads, batch.num_kv_heads, batch.num_kv_heads)
+    return batch.dequantized(*(x.expand(count) for x, count in zip(given, heads)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["one", "heads", "mixed", "value"])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_scales_in_tensors(target, kind, form, cap):
+    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
+    scales = scales_of(form, target.device)
+    names = "scale_{}" if kind == "single" else "{}_scale"
+    given = {names.format(name): x for name, x in scales.items()}
+    out, lse = run(target, kind, batch, Options(causal=True, logits_soft_cap=cap), run_kwargs=given)
+    want = expect(scaled(batch, scales), Options(causal=True, logits_soft_cap=cap))
+    assert_close(out, want.out, atol=2e-3)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_runs_of_one_plan_with_and_without_scales(target, kind):
+    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
+    paged = batch.paged(8)
+    if kind == "ragged":
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+        table, rest, data = (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
+    else:
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
+        table, rest, data = paged.table(), (*batch.heads, 8), (paged.cache,)
+    plain = Options(causal=True)
+    for mode in ("NONE", "ALIBI", "NONE"):
+        wrapper.plan(batch.qo_indptr(), *table, *rest, causal=True, pos_encoding_mode=mode)
+        for form in (None, "one", None, "heads", "one", None):
+            scales = {} if form is None else scales_of(form, target.device)
+            given = {f"{name}_scale": x for name, x in scales.items()}
+            out, lse = wrapper.run(batch.q, *data, return_lse=True, **given)
+            want = expect(scaled(batch, scales), dataclasses.replace(plain, pos_encoding_mode=mode))
+            assert_close(out, want.out, atol=2e-3)
+            assert_lse_close(lse, want.lse)
+    for mode in ("ALIBI", "NONE", "ALIBI"):  # other options than those of the plan
+        want = expect(batch, dataclasses.replace(plain, pos_encoding_mode=mode))
+        assert_close(wrapper.forward(batch.q, *data, causal=True, pos_encoding_mode=mode), want.out, want.baseline)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])

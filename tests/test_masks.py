@@ -9,6 +9,8 @@ from compare import assert_close, assert_lse_close
 from problems import Batch, Options, expect, indptr, make_batch
 
 import cutlass_kernels as ck
+from cutlass_kernels import _args, _plan
+from cutlass_kernels._problem import MultiItem
 
 KINDS = ["single", "ragged", "paged"]
 
@@ -129,6 +131,40 @@ def test_mask_made_by_packbits(target, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_packed_mask_at_any_address(target, kind, first):
+    # Kernels read words of 32 bits. Here neither the address nor the end of the storage is a multiple of four bytes.
+    batch = batch_for(kind, target, (33, 1, 9), (71, 43, 9))
+    masks = batch.random_masks()
+    packed = packed_per_request(masks)
+    buffer = torch.full((first + packed.numel(),), 255, dtype=torch.uint8, device=target.device)
+    buffer[first:] = packed
+    options = Options(custom_masks=masks)
+    check(target, kind, batch, options, needs=["custom_mask"], packed_custom_mask=buffer[first:])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8])
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_whole_words(size, first):
+    buffer = torch.arange(first + size, dtype=torch.uint8)
+    bits = buffer[first:]
+    words = _args.whole_words(bits)
+    assert words.data_ptr() % 4 == 0 and torch.equal(words[:size], bits)
+    readable = words.untyped_storage().nbytes() - words.storage_offset()
+    assert words.numel() > 0 and readable >= (words.numel() + 3) // 4 * 4
+    assert (words is bits) == (size > 0 and size % 4 == 0 and first % 4 == 0)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 32, 33, 100])
+def test_packed_masks_of_ours_are_whole_words(count):
+    bits = ck.packbits(torch.ones(count, dtype=torch.bool), bitorder="little")
+    assert _args.whole_words(bits) is bits
+    bounds = torch.tensor([0, count, 2 * count])
+    bits, _ = ck.segment_packbits(torch.ones(2 * count, dtype=torch.bool), bounds, "little")
+    assert _args.whole_words(bits) is bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_the_mask_blanks(target, kind):
     batch = batch_for(kind, target)
     masks = batch.random_masks()
@@ -208,6 +244,106 @@ def test_multi_item_scoring(target, kind, window_left, cached):
     batch = make_batch([m - cached for m in kv_lens], kv_lens, 4, 2, 64, device=target.device)
     options = Options(causal=True, window_left=window_left, multi_items=items)
     check(target, kind, batch, options, needs=["multi_item"], **multi_item_arguments(items, target.device))
+
+
+def test_items_as_bits():
+    items = [item_positions(10, [4, 3, 6]), item_positions(5, []), item_positions(0, [2]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    qo_lens = [kv_lens[0], 0, kv_lens[2], 7]
+    given = multi_item_arguments(items, "cpu")
+    rule = _plan.keys_of_items(
+        MultiItem(
+            given["prefix_len_ptr"],
+            given["token_pos_in_items_ptr"],
+            given["token_pos_in_items_len"],
+            given["max_item_len_ptr"],
+        )
+    )
+    bits, offsets = _args.mask_of_rule(rule, torch.tensor(qo_lens), torch.tensor(kv_lens), 0, torch.device("cpu"))
+    for b, (n, m) in enumerate(zip(qo_lens, kv_lens)):
+        want = oracle.pack_bits(oracle.visible(n, m, multi_item=items[b]), "little")
+        assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)
+
+
+def test_positions_that_are_too_few_for_their_items(target):
+    items = [item_positions(10, [4, 3])]
+    kv_len = 10 + len(items[0].token_pos)
+    batch = make_batch([3], [kv_len], 2, 2, 64, device=target.device)
+    given = multi_item_arguments(items, "cpu") | {"token_pos_in_items_len": len(items[0].token_pos) - 1}
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    with pytest.raises(ValueError, match="pad token_pos_in_items"):
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **given)
+
+
+def test_items_of_lengths_on_the_device(kernel_backend):
+    # Their mask has no size that the host knows, unless it is told the lengths.
+    items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    batch = make_batch(kv_lens, kv_lens, 4, 2, 64, device="cuda:0")
+    want = expect(batch, Options(multi_items=items))
+    given = multi_item_arguments(items, "cuda:0")
+    indptrs = batch.qo_indptr("cuda:0"), batch.kv_indptr("cuda:0")
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    for backend, more in ((kernel_backend, dict(seq_lens=lens, seq_lens_q=lens)), ("auto", {})):
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+            torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=backend
+        )
+        wrapper.plan(*indptrs, *batch.heads, **given, **more)
+        assert wrapper._backend == ("reference" if backend == "auto" else backend)
+        assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=kernel_backend
+    )
+    with pytest.raises(ck.BackendError, match="seq_lens"):
+        wrapper.plan(*indptrs, *batch.heads, **given)
+
+
+@pytest.mark.parametrize("lengths_on", ["cpu", "cuda:0"])
+def test_plans_with_masks_do_not_synchronise(kernel_backend, lengths_on):
+    items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    batch = make_batch(kv_lens, kv_lens, 4, 2, 64, device="cuda:0")
+    masks = batch.random_masks()
+    plain, packed, positions = flat(masks), packed_per_request(masks), multi_item_arguments(items, "cuda:0")
+    want, want_items = expect(batch, Options(custom_masks=masks)).out, expect(batch, Options(multi_items=items)).out
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=kernel_backend
+    )
+    bounds = batch.qo_indptr(lengths_on), batch.kv_indptr(lengths_on)
+    given = [(dict(custom_mask=plain), want), (dict(packed_custom_mask=packed), want)]
+    if lengths_on == "cpu":
+        given.append((positions, want_items))
+    outs = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for kwargs, _ in given:
+            wrapper.plan(*bounds, *batch.heads, **kwargs)
+            outs.append(wrapper.run(batch.q, batch.k, batch.v))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for out, (_, expected) in zip(outs, given):
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_masks_come_and_go_with_plans(target, kind):
+    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
+    paged = batch.paged(8)
+    if kind == "ragged":
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+        table, rest, data = (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
+    else:
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
+        table, rest, data = paged.table(), (*batch.heads, 8), (paged.cache,)
+    masked = (Options(custom_masks=batch.random_masks()) for _ in range(3))
+    for options in (Options(causal=True), next(masked), Options(), next(masked), next(masked), Options(causal=True)):
+        mask = {} if options.custom_masks is None else {"custom_mask": flat(options.custom_masks)}
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **options.plan_kwargs(), **mask)
+        want = expect(batch, options)
+        for _ in range(2):
+            out, lse = wrapper.run(batch.q, *data, return_lse=True)
+            assert_close(out, want.out, want.baseline)
+            assert_lse_close(lse, want.lse)
 
 
 def test_multi_item_replaces_the_custom_mask(target):

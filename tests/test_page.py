@@ -86,7 +86,7 @@ def test_append_then_attend(device):
     ck.append_paged_kv_cache(
         batch.k, batch.v, torch.zeros_like(place), place, paged.cache, table[1], table[0], table[2]
     )
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8, device=device))
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8, device=device))
     wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
     single = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True)
     torch.testing.assert_close(wrapper.run(batch.q, paged.cache), single, rtol=1e-3, atol=1e-3)

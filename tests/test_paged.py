@@ -127,7 +127,7 @@ def test_fp8_everything_with_head_scales(target):
         return wrapper.run(batch.q, paged.cache, *scales)
 
     wide = batch.dequantized(*scales)
-    out = target.attempt(call, [*NEEDS, "fp8"])
+    out = target.attempt(call, [*NEEDS, "fp8_batch"])
     assert_close(out, expect(wide, Options(causal=True)).out, atol=5e-2, rtol=5e-2, dtype=torch.bfloat16)
 
 

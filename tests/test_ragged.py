@@ -314,7 +314,7 @@ def test_the_widest_window(target):
 def test_nothing_synchronises(kernel_backend, where):
     batch = make_batch([5, 9], [20, 9], 4, 2, 64, device="cuda:0")
     qo, kv = batch.qo_indptr(where[0]), batch.kv_indptr(where[1])
-    workspace = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0")
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
     wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernel_backend)
     torch.cuda.set_sync_debug_mode("error")
     try:

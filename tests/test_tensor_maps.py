@@ -30,7 +30,8 @@ def c(extension):
 def reasons(c, backend: str, rows: int = 100, keys: int = 100, heads=(4, 2), **strides: tuple[int, int]) -> list[str]:
     types = ("float16",) * 3
     given = [(name, *two) for name, two in strides.items()]
-    return c.not_supported_reasons(backend, *types, *heads, 64, 64, False, False, False, 90, rows, keys, given)
+    features = (False,) * 6
+    return c.not_supported_reasons(backend, *types, *heads, 64, 64, *features, 90, rows, keys, given)
 
 
 # Strides in elements of 2 bytes: of a token less than 16 GiB, of a head less than 1 TiB.
@@ -154,7 +155,7 @@ def test_runs_of_one_plan_with_and_without_broadcasts(target):
 @pytest.mark.hopper
 def test_explicit_fa3_refuses_broadcasts():
     views, plain = broadcast("cuda:0")
-    workspace = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0")
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
     wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa3")
     wrapper.plan(plain.qo_indptr(), plain.kv_indptr(), *plain.heads, causal=True)
     with pytest.raises(ck.BackendError, match="k has a head stride of 0 bytes"):

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "cutlass_kernels/attention.h"
 #include "registry.h"
 #include "schedule.h"
@@ -21,27 +22,6 @@ namespace py = pybind11;
 using namespace cutlass_kernels;
 
 namespace {
-
-using Address = std::uintptr_t;
-
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-void raise_unless_ok(const Status& status) {
-  if (status.ok()) return;
-  if (status.code == StatusCode::kInvalidArgument) throw py::value_error(status.message);
-  throw std::runtime_error(status.message);
-}
-
-DType dtype_of(const std::string& name) {
-  for (DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3,
-                      DType::kFloat8E5M2}) {
-    if (name == to_string(dtype)) return dtype;
-  }
-  throw py::value_error("dtype '" + name + "' is not known to the compiled kernels.");
-}
 
 Backend backend_of(const std::string& name) {
   for (Backend backend : {Backend::kAuto, Backend::kFa2, Backend::kFa3}) {
@@ -56,7 +36,9 @@ std::vector<std::string> feature_names(std::uint32_t bits) {
                                                            {kFeatureSinks, "sinks"},
                                                            {kFeatureRaggedKv, "ragged_kv"},
                                                            {kFeatureBitMask, "bit_mask"},
-                                                           {kFeaturePagedKv, "paged_kv"}};
+                                                           {kFeaturePagedKv, "paged_kv"},
+                                                           {kFeatureAlibi, "alibi"},
+                                                           {kFeatureDeviceScales, "device_scales"}};
   std::vector<std::string> names;
   for (const auto& [bit, name] : kNames) {
     if (bits & bit) names.push_back(name);
@@ -98,6 +80,12 @@ AttentionParams sizes(const std::string& q_dtype, const std::string& kv_dtype,
   return params;
 }
 
+/// Makes a problem one that needs general tiles, whichever way its runs will: never read.
+void set_general(AttentionParams& params, bool general) {
+  static const float factor = 1.0f;
+  params.logits_scale.data = general ? &factor : nullptr;
+}
+
 /// A tensor's name and its strides of a token and of a head, in elements.
 using Strides = std::tuple<std::string, std::int64_t, std::int64_t>;
 
@@ -118,13 +106,40 @@ void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
   }
 }
 
-/// What stays the same between the runs of a batch: types, heads, lengths and their work list.
+/// A call that was made once, and can be made again with other addresses: all else, 16-byte alignment included, has to be
+/// as it was.
+class Launch {
+ public:
+  Launch(const AttentionParams& params, Backend backend) : params_(params), backend_(backend) {}
+
+  void run(Address q, Address k, Address v, Address o, Address lse, Address sinks,
+           Address next_tile, Address stream, Address workspace,
+           std::size_t workspace_bytes) const {
+    AttentionParams params = params_;
+    params.q.data = pointer<void>(q);
+    params.k.data = pointer<void>(k);
+    params.v.data = pointer<void>(v);
+    params.o.data = pointer<void>(o);
+    params.lse = pointer<float>(lse);
+    params.sinks = pointer<const float>(sinks);
+    if (next_tile != 0) params.schedule.next_tile = pointer<std::int32_t>(next_tile);
+    raise_unless_ok(attention(params, pointer<void>(workspace), workspace_bytes,
+                              pointer<CUstream_st>(stream), backend_));
+  }
+
+ private:
+  AttentionParams params_;
+  Backend backend_;
+};
+
+/// What stays the same between the runs of a batch: types, heads, lengths and their work list. general: whether the list
+/// is for runs with a custom mask, ALiBi or scales in device memory, which have tiles of their own.
 class Plan {
  public:
   Plan(const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
        const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
        int head_dim_vo, int batch_size, Address qo_indptr, Address kv_indptr, std::int64_t total_q,
-       Address qo_indptr_host, std::int64_t total_kv)
+       Address qo_indptr_host, std::int64_t total_kv, bool general)
       : backend_(backend_of(backend)),
         params_(sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
                       head_dim_vo, batch_size, total_q)) {
@@ -132,6 +147,7 @@ class Plan {
     params_.kv_indptr = pointer<const std::int32_t>(kv_indptr);
     params_.qo_indptr_host = pointer<const std::int32_t>(qo_indptr_host);
     params_.total_kv = total_kv;
+    set_general(params_, general);
     if (std::string fault = contradiction(params_, /*with_tensors=*/false); !fault.empty()) {
       throw py::value_error(fault);
     }
@@ -147,7 +163,33 @@ class Plan {
     params_.pages.num_indices = num_indices;
   }
 
-  std::size_t schedule_bytes() const { return workspace_size(params_, backend_); }
+  // The same plan for copies of keys and values, which have page tables of their own.
+  Plan with_tables(Address indices, Address v_indices) const {
+    Plan plan = *this;
+    plan.params_.pages.indices = pointer<const std::int32_t>(indices);
+    plan.params_.pages.v_indices = pointer<const std::int32_t>(v_indices);
+    return plan;
+  }
+
+  void set_split(int fixed_split_size, bool disable_split_kv, int max_kv_len) {
+    params_.fixed_split_size = fixed_split_size;
+    params_.disable_split_kv = disable_split_kv;
+    params_.max_kv_len = max_kv_len;
+  }
+
+  std::size_t schedule_bytes() const { return schedule_size(params_, backend_); }
+
+  // Of the workspace that runs need; a single request has its sizes only then.
+  std::size_t partial_bytes(std::int64_t total_q, std::int64_t total_kv) const {
+    AttentionParams params = params_;
+    if (total_q > 0) {
+      params.total_q = total_q;
+      params.total_kv = total_kv;
+    }
+    std::size_t bytes = 0;
+    raise_unless_ok(partial_size(params, backend_, &bytes));
+    return bytes;
+  }
 
   // The mask, as far as it is known, decides the size of tiles; runs may have another.
   void make_schedule(Address workspace, std::size_t bytes, Address stream, bool causal,
@@ -159,20 +201,23 @@ class Plan {
     params_.qo_indptr_host = nullptr;  // the caller's, only until here
   }
 
-  void run(Address q, std::int64_t q_st, std::int64_t q_sh, Address k, std::int64_t k_st,
-           std::int64_t k_sh, std::int64_t k_stride_page, Address v, std::int64_t v_st,
-           std::int64_t v_sh, std::int64_t v_stride_page, Address o, std::int64_t o_st,
-           std::int64_t o_sh, Address lse, std::int64_t lse_st, std::int64_t lse_sh,
-           std::int64_t total_q, std::int64_t total_kv, std::int64_t num_pages, bool causal,
-           std::int64_t window_left, std::int64_t chunk_size, float sm_scale, float soft_cap,
-           Address sinks, float v_scale, Address next_tile, Address stream) const {
+  // Returns the call, which may be repeated.
+  Launch run(Address q, std::int64_t q_st, std::int64_t q_sh, Address k, std::int64_t k_st,
+             std::int64_t k_sh, std::int64_t k_stride_page, Address v, std::int64_t v_st,
+             std::int64_t v_sh, std::int64_t v_stride_page, Address o, std::int64_t o_st,
+             std::int64_t o_sh, Address lse, std::int64_t lse_st, std::int64_t lse_sh,
+             std::int64_t total_q, std::int64_t total_kv, std::int64_t num_pages, bool causal,
+             std::int64_t window_left, std::int64_t chunk_size, Address mask_words,
+             Address mask_indptr, std::int64_t mask_num_words, float sm_scale, float soft_cap,
+             Address alibi_slopes, bool alibi_relative, bool alibi_after_cap, Address sinks,
+             float v_scale, Address logits_scale, int logits_scale_stride, Address output_scale,
+             int output_scale_stride, Address next_tile, Address stream, Address workspace,
+             std::size_t workspace_bytes) const {
     AttentionParams params = params_;
-    if (next_tile != 0) params.schedule.next_tile = pointer<std::int32_t>(next_tile);
     params.q = {pointer<void>(q), q_st, q_sh};
     params.k = {pointer<void>(k), k_st, k_sh};
     params.v = {pointer<void>(v), v_st, v_sh};
     params.o = {pointer<void>(o), o_st, o_sh};
-    params.lse = pointer<float>(lse);
     params.lse_stride_token = lse_st;
     params.lse_stride_head = lse_sh;
     params.total_q = total_q;
@@ -184,11 +229,17 @@ class Plan {
       params.total_kv = total_kv;
     }
     set_mask(params, causal, window_left, chunk_size);
+    params.mask = {pointer<const std::uint32_t>(mask_words),
+                   pointer<const std::int32_t>(mask_indptr), mask_num_words};
     params.sm_scale = sm_scale;
     params.logits_soft_cap = soft_cap;
-    params.sinks = pointer<const float>(sinks);
+    params.alibi = {pointer<const float>(alibi_slopes), alibi_relative, alibi_after_cap};
     params.v_scale = v_scale;
-    raise_unless_ok(attention(params, nullptr, 0, pointer<CUstream_st>(stream), backend_));
+    params.logits_scale = {pointer<const float>(logits_scale), logits_scale_stride};
+    params.output_scale = {pointer<const float>(output_scale), output_scale_stride};
+    Launch launch(params, backend_);
+    launch.run(q, k, v, o, lse, sinks, next_tile, stream, workspace, workspace_bytes);
+    return launch;
   }
 
  private:
@@ -205,6 +256,33 @@ class Plan {
   AttentionParams params_;
 };
 
+/// Whether offsets never decrease and start at 0 or later.
+bool ascends(Address offsets, std::int64_t count) {
+  const auto* x = pointer<const std::int32_t>(offsets);
+  std::int32_t before = 0;
+  bool fine = true;
+  for (std::int64_t i = 0; i < count; ++i) {
+    fine &= x[i] >= before;
+    before = x[i];
+  }
+  return fine;
+}
+
+/// Writes the keys of every request of a page table; false where a last page is not filled as it can be.
+bool paged_kv_lens(Address kv_indptr, Address last_page_len, std::int64_t batch_size, int page_size,
+                   Address kv_lens) {
+  const auto* indptr = pointer<const std::int32_t>(kv_indptr);
+  const auto* last = pointer<const std::int32_t>(last_page_len);
+  auto* lens = pointer<std::int64_t>(kv_lens);
+  bool fine = true;
+  for (std::int64_t b = 0; b < batch_size; ++b) {
+    const std::int64_t pages = std::int64_t(indptr[b + 1]) - indptr[b];
+    lens[b] = pages > 0 ? (pages - 1) * page_size + last[b] : 0;
+    fine &= pages <= 0 || (last[b] >= 1 && last[b] <= page_size);
+  }
+  return fine;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -218,16 +296,22 @@ PYBIND11_MODULE(_C, m) {
       "not_supported_reasons",
       [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
          const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
-         int head_dim_vo, bool soft_cap, bool sinks, bool paged, int compute_capability,
-         std::int64_t total_q, std::int64_t total_kv, const std::vector<Strides>& strides) {
+         int head_dim_vo, bool soft_cap, bool sinks, bool paged, bool bit_mask, bool alibi,
+         bool device_scales, int compute_capability, std::int64_t total_q, std::int64_t total_kv,
+         const std::vector<Strides>& strides) {
         AttentionParams params = sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads,
                                        head_dim_qk, head_dim_vo, 1, total_q);
         params.total_kv = total_kv;
         params.pages.page_size = paged ? 1 : 0;
         set_strides(params, strides);
-        static const float sink = 0.0f;  // only whether there are sinks matters
+        // Only whether there are such tensors matters.
+        static const float number = 0.0f;
+        static const std::uint32_t word = 0;
         params.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
-        params.sinks = sinks ? &sink : nullptr;
+        params.sinks = sinks ? &number : nullptr;
+        params.mask.words = bit_mask ? &word : nullptr;
+        params.alibi.slopes = alibi ? &number : nullptr;
+        params.logits_scale.data = device_scales ? &number : nullptr;
         return not_supported_reasons(backend_of(backend), params, compute_capability);
       },
       "Sentences that say why the backend cannot serve the request; empty if it can. strides: (q, "
@@ -236,6 +320,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
       py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
       py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"), py::arg("paged"),
+      py::arg("bit_mask"), py::arg("alibi"), py::arg("device_scales"),
       py::arg("compute_capability"), py::arg("total_q") = 0, py::arg("total_kv") = 0,
       py::arg("strides") = std::vector<Strides>());
   m.def(
@@ -258,9 +343,10 @@ PYBIND11_MODULE(_C, m) {
       "tile_rows",
       [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads,
          int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q,
-         int compute_capability) {
-        const AttentionParams params = sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads,
-                                             head_dim_qk, head_dim_vo, batch_size, total_q);
+         int compute_capability, bool general) {
+        AttentionParams params = sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk,
+                                       head_dim_vo, batch_size, total_q);
+        set_general(params, general);
         std::string text = contradiction(params, /*with_tensors=*/false);
         if (!text.empty()) throw py::value_error(text);
         std::vector<std::string> reasons;
@@ -268,39 +354,54 @@ PYBIND11_MODULE(_C, m) {
             choose(backend_of(backend), params, compute_capability, &reasons);
         for (const std::string& reason : reasons) text += reason + " ";
         if (entry == nullptr) throw std::runtime_error(text);
-        return entry->tile_rows(params, compute_capability);
+        return entry->tile(params, compute_capability).rows;
       },
       "Query rows per tile of the kernel that would be chosen.", py::arg("backend"),
       py::arg("dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
       py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"),
-      py::arg("compute_capability"));
+      py::arg("compute_capability"), py::arg("general") = false);
   m.def(
       "workspace_size",
       [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads,
-         int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q) {
-        return workspace_size(sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk,
-                                    head_dim_vo, batch_size, total_q),
-                              backend_of(backend));
+         int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q, bool general) {
+        AttentionParams params = sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk,
+                                       head_dim_vo, batch_size, total_q);
+        set_general(params, general);
+        return workspace_size(params, backend_of(backend));
       },
       "Bytes of device memory that the schedule of a batch takes.", py::arg("backend"),
       py::arg("dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-      py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"));
+      py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"),
+      py::arg("general") = false);
 
+  m.def(
+      "ascends", &ascends,
+      "Whether int32 offsets (address, count) on the host never decrease and start at 0 or later.");
+  m.def("paged_kv_lens", &paged_kv_lens,
+        "Writes the int64 lengths of a page table on the host: addresses of kv_indptr and "
+        "last_page_len, batch_size, page_size, address of the lengths. False where a last page is "
+        "not filled as it can be.");
+  // Positional: keywords would cost 7 us a call where positions cost 0.4.
+  py::class_<Launch>(m, "Launch").def("__call__", &Launch::run);
   py::class_<Plan>(m, "Plan")
       .def(py::init<const std::string&, const std::string&, const std::string&, const std::string&,
-                    int, int, int, int, int, Address, Address, std::int64_t, Address,
-                    std::int64_t>(),
+                    int, int, int, int, int, Address, Address, std::int64_t, Address, std::int64_t,
+                    bool>(),
            py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
            py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
            py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("qo_indptr"),
            py::arg("kv_indptr"), py::arg("total_q"), py::arg("qo_indptr_host") = 0,
-           py::arg("total_kv") = 0)
+           py::arg("total_kv") = 0, py::arg("general") = false)
       .def("set_pages", &Plan::set_pages, py::arg("indices"), py::arg("v_indices"),
            py::arg("last_page_len"), py::arg("page_size"), py::arg("num_indices"))
+      .def("with_tables", &Plan::with_tables, py::arg("indices"), py::arg("v_indices"))
+      .def("set_split", &Plan::set_split, py::arg("fixed_split_size"), py::arg("disable_split_kv"),
+           py::arg("max_kv_len"))
       .def_property_readonly("schedule_bytes", &Plan::schedule_bytes)
+      .def("partial_bytes", &Plan::partial_bytes, py::arg("total_q") = 0, py::arg("total_kv") = 0)
       .def("make_schedule", &Plan::make_schedule, py::arg("workspace"), py::arg("bytes"),
            py::arg("stream"), py::arg("causal") = false, py::arg("window_left") = -1,
            py::arg("chunk_size") = 0)
-      // Positional: keywords would cost 7 us a call where positions cost 0.4.
       .def("run", &Plan::run);
+  bind_prepare(m);
 }

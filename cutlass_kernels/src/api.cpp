@@ -7,33 +7,28 @@
 
 #include "cuda_failure.h"
 #include "device.h"
+#include "mask_extents.h"
+#include "merge/merge_pieces.h"
 #include "registry.h"
 #include "schedule.h"
 
 namespace cutlass_kernels {
 namespace {
 
-/// The kernel for the current device, and the query rows of its tiles.
+/// The kernel for the current device, its tile, and how tiles' keys are split.
 struct Choice {
   const KernelEntry* entry = nullptr;
-  int tile_rows = 0;
+  TileShape tile;
+  SplitRule rule;
 };
 
-Status choose_here(Backend backend, const AttentionParams& params, Choice* choice) {
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  std::vector<std::string> reasons;
-  choice->entry = choose(backend, params, device.compute_capability, &reasons);
-  if (choice->entry != nullptr) {
-    choice->tile_rows = choice->entry->tile_rows(params, device.compute_capability);
-    return Status::success();
-  }
-  std::string text;
-  for (const std::string& reason : reasons) text += (text.empty() ? "" : " ") + reason;
-  return Status::unsupported(std::move(text));
+/// A single request without offsets needs no list: its tiles follow from total_q and total_kv.
+bool needs_list(const AttentionParams& params) {
+  return params.batch_size > 1 || params.qo_indptr != nullptr;
 }
 
 std::int64_t tiles(const AttentionParams& params, int tile_rows) {
+  if (!needs_list(params)) return (params.total_q + tile_rows - 1) / tile_rows;
   if (params.qo_indptr_host == nullptr) {
     return schedule_capacity(params.total_q, params.batch_size, tile_rows);
   }
@@ -46,9 +41,86 @@ std::int64_t tiles(const AttentionParams& params, int tile_rows) {
                                 1);  // a list has an entry, if only one that says there is no tile
 }
 
-/// A single request without offsets needs no list: its tiles follow from total_q and total_kv.
-bool needs_list(const AttentionParams& params) {
-  return params.batch_size > 1 || params.qo_indptr != nullptr;
+/// Keys of the longest request, at most.
+std::int64_t most_keys(const AttentionParams& params) {
+  if (params.max_kv_len > 0) return params.max_kv_len;
+  if (params.total_kv > 0 || params.pages.page_size == 0) return params.total_kv;
+  return params.pages.num_indices * params.pages.page_size;
+}
+
+/// Bounds that hold on any device count this many blocks that run at once.
+constexpr int kMostBlocks = 512;
+
+/// Results of pieces take no more, unless fixed_split_size asks for it: the smallest workspace in common use holds them.
+constexpr std::size_t kMostPartialBytes = 16 << 20;
+
+/// How the keys of tiles are split; `multiprocessors` 0 stands for any device. Only tiles of packed heads, which serve short
+/// queries, are.
+SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int multiprocessors) {
+  SplitRule rule;
+  if (tile.packed_heads == 0 || params.disable_split_kv) return rule;
+  const std::int64_t count = tiles(params, tile.rows);
+  if (params.fixed_split_size > 0) {
+    const std::int64_t pieces =
+        (most_keys(params) + params.fixed_split_size - 1) / params.fixed_split_size;
+    rule.fixed = params.fixed_split_size;
+    rule.most_pieces = int(std::clamp<std::int64_t>(pieces, 1, 32767));
+    if (rule.most_pieces == 1) return rule;
+    rule.extra_tiles = count * (rule.most_pieces - 1);
+    rule.split_tiles = count;
+    rule.partial_rows = params.total_q * rule.most_pieces;
+  } else {
+    const int blocks = multiprocessors == 0
+                           ? kMostBlocks
+                           : std::min(multiprocessors * tile.blocks_per_sm, kMostBlocks);
+    const std::int64_t keys = most_keys(params);  // 0 where the host does not know
+    const std::int64_t rows = std::min<std::int64_t>(tile.rows, params.total_q);
+    const std::int64_t room =
+        kMostPartialBytes / std::max<std::size_t>(partial_bytes(params, rows), 1);
+    rule.wave = blocks / (params.num_qo_heads / tile.packed_heads);
+    rule.most_slots = int(std::min<std::int64_t>(2 * rule.wave, room));
+    rule.most_pieces = rule.most_slots;
+    if (keys > 0) {
+      rule.most_pieces = int(std::min<std::int64_t>(rule.most_pieces, keys / kLeastPiece));
+    }
+    if (rule.most_pieces < 2) return SplitRule{};
+    rule.extra_tiles = rule.most_slots;
+    rule.split_tiles = std::min<std::int64_t>((rule.most_slots + 1) / 2, count);
+    rule.partial_rows =
+        std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_pieces);
+  }
+  return rule;
+}
+
+/// Whether runs may have a custom mask. Before a run is known, any option that shares the mask's tiles stands for it.
+bool may_be_masked(const AttentionParams& params) {
+  return params.mask.words != nullptr || params.alibi.slopes != nullptr ||
+         params.logits_scale.data != nullptr || params.output_scale.data != nullptr;
+}
+
+std::size_t extents_bytes(std::int64_t capacity) {
+  return std::size_t(capacity) * sizeof(MaskExtent);
+}
+
+/// Bytes of the header, the list and the split tiles.
+std::size_t list_bytes(std::int64_t capacity, const SplitRule& rule) {
+  return sizeof(ScheduleHeader) + std::size_t(capacity) * sizeof(WorkItem) +
+         std::size_t(rule.split_tiles) * sizeof(SplitTile);
+}
+
+Status choose_here(Backend backend, const AttentionParams& params, Choice* choice) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  std::vector<std::string> reasons;
+  choice->entry = choose(backend, params, device.compute_capability, &reasons);
+  if (choice->entry != nullptr) {
+    choice->tile = choice->entry->tile(params, device.compute_capability);
+    choice->rule = split_rule(params, choice->tile, device.multiprocessors);
+    return Status::success();
+  }
+  std::string text;
+  for (const std::string& reason : reasons) text += (text.empty() ? "" : " ") + reason;
+  return Status::unsupported(std::move(text));
 }
 
 /// A block computes one tile of one head at least. Blocks are counted in 32 bits, and running blocks count up to one more
@@ -68,59 +140,140 @@ Status check_aligned(const void* workspace) {
   return Status::invalid("The workspace must be 16-byte aligned.");
 }
 
-Status schedule_for(int tile_rows, const AttentionParams& params, void* workspace,
+Status too_small(const char* what, const AttentionParams& params, std::size_t needed,
+                 std::size_t got) {
+  return {StatusCode::kWorkspaceTooSmall,
+          std::string(what) + " of " + std::to_string(params.batch_size) +
+              " requests with total_q=" + std::to_string(params.total_q) +
+              " needs a workspace of " + std::to_string(needed) + " bytes, got " +
+              std::to_string(got) + "; workspace_size() tells how many."};
+}
+
+Status schedule_for(const Choice& choice, const AttentionParams& params, void* workspace,
                     std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
-  const std::int64_t capacity = tiles(params, tile_rows);
+  const TileShape& tile = choice.tile;
+  const SplitRule& rule = choice.rule;
+  const std::int64_t capacity = tiles(params, tile.rows) + rule.extra_tiles;
   if (Status status = check_tiles(params, capacity); !status.ok()) return status;
-  const std::size_t needed = kCounterBytes + static_cast<std::size_t>(capacity) * sizeof(WorkItem);
+  if (rule.partial_rows > std::numeric_limits<std::int32_t>::max()) {
+    return Status::invalid("fixed_split_size=" + std::to_string(params.fixed_split_size) +
+                           " splits total_q=" + std::to_string(params.total_q) + " rows into " +
+                           std::to_string(rule.partial_rows) + ", too many to count: enlarge it.");
+  }
+  const std::size_t needed = list_bytes(capacity, rule);
   if (workspace == nullptr || workspace_bytes < needed) {
-    return {StatusCode::kWorkspaceTooSmall,
-            "The schedule of " + std::to_string(params.batch_size) + " requests with total_q=" +
-                std::to_string(params.total_q) + " needs a workspace of " + std::to_string(needed) +
-                " bytes, got " + std::to_string(workspace == nullptr ? 0 : workspace_bytes) +
-                "; workspace_size() tells how many."};
+    return too_small("The schedule", params, needed, workspace == nullptr ? 0 : workspace_bytes);
   }
   if (Status status = check_aligned(workspace); !status.ok()) return status;
-  auto* counters = static_cast<std::int32_t*>(workspace);
-  auto* list = reinterpret_cast<WorkItem*>(static_cast<char*>(workspace) + kCounterBytes);
-  Status status = launch_schedule(params.qo_indptr, params.kv_indptr, params.batch_size,
-                                  params.total_q, tile_rows, static_cast<std::int32_t>(capacity),
-                                  list, stream, counters, params.pages);
-  if (status.ok()) *schedule = {list, static_cast<std::int32_t>(capacity), tile_rows, counters};
+  auto* header = static_cast<ScheduleHeader*>(workspace);
+  auto* list = reinterpret_cast<WorkItem*>(header + 1);
+  auto* split_tiles = reinterpret_cast<SplitTile*>(list + capacity);
+  Status status = launch_schedule(params, tile.rows, rule, static_cast<std::int32_t>(capacity),
+                                  header, list, split_tiles, stream);
+  if (!status.ok()) return status;
+  *schedule = Schedule{};
+  schedule->work_list = list;
+  schedule->capacity = static_cast<std::int32_t>(capacity);
+  schedule->tile_rows = tile.rows;
+  schedule->tile_kind = tile.kind;
+  schedule->packed_heads = tile.packed_heads;
+  schedule->next_tile = header->next_tile;
+  schedule->split_capacity = static_cast<std::int32_t>(rule.split_tiles);
+  schedule->split_list = split_tiles;
+  schedule->partial_bytes = partial_bytes(params, rule.partial_rows);
   return status;
 }
 
-/// A single request has no list: the caller's counters, or zeros in the workspace, or none.
+/// A single request has no list. Its keys are split if there is room for the results; tiles are counted with the caller's
+/// counters, or with zeros in the workspace, or dealt out beforehand.
 Status schedule_single(const Choice& choice, const AttentionParams& params, void* workspace,
                        std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
-  const std::int64_t count = (params.total_q + choice.tile_rows - 1) / choice.tile_rows;
-  std::int32_t* counters = params.schedule.next_tile;
-  if (choice.entry->counts_tiles && counters == nullptr && workspace != nullptr &&
-      workspace_bytes >= kCounterBytes) {
+  const TileShape& tile = choice.tile;
+  const std::int64_t count = tiles(params, tile.rows);
+  *schedule = Schedule{};
+  schedule->next_tile = params.schedule.next_tile;
+  schedule->tile_rows = tile.rows;
+  schedule->tile_kind = tile.kind;
+  schedule->packed_heads = tile.packed_heads;
+  const int pieces = pieces_of(choice.rule, params.total_kv, count, count * params.total_kv);
+  const std::size_t partial = partial_bytes(params, count * tile.rows * pieces);
+  const bool own_counters = choice.entry->counts_tiles && schedule->next_tile == nullptr;
+  const std::size_t header = own_counters ? sizeof(ScheduleHeader) : 0;
+  if (workspace != nullptr && workspace_bytes >= header) {
     if (Status status = check_aligned(workspace); !status.ok()) return status;
-    const cudaError_t error = cudaMemsetAsync(workspace, 0, kCounterBytes, stream);
-    if (error != cudaSuccess) return cuda_failure("Clearing the tile counters", error);
-    counters = static_cast<std::int32_t*>(workspace);
+    if (own_counters) {
+      const cudaError_t error = cudaMemsetAsync(workspace, 0, header, stream);
+      if (error != cudaSuccess) return cuda_failure("Clearing the tile counters", error);
+      schedule->next_tile = static_cast<ScheduleHeader*>(workspace)->next_tile;
+    }
+    if (pieces > 1 && workspace_bytes - header >= partial) {
+      schedule->pieces = pieces;
+      schedule->split_capacity = static_cast<std::int32_t>(count);
+      schedule->partial_bytes = partial;
+      schedule->partial_o = reinterpret_cast<float*>(static_cast<char*>(workspace) + header);
+    }
   }
-  *schedule = {nullptr, static_cast<std::int32_t>(count), choice.tile_rows, counters};
+  schedule->capacity = static_cast<std::int32_t>(count * schedule->pieces);
   return Status::success();
 }
 
 }  // namespace
 
-std::size_t workspace_size(const AttentionParams& params, Backend backend) {
+namespace {
+
+/// The most that a kernel of `backend` asks for: of the list and of partial results.
+std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with_partial) {
   if (!contradiction(params, /*with_tensors=*/false).empty()) return 0;
-  std::int64_t capacity = 0;
-  bool counters = false;
+  std::size_t most = 0;
   for (const KernelEntry& entry : registry()) {
     if (!fits(entry.info, backend, params)) continue;
-    counters |= needs_list(params) || entry.counts_tiles;
     // No device is asked: compute capability 0 gives the smallest tiles, the longest list.
+    const TileShape tile = entry.tile(params, 0);
+    const SplitRule rule = split_rule(params, tile, 0);
+    const std::int64_t count = tiles(params, tile.rows);
+    std::size_t bytes = entry.counts_tiles ? sizeof(ScheduleHeader) : 0;
+    std::int64_t rows = rule.partial_rows;
     if (needs_list(params)) {
-      capacity = std::max(capacity, tiles(params, entry.tile_rows(params, 0)));
+      bytes = list_bytes(count + rule.extra_tiles, rule);
+    } else {
+      rows = std::min(rows, count * tile.rows * rule.most_pieces);
     }
+    if (with_partial) {
+      bytes += partial_bytes(params, rows);
+      if (entry.uses_extents && may_be_masked(params)) {
+        bytes += extents_bytes(count + rule.extra_tiles);
+      }
+    }
+    most = std::max(most, bytes);
   }
-  return (counters ? kCounterBytes : 0) + static_cast<std::size_t>(capacity) * sizeof(WorkItem);
+  return most;
+}
+
+}  // namespace
+
+std::size_t workspace_size(const AttentionParams& params, Backend backend) {
+  return most_bytes(params, backend, /*with_partial=*/true);
+}
+
+std::size_t schedule_size(const AttentionParams& params, Backend backend) {
+  return most_bytes(params, backend, /*with_partial=*/false);
+}
+
+Status partial_size(const AttentionParams& params, Backend backend, std::size_t* bytes) {
+  *bytes = 0;
+  Choice choice;
+  if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
+  std::int64_t rows = choice.rule.partial_rows;
+  if (!needs_list(params)) {
+    const std::int64_t count = tiles(params, choice.tile.rows);
+    const int pieces = pieces_of(choice.rule, params.total_kv, count, count * params.total_kv);
+    rows = pieces > 1 ? count * choice.tile.rows * pieces : 0;
+  }
+  *bytes = partial_bytes(params, rows);
+  if (choice.entry->uses_extents && may_be_masked(params)) {
+    *bytes += extents_bytes(tiles(params, choice.tile.rows) + choice.rule.extra_tiles);
+  }
+  return Status::success();
 }
 
 Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
@@ -137,7 +290,7 @@ Status make_schedule(const AttentionParams& params, void* workspace, std::size_t
   }
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
-  return schedule_for(choice.tile_rows, params, workspace, workspace_bytes, stream, schedule);
+  return schedule_for(choice, params, workspace, workspace_bytes, stream, schedule);
 }
 
 Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
@@ -150,22 +303,56 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
   // A schedule that the caller made decided the tiles; the kernel refuses those it does not have.
   AttentionParams scheduled = params;
+  if (params.mask.words != nullptr) {  // it replaces these
+    scheduled.causal = false;
+    scheduled.chunk_size = 0;
+  }
   if (params.schedule.work_list != nullptr) {
     if (params.schedule.capacity <= 0) {
       return Status::invalid("schedule.capacity=" + std::to_string(params.schedule.capacity) +
                              " must be positive: make_schedule() fills it.");
     }
   } else if (needs_list(params)) {
-    Status status = schedule_for(choice.tile_rows, params, workspace, workspace_bytes, stream,
-                                 &scheduled.schedule);
+    Status status =
+        schedule_for(choice, params, workspace, workspace_bytes, stream, &scheduled.schedule);
     if (!status.ok()) return status;
+    const std::size_t list =
+        list_bytes(scheduled.schedule.capacity, choice.rule);  // a multiple of 16
+    workspace = static_cast<char*>(workspace) + list;
+    workspace_bytes -= list;
   } else {
     Status status =
         schedule_single(choice, params, workspace, workspace_bytes, stream, &scheduled.schedule);
     if (!status.ok()) return status;
   }
-  if (Status status = check_tiles(params, scheduled.schedule.capacity); !status.ok()) return status;
-  return choice.entry->launch(scheduled, stream);
+  Schedule& schedule = scheduled.schedule;
+  if (schedule.split_capacity > 0) {
+    if (schedule.partial_o == nullptr) {
+      if (workspace == nullptr || workspace_bytes < schedule.partial_bytes) {
+        return too_small("Splitting the keys", params, schedule.partial_bytes,
+                         workspace == nullptr ? 0 : workspace_bytes);
+      }
+      if (Status status = check_aligned(workspace); !status.ok()) return status;
+      schedule.partial_o = static_cast<float*>(workspace);
+      workspace = static_cast<char*>(workspace) + schedule.partial_bytes;
+      workspace_bytes -= schedule.partial_bytes;
+    }
+    const std::size_t rows = schedule.partial_bytes / partial_bytes(params, 1);
+    schedule.partial_lse = schedule.partial_o + rows * params.num_qo_heads * params.head_dim_vo;
+  }
+  if (Status status = check_tiles(params, schedule.capacity); !status.ok()) return status;
+  // Without room for them all keys are computed.
+  if (params.mask.words != nullptr && choice.entry->uses_extents && workspace != nullptr &&
+      workspace_bytes >= extents_bytes(schedule.capacity)) {
+    auto* extents = static_cast<MaskExtent*>(workspace);
+    if (Status status = launch_mask_extents(scheduled, extents, stream); !status.ok()) {
+      return status;
+    }
+    schedule.mask_extents = extents;
+  }
+  Status status = choice.entry->launch(scheduled, stream);
+  return status.ok() && schedule.split_capacity > 0 ? launch_merge_pieces(scheduled, stream)
+                                                    : status;
 }
 
 }  // namespace cutlass_kernels

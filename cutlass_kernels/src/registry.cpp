@@ -33,6 +33,11 @@ std::uint32_t needed_features(const AttentionParams& params) {
   bits |= params.pages.page_size > 0 ? kFeaturePagedKv : kFeatureRaggedKv;
   if (params.logits_soft_cap > 0.0f) bits |= kFeatureSoftCap;
   if (params.sinks != nullptr) bits |= kFeatureSinks;
+  if (params.mask.words != nullptr) bits |= kFeatureBitMask;
+  if (params.alibi.slopes != nullptr) bits |= kFeatureAlibi;
+  if (params.logits_scale.data != nullptr || params.output_scale.data != nullptr) {
+    bits |= kFeatureDeviceScales;
+  }
   return bits;
 }
 
@@ -50,6 +55,10 @@ const char* feature_name(std::uint32_t bit) {
       return "custom masks";
     case kFeaturePagedKv:
       return "paged keys and values";
+    case kFeatureAlibi:
+      return "ALiBi";
+    case kFeatureDeviceScales:
+      return "scales in device memory";
   }
   return "an unnamed feature";
 }
@@ -298,6 +307,10 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
       return "qo_indptr_host ends at " + number(host[params.batch_size]) +
              ", beyond total_q=" + number(params.total_q) + ".";
     }
+  }
+  if (params.mask.words != nullptr && params.batch_size > 1 && params.mask.indptr == nullptr) {
+    return "mask.indptr is null although batch_size=" + number(params.batch_size) +
+           ": it says where each request's bits begin.";
   }
   const PageTable& pages = params.pages;
   if (pages.page_size < 0 || (pages.page_size == 0 && pages.indices != nullptr)) {

@@ -8,18 +8,27 @@
 
 namespace cutlass_kernels {
 
+/// What a block of a kernel computes.
+struct TileShape {
+  int rows = 0;           ///< query rows
+  int kind = 0;           ///< Schedule::tile_kind
+  int packed_heads = 0;   ///< Schedule::packed_heads
+  int blocks_per_sm = 1;  ///< that run at once
+};
+
 /// What a kernel unit provides. The registry fills `info` from the unit's row in instances.cmake.
 struct KernelEntry {
   KernelInfo info;
-  /// Query rows of the tile this kernel uses for the problem on such a device (10 * major + minor; 0 for an
-  /// unknown one gives the smallest): a pure function of the problem's sizes.
-  int (*tile_rows)(const AttentionParams& params, int compute_capability) = nullptr;
+  /// The tile this kernel uses for the problem on such a device (10 * major + minor; 0 for an unknown one gives the
+  /// smallest): a pure function of the problem's sizes.
+  TileShape (*tile)(const AttentionParams& params, int compute_capability) = nullptr;
   /// Enqueues the kernel; params are validated and params.schedule is complete.
   Status (*launch)(const AttentionParams& params, cudaStream_t stream) = nullptr;
   /// Why this kernel cannot take tensors of such strides and sizes, which fit its KernelInfo; empty if it can. Null where
   /// the contract's rules are the only ones.
   std::string (*refusal)(const AttentionParams& params) = nullptr;
   bool counts_tiles = false;  ///< whether it uses Schedule::next_tile
+  bool uses_extents = false;  ///< whether it uses Schedule::mask_extents
 };
 
 /// One row of the generated table: the facts of instances.cmake, and the unit's own function.

@@ -54,32 +54,70 @@ __device__ void for_each_tile(const int* qo_indptr, int batch_size, std::int64_t
   }
 }
 
+struct ScheduleArgs {
+  const int* qo_indptr;
+  const int* kv_indptr;
+  int batch_size;
+  std::int64_t total_q;
+  int tile_rows;
+  SplitRule rule;
+  int capacity;
+  ScheduleHeader* header;
+  WorkItem* list;
+  SplitTile* split_tiles;
+  PageTable pages;
+};
+
 __global__ void __launch_bounds__(kThreads)
-    schedule_kernel(const int* qo_indptr, const int* kv_indptr, int batch_size,
-                    std::int64_t total_q, int tile_rows, int capacity, WorkItem* list,
-                    std::int32_t* next_tile, const PageTable pages) {
+    schedule_kernel(__grid_constant__ const ScheduleArgs args) {
   __shared__ int position[kBuckets];
   __shared__ int warp_total[32];
   __shared__ int max_kv_len;
+  __shared__ int split_count, partial_rows;
+  __shared__ unsigned long long work, tile_total;  // of the batch
 
+  const int* const qo_indptr = args.qo_indptr;
+  const int* const kv_indptr = args.kv_indptr;
   const int thread = threadIdx.x;
   position[thread] = 0;
-  if (thread == 0) max_kv_len = 0;
-  if (thread < 2 && next_tile != nullptr) next_tile[thread] = 0;
+  if (thread == 0) {
+    max_kv_len = split_count = partial_rows = 0;
+    work = tile_total = 0;
+    args.header->next_tile[0] = args.header->next_tile[1] = 0;
+  }
   __syncthreads();
-  for (int batch = thread; batch < batch_size; batch += kThreads) {
-    atomicMax(&max_kv_len, kv_length(kv_indptr, pages, batch));
+  for (int batch = thread; batch < args.batch_size; batch += kThreads) {
+    atomicMax(&max_kv_len, kv_length(kv_indptr, args.pages, batch));
   }
   __syncthreads();
   int shift = 0;
   while ((max_kv_len >> shift) >= kBuckets) ++shift;
 
   auto cost_of = [&](int batch, int tile) {
-    return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch], kv_length(kv_indptr, pages, batch),
-                     tile, tile_rows);
+    return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch],
+                     kv_length(kv_indptr, args.pages, batch), tile, args.tile_rows);
   };
-  for_each_tile(qo_indptr, batch_size, total_q, tile_rows, [&](int batch, int tile) {
-    atomicAdd(&position[bucket_of(cost_of(batch, tile), shift)], 1);
+  auto for_all = [&](auto&& visit) {
+    for_each_tile(qo_indptr, args.batch_size, args.total_q, args.tile_rows, visit);
+  };
+  if (args.rule.wave > 0) {
+    unsigned long long own_work = 0, own_tiles = 0;
+    for_all([&](int batch, int tile) {
+      own_work += cost_of(batch, tile);
+      ++own_tiles;
+    });
+    atomicAdd(&work, own_work);
+    atomicAdd(&tile_total, own_tiles);
+    __syncthreads();
+  }
+  const std::int64_t all_tiles = tile_total, all_work = work;
+  auto pieces_of_cost = [&](int cost) { return pieces_of(args.rule, cost, all_tiles, all_work); };
+
+  for_all([&](int batch, int tile) {
+    const int cost = cost_of(batch, tile);
+    const int pieces = pieces_of_cost(cost);
+    // By the cost of what a block does: a piece.
+    atomicAdd(&position[bucket_of(cost / pieces, shift)], pieces);
   });
   __syncthreads();
 
@@ -99,37 +137,54 @@ __global__ void __launch_bounds__(kThreads)
   for (int warp = 0; warp < 32; ++warp) total += warp_total[warp];
   __syncthreads();
 
-  for_each_tile(qo_indptr, batch_size, total_q, tile_rows, [&](int batch, int tile) {
-    const int slot = atomicAdd(&position[bucket_of(cost_of(batch, tile), shift)], 1);
-    if (slot < capacity) {
-      WorkItem item{};
-      item.batch = batch;
-      item.tile = tile;
-      item.q_begin = qo_indptr[batch];
-      item.qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
-      item.kv_begin = kv_indptr[batch];
-      item.kv_len = kv_length(kv_indptr, pages, batch);
-      list[slot] = item;
+  for_all([&](int batch, int tile) {
+    const int cost = cost_of(batch, tile);
+    const int pieces = pieces_of_cost(cost);
+    WorkItem item{};
+    item.batch = batch;
+    item.tile = tile;
+    item.q_begin = qo_indptr[batch];
+    item.qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
+    item.kv_begin = kv_indptr[batch];
+    item.kv_len = kv_length(kv_indptr, args.pages, batch);
+    item.pieces = std::int16_t(pieces);
+    if (pieces > 1) {
+      const int first_row = tile * args.tile_rows;
+      const int rows = min(args.tile_rows, item.qo_len - first_row);
+      item.partial_row = atomicAdd(&partial_rows, rows * pieces);
+      args.split_tiles[atomicAdd(&split_count, 1)] = {item.q_begin + first_row, rows,
+                                                      item.partial_row, pieces};
+    }
+    const int slot = atomicAdd(&position[bucket_of(cost / pieces, shift)], pieces);
+    for (int piece = 0; piece < pieces && slot + piece < args.capacity; ++piece) {
+      item.piece = std::int16_t(piece);
+      args.list[slot + piece] = item;
     }
   });
+  __syncthreads();
+  if (thread == 0) {
+    args.header->split_tiles = split_count;
+    args.header->partial_rows = partial_rows;
+  }
   WorkItem none{};
   none.batch = -1;
-  for (int slot = total + thread; slot < capacity; slot += kThreads) list[slot] = none;
+  for (int slot = total + thread; slot < args.capacity; slot += kThreads) args.list[slot] = none;
 }
 
 }  // namespace
 
-Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
-                       std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
-                       std::int32_t capacity, WorkItem* list, cudaStream_t stream,
-                       std::int32_t* next_tile, const PageTable& pages) {
+Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
+                       std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
+                       SplitTile* split_tiles, cudaStream_t stream) {
+  ScheduleArgs args{params.qo_indptr, params.kv_indptr, params.batch_size,
+                    params.total_q,   tile_rows,        rule,
+                    capacity,         header,           list,
+                    split_tiles,      params.pages};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  const cudaError_t error =
-      cudaLaunchKernelEx(&config, schedule_kernel, qo_indptr, kv_indptr, batch_size, total_q,
-                         tile_rows, capacity, list, next_tile, pages);
+  const cudaError_t error = cudaLaunchKernelEx(&config, schedule_kernel, args);
   return error == cudaSuccess ? Status::success()
                               : cuda_failure("Launching the schedule kernel", error);
 }
@@ -145,7 +200,7 @@ std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indpt
          tile < tile_count(qo_indptr[batch], qo_indptr[batch + 1], qo_indptr.back(), tile_rows);
          ++tile) {
       list.push_back(
-          {int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, {0, 0}});
+          {int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0});
     }
   }
   auto cost_of = [&](const WorkItem& item) {

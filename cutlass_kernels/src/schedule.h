@@ -13,6 +13,12 @@
 #include "cutlass_kernels/params.h"
 #include "cutlass_kernels/status.h"
 
+#ifdef __CUDACC__
+#define CK_SCHEDULE_HD __host__ __device__
+#else
+#define CK_SCHEDULE_HD
+#endif
+
 namespace cutlass_kernels {
 
 /// One entry of the list: a tile and what a block needs to find its rows and keys, so that it
@@ -25,12 +31,61 @@ struct alignas(16) WorkItem {
   std::int32_t qo_len;
   std::int32_t kv_begin;
   std::int32_t kv_len;
-  std::int32_t unused[2];
+  std::int16_t piece;  ///< of the keys that the tile sees
+  std::int16_t pieces;
+  std::int32_t partial_row;  ///< first row of the partial results of the tile's pieces
 };
 
-/// A workspace begins with the counters of Schedule::next_tile; the list follows. In front, they stay where they are when
-/// another batch is planned into the same memory: captured kernels know their address.
-constexpr std::size_t kCounterBytes = 16;
+/// A tile whose keys are split: piece i of its rows begins at row partial_row + i * rows of the partial results.
+struct alignas(16) SplitTile {
+  std::int32_t q_begin;  ///< first row, in the tensor
+  std::int32_t rows;
+  std::int32_t partial_row;
+  std::int32_t pieces;
+};
+
+/// What a workspace begins with; work list and split tiles follow. In front, the counters stay where they are when another
+/// batch is planned into the same memory: captured kernels know their address.
+struct alignas(16) ScheduleHeader {
+  std::int32_t next_tile[2];  ///< Schedule::next_tile
+  std::int32_t split_tiles;
+  std::int32_t partial_rows;
+};
+constexpr std::size_t kCounterBytes = sizeof(ScheduleHeader);
+
+/// The rule by which keys are split, and bounds of what comes of it.
+struct SplitRule {
+  std::int32_t wave =
+      0;  ///< tiles of one head that run at once; 0: keys are not split to fill the device
+  std::int32_t most_slots = 0;   ///< tiles and pieces of one head, at most, that `wave` leads to
+  std::int32_t fixed = 0;        ///< keys of a piece; 0: by `wave`
+  std::int32_t most_pieces = 1;  ///< of a tile
+  std::int64_t extra_tiles = 0;  ///< entries of the work list beside those of unsplit tiles
+  std::int64_t split_tiles = 0;
+  std::int64_t partial_rows = 0;
+};
+
+constexpr int kLeastPiece =
+    256;  ///< keys: a shorter piece costs more to start and to merge than it takes
+
+/// Pieces of a tile that sees `cost` keys, in a batch (of one head) of `tiles` tiles that see `work` keys together. As
+/// many as make the batch fill one wave of blocks well, or two.
+CK_SCHEDULE_HD inline int pieces_of(const SplitRule& rule, std::int64_t cost, std::int64_t tiles,
+                                    std::int64_t work) {
+  std::int64_t count = 1;
+  if (rule.fixed > 0) {
+    count = (cost + rule.fixed - 1) / rule.fixed;
+  } else if (rule.wave > 0 && work > 0 && tiles > 0) {
+    std::int64_t slots = rule.wave;
+    // One wave of equal tiles would leave more than 15 % of the device idle.
+    if (slots / tiles * tiles * 100 < 85 * slots) slots *= 2;
+    if (slots > rule.most_slots) slots = rule.most_slots;
+    count = cost * slots / work;
+    if (count > cost / kLeastPiece) count = cost / kLeastPiece;
+  }
+  if (count > rule.most_pieces) count = rule.most_pieces;
+  return count < 1 ? 1 : int(count);
+}
 
 /// Upper bound of the tiles of `batch_size` requests with `total_q` rows in all.
 inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_size,
@@ -40,11 +95,18 @@ inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_s
   return total_q / tile_rows + requests;
 }
 
-/// Enqueues the kernel that writes `capacity` entries at `list` and zeros to the two counters at `next_tile`, if given.
-Status launch_schedule(const std::int32_t* qo_indptr, const std::int32_t* kv_indptr,
-                       std::int32_t batch_size, std::int64_t total_q, std::int32_t tile_rows,
-                       std::int32_t capacity, WorkItem* list, cudaStream_t stream,
-                       std::int32_t* next_tile = nullptr, const PageTable& pages = {});
+/// Enqueues the kernel that writes the header, `capacity` entries of the list and the split tiles.
+Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
+                       std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
+                       SplitTile* split_tiles, cudaStream_t stream);
+
+/// Bytes of the header, the list and the split tiles: what make_schedule() needs of workspace_size(), which also counts the
+/// results of pieces that attention() may need.
+std::size_t schedule_size(const AttentionParams& params, Backend backend);
+
+/// Bytes of the results of pieces that attention() needs for `params` on the current device, with a schedule that has been
+/// made for it, or, of a single request, to split its keys.
+Status partial_size(const AttentionParams& params, Backend backend, std::size_t* bytes);
 
 /// The same list computed on the host from host lengths (for tests and for reading).
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,

@@ -10,13 +10,20 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
+
+try:  # what takes torch many small steps, where there are compiled functions
+    from . import _C  # type: ignore[attr-defined]
+except ImportError:
+    _C = None
 
 Scale = float | torch.Tensor
 Lengths = Sequence[int] | torch.Tensor
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of mask_of_rule
 
 LAYOUTS = ("NHD", "HND")
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -152,6 +159,8 @@ def rope_dim(mode: str, head_dim: int) -> None:
 
 
 def _number(name: str, value: Any) -> float:
+    if is_dynamo_compiling() and isinstance(value, float):
+        return value  # may be a symbol: the graph checks the number when it runs
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             raise TypeError(f"{name} is a CUDA tensor, which would have to be read back: pass a number.")
@@ -232,6 +241,9 @@ def indptr(name: str, tensor: torch.Tensor, batch: int | None = None, *, from_ze
     offsets = index_vector(name, tensor, None if batch is None else batch + 1)
     if offsets.size(0) == 0:
         raise ValueError(f"{name} is empty: it needs batch_size + 1 elements, starting with 0.")
+    quick = _C is not None and offsets.device.type == "cpu"
+    if quick and _C.ascends(offsets.data_ptr(), offsets.numel()) and not (from_zero and int(offsets[0])):
+        return offsets
     if not offsets.is_cuda:
         first = int(offsets[0])
         if first < 0 or (from_zero and first != 0):
@@ -257,6 +269,12 @@ def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size:
 
     CPU tensors are checked: RuntimeError where a request with pages has ``last_page_len`` outside [1, page_size].
     """
+    fit = offsets.numel() == last_page_len.numel() + 1
+    if _C is not None and fit and _are_host_int32(offsets, last_page_len):
+        result = torch.empty(last_page_len.numel(), dtype=torch.int64)
+        addresses = (offsets.data_ptr(), last_page_len.data_ptr())
+        if _C.paged_kv_lens(*addresses, result.numel(), page_size, result.data_ptr()):
+            return result
     pages = lens(offsets)
     last = last_page_len.to(device=pages.device, dtype=torch.int64)
     if not pages.is_cuda and not last_page_len.is_cuda:
@@ -268,6 +286,10 @@ def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size:
                 f"although request {at} has {int(pages[at])} pages."
             )
     return torch.where(pages > 0, (pages - 1) * page_size + last, 0)
+
+
+def _are_host_int32(*vectors: torch.Tensor) -> bool:
+    return all(x.device.type == "cpu" and x.dtype == torch.int32 and x.is_contiguous() for x in vectors)
 
 
 def page_bound(name: str, ids: torch.Tensor) -> int:
@@ -525,6 +547,45 @@ def pack_mask(custom_mask: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> 
             )
         total = _check_bytes(int(byte_offsets[-1]))
     return pack_segments(flat, elements, byte_offsets, total, "little"), byte_offsets.to(torch.int32)
+
+
+def mask_of_rule(
+    sees: Rule,
+    qo_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    room: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of a rule, as :func:`pack_mask` returns masks, on ``device``.
+
+    ``sees(request, position, key)`` (int64 tensors that broadcast) tells whether a row at a position sees a key. Where
+    the lengths are on a CUDA device, the result has ``room`` bytes. ValueError where it has more than int32 counts.
+    """
+    from .quantization import pack_rule
+
+    sizes, _, _ = _mask_sizes(qo_lens, kv_lens)
+    byte_offsets = _offsets((sizes + 7) // 8)
+    total = room if sizes.is_cuda else _check_bytes(int(byte_offsets[-1]))
+    sizes, byte_offsets, rows, columns = (
+        x.to(device, non_blocking=True) for x in (sizes, byte_offsets, qo_lens, kv_lens)
+    )
+    width = columns.clamp(min=1)
+
+    def bit(request: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
+        row = element.div(width[request], rounding_mode="floor")
+        return sees(request, row + (columns - rows)[request], element - row * width[request])
+
+    return pack_rule(bit, sizes, byte_offsets, total, "little"), byte_offsets.to(torch.int32)
+
+
+def whole_words(bits: torch.Tensor) -> torch.Tensor:
+    """``bits`` if they lie in memory as 32-bit words that may all be read, else a copy that does; never empty."""
+    size = max((bits.numel() + 3) // 4 * 4, 4)
+    if bits.numel() and bits.data_ptr() % 4 == 0 and bits.storage_offset() + size <= bits.untyped_storage().nbytes():
+        return bits
+    words = bits.new_zeros(size)
+    words[: bits.numel()].copy_(bits)
+    return words
 
 
 def check_packed_mask(bits: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> torch.Tensor:

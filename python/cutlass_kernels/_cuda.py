@@ -1,22 +1,39 @@
 """The compiled kernels: what they serve, and the way from a :class:`Problem` to a launch.
 
 Importing this module raises ImportError where the installation has no compiled extension. Tensors become addresses and
-strides here; nothing below copies or synchronises.
+strides here; nothing below synchronises or copies more than a few scales.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from typing import Any
 
 import torch
 
-from . import _C  # type: ignore[attr-defined]
+from . import _C, _prepare  # type: ignore[attr-defined]
+from ._args import FP8_DTYPES
 from ._dispatch import Request
 from ._problem import Offsets, PagedKv, Problem
 
-_SERVED = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "paged"})
+# What this module passes on, if the registry says that a kernel has it.
+_SERVED = frozenset(
+    {
+        "causal",
+        "window",
+        "chunk",
+        "custom_mask",
+        "multi_item",
+        "soft_cap",
+        "alibi",
+        "sinks",
+        "paged",
+        "head_scale",
+        "tensor_scale",
+    }
+)
 _DTYPE_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -25,14 +42,10 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "float8_e5m2",
 }
 _WHY = {
-    "custom_mask": "custom_mask",
-    "multi_item": "multi-item scoring (prefix_len_ptr)",
-    "alibi": "pos_encoding_mode='ALIBI'",
-    "rope": "pos_encoding_mode='ROPE_LLAMA'",
     "stats": "save_softmax_stats",
-    "head_scale": "per-head scales",
-    "tensor_scale": "a scale given as a tensor",
-    "unaligned": "addresses or strides that are no multiple of 16 bytes",
+    "unaligned": "addresses or strides that are no multiple of 16 bytes (8 in fp8)",
+    "unsized": "multi-item scoring (prefix_len_ptr) without lengths on the CPU (offsets, or seq_lens and seq_lens_q), "
+    "or under CUDA graphs without mask buffers,",
 }
 
 
@@ -50,7 +63,16 @@ def reasons(backend: str, request: Request) -> list[str]:
             f"backend={backend!r} has no kernels in this build (it has {', '.join(sorted(built)) or 'none'}): "
             "use backend='auto'."
         ]
-    found = [
+    found, prepared = [], _prepare.prepared_request(request)
+    if prepared is not None:
+        if request.o_dtype in FP8_DTYPES:
+            found.append(
+                f"o_dtype={request.o_dtype} is not written by {backend}, which computes from 16-bit copies of fp8 "
+                "tensors: use float16 or bfloat16, or backend='reference'."
+            )
+            prepared = dataclasses.replace(prepared, o_dtype=prepared.q_dtype)
+        request = prepared
+    found += [
         f"{_WHY.get(feature, feature)} has no {backend} kernel in this version: backend='reference' computes it."
         for feature in sorted(request.features - _SERVED)
     ]
@@ -69,6 +91,9 @@ def reasons(backend: str, request: Request) -> list[str]:
             "soft_cap" in request.features,
             "sinks" in request.features,
             "paged" in request.features,
+            not request.features.isdisjoint(("custom_mask", "multi_item")),
+            "alibi" in request.features,
+            not request.features.isdisjoint(("head_scale", "tensor_scale")),
             request.compute_capability or 0,
             *(request.layout or ()),
         )
@@ -93,6 +118,7 @@ _counters_of: dict[tuple[int | None, int, int], torch.Tensor] = {}
 _captured: list[
     torch.Tensor
 ] = []  # 8 bytes a captured call, kept: their graph may outlive every other reference to them
+_SHORT_ROWS, _LONG_KEYS = 4096, 1024
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for every thread
 
 
@@ -126,6 +152,8 @@ class Schedule:
         self.request = request
         self.offsets = offsets  # kept alive: the device reads them after this returns
         self.workspace = workspace
+        self.general = offsets.general
+        self.partials = offsets.partials
         self._plan: Any = None
         if offsets.total_q:
             self._plan = self._make(offsets.total_q)
@@ -139,46 +167,78 @@ class Schedule:
         return self._plan
 
     def _make(self, total_q: int) -> Any:
-        request, offsets = self.request, self.offsets
-        plan = _C.Plan(
-            self.backend,
-            *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
-            request.num_qo_heads,
-            request.num_kv_heads,
-            request.head_dim_qk,
-            request.head_dim_vo,
-            offsets.qo_indptr.numel() - 1,
-            offsets.qo_indptr.data_ptr(),
-            offsets.kv_indptr.data_ptr(),
-            total_q,
-            0 if offsets.qo_indptr_host is None else offsets.qo_indptr_host.data_ptr(),
-            offsets.total_kv,
+        device, mask = self.workspace.device, self.offsets.mask
+        if device.index != _current_device():
+            with torch.cuda.device(device):
+                return self._make(total_q)
+        plan = _unscheduled(self.backend, self.request, self.offsets, total_q)
+        self._check_room(plan)
+        plan.make_schedule(
+            self.workspace.data_ptr(),
+            self.workspace.nbytes,
+            _stream(device),
+            mask.causal,
+            mask.window_left,
+            mask.chunk_size,
         )
-        if (pages := offsets.pages) is not None:
-            plan.set_pages(
-                pages.indices.data_ptr(),
-                0 if pages.v_indices is None else pages.v_indices.data_ptr(),
-                pages.last_page_len.data_ptr(),
-                pages.page_size,
-                pages.indices.numel(),
-            )
+        return plan
+
+    def _check_room(self, plan: Any) -> None:
+        """RuntimeError where a workspace is too small for the plan."""
         needed = plan.schedule_bytes
         if needed > self.workspace.nbytes:
             raise RuntimeError(
-                f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the work list of this batch takes "
+                f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the work list of this batch needs "
                 f"{needed}: pass a larger one to reset_workspace_buffer()."
             )
-        device, mask = self.workspace.device, offsets.mask
-        with torch.cuda.device(device):
-            plan.make_schedule(
-                self.workspace.data_ptr(),
-                self.workspace.nbytes,
-                _stream(device),
-                mask.causal,
-                mask.window_left,
-                mask.chunk_size,
+        needed = plan.partial_bytes()
+        if self.partials is None:
+            self.partials = torch.empty(needed, dtype=torch.uint8, device=self.workspace.device)
+        elif needed > self.partials.nbytes:
+            raise RuntimeError(
+                f"float_workspace_buffer has {self.partials.nbytes} bytes, but the results of split keys need "
+                f"{needed}: pass a larger one to reset_workspace_buffer(), or plan with disable_split_kv=True."
             )
-        return plan
+
+
+def _unscheduled(backend: str, request: Request, offsets: Offsets, total_q: int) -> Any:
+    """A compiled plan without its work list."""
+    request = _prepare.prepared_request(request) or request
+    plan = _C.Plan(
+        backend,
+        *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
+        request.num_qo_heads,
+        request.num_kv_heads,
+        request.head_dim_qk,
+        request.head_dim_vo,
+        offsets.qo_indptr.numel() - 1,
+        offsets.qo_indptr.data_ptr(),
+        offsets.kv_indptr.data_ptr(),
+        total_q,
+        0 if offsets.qo_indptr_host is None else offsets.qo_indptr_host.data_ptr(),
+        offsets.total_kv,
+        offsets.general,
+    )
+    if (pages := offsets.pages) is not None:
+        plan.set_pages(
+            pages.indices.data_ptr(),
+            0 if pages.v_indices is None else pages.v_indices.data_ptr(),
+            pages.last_page_len.data_ptr(),
+            pages.page_size,
+            pages.indices.numel(),
+        )
+    split = offsets.split
+    plan.set_split(split.fixed_size, split.disabled, split.max_kv_len)
+    return plan
+
+
+def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:
+    """Bytes that the results of split keys and the work list take; 0 where the number of rows is not known."""
+    if not offsets.total_q:
+        return 0, 0
+    plan = _unscheduled(backend, request, offsets, offsets.total_q)
+    with torch.cuda.device(offsets.qo_indptr.device):
+        return plan.partial_bytes(), plan.schedule_bytes
 
 
 if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # makes no Stream object, which takes longer than our launch
@@ -193,37 +253,125 @@ else:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def compute(problem: Problem, backend: str, schedule: Schedule | None = None) -> None:
-    """Enqueues the kernel that computes ``problem`` on the current stream of its device."""
+if hasattr(torch._C, "_cuda_getDevice"):  # torch.cuda.current_device() asks first whether CUDA has started
+
+    def _current_device() -> int:
+        return int(torch._C._cuda_getDevice())
+
+else:
+
+    def _current_device() -> int:
+        return torch.cuda.current_device()
+
+
+class Call:
+    """A kernel call that can be made again with tensors of the same kind at other addresses, multiples of 16 bytes."""
+
+    __slots__ = ("_counted", "_device", "_keep", "_launch", "_partial_bytes", "_partials")
+
+    def __init__(
+        self, launch: Any, device: torch.device, counted: bool, partials: torch.Tensor | None, own: bool, keep: Any
+    ) -> None:
+        self._launch = launch
+        self._device = device
+        self._counted = counted
+        self._partial_bytes = 0 if partials is None else partials.nbytes
+        self._partials = None if own else partials  # None: allocated by every call
+        self._keep = keep  # what the launch holds addresses of
+
+    def is_possible(self, outside_graphs: bool) -> bool:
+        """Whether the current device is the tensors', and with ``outside_graphs`` no CUDA graph is being captured."""
+        return _current_device() == self._device.index and not (
+            outside_graphs and torch.cuda.is_current_stream_capturing()
+        )
+
+    def again(self, q: int, k: int, v: int, out: int, lse: int, sinks: int) -> None:
+        """Makes the call on the current stream."""
+        device, partials = self._device, self._partials
+        stream = _stream(device)
+        if partials is None and self._partial_bytes:
+            partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=device)
+        self._launch(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sinks,
+            _counters(device, stream).data_ptr() if self._counted else 0,
+            stream,
+            0 if partials is None else partials.data_ptr(),
+            self._partial_bytes,
+        )
+
+
+def _on_device(scale: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
+    """A scale as kernels read it, and its stride from head to head."""
+    scale = scale.to(device=device, dtype=torch.float32).contiguous()
+    return scale, int(scale.numel() > 1)
+
+
+def compute(problem: Problem, backend: str, schedule: Schedule | None = None) -> Call | None:
+    """Enqueues the kernel that computes ``problem`` on the current stream of its device.
+
+    A schedule must be for this backend, and ``general`` where the problem is (``_plan.is_general``). Returns the call,
+    None where it cannot be repeated as it depends on copies or on more addresses than a :class:`Call` takes.
+    """
     q, kv, out = problem.q, problem.kv, problem.output.out
     mask, logits, lse = problem.mask, problem.logits, problem.output.lse
     rows = q.size(0)
     if rows == 0:
         return None
     device = q.device
-    if device.index != torch.cuda.current_device():
+    if device.index != _current_device():
         with torch.cuda.device(device):
             return compute(problem, backend, schedule)
-    sinks = logits.sinks
+    stream = _stream(device)
+    prepared = _prepare.is_needed(problem)
+    if prepared:
+        offsets = None if schedule is None else schedule.offsets
+        problem = _prepare.prepare(problem, offsets, _C.prepare, stream)
+        q, kv = problem.q, problem.kv
+    sinks, bits, bits_indptr, alibi = logits.sinks, mask.bits, mask.bits_indptr, logits.alibi
+    sm_scale, logits_scale, v_scale, output_scale = logits.sm_scale, logits.head_scale, problem.output.scale, None
+    logits_stride = output_stride = 0
+    if isinstance(sm_scale, torch.Tensor):
+        logits_scale = sm_scale if logits_scale is None else sm_scale * logits_scale
+        sm_scale = 1.0
+    if logits_scale is not None:
+        logits_scale, logits_stride = _on_device(logits_scale, device)
+    if isinstance(v_scale, torch.Tensor):
+        output_scale, output_stride = _on_device(v_scale, device)
+        v_scale = 1.0
     if isinstance(kv, PagedKv):
         k, v = kv.k_cache, kv.v_cache
         (k_page, k_token, k_head, _), (v_page, v_token, v_head, _) = k.stride(), v.stride()
-        num_pages, total_kv = k.size(0), 0
+        num_pages, total_kv = max(k.size(0), v.size(0)), 0  # equal, but for copies, whose tables are known to be right
     else:
         k, v = kv.k, kv.v
         (k_token, k_head, _), (v_token, v_head, _) = k.stride(), v.stride()
         k_page = v_page = num_pages = 0
         total_kv = k.size(0)
-    stream = _stream(device)
-    counters = None
+    counters = partials = None
     if problem.qo_indptr is None:
+        bits_indptr = None  # the bits begin at the first
         plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(-2)), (q.size(2), v.size(-1)))
         if backend == "fa3":
             counters = _counters(device, stream)
+        # The keys of a few rows are split where that pays: smaller problems need not ask.
+        needed = plan.partial_bytes(rows, total_kv) if rows <= _SHORT_ROWS and total_kv >= _LONG_KEYS else 0
+        if bits is not None:  # and for what the mask leaves to each tile: 8 bytes
+            needed += max(8 * rows, 1 << 15)
+        if needed:
+            partials = torch.empty(needed, dtype=torch.uint8, device=device)
     else:
         assert schedule is not None
         plan = schedule.plan(rows)
-    plan.run(
+        partials = schedule.partials
+        if prepared and isinstance(kv, PagedKv):
+            assert kv.v_indices is not None
+            plan = plan.with_tables(kv.indices.data_ptr(), kv.v_indices.data_ptr())
+    launch = plan.run(
         q.data_ptr(),
         q.stride(0),
         q.stride(1),
@@ -247,11 +395,26 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         mask.causal,
         mask.window_left,
         mask.chunk_size,
-        logits.sm_scale,
+        0 if bits is None else bits.data_ptr(),
+        0 if bits_indptr is None else bits_indptr.data_ptr(),
+        0 if bits is None else (bits.numel() + 3) // 4,
+        sm_scale,
         logits.soft_cap,
+        0 if alibi is None else alibi.data_ptr(),
+        logits.alibi_relative,
+        logits.alibi_after_cap,
         0 if sinks is None else sinks.data_ptr(),
-        problem.output.scale,
+        v_scale,
+        0 if logits_scale is None else logits_scale.data_ptr(),
+        logits_stride,
+        0 if output_scale is None else output_scale.data_ptr(),
+        output_stride,
         0 if counters is None else counters.data_ptr(),
         stream,
+        0 if partials is None else partials.data_ptr(),
+        0 if partials is None else partials.nbytes,
     )
-    return None
+    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
+    if prepared or logits_scale is not None or output_scale is not None or not aligned:
+        return None
+    return Call(launch, device, counters is not None, partials, schedule is None, (bits, bits_indptr, alibi, schedule))

@@ -42,6 +42,7 @@ FEATURES = frozenset(
         "head_scale",
         "tensor_scale",
         "unaligned",
+        "unsized",
     }
 )
 ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
@@ -89,8 +90,9 @@ class Request:
 
     ``compute_capability`` is ``10 * major + minor``, or None without a CUDA device. ``features`` are elements of
     :data:`FEATURES`: what the mask, the logits, the output and the tensors ask for beyond plain attention.
-    ``unaligned`` means that an address or a stride is no multiple of 16 bytes. ``layout`` is None where every kernel
-    takes such numbers of rows and strides.
+    ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
+    scoring has not been turned into the bits of a mask, because its size or a place for it was missing. ``layout`` is
+    None where every kernel takes such numbers of rows and strides.
     """
 
     device_type: str
@@ -165,6 +167,8 @@ def mask_features(mask: Mask) -> set[str]:
 def _features(problem: Problem) -> set[str]:
     logits, output = problem.logits, problem.output
     features = mask_features(problem.mask)
+    if problem.mask.multi_item is not None and problem.mask.bits is None and problem.q.is_cuda:
+        features.add("unsized")
     if logits.soft_cap > 0.0:
         features.add("soft_cap")
     if logits.alibi is not None:
@@ -196,17 +200,19 @@ def is_ordinary(*tensors: torch.Tensor) -> bool:
             if stride == 0:
                 return False
             strides |= stride
-        if strides > ORDINARY or x.size(0) > ORDINARY or (x.data_ptr() | strides * x.element_size()) % 16 != 0:
+        item = x.element_size()
+        if strides > ORDINARY or x.size(0) > ORDINARY or (x.data_ptr() | strides * item) % (8 if item == 1 else 16):
             return False
     return True
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether the address and all strides but the last are multiples of 16 bytes."""
-    strides = 0
+    """Whether the address and all strides but the last are multiples of 16 bytes; of 8 in fp8, of which kernels get
+    copies."""
+    strides, item = 0, x.element_size()
     for stride in x.stride()[:-1]:
         strides |= stride
-    return (x.data_ptr() | strides * x.element_size()) % 16 == 0
+    return (x.data_ptr() | strides * item) % (8 if item == 1 else 16) == 0
 
 
 def compute_capability(device: torch.device) -> int | None:
@@ -272,18 +278,28 @@ def select(requested: str, request: Request) -> str:
         BackendError: the named backend cannot serve the request; an explicit choice never falls back.
     """
     _check_name(requested, CHOICES)
-    override = os.environ.get(ENVIRONMENT) if requested == "auto" else None
+    override = override_of(requested)
     if override:
         _check_name(override, CHOICES, f"the environment variable {ENVIRONMENT}")
         requested = override
     selected, refused = _resolve(requested, request)
     if refused and requested == "auto" and request.device_type == "cuda":
         _warn(request, refused)
-    if _log.isEnabledFor(logging.INFO):
+    if is_logged():
         _log.info(
             "backend %s (asked for %s%s): %s", selected, requested, " by environment" if override else "", request
         )
     return selected
+
+
+def override_of(requested: str) -> str | None:
+    """What the environment says in place of ``"auto"``."""
+    return os.environ.get(ENVIRONMENT) if requested == "auto" else None
+
+
+def is_logged() -> bool:
+    """Whether every choice of a backend leaves a line in the log."""
+    return _log.isEnabledFor(logging.INFO)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -321,8 +337,11 @@ def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> N
         raise ValueError(f"{what}={name!r} is not a backend of this library: use one of {', '.join(choices)}.")
 
 
-def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
-    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned."""
+def compute(problem: Problem, backend: str, schedule: Any = None) -> Any:
+    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned.
+
+    Returns a call to be repeated (``_cuda.Call``), or None.
+    """
     if backend == "reference":
         if problem.qo_indptr is not None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise BackendError(
@@ -330,8 +349,8 @@ def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
                 "use a request that a kernel serves (explain() says why one is not), or run it outside the capture."
             )
         _reference.compute(problem)
-    else:
-        _kernels().compute(problem, backend, schedule)
+        return None
+    return _kernels().compute(problem, backend, schedule)
 
 
 # --- explaining --------------------------------------------------------------------------------------------------
@@ -380,7 +399,7 @@ def explain(
         num_qo_heads, num_kv_heads: default 32, num_qo_heads.
         head_dim_qk, head_dim_vo: default 128, head_dim_qk.
         features: of "causal", "window", "chunk", "custom_mask", "multi_item", "soft_cap", "alibi", "rope", "sinks",
-            "paged", "stats", "head_scale", "tensor_scale", "unaligned".
+            "paged", "stats", "head_scale", "tensor_scale", "unaligned", "unsized".
 
     Returns:
         An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``. The

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import list_kernels
+from . import _prepare, list_kernels
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 INSTANCES = Path("cutlass_kernels") / "instances.cmake"
@@ -28,8 +28,9 @@ ROWS = {
     "paged_kv": "paged KV cache",
     "bit_mask": "custom masks, multi-item scoring",
     "alibi": "ALiBi (`pos_encoding_mode`)",
-    "rope": "rotary embedding in the kernel (`pos_encoding_mode`)",
-    "fp8": "fp8 queries, keys and values",
+    "device_scales": "scales of q, k and v in tensors, also one per head",
+    "rope": "rotary embedding (`pos_encoding_mode`), applied to copies of q and k",
+    "fp8": "fp8 queries, keys and values, converted into 16-bit copies",
 }
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
@@ -97,7 +98,7 @@ def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
         "runs on": _devices(kernels),
         "element types": ", ".join(types),
         "head dimensions": f"{dim_names}; other multiples of 8 below {max(qk for qk, _ in dims)} are zero-padded",
-        "served": set.intersection(*(set(kernel["features"]) for kernel in kernels)),
+        "served": set.intersection(*(set(kernel["features"]) for kernel in kernels)).union(_prepare.SERVED),
     }
 
 

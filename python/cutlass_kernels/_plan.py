@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import _args, _dispatch
-from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem
+from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
 
 INT_WORKSPACE_BYTES = 8 << 20
 KERNEL_BACKENDS = ("fa2", "fa3")
@@ -70,10 +70,11 @@ class Index:
 
     device: torch.Tensor
     host: torch.Tensor | None
-    last: int | None = field(init=False)  # the last element where the host knows it
 
-    def __post_init__(self) -> None:
-        self.last = int(self.host[-1]) if self.host is not None and self.host.numel() else None
+    @property
+    def last(self) -> int | None:
+        """The last element where the host knows it."""
+        return int(self.host[-1]) if self.host is not None and self.host.numel() else None
 
     @property
     def known(self) -> torch.Tensor:
@@ -146,8 +147,18 @@ class Plan:
     mask_is_causal: bool  # the mask is not the user's, but stands for options.causal in the buffers of a CUDA graph
     request: _dispatch.Request
     backend: str
+    split: Split = field(default_factory=Split)
     schedule: Any = None
-    other_schedules: dict[str, Any] = field(default_factory=dict)  # of backends that a run's arguments asked for
+    # By backend and is_general(), for runs whose arguments ask for another than the plan foresaw.
+    other_schedules: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)  # runs that may be repeated, see _repeat
+
+    @property
+    def is_general(self) -> bool:
+        """Whether its runs are expected to be so: those of fp8 tensors usually bring their scales as tensors."""
+        shape, fp8 = self.shape, _args.FP8_DTYPES
+        alibi = self.options.pos_encoding_mode == "ALIBI"
+        return self.bits is not None or alibi or shape.q_dtype in fp8 or shape.kv_dtype in fp8
 
 
 @dataclass(slots=True)
@@ -253,9 +264,39 @@ def make_schedule(backend: str, request: _dispatch.Request, offsets: Offsets, wo
     return _cuda.Schedule(backend, request, offsets, workspace)
 
 
+def workspace_size(backend: str, request: _dispatch.Request, offsets: Offsets) -> tuple[int, int]:
+    """Bytes of the float and of the int workspace that a work list, and runs with it, need."""
+    from . import _cuda
+
+    return _cuda.workspace_size(backend, request, offsets)
+
+
+def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, max_sequence_kv: int | None) -> Split:
+    """The rule by which the keys of a batch are split. A size of 0 or -1 is none."""
+    most = 0
+    if not batch.kv_lens.is_cuda and batch.kv_lens.numel():
+        most = int(batch.kv_lens.max())
+    elif max_sequence_kv is not None:
+        most = int(max_sequence_kv)
+    fixed = max(int(fixed_split_size or 0), 0) * (batch.page_size or 1)
+    return Split(fixed, bool(disable_split_kv), most)
+
+
 def int_workspace(device: torch.device) -> torch.Tensor:
     """Room for a work list on ``device``."""
     return torch.empty(INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)
+
+
+def is_general(problem: Problem) -> bool:
+    """Whether a problem needs a work list made for general ones (:class:`Offsets`), which then serves others too."""
+    logits = problem.logits
+    return (
+        problem.mask.bits is not None
+        or logits.alibi is not None
+        or logits.head_scale is not None
+        or isinstance(logits.sm_scale, torch.Tensor)
+        or isinstance(problem.output.scale, torch.Tensor)
+    )
 
 
 def offsets_of(problem: Problem) -> Offsets:
@@ -271,7 +312,8 @@ def offsets_of(problem: Problem) -> Offsets:
         v_indices = None if kv.v_indices is None else move(kv.v_indices)
         pages = Pages(move(kv.indices), move(kv.last_page_len), kv.k_cache.size(1), v_indices)
     total_kv = 0 if isinstance(kv, PagedKv) else kv.k.size(0)
-    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, mask=problem.mask)
+    general = is_general(problem)
+    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, None, problem.mask, general)
 
 
 def compute_once(problem: Problem, backend: str = "auto") -> None:
@@ -291,19 +333,29 @@ def offsets(lens: torch.Tensor) -> torch.Tensor:
     return result.to(torch.int32)
 
 
-def full_mask(
-    qo_lens: torch.Tensor, kv_lens: torch.Tensor, causal: bool, room: int, device: torch.device
-) -> torch.Tensor:
-    """The mask (flattened, all requests) that a plan without a custom mask stands for: captured runs read one."""
-    on_host = not qo_lens.is_cuda and not kv_lens.is_cuda
-    size = int((qo_lens * kv_lens).sum()) if on_host else room
-    if not causal or qo_lens.numel() == 0:
-        return torch.ones(size, dtype=torch.bool, device=device)
-    rows, columns = qo_lens.to(device), kv_lens.to(device)
-    starts = offsets(rows * columns).to(torch.int64)
-    element = torch.arange(size, device=device)
-    owner = torch.searchsorted(starts[1:], element, right=True).clamp_(max=rows.numel() - 1)
-    inside = element - starts[owner]
-    width = columns[owner].clamp(min=1)
-    row = inside.div(width, rounding_mode="floor")
-    return inside - row * width <= row + columns[owner] - rows[owner]
+def every_key(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A rule for :func:`_args.mask_of_rule`: rows see all keys."""
+    return torch.ones_like(key, dtype=torch.bool)
+
+
+def keys_before(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A rule for :func:`_args.mask_of_rule`: the causal mask."""
+    return key <= position
+
+
+def keys_of_items(items: MultiItem) -> _args.Rule:
+    """The rule of multi-item scoring, for :func:`_args.mask_of_rule`; the tensors of ``items`` are on its device.
+
+    A row behind the end of its request's token positions counts as a delimiter, which sees the prefix only.
+    """
+    prefix_len, length = items.prefix_len.to(torch.int64), items.token_pos_len
+    token_pos = torch.nn.functional.pad(items.token_pos.to(torch.int64), (0, 1))
+
+    def sees(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        prefix = prefix_len[request]
+        entry = position - prefix
+        place = torch.where((entry >= 0) & (entry < length), request * length + entry, token_pos.numel() - 1)
+        back = token_pos[place.clamp_(max=token_pos.numel() - 1)]
+        return (key <= position) & ((entry < 0) | (key < prefix) | (key > position - back))
+
+    return sees

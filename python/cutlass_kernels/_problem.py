@@ -58,7 +58,9 @@ class Mask:
     """Which keys a row sees; everything given is ANDed with ``0 <= key < kv_len``.
 
     ``bits`` (packed little-endian uint8, one byte-aligned segment per request starting at ``bits_indptr[b]`` bytes) and
-    ``multi_item`` replace ``causal``; ``window_left`` always applies; ``chunk_size`` implies causal.
+    ``multi_item`` replace ``causal``; ``window_left`` always applies; ``chunk_size`` implies causal. Where both are
+    given, ``bits`` are those of ``multi_item``: kernels need them, in words (``_args.whole_words``) and with offsets on
+    the same device.
     """
 
     causal: bool = False
@@ -79,6 +81,19 @@ class Pages:
     v_indices: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the keys of short queries may be split.
+
+    ``fixed_size`` (keys of a piece; 0: chosen from the batch) or ``disabled`` make the results of a request independent
+    of its batch. ``max_kv_len`` bounds the keys of a request where it is known (0: it is not).
+    """
+
+    fixed_size: int = 0
+    disabled: bool = False
+    max_kv_len: int = 0
+
+
 @dataclass(slots=True)
 class Offsets:
     """What a work list is made from. Index tensors are int32 on the device.
@@ -86,8 +101,9 @@ class Offsets:
     ``kv_indptr`` counts tokens, or entries of ``pages.indices``. ``total_q`` is an upper bound of ``qo_indptr[-1]``,
     None where the host does not know one, ``total_kv`` the number of keys, 0 where it is unknown. ``qo_indptr_host``
     (int32, contiguous, on the CPU) makes the list exact; it is left out where a captured run has to serve later lists.
-    ``mask``, as far as the runs' mask is known, and ``total_kv`` decide the size of tiles: where runs are captured they
-    must always be the same.
+    ``mask``, as far as the runs' mask is known, ``total_kv`` and ``general`` decide the size of tiles: where runs are
+    captured they must always be the same. ``general`` tells whether runs may have ``mask.bits``, ALiBi slopes, or
+    scales in tensors. ``partials`` is memory for the results of split keys; None lets the work list bring its own.
     """
 
     qo_indptr: torch.Tensor
@@ -97,6 +113,9 @@ class Offsets:
     pages: Pages | None = None
     qo_indptr_host: torch.Tensor | None = None
     mask: Mask = field(default_factory=Mask)
+    general: bool = False
+    split: Split = field(default_factory=Split)
+    partials: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

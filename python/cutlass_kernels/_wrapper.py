@@ -8,14 +8,16 @@ mask, scale, cap, window and encoding are attributes of the wrapper that take ef
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _plan
-from ._plan import INT_WORKSPACE_BYTES, KERNEL_BACKENDS, Batch, Index, Options, Plan, Result, RunArgs, Shape
+from . import _args, _dispatch, _ops, _plan, _repeat
+from ._plan import KERNEL_BACKENDS, Batch, Index, Options, Plan, Result, RunArgs, Shape
 from ._problem import Logits, Mask, MultiItem, Offsets, Output, PagedKv, Problem, RaggedKv
 
 _LN2 = math.log(2.0)
@@ -25,6 +27,7 @@ class BatchPrefillWrapper:
     """Base of the paged and the ragged wrapper. Attributes with an underscore are read by serving engines."""
 
     _dry_run = False  # plan without writing anything; see workspace_size
+    _needed = (0, 0)  # what a dry run found
 
     def __init__(
         self,
@@ -44,6 +47,8 @@ class BatchPrefillWrapper:
         self._float_workspace_buffer = _args.workspace("float_workspace_buffer", float_workspace_buffer)
         self.device = self._float_workspace_buffer.device
         self._int_workspace_buffer = _plan.int_workspace(self.device)
+        self._number = _ops.number_of(self)
+        self._traced_options: Options | None = None
         self._requested_backend = backend
         self._backend = backend
         self._use_cuda_graph = bool(use_cuda_graph)
@@ -55,6 +60,8 @@ class BatchPrefillWrapper:
         self._custom_mask_buf: torch.Tensor | None = None
         self._mask_indptr_buf: torch.Tensor | None = None
         self._graph_mask = False
+        self._graph_mask_words: torch.Tensor | None = None  # the mask buffer, or the copy of it that kernels read
+        self._graph_general: bool | None = None
         if self._use_cuda_graph:
             self._check_buffers(buffers)
             self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
@@ -110,12 +117,13 @@ class BatchPrefillWrapper:
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Bytes ``(float_workspace, int_workspace)`` that plan() with the same arguments, and its runs, need.
 
-        The float workspace is not used: no backend splits the keys of a request. Nothing is planned or written.
+        The float workspace holds the results of split keys. Where only the device knows the number of rows, both are 0:
+        runs find out. Nothing is planned or written.
         """
         probe = copy.copy(self)
         probe._dry_run = True
         probe.plan(*args, **kwargs)
-        return 0, INT_WORKSPACE_BYTES if probe._backend in KERNEL_BACKENDS else 0
+        return probe._needed
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`run` with ``return_lse=True``."""
@@ -158,6 +166,12 @@ class BatchPrefillWrapper:
 
     def _forward(self, values: Options, run: Callable[[], Result]) -> Result:
         """Runs with other options, which stay in effect if the run succeeds."""
+        if is_dynamo_compiling():  # the run takes them along: when its graph runs, they are set
+            self._traced_options = values
+            try:
+                return run()
+            finally:
+                self._traced_options = None
         self._planned()
         before = self._get_options()
         self._set_options(values)
@@ -199,6 +213,7 @@ class BatchPrefillWrapper:
                 "must be equal."
             )
         self._custom_mask_buf, self._mask_indptr_buf, self._graph_mask = bits, indptr, True
+        self._graph_mask_words = _args.whole_words(bits)
 
     def _index(self, tensor: torch.Tensor) -> Index:
         """``tensor`` on the wrapper's device. A CPU tensor is copied, so the caller may change it at once."""
@@ -216,6 +231,20 @@ class BatchPrefillWrapper:
             return Index(host, host)
         pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return Index(pinned.to(self.device, non_blocking=True), pinned)
+
+    def _indices(self, *tensors: torch.Tensor) -> list[Index]:
+        """:meth:`_index` of int32 vectors, those on the CPU in one copy."""
+        if self.device.type == "cpu" or any(x.device.type != "cpu" for x in tensors):
+            return [self._index(x) for x in tensors]
+        sizes: list[int] = []
+        for x in tensors:
+            sizes += [x.numel(), -x.numel() % 4]  # the next starts at a multiple of 16 bytes
+        pinned = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+        parts = pinned.split(sizes)[::2]
+        for part, x in zip(parts, tensors):
+            part.copy_(x)
+        on_device = pinned.to(self.device, non_blocking=True).split(sizes)[::2]
+        return [Index(x, part) for x, part in zip(on_device, parts)]
 
     # --- plan ---
 
@@ -257,7 +286,10 @@ class BatchPrefillWrapper:
     ) -> Plan:
         """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
         _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
-        qo_lens = _args.lens(batch.qo.known)
+        user_mask = custom_mask is not None or packed_custom_mask is not None
+        qo_lens = batch.kv_lens  # not read where nothing has a mask
+        if items is not None or user_mask or self._graph_mask:
+            qo_lens = _args.lens(batch.qo.known)
         total_q = batch.qo.last
         if total_q is None and seq_lens_q is not None and seq_lens_q.device.type == "cpu":
             qo_lens = _args.index_vector("seq_lens_q", seq_lens_q, batch.size).to(torch.int64)
@@ -269,54 +301,66 @@ class BatchPrefillWrapper:
                 "or run, for which the CUDA graph was captured."
             )
         bits, bits_indptr = None, None
-        user_mask = custom_mask is not None or packed_custom_mask is not None
+        rule = _plan.keys_before if values.causal else _plan.every_key
         if items is not None:
+            _check_items(items, qo_lens, batch.kv_lens)
             tensors = (self._index(items.prefix_len).device, self._index(items.token_pos).device)
             items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)
+            if self._makes_bits_of_items(qo_lens, batch.kv_lens):
+                bits, bits_indptr = self._pack(None, None, _plan.keys_of_items(items), qo_lens, batch.kv_lens)
         elif user_mask or self._graph_mask:
-            bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, qo_lens, batch.kv_lens, values.causal)
+            bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, batch.kv_lens)
         paged = batch.page_size is not None
         layout = None
         if not paged and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:
             layout = _dispatch.Layout.of(total_q or 0, batch.kv.last or 0)
         request = self._request(shape, values, bits is not None, items is not None, paged, layout)
         backend = _dispatch.select(self._requested_backend, request)
-        mask_is_causal = bits is not None and not user_mask
+        mask_is_causal = bits is not None and not user_mask and items is None
+        if values.pos_encoding_mode == "ALIBI":
+            _args.alibi_slopes(shape.num_qo_heads, self.device)  # made here, as a captured run could not
         return Plan(shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend)
 
     def _pack(
         self,
         custom_mask: torch.Tensor | None,
         packed: torch.Tensor | None,
+        rule: _args.Rule,
         qo_lens: torch.Tensor,
         kv_lens: torch.Tensor,
-        causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mask as bits and byte offsets on the wrapper's device, without reading CUDA lengths."""
+        """The mask (of ``rule`` where there is no other) as bits and byte offsets on the wrapper's device, without
+        reading CUDA lengths. Bits that do not go to the buffers of a CUDA graph are whole words."""
         if self._use_cuda_graph and not self._graph_mask:
             raise ValueError(
                 "a custom mask under CUDA graphs needs custom_mask_buf and mask_indptr_buf in the constructor."
             )
-        if custom_mask is None and packed is None:
-            assert self._custom_mask_buf is not None
-            custom_mask = _plan.full_mask(qo_lens, kv_lens, causal, 8 * self._custom_mask_buf.numel(), self.device)
+        sized = not qo_lens.is_cuda and not kv_lens.is_cuda
+        room = self._custom_mask_buf.numel() if self._graph_mask and self._custom_mask_buf is not None else 0
         if packed is not None:
             offsets = _args.check_packed_mask(packed, qo_lens, kv_lens)
             bits = self._index(packed).device
-        else:
-            assert custom_mask is not None
-            if qo_lens.is_cuda or kv_lens.is_cuda:
+        elif custom_mask is not None:
+            if not sized:
                 custom_mask = custom_mask.to(self.device)
             bits, offsets = _args.pack_mask(custom_mask, qo_lens, kv_lens)
+        else:
+            bits, offsets = _args.mask_of_rule(rule, qo_lens, kv_lens, room, self.device)
+        bits, offsets = bits.to(self.device, non_blocking=True), offsets.to(self.device, non_blocking=True)
         if self._graph_mask:
-            assert self._custom_mask_buf is not None
-            room = self._custom_mask_buf.numel()
-            if bits.numel() > room and not offsets.is_cuda:
+            if bits.numel() > room and sized:
                 raise RuntimeError(
                     f"the packed mask takes {bits.numel()} bytes, but custom_mask_buf has {room}: make it larger."
                 )
-            bits = bits[:room]  # behind lengths on the device, its size is an upper bound
-        return bits.to(self.device, non_blocking=True), offsets.to(self.device, non_blocking=True)
+            return bits[:room], offsets  # of lengths on the device, its size is an upper bound
+        return _args.whole_words(bits), offsets
+
+    def _makes_bits_of_items(self, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> bool:
+        """Whether multi-item scoring becomes the mask that kernels need: not where its size, or its place in a CUDA
+        graph, is unknown."""
+        if self.device.type != "cuda" or self._requested_backend == "reference":
+            return False
+        return self._graph_mask or not (self._use_cuda_graph or qo_lens.is_cuda or kv_lens.is_cuda)
 
     def _request(
         self,
@@ -328,8 +372,9 @@ class BatchPrefillWrapper:
         layout: _dispatch.Layout | None,
     ) -> _dispatch.Request:
         features = {
-            "custom_mask": masked,
+            "custom_mask": masked and not multi_item,
             "multi_item": multi_item,
+            "unsized": multi_item and not masked and self.device.type == "cuda",
             "causal": values.causal and not masked and not multi_item,
             "window": values.window_left >= 0,
             "soft_cap": values.logits_soft_cap > 0.0,
@@ -353,28 +398,20 @@ class BatchPrefillWrapper:
 
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
         """Makes ``plan`` the one that runs use. ``indices`` are stored as ``_<name>``, in graph mode by copying."""
-        if self._dry_run:
-            self._backend = plan.backend
-            return
         stored = {name: index.device for name, index in indices.items()}
+        if self._dry_run:
+            if plan.backend in KERNEL_BACKENDS:
+                self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, stored))
+            return
         before: dict[str, torch.Tensor] = {}
-        rows = plan.total_q
         if self._use_cuda_graph:
             before = {name: getattr(self, f"_{name}").clone() for name in indices}
             for name, index in indices.items():
                 stored[name] = getattr(self, f"_{name}")
                 stored[name][: index.device.numel()].copy_(index.device, non_blocking=True)
-            if self._max_total_num_rows is not None:
-                rows = self._max_total_num_rows
         try:
             if plan.backend in KERNEL_BACKENDS:
-                offsets = self._offsets(plan, stored)
-                offsets.total_q = rows
-                if not self._use_cuda_graph:  # what a captured run was told stays the same, whatever is planned later
-                    values = plan.options
-                    offsets.qo_indptr_host = plan.batch.qo.host
-                    offsets.mask = Mask(causal=values.causal, window_left=_args.window(values.window_left))
-                    offsets.total_kv = plan.batch.total_kv
+                offsets = self._planned_offsets(plan, stored)
                 plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, self._int_workspace_buffer)
         except BaseException:
             for name, contents in before.items():
@@ -386,11 +423,16 @@ class BatchPrefillWrapper:
             assert self._custom_mask_buf is not None and self._mask_indptr_buf is not None
             self._custom_mask_buf[: plan.bits.numel()].copy_(plan.bits, non_blocking=True)
             self._mask_indptr_buf.copy_(plan.bits_indptr, non_blocking=True)  # type: ignore[arg-type]
-            plan.bits, plan.bits_indptr = self._custom_mask_buf, self._mask_indptr_buf
+            assert self._graph_mask_words is not None
+            if self._graph_mask_words is not self._custom_mask_buf:
+                self._graph_mask_words[: self._custom_mask_buf.numel()].copy_(self._custom_mask_buf)
+            plan.bits, plan.bits_indptr = self._graph_mask_words, self._mask_indptr_buf
         elif not self._graph_mask:
             self._custom_mask_buf, self._mask_indptr_buf = plan.bits, plan.bits_indptr
         if self._use_cuda_graph and self._max_total_num_rows is None:
             self._max_total_num_rows = plan.total_q
+        if self._use_cuda_graph and plan.schedule is not None:
+            self._graph_general = plan.schedule.general
         self._cached_q_data_type = plan.shape.q_dtype
         self._cached_kv_data_type = plan.shape.kv_dtype
         self._cached_o_data_type = plan.shape.o_dtype
@@ -401,6 +443,24 @@ class BatchPrefillWrapper:
     def _offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> Offsets:
         """The index tensors that runs will read."""
         raise NotImplementedError
+
+    def _planned_offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> Offsets:
+        """What the work list of a plan is made from."""
+        offsets = self._offsets(plan, stored)
+        offsets.total_q, offsets.general, offsets.split = plan.total_q, plan.is_general, plan.split
+        offsets.partials = self._float_workspace_buffer
+        if self._use_cuda_graph:  # what a captured run was told stays the same, whatever is planned later
+            offsets.split = dataclasses.replace(plan.split, max_kv_len=0)
+            if self._graph_general is not None:
+                offsets.general = self._graph_general
+            if self._max_total_num_rows is not None:
+                offsets.total_q = self._max_total_num_rows
+        else:
+            values = plan.options
+            offsets.qo_indptr_host = plan.batch.qo.host
+            offsets.mask = Mask(causal=values.causal, window_left=_args.window(values.window_left))
+            offsets.total_kv = plan.batch.total_kv
+        return offsets
 
     # --- run ---
 
@@ -445,19 +505,68 @@ class BatchPrefillWrapper:
                     f"the plan {shape.num_kv_heads} of {dim}."
                 )
 
-    def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Result:
-        """Runs ``plan`` on checked tensors with the options in effect."""
+    def _run_tensors(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[Any, ...]:
+        """The arguments of run() behind q, from those that an operator takes."""
+        return k, v
+
+    def _look_up(
+        self,
+        plan: Plan,
+        q: Any,
+        k: Any,
+        v: Any,
+        scales: tuple[Any, Any, Any],
+        out: Any,
+        lse: Any,
+        sinks: Any,
+        return_lse: bool,
+    ) -> tuple[Any, _repeat.Repeat | None]:
+        """The key of a run, with all that it depends on beside its plan and addresses, and the run to repeat, if any.
+
+        ``v`` is None where ``k`` is a cache that holds the values too. There is no key where arguments are not what
+        they should be.
+        """
+        facts = _repeat.facts
+        try:
+            key = (
+                facts(q),
+                facts(k),
+                None if v is None else facts(v),
+                None if out is None else facts(out),
+                None if lse is None else facts(lse),
+                None if sinks is None else facts(sinks),
+                return_lse,
+                scales,
+                self._causal,
+                self._pos_encoding_mode,
+                self._window_left,
+                type(self._window_left),  # a float that equals it is refused
+                self._logits_soft_cap,
+                self._sm_scale,
+                self._rope_scale,
+                self._rope_theta,
+            )
+            return key, plan.calls.get(key)
+        except (AttributeError, TypeError):  # no tensor, or no key: checks will say
+            return None, None
+
+    def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs, key: Any) -> Result:
+        """Runs ``plan`` on checked tensors with the options in effect; with a ``key``, remembers how."""
         values = self._get_options()
         problem = self._problem(plan, q, kv, args, values)
-        backend, schedule = plan.backend, plan.schedule
+        backend, request, schedule = plan.backend, plan.request, plan.schedule
         if values != plan.options or not _is_plain(problem):
             request = _dispatch.Request.from_problem(problem)
             backend = _dispatch.select(self._requested_backend, request)
-            if backend != plan.backend and backend in KERNEL_BACKENDS:
-                schedule = self._other_schedule(plan, backend, request, problem)
+        if backend in KERNEL_BACKENDS:
+            general = _plan.is_general(problem)
+            if backend != plan.backend or (general and not schedule.general):
+                schedule = self._other_schedule(plan, backend, general, request, problem)
         if backend == "reference" and self.device.type == "cuda":
             _use_host_indices(problem, plan)
-        _dispatch.compute(problem, backend, schedule)
+        call = _dispatch.compute(problem, backend, schedule)
+        if call is not None and key is not None:
+            self._remember(plan, problem, args, values, call, schedule, key)
         if self._use_cuda_graph and self._max_total_num_rows is None:  # planned from offsets on the device
             self._max_total_num_rows = q.size(0)
         out, lse = problem.output.out, problem.output.lse
@@ -467,16 +576,41 @@ class BatchPrefillWrapper:
             lse.mul_(_LN2)
         return (out, lse.t() if args.lse_layout == "HN" else lse) if args.return_lse else out
 
-    def _other_schedule(self, plan: Plan, backend: str, request: _dispatch.Request, problem: Problem) -> Any:
-        """The schedule for a backend that the plan did not choose. Captured runs make their own, as lengths change."""
+    def _remember(
+        self, plan: Plan, problem: Problem, args: RunArgs, values: Options, call: Any, schedule: Any, key: Any
+    ) -> None:
+        """Keeps a call, if one with an equal key would be the same."""
+        planned = schedule is plan.schedule
+        sinks = self._sinks if args.sinks is None else args.sinks
+        if (
+            plan.shape.cast is not None  # tensors are not the caller's, but copies; so are sinks of other types
+            or problem.logits.sinks is not sinks
+            or not (planned or not self._use_cuda_graph)
+            or not _repeat.are_plain(*args.scales, values.causal, values.pos_encoding_mode, values.window_left)
+            or not _repeat.are_plain(values.logits_soft_cap, values.sm_scale, values.rope_scale, values.rope_theta)
+        ):
+            return
+        clear = self._use_cuda_graph or plan.total_q is None
+        outside_graphs = not planned or plan.total_q is None
+        if outside_graphs and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # its work list exists only once the graph has run
+        _repeat.remember(plan.calls, key, _repeat.Repeat(call, problem, clear, outside_graphs))
+
+    def _other_schedule(
+        self, plan: Plan, backend: str, general: bool, request: _dispatch.Request, problem: Problem
+    ) -> Any:
+        """The schedule for a backend, or for tiles, that the plan did not choose. Captured runs make their own, as
+        lengths change."""
         make_anew = self._use_cuda_graph or torch.cuda.is_current_stream_capturing()
-        schedule = None if make_anew else plan.other_schedules.get(backend)
+        schedule = None if make_anew else plan.other_schedules.get((backend, general))
         if schedule is None:
             assert problem.qo_indptr is not None
             workspace = _plan.int_workspace(self.device)
-            schedule = _plan.make_schedule(backend, request, _plan.offsets_of(problem), workspace)
+            offsets = _plan.offsets_of(problem)
+            offsets.split = plan.split
+            schedule = _plan.make_schedule(backend, request, offsets, workspace)
             if not make_anew:
-                plan.other_schedules[backend] = schedule
+                plan.other_schedules[backend, general] = schedule
         return schedule
 
     def _problem(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs, values: Options) -> Problem:
@@ -526,6 +660,19 @@ class BatchPrefillWrapper:
         if transposed and not lse.is_contiguous():
             raise ValueError(f"lse has strides {lse.stride()}: with lse_layout='HN' it must be contiguous.")
         return lse.t() if transposed else lse
+
+
+def _check_items(items: MultiItem, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> None:
+    """ValueError where the host knows that a row has no entry in ``token_pos``."""
+    if items.prefix_len.is_cuda or qo_lens.is_cuda or kv_lens.is_cuda or items.prefix_len.shape != kv_lens.shape:
+        return
+    rows = torch.where(qo_lens > 0, kv_lens - items.prefix_len.to(torch.int64), 0)
+    if bool((rows > items.token_pos_len).any()):
+        at = int(rows.argmax())
+        raise ValueError(
+            f"token_pos_in_items_len={items.token_pos_len}, but request {at} has {int(rows[at])} positions behind its "
+            "prefix: pad token_pos_in_items_ptr."
+        )
 
 
 def _is_plain(problem: Problem) -> bool:

@@ -82,7 +82,7 @@ def single_decode_with_kv_cache(
         out = _args.tensor("out", out, 2).unsqueeze(0)
     if lse is not None:
         lse = _args.tensor("lse", lse, 1).unsqueeze(0)
-    out, lse = attend(
+    problem, _ = attend(
         rows,
         k,
         v,
@@ -103,6 +103,7 @@ def single_decode_with_kv_cache(
         lse=lse,
         q_scale=q_scale,
     )
+    out, lse = problem.output.out, problem.output.lse
     if return_lse and lse is not None:
         return out.squeeze(0), lse.squeeze(0)
     return out.squeeze(0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import _args, _plan, _wrapper
+from . import _args, _ops, _plan, _wrapper
 from ._plan import Index, Result, spellings
 from ._problem import Offsets, PagedKv, Pages
 
@@ -31,7 +32,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         paged_kv_indices_buf: int32, room for the pages of every plan.
         paged_kv_last_page_len_buf: int32 ``[batch]``.
         custom_mask_buf: uint8, room for the packed mask of every plan. Where given, every run reads a mask; a plan
-            without one writes the mask that stands for it.
+            without one writes the mask that stands for it. Runs see what plans write to it, nothing else.
         qk_indptr_buf: int32 ``[batch + 1]``, with ``custom_mask_buf``. Also accepted as ``mask_indptr_buf``.
         backend: ``"auto"`` (chosen anew by every plan), ``"fa2"``, ``"fa3"`` or ``"reference"``.
         jit_args, jit_kwargs, variant_owns_mask: for run-time compiled variants, which do not exist here.
@@ -165,11 +166,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             o_data_type: dtype of the output; None is that of q. An fp8 q needs one.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: multi-item scoring, all
                 four together: uint32 ``[batch]``, uint16 ``[batch * token_pos_in_items_len]``, a number, uint16
-                ``[batch]``. Replaces ``causal`` and custom masks.
+                ``[batch]``. Replaces ``causal`` and custom masks. Kernels need lengths that the host knows (offsets, or
+                ``seq_lens`` and ``seq_lens_q``, on the CPU), or mask buffers; else the reference computes it.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
                 where the offsets are CUDA tensors.
-            fixed_split_size, disable_split_kv: no backend splits keys; results do not depend on the batch.
-            block_tables, max_token_per_sequence, max_sequence_kv, uniform_q_len: hints that nothing here needs.
+            fixed_split_size, disable_split_kv: split the keys of a row into pieces of so many pages, or not at all.
+                With either, a request's results do not depend, bit by bit, on the others of its batch. None and False
+                let short queries over long keys be split so that they fill the device.
+            max_sequence_kv: keys of the longest request. Where the offsets are CUDA tensors it keeps what
+                ``fixed_split_size`` needs of the workspace small.
+            block_tables, max_token_per_sequence, uniform_q_len: hints that nothing here needs.
 
         Raises:
             KeyError: unknown ``pos_encoding_mode``.
@@ -191,8 +197,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         last = _args.index_vector("paged_kv_last_page_len", paged_kv_last_page_len, count)
         if page_size <= 0:
             raise ValueError(f"page_size={page_size} must be positive.")
-        if not kv.is_cuda and int(kv[-1]) > pages.numel():
-            raise ValueError(f"paged_kv_indptr ends at {int(kv[-1])}, but paged_kv_indices has {pages.numel()} pages.")
+        first_page, end_page = (0, 0) if kv.is_cuda else (int(kv[0]), int(kv[-1]))
+        if end_page > pages.numel():
+            raise ValueError(f"paged_kv_indptr ends at {end_page}, but paged_kv_indices has {pages.numel()} pages.")
         if self._use_cuda_graph and pages.numel() > self._paged_kv_indices_buf.numel():
             raise ValueError(
                 f"paged_kv_indices has {pages.numel()} elements, but paged_kv_indices_buf room for "
@@ -212,15 +219,17 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             allow_fp16_qk_reduction,
         )
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        kv_index, last_index = self._index(kv), self._index(last)
+        qo_index, kv_index, last_index, pages_index = self._indices(qo, kv, last, pages)
         kv_lens = _kv_lens(kv_index, last_index, page_size, seq_lens)
-        bound = 0 if kv.is_cuda else _args.page_bound("paged_kv_indices", pages[int(kv[0]) : int(kv[-1])])
-        batch = _plan.Batch(self._index(qo), kv_index, kv_lens, page_size, last_index, bound)
+        bound = _args.page_bound("paged_kv_indices", pages[first_page:end_page])
+        batch = _plan.Batch(qo_index, kv_index, kv_lens, page_size, last_index, bound)
+        split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
         plan = self._prepare(shape, batch, values, custom_mask, packed_custom_mask, items, seq_lens_q)
+        plan.split = split
         indices = {
             "qo_indptr_buf": batch.qo,
             "paged_kv_indptr_buf": batch.kv,
-            "paged_kv_indices_buf": self._index(pages),
+            "paged_kv_indices_buf": pages_index,
             "paged_kv_last_page_len_buf": last_index,
         }
         self._commit(plan, indices)
@@ -289,6 +298,29 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
         plan = self._planned()
+        key = None
+        if (
+            not args
+            and lse_base == "log2"
+            and lse_layout == "NH"
+            and (return_lse is True or return_lse is False)
+            and window_left is None
+            and kv_cache_sf is None
+            and skip_softmax_threshold_scale_factor is None
+            and use_fp16_softmax is None
+            and uses_spcompress is None
+            and not is_dynamo_compiling()
+        ):
+            if sinks is None:
+                sinks = self._sinks
+            k: Any = paged_kv_cache
+            v: Any = None
+            if type(paged_kv_cache) is tuple and len(paged_kv_cache) == 2:
+                k, v = paged_kv_cache
+            scales = (q_scale, k_scale, v_scale)
+            key, repeat = self._look_up(plan, q, k, v, scales, out, lse, sinks, return_lse)
+            if repeat is not None and (result := repeat.run(q, k, v, out, lse, sinks, return_lse)) is not None:
+                return result
         _plan.unsupported(
             "BatchPrefillWithPagedKVCacheWrapper.run",
             "leave it out.",
@@ -299,6 +331,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         scales, return_lse = _plan.run_scales(args, ("k_scale", "v_scale", "return_lse"), given, return_lse)
         self._check_window(window_left)
+        skip = float(skip_softmax_threshold_scale_factor or 0.0)
+        run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
+        if is_dynamo_compiling():
+            k, v = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)
+            return _ops.run(self, q, k, v, self._cached_o_data_type, run_args)
         self._check_q(q, plan)
         k_cache, v_cache = _args.paged_cache(paged_kv_cache, self._kv_layout)
         if k_cache.size(1) != plan.batch.page_size:
@@ -311,8 +348,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         kv = PagedKv(
             k_cache, v_cache, self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
         )
-        skip = float(skip_softmax_threshold_scale_factor or 0.0)
-        return self._run(plan, q, kv, _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip))
+        return self._run(plan, q, kv, run_args, key)
+
+    def _run_tensors(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[Any, ...]:
+        return (k,) if v is None else ((k, v),)
 
     @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")
     def forward(

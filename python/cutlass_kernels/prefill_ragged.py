@@ -7,8 +7,9 @@ import warnings
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _plan, _wrapper
+from . import _args, _dispatch, _ops, _plan, _wrapper
 from ._plan import Result, spellings
 from ._problem import Offsets, RaggedKv
 
@@ -32,7 +33,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             is fixed, and the number of rows may not exceed that of the first plan.
         qo_indptr_buf, kv_indptr_buf: int32 ``[batch + 1]`` on the wrapper's device.
         custom_mask_buf: uint8, room for the packed mask of every plan. Where given, every run reads a mask; a plan
-            without one writes the mask that stands for it.
+            without one writes the mask that stands for it. Runs see what plans write to it, nothing else.
         qk_indptr_buf: int32 ``[batch + 1]``, with ``custom_mask_buf``. Also accepted as ``mask_indptr_buf``.
         backend: ``"auto"`` (chosen anew by every plan), ``"fa2"``, ``"fa3"`` or ``"reference"``.
         jit_args, jit_kwargs, variant_owns_mask: for run-time compiled variants, which do not exist here.
@@ -149,11 +150,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             non_blocking: accepted; copies to the device never wait for it.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: multi-item scoring, all
                 four together: uint32 ``[batch]``, uint16 ``[batch * token_pos_in_items_len]``, a number, uint16
-                ``[batch]``. Replaces ``causal`` and custom masks.
-            fixed_split_size, disable_split_kv: no backend splits keys; results do not depend on the batch.
+                ``[batch]``. Replaces ``causal`` and custom masks. Kernels need lengths that the host knows (offsets, or
+                ``seq_lens`` and ``seq_lens_q``, on the CPU), or mask buffers; else the reference computes it.
+            fixed_split_size, disable_split_kv: split the keys of a row into pieces of so many keys, or not at all. With
+                either, a request's results do not depend, bit by bit, on the others of its batch. None and False let
+                short queries over long keys be split so that they fill the device.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
                 where the offsets are CUDA tensors.
-            max_token_per_sequence, max_sequence_kv, uniform_q_len: hints that nothing here needs.
+            max_sequence_kv: keys of the longest request; needed beside ``fixed_split_size`` where the offsets are CUDA
+                tensors, as keys are not split without.
+            max_token_per_sequence, uniform_q_len: hints that nothing here needs.
             v_indptr, o_indptr: offsets of values and outputs of their own are not served.
 
         Raises:
@@ -196,12 +202,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             allow_fp16_qk_reduction,
         )
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        kv_index = self._index(kv)
+        qo_index, kv_index = self._indices(qo, kv)
         kv_lens = _args.lens(kv_index.known)
         if kv_index.host is None and seq_lens is not None and seq_lens.device.type == "cpu":
             kv_lens = _args.index_vector("seq_lens", seq_lens, count).to(torch.int64)
-        batch = _plan.Batch(self._index(qo), kv_index, kv_lens)
+        batch = _plan.Batch(qo_index, kv_index, kv_lens)
+        split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
         plan = self._prepare(shape, batch, values, custom_mask, packed_custom_mask, items, seq_lens_q)
+        plan.split = split
         self._commit(plan, {"qo_indptr_buf": batch.qo, "kv_indptr_buf": kv_index})
 
     begin_forward = plan
@@ -263,12 +271,34 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         plan = self._planned()
+        key = None
+        if (
+            not args
+            and lse_base == "log2"
+            and lse_layout == "NH"
+            and (return_lse is True or return_lse is False)
+            and window_left is None
+            and kv_cache_sf is None
+            and o_scale is None
+            and skip_softmax_threshold_scale_factor is None
+            and not is_dynamo_compiling()
+        ):
+            if sinks is None:
+                sinks = self._sinks
+            scales = (q_scale, k_scale, v_scale)
+            key, repeat = self._look_up(plan, q, k, v, scales, out, lse, sinks, return_lse)
+            if repeat is not None and (result := repeat.run(q, k, v, out, lse, sinks, return_lse)) is not None:
+                return result
         _plan.unsupported(
             "BatchPrefillWithRaggedKVCacheWrapper.run", "leave it out.", kv_cache_sf=kv_cache_sf, o_scale=o_scale
         )
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         scales, return_lse = _plan.run_scales(args, ("return_lse",), given, return_lse)
         self._check_window(window_left)
+        skip = float(skip_softmax_threshold_scale_factor or 0.0)
+        run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
+        if is_dynamo_compiling():
+            return _ops.run(self, q, k, v, self._cached_o_data_type, run_args)
         self._check_q(q, plan)
         k = _args.token_major(_args.tensor("k", k, 3), self._kv_layout)
         v = _args.token_major(_args.tensor("v", v, 3), self._kv_layout)
@@ -281,9 +311,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             )
         if plan.shape.cast is not None:
             q, k, v = q.to(plan.shape.cast), k.to(plan.shape.cast), v.to(plan.shape.cast)
-        skip = float(skip_softmax_threshold_scale_factor or 0.0)
-        run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
-        return self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args)
+        return self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args, key)
 
     @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")
     def forward(

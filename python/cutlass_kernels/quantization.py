@@ -6,6 +6,8 @@ element ``i``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 _CHUNK_BYTES = 1 << 20
@@ -32,11 +34,12 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     little = _is_little(bitorder)
     _check_vector(x)
     flat = x if x.dtype == torch.bool else x != 0
-    missing = -flat.numel() % 8
+    size = (flat.numel() + 7) // 8
+    missing = -flat.numel() % 32  # kernels read masks in words of 32 bits, which the storage then has
     if missing:
         flat = torch.cat([flat, flat.new_zeros(missing)])
     weights = _weights(little, x.device)
-    return (flat.contiguous().view(torch.uint8).view(-1, 8) * weights).sum(-1, dtype=torch.uint8)
+    return (flat.contiguous().view(torch.uint8).view(-1, 8) * weights).sum(-1, dtype=torch.uint8)[:size]
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,22 +93,44 @@ def pack_segments(
     ``total`` is the size of the result and may exceed ``packed[-1]``. Reads nothing back from a device.
     """
     segments = elements.numel() - 1
-    if segments == 0 or total == 0 or flat.numel() == 0:
-        return torch.zeros(total, dtype=torch.uint8, device=flat.device)
     if segments == 1 and not elements.is_cuda:
         return packbits(flat[int(elements[0]) : int(elements[1])], bitorder)
-    device = flat.device
-    elements, packed = elements.to(device), packed.to(device)
+    elements, packed = (x.to(flat.device, non_blocking=True) for x in (elements, packed))
+    sizes = elements[1:] - elements[:-1]
+    if flat.numel() == 0:
+        flat = flat.new_zeros(1)
+
+    def bit(segment: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
+        return flat[(elements[segment] + element).clamp_(max=flat.numel() - 1)]
+
+    return pack_rule(bit, sizes, packed, total, bitorder)
+
+
+def pack_rule(
+    bit: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    sizes: torch.Tensor,
+    packed: torch.Tensor,
+    total: int,
+    bitorder: str,
+) -> torch.Tensor:
+    """Packs segments of ``sizes`` (int64 ``[segments]``) elements, of which ``bit(segment, element)`` tells the values.
+
+    ``bit`` gets int64 tensors that broadcast, and returns bools; what it says of elements behind the end of a segment
+    is not used. ``packed`` and ``total`` are as in :func:`pack_segments`. Reads nothing back from a device.
+    """
+    device = sizes.device
+    result = torch.empty((total + 3) // 4 * 4, dtype=torch.uint8, device=device)[:total]  # whole words of storage
+    if sizes.numel() == 0:
+        return result.zero_()
     weights = _weights(_is_little(bitorder), device)
     lanes = torch.arange(8, device=device)
-    result = torch.empty(total, dtype=torch.uint8, device=device)
     for start in range(0, total, _CHUNK_BYTES):
         stop = min(start + _CHUNK_BYTES, total)
         byte = torch.arange(start, stop, device=device)
-        segment = (torch.searchsorted(packed, byte, right=True) - 1).clamp_(max=segments - 1)
-        element = (elements[segment] + 8 * (byte - packed[segment]))[:, None] + lanes
-        inside = element < elements[segment + 1][:, None]
-        bits = flat[element.clamp_(max=flat.numel() - 1)] & inside
+        segment = (torch.searchsorted(packed, byte, right=True) - 1).clamp_(max=sizes.numel() - 1)
+        element = (8 * (byte - packed[segment]))[:, None] + lanes
+        segment = segment[:, None]
+        bits = bit(segment, element) & (element < sizes[segment])
         torch.sum(bits.view(torch.uint8) * weights, -1, dtype=torch.uint8, out=result[start:stop])
     return result
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch
+from . import _args, _dispatch, _ops, _plan, _repeat
 from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
 
@@ -96,13 +97,49 @@ def single_prefill_with_kv_cache(
         >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
         torch.Size([128, 32, 128])
     """
+    key = None
+    if (
+        custom_mask is None
+        and packed_custom_mask is None
+        and scale_q is None
+        and scale_k is None
+        and scale_v is None
+        and o_dtype is None
+        and kv_cache_sf is None
+        and not is_dynamo_compiling()
+        and not _dispatch.is_logged()
+    ):
+        options = (
+            causal,
+            kv_layout,
+            pos_encoding_mode,
+            sm_scale,
+            window_left,
+            logits_soft_cap,
+            rope_scale,
+            rope_theta,
+            return_lse,
+            k_scale,
+            v_scale,
+            backend,
+        )
+        key, repeat = _look_up(q, k, v, out, lse, sinks, options, type(window_left))  # a float is refused
+        if repeat is not None and (result := repeat.run(q, k, v, out, lse, sinks, bool(return_lse))) is not None:
+            return result
     refuse_4bit(kv_cache_sf)
+    if is_dynamo_compiling():
+        values = _plan.options(
+            causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, False
+        )
+        scales = (scale_q, scale_k, scale_v, k_scale, v_scale)
+        masks = (custom_mask, packed_custom_mask)
+        return _ops.single(q, k, v, values, o_dtype, sinks, scales, masks, kv_layout, backend, out, lse, return_lse)
     _args.tensor("q", q, 3)
     k, v = keys_and_values(q, k, v, kv_layout)
     mask = Mask(causal=bool(causal), window_left=_args.window(window_left))
     if packed_custom_mask is not None or custom_mask is not None:
         _set_bits(mask, custom_mask, packed_custom_mask, q, k.size(0))
-    out, lse = attend(
+    problem, call = attend(
         q,
         k,
         v,
@@ -122,6 +159,9 @@ def single_prefill_with_kv_cache(
         out=out,
         lse=lse,
     )
+    if call is not None and key is not None and problem.logits.sinks is sinks and _repeat.are_plain(*options):
+        _repeat.remember(_calls, key, _repeat.Repeat(call, problem))
+    out, lse = problem.output.out, problem.output.lse
     return (out, lse) if return_lse else out
 
 
@@ -175,6 +215,34 @@ def single_prefill_with_kv_cache_return_lse(
     return pair
 
 
+_calls: dict[Any, _repeat.Repeat] = {}  # calls that may be repeated
+
+
+def _look_up(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, options: tuple[Any, ...], window_type: type
+) -> tuple[Any, _repeat.Repeat | None]:
+    """The key of a call, with all that it depends on beside addresses, and the call to repeat, if any.
+
+    There is no key where arguments are not what they should be.
+    """
+    facts = _repeat.facts
+    try:
+        key = (
+            facts(q),
+            facts(k),
+            facts(v),
+            None if out is None else facts(out),
+            None if lse is None else facts(lse),
+            None if sinks is None else facts(sinks),
+            options,
+            window_type,
+            _dispatch.override_of(options[-1]),
+        )
+        return key, _calls.get(key)
+    except (AttributeError, TypeError):  # no tensor, or no key: checks will say
+        return None, None
+
+
 # --- shared with decode ------------------------------------------------------------------------------------------
 
 
@@ -211,9 +279,12 @@ def _set_bits(
     if packed is not None:
         mask.bits_indptr = _args.check_packed_mask(packed, qo_lens, kv_lens)
         mask.bits = packed
-    elif custom is not None:
+    else:
+        assert custom is not None
         mask.bits, mask.bits_indptr = _args.pack_mask(custom, qo_lens, kv_lens)
+    assert mask.bits is not None
     _args.same_device(q.device, custom_mask=mask.bits)
+    mask.bits = _args.whole_words(mask.bits)
 
 
 def attend(
@@ -237,8 +308,11 @@ def attend(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     q_scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes one request from token-major views; every check comes before the computation."""
+) -> tuple[Problem, Any]:
+    """Computes one request from token-major views; every check comes before the computation.
+
+    Returns the problem, which holds the results, and the call to be repeated, or None.
+    """
     device, (rows, num_qo_heads, head_dim) = q.device, q.shape
     num_kv_heads, head_dim_vo = k.size(1), v.size(2)
     if o_dtype is None and out is not None:
@@ -264,5 +338,5 @@ def attend(
     if return_lse or lse is not None:
         lse = _args.lse_output(lse, (rows, num_qo_heads), device)
     problem = Problem(q, RaggedKv(k, v), logits, Output(out, lse, None, out_scale), mask)
-    _dispatch.compute(problem, _dispatch.select(backend, _dispatch.Request.from_problem(problem)))
-    return out, lse
+    call = _dispatch.compute(problem, _dispatch.select(backend, _dispatch.Request.from_problem(problem)))
+    return problem, call

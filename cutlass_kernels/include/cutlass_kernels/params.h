@@ -9,6 +9,7 @@
 // A row that sees no key gets output 0 and LSE -inf (with a sink: LSE = sink * log2 e).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cutlass_kernels/types.h"
@@ -45,15 +46,51 @@ struct PageTable {
   std::int64_t v_stride_page = 0;
 };
 
-/// The order in which the tiles of a batch are worked on: longest first. Written by make_schedule().
+/// A mask of any form, instead of causal and chunk_size; the window still counts. Row i of request b sees key j if bit
+/// i * kv_len + j, counted from the lowest bit of byte indptr[b], is set.
+struct BitMask {
+  const std::uint32_t* words =
+      nullptr;  ///< device; null: no such mask. Readable up to a multiple of four bytes
+  const std::int32_t* indptr =
+      nullptr;  ///< [batch_size + 1], device, in bytes; null for a single request: it starts at 0
+  std::int64_t num_words = 0;
+};
+
+/// Attention with linear biases: slopes[head] * (key - row), or slopes[head] * key, is added to sm_scale * q.k.
+struct Alibi {
+  const float* slopes = nullptr;  ///< [num_qo_heads], device; null: none
+  bool relative = true;           ///< whether the row, counted in its request, is subtracted
+  bool after_cap = false;         ///< whether the bias is added to the capped logit
+};
+
+/// A factor that only the device knows: one for all query heads, or one for each.
+struct DeviceScale {
+  const float* data = nullptr;  ///< device; null: 1
+  std::int32_t stride = 0;      ///< from one query head to the next: 0 or 1
+};
+
+/// How the work of a batch is divided into tiles, and their order: longest first. Written by make_schedule().
 struct Schedule {
   const void* work_list =
       nullptr;                 ///< device memory; null: one request, order computed in the kernel
   std::int32_t capacity = 0;   ///< entries the list has room for: an upper bound of the tiles
   std::int32_t tile_rows = 0;  ///< query rows of a tile
+  std::int32_t tile_kind = 0;  ///< which of a kernel's tiles
+  /// Query heads whose rows share a tile (of tile_rows rows of each), which so reads their keys once; 0: a head's alone.
+  std::int32_t packed_heads = 0;
+  std::int32_t pieces = 1;  ///< without a list: parts into which the keys of each tile are split
   /// Optional: two counters in device memory, zero before and after every call, with which persistent blocks take tiles
   /// one after the other; calls that overlap in time need counters of their own. Null: tiles are dealt out beforehand.
   std::int32_t* next_tile = nullptr;
+  /// Tiles whose keys are split: how many there may be, and bytes of workspace that attention() then needs for the results
+  /// of their pieces, which it merges. 0: no tile is split.
+  std::int32_t split_capacity = 0;
+  std::size_t partial_bytes = 0;
+  const void* split_list = nullptr;
+  // Filled in by attention().
+  float* partial_o = nullptr;
+  float* partial_lse = nullptr;
+  const void* mask_extents = nullptr;
 };
 
 struct AttentionParams {
@@ -80,6 +117,12 @@ struct AttentionParams {
   std::int64_t total_kv =
       0;  ///< rows of k and v (>= kv_indptr[batch_size]); paged: all keys, about
   PageTable pages;
+  /// Keys of a short query's tile are split so that there is work for the whole device. With a fixed size, in keys, or
+  /// none at all, results of a request do not depend on the others of its batch, bit by bit.
+  std::int32_t fixed_split_size = 0;  ///< 0: chosen from the batch
+  bool disable_split_kv = false;
+  std::int32_t max_kv_len =
+      0;  ///< most keys of a request, if known: bounds the pieces of a fixed size
 
   // Tensors.
   ConstTensorView q;     ///< [total_q, num_qo_heads, head_dim_qk]
@@ -94,13 +137,17 @@ struct AttentionParams {
   bool causal = false;
   std::int32_t window_left = -1;  ///< negative: no window
   std::int32_t chunk_size = 0;    ///< 0: not chunked
+  BitMask mask;
 
   // Logits and output.
   float sm_scale = 1.0f;
   float logits_soft_cap = 0.0f;  ///< <= 0: off
+  Alibi alibi;
   const float* sinks =
       nullptr;           ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
   float v_scale = 1.0f;  ///< multiplies the output
+  DeviceScale logits_scale;  ///< multiplies sm_scale
+  DeviceScale output_scale;  ///< multiplies the output
 
   Schedule schedule;
 };

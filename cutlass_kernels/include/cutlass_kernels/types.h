@@ -25,6 +25,8 @@ enum Feature : std::uint32_t {
   kFeatureRaggedKv = 1u << 3,  ///< keys and values as packed [tokens, heads, dim]
   kFeatureBitMask = 1u << 4,   ///< custom (packed) masks
   kFeaturePagedKv = 1u << 5,
+  kFeatureAlibi = 1u << 6,
+  kFeatureDeviceScales = 1u << 7,  ///< factors of logits and output in device memory, also per head
 };
 
 CK_API const char* to_string(DType dtype);

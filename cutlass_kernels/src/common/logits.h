@@ -5,6 +5,7 @@
 // running maximum of s is then the maximum of the exponent) and bounds stay exact:
 //   soft cap c:     s = tanh(sm_scale * q.k / c), scale = c * log2 e
 //   sm_scale <= 0:  s = sm_scale * q.k,           scale = log2 e
+//   ALiBi:          s = sm_scale * q.k + bias,    scale = log2 e; with a cap as above, the bias inside or outside the tanh
 #pragma once
 
 #include "common/numeric.h"
@@ -38,6 +39,80 @@ struct LogitsTransform {
     } else {
       CUTE_UNROLL
       for (int i = 0; i < count; ++i) s[i] *= multiplier;
+    }
+  }
+};
+
+// What a kernel is compiled to do with q.k.
+enum class Logits {
+  kPlain,
+  kTransformed,  // LogitsTransform
+  kGeneral,      // GeneralTransform, and masks of any form
+};
+
+// The factor of a query head.
+CUTE_DEVICE float scale_of(const DeviceScale& scale, int head) {
+  return scale.data == nullptr ? 1.0f : __ldg(scale.data + head * scale.stride);
+}
+
+struct GeneralTransform {
+  float multiplier;   // of q.k, beside logits_scale
+  float bias_before;  // of slope * distance, before tanh
+  float bias_after;   // and after it
+  bool capped;
+  float scale;  // log2 units per unit of s, > 0
+
+  static bool needed(const AttentionParams& params) {
+    return params.alibi.slopes != nullptr || params.mask.words != nullptr ||
+           params.logits_scale.data != nullptr || params.output_scale.data != nullptr;
+  }
+
+  // Whether q.k is changed at all: a mask alone leaves it as it is.
+  static bool changes(const AttentionParams& params) {
+    return params.alibi.slopes != nullptr || params.logits_scale.data != nullptr ||
+           LogitsTransform::needed(params);
+  }
+
+  static GeneralTransform make(const AttentionParams& params) {
+    const LogitsTransform plain = LogitsTransform::make(params);
+    if (params.alibi.slopes == nullptr) {
+      return {plain.multiplier, 0.0f, 0.0f, plain.capped, plain.scale};
+    }
+    if (!plain.capped) return {params.sm_scale, 1.0f, 0.0f, false, kLog2e};
+    const float cap = params.logits_soft_cap;
+    const float before = params.alibi.after_cap ? 0.0f : 2.0f * kLog2e / cap;
+    return {plain.multiplier, before, params.alibi.after_cap ? 1.0f / cap : 0.0f, true,
+            plain.scale};
+  }
+
+  // Replaces the accumulator fragment of kCount / 2 keys for rows r and r + 8 (s[4 i + {0, 1}] and s[4 i + {2, 3}], keys
+  // 8 i + {0, 1}). Of each row: its head's logits_scale and slope, and the distance that s[0] or s[2] is biased by.
+  template <int kCount>
+  CUTE_DEVICE void apply(float (&s)[kCount], const float (&logits_scale)[2],
+                         const float (&slope)[2], const int (&distance)[2]) const {
+    if (capped) {
+      apply_as<true>(s, logits_scale, slope, distance);
+    } else {
+      apply_as<false>(s, logits_scale, slope, distance);
+    }
+  }
+
+  // The same where `capped` is known to be kCapped: one branch for all elements.
+  template <bool kCapped, int kCount>
+  CUTE_DEVICE void apply_as(float (&s)[kCount], const float (&logits_scale)[2],
+                            const float (&slope)[2], const int (&distance)[2]) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const float factor = multiplier * logits_scale[r];
+      const float before = slope[r] * bias_before;
+      const float after = slope[r] * bias_after;
+      const float first = float(distance[r]);
+      CUTE_UNROLL
+      for (int i = r * 2; i < kCount; i += (i % 2 == 0 ? 1 : 3)) {
+        const float x = first + float(i / 4 * 8 + i % 2);
+        s[i] = fmaf(s[i], factor, before * x);
+        if constexpr (kCapped) s[i] = fmaf(after, x, tanh_from_log2(s[i]));
+      }
     }
   }
 };

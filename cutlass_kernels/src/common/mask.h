@@ -29,6 +29,7 @@ struct FastDivisor {
   CUTE_HOST_DEVICE std::uint32_t divide(std::uint32_t n) const {
     return divisor <= 1 ? n : std::uint32_t((std::uint64_t(n) * multiplier) >> 32) >> shift;
   }
+  CUTE_HOST_DEVICE std::uint32_t modulo(std::uint32_t n) const { return n - divide(n) * divisor; }
 };
 
 struct IntervalMask {

@@ -11,7 +11,9 @@
 
 namespace cutlass_kernels {
 
-// Tiles are numbered by section of query heads, in a section longest tiles first, heads innermost. All sections have
+// A tile belongs to a head, or to packed_heads of them: "heads" below are these.
+//
+// Tiles are numbered by section of heads, in a section longest tiles first, heads innermost. All sections have
 // section_heads heads but the last, which has last_heads.
 struct TileOrder {
   int tiles;  // per head: entries of the work list
@@ -44,7 +46,8 @@ struct TileOrder {
   static constexpr std::int64_t kTailBytes = 32 << 20;
   static TileOrder make(const AttentionParams& p, int tiles, std::int64_t tail_tiles,
                         std::int64_t tail_bytes = kTailBytes) {
-    const int group_size = p.num_qo_heads / p.num_kv_heads;
+    const int all_heads = p.num_qo_heads / std::max(p.schedule.packed_heads, 1);
+    const int group_size = all_heads / p.num_kv_heads;
     const std::int64_t head_bytes = 2 * p.total_kv * (p.head_dim_qk + p.head_dim_vo);
     const std::int64_t fit = kSectionBytes / std::max<std::int64_t>(head_bytes, 1);
     const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
@@ -57,7 +60,7 @@ struct TileOrder {
     order.tiles = tiles;
     order.sections = early_sections + 1;
     order.section_heads = heads * group_size;
-    order.last_heads = p.num_qo_heads - early_sections * order.section_heads;
+    order.last_heads = all_heads - early_sections * order.section_heads;
     return order;
   }
 };
@@ -70,11 +73,17 @@ CUTE_DEVICE bool find_work(const AttentionParams& p, const TileOrder& order, int
     work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
     if (work.batch < 0) return false;
   } else {
+    work.batch = 0;
     work.q_begin = 0;
     work.kv_begin = 0;
     work.qo_len = int(p.total_q);
     work.kv_len = int(p.total_kv);
-    work.tile = order.tiles - 1 - rank;
+    const int pieces = p.schedule.pieces;
+    const int tile = rank / pieces;
+    work.piece = std::int16_t(rank - tile * pieces);
+    work.pieces = std::int16_t(pieces);
+    work.tile = order.tiles / pieces - 1 - tile;
+    work.partial_row = work.tile * p.schedule.tile_rows * pieces;
   }
   if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
       std::int64_t(work.q_begin) + work.qo_len > p.total_q) {

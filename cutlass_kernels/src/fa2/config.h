@@ -11,7 +11,7 @@
 namespace cutlass_kernels::fa2 {
 
 template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
-          int BlocksPerSm, int Sharers = 1>
+          int BlocksPerSm, int Sharers = 1, bool Packed = false>
 struct Tile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRowTiles = RowTiles;
@@ -24,13 +24,18 @@ struct Tile {
   static constexpr int kAhead = Ahead;              // ldmatrix issued before their products
   static constexpr int kBlocksPerSm = BlocksPerSm;  // what registers are budgeted for
   static constexpr int kSharers = Sharers;          // warps that share rows: 1 or 2
-  static_assert(Sharers == 1 || (Sharers == 2 && Stages == 1 && StepN == BlockN));
+  static constexpr bool kPacked = Packed;           // rows of several heads (packed_rows.h)
+  static_assert(Sharers == 1 || (Sharers == 2 && Stages == 1 && StepN == BlockN && !Packed));
 };
+
+// Schedule::tile_kind. fa3 has the same numbers for such tiles.
+enum TileKind { kRows = 0, kPacked = 3 };
 
 // Large: long queries and keys. Medium: as many rows, for fewer keys; three blocks per SM hide more of a
 // tile's start and end. Capped: as many rows, where a logits transform needs registers of its own. Small: few or
 // short queries, where more and shorter tiles fill the machine, and devices without the shared memory of the
-// others.
+// others. Packed: for queries so short that reading the keys is what takes time: 64 KB of them or more are under way to
+// each SM (of 164 KB of shared memory or more).
 //
 // kFewBlocks: with fewer blocks of the large tile than this, the small one is faster on 132 SMs; the causal
 // value is higher because short tiles even out what a causal mask makes uneven. Where both have as many rows there is
@@ -44,6 +49,7 @@ struct TileTable<64> {
   using Medium = Tile<64, 2, 4, 64, 32, 2, 2, 3>;
   using Capped = Medium;
   using Small = Tile<64, 1, 4, 64, 64, 2, 2, 3>;
+  using Packed = Tile<64, 1, 4, 64, 32, 3, 2, 3, 1, true>;
   static constexpr int kFewBlocks = 200;
   static constexpr int kFewBlocksCausal = 320;
 };
@@ -54,6 +60,7 @@ struct TileTable<128> {
   using Medium = Large;
   using Capped = Large;
   using Small = Tile<128, 1, 4, 64, 64, 2, 2, 2>;
+  using Packed = Tile<128, 1, 4, 32, 32, 3, 2, 3, 1, true>;
   static constexpr int kFewBlocks = 80;
   static constexpr int kFewBlocksCausal = 320;
 };
@@ -64,6 +71,7 @@ struct TileTable<256> {
   using Medium = Large;
   using Capped = Large;
   using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;  // 96 KB: compute capabilities 8.6, 8.9, 12.x
+  using Packed = Tile<256, 1, 4, 32, 32, 2, 4, 2, 1, true>;
 };
 
 }  // namespace cutlass_kernels::fa2

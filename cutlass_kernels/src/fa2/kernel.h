@@ -10,7 +10,9 @@
 //            +------------------------------------------------------+
 //
 // Warps own whole rows, so softmax needs no exchange between them; a scheduler's two or three warps overlap one's
-// softmax with another's products. At head dimension 256 two warps share rows: shared_rows.h has that drawing.
+// softmax with another's products. At head dimension 256 two warps share rows: shared_rows.h has that drawing. How keys
+// and values in pages are found: pages.h. Masks of any form: visible_keys.h. Tiles of several heads, and of a part of the
+// keys: packed_rows.h.
 //
 // What is scarce is registers (255 per thread) and, at one row tile per warp, shared-memory bandwidth:
 // short live ranges beat fewer instructions.
@@ -24,12 +26,14 @@
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/softmax.h"
+#include "common/work.h"
 #include "fa2/config.h"
+#include "fa2/packed_rows.h"
 #include "fa2/pages.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
 #include "fa2/shared_rows.h"
-#include "schedule.h"
+#include "fa2/visible_keys.h"
 
 namespace cutlass_kernels::fa2 {
 
@@ -40,10 +44,8 @@ struct PendingLoads {
 
   CUTE_DEVICE void issue(int step, int steps) {
     constexpr int kLoads = 2 * Loader::kSteps;
-    if (step == 0) matrices[0].begin();
     CUTE_UNROLL
     for (int i = step * kLoads / steps; i < (step + 1) * kLoads / steps; ++i) {
-      if (i + 1 == Loader::kSteps) matrices[1].begin();
       matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
     }
   }
@@ -54,13 +56,14 @@ struct NoLoads {
 };
 
 // A logits transform needs registers of its own: a third block per SM would spill.
-template <class Tile, bool kTransform>
+template <class Tile, Logits kLogits>
 constexpr int blocks_per_sm() {
-  return kTransform && Tile::kBlocksPerSm > 2 ? 2 : Tile::kBlocksPerSm;
+  return kLogits != Logits::kPlain && Tile::kBlocksPerSm > 2 && !Tile::kPacked ? 2
+                                                                               : Tile::kBlocksPerSm;
 }
 
-template <class Element, class Tile, bool kTransform, bool kPaged>
-__global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform>())
+template <class Element, class Tile, Logits kLogits, bool kPaged>
+__global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>())
     attention_kernel(__grid_constant__ const KernelParams params) {
   using Layout = SharedLayout<Tile>;
   using Mma = typename Element::Mma;
@@ -79,44 +82,34 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
 
   // ---- Which tile of which head. ----
-  const int per_section = params.tiles * params.section_heads;
-  const int section = min(int(blockIdx.x) / per_section, params.sections - 1);
-  const int in_section = blockIdx.x - section * per_section;
-  const int heads = section == params.sections - 1 ? params.last_heads : params.section_heads;
-  const int rank = in_section / heads;
-  const int head = section * params.section_heads + in_section - rank * heads;
+  const TileOrder::Position position = params.order(blockIdx.x);
+  const int head = Tile::kPacked ? position.head * int(params.pack.divisor)  // of a pack the first
+                                 : position.head;
   const int kv_head = head / params.group_size;
-
   WorkItem work;
-  if (p.schedule.work_list != nullptr) {
-    work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
-    if (work.batch < 0) return;
-  } else {
-    work.q_begin = 0;
-    work.kv_begin = 0;
-    work.qo_len = int(p.total_q);
-    work.kv_len = int(p.total_kv);
-    work.tile = params.tiles - 1 - rank;
-  }
-
-  // Offsets on the device were never checked. A request that does not lie inside the tensors is not computed.
-  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
-      std::int64_t(work.q_begin) + work.qo_len > p.total_q ||
-      (!kPaged && std::int64_t(work.kv_begin) + work.kv_len > p.total_kv)) {
-    return;
-  }
-  const int row_begin = work.tile * Tile::kBlockM;
-  const int row_end = min(row_begin + Tile::kBlockM, work.qo_len);
+  if (!find_work(p, params.order, position.rank, work)) return;
+  const int tile_rows = Tile::kPacked ? p.schedule.tile_rows : Tile::kBlockM;
+  const int row_begin = work.tile * tile_rows;
+  const int row_end = min(row_begin + tile_rows, work.qo_len);
   const IntervalMask mask{work.kv_len,
                           work.kv_len - work.qo_len,
                           p.causal || p.chunk_size > 0,
                           p.window_left,
                           p.chunk_size,
                           params.chunk};
-  const int key_begin = mask.lo(row_begin);
-  const int key_end = mask.hi(row_end - 1);
-  const int block_begin = key_begin / kBlockN;
-  const int block_end = (key_end + kBlockN - 1) / kBlockN;
+  int key_begin = mask.lo(row_begin);
+  int key_end = mask.hi(row_end - 1);
+  int block_begin = key_begin / kBlockN;
+  int block_end = (key_end + kBlockN - 1) / kBlockN;
+  if constexpr (Tile::kPacked) {
+    if (work.pieces > 1) take_piece(work, kBlockN, key_begin, key_end, block_begin, block_end);
+  }
+
+  constexpr bool kGeneral = kLogits == Logits::kGeneral;
+  std::int64_t request_bit = 0;
+  if constexpr (kGeneral) {
+    if (p.mask.indptr != nullptr) request_bit = std::int64_t(p.mask.indptr[work.batch]) * 8;
+  }
 
   const int thread = threadIdx.x;
   const int warp = thread / 32;
@@ -128,28 +121,23 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
            2 * (token * view.stride_token + h * view.stride_head);
   };
   const int key_extent = key_end - key_begin;
-  using BlockLoader = std::conditional_t<kPaged, PageLoader<Tile>, RowLoader<Tile, kBlockN>>;
-  const PageRows<Tile> pages{params,
-                             reinterpret_cast<const char**>(shared_memory + Layout::kTable),
-                             work.kv_begin,
-                             kv_head,
-                             key_begin,
-                             key_extent};
-  // A paged block is loaded in three steps: page numbers, rows' addresses, rows.
-  auto fetch_pages = [&](int k_block, int v_block, int t) {
-    if constexpr (kPaged) return pages.fetch(k_block, v_block, t);
-    return 0;
-  };
-  auto store_rows = [&](int page, int k_block, int v_block, int t) {
-    if constexpr (kPaged) pages.store(page, k_block, v_block, t);
-  };
+  using RaggedLoader = std::conditional_t<kGeneral, SeenRowLoader<Tile>, RowLoader<Tile, kBlockN>>;
+  using BlockLoader = std::conditional_t<kPaged, PageLoader<Tile>, RaggedLoader>;
+  std::conditional_t<kGeneral, SeenPageRows<Tile>, PageRows<Tile>> pages{
+      params,        reinterpret_cast<const char**>(shared_memory + Layout::kTable),
+      work.kv_begin, kv_head,
+      key_begin,     key_extent};
+  [[maybe_unused]] SeenKeys<Tile> seen{p.mask, mask, request_bit, row_begin, row_end, {}};
+  if constexpr (kGeneral) pages.seen = &seen;
   auto k_loader = [&](int block, int stage, int t) {
     const std::uint32_t to = shared + Layout::kK + stage * Layout::kStageBytes;
     if constexpr (kPaged) {
       return PageLoader<Tile>(to, pages.entries(t), p.head_dim_qk, t);
     } else {
-      return BlockLoader(to, element_ptr(p.k, work.kv_begin, kv_head), p.k.stride_token,
+      BlockLoader loader(to, element_ptr(p.k, work.kv_begin, kv_head), p.k.stride_token,
                          p.head_dim_qk, block * kBlockN, key_begin, key_extent, t);
+      if constexpr (kGeneral) loader.take_only(seen, t);
+      return loader;
     }
   };
   auto v_loader = [&](int block, int stage, int t) {
@@ -157,16 +145,20 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     if constexpr (kPaged) {
       return PageLoader<Tile>(to, pages.entries(t) + PageRows<Tile>::kRows, p.head_dim_vo, t);
     } else {
-      return BlockLoader(to, element_ptr(p.v, work.kv_begin, kv_head), p.v.stride_token,
+      BlockLoader loader(to, element_ptr(p.v, work.kv_begin, kv_head), p.v.stride_token,
                          p.head_dim_vo, block * kBlockN, key_begin, key_extent, t);
+      if constexpr (kGeneral) loader.take_only(seen, t);
+      return loader;
     }
   };
 
   // ---- This warp's rows. ----
   const int part = warp % kSharers;  // of the keys in Q K^T, of the columns in P V
   const int warp_row = warp / kSharers * (kRowTiles * 16);  // in the tile
-  const int first_row = row_begin + warp_row;               // in the request
-  const int last_row = min(first_row + kRowTiles * 16, row_end) - 1;
+  const WarpRows<Tile> row_at{row_begin, warp_row, params.pack};
+  const int first_row = row_at(0);  // in the request
+  const int last_row =
+      Tile::kPacked ? min(row_at(15), row_end - 1) : min(row_at(kRowTiles * 16), row_end) - 1;
   const bool has_rows = first_row <= last_row;
   // Keys that some / that every row of the warp sees.
   const int any_begin = has_rows ? mask.lo(first_row) : 0;
@@ -255,7 +247,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     for (int m = 0; m < kRowTiles; ++m) {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const int row = first_row + m * 16 + half * 8 + lane / 4;
+        const int row = row_at(m * 16 + half * 8 + lane / 4);
         // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
         const int lo = mask.lo(row);
         const std::uint32_t from_lo = key0 - lo;
@@ -271,16 +263,69 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
     }
   };
 
+  // ---- What only the general variant has. ----
+  VisibleKeys<Tile> visible{p.mask, mask, request_bit, row_at, row_end};
+  std::uint32_t found = 0;  // by the lane, of the step
+  auto fetch_mask = [&](int first_key) {
+    if constexpr (kGeneral) visible.fetch(first_key + part * kTilesN * 8);
+  };
+  auto find_visible = [&](int first_key) {
+    if constexpr (kGeneral) found = visible.find(first_key + part * kTilesN * 8);
+  };
+
+  auto transform_general = [&](float (&s)[kRowTiles][kTilesN][4], int first_key, bool capped) {
+    GeneralTransform transform = params.general;
+    transform.capped = capped;  // a constant here: one branch for all logits
+    if constexpr (Tile::kPacked) {
+      float logits_scale[2], slope[2];
+      int distance[2];
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int row = half * 8 + lane / 4;
+        const int of_head = head + row_at.pack_head(row);
+        logits_scale[half] = scale_of(p.logits_scale, of_head);
+        slope[half] = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + of_head);
+        distance[half] = first_key + lane % 4 * 2 - (p.alibi.relative ? row_at(row) : 0);
+      }
+      transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s), logits_scale, slope, distance);
+      return;
+    }
+    const float logits_scale = scale_of(p.logits_scale, head);
+    const float slope = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + head);
+    CUTE_UNROLL
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int row = first_row + m * 16 + lane / 4;
+      const int key = first_key + (lane % 4) * 2;
+      const int from_row = p.alibi.relative ? row : 0;
+      const int from_row_8 = p.alibi.relative ? row + 8 : 0;
+      transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s[m]), {logits_scale, logits_scale},
+                      {slope, slope}, {key - from_row, key - from_row_8});
+    }
+  };
+
   // Logits transform and mask.
   auto finish_scores = [&](float (&s)[kRowTiles][kTilesN][4], int first_key) {
-    if constexpr (kTransform) params.transform.apply(&s[0][0][0], kRowTiles * kTilesN * 4);
-    if (first_key < all_begin || first_key + kStepN > all_end) {
-      apply_mask(s, first_key + part * kTilesN * 8);
+    const int own_key = first_key + part * kTilesN * 8;
+    if constexpr (kGeneral) {
+      if (params.transforms) {
+        if (params.general.capped) {
+          transform_general(s, own_key, true);
+        } else {
+          transform_general(s, own_key, false);
+        }
+      }
+      if (!__all_sync(0xffffffffu, found == ~0u)) VisibleKeys<Tile>::apply(s, found);
+    } else {
+      if constexpr (kLogits == Logits::kTransformed) {
+        params.transform.apply(&s[0][0][0], kRowTiles * kTilesN * 4);
+      }
+      if (first_key < all_begin || first_key + kStepN > all_end) apply_mask(s, own_key);
     }
   };
 
   // Each thread's maximum of its part of the rows; takes the loads of the next block along, if asked to.
-  using Loads = std::conditional_t<kSharers == 1, PendingLoads<BlockLoader>, NoLoads>;
+  using BlockLoads = std::conditional_t<kPaged, PagedLoads<Tile>, PendingLoads<BlockLoader>>;
+  using Loads = std::conditional_t<kSharers == 1, BlockLoads, NoLoads>;
   auto take_max = [&](float (&s)[kRowTiles][kTilesN][4], float (&thread_max)[kRows], Loads& next,
                       bool load) {
     CUTE_UNROLL
@@ -358,7 +403,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
         const int step = k * kStepsD + pair;
         // Never taken. Left alone, the compiler computes all of P before the first product; it does not
         // move instructions across a possible exit, so exponentials and products alternate (4 % at hd64).
-        if (k < kOwnSteps && pair % 2 == 0 && params.tiles < 0) asm volatile("exit;");
+        if (k < kOwnSteps && pair % 2 == 0 && params.order.tiles < 0) asm volatile("exit;");
         read_v(step + kAhead);
         CUTE_UNROLL
         for (int m = 0; m < kRowTiles; ++m) {
@@ -380,27 +425,48 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   };
 
   // ---- Main loop, from the last block to the first. ----
-  constexpr int kFirstBlocks = kSharers == 1 ? kStages : 2;  // whose page numbers are read at once
-  int first_pages[kFirstBlocks];
-  CUTE_UNROLL
-  for (int i = 0; i < kFirstBlocks; ++i) {
-    const int v_block = kSharers == 1 ? block_end - 1 - i : block_end - 1;
-    first_pages[i] = fetch_pages(block_end - 1 - i, v_block, thread);
+  // A paged block is loaded in three steps: page numbers, addresses of rows, rows. The numbers of the first blocks are
+  // read together, to wait once.
+  constexpr int kFirstBlocks = kSharers == 1 ? kStages : 2;
+  int page[kFirstBlocks];
+  if constexpr (kPaged) {
+    CUTE_UNROLL
+    for (int i = 0; i < kFirstBlocks; ++i) {
+      if constexpr (kGeneral) {
+        if (kSharers == 1 || i == 0) seen.find(block_end - 1 - i);
+      }
+      page[i] = pages.fetch(block_end - 1 - i, kSharers == 1 ? block_end - 1 - i : block_end - 1);
+    }
   }
-  RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.q_begin, head),
-                                 p.q.stride_token, p.head_dim_qk, row_begin, row_begin,
-                                 row_end - row_begin, thread)
-      .issue_all();
+  if constexpr (kGeneral) visible.fetch_last(block_end * kBlockN - kStepN + part * kTilesN * 8);
+  if constexpr (Tile::kPacked) {
+    load_packed_q<Tile>(params, shared + Layout::kQ, work.q_begin, row_begin, row_end, head,
+                        thread);
+  } else {
+    RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.q_begin, head),
+                                   p.q.stride_token, p.head_dim_qk, row_begin, row_begin,
+                                   row_end - row_begin, thread)
+        .issue_all();
+  }
   if constexpr (kSharers == 1) {
     // Past the first block all rows are outside [key_begin, key_end): zeros that nobody reads.
     CUTE_UNROLL
     for (int i = 0; i < kStages - 1; ++i) {
-      store_rows(first_pages[i], block_end - 1 - i, block_end - 1 - i, thread);
+      if constexpr (kPaged) {
+        pages.store(page[i], block_end - 1 - i, block_end - 1 - i);
+      } else if constexpr (kGeneral) {
+        seen.find(block_end - 1 - i);
+      }
       k_loader(block_end - 1 - i, i, thread).issue_all();
       v_loader(block_end - 1 - i, i, thread).issue_all();
       cute::cp_async_fence();
     }
-    store_rows(first_pages[kStages - 1], block_end - kStages, block_end - kStages, thread);
+    if constexpr (kPaged) {
+      pages.store(page[kStages - 1], block_end - kStages, block_end - kStages);
+    }
+    // The blocks whose keys are found an iteration ahead: the next to be loaded, or those whose addresses are.
+    constexpr int kSeenAhead = kPaged ? kStages : kStages - 1;
+    if constexpr (kGeneral) seen.find(block_end - 1 - kSeenAhead);
     int stage = 0;
     int next_stage = kStages - 1;
     for (int block = block_end - 1; block >= block_begin; --block) {
@@ -411,29 +477,33 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
       asm volatile("" : "+r"(opaque_thread));
       Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
                   v_loader(block - kStages + 1, next_stage, opaque_thread)}};
-      const int page = fetch_pages(block - kStages, block - kStages, opaque_thread);
+      if constexpr (kPaged) next.fetch(pages, block - kStages);
       CUTE_UNROLL
       for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {
         const int first_key = block * kBlockN + sub * kStepN;
         const int offset = stage * Layout::kStageBytes + sub * kStepN * Layout::kRowBytes;
         const bool loads = sub == kBlockN / kStepN - 1;
         // A warp takes part only where one of its rows sees a key.
-        if (first_key < any_end && first_key + kStepN > any_begin) {
+        find_visible(first_key);
+        if (kGeneral ? __any_sync(0xffffffffu, found != 0)
+                     : first_key < any_end && first_key + kStepN > any_begin) {
           float s[kRowTiles][kTilesN][4];
           float thread_max[kRows];
           compute_scores(s, k_row_base + offset);
           finish_scores(s, first_key);
           take_max(s, thread_max, next, loads);
+          fetch_mask(first_key - kStepN);
           if (__any_sync(0xffffffffu, softmax.exceeds(thread_max))) {
             softmax.reduce_max(thread_max);
             softmax.raise(thread_max, rescale);
           }
           accumulate(s, v_row_base + offset);
-        } else if (loads) {
-          next.issue(0, 1);
+        } else {
+          if (loads) next.issue(0, 1);
+          fetch_mask(first_key - kStepN);
         }
       }
-      store_rows(page, block - kStages, block - kStages, opaque_thread);
+      if constexpr (kGeneral) seen.find(block - 1 - kSeenAhead);
       cute::cp_async_fence();
       stage = stage + 1 == kStages ? 0 : stage + 1;
       next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
@@ -441,14 +511,15 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   } else {
     // One stage: V of a block is loaded in a burst during Q K^T, K of the next during P V. The first block's are
     // under way from the start.
-    store_rows(first_pages[0], block_end - 1, block_end - 1, thread);
+    if constexpr (kPaged) pages.store(page[0], block_end - 1, block_end - 1);
     if (block_begin < block_end) {
+      if constexpr (kGeneral && !kPaged) seen.find(block_end - 1);
       k_loader(block_end - 1, 0, thread).issue_all();
       cute::cp_async_fence();
       v_loader(block_end - 1, 0, thread).issue_all();
     }
     cute::cp_async_fence();
-    store_rows(first_pages[1], block_end - 2, block_end - 1, thread);
+    if constexpr (kPaged) pages.store(page[1], block_end - 2, block_end - 1);
     Loads none;
     // All warps take part in all blocks, even those without a row that sees a key: they meet at the same barriers.
     for (int block = block_end - 1; block >= block_begin; --block) {
@@ -457,13 +528,16 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
 
       int opaque_thread = thread;  // addresses are computed anew, not kept in registers
       asm volatile("" : "+r"(opaque_thread));
-      const int page = fetch_pages(block - 2, block - 1, opaque_thread);
       if (block + 1 < block_end) v_loader(block, 0, opaque_thread).issue_all();
       float s[kRowTiles][kTilesN][4];
       float thread_max[kRows];
+      find_visible(block * kBlockN);
       compute_scores(s, k_row_base);
       finish_scores(s, block * kBlockN);
       take_max(s, thread_max, none, false);
+      fetch_mask((block - 1) * kBlockN);
+      if constexpr (kGeneral) seen.find(block - 1);
+      if constexpr (kPaged) page[0] = pages.fetch(block - 2, block - 1);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
       const bool raise = __syncthreads_or(softmax.exceeds(thread_max));  // B
@@ -471,7 +545,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
       asm volatile("" : "+r"(opaque_thread));
       if (block > block_begin) k_loader(block - 1, 0, opaque_thread).issue_all();
       cute::cp_async_fence();
-      store_rows(page, block - 2, block - 1, opaque_thread);
+      if constexpr (kPaged) pages.store(page[0], block - 2, block - 1);
       if (raise) {
         softmax.reduce_max(thread_max);
         shared_rows.write_rows(thread_max);
@@ -506,6 +580,29 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
   } else {
     finish_softmax();
   }
+  // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
+  bool no_key[kRows];
+  bool any_without = false;
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    no_key[r] = !(row_m[r] > -INFINITY) && row_sum[r] == 0.0f;  // a NaN in q leaves m at -inf, too
+    any_without |= no_key[r];
+  }
+  if (__any_sync(0xffffffffu, any_without)) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int d = 0; d < kTilesD; ++d) {
+        if (no_key[r]) o[r / 2][d][r % 2 * 2] = o[r / 2][d][r % 2 * 2 + 1] = 0.0f;
+      }
+    }
+  }
+  if constexpr (Tile::kPacked) {
+    store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head, o,
+                                          row_m, row_sum);
+    return;
+  }
+  [[maybe_unused]] const float output_scale = kGeneral ? scale_of(p.output_scale, head) : 1.0f;
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     float m = row_m[r];
@@ -524,8 +621,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kTransform
         m = top;
       }
     }
-    const bool empty = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
-    const float scale = empty ? 0.0f : p.v_scale / sum;
+    const bool empty = !(m > -INFINITY) && sum == 0.0f;
+    float scale = empty ? 0.0f : p.v_scale / sum;
+    if constexpr (kGeneral) scale *= output_scale;
     const int row = warp_row + (r / 2) * 16 + (r % 2) * 8 + lane / 4;
     CUTE_UNROLL
     for (int d = 0; d < kTilesD; ++d) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "common/packing.h"
 #include "cuda_failure.h"
 #include "device.h"
 #include "fa2/kernel.h"
@@ -15,26 +16,6 @@ namespace cutlass_kernels::fa2 {
 
 // Two waves of blocks on a 132-SM device, two blocks per SM.
 constexpr std::int64_t kTwoWaves = 528;
-
-// K and V of the heads being worked on should stay in L2 (50 MB on Hopper, 40 on A100, each half of it
-// caching for its own SMs) beside the queries and outputs that stream through.
-constexpr std::int64_t kSectionBytes = 8 << 20;
-
-// Sections of heads keep K and V in L2. The last one takes two waves of blocks or more, so that its long
-// tiles, which come first, and its short ones even out: a last section of one head costs 12 % at 4k causal.
-inline void divide_into_sections(KernelParams& params) {
-  const AttentionParams& p = params.attention;
-  const std::int64_t head_bytes = 2 * p.total_kv * (p.head_dim_qk + p.head_dim_vo);
-  const std::int64_t fit = kSectionBytes / std::max<std::int64_t>(head_bytes, 1);
-  const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
-  const std::int64_t head_blocks = std::int64_t(params.tiles) * params.group_size;
-  const std::int64_t for_tail = (kTwoWaves + head_blocks - 1) / head_blocks;
-  const int tail = int(std::clamp<std::int64_t>(for_tail, heads, p.num_kv_heads));
-  const int early_sections = (p.num_kv_heads - tail) / heads;
-  params.sections = early_sections + 1;
-  params.section_heads = heads * params.group_size;
-  params.last_heads = p.num_qo_heads - early_sections * params.section_heads;
-}
 
 // Shared memory a block may have (CUDA programming guide, technical specifications per compute capability).
 inline int max_shared_bytes(int compute_capability) {
@@ -59,27 +40,40 @@ std::int64_t block_count(const AttentionParams& params) {
 
 template <class Tile>
 bool has_shared_memory_for(int compute_capability) {
-  return SharedLayout<Tile>::kBytes <= max_shared_bytes(compute_capability);
+  return SharedLayout<Tile>::kPagedBytes <= max_shared_bytes(compute_capability);
 }
 
-// Whether the small tile and the others have as many rows. Then a schedule serves both, and launch_variant() chooses.
+// Whether the small tile and the others have as many rows. Then a schedule serves both, and launch_rows() chooses.
 template <class Tiles>
 constexpr bool kEqualRows = Tiles::Small::kBlockM == Tiles::Large::kBlockM;
 
-// A batch is scheduled before its mask is known and is taken to be causal.
+// Blocks of a tile that run at once on an SM. Beside its own shared memory each takes 1 KB.
+template <class Tile>
+int blocks_per_sm_on(int compute_capability) {
+  const int fit =
+      (max_shared_bytes(compute_capability) + 1024) / (SharedLayout<Tile>::kPagedBytes + 1024);
+  return std::clamp(fit, 1, Tile::kBlocksPerSm);
+}
+
+// The tile of a problem. A batch is scheduled before its mask is known and is taken to be causal.
 template <int HeadDim>
-int tile_rows(const AttentionParams& params, int compute_capability) {
+TileShape tile_shape(const AttentionParams& params, int compute_capability) {
   using Tiles = TileTable<HeadDim>;
   using Large = typename Tiles::Large;
+  using Packed = typename Tiles::Packed;
+  const int heads = packed_heads(params, Packed::kBlockM);
+  if (packs(params, heads, Large::kBlockM)) {
+    return {Packed::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Packed>(compute_capability)};
+  }
   if constexpr (kEqualRows<Tiles>) {
-    return Large::kBlockM;
+    return {Large::kBlockM, kRows};
   } else {
     const bool causal = params.causal || params.chunk_size > 0 || params.qo_indptr != nullptr;
     const int few = causal ? Tiles::kFewBlocksCausal : Tiles::kFewBlocks;
     const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
                        block_count<Large>(params) < few ||
                        !has_shared_memory_for<Large>(compute_capability);
-    return small ? Tiles::Small::kBlockM : Large::kBlockM;
+    return {small ? Tiles::Small::kBlockM : Large::kBlockM, kRows};
   }
 }
 
@@ -92,32 +86,44 @@ bool many_short_tiles(const AttentionParams& params) {
          block_count<Tile>(params) >= 4 * kTwoWaves;
 }
 
-template <class Element, class Tile, bool kTransform, bool kPaged>
-Status launch_paged_or_not(const AttentionParams& params, cudaStream_t stream) {
-  KernelParams kernel_params;
+template <class Element, class Tile, Logits kLogits, bool kPaged>
+Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
+  KernelParams kernel_params{};
   kernel_params.attention = params;
   const AttentionParams& p = kernel_params.attention;
   kernel_params.transform = LogitsTransform::make(params);
+  kernel_params.general = GeneralTransform::make(params);
+  kernel_params.transforms = GeneralTransform::changes(params);
+  if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
-  kernel_params.tiles = p.schedule.work_list != nullptr
-                            ? p.schedule.capacity
-                            : int((p.total_q + Tile::kBlockM - 1) / Tile::kBlockM);
-  divide_into_sections(kernel_params);
+  const int packed_heads = std::max(p.schedule.packed_heads, 1);
+  kernel_params.pack = FastDivisor(std::uint32_t(packed_heads));
+  const int tiles = p.schedule.capacity;
+  kernel_params.order = TileOrder::make(p, tiles, kTwoWaves);
   if constexpr (kPaged) {
-    kernel_params.page_size = FastDivisor(std::uint32_t(p.pages.page_size));
-    if (p.pages.v_indices == nullptr) kernel_params.attention.pages.v_indices = p.pages.indices;
+    const PageTable& pages = p.pages;
+    kernel_params.page_size = FastDivisor(std::uint32_t(pages.page_size));
+    kernel_params.num_pages =
+        std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
+    auto matrix = [](const ConstTensorView& view, const std::int32_t* indices,
+                     std::int64_t stride_page) {
+      return PagedMatrix{indices, static_cast<const char*>(view.data), 2 * stride_page,
+                         2 * view.stride_token, 2 * view.stride_head};
+    };
+    kernel_params.paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
+    kernel_params.paged[1] = matrix(
+        p.v, pages.v_indices != nullptr ? pages.v_indices : pages.indices, pages.v_stride_page);
   }
 
-  auto* kernel = &attention_kernel<Element, Tile, kTransform, kPaged>;
-  constexpr int kBytes =
-      kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes;
+  auto* kernel = &attention_kernel<Element, Tile, kLogits, kPaged>;
+  constexpr int kBytes = kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error == cudaSuccess) {
     // Unlike cudaGetLastError(), its result speaks of this launch only.
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(kernel_params.tiles) * unsigned(p.num_qo_heads));
+    config.gridDim = dim3(unsigned(tiles) * unsigned(p.num_qo_heads / packed_heads));
     config.blockDim = dim3(Tile::kThreads);
     config.dynamicSmemBytes = kBytes;
     config.stream = stream;
@@ -126,26 +132,46 @@ Status launch_paged_or_not(const AttentionParams& params, cudaStream_t stream) {
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
 }
 
-template <class Element, class Tile, bool kTransform>
+template <class Element, class Tile, Logits kLogits>
 Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
-  return params.pages.page_size > 0
-             ? launch_paged_or_not<Element, Tile, kTransform, true>(params, stream)
-             : launch_paged_or_not<Element, Tile, kTransform, false>(params, stream);
+  return params.pages.page_size > 0 ? launch_kernel<Element, Tile, kLogits, true>(params, stream)
+                                    : launch_kernel<Element, Tile, kLogits, false>(params, stream);
 }
 
-template <class Element, int HeadDim, bool kTransform>
-Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
+template <int HeadDim>
+Status no_such_tile(const AttentionParams& params) {
+  const Schedule& schedule = params.schedule;
+  return Status::invalid(
+      "The schedule is for tiles of " + std::to_string(schedule.tile_rows) + " rows (kind " +
+      std::to_string(schedule.tile_kind) + ", " + std::to_string(schedule.packed_heads) +
+      " packed heads), but fa2 has none such for head dimension " + std::to_string(HeadDim) +
+      " and these heads: make it with make_schedule() from the same parameters.");
+}
+
+// The kernel for packed heads.
+template <class Element, int HeadDim>
+Status launch_packed(const AttentionParams& params, cudaStream_t stream) {
+  using Packed = typename TileTable<HeadDim>::Packed;
+  const int heads = packed_heads(params, Packed::kBlockM);
+  if (params.schedule.packed_heads != heads ||
+      params.schedule.tile_rows != Packed::kBlockM / heads) {
+    return no_such_tile<HeadDim>(params);
+  }
+  return GeneralTransform::needed(params) || LogitsTransform::needed(params)
+             ? launch_tile<Element, Packed, Logits::kGeneral>(params, stream)
+             : launch_tile<Element, Packed, Logits::kPlain>(params, stream);
+}
+
+// The kernel for one head's rows.
+template <class Element, int HeadDim, Logits kLogits>
+Status launch_rows(const AttentionParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDim>;
   static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
                 Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
   const int rows = params.schedule.tile_rows;
-  if (rows != Tiles::Small::kBlockM && rows != Tiles::Large::kBlockM) {
-    const std::string larger =
-        kEqualRows<Tiles> ? "" : " and " + std::to_string(Tiles::Large::kBlockM);
-    return Status::invalid("The schedule is for tiles of " + std::to_string(rows) +
-                           " rows, but head dimension " + std::to_string(HeadDim) +
-                           " has tiles of " + std::to_string(Tiles::Small::kBlockM) + larger +
-                           ": make it with make_schedule().");
+  if (params.schedule.packed_heads != 0 || params.schedule.split_capacity != 0 ||
+      (rows != Tiles::Small::kBlockM && rows != Tiles::Large::kBlockM)) {
+    return no_such_tile<HeadDim>(params);
   }
   bool small = rows == Tiles::Small::kBlockM;
   if constexpr (kEqualRows<Tiles>) {
@@ -153,20 +179,30 @@ Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
     if (Status status = current_device(&device); !status.ok()) return status;
     small = !has_shared_memory_for<typename Tiles::Large>(device.compute_capability);
   }
-  if (small) return launch_tile<Element, typename Tiles::Small, kTransform>(params, stream);
-  if constexpr (kTransform) {
-    return launch_tile<Element, typename Tiles::Capped, true>(params, stream);
+  if (small) return launch_tile<Element, typename Tiles::Small, kLogits>(params, stream);
+  if constexpr (kLogits != Logits::kPlain) {
+    return launch_tile<Element, typename Tiles::Capped, kLogits>(params, stream);
   } else if (many_short_tiles<typename Tiles::Large>(params)) {
-    return launch_tile<Element, typename Tiles::Medium, false>(params, stream);
+    return launch_tile<Element, typename Tiles::Medium, kLogits>(params, stream);
   } else {
-    return launch_tile<Element, typename Tiles::Large, false>(params, stream);
+    return launch_tile<Element, typename Tiles::Large, kLogits>(params, stream);
   }
 }
 
 template <class Element, int HeadDim>
 Status launch(const AttentionParams& params, cudaStream_t stream) {
-  return LogitsTransform::needed(params) ? launch_variant<Element, HeadDim, true>(params, stream)
-                                         : launch_variant<Element, HeadDim, false>(params, stream);
+  switch (params.schedule.tile_kind) {
+    case kPacked:
+      return launch_packed<Element, HeadDim>(params, stream);
+    case kRows:
+      if (GeneralTransform::needed(params)) {
+        return launch_rows<Element, HeadDim, Logits::kGeneral>(params, stream);
+      }
+      return LogitsTransform::needed(params)
+                 ? launch_rows<Element, HeadDim, Logits::kTransformed>(params, stream)
+                 : launch_rows<Element, HeadDim, Logits::kPlain>(params, stream);
+  }
+  return no_such_tile<HeadDim>(params);
 }
 
 }  // namespace cutlass_kernels::fa2

@@ -1,9 +1,13 @@
 // Where the rows of a paged cache lie, and their loads.
 //
-// A warp copies the same rows of every block (RowLoader: one in four of K and of V), 32 or 16 in all. So it keeps their
-// addresses to itself, in shared memory, written by a lane each: no other warp reads or waits for them, and one copy of
-// the table is enough. Each lane reads the page number of its row while the block before is computed. The loads find
-// an address per row, in one broadcast.
+// A warp copies the same rows of every block, as in RowLoader: one in four of K and of V, 32 or 16 in all. It keeps
+// their addresses in a table of its own in shared memory, written by a lane per row. Between the loads of one block and
+// the addresses for the next lies a __syncwarp(): no second copy of the table, no block-wide barrier.
+//
+//   page numbers     read while Q K^T of an earlier block is computed
+//   addresses        written when the last loads that need the old ones are issued: 64-bit arithmetic once per row, not
+//                    once per 16 bytes
+//   loads            find an address per row, in one broadcast
 #pragma once
 
 #include <cstdint>
@@ -29,35 +33,51 @@ struct PageRows {
   int key_begin;  // keys outside [key_begin, key_begin + key_extent) are not loaded
   int key_extent;
 
+  // Read anew each time, not kept in a register.
+  CUTE_DEVICE static int thread_index() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+  }
+
   CUTE_DEVICE static bool is_v(int thread) { return thread % 32 >= kRows; }
 
-  // The key whose row is this lane's.
-  CUTE_DEVICE static int key(int k_block, int v_block, int thread) {
+  // This lane's row, in its block, and the key.
+  CUTE_DEVICE static int row_of_block(int thread) {
     const int index = thread % kRows;
-    const int row = index / kStepRows * Loader::kRowStep + thread / 32 * kStepRows + index % kStepRows;
-    return (is_v(thread) ? v_block : k_block) * Tile::kBlockN + row;
+    return index / kStepRows * Loader::kRowStep + thread / 32 * kStepRows + index % kStepRows;
+  }
+  CUTE_DEVICE static int key(int k_block, int v_block, int thread) {
+    return (is_v(thread) ? v_block : k_block) * Tile::kBlockN + row_of_block(thread);
   }
 
   // The page of this lane's row; -1 if there is none.
-  CUTE_DEVICE int fetch(int k_block, int v_block, int thread) const {
-    const PageTable& pages = params.attention.pages;
+  CUTE_DEVICE int fetch(int k_block, int v_block) const {
+    const int thread = thread_index();
     const int of_key = key(k_block, v_block, thread);
-    if (std::uint32_t(of_key - key_begin) >= std::uint32_t(key_extent)) return -1;
-    return __ldg((is_v(thread) ? pages.v_indices : pages.indices) + kv_begin +
-                 params.page_size.divide(of_key));
+    int page = -1;
+    if (std::uint32_t(of_key - key_begin) < std::uint32_t(key_extent)) {
+      // In its place among loads: left alone, the compiler moves it to where its result is needed.
+      asm volatile(
+          "ld.global.nc.b32 %0, [%1];"
+          : "=r"(page)
+          : "l"(params.paged[is_v(thread)].indices + kv_begin + params.page_size.divide(of_key))
+          : "memory");
+    }
+    return page;
   }
 
   // Writes the warp's entries, which replace those it has used.
-  CUTE_DEVICE void store(int page, int k_block, int v_block, int thread) const {
-    const AttentionParams& p = params.attention;
-    const ConstTensorView& view = is_v(thread) ? p.v : p.k;
-    const int of_key = key(k_block, v_block, thread);
-    const int slot = of_key - int(params.page_size.divide(of_key)) * p.pages.page_size;
+  CUTE_DEVICE void store(int page, int k_block, int v_block) const {
+    const int thread = thread_index();
     const char* row = nullptr;
-    if (page >= 0 && page < p.pages.num_pages) {
-      row = static_cast<const char*>(view.data) +
-            2 * (page * (is_v(thread) ? p.pages.v_stride_page : p.pages.k_stride_page) +
-                 slot * view.stride_token + kv_head * view.stride_head);
+    if (std::uint32_t(page) < params.num_pages) {
+      const PagedMatrix& matrix = params.paged[is_v(thread)];
+      const int of_key = key(k_block, v_block, thread);
+      const int slot =
+          of_key - int(params.page_size.divide(of_key)) * params.attention.pages.page_size;
+      row = matrix.data + page * matrix.stride_page + slot * matrix.stride_token +
+            kv_head * matrix.stride_head;
     }
     __syncwarp();
     if (thread % 32 < 2 * kRows) table[thread / 32 * (2 * kRows) + thread % 32] = row;
@@ -86,7 +106,8 @@ struct PageLoader {
   bool in_columns;
   std::uint32_t to[kPatterns];
 
-  CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim, int thread)
+  CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim,
+                         int thread)
       : entries(entries_) {
     const int thread_row = thread / Layout::kChunks;
     const int chunk = thread % Layout::kChunks;
@@ -114,6 +135,35 @@ struct PageLoader {
     begin();
     CUTE_UNROLL
     for (int i = 0; i < kSteps; ++i) issue(i);
+  }
+};
+
+// PendingLoads' twin: the loads of a block, and the table for those of the block after.
+template <class Tile>
+struct PagedLoads {
+  using Loader = PageLoader<Tile>;
+
+  Loader matrices[2];  // K, V
+  const PageRows<Tile>* rows;
+  int next_block;
+  int page;  // of this lane's row of it
+
+  template <class Rows>
+  CUTE_DEVICE void fetch(const Rows& rows_, int next_block_) {
+    rows = &rows_;
+    next_block = next_block_;
+    page = rows_.fetch(next_block, next_block);
+  }
+
+  CUTE_DEVICE void issue(int step, int steps) {
+    constexpr int kLoads = 2 * Loader::kSteps;
+    if (step == 0) matrices[0].begin();
+    CUTE_UNROLL
+    for (int i = step * kLoads / steps; i < (step + 1) * kLoads / steps; ++i) {
+      if (i + 1 == Loader::kSteps) matrices[1].begin();
+      matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
+    }
+    if (step + 1 == steps) rows->store(page, next_block, next_block);
   }
 };
 

@@ -1,24 +1,38 @@
 // What the fa2 kernel is given.
 #pragma once
 
+#include <cstdint>
+
 #include "common/logits.h"
 #include "common/mask.h"
+#include "common/work.h"
 #include "cutlass_kernels/params.h"
 
 namespace cutlass_kernels::fa2 {
+
+// K or V of a paged cache; strides in bytes.
+struct PagedMatrix {
+  const std::int32_t* indices;
+  const char* data;
+  std::int64_t stride_page;
+  std::int64_t stride_token;
+  std::int64_t stride_head;
+};
 
 struct KernelParams {
   AttentionParams attention;
   LogitsTransform transform;
   FastDivisor chunk;
   int group_size;
-  int tiles;  // entries of the work list
-  // Blocks are numbered by section of query heads, in a section longest tiles first, heads innermost. All
-  // sections have section_heads heads but the last, which has last_heads.
-  int sections;
-  int section_heads;
-  int last_heads;
+  TileOrder order;
+  // Pages.
   FastDivisor page_size;
+  std::uint32_t num_pages;  // at most 2^31: negative page numbers are not below it either
+  PagedMatrix paged[2];     // K, V
+  FastDivisor pack;         // by Schedule::packed_heads
+  // The general variant.
+  GeneralTransform general;
+  bool transforms;  // whether it does anything to q.k
 };
 
 }  // namespace cutlass_kernels::fa2

@@ -81,8 +81,6 @@ struct RowLoader {
     }
   }
 
-  CUTE_DEVICE void begin() {}
-
   // Step i of kSteps, in order. cp.async reads nothing where it is not valid.
   CUTE_DEVICE void issue(int i) {
     const bool valid = relative + i * kRowStep < extent && in_columns;

@@ -12,7 +12,7 @@ constexpr int kWarpgroupRows = 64;
 // which need fewer instructions per product. The entries below are the fastest measured (benchmarks/RESULTS.md).
 template <int HeadDimQk, int HeadDimVo, int Consumers, int BlockN, int KStages, int VStages,
           int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters,
-          int BlocksPerSm = 1>
+          int BlocksPerSm = 1, bool Gather = false, bool Packed = false>
 struct Tile {
   static constexpr int kHeadDimQk = HeadDimQk;
   static constexpr int kHeadDimVo = HeadDimVo;
@@ -29,19 +29,35 @@ struct Tile {
   static constexpr bool kQInRegisters =
       QInRegisters;  // spares the products a third of their shared memory reads
   static constexpr int kBlocksPerSm = BlocksPerSm;
+  static constexpr bool kGather = Gather;  // keys come row by row, from pages too small for TMA
+  // Rows are those of several heads that share their keys (packed_rows.h), and keys may be split.
+  static constexpr bool kPacked = Packed;
+  // A warpgroup without rows lets the keys pass, out of step with the others: there are no turns to take.
+  static_assert(!(Packed && PingPong));
   static constexpr int kThreads = 128 * (1 + Consumers);
 
   // Registers per thread: at the launch, and after setmaxnreg has moved what the warpgroup of producers does not need
-  // to the consumers.
+  // to the consumers. Producers that copy row by row (from small pages, or where a mask may hide keys) need more.
   static constexpr int kLaunchRegisters = std::min(65536 / BlocksPerSm / kThreads / 8 * 8, 240);
-  static constexpr int kProducerRegisters = Consumers > 2 || BlocksPerSm > 1 ? 32 : 40;
-  static constexpr int kConsumerRegisters = std::min(
-      (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (128 * Consumers) / 8 * 8, 240);
+  static constexpr int producer_registers(bool copies_rows) {
+    return copies_rows || Gather ? 56 : Consumers > 2 || BlocksPerSm > 1 ? 32 : 40;
+  }
+  static constexpr int consumer_registers(bool copies_rows) {
+    return std::min((kLaunchRegisters * kThreads - producer_registers(copies_rows) * 128) /
+                        (128 * Consumers) / 8 * 8,
+                    240);
+  }
 };
+
+// Schedule::tile_kind.
+enum TileKind { kRows, kGeneral, kGather, kPacked };
 
 // Large: long queries and keys. FewKeys: as many rows, where a row sees few keys: what a tile costs beside its blocks of keys
 // counts more than the cost of a block. Small: fewer rows, for queries that are few or short; Large itself where there is
 // no smaller tile.
+//
+// General: for custom masks, ALiBi and factors that only the device knows. Gather: for pages of a size that is no multiple of
+// 8. Packed: for short queries, and PackedGather for both.
 //
 // kFewTiles: with fewer tiles of the large kind than this, the small one is taken.
 // kSmallUpToKeys: so it is where a mask is and rows see no more keys than this, on average.
@@ -55,6 +71,10 @@ struct TileTable<64, 64> {
   // Three independent blocks per SM: under a causal mask of 512 (1k) keys 16 % (10 %) faster than Large, at 2k keys 7 %
   // slower; without a mask 5 % and 7 %, at 2k 15 % slower.
   using Small = Tile<64, 64, 1, 64, 3, 2, 1, 1, false, true, false, 3>;
+  using General = Tile<64, 64, 2, 128, 2, 2, 4, 1, true, true, false>;
+  using Gather = Tile<64, 64, 2, 128, 2, 2, 4, 1, true, true, false, 1, true>;
+  using Packed = Tile<64, 64, 2, 128, 4, 4, 4, 1, false, true, false, 1, false, true>;
+  using PackedGather = Tile<64, 64, 2, 128, 4, 4, 4, 1, false, true, false, 1, true, true>;
   static constexpr int kFewTiles = 132;
   static constexpr int kSmallUpToKeys = 1024;
 };
@@ -65,6 +85,10 @@ struct TileTable<128, 128> {
   using FewKeys = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false>;
   // Twice as many SMs for no more tiles than half of 132: 8 heads of 1k tokens 17 % faster.
   using Small = Tile<128, 128, 1, 128, 2, 2, 2, 2, false, true, false>;
+  using General = FewKeys;  // the registers that could hold Q hold bits
+  using Gather = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false, 1, true>;
+  using Packed = Tile<128, 128, 2, 128, 2, 2, 4, 2, false, true, false, 1, false, true>;
+  using PackedGather = Tile<128, 128, 2, 128, 2, 2, 4, 2, false, true, false, 1, true, true>;
   static constexpr int kFewTiles = 67;
   static constexpr int kSmallUpToKeys = 0;
 };
@@ -74,6 +98,10 @@ struct TileTable<192, 128> {
   using Large = Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false>;
   using FewKeys = Large;
   using Small = Large;
+  using General = Large;
+  using Gather = Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false, 1, true>;
+  using Packed = Tile<192, 128, 2, 128, 2, 2, 2, 1, false, true, false, 1, false, true>;
+  using PackedGather = Tile<192, 128, 2, 128, 2, 2, 2, 1, false, true, false, 1, true, true>;
   static constexpr int kFewTiles = 0;
   static constexpr int kSmallUpToKeys = 0;
 };
@@ -83,6 +111,10 @@ struct TileTable<256, 256> {
   using Large = Tile<256, 256, 2, 64, 2, 2, 2, 2, true, false, false>;
   using FewKeys = Large;
   using Small = Large;
+  using General = Large;
+  using Gather = Tile<256, 256, 2, 64, 2, 2, 2, 2, true, false, false, 1, true>;
+  using Packed = Tile<256, 256, 2, 64, 2, 2, 2, 2, false, false, false, 1, false, true>;
+  using PackedGather = Tile<256, 256, 2, 64, 2, 2, 2, 2, false, false, false, 1, true, true>;
   static constexpr int kFewTiles = 0;
   static constexpr int kSmallUpToKeys = 0;
 };

@@ -16,6 +16,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "fa3/hidden_values.h"
 #include "fa3/load.h"
 #include "fa3/load_pages.h"
 #include "fa3/mma.h"
@@ -24,17 +25,41 @@
 
 namespace cutlass_kernels::fa3 {
 
-template <class Element, class Tile, bool kTransform>
+// K or V, from wherever it lies. kHides: a custom mask may hide keys from all rows of a tile.
+template <class Tile, int kPanels, int kStages, bool kIsK, bool kHides>
+CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map,
+                      Barrier* full, Barrier* empty, char* stages) {
+  if constexpr (Tile::kGather) {
+    gather_keys<Tile, kPanels, kStages, kIsK, kHides>(params, shared, full, empty, stages);
+  } else if (params.attention.pages.page_size > 0) {
+    load_boxes<Tile, kPanels, kStages, kIsK, kHides>(params, shared, map, full, empty, stages);
+  } else {
+    if constexpr (kHides) {
+      if (params.attention.mask.words != nullptr) {
+        load_visible_values<Tile, kPanels, kStages>(params, shared);
+        return;
+      }
+    }
+    load_keys<Tile, kPanels, kStages, kIsK>(params, shared, map, full, empty, stages);
+  }
+}
+
+template <class Element, class Tile, Logits kLogits>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     attention_kernel(__grid_constant__ const KernelParams params) {
   using Layout = Shared<Tile>;
+  constexpr bool kHides =
+      kLogits == Logits::kGeneral;  // a mask may hide keys from all rows of a tile
   extern __shared__ __align__(1024) char shared_memory[];
   Layout& shared = *reinterpret_cast<Layout*>(shared_memory);
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / 4;
+  const bool paged = params.attention.pages.page_size > 0;
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Tile::kConsumers;
+    // Rows gathered from pages arrive with every lane's copies, all else with the bytes of TMA.
+    constexpr int kKeyLoaders = Tile::kGather ? 32 : 1;
     shared.job_wanted.init(1);
     for (int i = 0; i < kJobSlots; ++i) {
       shared.job_full[i].init(1);
@@ -45,50 +70,49 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       shared.q_empty[i].init(4);
     }
     for (int i = 0; i < Tile::kKStages; ++i) {
-      shared.k_full[i].init(1);
+      shared.k_full[i].init(kKeyLoaders);
       shared.k_empty[i].init(kConsumerWarps);
     }
     for (int i = 0; i < Tile::kVStages; ++i) {
-      shared.v_full[i].init(1);
+      shared.v_full[i].init(kKeyLoaders);
       shared.v_empty[i].init(kConsumerWarps);
     }
     fence_barrier_init();
   }
+  if constexpr (Tile::kPacked) {
+    // Rows that are nobody's are never loaded: not a number, they would keep the others from lazy maxima.
+    if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {
+      auto* q = reinterpret_cast<uint4*>(shared.q);
+      for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+  }
   __syncthreads();
 
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
-    const bool paged = params.attention.pages.page_size > 0;
-    if (threadIdx.x % 32 != 0 && !(paged && warp >= 2)) return;
+    cutlass::arch::warpgroup_reg_dealloc<Tile::producer_registers(kHides)>();
+    const bool hides = kHides && params.attention.mask.words != nullptr;
+    const bool all_lanes = (paged && warp >= 2) || (hides && warp == 3);
+    if (threadIdx.x % 32 != 0 && !all_lanes) return;
     switch (warp) {
       case 0:
-        find_jobs<Tile>(params, shared);
+        find_jobs<Tile, kHides>(params, shared);
         break;
       case 1:
         load_q<Tile>(params, shared);
         break;
       case 2:
-        if (paged) {
-          load_pages<Tile, Layout::kPanelsQk, Tile::kKStages, true>(
-              params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
-        } else {
-          load_keys<Tile, Layout::kPanelsQk, Tile::kKStages, true>(
-              params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
-        }
+        load<Tile, Layout::kPanelsQk, Tile::kKStages, true, false>(
+            params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
         break;
       case 3:
-        if (paged) {
-          load_pages<Tile, Layout::kPanelsVo, Tile::kVStages, false>(
-              params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
-        } else {
-          load_keys<Tile, Layout::kPanelsVo, Tile::kVStages, false>(
-              params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
-        }
+        load<Tile, Layout::kPanelsVo, Tile::kVStages, false, kHides>(
+            params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
         break;
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
-    Consumer<Element, Tile, kTransform>(params, shared, warpgroup - 1).run();
+    cutlass::arch::warpgroup_reg_alloc<Tile::consumer_registers(kHides)>();
+    Consumer<Element, Tile, kLogits>(params, shared, warpgroup - 1).run();
   }
 }
 

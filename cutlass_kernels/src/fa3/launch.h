@@ -8,6 +8,7 @@
 #include <numeric>
 #include <string>
 
+#include "common/packing.h"
 #include "cuda_failure.h"
 #include "device.h"
 #include "fa3/kernel.h"
@@ -30,16 +31,31 @@ inline std::int64_t keys_in_mask(const AttentionParams& params) {
   return keys;
 }
 
-// Query rows of the tiles of a problem.
+// A swizzle pattern is eight rows: boxes of fewer rows, which no page splits, would not start at one.
+inline bool gathers(const AttentionParams& params) { return params.pages.page_size % 8 != 0; }
+
+template <class Tile>
+int packed_tile_rows(const AttentionParams& params) {
+  return Tile::kConsumers * (kWarpgroupRows / packed_heads(params, kWarpgroupRows));
+}
+
+// The tile of a problem.
 template <int HeadDimQk, int HeadDimVo>
-int tile_rows(const AttentionParams& params, int compute_capability) {
+TileShape tile_shape(const AttentionParams& params, int compute_capability) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
+  const int heads = packed_heads(params, kWarpgroupRows);
+  if (packs(params, heads, Tiles::Large::kBlockM)) {
+    using Packed = typename Tiles::Packed;
+    return {packed_tile_rows<Packed>(params), kPacked, heads, Packed::kBlocksPerSm};
+  }
+  if (gathers(params)) return {Tiles::Gather::kBlockM, kGather};
+  if (GeneralTransform::needed(params)) return {Tiles::General::kBlockM, kGeneral};
   const bool masked = params.causal || params.window_left >= 0 || params.chunk_size > 0;
   const bool small = compute_capability == 0 ||  // an unknown device: the smallest
                      params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
                      (masked && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
                      tile_count<typename Tiles::Large>(params) < Tiles::kFewTiles;
-  return small ? Tiles::Small::kBlockM : Tiles::Large::kBlockM;
+  return {small ? Tiles::Small::kBlockM : Tiles::Large::kBlockM, kRows};
 }
 
 // Which of the two tiles of the same rows: whether a mask leaves few keys to a row, on average.
@@ -70,18 +86,37 @@ inline Status make_maps_of_rows(const AttentionParams& p, int block_n,
 inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
                                  KernelParams* kernel_params) {
   const PageTable& table = p.pages;
-  const PagesOfTensor k{p.k.data,        p.k.stride_token, p.k.stride_head, table.k_stride_page,
-                        table.page_size, p.num_kv_heads,   table.num_pages, p.head_dim_qk};
-  const PagesOfTensor v{p.v.data,        p.v.stride_token, p.v.stride_head, table.v_stride_page,
-                        table.page_size, p.num_kv_heads,   table.num_pages, p.head_dim_vo};
+  const bool any = table.num_pages > 0;  // else a map that nothing is read through
+  const void* k = any ? p.k.data : p.q.data;
+  const void* v = any ? p.v.data : p.q.data;
+  const int heads = any ? p.num_kv_heads : 1;
+  const std::int64_t pages = std::max<std::int64_t>(table.num_pages, 1);
   kernel_params->page_size = FastDivisor(std::uint32_t(table.page_size));
-  kernel_params->num_pages = std::uint32_t(std::min<std::int64_t>(table.num_pages, 1LL << 31));
-  // A swizzle pattern is eight rows: boxes of fewer would not start at one.
-  const int box_rows = std::gcd(table.page_size, block_n);
-  if (box_rows < 8 || !fits_tensor_map(k) || !fits_tensor_map(v)) return Status::success();
-  kernel_params->box_rows = box_rows;
-  Status made = make_tensor_map("k", k, p.kv_dtype, box_rows, &kernel_params->k_map);
-  return made.ok() ? make_tensor_map("v", v, p.kv_dtype, box_rows, &kernel_params->v_map) : made;
+  kernel_params->num_pages = std::uint32_t(std::min<std::int64_t>(table.num_pages, kNoPage));
+  kernel_params->k_pages = {table.indices, 2 * table.k_stride_page, 2 * p.k.stride_token};
+  kernel_params->v_pages = {table.v_indices == nullptr ? table.indices : table.v_indices,
+                            2 * table.v_stride_page, 2 * p.v.stride_token};
+  if (gathers(p)) return Status::success();
+  kernel_params->box_rows = std::gcd(table.page_size, block_n);
+  const PagesOfTensor k_pages{k,
+                              p.k.stride_token,
+                              p.k.stride_head,
+                              table.k_stride_page,
+                              any ? table.page_size : 1,
+                              heads,
+                              pages,
+                              p.head_dim_qk};
+  const PagesOfTensor v_pages{v,
+                              p.v.stride_token,
+                              p.v.stride_head,
+                              table.v_stride_page,
+                              any ? table.page_size : 1,
+                              heads,
+                              pages,
+                              p.head_dim_vo};
+  const int rows = any ? kernel_params->box_rows : 1;
+  Status made = make_tensor_map("k", k_pages, p.kv_dtype, rows, &kernel_params->k_map);
+  return made.ok() ? make_tensor_map("v", v_pages, p.kv_dtype, rows, &kernel_params->v_map) : made;
 }
 
 inline Status make_maps(const AttentionParams& p, int block_n, KernelParams* kernel_params) {
@@ -93,13 +128,18 @@ inline Status make_maps(const AttentionParams& p, int block_n, KernelParams* ker
                        p.total_q, p.num_qo_heads,   p.head_dim_qk};
   const RowsOfTensor o{p.o.data,  p.o.stride_token, p.o.stride_head,
                        p.total_q, p.num_qo_heads,   p.head_dim_vo};
-  made = make_tensor_map("q", q, p.q_dtype, kWarpgroupRows, &kernel_params->q_map);
-  return made.ok()
-             ? make_tensor_map("o", o, p.o_dtype, 16 /* rows of a warp */, &kernel_params->o_map)
-             : made;
+  if (p.schedule.packed_heads > 0) {  // O is not written by TMA
+    return make_packed_tensor_map("q", q, p.q_dtype, p.schedule.packed_heads,
+                                  kernel_params->packed.tokens, &kernel_params->q_map);
+  }
+  if (Status of_q = make_tensor_map("q", q, p.q_dtype, kWarpgroupRows, &kernel_params->q_map);
+      !of_q.ok()) {
+    return of_q;
+  }
+  return make_tensor_map("o", o, p.o_dtype, 16 /* rows of a warp */, &kernel_params->o_map);
 }
 
-template <class Element, class Tile, bool kTransform>
+template <class Element, class Tile, Logits kLogits>
 Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   KernelParams kernel_params;
   kernel_params.attention = params;
@@ -108,26 +148,32 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   if (Status asked = current_device(&device); !asked.ok()) return asked;
   const int blocks = device.multiprocessors * Tile::kBlocksPerSm;
 
-  const int tiles = p.schedule.work_list != nullptr
-                        ? p.schedule.capacity
-                        : int((p.total_q + Tile::kBlockM - 1) / Tile::kBlockM);
+  const int tiles = p.schedule.capacity;
+  const int packed_heads = std::max(p.schedule.packed_heads, 1);
+  kernel_params.heads = p.num_qo_heads / packed_heads;
+  kernel_params.packed.heads = FastDivisor(std::uint32_t(packed_heads));
+  kernel_params.packed.tokens = kWarpgroupRows / packed_heads;
+  kernel_params.packed.last_token = (kWarpgroupRows - 1) / packed_heads;
   // Dealt out beforehand, tiles even out only where they come in one order of lengths, without sections.
   const bool dealt = p.schedule.next_tile == nullptr;
-  kernel_params.order = dealt ? TileOrder::make(p, tiles, std::int64_t(tiles) * p.num_qo_heads,
+  kernel_params.order = dealt ? TileOrder::make(p, tiles, std::int64_t(tiles) * kernel_params.heads,
                                                 std::numeric_limits<std::int64_t>::max())
                               : TileOrder::make(p, tiles, 2 * blocks);
   kernel_params.transform = LogitsTransform::make(params);
+  kernel_params.general = GeneralTransform::make(params);
+  kernel_params.changes_logits = GeneralTransform::changes(params);
+  if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
 
   if (Status made = make_maps(p, Tile::kBlockN, &kernel_params); !made.ok()) return made;
 
-  auto* kernel = &attention_kernel<Element, Tile, kTransform>;
+  auto* kernel = &attention_kernel<Element, Tile, kLogits>;
   constexpr int kBytes = sizeof(Shared<Tile>);
   static_assert(kBytes * Tile::kBlocksPerSm <= (227 << 10) - 1024 * (Tile::kBlocksPerSm - 1));
   cudaLaunchConfig_t config{};
   config.gridDim =
-      dim3(unsigned(std::min<std::int64_t>(blocks, std::int64_t(tiles) * p.num_qo_heads)));
+      dim3(unsigned(std::min<std::int64_t>(blocks, std::int64_t(tiles) * kernel_params.heads)));
   config.blockDim = dim3(Tile::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
@@ -146,33 +192,66 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);
 }
 
-template <class Element, int HeadDimQk, int HeadDimVo, bool kTransform>
-Status launch_variant(const AttentionParams& params, cudaStream_t stream) {
-  using Tiles = TileTable<HeadDimQk, HeadDimVo>;
+inline Status no_such_tile(const AttentionParams& params) {
+  return Status::invalid("The schedule is for tiles of " +
+                         std::to_string(params.schedule.tile_rows) + " rows (kind " +
+                         std::to_string(params.schedule.tile_kind) +
+                         "), but fa3 has none such for these head dimensions, this mask and these "
+                         "pages: make it with make_schedule() from the same parameters.");
+}
+
+// The kernel for one head's rows.
+template <class Element, class Tiles, Logits kLogits>
+Status launch_rows(const AttentionParams& params, cudaStream_t stream) {
   using Large = typename Tiles::Large;
   using FewKeys = typename Tiles::FewKeys;
   using Small = typename Tiles::Small;
   static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
-  if (params.schedule.tile_rows == Large::kBlockM) {
-    return few_keys(params) ? launch_tile<Element, FewKeys, kTransform>(params, stream)
-                            : launch_tile<Element, Large, kTransform>(params, stream);
+  const int rows = params.schedule.tile_rows;
+  if (rows == Large::kBlockM) {
+    return few_keys(params) ? launch_tile<Element, FewKeys, kLogits>(params, stream)
+                            : launch_tile<Element, Large, kLogits>(params, stream);
   }
-  if (params.schedule.tile_rows == Small::kBlockM) {
-    return launch_tile<Element, Small, kTransform>(params, stream);
-  }
-  return Status::invalid(
-      "The schedule is for tiles of " + std::to_string(params.schedule.tile_rows) +
-      " rows, but fa3 has tiles of " + std::to_string(Large::kBlockM) +
-      (Small::kBlockM == Large::kBlockM ? "" : " and " + std::to_string(Small::kBlockM)) +
-      " for head dimensions up to " + std::to_string(HeadDimQk) + "/" + std::to_string(HeadDimVo) +
-      ": make it with make_schedule(), for this backend and these strides.");
+  return rows == Small::kBlockM ? launch_tile<Element, Small, kLogits>(params, stream)
+                                : no_such_tile(params);
+}
+
+template <class Element, class Tile>
+Status launch_logits(const AttentionParams& params, cudaStream_t stream) {
+  return GeneralTransform::needed(params) || LogitsTransform::needed(params)
+             ? launch_tile<Element, Tile, Logits::kGeneral>(params, stream)
+             : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
 }
 
 template <class Element, int HeadDimQk, int HeadDimVo>
 Status launch(const AttentionParams& params, cudaStream_t stream) {
-  return LogitsTransform::needed(params)
-             ? launch_variant<Element, HeadDimQk, HeadDimVo, true>(params, stream)
-             : launch_variant<Element, HeadDimQk, HeadDimVo, false>(params, stream);
+  using Tiles = TileTable<HeadDimQk, HeadDimVo>;
+  const bool general = GeneralTransform::needed(params);
+  switch (params.schedule.tile_kind) {
+    case kPacked:
+      if (params.schedule.packed_heads != packed_heads(params, kWarpgroupRows) ||
+          params.schedule.tile_rows != packed_tile_rows<typename Tiles::Packed>(params)) {
+        return no_such_tile(params);
+      }
+      return gathers(params) ? launch_logits<Element, typename Tiles::PackedGather>(params, stream)
+                             : launch_logits<Element, typename Tiles::Packed>(params, stream);
+    case kGather:
+      if (!gathers(params) || params.schedule.tile_rows != Tiles::Gather::kBlockM) {
+        return no_such_tile(params);
+      }
+      return launch_logits<Element, typename Tiles::Gather>(params, stream);
+    case kGeneral:
+      if (gathers(params) || params.schedule.tile_rows != Tiles::General::kBlockM) {
+        return no_such_tile(params);
+      }
+      return launch_tile<Element, typename Tiles::General, Logits::kGeneral>(params, stream);
+    case kRows:
+      if (general || gathers(params)) return no_such_tile(params);
+      return LogitsTransform::needed(params)
+                 ? launch_rows<Element, Tiles, Logits::kTransformed>(params, stream)
+                 : launch_rows<Element, Tiles, Logits::kPlain>(params, stream);
+  }
+  return no_such_tile(params);
 }
 
 }  // namespace cutlass_kernels::fa3

@@ -18,8 +18,10 @@ struct View {
   std::int64_t stride_token;
   std::int64_t stride_head;
   DType dtype;
-  std::int64_t tokens;
+  std::int64_t tokens;  // where there are pages: of one
   int heads;
+  std::int64_t pages = 0;
+  std::int64_t stride_page = 0;
 };
 
 std::string stride_out_of_range(const View& view, const char* what, std::int64_t elements,
@@ -43,16 +45,24 @@ std::string too_many_rows(const char* name, std::int64_t rows) {
 
 std::string refusal(const AttentionParams& p) {
   std::string fault = too_many_rows("total_q", p.total_q);
-  const bool paged = p.pages.page_size > 0;  // whatever pages no map describes is read row by row
+  const PageTable& table = p.pages;
+  const bool paged = table.page_size > 0;
   if (fault.empty() && !paged) fault = too_many_rows("total_kv", p.total_kv);
   const View views[] = {
       {"q", p.q.data, p.q.stride_token, p.q.stride_head, p.q_dtype, p.total_q, p.num_qo_heads},
-      {"k", p.k.data, p.k.stride_token, p.k.stride_head, p.kv_dtype, p.total_kv, p.num_kv_heads},
-      {"v", p.v.data, p.v.stride_token, p.v.stride_head, p.kv_dtype, p.total_kv, p.num_kv_heads},
+      {"k", p.k.data, p.k.stride_token, p.k.stride_head, p.kv_dtype,
+       paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.k_stride_page},
+      {"v", p.v.data, p.v.stride_token, p.v.stride_head, p.kv_dtype,
+       paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.v_stride_page},
       {"o", p.o.data, p.o.stride_token, p.o.stride_head, p.o_dtype, p.total_q, p.num_qo_heads}};
   for (const View& view : views) {
     if (view.data == nullptr && view.stride_token == 0 && view.stride_head == 0) continue;
-    if (paged && (view.name[0] == 'k' || view.name[0] == 'v')) continue;
+    if (view.pages > 0) {
+      if (table.page_size % 8 != 0) continue;  // read row by row, without a map
+      if (fault.empty() && view.pages > 1) {
+        fault = stride_out_of_range(view, "page", view.stride_page, kMostHeadStride);
+      }
+    }
     // A stride that leads nowhere may be anything.
     if (fault.empty() && view.tokens > 1) {
       fault = stride_out_of_range(view, "token", view.stride_token, kMostTokenStride);

@@ -9,6 +9,7 @@
 #include "fa3/params.h"
 #include "fa3/shared.h"
 #include "fa3/tensor_map.h"
+#include "mask_extents.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -33,12 +34,12 @@ class TileClaims {
  public:
   CUTE_DEVICE explicit TileClaims(const KernelParams& params)
       : params_(params),
-        count_(params.order.tiles * params.attention.num_qo_heads),
+        count_(params.order.tiles * params.heads),
         counter_(params.attention.schedule.next_tile),
         index_(-1) {}
 
   // The next tile; false once there is none.
-  CUTE_DEVICE bool claim(WorkItem& work, int& head) {
+  CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
     for (bool found = false; !found;) {
       if (index_ < 0) {
         index_ = blockIdx.x;
@@ -49,6 +50,7 @@ class TileClaims {
       if (index_ >= count_) return false;
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
+      rank = position.rank;
       found = find_work(params_.attention, params_.order, position.rank, work);
     }
     return true;
@@ -71,44 +73,96 @@ class TileClaims {
   int index_;
 };
 
-// Publishes the tiles of this block.
+// Leaves of a tile's keys the blocks of one piece.
 template <class Tile>
+CUTE_DEVICE void take_piece(const WorkItem& work, Job& job) {
+  const int begin = int(std::int64_t(job.blocks) * work.piece / work.pieces);
+  const int end = int(std::int64_t(job.blocks) * (work.piece + 1) / work.pieces);
+  if (begin == end) {  // fewer blocks than pieces: one past all keys, all masked
+    job.first_key = job.key_begin = job.key_end = work.kv_len;
+    job.blocks = 1;
+    return;
+  }
+  job.key_end = min(job.key_end, job.key_begin + end * Tile::kBlockN);
+  job.key_begin += begin * Tile::kBlockN;
+  job.first_key = max(job.first_key, job.key_begin);
+  job.blocks = end - begin;
+}
+
+// Publishes the tiles of this block.
+template <class Tile, bool kHides>
 CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
   Ring<kJobSlots> jobs;
   TileClaims claims(params);
   WorkItem work;
-  int head;
+  int head, rank;
   bool found;
   Ring<1> wanted;
   do {
     // Late, so that tiles go to the blocks that are free first; early enough to hide the latency.
     shared.job_wanted.wait(wanted.phase);
     wanted.advance();
-    found = claims.claim(work, head);
+    found = claims.claim(work, head, rank);
     shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
     Job& job = shared.jobs[jobs.index];
     job.valid = found;
     if (found) {
       const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
-      const int row_begin = work.tile * Tile::kBlockM;
-      const int row_end = min(row_begin + Tile::kBlockM, work.qo_len);
-      job.head = head;
+      const int tile_rows =
+          Tile::kPacked ? params.attention.schedule.tile_rows : int(Tile::kBlockM);
+      const int row_begin = work.tile * tile_rows;
+      const int row_end = min(row_begin + tile_rows, work.qo_len);
+      job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
+      job.kv_head = job.head / params.group_size;
       job.row_begin = row_begin;
       job.q_end = work.q_begin + work.qo_len;
       job.qo_len = work.qo_len;
       job.kv_begin = work.kv_begin;
       job.kv_len = work.kv_len;
+      const std::int32_t* mask_indptr = params.attention.mask.indptr;
+      job.mask_begin = mask_indptr == nullptr ? 0 : mask_indptr[work.batch];
       // Only keys of this range are loaded, the rest of the last block is zeros: others may hold anything, and 0 * inf is
       // not 0.
       job.first_key = mask.lo(row_begin);
-      job.key_begin = params.box_rows > 0 ? job.first_key & -params.box_rows : job.first_key;
       job.key_end = mask.hi(row_end - 1);
+      if constexpr (kHides) {
+        if (params.attention.schedule.mask_extents != nullptr) {
+          const MaskExtent extent =
+              static_cast<const MaskExtent*>(params.attention.schedule.mask_extents)[rank];
+          job.first_key = max(job.first_key, extent.begin);
+          job.key_end = max(min(job.key_end, extent.end), job.first_key);
+        }
+      }
+      job.key_begin = params.box_rows > 0 ? job.first_key & -params.box_rows : job.first_key;
       job.blocks = max((job.key_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
+      if constexpr (Tile::kPacked) {
+        job.partial_row = -1;
+        if (work.pieces > 1) {
+          job.partial_row = work.partial_row + work.piece * (row_end - row_begin);
+          take_piece<Tile>(work, job);
+        }
+      }
     }
     shared.job_full[jobs.index].arrive();
     jobs.advance();
   } while (found);
   claims.finish();
+}
+
+// Q of a warpgroup of a packed tile: boxes of all heads of a pack by its tokens (tensor_map.h). Rows that are nobody's stay as
+// they are: what comes of them goes nowhere.
+template <class Tile>
+CUTE_DEVICE void load_packed_q(const KernelParams& params, const Job& job, Barrier& full, char* q,
+                               int token) {
+  full.arrive_and_expect(Shared<Tile>::kPanelsQk * 128 * params.packed.tokens *
+                         int(params.packed.heads.divisor));
+  CUTE_UNROLL
+  for (int panel = 0; panel < Shared<Tile>::kPanelsQk; ++panel) {
+    cute::SM90_TMA_LOAD_5D::copy(&params.q_map, reinterpret_cast<std::uint64_t*>(&full),
+                                 static_cast<std::uint64_t>(CacheHint::EVICT_FIRST),
+                                 q + panel * Shared<Tile>::kPanelBytesQ, panel * 64, job.head,
+                                 kMapRows - job.qo_len + token, job.q_end, int(kMapRows));
+  }
 }
 
 template <class Tile>
@@ -122,7 +176,7 @@ CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
     if (job.valid == 0) return;
     shared.job_empty[jobs.index].arrive();
     jobs.advance();
-    if constexpr (Tile::kQBuffers < 2 * Tile::kConsumers) {
+    if constexpr (Tile::kQBuffers < 2 * Tile::kConsumers && !Tile::kPacked) {
       // There is no room for the next tile's Q before the last product with this one's: at least bring it to L2.
       for (int wg = 0; wg < Tile::kConsumers; ++wg) {
         for (int panel = 0; panel < Layout::kPanelsQk; ++panel) {
@@ -135,6 +189,12 @@ CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
     }
     for (int wg = 0; wg < Tile::kConsumers; ++wg) {
       shared.q_empty[ring.index].wait(ring.phase ^ 1);
+      if constexpr (Tile::kPacked) {
+        load_packed_q<Tile>(params, job, shared.q_full[ring.index], shared.q[ring.index],
+                            job.row_begin + wg * params.packed.tokens);
+        ring.advance();
+        continue;
+      }
       load_rows<Layout::kPanelsQk, Layout::kPanelBytesQ>(
           &params.q_map, shared.q_full[ring.index], shared.q[ring.index],
           job.row_begin + wg * kWarpgroupRows, job.qo_len, job.head, job.q_end,
@@ -159,14 +219,13 @@ CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, con
     shared.job_empty[jobs.index].arrive();
     jobs.advance();
     const int last_but_one = min(1, job.blocks - 1);
-    const int kv_head = job.head / params.group_size;
     for (int block = job.blocks - 1; block >= 0; --block) {
       empty[ring.index].wait(ring.phase ^ 1);
       if (kWantsJobs && block == last_but_one) shared.job_wanted.arrive();
-      load_rows<kPanels, kPanelBytes>(map, full[ring.index],
-                                      stages + ring.index * (kPanels * kPanelBytes),
-                                      job.key_begin + block * Tile::kBlockN, job.key_end, kv_head,
-                                      job.kv_begin + job.key_end, CacheHint::EVICT_LAST);
+      load_rows<kPanels, kPanelBytes>(
+          map, full[ring.index], stages + ring.index * (kPanels * kPanelBytes),
+          job.key_begin + block * Tile::kBlockN, job.key_end, job.kv_head,
+          job.kv_begin + job.key_end, CacheHint::EVICT_LAST);
       ring.advance();
     }
   }

@@ -1,11 +1,13 @@
 // The consumer warpgroups: S = Q K^T, softmax, O += P V.
 #pragma once
 
+#include "common/bit_mask.h"
 #include "common/ldmatrix.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
 #include "fa3/store.h"
+#include "fa3/store_packed.h"
 #include "fa3/wgmma.h"
 
 namespace cutlass_kernels::fa3 {
@@ -15,14 +17,14 @@ namespace cutlass_kernels::fa3 {
 //
 //  tensor   | S(j+1) = Q K(j+1)^T | O += P(j) V(j)     | S(j+2) ...
 //  others   |                     | mask, max, exp of S(j+1) | P(j+1) = pack(S(j+1)), rescale or store O
-template <class Element, class Tile, bool kTransform>
+template <class Element, class Tile, Logits kLogits>
 struct Consumer {
   using Layout = Shared<Tile>;
   static constexpr int kN = Tile::kBlockN;
   static constexpr int kDqk = Tile::kHeadDimQk;
   static constexpr int kDvo = Tile::kHeadDimVo;
   // Under a causal mask the first warpgroup may see no key of the block on which the tile ends.
-  static constexpr bool kSkips = Tile::kBlockM - kWarpgroupRows >= kN;
+  static constexpr bool kSkips = !Tile::kPacked && Tile::kBlockM - kWarpgroupRows >= kN;
 
   // The maximum of a block is looked for only where it must be: in a tile's first block and where a mask hides keys.
   // Elsewhere 2^(x - m) is taken with the m there is, and if a thread's part of a row then adds up to more than this, the
@@ -43,10 +45,11 @@ struct Consumer {
   std::uint32_t q_phase = 0;
   int key;        // first one of the block that S is being computed of
   int key_begin;  // first one of the tile
-  int row;        // of the thread's first row, in its request
+  int row;  // of the thread's first row, in its request; of a packed tile: of the warpgroup's first row
   int all_begin;  // keys that every row of the warpgroup sees
   int all_end;
-  bool skip;  // no row of the warpgroup sees a key of the tile's last block
+  bool skip;      // no row of the warpgroup sees a key of the tile's last block
+  bool has_rows;  // of a packed tile
   int qo_len;
   int kv_len;
 
@@ -104,14 +107,23 @@ struct Consumer {
         read_q(reinterpret_cast<std::uint32_t (&)[4]>(q_fragments[4 * i]), i);
       }
     }
-    const int first_row = job.row_begin + warpgroup * kWarpgroupRows;
     const IntervalMask mask = make_mask(params, job.qo_len, job.kv_len);
     key_begin = job.key_begin;
     key = key_begin + (job.blocks - 1) * kN;
-    row = first_row + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    all_begin = mask.lo(first_row + kWarpgroupRows - 1);
+    int first_row, last_row;
+    if constexpr (Tile::kPacked) {
+      first_row = job.row_begin + warpgroup * params.packed.tokens;
+      last_row = first_row + params.packed.last_token;
+      row = first_row;
+      has_rows = first_row < min(job.qo_len, job.row_begin + params.attention.schedule.tile_rows);
+    } else {
+      first_row = job.row_begin + warpgroup * kWarpgroupRows;
+      last_row = first_row + kWarpgroupRows - 1;
+      row = first_row + warpgroup_row(0);
+    }
+    all_begin = mask.lo(last_row);
     all_end = mask.hi(first_row);
-    skip = kSkips && key > key_begin && key >= mask.hi(first_row + kWarpgroupRows - 1);
+    skip = kSkips && key > key_begin && key >= mask.hi(last_row);
     qo_len = job.qo_len;
     kv_len = job.kv_len;
     return true;
@@ -153,16 +165,68 @@ struct Consumer {
     wgmma_commit();
   }
 
+  // The thread's row r of the warpgroup's 64, its token of the request, and its head of the pack.
+  CUTE_DEVICE static int warpgroup_row(int r) {
+    return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + r * 8;
+  }
+  CUTE_DEVICE int token(int r) const {
+    if constexpr (!Tile::kPacked) return row + r * 8;
+    return row + int(params.packed.heads.divide(warpgroup_row(r)));
+  }
+  CUTE_DEVICE int pack_head(int r) const {
+    if constexpr (!Tile::kPacked) return 0;
+    return params.packed.heads.modulo(warpgroup_row(r));
+  }
+
+  CUTE_DEVICE bool has_bits() const {
+    return kLogits == Logits::kGeneral && params.attention.mask.words != nullptr;
+  }
+
+  CUTE_DEVICE void transform(float (&s)[kN / 2]) const {
+    if constexpr (kLogits == Logits::kTransformed) params.transform.apply(s, kN / 2);
+    if constexpr (kLogits == Logits::kGeneral) {
+      if (!params.changes_logits) return;
+      const Alibi& alibi = params.attention.alibi;
+      float factor[2], slope[2];
+      int distance[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const int head = shared.jobs[jobs.index].head + pack_head(r);
+        factor[r] = scale_of(params.attention.logits_scale, head);
+        slope[r] = alibi.slopes == nullptr ? 0.0f : __ldg(alibi.slopes + head);
+        distance[r] = key + lane % 4 * 2 - (alibi.relative ? token(r) : 0);
+      }
+      params.general.apply(s, factor, slope, distance);
+    }
+  }
+
   // Whether some row of the warpgroup does not see all keys of the block.
-  CUTE_DEVICE bool needs_mask() const { return key < all_begin || key + kN > all_end; }
+  CUTE_DEVICE bool needs_mask() const {
+    return key < all_begin || key + kN > all_end || has_bits();
+  }
+  CUTE_DEVICE void apply_bits(float (&s)[kN / 2]) const {
+    std::uint32_t bits = 0;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const std::int64_t first = std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 +
+                                 std::int64_t(token(r)) * kv_len + key + lane % 4 * 2;
+      CUTE_UNROLL
+      for (int i = 0; i < kN / 8; ++i) {
+        if (i % 4 == 0) bits = bits_at(params.attention.mask, first + 8 * i);
+        if (!(bits >> (i % 4 * 8) & 1)) s[4 * i + 2 * r] = -INFINITY;
+        if (!(bits >> (i % 4 * 8 + 1) & 1)) s[4 * i + 2 * r + 1] = -INFINITY;
+      }
+    }
+  }
   CUTE_DEVICE void apply_mask(float (&s)[kN / 2]) const {
+    if (has_bits()) apply_bits(s);
     const IntervalMask mask = make_mask(params, qo_len, kv_len);
     const int key0 = key + lane % 4 * 2;
     const bool below = key < all_begin;  // hides keys at the block's low end, too
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int lo = mask.lo(row + r * 8);
-      const int hi = mask.hi(row + r * 8);
+      const int lo = mask.lo(token(r));
+      const int hi = mask.hi(token(r));
       if (below) {
         // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
         const std::uint32_t from_lo = key0 - lo;
@@ -229,8 +293,13 @@ struct Consumer {
   }
 
   CUTE_DEVICE void store(float (&o)[kDvo / 2], const OnlineSoftmax<2>& of_tile, int slot) {
-    store_tile<Element, Tile>(params, shared.jobs[slot], warpgroup, of_tile, o,
-                              cute::cast_smem_ptr_to_uint(shared.o[warpgroup]));
+    if constexpr (Tile::kPacked) {
+      store_packed_tile<Element, Tile>(params, shared.jobs[slot], warpgroup, of_tile, o,
+                                       shared.o[warpgroup]);
+    } else {
+      store_tile<Element, Tile, kLogits>(params, shared.jobs[slot], warpgroup, of_tile, o,
+                                         cute::cast_smem_ptr_to_uint(shared.o[warpgroup]));
+    }
     // Every lane, having read the job: racecheck does not follow an order through lane 0.
     shared.job_empty[slot].arrive();
   }
@@ -259,20 +328,54 @@ struct Consumer {
     v_ring.advance();
   }
 
+  // Lets the keys of a tile pass that has no rows for this warpgroup.
+  CUTE_DEVICE void pass_tile() {
+    release(shared.q_empty[q_buffer]);
+    for (; key >= key_begin; key -= kN) {
+      shared.k_full[k_ring.index].wait(k_ring.phase);
+      release(shared.k_empty[k_ring.index]);
+      k_ring.advance();
+      skip_values();
+    }
+    shared.job_empty[jobs.index].arrive();
+    advance_q();
+    jobs.advance();
+  }
+
   CUTE_DEVICE void run() {
-    if (!begin_tile()) return;
+    bool found = begin_tile();
+    if constexpr (Tile::kPacked) {
+      while (true) {
+        while (found && !has_rows) {
+          pass_tile();
+          found = begin_tile();
+        }
+        if (!found) return;
+        found = compute_tiles();
+      }
+    } else if (found) {
+      compute_tiles();
+      if (lane == 0) cute::tma_store_wait<0>();  // shared memory lives until its readers are done
+    }
+  }
+
+  // The tile that has begun and those after it: all, or up to one without rows for this warpgroup, which has then begun;
+  // false at the end of all.
+  CUTE_DEVICE bool compute_tiles() {
     float s[kN / 2];
     float o[kDvo / 2];
     std::uint32_t p[kN / 4];
     float factor[2];
     float sum[2];
+    bool found = false;
+    softmax = OnlineSoftmax<2>(params.transform.scale);
 
     shared.k_full[k_ring.index].wait(k_ring.phase);
     issue_scores(s);
     wgmma_wait<0>();
     pin(s);
     end_scores(true);
-    if constexpr (kTransform) params.transform.apply(s, kN / 2);
+    transform(s);
     if (needs_mask()) apply_mask(s);
     raise_maximum(s, factor);
     take_exponentials(s, p, softmax.partial_sum);
@@ -286,7 +389,8 @@ struct Consumer {
       if (unlikely(last)) {
         advance_q();
         jobs.advance();
-        if (!begin_tile()) break;
+        found = begin_tile();
+        if (!found || (Tile::kPacked && !has_rows)) break;
         softmax = OnlineSoftmax<2>(params.transform.scale);
         if (kSkips && skip) skip_keys();
       } else {
@@ -300,7 +404,7 @@ struct Consumer {
       end_turn();
       wgmma_wait<1>();
       pin(s);
-      if constexpr (kTransform) params.transform.apply(s, kN / 2);
+      transform(s);
       const bool masked = needs_mask();
       if (unlikely(masked)) apply_mask(s);
       end_scores(last);
@@ -340,8 +444,12 @@ struct Consumer {
     issue_output(o, p, accumulate);
     wgmma_wait<0>();
     pin(o);
+    if constexpr (Tile::kPacked) {
+      release(shared.v_empty[v_ring.index]);
+      v_ring.advance();
+    }
     store(o, softmax, slot);
-    if (lane == 0) cute::tma_store_wait<0>();  // shared memory lives until its readers are done
+    return found;
   }
 };
 

@@ -7,8 +7,23 @@
 #include "common/mask.h"
 #include "common/work.h"
 #include "cutlass_kernels/params.h"
+#include "fa3/config.h"
 
 namespace cutlass_kernels::fa3 {
+
+// The pages of K or of V.
+struct PagesOfMatrix {
+  const std::int32_t* indices;
+  std::int64_t page_bytes;
+  std::int64_t slot_bytes;
+};
+
+// Rows of a warpgroup of a packed tile: row r is token r / heads and query head r % heads of those that share a tile.
+struct PackedRows {
+  FastDivisor heads;
+  int tokens = kWarpgroupRows;          // floor(64 / heads); rows past their last are nobody's
+  int last_token = kWarpgroupRows - 1;  // of row 63
+};
 
 struct KernelParams {
   CUtensorMap q_map;
@@ -17,11 +32,17 @@ struct KernelParams {
   CUtensorMap o_map;
   AttentionParams attention;
   LogitsTransform transform;
+  GeneralTransform general;
+  bool changes_logits;  // GeneralTransform::changes()
   FastDivisor chunk;
   TileOrder order;
   int group_size;
+  int heads;  // that tiles are counted for: query heads, or packs of them
+  PackedRows packed;
   // Pages.
   FastDivisor page_size;
+  PagesOfMatrix k_pages;
+  PagesOfMatrix v_pages;
   int box_rows;  // keys that come from a page by one TMA instruction; 0: they come row by row
   std::uint32_t num_pages;
 };

@@ -11,16 +11,19 @@ namespace cutlass_kernels::fa3 {
 // A tile to be computed; found by one warp, read by all others.
 struct alignas(16) Job {
   int valid;  // 0: no more tiles
-  int head;
+  int head;   // of queries; the first one of a pack
+  int kv_head;
   int row_begin;  // of the tile, in its request
   int q_end;      // first row after the request, in the tensor
   int qo_len;
   int kv_begin;  // first key of the request, in the tensor; or first entry of its page table
   int kv_len;
-  int first_key;  // keys that some row of the tile sees
+  int mask_begin;  // byte of a bit mask where the request's bits begin
+  int first_key;   // keys that some row of the tile sees
   int key_end;
   int key_begin;  // where the blocks begin: first_key, or where the box begins that holds it
   int blocks;     // of keys, from key_begin on; at least 1: rows without keys have one, all masked
+  int partial_row;  // where the results of a piece of the keys go; -1: the tile is not split
 };
 constexpr int kJobSlots = 4;
 
@@ -51,9 +54,9 @@ struct Shared {
   Barrier job_empty[kJobSlots];      // Q, K, V warps, consumer threads job warp
   Barrier q_full[Tile::kQBuffers];   // Q warp, with the TMA's bytes   its consumer warpgroup
   Barrier q_empty[Tile::kQBuffers];  // the 4 warps of that            Q warp
-  Barrier k_full[Tile::kKStages];    // K warp, with the TMA's bytes   all consumers
+  Barrier k_full[Tile::kKStages];    // K warp, with the bytes         all consumers
   Barrier k_empty[Tile::kKStages];   // all consumer warps             K warp
-  Barrier v_full[Tile::kVStages];    // V warp, with the TMA's bytes   all consumers
+  Barrier v_full[Tile::kVStages];    // V warp, with the bytes         all consumers
   Barrier v_empty[Tile::kVStages];   // all consumer warps             V warp
 };
 

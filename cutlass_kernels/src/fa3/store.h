@@ -28,7 +28,7 @@ CUTE_DEVICE void store_panel(const CUtensorMap* map, std::uint32_t source, int c
 
 // Writes 64 rows of O and their LSE. `staging` is the warpgroup's memory for O, of which each warp uses the part of its own
 // 16 rows. On return the last stores may still be reading it.
-template <class Element, class Tile>
+template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warpgroup,
                             const OnlineSoftmax<2>& softmax, float (&o)[Tile::kHeadDimVo / 2],
                             std::uint32_t staging) {
@@ -57,7 +57,9 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       }
     }
     empty[r] = no_key;
-    scale[r] = __fdividef(p.v_scale * weight, sum);
+    float out_scale = p.v_scale;
+    if constexpr (kLogits == Logits::kGeneral) out_scale *= scale_of(p.output_scale, head);
+    scale[r] = __fdividef(out_scale * weight, sum);
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
       p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +

@@ -27,10 +27,11 @@ cudaError_t find_encode(decltype(&cuTensorMapEncodeTiled)* encode) {
   return cudaSuccess;
 }
 
-// Encodes a map of 16-bit elements; boxes are 64 columns (128 bytes, swizzled) by box_rows.
+// Encodes a map of 16-bit elements; boxes are 64 columns (128 bytes, swizzled) by box_rows by box_depth.
 template <int kRank>
 Status encode(const char* name, const void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
-              const cuuint64_t (&strides)[kRank - 1], int box_rows, CUtensorMap* map) {
+              const cuuint64_t (&strides)[kRank - 1], int box_rows, CUtensorMap* map,
+              int box_depth = 1) {
   struct Encode {
     decltype(&cuTensorMapEncodeTiled) function = nullptr;
     cudaError_t error;
@@ -46,6 +47,7 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
   std::fill_n(steps, kRank, 1);
   box[0] = 64;
   box[1] = cuuint32_t(box_rows);
+  box[2] = cuuint32_t(box_depth);
   const CUresult result = encode.function(
       map,
       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -64,11 +66,6 @@ cuuint64_t stride_bytes(std::int64_t size, std::int64_t stride) {
   return size > 1 ? 2 * stride : 16;
 }
 
-// A multiple of 16, which the contract asks of every backend, and below 2^40.
-bool fits_stride(std::int64_t size, std::int64_t stride) {
-  return size <= 1 || (stride > 0 && 2 * stride < std::int64_t(1) << 40);
-}
-
 }  // namespace
 
 Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
@@ -82,10 +79,15 @@ Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype
   return encode<5>(name, tensor.data, dtype, sizes, strides, box_rows, map);
 }
 
-bool fits_tensor_map(const PagesOfTensor& tensor) {
-  return fits_stride(tensor.page_size, tensor.stride_slot) &&
-         fits_stride(tensor.heads, tensor.stride_head) &&
-         fits_stride(tensor.pages, tensor.stride_page) && tensor.pages > 0;
+Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype,
+                              int box_heads, int box_rows, CUtensorMap* map) {
+  const cuuint64_t token_bytes = stride_bytes(tensor.tokens, tensor.stride_token);
+  const cuuint64_t head_bytes = stride_bytes(tensor.heads, tensor.stride_head);
+  const cuuint64_t sizes[5] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.heads), kMapRows,
+                               cuuint64_t(tensor.tokens) + 1, cuuint64_t(kMapRows) + 1};
+  const cuuint64_t strides[4] = {head_bytes, token_bytes, token_bytes,
+                                 (cuuint64_t(1) << 34) - token_bytes};
+  return encode<5>(name, tensor.data, dtype, sizes, strides, box_heads, map, box_rows);
 }
 
 Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows,

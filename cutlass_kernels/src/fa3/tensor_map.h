@@ -37,6 +37,11 @@ constexpr int kMapRows = 1 << 30;  // R: no request may be longer
 Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
                        CUtensorMap* map);
 
+/// The same with rows and heads exchanged, coordinates (d, head, row, end, wrap), and boxes of `box_heads` heads by `box_rows`
+/// rows: rows of packed heads.
+Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype,
+                              int box_heads, int box_rows, CUtensorMap* map);
+
 /// A cache of pages: coordinates (d, slot, head, page). A page outside the cache reads as zeros.
 struct PagesOfTensor {
   const void* data;
@@ -48,9 +53,6 @@ struct PagesOfTensor {
   std::int64_t pages;
   int head_dim;
 };
-
-/// Whether strides and sizes are within what a tensor map can say.
-bool fits_tensor_map(const PagesOfTensor& tensor);
 
 /// As above; box_rows divides the page size.
 Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows,

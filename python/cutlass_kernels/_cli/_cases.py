@@ -119,7 +119,7 @@ def compute(case: Case, inputs: Inputs, backend: str) -> Pair:
         more: dict[str, Any] = {"o_dtype": o_dtype, "sinks": inputs.sinks, "backend": backend, "return_lse": True}
         out, lse = single_prefill_with_kv_cache(q, k, v, kv_layout=layout, **more, **case.options)
         return out, lse
-    workspace = torch.empty(1 << 20, dtype=torch.uint8, device=q.device)
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device=q.device)
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, layout, backend=backend)
     wrapper.plan(
         _offsets(case.qo_lens),

@@ -149,7 +149,7 @@ def _batch(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, list
 
 def _ragged(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pair]]:
     q, values, known = _batch(device, dtype)
-    workspace = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="reference")
     heads = (_QO_HEADS, _KV_HEADS, _DIM)
     wrapper.plan(_offsets(_QO_LENS), _offsets(_KV_LENS), *heads, causal=True, q_data_type=dtype)
@@ -168,7 +168,7 @@ def _paged(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pai
             for index, row in enumerate(v):
                 tokens[ids[index // page_size], index % page_size] = row
         cache[:, 0] = 1.0
-        workspace = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+        workspace = torch.empty(64 << 20, dtype=torch.uint8, device=device)
         wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="reference")
         last = torch.tensor([(n - 1) % page_size + 1 for n in _KV_LENS], dtype=torch.int32)
         table = (_offsets(tuple(pages)), order.to(torch.int32), last)

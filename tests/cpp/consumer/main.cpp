@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cutlass_kernels/attention.h"
+#include "cutlass_kernels/prepare.h"
 #include "cutlass_kernels/version.h"
 
 namespace ck = cutlass_kernels;
@@ -34,8 +35,28 @@ ck::AttentionParams problem(const ck::KernelInfo& kernel) {
   return params;
 }
 
+/// Copies of 8-bit keys and values of one request.
+ck::PrepareParams copies(void* keys, void* values, void* key_copy, void* value_copy) {
+  ck::PrepareParams params;
+  params.q_dtype = params.dtype = ck::DType::kFloat16;
+  params.kv_dtype = ck::DType::kFloat8E4M3;
+  params.num_qo_heads = params.num_kv_heads = 1;
+  params.head_dim_qk = params.head_dim_vo = 64;
+  params.total_q = params.total_kv = 5;
+  params.k = {keys, 64, 64};
+  params.v = {values, 64, 64};
+  params.k_copy = key_copy;
+  params.v_copy = value_copy;
+  return params;
+}
+
 void check_without_gpu() {
   require(std::string(ck::version()) == CK_VERSION, "library and headers have the same version");
+  ck::PrepareParams narrow = copies(nullptr, nullptr, nullptr, nullptr);
+  require(ck::prepare(narrow, nullptr).ok(), "there is nothing to copy");
+  narrow.head_dim_qk = 12;
+  require(ck::prepare(narrow, nullptr).code == ck::StatusCode::kInvalidArgument,
+          "head dimensions of copies are multiples of 8");
   for (const ck::KernelInfo& kernel : ck::list_kernels()) {
     const ck::AttentionParams params = problem(kernel);
     const std::size_t bytes = ck::workspace_size(params, kernel.backend);
@@ -245,6 +266,25 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
   require(worst <= tolerance && worst_lse <= 1e-2, "the GPU agrees with the host");
 }
 
+void check_copies_on_gpu() {
+  constexpr int kElements = 5 * 64;
+  const std::vector<std::uint8_t> ones(kElements, 0x38);  // in E4M3
+  std::vector<std::uint16_t> copied(kElements);
+  const Buffer keys(kElements), values(kElements), key_copy(2 * kElements),
+      value_copy(2 * kElements);
+  keys.copy_from(ones.data(), kElements);
+  values.copy_from(ones.data(), kElements);
+  const ck::Status status =
+      ck::prepare(copies(keys.data, values.data, key_copy.data, value_copy.data), nullptr);
+  require(status.ok(), status.message);
+  for (const Buffer* copy : {&key_copy, &value_copy}) {
+    copy->copy_to(copied.data(), 2 * kElements);
+    for (const std::uint16_t bits : copied) {
+      require(from_bits(bits, ck::DType::kFloat16) == 1.0f, "copies hold the same numbers");
+    }
+  }
+}
+
 void check_on_gpu_if_any() {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
@@ -259,6 +299,7 @@ void check_on_gpu_if_any() {
     if (ck::not_supported_reasons(kernel.backend, problem(kernel), 10 * major + minor).empty())
       check_on_gpu(kernel);
   }
+  check_copies_on_gpu();
 }
 
 }  // namespace

@@ -1,0 +1,38 @@
+// Which problems have tiles of packed heads: rows of several query heads that share their keys.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cutlass_kernels/params.h"
+
+namespace cutlass_kernels {
+
+// Up to so many query rows per request, on average, heads are packed: half of a tile of one head would be empty.
+constexpr int kPackedUpToRows = 64;
+constexpr int kFullDevice = 132;       // tiles
+constexpr int kLeastSplitKeys = 1024;  // of a request, on average
+
+// Query heads that share a tile: as many of those that share their keys as fit `rows` rows.
+inline int packed_heads(const AttentionParams& params, int rows) {
+  const int group_size = params.num_qo_heads / params.num_kv_heads;
+  int heads = std::min(group_size, rows);
+  while (group_size % heads != 0) --heads;
+  return heads;
+}
+
+// Whether tiles of one head, of `tile_rows` rows, would be half empty, or too few for the device beside keys that are
+// worth splitting. Where results must not depend on the batch, a tile must not depend on it either: the packed one is
+// right for all.
+inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows) {
+  if (params.disable_split_kv || params.fixed_split_size > 0) return true;
+  const std::int64_t rows = params.total_q / params.batch_size;
+  if (rows <= kPackedUpToRows && packed_heads > 1) return true;
+  const std::int64_t keys = params.total_kv / params.batch_size;  // 0 where the host does not know
+  const std::int64_t tiles =
+      std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *
+      params.num_qo_heads;
+  return tiles < kFullDevice && keys >= 4 * rows && keys >= kLeastSplitKeys;
+}
+
+}  // namespace cutlass_kernels

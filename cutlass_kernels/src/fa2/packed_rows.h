@@ -1,0 +1,155 @@
+// Tiles of packed heads: short queries, which would leave rows of a tile of one head empty.
+//
+// Row r of the tile is token r / heads, head r % heads of the pack; rows past tokens * heads are nobody's. So the keys
+// that these heads share are read once. They may be split, too: a block then computes one piece of them, and
+// merge/merge_pieces.cu puts the pieces together.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ldmatrix.h"
+#include "common/logits.h"
+#include "common/mask.h"
+#include "common/numeric.h"
+#include "fa2/params.h"
+#include "fa2/shared.h"
+#include "schedule.h"
+
+namespace cutlass_kernels::fa2 {
+
+// Rows of a warp as rows of the request.
+template <class Tile, bool kPacked = Tile::kPacked>
+struct WarpRows {
+  int first;
+
+  CUTE_DEVICE WarpRows(int row_begin, int warp_row, const FastDivisor&)
+      : first(row_begin + warp_row) {}
+  CUTE_DEVICE int operator()(int row) const { return first + row; }
+};
+
+// As tokens, and heads of the pack.
+template <class Tile>
+struct WarpRows<Tile, true> {
+  int row_begin;  // the tile's first token
+  int warp_row;   // the warp's first row, in the tile
+  const FastDivisor& pack;
+
+  CUTE_DEVICE int operator()(int row) const { return row_begin + int(pack.divide(warp_row + row)); }
+  CUTE_DEVICE int pack_head(int row) const { return pack.modulo(warp_row + row); }
+};
+
+// Leaves of a tile's keys the blocks of one piece; none where there are fewer blocks than pieces.
+CUTE_DEVICE void take_piece(const WorkItem& work, int block_n, int& key_begin, int& key_end,
+                            int& block_begin, int& block_end) {
+  const std::int64_t blocks = block_end - block_begin;
+  block_end = block_begin + int(blocks * (work.piece + 1) / work.pieces);
+  block_begin += int(blocks * work.piece / work.pieces);
+  key_begin = max(key_begin, block_begin * block_n);
+  key_end = max(min(key_end, block_end * block_n), key_begin);
+}
+
+// Loads Q of the tokens [row_begin, row_end); zeros where there is none.
+template <class Tile>
+CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared, int q_begin,
+                               int row_begin, int row_end, int head, int thread) {
+  using Layout = SharedLayout<Tile>;
+  const AttentionParams& p = params.attention;
+  const int chunk = thread % Layout::kChunks;
+  constexpr int kRowStep = Tile::kThreads / Layout::kChunks;
+  CUTE_UNROLL
+  for (int i = 0; i < Tile::kBlockM / kRowStep; ++i) {
+    const int row = i * kRowStep + thread / Layout::kChunks;
+    const int token = params.pack.divide(row);
+    const int of_pack = row - token * int(params.pack.divisor);
+    const char* from = static_cast<const char*>(p.q.data) + chunk * 16 +
+                       2 * ((std::int64_t(q_begin) + row_begin + token) * p.q.stride_token +
+                            (head + of_pack) * p.q.stride_head);
+    cp_async_16(shared + Layout::offset(row, chunk), from,
+                row_begin + token < row_end && chunk * 8 < p.head_dim_qk);
+  }
+}
+
+// Normalises and writes the warp's 16 rows: through its rows of Q in shared memory, 16 bytes per lane, or, of a piece of
+// the keys, in fp32. Then what all pieces get once, sinks and factors of the output, is left to the merge.
+template <class Element, class Tile, bool kGeneral>
+CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, char* shared_memory,
+                              const WarpRows<Tile>& row_at, int row_end, int head,
+                              const float (&o)[1][Tile::kHeadDim / 8][4], const float (&row_m)[2],
+                              const float (&row_sum)[2]) {
+  using Layout = SharedLayout<Tile>;
+  constexpr int kTilesD = Tile::kHeadDim / 8;
+  const AttentionParams& p = params.attention;
+  const int lane = threadIdx.x % 32;
+  const bool partial = work.pieces > 1;
+  const int rows = row_end - row_at.row_begin;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int row = r * 8 + lane / 4;
+    const int token = row_at(row);
+    const int of_head = head + row_at.pack_head(row);
+    float m = row_m[r];
+    float sum = row_sum[r];
+    float weight = 1.0f;
+    if (!partial) {
+      if (p.sinks != nullptr) {
+        const float sink = p.sinks[of_head] * kLog2e;
+        const float top = fmaxf(m, sink);
+        if (top > -INFINITY) {
+          weight = exp2_approx(m - top);
+          sum = sum * weight + exp2_approx(sink - top);
+          m = top;
+        }
+      }
+      weight *= p.v_scale;
+      if constexpr (kGeneral) weight *= scale_of(p.output_scale, of_head);
+    }
+    const bool empty = !(m > -INFINITY) && sum == 0.0f;
+    const float scale = empty ? 0.0f : weight / sum;
+    const float lse = empty ? -INFINITY : m + log2f(sum);
+    if (partial) {
+      if (token >= row_end) continue;
+      const std::int64_t at =
+          (std::int64_t(work.partial_row) + work.piece * rows + token - row_at.row_begin) *
+              p.num_qo_heads +
+          of_head;
+      float* out = p.schedule.partial_o + at * p.head_dim_vo + lane % 4 * 2;
+      CUTE_UNROLL
+      for (int d = 0; d < kTilesD; ++d) {
+        if (d * 8 < p.head_dim_vo) {
+          *reinterpret_cast<float2*>(out + d * 8) = {o[0][d][r * 2] * scale,
+                                                     o[0][d][r * 2 + 1] * scale};
+        }
+      }
+      if (lane % 4 == 0) p.schedule.partial_lse[at] = lse;
+    } else {
+      CUTE_UNROLL
+      for (int d = 0; d < kTilesD; ++d) {
+        *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ +
+                                          Layout::offset(row_at.warp_row + row, d) + lane % 4 * 4) =
+            Element::pack(o[0][d][r * 2] * scale, o[0][d][r * 2 + 1] * scale);
+      }
+      if (p.lse != nullptr && lane % 4 == 0 && token < row_end) {
+        p.lse[(std::int64_t(work.q_begin) + token) * p.lse_stride_token +
+              of_head * p.lse_stride_head] = lse;
+      }
+    }
+  }
+  if (partial) return;
+  __syncwarp();
+  constexpr int kRowsPerStep = 32 / Layout::kChunks;
+  const int chunk = lane % Layout::kChunks;
+  CUTE_UNROLL
+  for (int i = 0; i < 16 / kRowsPerStep; ++i) {
+    const int row = i * kRowsPerStep + lane / Layout::kChunks;
+    const int token = row_at(row);
+    if (token < row_end && chunk * 8 < p.head_dim_vo) {
+      const std::int64_t at = (std::int64_t(work.q_begin) + token) * p.o.stride_token +
+                              (head + row_at.pack_head(row)) * p.o.stride_head + chunk * 8;
+      *reinterpret_cast<uint4*>(static_cast<char*>(p.o.data) + 2 * at) =
+          *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ +
+                                          Layout::offset(row_at.warp_row + row, chunk));
+    }
+  }
+}
+
+}  // namespace cutlass_kernels::fa2

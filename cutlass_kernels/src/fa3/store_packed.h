@@ -1,0 +1,135 @@
+// The epilogue of a packed tile: its rows lie in the rows of several tokens and heads. Results of a piece of the keys go to the
+// partial results instead, in fp32.
+#pragma once
+
+#include "common/softmax.h"
+#include "fa3/params.h"
+#include "fa3/shared.h"
+#include "fa3/store.h"
+
+namespace cutlass_kernels::fa3 {
+
+// Writes 64 rows of O and their LSE. `staging` is as in store_tile().
+template <class Element, class Tile>
+CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, int warpgroup,
+                                   const OnlineSoftmax<2>& softmax,
+                                   float (&o)[Tile::kHeadDimVo / 2], char* staging) {
+  using Layout = Shared<Tile>;
+  const AttentionParams& p = params.attention;
+  const PackedRows& packed = params.packed;
+  const int warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
+  const bool partial = job.partial_row >= 0;
+  const int first_token = warpgroup * packed.tokens;  // of the warpgroup, in the tile
+  const int tokens = min(packed.tokens, job.qo_len - job.row_begin - first_token);
+
+  // A row of the warpgroup, as token (in the tile) and head; token -1 if it is nobody's.
+  struct Place {
+    int token;
+    int head;
+  };
+  auto place_of = [&](int row) -> Place {
+    const int token = packed.heads.divide(row);
+    return {token < tokens ? first_token + token : -1,
+            job.head + row - token * int(packed.heads.divisor)};
+  };
+  const std::int64_t q_begin = std::int64_t(job.q_end) - job.qo_len + job.row_begin;
+
+  float scale[2];
+  bool no_key[2];
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    float m, sum;
+    softmax.finish(r, m, sum);
+    no_key[r] = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
+    const Place place = place_of(warp * 16 + r * 8 + lane / 4);
+    float weight = 1.0f;
+    if (!partial && p.sinks != nullptr) {
+      const float sink = p.sinks[place.head] * kLog2e;
+      const float top = fmaxf(m, sink);
+      if (top > -INFINITY) {
+        weight = exp2_approx(m - top);
+        sum = sum * weight + exp2_approx(sink - top);
+        m = top;
+      }
+    }
+    if (!partial) weight *= p.v_scale * scale_of(p.output_scale, place.head);
+    scale[r] = __fdividef(weight, sum);
+    if (place.token >= 0 && lane % 4 == 0) {
+      const float lse = sum == 0.0f && no_key[r] ? -INFINITY : m + log2f(sum);
+      if (partial) {
+        p.schedule.partial_lse[std::int64_t(job.partial_row + place.token) * p.num_qo_heads +
+                               place.head] = lse;
+      } else if (p.lse != nullptr) {
+        p.lse[(q_begin + place.token) * p.lse_stride_token + place.head * p.lse_stride_head] = lse;
+      }
+    }
+  }
+  // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
+  if (__any_sync(0xffffffffu, no_key[0] || no_key[1])) {
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kHeadDimVo / 2; ++i) {
+      if (no_key[i / 2 % 2]) o[i] = 0.0f;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (no_key[r]) scale[r] = 0.0f;
+    }
+  }
+  if (partial) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      // Another number to the compiler, which else computes all products ahead, for both kinds of results, and runs out of
+      // registers.
+      asm volatile("" : "+f"(scale[r]));
+      const Place place = place_of(warp * 16 + r * 8 + lane / 4);
+      if (place.token < 0) continue;
+      const std::int64_t row =
+          std::int64_t(job.partial_row + place.token) * p.num_qo_heads + place.head;
+      float* out = p.schedule.partial_o + row * p.head_dim_vo + lane % 4 * 2;
+      CUTE_UNROLL
+      for (int i = 0; i < Tile::kHeadDimVo / 8; ++i) {
+        if (i * 8 < p.head_dim_vo) {
+          *reinterpret_cast<float2*>(out + i * 8) = {o[4 * i + 2 * r] * scale[r],
+                                                     o[4 * i + 2 * r + 1] * scale[r]};
+        }
+      }
+    }
+    return;
+  }
+
+  char* warp_staging = staging + warp * 16 * 128;
+  const int stage_row = lane % 16;
+  const std::uint32_t row_base = cute::cast_smem_ptr_to_uint(warp_staging) + stage_row * 128;
+  CUTE_UNROLL
+  for (int panel = 0; panel < Layout::kPanelsVo; ++panel) {
+    __syncwarp();  // the previous panel has been read
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {  // 16 columns
+      const float* x = &o[8 * (panel * 4 + i)];
+      const int chunk = i * 2 + lane / 16;
+      stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4),
+                  Element::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Element::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Element::pack(x[4] * scale[0], x[5] * scale[0]),
+                  Element::pack(x[6] * scale[1], x[7] * scale[1]));
+    }
+    __syncwarp();
+    CUTE_NO_UNROLL                     // registers are few: S of the next tile is in flight
+        for (int i = 0; i < 4; ++i) {  // eight lanes write 128 bytes of a row
+      const int row = i * 4 + lane / 8;
+      const int chunk = lane % 8;
+      const Place place = place_of(warp * 16 + row);
+      const int column = panel * 64 + chunk * 8;
+      if (place.token >= 0 && column < p.head_dim_vo) {
+        const uint4 value =
+            *reinterpret_cast<const uint4*>(warp_staging + row * 128 + ((chunk ^ (row & 7)) << 4));
+        *reinterpret_cast<uint4*>(static_cast<char*>(p.o.data) +
+                                  2 * ((q_begin + place.token) * p.o.stride_token +
+                                       place.head * p.o.stride_head + column)) = value;
+      }
+    }
+  }
+}
+
+}  // namespace cutlass_kernels::fa3

@@ -1,0 +1,20 @@
+// Puts together the results of tiles whose keys were split.
+#pragma once
+
+#include "cutlass_kernels/params.h"
+#include "cutlass_kernels/status.h"
+
+namespace cutlass_kernels {
+
+/// Bytes that results of `rows` rows of pieces take: O and LSE of every query head, in fp32.
+inline std::size_t partial_bytes(const AttentionParams& params, std::int64_t rows) {
+  return std::size_t(rows) * params.num_qo_heads * (params.head_dim_vo + 1) * sizeof(float);
+}
+
+/// Enqueues the kernel that merges the pieces of all split tiles into params.o and params.lse. params.schedule says where
+/// they are: partial_o [rows, num_qo_heads, head_dim_vo], partial_lse [rows, num_qo_heads], without sinks and v_scale.
+///
+///   lse = log2(sum_i 2^lse_i + 2^sink),  O = sum_i 2^(lse_i - lse) O_i
+Status launch_merge_pieces(const AttentionParams& params, cudaStream_t stream);
+
+}  // namespace cutlass_kernels

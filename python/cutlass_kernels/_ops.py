@@ -1,0 +1,334 @@
+"""Attention as operators, for ``torch.compile``: entered only while dynamo traces a caller.
+
+A graph cannot hold a wrapper. The operator takes the wrapper's number and the tensors; when the graph runs, it runs
+what that wrapper has planned by then, with the options in effect by then. So new plans need no new graph, but options
+that a traced function assigns to attributes, other than by forward(), come too late. Eager calls never come here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _args
+from ._plan import Options, Result, RunArgs
+
+_AS_PLANNED: Any = Options(False, None, -1, 0.0, None, None, None, False)  # type: ignore[arg-type]
+_wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+# Scales are numbers or tensors: a number is in `factors`, beside a None in `scales`.
+_COMMON = (
+    "Tensor q, Tensor k, Tensor? v, bool causal, str? pos_encoding_mode, SymInt window_left, float? logits_soft_cap, "
+    "float? sm_scale, float? rope_scale, float? rope_theta, ScalarType? o_dtype, Tensor? sinks, float[] factors, "
+    "Tensor?[] scales, bool return_lse"
+)
+_BATCH = f"SymInt wrapper, {_COMMON}, bool fp16_qk_reduction, str lse_base, str lse_layout"
+_SINGLE = f"{_COMMON}, Tensor? custom_mask, Tensor? packed_custom_mask, str kv_layout, str backend"
+_PLACES = ", Tensor(a!)? out, Tensor(b!)? lse"
+
+
+def number_of(wrapper: Any) -> int:
+    """A number that stands for ``wrapper`` as long as it lives."""
+    number = next(_numbers)
+    _wrappers[number] = wrapper
+    return number
+
+
+# --- what dynamo traces ------------------------------------------------------------------------------------------
+
+
+def run(
+    wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, o_dtype: torch.dtype | None, args: RunArgs
+) -> Result:
+    """``wrapper.run()`` in a graph; ``v`` is None where ``k`` holds keys and values."""
+    sinks = wrapper._sinks if args.sinks is None else args.sinks
+    values = wrapper._traced_options  # of forward()
+    if values is None:
+        values = _AS_PLANNED
+    return _call(
+        torch.ops.cutlass_kernels.run,
+        torch.ops.cutlass_kernels.run_into,
+        (
+            wrapper._number,
+            q,
+            k,
+            v,
+            *_options(values),
+            o_dtype,
+            _one(sinks),
+            *_factors(args.scales),
+            args.return_lse,
+            values.fp16_qk_reduction,
+            args.lse_base,
+            args.lse_layout,
+        ),
+        args.out,
+        args.lse,
+        args.return_lse,
+    )
+
+
+def single(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    values: Options,
+    o_dtype: str | torch.dtype | None,
+    sinks: Any,
+    scales: tuple[Any, ...],
+    masks: tuple[torch.Tensor | None, torch.Tensor | None],
+    kv_layout: str,
+    backend: str,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+) -> Result:
+    """``single_prefill_with_kv_cache()`` in a graph; ``scales`` are scale_q, scale_k, scale_v, k_scale and v_scale."""
+    if o_dtype is not None:
+        o_dtype = _args.dtype(o_dtype)
+    elif out is not None:
+        o_dtype = out.dtype
+    return _call(
+        torch.ops.cutlass_kernels.single,
+        torch.ops.cutlass_kernels.single_into,
+        (
+            q,
+            k,
+            v,
+            *_options(values),
+            o_dtype,
+            _one(sinks),
+            *_factors(scales),
+            return_lse,
+            *masks,
+            kv_layout,
+            backend,
+        ),
+        out,
+        lse,
+        return_lse,
+    )
+
+
+def _call(
+    op: Any,
+    into: Any,
+    args: tuple[Any, ...],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+) -> Result:
+    """Calls the operator that writes to what the caller gave, or the one that writes to nothing."""
+    if out is None and lse is None:
+        new_out, new_lse = op(*args)
+    else:
+        new_out, new_lse = into(*args, out, lse)
+    out = new_out if out is None else out
+    return (out, new_lse if lse is None else lse) if return_lse else out
+
+
+def _options(values: Options) -> tuple[Any, ...]:
+    return (
+        values.causal,
+        values.pos_encoding_mode,
+        values.window_left,
+        values.logits_soft_cap,
+        values.sm_scale,
+        values.rope_scale,
+        values.rope_theta,
+    )
+
+
+def _one(sinks: Any) -> Any:
+    return sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
+
+
+def _factors(scales: tuple[Any, ...]) -> tuple[list[float], list[torch.Tensor | None]]:
+    tensors = [x if isinstance(x, torch.Tensor) else None for x in scales]
+    return [1.0 if x is None or isinstance(x, torch.Tensor) else x for x in scales], tensors
+
+
+# --- what graphs run ---------------------------------------------------------------------------------------------
+
+
+def _run(
+    number: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    causal: bool,
+    pos_encoding_mode: str | None,
+    window_left: int,
+    logits_soft_cap: float,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    o_dtype: torch.dtype | None,
+    sinks: torch.Tensor | None,
+    factors: Sequence[float],
+    scales: Sequence[torch.Tensor | None],
+    return_lse: bool,
+    fp16_qk_reduction: bool,
+    lse_base: str,
+    lse_layout: str,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wrapper = _wrappers.get(number)
+    if wrapper is None:
+        raise RuntimeError("a compiled function runs an attention wrapper that no longer exists: keep it alive.")
+    q_scale, k_scale, v_scale = _joined(factors, scales)
+
+    def run_now() -> Result:
+        return wrapper.run(
+            q,
+            *wrapper._run_tensors(k, v),
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
+        )
+
+    if pos_encoding_mode is None:
+        result = run_now()
+    else:
+        values = (causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        result = wrapper._forward(Options(*values, fp16_qk_reduction), run_now)
+    return _new(result, q, return_lse, out, lse)
+
+
+def _single(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    pos_encoding_mode: str,
+    window_left: int,
+    logits_soft_cap: float,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    o_dtype: torch.dtype | None,
+    sinks: torch.Tensor | None,
+    factors: Sequence[float],
+    scales: Sequence[torch.Tensor | None],
+    return_lse: bool,
+    custom_mask: torch.Tensor | None,
+    packed_custom_mask: torch.Tensor | None,
+    kv_layout: str,
+    backend: str,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .single import single_prefill_with_kv_cache
+
+    scale_q, scale_k, scale_v, k_scale, v_scale = _joined(factors, scales)
+    result = single_prefill_with_kv_cache(
+        q,
+        k,
+        v,
+        custom_mask,
+        packed_custom_mask,
+        causal,
+        kv_layout,
+        pos_encoding_mode,
+        sm_scale=sm_scale,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        return_lse=return_lse,
+        scale_q=scale_q,
+        scale_k=scale_k,
+        scale_v=scale_v,
+        o_dtype=o_dtype,
+        backend=backend,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+    )
+    return _new(result, q, return_lse, out, lse)
+
+
+def _joined(factors: Sequence[float], scales: Sequence[torch.Tensor | None]) -> list[Any]:
+    return [factor if tensor is None else tensor for factor, tensor in zip(factors, scales)]
+
+
+def _new(
+    result: Result, q: torch.Tensor, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE, with nothing in place of what was given or is not wanted: operators may not return arguments."""
+    new_out, new_lse = result if return_lse else (result, None)
+    return (
+        new_out if out is None else new_out.new_empty(0),
+        q.new_empty(0, dtype=torch.float32) if new_lse is None or lse is not None else new_lse,
+    )
+
+
+# --- what graphs are told ----------------------------------------------------------------------------------------
+
+
+def _outputs(
+    q: torch.Tensor,
+    head_dim_vo: int,
+    o_dtype: torch.dtype | None,
+    return_lse: bool,
+    transposed: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tensors of the shapes and types that :func:`_new` returns."""
+    rows, heads = q.shape[0], q.shape[1]
+    wanted = return_lse and lse is None
+    lse_shape = (heads, rows) if transposed else (rows, heads)
+    return (
+        q.new_empty((rows, heads, head_dim_vo) if out is None else (0,), dtype=o_dtype or q.dtype),
+        q.new_empty(lse_shape if wanted else (0,), dtype=torch.float32),
+    )
+
+
+def _fake_run(
+    number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = k if v is None else v
+    o_dtype, return_lse, lse_layout = args[7], args[11], args[14]
+    out, lse = args[15:] or (None, None)
+    return _outputs(q, values.shape[-1], o_dtype, return_lse, lse_layout == "HN", out, lse)
+
+
+def _fake_single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    o_dtype, return_lse = args[7], args[11]
+    out, lse = args[16:] or (None, None)
+    return _outputs(q, v.shape[-1], o_dtype, return_lse, False, out, lse)
+
+
+_library = torch.library.Library("cutlass_kernels", "DEF")
+
+
+def _define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # Kernels read strides, so a graph must pass tensors that lie in memory as those of the traced program.
+    tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag]
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    if name.startswith("run") and unsafe is not None:  # a plan that is made later would not reach a captured run
+        tags.append(unsafe)
+    _library.define(f"{name}({arguments}) -> (Tensor, Tensor)", tags=tags)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cutlass_kernels::{name}", fake, lib=_library)
+
+
+_define("run", _BATCH, _run, _fake_run)
+_define("run_into", _BATCH + _PLACES, _run, _fake_run)
+_define("single", _SINGLE, _single, _fake_single)
+_define("single_into", _SINGLE + _PLACES, _single, _fake_single)

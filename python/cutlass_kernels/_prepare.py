@@ -1,0 +1,147 @@
+"""Copies of queries, keys and values for kernels that read 16 bits and rotate nothing.
+
+A rotary embedding, fp8 keys and values below 16-bit queries, and attention that is fp8 throughout reach the kernels as
+a plain 16-bit problem: one pass over memory (``prepare.h``) writes rotated or converted copies into temporaries first.
+
+The copy of a paged cache has a page per entry of the page table, as a page that requests share stands at another
+position in each. The same pass writes the page tables that belong to it: so nothing of this has to be planned, and what
+a captured run reads lives as long as its graph, whatever is planned later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ._args import FP8_DTYPES, HALF_DTYPES
+from ._problem import Offsets, PagedKv, Problem, RaggedKv
+
+if TYPE_CHECKING:
+    from ._dispatch import Request
+
+SERVED = ("rope", "fp8")  # what copies make a kernel serve, in the words of the support matrix
+
+
+def prepared_request(request: Request) -> Request | None:
+    """The facts of the problem that :func:`prepare` makes of one with these facts; None where no copy is needed."""
+    rope = "rope" in request.features
+    fp8_q, fp8_kv = request.q_dtype in FP8_DTYPES, request.kv_dtype in FP8_DTYPES
+    if not (rope or fp8_q or fp8_kv):
+        return None
+    dtype = _copy_dtype(request.q_dtype, request.o_dtype)
+    layout = request.layout
+    if layout is not None:  # copies lie in memory as every kernel takes them
+        copied = {"q": rope or fp8_q, "k": rope or fp8_kv, "v": fp8_kv}
+        layout = layout._replace(strides=tuple(x for x in layout.strides if not copied.get(x[0])))
+    return dataclasses.replace(
+        request,
+        q_dtype=dtype,
+        kv_dtype=dtype if fp8_kv else request.kv_dtype,
+        features=request.features - {"rope"},
+        layout=layout,
+    )
+
+
+def _copy_dtype(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
+    """What copies have: the dtype of q, or where that is fp8 the output's. Both 16-bit types hold every fp8 number.
+
+    An output of other than 16 bits is not for this module to refuse: kernels say what they write.
+    """
+    if q_dtype not in FP8_DTYPES:
+        return q_dtype
+    return o_dtype if o_dtype in HALF_DTYPES else torch.float16
+
+
+def is_needed(problem: Problem) -> bool:
+    """Whether a kernel needs copies. Part of every call."""
+    kv = problem.kv
+    k = kv.k if isinstance(kv, RaggedKv) else kv.k_cache
+    return problem.logits.rope is not None or k.element_size() == 1
+
+
+def prepare(problem: Problem, offsets: Offsets | None, launch: Callable[..., None], stream: int) -> Problem:
+    """Makes the copies that ``problem`` needs, on the current stream, and returns the problem that a kernel computes.
+
+    ``offsets`` are those that the runs of a batch read, None for a single request; ``launch`` is ``_C.prepare``. In
+    what is returned, a paged cache has page tables for keys and for values: with a page number of -1 where the cache
+    has no such page.
+    """
+    q, kv, rope = problem.q, problem.kv, problem.logits.rope
+    device, dtype = q.device, _copy_dtype(q.dtype, problem.output.out.dtype)
+    rows, num_qo_heads, head_dim_qk = q.shape
+    q_copy = k_copy = v_copy = tables = None
+    if rope is not None or q.element_size() == 1:
+        q_copy = torch.empty((rows, num_qo_heads, head_dim_qk), dtype=dtype, device=device)
+
+    pages = None if offsets is None else offsets.pages
+    tokens: tuple[int, ...]
+    if isinstance(kv, RaggedKv):
+        k, v = kv.k, kv.v
+        k_page = v_page = num_pages = entries = 0
+        tokens = (k.size(0),)
+    else:
+        assert pages is not None
+        k, v = kv.k_cache, kv.v_cache
+        k_page, v_page = k.stride(0), v.stride(0)
+        num_pages, entries = min(k.size(0), v.size(0)), pages.indices.numel()
+        tokens = (max(entries, 1), pages.page_size)  # an address, even where there is nothing to read
+        tables = torch.empty((2, entries), dtype=torch.int32, device=device)
+    num_kv_heads, head_dim_vo = k.size(-2), v.size(-1)
+    k_copy = torch.empty((*tokens, num_kv_heads, head_dim_qk), dtype=dtype, device=device)
+    if v.element_size() == 1:
+        v_copy = torch.empty((*tokens, num_kv_heads, head_dim_vo), dtype=dtype, device=device)
+
+    scale, theta = (0.0, 0.0) if rope is None else rope
+    launch(
+        _NAMES[q.dtype],
+        _NAMES[k.dtype],
+        _NAMES[dtype],
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        head_dim_vo,
+        1 if offsets is None else offsets.qo_indptr.numel() - 1,
+        0 if offsets is None else offsets.qo_indptr.data_ptr(),
+        0 if offsets is None else offsets.kv_indptr.data_ptr(),
+        rows,
+        0 if pages is not None else tokens[0],
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        k.data_ptr(),
+        k.stride(-3),
+        k.stride(-2),
+        k_page,
+        v.data_ptr(),
+        v.stride(-3),
+        v.stride(-2),
+        v_page,
+        0 if pages is None else pages.indices.data_ptr(),
+        0 if pages is None or pages.v_indices is None else pages.v_indices.data_ptr(),
+        0 if pages is None else pages.last_page_len.data_ptr(),
+        0 if pages is None else pages.page_size,
+        entries,
+        num_pages,
+        problem.mask.window_left,
+        scale,
+        theta,
+        0 if q_copy is None else q_copy.data_ptr(),
+        k_copy.data_ptr(),
+        0 if v_copy is None else v_copy.data_ptr(),
+        0 if tables is None else tables.data_ptr(),
+        stream,
+    )
+    q, v = q if q_copy is None else q_copy, v if v_copy is None else v_copy
+    if isinstance(kv, RaggedKv):
+        prepared: RaggedKv | PagedKv = RaggedKv(k_copy, v, kv.indptr)
+    else:
+        assert tables is not None
+        prepared = PagedKv(k_copy, v, kv.indptr, tables[0], kv.last_page_len, tables[1])
+    logits = problem.logits if rope is None else dataclasses.replace(problem.logits, rope=None)
+    return dataclasses.replace(problem, q=q, kv=prepared, logits=logits)
+
+
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*HALF_DTYPES, *FP8_DTYPES)}

@@ -1,0 +1,92 @@
+"""Calls that repeat an earlier one at other addresses.
+
+The layers of a model make one call after another that differ in nothing but where tensors lie. The first goes through
+all checks and is remembered under everything that these, and the launch, depend on: shapes, strides, dtypes and devices
+of the tensors, options and scales. One with an equal key allocates and launches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ._plan import Result
+from ._problem import Problem, RaggedKv
+
+_MOST = 64  # calls remembered together
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def facts(x: Any) -> Any:
+    """What checks and launches read of a tensor besides its address; AttributeError or TypeError where it is none."""
+    return type(x), x.shape, x.stride(), x.dtype, x.device
+
+
+def are_plain(*values: Any) -> bool:
+    """Whether these say the same whenever they are equal, as tensors do not."""
+    return all(type(value) in _PLAIN for value in values)
+
+
+class Repeat:
+    """A call to be made again. ``v`` is None where ``k`` is a cache that holds the values too."""
+
+    __slots__ = ("call", "clear", "like_q", "lse_shape", "out_dtype", "out_shape", "outside_graphs", "v_offset")
+
+    def __init__(self, call: Any, problem: Problem, clear: bool = False, outside_graphs: bool = False) -> None:
+        q, kv, out, lse = problem.q, problem.kv, problem.output.out, problem.output.lse
+        k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
+        self.call = call
+        self.like_q = q.is_contiguous() and (q.shape, q.dtype) == (out.shape, out.dtype)
+        self.out_shape, self.out_dtype = tuple(out.shape), out.dtype
+        self.lse_shape = None if lse is None else tuple(lse.shape)
+        self.v_offset = v.data_ptr() - k.data_ptr()
+        self.clear = clear  # new outputs have rows that no kernel writes
+        self.outside_graphs = outside_graphs  # a captured call would do more
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        return_lse: bool,
+    ) -> Result | None:
+        """Makes the call; does nothing and returns None where it has to go the long way."""
+        call = self.call
+        if not call.is_possible(self.outside_graphs):
+            return None
+        q_at, k_at = q.data_ptr(), k.data_ptr()
+        v_at = k_at + self.v_offset if v is None else v.data_ptr()
+        if (q_at | k_at | v_at) & 15:
+            return None
+        if out is None:
+            # empty_like takes 0.5 us less
+            out = torch.empty_like(q) if self.like_q else q.new_empty(self.out_shape, dtype=self.out_dtype)
+            if self.clear:
+                out.zero_()
+        elif out.data_ptr() & 15:
+            return None
+        if lse is None and self.lse_shape is not None:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+            if self.clear:
+                lse.fill_(-math.inf)
+        call.again(
+            q_at,
+            k_at,
+            v_at,
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+        )
+        return (out, lse) if return_lse else out
+
+
+def remember(calls: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
+    """Adds a call, in place of all others where there are too many."""
+    if len(calls) >= _MOST:
+        calls.clear()
+    calls[key] = repeat

@@ -1,0 +1,549 @@
+"""Copies for kernels, where q, k or v are fp8 or have to be rotated: what a kernel is asked for, and what they hold.
+
+What attention makes of them, the tests of the public functions say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from guards import Guarded
+from problems import Batch, Options, expect, make_batch
+
+import cutlass_kernels as ck
+from cutlass_kernels import _prepare
+from cutlass_kernels._dispatch import Layout, Request
+from cutlass_kernels._problem import Logits, Mask, Offsets, Output, PagedKv, Pages, Problem, RaggedKv
+
+DEVICE = "cuda:0"
+HALF = [torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+E4M3 = torch.float8_e4m3fn
+ROPE = (2.0, 1e4)
+
+
+# --- what is asked of a kernel -----------------------------------------------------------------------------------
+
+
+def request(
+    q: torch.dtype, kv: torch.dtype, o: torch.dtype, features: str = "", layout: Layout | None = None
+) -> Request:
+    return Request("cuda", 90, q, kv, o, 8, 2, 128, 128, frozenset(features.split()), layout)
+
+
+@pytest.mark.parametrize(
+    "q,kv,o,features,wanted",
+    [
+        (torch.float16, torch.float16, torch.float16, "rope causal", torch.float16),
+        (torch.bfloat16, E4M3, torch.bfloat16, "paged", torch.bfloat16),
+        (torch.float16, E4M3, torch.float16, "rope", torch.float16),
+        (E4M3, E4M3, torch.bfloat16, "", torch.bfloat16),
+        (E4M3, E4M3, torch.float16, "head_scale", torch.float16),
+    ],
+)
+def test_a_kernel_is_asked_for_16_bits_and_no_rotation(q, kv, o, features, wanted):
+    prepared = _prepare.prepared_request(request(q, kv, o, features))
+    assert prepared == request(wanted, wanted, o, features.replace("rope", ""))
+
+
+def test_nothing_to_prepare():
+    for features in ("", "causal window paged alibi"):
+        assert _prepare.prepared_request(request(torch.float16, torch.float16, torch.float16, features)) is None
+
+
+@pytest.mark.parametrize("o", [E4M3, torch.float32])
+def test_an_output_that_no_kernel_writes_stays_what_it_is(o):
+    # Not for this module to refuse: kernels say what they write.
+    prepared = _prepare.prepared_request(request(E4M3, E4M3, o))
+    assert prepared == request(torch.float16, torch.float16, o)
+
+
+def test_strides_of_what_is_copied_do_not_matter():
+    strides = tuple((name, 0, 64) for name in ("q", "k", "v", "o"))
+    half = torch.float16
+    for kv, features, left in ((half, "rope", "vo"), (E4M3, "", "qo"), (E4M3, "rope", "o")):
+        layout = Layout(2, 5, strides)
+        prepared = _prepare.prepared_request(request(half, kv, half, features, layout))
+        assert prepared.layout == Layout(2, 5, tuple(x for x in strides if x[0] in left))
+
+
+def test_every_kernel_serves_what_copies_make_of_it(extension):
+    for kernel in ck.list_kernels():
+        q, backend = kernel["q_dtype"], kernel["backend"]
+        sizes = dict(head_dim_qk=kernel["head_dim_qk"], head_dim_vo=kernel["head_dim_vo"], device="cuda")
+        sizes["compute_capability"] = kernel["min_compute_capability"]
+        for types in ((q, q), (q, "float8_e5m2"), ("float8_e4m3fn", "float8_e4m3fn")):
+            said = ck.explain(q_dtype=types[0], kv_dtype=types[1], o_dtype=q, features=["rope"], **sizes)
+            assert not said.reasons[backend], said
+        said = ck.explain(q_dtype="float8_e4m3fn", o_dtype="float8_e4m3fn", **sizes)
+        assert any("o_dtype" in reason and backend in reason for reason in said.reasons[backend])
+
+
+# --- what the copies hold ----------------------------------------------------------------------------------------
+
+
+def launch(*args: Any) -> None:
+    from cutlass_kernels import _C
+
+    _C.prepare(*args, torch.cuda.current_stream().cuda_stream)
+
+
+@pytest.fixture
+def temporaries(monkeypatch) -> list[Guarded]:
+    """The temporaries, handed out full of NaN (tables: of garbage) inside memory that is watched."""
+    made: list[Guarded] = []
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, shape, dtype, device):
+            if dtype == torch.int32:
+                return torch.full(shape, -77, dtype=dtype, device=device)
+            made.append(Guarded(shape, dtype, device))
+            return made[-1].tensor
+
+    monkeypatch.setattr(_prepare, "torch", Torch())
+    return made
+
+
+def prepare(problem: Problem, offsets: Offsets | None, temporaries: list[Guarded]) -> Problem:
+    prepared = _prepare.prepare(problem, offsets, lambda *args: launch(*args[:-1]), 0)
+    for guarded in temporaries:
+        guarded.check("a temporary")
+    return prepared
+
+
+def problem_of(batch: Batch, kv: RaggedKv | PagedKv | None = None, rope=None, o_dtype=None, window_left=-1) -> Problem:
+    out = torch.zeros(*batch.q.shape[:2], batch.v.shape[2], dtype=o_dtype or batch.q.dtype, device=batch.device)
+    mask = Mask(causal=True, window_left=window_left)
+    kv = RaggedKv(batch.k, batch.v) if kv is None else kv
+    return Problem(batch.q, kv, Logits(0.1, rope=rope), Output(out), mask)
+
+
+def offsets_of(batch: Batch, pages: Pages | None = None, kv_indptr: torch.Tensor | None = None) -> Offsets:
+    kv = batch.kv_indptr(DEVICE) if kv_indptr is None else kv_indptr
+    return Offsets(batch.qo_indptr(DEVICE), kv, len(batch.q), pages=pages)
+
+
+def assert_rotated(actual: torch.Tensor, x: torch.Tensor, first: int, rope: tuple[float, float]) -> None:
+    """``actual`` is ``x`` ``[tokens, heads, dim]``, rotated from position ``first`` on and rounded once."""
+    positions = torch.arange(first, first + len(x), device=x.device)
+    wide = x.double()
+    exact = torch.stack([oracle.rotate(wide[:, h], positions, *rope) for h in range(x.shape[1])], 1)
+    info = torch.finfo(actual.dtype)
+    half = x.shape[2] // 2
+    size = (wide[..., :half].abs() + wide[..., half:].abs()).repeat(1, 1, 2)
+    # Half a unit in the last place, and what fp32 and its angles leave.
+    allowed = exact.abs() * info.eps / 2 + info.tiny * info.eps / 2 + size * 3e-7
+    excess = (actual.double() - exact).abs() - allowed
+    assert float(excess.max()) <= 0, f"off by {float((actual.double() - exact).abs().max()):.3g}"
+    different = int((actual != exact.to(actual.dtype)).sum())
+    assert different <= 2 + actual.numel() // 500, f"{different} of {actual.numel()} are not the nearest numbers"
+
+
+def assert_copied(
+    actual: torch.Tensor, x: torch.Tensor, first: int = 0, rope: tuple[float, float] | None = None
+) -> None:
+    if rope is not None:
+        assert_rotated(actual, x, first, rope)
+    else:
+        assert torch.equal(actual, x.to(actual.dtype))
+
+
+LENS = ([5, 0, 70, 3], [9, 4, 33, 1])  # with a request without rows, and rows at negative positions
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("rope", [(1.0, 1e4), (8.0, 5e5)], ids=["default", "llama3"])
+def test_rotation_of_a_ragged_batch(dim, dtype, rope, temporaries):
+    batch = make_batch(*LENS, 6, 2, dim, dtype=dtype, device=DEVICE)
+    prepared = prepare(problem_of(batch, rope=rope), offsets_of(batch), temporaries)
+    assert prepared.logits.rope is None and prepared.kv.v is batch.v
+    assert prepared.q.dtype == prepared.kv.k.dtype == dtype
+    copy = Batch(*LENS, prepared.q, prepared.kv.k, batch.v)
+    for (q, k, _), (q_copy, k_copy, _) in zip(batch.requests(), copy.requests()):
+        if len(q) == 0:  # nobody sees these keys
+            assert bool(torch.isnan(k_copy).all())
+            continue
+        assert_rotated(q_copy, q, len(k) - len(q), rope)
+        assert_rotated(k_copy, k, 0, rope)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (32, 32), (70, 7)], ids=str)
+@pytest.mark.parametrize("rope", [None, ROPE], ids=["convert", "rotate"])
+def test_numbers_of_heads(heads, rope, temporaries):
+    batch = make_batch([19], [33], *heads, 72, head_dim_vo=24, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
+    prepared = prepare(problem_of(batch, rope=rope), None, temporaries)
+    if rope is not None:
+        assert_rotated(prepared.q, batch.q, 33 - 19, rope)
+    assert_copied(prepared.kv.k, batch.k, 0, rope)
+    assert_copied(prepared.kv.v, batch.v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_every_fp8_number(dtype, fp8, temporaries):
+    batch = make_batch([256], [256], 2, 1, 64, dtype=fp8, device=DEVICE)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    for x in (batch.q, batch.k, batch.v):
+        x.view(torch.uint8).copy_(codes[:, None, None].expand(x.shape))
+    prepared = prepare(problem_of(batch, o_dtype=dtype), None, temporaries)
+    for copy, x in ((prepared.q, batch.q), (prepared.kv.k, batch.k), (prepared.kv.v, batch.v)):
+        wanted = x.to(dtype)
+        assert copy.dtype == dtype
+        torch.testing.assert_close(copy, wanted, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(copy[0x80]), torch.ones_like(copy[0x80], dtype=torch.bool))  # -0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+def test_rotation_of_fp8(fp8, dim, temporaries):
+    batch = make_batch([7], [50], 4, 2, dim, dtype=fp8, device=DEVICE)
+    prepared = prepare(problem_of(batch, rope=ROPE, o_dtype=torch.float16), None, temporaries)
+    assert_rotated(prepared.q, batch.q, 43, ROPE)
+    assert_rotated(prepared.kv.k, batch.k, 0, ROPE)
+    assert_copied(prepared.kv.v, batch.v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [torch.float16, E4M3], ids=str)
+def test_views_inside_watched_memory(kv_dtype, temporaries):
+    # A packed projection; heads before tokens; a pitch of 8 elements more, which leaves fp8 rows 8-byte aligned.
+    batch = make_batch([20], [30], 4, 2, 64, kv_dtype=kv_dtype, device=DEVICE)
+    packed = torch.full((20, 3, 4, 64), torch.nan, dtype=torch.float16, device=DEVICE)
+    packed[:, 1] = batch.q
+    k = batch.k.transpose(0, 1).contiguous().transpose(0, 1)
+    v = Guarded(batch.v.shape, kv_dtype, DEVICE, (2 * 72, 72, 1), batch.v).tensor
+    views = Batch([20], [30], packed[:, 1], k, v)
+    prepared = prepare(problem_of(views, rope=ROPE), None, temporaries)
+    assert_rotated(prepared.q, batch.q, 10, ROPE)
+    assert_rotated(prepared.kv.k, batch.k, 0, ROPE)
+    assert prepared.kv.v is v if kv_dtype == torch.float16 else torch.equal(prepared.kv.v, batch.v.half())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("first", [1 << 20, (1 << 24) - 5])
+def test_far_positions(dim, first, temporaries):
+    # One key shown as all of them; a window hides those that would take long to check.
+    batch = make_batch([3], [1], 2, 1, dim, device=DEVICE)
+    k = batch.k.expand(first + 3, 1, dim) if first < 1 << 22 else batch.k.expand(first + 3, 1, dim)[..., :8]
+    if k.shape[2] != dim:
+        batch = Batch([3], [1], batch.q[..., :8], k[:1], batch.v)
+    problem = problem_of(batch, RaggedKv(k, k), rope=(1.0, 1e4), window_left=2)
+    prepared = prepare(problem, None, temporaries)
+    assert_rotated(prepared.q, batch.q, first, (1.0, 1e4))
+    assert_rotated(prepared.kv.k[first - 2 :], k[first - 2 :], first - 2, (1.0, 1e4))
+    assert bool(torch.isnan(prepared.kv.k[first - 10 : first - 2]).all())
+
+
+@pytest.mark.gpu
+def test_keys_left_of_every_window_are_left_out(temporaries, monkeypatch):
+    batch = make_batch([4, 1, 9], [40, 30, 3], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
+    problem = problem_of(batch, rope=ROPE, window_left=6)
+    prepared = prepare(problem, offsets_of(batch), temporaries)
+    copy = Batch(batch.qo_lens, batch.kv_lens, prepared.q, prepared.kv.k, prepared.kv.v)
+    for (q, k, v), (_, k_copy, v_copy) in zip(batch.requests(), copy.requests()):
+        hidden = max(0, len(k) - len(q) - 6)
+        assert bool(torch.isnan(k_copy[:hidden]).all()) and bool(torch.isnan(v_copy[:hidden]).all())
+        assert_rotated(k_copy[hidden:], k[hidden:], hidden, ROPE)
+        assert_copied(v_copy[hidden:], v[hidden:])
+
+
+class PagedCase:
+    """Requests that share pages, some of which the cache does not have, in a table longer than they need."""
+
+    INDPTR = (2, 5, 5, 9, 10)
+    #         ----  request 0   request 2        3   none
+    INDICES = (4, 4, 5, 2, 0, 5, 2, -1, 5, 1 << 30, 0, 6)
+    V_INDICES = (4, 4, 0, 1, 2, 3, 7, 5, 4, 1, 9, 9)
+    PAGES = 6
+
+    def __init__(self, page_size: int, layout: str, kv_dtype: torch.dtype, own_values: bool) -> None:
+        self.page_size = page_size
+        self.last = (max(page_size - 1, 1), 1, page_size, 1)
+        dim, heads = 64, 2
+        shape = (self.PAGES, page_size, heads, dim) if layout == "NHD" else (self.PAGES, heads, page_size, dim)
+        caches = [torch.randn(shape, device=DEVICE).to(kv_dtype) for _ in range(2)]
+        self.k, self.v = caches if layout == "NHD" else [x.transpose(1, 2) for x in caches]
+
+        def ints(values: tuple[int, ...]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+        self.indptr, self.indices, self.last_page_len = ints(self.INDPTR), ints(self.INDICES), ints(self.last)
+        self.v_indices = ints(self.V_INDICES) if own_values else None
+        self.qo_lens = [3, 1, 30, 2]
+
+    def problem(self, rope: tuple[float, float] | None) -> tuple[Problem, Offsets]:
+        batch = make_batch(self.qo_lens, self.qo_lens, 4, 2, 64, device=DEVICE)
+        kv = PagedKv(self.k, self.v, self.indptr, self.indices, self.last_page_len, self.v_indices)
+        pages = Pages(self.indices, self.last_page_len, self.page_size, self.v_indices)
+        return problem_of(batch, kv, rope=rope), offsets_of(batch, pages, self.indptr)
+
+    def kv_len(self, request: int) -> int:
+        pages = self.INDPTR[request + 1] - self.INDPTR[request]
+        return (pages - 1) * self.page_size + self.last[request] if pages else 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_values", [False, True], ids=["one table", "two tables"])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, *FP8], ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("rope", [None, ROPE], ids=["convert", "rotate"])
+def test_pages(page_size, layout, kv_dtype, own_values, rope, temporaries):
+    if rope is None and kv_dtype == torch.float16:
+        pytest.skip("nothing to prepare")
+    case = PagedCase(page_size, layout, kv_dtype, own_values)
+    problem, offsets = case.problem(rope)
+    prepared = prepare(problem, offsets, temporaries)
+    kv, entries = prepared.kv, len(case.INDICES)
+    assert kv.k_cache.shape == (entries, page_size, 2, 64) and kv.indptr is problem.kv.indptr
+    fp8 = kv_dtype != torch.float16
+    if not fp8:
+        assert kv.v_cache is case.v
+    k_pages, v_pages = case.INDICES, case.V_INDICES if own_values else case.INDICES
+    for b in range(4):
+        begin, kv_len = case.INDPTR[b], case.kv_len(b)
+        for number in range(case.INDPTR[b + 1] - begin):
+            entry, first = begin + number, number * page_size
+            tokens = min(page_size, kv_len - first)
+            k_page, v_page = k_pages[entry], v_pages[entry]
+            for cache, page, table, copies, source, rotation in (
+                ("k", k_page, kv.indices, kv.k_cache, case.k, rope),
+                ("v", v_page, kv.v_indices, kv.v_cache, case.v, None),
+            ):
+                copied = cache == "k" or fp8
+                if not 0 <= page < case.PAGES:
+                    assert int(table[entry]) == -1
+                    assert not copied or bool(torch.isnan(copies[entry]).all())
+                    continue
+                assert int(table[entry]) == (entry if copied else page)
+                if copied:
+                    assert_copied(copies[entry, :tokens], source[page, :tokens], first, rotation)
+                    assert bool(torch.isnan(copies[entry, tokens:]).all()), "the end of a last page is nobody's"
+    for entry in (0, 1, 10, 11):  # of no request
+        assert bool(torch.isnan(kv.k_cache[entry]).all())
+    if rope is not None:
+        q = problem.q.split(case.qo_lens)
+        for b, q_copy in enumerate(prepared.q.split(case.qo_lens)):
+            assert_rotated(q_copy, q[b], case.kv_len(b) - case.qo_lens[b], rope)
+
+
+@pytest.mark.gpu
+def test_no_keys(temporaries):
+    batch = make_batch([3], [0], 4, 2, 64, device=DEVICE)
+    prepared = prepare(problem_of(batch, rope=ROPE), None, temporaries)
+    assert_rotated(prepared.q, batch.q, -3, ROPE)
+    assert prepared.kv.k.shape == (0, 2, 64)
+
+
+@pytest.mark.gpu
+def test_an_empty_table(temporaries, monkeypatch):
+    case = PagedCase(4, "NHD", E4M3, False)
+    case.indices = case.indices[:0]
+    case.indptr = torch.zeros_like(case.indptr)
+    problem, offsets = case.problem(ROPE)
+    prepared = prepare(problem, offsets, temporaries)
+    assert prepared.kv.k_cache.data_ptr() != 0 and prepared.kv.indices.numel() == 0
+    assert bool(torch.isfinite(prepared.q).all())
+
+
+# Offsets on the device were never checked. Of what they damage nothing is read or written; the rest is copied.
+BAD_OFFSETS = {
+    "beyond the end": ([0, 5, 9], [0, 7, 10**9], 0),
+    "negative": ([0, 5, 9], [-(10**9), 7, 12], 1),
+    "decreasing rows": ([0, 5, -4], [0, 7, 12], 0),
+    "many rows": ([0, 5, 2**31 - 1], [0, 7, 12], 0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BAD_OFFSETS)
+def test_offsets_that_make_no_sense(name, temporaries):
+    qo, kv, good = BAD_OFFSETS[name]
+    batch = make_batch([5, 4], [7, 5], 4, 2, 64, device=DEVICE)
+    offsets = Offsets(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (qo, kv)), 9)
+    prepared = prepare(problem_of(batch, rope=ROPE), offsets, temporaries)
+    copy = Batch([5, 4], [7, 5], prepared.q, prepared.kv.k, batch.v)
+    q, k, _ = batch.requests()[good]
+    q_copy, k_copy, _ = copy.requests()[good]
+    assert_rotated(q_copy, q, len(k) - len(q), ROPE)
+    assert_rotated(k_copy, k, 0, ROPE)
+    assert bool(torch.isnan(copy.requests()[1 - good][0]).all()), "rows of a request that is not computed"
+
+
+@pytest.mark.gpu
+def test_garbage_in_the_page_table(temporaries, monkeypatch):
+    case = PagedCase(5, "NHD", E4M3, True)
+    problem, offsets = case.problem(ROPE)
+    generator = torch.Generator().manual_seed(0)
+    for x in (offsets.pages.indices, offsets.pages.v_indices, offsets.pages.last_page_len, offsets.kv_indptr):
+        garbage = torch.randint(-(2**31), 2**31, x.shape, generator=generator)
+        x.copy_(garbage.to(torch.int32))
+    prepare(problem, offsets, temporaries)
+    torch.cuda.synchronize()  # an access outside of memory would show here
+
+
+@pytest.mark.parametrize(
+    "changed,words",
+    [
+        ({"head_dim_qk": 12}, ["head_dim_qk=12", "multiple of 8"]),
+        ({"head_dim_qk": 1024}, ["head_dim_qk=1024", "512"]),
+        ({"num_qo_heads": 0}, ["num_qo_heads=0", "positive"]),
+        ({"rope_scale": -1.0}, ["rope_scale=-1", "positive"]),
+        ({"q": 24}, ["q lies at an address", "16 bytes"]),
+        ({"k_st": 60}, ["k lies at an address", "strides"]),
+        ({"total_q": 1 << 40}, ["total_q=1099511627776", "split the batch"]),
+        ({"dtype": "float32"}, ["dtype=float32", "bfloat16"]),
+        ({"q_dtype": "bfloat16"}, ["q_dtype=bfloat16", "float16"]),
+        ({"batch_size": 2}, ["qo_indptr and kv_indptr", "single request"]),
+        ({"page_size": 4, "num_indices": 3, "qo_indptr": 16, "kv_indptr": 16}, ["indices, last_page_len"]),
+    ],
+)
+def test_contradictions_are_sentences(extension, changed, words):
+    from cutlass_kernels import _C
+
+    given: dict[str, Any] = dict(q_dtype="float16", kv_dtype="float16", dtype="float16", num_qo_heads=1, num_kv_heads=1)
+    given |= dict(head_dim_qk=64, head_dim_vo=64, batch_size=1, qo_indptr=0, kv_indptr=0, total_q=4, total_kv=4)
+    given |= dict(q=32, q_st=64, q_sh=64, k=32, k_st=64, k_sh=64, k_page=0, v=32, v_st=64, v_sh=64, v_page=0)
+    given |= dict(indices=0, v_indices=0, last_page_len=0, page_size=0, num_indices=0, num_pages=0, window_left=-1)
+    given |= dict(rope_scale=1.0, rope_theta=1e4, q_copy=32, k_copy=32, v_copy=0, tables=0, stream=0)
+    with pytest.raises(ValueError) as caught:
+        _C.prepare(*(given | changed).values())
+    for word in words:
+        assert word in str(caught.value)
+
+
+# --- runs of the kernels -----------------------------------------------------------------------------------------
+
+
+def check(out: torch.Tensor, lse: torch.Tensor, batch: Batch, options: Options) -> None:
+    want = expect(batch, options)
+    assert_close(out, want.out, atol=1e-2, rtol=1e-2)
+    assert_lse_close(lse, want.lse, atol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dims", [(40, 40), (72, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA"])
+def test_fp8_keys_of_any_head_dim(kernel_backend, mode, dims, dtype):
+    # Rows of 40 and 72 bytes are aligned to 8.
+    batch = make_batch([20], [150], 4, 2, dims[0], head_dim_vo=dims[1], dtype=dtype, kv_dtype=E4M3, device=DEVICE)
+    options = Options(causal=True, pos_encoding_mode=mode)
+    call = ck.single_prefill_with_kv_cache
+    out, lse = call(batch.q, batch.k, batch.v, backend=kernel_backend, return_lse=True, **options.plan_kwargs())
+    check(out, lse, batch, options)
+
+
+def paged_wrapper(backend: str, **graph: Any) -> ck.BatchPrefillWithPagedKVCacheWrapper:
+    workspace = torch.zeros(16 << 20, dtype=torch.uint8, device=DEVICE)
+    return ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend, **graph)
+
+
+def test_rotation_may_change_from_run_to_run(kernel_backend):
+    # The plan knows the page table of the cache; runs that rotate have another one.
+    batch = make_batch([9, 20], [50, 70], 4, 2, 64, device=DEVICE)
+    paged = batch.paged(8)
+    wrapper = paged_wrapper(kernel_backend)
+    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
+    for mode in ("NONE", "ROPE_LLAMA", "NONE", "ROPE_LLAMA"):
+        out, lse = wrapper.forward(batch.q, paged.cache, causal=True, pos_encoding_mode=mode, return_lse=True)
+        assert wrapper._backend == kernel_backend
+        check(out, lse, batch, Options(causal=True, pos_encoding_mode=mode))
+
+
+def test_shared_pages_turn_by_the_position_in_their_request(kernel_backend):
+    cache = torch.randn(3, 2, 8, 2, 64, device=DEVICE).half()
+    pages = ([0, 1, 2], [2, 0], [1, 1])
+    kv_lens, qo_lens = [20, 16, 11], [5, 16, 2]
+    keys, values = ([cache[p, i].flatten(0, 1)[:n] for p, n in zip(pages, kv_lens)] for i in range(2))
+    q = torch.randn(sum(qo_lens), 4, 64, device=DEVICE).half()
+    batch = Batch(qo_lens, kv_lens, q, torch.cat(keys), torch.cat(values))
+    wrapper = paged_wrapper(kernel_backend)
+    table = [torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 5, 7], [0, 1, 2, 2, 0, 1, 1], [4, 8, 3])]
+    options = Options(causal=True, pos_encoding_mode="ROPE_LLAMA", rope_theta=1e3)
+    wrapper.plan(batch.qo_indptr(), *table, 4, 2, 64, 8, **options.plan_kwargs())
+    out, lse = wrapper.run(q, cache, return_lse=True)
+    check(out, lse, batch, options)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, E4M3], ids=str)
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_pages_that_the_cache_does_not_have_count_as_zeros(kernel_backend, kv_dtype, page_size):
+    batch = make_batch([4], [4 * page_size], 4, 2, 64, kv_dtype=kv_dtype, device=DEVICE)
+    paged = batch.paged(page_size, spare=0)
+    paged.indices[1], paged.indices[2] = -7, 4
+    for x in (batch.k, batch.v):
+        x[page_size : 3 * page_size].view(torch.uint8).zero_()
+    wrapper = paged_wrapper(kernel_backend)
+    options = Options(causal=True, pos_encoding_mode="ROPE_LLAMA")
+    types = dict(kv_data_type=kv_dtype)
+    wrapper.plan(batch.qo_indptr(), *paged.table(DEVICE), *batch.heads, page_size, **types, **options.plan_kwargs())
+    out, lse = wrapper.run(batch.q, paged.cache, return_lse=True)
+    check(out, lse, batch, options)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, E4M3], ids=str)
+def test_captured_runs_follow_later_plans(kernel_backend, kv_dtype):
+    # The table of the copies belongs to the graph: it is not a plan's, which a later one replaces.
+    steps = [([4, 4], [40, 90]), ([1, 7], [150, 7]), ([8, 0], [33, 5]), ([4, 4], [40, 90])]
+    batches = [make_batch(*step, 4, 2, 64, kv_dtype=kv_dtype, device=DEVICE, seed=n) for n, step in enumerate(steps)]
+    options = Options(causal=True, pos_encoding_mode="ROPE_LLAMA")
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.int32, device=DEVICE)
+
+    wrapper = paged_wrapper(
+        kernel_backend,
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(3),
+        paged_kv_indptr_buf=ints(3),
+        paged_kv_indices_buf=ints(64),
+        paged_kv_last_page_len_buf=ints(2),
+    )
+    q = torch.zeros(8, 4, 64, dtype=torch.float16, device=DEVICE)
+    cache = torch.zeros(32, 2, 8, 2, 64, device=DEVICE).to(kv_dtype)
+
+    def load(batch: Batch) -> None:
+        paged = batch.paged(8)
+        q[: len(batch.q)] = batch.q
+        cache.view(torch.uint8)[: len(paged.cache)] = paged.cache.view(torch.uint8)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, kv_data_type=kv_dtype, **options.plan_kwargs())
+
+    load(batches[0])
+    wrapper.run(q, cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = wrapper.run(q, cache, return_lse=True)
+    for batch in batches[1:]:
+        load(batch)
+        garbage = [torch.randint(1 << 30, (1 << 18,), device=DEVICE) for _ in range(8)]  # where a temporary was freed
+        graph.replay()
+        check(out[: len(batch.q)], lse[: len(batch.q)], batch, options)
+        del garbage
+
+
+def test_nothing_synchronises(kernel_backend):
+    batch = make_batch([5, 9], [20, 90], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
+    paged = batch.paged(8)
+    table = [batch.qo_indptr(DEVICE), *paged.table(DEVICE)]
+    options = Options(causal=True, pos_encoding_mode="ROPE_LLAMA")
+    wrapper = paged_wrapper(kernel_backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wrapper.plan(*table, *batch.heads, 8, kv_data_type=E4M3, **options.plan_kwargs())
+        out, lse = wrapper.run(batch.q, paged.cache, return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check(out, lse, batch, options)

@@ -1,0 +1,263 @@
+"""Calls that repeat an earlier one (``_repeat``): the results and errors of calls that do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import assert_bitwise
+from problems import make_batch
+
+import cutlass_kernels as ck
+from cutlass_kernels import _dispatch, _reference
+
+
+class Watched:
+    """What a kernel's call is to its callers, for the reference: counts instead of computing."""
+
+    def __init__(self, log: list[tuple[int, ...]]) -> None:
+        self.log = log
+
+    def is_possible(self, outside_graphs: bool) -> bool:
+        return True
+
+    def again(self, *addresses: int) -> None:
+        self.log.append(addresses)
+
+
+@pytest.fixture
+def repeated(monkeypatch) -> list[tuple[int, ...]]:
+    """Addresses of the repeated calls of the reference, made repeatable for the test."""
+    log: list[tuple[int, ...]] = []
+
+    def compute(problem, backend, schedule=None):
+        _reference.compute(problem)
+        return Watched(log)
+
+    monkeypatch.setattr(_dispatch, "compute", compute)
+    monkeypatch.setattr("cutlass_kernels.single._calls", {})
+    return log
+
+
+def planned(kind: str, target=None, batch=None, **options):
+    """A wrapper, and a function that runs it on copies of its tensors at new addresses."""
+    device = "cpu" if target is None else target.device
+    batch = batch or make_batch([5, 3], [20, 33], 4, 2, 64, device=device)
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8) if target is None else target.workspace()
+    backend = "reference" if target is None else target.backend
+    if kind == "paged":
+        paged = batch.paged(16)
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, **options)
+        kv = (paged.cache,)
+    else:
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **options)
+        kv = (batch.k, batch.v)
+
+    def run(q=None, **kwargs):
+        return wrapper.run(batch.q.clone() if q is None else q, *(x.clone() for x in kv), **kwargs)
+
+    run.table = paged.table if kind == "paged" else lambda device: (batch.kv_indptr(device),)
+    return wrapper, batch, run
+
+
+@pytest.fixture(params=["paged", "ragged"])
+def kind(request) -> str:
+    return request.param
+
+
+def test_equal_runs_are_repeated_with_their_own_addresses(repeated, kind):
+    _, batch, run = planned(kind)
+    run()
+    assert not repeated
+    q, out, lse, sinks = batch.q.clone(), torch.zeros_like(batch.q), torch.zeros(8, 4), torch.zeros(4)
+    result = run(q)
+    assert repeated[-1][0] == q.data_ptr() and repeated[-1][3] == result.data_ptr() and repeated[-1][4:] == (0, 0)
+    for _ in range(2):
+        result = run(q, out=out, lse=lse, sinks=sinks, k_scale=0.5, return_lse=True)
+    assert result[0] is out and result[1] is lse and len(repeated) == 2
+    assert repeated[-1][3:] == (out.data_ptr(), lse.data_ptr(), sinks.data_ptr())
+    if kind == "paged":
+        assert repeated[-1][2] - repeated[-1][1] == 16 * 2 * 64 * 2  # values behind the keys of a page
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda wrapper: setattr(wrapper, "_causal", True),
+        lambda wrapper: setattr(wrapper, "_window_left", 3),
+        lambda wrapper: setattr(wrapper, "_logits_soft_cap", 2.0),
+        lambda wrapper: setattr(wrapper, "_sm_scale", 0.2),
+        lambda wrapper: setattr(wrapper, "_pos_encoding_mode", "ALIBI"),
+        lambda wrapper: setattr(wrapper, "_sinks", torch.zeros(4)),
+    ],
+)
+def test_changed_options_are_another_run(repeated, kind, change):
+    wrapper, _, run = planned(kind)
+    before = run()
+    change(wrapper)
+    assert not torch.equal(run(), before)
+    assert not repeated
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(k_scale=0.5),
+        dict(v_scale=torch.tensor(2.0)),
+        dict(return_lse=True),
+        dict(return_lse=True, lse_base="ln"),
+        dict(return_lse=True, lse_layout="HN"),
+        dict(sinks=torch.zeros(4, dtype=torch.float16)),
+        dict(out=torch.zeros(8, 8, 64, dtype=torch.float16)[:, ::2]),
+        dict(q=torch.zeros(8, 4, 128, dtype=torch.float16)[..., :64]),
+        dict(q=torch.zeros(8 * 4 * 64 + 4, dtype=torch.float16)[4:].view(8, 4, 64)),
+    ],
+    ids=lambda kwargs: "-".join(kwargs),
+)
+def test_other_arguments_are_another_run(repeated, kind, kwargs):
+    _, _, run = planned(kind)
+    run()
+    run(**kwargs)
+    assert not repeated
+
+
+def test_a_new_plan_forgets(repeated, kind):
+    wrapper, batch, run = planned(kind)
+    run()
+    if kind == "ragged":
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+    else:
+        wrapper.plan(batch.qo_indptr(), *batch.paged(16).table(), *batch.heads, 16, causal=True)
+    run()
+    assert not repeated
+    wrapper.reset_workspace_buffer(torch.zeros(1 << 20, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="no plan"):
+        run()
+
+
+def test_what_raised_still_raises(repeated, kind):
+    wrapper, batch, run = planned(kind, window_left=3)
+    run(k_scale=2.0, return_lse=True)
+    faults = [
+        (ValueError, dict(q=batch.q.float())),
+        (ValueError, dict(q=batch.q[1:])),
+        (ValueError, dict(out=torch.zeros(8, 4, 64))),
+        (ValueError, dict(lse=torch.zeros(8, 5))),
+        (ValueError, dict(lse_base="log3")),
+        (TypeError, dict(k_scale=[2.0])),
+        (TypeError, dict(k_scale=2.0, return_lse=1)),
+        (TypeError, dict(q=[1.0])),
+        (TypeError, dict(out=[1.0])),
+        (AssertionError, dict(window_left=4)),
+        (NotImplementedError, dict(kv_cache_sf=torch.zeros(1))),
+    ]
+    for error, kwargs in faults:
+        with pytest.raises(error):
+            run(**kwargs)
+    wrapper._window_left = 3.0
+    with pytest.raises(TypeError):
+        run(k_scale=2.0, return_lse=True)
+    assert not repeated
+
+
+def test_single_calls(repeated, monkeypatch, clean_environment):
+    batch = make_batch([9], [20], 4, 2, 64)
+
+    def call(**kwargs):
+        return ck.single_prefill_with_kv_cache(batch.q.clone(), batch.k.clone(), batch.v.clone(), **kwargs)
+
+    call(causal=True)
+    out = call(causal=True)
+    assert len(repeated) == 1 and repeated[-1][3] == out.data_ptr()
+    for kwargs in (dict(), dict(window_left=2), dict(sm_scale=0.1), dict(custom_mask=torch.ones(9, 20).bool())):
+        call(**kwargs)
+    for error, kwargs in (
+        (KeyError, dict(kv_layout="DHN")),
+        (TypeError, dict(causal=True, window_left=2.0)),
+        (ValueError, dict(causal=True, out=torch.zeros(9, 4, 64)[1:])),
+        (NotImplementedError, dict(causal=True, kv_cache_sf=batch.k)),
+    ):
+        with pytest.raises(error):
+            call(**kwargs)
+    clean_environment.setenv("CUTLASS_KERNELS_BACKEND", "fa9")
+    with pytest.raises(ValueError, match="fa9"):
+        call(causal=True)
+    assert len(repeated) == 1
+
+
+def test_memory_of_calls_is_bounded(repeated):
+    from cutlass_kernels import _repeat, single
+
+    for rows in range(1, 2 * _repeat._MOST):
+        batch = make_batch([rows], [20], 2, 2, 16)
+        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+        assert len(single._calls) <= _repeat._MOST
+
+
+@pytest.mark.parametrize("options", [dict(), dict(causal=True, logits_soft_cap=2.0), dict(pos_encoding_mode="ALIBI")])
+def test_repeated_runs_give_the_same(target, kind, options):
+    _, batch, run = planned(kind, target, **options)
+    sinks = torch.randn(4, device=target.device)
+    for kwargs in (dict(), dict(return_lse=True), dict(k_scale=0.5, v_scale=2.0), dict(sinks=sinks, return_lse=True)):
+        first, again = run(**kwargs), run(**kwargs)
+        out = torch.full_like(batch.q, torch.nan)
+        run(out=out, **kwargs)
+        run(out=out.fill_(torch.nan), **kwargs)
+        first, again = (x if isinstance(x, tuple) else (x,) for x in (first, again))
+        for a, b in zip(first, again):
+            assert_bitwise(a, b)
+        assert_bitwise(out, first[0])
+    other = torch.randn(8, 4, 64).to(batch.q)
+    assert_bitwise(run(other), planned(kind, target, batch, **options)[2](other))
+
+
+def test_repeated_single_calls_give_the_same(target):
+    for rows, keys in ((9, 20), (1, 5000), (200, 300)):
+        batch = make_batch([rows], [keys], 4, 2, 64, device=target.device)
+        call = lambda: ck.single_prefill_with_kv_cache(  # noqa: E731
+            batch.q.clone(), batch.k.clone(), batch.v.clone(), causal=True, return_lse=True, backend=target.backend
+        )
+        first = call()
+        for _ in range(3):
+            for a, b in zip(first, call()):
+                assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+def test_runs_with_rows_known_to_the_device_alone(target, kind):
+    if target.is_reference:
+        pytest.skip("needs CUDA offsets")
+    batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=target.device)
+    wrapper, _, run = planned(kind, target, batch)
+    want = run(return_lse=True)
+    size = (16,) if kind == "paged" else ()
+    wrapper.plan(batch.qo_indptr(target.device), *run.table(target.device), *batch.heads, *size)
+    for _ in range(3):
+        for a, b in zip(run(return_lse=True), want):
+            torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.gpu
+def test_repeated_runs_in_a_graph_and_on_another_stream(target, kind):
+    if target.is_reference:
+        pytest.skip("needs a CUDA graph")
+    wrapper, batch, _ = planned(kind, target)
+    q, out = batch.q.clone(), torch.zeros_like(batch.q)
+    kv = (batch.paged(16).cache,) if kind == "paged" else (batch.k, batch.v)
+    for _ in range(2):
+        wrapper.run(q, *kv, out=out)
+    want = out.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out.zero_()
+        wrapper.run(q, *kv, out=out)
+    stream.synchronize()
+    assert_bitwise(out, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, *kv, out=out)
+    out.zero_()
+    graph.replay()
+    assert_bitwise(out, want)

@@ -1,0 +1,195 @@
+"""Short queries over long keys: heads that share tiles, keys that are split, and what a batch may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close, assert_lse_close
+from conftest import TARGETS, Target
+from problems import Batch, Options, expect, make_batch
+
+import cutlass_kernels as ck
+
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+OPTIONS = {
+    "causal": Options(causal=True),
+    "full": Options(),
+    "window": Options(causal=True, window_left=300),
+    "cap": Options(causal=True, logits_soft_cap=5.0),
+}
+
+
+@pytest.fixture(params=[target for target in TARGETS if target.marks])
+def target(request: pytest.FixtureRequest) -> Target:
+    """The targets with compiled kernels: the reference splits nothing."""
+    return request.param
+
+
+def paged(target: Target, batch: Batch, options: Options, page_size: int = 16, **plan: Any) -> tuple[torch.Tensor, ...]:
+    """Output and LSE of the paged wrapper."""
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=target.backend)
+    form = "stacked" if batch.k.shape == batch.v.shape else "tuple"
+    pages = batch.paged(page_size, form=form)
+    if "fixed_split_size" in plan:
+        plan["fixed_split_size"] = -(-plan["fixed_split_size"] // page_size)  # in pages
+    given = {"head_dim_vo": batch.v.shape[2], "q_data_type": batch.q.dtype, **options.plan_kwargs(), **plan}
+    wrapper.plan(batch.qo_indptr(), *pages.table(), *batch.heads, page_size, **given)
+    return wrapper.run(batch.q, pages.cache, return_lse=True, sinks=options.sinks)
+
+
+def ragged(target: Target, batch: Batch, options: Options, **plan: Any) -> tuple[torch.Tensor, ...]:
+    """Output and LSE of the ragged wrapper."""
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), "NHD", backend=target.backend)
+    given = {"head_dim_vo": batch.v.shape[2], "q_data_type": batch.q.dtype, **options.plan_kwargs(), **plan}
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **given)
+    return wrapper.run(batch.q, batch.k, batch.v, return_lse=True, sinks=options.sinks)
+
+
+def check(got: tuple[torch.Tensor, ...], batch: Batch, options: Options) -> None:
+    want = expect(batch, options)
+    assert_close(got[0], want.out, want.baseline)
+    assert_lse_close(got[1], want.lse)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_appended_rows(target, dims, name, page_size):
+    batch = make_batch([40, 3], [3000, 700], 8, 2, dims[0], head_dim_vo=dims[1], device=target.device)
+    check(paged(target, batch, OPTIONS[name], page_size), batch, OPTIONS[name])
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 71])
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_group_sizes(target, group, rows):
+    batch = make_batch([rows, 0, 1], [1500, 40, 300], 2 * group, 2, 64, dtype=torch.bfloat16, device=target.device)
+    options = Options(causal=True, sinks=torch.linspace(-3.0, 5.0, 2 * group, device=target.device))
+    check(ragged(target, batch, options), batch, options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 100])
+def test_a_single_request(target, name, rows):
+    batch = make_batch([rows], [4000], 8, 1, 128, device=target.device)
+    options = OPTIONS[name]
+    got = ck.single_prefill_with_kv_cache(
+        batch.q, batch.k, batch.v, return_lse=True, backend=target.backend, **options.plan_kwargs()
+    )
+    check(got, batch, options)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_a_prompt_among_single_rows(target, dims):
+    batch = make_batch(
+        [500, *[1] * 30], [500, *range(1, 1801, 60)], 8, 2, dims[0], head_dim_vo=dims[1], device=target.device
+    )
+    check(paged(target, batch, OPTIONS["causal"]), batch, OPTIONS["causal"])
+
+
+def test_one_long_request_among_short_ones(target):
+    batch = make_batch([1] * 40, [*[50] * 39, 20000], 8, 8, 64, device=target.device)
+    check(ragged(target, batch, OPTIONS["causal"]), batch, OPTIONS["causal"])
+
+
+@pytest.mark.parametrize("split", [{"fixed_split_size": 256}, {"fixed_split_size": 1000}, {"disable_split_kv": True}])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_fixed_splits(target, split, dims):
+    batch = make_batch([40, 0, 3, 300], [3000, 5, 700, 900], 8, 2, dims[0], head_dim_vo=dims[1], device=target.device)
+    for name in ("causal", "window"):
+        check(paged(target, batch, OPTIONS[name], **split), batch, OPTIONS[name])
+
+
+@pytest.mark.parametrize("split", [{"fixed_split_size": 512}, {"disable_split_kv": True}], ids=str)
+@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_results_do_not_depend_on_the_batch(target, split, name, head_dim):
+    # The first requests alone, and among others of all kinds.
+    options = OPTIONS[name]
+    few = make_batch([7, 130, 1], [2100, 600, 5000], 8, 2, head_dim, device=target.device)
+    rest = make_batch([1] * 20 + [800], [3000] * 20 + [800], 8, 2, head_dim, device=target.device, seed=1)
+    many = Batch(
+        [*few.qo_lens, *rest.qo_lens],
+        [*few.kv_lens, *rest.kv_lens],
+        torch.cat([few.q, rest.q]),
+        torch.cat([few.k, rest.k]),
+        torch.cat([few.v, rest.v]),
+    )
+    for call in (ragged, paged):
+        alone = call(target, few, options, **split)
+        among = call(target, many, options, **split)
+        rows = few.q.size(0)
+        assert_bitwise(among[0][:rows], alone[0])
+        assert_bitwise(among[1][:rows], alone[1])
+        one = Batch(few.qo_lens[:1], few.kv_lens[:1], few.q[:7], few.k[:2100], few.v[:2100])
+        assert_bitwise(call(target, one, options, **split)[0], alone[0][:7])
+
+
+def test_runs_give_the_same_bits(target):
+    batch = make_batch([64, 1, 1], [8000, 5000, 100], 8, 2, 128, device=target.device)
+    first = paged(target, batch, OPTIONS["causal"])
+    for _ in range(30):
+        again = paged(target, batch, OPTIONS["causal"])
+        assert_bitwise(again[0], first[0])
+        assert_bitwise(again[1], first[1])
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("split", [{}, {"fixed_split_size": 19}, {"disable_split_kv": True}], ids=str)
+def test_offsets_on_the_device(target, where, split):
+    device = "cpu" if where == "cpu" else target.device
+    batch = make_batch([4, 1], [3000, 1000], 8, 2, 128, device=target.device)
+    pages = batch.paged(16)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=target.backend)
+    wrapper.plan(batch.qo_indptr(device), *pages.table(device), *batch.heads, 16, causal=True, **split)
+    check(wrapper.run(batch.q, pages.cache, return_lse=True), batch, OPTIONS["causal"])
+
+
+def test_rows_without_keys_in_split_tiles(target):
+    # More rows than keys, and a window that leaves pieces of the keys to nobody.
+    options = Options(causal=True, window_left=40)
+    batch = make_batch([50, 2], [20, 6000], 8, 2, 64, device=target.device)
+    for sinks in (None, torch.linspace(-2.0, 2.0, 8, device=target.device)):
+        given = dataclasses.replace(options, sinks=sinks)
+        check(ragged(target, batch, given, fixed_split_size=256), batch, given)
+
+
+def test_infinite_values_of_other_rows(target):
+    # Keys that only later rows see may hold infinite values: rows without keys stay 0.
+    batch = make_batch([30], [10], 8, 2, 64, device=target.device)
+    batch.v[0] = float("inf")
+    out, lse = ragged(target, batch, Options(causal=True))
+    assert (out[:20] == 0).all() and (lse[:20] == -float("inf")).all()
+    assert not out[20:].isfinite().any()
+
+
+def test_nan_queries_of_split_tiles(target):
+    batch = make_batch([6, 1], [5000, 3000], 8, 2, 64, device=target.device)
+    clean, clean_lse = ragged(target, batch, OPTIONS["causal"])
+    batch.q[2, 3] = float("nan")
+    out, lse = ragged(target, batch, OPTIONS["causal"])
+    assert out[2, 3].isnan().all() and lse[2, 3].isnan()
+    out[2, 3], lse[2, 3] = clean[2, 3], clean_lse[2, 3]
+    assert_bitwise(out, clean)
+    assert_bitwise(lse, clean_lse)
+
+
+def test_a_small_workspace_says_what_is_needed(kernel_backend):
+    batch = make_batch([16], [20000], 8, 1, 128, device="cuda:0")
+    pages = batch.paged(16)
+
+    def workspace(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device="cuda:0")
+
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace(4096), "NHD", backend=kernel_backend)
+    plan = (batch.qo_indptr(), *pages.table(), *batch.heads, 16)
+    needed, _ = wrapper.workspace_size(*plan, causal=True)
+    with pytest.raises(RuntimeError, match=f"float_workspace_buffer has 4096 bytes.* {needed}"):
+        wrapper.plan(*plan, causal=True)
+    wrapper.plan(*plan, causal=True, disable_split_kv=True)
+    check(wrapper.run(batch.q, pages.cache, return_lse=True), batch, OPTIONS["causal"])
+    wrapper.reset_workspace_buffer(workspace(needed))
+    wrapper.plan(*plan, causal=True)
+    check(wrapper.run(batch.q, pages.cache, return_lse=True), batch, OPTIONS["causal"])
