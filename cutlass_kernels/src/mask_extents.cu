@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "common/bit_mask.h"
+#include "common/mask.h"
 #include "common/work.h"
 #include "cuda_failure.h"
 
@@ -10,14 +11,16 @@ namespace cutlass_kernels {
 namespace {
 
 constexpr int kWarps = 8;
+constexpr int kWords = 32 * kWarps;  // of 32 keys, looked at together
 
-// A block per tile, a warp per row at a time, a lane per 32 keys.
+// A block per tile. Of each chunk of keys: which of them some row sees, warps taking rows in turn; then a thread per word.
 __global__ void __launch_bounds__(32 * kWarps)
     mask_extents_kernel(__grid_constant__ const AttentionParams p, MaskExtent* extents) {
-  __shared__ int begin, end;
+  __shared__ std::uint32_t seen[kWords];
+  __shared__ int begin, end, count;
   if (threadIdx.x == 0) {
     begin = 0x7fffffff;
-    end = 0;
+    end = count = 0;
   }
   __syncthreads();
   TileOrder order{};
@@ -26,29 +29,37 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (find_work(p, order, blockIdx.x, work)) {
     const int first_row = work.tile * p.schedule.tile_rows;
     const int end_row = min(first_row + p.schedule.tile_rows, work.qo_len);
+    const IntervalMask window{work.kv_len, work.kv_len - work.qo_len, false, p.window_left, 0, {}};
     const std::int64_t first_bit =
         p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
-    int own_begin = 0x7fffffff, own_end = 0;
-    for (int row = first_row + threadIdx.x / 32; row < end_row; row += kWarps) {
-      const std::int64_t bit = first_bit + std::int64_t(row) * work.kv_len;
-      for (int key = threadIdx.x % 32 * 32; key < work.kv_len; key += 32 * 32) {
-        std::uint32_t bits = bits_at(p.mask, bit + key);
-        if (work.kv_len - key < 32) bits &= (1u << (work.kv_len - key)) - 1;
-        if (bits != 0) {
-          own_begin = min(own_begin, key + __ffs(bits) - 1);
-          own_end = max(own_end, key + 32 - __clz(bits));
+    for (int chunk = 0; chunk < work.kv_len; chunk += 32 * kWords) {
+      seen[threadIdx.x] = 0;
+      __syncthreads();
+      for (int row = first_row + threadIdx.x / 32; row < end_row; row += kWarps) {
+        const std::int64_t bit = first_bit + std::int64_t(row) * work.kv_len;
+        for (int word = threadIdx.x % 32; word < kWords; word += 32) {
+          const int key = chunk + 32 * word;
+          if (key >= work.kv_len) break;
+          const std::uint32_t bits =
+              bits_at(p.mask, bit + key) & bits_between(window.lo(row) - key, window.hi(row) - key);
+          if (bits != 0) atomicOr(&seen[word], bits);
         }
       }
-    }
-    own_begin = __reduce_min_sync(0xffffffffu, own_begin);
-    own_end = __reduce_max_sync(0xffffffffu, own_end);
-    if (threadIdx.x % 32 == 0) {
-      atomicMin(&begin, own_begin);
-      atomicMax(&end, own_end);
+      __syncthreads();
+      const std::uint32_t bits = seen[threadIdx.x];
+      const int key = chunk + 32 * int(threadIdx.x);
+      if (bits != 0) {
+        atomicMin(&begin, key + __ffs(bits) - 1);
+        atomicMax(&end, key + 32 - __clz(bits));
+        atomicAdd(&count, __popc(bits));
+      }
+      __syncthreads();
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) extents[blockIdx.x] = end == 0 ? MaskExtent{0, 0} : MaskExtent{begin, end};
+  if (threadIdx.x == 0) {
+    extents[blockIdx.x] = end == 0 ? MaskExtent{} : MaskExtent{begin, end, count < end - begin, 0};
+  }
 }
 
 }  // namespace

@@ -7,10 +7,12 @@
 
 namespace cutlass_kernels {
 
-/// Keys [begin, end) of a request; 0, 0 where no row of the tile sees any.
-struct alignas(8) MaskExtent {
+/// Keys [begin, end) of a request; 0, 0 where no row of the tile sees any. hides: some key between is seen by no row.
+struct alignas(16) MaskExtent {
   std::int32_t begin;
   std::int32_t end;
+  std::int32_t hides;
+  std::int32_t unused;
 };
 
 /// Enqueues the kernel that writes one extent per entry of the work list, or per tile of a single request, in order.

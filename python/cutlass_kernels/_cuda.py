@@ -360,8 +360,8 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
             counters = _counters(device, stream)
         # The keys of a few rows are split where that pays: smaller problems need not ask.
         needed = plan.partial_bytes(rows, total_kv) if rows <= _SHORT_ROWS and total_kv >= _LONG_KEYS else 0
-        if bits is not None:  # and for what the mask leaves to each tile: 8 bytes
-            needed += max(8 * rows, 1 << 15)
+        if bits is not None:  # and for what the mask leaves to each tile: 16 bytes
+            needed += max(16 * rows, 1 << 16)
         if needed:
             partials = torch.empty(needed, dtype=torch.uint8, device=device)
     else:

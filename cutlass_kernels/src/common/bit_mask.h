@@ -19,4 +19,10 @@ CUTE_DEVICE std::uint32_t bits_at(const BitMask& mask, std::int64_t bit) {
   return __funnelshift_r(word(at), word(at + 1), std::uint32_t(bit) & 31);
 }
 
+// Bits [begin, end) of 32; either may lie outside.
+CUTE_DEVICE std::uint32_t bits_between(int begin, int end) {
+  auto from = [](int bit) { return __funnelshift_lc(0u, ~0u, min(max(bit, 0), 32)); };
+  return from(begin) & ~from(end);
+}
+
 }  // namespace cutlass_kernels

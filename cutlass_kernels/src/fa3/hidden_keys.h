@@ -61,12 +61,6 @@ struct HiddenKeys {
                  bits_between(wanted.begin - 32 * w, wanted.end - 32 * w);
     }
   }
-
-  // Bits [begin, end) of 32.
-  CUTE_DEVICE static std::uint32_t bits_between(int begin, int end) {
-    auto from = [](int bit) { return __funnelshift_lc(0u, ~0u, min(max(bit, 0), 32)); };
-    return from(begin) & ~from(end);
-  }
 };
 
 }  // namespace cutlass_kernels::fa3

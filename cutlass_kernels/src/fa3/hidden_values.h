@@ -32,7 +32,7 @@ CUTE_DEVICE void load_visible_values(const KernelParams& params, Shared<Tile>& s
     if (job.valid == 0) return;
     for (int block = job.blocks - 1; block >= 0; --block) {
       HiddenKeys<kRows> hidden;
-      hidden.template find<Tile>(params, job, block);
+      if (job.hides != 0) hidden.template find<Tile>(params, job, block);
       shared.v_empty[ring.index].wait(ring.phase ^ 1);
       if (hidden.any()) {
         copy_visible<Tile, kPanels>(ValuesOfHead(params, job), job, block, hidden,
@@ -47,8 +47,7 @@ CUTE_DEVICE void load_visible_values(const KernelParams& params, Shared<Tile>& s
       __syncwarp();
       ring.advance();
     }
-    __syncwarp();
-    if (lane == 0) shared.job_empty[jobs.index].arrive();
+    shared.job_empty[jobs.index].arrive();
     jobs.advance();
   }
 }

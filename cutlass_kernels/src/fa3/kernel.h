@@ -56,6 +56,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / 4;
   const bool paged = params.attention.pages.page_size > 0;
+  const bool hides = kHides && params.attention.mask.words != nullptr;
+  // Lanes of the K and of the V warp that take part. All of them say when they are done with a job: racecheck does not
+  // follow an order through lane 0.
+  const int k_lanes = paged ? 32 : 1;
+  const int v_lanes = paged || hides ? 32 : 1;
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Tile::kConsumers;
     // Rows gathered from pages arrive with every lane's copies, all else with the bytes of TMA.
@@ -63,7 +68,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     shared.job_wanted.init(1);
     for (int i = 0; i < kJobSlots; ++i) {
       shared.job_full[i].init(1);
-      shared.job_empty[i].init(3 + 32 * kConsumerWarps);
+      shared.job_empty[i].init(1 + k_lanes + v_lanes + 32 * kConsumerWarps);
     }
     for (int i = 0; i < Tile::kQBuffers; ++i) {
       shared.q_full[i].init(1);
@@ -91,9 +96,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::producer_registers(kHides)>();
-    const bool hides = kHides && params.attention.mask.words != nullptr;
-    const bool all_lanes = (paged && warp >= 2) || (hides && warp == 3);
-    if (threadIdx.x % 32 != 0 && !all_lanes) return;
+    const int lanes = warp == 2 ? k_lanes : warp == 3 ? v_lanes : 1;
+    if (int(threadIdx.x % 32) >= lanes) return;
     switch (warp) {
       case 0:
         find_jobs<Tile, kHides>(params, shared);

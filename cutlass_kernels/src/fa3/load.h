@@ -126,9 +126,11 @@ CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
       job.first_key = mask.lo(row_begin);
       job.key_end = mask.hi(row_end - 1);
       if constexpr (kHides) {
+        job.hides = 1;
         if (params.attention.schedule.mask_extents != nullptr) {
           const MaskExtent extent =
               static_cast<const MaskExtent*>(params.attention.schedule.mask_extents)[rank];
+          job.hides = extent.hides;
           job.first_key = max(job.first_key, extent.begin);
           job.key_end = max(min(job.key_end, extent.end), job.first_key);
         }

@@ -139,7 +139,8 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
       }
       [[maybe_unused]] HiddenKeys<kRows> hidden;
       if constexpr (kHides) {
-        if (params.attention.mask.words != nullptr) hidden.template find<Tile>(params, job, block);
+        if (params.attention.mask.words != nullptr && job.hides != 0)
+          hidden.template find<Tile>(params, job, block);
       }
       empty[ring.index].wait(ring.phase ^ 1);
       if (kIsK && block == min(1, job.blocks - 1) && lane == 0) shared.job_wanted.arrive();
@@ -186,8 +187,7 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
       }
       ring.advance();
     }
-    __syncwarp();
-    if (lane == 0) shared.job_empty[jobs.index].arrive();
+    shared.job_empty[jobs.index].arrive();
     jobs.advance();
   }
 }
@@ -225,7 +225,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
         offsets[i] = wanted.contains(row) ? source.offset_of(first_key + row) : -1;
       }
       if constexpr (kHides) {
-        if (params.attention.mask.words != nullptr) {
+        if (params.attention.mask.words != nullptr && job.hides != 0) {
           HiddenKeys<kRows> hidden;
           hidden.template find<Tile>(params, job, block);
           CUTE_UNROLL
@@ -245,8 +245,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
       arrive_when_landed(full[ring.index]);
       ring.advance();
     }
-    __syncwarp();
-    if (lane == 0) shared.job_empty[jobs.index].arrive();
+    shared.job_empty[jobs.index].arrive();
     jobs.advance();
   }
 }

@@ -52,6 +52,8 @@ struct Consumer {
   bool has_rows;  // of a packed tile
   int qo_len;
   int kv_len;
+  std::uint32_t
+      bits[2][kLogits == Logits::kGeneral ? kN / 32 : 1];  // of the thread's rows in a custom mask
 
   Ring<Tile::kKStages> k_ring;
   Ring<Tile::kVStages> v_ring;
@@ -204,17 +206,29 @@ struct Consumer {
   CUTE_DEVICE bool needs_mask() const {
     return key < all_begin || key + kN > all_end || has_bits();
   }
+  // Reads the bits of the block at `key`, while its S is being computed.
+  CUTE_DEVICE void read_bits() {
+    if constexpr (kLogits == Logits::kGeneral) {
+      if (!has_bits()) return;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const std::int64_t first = std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 +
+                                   std::int64_t(token(r)) * kv_len + key + lane % 4 * 2;
+        CUTE_UNROLL
+        for (int i = 0; i < kN / 32; ++i) {
+          bits[r][i] = bits_at(params.attention.mask, first + 32 * i);
+        }
+      }
+    }
+  }
   CUTE_DEVICE void apply_bits(float (&s)[kN / 2]) const {
-    std::uint32_t bits = 0;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const std::int64_t first = std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 +
-                                 std::int64_t(token(r)) * kv_len + key + lane % 4 * 2;
       CUTE_UNROLL
       for (int i = 0; i < kN / 8; ++i) {
-        if (i % 4 == 0) bits = bits_at(params.attention.mask, first + 8 * i);
-        if (!(bits >> (i % 4 * 8) & 1)) s[4 * i + 2 * r] = -INFINITY;
-        if (!(bits >> (i % 4 * 8 + 1) & 1)) s[4 * i + 2 * r + 1] = -INFINITY;
+        const std::uint32_t of_pair = bits[r][i / 4] >> (i % 4 * 8);
+        if (!(of_pair & 1)) s[4 * i + 2 * r] = -INFINITY;
+        if (!(of_pair & 2)) s[4 * i + 2 * r + 1] = -INFINITY;
       }
     }
   }
@@ -372,6 +386,7 @@ struct Consumer {
 
     shared.k_full[k_ring.index].wait(k_ring.phase);
     issue_scores(s);
+    read_bits();
     wgmma_wait<0>();
     pin(s);
     end_scores(true);
@@ -402,6 +417,7 @@ struct Consumer {
       shared.v_full[v_ring.index].wait(v_ring.phase);
       issue_output(o, p, accumulate);
       end_turn();
+      read_bits();
       wgmma_wait<1>();
       pin(s);
       transform(s);

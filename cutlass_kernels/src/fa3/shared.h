@@ -18,6 +18,7 @@ struct alignas(16) Job {
   int qo_len;
   int kv_begin;  // first key of the request, in the tensor; or first entry of its page table
   int kv_len;
+  int hides;       // whether some of these keys may be seen by no row of the tile
   int mask_begin;  // byte of a bit mask where the request's bits begin
   int first_key;   // keys that some row of the tile sees
   int key_end;
@@ -51,7 +52,7 @@ struct Shared {
   //                                   arrives                        waits
   Barrier job_wanted;                // K warp, close to its tile's end job warp
   Barrier job_full[kJobSlots];       // job warp                       Q, K, V warps, consumers
-  Barrier job_empty[kJobSlots];      // Q, K, V warps, consumer threads job warp
+  Barrier job_empty[kJobSlots];      // Q warp, K and V lanes, consumer threads job warp
   Barrier q_full[Tile::kQBuffers];   // Q warp, with the TMA's bytes   its consumer warpgroup
   Barrier q_empty[Tile::kQBuffers];  // the 4 warps of that            Q warp
   Barrier k_full[Tile::kKStages];    // K warp, with the bytes         all consumers
