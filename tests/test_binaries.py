@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 MAX_STACK_BYTES = 64
-# What each backend's speed rests on: tensor-core products, asynchronous copies to shared memory; for fa3 also stores by
-# TMA, and registers that move from the loading warps to the computing ones.
-INSTRUCTIONS = {"fa2": ("HMMA", "LDGSTS"), "fa3": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")}
+# What each backend's speed rests on: tensor-core products, asynchronous copies to shared memory; for fa3 also registers
+# that move from the loading warps to the computing ones, and stores by TMA, but for tiles of packed heads, whose rows
+# lie in several places.
+INSTRUCTIONS = {"fa2": ("HMMA", "LDGSTS"), "fa3": ("HGMMA", "UTMALDG", "USETMAXREG", "UTMASTG")}
+PACKED = re.compile(r"fa3.*4Tile\w*Lb1EEELNS_6Logits")  # the last parameter of Tile is true
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +66,9 @@ def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, 
         if backend is None:
             continue
         seen[backend] = seen.get(backend, 0) + 1
-        missing += [
-            f"{kernel} for {gpu} has no {wanted}" for wanted in INSTRUCTIONS[backend] if wanted not in mnemonics
-        ]
+        for wanted in INSTRUCTIONS[backend]:
+            if wanted not in mnemonics and not (wanted == "UTMASTG" and PACKED.search(kernel)):
+                missing.append(f"{kernel} for {gpu} has no {wanted}")
     assert not missing, "\n".join(missing)
     listed = {row["backend"] for row in _C.list_kernels()}
     assert set(seen) == listed
