@@ -34,6 +34,7 @@
 #include "fa2/shared.h"
 #include "fa2/shared_rows.h"
 #include "fa2/visible_keys.h"
+#include "mask_extents.h"
 
 namespace cutlass_kernels::fa2 {
 
@@ -99,6 +100,16 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
                           params.chunk};
   int key_begin = mask.lo(row_begin);
   int key_end = mask.hi(row_end - 1);
+  [[maybe_unused]] bool hides = p.mask.words != nullptr;  // some key may be seen by no row
+  if constexpr (kLogits == Logits::kGeneral) {
+    if (p.schedule.mask_extents != nullptr) {
+      const MaskExtent extent =
+          static_cast<const MaskExtent*>(p.schedule.mask_extents)[position.rank];
+      key_begin = max(key_begin, extent.begin);
+      key_end = max(min(key_end, extent.end), key_begin);
+      hides = extent.hides != 0;
+    }
+  }
   int block_begin = key_begin / kBlockN;
   int block_end = (key_end + kBlockN - 1) / kBlockN;
   if constexpr (Tile::kPacked) {
@@ -127,7 +138,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       params,        reinterpret_cast<const char**>(shared_memory + Layout::kTable),
       work.kv_begin, kv_head,
       key_begin,     key_extent};
-  [[maybe_unused]] SeenKeys<Tile> seen{p.mask, mask, request_bit, row_begin, row_end, {}};
+  [[maybe_unused]] SeenKeys<Tile> seen{p.mask, mask, request_bit, row_begin, row_end, hides, {}};
   if constexpr (kGeneral) pages.seen = &seen;
   auto k_loader = [&](int block, int stage, int t) {
     const std::uint32_t to = shared + Layout::kK + stage * Layout::kStageBytes;

@@ -44,6 +44,7 @@ struct SeenKeys {
   std::int64_t request_bit;  // the request's first bit
   int row_begin;             // the tile's, in its request
   int row_end;
+  bool hides;                   // whether there may be such keys
   std::uint32_t words[kWords];  // of the block that find() was called for
 
   // By all lanes of a warp, a row each. Warps do without each other's help: the words, of which each reads all, are few
@@ -52,7 +53,7 @@ struct SeenKeys {
     const int first_key = block * Tile::kBlockN;
     CUTE_UNROLL
     for (int w = 0; w < kWords; ++w) words[w] = ~0u;
-    if (bit_mask.words == nullptr) return;
+    if (!hides) return;
     CUTE_UNROLL
     for (int w = 0; w < kWords; ++w) words[w] = 0;
     CUTE_NO_UNROLL
