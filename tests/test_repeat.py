@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from compare import assert_bitwise
 from problems import make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _reference
+from cutlass_kernels import _args, _dispatch, _reference
 
 
 class Watched:
@@ -261,3 +263,20 @@ def test_repeated_runs_in_a_graph_and_on_another_stream(target, kind):
     out.zero_()
     graph.replay()
     assert_bitwise(out, want)
+
+
+def test_a_copy_of_a_wrapper_is_another():
+    wrapper, batch, _ = planned("ragged")
+    other = copy.deepcopy(wrapper)
+    assert other._number != wrapper._number
+    assert_bitwise(other.run(batch.q, batch.k, batch.v), wrapper.run(batch.q, batch.k, batch.v))
+
+
+def test_a_default_device_is_not_ours():
+    # Sizes of masks are computed on the CPU, wherever tensors are made by default.
+    q, k, v = (torch.randn(9, 2, 16) for _ in range(3))
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    with torch.device("meta"):
+        bits, offsets = _args.pack_mask(mask, [9], [9])
+    assert bits.device.type == "cpu" and offsets.tolist() == [0, 11]
+    assert_bitwise(ck.single_prefill_with_kv_cache(q, k, v, mask), ck.single_prefill_with_kv_cache(q, k, v))

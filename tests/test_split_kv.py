@@ -156,6 +156,60 @@ def test_rows_without_keys_in_split_tiles(target):
         check(ragged(target, batch, given, fixed_split_size=256), batch, given)
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (7, 1), (3, 3)], ids=str)
+@pytest.mark.parametrize("lens", [([40, 3], [3000, 700]), ([5], [1300]), ([1100, 7], [8192, 900])], ids=str)
+@pytest.mark.parametrize("how", ["ragged", "paged", "single"])
+def test_custom_masks_of_split_keys(target, heads, lens, how):
+    batch = make_batch(*lens, *heads, 128, device=target.device)
+    masks = batch.random_masks(0.3)
+    masks[0][:, :601] = False  # the first key that a tile sees is not the first of all
+    masks[0][1:3] = False
+    options = Options(custom_masks=masks)
+    flat = torch.cat([mask.reshape(-1) for mask in masks])
+    if how == "single":
+        rows, keys = lens[0][0], lens[1][0]
+        batch = Batch([rows], [keys], batch.q[:rows], batch.k[:keys], batch.v[:keys])
+        call = ck.single_prefill_with_kv_cache
+        got = call(batch.q, batch.k, batch.v, masks[0], return_lse=True, backend=target.backend)
+        check(got, batch, Options(custom_masks=masks[:1]))
+    else:
+        check({"ragged": ragged, "paged": paged}[how](target, batch, options, custom_mask=flat), batch, options)
+
+
+@pytest.mark.parametrize("split", [{}, {"fixed_split_size": 64, "max_sequence_kv": 4000}, {"disable_split_kv": True}])
+def test_a_graph_keeps_its_rule(target, split):
+    batch = make_batch([2, 1], [3000, 900], 8, 2, 64, device=target.device)
+
+    def ints(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=target.device)
+
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        target.workspace(),
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(3),
+        kv_indptr_buf=ints(3),
+        backend=target.backend,
+    )
+    plan = (batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
+    wrapper.plan(*plan, causal=True, **split)
+    check(wrapper.run(batch.q, batch.k, batch.v, return_lse=True), batch, OPTIONS["causal"])
+    other = {} if split else {"disable_split_kv": True}
+    with pytest.raises(ValueError, match="disable_split_kv"):
+        wrapper.plan(*plan, causal=True, **other)
+    wrapper.plan(*plan, causal=True, **split)
+    check(wrapper.run(batch.q, batch.k, batch.v, return_lse=True), batch, OPTIONS["causal"])
+
+
+def test_a_fixed_size_needs_a_bound(target):
+    batch = make_batch([2], [300], 8, 2, 64, device=target.device)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    plan = (batch.qo_indptr(target.device), batch.kv_indptr(target.device), *batch.heads)
+    with pytest.raises(ValueError, match="max_sequence_kv"):
+        wrapper.plan(*plan, causal=True, fixed_split_size=64)
+    wrapper.plan(*plan, causal=True, fixed_split_size=64, max_sequence_kv=300)
+    check(wrapper.run(batch.q, batch.k, batch.v, return_lse=True), batch, OPTIONS["causal"])
+
+
 def test_infinite_values_of_other_rows(target):
     # Keys that only later rows see may hold infinite values: rows without keys stay 0.
     batch = make_batch([30], [10], 8, 2, 64, device=target.device)

@@ -44,7 +44,9 @@ std::int64_t tiles(const AttentionParams& params, int tile_rows) {
 /// Keys of the longest request, at most.
 std::int64_t most_keys(const AttentionParams& params) {
   if (params.max_kv_len > 0) return params.max_kv_len;
-  if (params.total_kv > 0 || params.pages.page_size == 0) return params.total_kv;
+  // total_kv of pages is an estimate, which must not decide what becomes of a fixed size.
+  const bool estimated = params.pages.page_size > 0;
+  if (!estimated || (params.total_kv > 0 && params.fixed_split_size <= 0)) return params.total_kv;
   return params.pages.num_indices * params.pages.page_size;
 }
 
@@ -184,10 +186,31 @@ Status schedule_for(const Choice& choice, const AttentionParams& params, void* w
   return status;
 }
 
-/// A single request has no list. Its keys are split if there is room for the results; tiles are counted with the caller's
-/// counters, or with zeros in the workspace, or dealt out beforehand.
-Status schedule_single(const Choice& choice, const AttentionParams& params, void* workspace,
-                       std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
+/// The memory that a call may use, from where nothing else lies yet; 16-byte aligned.
+struct Room {
+  char* data;
+  std::size_t bytes;
+
+  /// The next `wanted` bytes; null if there are not so many.
+  void* take(std::size_t wanted) {
+    if (data == nullptr || bytes < wanted) return nullptr;
+    void* taken = data;
+    const std::size_t step = std::min((wanted + 15) / 16 * 16, bytes);
+    data += step;
+    bytes -= step;
+    return taken;
+  }
+};
+
+/// Pieces into which the keys of every tile of a single request are split.
+int pieces_of_single(const SplitRule& rule, const AttentionParams& params, std::int64_t tiles) {
+  return pieces_of(rule, params.total_kv, tiles, tiles * params.total_kv);
+}
+
+/// A single request has no list. Tiles are counted with the caller's counters, or with zeros in the workspace, or dealt out
+/// beforehand; keys are split if there is room for the results, or must be where their size is fixed.
+Status schedule_single(const Choice& choice, const AttentionParams& params, Room* room,
+                       cudaStream_t stream, Schedule* schedule) {
   const TileShape& tile = choice.tile;
   const std::int64_t count = tiles(params, tile.rows);
   *schedule = Schedule{};
@@ -195,31 +218,29 @@ Status schedule_single(const Choice& choice, const AttentionParams& params, void
   schedule->tile_rows = tile.rows;
   schedule->tile_kind = tile.kind;
   schedule->packed_heads = tile.packed_heads;
-  const int pieces = pieces_of(choice.rule, params.total_kv, count, count * params.total_kv);
-  const std::size_t partial = partial_bytes(params, count * tile.rows * pieces);
-  const bool own_counters = choice.entry->counts_tiles && schedule->next_tile == nullptr;
-  const std::size_t header = own_counters ? sizeof(ScheduleHeader) : 0;
-  if (workspace != nullptr && workspace_bytes >= header) {
-    if (Status status = check_aligned(workspace); !status.ok()) return status;
-    if (own_counters) {
-      const cudaError_t error = cudaMemsetAsync(workspace, 0, header, stream);
+  if (choice.entry->counts_tiles && schedule->next_tile == nullptr) {
+    if (void* header = room->take(sizeof(ScheduleHeader)); header != nullptr) {
+      const cudaError_t error = cudaMemsetAsync(header, 0, sizeof(ScheduleHeader), stream);
       if (error != cudaSuccess) return cuda_failure("Clearing the tile counters", error);
-      schedule->next_tile = static_cast<ScheduleHeader*>(workspace)->next_tile;
+      schedule->next_tile = static_cast<ScheduleHeader*>(header)->next_tile;
     }
-    if (pieces > 1 && workspace_bytes - header >= partial) {
+  }
+  const int pieces = pieces_of_single(choice.rule, params, count);
+  if (pieces > 1) {
+    const std::size_t partial = partial_bytes(params, params.total_q * pieces);
+    const std::size_t got = room->bytes;
+    schedule->partial_o = static_cast<float*>(room->take(partial));
+    if (schedule->partial_o != nullptr) {
       schedule->pieces = pieces;
       schedule->split_capacity = static_cast<std::int32_t>(count);
       schedule->partial_bytes = partial;
-      schedule->partial_o = reinterpret_cast<float*>(static_cast<char*>(workspace) + header);
+    } else if (choice.rule.fixed > 0) {
+      return too_small("Splitting the keys", params, partial, got);
     }
   }
   schedule->capacity = static_cast<std::int32_t>(count * schedule->pieces);
   return Status::success();
 }
-
-}  // namespace
-
-namespace {
 
 /// The most that a kernel of `backend` asks for: of the list and of partial results.
 std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with_partial) {
@@ -236,7 +257,7 @@ std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with
     if (needs_list(params)) {
       bytes = list_bytes(count + rule.extra_tiles, rule);
     } else {
-      rows = std::min(rows, count * tile.rows * rule.most_pieces);
+      rows = params.total_q * rule.most_pieces;
     }
     if (with_partial) {
       bytes += partial_bytes(params, rows);
@@ -265,9 +286,8 @@ Status partial_size(const AttentionParams& params, Backend backend, std::size_t*
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
   std::int64_t rows = choice.rule.partial_rows;
   if (!needs_list(params)) {
-    const std::int64_t count = tiles(params, choice.tile.rows);
-    const int pieces = pieces_of(choice.rule, params.total_kv, count, count * params.total_kv);
-    rows = pieces > 1 ? count * choice.tile.rows * pieces : 0;
+    const int pieces = pieces_of_single(choice.rule, params, tiles(params, choice.tile.rows));
+    rows = pieces > 1 ? params.total_q * pieces : 0;
   }
   *bytes = partial_bytes(params, rows);
   if (choice.entry->uses_extents && may_be_masked(params)) {
@@ -288,6 +308,10 @@ Status make_schedule(const AttentionParams& params, void* workspace, std::size_t
     return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
                            " requests needs qo_indptr and kv_indptr.");
   }
+  if (params.pages.page_size > 0 && params.pages.num_indices > 0 &&
+      (params.pages.indices == nullptr || params.pages.last_page_len == nullptr)) {
+    return Status::invalid("A schedule of pages needs indices and last_page_len.");
+  }
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
   return schedule_for(choice, params, workspace, workspace_bytes, stream, schedule);
@@ -301,6 +325,8 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
 
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
+  if (Status status = check_aligned(workspace); !status.ok()) return status;
+  Room room{static_cast<char*>(workspace), workspace == nullptr ? 0 : workspace_bytes};
   // A schedule that the caller made decided the tiles; the kernel refuses those it does not have.
   AttentionParams scheduled = params;
   if (params.mask.words != nullptr) {  // it replaces these
@@ -316,39 +342,32 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
     Status status =
         schedule_for(choice, params, workspace, workspace_bytes, stream, &scheduled.schedule);
     if (!status.ok()) return status;
-    const std::size_t list =
-        list_bytes(scheduled.schedule.capacity, choice.rule);  // a multiple of 16
-    workspace = static_cast<char*>(workspace) + list;
-    workspace_bytes -= list;
+    room.take(list_bytes(scheduled.schedule.capacity, choice.rule));
   } else {
-    Status status =
-        schedule_single(choice, params, workspace, workspace_bytes, stream, &scheduled.schedule);
+    Status status = schedule_single(choice, params, &room, stream, &scheduled.schedule);
     if (!status.ok()) return status;
   }
   Schedule& schedule = scheduled.schedule;
   if (schedule.split_capacity > 0) {
     if (schedule.partial_o == nullptr) {
-      if (workspace == nullptr || workspace_bytes < schedule.partial_bytes) {
-        return too_small("Splitting the keys", params, schedule.partial_bytes,
-                         workspace == nullptr ? 0 : workspace_bytes);
+      const std::size_t got = room.bytes;
+      schedule.partial_o = static_cast<float*>(room.take(schedule.partial_bytes));
+      if (schedule.partial_o == nullptr) {
+        return too_small("Splitting the keys", params, schedule.partial_bytes, got);
       }
-      if (Status status = check_aligned(workspace); !status.ok()) return status;
-      schedule.partial_o = static_cast<float*>(workspace);
-      workspace = static_cast<char*>(workspace) + schedule.partial_bytes;
-      workspace_bytes -= schedule.partial_bytes;
     }
-    const std::size_t rows = schedule.partial_bytes / partial_bytes(params, 1);
+    const std::size_t rows = schedule.partial_bytes / partial_row_bytes(params);
     schedule.partial_lse = schedule.partial_o + rows * params.num_qo_heads * params.head_dim_vo;
   }
   if (Status status = check_tiles(params, schedule.capacity); !status.ok()) return status;
-  // Without room for them all keys are computed.
-  if (params.mask.words != nullptr && choice.entry->uses_extents && workspace != nullptr &&
-      workspace_bytes >= extents_bytes(schedule.capacity)) {
-    auto* extents = static_cast<MaskExtent*>(workspace);
-    if (Status status = launch_mask_extents(scheduled, extents, stream); !status.ok()) {
-      return status;
+  if (params.mask.words != nullptr && choice.entry->uses_extents) {
+    // Without room for them all keys are computed.
+    void* extents = room.take(extents_bytes(schedule.capacity));
+    if (extents != nullptr) {
+      Status status = launch_mask_extents(scheduled, static_cast<MaskExtent*>(extents), stream);
+      if (!status.ok()) return status;
+      schedule.mask_extents = extents;
     }
-    schedule.mask_extents = extents;
   }
   Status status = choice.entry->launch(scheduled, stream);
   return status.ok() && schedule.split_capacity > 0 ? launch_merge_pieces(scheduled, stream)

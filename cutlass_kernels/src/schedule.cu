@@ -73,16 +73,16 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int position[kBuckets];
   __shared__ int warp_total[32];
   __shared__ int max_kv_len;
-  __shared__ int split_count, partial_rows;
-  __shared__ unsigned long long work, tile_total;  // of the batch
+  __shared__ int split_count;
+  __shared__ unsigned long long work, tile_total, partial_rows;  // of the batch
 
   const int* const qo_indptr = args.qo_indptr;
   const int* const kv_indptr = args.kv_indptr;
   const int thread = threadIdx.x;
   position[thread] = 0;
   if (thread == 0) {
-    max_kv_len = split_count = partial_rows = 0;
-    work = tile_total = 0;
+    max_kv_len = split_count = 0;
+    work = tile_total = partial_rows = 0;
     args.header->next_tile[0] = args.header->next_tile[1] = 0;
   }
   __syncthreads();
@@ -151,9 +151,19 @@ __global__ void __launch_bounds__(kThreads)
     if (pieces > 1) {
       const int first_row = tile * args.tile_rows;
       const int rows = min(args.tile_rows, item.qo_len - first_row);
-      item.partial_row = atomicAdd(&partial_rows, rows * pieces);
-      args.split_tiles[atomicAdd(&split_count, 1)] = {item.q_begin + first_row, rows,
-                                                      item.partial_row, pieces};
+      const int index = atomicAdd(&split_count, 1);
+      const std::int64_t row =
+          std::int64_t(atomicAdd(&partial_rows, (unsigned long long)(rows * pieces)));
+      // Requests that overlap, which offsets on the device may, have more tiles than there is room for: not computed.
+      const bool fits = index < args.rule.split_tiles &&
+                        row + std::int64_t(rows) * pieces <= args.rule.partial_rows;
+      if (!fits) item.kv_len = -1;
+      item.partial_row = fits ? int(row) : 0;
+      if (index < args.rule.split_tiles) {
+        args.split_tiles[index] = {
+            item.q_begin + first_row,   fits ? rows : 0, item.partial_row, pieces,
+            item.q_begin + item.qo_len, item.kv_begin,   item.kv_len,      0};
+      }
     }
     const int slot = atomicAdd(&position[bucket_of(cost / pieces, shift)], pieces);
     for (int piece = 0; piece < pieces && slot + piece < args.capacity; ++piece) {
@@ -163,8 +173,7 @@ __global__ void __launch_bounds__(kThreads)
   });
   __syncthreads();
   if (thread == 0) {
-    args.header->split_tiles = split_count;
-    args.header->partial_rows = partial_rows;
+    args.header->split_tiles = int(min(std::int64_t(split_count), args.rule.split_tiles));
   }
   WorkItem none{};
   none.batch = -1;

@@ -42,6 +42,11 @@ struct alignas(16) SplitTile {
   std::int32_t rows;
   std::int32_t partial_row;
   std::int32_t pieces;
+  // Of its request, to be told from one that does not lie inside the tensors, whose tiles are not computed.
+  std::int32_t q_end;
+  std::int32_t kv_begin;
+  std::int32_t kv_len;
+  std::int32_t unused;
 };
 
 /// What a workspace begins with; work list and split tiles follow. In front, the counters stay where they are when another
@@ -49,7 +54,7 @@ struct alignas(16) SplitTile {
 struct alignas(16) ScheduleHeader {
   std::int32_t next_tile[2];  ///< Schedule::next_tile
   std::int32_t split_tiles;
-  std::int32_t partial_rows;
+  std::int32_t unused;
 };
 constexpr std::size_t kCounterBytes = sizeof(ScheduleHeader);
 

@@ -271,7 +271,7 @@ def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size:
     """
     fit = offsets.numel() == last_page_len.numel() + 1
     if _C is not None and fit and _are_host_int32(offsets, last_page_len):
-        result = torch.empty(last_page_len.numel(), dtype=torch.int64)
+        result = torch.empty(last_page_len.numel(), dtype=torch.int64, device="cpu")
         addresses = (offsets.data_ptr(), last_page_len.data_ptr())
         if _C.paged_kv_lens(*addresses, result.numel(), page_size, result.data_ptr()):
             return result
@@ -612,11 +612,13 @@ def check_packed_mask(bits: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) ->
 
 
 def _mask_sizes(qo_lens: Lengths, kv_lens: Lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = torch.as_tensor(qo_lens).to(torch.int64)
-    columns = torch.as_tensor(kv_lens).to(torch.int64)
+    rows, columns = (
+        x.to(torch.int64) if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.int64, device="cpu")
+        for x in (qo_lens, kv_lens)
+    )
     if rows.device != columns.device:  # meet on the CUDA device: reading it back would synchronise
         device = rows.device if rows.is_cuda else columns.device
-        rows, columns = rows.to(device), columns.to(device)
+        rows, columns = rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
     if rows.shape != columns.shape or rows.dim() != 1:
         raise ValueError(f"qo_lens has shape {tuple(rows.shape)} and kv_lens {tuple(columns.shape)}: both are [batch].")
     return rows * columns, rows, columns

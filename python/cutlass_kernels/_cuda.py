@@ -129,8 +129,9 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
     replayed on any stream, beside others captured on the same: it gets a pair of its own, cleared by every replay.
     """
     if torch.cuda.is_current_stream_capturing():
-        _captured.append(torch.zeros(2, dtype=torch.int32, device=device))
-        return _captured[-1]
+        own = torch.zeros(2, dtype=torch.int32, device=device)
+        _captured.append(own)
+        return own
     key = (device.index, stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
     counters = _counters_of.get(key)
     if counters is None:

@@ -20,6 +20,7 @@ from ._plan import Options, Result, RunArgs
 _AS_PLANNED: Any = Options(False, None, -1, 0.0, None, None, None, False)  # type: ignore[arg-type]
 _wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)  # since torch 2.9
 
 # Scales are numbers or tensors: a number is in `factors`, beside a None in `scales`.
 _COMMON = (
@@ -182,6 +183,11 @@ def _run(
     wrapper = _wrappers.get(number)
     if wrapper is None:
         raise RuntimeError("a compiled function runs an attention wrapper that no longer exists: keep it alive.")
+    if _UNSAFE is None and not wrapper._use_cuda_graph and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a compiled function captures an attention wrapper whose later plans would not reach the graph, which this "
+            "torch cannot be told: make it with use_cuda_graph=True, or compile without CUDA graphs."
+        )
     q_scale, k_scale, v_scale = _joined(factors, scales)
 
     def run_now() -> Result:
@@ -320,9 +326,8 @@ _library = torch.library.Library("cutlass_kernels", "DEF")
 def _define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     # Kernels read strides, so a graph must pass tensors that lie in memory as those of the traced program.
     tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag]
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if name.startswith("run") and unsafe is not None:  # a plan that is made later would not reach a captured run
-        tags.append(unsafe)
+    if _UNSAFE is not None:  # a later plan would not reach a captured run; counters and slopes outlive the graph's pool
+        tags.append(_UNSAFE)
     _library.define(f"{name}({arguments}) -> (Tensor, Tensor)", tags=tags)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutlass_kernels::{name}", fake, lib=_library)

@@ -14,6 +14,7 @@ from . import _args, _dispatch
 from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
 
 INT_WORKSPACE_BYTES = 8 << 20
+MOST_KEYS = (1 << 31) - 1024  # a hint beyond it says nothing that kernels could use
 KERNEL_BACKENDS = ("fa2", "fa3")
 
 # What run() and its relatives return: out, or (out, lse) where the LSE is asked for. Any lets a type checker take the
@@ -102,7 +103,7 @@ class Batch:
     @property
     def total_kv(self) -> int:
         """Keys of all requests, rounded up to pages; 0 where the host does not know."""
-        return (self.kv.last or 0) * (self.page_size or 1)
+        return min((self.kv.last or 0) * (self.page_size or 1), MOST_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +273,21 @@ def workspace_size(backend: str, request: _dispatch.Request, offsets: Offsets) -
 
 
 def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, max_sequence_kv: int | None) -> Split:
-    """The rule by which the keys of a batch are split. A size of 0 or -1 is none."""
-    most = 0
-    if not batch.kv_lens.is_cuda and batch.kv_lens.numel():
+    """The rule by which the keys of a batch are split. A size of 0 or -1 is none.
+
+    ValueError where nothing tells how many pieces of a fixed size there may be.
+    """
+    fixed = min(max(int(fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
+    told = 0 if max_sequence_kv is None else int(max_sequence_kv)
+    most = told
+    if not told and not batch.kv_lens.is_cuda and batch.kv_lens.numel():
         most = int(batch.kv_lens.max())
-    elif max_sequence_kv is not None:
-        most = int(max_sequence_kv)
-    fixed = max(int(fixed_split_size or 0), 0) * (batch.page_size or 1)
-    return Split(fixed, bool(disable_split_kv), most)
+    if fixed and batch.page_size is None and not most and batch.kv_lens.is_cuda:
+        raise ValueError(
+            f"fixed_split_size={fixed_split_size} needs the lengths on the CPU (kv_indptr or seq_lens), or "
+            "max_sequence_kv."
+        )
+    return Split(fixed, bool(disable_split_kv), most, told)
 
 
 def int_workspace(device: torch.device) -> torch.Tensor:

@@ -86,12 +86,14 @@ class Split:
     """How the keys of short queries may be split.
 
     ``fixed_size`` (keys of a piece; 0: chosen from the batch) or ``disabled`` make the results of a request independent
-    of its batch. ``max_kv_len`` bounds the keys of a request where it is known (0: it is not).
+    of its batch. ``max_kv_len`` bounds the keys of a request where it is known (0: it is not); ``told`` is that bound
+    where it does not come from the lengths of one batch.
     """
 
     fixed_size: int = 0
     disabled: bool = False
     max_kv_len: int = 0
+    told: int = 0
 
 
 @dataclass(slots=True)

@@ -62,6 +62,7 @@ class BatchPrefillWrapper:
         self._graph_mask = False
         self._graph_mask_words: torch.Tensor | None = None  # the mask buffer, or the copy of it that kernels read
         self._graph_general: bool | None = None
+        self._graph_split: tuple[int, bool, int] | None = None
         if self._use_cuda_graph:
             self._check_buffers(buffers)
             self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
@@ -71,6 +72,10 @@ class BatchPrefillWrapper:
         self._cached_q_data_type: torch.dtype | None = None
         self._cached_kv_data_type: torch.dtype | None = None
         self._cached_o_data_type: torch.dtype | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
 
     # --- public, shared ---
 
@@ -239,7 +244,7 @@ class BatchPrefillWrapper:
         sizes: list[int] = []
         for x in tensors:
             sizes += [x.numel(), -x.numel() % 4]  # the next starts at a multiple of 16 bytes
-        pinned = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+        pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         parts = pinned.split(sizes)[::2]
         for part, x in zip(parts, tensors):
             part.copy_(x)
@@ -342,7 +347,7 @@ class BatchPrefillWrapper:
             bits = self._index(packed).device
         elif custom_mask is not None:
             if not sized:
-                custom_mask = custom_mask.to(self.device)
+                custom_mask = custom_mask.to(self.device, non_blocking=True)
             bits, offsets = _args.pack_mask(custom_mask, qo_lens, kv_lens)
         else:
             bits, offsets = _args.mask_of_rule(rule, qo_lens, kv_lens, room, self.device)
@@ -399,6 +404,7 @@ class BatchPrefillWrapper:
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
         """Makes ``plan`` the one that runs use. ``indices`` are stored as ``_<name>``, in graph mode by copying."""
         stored = {name: index.device for name, index in indices.items()}
+        self._check_split(plan)
         if self._dry_run:
             if plan.backend in KERNEL_BACKENDS:
                 self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, stored))
@@ -433,6 +439,7 @@ class BatchPrefillWrapper:
             self._max_total_num_rows = plan.total_q
         if self._use_cuda_graph and plan.schedule is not None:
             self._graph_general = plan.schedule.general
+            self._graph_split = self._graph_rule(plan)
         self._cached_q_data_type = plan.shape.q_dtype
         self._cached_kv_data_type = plan.shape.kv_dtype
         self._cached_o_data_type = plan.shape.o_dtype
@@ -444,13 +451,31 @@ class BatchPrefillWrapper:
         """The index tensors that runs will read."""
         raise NotImplementedError
 
+    @staticmethod
+    def _graph_rule(plan: Plan) -> tuple[int, bool, int]:
+        return plan.split.fixed_size, plan.split.disabled, plan.split.told
+
+    def _check_split(self, plan: Plan) -> None:
+        """ValueError where captured runs, which count on one rule for splitting keys, would find another's list."""
+        if not self._use_cuda_graph:
+            return
+        if self._graph_split not in (None, self._graph_rule(plan)):
+            raise ValueError(
+                "fixed_split_size, disable_split_kv and max_sequence_kv differ from the first plan of this wrapper, "
+                "which captured runs count on: pass the same, or use another wrapper."
+            )
+        if plan.split.fixed_size and plan.batch.page_size is None and not plan.split.told:
+            raise ValueError(
+                "fixed_split_size needs max_sequence_kv under CUDA graphs: captured runs serve other lengths."
+            )
+
     def _planned_offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> Offsets:
         """What the work list of a plan is made from."""
         offsets = self._offsets(plan, stored)
         offsets.total_q, offsets.general, offsets.split = plan.total_q, plan.is_general, plan.split
         offsets.partials = self._float_workspace_buffer
         if self._use_cuda_graph:  # what a captured run was told stays the same, whatever is planned later
-            offsets.split = dataclasses.replace(plan.split, max_kv_len=0)
+            offsets.split = dataclasses.replace(plan.split, max_kv_len=plan.split.told)
             if self._graph_general is not None:
                 offsets.general = self._graph_general
             if self._max_total_num_rows is not None:
@@ -663,8 +688,16 @@ class BatchPrefillWrapper:
 
 
 def _check_items(items: MultiItem, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> None:
-    """ValueError where the host knows that a row has no entry in ``token_pos``."""
-    if items.prefix_len.is_cuda or qo_lens.is_cuda or kv_lens.is_cuda or items.prefix_len.shape != kv_lens.shape:
+    """ValueError where sizes do not fit, or where the host knows that a row has no entry in ``token_pos``."""
+    count = kv_lens.numel()
+    if items.prefix_len.shape != kv_lens.shape:
+        raise ValueError(f"prefix_len_ptr has shape {tuple(items.prefix_len.shape)}, but there are {count} requests.")
+    if items.token_pos.numel() < count * items.token_pos_len:
+        raise ValueError(
+            f"token_pos_in_items_ptr has {items.token_pos.numel()} elements, but {count} requests with "
+            f"token_pos_in_items_len={items.token_pos_len} need {count * items.token_pos_len}."
+        )
+    if items.prefix_len.is_cuda or qo_lens.is_cuda or kv_lens.is_cuda:
         return
     rows = torch.where(qo_lens > 0, kv_lens - items.prefix_len.to(torch.int64), 0)
     if bool((rows > items.token_pos_len).any()):

@@ -200,6 +200,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         first_page, end_page = (0, 0) if kv.is_cuda else (int(kv[0]), int(kv[-1]))
         if end_page > pages.numel():
             raise ValueError(f"paged_kv_indptr ends at {end_page}, but paged_kv_indices has {pages.numel()} pages.")
+        if not kv.is_cuda and not self._use_cuda_graph:  # copies of a cache have a page per entry
+            pages = pages[: int(kv[-1])]
         if self._use_cuda_graph and pages.numel() > self._paged_kv_indices_buf.numel():
             raise ValueError(
                 f"paged_kv_indices has {pages.numel()} elements, but paged_kv_indices_buf room for "

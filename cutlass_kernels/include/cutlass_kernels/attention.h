@@ -41,8 +41,8 @@ CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend
 
 /// Writes the work list of a batch into `workspace` (device memory, 16-byte aligned) on `stream` and
 /// fills `schedule`. Mask, scale and tensors may change before attention(); the mask given here, and total_kv, only decide
-/// the size of tiles. A captured attention() goes on reading the list: plan for it with the same mask and totals each
-/// time. total_q is an upper bound of the rows the list must cover. Strides count where they are set: with kAuto,
+/// the size of tiles. A captured attention() goes on reading the list: plan for it with the same mask, totals,
+/// page size and rule for splitting keys (fixed_split_size, disable_split_kv, max_kv_len) each time. total_q is an upper bound of the rows the list must cover. Strides count where they are set: with kAuto,
 /// those that fa3 cannot read (0, or 16 GiB from token to token) make it a list for fa2.
 ///
 /// The workspace also holds the counters with which running kernels share out tiles: calls of attention() with one

@@ -92,7 +92,7 @@ inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
   const int heads = any ? p.num_kv_heads : 1;
   const std::int64_t pages = std::max<std::int64_t>(table.num_pages, 1);
   kernel_params->page_size = FastDivisor(std::uint32_t(table.page_size));
-  kernel_params->num_pages = std::uint32_t(std::min<std::int64_t>(table.num_pages, kNoPage));
+  kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(table.num_pages, 0, kNoPage));
   kernel_params->k_pages = {table.indices, 2 * table.k_stride_page, 2 * p.k.stride_token};
   kernel_params->v_pages = {table.v_indices == nullptr ? table.indices : table.v_indices,
                             2 * table.v_stride_page, 2 * p.v.stride_token};

@@ -22,8 +22,14 @@ __device__ SplitTile split_tile_at(const AttentionParams& p, int index) {
     return static_cast<const SplitTile*>(schedule.split_list)[index];
   }
   const int first = index * schedule.tile_rows;
-  return {first, min(schedule.tile_rows, int(p.total_q) - first), first * schedule.pieces,
-          schedule.pieces};
+  return {first,
+          min(schedule.tile_rows, int(p.total_q) - first),
+          first * schedule.pieces,
+          schedule.pieces,
+          int(p.total_q),
+          0,
+          int(p.total_kv),
+          0};
 }
 
 __device__ int split_tile_count(const AttentionParams& p) {
@@ -47,7 +53,11 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int head = in_tile - row * heads;
     const SplitTile tile = split_tile_at(p, index_of_tile);
     const std::int64_t token = tile.q_begin + row;
-    if (row >= tile.rows || token < 0 || token >= p.total_q) continue;
+    // As in find_work(): a request outside the tensors was not computed.
+    const bool inside =
+        min(tile.q_begin, tile.kv_begin) >= 0 && tile.q_end <= p.total_q &&
+        (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
+    if (row >= tile.rows || !inside) continue;
     // Piece i of this row and head.
     auto index = [&](int i) {
       return (std::int64_t(tile.partial_row) + std::int64_t(i) * tile.rows + row) * heads + head;

@@ -6,9 +6,15 @@
 
 namespace cutlass_kernels {
 
-/// Bytes that results of `rows` rows of pieces take: O and LSE of every query head, in fp32.
+/// Bytes of a row of the results of pieces: O and LSE of every query head, in fp32.
+inline std::size_t partial_row_bytes(const AttentionParams& params) {
+  return std::size_t(params.num_qo_heads) * (params.head_dim_vo + 1) * sizeof(float);
+}
+
+/// Bytes of `rows` of them, rounded up so that what follows is aligned: by less than a row, of which there are so
+/// partial_bytes / partial_row_bytes().
 inline std::size_t partial_bytes(const AttentionParams& params, std::int64_t rows) {
-  return std::size_t(rows) * params.num_qo_heads * (params.head_dim_vo + 1) * sizeof(float);
+  return (std::size_t(rows) * partial_row_bytes(params) + 15) / 16 * 16;
 }
 
 /// Enqueues the kernel that merges the pieces of all split tiles into params.o and params.lse. params.schedule says where
