@@ -85,13 +85,13 @@ class Index:
 
 @dataclass(slots=True)
 class Batch:
-    """The requests of a plan. ``kv_lens`` (int64, keys per request) are on the host where they are known there;
-    ``page_size`` and ``last_page_len`` are None for a ragged batch. ``page_bound`` is the number of pages that a cache
-    must have, as far as the host knows."""
+    """The requests of a plan. ``host_kv_lens`` are the keys of each (int64) where the host knows them; ``page_size``
+    and ``last_page_len`` are None for a ragged batch. ``page_bound`` is the number of pages that a cache must have, as
+    far as the host knows."""
 
     qo: Index
     kv: Index
-    kv_lens: torch.Tensor
+    host_kv_lens: torch.Tensor | None
     page_size: int | None = None
     last_page_len: Index | None = None
     page_bound: int = 0
@@ -99,6 +99,15 @@ class Batch:
     @property
     def size(self) -> int:
         return self.qo.device.numel() - 1
+
+    @property
+    def kv_lens(self) -> torch.Tensor:
+        """Keys per request (int64), on the host where they are known there; else computed, which few plans need."""
+        if self.host_kv_lens is not None:
+            return self.host_kv_lens
+        if self.last_page_len is None or self.page_size is None:
+            return _args.lens(self.kv.device)
+        return _args.paged_kv_lens(self.kv.device, self.last_page_len.device, self.page_size)
 
     @property
     def total_kv(self) -> int:
@@ -279,10 +288,10 @@ def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, ma
     """
     fixed = min(max(int(fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
     told = 0 if max_sequence_kv is None else int(max_sequence_kv)
-    most = told
-    if not told and not batch.kv_lens.is_cuda and batch.kv_lens.numel():
-        most = int(batch.kv_lens.max())
-    if fixed and batch.page_size is None and not most and batch.kv_lens.is_cuda:
+    known, most = batch.host_kv_lens, told
+    if not told and known is not None and known.numel():
+        most = int(known.max())
+    if fixed and batch.page_size is None and not told and known is None:
         raise ValueError(
             f"fixed_split_size={fixed_split_size} needs the lengths on the CPU (kv_indptr or seq_lens), or "
             "max_sequence_kv."

@@ -292,13 +292,11 @@ class BatchPrefillWrapper:
         """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
         _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         user_mask = custom_mask is not None or packed_custom_mask is not None
-        qo_lens = batch.kv_lens  # not read where nothing has a mask
-        if items is not None or user_mask or self._graph_mask:
-            qo_lens = _args.lens(batch.qo.known)
+        told_rows = None
         total_q = batch.qo.last
         if total_q is None and seq_lens_q is not None and seq_lens_q.device.type == "cpu":
-            qo_lens = _args.index_vector("seq_lens_q", seq_lens_q, batch.size).to(torch.int64)
-            total_q = int(qo_lens.sum())
+            told_rows = _args.index_vector("seq_lens_q", seq_lens_q, batch.size).to(torch.int64)
+            total_q = int(told_rows.sum())
         limit = self._max_total_num_rows
         if self._use_cuda_graph and total_q is not None and limit is not None and total_q > limit:
             raise ValueError(
@@ -306,15 +304,18 @@ class BatchPrefillWrapper:
                 "or run, for which the CUDA graph was captured."
             )
         bits, bits_indptr = None, None
-        rule = _plan.keys_before if values.causal else _plan.every_key
-        if items is not None:
-            _check_items(items, qo_lens, batch.kv_lens)
-            tensors = (self._index(items.prefix_len).device, self._index(items.token_pos).device)
-            items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)
-            if self._makes_bits_of_items(qo_lens, batch.kv_lens):
-                bits, bits_indptr = self._pack(None, None, _plan.keys_of_items(items), qo_lens, batch.kv_lens)
-        elif user_mask or self._graph_mask:
-            bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, batch.kv_lens)
+        if items is not None or user_mask or self._graph_mask:  # lengths are read for masks alone
+            qo_lens = _args.lens(batch.qo.known) if told_rows is None else told_rows
+            kv_lens = batch.kv_lens
+            if items is not None:
+                _check_items(items, qo_lens, kv_lens)
+                tensors = (self._index(items.prefix_len).device, self._index(items.token_pos).device)
+                items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)
+                if self._makes_bits_of_items(qo_lens, kv_lens):
+                    bits, bits_indptr = self._pack(None, None, _plan.keys_of_items(items), qo_lens, kv_lens)
+            else:
+                rule = _plan.keys_before if values.causal else _plan.every_key
+                bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, kv_lens)
         paged = batch.page_size is not None
         layout = None
         if not paged and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:

@@ -390,13 +390,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         return self._forward(values, lambda: self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, **run_args))
 
 
-def _kv_lens(kv: Index, last: Index, page_size: int, seq_lens: torch.Tensor | None) -> torch.Tensor:
-    """Keys per request, on the host if the page table or ``seq_lens`` came from there."""
+def _kv_lens(kv: Index, last: Index, page_size: int, seq_lens: torch.Tensor | None) -> torch.Tensor | None:
+    """Keys per request, if the page table or ``seq_lens`` came from the host."""
     told = None
     if seq_lens is not None and seq_lens.device.type == "cpu":
         told = _args.index_vector("seq_lens", seq_lens, last.device.numel()).to(torch.int64)
     if kv.host is None or last.host is None:
-        return told if told is not None else _args.paged_kv_lens(kv.device, last.device, page_size)
+        return told
     kv_lens = _args.paged_kv_lens(kv.host, last.host, page_size)
     if told is not None and not torch.equal(told, kv_lens):
         at = int((told != kv_lens).nonzero()[0])

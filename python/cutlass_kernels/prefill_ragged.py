@@ -203,7 +203,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         )
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         qo_index, kv_index = self._indices(qo, kv)
-        kv_lens = _args.lens(kv_index.known)
+        kv_lens = None if kv_index.host is None else _args.lens(kv_index.host)
         if kv_index.host is None and seq_lens is not None and seq_lens.device.type == "cpu":
             kv_lens = _args.index_vector("seq_lens", seq_lens, count).to(torch.int64)
         batch = _plan.Batch(qo_index, kv_index, kv_lens)
