@@ -1,7 +1,7 @@
 // What launches need to know of the current device. A device is asked once: its answers never change.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdint>
@@ -59,5 +59,25 @@ class DoneOnDevices {
   }
   std::atomic<std::uint64_t> done_{0};
 };
+
+/// Launches a kernel that needs more shared memory than it may have by default. `allowed` is the kernel's own; asking each time
+/// would cost as much as a fifth of the launch.
+template <class Params>
+cudaError_t launch_with_shared_memory(cudaLaunchConfig_t config, void (*kernel)(Params),
+                                      const Params& params, int device, DoneOnDevices* allowed) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const bool known = allowed->contains(device);
+  if (known) error = cudaLaunchKernelEx(&config, kernel, params);
+  if (error == cudaErrorInvalidValue) {  // not allowed yet, or forgotten in a cudaDeviceReset()
+    if (known) cudaGetLastError();
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 int(config.dynamicSmemBytes));
+    if (error == cudaSuccess) {
+      allowed->add(device);
+      error = cudaLaunchKernelEx(&config, kernel, params);
+    }
+  }
+  return error;
+}
 
 }  // namespace cutlass_kernels

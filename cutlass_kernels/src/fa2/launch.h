@@ -118,17 +118,16 @@ Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
 
   auto* kernel = &attention_kernel<Element, Tile, kLogits, kPaged>;
   constexpr int kBytes = kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error == cudaSuccess) {
-    // Unlike cudaGetLastError(), its result speaks of this launch only.
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(tiles) * unsigned(p.num_qo_heads / packed_heads));
-    config.blockDim = dim3(Tile::kThreads);
-    config.dynamicSmemBytes = kBytes;
-    config.stream = stream;
-    error = cudaLaunchKernelEx(&config, kernel, kernel_params);
-  }
+  Device device;
+  if (Status asked = current_device(&device); !asked.ok()) return asked;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(tiles) * unsigned(p.num_qo_heads / packed_heads));
+  config.blockDim = dim3(Tile::kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  static DoneOnDevices allowed;  // this kernel, so much shared memory
+  const cudaError_t error =
+      launch_with_shared_memory(config, kernel, kernel_params, device.index, &allowed);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
 }
 

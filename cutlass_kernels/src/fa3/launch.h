@@ -178,17 +178,8 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   static DoneOnDevices allowed;  // this kernel, so much shared memory
-  cudaError_t error = cudaErrorInvalidValue;
-  const bool known = allowed.contains(device.index);
-  if (known) error = cudaLaunchKernelEx(&config, kernel, kernel_params);
-  if (error == cudaErrorInvalidValue) {  // not allowed yet, or forgotten in a cudaDeviceReset()
-    if (known) cudaGetLastError();
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error == cudaSuccess) {
-      allowed.add(device.index);
-      error = cudaLaunchKernelEx(&config, kernel, kernel_params);
-    }
-  }
+  const cudaError_t error =
+      launch_with_shared_memory(config, kernel, kernel_params, device.index, &allowed);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);
 }
 
