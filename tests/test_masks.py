@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from problems import Batch, Options, expect, indptr, make_batch
+from problems import Batch, Options, expect, indptr, make_batch, wrapper_of
 
 import cutlass_kernels as ck
 from cutlass_kernels import _masks
@@ -328,13 +328,7 @@ def test_plans_with_masks_do_not_synchronise(kernel_backend, lengths_on):
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_masks_come_and_go_with_plans(target, kind):
     batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
-    paged = batch.paged(8)
-    if kind == "ragged":
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
-        table, rest, data = (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
-    else:
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
-        table, rest, data = paged.table(), (*batch.heads, 8), (paged.cache,)
+    wrapper, table, rest, data = wrapper_of(kind, target, batch)
     masked = (Options(custom_masks=batch.random_masks()) for _ in range(3))
     for options in (Options(causal=True), next(masked), Options(), next(masked), next(masked), Options(causal=True)):
         mask = {} if options.custom_masks is None else {"custom_mask": flat(options.custom_masks)}
