@@ -252,8 +252,8 @@ def expect(batch: Batch, options: Options | None = None, *, decode: bool = False
 
 
 def wrapper_of(kind: str, target: Any, batch: Batch) -> tuple[Any, tuple[torch.Tensor, ...], tuple[int, ...], Any]:
-    """A "ragged" or "paged" wrapper with pages of 8; what plan() takes behind qo_indptr: offsets, then sizes; what run()
-    takes behind q.
+    """A "ragged" or "paged" wrapper with pages of 8; what plan() takes behind qo_indptr: offsets, then sizes; what
+    run() takes behind q.
     """
     if kind == "ragged":
         wrapper: Any = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
