@@ -10,6 +10,8 @@ import oracle
 import torch
 from guards import poison_
 
+import cutlass_kernels as ck
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -247,3 +249,15 @@ def expect(batch: Batch, options: Options | None = None, *, decode: bool = False
         lses.append(exact.lse)
         bases.append(oracle.attention(q16, k16, v16, arithmetic=compute, **common).out.to(compute))
     return Expected(torch.cat(outs), torch.cat(lses), torch.cat(bases))
+
+
+def wrapper_of(kind: str, target: Any, batch: Batch) -> tuple[Any, tuple[torch.Tensor, ...], tuple[int, ...], Any]:
+    """A "ragged" or "paged" wrapper with pages of 8; what plan() takes behind qo_indptr: offsets, then sizes; what
+    run() takes behind q.
+    """
+    if kind == "ragged":
+        wrapper: Any = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+        return wrapper, (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
+    paged = batch.paged(8)
+    return wrapper, paged.table(), (*batch.heads, 8), (paged.cache,)

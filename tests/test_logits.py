@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from problems import Batch, Options, expect, make_batch
+from problems import Batch, Options, expect, make_batch, wrapper_of
 from test_masks import KINDS, batch_for, check, run
 
 import cutlass_kernels as ck
@@ -177,13 +177,7 @@ def test_scales_in_tensors(target, kind, form, cap):
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_runs_of_one_plan_with_and_without_scales(target, kind):
     batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
-    paged = batch.paged(8)
-    if kind == "ragged":
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
-        table, rest, data = (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
-    else:
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
-        table, rest, data = paged.table(), (*batch.heads, 8), (paged.cache,)
+    wrapper, table, rest, data = wrapper_of(kind, target, batch)
     plain = Options(causal=True)
     for mode in ("NONE", "ALIBI", "NONE"):
         wrapper.plan(batch.qo_indptr(), *table, *rest, causal=True, pos_encoding_mode=mode)

@@ -6,10 +6,10 @@ import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from problems import Batch, Options, expect, indptr, make_batch
+from problems import Batch, Options, expect, indptr, make_batch, wrapper_of
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _plan
+from cutlass_kernels import _masks
 from cutlass_kernels._problem import MultiItem
 
 KINDS = ["single", "ragged", "paged"]
@@ -148,7 +148,7 @@ def test_packed_mask_at_any_address(target, kind, first):
 def test_whole_words(size, first):
     buffer = torch.arange(first + size, dtype=torch.uint8)
     bits = buffer[first:]
-    words = _args.whole_words(bits)
+    words = _masks.whole_words(bits)
     assert words.data_ptr() % 4 == 0 and torch.equal(words[:size], bits)
     readable = words.untyped_storage().nbytes() - words.storage_offset()
     assert words.numel() > 0 and readable >= (words.numel() + 3) // 4 * 4
@@ -158,10 +158,10 @@ def test_whole_words(size, first):
 @pytest.mark.parametrize("count", [1, 8, 9, 32, 33, 100])
 def test_packed_masks_of_ours_are_whole_words(count):
     bits = ck.packbits(torch.ones(count, dtype=torch.bool), bitorder="little")
-    assert _args.whole_words(bits) is bits
+    assert _masks.whole_words(bits) is bits
     bounds = torch.tensor([0, count, 2 * count])
     bits, _ = ck.segment_packbits(torch.ones(2 * count, dtype=torch.bool), bounds, "little")
-    assert _args.whole_words(bits) is bits
+    assert _masks.whole_words(bits) is bits
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,7 +251,7 @@ def test_items_as_bits():
     kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
     qo_lens = [kv_lens[0], 0, kv_lens[2], 7]
     given = multi_item_arguments(items, "cpu")
-    rule = _plan.keys_of_items(
+    rule = _masks.keys_of_items(
         MultiItem(
             given["prefix_len_ptr"],
             given["token_pos_in_items_ptr"],
@@ -259,7 +259,7 @@ def test_items_as_bits():
             given["max_item_len_ptr"],
         )
     )
-    bits, offsets = _args.mask_of_rule(rule, torch.tensor(qo_lens), torch.tensor(kv_lens), 0, torch.device("cpu"))
+    bits, offsets = _masks.mask_of_rule(rule, torch.tensor(qo_lens), torch.tensor(kv_lens), 0, torch.device("cpu"))
     for b, (n, m) in enumerate(zip(qo_lens, kv_lens)):
         want = oracle.pack_bits(oracle.visible(n, m, multi_item=items[b]), "little")
         assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)
@@ -328,13 +328,7 @@ def test_plans_with_masks_do_not_synchronise(kernel_backend, lengths_on):
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_masks_come_and_go_with_plans(target, kind):
     batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
-    paged = batch.paged(8)
-    if kind == "ragged":
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
-        table, rest, data = (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
-    else:
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
-        table, rest, data = paged.table(), (*batch.heads, 8), (paged.cache,)
+    wrapper, table, rest, data = wrapper_of(kind, target, batch)
     masked = (Options(custom_masks=batch.random_masks()) for _ in range(3))
     for options in (Options(causal=True), next(masked), Options(), next(masked), next(masked), Options(causal=True)):
         mask = {} if options.custom_masks is None else {"custom_mask": flat(options.custom_masks)}

@@ -257,7 +257,7 @@ std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with
     if (needs_list(params)) {
       bytes = list_bytes(count + rule.extra_tiles, rule);
     } else {
-      rows = params.total_q * rule.most_pieces;
+      rows = rule.most_pieces > 1 ? params.total_q * rule.most_pieces : 0;
     }
     if (with_partial) {
       bytes += partial_bytes(params, rows);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ except ImportError:
     _C = None
 
 Scale = float | torch.Tensor
-Lengths = Sequence[int] | torch.Tensor
-Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of mask_of_rule
 
 LAYOUTS = ("NHD", "HND")
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -503,134 +501,3 @@ def descale(
     if isinstance(logits, torch.Tensor) and logits.numel() > 1:
         return 1.0, logits, values
     return logits, None, values
-
-
-# --- custom masks ------------------------------------------------------------------------------------------------
-
-
-def pack_mask(custom_mask: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs a boolean mask into little-endian bits, each request starting on a byte.
-
-    ``custom_mask`` is the concatenation of the row-major ``[qo_len, kv_len]`` masks of all requests, flattened; for one
-    request also that 2-D mask. Returns the bits (uint8, the mask's device) and the first byte of every request (int32
-    ``[batch + 1]``, the lengths' device). ValueError where the mask is not boolean or shorter than the lengths say.
-    """
-    from .quantization import pack_segments
-
-    if not isinstance(custom_mask, torch.Tensor) or custom_mask.is_floating_point() or custom_mask.is_complex():
-        what = custom_mask.dtype if isinstance(custom_mask, torch.Tensor) else type(custom_mask).__name__
-        raise ValueError(f"custom_mask is {what}: pass a bool tensor, True where a row sees a key.")
-    sizes, rows, columns = _mask_sizes(qo_lens, kv_lens)
-    if custom_mask.dim() == 2 and sizes.numel() == 1 and not sizes.is_cuda:
-        if tuple(custom_mask.shape) != (int(rows[0]), int(columns[0])):
-            raise ValueError(
-                f"custom_mask has shape {tuple(custom_mask.shape)}, but qo_len={int(rows[0])} and "
-                f"kv_len={int(columns[0])}: it must be [qo_len, kv_len]."
-            )
-    elif custom_mask.dim() != 1 and not (custom_mask.dim() == 2 and sizes.numel() == 1):
-        raise ValueError(
-            f"custom_mask has shape {tuple(custom_mask.shape)}: flatten and concatenate the masks of the "
-            f"{sizes.numel()} requests into one dimension."
-        )
-    flat = custom_mask.reshape(-1)
-    if flat.dtype != torch.bool:
-        flat = flat != 0
-    elements = _offsets(sizes)
-    byte_offsets = _offsets((sizes + 7) // 8)
-    if sizes.is_cuda:
-        total = flat.numel() // 8 + sizes.numel()  # an upper bound, known without reading the lengths
-    else:
-        needed = int(elements[-1])
-        if flat.numel() < needed:
-            raise ValueError(
-                f"custom_mask has {flat.numel()} elements, but the lengths say sum(qo_len * kv_len) = {needed}."
-            )
-        total = _check_bytes(int(byte_offsets[-1]))
-    return pack_segments(flat, elements, byte_offsets, total, "little"), byte_offsets.to(torch.int32)
-
-
-def mask_of_rule(
-    sees: Rule,
-    qo_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    room: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask of a rule, as :func:`pack_mask` returns masks, on ``device``.
-
-    ``sees(request, position, key)`` (int64 tensors that broadcast) tells whether a row at a position sees a key. Where
-    the lengths are on a CUDA device, the result has ``room`` bytes. ValueError where it has more than int32 counts.
-    """
-    from .quantization import pack_rule
-
-    sizes, _, _ = _mask_sizes(qo_lens, kv_lens)
-    byte_offsets = _offsets((sizes + 7) // 8)
-    total = room if sizes.is_cuda else _check_bytes(int(byte_offsets[-1]))
-    sizes, byte_offsets, rows, columns = (
-        x.to(device, non_blocking=True) for x in (sizes, byte_offsets, qo_lens, kv_lens)
-    )
-    width = columns.clamp(min=1)
-
-    def bit(request: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
-        row = element.div(width[request], rounding_mode="floor")
-        return sees(request, row + (columns - rows)[request], element - row * width[request])
-
-    return pack_rule(bit, sizes, byte_offsets, total, "little"), byte_offsets.to(torch.int32)
-
-
-def whole_words(bits: torch.Tensor) -> torch.Tensor:
-    """``bits`` if they lie in memory as 32-bit words that may all be read, else a copy that does; never empty."""
-    size = max((bits.numel() + 3) // 4 * 4, 4)
-    if bits.numel() and bits.data_ptr() % 4 == 0 and bits.storage_offset() + size <= bits.untyped_storage().nbytes():
-        return bits
-    words = bits.new_zeros(size)
-    words[: bits.numel()].copy_(bits)
-    return words
-
-
-def check_packed_mask(bits: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> torch.Tensor:
-    """The first byte of every request (int32 ``[batch + 1]``) in bits packed as by :func:`pack_mask`.
-
-    ValueError where ``bits`` is not a 1-D contiguous uint8 tensor or holds fewer bytes than the lengths say.
-    """
-    if not isinstance(bits, torch.Tensor) or bits.dtype != torch.uint8 or bits.dim() != 1 or not bits.is_contiguous():
-        what = f"{tuple(bits.shape)} {bits.dtype}" if isinstance(bits, torch.Tensor) else type(bits).__name__
-        raise ValueError(
-            f"packed_custom_mask is {what}: pass the contiguous 1-D uint8 tensor that packbits or segment_packbits "
-            "returns with bitorder='little'."
-        )
-    sizes, _, _ = _mask_sizes(qo_lens, kv_lens)
-    byte_offsets = _offsets((sizes + 7) // 8)
-    if not sizes.is_cuda:
-        needed = _check_bytes(int(byte_offsets[-1]))
-        if bits.numel() < needed:
-            raise ValueError(
-                f"packed_custom_mask has {bits.numel()} bytes, but the lengths say sum(ceil(qo_len * kv_len / 8)) = "
-                f"{needed}."
-            )
-    return byte_offsets.to(torch.int32)
-
-
-def _mask_sizes(qo_lens: Lengths, kv_lens: Lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, columns = (
-        x.to(torch.int64) if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.int64, device="cpu")
-        for x in (qo_lens, kv_lens)
-    )
-    if rows.device != columns.device:  # meet on the CUDA device: reading it back would synchronise
-        device = rows.device if rows.is_cuda else columns.device
-        rows, columns = rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
-    if rows.shape != columns.shape or rows.dim() != 1:
-        raise ValueError(f"qo_lens has shape {tuple(rows.shape)} and kv_lens {tuple(columns.shape)}: both are [batch].")
-    return rows * columns, rows, columns
-
-
-def _offsets(sizes: torch.Tensor) -> torch.Tensor:
-    result = torch.zeros(sizes.numel() + 1, dtype=torch.int64, device=sizes.device)
-    torch.cumsum(sizes, 0, out=result[1:])
-    return result
-
-
-def _check_bytes(total: int) -> int:
-    if total > _INT32_MAX:
-        raise ValueError(f"the packed masks of this batch take {total} bytes, more than int32 offsets reach: split it.")
-    return total

@@ -348,31 +348,3 @@ def offsets(lens: torch.Tensor) -> torch.Tensor:
     result = torch.zeros(lens.numel() + 1, dtype=torch.int64, device=lens.device)
     torch.cumsum(lens, 0, out=result[1:])
     return result.to(torch.int32)
-
-
-def every_key(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A rule for :func:`_args.mask_of_rule`: rows see all keys."""
-    return torch.ones_like(key, dtype=torch.bool)
-
-
-def keys_before(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A rule for :func:`_args.mask_of_rule`: the causal mask."""
-    return key <= position
-
-
-def keys_of_items(items: MultiItem) -> _args.Rule:
-    """The rule of multi-item scoring, for :func:`_args.mask_of_rule`; the tensors of ``items`` are on its device.
-
-    A row behind the end of its request's token positions counts as a delimiter, which sees the prefix only.
-    """
-    prefix_len, length = items.prefix_len.to(torch.int64), items.token_pos_len
-    token_pos = torch.nn.functional.pad(items.token_pos.to(torch.int64), (0, 1))
-
-    def sees(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        prefix = prefix_len[request]
-        entry = position - prefix
-        place = torch.where((entry >= 0) & (entry < length), request * length + entry, token_pos.numel() - 1)
-        back = token_pos[place.clamp_(max=token_pos.numel() - 1)]
-        return (key <= position) & ((entry < 0) | (key < prefix) | (key > position - back))
-
-    return sees

@@ -59,8 +59,8 @@ class Mask:
 
     ``bits`` (packed little-endian uint8, one byte-aligned segment per request starting at ``bits_indptr[b]`` bytes) and
     ``multi_item`` replace ``causal``; ``window_left`` always applies; ``chunk_size`` implies causal. Where both are
-    given, ``bits`` are those of ``multi_item``: kernels need them, in words (``_args.whole_words``) and with offsets on
-    the same device.
+    given, ``bits`` are those of ``multi_item``: kernels need them, in words (``_masks.whole_words``) and with offsets
+    on the same device.
     """
 
     causal: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _ops, _plan, _repeat
+from . import _args, _dispatch, _masks, _ops, _plan, _repeat
 from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
 
@@ -277,14 +277,14 @@ def _set_bits(
 ) -> None:
     qo_lens, kv_lens = [q.size(0)], [kv_len]
     if packed is not None:
-        mask.bits_indptr = _args.check_packed_mask(packed, qo_lens, kv_lens)
+        mask.bits_indptr = _masks.check_packed_mask(packed, qo_lens, kv_lens)
         mask.bits = packed
     else:
         assert custom is not None
-        mask.bits, mask.bits_indptr = _args.pack_mask(custom, qo_lens, kv_lens)
+        mask.bits, mask.bits_indptr = _masks.pack_mask(custom, qo_lens, kv_lens)
     assert mask.bits is not None
     _args.same_device(q.device, custom_mask=mask.bits)
-    mask.bits = _args.whole_words(mask.bits)
+    mask.bits = _masks.whole_words(mask.bits)
 
 
 def attend(
