@@ -10,19 +10,49 @@
 namespace cutlass_kernels {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kWords = 32 * kWarps;  // of 32 keys, looked at together
+constexpr int kWarps = 32;
+constexpr int kWords = 256;    // of 32 keys, looked at together
+constexpr int kRowsAhead = 4;  // whose words are read at once: the loads are what takes the time
 
-// A block per tile. Of each chunk of keys: which of them some row sees, warps taking rows in turn; then a thread per word.
+// The longest run of ones in a sequence of bits that comes in words.
+struct LongestRun {
+  int begin = 0, length = 0;  // of the longest
+  int current = 0;            // length of the run that ends where the sequence does, so far
+  int at = 0;                 // bits so far
+
+  CUTE_DEVICE void append(std::uint32_t bits) {
+    for (int rest = 32; rest > 0;) {
+      const int ones = min(bits == ~0u ? 32 : __ffs(~bits) - 1, rest);
+      current += ones;
+      if (current > length) {
+        length = current;
+        begin = at + ones - current;
+      }
+      at += ones;
+      rest -= ones;
+      if (rest == 0) return;
+      bits >>= ones;
+      const int zeros = min(bits == 0 ? 32 : __ffs(bits) - 1, rest);
+      current = 0;
+      at += zeros;
+      rest -= zeros;
+      bits = zeros == 32 ? 0 : bits >> zeros;
+    }
+  }
+};
+
+// A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, warps taking rows in turn; then a
+// thread per word.
 __global__ void __launch_bounds__(32 * kWarps)
     mask_extents_kernel(__grid_constant__ const AttentionParams p, MaskExtent* extents) {
-  __shared__ std::uint32_t seen[kWords];
+  __shared__ std::uint32_t by_some[kWords], by_all[kWords];
+  __shared__ std::uint32_t full_words[kWords / 32];  // a bit per word of by_all: no zero in it
   __shared__ int begin, end, count;
   if (threadIdx.x == 0) {
     begin = 0x7fffffff;
     end = count = 0;
   }
-  __syncthreads();
+  LongestRun seen_by_all;  // in words; thread 0's
   TileOrder order{};
   order.tiles = p.schedule.capacity;
   WorkItem work;
@@ -33,32 +63,63 @@ __global__ void __launch_bounds__(32 * kWarps)
     const std::int64_t first_bit =
         p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
     for (int chunk = 0; chunk < work.kv_len; chunk += 32 * kWords) {
-      seen[threadIdx.x] = 0;
+      if (threadIdx.x < kWords) {
+        by_some[threadIdx.x] = 0;
+        by_all[threadIdx.x] = ~0u;
+      }
       __syncthreads();
-      for (int row = first_row + threadIdx.x / 32; row < end_row; row += kWarps) {
-        const std::int64_t bit = first_bit + std::int64_t(row) * work.kv_len;
-        for (int word = threadIdx.x % 32; word < kWords; word += 32) {
-          const int key = chunk + 32 * word;
-          if (key >= work.kv_len) break;
-          const std::uint32_t bits =
-              bits_at(p.mask, bit + key) & bits_between(window.lo(row) - key, window.hi(row) - key);
-          if (bits != 0) atomicOr(&seen[word], bits);
+      for (int word = threadIdx.x % 32; word < kWords; word += 32) {
+        const int key = chunk + 32 * word;
+        if (key >= work.kv_len) break;
+        std::uint32_t some = 0, all = ~0u;
+        for (int row0 = first_row + int(threadIdx.x / 32); row0 < end_row;
+             row0 += kWarps * kRowsAhead) {
+          std::uint32_t bits[kRowsAhead];
+          CUTE_UNROLL
+          for (int i = 0; i < kRowsAhead; ++i) {  // past the last row, the last row again
+            const int row = min(row0 + i * kWarps, end_row - 1);
+            bits[i] = bits_at(p.mask, first_bit + std::int64_t(row) * work.kv_len + key);
+          }
+          CUTE_UNROLL
+          for (int i = 0; i < kRowsAhead; ++i) {
+            const int row = min(row0 + i * kWarps, end_row - 1);
+            all &= bits[i];
+            some |= bits[i] & bits_between(window.lo(row) - key, window.hi(row) - key);
+          }
         }
+        atomicOr(&by_some[word], some);
+        atomicAnd(&by_all[word], all);
       }
       __syncthreads();
-      const std::uint32_t bits = seen[threadIdx.x];
-      const int key = chunk + 32 * int(threadIdx.x);
-      if (bits != 0) {
-        atomicMin(&begin, key + __ffs(bits) - 1);
-        atomicMax(&end, key + 32 - __clz(bits));
-        atomicAdd(&count, __popc(bits));
+      if (threadIdx.x < kWords) {
+        const int key = chunk + 32 * int(threadIdx.x);
+        const std::uint32_t some = by_some[threadIdx.x];
+        if (some != 0) {
+          atomicMin(&begin, key + __ffs(some) - 1);
+          atomicMax(&end, key + 32 - __clz(some));
+          atomicAdd(&count, __popc(some));
+        }
+        // Keys behind the last one do not count.
+        const bool full =
+            key < work.kv_len && (by_all[threadIdx.x] | ~bits_between(0, work.kv_len - key)) == ~0u;
+        const std::uint32_t words = __ballot_sync(0xffffffffu, full);
+        if (threadIdx.x % 32 == 0) full_words[threadIdx.x / 32] = words;
       }
       __syncthreads();
+      if (threadIdx.x == 0) {
+        for (const std::uint32_t words : full_words) seen_by_all.append(words);
+      }
     }
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    extents[blockIdx.x] = end == 0 ? MaskExtent{} : MaskExtent{begin, end, count < end - begin, 0};
+    MaskExtent extent{};
+    if (end != 0) {
+      extent = {begin, end, 32 * seen_by_all.begin,
+                min(32 * (seen_by_all.begin + seen_by_all.length), work.kv_len),
+                count < end - begin};
+    }
+    extents[blockIdx.x] = extent;
   }
 }
 

@@ -9,14 +9,16 @@
 
 namespace cutlass_kernels {
 
-// The 32 bits from `bit` on. Words past the mask's end are not read: whatever they would say is about rows or keys that do
-// not exist, or about a request whose offset, which was never checked, makes no sense.
+// Words past the mask's end are not read: whatever they would say is about rows or keys that do not exist, or about a
+// request whose offset, which was never checked, makes no sense.
+CUTE_DEVICE std::uint32_t word_at(const BitMask& mask, std::int64_t index) {
+  return 0 <= index && index < mask.num_words ? __ldg(mask.words + index) : 0u;
+}
+
+// The 32 bits from `bit` on.
 CUTE_DEVICE std::uint32_t bits_at(const BitMask& mask, std::int64_t bit) {
   const std::int64_t at = bit >> 5;
-  auto word = [&](std::int64_t i) {
-    return 0 <= i && i < mask.num_words ? __ldg(mask.words + i) : 0u;
-  };
-  return __funnelshift_r(word(at), word(at + 1), std::uint32_t(bit) & 31);
+  return __funnelshift_r(word_at(mask, at), word_at(mask, at + 1), std::uint32_t(bit));
 }
 
 // Bits [begin, end) of 32; either may lie outside.

@@ -32,6 +32,15 @@ CUTE_DEVICE void mask_unless_above(float& s, int limit, int position) {
                : "r"(limit), "r"(position));
 }
 
+// s = -inf unless bit `bit`, a constant, of `bits` is set.
+CUTE_DEVICE void mask_unless_bit(float& s, std::uint32_t bits, int bit) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b32 t;\nand.b32 t, %1, %2;\nsetp.eq.u32 p, t, 0;\n"
+      "selp.f32 %0, 0fFF800000, %0, p;\n}"
+      : "+f"(s)
+      : "r"(bits), "r"(1u << bit));
+}
+
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr float kHeadroom = 8.0f;  // log2: P stays below 2^8

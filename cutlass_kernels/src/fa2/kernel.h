@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   int key_begin = mask.lo(row_begin);
   int key_end = mask.hi(row_end - 1);
   [[maybe_unused]] bool hides = p.mask.words != nullptr;  // some key may be seen by no row
+  [[maybe_unused]] int bits_begin = 0, bits_end = 0;      // keys that all rows see, by a bit mask
   if constexpr (kLogits == Logits::kGeneral) {
     if (p.schedule.mask_extents != nullptr) {
       const MaskExtent extent =
@@ -108,6 +109,10 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       key_begin = max(key_begin, extent.begin);
       key_end = max(min(key_end, extent.end), key_begin);
       hides = extent.hides != 0;
+      if (p.window_left < 0) {
+        bits_begin = extent.all_begin;
+        bits_end = extent.all_end;
+      }
     }
   }
   int block_begin = key_begin / kBlockN;
@@ -275,7 +280,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   };
 
   // ---- What only the general variant has. ----
-  VisibleKeys<Tile> visible{p.mask, mask, request_bit, row_at, row_end};
+  VisibleKeys<Tile> visible{p.mask, mask, request_bit, row_at, row_end, bits_begin, bits_end};
   std::uint32_t found = 0;  // by the lane, of the step
   auto fetch_mask = [&](int first_key) {
     if constexpr (kGeneral) visible.fetch(first_key + part * kTilesN * 8);

@@ -5,7 +5,8 @@
 // the lanes that have them.
 //
 // The words of a bit mask are read a step ahead, before P V, since there are no registers for them while Q K^T is
-// computed. So it is known by then which steps no row sees, and which need no mask.
+// computed. So it is known by then which steps no row sees, and which need no mask. Those of a range of keys that all rows
+// of the tile see (mask_extents.h) are not read.
 #pragma once
 
 #include <cute/config.hpp>
@@ -20,15 +21,6 @@
 #include "fa2/shared.h"
 
 namespace cutlass_kernels::fa2 {
-
-// s = -inf unless bit `bit`, a constant, is set. Spelled out for the reason given at mask_unless_below().
-CUTE_DEVICE void mask_unless_bit(float& s, std::uint32_t bits, int bit) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b32 t;\nand.b32 t, %1, %2;\nsetp.eq.u32 p, t, 0;\n"
-      "selp.f32 %0, 0fFF800000, %0, p;\n}"
-      : "+f"(s)
-      : "r"(bits), "r"(1u << bit));
-}
 
 // The lowest n bits: none for n <= 0, all from 32 on.
 CUTE_DEVICE std::uint32_t low_bits(int n) { return __funnelshift_lc(~0u, 0u, max(n, 0)); }
@@ -135,7 +127,9 @@ struct VisibleKeys {
   const IntervalMask& interval;
   std::int64_t request_bit;  // the request's first bit
   WarpRows<Tile> row_at;
-  int row_end;              // rows from here on, of the tile, do not exist
+  int row_end;    // rows from here on, of the tile, do not exist
+  int all_begin;  // keys that all rows of the tile see
+  int all_end;
   std::uint32_t low = ~0u;  // the two words that a lane's bits lie in; all ones without a bit mask
   std::uint32_t high = ~0u;
 
@@ -155,7 +149,7 @@ struct VisibleKeys {
     return {row, key, request_bit + std::int64_t(row) * interval.kv_len + key};
   }
 
-  // Words past the mask's end are not read: see bits_at().
+  // Words past the mask's end are not read: see word_at().
   CUTE_DEVICE std::uint32_t word(std::int64_t at) const {
     std::uint32_t bits = 0;
     if (0 <= at && at < bit_mask.num_words) {
@@ -165,21 +159,29 @@ struct VisibleKeys {
     return bits;
   }
 
+  // Of the warp's keys of a step.
+  CUTE_DEVICE bool all_see(int first_key) const {
+    return all_begin <= first_key && first_key + kWords * 32 <= all_end;
+  }
+
   // Reads the words for the step of the keys from first_key on: the tile's last step, and the others.
   CUTE_DEVICE void fetch_last(int first_key) {
-    if (kContiguous && bit_mask.words != nullptr) low = word((lane_at(first_key).bit >> 5) + 1);
-    fetch(first_key);
+    if (bit_mask.words != nullptr) read(first_key, false);
   }
   CUTE_DEVICE void fetch(int first_key) {
+    if (bit_mask.words == nullptr || all_see(first_key)) return;
+    read(first_key, kContiguous && !all_see(first_key + 32));
+  }
+  CUTE_DEVICE void read(int first_key, bool has_high) {
     static_assert(kRows * kWords <= 32);
-    if (bit_mask.words == nullptr) return;
     const std::int64_t at = lane_at(first_key).bit >> 5;
-    high = kContiguous ? low : word(at + 1);
+    high = has_high ? low : word(at + 1);
     low = word(at);
   }
 
   // What the lane's row sees of its keys, in the step that was fetched.
   CUTE_DEVICE std::uint32_t find(int first_key) const {
+    if (all_see(first_key)) return ~0u;
     const Lane own = lane_at(first_key);
     std::uint32_t bits =
         __funnelshift_r(low, high, std::uint32_t(own.bit)) & low_bits(interval.kv_len - own.key);

@@ -127,10 +127,14 @@ CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
       job.key_end = mask.hi(row_end - 1);
       if constexpr (kHides) {
         job.hides = 1;
+        job.all_begin = 0;
+        job.all_end = params.attention.mask.words == nullptr ? work.kv_len : 0;
         if (params.attention.schedule.mask_extents != nullptr) {
           const MaskExtent extent =
               static_cast<const MaskExtent*>(params.attention.schedule.mask_extents)[rank];
           job.hides = extent.hides;
+          job.all_begin = extent.all_begin;
+          job.all_end = extent.all_end;
           job.first_key = max(job.first_key, extent.begin);
           job.key_end = max(min(job.key_end, extent.end), job.first_key);
         }

@@ -52,8 +52,9 @@ struct Consumer {
   bool has_rows;  // of a packed tile
   int qo_len;
   int kv_len;
-  std::uint32_t
-      bits[2][kLogits == Logits::kGeneral ? kN / 32 : 1];  // of the thread's rows in a custom mask
+  // Of a custom mask, for the block that S is being computed of: of each of the thread's rows, the two words in which the 32
+  // keys lie that this lane of the quad looks after.
+  std::uint32_t low_bits[2], high_bits[2];
 
   Ring<Tile::kKStages> k_ring;
   Ring<Tile::kVStages> v_ring;
@@ -125,6 +126,10 @@ struct Consumer {
     }
     all_begin = mask.lo(last_row);
     all_end = mask.hi(first_row);
+    if constexpr (kLogits == Logits::kGeneral) {
+      all_begin = max(all_begin, job.all_begin);
+      all_end = min(all_end, job.all_end);
+    }
     skip = kSkips && key > key_begin && key >= mask.hi(last_row);
     qo_len = job.qo_len;
     kv_len = job.kv_len;
@@ -202,38 +207,49 @@ struct Consumer {
     }
   }
 
-  // Whether some row of the warpgroup does not see all keys of the block.
-  CUTE_DEVICE bool needs_mask() const {
-    return key < all_begin || key + kN > all_end || has_bits();
+  // Whether some row of the warpgroup may not see all keys of the block.
+  CUTE_DEVICE bool needs_mask() const { return key < all_begin || key + kN > all_end; }
+
+  // Lane l of a quad looks after the keys from 32 (l % kQuadWords) on of the block, for all of it.
+  static constexpr int kQuadWords = kN / 32;
+  static_assert(kLogits != Logits::kGeneral || kQuadWords == 4 || kQuadWords == 2);
+  CUTE_DEVICE std::int64_t first_bit(int r) const {
+    return std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 + std::int64_t(token(r)) * kv_len +
+           key + lane % kQuadWords * 32;
   }
   // Reads the bits of the block at `key`, while its S is being computed.
   CUTE_DEVICE void read_bits() {
     if constexpr (kLogits == Logits::kGeneral) {
-      if (!has_bits()) return;
+      if (!has_bits() || !needs_mask()) return;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const std::int64_t first = std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 +
-                                   std::int64_t(token(r)) * kv_len + key + lane % 4 * 2;
-        CUTE_UNROLL
-        for (int i = 0; i < kN / 32; ++i) {
-          bits[r][i] = bits_at(params.attention.mask, first + 32 * i);
-        }
+        const std::int64_t word = first_bit(r) >> 5;
+        low_bits[r] = word_at(params.attention.mask, word);
+        high_bits[r] = word_at(params.attention.mask, word + 1);
       }
     }
   }
   CUTE_DEVICE void apply_bits(float (&s)[kN / 2]) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
+      const std::uint32_t own =
+          __funnelshift_r(low_bits[r], high_bits[r], std::uint32_t(first_bit(r)));
       CUTE_UNROLL
-      for (int i = 0; i < kN / 8; ++i) {
-        const std::uint32_t of_pair = bits[r][i / 4] >> (i % 4 * 8);
-        if (!(of_pair & 1)) s[4 * i + 2 * r] = -INFINITY;
-        if (!(of_pair & 2)) s[4 * i + 2 * r + 1] = -INFINITY;
+      for (int w = 0; w < kQuadWords; ++w) {
+        const std::uint32_t bits = __shfl_sync(0xffffffffu, own, (lane & ~3) | w) >> (lane % 4 * 2);
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          mask_unless_bit(s[16 * w + 4 * i + 2 * r], bits, 8 * i);
+          mask_unless_bit(s[16 * w + 4 * i + 2 * r + 1], bits, 8 * i + 1);
+        }
       }
     }
   }
   CUTE_DEVICE void apply_mask(float (&s)[kN / 2]) const {
-    if (has_bits()) apply_bits(s);
+    if (has_bits()) {
+      apply_bits(s);
+      if (params.attention.window_left < 0 && key + kN <= kv_len) return;
+    }
     const IntervalMask mask = make_mask(params, qo_len, kv_len);
     const int key0 = key + lane % 4 * 2;
     const bool below = key < all_begin;  // hides keys at the block's low end, too
@@ -424,7 +440,8 @@ struct Consumer {
       const bool masked = needs_mask();
       if (unlikely(masked)) apply_mask(s);
       end_scores(last);
-      const bool lazy = Tile::kLazyMax && !masked && !last;
+      // A row that has seen no key yet gets an infinite sum from its first one.
+      const bool lazy = Tile::kLazyMax && !(masked && kLogits != Logits::kGeneral) && !last;
       bool raised = false;
       if (!lazy) {
         __syncwarp();  // keeps this a branch

@@ -20,7 +20,9 @@ struct alignas(16) Job {
   int kv_len;
   int hides;       // whether some of these keys may be seen by no row of the tile
   int mask_begin;  // byte of a bit mask where the request's bits begin
-  int first_key;   // keys that some row of the tile sees
+  int all_begin;   // keys that all rows of the tile see, by a bit mask
+  int all_end;
+  int first_key;  // keys that some row of the tile sees
   int key_end;
   int key_begin;  // where the blocks begin: first_key, or where the box begins that holds it
   int blocks;     // of keys, from key_begin on; at least 1: rows without keys have one, all masked
