@@ -7,8 +7,8 @@ import torch
 from problems import Options, make_batch
 from test_masks import check, flat
 
-# (rows, keys, ranges that all rows see): none, one that begins or ends inside a word of 32 keys, one of several blocks, all,
-# the longer of two, and one over the end of the 8192 keys that are looked at together.
+# (rows, keys, ranges that all rows see): none, one that begins or ends inside a word of 32 keys, one of several blocks,
+# all, the longer of two, and one over the end of the 8192 keys that are looked at together.
 SHAPES = [
     (150, 300, []),
     (150, 300, [(0, 64)]),

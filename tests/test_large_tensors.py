@@ -1,0 +1,72 @@
+"""Tensors of more than 2^31 elements: offsets of pages and rows are 64-bit numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from problems import Options, expect, indptr, make_batch
+
+import cutlass_kernels as ck
+
+BEYOND = 2**31
+HEADS, DIM = 8, 128
+
+
+def room(gib: int) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    if free < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, has {free / 2**30:.0f}")
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["stacked", "tuple"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_cache(kernel_backend, page_size, form, kv_layout):
+    room(12)
+    batch = make_batch((40, 3), (200, 70), 16, HEADS, DIM, device="cuda:0", dtype=torch.bfloat16)
+    paged = batch.paged(page_size, kv_layout, spare=0)
+    used = paged.indices.numel()
+    stacked = form == "stacked"
+    pages = BEYOND // (page_size * HEADS * DIM * (2 if stacked else 1)) + used
+    inner = paged.k_cache.shape[1:]
+    # Nothing but the last pages is written: the others are what the memory held before.
+    if stacked:
+        cache = torch.empty(pages, 2, *inner, dtype=torch.bfloat16, device="cuda:0")
+        cache[-used:] = paged.cache
+        assert cache[-used:].storage_offset() >= BEYOND
+    else:
+        cache = tuple(torch.empty(pages, *inner, dtype=torch.bfloat16, device="cuda:0") for _ in range(2))
+        cache[0][-used:], cache[1][-used:] = paged.k_cache, paged.v_cache
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0")
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=kernel_backend)
+    indices = paged.indices + (pages - used)
+    wrapper.plan(
+        batch.qo_indptr(), paged.indptr, indices, paged.last_page_len, *batch.heads, page_size, causal=True,
+        q_data_type=torch.bfloat16,
+    )  # fmt: skip
+    out, lse = wrapper.run(batch.q, cache, return_lse=True)
+    want = expect(batch, Options(causal=True))
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+def test_ragged_rows(kernel_backend):
+    room(24)
+    batch = make_batch((40,), (200,), 16, HEADS, DIM, device="cuda:0", dtype=torch.bfloat16)
+    keys = BEYOND // (HEADS * DIM) + 200
+    rows = BEYOND // (16 * DIM) + 40
+    k, v = (torch.empty(keys, HEADS, DIM, dtype=torch.bfloat16, device="cuda:0") for _ in range(2))
+    q, out = (torch.empty(rows, 16, DIM, dtype=torch.bfloat16, device="cuda:0") for _ in range(2))
+    k[-200:], v[-200:], q[-40:] = batch.k, batch.v, batch.q
+    # Rows and keys in front belong to a request without keys, and to one without rows.
+    first = rows - 40
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0")
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel_backend)
+    wrapper.plan(
+        indptr([first, 0, 40]), indptr([0, keys - 200, 200]), *batch.heads, causal=True, q_data_type=torch.bfloat16
+    )
+    wrapper.run(q, k, v, out=out)
+    want = expect(batch, Options(causal=True))
+    assert_close(out[-40:], want.out, want.baseline)
+    assert int(torch.count_nonzero(out[::4099][:200])) == 0 and int(torch.count_nonzero(out[first - 1])) == 0
