@@ -373,6 +373,25 @@ def append(dtype: str) -> list[Case]:
     return cases
 
 
+def mixed(dtype: str) -> list[Case]:
+    """A step of an engine: chunks of prompts beside decoding requests, with and without pages."""
+    cases: list[Case] = []
+    for chunks, rows, before, decodes, keys, heads, kv_heads, dim in (
+        (1, 512, 8192, 32, 4096, 32, 8, 128),
+        (1, 2048, 16384, 64, 4096, 32, 8, 128),
+        (1, 2048, 16384, 64, 4096, 8, 1, 128),  # one of eight tensor-parallel ranks of 64/8
+        (1, 2048, 2048, 256, 1024, 32, 8, 128),
+        (4, 512, 4096, 128, 2048, 32, 8, 128),
+        (1, 2048, 2048, 64, 4096, 64, 8, 64),
+        (1, 2048, 2048, 64, 4096, 16, 4, 256),
+    ):
+        words = f"{chunks}x {tokens(rows)} over {tokens(before)} + {decodes}x 1 over {tokens(keys)}"
+        qo, kv = (rows,) * chunks + (1,) * decodes, (before,) * chunks + (keys,) * decodes
+        group = f"{words}, {heads}/{kv_heads} hd{dim}"
+        cases += with_pages(Prefill(group, "", qo, kv, heads, kv_heads, dim, dim, dtype=dtype), (16,))
+    return cases
+
+
 def masks(dtype: str) -> list[Case]:
     """One prompt of 4096 behind masks given as bits, and with ALiBi."""
     cases: list[Case] = []
@@ -433,6 +452,9 @@ WORKLOADS: dict[str, Workload] = {
     "chunked": Workload("prefill", "chunks of 512, 2k, 8k behind up to 64k keys, 32/8 heads, hd128", chunked),
     "paged": Workload("prefill", "pages of 1 to 128 keys beside none, hd64, hd128, hd256", paged),
     "append": Workload("prefill", "1 to 512 rows over up to 64k keys, with pages and without", append, ("us", "GB/s")),
+    "mixed": Workload(
+        "prefill", "chunks of prompts beside decoding requests, with pages and without", mixed, ("us", "TFLOP/s")
+    ),
     "masks": Workload("prefill", "one prompt of 4k: causal, custom masks, ALiBi", masks, ("us", "TFLOP/s")),
     "calls": Workload(
         "host",

@@ -263,6 +263,15 @@ def test_peers_get_the_same_problem(case: Prefill, monkeypatch: pytest.MonkeyPat
     assert check.fault(timed.output(timed.call()), expected) is None
 
 
+def test_a_peer_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    peers._module.cache_clear()
+    case = Prefill("g", "", (7, 1), (40, 33), 4, 2, 16, 16, page_size=16)
+    reasons = [peers.PREFILL[f"flashinfer_{name}"].why_not(case, torch.device("cuda")) for name in ("fa2", "fa3")]
+    peers._module.cache_clear()
+    assert all(reason is not None and reason.startswith("flashinfer cannot be imported: ") for reason in reasons)
+
+
 # --- reports -----------------------------------------------------------------------------------------------------
 
 

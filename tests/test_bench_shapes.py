@@ -118,7 +118,7 @@ def prefills(workload: str) -> list[Prefill]:
 
 
 def test_paged_workloads_stand_beside_the_same_without_pages() -> None:
-    for name, sizes in (("paged", [0, 1, 5, 16, 64, 128]), ("append", [0, 16])):
+    for name, sizes in (("paged", [0, 1, 5, 16, 64, 128]), ("append", [0, 16]), ("mixed", [0, 16])):
         for _, group in itertools.groupby(prefills(name), lambda case: case.group):
             cases = list(group)
             assert [case.page_size for case in cases] == sizes
@@ -143,6 +143,15 @@ def test_append_workload_has_few_rows_over_many_keys() -> None:
     assert (rank.qo_lens, rank.num_qo_heads, rank.num_kv_heads) == ((64,) * 8, 8, 1)
     single = cases["256x 1 over 2k, 32/8 hd128"]
     assert single.bytes == pytest.approx(2 * 256 * 2048 * 8 * 256, rel=0.01)
+
+
+def test_mixed_workload_has_prompts_beside_decoding_requests() -> None:
+    cases = {case.group: case for case in prefills("mixed")}
+    assert all({"append", "ragged"} <= case.features for case in cases.values())
+    chunks = cases["4x 512 over 4k + 128x 1 over 2k, 32/8 hd128"]
+    assert (chunks.qo_lens, chunks.kv_lens) == ((512,) * 4 + (1,) * 128, (4096,) * 4 + (2048,) * 128)
+    assert chunks.pairs == 4 * shapes.visible_pairs(512, 4096, True) + 128 * 2048
+    assert {case.head_dim_qk for case in cases.values()} == {64, 128, 256}
 
 
 def test_masks_workload_asks_for_its_features() -> None:

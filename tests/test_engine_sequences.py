@@ -6,6 +6,9 @@ The spellings follow vLLM (plan / run with keywords, HND caches, attribute check
 
 from __future__ import annotations
 
+import gc
+import random
+
 import oracle
 import pytest
 import torch
@@ -406,3 +409,81 @@ def test_sinks_as_an_attribute(target, kind):
     out, lse = wrapper.run(*data, return_lse=True)
     assert_close(out, want.out, want.baseline)
     assert_lse_close(lse, want.lse)
+
+
+class Shelf:
+    """Pages whose contents stay; every batch takes some of them at random, as often as it likes."""
+
+    page_size, heads = 16, (4, 2, 64)
+
+    def __init__(self, device: str):
+        self.cache = torch.randn(48, 2, self.page_size, *self.heads[1:]).half().to(device)
+
+    def batch(self, qo_lens: list[int], kv_lens: list[int], draw: random.Random) -> tuple[Batch, tuple]:
+        """The batch without pages, and its page table."""
+        counts = [-(-m // self.page_size) for m in kv_lens]
+        ids = torch.tensor([draw.randrange(len(self.cache)) for _ in range(sum(counts))], dtype=torch.int32)
+        last = [m - self.page_size * max(n - 1, 0) for m, n in zip(kv_lens, counts)]
+        keep = torch.cat([torch.arange(n * self.page_size) < m for m, n in zip(kv_lens, counts)]).to(self.cache.device)
+        k, v = (x[ids.to(x.device).long()].flatten(0, 1)[keep] for x in self.cache.unbind(1))
+        q = torch.randn(sum(qo_lens), self.heads[0], self.heads[2]).half().to(self.cache.device)
+        return Batch(qo_lens, kv_lens, q, k, v), (indptr(counts), ids, torch.tensor(last, dtype=torch.int32))
+
+
+def draw_options(batch: Batch, draw: random.Random) -> tuple[Options, dict]:
+    """A mask of some kind, as the oracle and as plan() take it."""
+    kind = draw.choice(["causal", "full", "window", "cap", "mask"])
+    if kind == "mask":
+        masks = batch.random_masks()
+        return Options(custom_masks=masks), {"custom_mask": torch.cat([m.flatten() for m in masks])}
+    options = Options(causal=kind != "full")
+    if kind == "window":
+        options.window_left = draw.randint(0, 90)
+    if kind == "cap":
+        options.logits_soft_cap = 10.0
+    return options, options.plan_kwargs()
+
+
+def test_hundreds_of_replans(target):
+    """Batches of any size and mask through two wrappers on one workspace: no plan marks the next, or keeps memory."""
+    on_gpu = target.device != "cpu"
+    shelf, workspace, steps = Shelf(target.device), target.workspace(), 200 if on_gpu else 40
+    paged = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=target.backend)
+    ragged = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=target.backend)
+    most = 12 if on_gpu else 5  # requests
+    largest = [70] * most, [300] * most
+
+    def step(lens: tuple[list[int], list[int]], draw: random.Random, check: bool) -> None:
+        batch, table = shelf.batch(*lens, draw)
+        options, given = draw_options(batch, draw)
+        kwargs = {"q_data_type": torch.float16, **given}
+        paged.plan(batch.qo_indptr(), *table, *batch.heads, shelf.page_size, **kwargs)
+        ragged.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **kwargs)
+        if draw.random() < 0.3:
+            workspace.fill_(255)  # nothing in it outlives a run
+        out, lse = paged.run(batch.q, shelf.cache, return_lse=True)
+        other, other_lse = ragged.run(batch.q, batch.k, batch.v, return_lse=True)
+        torch.testing.assert_close(out, other, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(lse, other_lse, atol=2e-3, rtol=1e-5)
+        if check:
+            want = expect(batch, options)
+            assert_close(out, want.out, want.baseline)
+            assert_lse_close(lse, want.lse)
+
+    def standing() -> tuple[int, int]:
+        """Tensors and bytes of the device that are there after a step that is always the same."""
+        step(([5, 9], [20, 9]), random.Random(0), check=True)
+        gc.collect()
+        tensors = sum(type(x) is torch.Tensor for x in gc.get_objects())
+        return tensors, torch.cuda.memory_allocated() if on_gpu else 0
+
+    draw = random.Random(1)
+    step(largest, draw, check=True)  # what grows with the size of a batch has grown
+    before = standing()
+    for number in range(steps):
+        qo_lens = [draw.choice([1, 1, draw.randint(0, 70)]) for _ in range(draw.choice([1, 2, 5, most]))]
+        kv_lens = [draw.choice([n, 0, n + draw.randint(0, 230), n + draw.randint(0, 230)]) for n in qo_lens]
+        step((qo_lens, kv_lens), draw, check=number % 4 == 0)
+    after = standing()
+    assert after[0] == before[0], "plans leave tensors behind"
+    assert after[1] <= before[1] + 64 * steps, "plans leave memory behind"  # a leaked tensor is 512 bytes or more

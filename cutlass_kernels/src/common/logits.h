@@ -14,7 +14,7 @@
 namespace cutlass_kernels {
 
 struct LogitsTransform {
-  float multiplier;  // of q.k, before tanh: in units of 2 log2 e where capped
+  float multiplier;  // of q.k, before tanh
   bool capped;
   float scale;  // log2 units per unit of s, > 0
 
@@ -24,22 +24,24 @@ struct LogitsTransform {
 
   static LogitsTransform make(const AttentionParams& params) {
     if (params.logits_soft_cap > 0.0f) {
-      return {2.0f * kLog2e * params.sm_scale / params.logits_soft_cap, true,
-              params.logits_soft_cap * kLog2e};
+      return {params.sm_scale / params.logits_soft_cap, true, params.logits_soft_cap * kLog2e};
     }
     if (params.sm_scale > 0.0f) return {1.0f, false, params.sm_scale * kLog2e};
     return {params.sm_scale, false, kLog2e};
   }
 
-  // Replaces `count` values; one branch for all of them.
+  // Replaces `count` values; one branch for all of them. kFewRegisters: there are none for replace_by_tanh().
+  template <bool kFewRegisters = false>
   CUTE_DEVICE void apply(float* s, int count) const {
-    if (capped) {
+    if (kFewRegisters && capped) {
+      const float to_log2 = multiplier * (2.0f * kLog2e);
       CUTE_UNROLL
-      for (int i = 0; i < count; ++i) s[i] = tanh_from_log2(s[i] * multiplier);
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < count; ++i) s[i] *= multiplier;
+      for (int i = 0; i < count; ++i) s[i] = tanh_from_log2(s[i] * to_log2);
+      return;
     }
+    CUTE_UNROLL
+    for (int i = 0; i < count; ++i) s[i] *= multiplier;
+    if (capped) replace_by_tanh(s, count);
   }
 };
 
@@ -56,8 +58,8 @@ CUTE_DEVICE float scale_of(const DeviceScale& scale, int head) {
 }
 
 struct GeneralTransform {
-  float multiplier;   // of q.k, beside logits_scale
-  float bias_before;  // of slope * distance, before tanh
+  float multiplier;   // of q.k, beside logits_scale; in units of 2 log2 e where capped
+  float bias_before;  // of slope * distance, before tanh, in the same units
   float bias_after;   // and after it
   bool capped;
   float scale;  // log2 units per unit of s, > 0
@@ -75,14 +77,14 @@ struct GeneralTransform {
 
   static GeneralTransform make(const AttentionParams& params) {
     const LogitsTransform plain = LogitsTransform::make(params);
+    const float multiplier = plain.multiplier * (plain.capped ? 2.0f * kLog2e : 1.0f);
     if (params.alibi.slopes == nullptr) {
-      return {plain.multiplier, 0.0f, 0.0f, plain.capped, plain.scale};
+      return {multiplier, 0.0f, 0.0f, plain.capped, plain.scale};
     }
     if (!plain.capped) return {params.sm_scale, 1.0f, 0.0f, false, kLog2e};
     const float cap = params.logits_soft_cap;
     const float before = params.alibi.after_cap ? 0.0f : 2.0f * kLog2e / cap;
-    return {plain.multiplier, before, params.alibi.after_cap ? 1.0f / cap : 0.0f, true,
-            plain.scale};
+    return {multiplier, before, params.alibi.after_cap ? 1.0f / cap : 0.0f, true, plain.scale};
   }
 
   // Replaces the accumulator fragment of kCount / 2 keys for rows r and r + 8 (s[4 i + {0, 1}] and s[4 i + {2, 3}], keys
@@ -111,6 +113,7 @@ struct GeneralTransform {
       for (int i = r * 2; i < kCount; i += (i % 2 == 0 ? 1 : 3)) {
         const float x = first + float(i / 4 * 8 + i % 2);
         s[i] = fmaf(s[i], factor, before * x);
+        // Not replace_by_tanh(): there are no registers for it.
         if constexpr (kCapped) s[i] = fmaf(after, x, tanh_from_log2(s[i]));
       }
     }

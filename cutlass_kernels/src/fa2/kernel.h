@@ -22,6 +22,7 @@
 
 #include <type_traits>
 
+#include "common/dependent_launch.h"
 #include "common/ldmatrix.h"
 #include "common/logits.h"
 #include "common/mask.h"
@@ -81,6 +82,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
 
   extern __shared__ __align__(128) char shared_memory[];
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+
+  if constexpr (Tile::kPacked) allow_next_kernel();  // to merge what pieces of keys give
 
   // ---- Which tile of which head. ----
   const TileOrder::Position position = params.order(blockIdx.x);
@@ -333,7 +336,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       if (!__all_sync(0xffffffffu, found == ~0u)) VisibleKeys<Tile>::apply(s, found);
     } else {
       if constexpr (kLogits == Logits::kTransformed) {
-        params.transform.apply(&s[0][0][0], kRowTiles * kTilesN * 4);
+        constexpr bool kFewRegisters = Tile::kHeadDim >= 256;
+        params.transform.template apply<kFewRegisters>(&s[0][0][0], kRowTiles * kTilesN * 4);
       }
       if (first_key < all_begin || first_key + kStepN > all_end) apply_mask(s, own_key);
     }

@@ -16,6 +16,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/dependent_launch.h"
 #include "fa3/hidden_values.h"
 #include "fa3/load.h"
 #include "fa3/load_pages.h"
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     fence_barrier_init();
   }
   if constexpr (Tile::kPacked) {
+    allow_next_kernel();  // to merge what pieces of keys give
     // Rows that are nobody's are never loaded: not a number, they would keep the others from lazy maxima.
     if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {
       auto* q = reinterpret_cast<uint4*>(shared.q);
