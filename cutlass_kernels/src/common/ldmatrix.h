@@ -30,6 +30,11 @@ CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
+CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global)
+               : "memory");
+}
+
 // Hardware barrier `id` among `threads` threads, those that arrive and those that wait.
 CUTE_DEVICE void named_barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       if (!__all_sync(0xffffffffu, found == ~0u)) VisibleKeys<Tile>::apply(s, found);
     } else {
       if constexpr (kLogits == Logits::kTransformed) {
-        constexpr bool kFewRegisters = Tile::kHeadDim >= 256;
+        constexpr bool kFewRegisters = Tile::kHeadDim >= 128;
         params.transform.template apply<kFewRegisters>(&s[0][0][0], kRowTiles * kTilesN * 4);
       }
       if (first_key < all_begin || first_key + kStepN > all_end) apply_mask(s, own_key);

@@ -12,7 +12,7 @@ constexpr int kWarpgroupRows = 64;
 // which need fewer instructions per product. The entries below are the fastest measured (benchmarks/RESULTS.md).
 template <int HeadDimQk, int HeadDimVo, int Consumers, int BlockN, int KStages, int VStages,
           int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters,
-          int BlocksPerSm = 1, bool Gather = false, bool Packed = false>
+          int BlocksPerSm = 1, bool Gather = false, bool Packed = false, int Producers = 1>
 struct Tile {
   static constexpr int kHeadDimQk = HeadDimQk;
   static constexpr int kHeadDimVo = HeadDimVo;
@@ -34,20 +34,29 @@ struct Tile {
   static constexpr bool kPacked = Packed;
   // A warpgroup without rows lets the keys pass, out of step with the others: there are no turns to take.
   static_assert(!(Packed && PingPong));
-  static constexpr int kThreads = 128 * (1 + Consumers);
+  // Warpgroups of producers. A second one, in kernels that gather, is as many warps more that copy.
+  static constexpr int kProducers = Producers;
+  static constexpr int kCopyWarps = Producers;  // that share the rows of a block of K, and of V
+  static_assert(Producers == 1 || (Gather && Producers == 2));
+  static constexpr int kThreads = 128 * (Producers + Consumers);
 
   // Registers per thread: at the launch, and after setmaxnreg has moved what the warpgroup of producers does not need
   // to the consumers. Producers that copy row by row (from small pages, or where a mask may hide keys) need more.
   static constexpr int kLaunchRegisters = std::min(65536 / BlocksPerSm / kThreads / 8 * 8, 240);
   static constexpr int producer_registers(bool copies_rows) {
-    return copies_rows || Gather ? 56 : Consumers > 2 || BlocksPerSm > 1 ? 32 : 40;
+    if (Consumers > 2 || BlocksPerSm > 1) return copies_rows ? 56 : 32;
+    return Producers == 1 && (copies_rows || Gather) ? 56 : 40;
   }
   static constexpr int consumer_registers(bool copies_rows) {
-    return std::min((kLaunchRegisters * kThreads - producer_registers(copies_rows) * 128) /
-                        (128 * Consumers) / 8 * 8,
-                    240);
+    return std::min(
+        (kLaunchRegisters * kThreads - producer_registers(copies_rows) * 128 * Producers) /
+            (128 * Consumers) / 8 * 8,
+        240);
   }
 };
+
+// Warpgroups of producers that gather, where registers allow two: then two warps copy K, and two V.
+constexpr int kGatherWarpgroups = 2;
 
 // Schedule::tile_kind.
 enum TileKind { kRows, kGeneral, kGather, kPacked };
@@ -57,7 +66,7 @@ enum TileKind { kRows, kGeneral, kGather, kPacked };
 // no smaller tile.
 //
 // General: for custom masks, ALiBi and factors that only the device knows. Gather: for pages of a size that is no multiple of
-// 8. Packed: for short queries, and PackedGather for both.
+// 8, in place of Large, and GatherSmall and GatherGeneral in place of Small and General. Packed: for short queries, and PackedGather for both.
 //
 // kFewTiles: with fewer tiles of the large kind than this, the small one is taken.
 // kSmallUpToKeys: so it is where a mask is and rows see no more keys than this, on average.
@@ -72,7 +81,9 @@ struct TileTable<64, 64> {
   // slower; without a mask 5 % and 7 %, at 2k 15 % slower.
   using Small = Tile<64, 64, 1, 64, 3, 2, 1, 1, false, true, false, 3>;
   using General = Tile<64, 64, 2, 128, 2, 2, 4, 1, true, true, false>;
-  using Gather = Tile<64, 64, 2, 128, 2, 2, 4, 1, true, true, false, 1, true>;
+  using Gather = Tile<64, 64, 3, 128, 2, 2, 6, 1, true, true, false, 1, true>;
+  using GatherSmall = Tile<64, 64, 1, 64, 3, 2, 1, 1, false, true, false, 3, true>;
+  using GatherGeneral = Tile<64, 64, 2, 128, 2, 2, 4, 1, true, true, false, 1, true>;
   using Packed = Tile<64, 64, 2, 128, 4, 4, 4, 1, false, true, false, 1, false, true>;
   using PackedGather = Tile<64, 64, 2, 128, 4, 4, 4, 1, false, true, false, 1, true, true>;
   static constexpr int kFewTiles = 132;
@@ -86,7 +97,10 @@ struct TileTable<128, 128> {
   // Twice as many SMs for no more tiles than half of 132: 8 heads of 1k tokens 17 % faster.
   using Small = Tile<128, 128, 1, 128, 2, 2, 2, 2, false, true, false>;
   using General = FewKeys;  // the registers that could hold Q hold bits
-  using Gather = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false, 1, true>;
+  using Gather =
+      Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false, 1, true, false, kGatherWarpgroups>;
+  using GatherSmall = Gather;
+  using GatherGeneral = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false, 1, true>;
   using Packed = Tile<128, 128, 2, 128, 2, 2, 4, 2, false, true, false, 1, false, true>;
   using PackedGather = Tile<128, 128, 2, 128, 2, 2, 4, 2, false, true, false, 1, true, true>;
   static constexpr int kFewTiles = 67;
@@ -99,7 +113,10 @@ struct TileTable<192, 128> {
   using FewKeys = Large;
   using Small = Large;
   using General = Large;
-  using Gather = Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false, 1, true>;
+  using Gather =
+      Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false, 1, true, false, kGatherWarpgroups>;
+  using GatherSmall = Gather;
+  using GatherGeneral = Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false, 1, true>;
   using Packed = Tile<192, 128, 2, 128, 2, 2, 2, 1, false, true, false, 1, false, true>;
   using PackedGather = Tile<192, 128, 2, 128, 2, 2, 2, 1, false, true, false, 1, true, true>;
   static constexpr int kFewTiles = 0;
@@ -112,7 +129,10 @@ struct TileTable<256, 256> {
   using FewKeys = Large;
   using Small = Large;
   using General = Large;
+  // One warpgroup of producers: a product of 256 columns needs more registers than 512 threads are launched with.
   using Gather = Tile<256, 256, 2, 64, 2, 2, 2, 2, true, false, false, 1, true>;
+  using GatherSmall = Gather;
+  using GatherGeneral = Gather;
   using Packed = Tile<256, 256, 2, 64, 2, 2, 2, 2, false, false, false, 1, false, true>;
   using PackedGather = Tile<256, 256, 2, 64, 2, 2, 2, 2, false, false, false, 1, true, true>;
   static constexpr int kFewTiles = 0;

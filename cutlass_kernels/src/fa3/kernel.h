@@ -8,6 +8,7 @@
 //   producer warp 2   loads K      -> k_full / k_empty
 //   producer warp 3   loads V      -> v_full / v_empty
 //                     (of a paged cache: load_pages.h)
+//   producer warps 4 and 5, in some kernels that gather: rows of K and of V, too
 //   consumer warpgroups: see mma.h, store.h
 //
 // Nothing waits at the end of a tile: the producers run ahead into the next one, and each warpgroup stores its
@@ -26,12 +27,13 @@
 
 namespace cutlass_kernels::fa3 {
 
-// K or V, from wherever it lies. kHides: a custom mask may hide keys from all rows of a tile.
+// K or V, from wherever it lies, by number `part` of the warps that share it. kHides: a custom mask may hide keys from all rows
+// of a tile.
 template <class Tile, int kPanels, int kStages, bool kIsK, bool kHides>
 CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map,
-                      Barrier* full, Barrier* empty, char* stages) {
+                      Barrier* full, Barrier* empty, char* stages, int part) {
   if constexpr (Tile::kGather) {
-    gather_keys<Tile, kPanels, kStages, kIsK, kHides>(params, shared, full, empty, stages);
+    gather_keys<Tile, kPanels, kStages, kIsK, kHides>(params, shared, full, empty, stages, part);
   } else if (params.attention.pages.page_size > 0) {
     load_boxes<Tile, kPanels, kStages, kIsK, kHides>(params, shared, map, full, empty, stages);
   } else {
@@ -60,13 +62,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const bool hides = kHides && params.attention.mask.words != nullptr;
   // Lanes of the K and of the V warp that take part. All of them say when they are done with a job: racecheck does not
   // follow an order through lane 0.
-  const int k_lanes = paged ? 32 : 1;
-  const int v_lanes = paged || hides ? 32 : 1;
+  const int k_lanes = paged ? 32 * Tile::kCopyWarps : 1;
+  const int v_lanes = paged || hides ? 32 * Tile::kCopyWarps : 1;
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Tile::kConsumers;
     // Rows gathered from pages arrive with every lane's copies, all else with the bytes of TMA.
-    constexpr int kKeyLoaders = Tile::kGather ? 32 : 1;
+    constexpr int kKeyLoaders = Tile::kGather ? 32 * Tile::kCopyWarps : 1;
     shared.job_wanted.init(1);
+    shared.v_landed.init(1);
     for (int i = 0; i < kJobSlots; ++i) {
       shared.job_full[i].init(1);
       shared.job_empty[i].init(1 + k_lanes + v_lanes + 32 * kConsumerWarps);
@@ -96,11 +99,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   }
   __syncthreads();
 
-  if (warpgroup == 0) {
+  if (warpgroup < Tile::kProducers) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::producer_registers(kHides)>();
-    const int lanes = warp == 2 ? k_lanes : warp == 3 ? v_lanes : 1;
+    // Of a second warpgroup, the first two warps copy: on the schedulers that the copying warps of the first leave alone.
+    const int role = warp < 4 ? warp : warp < 6 ? warp - 2 : -1;
+    const int part = warp / 4;
+    const int lanes = role == 2 ? k_lanes : role == 3 ? v_lanes : 1;
     if (int(threadIdx.x % 32) >= lanes) return;
-    switch (warp) {
+    switch (role) {
       case 0:
         find_jobs<Tile, kHides>(params, shared);
         break;
@@ -109,16 +115,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         break;
       case 2:
         load<Tile, Layout::kPanelsQk, Tile::kKStages, true, false>(
-            params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0]);
+            params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0], part);
         break;
       case 3:
         load<Tile, Layout::kPanelsVo, Tile::kVStages, false, kHides>(
-            params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0]);
+            params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0], part);
         break;
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::consumer_registers(kHides)>();
-    Consumer<Element, Tile, kLogits>(params, shared, warpgroup - 1).run();
+    Consumer<Element, Tile, kLogits>(params, shared, warpgroup - Tile::kProducers).run();
   }
 }
 

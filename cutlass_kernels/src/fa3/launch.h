@@ -48,13 +48,19 @@ TileShape tile_shape(const AttentionParams& params, int compute_capability) {
     using Packed = typename Tiles::Packed;
     return {packed_tile_rows<Packed>(params), kPacked, heads, Packed::kBlocksPerSm};
   }
-  if (gathers(params)) return {Tiles::Gather::kBlockM, kGather};
-  if (GeneralTransform::needed(params)) return {Tiles::General::kBlockM, kGeneral};
+  const bool general = GeneralTransform::needed(params);
   const bool masked = params.causal || params.window_left >= 0 || params.chunk_size > 0;
   const bool small = compute_capability == 0 ||  // an unknown device: the smallest
                      params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
                      (masked && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
                      tile_count<typename Tiles::Large>(params) < Tiles::kFewTiles;
+  if (gathers(params)) {
+    return {general ? Tiles::GatherGeneral::kBlockM
+            : small ? Tiles::GatherSmall::kBlockM
+                    : Tiles::Gather::kBlockM,
+            kGather};
+  }
+  if (general) return {Tiles::General::kBlockM, kGeneral};
   return {small ? Tiles::Small::kBlockM : Tiles::Large::kBlockM, kRows};
 }
 
@@ -83,6 +89,26 @@ inline Status make_maps_of_rows(const AttentionParams& p, int block_n,
                    : made;
 }
 
+// What both strides of a matrix are multiples of, and the strides in it. 32 bits hold the place of every row: of 64 GB or more,
+// as strides are multiples of 16 bytes, and in practice of a row.
+inline Status make_units(const char* name, const PagesOfMatrix& pages, const PageTable& table,
+                         PageUnits* units) {
+  const std::int64_t slot_bytes = table.page_size > 1 ? pages.slot_bytes : 0;
+  const std::int64_t unit = std::gcd(std::gcd(pages.page_bytes, slot_bytes), std::int64_t(1) << 30);
+  const std::int64_t page = pages.page_bytes / unit;
+  const std::int64_t slot = slot_bytes / unit;
+  // Below: 2^32 - 1 stands for no row. As a quotient, for the product may not fit.
+  const std::int64_t most = 0xfffffffe - (table.page_size - 1) * slot;
+  if (most < 0 || (page > 0 && table.num_pages - 1 > most / page)) {
+    return Status::invalid(
+        "fa3 counts places of rows in 32 bits: " + std::to_string(table.num_pages) + " pages of " +
+        name + ", " + std::to_string(pages.page_bytes) + " bytes apart, and slots " +
+        std::to_string(slot_bytes) + " bytes apart are too many. Use backend='fa2'.");
+  }
+  *units = {std::uint32_t(unit), std::uint32_t(page), std::uint32_t(slot)};
+  return Status::success();
+}
+
 inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
                                  KernelParams* kernel_params) {
   const PageTable& table = p.pages;
@@ -96,8 +122,14 @@ inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
   kernel_params->k_pages = {table.indices, 2 * table.k_stride_page, 2 * p.k.stride_token};
   kernel_params->v_pages = {table.v_indices == nullptr ? table.indices : table.v_indices,
                             2 * table.v_stride_page, 2 * p.v.stride_token};
-  if (gathers(p)) return Status::success();
-  kernel_params->box_rows = std::gcd(table.page_size, block_n);
+  if (gathers(p)) {
+    Status made = make_units("k", kernel_params->k_pages, table, &kernel_params->k_units);
+    return made.ok() ? make_units("v", kernel_params->v_pages, table, &kernel_params->v_units)
+                     : made;
+  }
+  kernel_params->box_rows = std::gcd(table.page_size, block_n);  // a power of two, as blocks are
+  while (1 << kernel_params->box_rows_log2 < kernel_params->box_rows)
+    ++kernel_params->box_rows_log2;
   const PagesOfTensor k_pages{k,
                               p.k.stride_token,
                               p.k.stride_head,
@@ -121,6 +153,7 @@ inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
 
 inline Status make_maps(const AttentionParams& p, int block_n, KernelParams* kernel_params) {
   kernel_params->box_rows = 0;
+  kernel_params->box_rows_log2 = 0;
   Status made = p.pages.page_size > 0 ? make_maps_of_pages(p, block_n, kernel_params)
                                       : make_maps_of_rows(p, block_n, kernel_params);
   if (!made.ok()) return made;
@@ -214,6 +247,28 @@ Status launch_logits(const AttentionParams& params, cudaStream_t stream) {
              : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
 }
 
+template <class Element, class Tile>
+Status launch_capped(const AttentionParams& params, cudaStream_t stream) {
+  return LogitsTransform::needed(params)
+             ? launch_tile<Element, Tile, Logits::kTransformed>(params, stream)
+             : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
+}
+
+// The kernel for pages too small for TMA.
+template <class Element, class Tiles>
+Status launch_gather(const AttentionParams& params, cudaStream_t stream) {
+  using Gather = typename Tiles::Gather;
+  using Small = typename Tiles::GatherSmall;
+  using General = typename Tiles::GatherGeneral;
+  const int rows = params.schedule.tile_rows;
+  if (!GeneralTransform::needed(params)) {
+    if (rows == Gather::kBlockM) return launch_capped<Element, Gather>(params, stream);
+    if (rows == Small::kBlockM) return launch_capped<Element, Small>(params, stream);
+  }
+  return rows == General::kBlockM ? launch_tile<Element, General, Logits::kGeneral>(params, stream)
+                                  : no_such_tile(params);
+}
+
 template <class Element, int HeadDimQk, int HeadDimVo>
 Status launch(const AttentionParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
@@ -227,10 +282,8 @@ Status launch(const AttentionParams& params, cudaStream_t stream) {
       return gathers(params) ? launch_logits<Element, typename Tiles::PackedGather>(params, stream)
                              : launch_logits<Element, typename Tiles::Packed>(params, stream);
     case kGather:
-      if (!gathers(params) || params.schedule.tile_rows != Tiles::Gather::kBlockM) {
-        return no_such_tile(params);
-      }
-      return launch_logits<Element, typename Tiles::Gather>(params, stream);
+      if (!gathers(params)) return no_such_tile(params);
+      return launch_gather<Element, Tiles>(params, stream);
     case kGeneral:
       if (gathers(params) || params.schedule.tile_rows != Tiles::General::kBlockM) {
         return no_such_tile(params);

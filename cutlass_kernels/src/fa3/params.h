@@ -18,6 +18,13 @@ struct PagesOfMatrix {
   std::int64_t slot_bytes;
 };
 
+// Where rows of pages are, in units of what divides both strides: 32 bits say it.
+struct PageUnits {
+  std::uint32_t bytes;  // of a unit
+  std::uint32_t page;
+  std::uint32_t slot;
+};
+
 // Rows of a warpgroup of a packed tile: row r is token r / heads and query head r % heads of those that share a tile.
 struct PackedRows {
   FastDivisor heads;
@@ -45,6 +52,9 @@ struct KernelParams {
   PagesOfMatrix v_pages;
   int box_rows;  // keys that come from a page by one TMA instruction; 0: they come row by row
   std::uint32_t num_pages;
+  PageUnits k_units;  // where rows are gathered
+  PageUnits v_units;
+  int box_rows_log2;
 };
 
 CUTE_DEVICE IntervalMask make_mask(const KernelParams& params, int qo_len, int kv_len) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fa3/barrier.h"
 #include "fa3/config.h"
@@ -30,6 +31,21 @@ struct alignas(16) Job {
 };
 constexpr int kJobSlots = 4;
 
+// Where rows are that a warp gathers (load_pages.h): row r at [r % 4][r / 4]. Four words that a lane reads at once are those of
+// its rows of four times four; the gap puts them in different banks.
+template <int kRows>
+struct RowPlaces {
+  alignas(16) std::uint32_t of[4][kRows / 4 + 8];
+};
+struct Nothing {};
+
+// Where a box of a block comes from: a page, and the first of its keys there (load_pages.h).
+struct alignas(8) BoxSource {
+  int page;
+  int slot;
+};
+constexpr int kMostBoxes = 16;  // of 8 keys or more
+
 // Matrices are stored as panels of 64 columns (128 bytes, the span of the TMA and wgmma swizzle):
 //   Q buffer (64, 64, Dqk / 64), K stage (N, 64, Dqk / 64), V stage (N, 64, Dvo / 64), as (row, column, panel).
 // Each warp stages its 16 rows of O in its own part of `o`.
@@ -44,6 +60,7 @@ struct Shared {
   static constexpr int kVBytes = kPanelBytesKv * kPanelsVo;
   static constexpr int kOBytes = kPanelBytesQ * Tile::kOPanels;
   static_assert(kPanelsVo % Tile::kOPanels == 0);
+  static_assert(Tile::kBlockN <= 8 * kMostBoxes);
   static_assert(Tile::kBlockN % 16 == 0, "P V takes 16 keys per instruction");
 
   char q[Tile::kQBuffers][kQBytes];
@@ -61,6 +78,12 @@ struct Shared {
   Barrier k_empty[Tile::kKStages];   // all consumer warps             K warp
   Barrier v_full[Tile::kVStages];    // V warp, with the bytes         all consumers
   Barrier v_empty[Tile::kVStages];   // all consumer warps             V warp
+  Barrier v_landed;                  // V warp, with the bytes         V warp, to clear some of them
+  BoxSource boxes[2][kMostBoxes];    // of a block of K and of V
+  // Of K's warps and of V's.
+  std::conditional_t<Tile::kGather,
+                     RowPlaces<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
+      places;
 };
 
 // A position in a ring of buffers, and the parity of the pass over it.
