@@ -64,6 +64,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   // follow an order through lane 0.
   const int k_lanes = paged ? 32 * Tile::kCopyWarps : 1;
   const int v_lanes = paged || hides ? 32 * Tile::kCopyWarps : 1;
+  // The descriptions that TMA will need come while barriers are made and the first tile is found.
+  if (threadIdx.x == 32) cute::prefetch_tma_descriptor(&params.q_map);
+  if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
+  if (threadIdx.x == 96) cute::prefetch_tma_descriptor(&params.v_map);
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Tile::kConsumers;
     // Rows gathered from pages arrive with every lane's copies, all else with the bytes of TMA.
