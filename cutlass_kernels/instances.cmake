@@ -1,21 +1,34 @@
 # The compiled kernels: one row is one translation unit, generated from src/<backend>/attention.cu.in, and one entry of
 # list_kernels(). A unit contains every variant its kernel has for run-time features (masks, soft cap, sinks). Head
-# dimensions between two rows are served by the larger one, zero-padded on load.
+# dimensions between two rows are served by the larger one, zero-padded on load. Of two elements the first is that of the
+# queries, the second that of the keys and values.
 #
-#           backend element   head_dim  compute      features
-#                             qk   vo   capability
-#                                       min max (0: no limit)
-ck_instance(fa2     float16   64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa2     bfloat16  64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa2     float16   128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa2     bfloat16  128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa2     float16   256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa2     bfloat16  256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     float16   64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     bfloat16  64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     float16   128  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     bfloat16  128  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     float16   192  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     bfloat16  192  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     float16   256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
-ck_instance(fa3     bfloat16  256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+#           backend element                head_dim  compute      features
+#                                          qk   vo   capability
+#                                                    min max (0: no limit)
+ck_instance(fa2     float16                64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16               64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16                128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16               128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16                256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16               256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16/float8_e4m3fn  64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16/float8_e5m2    64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16/float8_e4m3fn 64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16/float8_e5m2   64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16/float8_e4m3fn  128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16/float8_e5m2    128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16/float8_e4m3fn 128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16/float8_e5m2   128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16/float8_e4m3fn  256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     float16/float8_e5m2    256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16/float8_e4m3fn 256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa2     bfloat16/float8_e5m2   256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     float16                64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     bfloat16               64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     float16                128  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     bfloat16               128  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     float16                192  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     bfloat16               192  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     float16                256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
+ck_instance(fa3     bfloat16               256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)

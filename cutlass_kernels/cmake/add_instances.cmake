@@ -1,7 +1,7 @@
 # ck_instance(): one row of instances.cmake. Turns a row that passes the CK_* filters into a generated .cu file and a
 # line of the registry table.
 ck_only_known(CK_BACKENDS fa2 fa3)
-ck_only_known(CK_DTYPES float16 bfloat16)
+ck_only_known(CK_DTYPES float16 bfloat16 float8_e4m3fn float8_e5m2)
 foreach(arch IN LISTS CK_ARCHS)
   if(NOT arch MATCHES "^(80|86|87|89|90|10[0-9]|110|12[0-9]|ptx)$")
     message(FATAL_ERROR "CK_ARCHS: '${arch}' is not known; give compute capabilities such as 80 or 90, and ptx")
@@ -16,8 +16,12 @@ set(CK_CPP_BACKEND_fa2 "Backend::kFa2")
 set(CK_CPP_BACKEND_fa3 "Backend::kFa3")
 set(CK_CPP_DTYPE_float16 "DType::kFloat16")
 set(CK_CPP_DTYPE_bfloat16 "DType::kBFloat16")
+set(CK_CPP_DTYPE_float8_e4m3fn "DType::kFloat8E4M3")
+set(CK_CPP_DTYPE_float8_e5m2 "DType::kFloat8E5M2")
 set(CK_TOKEN_float16 fp16)
 set(CK_TOKEN_bfloat16 bf16)
+set(CK_TOKEN_float8_e4m3fn e4m3)
+set(CK_TOKEN_float8_e5m2 e5m2)
 set(CK_CPP_FEATURE_interval_mask "kFeatureIntervalMask")
 set(CK_CPP_FEATURE_soft_cap "kFeatureSoftCap")
 set(CK_CPP_FEATURE_sinks "kFeatureSinks")
@@ -74,24 +78,31 @@ set(CK_SUMMARY "")
 set(CK_ALL_HEAD_DIMS "")
 set(CK_BUILT_BACKENDS "")
 
+# CK_DTYPE_NAME: "bfloat16", or "bfloat16/float8_e5m2" where keys and values are of another type than queries.
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
 macro(ck_instance CK_BACKEND CK_DTYPE_NAME CK_HEAD_DIM_QK CK_HEAD_DIM_VO CK_MIN_CC CK_MAX_CC)
   ck_add_instance("${CK_BACKEND}" "${CK_DTYPE_NAME}" "${CK_HEAD_DIM_QK}" "${CK_HEAD_DIM_VO}" "${CK_MIN_CC}" "${CK_MAX_CC}" "${ARGN}")
 endmacro()
 
-function(ck_add_instance CK_BACKEND dtype CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc max_cc features)
+function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc max_cc features)
   set(CK_ALL_HEAD_DIMS ${CK_ALL_HEAD_DIMS} ${CK_HEAD_DIM_QK} PARENT_SCOPE)
-  if(NOT CK_BACKEND IN_LIST CK_BACKENDS OR NOT dtype IN_LIST CK_DTYPES OR NOT CK_HEAD_DIM_QK IN_LIST CK_HEAD_DIMS
-     OR NOT CK_GENCODE_${CK_BACKEND})
+  string(REPLACE "/" ";" dtypes "${dtypes}")
+  list(GET dtypes 0 dtype)
+  list(GET dtypes -1 kv_dtype)
+  if(NOT CK_BACKEND IN_LIST CK_BACKENDS OR NOT dtype IN_LIST CK_DTYPES OR NOT kv_dtype IN_LIST CK_DTYPES
+     OR NOT CK_HEAD_DIM_QK IN_LIST CK_HEAD_DIMS OR NOT CK_GENCODE_${CK_BACKEND})
     return()
   endif()
 
-  set(CK_NAME "${CK_BACKEND}_${dtype}_hd${CK_HEAD_DIM_QK}")
+  list(JOIN dtypes "_" dtype_names)
+  set(CK_NAME "${CK_BACKEND}_${dtype_names}_hd${CK_HEAD_DIM_QK}")
   if(NOT CK_HEAD_DIM_QK EQUAL CK_HEAD_DIM_VO)
     string(APPEND CK_NAME "_${CK_HEAD_DIM_VO}")
   endif()
   set(dtype_enum "${CK_CPP_DTYPE_${dtype}}")  # DType::kFloat16
   set(CK_ELEMENT "${CK_TOKEN_${dtype}}")       # fp16
+  set(kv_dtype_enum "${CK_CPP_DTYPE_${kv_dtype}}")
+  set(CK_KV_ELEMENT "${CK_TOKEN_${kv_dtype}}")
   set(source "${CK_GENERATED}/${CK_NAME}.cu")
   configure_file("${CK_DIR}/src/${CK_BACKEND}/attention.cu.in" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_${CK_BACKEND}}")
@@ -118,7 +129,7 @@ function(ck_add_instance CK_BACKEND dtype CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc m
   set(CK_BUILT_BACKENDS ${CK_BUILT_BACKENDS} ${CK_BACKEND} PARENT_SCOPE)
   set(CK_REGISTRY_DECLARATIONS
     "${CK_REGISTRY_DECLARATIONS}namespace ${CK_BACKEND} {\nKernelEntry ${CK_NAME}_entry();\n}\n" PARENT_SCOPE)
-  set(row "    {{\"${CK_NAME}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${dtype_enum}, ${dtype_enum}, ${CK_HEAD_DIM_QK}, "
+  set(row "    {{\"${CK_NAME}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${dtype_enum}, ${kv_dtype_enum}, ${CK_HEAD_DIM_QK}, "
     "${CK_HEAD_DIM_VO},\n      ${feature_bits}, ${min_cc}, ${max_cc}},\n     &${CK_BACKEND}::${CK_NAME}_entry},\n")
   list(JOIN row "" row)
   set(CK_REGISTRY_ROWS "${CK_REGISTRY_ROWS}${row}" PARENT_SCOPE)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _C, _prepare  # type: ignore[attr-defined]
-from ._args import FP8_DTYPES
+from ._args import FP8_DTYPES, HALF_DTYPES
 from ._dispatch import Request
 from ._problem import Offsets, PagedKv, Problem
 
@@ -30,6 +30,7 @@ _SERVED = frozenset(
         "alibi",
         "sinks",
         "paged",
+        "short_queries",
         "head_scale",
         "tensor_scale",
     }
@@ -63,6 +64,8 @@ def reasons(backend: str, request: Request) -> list[str]:
             f"backend={backend!r} has no kernels in this build (it has {', '.join(sorted(built)) or 'none'}): "
             "use backend='auto'."
         ]
+    if reads_as_is(backend, request):
+        return []
     found, prepared = [], _prepare.prepared_request(request)
     if prepared is not None:
         if request.o_dtype in FP8_DTYPES:
@@ -81,23 +84,44 @@ def reasons(backend: str, request: Request) -> list[str]:
         if dtype not in _DTYPE_NAMES:
             found.append(f"dtype {dtype} has no {backend} kernel: use float16 or bfloat16, or backend='reference'.")
     if all(dtype in _DTYPE_NAMES for dtype in types):
-        found += _C.not_supported_reasons(
+        found += _registry_reasons(backend, request)
+    return found
+
+
+def _registry_reasons(backend: str, request: Request) -> list[str]:
+    """What the registry has against a request as it is, without copies."""
+    features = request.features
+    return list(
+        _C.not_supported_reasons(
             backend,
-            *(_DTYPE_NAMES[dtype] for dtype in types),
+            *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
             request.num_qo_heads,
             request.num_kv_heads,
             request.head_dim_qk,
             request.head_dim_vo,
-            "soft_cap" in request.features,
-            "sinks" in request.features,
-            "paged" in request.features,
-            not request.features.isdisjoint(("custom_mask", "multi_item")),
-            "alibi" in request.features,
-            not request.features.isdisjoint(("head_scale", "tensor_scale")),
+            "soft_cap" in features,
+            "sinks" in features,
+            "paged" in features,
+            not features.isdisjoint(("custom_mask", "multi_item")),
+            "alibi" in features,
+            not features.isdisjoint(("head_scale", "tensor_scale")),
             request.compute_capability or 0,
             *(request.layout or ()),
         )
-    return found
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_as_is(backend: str, request: Request) -> bool:
+    """Whether a kernel of ``backend`` is to read the fp8 keys and values of ``request`` themselves, not copies."""
+    return (
+        "short_queries" in request.features
+        and request.kv_dtype in FP8_DTYPES
+        and request.q_dtype in HALF_DTYPES
+        and request.o_dtype == request.q_dtype
+        and request.features <= _SERVED
+        and not _registry_reasons(backend, request)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -154,6 +178,7 @@ class Schedule:
         self.offsets = offsets  # kept alive: the device reads them after this returns
         self.workspace = workspace
         self.general = offsets.general
+        self.as_is = reads_as_is(backend, request)  # fp8 keys and values
         self.partials = offsets.partials
         self._plan: Any = None
         if offsets.total_q:
@@ -204,7 +229,8 @@ class Schedule:
 
 def _unscheduled(backend: str, request: Request, offsets: Offsets, total_q: int) -> Any:
     """A compiled plan without its work list."""
-    request = _prepare.prepared_request(request) or request
+    if not reads_as_is(backend, request):
+        request = _prepare.prepared_request(request) or request
     plan = _C.Plan(
         backend,
         *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
@@ -315,8 +341,9 @@ def _on_device(scale: torch.Tensor, device: torch.device) -> tuple[torch.Tensor,
 def compute(problem: Problem, backend: str, schedule: Schedule | None = None) -> Call | None:
     """Enqueues the kernel that computes ``problem`` on the current stream of its device.
 
-    A schedule must be for this backend, and ``general`` where the problem is (``_plan.is_general``). Returns the call,
-    None where it cannot be repeated as it depends on copies or on more addresses than a :class:`Call` takes.
+    A schedule must be for this backend, ``general`` where the problem is (``_plan.is_general``), and ``as_is`` where
+    fp8 keys and values are to be read so. Returns the call, None where it cannot be repeated as it depends on copies or
+    on more addresses than a :class:`Call` takes.
     """
     q, kv, out = problem.q, problem.kv, problem.output.out
     mask, logits, lse = problem.mask, problem.logits, problem.output.lse
@@ -329,6 +356,9 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
             return compute(problem, backend, schedule)
     stream = _stream(device)
     prepared = _prepare.is_needed(problem)
+    if prepared and problem.logits.rope is None:
+        as_is = reads_as_is(backend, Request.from_problem(problem)) if schedule is None else schedule.as_is
+        prepared = not as_is
     if prepared:
         offsets = None if schedule is None else schedule.offsets
         problem = _prepare.prepare(problem, offsets, _C.prepare, stream)

@@ -1,14 +1,15 @@
 """Chooses who computes an attention problem, and can say why.
 
 A :class:`Request` holds the facts a choice depends on. ``reasons`` lists why a backend cannot serve a request;
-``select`` takes the first of fa3, fa2, reference that has none. The choice is made from facts only, so the same request
-always gets the same backend.
+``select`` takes the first of fa3, fa2, reference that has none, or of fa2, fa3, reference where :data:`SHORT_ROWS` says
+so. The choice is made from facts only, so the same request always gets the same backend.
 
 Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) stands for every ``backend='auto'``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -38,6 +39,7 @@ FEATURES = frozenset(
         "rope",
         "sinks",
         "paged",
+        "short_queries",
         "stats",
         "head_scale",
         "tensor_scale",
@@ -49,6 +51,13 @@ ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
 
 # Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
 ORDINARY = 1 << 30
+
+# fp8 keys and values below 16-bit queries. Kernels of fa2 can read them as they are, once for up to 64 query rows, of
+# all heads that share a key head. All other kernels compute from 16-bit copies: making and reading these moves five
+# times the bytes, but then fa3 computes faster. So up to this many rows of a request, on average, fa2 reads the cache
+# itself, and comes first under "auto"; beyond, and where nobody knows the number of rows when a batch is planned,
+# copies are made. An explicit backend is what it says, and the rule then decides only about copies.
+SHORT_ROWS = 128
 
 _log = logging.getLogger("cutlass_kernels")
 _warned: set[tuple[str, ...]] = set()
@@ -91,8 +100,9 @@ class Request:
     ``compute_capability`` is ``10 * major + minor``, or None without a CUDA device. ``features`` are elements of
     :data:`FEATURES`: what the mask, the logits, the output and the tensors ask for beyond plain attention.
     ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
-    scoring has not been turned into the bits of a mask, because its size or a place for it was missing. ``layout`` is
-    None where every kernel takes such numbers of rows and strides.
+    scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
+    ``short_queries`` that fp8 keys and values are better read as they are (:func:`are_short`). ``layout`` is None where
+    every kernel takes such numbers of rows and strides.
     """
 
     device_type: str
@@ -120,6 +130,10 @@ class Request:
                 layout = Layout.of(q.size(0), k.size(0), q=q, k=k, v=v, o=out)
             else:  # every kernel takes pages of any strides
                 layout = Layout.of(q.size(0), 0, q=q, o=out)
+        requests = 1 if problem.qo_indptr is None else problem.qo_indptr.numel() - 1
+        dims = (q.size(2), v.size(-1))
+        if are_short(q.dtype, k.dtype, q.size(0), requests, q.size(1) // k.size(-2), dims) and is_aligned(k, v, to=16):
+            features.add("short_queries")
         return cls(
             q.device.type,
             compute_capability(q.device),
@@ -145,6 +159,24 @@ class Request:
         if self.layout is not None:
             text += "".join(f", strides of {name} {token}/{head}" for name, token, head in self.layout.strides)
         return f"{text}, {' '.join(sorted(self.features))}" if self.features else text
+
+
+def are_short(
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    rows: int | None,
+    requests: int,
+    group_size: int,
+    head_dims: tuple[int, int],
+) -> bool:
+    """Whether a batch is for a kernel that reads fp8 keys and values as they are; see :data:`SHORT_ROWS`.
+
+    ``rows`` are those of all requests, None where they are unknown. Rows of a cache with other ``head_dims`` than
+    multiples of 16 are rarely aligned as such a kernel needs them.
+    """
+    if kv_dtype not in _args.FP8_DTYPES or q_dtype not in _args.HALF_DTYPES or rows is None:
+        return False
+    return rows * group_size <= SHORT_ROWS * requests and not (head_dims[0] | head_dims[1]) % 16
 
 
 def mask_features(mask: Mask) -> set[str]:
@@ -201,18 +233,21 @@ def is_ordinary(*tensors: torch.Tensor) -> bool:
                 return False
             strides |= stride
         item = x.element_size()
-        if strides > ORDINARY or x.size(0) > ORDINARY or (x.data_ptr() | strides * item) % (8 if item == 1 else 16):
+        if strides > ORDINARY or x.size(0) > ORDINARY or (x.data_ptr() | strides * item) % 16:
             return False
     return True
 
 
-def is_aligned(x: torch.Tensor) -> bool:
-    """Whether the address and all strides but the last are multiples of 16 bytes; of 8 in fp8, of which kernels get
-    copies."""
-    strides, item = 0, x.element_size()
-    for stride in x.stride()[:-1]:
-        strides |= stride
-    return (x.data_ptr() | strides * item) % (8 if item == 1 else 16) == 0
+def is_aligned(*tensors: torch.Tensor, to: int | None = None) -> bool:
+    """Whether addresses and all strides but the last are multiples of so many bytes: by default of 16, and of 8 in fp8,
+    of which kernels can get copies."""
+    for x in tensors:
+        strides, item = 0, x.element_size()
+        for stride in x.stride()[:-1]:
+            strides |= stride
+        if (x.data_ptr() | strides * item) % (to or (8 if item == 1 else 16)):
+            return False
+    return True
 
 
 def compute_capability(device: torch.device) -> int | None:
@@ -312,12 +347,21 @@ def _resolve(requested: str, request: Request) -> tuple[str, tuple[str, ...]]:
             raise error(_sentences(requested, request, against))
         return requested, ()
     refused: list[str] = []
-    for backend in BACKENDS:
+    for backend in preferred(request):
         against = reasons(backend, request)
         if not against:
             return backend, tuple(refused) if backend == "reference" else ()
         refused += against
     raise BackendError(_sentences("auto", request, refused))
+
+
+def preferred(request: Request) -> tuple[str, ...]:
+    """The backends in the order in which "auto" asks them."""
+    if request.device_type == "cuda" and "short_queries" in request.features:
+        with contextlib.suppress(ImportError):
+            if _kernels().reads_as_is("fa2", request):
+                return ("fa2", "fa3", "reference")
+    return BACKENDS
 
 
 def _sentences(backend: str, request: Request, against: Iterable[str]) -> str:
@@ -399,7 +443,7 @@ def explain(
         num_qo_heads, num_kv_heads: default 32, num_qo_heads.
         head_dim_qk, head_dim_vo: default 128, head_dim_qk.
         features: of "causal", "window", "chunk", "custom_mask", "multi_item", "soft_cap", "alibi", "rope", "sinks",
-            "paged", "stats", "head_scale", "tensor_scale", "unaligned", "unsized".
+            "paged", "short_queries", "stats", "head_scale", "tensor_scale", "unaligned", "unsized".
 
     Returns:
         An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``. The
@@ -447,7 +491,7 @@ def explain(
         layout,
     )
     against = {backend: reasons(backend, request) for backend in BACKENDS}
-    return Explanation(request, next((b for b in BACKENDS if not against[b]), None), against)
+    return Explanation(request, next((b for b in preferred(request) if not against[b]), None), against)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -30,7 +30,7 @@ ROWS = {
     "alibi": "ALiBi (`pos_encoding_mode`)",
     "device_scales": "scales of q, k and v in tensors, also one per head",
     "rope": "rotary embedding (`pos_encoding_mode`), applied to copies of q and k",
-    "fp8": "fp8 queries, keys and values, converted into 16-bit copies",
+    "fp8": "fp8 queries, keys and values, also in 16-bit copies",
 }
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
@@ -39,14 +39,15 @@ def parse_instances(text: str) -> list[dict[str, Any]]:
     """The rows of instances.cmake in the form of ``list_kernels()``."""
     kernels = []
     for match in _INSTANCE.finditer(text):
-        backend, dtype, qk, vo, least, most, *features = match["words"].split()
+        backend, dtypes, qk, vo, least, most, *features = match["words"].split()
         dims = qk if qk == vo else f"{qk}_{vo}"
+        dtype, _, kv_dtype = dtypes.partition("/")
         kernels.append(
             {
-                "name": f"{backend}_{dtype}_hd{dims}",
+                "name": f"{backend}_{dtypes.replace('/', '_')}_hd{dims}",
                 "backend": backend,
                 "q_dtype": dtype,
-                "kv_dtype": dtype,
+                "kv_dtype": kv_dtype or dtype,
                 "head_dim_qk": int(qk),
                 "head_dim_vo": int(vo),
                 "features": features,
@@ -88,15 +89,16 @@ def _line(cells: Iterable[str]) -> str:
 
 def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     """What the kernels of one backend have in common; a feature counts if all of them have it."""
-    types = dict.fromkeys(
-        k["q_dtype"] if k["q_dtype"] == k["kv_dtype"] else f"{k['q_dtype']} with {k['kv_dtype']} keys" for k in kernels
-    )
+    types = ", ".join(dict.fromkeys(k["q_dtype"] for k in kernels))
+    narrow = dict.fromkeys(k["kv_dtype"] for k in kernels if k["kv_dtype"] != k["q_dtype"])
+    if narrow:
+        types += f"; keys and values also {', '.join(narrow)}"
     dims = dict.fromkeys((k["head_dim_qk"], k["head_dim_vo"]) for k in kernels)
     dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims)
     return {
         "backend": backend,
         "runs on": _devices(kernels),
-        "element types": ", ".join(types),
+        "element types": types,
         "head dimensions": f"{dim_names}; other multiples of 8 below {max(qk for qk, _ in dims)} are zero-padded",
         "served": set.intersection(*(set(kernel["features"]) for kernel in kernels)).union(_prepare.SERVED),
     }

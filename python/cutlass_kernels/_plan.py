@@ -159,8 +159,8 @@ class Plan:
     backend: str
     split: Split = field(default_factory=Split)
     schedule: Any = None
-    # By backend and is_general(), for runs whose arguments ask for another than the plan foresaw.
-    other_schedules: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    # By backend, is_general() and reads_as_is(), for runs whose arguments ask for another than the plan foresaw.
+    other_schedules: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)  # runs that may be repeated, see _repeat
 
     @property
@@ -272,6 +272,13 @@ def make_schedule(backend: str, request: _dispatch.Request, offsets: Offsets, wo
     from . import _cuda
 
     return _cuda.Schedule(backend, request, offsets, workspace)
+
+
+def reads_as_is(backend: str, request: _dispatch.Request) -> bool:
+    """Whether runs on a kernel backend read fp8 keys and values themselves, not copies."""
+    from . import _cuda
+
+    return _cuda.reads_as_is(backend, request)
 
 
 def workspace_size(backend: str, request: _dispatch.Request, offsets: Offsets) -> tuple[int, int]:

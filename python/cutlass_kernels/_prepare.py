@@ -2,6 +2,7 @@
 
 A rotary embedding, fp8 keys and values below 16-bit queries, and attention that is fp8 throughout reach the kernels as
 a plain 16-bit problem: one pass over memory (``prepare.h``) writes rotated or converted copies into temporaries first.
+fp8 keys and values that a kernel reads as they are (``_cuda.reads_as_is``) are no matter of this module.
 
 The copy of a paged cache has a page per entry of the page table, as a page that requests share stands at another
 position in each. The same pass writes the page tables that belong to it: so nothing of this has to be planned, and what

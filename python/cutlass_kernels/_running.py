@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -129,10 +130,15 @@ class RunsPlans:
         backend, request, schedule = plan.backend, plan.request, plan.schedule
         if values != plan.options or not _is_plain(problem):
             request = _dispatch.Request.from_problem(problem)
+            if "short_queries" not in plan.request.features:  # the plan's word, also where a later one has fewer rows
+                request = dataclasses.replace(request, features=request.features - {"short_queries"})
             backend = _dispatch.select(self._requested_backend, request)
         if backend in KERNEL_BACKENDS:
             general = _plan.is_general(problem)
-            if backend != plan.backend or (general and not schedule.general):
+            other = backend != plan.backend or (general and not schedule.general)
+            if not other and request is not plan.request:
+                other = schedule.as_is != _plan.reads_as_is(backend, request)
+            if other:
                 schedule = self._other_schedule(plan, backend, general, request, problem)
         if backend == "reference" and self.device.type == "cuda":
             _use_host_indices(problem, plan)
@@ -174,7 +180,8 @@ class RunsPlans:
         """The schedule for a backend, or for tiles, that the plan did not choose. Captured runs make their own, as
         lengths change."""
         make_anew = self._use_cuda_graph or torch.cuda.is_current_stream_capturing()
-        schedule = None if make_anew else plan.other_schedules.get((backend, general))
+        key = (backend, general, _plan.reads_as_is(backend, request))
+        schedule = None if make_anew else plan.other_schedules.get(key)
         if schedule is None:
             assert problem.qo_indptr is not None
             workspace = _plan.int_workspace(self.device)
@@ -182,7 +189,7 @@ class RunsPlans:
             offsets.split = plan.split
             schedule = _plan.make_schedule(backend, request, offsets, workspace)
             if not make_anew:
-                plan.other_schedules[backend, general] = schedule
+                plan.other_schedules[key] = schedule
         return schedule
 
     def _problem(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs, values: Options) -> Problem:

@@ -60,6 +60,7 @@ class BatchPrefillWrapper(RunsPlans):
         self._graph_mask = False
         self._graph_mask_words: torch.Tensor | None = None  # the mask buffer, or the copy of it that kernels read
         self._graph_general: bool | None = None
+        self._graph_short: bool | None = None  # the first plan's: captured runs keep their kernel
         self._graph_split: tuple[int, bool, int] | None = None
         if self._use_cuda_graph:
             self._check_buffers(buffers)
@@ -318,7 +319,12 @@ class BatchPrefillWrapper(RunsPlans):
         layout = None
         if not paged and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:
             layout = _dispatch.Layout.of(total_q or 0, batch.kv.last or 0)
-        request = self._request(shape, values, bits is not None, items is not None, paged, layout)
+        short = self._graph_short
+        if short is None:
+            dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
+            kv_dtype = shape.cast or shape.kv_dtype
+            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims)
+        request = self._request(shape, values, bits is not None, items is not None, paged, short, layout)
         backend = _dispatch.select(self._requested_backend, request)
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
@@ -373,6 +379,7 @@ class BatchPrefillWrapper(RunsPlans):
         masked: bool,
         multi_item: bool,
         paged: bool,
+        short: bool,
         layout: _dispatch.Layout | None,
     ) -> _dispatch.Request:
         features = {
@@ -385,6 +392,7 @@ class BatchPrefillWrapper(RunsPlans):
             "alibi": values.pos_encoding_mode == "ALIBI",
             "rope": values.pos_encoding_mode == "ROPE_LLAMA",
             "paged": paged,
+            "short_queries": short,
         }
         return _dispatch.Request(
             self.device.type,
@@ -438,6 +446,7 @@ class BatchPrefillWrapper(RunsPlans):
             self._max_total_num_rows = plan.total_q
         if self._use_cuda_graph and plan.schedule is not None:
             self._graph_general = plan.schedule.general
+            self._graph_short = "short_queries" in plan.request.features
             self._graph_split = self._graph_rule(plan)
         self._cached_q_data_type = plan.shape.q_dtype
         self._cached_kv_data_type = plan.shape.kv_dtype

@@ -22,17 +22,22 @@ CUTE_DEVICE void ldmatrix_x4_trans(std::uint32_t (&d)[4], std::uint32_t address)
                : "memory");
 }
 
-// 16 bytes from global to shared memory, past L1; zeros if not `valid` (then nothing is read).
-CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool valid) {
-  const int bytes = valid ? 16 : 0;
+// The first `bytes` (0, 8 or 16) of 16 bytes from global to shared memory, past L1, and zeros; of 0 bytes nothing is read.
+CUTE_DEVICE void cp_async_first(std::uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(bytes)
                : "memory");
 }
 
+// All 16 bytes.
 CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global)
                : "memory");
+}
+
+// All of them; zeros if not `valid`.
+CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool valid) {
+  cp_async_first(shared, global, valid ? 16 : 0);
 }
 
 // Hardware barrier `id` among `threads` threads, those that arrive and those that wait.

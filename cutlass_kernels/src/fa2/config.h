@@ -11,7 +11,7 @@
 namespace cutlass_kernels::fa2 {
 
 template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
-          int BlocksPerSm, int Sharers = 1, bool Packed = false>
+          int BlocksPerSm, int Sharers = 1, bool Packed = false, int KvBytes = 2>
 struct Tile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRowTiles = RowTiles;
@@ -25,7 +25,11 @@ struct Tile {
   static constexpr int kBlocksPerSm = BlocksPerSm;  // what registers are budgeted for
   static constexpr int kSharers = Sharers;          // warps that share rows: 1 or 2
   static constexpr bool kPacked = Packed;           // rows of several heads (packed_rows.h)
+  static constexpr int kKvBytes = KvBytes;          // of an element of K and V
+  // Whether the warps of a tile with few rows share these, each with a part of the keys (shared_keys.h).
+  static constexpr bool kSharesKeys = KvBytes == 1;
   static_assert(Sharers == 1 || (Sharers == 2 && Stages == 1 && StepN == BlockN && !Packed));
+  static_assert(KvBytes == 2 || (KvBytes == 1 && RowTiles == 1 && Warps == 4 && Packed));
 };
 
 // Schedule::tile_kind. fa3 has the same numbers for such tiles.
@@ -40,6 +44,9 @@ enum TileKind { kRows = 0, kPacked = 3 };
 // kFewBlocks: with fewer blocks of the large tile than this, the small one is faster on 132 SMs; the causal
 // value is higher because short tiles even out what a causal mask makes uneven. Where both have as many rows there is
 // no such rule: the small one is for devices without the shared memory of the large one, and nothing else.
+//
+// Fp8: for keys and values of 8 bits, whatever the queries. In steps of 16 keys all four warps have work where there are
+// 16 rows or fewer.
 template <int HeadDim>
 struct TileTable;
 
@@ -50,6 +57,7 @@ struct TileTable<64> {
   using Capped = Medium;
   using Small = Tile<64, 1, 4, 64, 64, 2, 2, 3>;
   using Packed = Tile<64, 1, 4, 64, 32, 3, 2, 3, 1, true>;
+  using Fp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1>;
   static constexpr int kFewBlocks = 200;
   static constexpr int kFewBlocksCausal = 320;
 };
@@ -61,6 +69,7 @@ struct TileTable<128> {
   using Capped = Large;
   using Small = Tile<128, 1, 4, 64, 64, 2, 2, 2>;
   using Packed = Tile<128, 1, 4, 32, 32, 3, 2, 3, 1, true>;
+  using Fp8 = Tile<128, 1, 4, 64, 16, 3, 2, 3, 1, true, 1>;
   static constexpr int kFewBlocks = 80;
   static constexpr int kFewBlocksCausal = 320;
 };
@@ -72,6 +81,7 @@ struct TileTable<256> {
   using Capped = Large;
   using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;  // 96 KB: compute capabilities 8.6, 8.9, 12.x
   using Packed = Tile<256, 1, 4, 32, 32, 2, 4, 2, 1, true>;
+  using Fp8 = Tile<256, 1, 4, 64, 16, 2, 2, 2, 1, true, 1>;  // 97 KB
 };
 
 }  // namespace cutlass_kernels::fa2

@@ -29,10 +29,12 @@
 #include "common/softmax.h"
 #include "common/work.h"
 #include "fa2/config.h"
+#include "fa2/fp8.h"
 #include "fa2/packed_rows.h"
 #include "fa2/pages.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
+#include "fa2/shared_keys.h"
 #include "fa2/shared_rows.h"
 #include "fa2/visible_keys.h"
 #include "mask_extents.h"
@@ -51,6 +53,7 @@ struct PendingLoads {
       matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
     }
   }
+  CUTE_DEVICE void issue_all() { issue(0, 1); }
 };
 
 struct NoLoads {
@@ -64,11 +67,13 @@ constexpr int blocks_per_sm() {
                                                                                : Tile::kBlocksPerSm;
 }
 
-template <class Element, class Tile, Logits kLogits, bool kPaged>
+// Kv: Element, or what K and V hold instead (fp8.h).
+template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>())
     attention_kernel(__grid_constant__ const KernelParams params) {
   using Layout = SharedLayout<Tile>;
   using Mma = typename Element::Mma;
+  constexpr bool kFp8 = Tile::kKvBytes == 1;
   constexpr int kRowTiles = Tile::kRowTiles;
   constexpr int kBlockN = Tile::kBlockN;
   constexpr int kStages = Tile::kStages;
@@ -135,12 +140,13 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   const int lane = thread % 32;
 
   // ---- Loads. ----
-  auto element_ptr = [](const ConstTensorView& view, std::int64_t token, int h) {
+  auto element_ptr = [](const ConstTensorView& view, std::int64_t token, int h, int bytes) {
     return static_cast<const char*>(view.data) +
-           2 * (token * view.stride_token + h * view.stride_head);
+           bytes * (token * view.stride_token + h * view.stride_head);
   };
   const int key_extent = key_end - key_begin;
-  using RaggedLoader = std::conditional_t<kGeneral, SeenRowLoader<Tile>, RowLoader<Tile, kBlockN>>;
+  using RaggedLoader =
+      std::conditional_t<kGeneral, SeenRowLoader<Tile>, RowLoader<Tile, kBlockN, Tile::kKvBytes>>;
   using BlockLoader = std::conditional_t<kPaged, PageLoader<Tile>, RaggedLoader>;
   std::conditional_t<kGeneral, SeenPageRows<Tile>, PageRows<Tile>> pages{
       params,        reinterpret_cast<const char**>(shared_memory + Layout::kTable),
@@ -153,8 +159,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     if constexpr (kPaged) {
       return PageLoader<Tile>(to, pages.entries(t), p.head_dim_qk, t);
     } else {
-      BlockLoader loader(to, element_ptr(p.k, work.kv_begin, kv_head), p.k.stride_token,
-                         p.head_dim_qk, block * kBlockN, key_begin, key_extent, t);
+      BlockLoader loader(to, element_ptr(p.k, work.kv_begin, kv_head, Tile::kKvBytes),
+                         p.k.stride_token, p.head_dim_qk, block * kBlockN, key_begin, key_extent,
+                         t);
       if constexpr (kGeneral) loader.take_only(seen, t);
       return loader;
     }
@@ -164,8 +171,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     if constexpr (kPaged) {
       return PageLoader<Tile>(to, pages.entries(t) + PageRows<Tile>::kRows, p.head_dim_vo, t);
     } else {
-      BlockLoader loader(to, element_ptr(p.v, work.kv_begin, kv_head), p.v.stride_token,
-                         p.head_dim_vo, block * kBlockN, key_begin, key_extent, t);
+      BlockLoader loader(to, element_ptr(p.v, work.kv_begin, kv_head, Tile::kKvBytes),
+                         p.v.stride_token, p.head_dim_vo, block * kBlockN, key_begin, key_extent,
+                         t);
       if constexpr (kGeneral) loader.take_only(seen, t);
       return loader;
     }
@@ -173,12 +181,13 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
 
   // ---- This warp's rows. ----
   const int part = warp % kSharers;  // of the keys in Q K^T, of the columns in P V
-  const int warp_row = warp / kSharers * (kRowTiles * 16);  // in the tile
+  const SharedKeys<Tile> keys((row_end - row_begin) * int(params.pack.divisor), warp);
+  const int warp_row = keys.row_group * (kRowTiles * 16);  // in the tile
   const WarpRows<Tile> row_at{row_begin, warp_row, params.pack};
   const int first_row = row_at(0);  // in the request
   const int last_row =
       Tile::kPacked ? min(row_at(15), row_end - 1) : min(row_at(kRowTiles * 16), row_end) - 1;
-  const bool has_rows = first_row <= last_row;
+  const bool has_rows = first_row <= last_row && keys.has_part();
   // Keys that some / that every row of the warp sees.
   const int any_begin = has_rows ? mask.lo(first_row) : 0;
   const int any_end = has_rows ? mask.hi(last_row) : 0;
@@ -193,12 +202,13 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   const int k_row = (lane % 8) + (lane / 16) * 8;
   const int k_chunk = (lane / 8) % 2;
   const int swizzle_q = lane_chunk ^ (lane_row & 7);
-  const int swizzle_k = k_chunk ^ (k_row & 7);
+  const int swizzle_k = k_chunk ^ Layout::kv_swizzle(k_row);
+  const int swizzle_v = lane_chunk ^ Layout::kv_swizzle(lane_row);
   const std::uint32_t q_row_base = shared + Layout::kQ + (warp_row + lane_row) * Layout::kRowBytes;
   const std::uint32_t k_row_base =
-      shared + Layout::kK + (part * kTilesN * 8 + k_row) * Layout::kRowBytes;
+      shared + Layout::kK + (part * kTilesN * 8 + k_row) * Layout::kKvRowBytes;
   const std::uint32_t v_row_base =
-      shared + Layout::kV + lane_row * Layout::kRowBytes + part * kTilesD * 16;
+      shared + Layout::kV + lane_row * Layout::kKvRowBytes + part * kTilesD * 16;
 
   float o[kRowTiles][kTilesD][4];  // (row tile, d tile, fragment)
   CUTE_UNROLL
@@ -220,6 +230,10 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
         CUTE_UNROLL
         for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
       }
+    }
+    if constexpr (kFp8) {
+      add_scores<Element, Kv, Tile>(s[0], q_row_base, swizzle_q, k_sub, swizzle_k);
+      return;
     }
     // Fragments are read kAhead steps before their products; a step is one pair of n tiles.
     constexpr int kStepsK = Tile::kHeadDim / 16;
@@ -333,7 +347,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
           transform_general(s, own_key, false);
         }
       }
-      if (!__all_sync(0xffffffffu, found == ~0u)) VisibleKeys<Tile>::apply(s, found);
+      const bool all = found == VisibleKeys<Tile>::kAll;
+      if (!__all_sync(0xffffffffu, all)) VisibleKeys<Tile>::apply(s, found);
     } else {
       if constexpr (kLogits == Logits::kTransformed) {
         constexpr bool kFewRegisters = Tile::kHeadDim >= 128;
@@ -382,6 +397,11 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
 
   const SharedRows<Tile> shared_rows(shared_memory, warp, lane);
   auto accumulate = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t v_sub) {
+    if constexpr (kFp8) {
+      add_values<Element, Kv, Tile, kTilesN / 2>(
+          o[0], v_sub, swizzle_v, [&](int k, int pack) { return make_p(s, k, pack); });
+      return;
+    }
     constexpr int kOwnSteps = kTilesN / 2;  // of 16 keys and this warp's P; the other's follow
     constexpr int kStepsK = kOwnSteps * kSharers;
     static_assert(kSharers == 1 || kOwnSteps > 1);
@@ -395,7 +415,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
         const int key = (of_part * kOwnSteps + k % kOwnSteps) * 16;
         ldmatrix_x4_trans(
             b[step % kSlots],
-            v_sub + key * Layout::kRowBytes + Layout::chunk_offset(swizzle_q, step % kStepsD * 2));
+            v_sub + key * Layout::kRowBytes + Layout::chunk_offset(swizzle_v, step % kStepsD * 2));
       }
     };
     CUTE_UNROLL
@@ -458,12 +478,18 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       page[i] = pages.fetch(block_end - 1 - i, kSharers == 1 ? block_end - 1 - i : block_end - 1);
     }
   }
-  if constexpr (kGeneral) visible.fetch_last(block_end * kBlockN - kStepN + part * kTilesN * 8);
-  if constexpr (Tile::kPacked) {
+  const int last_step = keys.last_step();  // of this warp, in a block
+  if constexpr (kGeneral) {
+    visible.fetch_last((block_end - 1) * kBlockN + last_step * kStepN + part * kTilesN * 8);
+  }
+  [[maybe_unused]] std::conditional_t<kFp8, PackedQ<Tile>, int> packed_q(thread);
+  if constexpr (kFp8) {
+    packed_q.begin(params, work.q_begin, row_begin, row_end, head);
+  } else if constexpr (Tile::kPacked) {
     load_packed_q<Tile>(params, shared + Layout::kQ, work.q_begin, row_begin, row_end, head,
                         thread);
   } else {
-    RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.q_begin, head),
+    RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.q_begin, head, 2),
                                    p.q.stride_token, p.head_dim_qk, row_begin, row_begin,
                                    row_end - row_begin, thread)
         .issue_all();
@@ -484,6 +510,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     if constexpr (kPaged) {
       pages.store(page[kStages - 1], block_end - kStages, block_end - kStages);
     }
+    if constexpr (kFp8) packed_q.finish(shared_memory + Layout::kQ);
     // The blocks whose keys are found an iteration ahead: the next to be loaded, or those whose addresses are.
     constexpr int kSeenAhead = kPaged ? kStages : kStages - 1;
     if constexpr (kGeneral) seen.find(block_end - 1 - kSeenAhead);
@@ -498,29 +525,57 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
                   v_loader(block - kStages + 1, next_stage, opaque_thread)}};
       if constexpr (kPaged) next.fetch(pages, block - kStages);
-      CUTE_UNROLL
-      for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {
-        const int first_key = block * kBlockN + sub * kStepN;
-        const int offset = stage * Layout::kStageBytes + sub * kStepN * Layout::kRowBytes;
-        const bool loads = sub == kBlockN / kStepN - 1;
-        // A warp takes part only where one of its rows sees a key.
-        find_visible(first_key);
-        if (kGeneral ? __any_sync(0xffffffffu, found != 0)
-                     : first_key < any_end && first_key + kStepN > any_begin) {
+      if constexpr (kFp8) {
+        next.issue_all();  // at once: memory is what takes time, and steps may be another warp's
+        CUTE_NO_UNROLL
+        for (int sub = last_step; sub >= 0; sub -= keys.groups) {
+          const int first_key = block * kBlockN + sub * kStepN;
+          const int offset = stage * Layout::kStageBytes + sub * kStepN * Layout::kKvRowBytes;
+          const int next_key = first_key - keys.groups * kStepN;
+          find_visible(first_key);
+          if (kGeneral ? !__any_sync(0xffffffffu, found != 0)
+                       : first_key >= any_end || first_key + kStepN <= any_begin) {
+            fetch_mask(next_key);
+            continue;
+          }
           float s[kRowTiles][kTilesN][4];
           float thread_max[kRows];
           compute_scores(s, k_row_base + offset);
           finish_scores(s, first_key);
-          take_max(s, thread_max, next, loads);
-          fetch_mask(first_key - kStepN);
+          take_max(s, thread_max, next, false);
+          fetch_mask(next_key);
           if (__any_sync(0xffffffffu, softmax.exceeds(thread_max))) {
             softmax.reduce_max(thread_max);
             softmax.raise(thread_max, rescale);
           }
           accumulate(s, v_row_base + offset);
-        } else {
-          if (loads) next.issue(0, 1);
-          fetch_mask(first_key - kStepN);
+        }
+        if constexpr (kPaged) next.store();
+      } else {
+        CUTE_UNROLL
+        for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {
+          const int first_key = block * kBlockN + sub * kStepN;
+          const int offset = stage * Layout::kStageBytes + sub * kStepN * Layout::kRowBytes;
+          const bool loads = sub == kBlockN / kStepN - 1;
+          // A warp takes part only where one of its rows sees a key.
+          find_visible(first_key);
+          if (kGeneral ? __any_sync(0xffffffffu, found != 0)
+                       : first_key < any_end && first_key + kStepN > any_begin) {
+            float s[kRowTiles][kTilesN][4];
+            float thread_max[kRows];
+            compute_scores(s, k_row_base + offset);
+            finish_scores(s, first_key);
+            take_max(s, thread_max, next, loads);
+            fetch_mask(first_key - kStepN);
+            if (__any_sync(0xffffffffu, softmax.exceeds(thread_max))) {
+              softmax.reduce_max(thread_max);
+              softmax.raise(thread_max, rescale);
+            }
+            accumulate(s, v_row_base + offset);
+          } else {
+            if (loads) next.issue(0, 1);
+            fetch_mask(first_key - kStepN);
+          }
         }
       }
       if constexpr (kGeneral) seen.find(block - 1 - kSeenAhead);
@@ -616,6 +671,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
         if (no_key[r]) o[r / 2][d][r % 2 * 2] = o[r / 2][d][r % 2 * 2 + 1] = 0.0f;
       }
     }
+  }
+  if constexpr (kFp8) {
+    if (!keys.merge(shared_memory, lane, o, row_m, row_sum)) return;
   }
   if constexpr (Tile::kPacked) {
     store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head, o,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "common/packing.h"
 #include "cuda_failure.h"
@@ -86,7 +87,7 @@ bool many_short_tiles(const AttentionParams& params) {
          block_count<Tile>(params) >= 4 * kTwoWaves;
 }
 
-template <class Element, class Tile, Logits kLogits, bool kPaged>
+template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
 Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
   KernelParams kernel_params{};
   kernel_params.attention = params;
@@ -108,15 +109,16 @@ Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
         std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
     auto matrix = [](const ConstTensorView& view, const std::int32_t* indices,
                      std::int64_t stride_page) {
-      return PagedMatrix{indices, static_cast<const char*>(view.data), 2 * stride_page,
-                         2 * view.stride_token, 2 * view.stride_head};
+      constexpr std::int64_t kBytes = Tile::kKvBytes;
+      return PagedMatrix{indices, static_cast<const char*>(view.data), kBytes * stride_page,
+                         kBytes * view.stride_token, kBytes * view.stride_head};
     };
     kernel_params.paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
     kernel_params.paged[1] = matrix(
         p.v, pages.v_indices != nullptr ? pages.v_indices : pages.indices, pages.v_stride_page);
   }
 
-  auto* kernel = &attention_kernel<Element, Tile, kLogits, kPaged>;
+  auto* kernel = &attention_kernel<Element, Kv, Tile, kLogits, kPaged>;
   constexpr int kBytes = kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes;
   Device device;
   if (Status asked = current_device(&device); !asked.ok()) return asked;
@@ -131,10 +133,11 @@ Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
 }
 
-template <class Element, class Tile, Logits kLogits>
+template <class Element, class Tile, Logits kLogits, class Kv = Element>
 Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
-  return params.pages.page_size > 0 ? launch_kernel<Element, Tile, kLogits, true>(params, stream)
-                                    : launch_kernel<Element, Tile, kLogits, false>(params, stream);
+  return params.pages.page_size > 0
+             ? launch_kernel<Element, Kv, Tile, kLogits, true>(params, stream)
+             : launch_kernel<Element, Kv, Tile, kLogits, false>(params, stream);
 }
 
 template <int HeadDim>
@@ -202,6 +205,42 @@ Status launch(const AttentionParams& params, cudaStream_t stream) {
                  : launch_rows<Element, HeadDim, Logits::kPlain>(params, stream);
   }
   return no_such_tile<HeadDim>(params);
+}
+
+// Keys and values of 8 bits: packed heads, one at the least, whatever the length of the queries.
+template <int HeadDim>
+TileShape fp8_tile_shape(const AttentionParams& params, int compute_capability) {
+  using Tile = typename TileTable<HeadDim>::Fp8;
+  const int heads = packed_heads(params, Tile::kBlockM);
+  return {Tile::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Tile>(compute_capability)};
+}
+
+template <class Element, class Kv, int HeadDim>
+Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
+  using Tile = typename TileTable<HeadDim>::Fp8;
+  const TileShape shape = fp8_tile_shape<HeadDim>(params, 0);
+  const Schedule& schedule = params.schedule;
+  if (schedule.tile_kind != shape.kind || schedule.packed_heads != shape.packed_heads ||
+      schedule.tile_rows != shape.rows) {
+    return no_such_tile<HeadDim>(params);
+  }
+  return GeneralTransform::needed(params) || LogitsTransform::needed(params)
+             ? launch_tile<Element, Tile, Logits::kGeneral, Kv>(params, stream)
+             : launch_tile<Element, Tile, Logits::kPlain, Kv>(params, stream);
+}
+
+template <class Element, class Kv, int HeadDim>
+KernelEntry kernel_entry() {
+  KernelEntry entry;
+  entry.uses_extents = true;
+  if constexpr (std::is_same_v<Element, Kv>) {
+    entry.tile = &tile_shape<HeadDim>;
+    entry.launch = &launch<Element, HeadDim>;
+  } else {
+    entry.tile = &fp8_tile_shape<HeadDim>;
+    entry.launch = &launch_fp8<Element, Kv, HeadDim>;
+  }
+  return entry;
 }
 
 }  // namespace cutlass_kernels::fa2

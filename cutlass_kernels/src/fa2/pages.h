@@ -21,9 +21,9 @@ namespace cutlass_kernels::fa2 {
 // Entries [warp][K, V][step of the loader][row of the warp's step]; null: zeros instead of a row.
 template <class Tile>
 struct PageRows {
-  using Loader = RowLoader<Tile, Tile::kBlockN>;
-  static constexpr int kStepRows = 32 / SharedLayout<Tile>::kChunks;  // of a warp
-  static constexpr int kRows = Loader::kSteps * kStepRows;            // of a warp, of K or of V
+  using Loader = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes>;
+  static constexpr int kStepRows = 32 / Loader::kChunks;    // of a warp
+  static constexpr int kRows = Loader::kSteps * kStepRows;  // of a warp, of K or of V
   static_assert(kStepRows * Tile::kWarps == Loader::kRowStep && 2 * kRows <= 32);
 
   const KernelParams& params;
@@ -86,7 +86,7 @@ struct PageRows {
 
   // A thread's first entry of K; those of V are kRows further on.
   CUTE_DEVICE const char* const* entries(int thread) const {
-    return table + thread / 32 * (2 * kRows) + thread % 32 / SharedLayout<Tile>::kChunks;
+    return table + thread / 32 * (2 * kRows) + thread % 32 / Loader::kChunks;
   }
 };
 
@@ -97,25 +97,28 @@ struct PageLoader {
   using Rows = PageRows<Tile>;
   static constexpr int kSteps = Rows::Loader::kSteps;
   static constexpr int kRowStep = Rows::Loader::kRowStep;
+  static constexpr int kChunks = Rows::Loader::kChunks;
   static constexpr int kPatterns = Rows::Loader::kPatterns;
   static constexpr int kAhead = 2;
 
   const char* const* entries;
   const char* rows[kAhead];
   int column_bytes;
-  bool in_columns;
+  ColumnBytes<Tile::kKvBytes> columns;
   std::uint32_t to[kPatterns];
 
   CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim,
                          int thread)
       : entries(entries_) {
-    const int thread_row = thread / Layout::kChunks;
-    const int chunk = thread % Layout::kChunks;
+    const int thread_row = thread / kChunks;
+    const int chunk = thread % kChunks;
     column_bytes = chunk * 16;
-    in_columns = chunk * 8 < head_dim;
+    columns = ColumnBytes<Tile::kKvBytes>(chunk, head_dim);
     CUTE_UNROLL
     for (int i = 0; i < kPatterns; ++i) {
-      to[i] = shared + Layout::offset(thread_row + i * kRowStep, chunk);
+      const int row = thread_row + i * kRowStep;
+      to[i] = shared +
+              (Tile::kKvBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
     }
   }
 
@@ -127,8 +130,8 @@ struct PageLoader {
   CUTE_DEVICE void issue(int i) {
     const char* row = rows[i % kAhead];
     if (i + kAhead < kSteps) rows[i % kAhead] = entries[(i + kAhead) * Rows::kStepRows];
-    cp_async_16(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kRowBytes,
-                row + column_bytes, row != nullptr && in_columns);
+    columns.copy(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes,
+                 row + column_bytes, row != nullptr);
   }
 
   CUTE_DEVICE void issue_all() {
@@ -163,8 +166,15 @@ struct PagedLoads {
       if (i + 1 == Loader::kSteps) matrices[1].begin();
       matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
     }
-    if (step + 1 == steps) rows->store(page, next_block, next_block);
+    if (step + 1 == steps) store();
   }
+
+  // The two halves of issue(0, 1): what needs the pages of this block, and of the next.
+  CUTE_DEVICE void issue_all() {
+    matrices[0].issue_all();
+    matrices[1].issue_all();
+  }
+  CUTE_DEVICE void store() { rows->store(page, next_block, next_block); }
 };
 
 }  // namespace cutlass_kernels::fa2

@@ -10,14 +10,16 @@
 namespace cutlass_kernels::fa2 {
 
 // Q, then the stages of K, then those of V, then what warps that share rows exchange. Rows are head_dim elements
-// long, in 16-byte chunks of 8 elements; row r holds chunk c at position c ^ (r % 8), so that the eight rows an
+// long, in 16-byte chunks of 8 elements (K and V of 8 bits: of 16); row r holds chunk c at position c ^ (r % 8), so that the eight rows an
 // ldmatrix phase reads lie in eight different bank groups (CuTe's Swizzle<3, 3, log2(head_dim / 8)> on element
 // offsets).
 template <class Tile>
 struct SharedLayout {
   static constexpr int kRowBytes = Tile::kHeadDim * 2;
   static constexpr int kChunks = Tile::kHeadDim / 8;
-  static constexpr int kStageBytes = Tile::kBlockN * kRowBytes;
+  static constexpr int kKvRowBytes = Tile::kHeadDim * Tile::kKvBytes;
+  static constexpr int kKvChunks = kKvRowBytes / 16;
+  static constexpr int kStageBytes = Tile::kBlockN * kKvRowBytes;
   static constexpr int kQ = 0;
   static constexpr int kK = Tile::kBlockM * kRowBytes;
   static constexpr int kV = kK + Tile::kStages * kStageBytes;
@@ -36,6 +38,14 @@ struct SharedLayout {
     return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
   }
 
+  // The same of K and V. Two rows of 64 bytes lie beside each other: there the pairs of rows take turns.
+  CUTE_HOST_DEVICE static constexpr int kv_swizzle(int row) {
+    return kKvChunks < 8 ? row >> 1 & 3 : row & 7;
+  }
+  CUTE_HOST_DEVICE static constexpr int kv_offset(int row, int chunk) {
+    return row * kKvRowBytes + ((chunk ^ kv_swizzle(row)) << 4);
+  }
+
   // Bytes from a row's start to chunk `swizzle` ^ `chunk`, swizzle < 8. At head dim 256 it is spelled out that chunks
   // eight apart differ by an immediate: of the plain XOR, ptxas kept 32 addresses in registers. At 128 the plain one
   // is as fast (RESULTS.md).
@@ -43,16 +53,47 @@ struct SharedLayout {
     return Tile::kHeadDim > 128 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7)
                                 : (swizzle ^ chunk) << 4;
   }
+  CUTE_HOST_DEVICE static constexpr int kv_chunk_offset(int swizzle, int chunk) {
+    return kKvChunks > 8 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7)
+                         : (swizzle ^ chunk) << 4;
+  }
+};
+
+// What of the 16 bytes of a chunk is inside the tensor's own head dimension, a multiple of 8 elements: all or nothing, or
+// of 8-bit elements half of them.
+template <int kElementBytes>
+struct ColumnBytes {
+  bool inside;
+
+  ColumnBytes() = default;
+  CUTE_DEVICE ColumnBytes(int chunk, int head_dim) : inside(chunk * 8 < head_dim) {}
+  CUTE_DEVICE void copy(std::uint32_t to, const char* from, bool valid) const {
+    cp_async_16(to, from, valid && inside);
+  }
+};
+
+template <>
+struct ColumnBytes<1> {
+  int bytes;
+
+  ColumnBytes() = default;
+  CUTE_DEVICE ColumnBytes(int chunk, int head_dim)
+      : bytes(min(max(head_dim - chunk * 16, 0), 16)) {}
+  CUTE_DEVICE void copy(std::uint32_t to, const char* from, bool valid) const {
+    cp_async_first(to, from, valid ? bytes : 0);
+  }
 };
 
 // Copies kRows rows of a [rows, head_dim] global tensor into shared memory, 16 bytes per thread and step.
 // Rows outside [begin, begin + extent) and columns past the tensor's own head dimension become zero: garbage
 // in keys that nobody sees never reaches a product. Steps are issued one by one, so that the main loop can
 // spread them over the softmax: in a burst before the products they hold up the ldmatrix behind them.
-template <class Tile, int kRows>
+template <class Tile, int kRows, int kElementBytes = 2>
 struct RowLoader {
   using Layout = SharedLayout<Tile>;
-  static constexpr int kRowStep = Tile::kThreads / Layout::kChunks;
+  static constexpr int kChunks = Tile::kHeadDim * kElementBytes / 16;
+  static constexpr int kRowBytes = Tile::kHeadDim * kElementBytes;
+  static constexpr int kRowStep = Tile::kThreads / kChunks;
   static constexpr int kSteps = kRows / kRowStep;
   static constexpr int kPatterns =
       kRowStep < 8 ? 8 / kRowStep : 1;  // the swizzle repeats after 8 rows
@@ -62,30 +103,31 @@ struct RowLoader {
   std::int64_t step_bytes;
   std::uint32_t relative;  // that row, counted from `begin`; wraps around to large values before it
   std::uint32_t extent;
-  bool in_columns;
+  ColumnBytes<kElementBytes> columns;
   std::uint32_t to[kPatterns];
 
   // `base`: the tensor's first row for this head; rows [first, first + kRows) go to `shared`.
   CUTE_DEVICE RowLoader(std::uint32_t shared, const char* base, std::int64_t stride_token,
                         int head_dim, int first, int begin, int extent_, int thread) {
-    const int thread_row = thread / Layout::kChunks;
-    const int chunk = thread % Layout::kChunks;
-    from = base + std::int64_t(first + thread_row) * (stride_token * 2) + chunk * 16;
-    step_bytes = stride_token * (2 * kRowStep);
+    const int thread_row = thread / kChunks;
+    const int chunk = thread % kChunks;
+    from = base + std::int64_t(first + thread_row) * (stride_token * kElementBytes) + chunk * 16;
+    step_bytes = stride_token * (kElementBytes * kRowStep);
     relative = first + thread_row - begin;
     extent = extent_;
-    in_columns = chunk * 8 < head_dim;
+    columns = ColumnBytes<kElementBytes>(chunk, head_dim);
     CUTE_UNROLL
     for (int i = 0; i < kPatterns; ++i) {
-      to[i] = shared + Layout::offset(thread_row + i * kRowStep, chunk);
+      const int row = thread_row + i * kRowStep;
+      to[i] = shared +
+              (kElementBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
     }
   }
 
   // Step i of kSteps, in order. cp.async reads nothing where it is not valid.
   CUTE_DEVICE void issue(int i) {
-    const bool valid = relative + i * kRowStep < extent && in_columns;
-    cp_async_16(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kRowBytes, from,
-                valid);
+    columns.copy(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * kRowBytes, from,
+                 relative + i * kRowStep < extent);
     from += step_bytes;
   }
 

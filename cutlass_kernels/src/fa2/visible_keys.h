@@ -1,7 +1,7 @@
 // Which keys a warp's rows see, in the general variant: masks of any form, and intervals.
 //
 // A lane looks after one row and 32 keys of a step; all lanes of the warp look after all rows and keys of it: 32 x 32, or
-// 16 x 64 (at head dim 256 also 16 x 32, in duplicate). A thread gets the words of the rows that it holds parts of from
+// 16 x 64 (at head dim 256 also 16 x 32, and in steps of 16 keys 16 x 16, in duplicate). A thread gets the words of the rows that it holds parts of from
 // the lanes that have them.
 //
 // The words of a bit mask are read a step ahead, before P V, since there are no registers for them while Q K^T is
@@ -71,8 +71,8 @@ struct SeenKeys {
 
 // RowLoader of keys of which some are not wanted.
 template <class Tile>
-struct SeenRowLoader : RowLoader<Tile, Tile::kBlockN> {
-  using Rows = RowLoader<Tile, Tile::kBlockN>;
+struct SeenRowLoader : RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes> {
+  using Rows = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes>;
   static_assert(32 % Rows::kRowStep == 0);
 
   std::uint32_t seen[SeenKeys<Tile>::kWords];  // from the thread's first row on
@@ -81,7 +81,7 @@ struct SeenRowLoader : RowLoader<Tile, Tile::kBlockN> {
   CUTE_DEVICE void take_only(const SeenKeys<Tile>& keys, int thread) {
     CUTE_UNROLL
     for (int w = 0; w < SeenKeys<Tile>::kWords; ++w) {
-      seen[w] = keys.words[w] >> thread / SharedLayout<Tile>::kChunks;
+      seen[w] = keys.words[w] >> thread / Rows::kChunks;
     }
   }
 
@@ -117,11 +117,14 @@ struct SeenPageRows : PageRows<Tile> {
 // Steps come from last to first: fetch_last(), then find() and fetch() in each.
 template <class Tile>
 struct VisibleKeys {
-  static constexpr int kRows = 16 * Tile::kRowTiles;                 // of a warp
-  static constexpr int kWords = Tile::kStepN / Tile::kSharers / 32;  // of a row's keys in a step
-  static constexpr int kTilesN = kWords * 4;
+  static constexpr int kRows = 16 * Tile::kRowTiles;           // of a warp
+  static constexpr int kKeys = Tile::kStepN / Tile::kSharers;  // of a warp's step
+  static constexpr int kWords = kKeys < 32 ? 1 : kKeys / 32;   // that they take, of a row
+  static constexpr int kTilesN = kKeys / 8;
+  static constexpr std::uint32_t kAll =
+      kKeys < 32 ? (1u << kKeys % 32) - 1 : ~0u;  // keys of a word
   // Whether a lane's keys of a step end where those of the step before began: words are shared.
-  static constexpr bool kContiguous = Tile::kStepN == 32;
+  static constexpr bool kContiguous = Tile::kStepN == 32 && !Tile::kSharesKeys;
 
   const BitMask& bit_mask;
   const IntervalMask& interval;
@@ -189,7 +192,7 @@ struct VisibleKeys {
       __syncwarp();  // keeps this a branch
       bits &= low_bits(interval.hi(own.row) - own.key) & ~low_bits(interval.lo(own.row) - own.key);
     }
-    return own.row < row_end ? bits : 0u;
+    return own.row < row_end ? bits & kAll : 0u;
   }
 
   // s = -inf where the row does not see the key, from what the lanes found.
@@ -203,7 +206,7 @@ struct VisibleKeys {
       const int owner = word * kRows + r * 8 + lane / 4;
       const std::uint32_t bits = __shfl_sync(0xffffffffu, found, owner) >> lane % 4 * 2;
       CUTE_UNROLL
-      for (int j = 0; j < 8; ++j) {
+      for (int j = 0; j < kTilesN / kWords * 2; ++j) {
         mask_unless_bit(s[r / 2][word * 4 + j / 2][r % 2 * 2 + j % 2], bits, j / 2 * 8 + j % 2);
       }
     }

@@ -1,0 +1,107 @@
+// Warps that share rows, each with a part of the keys: how all four have work in a tile of 16 or 32 rows.
+//
+// A token of a model with few query heads to a key head makes a tile of few rows: one warp would compute all of it, and
+// conversion of 8-bit keys and values by one warp takes longer than loading them. Here, of the steps that a block of keys
+// is computed in, each warp takes every second or fourth, with a maximum and a sum of its own; at the end of the tile the
+// warps' results are put together like those of pieces of the keys.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+#include "common/ldmatrix.h"
+#include "common/numeric.h"
+#include "fa2/shared.h"
+
+namespace cutlass_kernels::fa2 {
+
+// No warp shares anything.
+template <class Tile, bool kSharesKeys = Tile::kSharesKeys>
+struct SharedKeys {
+  static constexpr int groups = 1;
+
+  int row_group;  // which of the tile's rows, 16 at a time
+
+  CUTE_DEVICE SharedKeys(int, int warp) : row_group(warp / Tile::kSharers) {}
+  CUTE_DEVICE bool has_part() const { return true; }
+  CUTE_DEVICE int last_step() const { return Tile::kBlockN / Tile::kStepN - 1; }
+};
+
+template <class Tile>
+struct SharedKeys<Tile, true> {
+  using Layout = SharedLayout<Tile>;
+  static constexpr int kSteps = Tile::kBlockN / Tile::kStepN;  // of a block
+  static constexpr int kTilesD = Tile::kHeadDim / 8;
+  static constexpr int kBarrier = 1;  // of the warps that have a part; __syncthreads() is number 0
+
+  int row_groups;  // 1, 2 or 4
+  int groups;      // that the keys are divided among
+  int row_group;
+  int group;
+
+  // Of a tile of `rows` rows.
+  CUTE_DEVICE SharedKeys(int rows, int warp) {
+    row_groups = rows <= 16 ? 1 : rows <= 32 ? 2 : 4;
+    groups = min(Tile::kWarps / row_groups, kSteps);
+    row_group = warp & (row_groups - 1);
+    group = warp / row_groups;
+  }
+
+  CUTE_DEVICE bool has_part() const { return group < groups; }
+
+  // The warp's last step of a block; others are `groups` before it, and again.
+  CUTE_DEVICE int last_step() const { return has_part() ? kSteps - groups + group : -1; }
+
+  // Puts the results of the groups together, in registers of the first; true for the warps that have them. All warps that
+  // have a part call this, when no one reads K or V any more.
+  CUTE_DEVICE bool merge(char* shared_memory, int lane, float (&o)[1][kTilesD][4],
+                         float (&row_m)[2], float (&row_sum)[2]) const {
+    static_assert((Tile::kWarps - 1) * (kTilesD + 1) * 512 <=
+                  2 * Tile::kStages * Layout::kStageBytes);
+    if (groups == 1) return true;
+    // [group, row group][(m, sum), then tiles of O][lane]
+    auto results = [&](int of_group) {
+      return reinterpret_cast<float4*>(shared_memory + Layout::kK) +
+             ((of_group - 1) * row_groups + row_group) * (kTilesD + 1) * 32 + lane;
+    };
+    if (group > 0) {
+      float4* own = results(group);
+      own[0] = make_float4(row_m[0], row_m[1], row_sum[0], row_sum[1]);
+      CUTE_UNROLL
+      for (int d = 0; d < kTilesD; ++d) {
+        own[(d + 1) * 32] = make_float4(o[0][d][0], o[0][d][1], o[0][d][2], o[0][d][3]);
+      }
+    }
+    named_barrier_wait(kBarrier, groups * row_groups * 32);
+    if (group > 0) return false;
+    CUTE_NO_UNROLL
+    for (int other = 1; other < groups; ++other) {
+      const float4* theirs = results(other);
+      const float4 rows = theirs[0];
+      const float m[2] = {rows.x, rows.y};
+      const float sum[2] = {rows.z, rows.w};
+      float weight[2], their_weight[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const float top = fmaxf(row_m[r], m[r]);
+        // 1 where both saw no key: -inf is at no distance from itself.
+        weight[r] = row_m[r] == top ? 1.0f : exp2_approx(row_m[r] - top);
+        their_weight[r] = m[r] == top ? 1.0f : exp2_approx(m[r] - top);
+        row_m[r] = top;
+        row_sum[r] = row_sum[r] * weight[r] + sum[r] * their_weight[r];
+      }
+      CUTE_UNROLL
+      for (int d = 0; d < kTilesD; ++d) {
+        const float4 part = theirs[(d + 1) * 32];
+        o[0][d][0] = o[0][d][0] * weight[0] + part.x * their_weight[0];
+        o[0][d][1] = o[0][d][1] * weight[0] + part.y * their_weight[0];
+        o[0][d][2] = o[0][d][2] * weight[1] + part.z * their_weight[1];
+        o[0][d][3] = o[0][d][3] * weight[1] + part.w * their_weight[1];
+      }
+    }
+    return true;
+  }
+};
+
+}  // namespace cutlass_kernels::fa2

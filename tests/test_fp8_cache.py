@@ -1,0 +1,317 @@
+"""fp8 keys and values under 16-bit queries: who reads them as they are, and what comes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close, assert_lse_close
+from guards import poison_
+from problems import Batch, Options, expect, make_batch
+
+import cutlass_kernels as ck
+from cutlass_kernels import _dispatch
+
+DEVICE = "cuda:0"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HALF = [torch.float16, torch.bfloat16]
+FP8 = [E4M3, E5M2]
+
+
+# --- who reads them ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "types,rows,requests,group_size,dims,short",
+    [
+        ((torch.float16, E4M3), 4, 4, 8, (128, 128), True),
+        ((torch.bfloat16, E5M2), 32, 1, 4, (64, 64), True),
+        ((torch.bfloat16, E5M2), 33, 1, 4, (64, 64), False),
+        ((torch.bfloat16, E4M3), 65, 2, 4, (64, 64), False),  # the average counts
+        ((torch.bfloat16, E4M3), 128, 1, 1, (80, 80), True),
+        ((torch.bfloat16, E4M3), 4, 4, 8, (72, 128), False),  # rows of 72 bytes
+        ((torch.bfloat16, E4M3), None, 4, 8, (128, 128), False),
+        ((torch.bfloat16, torch.bfloat16), 4, 4, 8, (128, 128), False),
+        ((E4M3, E4M3), 4, 4, 8, (128, 128), False),
+    ],
+)
+def test_short_queries(types, rows, requests, group_size, dims, short):
+    assert _dispatch.are_short(*types, rows, requests, group_size, dims) == short
+
+
+def native_dims() -> set[int]:
+    return {k["head_dim_qk"] for k in ck.list_kernels() if k["backend"] == "fa2" and k["kv_dtype"] == "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize(
+    "features,selected",
+    [
+        (["short_queries"], "fa2"),
+        (["short_queries", "paged", "causal", "sinks"], "fa2"),
+        (["short_queries", "custom_mask", "tensor_scale"], "fa2"),
+        (["short_queries", "rope"], "fa3"),  # rotation takes copies anyway
+        (["paged"], "fa3"),
+    ],
+)
+def test_auto_takes_fa2_for_short_queries(features, selected, extension, clean_environment):
+    facts = dict(device="cuda", compute_capability=90, q_dtype="bfloat16", kv_dtype=E4M3, features=features)
+    said = ck.explain(**facts)
+    if said.reasons["fa2"] or said.reasons["fa3"] or 128 not in native_dims():
+        pytest.skip("this build lacks one of the backends, or the kernels that read fp8")
+    assert said.selected == selected
+    assert not said.reasons["reference"]
+
+
+# --- what comes of it --------------------------------------------------------------------------------------------
+
+
+def check(result: Any, batch: Batch, options: Options) -> None:
+    out, lse = result
+    want = expect(batch, options)
+    assert_close(out, want.out, want.baseline, dtype=batch.q.dtype, atol=1e-2, rtol=1e-2)
+    assert_lse_close(lse, want.lse)
+
+
+def paged_wrapper(backend: str = "fa2", kv_layout: str = "NHD", **graph: Any) -> ck.BatchPrefillWithPagedKVCacheWrapper:
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)
+    return ck.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=backend, **graph)
+
+
+def run_paged(batch: Batch, page_size: int, options: Options, run_kwargs: dict[str, Any] | None = None, **plan: Any):
+    paged = batch.paged(page_size, plan.pop("kv_layout", "NHD"))
+    wrapper = paged_wrapper(kv_layout=paged.kv_layout)
+    types = dict(q_data_type=batch.q.dtype, kv_data_type=batch.k.dtype)
+    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, page_size, **types, **options.plan_kwargs(), **plan)
+    assert wrapper._backend == "fa2" and wrapper._plan_info.schedule.as_is
+    return wrapper.run(batch.q, paged.cache, return_lse=True, **(run_kwargs or {}))
+
+
+def run_ragged(batch: Batch, options: Options, run_kwargs: dict[str, Any] | None = None, **plan: Any):
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+    types = dict(q_data_type=batch.q.dtype, kv_data_type=batch.k.dtype)
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **types, **options.plan_kwargs(), **plan)
+    assert wrapper._plan_info.schedule.as_is
+    return wrapper.run(batch.q, batch.k, batch.v, return_lse=True, **(run_kwargs or {}))
+
+
+LENS = ([1, 7, 0, 20], [300, 7, 5, 130])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_types_and_head_dims(page_size, dtype, fp8, dim):
+    batch = make_batch(*LENS, 4, 2, dim, dtype=dtype, kv_dtype=fp8, device=DEVICE)
+    options = Options(causal=True)
+    check(run_paged(batch, page_size, options) if page_size else run_ragged(batch, options), batch, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_finite_number(dim, dtype, fp8):
+    # A row that sees one key has its value as output. A query of ones sums up the key.
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    finite = codes[torch.isfinite(codes.view(fp8).float())]
+    count = len(finite)
+    batch = make_batch([1] * count, [1] * count, 4, 1, dim, dtype=dtype, kv_dtype=fp8, device=DEVICE)
+    batch.q.fill_(0.0)
+    batch.q[..., 1::2] = 2.0**-7
+    for x in (batch.k, batch.v):
+        x.view(torch.uint8).copy_(finite[:, None, None].expand(x.shape))
+    batch.k.view(torch.uint8)[..., ::2] = batch.k.view(torch.uint8)[..., ::2].roll(1, 0)
+    out, lse = run_paged(batch, 1, Options(sm_scale=1.0))
+    assert torch.equal(out, batch.v.to(dtype).expand_as(out))
+    want = batch.k[..., 1].float() * (dim / 2 * 2.0**-7)
+    torch.testing.assert_close(lse, (want * 1.4426950408889634).expand_as(lse), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_pages(dim, kv_layout, page_size):
+    batch = make_batch([3, 1, 18], [40, 333, 200], 4, 2, dim, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
+    options = Options(causal=True)
+    check(run_paged(batch, page_size, options, kv_layout=kv_layout), batch, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (6, 2), (8, 1), (40, 8), (32, 1)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_rows_of_a_tile(rows, heads):
+    # 16 rows or fewer, 32, and more: warps share keys in one way or another.
+    batch = make_batch([rows] * 3, [400, 65, 1], *heads, 128, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
+    options = Options(causal=True)
+    check(run_ragged(batch, options), batch, options)
+
+
+MODES = {
+    "full": Options(),
+    "window": Options(causal=True, window_left=37),
+    "cap": Options(causal=True, logits_soft_cap=8.0),
+    "negative scale": Options(sm_scale=-0.1),
+    "alibi": Options(causal=True, pos_encoding_mode="ALIBI"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_modes(page_size, dim, name):
+    batch = make_batch(*LENS, 8, 2, dim, kv_dtype=E4M3, device=DEVICE)
+    options = MODES[name]
+    check(run_paged(batch, page_size, options) if page_size else run_ragged(batch, options), batch, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 8}], ids=str)
+def test_sinks_and_split_keys(split):
+    batch = make_batch([1, 5], [5000, 2300], 8, 2, 128, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
+    options = Options(causal=True, sinks=torch.randn(8, device=DEVICE))
+    check(run_paged(batch, 64, options, dict(sinks=options.sinks), **split), batch, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 5])
+def test_masks_of_any_form(page_size):
+    batch = make_batch([3, 20], [300, 150], 4, 2, 64, dtype=torch.bfloat16, kv_dtype=E5M2, device=DEVICE)
+    masks = batch.random_masks(0.3)
+    masks[0][:, 64:192] = False  # values that nobody sees
+    for x in (batch.k, batch.v):
+        poison_(x[70:190])
+    options = Options(custom_masks=masks)
+    flat = torch.cat([mask.flatten() for mask in masks])
+    clean = Batch(batch.qo_lens, batch.kv_lens, batch.q, batch.k.clone(), batch.v.clone())
+    for x in (clean.k, clean.v):
+        x[70:190].view(torch.uint8).zero_()
+    if page_size:
+        result = run_paged(batch, page_size, Options(), custom_mask=flat)
+    else:
+        result = run_ragged(batch, Options(), custom_mask=flat)
+    check(result, clean, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensors", [False, True], ids=["floats", "tensors"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_scales(dtype, tensors):
+    batch = make_batch(*LENS, 4, 2, 128, dtype=dtype, kv_dtype=E4M3, device=DEVICE)
+    scales: dict[str, Any] = dict(k_scale=0.7, v_scale=1.3)
+    options = Options(causal=True, **scales)
+    if tensors:
+        scales = {name: torch.tensor([value], device=DEVICE) for name, value in scales.items()}
+    check(run_paged(batch, 16, options, scales), batch, options)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_a_request_hold_anything():
+    # paged() fills what nothing refers to with NaN; here the ragged rows between requests, too.
+    lens = ([2, 3], [50, 70])
+    batch = make_batch(*lens, 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
+    options = Options(causal=True)
+    check(run_paged(batch, 64, options), batch, options)
+    k, v = (poison_(torch.empty(120 + 64, 2, 64, dtype=E4M3, device=DEVICE)) for _ in range(2))
+    k[:120], v[:120] = batch.k, batch.v
+    out, _ = run_ragged(batch, options)
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+    types = dict(q_data_type=batch.q.dtype, kv_data_type=E4M3)
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **types, causal=True)
+    assert_bitwise(wrapper.run(batch.q, k, v), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pitch", [72, 80])
+def test_caches_of_other_alignment_are_copied(pitch):
+    batch = make_batch([2, 3], [50, 70], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
+    wide = torch.zeros(2, 120, 2, pitch, dtype=torch.uint8, device=DEVICE).view(E4M3)
+    views = Batch(batch.qo_lens, batch.kv_lens, batch.q, *(wide[i, ..., :64] for i in range(2)))
+    views.k.copy_(batch.k)
+    views.v.copy_(batch.v)
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+    types = dict(q_data_type=batch.q.dtype, kv_data_type=E4M3)
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **types, causal=True)
+    for _ in range(2):
+        check(wrapper.run(batch.q, views.k, views.v, return_lse=True), batch, Options(causal=True))
+    others = [key for key in wrapper._plan_info.other_schedules if not key[2]]
+    assert len(others) == (pitch == 72)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_single_calls(rows):
+    batch = make_batch([rows], [3000], 8, 2, 128, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
+    options = Options(causal=True, k_scale=0.5, v_scale=2.0)
+    call = ck.single_prefill_with_kv_cache
+    for _ in range(2):
+        result = call(batch.q, batch.k, batch.v, causal=True, k_scale=0.5, v_scale=2.0, backend="fa2", return_lse=True)
+        check(result, batch, options)
+
+
+@pytest.mark.gpu
+def test_runs_may_ask_for_copies_after_all():
+    batch = make_batch([2, 3], [50, 70], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
+    paged = batch.paged(8)
+    wrapper = paged_wrapper()
+    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, kv_data_type=E4M3, causal=True)
+    for mode in ("NONE", "ROPE_LLAMA", "NONE", "ROPE_LLAMA"):
+        result = wrapper.forward(batch.q, paged.cache, causal=True, pos_encoding_mode=mode, return_lse=True)
+        check(result, batch, Options(causal=True, pos_encoding_mode=mode))
+
+
+@pytest.mark.gpu
+def test_captured_runs_follow_later_plans():
+    # The first plan's kernel stays, also where a later one has other averages.
+    steps = [([1, 1, 1], [40, 90, 5]), ([1, 0, 2], [1500, 3, 64]), ([0, 0, 1], [1, 1, 1]), ([1, 1, 1], [7, 7, 7])]
+    batches = [make_batch(*step, 8, 2, 128, kv_dtype=E4M3, device=DEVICE, seed=n) for n, step in enumerate(steps)]
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.int32, device=DEVICE)
+
+    wrapper = paged_wrapper(
+        "auto",
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(4),
+        paged_kv_indptr_buf=ints(4),
+        paged_kv_indices_buf=ints(256),
+        paged_kv_last_page_len_buf=ints(3),
+    )
+    q = torch.zeros(3, 8, 128, dtype=torch.float16, device=DEVICE)
+    cache = torch.zeros(256, 2, 8, 2, 128, device=DEVICE).to(E4M3)
+
+    def load(batch: Batch) -> None:
+        paged = batch.paged(8)
+        q[: len(batch.q)] = batch.q
+        cache.view(torch.uint8)[: len(paged.cache)] = paged.cache.view(torch.uint8)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, kv_data_type=E4M3, causal=True)
+        assert wrapper._backend == "fa2" and wrapper._plan_info.schedule.as_is
+
+    load(batches[0])
+    wrapper.run(q, cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = wrapper.run(q, cache, return_lse=True)
+    for batch in batches:
+        load(batch)
+        graph.replay()
+        check((out[: len(batch.q)], lse[: len(batch.q)]), batch, Options(causal=True))
+
+
+@pytest.mark.gpu
+def test_long_queries_are_computed_from_copies():
+    batch = make_batch([200], [300], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
+    paged = batch.paged(16)
+    for backend in ("auto", "fa2"):
+        wrapper = paged_wrapper(backend)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, kv_data_type=E4M3, causal=True)
+        assert not wrapper._plan_info.schedule.as_is
+        check(wrapper.run(batch.q, paged.cache, return_lse=True), batch, Options(causal=True))
