@@ -136,7 +136,7 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
   Ring<1> landed;
   if (kIsK && lane == 0) shared.job_wanted.arrive();
   while (true) {
-    shared.job_full[jobs.index].wait(jobs.phase);
+    shared.job_full[jobs.index].wait_as_warp(jobs.phase);
     const Job& job = shared.jobs[jobs.index];  // read again for every block: registers are few
     if (job.valid == 0) return;
     CUTE_NO_UNROLL
@@ -152,10 +152,10 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
       // Scores of keys that no row sees are masked whatever K is, but values must be zeros there.
       const Rows wanted = wanted_rows<kRows>(job, job.key_begin + block * kRows);
       const bool clears = !kIsK && wanted.end - wanted.begin < kRows;
-      empty[ring.index].wait(ring.phase ^ 1);
       char* stage = stages + ring.index * (kPanels * kPanelBytes);
       if constexpr (kHides) {
         if (hidden.any()) {
+          empty[ring.index].wait_as_warp(ring.phase ^ 1);
           copy_visible<Tile, kPanels>(PagedValuesOfHead(params, job), job, block, hidden, stage);
           if (lane == 0) full[ring.index].arrive();
           ring.advance();
@@ -163,6 +163,7 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
         }
       }
       if (lane == 0) {
+        empty[ring.index].wait(ring.phase ^ 1);
         Barrier& signal = clears ? shared.v_landed : full[ring.index];
         signal.arrive_and_expect((boxes.count << params.box_rows_log2) * (128 * kPanels));
         const int head = job.kv_head;
@@ -183,7 +184,8 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
       }
       __syncwarp();
       if (clears) {
-        shared.v_landed.wait(landed.phase);
+        empty[ring.index].wait(ring.phase ^ 1);  // is over
+        shared.v_landed.wait_as_warp(landed.phase);
         landed.advance();
         clear_rows<kRows, kPanels>(wanted, stage);
         if (lane == 0) full[ring.index].arrive();
@@ -294,7 +296,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   Ring<kStages> ring;
   if (kIsK && part == 0 && lane == 0) shared.job_wanted.arrive();
   while (true) {
-    shared.job_full[jobs.index].wait(jobs.phase);
+    shared.job_full[jobs.index].wait_as_warp(jobs.phase);
     const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
     const ConstTensorView& view = kIsK ? params.attention.k : params.attention.v;
@@ -326,7 +328,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
       if (block > 0) entries.read(params, table, key, wanted_rows<kOwnRows>(job, key));
       complete = __all_sync(0xffffffffu, complete);
       __syncwarp();
-      empty[ring.index].wait(ring.phase ^ 1);
+      empty[ring.index].wait_as_warp(ring.phase ^ 1);
       if (kIsK && part == 0 && block == min(1, job.blocks - 1) && lane == 0) {
         shared.job_wanted.arrive();
       }
