@@ -282,7 +282,7 @@ def main(
     against: Annotated[
         str, typer.Option(help="ratios to show: to the best peer, to one, or to the best of several joined by +")
     ] = "best,torch_fa2",
-    dtype: Annotated[str, typer.Option(help="float16 or bfloat16")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float8_e4m3fn")] = "bfloat16",
     unit: Annotated[
         str, typer.Option(help="of the figures: TFLOP/s, GB/s, us; several give a table each; default: of the workload")
     ] = "",
@@ -302,8 +302,8 @@ def main(
         return
     (chosen,) = _choose("operation", [operation], OPERATIONS)
     names = [part for item in workload or chosen.default_workloads for part in _list(item)]
-    if dtype not in ("float16", "bfloat16"):
-        raise typer.BadParameter(f"dtype {dtype!r} is not measured: use float16 or bfloat16.")
+    if dtype not in ("float16", "bfloat16", "float8_e4m3fn"):
+        raise typer.BadParameter(f"dtype {dtype!r} is not measured: use float16, bfloat16 or float8_e4m3fn.")
     try:
         cases = [case for case in cases_of(operation, names, dtype) if re.search(only, case.label)]
     except (ValueError, re.error) as error:

@@ -43,7 +43,8 @@ class Backend:
 
 
 ALL = frozenset({"causal", "ragged", "append", "gqa", "window", "soft_cap", "sinks", "head_dim_vo", "paged"})
-ONLY_OURS = frozenset({"custom_mask", "alibi"})  # measured against ourselves: no peer is asked
+FP8 = frozenset({"fp8"})
+ONLY_OURS = frozenset({"custom_mask", "alibi"}) | FP8  # measured against ourselves: no peer is asked
 
 
 # --- ours --------------------------------------------------------------------------------------------------------
@@ -87,6 +88,8 @@ def _wrapper(library: Any, case: Prefill, x: Inputs, name: str) -> Any:
 def _plan(wrapper: Any, case: Prefill, indices: tuple[torch.Tensor, ...], **options: Any) -> Callable[[], None]:
     sizes = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, *([case.page_size] if case.page_size else []))
     options |= {"head_dim_vo": case.head_dim_vo, "q_data_type": getattr(torch, case.dtype)}
+    if case.fp8:
+        options["o_data_type"] = torch.bfloat16
     return functools.partial(wrapper.plan, *indices, *sizes, **options)
 
 
@@ -96,8 +99,9 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 def _ours(name: str, case: Prefill, x: Inputs) -> Timed:
     if case.single and not case.page_size:
+        options = {**_our_options(case, x), "o_dtype": torch.bfloat16 if case.fp8 else None}
         single = functools.partial(
-            ck.single_prefill_with_kv_cache, x.q, x.k, x.v, sinks=x.sinks, backend=name, **_our_options(case, x)
+            ck.single_prefill_with_kv_cache, x.q, x.k, x.v, sinks=x.sinks, backend=name, **options
         )
         return Timed(single)
     wrapper = _wrapper(ck, case, x, name)
@@ -286,7 +290,7 @@ PREFILL = _table(
         Backend(
             "flash_attn_3",
             False,
-            ALL - {"sinks"},
+            (ALL | FP8) - {"sinks"},
             functools.partial(_needs_module, "flash_attn_interface"),
             _flash_attn_3,
         ),

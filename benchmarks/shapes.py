@@ -98,6 +98,11 @@ class Prefill:
         return f"{batch} x {longest}, {heads}, head_dim {dims}, {self.dtype}{pages}, needs {needs}"
 
     @property
+    def fp8(self) -> bool:
+        """Whether q, k and v are fp8; the output then is bfloat16."""
+        return self.dtype.startswith("float8")
+
+    @property
     def single(self) -> bool:
         return len(self.qo_lens) == 1
 
@@ -121,6 +126,7 @@ class Prefill:
             "paged": self.page_size > 0,
             "custom_mask": bool(self.custom_mask),
             "alibi": self.alibi,
+            "fp8": self.fp8,
         }
         return frozenset(name for name, present in found.items() if present)
 
@@ -141,8 +147,10 @@ class Prefill:
     @property
     def bytes(self) -> float:
         """Of q, k, v and the output, each once: the least that a kernel moves."""
-        vectors = sum(self.qo_lens) * self.num_qo_heads + sum(self.kv_lens) * self.num_kv_heads
-        return float(vectors * (self.head_dim_qk + self.head_dim_vo) * getattr(torch, self.dtype).itemsize)
+        rows, keys = sum(self.qo_lens) * self.num_qo_heads, sum(self.kv_lens) * self.num_kv_heads
+        item = getattr(torch, self.dtype).itemsize
+        read = (rows * self.head_dim_qk + keys * (self.head_dim_qk + self.head_dim_vo)) * item
+        return float(read + rows * self.head_dim_vo * max(item, 2))
 
 
 @dataclass
@@ -227,13 +235,16 @@ def make_pages(case: Prefill, k: torch.Tensor, v: torch.Tensor, seed: int = 0) -
     token = torch.arange(k.size(0)) - offsets(case.kv_lens)[:-1].repeat_interleave(lengths)  # of its request
     entry = indptr[:-1].repeat_interleave(lengths) + token // size
     page, slot = indices[entry].long().to(k.device), (token % size).to(k.device)
+    dtype = k.dtype
+    if case.fp8:  # indexing copies bytes: it need not know the type
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
     if k.shape[1:] == v.shape[1:]:
         stacked = k.new_zeros(pages, 2, size, *k.shape[1:])
         stacked[page, 0, slot], stacked[page, 1, slot] = k, v
-        return Pages(stacked, indptr, indices, last)
+        return Pages(stacked.view(dtype), indptr, indices, last)
     keys, values = k.new_zeros(pages, size, *k.shape[1:]), v.new_zeros(pages, size, *v.shape[1:])
     keys[page, slot], values[page, slot] = k, v
-    return Pages((keys, values), indptr, indices, last)
+    return Pages((keys.view(dtype), values.view(dtype)), indptr, indices, last)
 
 
 @dataclass(frozen=True)

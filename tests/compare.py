@@ -60,8 +60,9 @@ def assert_close(
     rtol: float | None = None,
     factor: float = 2.0,
     dtype: torch.dtype | None = None,
+    allowed: torch.Tensor | None = None,
 ) -> None:
-    """``actual`` equals ``expected`` (a double-precision oracle) as well as its type allows.
+    """``actual`` equals ``expected`` (a double-precision oracle) as well as its type allows, ``allowed`` more.
 
     Non-finite places must agree exactly; a row of the last dimension that is exactly 0 in the oracle must be exactly
     0; the largest error must be within tolerance; and where a ``baseline`` is given, the largest and the
@@ -88,6 +89,8 @@ def assert_close(
     a, e = torch.where(finite, a, 0.0), torch.where(finite, e, 0.0)
     error = (a - e).abs()
     excess = error - (atol + rtol * e.abs())
+    if allowed is not None:
+        excess = excess - allowed.to(excess.device)
     if float(excess.max()) > 0:
         at = _worst(excess)
         raise AssertionError(

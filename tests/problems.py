@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import oracle
@@ -249,6 +249,12 @@ def expect(batch: Batch, options: Options | None = None, *, decode: bool = False
         lses.append(exact.lse)
         bases.append(oracle.attention(q16, k16, v16, arithmetic=compute, **common).out.to(compute))
     return Expected(torch.cat(outs), torch.cat(lses), torch.cat(bases))
+
+
+def allowed_in_fp8(batch: Batch, options: Options | None = None) -> torch.Tensor:
+    """What may be lost where probabilities are e4m3, which have 3 bits: the 16th part of each of them."""
+    positive = replace(batch, v=batch.v.float().abs().to(batch.v.dtype))
+    return expect(positive, replace(options or Options(), v_scale=abs((options or Options()).v_scale))).out / 16
 
 
 def wrapper_of(kind: str, target: Any, batch: Batch) -> tuple[Any, tuple[torch.Tensor, ...], tuple[int, ...], Any]:

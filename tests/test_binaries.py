@@ -16,7 +16,8 @@ MAX_STACK_BYTES = 64
 # that move from the loading warps to the computing ones, and stores by TMA, but for tiles of packed heads, whose rows
 # lie in several places.
 INSTRUCTIONS = {"fa2": ("HMMA", "LDGSTS"), "fa3": ("HGMMA", "UTMALDG", "USETMAXREG", "UTMASTG")}
-PACKED = re.compile(r"fa3.*4Tile\w*Lb1EEELNS_6Logits")  # the last parameter of Tile is true
+FP8 = {"HGMMA": "QGMMA"}  # what else products of fp8 are
+PACKED = re.compile(r"fa3.*4Tile\w*Lb1EEELNS_6Logits|fa3.*7Fp8Tile\w*Lb1EEELNS_6Logits")  # the last parameter is true
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,8 @@ def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, 
             continue
         seen[backend] = seen.get(backend, 0) + 1
         for wanted in INSTRUCTIONS[backend]:
+            if "Fp8Tile" in kernel:
+                wanted = FP8.get(wanted, wanted)
             if wanted not in mnemonics and not (wanted == "UTMASTG" and PACKED.search(kernel)):
                 missing.append(f"{kernel} for {gpu} has no {wanted}")
     assert not missing, "\n".join(missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -256,7 +257,10 @@ def test_e4m3(target, layout, out_dtype):
     out = call(batch, layout, Mode(bmm1=0.1, bmm2=0.7), out_dtype=out_dtype)
     want, _, _ = expect(batch, Mode(bmm1=0.1, bmm2=0.7))
     expected_type = torch.bfloat16 if isinstance(out_dtype, str) else out_dtype
-    assert_close(out.float(), want, atol=5e-2, rtol=0.14 if expected_type == torch.float8_e4m3fn else 5e-2)
+    positive = dataclasses.replace(batch, v=batch.v.float().abs().to(batch.v.dtype))
+    allowed = expect(positive, Mode(bmm1=0.1, bmm2=0.7))[0] / 16  # probabilities may be e4m3
+    rtol = 0.14 if expected_type == torch.float8_e4m3fn else 2e-2
+    assert_close(out.float(), want, atol=2e-2, rtol=rtol, allowed=allowed)
     assert out.dtype == expected_type
 
 

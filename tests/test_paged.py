@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from problems import Batch, Options, Paged, expect, make_batch
+from problems import Batch, Options, Paged, allowed_in_fp8, expect, make_batch
 
 import cutlass_kernels as ck
 
@@ -128,7 +128,8 @@ def test_fp8_everything_with_head_scales(target):
 
     wide = batch.dequantized(*scales)
     out = target.attempt(call, [*NEEDS, "fp8_batch"])
-    assert_close(out, expect(wide, Options(causal=True)).out, atol=5e-2, rtol=5e-2, dtype=torch.bfloat16)
+    want, allowed = expect(wide, Options(causal=True)).out, allowed_in_fp8(wide, Options(causal=True))
+    assert_close(out, want, atol=2e-2, rtol=2e-2, dtype=torch.bfloat16, allowed=allowed)
 
 
 def test_pages_shared_between_requests(target):

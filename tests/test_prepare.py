@@ -64,7 +64,7 @@ def test_an_output_that_no_kernel_writes_stays_what_it_is(o):
 def test_strides_of_what_is_copied_do_not_matter():
     strides = tuple((name, 0, 64) for name in ("q", "k", "v", "o"))
     half = torch.float16
-    for kv, features, left in ((half, "rope", "vo"), (E4M3, "", "qo"), (E4M3, "rope", "o")):
+    for kv, features, left in ((half, "rope", "vo"), (E4M3, "", "qo"), (E4M3, "rope fp8_copies", "o")):
         layout = Layout(2, 5, strides)
         prepared = _prepare.prepared_request(request(half, kv, half, features, layout))
         assert prepared.layout == Layout(2, 5, tuple(x for x in strides if x[0] in left))
@@ -73,6 +73,8 @@ def test_strides_of_what_is_copied_do_not_matter():
 def test_every_kernel_serves_what_copies_make_of_it(extension):
     for kernel in ck.list_kernels():
         q, backend = kernel["q_dtype"], kernel["backend"]
+        if getattr(torch, q) in FP8:
+            continue
         sizes = dict(head_dim_qk=kernel["head_dim_qk"], head_dim_vo=kernel["head_dim_vo"], device="cuda")
         sizes["compute_capability"] = kernel["min_compute_capability"]
         for types in ((q, q), (q, "float8_e5m2"), ("float8_e4m3fn", "float8_e4m3fn")):

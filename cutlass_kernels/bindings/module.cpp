@@ -302,7 +302,7 @@ PYBIND11_MODULE(_C, m) {
         AttentionParams params = sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads,
                                        head_dim_qk, head_dim_vo, 1, total_q);
         params.total_kv = total_kv;
-        params.pages.page_size = paged ? 1 : 0;
+        params.pages.page_size = paged ? 8 : 0;  // of fp8, other pages are the caller's to copy
         set_strides(params, strides);
         // Only whether there are such tensors matters.
         static const float number = 0.0f;

@@ -22,6 +22,9 @@ set(CK_TOKEN_float16 fp16)
 set(CK_TOKEN_bfloat16 bf16)
 set(CK_TOKEN_float8_e4m3fn e4m3)
 set(CK_TOKEN_float8_e5m2 e5m2)
+set(CK_TEMPLATE_float16 attention.cu.in)
+set(CK_TEMPLATE_bfloat16 attention.cu.in)
+set(CK_TEMPLATE_float8_e4m3fn attention_fp8.cu.in)
 set(CK_CPP_FEATURE_interval_mask "kFeatureIntervalMask")
 set(CK_CPP_FEATURE_soft_cap "kFeatureSoftCap")
 set(CK_CPP_FEATURE_sinks "kFeatureSinks")
@@ -104,7 +107,7 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   set(kv_dtype_enum "${CK_CPP_DTYPE_${kv_dtype}}")
   set(CK_KV_ELEMENT "${CK_TOKEN_${kv_dtype}}")
   set(source "${CK_GENERATED}/${CK_NAME}.cu")
-  configure_file("${CK_DIR}/src/${CK_BACKEND}/attention.cu.in" "${source}" @ONLY)
+  configure_file("${CK_DIR}/src/${CK_BACKEND}/${CK_TEMPLATE_${dtype}}" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_${CK_BACKEND}}")
 
   if(CK_BACKEND STREQUAL "fa2")  # fa3 rows state 90 to 90 themselves

@@ -67,6 +67,12 @@ bool types_fit(const KernelInfo& info, const AttentionParams& params) {
   return info.q_dtype == params.q_dtype && info.kv_dtype == params.kv_dtype;
 }
 
+/// Kernels write the type of the queries, those of fp8 either type of 16 bits.
+bool writes(const KernelInfo& info, DType o_dtype) {
+  if (size_of(info.q_dtype) > 1) return o_dtype == info.q_dtype;
+  return o_dtype == DType::kFloat16 || o_dtype == DType::kBFloat16;
+}
+
 bool head_dims_fit(const KernelInfo& info, const AttentionParams& params) {
   return params.head_dim_qk <= info.head_dim_qk && params.head_dim_vo <= info.head_dim_vo;
 }
@@ -80,7 +86,7 @@ bool serves(const KernelEntry& entry, Backend backend, const AttentionParams& pa
             int compute_capability) {
   const KernelInfo& info = entry.info;
   const std::uint32_t needed = needed_features(params);
-  return fits(info, backend, params) && params.o_dtype == params.q_dtype &&
+  return fits(info, backend, params) && writes(info, params.o_dtype) &&
          device_fits(info, compute_capability) && (info.features & needed) == needed &&
          (entry.refusal == nullptr || entry.refusal(params).empty());
 }
@@ -136,7 +142,12 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
                                 }) +
                        ").");
   }
-  if (params.o_dtype != params.q_dtype) {
+  if (size_of(params.q_dtype) == 1) {
+    if (size_of(params.o_dtype) != 2) {
+      reasons->push_back("o_dtype=" + std::string(to_string(params.o_dtype)) +
+                         " is not written from fp8 tensors: use float16 or bfloat16.");
+    }
+  } else if (params.o_dtype != params.q_dtype) {
     reasons->push_back("o_dtype=" + std::string(to_string(params.o_dtype)) +
                        " differs from q_dtype=" + to_string(params.q_dtype) + ": " + name +
                        " writes the type of the queries.");

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _C, _prepare  # type: ignore[attr-defined]
-from ._args import FP8_DTYPES, HALF_DTYPES
+from ._args import FP8_DTYPES
 from ._dispatch import Request
 from ._problem import Offsets, PagedKv, Problem
 
@@ -58,6 +58,8 @@ def kernels() -> list[dict[str, Any]]:
 
 def reasons(backend: str, request: Request) -> list[str]:
     """Why no compiled kernel of ``backend`` serves ``request``; empty if one does."""
+    if reads_as_is(backend, request):
+        return []
     built = {kernel["backend"] for kernel in kernels()}
     if backend not in built:
         return [
@@ -113,15 +115,14 @@ def _registry_reasons(backend: str, request: Request) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def reads_as_is(backend: str, request: Request) -> bool:
-    """Whether a kernel of ``backend`` is to read the fp8 keys and values of ``request`` themselves, not copies."""
-    return (
-        "short_queries" in request.features
-        and request.kv_dtype in FP8_DTYPES
-        and request.q_dtype in HALF_DTYPES
-        and request.o_dtype == request.q_dtype
-        and request.features <= _SERVED
-        and not _registry_reasons(backend, request)
-    )
+    """Whether a kernel of ``backend`` is to read the fp8 tensors of ``request`` themselves, not copies."""
+    if request.kv_dtype not in FP8_DTYPES or not request.features <= _SERVED or request.o_dtype not in _DTYPE_NAMES:
+        return False
+    if request.q_dtype in FP8_DTYPES:
+        fits = request.q_dtype == request.kv_dtype
+    else:
+        fits = "short_queries" in request.features and request.o_dtype == request.q_dtype
+    return fits and not _registry_reasons(backend, request)
 
 
 @functools.lru_cache(maxsize=256)
@@ -178,7 +179,7 @@ class Schedule:
         self.offsets = offsets  # kept alive: the device reads them after this returns
         self.workspace = workspace
         self.general = offsets.general
-        self.as_is = reads_as_is(backend, request)  # fp8 keys and values
+        self.as_is = reads_as_is(backend, request)  # fp8 tensors
         self.partials = offsets.partials
         self._plan: Any = None
         if offsets.total_q:
@@ -356,7 +357,8 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
             return compute(problem, backend, schedule)
     stream = _stream(device)
     prepared = _prepare.is_needed(problem)
-    if prepared and problem.logits.rope is None:
+    keys = problem.kv.k_cache if isinstance(problem.kv, PagedKv) else problem.kv.k
+    if prepared and keys.dtype in FP8_DTYPES:
         as_is = reads_as_is(backend, Request.from_problem(problem)) if schedule is None else schedule.as_is
         prepared = not as_is
     if prepared:

@@ -45,6 +45,7 @@ FEATURES = frozenset(
         "tensor_scale",
         "unaligned",
         "unsized",
+        "fp8_copies",
     }
 )
 ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
@@ -101,7 +102,8 @@ class Request:
     :data:`FEATURES`: what the mask, the logits, the output and the tensors ask for beyond plain attention.
     ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
     scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
-    ``short_queries`` that fp8 keys and values are better read as they are (:func:`are_short`). ``layout`` is None where
+    ``short_queries`` that fp8 keys and values are better read as they are (:func:`are_short`), ``fp8_copies`` that fp8
+    queries, keys and values lie where only copies of them serve (:func:`copies_fp8`). ``layout`` is None where
     every kernel takes such numbers of rows and strides.
     """
 
@@ -213,6 +215,8 @@ def _features(problem: Problem) -> set[str]:
         features.add("paged")
     if output.stats is not None:
         features.add("stats")
+    if copies_fp8(problem):
+        features.add("fp8_copies")
     if logits.head_scale is not None:
         features.add("head_scale")
     for scale in (logits.sm_scale, output.scale):
@@ -248,6 +252,31 @@ def is_aligned(*tensors: torch.Tensor, to: int | None = None) -> bool:
         if (x.data_ptr() | strides * item) % (to or (8 if item == 1 else 16)):
             return False
     return True
+
+
+FP8_PAGE = 8  # pages of a multiple of so many tokens are read as they lie
+
+
+def copies_fp8(problem: Problem) -> bool:
+    """Whether the queries are fp8, and q, k or v at multiples of 8 bytes only, or in pages that no fp8 kernel reads.
+
+    Part of every call.
+    """
+    q, kv = problem.q, problem.kv
+    if q.element_size() > 1:
+        return False
+    if isinstance(kv, RaggedKv):
+        tensors = (q, kv.k, kv.v)
+    elif kv.k_cache.size(1) % FP8_PAGE:
+        return True
+    else:
+        tensors = (q, kv.k_cache, kv.v_cache)
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+        for stride in x.stride()[:-1]:
+            bits |= stride
+    return bits % 16 != 0
 
 
 def compute_capability(device: torch.device) -> int | None:
@@ -303,6 +332,13 @@ def _reference_reasons(request: Request) -> list[str]:
         for name, dtype in (("q_dtype", request.q_dtype), ("kv_dtype", request.kv_dtype), ("o_dtype", request.o_dtype))
         if dtype not in known
     ]
+
+
+def reads_as_is(backend: str, request: Request) -> bool:
+    """Whether ``backend`` has a kernel that reads the fp8 queries, keys and values of ``request`` as they are."""
+    if request.q_dtype not in _args.FP8_DTYPES or backend == "reference":
+        return False
+    return bool(_kernels().reads_as_is(backend, request))
 
 
 def select(requested: str, request: Request) -> str:
@@ -443,7 +479,7 @@ def explain(
         num_qo_heads, num_kv_heads: default 32, num_qo_heads.
         head_dim_qk, head_dim_vo: default 128, head_dim_qk.
         features: of "causal", "window", "chunk", "custom_mask", "multi_item", "soft_cap", "alibi", "rope", "sinks",
-            "paged", "short_queries", "stats", "head_scale", "tensor_scale", "unaligned", "unsized".
+            "paged", "short_queries", "stats", "head_scale", "tensor_scale", "unaligned", "unsized", "fp8_copies".
 
     Returns:
         An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``. The

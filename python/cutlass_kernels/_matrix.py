@@ -30,7 +30,7 @@ ROWS = {
     "alibi": "ALiBi (`pos_encoding_mode`)",
     "device_scales": "scales of q, k and v in tensors, also one per head",
     "rope": "rotary embedding (`pos_encoding_mode`), applied to copies of q and k",
-    "fp8": "fp8 queries, keys and values, also in 16-bit copies",
+    "fp8": "fp8 queries, keys and values, converted into 16-bit copies where no kernel reads them",
 }
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
@@ -88,11 +88,15 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the kernels of one backend have in common; a feature counts if all of them have it."""
+    """What the kernels of one backend have in common; a feature counts if all of them have it.
+
+    What kernels of fp8 lack, those of 16 bits compute from copies.
+    """
     types = ", ".join(dict.fromkeys(k["q_dtype"] for k in kernels))
     narrow = dict.fromkeys(k["kv_dtype"] for k in kernels if k["kv_dtype"] != k["q_dtype"])
     if narrow:
         types += f"; keys and values also {', '.join(narrow)}"
+    wide = [kernel for kernel in kernels if not kernel["kv_dtype"].startswith("float8")]
     dims = dict.fromkeys((k["head_dim_qk"], k["head_dim_vo"]) for k in kernels)
     dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims)
     return {
@@ -100,7 +104,7 @@ def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
         "runs on": _devices(kernels),
         "element types": types,
         "head dimensions": f"{dim_names}; other multiples of 8 below {max(qk for qk, _ in dims)} are zero-padded",
-        "served": set.intersection(*(set(kernel["features"]) for kernel in kernels)).union(_prepare.SERVED),
+        "served": set.intersection(*(set(kernel["features"]) for kernel in wide or kernels)).union(_prepare.SERVED),
     }
 
 

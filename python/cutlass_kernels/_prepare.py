@@ -2,7 +2,7 @@
 
 A rotary embedding, fp8 keys and values below 16-bit queries, and attention that is fp8 throughout reach the kernels as
 a plain 16-bit problem: one pass over memory (``prepare.h``) writes rotated or converted copies into temporaries first.
-fp8 keys and values that a kernel reads as they are (``_cuda.reads_as_is``) are no matter of this module.
+fp8 tensors that a kernel reads as they are (``_cuda.reads_as_is``) are no matter of this module.
 
 The copy of a paged cache has a page per entry of the page table, as a page that requests share stands at another
 position in each. The same pass writes the page tables that belong to it: so nothing of this has to be planned, and what
@@ -41,7 +41,7 @@ def prepared_request(request: Request) -> Request | None:
         request,
         q_dtype=dtype,
         kv_dtype=dtype if fp8_kv else request.kv_dtype,
-        features=request.features - {"rope"},
+        features=request.features - {"rope", "fp8_copies"},
         layout=layout,
     )
 
@@ -57,7 +57,7 @@ def _copy_dtype(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
 
 
 def is_needed(problem: Problem) -> bool:
-    """Whether a kernel needs copies. Part of every call."""
+    """Whether a kernel that reads 16 bits needs copies. Part of every call."""
     kv = problem.kv
     k = kv.k if isinstance(kv, RaggedKv) else kv.k_cache
     return problem.logits.rope is not None or k.element_size() == 1

@@ -251,6 +251,7 @@ def _is_plain(problem: Problem) -> bool:
         and isinstance(logits.sm_scale, float)
         and isinstance(output.scale, float)
         and _dispatch.is_ordinary(problem.q, k, v, output.out)
+        and not _dispatch.copies_fp8(problem)
     )
 
 

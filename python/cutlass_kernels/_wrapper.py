@@ -324,7 +324,7 @@ class BatchPrefillWrapper(RunsPlans):
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
             short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims)
-        request = self._request(shape, values, bits is not None, items is not None, paged, short, layout)
+        request = self._request(shape, values, bits is not None, items is not None, batch.page_size, short, layout)
         backend = _dispatch.select(self._requested_backend, request)
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
@@ -378,7 +378,7 @@ class BatchPrefillWrapper(RunsPlans):
         values: Options,
         masked: bool,
         multi_item: bool,
-        paged: bool,
+        page_size: int | None,
         short: bool,
         layout: _dispatch.Layout | None,
     ) -> _dispatch.Request:
@@ -391,7 +391,8 @@ class BatchPrefillWrapper(RunsPlans):
             "soft_cap": values.logits_soft_cap > 0.0,
             "alibi": values.pos_encoding_mode == "ALIBI",
             "rope": values.pos_encoding_mode == "ROPE_LLAMA",
-            "paged": paged,
+            "paged": page_size is not None,
+            "fp8_copies": shape.q_dtype in _args.FP8_DTYPES and (page_size or 0) % _dispatch.FP8_PAGE > 0,
             "short_queries": short,
         }
         return _dispatch.Request(

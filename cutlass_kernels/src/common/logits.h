@@ -22,13 +22,16 @@ struct LogitsTransform {
     return params.logits_soft_cap > 0.0f || !(params.sm_scale > 0.0f);
   }
 
-  static LogitsTransform make(const AttentionParams& params) {
-    if (params.logits_soft_cap > 0.0f) {
-      return {params.sm_scale / params.logits_soft_cap, true, params.logits_soft_cap * kLog2e};
-    }
-    if (params.sm_scale > 0.0f) return {1.0f, false, params.sm_scale * kLog2e};
-    return {params.sm_scale, false, kLog2e};
+  static CUTE_HOST_DEVICE LogitsTransform make(float sm_scale, float soft_cap) {
+    if (soft_cap > 0.0f) return {sm_scale / soft_cap, true, soft_cap * kLog2e};
+    if (sm_scale > 0.0f) return {1.0f, false, sm_scale * kLog2e};
+    return {sm_scale, false, kLog2e};
   }
+  static LogitsTransform make(const AttentionParams& params) {
+    return make(params.sm_scale, params.logits_soft_cap);
+  }
+
+  CUTE_DEVICE bool changes_logits() const { return capped || multiplier != 1.0f; }
 
   // Replaces `count` values; one branch for all of them. kFewRegisters: there are none for replace_by_tanh().
   template <bool kFewRegisters = false>

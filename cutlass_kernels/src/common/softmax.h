@@ -77,13 +77,16 @@ struct OnlineSoftmax {
   }
 
   // Raises m where needed and calls rescale(row, factor) on every row. Rows within their headroom keep their m,
-  // so that a row's result depends on no other row.
-  template <class Rescale>
+  // so that a row's result depends on no other row. The new m is kLift below the maximum: a P of few exponents spends them
+  // better if its largest numbers are 2^kLift.
+  template <int kLift = 0, class Rescale>
   CUTE_DEVICE void raise(const float (&row_max)[kRows], Rescale&& rescale) {
+    static_assert(kLift < kHeadroom);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const bool raised = fmaf(row_max[r], scale, minus_m[r]) > kHeadroom;
-      const float minus_m_new = raised ? -row_max[r] * scale : minus_m[r];
+      float minus_m_new = raised ? -row_max[r] * scale : minus_m[r];
+      if (kLift != 0 && raised) minus_m_new += float(kLift);
       const float factor = exp2_approx(minus_m_new - minus_m[r]);  // 0 at the row's first key
       minus_m[r] = minus_m_new;
       partial_sum[r] *= factor;

@@ -32,6 +32,9 @@ struct Tile {
   static constexpr bool kGather = Gather;  // keys come row by row, from pages too small for TMA
   // Rows are those of several heads that share their keys (packed_rows.h), and keys may be split.
   static constexpr bool kPacked = Packed;
+  static constexpr int kElementBytes = 2;  // of q, k and v
+  static constexpr int kTransposers = 0;   // warps that transpose V
+  static constexpr int kStagedStages = 0;  // blocks of V that wait for them
   // A warpgroup without rows lets the keys pass, out of step with the others: there are no turns to take.
   static_assert(!(Packed && PingPong));
   // Warpgroups of producers. A second one, in kernels that gather, is as many warps more that copy.
@@ -57,6 +60,25 @@ struct Tile {
 
 // Warpgroups of producers that gather, where registers allow two: then two warps copy K, and two V.
 constexpr int kGatherWarpgroups = 2;
+// The same for e4m3. Of the warpgroup of producers two warps transpose V (transpose_values.h).
+template <int HeadDim, int Consumers, int BlockN, int KStages, int StagedStages, int VStages,
+          int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters, bool Packed>
+struct Fp8Tile : Tile<HeadDim, HeadDim, Consumers, BlockN, KStages, VStages, QBuffers, OPanels,
+                      PingPong, LazyMax, QInRegisters, 1, false, Packed> {
+  using Base = Tile<HeadDim, HeadDim, Consumers, BlockN, KStages, VStages, QBuffers, OPanels,
+                    PingPong, LazyMax, QInRegisters, 1, false, Packed>;
+  static constexpr int kElementBytes = 1;
+  static constexpr int kTransposers = 2;
+  static constexpr int kStagedStages = StagedStages;
+
+  // O of 256 columns beside S of 128 leaves the producers no more.
+  static constexpr int producer_registers(bool) { return HeadDim * BlockN > 24576 ? 24 : 56; }
+  static constexpr int consumer_registers(bool) {
+    return std::min((Base::kLaunchRegisters * Base::kThreads - producer_registers(false) * 128) /
+                        (128 * Consumers) / 8 * 8,
+                    240);
+  }
+};
 
 // Schedule::tile_kind.
 enum TileKind { kRows, kGeneral, kGather, kPacked };
@@ -137,6 +159,28 @@ struct TileTable<256, 256> {
   using PackedGather = Tile<256, 256, 2, 64, 2, 2, 2, 2, false, false, false, 1, true, true>;
   static constexpr int kFewTiles = 0;
   static constexpr int kSmallUpToKeys = 0;
+};
+
+// The tiles of e4m3. The rest of what 16-bit tensors have tiles for is computed from copies of 16 bits.
+template <int HeadDim>
+struct Fp8TileTable;
+
+template <>
+struct Fp8TileTable<64> {
+  using Large = Fp8Tile<64, 3, 128, 3, 2, 3, 6, 1, true, true, false, false>;
+  using Packed = Fp8Tile<64, 2, 128, 4, 3, 3, 4, 1, false, true, false, true>;
+};
+
+template <>
+struct Fp8TileTable<128> {
+  using Large = Fp8Tile<128, 3, 96, 3, 2, 2, 6, 1, true, true, false, false>;
+  using Packed = Fp8Tile<128, 2, 128, 3, 2, 3, 4, 1, false, true, false, true>;
+};
+
+template <>
+struct Fp8TileTable<256> {
+  using Large = Fp8Tile<256, 2, 96, 2, 2, 2, 2, 1, true, true, false, false>;
+  using Packed = Fp8Tile<256, 2, 64, 2, 2, 2, 2, 2, false, true, false, true>;
 };
 
 }  // namespace cutlass_kernels::fa3

@@ -11,6 +11,8 @@
 //   producer warps 4 and 5, in some kernels that gather: rows of K and of V, too
 //   consumer warpgroups: see mma.h, store.h
 //
+// Of e4m3, warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V (transpose_values.h).
+//
 // Nothing waits at the end of a tile: the producers run ahead into the next one, and each warpgroup stores its
 // rows when it is done with them.
 #pragma once
@@ -20,10 +22,12 @@
 #include "common/dependent_launch.h"
 #include "fa3/hidden_values.h"
 #include "fa3/load.h"
+#include "fa3/load_fp8.h"
 #include "fa3/load_pages.h"
 #include "fa3/mma.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
+#include "fa3/transpose_values.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -44,6 +48,19 @@ CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CU
       }
     }
     load_keys<Tile, kPanels, kStages, kIsK>(params, shared, map, full, empty, stages);
+  }
+}
+
+// The warps of the producing warpgroup, where V is transposed.
+template <class Tile>
+CUTE_DEVICE void produce_transposed(const KernelParams& params, Shared<Tile>& shared, int warp) {
+  static_assert(Tile::kTransposers == 2);
+  if (warp == 0) {
+    if (threadIdx.x % 32 == 0) find_jobs<Tile, false>(params, shared);
+  } else if (warp == 1) {
+    load_tiles<Tile>(params, shared);
+  } else {
+    transpose_values<Tile>(params, shared, warp - 2);
   }
 }
 
@@ -76,7 +93,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     shared.v_landed.init(1);
     for (int i = 0; i < kJobSlots; ++i) {
       shared.job_full[i].init(1);
-      shared.job_empty[i].init(1 + k_lanes + v_lanes + 32 * kConsumerWarps);
+      constexpr int kProducerWarps = 1 + Tile::kTransposers;
+      const int producers = Layout::kTransposed ? 32 * kProducerWarps : 1 + k_lanes + v_lanes;
+      shared.job_empty[i].init(producers + 32 * kConsumerWarps);
     }
     for (int i = 0; i < Tile::kQBuffers; ++i) {
       shared.q_full[i].init(1);
@@ -87,8 +106,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       shared.k_empty[i].init(kConsumerWarps);
     }
     for (int i = 0; i < Tile::kVStages; ++i) {
-      shared.v_full[i].init(kKeyLoaders);
+      shared.v_full[i].init(Layout::kTransposed ? Tile::kTransposers : kKeyLoaders);
       shared.v_empty[i].init(kConsumerWarps);
+    }
+    if constexpr (Layout::kTransposed) {
+      for (int i = 0; i < Tile::kStagedStages; ++i) {
+        shared.staged_full[i].init(1);
+        shared.staged_empty[i].init(Tile::kTransposers);
+      }
     }
     fence_barrier_init();
   }
@@ -105,26 +130,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   if (warpgroup < Tile::kProducers) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::producer_registers(kHides)>();
-    // Of a second warpgroup, the first two warps copy: on the schedulers that the copying warps of the first leave alone.
-    const int role = warp < 4 ? warp : warp < 6 ? warp - 2 : -1;
-    const int part = warp / 4;
-    const int lanes = role == 2 ? k_lanes : role == 3 ? v_lanes : 1;
-    if (int(threadIdx.x % 32) >= lanes) return;
-    switch (role) {
-      case 0:
-        find_jobs<Tile, kHides>(params, shared);
-        break;
-      case 1:
-        load_q<Tile>(params, shared);
-        break;
-      case 2:
-        load<Tile, Layout::kPanelsQk, Tile::kKStages, true, false>(
-            params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0], part);
-        break;
-      case 3:
-        load<Tile, Layout::kPanelsVo, Tile::kVStages, false, kHides>(
-            params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0], part);
-        break;
+    if constexpr (Layout::kTransposed) {
+      produce_transposed<Tile>(params, shared, warp);
+    } else {
+      // Of a second warpgroup, the first two warps copy: on the schedulers that the copying warps of the first leave alone.
+      const int role = warp < 4 ? warp : warp < 6 ? warp - 2 : -1;
+      const int part = warp / 4;
+      const int lanes = role == 2 ? k_lanes : role == 3 ? v_lanes : 1;
+      if (int(threadIdx.x % 32) >= lanes) return;
+      switch (role) {
+        case 0:
+          find_jobs<Tile, kHides>(params, shared);
+          break;
+        case 1:
+          load_q<Tile>(params, shared);
+          break;
+        case 2:
+          load<Tile, Layout::kPanelsQk, Tile::kKStages, true, false>(
+              params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0], part);
+          break;
+        case 3:
+          load<Tile, Layout::kPanelsVo, Tile::kVStages, false, kHides>(
+              params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0], part);
+          break;
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::consumer_registers(kHides)>();

@@ -39,14 +39,18 @@ int packed_tile_rows(const AttentionParams& params) {
   return Tile::kConsumers * (kWarpgroupRows / packed_heads(params, kWarpgroupRows));
 }
 
+template <class Packed>
+TileShape packed_tile_shape(const AttentionParams& params, int heads) {
+  return {packed_tile_rows<Packed>(params), kPacked, heads, Packed::kBlocksPerSm};
+}
+
 // The tile of a problem.
 template <int HeadDimQk, int HeadDimVo>
 TileShape tile_shape(const AttentionParams& params, int compute_capability) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
   const int heads = packed_heads(params, kWarpgroupRows);
   if (packs(params, heads, Tiles::Large::kBlockM)) {
-    using Packed = typename Tiles::Packed;
-    return {packed_tile_rows<Packed>(params), kPacked, heads, Packed::kBlocksPerSm};
+    return packed_tile_shape<typename Tiles::Packed>(params, heads);
   }
   const bool general = GeneralTransform::needed(params);
   const bool masked = params.causal || params.window_left >= 0 || params.chunk_size > 0;
@@ -119,15 +123,16 @@ inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
   const std::int64_t pages = std::max<std::int64_t>(table.num_pages, 1);
   kernel_params->page_size = FastDivisor(std::uint32_t(table.page_size));
   kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(table.num_pages, 0, kNoPage));
-  kernel_params->k_pages = {table.indices, 2 * table.k_stride_page, 2 * p.k.stride_token};
+  const int bytes = size_of(p.kv_dtype);
+  kernel_params->k_pages = {table.indices, bytes * table.k_stride_page, bytes * p.k.stride_token};
   kernel_params->v_pages = {table.v_indices == nullptr ? table.indices : table.v_indices,
-                            2 * table.v_stride_page, 2 * p.v.stride_token};
+                            bytes * table.v_stride_page, bytes * p.v.stride_token};
   if (gathers(p)) {
     Status made = make_units("k", kernel_params->k_pages, table, &kernel_params->k_units);
     return made.ok() ? make_units("v", kernel_params->v_pages, table, &kernel_params->v_units)
                      : made;
   }
-  kernel_params->box_rows = std::gcd(table.page_size, block_n);  // a power of two, as blocks are
+  kernel_params->box_rows = std::gcd(table.page_size, block_n & -block_n);
   while (1 << kernel_params->box_rows_log2 < kernel_params->box_rows)
     ++kernel_params->box_rows_log2;
   const PagesOfTensor k_pages{k,
@@ -269,16 +274,20 @@ Status launch_gather(const AttentionParams& params, cudaStream_t stream) {
                                   : no_such_tile(params);
 }
 
+template <class Packed>
+bool is_packed_schedule(const AttentionParams& params) {
+  return params.schedule.tile_kind == kPacked &&
+         params.schedule.packed_heads == packed_heads(params, kWarpgroupRows) &&
+         params.schedule.tile_rows == packed_tile_rows<Packed>(params);
+}
+
 template <class Element, int HeadDimQk, int HeadDimVo>
 Status launch(const AttentionParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
   const bool general = GeneralTransform::needed(params);
   switch (params.schedule.tile_kind) {
     case kPacked:
-      if (params.schedule.packed_heads != packed_heads(params, kWarpgroupRows) ||
-          params.schedule.tile_rows != packed_tile_rows<typename Tiles::Packed>(params)) {
-        return no_such_tile(params);
-      }
+      if (!is_packed_schedule<typename Tiles::Packed>(params)) return no_such_tile(params);
       return gathers(params) ? launch_logits<Element, typename Tiles::PackedGather>(params, stream)
                              : launch_logits<Element, typename Tiles::Packed>(params, stream);
     case kGather:

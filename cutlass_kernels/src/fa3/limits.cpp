@@ -74,4 +74,13 @@ std::string refusal(const AttentionParams& p) {
   return fault;
 }
 
+std::string fp8_refusal(const AttentionParams& p) {
+  if (p.pages.page_size % 8 != 0) {
+    return "page_size=" + std::to_string(p.pages.page_size) +
+           " is no multiple of 8, as the fp8 kernels of fa3 need it: convert q, k and v to 16 "
+           "bits.";
+  }
+  return refusal(p);
+}
+
 }  // namespace cutlass_kernels::fa3

@@ -12,4 +12,7 @@ namespace cutlass_kernels::fa3 {
 /// (null, strides of 0).
 std::string refusal(const AttentionParams& params);
 
+/// The same for e4m3 tensors, whose kernels also read pages through maps alone.
+std::string fp8_refusal(const AttentionParams& params);
+
 }  // namespace cutlass_kernels::fa3

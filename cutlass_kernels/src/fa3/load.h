@@ -16,7 +16,7 @@ namespace cutlass_kernels::fa3 {
 using CacheHint = cute::TMA::CacheHintSm90;
 
 // Rows of a request, counted so that those past its end lie outside the tensor map (tensor_map.h).
-template <int kPanels, int kPanelBytes>
+template <int kPanels, int kPanelBytes, int kColumns = 64>
 CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, int row, int length,
                            int head, int end, CacheHint hint) {
   full.arrive_and_expect(kPanels * kPanelBytes);
@@ -24,7 +24,8 @@ CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, 
   for (int panel = 0; panel < kPanels; ++panel) {
     cute::SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
                                  static_cast<std::uint64_t>(hint), shared + panel * kPanelBytes,
-                                 panel * 64, kMapRows - length + row, head, end, int(kMapRows));
+                                 panel * kColumns, kMapRows - length + row, head, end,
+                                 int(kMapRows));
   }
 }
 
@@ -166,14 +167,45 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, const Job& job, Barri
   for (int panel = 0; panel < Shared<Tile>::kPanelsQk; ++panel) {
     cute::SM90_TMA_LOAD_5D::copy(&params.q_map, reinterpret_cast<std::uint64_t*>(&full),
                                  static_cast<std::uint64_t>(CacheHint::EVICT_FIRST),
-                                 q + panel * Shared<Tile>::kPanelBytesQ, panel * 64, job.head,
+                                 q + panel * Shared<Tile>::kPanelBytesQ,
+                                 panel * Shared<Tile>::kColumns, job.head,
                                  kMapRows - job.qo_len + token, job.q_end, int(kMapRows));
+  }
+}
+
+// Q of a tile, by one thread.
+template <class Tile>
+CUTE_DEVICE void load_q_of_tile(const KernelParams& params, Shared<Tile>& shared, const Job& job,
+                                Ring<Tile::kQBuffers>& ring) {
+  using Layout = Shared<Tile>;
+  if constexpr (Tile::kQBuffers < 2 * Tile::kConsumers && !Tile::kPacked) {
+    // There is no room for the next tile's Q before the last product with this one's: at least bring it to L2.
+    for (int wg = 0; wg < Tile::kConsumers; ++wg) {
+      for (int panel = 0; panel < Layout::kPanelsQk; ++panel) {
+        cute::SM90_TMA_LOAD_5D::PREFETCH::copy(
+            &params.q_map, panel * Layout::kColumns,
+            kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head, job.q_end,
+            int(kMapRows));
+      }
+    }
+  }
+  for (int wg = 0; wg < Tile::kConsumers; ++wg) {
+    shared.q_empty[ring.index].wait(ring.phase ^ 1);
+    if constexpr (Tile::kPacked) {
+      load_packed_q<Tile>(params, job, shared.q_full[ring.index], shared.q[ring.index],
+                          job.row_begin + wg * params.packed.tokens);
+    } else {
+      load_rows<Layout::kPanelsQk, Layout::kPanelBytesQ, Layout::kColumns>(
+          &params.q_map, shared.q_full[ring.index], shared.q[ring.index],
+          job.row_begin + wg * kWarpgroupRows, job.qo_len, job.head, job.q_end,
+          CacheHint::EVICT_FIRST);
+    }
+    ring.advance();
   }
 }
 
 template <class Tile>
 CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
-  using Layout = Shared<Tile>;
   Ring<kJobSlots> jobs;
   Ring<Tile::kQBuffers> ring;
   while (true) {
@@ -182,31 +214,7 @@ CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
     if (job.valid == 0) return;
     shared.job_empty[jobs.index].arrive();
     jobs.advance();
-    if constexpr (Tile::kQBuffers < 2 * Tile::kConsumers && !Tile::kPacked) {
-      // There is no room for the next tile's Q before the last product with this one's: at least bring it to L2.
-      for (int wg = 0; wg < Tile::kConsumers; ++wg) {
-        for (int panel = 0; panel < Layout::kPanelsQk; ++panel) {
-          cute::SM90_TMA_LOAD_5D::PREFETCH::copy(
-              &params.q_map, panel * 64,
-              kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head, job.q_end,
-              int(kMapRows));
-        }
-      }
-    }
-    for (int wg = 0; wg < Tile::kConsumers; ++wg) {
-      shared.q_empty[ring.index].wait(ring.phase ^ 1);
-      if constexpr (Tile::kPacked) {
-        load_packed_q<Tile>(params, job, shared.q_full[ring.index], shared.q[ring.index],
-                            job.row_begin + wg * params.packed.tokens);
-        ring.advance();
-        continue;
-      }
-      load_rows<Layout::kPanelsQk, Layout::kPanelBytesQ>(
-          &params.q_map, shared.q_full[ring.index], shared.q[ring.index],
-          job.row_begin + wg * kWarpgroupRows, job.qo_len, job.head, job.q_end,
-          CacheHint::EVICT_FIRST);
-      ring.advance();
-    }
+    load_q_of_tile(params, shared, job, ring);
   }
 }
 

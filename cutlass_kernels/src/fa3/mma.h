@@ -23,6 +23,10 @@ struct Consumer {
   static constexpr int kN = Tile::kBlockN;
   static constexpr int kDqk = Tile::kHeadDimQk;
   static constexpr int kDvo = Tile::kHeadDimVo;
+  using Operand = typename Element::Operand;
+  static constexpr bool kFp8 = Element::kBytes == 1;
+  static constexpr int kStep = 32 / Element::kBytes;  // columns, or keys, that a product takes
+  static constexpr int kPRegisters = kN * Element::kBytes / 8;
   // Under a causal mask the first warpgroup may see no key of the block on which the tile ends.
   static constexpr bool kSkips = !Tile::kPacked && Tile::kBlockM - kWarpgroupRows >= kN;
 
@@ -30,7 +34,15 @@ struct Consumer {
   // Elsewhere 2^(x - m) is taken with the m there is, and if a thread's part of a row then adds up to more than this, the
   // block is done again with its maximum: P must fit its type (fp16), and O must stay far from 2^127 where V is large. That no
   // larger x appears costs nothing: P, sums and O are floating-point numbers relative to 2^m, whatever m is.
-  static constexpr float kSumLimit = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p30f;
+  // P of e4m3 ends at 448: sums below 256 hold no larger number, else P itself is looked at.
+  static constexpr float kSumLimit = kFp8                            ? 0x1p8f
+                                     : std::is_same_v<Element, fp16> ? 0x1p15f
+                                                                     : 0x1p30f;
+  // log2 of P where S is the maximum that was last taken. P of e4m3 has 3 bits from 2^-6 on, 2^10 below that maximum, and
+  // S may grow 2^4-fold before another one must be taken.
+  static constexpr int kLift = kFp8 ? 4 : 0;
+  // The factor of a head that only the device knows becomes part of the softmax's.
+  static constexpr bool kFoldsScale = kFp8 && kLogits == Logits::kTransformed;
 
   const KernelParams& params;
   Layout& shared;
@@ -41,7 +53,7 @@ struct Consumer {
   // Tile.
   Ring<kJobSlots> jobs;
   int q_buffer;
-  std::uint32_t q_fragments[Tile::kQInRegisters ? kDqk / 4 : 1];
+  std::uint32_t q_fragments[Tile::kQInRegisters ? kDqk * Element::kBytes / 8 : 1];
   std::uint32_t q_phase = 0;
   int key;        // first one of the block that S is being computed of
   int key_begin;  // first one of the tile
@@ -52,6 +64,7 @@ struct Consumer {
   bool has_rows;  // of a packed tile
   int qo_len;
   int kv_len;
+  LogitsTransform of_head;  // where it folds scales
   // Of a custom mask, for the block that S is being computed of: of each of the thread's rows, the two words in which the 32
   // keys lie that this lane of the quad looks after.
   std::uint32_t low_bits[2], high_bits[2];
@@ -90,7 +103,7 @@ struct Consumer {
     }
   }
 
-  // The A fragment of 16 columns of the warp's rows.
+  // The A fragment of kStep columns of the warp's rows.
   CUTE_DEVICE void read_q(std::uint32_t (&a)[4], int step) const {
     const int q_row = threadIdx.x / 32 % 4 * 16 + lane % 16;
     const int chunk = step % 4 * 2 + lane / 16;
@@ -106,7 +119,7 @@ struct Consumer {
     shared.q_full[q_buffer].wait(q_phase);
     if constexpr (Tile::kQInRegisters) {
       CUTE_UNROLL
-      for (int i = 0; i < kDqk / 16; ++i) {
+      for (int i = 0; i < kDqk / kStep; ++i) {
         read_q(reinterpret_cast<std::uint32_t (&)[4]>(q_fragments[4 * i]), i);
       }
     }
@@ -133,7 +146,16 @@ struct Consumer {
     skip = kSkips && key > key_begin && key >= mask.hi(last_row);
     qo_len = job.qo_len;
     kv_len = job.kv_len;
+    if constexpr (kFoldsScale) {
+      const AttentionParams& p = params.attention;
+      of_head =
+          LogitsTransform::make(p.sm_scale * scale_of(p.logits_scale, job.head), p.logits_soft_cap);
+    }
     return true;
+  }
+  // Log2 units per unit of S, of the tile that has begun.
+  CUTE_DEVICE float softmax_scale() const {
+    return kFoldsScale ? of_head.scale : params.transform.scale;
   }
   CUTE_DEVICE void advance_q() {
     q_buffer += Tile::kConsumers;
@@ -148,26 +170,34 @@ struct Consumer {
     const auto k = descriptor_k_major(k_base + k_ring.index * Layout::kKBytes);
     wgmma_fence();
     CUTE_UNROLL
-    for (int i = 0; i < kDqk / 16; ++i) {
+    for (int i = 0; i < kDqk / kStep; ++i) {
       const std::uint64_t k_step = k + (i / 4 * Layout::kPanelBytesKv + i % 4 * 32) / 16;
       if constexpr (Tile::kQInRegisters) {
-        Wgmma<Element, kN>::template rs<BOrder::kKMajor>(s, &q_fragments[4 * i], k_step, i > 0);
+        Wgmma<Operand, kN>::template rs<BOrder::kKMajor>(s, &q_fragments[4 * i], k_step, i > 0);
       } else {
-        Wgmma<Element, kN>::ss(s, q + (i / 4 * Layout::kPanelBytesQ + i % 4 * 32) / 16, k_step,
+        Wgmma<Operand, kN>::ss(s, q + (i / 4 * Layout::kPanelBytesQ + i % 4 * 32) / 16, k_step,
                                i > 0);
       }
     }
     wgmma_commit();
   }
 
-  CUTE_DEVICE void issue_output(float (&o)[kDvo / 2], std::uint32_t (&p)[kN / 4], bool accumulate) {
+  CUTE_DEVICE void issue_output(float (&o)[kDvo / 2], std::uint32_t (&p)[kPRegisters],
+                                bool accumulate) {
+    const std::uint32_t v_stage = v_base + v_ring.index * Layout::kVBytes;
     const auto v =
-        descriptor_mn_major(v_base + v_ring.index * Layout::kVBytes, Layout::kPanelBytesKv);
+        kFp8 ? descriptor_k_major(v_stage) : descriptor_mn_major(v_stage, Layout::kPanelBytesKv);
     wgmma_fence();
     CUTE_UNROLL
-    for (int i = 0; i < kN / 16; ++i) {
-      Wgmma<Element, kDvo>::template rs<BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16),
-                                                          i > 0 || accumulate);
+    for (int i = 0; i < kN / kStep; ++i) {
+      if constexpr (kFp8) {
+        const std::uint64_t v_step = v + (i / 4 * Layout::kPanelBytesVt + i % 4 * 32) / 16;
+        Wgmma<Operand, kDvo>::template rs<BOrder::kKMajor>(o, &p[4 * i], v_step,
+                                                           i > 0 || accumulate);
+      } else {
+        Wgmma<Operand, kDvo>::template rs<BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16),
+                                                            i > 0 || accumulate);
+      }
     }
     wgmma_commit();
   }
@@ -190,7 +220,11 @@ struct Consumer {
   }
 
   CUTE_DEVICE void transform(float (&s)[kN / 2]) const {
-    if constexpr (kLogits == Logits::kTransformed) params.transform.apply(s, kN / 2);
+    if constexpr (kFoldsScale) {
+      if (of_head.changes_logits()) of_head.apply(s, kN / 2);
+    } else if constexpr (kLogits == Logits::kTransformed) {
+      params.transform.apply(s, kN / 2);
+    }
     if constexpr (kLogits == Logits::kGeneral) {
       if (!params.changes_logits) return;
       const Alibi& alibi = params.attention.alibi;
@@ -296,7 +330,7 @@ struct Consumer {
     bool raised = false;
     if (__any_sync(0xffffffffu, softmax.exceeds(row_max))) {
       OnlineSoftmax<2>::reduce_max(row_max);
-      softmax.raise(row_max, [&](int r, float f) { factor[r] = f; });
+      softmax.template raise<kLift>(row_max, [&](int r, float f) { factor[r] = f; });
       raised = true;
     }
     return raised;
@@ -304,18 +338,37 @@ struct Consumer {
 
   // P = 2^(scale s - m), packed, and its row sums. S stays as it is. In a unit with eight times the latency of the others,
   // exponentials leave seven of eight issue slots to the sums and packing beside them.
-  CUTE_DEVICE void take_exponentials(const float (&s)[kN / 2], std::uint32_t (&p)[kN / 4],
+  CUTE_DEVICE void take_exponentials(const float (&s)[kN / 2], std::uint32_t (&p)[kPRegisters],
                                      float (&sum)[2]) const {
     sum[0] = sum[1] = 0.0f;
     CUTE_UNROLL
-    for (int i = 0; i < kN / 4; ++i) {
+    for (int i = 0; i < kPRegisters; ++i) {
       const int r = i % 2;
-      const float p0 = exp2_unordered(fmaf(s[2 * i], softmax.scale, softmax.minus_m[r]));
-      const float p1 = exp2_unordered(fmaf(s[2 * i + 1], softmax.scale, softmax.minus_m[r]));
+      const int first = kFp8 ? i / 2 * 8 + 2 * r : 2 * i;
+      const float p0 = exp2_unordered(fmaf(s[first], softmax.scale, softmax.minus_m[r]));
+      const float p1 = exp2_unordered(fmaf(s[first + 1], softmax.scale, softmax.minus_m[r]));
       sum[r] += p0;
       sum[r] += p1;
-      p[i] = Element::pack(p0, p1);
+      if constexpr (kFp8) {  // eight keys on: V lies in that order, see transpose_values.h
+        const float p2 = exp2_unordered(fmaf(s[first + 4], softmax.scale, softmax.minus_m[r]));
+        const float p3 = exp2_unordered(fmaf(s[first + 5], softmax.scale, softmax.minus_m[r]));
+        sum[r] += p2;
+        sum[r] += p3;
+        p[i] = Operand::pack(p0, p1, p2, p3);
+      } else {
+        p[i] = Operand::pack(p0, p1);
+      }
     }
+  }
+  // Whether P, of these sums, holds what it should.
+  CUTE_DEVICE static bool holds(const float (&sum)[2], const std::uint32_t (&p)[kPRegisters]) {
+    const bool small = sum[0] < kSumLimit && sum[1] < kSumLimit;
+    if constexpr (!kFp8) return small;
+    if (__all_sync(0xffffffffu, small)) return true;
+    std::uint32_t carries = 0;  // 8 more than a byte of 256 or more, or of NaN, has the highest bit
+    CUTE_UNROLL
+    for (int i = 0; i < kPRegisters; ++i) carries |= p[i] + 0x08080808u;
+    return (carries & 0x80808080u) == 0;
   }
   CUTE_DEVICE static void rescale(float (&o)[kDvo / 2], const float (&factor)[2]) {
     CUTE_UNROLL
@@ -394,11 +447,11 @@ struct Consumer {
   CUTE_DEVICE bool compute_tiles() {
     float s[kN / 2];
     float o[kDvo / 2];
-    std::uint32_t p[kN / 4];
+    std::uint32_t p[kPRegisters];
     float factor[2];
     float sum[2];
     bool found = false;
-    softmax = OnlineSoftmax<2>(params.transform.scale);
+    softmax = OnlineSoftmax<2>(softmax_scale());
 
     shared.k_full[k_ring.index].wait(k_ring.phase);
     issue_scores(s);
@@ -422,7 +475,7 @@ struct Consumer {
         jobs.advance();
         found = begin_tile();
         if (!found || (Tile::kPacked && !has_rows)) break;
-        softmax = OnlineSoftmax<2>(params.transform.scale);
+        softmax = OnlineSoftmax<2>(softmax_scale());
         if (kSkips && skip) skip_keys();
       } else {
         key -= kN;
@@ -463,7 +516,7 @@ struct Consumer {
       }
       take_exponentials(s, p, sum);
       if constexpr (Tile::kLazyMax) {
-        const bool fits = sum[0] < kSumLimit && sum[1] < kSumLimit;
+        const bool fits = holds(sum, p);
         if (lazy && unlikely(!__all_sync(0xffffffffu, fits))) {
           __syncwarp();  // keeps this a branch
           if (raise_maximum(s, factor)) rescale(o, factor);

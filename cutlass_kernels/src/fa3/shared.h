@@ -46,28 +46,50 @@ struct alignas(8) BoxSource {
 };
 constexpr int kMostBoxes = 16;  // of 8 keys or more
 
-// Matrices are stored as panels of 64 columns (128 bytes, the span of the TMA and wgmma swizzle):
-//   Q buffer (64, 64, Dqk / 64), K stage (N, 64, Dqk / 64), V stage (N, 64, Dvo / 64), as (row, column, panel).
-// Each warp stages its 16 rows of O in its own part of `o`.
+// Where V of e4m3 lies until it is transposed.
+template <class Tile, bool kStaged = (Tile::kStagedStages > 0)>
+struct StagedValues {};
 template <class Tile>
-struct Shared {
+struct alignas(1024) StagedValues<Tile, true> {
+  static constexpr int kStagedBytes = Tile::kBlockN * ((Tile::kHeadDimVo + 127) / 128 * 128);
+
+  char staged[Tile::kStagedStages][kStagedBytes];
+  //                                             arrives                       waits
+  Barrier staged_full[Tile::kStagedStages];   // loading warp, with the bytes  transposing warps
+  Barrier staged_empty[Tile::kStagedStages];  // transposing warps             loading warp
+};
+
+// Matrices are stored as panels of 128 bytes, the span of the TMA and wgmma swizzle, which are C = 64 columns (e4m3: 128):
+//   Q buffer (64, C, Dqk / C), K stage (N, C, Dqk / C), V stage (N, C, Dvo / C), as (row, column, panel);
+//   V stage of e4m3, transposed: (Dvo, 128, N / 128), as (column of V, key, panel).
+// Each warp stages its 16 rows of O, panels of 64 columns of 16 bits, in its own part of `o`.
+template <class Tile>
+struct Shared : StagedValues<Tile> {
+  static constexpr bool kTransposed = Tile::kTransposers > 0;
+  static constexpr int kColumns = 128 / Tile::kElementBytes;
   static constexpr int kPanelBytesQ = kWarpgroupRows * 128;
   static constexpr int kPanelBytesKv = Tile::kBlockN * 128;
-  static constexpr int kPanelsQk = Tile::kHeadDimQk / 64;
-  static constexpr int kPanelsVo = Tile::kHeadDimVo / 64;
+  static constexpr int kPanelsQk = (Tile::kHeadDimQk + kColumns - 1) / kColumns;
+  static constexpr int kPanelsVo = (Tile::kHeadDimVo + kColumns - 1) / kColumns;
+  static constexpr int kPanelsO = Tile::kHeadDimVo / 64;
+  static constexpr int kPanelBytesVt = Tile::kHeadDimVo * 128;
   static constexpr int kQBytes = kPanelBytesQ * kPanelsQk;
   static constexpr int kKBytes = kPanelBytesKv * kPanelsQk;
-  static constexpr int kVBytes = kPanelBytesKv * kPanelsVo;
+  static constexpr int kVBytes =
+      kTransposed ? kPanelBytesVt * ((Tile::kBlockN + 127) / 128) : kPanelBytesKv * kPanelsVo;
   static constexpr int kOBytes = kPanelBytesQ * Tile::kOPanels;
-  static_assert(kPanelsVo % Tile::kOPanels == 0);
+  static_assert(kPanelsO % Tile::kOPanels == 0);
   static_assert(Tile::kBlockN <= 8 * kMostBoxes);
-  static_assert(Tile::kBlockN % 16 == 0, "P V takes 16 keys per instruction");
+  static_assert(Tile::kBlockN % (32 / Tile::kElementBytes) == 0,
+                "P V takes 16 keys per instruction, of e4m3 32");
 
-  char q[Tile::kQBuffers][kQBytes];
+  // Said aloud, because members of a derived struct may lie in what alignment adds to its base.
+  alignas(kTransposed ? 1024 : 16) char q[Tile::kQBuffers][kQBytes];
   char k[Tile::kKStages][kKBytes];
   char v[Tile::kVStages][kVBytes];
   char o[Tile::kConsumers][kOBytes];
   Job jobs[kJobSlots];
+  // Of e4m3 one warp loads Q, K and V, and the transposing warps stand for the V warp.
   //                                   arrives                        waits
   Barrier job_wanted;                // K warp, close to its tile's end job warp
   Barrier job_full[kJobSlots];       // job warp                       Q, K, V warps, consumers

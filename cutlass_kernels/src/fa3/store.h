@@ -33,6 +33,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
                             const OnlineSoftmax<2>& softmax, float (&o)[Tile::kHeadDimVo / 2],
                             std::uint32_t staging) {
   using Layout = Shared<Tile>;
+  using Output = typename Element::Output;
   const AttentionParams& p = params.attention;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
@@ -58,7 +59,9 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     }
     empty[r] = no_key;
     float out_scale = p.v_scale;
-    if constexpr (kLogits == Logits::kGeneral) out_scale *= scale_of(p.output_scale, head);
+    if constexpr (kLogits == Logits::kGeneral || Element::kBytes == 1) {
+      out_scale *= scale_of(p.output_scale, head);
+    }
     scale[r] = __fdividef(out_scale * weight, sum);
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
@@ -82,7 +85,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   const int stage_row = lane % 16;
   const std::uint32_t row_base = warp_base + stage_row * 128;
   CUTE_UNROLL
-  for (int pass = 0; pass < Layout::kPanelsVo; pass += Tile::kOPanels) {
+  for (int pass = 0; pass < Layout::kPanelsO; pass += Tile::kOPanels) {
     if (lane == 0) cute::tma_store_wait<0>();  // the previous pass, or tile, has been read
     __syncwarp();
     CUTE_UNROLL
@@ -90,10 +93,10 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       const float* x = &o[8 * (pass * 4 + i)];
       const int chunk = i % 4 * 2 + lane / 16;
       stmatrix_x4(row_base + i / 4 * Layout::kPanelBytesQ + ((chunk ^ (stage_row & 7)) << 4),
-                  Element::pack(x[0] * scale[0], x[1] * scale[0]),
-                  Element::pack(x[2] * scale[1], x[3] * scale[1]),
-                  Element::pack(x[4] * scale[0], x[5] * scale[0]),
-                  Element::pack(x[6] * scale[1], x[7] * scale[1]));
+                  Output::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Output::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Output::pack(x[4] * scale[0], x[5] * scale[0]),
+                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
     cute::tma_store_fence();
     __syncwarp();

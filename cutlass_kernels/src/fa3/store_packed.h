@@ -15,6 +15,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
                                    const OnlineSoftmax<2>& softmax,
                                    float (&o)[Tile::kHeadDimVo / 2], char* staging) {
   using Layout = Shared<Tile>;
+  using Output = typename Element::Output;
   const AttentionParams& p = params.attention;
   const PackedRows& packed = params.packed;
   const int warp = threadIdx.x / 32 % 4;
@@ -102,17 +103,17 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
   const int stage_row = lane % 16;
   const std::uint32_t row_base = cute::cast_smem_ptr_to_uint(warp_staging) + stage_row * 128;
   CUTE_UNROLL
-  for (int panel = 0; panel < Layout::kPanelsVo; ++panel) {
+  for (int panel = 0; panel < Layout::kPanelsO; ++panel) {
     __syncwarp();  // the previous panel has been read
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {  // 16 columns
       const float* x = &o[8 * (panel * 4 + i)];
       const int chunk = i * 2 + lane / 16;
       stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4),
-                  Element::pack(x[0] * scale[0], x[1] * scale[0]),
-                  Element::pack(x[2] * scale[1], x[3] * scale[1]),
-                  Element::pack(x[4] * scale[0], x[5] * scale[0]),
-                  Element::pack(x[6] * scale[1], x[7] * scale[1]));
+                  Output::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Output::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Output::pack(x[4] * scale[0], x[5] * scale[0]),
+                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
     __syncwarp();
     CUTE_NO_UNROLL                     // registers are few: S of the next tile is in flight

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda_failure.h"
+#include "registry.h"
 
 namespace cutlass_kernels::fa3 {
 namespace {
@@ -27,7 +28,18 @@ cudaError_t find_encode(decltype(&cuTensorMapEncodeTiled)* encode) {
   return cudaSuccess;
 }
 
-// Encodes a map of 16-bit elements; boxes are 64 columns (128 bytes, swizzled) by box_rows by box_depth.
+CUtensorMapDataType map_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;  // fp8: bytes are only moved
+  }
+}
+
+// Encodes a map; boxes are 128 bytes of columns, swizzled, by box_rows by box_depth.
 template <int kRank>
 Status encode(const char* name, const void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
               const cuuint64_t (&strides)[kRank - 1], int box_rows, CUtensorMap* map,
@@ -45,15 +57,13 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
   cuuint32_t steps[kRank];
   std::fill_n(box, kRank, 1);
   std::fill_n(steps, kRank, 1);
-  box[0] = 64;
+  box[0] = cuuint32_t(128 / size_of(dtype));
   box[1] = cuuint32_t(box_rows);
   box[2] = cuuint32_t(box_depth);
-  const CUresult result = encode.function(
-      map,
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode.function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes, strides, box,
+                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status::success();
   std::string text = "The driver refuses to describe " + std::string(name) + " to TMA (error " +
                      std::to_string(int(result)) + "); strides in bytes:";
@@ -62,16 +72,16 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
 }
 
 // Strides that are never used, along a dimension of size one, may be anything; the encoder wants them in range all the same.
-cuuint64_t stride_bytes(std::int64_t size, std::int64_t stride) {
-  return size > 1 ? 2 * stride : 16;
+cuuint64_t stride_bytes(DType dtype, std::int64_t size, std::int64_t stride) {
+  return size > 1 ? size_of(dtype) * stride : 16;
 }
 
 }  // namespace
 
 Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
                        CUtensorMap* map) {
-  const cuuint64_t token_bytes = stride_bytes(tensor.tokens, tensor.stride_token);
-  const cuuint64_t head_bytes = stride_bytes(tensor.heads, tensor.stride_head);
+  const cuuint64_t token_bytes = stride_bytes(dtype, tensor.tokens, tensor.stride_token);
+  const cuuint64_t head_bytes = stride_bytes(dtype, tensor.heads, tensor.stride_head);
   const cuuint64_t sizes[5] = {cuuint64_t(tensor.head_dim), kMapRows, cuuint64_t(tensor.heads),
                                cuuint64_t(tensor.tokens) + 1, cuuint64_t(kMapRows) + 1};
   const cuuint64_t strides[4] = {token_bytes, head_bytes, token_bytes,
@@ -81,8 +91,8 @@ Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype
 
 Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype,
                               int box_heads, int box_rows, CUtensorMap* map) {
-  const cuuint64_t token_bytes = stride_bytes(tensor.tokens, tensor.stride_token);
-  const cuuint64_t head_bytes = stride_bytes(tensor.heads, tensor.stride_head);
+  const cuuint64_t token_bytes = stride_bytes(dtype, tensor.tokens, tensor.stride_token);
+  const cuuint64_t head_bytes = stride_bytes(dtype, tensor.heads, tensor.stride_head);
   const cuuint64_t sizes[5] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.heads), kMapRows,
                                cuuint64_t(tensor.tokens) + 1, cuuint64_t(kMapRows) + 1};
   const cuuint64_t strides[4] = {head_bytes, token_bytes, token_bytes,
@@ -94,9 +104,9 @@ Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtyp
                        CUtensorMap* map) {
   const cuuint64_t sizes[4] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.page_size),
                                cuuint64_t(tensor.heads), cuuint64_t(tensor.pages)};
-  const cuuint64_t strides[3] = {stride_bytes(tensor.page_size, tensor.stride_slot),
-                                 stride_bytes(tensor.heads, tensor.stride_head),
-                                 stride_bytes(tensor.pages, tensor.stride_page)};
+  const cuuint64_t strides[3] = {stride_bytes(dtype, tensor.page_size, tensor.stride_slot),
+                                 stride_bytes(dtype, tensor.heads, tensor.stride_head),
+                                 stride_bytes(dtype, tensor.pages, tensor.stride_page)};
   return encode<4>(name, tensor.data, dtype, sizes, strides, box_rows, map);
 }
 

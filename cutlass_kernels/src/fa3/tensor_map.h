@@ -33,7 +33,7 @@ struct RowsOfTensor {
 
 constexpr int kMapRows = 1 << 30;  // R: no request may be longer
 
-/// A map of boxes of 64 columns (128 bytes, swizzled) by `box_rows` rows of 16-bit elements.
+/// A map of boxes of 128 bytes (64 columns of 16 bits, 128 of fp8), swizzled, by `box_rows` rows.
 Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
                        CUtensorMap* map);
 

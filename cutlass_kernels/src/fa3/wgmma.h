@@ -1,8 +1,9 @@
-// wgmma: asynchronous 64 x N x 16 products of a warpgroup, fp32 accumulators.
+// wgmma: asynchronous 64 x N x 16 (e4m3: 64 x N x 32) products of a warpgroup, fp32 accumulators.
 //
 // Thread t of the warpgroup holds rows r and r + 8, r = 16 (t / 32) + t % 32 / 4, of the 64 x N accumulator:
 // d[4 j + {0, 1}] = (r, 8 j + 2 (t % 4) + {0, 1}), d[4 j + {2, 3}] the same of r + 8. As an A operand, 16 columns of such a
-// matrix are four registers of packed pairs in the same order, so P needs no exchange between threads.
+// matrix are four registers of packed pairs in the same order, so P needs no exchange between threads. For e4m3 see
+// transpose_values.h.
 #pragma once
 
 #include <cute/config.hpp>
@@ -102,9 +103,35 @@ struct Wgmma;
                      "n"(int(kB)));                                                               \
     }                                                                                             \
   };
-#define CK_WGMMA_BOTH(N, PLACES, REGISTERS, ...)                   \
-  CK_WGMMA(N, "f16", fp16, PLACES, CK_LIST REGISTERS, __VA_ARGS__) \
-  CK_WGMMA(N, "bf16", bf16, PLACES, CK_LIST REGISTERS, __VA_ARGS__)
+// The same of e4m3, 32 columns, whose B cannot be but K-major.
+#define CK_WGMMA_E4M3(N, PLACES, REGISTERS, A0, A1, A2, A3, A4, A5, A6)                            \
+  template <>                                                                                      \
+  struct Wgmma<e4m3, N> {                                                                          \
+    static CUTE_DEVICE void ss(float (&d)[N / 2], std::uint64_t a, std::uint64_t b,                \
+                               int accumulate) {                                                   \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A2                                        \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" PLACES "}, %" #A0  \
+                   ", %" #A1 ", p, 1, 1;\n}"                                                       \
+                   : REGISTERS                                                                     \
+                   : "l"(a), "l"(b), "r"(accumulate));                                             \
+    }                                                                                              \
+    template <BOrder kB>                                                                           \
+    static CUTE_DEVICE void rs(float (&d)[N / 2], const std::uint32_t* a, std::uint64_t b,         \
+                               int accumulate) {                                                   \
+      static_assert(kB == BOrder::kKMajor);                                                        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A5                                        \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" PLACES "}, {%" #A0 \
+                   ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #A4 ", p, 1, 1;\n}"                        \
+                   : REGISTERS                                                                     \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));         \
+    }                                                                                              \
+  };
+#define CK_WGMMA_BOTH(N, PLACES, REGISTERS, ...)                    \
+  CK_WGMMA(N, "f16", fp16, PLACES, CK_LIST REGISTERS, __VA_ARGS__)  \
+  CK_WGMMA(N, "bf16", bf16, PLACES, CK_LIST REGISTERS, __VA_ARGS__) \
+  CK_WGMMA_E4M3(N, PLACES, CK_LIST REGISTERS, __VA_ARGS__)
 #define CK_LIST(...) __VA_ARGS__
 
 CK_WGMMA_BOTH(64, CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3,
@@ -150,6 +177,7 @@ CK_WGMMA_BOTH(256,
               128, 129, 130, 131, 132, 133, 134)
 
 #undef CK_WGMMA_BOTH
+#undef CK_WGMMA_E4M3
 #undef CK_WGMMA
 #undef CK_LIST
 #undef CK_F8

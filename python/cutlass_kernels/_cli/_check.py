@@ -23,10 +23,11 @@ TOLERANCE = {
     torch.float32: (2e-5, 2e-5),
     torch.float16: (1e-3, 1e-3),
     torch.bfloat16: (1e-2, 1e-2),
-    torch.float8_e4m3fn: (5e-2, 0.13),
+    torch.float8_e4m3fn: (1e-1, 0.13),  # probabilities are e4m3 too
     torch.float8_e5m2: (1e-1, 0.26),
 }
 LSE_TOLERANCE = (1e-3, 1e-5)
+LSE_TOLERANCE_FP8 = (5e-3, 1e-5)  # tensor cores add products of fp8 with fewer bits than fp32 has
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Row:
 
     name: str
     tolerance: tuple[float, float]
+    lse_tolerance: tuple[float, float] = LSE_TOLERANCE
     cases: int = 0
     out_error: float = 0.0
     lse_error: float = 0.0
@@ -45,7 +47,7 @@ class Row:
         """Compares one result with what is known about it."""
         self.cases += 1
         worst_out, out_fits = _compare(computed[0], known[0], self.tolerance)
-        worst_lse, lse_fits = _compare(computed[1], known[1], LSE_TOLERANCE)
+        worst_lse, lse_fits = _compare(computed[1], known[1], self.lse_tolerance)
         self.out_error = max(self.out_error, worst_out)
         self.lse_error = max(self.lse_error, worst_lse)
         for what, worst, fits in (("output", worst_out, out_fits), ("LSE", worst_lse, lse_fits)):
@@ -121,7 +123,10 @@ def kernel_jobs(
     """The cases of every kernel that a GPU of ``capability`` can run."""
     rows, jobs = [], []
     for kernel in kernels:
-        row = Row(_info.kernel_name(kernel), TOLERANCE[getattr(torch, kernel["q_dtype"])])
+        dtype = getattr(torch, kernel["q_dtype"])
+        row = Row(_info.kernel_name(kernel), TOLERANCE[dtype])
+        if dtype.itemsize == 1:
+            row.lse_tolerance = LSE_TOLERANCE_FP8
         rows.append(row)
         low, high = kernel["min_compute_capability"], kernel["max_compute_capability"]
         if capability < low or (high and capability > high):

@@ -1,0 +1,40 @@
+// Host side of the kernels of e4m3 tensors.
+#pragma once
+
+#include "fa3/launch.h"
+
+namespace cutlass_kernels::fa3 {
+
+template <int HeadDim>
+TileShape fp8_tile_shape(const AttentionParams& params, int /* compute_capability */) {
+  using Tiles = Fp8TileTable<HeadDim>;
+  const int heads = packed_heads(params, kWarpgroupRows);
+  if (packs(params, heads, Tiles::Large::kBlockM)) {
+    return packed_tile_shape<typename Tiles::Packed>(params, heads);
+  }
+  return {Tiles::Large::kBlockM, kRows};
+}
+
+// Factors that only the device knows are folded into the softmax's scale where a tile is of one head.
+template <class Element, int HeadDim>
+Status launch_fp8_to(const AttentionParams& params, cudaStream_t stream) {
+  using Tiles = Fp8TileTable<HeadDim>;
+  if (is_packed_schedule<typename Tiles::Packed>(params)) {
+    return launch_logits<Element, typename Tiles::Packed>(params, stream);
+  }
+  using Large = typename Tiles::Large;
+  if (params.schedule.tile_kind != kRows || params.schedule.tile_rows != Large::kBlockM) {
+    return no_such_tile(params);
+  }
+  return LogitsTransform::needed(params) || params.logits_scale.data != nullptr
+             ? launch_tile<Element, Large, Logits::kTransformed>(params, stream)
+             : launch_tile<Element, Large, Logits::kPlain>(params, stream);
+}
+
+template <int HeadDim>
+Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
+  return params.o_dtype == DType::kFloat16 ? launch_fp8_to<Fp8To<fp16>, HeadDim>(params, stream)
+                                           : launch_fp8_to<Fp8To<bf16>, HeadDim>(params, stream);
+}
+
+}  // namespace cutlass_kernels::fa3
