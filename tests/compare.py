@@ -114,7 +114,12 @@ def assert_close(
 
 
 def assert_lse_close(
-    actual: torch.Tensor, expected: torch.Tensor, *, name: str = "lse", atol: float | None = None
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    name: str = "lse",
+    atol: float | None = None,
+    rtol: float = LSE_TOLERANCE[1],
 ) -> None:
     """Base-2 log-sum-exp in fp32; -inf exactly where the oracle says so."""
     tolerance = LSE_TOLERANCE[0] if atol is None else atol
@@ -124,7 +129,7 @@ def assert_lse_close(
         raise AssertionError(f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     # 0 is an ordinary value here, so no row is required to be exactly 0.
     flat, want = actual.reshape(-1), expected.reshape(-1)
-    assert_close(flat, want, name=name, atol=tolerance, rtol=LSE_TOLERANCE[1])
+    assert_close(flat, want, name=name, atol=tolerance, rtol=rtol)
 
 
 def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor, name: str = "out") -> None:

@@ -36,6 +36,7 @@ def attend(
     alibi: bool = False,
     scales: bool = False,
     page_size: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """One call; fails where a result is not finite. Head dimension 192 has values of 128.
 
@@ -44,9 +45,10 @@ def attend(
     """
     head_dim_vo = 128 if head_dim == 192 else head_dim
     qo, kv = ([0, *accumulate(column)] for column in zip(*lengths))
-    q = torch.randn(qo[-1], heads[0], head_dim, device="cuda", dtype=dtype)
-    k = torch.randn(kv[-1], heads[1], head_dim, device="cuda", dtype=dtype)
-    v = torch.randn(kv[-1], heads[1], head_dim_vo, device="cuda", dtype=dtype)
+    kv_dtype = kv_dtype or dtype
+    q = torch.randn(qo[-1], heads[0], head_dim, device="cuda").to(dtype)
+    k = torch.randn(kv[-1], heads[1], head_dim, device="cuda").to(kv_dtype)
+    v = torch.randn(kv[-1], heads[1], head_dim_vo, device="cuda").to(kv_dtype)
     sink = torch.randn(heads[0], device="cuda") if sinks else None
     options: dict[str, Any] = {"causal": causal, "window_left": window_left, "logits_soft_cap": soft_cap}
     if mask:
@@ -57,19 +59,21 @@ def attend(
     per_head = [torch.rand(count, device="cuda") for count in (heads[0], heads[1], heads[1])] if scales else [None] * 3
     workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     offsets = torch.tensor([qo, kv], dtype=torch.int32)
-    planned = {"head_dim_vo": head_dim_vo, "q_data_type": dtype, **options}
+    o_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    types = {"q_data_type": dtype, "kv_data_type": kv_dtype, "o_data_type": o_dtype}
+    planned = {"head_dim_vo": head_dim_vo, **types, **options}
     wrapper: Any
     if page_size is not None:
         pages = [-(-keys // page_size) for _, keys in lengths]
         table = torch.randperm(sum(pages)).to(torch.int32)
         starts = torch.tensor([0, *accumulate(pages)], dtype=torch.int32)
         last = torch.tensor([(keys - 1) % page_size + 1 if keys else 0 for _, keys in lengths], dtype=torch.int32)
-        cache = tuple(torch.randn(sum(pages), page_size, *x.shape[1:], device="cuda", dtype=dtype) for x in (k, v))
+        cache = tuple(torch.randn(sum(pages), page_size, *x.shape[1:], device="cuda").to(kv_dtype) for x in (k, v))
         wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
         wrapper.plan(offsets[0], starts, table, last, *heads, head_dim, page_size, **planned)
         data: tuple[Any, ...] = (cache,)
     elif len(lengths) == 1:
-        named = dict(zip(("scale_q", "scale_k", "scale_v"), per_head))
+        named: dict[str, Any] = dict(zip(("scale_q", "scale_k", "scale_v"), per_head), o_dtype=o_dtype)
         single = ck.single_prefill_with_kv_cache
         out, _ = single(q, k, v, backend=backend, return_lse=True, sinks=sink, **options, **named)
         assert out.isfinite().all()
@@ -113,6 +117,27 @@ def every_tile(backend: str, head_dim: int) -> None:
     attend(backend, head_dim, (8, 1), [(33, 3000)], causal=True)
     if head_dim == 64:
         attend(backend, 64, (64, 64), [(128, 128)] * 34, causal=True)  # many short tiles
+    if head_dim != 192:
+        every_tile_of_fp8(backend, head_dim)
+
+
+def every_tile_of_fp8(backend: str, head_dim: int) -> None:
+    """The same of the kernels that read fp8: keys and values under short queries (fa2), or all three tensors (fa3)."""
+    e4m3 = torch.float8_e4m3fn
+    batch = [(1, 300), (0, 5), (40, 0), (130, 70), (65, 200)]
+    few = [(1, 300), (0, 5), (3, 0), (9, 170), (16, 200)]
+    for page_size in (None, 5, 8, 16):
+        if backend == "fa3":
+            attend(backend, head_dim, (4, 4), batch, e4m3, causal=True, page_size=page_size)
+            attend(backend, head_dim, (70, 10), [(300, 333), (5, 700)], e4m3, soft_cap=9.0, page_size=page_size)
+            attend(backend, head_dim, (4, 2), [(3, 1500), *few], e4m3, sinks=True, page_size=page_size)
+            continue
+        for dtype in (torch.bfloat16, torch.float16):
+            for kv_dtype in (e4m3, torch.float8_e5m2):
+                more: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype}
+                attend(backend, head_dim, (4, 4), few, dtype, causal=True, **more)
+                attend(backend, head_dim, (8, 1), [(3, 1500), (1, 2000)], dtype, causal=True, **more)
+                attend(backend, head_dim, (8, 2), few, dtype, mask=True, window_left=40, **more)
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def test_fa3_serves_both(reads_as_is, features):
 # --- what is computed --------------------------------------------------------------------------------------------
 
 
-def check(out: torch.Tensor, lse: torch.Tensor | None, batch: Batch, options: Options) -> None:
+def check(out: torch.Tensor, lse: torch.Tensor | None, batch: Batch, options: Options, lse_rtol: float = 1e-5) -> None:
     want = expect(batch, options)
     assert_close(out, want.out, atol=2e-2, rtol=1e-2, allowed=allowed_in_fp8(batch, options))
     # Rounding errors are independent of one another, so that on the whole far less is lost than an element may lose.
@@ -95,7 +95,7 @@ def check(out: torch.Tensor, lse: torch.Tensor | None, batch: Batch, options: Op
     size = allowed_in_fp8(batch, options).square().mean().sqrt() * 16
     assert float(error) <= 0.03 * float(size) + 2e-3
     if lse is not None:
-        assert_lse_close(lse, want.lse, atol=5e-3)
+        assert_lse_close(lse, want.lse, atol=5e-3, rtol=lse_rtol)
 
 
 def scales_of(options: Options) -> dict[str, Any]:
@@ -206,7 +206,9 @@ def test_scales_of_heads(lens, page_size, soft_cap):
     options = Options(causal=True, logits_soft_cap=soft_cap)
     q_scale, k_scale, v_scale = scales
     out, lse = attend(batch, options, page_size=page_size, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    check(out, lse, batch.dequantized(*scales), options)
+    # Logits are up to 3.6 times those of the other tests, and so is what tensor cores lose of them: they add products of
+    # fp8 with about 14 bits.
+    check(out, lse, batch.dequantized(*scales), options, lse_rtol=1e-3)
 
 
 @gpu
@@ -218,7 +220,7 @@ def test_scales_that_are_not_positive():
     wide = batch.dequantized(*scales)
     want, allowed = expect(wide), allowed_in_fp8(wide)
     assert_close(out, want.out, atol=2e-2, rtol=1e-2, allowed=allowed)
-    assert_lse_close(lse, want.lse, atol=5e-3)
+    assert_lse_close(lse, want.lse, atol=5e-3, rtol=lse_rtol)
 
 
 @gpu

@@ -37,12 +37,6 @@ class Barrier {
         "r"(parity)
         : "memory");
   }
-  // The same by all lanes of a warp. One of them tries again and again: 32 that do keep shared memory from the products.
-  CUTE_DEVICE void wait_as_warp(std::uint32_t parity) {
-    if (threadIdx.x % 32 == 0) wait(parity);
-    __syncwarp();
-    wait(parity);  // is over; tells every lane, and racecheck, that it is
-  }
 
  private:
   CUTE_DEVICE std::uint32_t address() const { return cute::cast_smem_ptr_to_uint(&state_); }

@@ -27,13 +27,13 @@ CUTE_DEVICE void load_visible_values(const KernelParams& params, Shared<Tile>& s
   Ring<kJobSlots> jobs;
   Ring<kStages> ring;
   while (true) {
-    shared.job_full[jobs.index].wait_as_warp(jobs.phase);
+    shared.job_full[jobs.index].wait(jobs.phase);
     const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
     for (int block = job.blocks - 1; block >= 0; --block) {
       HiddenKeys<kRows> hidden;
       if (job.hides != 0) hidden.template find<Tile>(params, job, block);
-      shared.v_empty[ring.index].wait_as_warp(ring.phase ^ 1);
+      shared.v_empty[ring.index].wait(ring.phase ^ 1);
       if (hidden.any()) {
         copy_visible<Tile, kPanels>(ValuesOfHead(params, job), job, block, hidden,
                                     shared.v[ring.index]);

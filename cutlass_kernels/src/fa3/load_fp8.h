@@ -19,8 +19,8 @@ CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int bloc
   const int lane = threadIdx.x % 32;
   const int first_key = job.key_begin + block * Tile::kBlockN;
   if (params.box_rows == 0) {
+    empty.wait(parity);
     if (lane == 0) {
-      empty.wait(parity);
       load_rows<kPanels, Layout::kPanelBytesKv, Layout::kColumns>(
           map, full, stage, first_key, job.key_end, job.kv_head, job.kv_begin + job.key_end,
           CacheHint::EVICT_LAST);
@@ -37,8 +37,8 @@ CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int bloc
                .indices[job.kv_begin + params.page_size.divide(first_key + row)];
     if (std::uint32_t(page) >= params.num_pages) page = kNoPage;
   }
+  empty.wait(parity);
   if (lane == 0) {
-    empty.wait(parity);
     const int rows = max((keys + params.box_rows - 1) & -params.box_rows, 0);
     full.arrive_and_expect(rows * (128 * kPanels));
   }
@@ -66,7 +66,7 @@ CUTE_DEVICE void load_tiles(const KernelParams& params, Shared<Tile>& shared) {
   Ring<Tile::kStagedStages> v_ring;
   if (lane == 0) shared.job_wanted.arrive();
   while (true) {
-    shared.job_full[jobs.index].wait_as_warp(jobs.phase);
+    shared.job_full[jobs.index].wait(jobs.phase);
     const Job& job = shared.jobs[jobs.index];  // read again for every block: registers are few
     if (job.valid == 0) return;
     const int blocks = job.blocks;

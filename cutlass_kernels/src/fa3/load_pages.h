@@ -86,29 +86,45 @@ CUTE_DEVICE void copy_visible(const Source& source, const Job& job, int block,
   __syncwarp();
 }
 
-// The boxes of a block, `count` from row `row` on: all that hold a key that some row of the tile sees. Lane b leaves in shared
-// memory where box b comes from.
-template <class Tile, bool kIsK>
-struct Boxes {
-  int row;
-  int count;
+// Where the boxes of a tile's keys come from, looked up 32 at a time, a lane each, and a batch ahead of its use. Boxes are
+// numbered from the tile's first key on, and used from the last to the first.
+//
+// Consumers need nearly every issue slot: what the two warps do per block of keys costs as many percent as it has times 20
+// instructions (hd128).
+struct BoxLookup {
+  const KernelParams& params;
+  const std::int32_t* table;  // of the request
+  int key_begin;
+  int count;  // boxes that hold a key that some row of the tile sees
+  int batch;  // that `page` is of
+  int page;   // the lane's
 
-  CUTE_DEVICE void find(const KernelParams& params, const Job& job, int block, BoxSource* sources) {
-    const int first_key = job.key_begin + block * Tile::kBlockN;
-    const Rows wanted = wanted_rows<Tile::kBlockN>(job, first_key);
-    row = wanted.begin & -params.box_rows;
-    count = wanted.begin < wanted.end
-                ? (wanted.end - row + params.box_rows - 1) >> params.box_rows_log2
+  CUTE_DEVICE BoxLookup(const KernelParams& params_, const PagesOfMatrix& pages, const Job& job,
+                        int last_box)
+      : params(params_), table(pages.indices + job.kv_begin), key_begin(job.key_begin) {
+    count = job.first_key < job.key_end
+                ? (job.key_end - key_begin + params.box_rows - 1) >> params.box_rows_log2
                 : 0;
-    const int lane = threadIdx.x % 32;
-    if (lane < count) {
-      const int key = first_key + row + (lane << params.box_rows_log2);
-      const int entry = params.page_size.divide(key);
-      const int page = (kIsK ? params.k_pages : params.v_pages).indices[job.kv_begin + entry];
-      sources[lane] = {std::uint32_t(page) < params.num_pages ? page : kNoPage,
-                       key - entry * params.attention.pages.page_size};
-    }
+    batch = last_box / kBoxBatch;
+    read();
+  }
+
+  CUTE_DEVICE int lane_box() const { return batch * kBoxBatch + int(threadIdx.x % 32); }
+  CUTE_DEVICE int first_key(int box) const { return key_begin + (box << params.box_rows_log2); }
+  CUTE_DEVICE void read() {
+    page = kNoPage;
+    const int box = lane_box();
+    if (0 <= box && box < count) page = __ldg(table + params.page_size.divide(first_key(box)));
+  }
+
+  // Leaves the batch in shared memory, when what lies there has been used, and begins to read the next one.
+  CUTE_DEVICE void publish(BoxSource* sources) {
+    const int slot = int(params.page_size.modulo(first_key(lane_box())));
     __syncwarp();
+    sources[threadIdx.x % 32] = {std::uint32_t(page) < params.num_pages ? page : kNoPage, slot};
+    __syncwarp();
+    --batch;
+    read();
   }
 };
 
@@ -130,32 +146,38 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
   constexpr int kRows = Tile::kBlockN;
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   const int lane = threadIdx.x % 32;
+  const int per_block = kRows >> params.box_rows_log2;
   BoxSource* const sources = shared.boxes[kIsK ? 0 : 1];
   Ring<kJobSlots> jobs;
   Ring<kStages> ring;
   Ring<1> landed;
   if (kIsK && lane == 0) shared.job_wanted.arrive();
   while (true) {
-    shared.job_full[jobs.index].wait_as_warp(jobs.phase);
-    const Job& job = shared.jobs[jobs.index];  // read again for every block: registers are few
+    shared.job_full[jobs.index].wait(jobs.phase);
+    const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
+    const int blocks = job.blocks;
+    BoxLookup lookup(params, kIsK ? params.k_pages : params.v_pages, job, blocks * per_block - 1);
     CUTE_NO_UNROLL
-    for (int block = job.blocks - 1; block >= 0; --block) {
+    for (int block = blocks - 1; block >= 0; --block) {
       // All that needs no stage is done before there is one: from then on consumers may be waiting.
-      Boxes<Tile, kIsK> boxes;
-      boxes.find(params, job, block, sources);
+      const int first_box = block * per_block;
+      if (block == blocks - 1 || ((first_box + per_block) & (kBoxBatch - 1)) == 0)
+        lookup.publish(sources);
+      const int count = min(max(lookup.count - first_box, 0), per_block);
       [[maybe_unused]] HiddenKeys<kRows> hidden;
       if constexpr (kHides) {
         if (params.attention.mask.words != nullptr && job.hides != 0)
           hidden.template find<Tile>(params, job, block);
       }
-      // Scores of keys that no row sees are masked whatever K is, but values must be zeros there.
+      // Scores of keys that no row sees are masked whatever K is, but values must be zeros there. By arithmetic, as from a
+      // choice between predicates ptxas concludes that lanes differ, and hands TMA's operands over one lane at a time.
       const Rows wanted = wanted_rows<kRows>(job, job.key_begin + block * kRows);
       const bool clears = !kIsK && wanted.end - wanted.begin < kRows;
+      empty[ring.index].wait(ring.phase ^ 1);
       char* stage = stages + ring.index * (kPanels * kPanelBytes);
       if constexpr (kHides) {
         if (hidden.any()) {
-          empty[ring.index].wait_as_warp(ring.phase ^ 1);
           copy_visible<Tile, kPanels>(PagedValuesOfHead(params, job), job, block, hidden, stage);
           if (lane == 0) full[ring.index].arrive();
           ring.advance();
@@ -163,14 +185,14 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
         }
       }
       if (lane == 0) {
-        empty[ring.index].wait(ring.phase ^ 1);
         Barrier& signal = clears ? shared.v_landed : full[ring.index];
-        signal.arrive_and_expect((boxes.count << params.box_rows_log2) * (128 * kPanels));
+        signal.arrive_and_expect((count << params.box_rows_log2) * (128 * kPanels));
         const int head = job.kv_head;
-        char* to = stage + boxes.row * 128;
+        char* to = stage;
+        const BoxSource* of_block = sources + (first_box & (kBoxBatch - 1));
         CUTE_NO_UNROLL
-        for (int i = 0; i < boxes.count; ++i) {
-          const BoxSource source = sources[i];
+        for (int i = 0; i < count; ++i) {
+          const BoxSource source = of_block[i];
           CUTE_UNROLL
           for (int panel = 0; panel < kPanels; ++panel) {
             cute::SM90_TMA_LOAD_4D::copy(map, reinterpret_cast<std::uint64_t*>(&signal),
@@ -180,12 +202,11 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
           }
           to += 128 << params.box_rows_log2;
         }
-        if (kIsK && block == min(1, job.blocks - 1)) shared.job_wanted.arrive();
+        if (kIsK && block == min(1, blocks - 1)) shared.job_wanted.arrive();
       }
-      __syncwarp();
       if (clears) {
-        empty[ring.index].wait(ring.phase ^ 1);  // is over
-        shared.v_landed.wait_as_warp(landed.phase);
+        __syncwarp();
+        shared.v_landed.wait(landed.phase);
         landed.advance();
         clear_rows<kRows, kPanels>(wanted, stage);
         if (lane == 0) full[ring.index].arrive();
@@ -296,7 +317,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   Ring<kStages> ring;
   if (kIsK && part == 0 && lane == 0) shared.job_wanted.arrive();
   while (true) {
-    shared.job_full[jobs.index].wait_as_warp(jobs.phase);
+    shared.job_full[jobs.index].wait(jobs.phase);
     const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
     const ConstTensorView& view = kIsK ? params.attention.k : params.attention.v;
@@ -328,7 +349,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
       if (block > 0) entries.read(params, table, key, wanted_rows<kOwnRows>(job, key));
       complete = __all_sync(0xffffffffu, complete);
       __syncwarp();
-      empty[ring.index].wait_as_warp(ring.phase ^ 1);
+      empty[ring.index].wait(ring.phase ^ 1);
       if (kIsK && part == 0 && block == min(1, job.blocks - 1) && lane == 0) {
         shared.job_wanted.arrive();
       }

@@ -44,7 +44,7 @@ struct alignas(8) BoxSource {
   int page;
   int slot;
 };
-constexpr int kMostBoxes = 16;  // of 8 keys or more
+constexpr int kBoxBatch = 32;  // that are looked up together, a lane each
 
 // Where V of e4m3 lies until it is transposed.
 template <class Tile, bool kStaged = (Tile::kStagedStages > 0)>
@@ -79,7 +79,7 @@ struct Shared : StagedValues<Tile> {
       kTransposed ? kPanelBytesVt * ((Tile::kBlockN + 127) / 128) : kPanelBytesKv * kPanelsVo;
   static constexpr int kOBytes = kPanelBytesQ * Tile::kOPanels;
   static_assert(kPanelsO % Tile::kOPanels == 0);
-  static_assert(Tile::kBlockN <= 8 * kMostBoxes);
+  static_assert(Tile::kBlockN <= 8 * kBoxBatch);
   static_assert(Tile::kBlockN % (32 / Tile::kElementBytes) == 0,
                 "P V takes 16 keys per instruction, of e4m3 32");
 
@@ -101,7 +101,7 @@ struct Shared : StagedValues<Tile> {
   Barrier v_full[Tile::kVStages];    // V warp, with the bytes         all consumers
   Barrier v_empty[Tile::kVStages];   // all consumer warps             V warp
   Barrier v_landed;                  // V warp, with the bytes         V warp, to clear some of them
-  BoxSource boxes[2][kMostBoxes];    // of a block of K and of V
+  BoxSource boxes[2][kBoxBatch];     // of K and of V
   // Of K's warps and of V's.
   std::conditional_t<Tile::kGather,
                      RowPlaces<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>

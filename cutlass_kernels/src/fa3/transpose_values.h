@@ -91,7 +91,7 @@ CUTE_DEVICE void transpose_values(const KernelParams& params, Shared<Tile>& shar
   Ring<Tile::kStagedStages> from;
   Ring<Tile::kVStages> to;
   while (true) {
-    shared.job_full[jobs.index].wait_as_warp(jobs.phase);
+    shared.job_full[jobs.index].wait(jobs.phase);
     const Job& job = shared.jobs[jobs.index];
     if (job.valid == 0) return;
     CUTE_NO_UNROLL
@@ -99,8 +99,8 @@ CUTE_DEVICE void transpose_values(const KernelParams& params, Shared<Tile>& shar
       const Rows wanted = wanted_rows<kRows>(job, job.key_begin + block * kRows);
       const std::uint32_t source = staged + from.index * Shared<Tile>::kStagedBytes;
       const std::uint32_t target = values + to.index * Shared<Tile>::kVBytes;
-      shared.v_empty[to.index].wait_as_warp(to.phase ^ 1);
-      shared.staged_full[from.index].wait_as_warp(from.phase);
+      shared.v_empty[to.index].wait(to.phase ^ 1);
+      shared.staged_full[from.index].wait(from.phase);
       if (wanted.begin > 0 || wanted.end < kRows) {
         transpose_block<Tile, Tile::kTransposers, true>(source, target, part, wanted);
       } else {

@@ -27,7 +27,7 @@ TOLERANCE = {
     torch.float8_e5m2: (1e-1, 0.26),
 }
 LSE_TOLERANCE = (1e-3, 1e-5)
-LSE_TOLERANCE_FP8 = (5e-3, 1e-5)  # tensor cores add products of fp8 with fewer bits than fp32 has
+LSE_TOLERANCE_FP8 = (5e-3, 1e-3)  # tensor cores add products of fp8 with about 14 bits
 
 
 @dataclass
