@@ -206,8 +206,8 @@ def test_scales_of_heads(lens, page_size, soft_cap):
     options = Options(causal=True, logits_soft_cap=soft_cap)
     q_scale, k_scale, v_scale = scales
     out, lse = attend(batch, options, page_size=page_size, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    # Logits are up to 3.6 times those of the other tests, and so is what tensor cores lose of them: they add products of
-    # fp8 with about 14 bits.
+    # Logits are up to 3.6 times those of the other tests, and so is what tensor cores lose of them: they add products
+    # of fp8 with about 14 bits.
     check(out, lse, batch.dequantized(*scales), options, lse_rtol=1e-3)
 
 
@@ -220,7 +220,7 @@ def test_scales_that_are_not_positive():
     wide = batch.dequantized(*scales)
     want, allowed = expect(wide), allowed_in_fp8(wide)
     assert_close(out, want.out, atol=2e-2, rtol=1e-2, allowed=allowed)
-    assert_lse_close(lse, want.lse, atol=5e-3, rtol=lse_rtol)
+    assert_lse_close(lse, want.lse, atol=5e-3)
 
 
 @gpu
