@@ -17,7 +17,8 @@ MAX_STACK_BYTES = 64
 # lie in several places.
 INSTRUCTIONS = {"fa2": ("HMMA", "LDGSTS"), "fa3": ("HGMMA", "UTMALDG", "USETMAXREG", "UTMASTG")}
 FP8 = {"HGMMA": "QGMMA"}  # what else products of fp8 are
-PACKED = re.compile(r"fa3.*4Tile\w*Lb1EEELNS_6Logits|fa3.*7Fp8Tile\w*Lb1EEELNS_6Logits")  # the last parameter is true
+# The parameter Packed is true: the last one of fp8 tiles, the last but one of the others.
+PACKED = re.compile(r"fa3.*4Tile\w*Lb1ELi\dEEELNS_6Logits|fa3.*7Fp8Tile\w*Lb1EEELNS_6Logits")
 
 
 @pytest.fixture(scope="module")

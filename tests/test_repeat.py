@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from compare import assert_bitwise
 from problems import make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _masks, _reference
+from cutlass_kernels import _dispatch, _masks, _plan, _reference
 
 
 class Watched:
@@ -21,6 +22,12 @@ class Watched:
 
     def is_possible(self, outside_graphs: bool) -> bool:
         return True
+
+    def model(self) -> Watched:
+        return self
+
+    def resumed(self, schedule: object, rows: int) -> Watched:
+        return Watched(self.log)
 
     def again(self, *addresses: int) -> None:
         self.log.append(addresses)
@@ -212,6 +219,129 @@ def test_repeated_runs_give_the_same(target, kind, options):
         assert_bitwise(out, first[0])
     other = torch.randn(8, 4, 64).to(batch.q)
     assert_bitwise(run(other), planned(kind, target, batch, **options)[2](other))
+
+
+def test_first_runs_of_later_plans_give_the_same(target, kind):
+    """They resume those of earlier plans where these had as many rows."""
+    wrapper, _, _ = planned(kind, target, causal=True)
+    batches = [([5, 3], [20, 33]), ([8], [7]), ([1, 1, 6], [900, 0, 40]), ([4, 4], [20, 33]), ([5, 3], [20, 33])]
+    for qo_lens, kv_lens in batches:
+        batch = make_batch(qo_lens, kv_lens, 4, 2, 64, device=target.device)
+        paged = batch.paged(16)
+        if kind == "paged":
+            cache = torch.zeros(64, *paged.cache.shape[1:]).to(paged.cache)  # the same for all of them
+            cache[: paged.cache.size(0)] = paged.cache
+            table, kv = (batch.qo_indptr(), *paged.table(), *batch.heads, 16), (cache,)
+        else:
+            table, kv = (batch.qo_indptr(), batch.kv_indptr(), *batch.heads), (batch.k, batch.v)
+        fresh = type(wrapper)(target.workspace(), backend=target.backend)
+        for plans in (wrapper, fresh):
+            plans.plan(*table, causal=True)
+        assert_bitwise(wrapper.run(batch.q, *kv), fresh.run(batch.q, *kv))
+        if wrapper._plan_info.kind.calls and kind == "paged":
+            assert len(wrapper._plan_info.kind.calls) == 1
+
+
+def test_resumed_runs_refuse_what_others_refuse(target):
+    wrapper, batch, _ = planned("paged", target)
+    paged = batch.paged(16)
+    table = paged.table()
+    wrapper.run(batch.q, paged.cache)
+    indices = table[1].clone()
+    indices[0] = paged.cache.size(0)
+    wrapper.plan(batch.qo_indptr(), table[0], indices, table[2], *batch.heads, 16)
+    with pytest.raises(ValueError, match="the cache has only"):
+        wrapper.run(batch.q, paged.cache)
+    wrapper.plan(torch.tensor([0, 5, 7]).int(), *table, *batch.heads, 16)
+    with pytest.raises(ValueError, match="q has 8 rows"):
+        wrapper.run(batch.q, paged.cache)
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def chosen(monkeypatch, repeated) -> list[tuple[str, frozenset[str]]]:
+    """The choices of a backend, as backends and features; the kernels stand for the reference, and fa2 for what reads
+    fp8 as it is. Their calls are repeatable."""
+    log: list[tuple[str, frozenset[str]]] = []
+
+    def select(requested, request):
+        log.append((requested, request.features))
+        return requested if requested != "auto" else "fa2" if "short_queries" in request.features else "fa3"
+
+    def make_schedule(backend, request, offsets, workspace):
+        return SimpleNamespace(general=offsets.general, as_is="short_queries" in request.features)
+
+    monkeypatch.setattr(_dispatch, "select", select)
+    monkeypatch.setattr(_plan, "make_schedule", make_schedule)
+    return log
+
+
+def test_what_a_kind_of_plans_depends_on(chosen, clean_environment):
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+
+    def features(qo_lens=(5, 3), page_size=16, **options):
+        batch = make_batch(qo_lens, [20] * len(qo_lens), 4, 2, 64)
+        types = dict(dict(q_data_type="float16", kv_data_type=E4M3), **options)
+        wrapper.plan(batch.qo_indptr(), *batch.paged(page_size).table(), *batch.heads, page_size, **types)
+        assert wrapper._backend == wrapper._plan_info.backend
+        return wrapper._plan_info.request.features, wrapper._backend
+
+    for _ in range(2):  # the second time, everything is known
+        assert features() == ({"paged", "short_queries"}, "fa2")
+        assert features([100]) == ({"paged"}, "fa3")
+        assert features([60, 40]) == ({"paged", "short_queries"}, "fa2")
+        assert features(causal=True) == ({"paged", "short_queries", "causal"}, "fa2")
+        for page_size, more in ((16, set()), (12, {"fp8_copies"})):
+            assert features(page_size=page_size, q_data_type=E4M3, o_data_type="float16") == ({"paged"} | more, "fa3")
+        assert len(chosen) == 5
+    wrapper._requested_backend = "fa3"
+    assert features() == ({"paged", "short_queries"}, "fa3")
+    wrapper._requested_backend = "auto"
+    clean_environment.setenv("CUTLASS_KERNELS_BACKEND", "fa3")
+    features()
+    assert len(chosen) == 7
+
+
+def test_runs_that_read_fp8_otherwise_are_not_resumed(chosen, repeated, kind):
+    wrapper, batch, _ = planned(kind, batch=make_batch([60, 40], [16, 16], 4, 2, 64, kv_dtype=E4M3))
+    wrapper._requested_backend = "fa2"
+    paged = batch.paged(16)
+    kv = (paged.cache,) if kind == "paged" else (batch.k, batch.v)
+
+    def first_run_is_resumed(qo_lens, kv_lens):
+        count, last = len(repeated), torch.tensor([16] * len(kv_lens)).int()
+        qo, ends = torch.tensor([0, *qo_lens]).cumsum(0).int(), torch.tensor([0, *kv_lens]).cumsum(0).int()
+        table = (ends // 16, paged.indices, last) if kind == "paged" else (ends,)
+        sizes = (16,) if kind == "paged" else ()
+        wrapper.plan(qo, *table, *batch.heads, *sizes, q_data_type=batch.q.dtype, kv_data_type=E4M3)
+        wrapper.run(batch.q, *kv)
+        return len(repeated) > count
+
+    assert not first_run_is_resumed([60, 40], [16, 16])
+    assert first_run_is_resumed([40, 60], [0, 32])
+    assert not first_run_is_resumed([100], [32])  # too many rows a request
+    assert first_run_is_resumed([100], [16])
+    assert not first_run_is_resumed([40, 60], [0, 32])
+    assert first_run_is_resumed([60, 40], [16, 16])
+
+
+def test_first_runs_of_later_plans_over_fp8_give_the_same(target, kind):
+    wrapper, _, _ = planned(kind, target)
+    types = dict(q_data_type=torch.float16, kv_data_type=E4M3)
+    for qo_lens, kv_lens in [([100], [60]), ([60, 40], [28, 32]), ([40, 60], [30, 30]), ([100], [60])]:
+        batch = make_batch(qo_lens, kv_lens, 4, 2, 64, dtype=torch.float16, kv_dtype=E4M3, device=target.device)
+        paged = batch.paged(16)
+        if kind == "paged":
+            table, kv = (batch.qo_indptr(), *paged.table(), *batch.heads, 16), (paged.cache,)
+        else:
+            table, kv = (batch.qo_indptr(), batch.kv_indptr(), *batch.heads), (batch.k, batch.v)
+        fresh = type(wrapper)(target.workspace(), backend=target.backend)
+        for plans in (wrapper, fresh):
+            plans.plan(*table, **types)
+        assert wrapper._plan_info.request == fresh._plan_info.request
+        assert_bitwise(wrapper.run(batch.q, *kv), fresh.run(batch.q, *kv))
 
 
 def test_repeated_single_calls_give_the_same(target):

@@ -33,6 +33,7 @@ inline DType dtype_of(const std::string& name) {
   throw pybind11::value_error("dtype '" + name + "' is not known to the compiled kernels.");
 }
 
+void bind_indices(pybind11::module_& m);  // indices.cpp
 void bind_prepare(pybind11::module_& m);  // prepare.cpp
 
 }  // namespace cutlass_kernels

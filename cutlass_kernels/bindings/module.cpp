@@ -128,6 +128,7 @@ class Launch {
   }
 
  private:
+  friend class Plan;
   AttentionParams params_;
   Backend backend_;
 };
@@ -153,16 +154,6 @@ class Plan {
     }
   }
 
-  // kv_indptr counts pages.
-  void set_pages(Address indices, Address v_indices, Address last_page_len, int page_size,
-                 std::int64_t num_indices) {
-    params_.pages.indices = pointer<const std::int32_t>(indices);
-    params_.pages.v_indices = pointer<const std::int32_t>(v_indices);
-    params_.pages.last_page_len = pointer<const std::int32_t>(last_page_len);
-    params_.pages.page_size = page_size;
-    params_.pages.num_indices = num_indices;
-  }
-
   // The same plan for copies of keys and values, which have page tables of their own.
   Plan with_tables(Address indices, Address v_indices) const {
     Plan plan = *this;
@@ -170,14 +161,6 @@ class Plan {
     plan.params_.pages.v_indices = pointer<const std::int32_t>(v_indices);
     return plan;
   }
-
-  void set_split(int fixed_split_size, bool disable_split_kv, int max_kv_len) {
-    params_.fixed_split_size = fixed_split_size;
-    params_.disable_split_kv = disable_split_kv;
-    params_.max_kv_len = max_kv_len;
-  }
-
-  std::size_t schedule_bytes() const { return schedule_size(params_, backend_); }
 
   // Of the workspace that runs need; a single request has its sizes only then.
   std::size_t partial_bytes(std::int64_t total_q, std::int64_t total_kv) const {
@@ -191,14 +174,49 @@ class Plan {
     return bytes;
   }
 
-  // The mask, as far as it is known, decides the size of tiles; runs may have another.
-  void make_schedule(Address workspace, std::size_t bytes, Address stream, bool causal,
-                     std::int64_t window_left, std::int64_t chunk_size) {
-    set_mask(params_, causal, window_left, chunk_size);
-    raise_unless_ok(cutlass_kernels::make_schedule(params_, pointer<void>(workspace), bytes,
-                                                   pointer<CUstream_st>(stream), &params_.schedule,
-                                                   backend_));
-    params_.qo_indptr_host = nullptr;  // the caller's, only until here
+  // The plan of a batch, with the bytes that its work list takes, and the results of split keys. The list is enqueued where
+  // it fits into the workspace, and those results into `room`: else the caller says what is missing, or has asked for
+  // nothing but the sizes. page_size 0: no pages. The mask, as far as it is known, decides the size of tiles; runs may have
+  // another. One call, since each through pybind11 with its arguments costs 1 to 2 us.
+  static py::tuple of_batch(const std::string& backend, const std::string& q_dtype,
+                            const std::string& kv_dtype, const std::string& o_dtype,
+                            int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
+                            int batch_size, Address qo_indptr, Address kv_indptr,
+                            std::int64_t total_q, Address qo_indptr_host, std::int64_t total_kv,
+                            bool general, Address indices, Address v_indices, Address last_page_len,
+                            int page_size, std::int64_t num_indices, int fixed_split_size,
+                            bool disable_split_kv, int max_kv_len, bool causal,
+                            std::int64_t window_left, std::int64_t chunk_size, Address workspace,
+                            std::size_t workspace_bytes, std::size_t room, Address stream) {
+    Plan plan(backend, q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
+              head_dim_vo, batch_size, qo_indptr, kv_indptr, total_q, /*qo_indptr_host=*/0,
+              total_kv, general);
+    AttentionParams& params = plan.params_;
+    params.pages.indices = pointer<const std::int32_t>(indices);
+    params.pages.v_indices = pointer<const std::int32_t>(v_indices);
+    params.pages.last_page_len = pointer<const std::int32_t>(last_page_len);
+    params.pages.page_size = page_size;
+    params.pages.num_indices = num_indices;
+    params.fixed_split_size = fixed_split_size;
+    params.disable_split_kv = disable_split_kv;
+    params.max_kv_len = max_kv_len;
+    // Without the host's offsets these are upper bounds, which mostly fit: the exact numbers take a look at every request for
+    // each of the kernels.
+    std::size_t list_bytes = schedule_size(params, plan.backend_);
+    std::size_t partial_bytes = plan.partial_bytes(0, 0);
+    params.qo_indptr_host = pointer<const std::int32_t>(qo_indptr_host);
+    if (list_bytes > workspace_bytes || partial_bytes > room) {
+      list_bytes = schedule_size(params, plan.backend_);
+      partial_bytes = plan.partial_bytes(0, 0);
+    }
+    if (list_bytes <= workspace_bytes && partial_bytes <= room) {
+      set_mask(params, causal, window_left, chunk_size);
+      raise_unless_ok(cutlass_kernels::make_schedule(params, pointer<void>(workspace),
+                                                     workspace_bytes, pointer<CUstream_st>(stream),
+                                                     &params.schedule, plan.backend_));
+    }
+    params.qo_indptr_host = nullptr;  // the caller's, only until here
+    return py::make_tuple(std::move(plan), list_bytes, partial_bytes);
   }
 
   // Returns the call, which may be repeated.
@@ -242,6 +260,34 @@ class Plan {
     return launch;
   }
 
+  // A call of another batch, to be repeated with this one: its tensors have as many rows and pages as that one's, or more than
+  // needed.
+  Launch resume(const Launch& call) const {
+    AttentionParams params = params_;
+    params.q = call.params_.q;
+    params.k = call.params_.k;
+    params.v = call.params_.v;
+    params.o = call.params_.o;
+    params.lse_stride_token = call.params_.lse_stride_token;
+    params.lse_stride_head = call.params_.lse_stride_head;
+    params.total_q = call.params_.total_q;
+    params.pages.num_pages = call.params_.pages.num_pages;
+    params.pages.k_stride_page = call.params_.pages.k_stride_page;
+    params.pages.v_stride_page = call.params_.pages.v_stride_page;
+    if (params.pages.page_size == 0) params.total_kv = call.params_.total_kv;
+    params.causal = call.params_.causal;
+    params.window_left = call.params_.window_left;
+    params.chunk_size = call.params_.chunk_size;
+    params.mask = call.params_.mask;
+    params.sm_scale = call.params_.sm_scale;
+    params.logits_soft_cap = call.params_.logits_soft_cap;
+    params.alibi = call.params_.alibi;
+    params.v_scale = call.params_.v_scale;
+    params.logits_scale = call.params_.logits_scale;
+    params.output_scale = call.params_.output_scale;
+    return {params, backend_};
+  }
+
  private:
   static void set_mask(AttentionParams& params, bool causal, std::int64_t window_left,
                        std::int64_t chunk_size) {
@@ -255,33 +301,6 @@ class Plan {
   Backend backend_;
   AttentionParams params_;
 };
-
-/// Whether offsets never decrease and start at 0 or later.
-bool ascends(Address offsets, std::int64_t count) {
-  const auto* x = pointer<const std::int32_t>(offsets);
-  std::int32_t before = 0;
-  bool fine = true;
-  for (std::int64_t i = 0; i < count; ++i) {
-    fine &= x[i] >= before;
-    before = x[i];
-  }
-  return fine;
-}
-
-/// Writes the keys of every request of a page table; false where a last page is not filled as it can be.
-bool paged_kv_lens(Address kv_indptr, Address last_page_len, std::int64_t batch_size, int page_size,
-                   Address kv_lens) {
-  const auto* indptr = pointer<const std::int32_t>(kv_indptr);
-  const auto* last = pointer<const std::int32_t>(last_page_len);
-  auto* lens = pointer<std::int64_t>(kv_lens);
-  bool fine = true;
-  for (std::int64_t b = 0; b < batch_size; ++b) {
-    const std::int64_t pages = std::int64_t(indptr[b + 1]) - indptr[b];
-    lens[b] = pages > 0 ? (pages - 1) * page_size + last[b] : 0;
-    fine &= pages <= 0 || (last[b] >= 1 && last[b] <= page_size);
-  }
-  return fine;
-}
 
 }  // namespace
 
@@ -374,13 +393,6 @@ PYBIND11_MODULE(_C, m) {
       py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"),
       py::arg("general") = false);
 
-  m.def(
-      "ascends", &ascends,
-      "Whether int32 offsets (address, count) on the host never decrease and start at 0 or later.");
-  m.def("paged_kv_lens", &paged_kv_lens,
-        "Writes the int64 lengths of a page table on the host: addresses of kv_indptr and "
-        "last_page_len, batch_size, page_size, address of the lengths. False where a last page is "
-        "not filled as it can be.");
   // Positional: keywords would cost 7 us a call where positions cost 0.4.
   py::class_<Launch>(m, "Launch").def("__call__", &Launch::run);
   py::class_<Plan>(m, "Plan")
@@ -392,16 +404,11 @@ PYBIND11_MODULE(_C, m) {
            py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("qo_indptr"),
            py::arg("kv_indptr"), py::arg("total_q"), py::arg("qo_indptr_host") = 0,
            py::arg("total_kv") = 0, py::arg("general") = false)
-      .def("set_pages", &Plan::set_pages, py::arg("indices"), py::arg("v_indices"),
-           py::arg("last_page_len"), py::arg("page_size"), py::arg("num_indices"))
+      .def_static("of_batch", &Plan::of_batch)
       .def("with_tables", &Plan::with_tables, py::arg("indices"), py::arg("v_indices"))
-      .def("set_split", &Plan::set_split, py::arg("fixed_split_size"), py::arg("disable_split_kv"),
-           py::arg("max_kv_len"))
-      .def_property_readonly("schedule_bytes", &Plan::schedule_bytes)
       .def("partial_bytes", &Plan::partial_bytes, py::arg("total_q") = 0, py::arg("total_kv") = 0)
-      .def("make_schedule", &Plan::make_schedule, py::arg("workspace"), py::arg("bytes"),
-           py::arg("stream"), py::arg("causal") = false, py::arg("window_left") = -1,
-           py::arg("chunk_size") = 0)
-      .def("run", &Plan::run);
+      .def("run", &Plan::run)
+      .def("resume", &Plan::resume);
+  bind_indices(m);
   bind_prepare(m);
 }

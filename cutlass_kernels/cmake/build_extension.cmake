@@ -4,7 +4,8 @@ ck_locate(CK_PYBIND11_DIR pybind11 pybind11/share/cmake/pybind11)
 set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 2.13 CONFIG REQUIRED HINTS "${CK_PYBIND11_DIR}")
 
-pybind11_add_module(_C MODULE NO_EXTRAS "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/prepare.cpp")
+pybind11_add_module(_C MODULE NO_EXTRAS
+  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/indices.cpp" "${CK_DIR}/bindings/prepare.cpp")
 target_include_directories(_C PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
 target_compile_definitions(_C PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\"")
 target_link_libraries(_C PRIVATE cutlass_kernels_objects CUDA::cudart_static)

@@ -239,8 +239,8 @@ def indptr(name: str, tensor: torch.Tensor, batch: int | None = None, *, from_ze
     offsets = index_vector(name, tensor, None if batch is None else batch + 1)
     if offsets.size(0) == 0:
         raise ValueError(f"{name} is empty: it needs batch_size + 1 elements, starting with 0.")
-    quick = _C is not None and offsets.device.type == "cpu"
-    if quick and _C.ascends(offsets.data_ptr(), offsets.numel()) and not (from_zero and int(offsets[0])):
+    quick = _C is not None and offsets.is_cpu
+    if quick and _C.ascend(offsets.data_ptr(), offsets.numel()) and not (from_zero and int(offsets[0])):
         return offsets
     if not offsets.is_cuda:
         first = int(offsets[0])
@@ -267,12 +267,6 @@ def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size:
 
     CPU tensors are checked: RuntimeError where a request with pages has ``last_page_len`` outside [1, page_size].
     """
-    fit = offsets.numel() == last_page_len.numel() + 1
-    if _C is not None and fit and _are_host_int32(offsets, last_page_len):
-        result = torch.empty(last_page_len.numel(), dtype=torch.int64, device="cpu")
-        addresses = (offsets.data_ptr(), last_page_len.data_ptr())
-        if _C.paged_kv_lens(*addresses, result.numel(), page_size, result.data_ptr()):
-            return result
     pages = lens(offsets)
     last = last_page_len.to(device=pages.device, dtype=torch.int64)
     if not pages.is_cuda and not last_page_len.is_cuda:
@@ -284,10 +278,6 @@ def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size:
                 f"although request {at} has {int(pages[at])} pages."
             )
     return torch.where(pages > 0, (pages - 1) * page_size + last, 0)
-
-
-def _are_host_int32(*vectors: torch.Tensor) -> bool:
-    return all(x.device.type == "cpu" and x.dtype == torch.int32 and x.is_contiguous() for x in vectors)
 
 
 def page_bound(name: str, ids: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,10 +114,14 @@ def _registry_reasons(backend: str, request: Request) -> list[str]:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def reads_as_is(backend: str, request: Request) -> bool:
     """Whether a kernel of ``backend`` is to read the fp8 tensors of ``request`` themselves, not copies."""
-    if request.kv_dtype not in FP8_DTYPES or not request.features <= _SERVED or request.o_dtype not in _DTYPE_NAMES:
+    return request.kv_dtype in FP8_DTYPES and _reads_fp8(backend, request)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads_fp8(backend: str, request: Request) -> bool:
+    if not request.features <= _SERVED or request.o_dtype not in _DTYPE_NAMES:
         return False
     if request.q_dtype in FP8_DTYPES:
         fits = request.q_dtype == request.kv_dtype
@@ -194,131 +199,169 @@ class Schedule:
         return self._plan
 
     def _make(self, total_q: int) -> Any:
-        device, mask = self.workspace.device, self.offsets.mask
+        device = self.workspace.device
         if device.index != _current_device():
             with torch.cuda.device(device):
                 return self._make(total_q)
-        plan = _unscheduled(self.backend, self.request, self.offsets, total_q)
-        self._check_room(plan)
-        plan.make_schedule(
+        plan, list_bytes, partial_bytes = _plan_of(
+            self.backend,
+            self.request,
+            self.offsets,
+            total_q,
             self.workspace.data_ptr(),
             self.workspace.nbytes,
+            _MOST_BYTES if self.partials is None else self.partials.nbytes,
             _stream(device),
-            mask.causal,
-            mask.window_left,
-            mask.chunk_size,
         )
-        return plan
-
-    def _check_room(self, plan: Any) -> None:
-        """RuntimeError where a workspace is too small for the plan."""
-        needed = plan.schedule_bytes
-        if needed > self.workspace.nbytes:
+        if list_bytes > self.workspace.nbytes:
             raise RuntimeError(
                 f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the work list of this batch needs "
-                f"{needed}: pass a larger one to reset_workspace_buffer()."
+                f"{list_bytes}: pass a larger one to reset_workspace_buffer()."
             )
-        needed = plan.partial_bytes()
         if self.partials is None:
-            self.partials = torch.empty(needed, dtype=torch.uint8, device=self.workspace.device)
-        elif needed > self.partials.nbytes:
+            self.partials = torch.empty(partial_bytes, dtype=torch.uint8, device=device)
+        elif partial_bytes > self.partials.nbytes:
             raise RuntimeError(
                 f"float_workspace_buffer has {self.partials.nbytes} bytes, but the results of split keys need "
-                f"{needed}: pass a larger one to reset_workspace_buffer(), or plan with disable_split_kv=True."
+                f"{partial_bytes}: pass a larger one to reset_workspace_buffer(), or plan with disable_split_kv=True."
             )
+        return plan
 
 
-def _unscheduled(backend: str, request: Request, offsets: Offsets, total_q: int) -> Any:
-    """A compiled plan without its work list."""
+_MOST_BYTES = (1 << 63) - 1
+
+
+def _plan_of(
+    backend: str,
+    request: Request,
+    offsets: Offsets,
+    total_q: int,
+    workspace: int = 0,
+    workspace_bytes: int = 0,
+    partial_room: int = 0,
+    stream: int = 0,
+) -> tuple[Any, int, int]:
+    """A compiled plan, and the bytes that its work list and the results of split keys take. The list is made where
+    there is room for both."""
     if not reads_as_is(backend, request):
         request = _prepare.prepared_request(request) or request
-    plan = _C.Plan(
+    qo, pages, split, mask = offsets.qo_indptr, offsets.pages, offsets.split, offsets.mask
+    indices = v_indices = last_page_len = page_size = entries = 0
+    if pages is not None:
+        indices, entries = pages.indices.data_ptr(), pages.indices.numel()
+        v_indices = 0 if pages.v_indices is None else pages.v_indices.data_ptr()
+        last_page_len, page_size = pages.last_page_len.data_ptr(), pages.page_size
+    planned: tuple[Any, int, int] = _C.Plan.of_batch(
         backend,
-        *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
+        _DTYPE_NAMES[request.q_dtype],
+        _DTYPE_NAMES[request.kv_dtype],
+        _DTYPE_NAMES[request.o_dtype],
         request.num_qo_heads,
         request.num_kv_heads,
         request.head_dim_qk,
         request.head_dim_vo,
-        offsets.qo_indptr.numel() - 1,
-        offsets.qo_indptr.data_ptr(),
+        qo.numel() - 1,
+        qo.data_ptr(),
         offsets.kv_indptr.data_ptr(),
         total_q,
-        0 if offsets.qo_indptr_host is None else offsets.qo_indptr_host.data_ptr(),
+        offsets.qo_indptr_host,
         offsets.total_kv,
         offsets.general,
+        indices,
+        v_indices,
+        last_page_len,
+        page_size,
+        entries,
+        split.fixed_size,
+        split.disabled,
+        split.max_kv_len,
+        mask.causal,
+        mask.window_left,
+        mask.chunk_size,
+        workspace,
+        workspace_bytes,
+        partial_room,
+        stream,
     )
-    if (pages := offsets.pages) is not None:
-        plan.set_pages(
-            pages.indices.data_ptr(),
-            0 if pages.v_indices is None else pages.v_indices.data_ptr(),
-            pages.last_page_len.data_ptr(),
-            pages.page_size,
-            pages.indices.numel(),
-        )
-    split = offsets.split
-    plan.set_split(split.fixed_size, split.disabled, split.max_kv_len)
-    return plan
+    return planned
 
 
 def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:
     """Bytes that the results of split keys and the work list take; 0 where the number of rows is not known."""
     if not offsets.total_q:
         return 0, 0
-    plan = _unscheduled(backend, request, offsets, offsets.total_q)
     with torch.cuda.device(offsets.qo_indptr.device):
-        return plan.partial_bytes(), plan.schedule_bytes
+        _, list_bytes, partial_bytes = _plan_of(backend, request, offsets, offsets.total_q)
+    return partial_bytes, list_bytes
 
 
-if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # makes no Stream object, which takes longer than our launch
+def upload(address: int, size: int, tensor: torch.Tensor) -> bool:
+    """Copies bytes of pageable host memory to ``tensor`` on the current stream; they may change at once. False where
+    another device is current, or a graph captured, which would read them when it is replayed."""
+    device = tensor.device
+    if device.index != _current_device() or torch.cuda.is_current_stream_capturing():
+        return False
+    _C.upload(address, size, tensor.data_ptr(), _stream(device))
+    return True
 
-    def _stream(device: torch.device) -> int:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return int(torch._C._cuda_getCurrentRawStream(index))
 
+_stream_of: Callable[[int], int]  # handle of a device's current stream
+_current_device: Callable[[], int]
+
+# torch.cuda.current_stream() makes a Stream object, which takes longer than our launch.
+if hasattr(torch._C, "_cuda_getCurrentRawStream"):
+    _stream_of = torch._C._cuda_getCurrentRawStream
 else:
 
-    def _stream(device: torch.device) -> int:
-        return int(torch.cuda.current_stream(device).cuda_stream)
+    def _stream_of(index: int) -> int:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def _stream(device: torch.device) -> int:
+    return _stream_of(torch.cuda.current_device() if device.index is None else device.index)
 
 
 if hasattr(torch._C, "_cuda_getDevice"):  # torch.cuda.current_device() asks first whether CUDA has started
-
-    def _current_device() -> int:
-        return int(torch._C._cuda_getDevice())
-
+    _current_device = torch._C._cuda_getDevice
 else:
-
-    def _current_device() -> int:
-        return torch.cuda.current_device()
+    _current_device = torch.cuda.current_device
 
 
 class Call:
     """A kernel call that can be made again with tensors of the same kind at other addresses, multiples of 16 bytes."""
 
-    __slots__ = ("_counted", "_device", "_keep", "_launch", "_partial_bytes", "_partials")
+    __slots__ = ("_counted", "_device", "_index", "_keep", "_launch", "_partial_bytes", "_partials")
 
     def __init__(
         self, launch: Any, device: torch.device, counted: bool, partials: torch.Tensor | None, own: bool, keep: Any
     ) -> None:
         self._launch = launch
         self._device = device
+        self._index: int = device.index
         self._counted = counted
         self._partial_bytes = 0 if partials is None else partials.nbytes
         self._partials = None if own else partials  # None: allocated by every call
         self._keep = keep  # what the launch holds addresses of
 
+    def model(self) -> Call:
+        """The call, for nothing but :meth:`resumed`: without the memory of its batch."""
+        return Call(self._launch, self._device, self._counted, None, True, (None, None, self._keep[2], None))
+
+    def resumed(self, schedule: Schedule, rows: int) -> Call:
+        """The call with another batch of as many rows, for the same backend, ``general`` and ``as_is`` alike."""
+        _, _, alibi, _ = self._keep
+        launch = schedule.plan(rows).resume(self._launch)
+        return Call(launch, self._device, self._counted, schedule.partials, False, (None, None, alibi, schedule))
+
     def is_possible(self, outside_graphs: bool) -> bool:
         """Whether the current device is the tensors', and with ``outside_graphs`` no CUDA graph is being captured."""
-        return _current_device() == self._device.index and not (
-            outside_graphs and torch.cuda.is_current_stream_capturing()
-        )
+        return _current_device() == self._index and not (outside_graphs and torch.cuda.is_current_stream_capturing())
 
     def again(self, q: int, k: int, v: int, out: int, lse: int, sinks: int) -> None:
         """Makes the call on the current stream."""
-        device, partials = self._device, self._partials
-        stream = _stream(device)
+        partials, stream = self._partials, _stream_of(self._index)
         if partials is None and self._partial_bytes:
-            partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=device)
+            partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device)
         self._launch(
             q,
             k,
@@ -326,7 +369,7 @@ class Call:
             out,
             lse,
             sinks,
-            _counters(device, stream).data_ptr() if self._counted else 0,
+            _counters(self._device, stream).data_ptr() if self._counted else 0,
             stream,
             0 if partials is None else partials.data_ptr(),
             self._partial_bytes,

@@ -60,6 +60,13 @@ ORDINARY = 1 << 30
 # copies are made. An explicit backend is what it says, and the rule then decides only about copies.
 SHORT_ROWS = 128
 
+# What os.environ looks things up in. It takes 1.5 us to say that something is not there: a tenth of a whole call.
+try:
+    _ENVIRONMENT: Any = os.environ._data  # type: ignore[attr-defined]
+    _ENVIRONMENT_KEY: Any = os.environ.encodekey(ENVIRONMENT)
+except AttributeError:  # another Python's
+    _ENVIRONMENT, _ENVIRONMENT_KEY = os.environ, ENVIRONMENT
+
 _log = logging.getLogger("cutlass_kernels")
 _warned: set[tuple[str, ...]] = set()
 
@@ -365,7 +372,7 @@ def select(requested: str, request: Request) -> str:
 
 def override_of(requested: str) -> str | None:
     """What the environment says in place of ``"auto"``."""
-    return os.environ.get(ENVIRONMENT) if requested == "auto" else None
+    return os.environ.get(ENVIRONMENT) if requested == "auto" and _ENVIRONMENT_KEY in _ENVIRONMENT else None
 
 
 def is_logged() -> bool:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from . import _args, _dispatch
+from ._batch import MOST_KEYS, Batch
 from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
 
 INT_WORKSPACE_BYTES = 8 << 20
-MOST_KEYS = (1 << 31) - 1024  # a hint beyond it says nothing that kernels could use
 KERNEL_BACKENDS = ("fa2", "fa3")
 
 # What run() and its relatives return: out, or (out, lse) where the LSE is asked for. Any lets a type checker take the
@@ -34,7 +34,7 @@ def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Ca
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> R:
             at = head_dim_vo_at
-            if at is not None and len(args) > at and _is_integer(args[at]):
+            if at is not None and len(args) > at and args[at] is not None and _is_integer(args[at]):
                 if "head_dim_vo" in kwargs:
                     raise TypeError("head_dim_vo is given twice, by position and by keyword.")
                 kwargs["head_dim_vo"] = operator.index(args[at])
@@ -63,56 +63,6 @@ def _is_integer(value: Any) -> bool:
 
 
 # --- pieces of a plan --------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Index:
-    """An index tensor on the wrapper's device, and a private host copy where it came from the CPU."""
-
-    device: torch.Tensor
-    host: torch.Tensor | None
-
-    @property
-    def last(self) -> int | None:
-        """The last element where the host knows it."""
-        return int(self.host[-1]) if self.host is not None and self.host.numel() else None
-
-    @property
-    def known(self) -> torch.Tensor:
-        """The host copy where there is one."""
-        return self.device if self.host is None else self.host
-
-
-@dataclass(slots=True)
-class Batch:
-    """The requests of a plan. ``host_kv_lens`` are the keys of each (int64) where the host knows them; ``page_size``
-    and ``last_page_len`` are None for a ragged batch. ``page_bound`` is the number of pages that a cache must have, as
-    far as the host knows."""
-
-    qo: Index
-    kv: Index
-    host_kv_lens: torch.Tensor | None
-    page_size: int | None = None
-    last_page_len: Index | None = None
-    page_bound: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.qo.device.numel() - 1
-
-    @property
-    def kv_lens(self) -> torch.Tensor:
-        """Keys per request (int64), on the host where they are known there; else computed, which few plans need."""
-        if self.host_kv_lens is not None:
-            return self.host_kv_lens
-        if self.last_page_len is None or self.page_size is None:
-            return _args.lens(self.kv.device)
-        return _args.paged_kv_lens(self.kv.device, self.last_page_len.device, self.page_size)
-
-    @property
-    def total_kv(self) -> int:
-        """Keys of all requests, rounded up to pages; 0 where the host does not know."""
-        return min((self.kv.last or 0) * (self.page_size or 1), MOST_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +94,17 @@ class Shape:
 
 
 @dataclass(slots=True)
+class Kind:
+    """What plans with the same sizes, dtypes and options have in common; ``choices`` are the facts and the backends of
+    those without masks of their own, by what else they were chosen by."""
+
+    shape: Shape
+    options: Options
+    choices: dict[Any, tuple[_dispatch.Request, str]] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)  # runs that a new plan may resume, see _repeat.Resumable
+
+
+@dataclass(slots=True)
 class Plan:
     """Everything plan() found out."""
 
@@ -157,7 +118,8 @@ class Plan:
     mask_is_causal: bool  # the mask is not the user's, but stands for options.causal in the buffers of a CUDA graph
     request: _dispatch.Request
     backend: str
-    split: Split = field(default_factory=Split)
+    split: Split
+    kind: Kind
     schedule: Any = None
     # By backend, is_general() and reads_as_is(), for runs whose arguments ask for another than the plan foresaw.
     other_schedules: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
@@ -214,6 +176,8 @@ def options(
 
 def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len: Any) -> MultiItem | None:
     """The arguments of multi-item scoring, None where ``prefix_len_ptr`` is; ValueError where they are incomplete."""
+    if prefix_len is None and token_pos is None and not token_pos_len and max_item_len is None:
+        return None
     given = {
         "prefix_len_ptr": prefix_len,
         "token_pos_in_items_ptr": token_pos,
@@ -221,8 +185,6 @@ def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len
         "max_item_len_ptr": max_item_len,
     }
     missing = [name for name, value in given.items() if value is None]
-    if prefix_len is None and len(missing) == len(given):
-        return None
     if missing:
         raise ValueError(f"multi-item scoring needs {', '.join(given)} together; {', '.join(missing)} is missing.")
     return MultiItem(prefix_len, token_pos, int(token_pos_len), max_item_len)
@@ -269,23 +231,18 @@ def make_schedule(backend: str, request: _dispatch.Request, offsets: Offsets, wo
     """
     if backend not in KERNEL_BACKENDS:
         return None
-    from . import _cuda
-
-    return _cuda.Schedule(backend, request, offsets, workspace)
+    return _dispatch._kernels().Schedule(backend, request, offsets, workspace)
 
 
 def reads_as_is(backend: str, request: _dispatch.Request) -> bool:
     """Whether runs on a kernel backend read fp8 keys and values themselves, not copies."""
-    from . import _cuda
-
-    return _cuda.reads_as_is(backend, request)
+    return bool(_dispatch._kernels().reads_as_is(backend, request))
 
 
 def workspace_size(backend: str, request: _dispatch.Request, offsets: Offsets) -> tuple[int, int]:
     """Bytes of the float and of the int workspace that a work list, and runs with it, need."""
-    from . import _cuda
-
-    return _cuda.workspace_size(backend, request, offsets)
+    sizes: tuple[int, int] = _dispatch._kernels().workspace_size(backend, request, offsets)
+    return sizes
 
 
 def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, max_sequence_kv: int | None) -> Split:
@@ -295,10 +252,8 @@ def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, ma
     """
     fixed = min(max(int(fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
     told = 0 if max_sequence_kv is None else int(max_sequence_kv)
-    known, most = batch.host_kv_lens, told
-    if not told and known is not None and known.numel():
-        most = int(known.max())
-    if fixed and batch.page_size is None and not told and known is None:
+    most = told or batch.longest or 0
+    if fixed and batch.page_size is None and not told and batch.longest is None:
         raise ValueError(
             f"fixed_split_size={fixed_split_size} needs the lengths on the CPU (kv_indptr or seq_lens), or "
             "max_sequence_kv."
@@ -337,7 +292,7 @@ def offsets_of(problem: Problem) -> Offsets:
         pages = Pages(move(kv.indices), move(kv.last_page_len), kv.k_cache.size(1), v_indices)
     total_kv = 0 if isinstance(kv, PagedKv) else kv.k.size(0)
     general = is_general(problem)
-    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, None, problem.mask, general)
+    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, 0, problem.mask, general)
 
 
 def compute_once(problem: Problem, backend: str = "auto") -> None:

@@ -9,6 +9,7 @@ logits are fields of :class:`Logits`. Nothing here checks user input (``_args``)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -71,14 +72,23 @@ class Mask:
     multi_item: MultiItem | None = None
 
 
+class Vector(Protocol):
+    """What work lists need of an index tensor: tensors have it, and ``_batch.Index``."""
+
+    @property
+    def device(self) -> Any: ...
+    def numel(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
 @dataclass(slots=True)
 class Pages:
     """The page tables of a batch, on its device; see :class:`PagedKv`."""
 
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
+    indices: Vector
+    last_page_len: Vector
     page_size: int
-    v_indices: torch.Tensor | None = None
+    v_indices: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +112,18 @@ class Offsets:
 
     ``kv_indptr`` counts tokens, or entries of ``pages.indices``. ``total_q`` is an upper bound of ``qo_indptr[-1]``,
     None where the host does not know one, ``total_kv`` the number of keys, 0 where it is unknown. ``qo_indptr_host``
-    (int32, contiguous, on the CPU) makes the list exact; it is left out where a captured run has to serve later lists.
+    (the address of a host copy) makes the list exact; it is 0 where a captured run has to serve later lists.
     ``mask``, as far as the runs' mask is known, ``total_kv`` and ``general`` decide the size of tiles: where runs are
     captured they must always be the same. ``general`` tells whether runs may have ``mask.bits``, ALiBi slopes, or
     scales in tensors. ``partials`` is memory for the results of split keys; None lets the work list bring its own.
     """
 
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
+    qo_indptr: Vector
+    kv_indptr: Vector
     total_q: int | None
     total_kv: int = 0
     pages: Pages | None = None
-    qo_indptr_host: torch.Tensor | None = None
+    qo_indptr_host: int = 0
     mask: Mask = field(default_factory=Mask)
     general: bool = False
     split: Split = field(default_factory=Split)

@@ -8,12 +8,14 @@ of the tensors, options and scales. One with an equal key allocates and launches
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ._plan import Result
 from ._problem import Problem, RaggedKv
+
+T = TypeVar("T")
 
 _MOST = 64  # calls remembered together
 _PLAIN = (type(None), bool, int, float, str)
@@ -44,6 +46,14 @@ class Repeat:
         self.v_offset = v.data_ptr() - k.data_ptr()
         self.clear = clear  # new outputs have rows that no kernel writes
         self.outside_graphs = outside_graphs  # a captured call would do more
+
+    def with_call(self, call: Any) -> Repeat:
+        """The same for another call."""
+        other = object.__new__(Repeat)
+        for name in Repeat.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.call = call
+        return other
 
     def run(
         self,
@@ -85,8 +95,21 @@ class Repeat:
         return (out, lse) if return_lse else out
 
 
-def remember(calls: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
-    """Adds a call, in place of all others where there are too many."""
-    if len(calls) >= _MOST:
-        calls.clear()
-    calls[key] = repeat
+class Resumable(NamedTuple):
+    """A run of a plan that is not in force any more, and what of a new plan of the same kind decides whether the new
+    one's run would be no other: the first run of every plan would take 45 us, and one that is resumed takes 5."""
+
+    repeat: Repeat
+    backend: str
+    general: bool  # tiles of the schedule
+    as_is: bool  # fp8 tensors
+    page_size: int | None
+    rows: int  # of the tensors
+    keys: int  # of k and v; pages where there are such
+
+
+def remember(known: dict[Any, T], key: Any, value: T) -> None:
+    """Adds a call, or what else is to be found again, in place of all others where there are too many."""
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = value

@@ -25,7 +25,7 @@ class RunsPlans:
     _max_total_num_rows: int | None
     _plan_info: Plan | None
     _sinks: torch.Tensor | None
-    _qo_indptr_buf: torch.Tensor | None
+    _qo_indptr_buf: Any
     _causal: bool
     _pos_encoding_mode: str
     _window_left: int
@@ -119,16 +119,40 @@ class RunsPlans:
                 self._rope_scale,
                 self._rope_theta,
             )
-            return key, plan.calls.get(key)
+            repeat = plan.calls.get(key)
         except (AttributeError, TypeError):  # no tensor, or no key: checks will say
             return None, None
+        return key, self._resume(plan, key) if repeat is None else repeat
+
+    def _resume(self, plan: Plan, key: Any) -> _repeat.Repeat | None:
+        """The run to repeat where one of an earlier plan of the same kind would be the same but for the batch."""
+        known = plan.kind.calls.get(key)
+        if known is None or plan.schedule is None or not self._may_resume(plan):
+            return None
+        repeat, *wanted, rows, keys = known
+        batch = plan.batch
+        needed = batch.page_bound if batch.page_size is not None else batch.kv.last
+        schedule = plan.schedule
+        if wanted != [plan.backend, schedule.general, schedule.as_is, batch.page_size] or rows != plan.total_q:
+            return None
+        if needed is None or needed > keys:
+            return None
+        repeat = repeat.with_call(repeat.call.resumed(schedule, rows))
+        _repeat.remember(plan.calls, key, repeat)
+        return repeat
+
+    def _may_resume(self, plan: Plan) -> bool:
+        """Whether runs depend on nothing of their plan but its kind and its batch, which the host knows."""
+        known = plan.total_q is not None and plan.batch.kv.last is not None
+        return known and not self._use_cuda_graph and plan.bits is None and plan.multi_item is None
 
     def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs, key: Any) -> Result:
         """Runs ``plan`` on checked tensors with the options in effect; with a ``key``, remembers how."""
         values = self._get_options()
         problem = self._problem(plan, q, kv, args, values)
         backend, request, schedule = plan.backend, plan.request, plan.schedule
-        if values != plan.options or not _is_plain(problem):
+        usual = values == plan.options and _is_plain(problem)
+        if not usual:
             request = _dispatch.Request.from_problem(problem)
             if "short_queries" not in plan.request.features:  # the plan's word, also where a later one has fewer rows
                 request = dataclasses.replace(request, features=request.features - {"short_queries"})
@@ -144,7 +168,7 @@ class RunsPlans:
             _use_host_indices(problem, plan)
         call = _dispatch.compute(problem, backend, schedule)
         if call is not None and key is not None:
-            self._remember(plan, problem, args, values, call, schedule, key)
+            self._remember(plan, problem, args, values, call, schedule, key, usual)
         if self._use_cuda_graph and self._max_total_num_rows is None:  # planned from offsets on the device
             self._max_total_num_rows = q.size(0)
         out, lse = problem.output.out, problem.output.lse
@@ -155,9 +179,18 @@ class RunsPlans:
         return (out, lse.t() if args.lse_layout == "HN" else lse) if args.return_lse else out
 
     def _remember(
-        self, plan: Plan, problem: Problem, args: RunArgs, values: Options, call: Any, schedule: Any, key: Any
+        self,
+        plan: Plan,
+        problem: Problem,
+        args: RunArgs,
+        values: Options,
+        call: Any,
+        schedule: Any,
+        key: Any,
+        usual: bool,
     ) -> None:
-        """Keeps a call, if one with an equal key would be the same."""
+        """Keeps a call, if one with an equal key would be the same; for later plans, too, if the plan's choice of a
+        backend was the ``usual`` one."""
         planned = schedule is plan.schedule
         sinks = self._sinks if args.sinks is None else args.sinks
         if (
@@ -172,7 +205,13 @@ class RunsPlans:
         outside_graphs = not planned or plan.total_q is None
         if outside_graphs and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # its work list exists only once the graph has run
-        _repeat.remember(plan.calls, key, _repeat.Repeat(call, problem, clear, outside_graphs))
+        repeat = _repeat.Repeat(call, problem, clear, outside_graphs)
+        _repeat.remember(plan.calls, key, repeat)
+        if usual and planned and schedule is not None and self._may_resume(plan):
+            kv, page_size = problem.kv, plan.batch.page_size
+            keys = kv.k.size(0) if isinstance(kv, RaggedKv) else kv.k_cache.size(0)
+            facts = (plan.backend, schedule.general, schedule.as_is, page_size, problem.q.size(0), keys)
+            _repeat.remember(plan.kind.calls, key, _repeat.Resumable(repeat.with_call(call.model()), *facts))
 
     def _other_schedule(
         self, plan: Plan, backend: str, general: bool, request: _dispatch.Request, problem: Problem

@@ -9,16 +9,33 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _masks, _ops, _plan
-from ._plan import KERNEL_BACKENDS, Batch, Index, Options, Plan, Result, Shape
-from ._problem import Mask, MultiItem, Offsets
+from . import _args, _dispatch, _masks, _ops, _plan, _repeat
+from ._batch import Batch, Index
+from ._plan import KERNEL_BACKENDS, Kind, Options, Plan, Result, Shape
+from ._problem import Mask, MultiItem, Offsets, Pages, Split, Vector
 from ._running import RunsPlans
+
+
+class IndexBuffer:
+    """An attribute of a wrapper that is an index tensor: a slice of the packed ones is made for who reads it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name.removeprefix("_")
+
+    def __get__(self, wrapper: BatchPrefillWrapper | None, owner: type | None = None) -> Any:
+        if wrapper is None:
+            return self
+        stored = wrapper._stored.get(self._name)
+        return stored.tensor if isinstance(stored, Index) else stored
+
+    def __set__(self, wrapper: BatchPrefillWrapper, tensor: torch.Tensor | None) -> None:
+        wrapper._stored = {**wrapper._stored, self._name: tensor}
 
 
 class BatchPrefillWrapper(RunsPlans):
@@ -26,6 +43,7 @@ class BatchPrefillWrapper(RunsPlans):
 
     _dry_run = False  # plan without writing anything; see workspace_size
     _needed = (0, 0)  # what a dry run found
+    _qo_indptr_buf = IndexBuffer()
 
     def __init__(
         self,
@@ -54,7 +72,7 @@ class BatchPrefillWrapper(RunsPlans):
         self._max_total_num_rows: int | None = None
         self._plan_info: Plan | None = None
         self._sinks: torch.Tensor | None = None
-        self._qo_indptr_buf: torch.Tensor | None = None
+        self._kinds: dict[Any, Kind] = {}  # what plans with such arguments found out
         self._custom_mask_buf: torch.Tensor | None = None
         self._mask_indptr_buf: torch.Tensor | None = None
         self._graph_mask = False
@@ -65,8 +83,8 @@ class BatchPrefillWrapper(RunsPlans):
         if self._use_cuda_graph:
             self._check_buffers(buffers)
             self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
-        for name, buffer in buffers.items():
-            setattr(self, f"_{name}", buffer if self._use_cuda_graph else None)
+        # Index vectors by the names of their buffers.
+        self._stored: dict[str, Any] = {x: buffer if self._use_cuda_graph else None for x, buffer in buffers.items()}
         self._set_options(Options(False, "NONE", -1, 0.0, None, None, None, False))
         self._cached_q_data_type: torch.dtype | None = None
         self._cached_kv_data_type: torch.dtype | None = None
@@ -111,6 +129,7 @@ class BatchPrefillWrapper(RunsPlans):
         self._float_workspace_buffer, self._int_workspace_buffer = new_float, new_int
         self.device = new_float.device
         self._plan_info = None
+        self._kinds = {}
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -236,20 +255,6 @@ class BatchPrefillWrapper(RunsPlans):
         pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return Index(pinned.to(self.device, non_blocking=True), pinned)
 
-    def _indices(self, *tensors: torch.Tensor) -> list[Index]:
-        """:meth:`_index` of int32 vectors, those on the CPU in one copy."""
-        if self.device.type == "cpu" or any(x.device.type != "cpu" for x in tensors):
-            return [self._index(x) for x in tensors]
-        sizes: list[int] = []
-        for x in tensors:
-            sizes += [x.numel(), -x.numel() % 4]  # the next starts at a multiple of 16 bytes
-        pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
-        parts = pinned.split(sizes)[::2]
-        for part, x in zip(parts, tensors):
-            part.copy_(x)
-        on_device = pinned.to(self.device, non_blocking=True).split(sizes)[::2]
-        return [Index(x, part) for x, part in zip(on_device, parts)]
-
     # --- plan ---
 
     def _shape(
@@ -271,6 +276,20 @@ class BatchPrefillWrapper(RunsPlans):
             raise ValueError(f"head_dim_qk={head_dim_qk} and head_dim_vo={vo} must be positive.")
         return Shape(num_qo_heads, num_kv_heads, head_dim_qk, vo, q_dtype, kv_dtype, o_dtype)
 
+    def _known_kind(self, arguments: tuple[Any, ...]) -> Kind | None:
+        """What an earlier plan with these arguments found out; they begin with the backend that is asked for, and with
+        the type of window_left, as a float that equals it is refused."""
+        try:
+            return self._kinds.get(arguments)
+        except TypeError:  # cannot be a key: checks will say
+            return None
+
+    def _new_kind(self, arguments: tuple[Any, ...], shape: Shape, values: Options) -> Kind:
+        kind = Kind(shape, values)
+        if _repeat.are_plain(*(x for x in arguments[2:] if type(x) is not torch.dtype)):
+            _repeat.remember(self._kinds, arguments, kind)
+        return kind
+
     def _check_batch(self, batch: int) -> None:
         if self._use_cuda_graph and batch != self._fixed_batch_size:
             raise ValueError(
@@ -280,15 +299,16 @@ class BatchPrefillWrapper(RunsPlans):
 
     def _prepare(
         self,
-        shape: Shape,
+        kind: Kind,
         batch: Batch,
-        values: Options,
+        split: Split,
         custom_mask: torch.Tensor | None,
         packed_custom_mask: torch.Tensor | None,
         items: MultiItem | None,
         seq_lens_q: torch.Tensor | None,
     ) -> Plan:
         """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
+        shape, values = kind.shape, kind.options
         _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         user_mask = custom_mask is not None or packed_custom_mask is not None
         told_rows = None
@@ -308,28 +328,43 @@ class BatchPrefillWrapper(RunsPlans):
             kv_lens = batch.kv_lens
             if items is not None:
                 _masks.check_items(items, qo_lens, kv_lens)
-                tensors = (self._index(items.prefix_len).device, self._index(items.token_pos).device)
+                tensors = (self._index(items.prefix_len).tensor, self._index(items.token_pos).tensor)
                 items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)
                 if self._makes_bits_of_items(qo_lens, kv_lens):
                     bits, bits_indptr = self._pack(None, None, _masks.keys_of_items(items), qo_lens, kv_lens)
             else:
                 rule = _masks.keys_before if values.causal else _masks.every_key
                 bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, kv_lens)
-        paged = batch.page_size is not None
-        layout = None
-        if not paged and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:
-            layout = _dispatch.Layout.of(total_q or 0, batch.kv.last or 0)
-        short = self._graph_short
-        if short is None:
-            dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
-            kv_dtype = shape.cast or shape.kv_dtype
-            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims)
-        request = self._request(shape, values, bits is not None, items is not None, batch.page_size, short, layout)
-        backend = _dispatch.select(self._requested_backend, request)
+        request, backend = self._choose(kind, batch, total_q, bits is not None, items is not None)
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
             _args.alibi_slopes(shape.num_qo_heads, self.device)  # made here, as a captured run could not
-        return Plan(shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend)
+        return Plan(
+            shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend, split, kind
+        )
+
+    def _choose(
+        self, kind: Kind, batch: Batch, total_q: int | None, masked: bool, multi_item: bool
+    ) -> tuple[_dispatch.Request, str]:
+        """The facts of a plan and its backend; remembered where there is nothing to warn of or to log."""
+        shape, requested, page_size = kind.shape, self._requested_backend, batch.page_size
+        layout = None
+        if page_size is None and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:
+            layout = _dispatch.Layout.of(total_q or 0, batch.kv.last or 0)
+        short = self._graph_short
+        if short is None:  # depends on lengths: two plans of a kind may differ
+            dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
+            kv_dtype = shape.cast or shape.kv_dtype
+            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims)
+        asked = (requested, _dispatch.override_of(requested), page_size, short)
+        usual = not masked and not multi_item and layout is None and not _dispatch.is_logged()
+        if usual and (known := kind.choices.get(asked)) is not None:
+            return known
+        request = self._request(shape, kind.options, masked, multi_item, page_size, short, layout)
+        backend = _dispatch.select(requested, request)
+        if usual and backend in KERNEL_BACKENDS:
+            _repeat.remember(kind.choices, asked, (request, backend))
+        return request, backend
 
     def _pack(
         self,
@@ -349,7 +384,7 @@ class BatchPrefillWrapper(RunsPlans):
         room = self._custom_mask_buf.numel() if self._graph_mask and self._custom_mask_buf is not None else 0
         if packed is not None:
             offsets = _masks.check_packed_mask(packed, qo_lens, kv_lens)
-            bits = self._index(packed).device
+            bits = self._index(packed).tensor
         elif custom_mask is not None:
             if not sized:
                 custom_mask = custom_mask.to(self.device, non_blocking=True)
@@ -410,19 +445,19 @@ class BatchPrefillWrapper(RunsPlans):
         )
 
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
-        """Makes ``plan`` the one that runs use. ``indices`` are stored as ``_<name>``, in graph mode by copying."""
-        stored = {name: index.device for name, index in indices.items()}
+        """Makes ``plan`` the one that runs use. ``indices`` are stored by name, in graph mode by copying."""
         self._check_split(plan)
         if self._dry_run:
             if plan.backend in KERNEL_BACKENDS:
-                self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, stored))
+                self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, indices))
             return
         before: dict[str, torch.Tensor] = {}
+        stored: dict[str, Any] = dict(indices)
         if self._use_cuda_graph:
-            before = {name: getattr(self, f"_{name}").clone() for name in indices}
+            stored = self._stored
+            before = {name: buffer.clone() for name, buffer in stored.items()}
             for name, index in indices.items():
-                stored[name] = getattr(self, f"_{name}")
-                stored[name][: index.device.numel()].copy_(index.device, non_blocking=True)
+                stored[name][: index.numel()].copy_(index.tensor, non_blocking=True)
         try:
             if plan.backend in KERNEL_BACKENDS:
                 offsets = self._planned_offsets(plan, stored)
@@ -431,8 +466,7 @@ class BatchPrefillWrapper(RunsPlans):
             for name, contents in before.items():
                 stored[name].copy_(contents)
             raise
-        for name, tensor in stored.items():
-            setattr(self, f"_{name}", tensor)
+        self._stored = stored
         if self._graph_mask and plan.bits is not None:
             assert self._custom_mask_buf is not None and self._mask_indptr_buf is not None
             self._custom_mask_buf[: plan.bits.numel()].copy_(plan.bits, non_blocking=True)
@@ -456,8 +490,8 @@ class BatchPrefillWrapper(RunsPlans):
         self._backend = plan.backend
         self._plan_info = plan
 
-    def _offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> Offsets:
-        """The index tensors that runs will read."""
+    def _vectors(self, plan: Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
+        """qo_indptr, kv_indptr and the page tables that runs will read."""
         raise NotImplementedError
 
     @staticmethod
@@ -478,20 +512,20 @@ class BatchPrefillWrapper(RunsPlans):
                 "fixed_split_size needs max_sequence_kv under CUDA graphs: captured runs serve other lengths."
             )
 
-    def _planned_offsets(self, plan: Plan, stored: dict[str, torch.Tensor]) -> Offsets:
+    def _planned_offsets(self, plan: Plan, stored: Mapping[str, Vector]) -> Offsets:
         """What the work list of a plan is made from."""
-        offsets = self._offsets(plan, stored)
-        offsets.total_q, offsets.general, offsets.split = plan.total_q, plan.is_general, plan.split
+        qo, kv, pages = self._vectors(plan, stored)
+        if not self._use_cuda_graph:
+            mask = Mask(plan.options.causal, plan.options.window_left)
+            total_kv, host = plan.batch.total_kv, plan.batch.qo.host_ptr()
+            room = self._float_workspace_buffer
+            return Offsets(qo, kv, plan.total_q, total_kv, pages, host, mask, plan.is_general, plan.split, room)
+        # What a captured run was told stays the same, whatever is planned later.
+        offsets = Offsets(qo, kv, plan.total_q, pages=pages, general=plan.is_general)
+        offsets.split = dataclasses.replace(plan.split, max_kv_len=plan.split.told)
         offsets.partials = self._float_workspace_buffer
-        if self._use_cuda_graph:  # what a captured run was told stays the same, whatever is planned later
-            offsets.split = dataclasses.replace(plan.split, max_kv_len=plan.split.told)
-            if self._graph_general is not None:
-                offsets.general = self._graph_general
-            if self._max_total_num_rows is not None:
-                offsets.total_q = self._max_total_num_rows
-        else:
-            values = plan.options
-            offsets.qo_indptr_host = plan.batch.qo.host
-            offsets.mask = Mask(causal=values.causal, window_left=_args.window(values.window_left))
-            offsets.total_kv = plan.batch.total_kv
+        if self._graph_general is not None:
+            offsets.general = self._graph_general
+        if self._max_total_num_rows is not None:
+            offsets.total_q = self._max_total_num_rows
         return offsets

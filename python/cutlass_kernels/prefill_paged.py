@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _args, _ops, _plan, _wrapper
-from ._plan import Index, Result, spellings
-from ._problem import Offsets, PagedKv, Pages
+from . import _args, _batch, _ops, _plan, _wrapper
+from ._batch import Batch
+from ._plan import Result, spellings
+from ._problem import PagedKv, Pages, Vector
+from ._wrapper import IndexBuffer
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
@@ -50,9 +53,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         torch.Size([3, 8, 64])
     """
 
-    _paged_kv_indptr_buf: torch.Tensor
-    _paged_kv_indices_buf: torch.Tensor
-    _paged_kv_last_page_len_buf: torch.Tensor
+    _paged_kv_indptr_buf = IndexBuffer()
+    _paged_kv_indices_buf = IndexBuffer()
+    _paged_kv_last_page_len_buf = IndexBuffer()
 
     @spellings(mask_indptr_buf="qk_indptr_buf")
     def __init__(
@@ -189,28 +192,18 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, 32, 8, 128, 16, causal=True,
             ...              q_data_type=torch.bfloat16)
         """
-        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
-        count = qo.numel() - 1
-        self._check_batch(count)
-        kv = _args.indptr("paged_kv_indptr", paged_kv_indptr, count)
-        pages = _args.index_vector("paged_kv_indices", paged_kv_indices)
-        last = _args.index_vector("paged_kv_last_page_len", paged_kv_last_page_len, count)
-        if page_size <= 0:
-            raise ValueError(f"page_size={page_size} must be positive.")
-        first_page, end_page = (0, 0) if kv.is_cuda else (int(kv[0]), int(kv[-1]))
-        if end_page > pages.numel():
-            raise ValueError(f"paged_kv_indptr ends at {end_page}, but paged_kv_indices has {pages.numel()} pages.")
-        if not kv.is_cuda and not self._use_cuda_graph:  # copies of a cache have a page per entry
-            pages = pages[: int(kv[-1])]
-        if self._use_cuda_graph and pages.numel() > self._paged_kv_indices_buf.numel():
-            raise ValueError(
-                f"paged_kv_indices has {pages.numel()} elements, but paged_kv_indices_buf room for "
-                f"{self._paged_kv_indices_buf.numel()}: make the buffer larger."
-            )
-        shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_data_type, kv_data_type, o_data_type)
-        if shape.q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
-            raise AssertionError(f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'.")
-        values = _plan.options(
+        batch = self._read_batch(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        batch.take_lens(seq_lens)
+        arguments = (
+            self._requested_backend,
+            type(window_left),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_vo,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
             causal,
             pos_encoding_mode,
             window_left,
@@ -220,28 +213,81 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             rope_theta,
             allow_fp16_qk_reduction,
         )
+        kind = self._known_kind(arguments)
+        if kind is None:
+            shape = self._shape(*arguments[2:9])
+            if shape.q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+                raise AssertionError(
+                    f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'."
+                )
+            kind = self._new_kind(arguments, shape, _plan.options(*arguments[9:]))
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        qo_index, kv_index, last_index, pages_index = self._indices(qo, kv, last, pages)
-        kv_lens = _kv_lens(kv_index, last_index, page_size, seq_lens)
-        bound = _args.page_bound("paged_kv_indices", pages[first_page:end_page])
-        batch = _plan.Batch(qo_index, kv_index, kv_lens, page_size, last_index, bound)
         split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
-        plan = self._prepare(shape, batch, values, custom_mask, packed_custom_mask, items, seq_lens_q)
-        plan.split = split
+        plan = self._prepare(kind, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
+        assert batch.indices is not None and batch.last_page_len is not None
         indices = {
             "qo_indptr_buf": batch.qo,
             "paged_kv_indptr_buf": batch.kv,
-            "paged_kv_indices_buf": pages_index,
-            "paged_kv_last_page_len_buf": last_index,
+            "paged_kv_indices_buf": batch.indices,
+            "paged_kv_last_page_len_buf": batch.last_page_len,
         }
         self._commit(plan, indices)
 
     begin_forward = plan
 
-    def _offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> Offsets:
+    def _read_batch(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        page_size: int,
+    ) -> Batch:
+        """The index tensors, checked and on the wrapper's device."""
+        graph, like = self._use_cuda_graph, self._float_workspace_buffer
+        batch = _batch.read_pages(qo_indptr, kv_indptr, last_page_len, indices, page_size, graph, like)
+        if batch is not None:
+            self._check_batch(batch.size)
+            if graph:
+                self._check_room_for_pages(indices)
+            return batch
+        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
+        count = qo.numel() - 1
+        self._check_batch(count)
+        kv = _args.indptr("paged_kv_indptr", kv_indptr, count)
+        pages = _args.index_vector("paged_kv_indices", indices)
+        last = _args.index_vector("paged_kv_last_page_len", last_page_len, count)
+        if page_size <= 0:
+            raise ValueError(f"page_size={page_size} must be positive.")
+        first_page, end_page = (0, 0) if kv.is_cuda else (int(kv[0]), int(kv[-1]))
+        if end_page > pages.numel():
+            raise ValueError(f"paged_kv_indptr ends at {end_page}, but paged_kv_indices has {pages.numel()} pages.")
+        if not kv.is_cuda and not graph:  # copies of a cache have a page per entry
+            pages = pages[:end_page]
+        if graph:
+            self._check_room_for_pages(pages)
+        bound = _args.page_bound("paged_kv_indices", pages[first_page:end_page])
+        longest = None
+        if not kv.is_cuda and not last.is_cuda:
+            lens = _args.paged_kv_lens(kv, last, page_size)
+            longest = int(lens.max()) if count else 0
+        converted = _batch.read_pages(qo, kv, last, pages, page_size, graph, like)
+        if converted is not None:
+            return converted
+        vectors = (self._index(qo), self._index(kv))
+        return Batch(count, *vectors, longest, page_size, self._index(last), self._index(pages), bound)
+
+    def _check_room_for_pages(self, pages: torch.Tensor) -> None:
+        if pages.numel() > self._paged_kv_indices_buf.numel():
+            raise ValueError(
+                f"paged_kv_indices has {pages.numel()} elements, but paged_kv_indices_buf room for "
+                f"{self._paged_kv_indices_buf.numel()}: make the buffer larger."
+            )
+
+    def _vectors(self, plan: _plan.Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
         assert plan.batch.page_size is not None
         pages = Pages(stored["paged_kv_indices_buf"], stored["paged_kv_last_page_len_buf"], plan.batch.page_size)
-        return Offsets(stored["qo_indptr_buf"], stored["paged_kv_indptr_buf"], plan.total_q, pages=pages)
+        return stored["qo_indptr_buf"], stored["paged_kv_indptr_buf"], pages
 
     def run(
         self,
@@ -388,20 +434,3 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             allow_fp16_qk_reduction,
         )
         return self._forward(values, lambda: self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, **run_args))
-
-
-def _kv_lens(kv: Index, last: Index, page_size: int, seq_lens: torch.Tensor | None) -> torch.Tensor | None:
-    """Keys per request, if the page table or ``seq_lens`` came from the host."""
-    told = None
-    if seq_lens is not None and seq_lens.device.type == "cpu":
-        told = _args.index_vector("seq_lens", seq_lens, last.device.numel()).to(torch.int64)
-    if kv.host is None or last.host is None:
-        return told
-    kv_lens = _args.paged_kv_lens(kv.host, last.host, page_size)
-    if told is not None and not torch.equal(told, kv_lens):
-        at = int((told != kv_lens).nonzero()[0])
-        raise ValueError(
-            f"seq_lens[{at}]={int(told[at])}, but the page table gives request {at} {int(kv_lens[at])} keys: correct "
-            "one of them, or leave seq_lens out."
-        )
-    return kv_lens

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _ops, _plan, _wrapper
+from . import _args, _batch, _dispatch, _ops, _plan, _wrapper
+from ._batch import Batch
 from ._plan import Result, spellings
-from ._problem import Offsets, RaggedKv
+from ._problem import Pages, RaggedKv, Vector
+from ._wrapper import IndexBuffer
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
@@ -51,7 +54,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         torch.Size([5, 8, 64])
     """
 
-    _kv_indptr_buf: torch.Tensor
+    _kv_indptr_buf = IndexBuffer()
 
     @spellings(mask_indptr_buf="qk_indptr_buf")
     def __init__(
@@ -174,24 +177,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> wrapper.plan(qo_indptr, kv_indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16)
         """
         _plan.unsupported("plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr)
-        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
-        count = qo.numel() - 1
-        self._check_batch(count)
-        kv = _args.indptr("kv_indptr", kv_indptr, count)
-        q_dtype = _args.dtype(q_data_type)
-        if o_data_type is None or _args.dtype(o_data_type) in _args.FP8_DTYPES:
-            o_data_type = torch.bfloat16 if q_dtype in _args.FP8_DTYPES else o_data_type
-        shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
-        if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
-            # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
-            cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
-            warnings.warn(
-                f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({q_dtype}) to {cast}.",
-                _dispatch.PerformanceWarning,
-                stacklevel=3,
-            )
-            shape = dataclasses.replace(shape, cast=cast)
-        values = _plan.options(
+        batch = self._read_batch(qo_indptr, kv_indptr)
+        batch.take_lens(seq_lens)
+        arguments = (
+            self._requested_backend,
+            type(window_left),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_vo,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
             causal,
             pos_encoding_mode,
             window_left,
@@ -201,21 +198,51 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             rope_theta,
             allow_fp16_qk_reduction,
         )
+        kind = self._known_kind(arguments)
+        if kind is None:
+            q_dtype = _args.dtype(q_data_type)
+            if o_data_type is None or _args.dtype(o_data_type) in _args.FP8_DTYPES:
+                o_data_type = torch.bfloat16 if q_dtype in _args.FP8_DTYPES else o_data_type
+            shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
+            if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+                # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
+                cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
+                shape = dataclasses.replace(shape, cast=cast)
+            kind = self._new_kind(arguments, shape, _plan.options(*arguments[9:]))
+        if kind.shape.cast is not None:
+            warnings.warn(
+                f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({kind.shape.q_dtype}) to "
+                f"{kind.shape.cast}.",
+                _dispatch.PerformanceWarning,
+                stacklevel=3,
+            )
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        qo_index, kv_index = self._indices(qo, kv)
-        kv_lens = None if kv_index.host is None else _args.lens(kv_index.host)
-        if kv_index.host is None and seq_lens is not None and seq_lens.device.type == "cpu":
-            kv_lens = _args.index_vector("seq_lens", seq_lens, count).to(torch.int64)
-        batch = _plan.Batch(qo_index, kv_index, kv_lens)
         split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
-        plan = self._prepare(shape, batch, values, custom_mask, packed_custom_mask, items, seq_lens_q)
-        plan.split = split
-        self._commit(plan, {"qo_indptr_buf": batch.qo, "kv_indptr_buf": kv_index})
+        plan = self._prepare(kind, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
+        self._commit(plan, {"qo_indptr_buf": batch.qo, "kv_indptr_buf": batch.kv})
 
     begin_forward = plan
 
-    def _offsets(self, plan: _plan.Plan, stored: dict[str, torch.Tensor]) -> Offsets:
-        return Offsets(stored["qo_indptr_buf"], stored["kv_indptr_buf"], plan.total_q)
+    def _read_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> Batch:
+        """The index tensors, checked and on the wrapper's device."""
+        batch = _batch.read_offsets(qo_indptr, kv_indptr, self._float_workspace_buffer)
+        if batch is not None:
+            self._check_batch(batch.size)
+            return batch
+        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
+        count = qo.numel() - 1
+        self._check_batch(count)
+        kv = _args.indptr("kv_indptr", kv_indptr, count)
+        converted = _batch.read_offsets(qo, kv, self._float_workspace_buffer)
+        if converted is not None:
+            return converted
+        longest = None
+        if not kv.is_cuda:
+            longest = int(_args.lens(kv).max()) if count else 0
+        return Batch(count, self._index(qo), self._index(kv), longest)
+
+    def _vectors(self, plan: _plan.Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
+        return stored["qo_indptr_buf"], stored["kv_indptr_buf"], None
 
     def run(
         self,

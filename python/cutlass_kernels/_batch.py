@@ -1,0 +1,231 @@
+"""The requests of a plan: its index vectors, on the device and where the host has them, and what it knows of them.
+
+Vectors on the CPU are read once, by compiled functions (``bindings/indices.cpp``) that check them and pack them into
+one buffer, which is copied to the device as one tensor. In torch that took half of a plan: 2 to 5 us for every slice
+and every number. Slices are made when somebody needs a tensor; kernels take addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _args, _dispatch
+
+MOST_KEYS = (1 << 31) - 1024  # a hint beyond it says nothing that kernels could use
+_ALIGN = 4  # a vector starts at a multiple of so many elements, 16 bytes; kAlign in indices.cpp
+# Pageable memory of up to so many bytes is copied by the driver while it is asked to, in 4 us; more of it might wait
+# for the device, so more is copied to pinned memory first, which takes 10 us longer.
+_PAGEABLE_BYTES = 32 << 10
+
+
+class Index:
+    """An index vector on the wrapper's device, and a private host copy where it came from the CPU.
+
+    Like a tensor, it has an address, a size and a device.
+    """
+
+    __slots__ = ("_host", "_tensor", "last")
+
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor | None) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._host = host
+        self.last = int(host[-1]) if host is not None and host.numel() else None  # where the host knows it
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The vector on the device."""
+        assert self._tensor is not None
+        return self._tensor
+
+    @property
+    def host(self) -> torch.Tensor | None:
+        """The host copy."""
+        return self._host
+
+    @property
+    def known(self) -> torch.Tensor:
+        """The host copy where there is one."""
+        host = self.host
+        return self.tensor if host is None else host
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+    def host_ptr(self) -> int:
+        """Address of the host copy, 0 where there is none."""
+        return 0 if self._host is None else self._host.data_ptr()
+
+
+class _Packed:
+    """Vectors one behind the other: on the device, and in host memory (a bytearray and its address)."""
+
+    __slots__ = ("address", "bytes", "host_address", "pinned", "tensor")
+
+    def __init__(self, packed: bytearray, host_address: int, like: torch.Tensor) -> None:
+        self.bytes, self.host_address = packed, host_address
+        self.pinned: torch.Tensor | None = None
+        if like.is_cuda:
+            self._upload(like.device)
+        else:
+            self.tensor = torch.frombuffer(packed, dtype=torch.int32)
+        self.address = self.tensor.data_ptr()
+
+    def _upload(self, device: torch.device) -> None:
+        size = len(self.bytes)
+        self.tensor = torch.empty(size // 4, dtype=torch.int32, device=device)
+        if size > _PAGEABLE_BYTES or not _dispatch._kernels().upload(self.host_address, size, self.tensor):
+            self.pinned = torch.empty(size // 4, dtype=torch.int32, device="cpu", pin_memory=True)
+            self.pinned.copy_(torch.frombuffer(self.bytes, dtype=torch.int32))
+            self.tensor.copy_(self.pinned, non_blocking=True)
+
+
+class _Part(Index):
+    """One of the vectors of :class:`_Packed`."""
+
+    __slots__ = ("_begin", "_packed", "_size")
+
+    def __init__(self, packed: _Packed, begin: int, size: int, last: int | None) -> None:
+        self._packed, self._begin, self._size, self.last = packed, begin, size, last
+        self._tensor = self._host = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            self._tensor = self._packed.tensor[self._begin : self._begin + self._size]
+        return self._tensor
+
+    @property
+    def host(self) -> torch.Tensor:
+        if self._host is None:
+            host = torch.frombuffer(self._packed.bytes, dtype=torch.int32)
+            self._host = host[self._begin : self._begin + self._size]
+        return self._host
+
+    def numel(self) -> int:
+        return self._size
+
+    def data_ptr(self) -> int:
+        return self._packed.address + 4 * self._begin
+
+    def host_ptr(self) -> int:
+        return self._packed.host_address + 4 * self._begin
+
+
+def _next(begin: int, size: int) -> int:
+    return begin + size + -size % _ALIGN
+
+
+@dataclass(slots=True)
+class Batch:
+    """The requests of a plan. ``page_size``, ``last_page_len`` and ``indices`` are None for a ragged batch. As far as
+    the host knows: ``longest`` is the number of keys of the longest request, ``page_bound`` the number of pages that a
+    cache must have, and ``told_kv_lens`` the keys of each request (int64) where the caller alone tells them."""
+
+    size: int
+    qo: Index
+    kv: Index
+    longest: int | None
+    page_size: int | None = None
+    last_page_len: Index | None = None
+    indices: Index | None = None
+    page_bound: int = 0
+    told_kv_lens: torch.Tensor | None = None
+
+    @property
+    def kv_lens(self) -> torch.Tensor:
+        """Keys per request (int64), on the host where they are known there. Few plans need them."""
+        if self.told_kv_lens is not None:
+            return self.told_kv_lens
+        if self.last_page_len is None or self.page_size is None:
+            return _args.lens(self.kv.known)
+        if self.longest is None:
+            return _args.paged_kv_lens(self.kv.tensor, self.last_page_len.tensor, self.page_size)
+        return _args.paged_kv_lens(self.kv.known, self.last_page_len.known, self.page_size)
+
+    @property
+    def total_kv(self) -> int:
+        """Keys of all requests, rounded up to pages; 0 where the host does not know."""
+        return min((self.kv.last or 0) * (self.page_size or 1), MOST_KEYS)
+
+    def take_lens(self, seq_lens: torch.Tensor | None) -> None:
+        """Takes what the caller tells of the keys per request; ValueError where the page table contradicts."""
+        if seq_lens is None or seq_lens.is_cuda or (self.longest is not None and self.page_size is None):
+            return
+        told = _args.index_vector("seq_lens", seq_lens, self.size).to(torch.int64)
+        if self.longest is None:
+            self.told_kv_lens = told
+            self.longest = int(told.max()) if told.numel() else 0
+        elif not torch.equal(told, kv_lens := self.kv_lens):
+            at = int((told != kv_lens).nonzero()[0])
+            raise ValueError(
+                f"seq_lens[{at}]={int(told[at])}, but the page table gives request {at} {int(kv_lens[at])} keys: "
+                "correct one of them, or leave seq_lens out."
+            )
+
+
+def read_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
+    """A ragged batch on the device of ``like``; None where a vector is not int32 on the CPU, or is not right."""
+    if not (_is_readable(qo, kv) and (size := qo.numel() - 1) >= 0 and kv.numel() == size + 1):
+        return None
+    facts = _args._C.read_offsets(qo.data_ptr(), kv.data_ptr(), size)
+    if facts is None:
+        return None
+    total_q, total_kv, longest, packed, address = facts
+    all_of = _Packed(packed, address, like)
+    begin = _next(0, size + 1)
+    return Batch(size, _Part(all_of, 0, size + 1, total_q), _Part(all_of, begin, size + 1, total_kv), longest)
+
+
+def read_pages(
+    qo: Any, kv: Any, last_page_len: Any, indices: Any, page_size: Any, whole: bool, like: torch.Tensor
+) -> Batch | None:
+    """A paged batch, as :func:`read_offsets`. Page numbers that no request uses are kept if ``whole``."""
+    if not (
+        _is_readable(qo, kv, last_page_len, indices)
+        and (size := qo.numel() - 1) >= 0
+        and kv.numel() == size + 1
+        and last_page_len.numel() == size
+        and type(page_size) is int
+        and page_size > 0
+    ):
+        return None
+    count = indices.numel()
+    facts = _args._C.read_pages(
+        qo.data_ptr(), kv.data_ptr(), last_page_len.data_ptr(), indices.data_ptr(), size, count, page_size, whole
+    )
+    if facts is None:
+        return None
+    total_q, end_page, longest, page_bound, packed, address = facts
+    all_of = _Packed(packed, address, like)
+    begin_kv = _next(0, size + 1)
+    begin_last = _next(begin_kv, size + 1)
+    return Batch(
+        size,
+        _Part(all_of, 0, size + 1, total_q),
+        _Part(all_of, begin_kv, size + 1, end_page),
+        longest,
+        page_size,
+        _Part(all_of, begin_last, size, None),
+        _Part(all_of, _next(begin_last, size), count if whole else end_page, None),
+        page_bound,
+    )
+
+
+def _is_readable(*vectors: Any) -> bool:
+    """Whether compiled functions can read these: there are such, and these are int32 vectors on the CPU."""
+    if _args._C is None:
+        return False
+    for x in vectors:
+        if not (type(x) is torch.Tensor and x.dtype is torch.int32 and x.is_cpu and x.dim() == 1 and x.is_contiguous()):
+            return False
+    return True
