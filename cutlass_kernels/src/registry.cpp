@@ -287,10 +287,11 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " is not a multiple of num_kv_heads=" + number(params.num_kv_heads) +
            ": every key head serves the same number of query heads.";
   }
-  if (params.head_dim_qk % 8 != 0 || params.head_dim_vo % 8 != 0) {
+  const int columns = size_of(params.kv_dtype) == 1 ? 16 : 8;
+  if (params.head_dim_qk % columns != 0 || params.head_dim_vo % columns != 0) {
     return "head_dim_qk=" + number(params.head_dim_qk) +
-           " and head_dim_vo=" + number(params.head_dim_vo) +
-           " must be multiples of 8: rows are read 16 bytes at a time.";
+           " and head_dim_vo=" + number(params.head_dim_vo) + " must be multiples of " +
+           number(columns) + ": rows are read 16 bytes at a time.";
   }
   // Below 2^31 by more than any tile, so that the end of a tile is a 32-bit number too.
   constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max() - 1023;

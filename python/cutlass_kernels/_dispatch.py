@@ -53,11 +53,12 @@ ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
 # Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
 ORDINARY = 1 << 30
 
-# fp8 keys and values below 16-bit queries. Kernels of fa2 can read them as they are, once for up to 64 query rows, of
+# fp8 keys and values below 16-bit queries. Kernels of fa2 can read them as they are, once for every 64 query rows, of
 # all heads that share a key head. All other kernels compute from 16-bit copies: making and reading these moves five
 # times the bytes, but then fa3 computes faster. So up to this many rows of a request, on average, fa2 reads the cache
 # itself, and comes first under "auto"; beyond, and where nobody knows the number of rows when a batch is planned,
-# copies are made. An explicit backend is what it says, and the rule then decides only about copies.
+# copies are made. An explicit backend is what it says, and the rule then decides only about copies. Up to 64 rows fa2
+# waits for memory, or nearly; of each 64 more it takes as long again, and copies two to three times as long as that.
 SHORT_ROWS = 128
 
 # What os.environ looks things up in. It takes 1.5 us to say that something is not there: a tenth of a whole call.

@@ -40,6 +40,15 @@ CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool vali
   cp_async_first(shared, global, valid ? 16 : 0);
 }
 
+// All of them; zeros, and nothing is read, if `ignored`.
+CUTE_DEVICE void cp_async_16_unless(std::uint32_t shared, const void* global, bool ignored) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;\n}" ::"r"(shared),
+      "l"(global), "r"(std::uint32_t(ignored))
+      : "memory");
+}
+
 // Hardware barrier `id` among `threads` threads, those that arrive and those that wait.
 CUTE_DEVICE void named_barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

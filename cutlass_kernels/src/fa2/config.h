@@ -17,7 +17,8 @@ struct Tile {
   static constexpr int kRowTiles = RowTiles;
   static constexpr int kWarps = Warps;
   static constexpr int kThreads = 32 * Warps;
-  static constexpr int kBlockM = 16 * RowTiles * Warps / Sharers;
+  // Of 8-bit keys (fp8.h) tiles have 64 rows at any number of row tiles, and one schedule serves all.
+  static constexpr int kBlockM = KvBytes == 1 ? 64 : 16 * RowTiles * Warps / Sharers;
   static constexpr int kBlockN = BlockN;            // keys per stage of the load pipeline
   static constexpr int kStepN = StepN;              // keys per softmax step
   static constexpr int kStages = Stages;            // of K and V in shared memory
@@ -29,7 +30,7 @@ struct Tile {
   // Whether the warps of a tile with few rows share these, each with a part of the keys (shared_keys.h).
   static constexpr bool kSharesKeys = KvBytes == 1;
   static_assert(Sharers == 1 || (Sharers == 2 && Stages == 1 && StepN == BlockN && !Packed));
-  static_assert(KvBytes == 2 || (KvBytes == 1 && RowTiles == 1 && Warps == 4 && Packed));
+  static_assert(KvBytes == 2 || (KvBytes == 1 && RowTiles <= 2 && Warps == 4 && Packed));
 };
 
 // Schedule::tile_kind. fa3 has the same numbers for such tiles.
@@ -46,7 +47,9 @@ enum TileKind { kRows = 0, kPacked = 3 };
 // no such rule: the small one is for devices without the shared memory of the large one, and nothing else.
 //
 // Fp8: for keys and values of 8 bits, whatever the queries. In steps of 16 keys all four warps have work where there are
-// 16 rows or fewer.
+// 16 rows or fewer. Fp8Wide: for more than 32 rows. There conversion is what takes time: each warp converts the keys it
+// computes with, of 64 rows all four warps all keys. Two row tiles per warp halve that: two warps share 32 rows, each
+// with every second step of the keys. (At head dim 256 they do not fit 255 registers.)
 template <int HeadDim>
 struct TileTable;
 
@@ -58,6 +61,7 @@ struct TileTable<64> {
   using Small = Tile<64, 1, 4, 64, 64, 2, 2, 3>;
   using Packed = Tile<64, 1, 4, 64, 32, 3, 2, 3, 1, true>;
   using Fp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1>;
+  using Fp8Wide = Tile<64, 2, 4, 64, 32, 4, 1, 3, 1, true, 1>;
   static constexpr int kFewBlocks = 200;
   static constexpr int kFewBlocksCausal = 320;
 };
@@ -70,6 +74,7 @@ struct TileTable<128> {
   using Small = Tile<128, 1, 4, 64, 64, 2, 2, 2>;
   using Packed = Tile<128, 1, 4, 32, 32, 3, 2, 3, 1, true>;
   using Fp8 = Tile<128, 1, 4, 64, 16, 3, 2, 3, 1, true, 1>;
+  using Fp8Wide = Tile<128, 2, 4, 64, 32, 3, 1, 2, 1, true, 1>;
   static constexpr int kFewBlocks = 80;
   static constexpr int kFewBlocksCausal = 320;
 };
@@ -82,6 +87,7 @@ struct TileTable<256> {
   using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;  // 96 KB: compute capabilities 8.6, 8.9, 12.x
   using Packed = Tile<256, 1, 4, 32, 32, 2, 4, 2, 1, true>;
   using Fp8 = Tile<256, 1, 4, 64, 16, 2, 2, 2, 1, true, 1>;  // 97 KB
+  using Fp8Wide = Fp8;
 };
 
 }  // namespace cutlass_kernels::fa2

@@ -72,8 +72,9 @@ template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>())
     attention_kernel(__grid_constant__ const KernelParams params) {
   using Layout = SharedLayout<Tile>;
-  using Mma = typename Element::Mma;
   constexpr bool kFp8 = Tile::kKvBytes == 1;
+  using Factor = std::conditional_t<kFp8, fp16, Element>;  // of products
+  using Mma = typename Factor::Mma;
   constexpr int kRowTiles = Tile::kRowTiles;
   constexpr int kBlockN = Tile::kBlockN;
   constexpr int kStages = Tile::kStages;
@@ -185,8 +186,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   const int warp_row = keys.row_group * (kRowTiles * 16);  // in the tile
   const WarpRows<Tile> row_at{row_begin, warp_row, params.pack};
   const int first_row = row_at(0);  // in the request
-  const int last_row =
-      Tile::kPacked ? min(row_at(15), row_end - 1) : min(row_at(kRowTiles * 16), row_end) - 1;
+  const int last_row = Tile::kPacked ? min(row_at(kRowTiles * 16 - 1), row_end - 1)
+                                     : min(row_at(kRowTiles * 16), row_end) - 1;
   const bool has_rows = first_row <= last_row && keys.has_part();
   // Keys that some / that every row of the warp sees.
   const int any_begin = has_rows ? mask.lo(first_row) : 0;
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       }
     }
     if constexpr (kFp8) {
-      add_scores<Element, Kv, Tile>(s[0], q_row_base, swizzle_q, k_sub, swizzle_k);
+      add_scores<Kv, Tile>(s, q_row_base, swizzle_q, k_sub, swizzle_k);
       return;
     }
     // Fragments are read kAhead steps before their products; a step is one pair of n tiles.
@@ -270,6 +271,14 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
           mma<Mma>(s[m][2 * pair + 1], a[kd % 2][m], b[step % kSlots][2], b[step % kSlots][3]);
         }
       }
+    }
+  };
+
+  auto multiply_rows = [&](float (&s)[kRowTiles][kTilesN][4], const float (&factors)[kRows]) {
+    __syncwarp();  // keeps this a branch
+    CUTE_UNROLL
+    for (int i = 0; i < kRowTiles * kTilesN * 4; ++i) {
+      s[i / 4 / kTilesN][i / 4 % kTilesN][i % 4] *= factors[i / 4 / kTilesN * 2 + i % 4 / 2];
     }
   };
 
@@ -392,14 +401,14 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     const float p1 = softmax.exponential(r, pair[1]);
     softmax.partial_sum[r] += p0;
     softmax.partial_sum[r] += p1;
-    return Element::pack(p0, p1);
+    return Factor::pack(p0, p1);
   };
 
   const SharedRows<Tile> shared_rows(shared_memory, warp, lane);
   auto accumulate = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t v_sub) {
     if constexpr (kFp8) {
-      add_values<Element, Kv, Tile, kTilesN / 2>(
-          o[0], v_sub, swizzle_v, [&](int k, int pack) { return make_p(s, k, pack); });
+      add_values<Kv, Tile, kTilesN / 2>(o, v_sub, swizzle_v,
+                                        [&](int k, int pack) { return make_p(s, k, pack); });
       return;
     }
     constexpr int kOwnSteps = kTilesN / 2;  // of 16 keys and this warp's P; the other's follow
@@ -482,7 +491,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   if constexpr (kGeneral) {
     visible.fetch_last((block_end - 1) * kBlockN + last_step * kStepN + part * kTilesN * 8);
   }
-  [[maybe_unused]] std::conditional_t<kFp8, PackedQ<Tile>, int> packed_q(thread);
+  [[maybe_unused]] std::conditional_t<kFp8, PackedQ<Element, Tile>, int> packed_q(thread);
   if constexpr (kFp8) {
     packed_q.begin(params, work.q_begin, row_begin, row_end, head);
   } else if constexpr (Tile::kPacked) {
@@ -510,7 +519,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     if constexpr (kPaged) {
       pages.store(page[kStages - 1], block_end - kStages, block_end - kStages);
     }
-    if constexpr (kFp8) packed_q.finish(shared_memory + Layout::kQ);
+    if constexpr (kFp8) packed_q.finish(shared_memory);
     // The blocks whose keys are found an iteration ahead: the next to be loaded, or those whose addresses are.
     constexpr int kSeenAhead = kPaged ? kStages : kStages - 1;
     if constexpr (kGeneral) seen.find(block_end - 1 - kSeenAhead);
@@ -522,11 +531,14 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
 
       int opaque_thread = thread;  // addresses are computed anew, not kept in registers
       asm volatile("" : "+r"(opaque_thread));
+      if constexpr (kFp8) opaque_thread &= Tile::kThreads - 1;  // >= 0: divisions are cheap
       Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
                   v_loader(block - kStages + 1, next_stage, opaque_thread)}};
       if constexpr (kPaged) next.fetch(pages, block - kStages);
       if constexpr (kFp8) {
         next.issue_all();  // at once: memory is what takes time, and steps may be another warp's
+        float factors[kRows];
+        const bool scales = packed_q.read_factors(shared_memory, warp_row, factors);
         CUTE_NO_UNROLL
         for (int sub = last_step; sub >= 0; sub -= keys.groups) {
           const int first_key = block * kBlockN + sub * kStepN;
@@ -541,6 +553,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
           float s[kRowTiles][kTilesN][4];
           float thread_max[kRows];
           compute_scores(s, k_row_base + offset);
+          if (scales) multiply_rows(s, factors);
           finish_scores(s, first_key);
           take_max(s, thread_max, next, false);
           fetch_mask(next_key);
@@ -676,8 +689,20 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     if (!keys.merge(shared_memory, lane, o, row_m, row_sum)) return;
   }
   if constexpr (Tile::kPacked) {
-    store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head, o,
-                                          row_m, row_sum);
+    if constexpr (kRowTiles == 1) {
+      store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head, o,
+                                            row_m, row_sum);
+    } else {
+      static_assert(!kGeneral);
+      CUTE_UNROLL
+      for (int m = 0; m < kRowTiles; ++m) {
+        const WarpRows<Tile> rows{row_begin, warp_row + m * 16, params.pack};
+        store_packed<Element, Tile, kGeneral>(
+            params, work, shared_memory, rows, row_end, head,
+            reinterpret_cast<const float (&)[1][kTilesD][4]>(o[m]),
+            {row_m[2 * m], row_m[2 * m + 1]}, {row_sum[2 * m], row_sum[2 * m + 1]});
+      }
+    }
     return;
   }
   [[maybe_unused]] const float output_scale = kGeneral ? scale_of(p.output_scale, head) : 1.0f;

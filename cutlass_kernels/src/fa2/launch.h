@@ -207,25 +207,42 @@ Status launch(const AttentionParams& params, cudaStream_t stream) {
   return no_such_tile<HeadDim>(params);
 }
 
-// Keys and values of 8 bits: packed heads, one at the least, whatever the length of the queries.
+// Rows of a request, on average, up to which tiles of one row tile to a warp are faster.
+constexpr std::int64_t kFp8NarrowRows = 32;
+
+inline bool is_fp8_wide(const AttentionParams& params, int packed_heads) {
+  return !GeneralTransform::needed(params) && !LogitsTransform::needed(params) &&
+         params.total_q * packed_heads > kFp8NarrowRows * params.batch_size;
+}
+
+// Keys and values of 8 bits: packed heads, one at the least, whatever the length of the queries. Both tiles have as many
+// rows: a schedule serves either.
 template <int HeadDim>
 TileShape fp8_tile_shape(const AttentionParams& params, int compute_capability) {
   using Tile = typename TileTable<HeadDim>::Fp8;
+  using Wide = typename TileTable<HeadDim>::Fp8Wide;
+  static_assert(Wide::kBlockM == Tile::kBlockM);
   const int heads = packed_heads(params, Tile::kBlockM);
-  return {Tile::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Tile>(compute_capability)};
+  return {Tile::kBlockM / heads, kPacked, heads,
+          is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(compute_capability)
+                                     : blocks_per_sm_on<Tile>(compute_capability)};
 }
 
 template <class Element, class Kv, int HeadDim>
 Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
   using Tile = typename TileTable<HeadDim>::Fp8;
+  using Wide = typename TileTable<HeadDim>::Fp8Wide;
   const TileShape shape = fp8_tile_shape<HeadDim>(params, 0);
   const Schedule& schedule = params.schedule;
   if (schedule.tile_kind != shape.kind || schedule.packed_heads != shape.packed_heads ||
       schedule.tile_rows != shape.rows) {
     return no_such_tile<HeadDim>(params);
   }
-  return GeneralTransform::needed(params) || LogitsTransform::needed(params)
-             ? launch_tile<Element, Tile, Logits::kGeneral, Kv>(params, stream)
+  if (GeneralTransform::needed(params) || LogitsTransform::needed(params)) {
+    return launch_tile<Element, Tile, Logits::kGeneral, Kv>(params, stream);
+  }
+  return is_fp8_wide(params, shape.packed_heads)
+             ? launch_tile<Element, Wide, Logits::kPlain, Kv>(params, stream)
              : launch_tile<Element, Tile, Logits::kPlain, Kv>(params, stream);
 }
 

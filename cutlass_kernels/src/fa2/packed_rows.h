@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/ldmatrix.h"
 #include "common/logits.h"
@@ -69,11 +70,26 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared,
   }
 }
 
-// The same for keys of 8 bits, columns in the order that fp8.h asks for: of 16, two at a time, first those that are the
-// first two of four. Through registers, which leaves time for other loads between begin() and finish().
-template <class Tile>
+// bf16 as fp16: rows are scaled, by powers of two, where their largest finite number is 2^15 or more, or below 2^-6, so that
+// small numbers beside it would lose digits. (What becomes subnormal is off by 2^-25 at most, 2^-19 of the largest.) This
+// is what scores are then multiplied by.
+CUTE_DEVICE float row_factor(std::uint32_t largest) {
+  const std::uint32_t exponent = largest >> 7;  // of the bits of a bf16 number
+  const bool fits = exponent - 121u <= 20u || exponent == 0;
+  return fits ? 1.0f : __uint_as_float(min(exponent, 253u) << 23);
+}
+
+CUTE_DEVICE std::uint32_t scaled_to_fp16(std::uint32_t pair, float scale) {
+  return fp16::pack(__uint_as_float(pair << 16) * scale,
+                    __uint_as_float(pair & 0xffff0000u) * scale);
+}
+
+// Q for keys of 8 bits: in fp16, and columns in the order that fp8.h asks for: of 16, two at a time, first those that are
+// the first two of four. Through registers, which leaves time for other loads between begin() and finish().
+template <class Element, class Tile>
 struct PackedQ {
   using Layout = SharedLayout<Tile>;
+  static constexpr bool kScales = std::is_same_v<Element, bf16>;
   static constexpr int kGroups = Tile::kHeadDim / 16;
   static constexpr int kRowStep = Tile::kThreads / kGroups;
   static constexpr int kSteps = Tile::kBlockM / kRowStep;
@@ -105,17 +121,53 @@ struct PackedQ {
     }
   }
 
-  CUTE_DEVICE void finish(char* shared_q) const {
+  CUTE_DEVICE void finish(char* shared_memory) const {
     CUTE_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRowStep + first_row;
       const uint4& low = columns[i][0];
       const uint4& high = columns[i][1];
+      std::uint32_t pairs[8] = {low.x, low.z, high.x, high.z, low.y, low.w, high.y, high.w};
+      if constexpr (kScales) {
+        std::uint32_t largest = 0;
+        CUTE_UNROLL
+        for (int j = 0; j < 16; ++j) {
+          const std::uint32_t magnitude = pairs[j / 2] >> j % 2 * 16 & 0x7fff;
+          largest = max(largest, magnitude < 0x7f80 ? magnitude : 0u);
+        }
+        CUTE_UNROLL
+        for (int lanes = 1; lanes < kGroups; lanes *= 2) {  // those of a row
+          largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+        }
+        const float factor = row_factor(largest);
+        const float scale = __uint_as_float(0x7f000000u - __float_as_uint(factor));  // 1 / factor
+        CUTE_UNROLL
+        for (int j = 0; j < 8; ++j) pairs[j] = scaled_to_fp16(pairs[j], scale);
+        if (group == 0) {
+          reinterpret_cast<float*>(shared_memory + Layout::kRowFactors)[row] = factor;
+        }
+      }
+      char* shared_q = shared_memory + Layout::kQ;
       *reinterpret_cast<uint4*>(shared_q + Layout::offset(row, 2 * group)) =
-          make_uint4(low.x, low.z, high.x, high.z);
+          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       *reinterpret_cast<uint4*>(shared_q + Layout::offset(row, 2 * group + 1)) =
-          make_uint4(low.y, low.w, high.y, high.w);
+          make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
     }
+  }
+
+  // Factors of the scores of row tile r / 2, for the lane's rows r % 2; whether any of the warp is not 1. After a barrier.
+  CUTE_DEVICE static bool read_factors(const char* shared_memory, int warp_row,
+                                       float (&factors)[2 * Tile::kRowTiles]) {
+    if constexpr (!kScales) return false;
+    const float* rows =
+        reinterpret_cast<const float*>(shared_memory + Layout::kRowFactors) + warp_row;
+    bool any = false;
+    CUTE_UNROLL
+    for (int r = 0; r < 2 * Tile::kRowTiles; ++r) {
+      factors[r] = rows[r * 8 + threadIdx.x % 32 / 4];
+      any |= factors[r] != 1.0f;
+    }
+    return __any_sync(0xffffffffu, any);
   }
 };
 

@@ -37,6 +37,7 @@ struct PageRows {
   CUTE_DEVICE static int thread_index() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    if constexpr (Tile::kKvBytes == 1) thread &= Tile::kThreads - 1;  // >= 0
     return thread;
   }
 

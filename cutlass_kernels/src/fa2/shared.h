@@ -27,8 +27,10 @@ struct SharedLayout {
   static constexpr int kP = kV + Tile::kStages * kStageBytes;
   static constexpr int kPWarpBytes = Tile::kRowTiles * 16 * Tile::kStepN / Tile::kSharers * 2;
   static constexpr int kRowValues = kP + Tile::kWarps * kPWarpBytes;  // floats [row][sharer]
-  static constexpr int kBytes =
-      Tile::kSharers > 1 ? kRowValues + Tile::kBlockM * Tile::kSharers * 4 : kP;
+  static constexpr int kRowFactors = kP;  // of 8-bit keys: floats [row] (packed_rows.h)
+  static constexpr int kBytes = Tile::kSharers > 1
+                                    ? kRowValues + Tile::kBlockM * Tile::kSharers * 4
+                                    : kP + (Tile::kKvBytes == 1 ? Tile::kBlockM * 4 : 0);
   // Of a paged cache: the addresses of a block's rows of K and of V. 1 KB, at head dim 128 with 32 keys to a block half
   // of it, is what two blocks of 80 KB each leave of the 164 KB of an A100.
   static constexpr int kTable = kBytes;
@@ -59,8 +61,7 @@ struct SharedLayout {
   }
 };
 
-// What of the 16 bytes of a chunk is inside the tensor's own head dimension, a multiple of 8 elements: all or nothing, or
-// of 8-bit elements half of them.
+// Whether the 16 bytes of a chunk are inside the tensor's own head dimension, a multiple of 8 elements: all or nothing.
 template <int kElementBytes>
 struct ColumnBytes {
   bool inside;
@@ -72,15 +73,15 @@ struct ColumnBytes {
   }
 };
 
+// Head dimensions of 8-bit keys are multiples of 16: all or nothing, of which the instruction takes less to tell than bytes.
 template <>
 struct ColumnBytes<1> {
-  int bytes;
+  bool inside;
 
   ColumnBytes() = default;
-  CUTE_DEVICE ColumnBytes(int chunk, int head_dim)
-      : bytes(min(max(head_dim - chunk * 16, 0), 16)) {}
+  CUTE_DEVICE ColumnBytes(int chunk, int head_dim) : inside(chunk * 16 < head_dim) {}
   CUTE_DEVICE void copy(std::uint32_t to, const char* from, bool valid) const {
-    cp_async_first(to, from, valid ? bytes : 0);
+    cp_async_16_unless(to, from, !valid || !inside);
   }
 };
 

@@ -35,6 +35,10 @@ struct SharedKeys<Tile, true> {
   static constexpr int kTilesD = Tile::kHeadDim / 8;
   static constexpr int kBarrier = 1;  // of the warps that have a part; __syncthreads() is number 0
 
+  static constexpr int kRowTiles = Tile::kRowTiles;
+  static constexpr int kMaxGroups =
+      Tile::kWarps / kRowTiles < kSteps ? Tile::kWarps / kRowTiles : kSteps;
+
   int row_groups;  // 1, 2 or 4
   int groups;      // that the keys are divided among
   int row_group;
@@ -42,8 +46,8 @@ struct SharedKeys<Tile, true> {
 
   // Of a tile of `rows` rows.
   CUTE_DEVICE SharedKeys(int rows, int warp) {
-    row_groups = rows <= 16 ? 1 : rows <= 32 ? 2 : 4;
-    groups = min(Tile::kWarps / row_groups, kSteps);
+    row_groups = rows <= kRowTiles * 16 ? 1 : rows <= kRowTiles * 32 ? 2 : 4;
+    groups = min(Tile::kWarps / row_groups, kMaxGroups);
     row_group = warp & (row_groups - 1);
     group = warp / row_groups;
   }
@@ -55,49 +59,58 @@ struct SharedKeys<Tile, true> {
 
   // Puts the results of the groups together, in registers of the first; true for the warps that have them. All warps that
   // have a part call this, when no one reads K or V any more.
-  CUTE_DEVICE bool merge(char* shared_memory, int lane, float (&o)[1][kTilesD][4],
-                         float (&row_m)[2], float (&row_sum)[2]) const {
-    static_assert((Tile::kWarps - 1) * (kTilesD + 1) * 512 <=
-                  2 * Tile::kStages * Layout::kStageBytes);
+  CUTE_DEVICE bool merge(char* shared_memory, int lane, float (&o)[kRowTiles][kTilesD][4],
+                         float (&row_m)[2 * kRowTiles], float (&row_sum)[2 * kRowTiles]) const {
+    constexpr int kResults = kRowTiles * (kTilesD + 1);
+    // Of one row group there are the most: kMaxGroups - 1; of two, with two groups, as many as row groups.
+    constexpr int kMost = kMaxGroups - 1 > 2 ? kMaxGroups - 1 : 2;
+    static_assert(kMost * kResults * 512 <= 2 * Tile::kStages * Layout::kStageBytes);
     if (groups == 1) return true;
-    // [group, row group][(m, sum), then tiles of O][lane]
-    auto results = [&](int of_group) {
-      return reinterpret_cast<float4*>(shared_memory + Layout::kK) +
-             ((of_group - 1) * row_groups + row_group) * (kTilesD + 1) * 32 + lane;
+    // [group, row group][row tile][(m, sum), then tiles of O][lane]
+    auto results = [&](int of_group, int row_tile) {
+      return reinterpret_cast<float4*>(shared_memory + Layout::kK) + lane +
+             (((of_group - 1) * row_groups + row_group) * kResults + row_tile * (kTilesD + 1)) * 32;
     };
     if (group > 0) {
-      float4* own = results(group);
-      own[0] = make_float4(row_m[0], row_m[1], row_sum[0], row_sum[1]);
       CUTE_UNROLL
-      for (int d = 0; d < kTilesD; ++d) {
-        own[(d + 1) * 32] = make_float4(o[0][d][0], o[0][d][1], o[0][d][2], o[0][d][3]);
+      for (int t = 0; t < kRowTiles; ++t) {
+        float4* own = results(group, t);
+        own[0] = make_float4(row_m[2 * t], row_m[2 * t + 1], row_sum[2 * t], row_sum[2 * t + 1]);
+        CUTE_UNROLL
+        for (int d = 0; d < kTilesD; ++d) {
+          own[(d + 1) * 32] = make_float4(o[t][d][0], o[t][d][1], o[t][d][2], o[t][d][3]);
+        }
       }
     }
     named_barrier_wait(kBarrier, groups * row_groups * 32);
     if (group > 0) return false;
     CUTE_NO_UNROLL
     for (int other = 1; other < groups; ++other) {
-      const float4* theirs = results(other);
-      const float4 rows = theirs[0];
-      const float m[2] = {rows.x, rows.y};
-      const float sum[2] = {rows.z, rows.w};
-      float weight[2], their_weight[2];
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        const float top = fmaxf(row_m[r], m[r]);
-        // 1 where both saw no key: -inf is at no distance from itself.
-        weight[r] = row_m[r] == top ? 1.0f : exp2_approx(row_m[r] - top);
-        their_weight[r] = m[r] == top ? 1.0f : exp2_approx(m[r] - top);
-        row_m[r] = top;
-        row_sum[r] = row_sum[r] * weight[r] + sum[r] * their_weight[r];
-      }
-      CUTE_UNROLL
-      for (int d = 0; d < kTilesD; ++d) {
-        const float4 part = theirs[(d + 1) * 32];
-        o[0][d][0] = o[0][d][0] * weight[0] + part.x * their_weight[0];
-        o[0][d][1] = o[0][d][1] * weight[0] + part.y * their_weight[0];
-        o[0][d][2] = o[0][d][2] * weight[1] + part.z * their_weight[1];
-        o[0][d][3] = o[0][d][3] * weight[1] + part.w * their_weight[1];
+      for (int t = 0; t < kRowTiles; ++t) {
+        const float4* theirs = results(other, t);
+        const float4 rows = theirs[0];
+        const float m[2] = {rows.x, rows.y};
+        const float sum[2] = {rows.z, rows.w};
+        float weight[2], their_weight[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const int r = 2 * t + i;
+          const float top = fmaxf(row_m[r], m[i]);
+          // 1 where both saw no key: -inf is at no distance from itself.
+          weight[i] = row_m[r] == top ? 1.0f : exp2_approx(row_m[r] - top);
+          their_weight[i] = m[i] == top ? 1.0f : exp2_approx(m[i] - top);
+          row_m[r] = top;
+          row_sum[r] = row_sum[r] * weight[i] + sum[i] * their_weight[i];
+        }
+        CUTE_UNROLL
+        for (int d = 0; d < kTilesD; ++d) {
+          const float4 part = theirs[(d + 1) * 32];
+          o[t][d][0] = o[t][d][0] * weight[0] + part.x * their_weight[0];
+          o[t][d][1] = o[t][d][1] * weight[0] + part.y * their_weight[0];
+          o[t][d][2] = o[t][d][2] * weight[1] + part.z * their_weight[1];
+          o[t][d][3] = o[t][d][3] * weight[1] + part.w * their_weight[1];
+        }
       }
     }
     return true;
