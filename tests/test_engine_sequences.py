@@ -485,5 +485,5 @@ def test_hundreds_of_replans(target):
         kv_lens = [draw.choice([n, 0, n + draw.randint(0, 230), n + draw.randint(0, 230)]) for n in qo_lens]
         step((qo_lens, kv_lens), draw, check=number % 4 == 0)
     after = standing()
-    assert after[0] == before[0], "plans leave tensors behind"
+    assert after[0] <= before[0], "plans leave tensors behind"  # a plan makes some only when somebody asks for them
     assert after[1] <= before[1] + 64 * steps, "plans leave memory behind"  # a leaked tensor is 512 bytes or more
