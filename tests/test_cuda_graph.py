@@ -102,6 +102,32 @@ class Captured:
         assert bool((self.out[rows:] == 7.0).all()) and bool((self.lse[rows:] == 7.0).all())
 
 
+@pytest.mark.parametrize("fixed", [None, 16])
+def test_workspace_size_counts_the_room_of_the_buffers(target, fixed):
+    batch = make_batch([1, 1], [500, 900], 4, 2, 64, device=target.device)
+    paged = batch.paged(8)
+
+    def ints(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=target.device)
+
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(
+        target.workspace(),
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(3),
+        paged_kv_indptr_buf=ints(3),
+        paged_kv_indices_buf=ints(20 * paged.indices.numel()),
+        paged_kv_last_page_len_buf=ints(2),
+        backend=target.backend,
+    )
+    plan = (batch.qo_indptr(), *paged.table(), *batch.heads, 8)
+    options = dict(causal=True, fixed_split_size=fixed)
+    sizes = wrapper.workspace_size(*plan, **options)
+    wrapper.reset_workspace_buffer(*(target.workspace(max(size, 16)) for size in sizes))
+    wrapper.plan(*plan, **options)
+    want = expect(batch, Options(causal=True))
+    assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+
+
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_replay_after_other_plans(target, kind):
     if kind == "paged" and not target.serves("paged"):

@@ -472,3 +472,15 @@ def test_rope_turns_pairs(calls):
 def test_refusals_do_not_print_tensors(calls):
     message = refuse(NotImplementedError, lambda: calls.ragged().run(*calls.qkv, o_scale=calls.qkv[0]), "o_scale")
     assert "a tensor (14, 4, 64)" in message
+
+
+@pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"])
+def test_sizes_that_are_whole_floats(calls, name):
+    # Refused before anything is remembered: the same plan with integers works.
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo": 64}
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(calls.target.workspace(), backend=calls.target.backend)
+    refuse(TypeError, lambda: wrapper.plan(offsets, offsets, **{**sizes, name: float(sizes[name])}), name, "integer")
+    wrapper.plan(offsets, offsets, **sizes)
+    q, k = (torch.zeros(5, heads, 64, dtype=torch.float16, device=calls.target.device) for heads in (4, 2))
+    assert wrapper.run(q, k, k).shape == q.shape

@@ -74,6 +74,14 @@ def dtype(value: str | torch.dtype) -> torch.dtype:
     raise ValueError(f"{value!r} is not a data type: use a torch.dtype or a name such as 'float16' or 'bfloat16'.")
 
 
+def integer(name: str, value: Any) -> int:
+    """``value`` as an int; TypeError for what is none, a float that is whole included."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: pass an integer.") from None
+
+
 def heads(num_qo_heads: int, num_kv_heads: int) -> int:
     """Query heads per key/value head; RuntimeError unless it is a positive whole number."""
     if num_qo_heads <= 0 or num_kv_heads <= 0 or num_qo_heads % num_kv_heads != 0:

@@ -67,8 +67,6 @@ def reasons(backend: str, request: Request) -> list[str]:
             f"backend={backend!r} has no kernels in this build (it has {', '.join(sorted(built)) or 'none'}): "
             "use backend='auto'."
         ]
-    if reads_as_is(backend, request):
-        return []
     found, prepared = [], _prepare.prepared_request(request)
     if prepared is not None:
         if request.o_dtype in FP8_DTYPES:
@@ -145,9 +143,8 @@ def _single(
 
 
 _counters_of: dict[tuple[int | None, int, int], torch.Tensor] = {}
-_captured: list[
-    torch.Tensor
-] = []  # 8 bytes a captured call, kept: their graph may outlive every other reference to them
+# 8 bytes a captured call, kept: their graph may outlive every other reference to them.
+_captured: list[torch.Tensor] = []
 _SHORT_ROWS, _LONG_KEYS = 4096, 1024
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for every thread
 

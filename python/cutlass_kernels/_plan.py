@@ -251,8 +251,8 @@ def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, ma
     ValueError where nothing tells how many pieces of a fixed size there may be.
     """
     fixed = min(max(int(fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
-    told = 0 if max_sequence_kv is None else int(max_sequence_kv)
-    most = told or batch.longest or 0
+    told = 0 if max_sequence_kv is None else min(int(max_sequence_kv), MOST_KEYS)
+    most = min(told or batch.longest or 0, MOST_KEYS)
     if fixed and batch.page_size is None and not told and batch.longest is None:
         raise ValueError(
             f"fixed_split_size={fixed_split_size} needs the lengths on the CPU (kv_indptr or seq_lens), or "

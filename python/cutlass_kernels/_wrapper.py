@@ -267,11 +267,14 @@ class BatchPrefillWrapper(RunsPlans):
         kv_data_type: str | torch.dtype | None,
         o_data_type: str | torch.dtype | None,
     ) -> Shape:
+        num_qo_heads = _args.integer("num_qo_heads", num_qo_heads)
+        num_kv_heads = _args.integer("num_kv_heads", num_kv_heads)
+        head_dim_qk = _args.integer("head_dim_qk", head_dim_qk)
         _args.heads(num_qo_heads, num_kv_heads)
         q_dtype = _args.dtype(q_data_type)
         kv_dtype = q_dtype if kv_data_type is None else _args.dtype(kv_data_type)
         o_dtype = _args.element_types(q_dtype, kv_dtype, None, o_data_type)
-        vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+        vo = head_dim_qk if head_dim_vo is None else _args.integer("head_dim_vo", head_dim_vo)
         if head_dim_qk <= 0 or vo <= 0:
             raise ValueError(f"head_dim_qk={head_dim_qk} and head_dim_vo={vo} must be positive.")
         return Shape(num_qo_heads, num_kv_heads, head_dim_qk, vo, q_dtype, kv_dtype, o_dtype)
@@ -449,7 +452,9 @@ class BatchPrefillWrapper(RunsPlans):
         self._check_split(plan)
         if self._dry_run:
             if plan.backend in KERNEL_BACKENDS:
-                self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, indices))
+                # In graph mode runs read the buffers, which have room for more pages, and so for more pieces of keys.
+                read = self._stored if self._use_cuda_graph else indices
+                self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
             return
         before: dict[str, torch.Tensor] = {}
         stored: dict[str, Any] = dict(indices)

@@ -94,8 +94,9 @@ struct Schedule {
 };
 
 struct AttentionParams {
-  // What to compute. q, k, v and o have one type of 16 bits; or q, k and v are kFloat8E4M3 and o is of either type of 16
-  // bits, for fa3 without a mask of bits and without ALiBi. Factors that dequantise fp8 are part of sm_scale and v_scale, or
+  // What to compute. q, k, v and o have one type of 16 bits; or q and o have, and k and v are kFloat8E4M3 or kFloat8E5M2, for
+  // fa2; or q, k and v are kFloat8E4M3 and o is of either type of 16 bits, for fa3 without a mask of bits and without ALiBi.
+  // Factors that dequantise fp8 are part of sm_scale and v_scale, or
   // of logits_scale and output_scale.
   DType q_dtype = DType::kBFloat16;
   DType kv_dtype = DType::kBFloat16;

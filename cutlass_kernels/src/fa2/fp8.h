@@ -24,7 +24,7 @@ namespace cutlass_kernels::fa2 {
 // convert two of them, where bf16 takes four, more than the products themselves. Queries in bf16 get a factor per row where they
 // do not fit (packed_rows.h), and P, at most 2^8, loses less than in bf16.
 
-// Infinities and NaN (e4m3: the largest magnitude) become finite numbers, except where an instruction converts.
+// NaN of e4m3 (the largest magnitude) becomes a finite number where no instruction converts, below compute capability 8.9.
 struct e4m3 {};
 struct e5m2 {};
 

@@ -60,7 +60,8 @@ struct Tile {
 
 // Warpgroups of producers that gather, where registers allow two: then two warps copy K, and two V.
 constexpr int kGatherWarpgroups = 2;
-// The same for e4m3. Of the warpgroup of producers two warps transpose V (transpose_values.h).
+
+// A tile of e4m3. Of the warpgroup of producers two warps transpose V (transpose_values.h).
 template <int HeadDim, int Consumers, int BlockN, int KStages, int StagedStages, int VStages,
           int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters, bool Packed>
 struct Fp8Tile : Tile<HeadDim, HeadDim, Consumers, BlockN, KStages, VStages, QBuffers, OPanels,
@@ -71,8 +72,7 @@ struct Fp8Tile : Tile<HeadDim, HeadDim, Consumers, BlockN, KStages, VStages, QBu
   static constexpr int kTransposers = 2;
   static constexpr int kStagedStages = StagedStages;
 
-  // O of 256 columns beside S of 128 leaves the producers no more.
-  static constexpr int producer_registers(bool) { return HeadDim * BlockN > 24576 ? 24 : 56; }
+  static constexpr int producer_registers(bool) { return 56; }
   static constexpr int consumer_registers(bool) {
     return std::min((Base::kLaunchRegisters * Base::kThreads - producer_registers(false) * 128) /
                         (128 * Consumers) / 8 * 8,

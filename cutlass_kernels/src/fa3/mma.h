@@ -39,7 +39,7 @@ struct Consumer {
                                      : std::is_same_v<Element, fp16> ? 0x1p15f
                                                                      : 0x1p30f;
   // log2 of P where S is the maximum that was last taken. P of e4m3 has 3 bits from 2^-6 on, 2^10 below that maximum, and
-  // S may grow 2^4-fold before another one must be taken.
+  // it may grow 2^4-fold before another maximum must be taken.
   static constexpr int kLift = kFp8 ? 4 : 0;
   // The factor of a head that only the device knows becomes part of the softmax's.
   static constexpr bool kFoldsScale = kFp8 && kLogits == Logits::kTransformed;

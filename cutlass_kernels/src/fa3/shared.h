@@ -89,7 +89,8 @@ struct Shared : StagedValues<Tile> {
   char v[Tile::kVStages][kVBytes];
   char o[Tile::kConsumers][kOBytes];
   Job jobs[kJobSlots];
-  // Of e4m3 one warp loads Q, K and V, and the transposing warps stand for the V warp.
+  // Of e4m3 one warp loads Q, K and V, and the transposing warps stand for the V warp. Where rows are gathered from pages, every
+  // lane that copies arrives.
   //                                   arrives                        waits
   Barrier job_wanted;                // K warp, close to its tile's end job warp
   Barrier job_full[kJobSlots];       // job warp                       Q, K, V warps, consumers

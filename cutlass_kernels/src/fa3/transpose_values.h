@@ -37,9 +37,8 @@ template <class Tile, int kParts, bool kHidden>
 CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int part,
                                  const Rows& wanted) {
   using Layout = Shared<Tile>;
-  constexpr int kGroups = Tile::kBlockN / 16;  // of keys
-  // Transposed at a time, to hide latencies; as many as there are registers for.
-  constexpr int kBatch = kGroups % 4 == 0 && Tile::producer_registers(false) > 24 ? 4 : 2;
+  constexpr int kGroups = Tile::kBlockN / 16;       // of keys
+  constexpr int kBatch = kGroups % 4 == 0 ? 4 : 2;  // transposed at a time, to hide latencies
   static_assert(kGroups % kBatch == 0 && Tile::kHeadDimVo % (32 * kParts) == 0);
   const int lane = threadIdx.x % 32;
   const int matrix = lane / 8;
