@@ -267,3 +267,18 @@ def wrapper_of(kind: str, target: Any, batch: Batch) -> tuple[Any, tuple[torch.T
     wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
     paged = batch.paged(8)
     return wrapper, paged.table(), (*batch.heads, 8), (paged.cache,)
+
+
+def graph_buffers(batch_size: int, pages: int, device: str) -> dict[str, Any]:
+    """What makes a paged wrapper one for CUDA graphs of ``batch_size`` requests and up to so many pages."""
+
+    def ints(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+    return dict(
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(batch_size + 1),
+        paged_kv_indptr_buf=ints(batch_size + 1),
+        paged_kv_indices_buf=ints(pages),
+        paged_kv_last_page_len_buf=ints(batch_size),
+    )

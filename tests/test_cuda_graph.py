@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from problems import Batch, Options, expect, make_batch
+from problems import Batch, Options, expect, graph_buffers, make_batch
 
 import cutlass_kernels as ck
 
@@ -106,19 +106,8 @@ class Captured:
 def test_workspace_size_counts_the_room_of_the_buffers(target, fixed):
     batch = make_batch([1, 1], [500, 900], 4, 2, 64, device=target.device)
     paged = batch.paged(8)
-
-    def ints(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=target.device)
-
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(
-        target.workspace(),
-        use_cuda_graph=True,
-        qo_indptr_buf=ints(3),
-        paged_kv_indptr_buf=ints(3),
-        paged_kv_indices_buf=ints(20 * paged.indices.numel()),
-        paged_kv_last_page_len_buf=ints(2),
-        backend=target.backend,
-    )
+    buffers = graph_buffers(2, 20 * paged.indices.numel(), target.device)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend, **buffers)
     plan = (batch.qo_indptr(), *paged.table(), *batch.heads, 8)
     options = dict(causal=True, fixed_split_size=fixed)
     sizes = wrapper.workspace_size(*plan, **options)

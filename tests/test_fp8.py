@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
-from problems import Batch, Options, allowed_in_fp8, expect, make_batch
+from problems import Batch, Options, allowed_in_fp8, expect, graph_buffers, make_batch
 
 import cutlass_kernels as ck
 from cutlass_kernels import _prepare
@@ -327,18 +327,8 @@ def test_captured_runs_follow_later_plans():
     steps = [([4, 4], [40, 90]), ([1, 7], [150, 7]), ([8, 0], [33, 5]), ([4, 4], [40, 90])]
     batches = [fp8_batch(*step, dim=64, seed=n) for n, step in enumerate(steps)]
 
-    def ints(n: int) -> torch.Tensor:
-        return torch.zeros(n, dtype=torch.int32, device=DEVICE)
-
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(
-        torch.zeros(16 << 20, dtype=torch.uint8, device=DEVICE),
-        use_cuda_graph=True,
-        qo_indptr_buf=ints(3),
-        paged_kv_indptr_buf=ints(3),
-        paged_kv_indices_buf=ints(64),
-        paged_kv_last_page_len_buf=ints(2),
-        backend="fa3",
-    )
+    workspace = torch.zeros(16 << 20, dtype=torch.uint8, device=DEVICE)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend="fa3", **graph_buffers(2, 64, DEVICE))
     q = torch.zeros(8, 4, 64, device=DEVICE).to(E4M3)
     cache = torch.zeros(32, 2, 8, 2, 64, device=DEVICE).to(E4M3)
     options = Options(causal=True)

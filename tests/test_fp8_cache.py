@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import poison_
-from problems import Batch, Options, expect, make_batch
+from problems import Batch, Options, expect, graph_buffers, make_batch
 
 import cutlass_kernels as ck
 from cutlass_kernels import _dispatch
@@ -324,17 +324,7 @@ def test_captured_runs_follow_later_plans():
     steps = [([1, 1, 1], [40, 90, 5]), ([1, 0, 2], [1500, 3, 64]), ([0, 0, 1], [1, 1, 1]), ([1, 1, 1], [7, 7, 7])]
     batches = [make_batch(*step, 8, 2, 128, kv_dtype=E4M3, device=DEVICE, seed=n) for n, step in enumerate(steps)]
 
-    def ints(n: int) -> torch.Tensor:
-        return torch.zeros(n, dtype=torch.int32, device=DEVICE)
-
-    wrapper = paged_wrapper(
-        "auto",
-        use_cuda_graph=True,
-        qo_indptr_buf=ints(4),
-        paged_kv_indptr_buf=ints(4),
-        paged_kv_indices_buf=ints(256),
-        paged_kv_last_page_len_buf=ints(3),
-    )
+    wrapper = paged_wrapper("auto", **graph_buffers(3, 256, DEVICE))
     q = torch.zeros(3, 8, 128, dtype=torch.float16, device=DEVICE)
     cache = torch.zeros(256, 2, 8, 2, 128, device=DEVICE).to(E4M3)
 

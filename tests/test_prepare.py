@@ -11,7 +11,7 @@ import pytest
 import torch
 from compare import assert_close, assert_lse_close
 from guards import Guarded
-from problems import Batch, Options, expect, make_batch
+from problems import Batch, Options, expect, graph_buffers, make_batch
 
 import cutlass_kernels as ck
 from cutlass_kernels import _prepare
@@ -304,7 +304,7 @@ class PagedCase:
 @pytest.mark.parametrize("rope", [None, ROPE], ids=["convert", "rotate"])
 def test_pages(page_size, layout, kv_dtype, own_values, rope, temporaries):
     if rope is None and kv_dtype == torch.float16:
-        pytest.skip("nothing to prepare")
+        pytest.skip("16-bit keys without a rotation reach the kernels as they are: there is nothing to prepare")
     case = PagedCase(page_size, layout, kv_dtype, own_values)
     problem, offsets = case.problem(rope)
     prepared = prepare(problem, offsets, temporaries)
@@ -502,17 +502,7 @@ def test_captured_runs_follow_later_plans(kernel_backend, kv_dtype):
     batches = [make_batch(*step, 4, 2, 64, kv_dtype=kv_dtype, device=DEVICE, seed=n) for n, step in enumerate(steps)]
     options = Options(causal=True, pos_encoding_mode="ROPE_LLAMA")
 
-    def ints(n: int) -> torch.Tensor:
-        return torch.zeros(n, dtype=torch.int32, device=DEVICE)
-
-    wrapper = paged_wrapper(
-        kernel_backend,
-        use_cuda_graph=True,
-        qo_indptr_buf=ints(3),
-        paged_kv_indptr_buf=ints(3),
-        paged_kv_indices_buf=ints(64),
-        paged_kv_last_page_len_buf=ints(2),
-    )
+    wrapper = paged_wrapper(kernel_backend, **graph_buffers(2, 64, DEVICE))
     q = torch.zeros(8, 4, 64, dtype=torch.float16, device=DEVICE)
     cache = torch.zeros(32, 2, 8, 2, 64, device=DEVICE).to(kv_dtype)
 

@@ -359,7 +359,7 @@ def test_repeated_single_calls_give_the_same(target):
 @pytest.mark.gpu
 def test_runs_with_rows_known_to_the_device_alone(target, kind):
     if target.is_reference:
-        pytest.skip("needs CUDA offsets")
+        pytest.skip("the reference is tested on the CPU, which takes no CUDA offsets")
     batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=target.device)
     wrapper, _, run = planned(kind, target, batch)
     want = run(return_lse=True)
@@ -373,7 +373,7 @@ def test_runs_with_rows_known_to_the_device_alone(target, kind):
 @pytest.mark.gpu
 def test_repeated_runs_in_a_graph_and_on_another_stream(target, kind):
     if target.is_reference:
-        pytest.skip("needs a CUDA graph")
+        pytest.skip("the reference is tested on the CPU, where there are no CUDA graphs")
     wrapper, batch, _ = planned(kind, target)
     q, out = batch.q.clone(), torch.zeros_like(batch.q)
     kv = (batch.paged(16).cache,) if kind == "paged" else (batch.k, batch.v)
