@@ -38,8 +38,8 @@ __device__ int split_tile_count(const AttentionParams& p) {
   return (static_cast<const ScheduleHeader*>(p.schedule.work_list) - 1)->split_tiles;
 }
 
-// A warp merges a row of a head at a time, a lane four columns of 128.
-template <class Element>
+// A warp merges a row of a head at a time, a lane four columns of 128. kPanels: of 128 columns.
+template <class Element, int kPanels>
 __global__ void __launch_bounds__(32 * kWarps)
     merge_pieces_kernel(__grid_constant__ const AttentionParams p) {
   await_previous_kernel();
@@ -82,25 +82,37 @@ __global__ void __launch_bounds__(32 * kWarps)
     const float sink = p.sinks == nullptr ? -INFINITY : p.sinks[head] * kLog2e;
     top = is_nan ? NAN : fmaxf(top, sink);
     float sum = 0.0f;
-    float o[2][4] = {};  // (column / 128, column % 4)
+    float o[kPanels][4] = {};  // (column / 128, column % 4)
+    // Pieces whose loads are in flight together: one at a time, a row would take a microsecond per piece.
+    constexpr int kAhead = 16 / kPanels;
     for (int first = 0; first < tile.pieces && any_key; first += 32) {
       const float own_weight = exp2_approx(lse_of(first + lane) - top);
       sum += own_weight;
       const int end = min(32, tile.pieces - first);
-      // O of a piece without keys is 0. Four loads in flight: one at a time, a row would take a microsecond per piece.
-#pragma unroll 4
-      for (int i = 0; i < end; ++i) {
-        const float weight = __shfl_sync(0xffffffffu, own_weight, i);
-        const float* from = p.schedule.partial_o + index(first + i) * p.head_dim_vo;
+      // O of a piece without keys is 0.
+      for (int begin = 0; begin < end; begin += kAhead) {
+        float4 x[kAhead][kPanels];
         CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          const int column = c * 128 + lane * 4;
-          if (column < p.head_dim_vo) {
-            const float4 x = *reinterpret_cast<const float4*>(from + column);
-            o[c][0] = fmaf(weight, x.x, o[c][0]);
-            o[c][1] = fmaf(weight, x.y, o[c][1]);
-            o[c][2] = fmaf(weight, x.z, o[c][2]);
-            o[c][3] = fmaf(weight, x.w, o[c][3]);
+        for (int i = 0; i < kAhead; ++i) {
+          const float* from = p.schedule.partial_o + index(first + begin + i) * p.head_dim_vo;
+          CUTE_UNROLL
+          for (int c = 0; c < kPanels; ++c) {
+            const int column = c * 128 + lane * 4;
+            x[i][c] = {};
+            if (begin + i < end && column < p.head_dim_vo) {
+              x[i][c] = *reinterpret_cast<const float4*>(from + column);
+            }
+          }
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < kAhead; ++i) {
+          const float weight = __shfl_sync(0xffffffffu, own_weight, begin + i);
+          CUTE_UNROLL
+          for (int c = 0; c < kPanels; ++c) {
+            o[c][0] = fmaf(weight, x[i][c].x, o[c][0]);
+            o[c][1] = fmaf(weight, x[i][c].y, o[c][1]);
+            o[c][2] = fmaf(weight, x[i][c].z, o[c][2]);
+            o[c][3] = fmaf(weight, x[i][c].w, o[c][3]);
           }
         }
       }
@@ -111,7 +123,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     char* out =
         static_cast<char*>(p.o.data) + 2 * (token * p.o.stride_token + head * p.o.stride_head);
     CUTE_UNROLL
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < kPanels; ++c) {
       const int column = c * 128 + lane * 4;
       if (column < p.head_dim_vo) {
         *reinterpret_cast<uint2*>(out + 2 * column) = {
@@ -129,8 +141,10 @@ __global__ void __launch_bounds__(32 * kWarps)
 }  // namespace
 
 Status launch_merge_pieces(const AttentionParams& params, cudaStream_t stream) {
-  auto* kernel =
-      params.o_dtype == DType::kFloat16 ? &merge_pieces_kernel<fp16> : &merge_pieces_kernel<bf16>;
+  const bool is_fp16 = params.o_dtype == DType::kFloat16;
+  auto* kernel = params.head_dim_vo <= 128
+                     ? (is_fp16 ? &merge_pieces_kernel<fp16, 1> : &merge_pieces_kernel<bf16, 1>)
+                     : (is_fp16 ? &merge_pieces_kernel<fp16, 2> : &merge_pieces_kernel<bf16, 2>);
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   const std::int64_t most_rows = std::int64_t(params.schedule.split_capacity) *
