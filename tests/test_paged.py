@@ -391,3 +391,19 @@ def test_workspace_of_any_type(target, dtype):
     wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, causal=True)
     want = expect(batch, Options(causal=True))
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 5, 8, 16])
+def test_pages_of_an_empty_cache_count_as_zeros(kernel_backend, page_size):
+    # The table is on the device, where nobody checks it.
+    def ints(*numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device="cuda:0")
+
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(32 << 20, dtype=torch.uint8, device="cuda:0"), backend=kernel_backend
+    )
+    wrapper.plan(ints(0, 3), ints(0, 2), ints(0, 7), ints(page_size), 4, 2, 64, page_size)
+    q = torch.randn(3, 4, 64, dtype=torch.float16, device="cuda:0")
+    cache = torch.empty(0, 2, page_size, 2, 64, dtype=torch.float16, device="cuda:0")
+    assert torch.count_nonzero(wrapper.run(q, cache)) == 0

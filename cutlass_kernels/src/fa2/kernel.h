@@ -306,7 +306,14 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   };
 
   // ---- What only the general variant has. ----
-  VisibleKeys<Tile> visible{p.mask, mask, request_bit, row_at, row_end, bits_begin, bits_end};
+  // Warps without rows see no range: they skip the steps.
+  VisibleKeys<Tile> visible{p.mask,
+                            mask,
+                            request_bit,
+                            row_at,
+                            row_end,
+                            has_rows ? bits_begin : 0,
+                            has_rows ? bits_end : 0};
   std::uint32_t found = 0;  // by the lane, of the step
   auto fetch_mask = [&](int first_key) {
     if constexpr (kGeneral) visible.fetch(first_key + part * kTilesN * 8);

@@ -184,7 +184,7 @@ struct VisibleKeys {
 
   // What the lane's row sees of its keys, in the step that was fetched.
   CUTE_DEVICE std::uint32_t find(int first_key) const {
-    if (all_see(first_key)) return ~0u;
+    if (all_see(first_key)) return kAll;
     const Lane own = lane_at(first_key);
     std::uint32_t bits =
         __funnelshift_r(low, high, std::uint32_t(own.bit)) & low_bits(interval.kv_len - own.key);

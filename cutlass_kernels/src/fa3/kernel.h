@@ -52,11 +52,11 @@ CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CU
 }
 
 // The warps of the producing warpgroup, where V is transposed.
-template <class Tile>
+template <class Tile, bool kHides>
 CUTE_DEVICE void produce_transposed(const KernelParams& params, Shared<Tile>& shared, int warp) {
   static_assert(Tile::kTransposers == 2);
   if (warp == 0) {
-    if (threadIdx.x % 32 == 0) find_jobs<Tile, false>(params, shared);
+    if (threadIdx.x % 32 == 0) find_jobs<Tile, kHides>(params, shared);
   } else if (warp == 1) {
     load_tiles<Tile>(params, shared);
   } else {
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   if (warpgroup < Tile::kProducers) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::producer_registers(kHides)>();
     if constexpr (Layout::kTransposed) {
-      produce_transposed<Tile>(params, shared, warp);
+      produce_transposed<Tile, kHides>(params, shared, warp);
     } else {
       // Of a second warpgroup, the first two warps copy: on the schedulers that the copying warps of the first leave alone.
       const int role = warp < 4 ? warp : warp < 6 ? warp - 2 : -1;

@@ -151,7 +151,8 @@ inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
                               heads,
                               pages,
                               p.head_dim_vo};
-  const int rows = any ? kernel_params->box_rows : 1;
+  const int rows =
+      kernel_params->box_rows;  // of an empty cache, too: its pages lie outside the map
   Status made = make_tensor_map("k", k_pages, p.kv_dtype, rows, &kernel_params->k_map);
   return made.ok() ? make_tensor_map("v", v_pages, p.kv_dtype, rows, &kernel_params->v_map) : made;
 }
