@@ -106,15 +106,26 @@ void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
   }
 }
 
+/// Zeros that a call without a schedule may count with, int32: Schedule::next_tile, then Schedule::merge_counters. 8 KB are
+/// enough for the keys of 16 rows of 8 heads in 60 pieces.
+constexpr int kCounters = 2048;
+constexpr int kFirstMergeCounter = 4;
+
+void take_counters(Address counters, Schedule* schedule) {
+  if (counters == 0) return;
+  schedule->next_tile = pointer<std::int32_t>(counters);
+  schedule->merge_counters = schedule->next_tile + kFirstMergeCounter;
+  schedule->num_merge_counters = kCounters - kFirstMergeCounter;
+}
+
 /// A call that was made once, and can be made again with other addresses: all else, 16-byte alignment included, has to be
 /// as it was.
 class Launch {
  public:
   Launch(const AttentionParams& params, Backend backend) : params_(params), backend_(backend) {}
 
-  void run(Address q, Address k, Address v, Address o, Address lse, Address sinks,
-           Address next_tile, Address stream, Address workspace,
-           std::size_t workspace_bytes) const {
+  void run(Address q, Address k, Address v, Address o, Address lse, Address sinks, Address counters,
+           Address stream, Address workspace, std::size_t workspace_bytes) const {
     AttentionParams params = params_;
     params.q.data = pointer<void>(q);
     params.k.data = pointer<void>(k);
@@ -122,7 +133,7 @@ class Launch {
     params.o.data = pointer<void>(o);
     params.lse = pointer<float>(lse);
     params.sinks = pointer<const float>(sinks);
-    if (next_tile != 0) params.schedule.next_tile = pointer<std::int32_t>(next_tile);
+    take_counters(counters, &params.schedule);
     raise_unless_ok(attention(params, pointer<void>(workspace), workspace_bytes,
                               pointer<CUstream_st>(stream), backend_));
   }
@@ -229,7 +240,7 @@ class Plan {
              Address mask_indptr, std::int64_t mask_num_words, float sm_scale, float soft_cap,
              Address alibi_slopes, bool alibi_relative, bool alibi_after_cap, Address sinks,
              float v_scale, Address logits_scale, int logits_scale_stride, Address output_scale,
-             int output_scale_stride, Address next_tile, Address stream, Address workspace,
+             int output_scale_stride, Address counters, Address stream, Address workspace,
              std::size_t workspace_bytes) const {
     AttentionParams params = params_;
     params.q = {pointer<void>(q), q_st, q_sh};
@@ -256,7 +267,7 @@ class Plan {
     params.logits_scale = {pointer<const float>(logits_scale), logits_scale_stride};
     params.output_scale = {pointer<const float>(output_scale), output_scale_stride};
     Launch launch(params, backend_);
-    launch.run(q, k, v, o, lse, sinks, next_tile, stream, workspace, workspace_bytes);
+    launch.run(q, k, v, o, lse, sinks, counters, stream, workspace, workspace_bytes);
     return launch;
   }
 
@@ -310,6 +321,7 @@ PYBIND11_MODULE(_C, m) {
       "params.h.";
   m.def("version", &version);
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
+  m.attr("call_counters") = kCounters;
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
   m.def(
       "not_supported_reasons",

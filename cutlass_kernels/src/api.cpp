@@ -56,6 +56,12 @@ constexpr int kMostBlocks = 512;
 /// Results of pieces take no more, unless fixed_split_size asks for it: the smallest workspace in common use holds them.
 constexpr std::size_t kMostPartialBytes = 16 << 20;
 
+/// Counters with which blocks merge the results of so many rows.
+std::int64_t merge_counters(const AttentionParams& params, const TileShape& tile,
+                            std::int64_t partial_rows) {
+  return (partial_rows + 1) / 2 * (params.num_qo_heads / tile.packed_heads);
+}
+
 /// How the keys of tiles are split; `multiprocessors` 0 stands for any device. Only tiles of packed heads, which serve short
 /// queries, are.
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int multiprocessors) {
@@ -80,10 +86,12 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int m
     const std::int64_t room =
         kMostPartialBytes / std::max<std::size_t>(partial_bytes(params, rows), 1);
     rule.wave = blocks / (params.num_qo_heads / tile.packed_heads);
-    rule.most_slots = int(std::min<std::int64_t>(2 * rule.wave, room));
+    rule.most_waves = tile.most_waves;
+    rule.least_piece = tile.least_piece;
+    rule.most_slots = int(std::min<std::int64_t>(rule.most_waves * rule.wave, room));
     rule.most_pieces = rule.most_slots;
     if (keys > 0) {
-      rule.most_pieces = int(std::min<std::int64_t>(rule.most_pieces, keys / kLeastPiece));
+      rule.most_pieces = int(std::min<std::int64_t>(rule.most_pieces, keys / rule.least_piece));
     }
     if (rule.most_pieces < 2) return SplitRule{};
     rule.extra_tiles = rule.most_slots;
@@ -91,6 +99,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int m
     rule.partial_rows =
         std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_pieces);
   }
+  if (tile.merges) rule.merge_counters = merge_counters(params, tile, rule.partial_rows);
   return rule;
 }
 
@@ -104,10 +113,11 @@ std::size_t extents_bytes(std::int64_t capacity) {
   return std::size_t(capacity) * sizeof(MaskExtent);
 }
 
-/// Bytes of the header, the list and the split tiles.
+/// Bytes of the header, the list, the split tiles and their counters.
 std::size_t list_bytes(std::int64_t capacity, const SplitRule& rule) {
   return sizeof(ScheduleHeader) + std::size_t(capacity) * sizeof(WorkItem) +
-         std::size_t(rule.split_tiles) * sizeof(SplitTile);
+         std::size_t(rule.split_tiles) * sizeof(SplitTile) +
+         std::size_t(rule.merge_counters) * sizeof(std::int32_t);
 }
 
 Status choose_here(Backend backend, const AttentionParams& params, Choice* choice) {
@@ -170,8 +180,9 @@ Status schedule_for(const Choice& choice, const AttentionParams& params, void* w
   auto* header = static_cast<ScheduleHeader*>(workspace);
   auto* list = reinterpret_cast<WorkItem*>(header + 1);
   auto* split_tiles = reinterpret_cast<SplitTile*>(list + capacity);
+  auto* counters = reinterpret_cast<std::int32_t*>(split_tiles + rule.split_tiles);
   Status status = launch_schedule(params, tile.rows, rule, static_cast<std::int32_t>(capacity),
-                                  header, list, split_tiles, stream);
+                                  header, list, split_tiles, counters, stream);
   if (!status.ok()) return status;
   *schedule = Schedule{};
   schedule->work_list = list;
@@ -183,6 +194,10 @@ Status schedule_for(const Choice& choice, const AttentionParams& params, void* w
   schedule->split_capacity = static_cast<std::int32_t>(rule.split_tiles);
   schedule->split_list = split_tiles;
   schedule->partial_bytes = partial_bytes(params, rule.partial_rows);
+  if (rule.merge_counters > 0) {
+    schedule->merge_counters = counters;
+    schedule->num_merge_counters = static_cast<std::int32_t>(rule.merge_counters);
+  }
   return status;
 }
 
@@ -234,6 +249,10 @@ Status schedule_single(const Choice& choice, const AttentionParams& params, Room
       schedule->pieces = pieces;
       schedule->split_capacity = static_cast<std::int32_t>(count);
       schedule->partial_bytes = partial;
+      const std::int64_t counters = merge_counters(params, tile, params.total_q * pieces);
+      if (tile.merges && counters <= params.schedule.num_merge_counters) {
+        schedule->merge_counters = params.schedule.merge_counters;
+      }
     } else if (choice.rule.fixed > 0) {
       return too_small("Splitting the keys", params, partial, got);
     }
@@ -370,8 +389,8 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
     }
   }
   Status status = choice.entry->launch(scheduled, stream);
-  return status.ok() && schedule.split_capacity > 0 ? launch_merge_pieces(scheduled, stream)
-                                                    : status;
+  const bool merges = schedule.split_capacity > 0 && schedule.merge_counters == nullptr;
+  return status.ok() && merges ? launch_merge_pieces(scheduled, stream) : status;
 }
 
 }  // namespace cutlass_kernels

@@ -44,7 +44,8 @@ struct LongestRun {
 // A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, warps taking rows in turn; then a
 // thread per word.
 __global__ void __launch_bounds__(32 * kWarps)
-    mask_extents_kernel(__grid_constant__ const AttentionParams p, MaskExtent* extents) {
+    mask_extents_kernel(__grid_constant__ const AttentionParams p, const RowTiles rows,
+                        MaskExtent* extents) {
   __shared__ std::uint32_t by_some[kWords], by_all[kWords];
   __shared__ std::uint32_t full_words[kWords / 32];  // a bit per word of by_all: no zero in it
   __shared__ int begin, end, count;
@@ -53,10 +54,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     end = count = 0;
   }
   LongestRun seen_by_all;  // in words; thread 0's
-  TileOrder order{};
-  order.tiles = p.schedule.capacity;
   WorkItem work;
-  if (find_work(p, order, blockIdx.x, work)) {
+  if (find_work(p, rows, blockIdx.x, work)) {
     const int first_row = work.tile * p.schedule.tile_rows;
     const int end_row = min(first_row + p.schedule.tile_rows, work.qo_len);
     const IntervalMask window{work.kv_len, work.kv_len - work.qo_len, false, p.window_left, 0, {}};
@@ -131,7 +130,8 @@ Status launch_mask_extents(const AttentionParams& params, MaskExtent* extents,
   config.gridDim = dim3(params.schedule.capacity);
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(&config, mask_extents_kernel, params, extents);
+  const cudaError_t error = cudaLaunchKernelEx(&config, mask_extents_kernel, params,
+                                               RowTiles::make(params.schedule), extents);
   return error == cudaSuccess ? Status::success()
                               : cuda_failure("Launching the mask kernel", error);
 }

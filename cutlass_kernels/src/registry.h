@@ -14,6 +14,10 @@ struct TileShape {
   int kind = 0;           ///< Schedule::tile_kind
   int packed_heads = 0;   ///< Schedule::packed_heads
   int blocks_per_sm = 1;  ///< that run at once
+  int most_waves = 2;     ///< of blocks, into which keys are split so that the last one is full
+  /// Of split keys: fewer cost more to start and to merge than they take.
+  int least_piece = 256;
+  bool merges = false;  ///< whether it uses Schedule::merge_counters
 };
 
 /// What a kernel unit provides. The registry fills `info` from the unit's row in instances.cmake.

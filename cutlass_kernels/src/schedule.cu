@@ -65,6 +65,7 @@ struct ScheduleArgs {
   ScheduleHeader* header;
   WorkItem* list;
   SplitTile* split_tiles;
+  std::int32_t* merge_counters;
   PageTable pages;
 };
 
@@ -80,6 +81,9 @@ __global__ void __launch_bounds__(kThreads)
   const int* const kv_indptr = args.kv_indptr;
   const int thread = threadIdx.x;
   position[thread] = 0;
+  for (std::int64_t i = thread; i < args.rule.merge_counters; i += kThreads) {
+    args.merge_counters[i] = 0;
+  }
   if (thread == 0) {
     max_kv_len = split_count = 0;
     work = tile_total = partial_rows = 0;
@@ -184,11 +188,11 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
                        std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
-                       SplitTile* split_tiles, cudaStream_t stream) {
+                       SplitTile* split_tiles, std::int32_t* merge_counters, cudaStream_t stream) {
   ScheduleArgs args{params.qo_indptr, params.kv_indptr, params.batch_size,
                     params.total_q,   tile_rows,        rule,
                     capacity,         header,           list,
-                    split_tiles,      params.pages};
+                    split_tiles,      merge_counters,   params.pages};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1);
   config.blockDim = dim3(kThreads);

@@ -58,23 +58,29 @@ struct alignas(16) ScheduleHeader {
 };
 constexpr std::size_t kCounterBytes = sizeof(ScheduleHeader);
 
+/// Which of Schedule::merge_counters is that of a tile of split keys, and of a pack of heads. No two tiles' partial rows begin
+/// less than two rows apart: each has two pieces or more.
+CK_SCHEDULE_HD inline int merge_counter(int partial_row, int pack, int packs) {
+  return partial_row / 2 * packs + pack;
+}
+
 /// The rule by which keys are split, and bounds of what comes of it.
 struct SplitRule {
   std::int32_t wave =
       0;  ///< tiles of one head that run at once; 0: keys are not split to fill the device
+  std::int32_t most_waves = 1;
   std::int32_t most_slots = 0;   ///< tiles and pieces of one head, at most, that `wave` leads to
+  std::int32_t least_piece = 1;  ///< keys
   std::int32_t fixed = 0;        ///< keys of a piece; 0: by `wave`
   std::int32_t most_pieces = 1;  ///< of a tile
   std::int64_t extra_tiles = 0;  ///< entries of the work list beside those of unsplit tiles
   std::int64_t split_tiles = 0;
   std::int64_t partial_rows = 0;
+  std::int64_t merge_counters = 0;
 };
 
-constexpr int kLeastPiece =
-    256;  ///< keys: a shorter piece costs more to start and to merge than it takes
-
 /// Pieces of a tile that sees `cost` keys, in a batch (of one head) of `tiles` tiles that see `work` keys together. As
-/// many as make the batch fill one wave of blocks well, or two.
+/// many as make the batch fill as few waves of blocks as it can fill well.
 CK_SCHEDULE_HD inline int pieces_of(const SplitRule& rule, std::int64_t cost, std::int64_t tiles,
                                     std::int64_t work) {
   std::int64_t count = 1;
@@ -82,11 +88,14 @@ CK_SCHEDULE_HD inline int pieces_of(const SplitRule& rule, std::int64_t cost, st
     count = (cost + rule.fixed - 1) / rule.fixed;
   } else if (rule.wave > 0 && work > 0 && tiles > 0) {
     std::int64_t slots = rule.wave;
-    // One wave of equal tiles would leave more than 15 % of the device idle.
-    if (slots / tiles * tiles * 100 < 85 * slots) slots *= 2;
+    // As long as equal tiles would leave more than 15 % of the device idle.
+    for (int waves = 2; waves <= rule.most_waves && slots / tiles * tiles * 100 < 85 * slots;
+         ++waves) {
+      slots = std::int64_t(rule.wave) * waves;
+    }
     if (slots > rule.most_slots) slots = rule.most_slots;
     count = cost * slots / work;
-    if (count > cost / kLeastPiece) count = cost / kLeastPiece;
+    if (count > cost / rule.least_piece) count = cost / rule.least_piece;
   }
   if (count > rule.most_pieces) count = rule.most_pieces;
   return count < 1 ? 1 : int(count);
@@ -100,10 +109,10 @@ inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_s
   return total_q / tile_rows + requests;
 }
 
-/// Enqueues the kernel that writes the header, `capacity` entries of the list and the split tiles.
+/// Enqueues the kernel that writes the header, `capacity` entries of the list, the split tiles and their counters.
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
                        std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
-                       SplitTile* split_tiles, cudaStream_t stream);
+                       SplitTile* split_tiles, std::int32_t* merge_counters, cudaStream_t stream);
 
 /// Bytes of the header, the list and the split tiles: what make_schedule() needs of workspace_size(), which also counts the
 /// results of pieces that attention() may need.

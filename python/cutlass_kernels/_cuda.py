@@ -143,26 +143,28 @@ def _single(
 
 
 _counters_of: dict[tuple[int | None, int, int], torch.Tensor] = {}
-# 8 bytes a captured call, kept: their graph may outlive every other reference to them.
+# 8 KB a captured call, kept: their graph may outlive every other reference to them.
 _captured: list[torch.Tensor] = []
-_SHORT_ROWS, _LONG_KEYS = 4096, 1024
+_SHORT_ROWS, _LONG_KEYS = 4096, 128
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for every thread
 
 
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """The counters with which the blocks of an fa3 kernel share out the tiles of a single request, both 0.
+    """The counters, all 0, with which the blocks of a kernel share out the tiles of a single request, or find out which
+    of those that share a tile's keys is the last.
 
-    A kernel leaves them at 0, so calls that follow one another share a pair: one per device and stream. A graph may be
-    replayed on any stream, beside others captured on the same: it gets a pair of its own, cleared by every replay.
+    A kernel leaves them at 0, so calls that follow one another share them: one set per device and stream. A graph may be
+    replayed on any stream, beside others captured on the same: it gets a set of its own, cleared by every replay.
     """
     if torch.cuda.is_current_stream_capturing():
-        own = torch.zeros(2, dtype=torch.int32, device=device)
+        own = torch.zeros(_C.call_counters, dtype=torch.int32, device=device)
         _captured.append(own)
         return own
     key = (device.index, stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
     counters = _counters_of.get(key)
     if counters is None:
-        counters = _counters_of.setdefault(key, torch.zeros(2, dtype=torch.int32, device=device))
+        own = torch.zeros(_C.call_counters, dtype=torch.int32, device=device)
+        counters = _counters_of.setdefault(key, own)
     return counters
 
 
@@ -429,10 +431,10 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     if problem.qo_indptr is None:
         bits_indptr = None  # the bits begin at the first
         plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(-2)), (q.size(2), v.size(-1)))
-        if backend == "fa3":
-            counters = _counters(device, stream)
         # The keys of a few rows are split where that pays: smaller problems need not ask.
         needed = plan.partial_bytes(rows, total_kv) if rows <= _SHORT_ROWS and total_kv >= _LONG_KEYS else 0
+        if backend == "fa3" or needed:
+            counters = _counters(device, stream)
         if bits is not None:  # and for what the mask leaves to each tile: 16 bytes
             needed += max(16 * rows, 1 << 16)
         if needed:

@@ -82,6 +82,10 @@ struct Schedule {
   /// Optional: two counters in device memory, zero before and after every call, with which persistent blocks take tiles
   /// one after the other; calls that overlap in time need counters of their own. Null: tiles are dealt out beforehand.
   std::int32_t* next_tile = nullptr;
+  /// Optional, of the same kind, if there are enough: with these the blocks that share the keys of a short query's tile find
+  /// out which of them is the last, which then merges their results. Null: a second kernel does.
+  std::int32_t* merge_counters = nullptr;
+  std::int32_t num_merge_counters = 0;
   /// Tiles whose keys are split: how many there may be, and bytes of workspace that attention() then needs for the results
   /// of their pieces, which it merges. 0: no tile is split.
   std::int32_t split_capacity = 0;

@@ -21,6 +21,16 @@ inline int packed_heads(const AttentionParams& params, int rows) {
   return heads;
 }
 
+// Whether all rows of a request, on average, that share a key head fit a tile of kDecodeRows rows. Not where results must
+// not depend on the batch: see packs().
+constexpr int kDecodeRows = 16;
+
+inline bool decodes(const AttentionParams& params) {
+  const int group_size = params.num_qo_heads / params.num_kv_heads;
+  return !params.disable_split_kv && params.fixed_split_size == 0 && group_size <= kDecodeRows &&
+         params.total_q * group_size <= std::int64_t(kDecodeRows) * params.batch_size;
+}
+
 // Whether tiles of one head, of `tile_rows` rows, would be half empty, or too few for the device beside keys that are
 // worth splitting. Where results must not depend on the batch, a tile must not depend on it either: the packed one is
 // right for all.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/mask.h"
 #include "cutlass_kernels/params.h"
 #include "schedule.h"
 
@@ -14,12 +15,14 @@ namespace cutlass_kernels {
 // A tile belongs to a head, or to packed_heads of them: "heads" below are these.
 //
 // Tiles are numbered by section of heads, in a section longest tiles first, heads innermost. All sections have
-// section_heads heads but the last, which has last_heads.
+// section_heads heads but the last, which has last_heads. Divisions by numbers that are known beforehand: by others, a block
+// spent half a microsecond on them before its first load.
 struct TileOrder {
   int tiles;  // per head: entries of the work list
   int sections;
-  int section_heads;
-  int last_heads;
+  FastDivisor section_heads;
+  FastDivisor last_heads;
+  FastDivisor per_section;  // tiles
 
   struct Position {
     int rank;  // in the order of lengths
@@ -27,13 +30,12 @@ struct TileOrder {
   };
 
   CUTE_HOST_DEVICE Position operator()(int index) const {
-    const int per_section = tiles * section_heads;
-    int section = index / per_section;
+    int section = int(per_section.divide(index));
     if (section > sections - 1) section = sections - 1;
-    const int in_section = index - section * per_section;
-    const int heads = section == sections - 1 ? last_heads : section_heads;
-    const int rank = in_section / heads;
-    return {rank, section * section_heads + in_section - rank * heads};
+    const int in_section = index - section * int(per_section.divisor);
+    const FastDivisor heads = section == sections - 1 ? last_heads : section_heads;
+    const int rank = int(heads.divide(in_section));
+    return {rank, section * int(section_heads.divisor) + in_section - rank * int(heads.divisor)};
   }
 
   // K and V of the heads being worked on should stay in L2 (50 MB on Hopper, 40 on A100, each half of it caching for
@@ -59,15 +61,30 @@ struct TileOrder {
     TileOrder order;
     order.tiles = tiles;
     order.sections = early_sections + 1;
-    order.section_heads = heads * group_size;
-    order.last_heads = all_heads - early_sections * order.section_heads;
+    const int section_heads = heads * group_size;
+    order.section_heads = FastDivisor(std::uint32_t(section_heads));
+    order.last_heads = FastDivisor(std::uint32_t(all_heads - early_sections * section_heads));
+    // An index is below 2^31, and so it makes no difference where a larger product is cut off.
+    order.per_section = FastDivisor(std::uint32_t(
+        std::min<std::int64_t>(std::int64_t(tiles) * section_heads, (std::int64_t(1) << 31) - 1)));
     return order;
+  }
+};
+
+// The tiles of a single request, without a work list: each comes in so many pieces, the last rows first.
+struct RowTiles {
+  FastDivisor pieces;
+  int tiles;
+
+  static RowTiles make(const Schedule& schedule) {
+    const int pieces = std::max(schedule.pieces, 1);
+    return {FastDivisor(std::uint32_t(pieces)), schedule.capacity / pieces};
   }
 };
 
 // The tile of a rank. False if there is none: past the end of the list, or a request that does not lie inside the
 // tensors (offsets on the device were never checked), which is not computed.
-CUTE_DEVICE bool find_work(const AttentionParams& p, const TileOrder& order, int rank,
+CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int rank,
                            WorkItem& work) {
   if (p.schedule.work_list != nullptr) {
     work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
@@ -78,11 +95,11 @@ CUTE_DEVICE bool find_work(const AttentionParams& p, const TileOrder& order, int
     work.kv_begin = 0;
     work.qo_len = int(p.total_q);
     work.kv_len = int(p.total_kv);
-    const int pieces = p.schedule.pieces;
-    const int tile = rank / pieces;
+    const int pieces = int(rows.pieces.divisor);
+    const int tile = int(rows.pieces.divide(rank));
     work.piece = std::int16_t(rank - tile * pieces);
     work.pieces = std::int16_t(pieces);
-    work.tile = order.tiles / pieces - 1 - tile;
+    work.tile = rows.tiles - 1 - tile;
     work.partial_row = work.tile * p.schedule.tile_rows * pieces;
   }
   if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||

@@ -11,14 +11,17 @@
 namespace cutlass_kernels::fa2 {
 
 template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
-          int BlocksPerSm, int Sharers = 1, bool Packed = false, int KvBytes = 2>
+          int BlocksPerSm, int Sharers = 1, bool Packed = false, int KvBytes = 2,
+          int SharedRows = KvBytes == 1 ? 64 : 0>
 struct Tile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRowTiles = RowTiles;
   static constexpr int kWarps = Warps;
   static constexpr int kThreads = 32 * Warps;
-  // Of 8-bit keys (fp8.h) tiles have 64 rows at any number of row tiles, and one schedule serves all.
-  static constexpr int kBlockM = KvBytes == 1 ? 64 : 16 * RowTiles * Warps / Sharers;
+  // Warps of a tile with few rows share these, each with a part of the keys (shared_keys.h): of so many rows, at any number
+  // of row tiles; 0: each has rows of its own.
+  static constexpr bool kSharesKeys = SharedRows > 0;
+  static constexpr int kBlockM = kSharesKeys ? SharedRows : 16 * RowTiles * Warps / Sharers;
   static constexpr int kBlockN = BlockN;            // keys per stage of the load pipeline
   static constexpr int kStepN = StepN;              // keys per softmax step
   static constexpr int kStages = Stages;            // of K and V in shared memory
@@ -27,14 +30,16 @@ struct Tile {
   static constexpr int kSharers = Sharers;          // warps that share rows: 1 or 2
   static constexpr bool kPacked = Packed;           // rows of several heads (packed_rows.h)
   static constexpr int kKvBytes = KvBytes;          // of an element of K and V
-  // Whether the warps of a tile with few rows share these, each with a part of the keys (shared_keys.h).
-  static constexpr bool kSharesKeys = KvBytes == 1;
+  // Whether all rows are one warp's. Then the block that is last of those that share a tile's keys merges their results,
+  // and the kernel starts before the previous one has ended.
+  static constexpr bool kDecodes = SharedRows == 16;
   static_assert(Sharers == 1 || (Sharers == 2 && Stages == 1 && StepN == BlockN && !Packed));
-  static_assert(KvBytes == 2 || (KvBytes == 1 && RowTiles <= 2 && Warps == 4 && Packed));
+  static_assert(KvBytes == 2 || (KvBytes == 1 && kSharesKeys));
+  static_assert(!kSharesKeys || (RowTiles <= 2 && Warps == 4 && Packed));
 };
 
-// Schedule::tile_kind. fa3 has the same numbers for such tiles.
-enum TileKind { kRows = 0, kPacked = 3 };
+// Schedule::tile_kind. fa3 has the same numbers for the first two.
+enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
 
 // Large: long queries and keys. Medium: as many rows, for fewer keys; three blocks per SM hide more of a
 // tile's start and end. Capped: as many rows, where a logits transform needs registers of its own. Small: few or
@@ -45,6 +50,9 @@ enum TileKind { kRows = 0, kPacked = 3 };
 // kFewBlocks: with fewer blocks of the large tile than this, the small one is faster on 132 SMs; the causal
 // value is higher because short tiles even out what a causal mask makes uneven. Where both have as many rows there is
 // no such rule: the small one is for devices without the shared memory of the large one, and nothing else.
+//
+// Decode: packed rows, 16 at most. All four warps have work where one of Packed would, and loads of up to 96 KB per SM are
+// under way.
 //
 // Fp8: for keys and values of 8 bits, whatever the queries. In steps of 16 keys all four warps have work where there are
 // 16 rows or fewer. Fp8Wide: for more than 32 rows. There conversion is what takes time: each warp converts the keys it
@@ -60,6 +68,7 @@ struct TileTable<64> {
   using Capped = Medium;
   using Small = Tile<64, 1, 4, 64, 64, 2, 2, 3>;
   using Packed = Tile<64, 1, 4, 64, 32, 3, 2, 3, 1, true>;
+  using Decode = Tile<64, 1, 4, 64, 16, 4, 2, 3, 1, true, 2, 16>;
   using Fp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1>;
   using Fp8Wide = Tile<64, 2, 4, 64, 32, 4, 1, 3, 1, true, 1>;
   static constexpr int kFewBlocks = 200;
@@ -73,6 +82,7 @@ struct TileTable<128> {
   using Capped = Large;
   using Small = Tile<128, 1, 4, 64, 64, 2, 2, 2>;
   using Packed = Tile<128, 1, 4, 32, 32, 3, 2, 3, 1, true>;
+  using Decode = Tile<128, 1, 4, 64, 16, 3, 2, 2, 1, true, 2, 16>;
   using Fp8 = Tile<128, 1, 4, 64, 16, 3, 2, 3, 1, true, 1>;
   using Fp8Wide = Tile<128, 2, 4, 64, 32, 3, 1, 2, 1, true, 1>;
   static constexpr int kFewBlocks = 80;
@@ -86,6 +96,7 @@ struct TileTable<256> {
   using Capped = Large;
   using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;  // 96 KB: compute capabilities 8.6, 8.9, 12.x
   using Packed = Tile<256, 1, 4, 32, 32, 2, 4, 2, 1, true>;
+  using Decode = Tile<256, 1, 4, 32, 16, 2, 2, 2, 1, true, 2, 16>;
   using Fp8 = Tile<256, 1, 4, 64, 16, 2, 2, 2, 1, true, 1>;  // 97 KB
   using Fp8Wide = Fp8;
 };

@@ -29,6 +29,7 @@
 #include "common/softmax.h"
 #include "common/work.h"
 #include "fa2/config.h"
+#include "fa2/decode_rows.h"
 #include "fa2/fp8.h"
 #include "fa2/packed_rows.h"
 #include "fa2/pages.h"
@@ -90,14 +91,16 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
 
   if constexpr (Tile::kPacked) allow_next_kernel();  // to merge what pieces of keys give
+  if constexpr (Tile::kDecodes) await_previous_kernel();
 
   // ---- Which tile of which head. ----
   const TileOrder::Position position = params.order(blockIdx.x);
   const int head = Tile::kPacked ? position.head * int(params.pack.divisor)  // of a pack the first
                                  : position.head;
-  const int kv_head = head / params.group_size;
+  const int kv_head =
+      head / params.group_size;  // a FastDivisor makes ptxas order the main loop anew: 3 % slower
   WorkItem work;
-  if (!find_work(p, params.order, position.rank, work)) return;
+  if (!find_work(p, params.rows, position.rank, work)) return;
   const int tile_rows = Tile::kPacked ? p.schedule.tile_rows : Tile::kBlockM;
   const int row_begin = work.tile * tile_rows;
   const int row_end = min(row_begin + tile_rows, work.qo_len);
@@ -538,14 +541,16 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
 
       int opaque_thread = thread;  // addresses are computed anew, not kept in registers
       asm volatile("" : "+r"(opaque_thread));
-      if constexpr (kFp8) opaque_thread &= Tile::kThreads - 1;  // >= 0: divisions are cheap
+      if constexpr (Tile::kSharesKeys)
+        opaque_thread &= Tile::kThreads - 1;  // >= 0: cheap to divide
       Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
                   v_loader(block - kStages + 1, next_stage, opaque_thread)}};
       if constexpr (kPaged) next.fetch(pages, block - kStages);
-      if constexpr (kFp8) {
+      if constexpr (Tile::kSharesKeys) {
         next.issue_all();  // at once: memory is what takes time, and steps may be another warp's
-        float factors[kRows];
-        const bool scales = packed_q.read_factors(shared_memory, warp_row, factors);
+        [[maybe_unused]] float factors[kRows];
+        [[maybe_unused]] bool scales = false;
+        if constexpr (kFp8) scales = packed_q.read_factors(shared_memory, warp_row, factors);
         CUTE_NO_UNROLL
         for (int sub = last_step; sub >= 0; sub -= keys.groups) {
           const int first_key = block * kBlockN + sub * kStepN;
@@ -560,7 +565,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
           float s[kRowTiles][kTilesN][4];
           float thread_max[kRows];
           compute_scores(s, k_row_base + offset);
-          if (scales) multiply_rows(s, factors);
+          if constexpr (kFp8) {
+            if (scales) multiply_rows(s, factors);
+          }
           finish_scores(s, first_key);
           take_max(s, thread_max, next, false);
           fetch_mask(next_key);
@@ -675,6 +682,12 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   } else {
     finish_softmax();
   }
+  if constexpr (Tile::kDecodes) {
+    DecodeRows<Element, Tile>{params, work, shared_memory, row_begin, row_end - row_begin,
+                              head,   warp, keys.groups}
+        .store(o, row_m, row_sum);
+    return;
+  }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
   bool no_key[kRows];
   bool any_without = false;
@@ -692,7 +705,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       }
     }
   }
-  if constexpr (kFp8) {
+  if constexpr (Tile::kSharesKeys) {
     if (!keys.merge(shared_memory, lane, o, row_m, row_sum)) return;
   }
   if constexpr (Tile::kPacked) {

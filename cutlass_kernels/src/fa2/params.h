@@ -25,6 +25,7 @@ struct KernelParams {
   FastDivisor chunk;
   int group_size;
   TileOrder order;
+  RowTiles rows;
   // Pages.
   FastDivisor page_size;
   std::uint32_t num_pages;  // at most 2^31: negative page numbers are not below it either

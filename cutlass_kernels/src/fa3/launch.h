@@ -203,7 +203,8 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   kernel_params.changes_logits = GeneralTransform::changes(params);
   if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
-  kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
+  kernel_params.group_size = FastDivisor(std::uint32_t(p.num_qo_heads / p.num_kv_heads));
+  kernel_params.rows = RowTiles::make(p.schedule);
 
   if (Status made = make_maps(p, Tile::kBlockN, &kernel_params); !made.ok()) return made;
 

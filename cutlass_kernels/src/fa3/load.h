@@ -52,7 +52,7 @@ class TileClaims {
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       rank = position.rank;
-      found = find_work(params_.attention, params_.order, position.rank, work);
+      found = find_work(params_.attention, params_.rows, position.rank, work);
     }
     return true;
   }
@@ -114,7 +114,7 @@ CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
       const int row_begin = work.tile * tile_rows;
       const int row_end = min(row_begin + tile_rows, work.qo_len);
       job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
-      job.kv_head = job.head / params.group_size;
+      job.kv_head = int(params.group_size.divide(job.head));
       job.row_begin = row_begin;
       job.q_end = work.q_begin + work.qo_len;
       job.qo_len = work.qo_len;

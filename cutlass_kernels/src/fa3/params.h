@@ -43,7 +43,8 @@ struct KernelParams {
   bool changes_logits;  // GeneralTransform::changes()
   FastDivisor chunk;
   TileOrder order;
-  int group_size;
+  RowTiles rows;
+  FastDivisor group_size;
   int heads;  // that tiles are counted for: query heads, or packs of them
   PackedRows packed;
   // Pages.

@@ -1,0 +1,177 @@
+// The end of a tile of so few rows that all are one row tile's: the results of the warps, each of its part of the keys, and
+// then those of the blocks that share the tile, become the output.
+//
+// A thread of a warp has parts of two rows and of every tile of columns. Through shared memory it gets four columns of one
+// row, of all warps, and a warp a whole row. Rows that the tile does not have, mostly twelve of sixteen, are left out. The
+// block that is the last of those that share the tile then merges what they have stored: a second kernel would take 2 us more,
+// a third of what one request over 1k keys takes.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+#include "common/logits.h"
+#include "common/numeric.h"
+#include "fa2/params.h"
+#include "fa2/shared.h"
+#include "fa2/shared_keys.h"
+#include "merge/merge_row.h"
+#include "schedule.h"
+
+namespace cutlass_kernels::fa2 {
+
+template <class Element, class Tile>
+struct DecodeRows {
+  using Layout = SharedLayout<Tile>;
+  static constexpr int kTilesD = Tile::kHeadDim / 8;
+  static constexpr int kRows = Tile::kBlockM;
+  static constexpr int kWarps = SharedKeys<Tile>::kMaxGroups;
+  static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
+  // Of pieces to be merged, in flight: 128 registers, or 64.
+  static constexpr int kLoads = Tile::kBlocksPerSm <= 2 ? 32 : 16;
+  // Floats [warp][row][column], where K and V were; then (m, sum) [warp][row]. Rows are eight floats apart in their banks:
+  // the threads of a warp write 32 different pairs of banks, or two to each.
+  static constexpr int kPitch = Tile::kHeadDim + 8;
+  static constexpr int kOfRows = Layout::kK + kWarps * kRows * kPitch * 4;
+  static_assert(kOfRows + kWarps * kRows * 8 <= Layout::kBytes);
+
+  const KernelParams& params;
+  const WorkItem& work;
+  char* shared_memory;
+  int first_token;  // of the tile, in its request
+  int tokens;
+  int head;  // the pack's first
+  int warp;
+  int warps;  // that share the keys
+
+  CUTE_DEVICE float* columns(int of_warp, int row) const {
+    return reinterpret_cast<float*>(shared_memory + Layout::kK) + (of_warp * kRows + row) * kPitch;
+  }
+  CUTE_DEVICE float2& maximum_and_sum(int of_warp, int row) const {
+    return reinterpret_cast<float2*>(shared_memory + kOfRows)[of_warp * kRows + row];
+  }
+
+  // Called by all warps that have a part of the keys, when no one reads K or V any more.
+  CUTE_DEVICE void store(const float (&o)[1][kTilesD][4], const float (&row_m)[2],
+                         const float (&row_sum)[2]) const {
+    const AttentionParams& p = params.attention;
+    const int lane = threadIdx.x % 32;
+    const int heads = int(params.pack.divisor);
+    const int rows = tokens * heads;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int row = r * 8 + lane / 4;
+      if (row >= rows) continue;
+      float* to = columns(warp, row) + lane % 4 * 2;
+      CUTE_UNROLL
+      for (int d = 0; d < kTilesD; ++d) {
+        *reinterpret_cast<float2*>(to + d * 8) = {o[0][d][2 * r], o[0][d][2 * r + 1]};
+      }
+      if (lane % 4 == 0) maximum_and_sum(warp, row) = {row_m[r], row_sum[r]};
+    }
+    __syncthreads();
+    const bool partial = work.pieces > 1;
+    for (int row = warp; row < rows; row += warps) {
+      const int token = int(params.pack.divide(row));
+      const int of_head = head + row - token * heads;
+      float m = -INFINITY;
+      for (int w = 0; w < warps; ++w) m = fmaxf(m, maximum_and_sum(w, row).x);
+      float sum = 0.0f;
+      float result[kPanels][4] = {};
+      for (int w = 0; w < warps; ++w) {
+        const float2 of_warp = maximum_and_sum(w, row);
+        // Masked keys have p = 0, but their V may be infinite: what saw no key does not count. A NaN in q leaves m at -inf,
+        // too, the sum is then NaN.
+        if (!(of_warp.x > -INFINITY) && of_warp.y == 0.0f) continue;
+        const float weight = of_warp.x == m ? 1.0f : exp2_approx(of_warp.x - m);
+        sum = fmaf(of_warp.y, weight, sum);
+        CUTE_UNROLL
+        for (int c = 0; c < kPanels; ++c) {
+          const int column = c * 128 + lane * 4;
+          if (column < Tile::kHeadDim) {
+            const float4 x = *reinterpret_cast<const float4*>(columns(w, row) + column);
+            result[c][0] = fmaf(x.x, weight, result[c][0]);
+            result[c][1] = fmaf(x.y, weight, result[c][1]);
+            result[c][2] = fmaf(x.z, weight, result[c][2]);
+            result[c][3] = fmaf(x.w, weight, result[c][3]);
+          }
+        }
+      }
+      const bool no_key = !(m > -INFINITY) && sum == 0.0f;
+      if (!partial && p.sinks != nullptr) {
+        const float sink = p.sinks[of_head] * kLog2e;
+        const float top = fmaxf(m, sink);
+        if (top > -INFINITY) {
+          const float weight = exp2_approx(m - top);
+          sum = sum * weight + exp2_approx(sink - top);
+          CUTE_UNROLL
+          for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= weight;
+          m = top;
+        }
+      }
+      const float lse = sum == 0.0f ? -INFINITY : m + log2f(sum);
+      float scale = no_key ? 0.0f : 1.0f / sum;
+      if (!partial && !no_key) scale *= p.v_scale * scale_of(p.output_scale, of_head);
+      CUTE_UNROLL
+      for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= scale;
+      if (partial) {
+        const std::int64_t at =
+            (std::int64_t(work.partial_row) + std::int64_t(work.piece) * tokens + token) *
+                p.num_qo_heads +
+            of_head;
+        float* to = p.schedule.partial_o + at * p.head_dim_vo;
+        CUTE_UNROLL
+        for (int c = 0; c < kPanels; ++c) {
+          const int column = c * 128 + lane * 4;
+          if (column < p.head_dim_vo) {
+            *reinterpret_cast<float4*>(to + column) = {result[c][0], result[c][1], result[c][2],
+                                                       result[c][3]};
+          }
+        }
+        if (lane == 0) p.schedule.partial_lse[at] = lse;
+      } else {
+        const std::int64_t at = std::int64_t(work.q_begin) + first_token + token;
+        char* to =
+            static_cast<char*>(p.o.data) + 2 * (at * p.o.stride_token + of_head * p.o.stride_head);
+        CUTE_UNROLL
+        for (int c = 0; c < kPanels; ++c) {
+          const int column = c * 128 + lane * 4;
+          if (column < p.head_dim_vo) {
+            *reinterpret_cast<uint2*>(to + 2 * column) = {
+                Element::pack(result[c][0], result[c][1]),
+                Element::pack(result[c][2], result[c][3])};
+          }
+        }
+        if (p.lse != nullptr && lane == 0) {
+          p.lse[at * p.lse_stride_token + of_head * p.lse_stride_head] = lse;
+        }
+      }
+    }
+    if (partial && p.schedule.merge_counters != nullptr) merge_if_last(rows, heads);
+  }
+
+  // By the same warps. Without counters another kernel merges.
+  CUTE_DEVICE void merge_if_last(int rows, int heads) const {
+    const AttentionParams& p = params.attention;
+    volatile int* is_last = reinterpret_cast<int*>(shared_memory);  // where Q was
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();  // what the barrier has shown this thread is seen before the count
+      const unsigned last = work.pieces - 1;
+      const int counter = merge_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
+      *is_last = atomicInc(reinterpret_cast<unsigned*>(p.schedule.merge_counters + counter),
+                           last) == last;  // and the counter is zero again
+    }
+    __syncthreads();
+    if (!*is_last) return;
+    __threadfence();
+    const PieceRows pieces{work.q_begin + first_token, tokens, work.partial_row, work.pieces};
+    for (int row = warp; row < rows; row += warps) {
+      const int token = int(params.pack.divide(row));
+      merge_row<Element, kPanels, kLoads>(p, pieces, token, head + row - token * heads);
+    }
+  }
+};
+
+}  // namespace cutlass_kernels::fa2

@@ -1,0 +1,110 @@
+// The results of a tile's pieces, put together: one row of one head.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/logits.h"
+#include "common/numeric.h"
+#include "cutlass_kernels/params.h"
+
+namespace cutlass_kernels {
+
+// Of a tile: piece i of row r is row partial_row + i * rows + r of the partial results.
+struct PieceRows {
+  int q_begin;  // first row, in the tensor
+  int rows;
+  int partial_row;
+  int count;
+};
+
+// By a warp, a lane four columns of each of kPanels times 128. kAhead: registers for loads that are in flight together, a float4
+// each: one at a time, a row would take a microsecond per piece. The first of them do not wait for the LSEs that tell what
+// they count. Reads past the L1 cache: other blocks of the same kernel may have written what it holds another version of.
+template <class Element, int kPanels, int kLoads>
+CUTE_DEVICE void merge_row(const AttentionParams& p, const PieceRows& pieces, int row, int head) {
+  constexpr int kAhead = kLoads / kPanels;  // pieces; a divisor of 32
+  const int lane = threadIdx.x % 32;
+  const std::int64_t token = pieces.q_begin + row;
+  // Pieces of this row and head lie `step` rows of one head apart.
+  const std::int64_t first_at = (std::int64_t(pieces.partial_row) + row) * p.num_qo_heads + head;
+  const std::int64_t step = std::int64_t(pieces.rows) * p.num_qo_heads;
+  const float* lses = p.schedule.partial_lse + first_at;
+  const float* values = p.schedule.partial_o + first_at * p.head_dim_vo + lane * 4;
+  auto lse_of = [&](int i) { return i < pieces.count ? __ldcg(lses + i * step) : -INFINITY; };
+  const float sink = p.sinks == nullptr ? -INFINITY : p.sinks[head] * kLog2e;
+  float lse = lse_of(lane);
+  float top, own_weight;
+  bool any_key = true;
+  float sum = 0.0f;
+  float o[kPanels][4] = {};  // (column / 128, column % 4)
+  CUTE_NO_UNROLL
+  for (int first = 0; first < pieces.count; first += kAhead) {
+    float4 loaded[kAhead][kPanels];
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      CUTE_UNROLL
+      for (int c = 0; c < kPanels; ++c) {
+        loaded[i][c] = {};
+        if (first + i < pieces.count && c * 128 + lane * 4 < p.head_dim_vo) {
+          loaded[i][c] = __ldcg(reinterpret_cast<const float4*>(values + c * 128));
+        }
+      }
+      values += step * p.head_dim_vo;
+    }
+    if (first == 0) {
+      top = lse;
+      bool is_nan = lse != lse;
+      for (int i = lane + 32; i < pieces.count; i += 32) {
+        const float another = lse_of(i);
+        top = fmaxf(top, another);
+        is_nan |= another != another;
+      }
+      for (int lanes = 16; lanes > 0; lanes /= 2) {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+      }
+      is_nan = __any_sync(0xffffffffu, is_nan);
+      any_key = is_nan || top > -INFINITY;
+      top = is_nan ? NAN : fmaxf(top, sink);
+      if (!any_key) break;  // O of a piece without keys is 0
+    }
+    if (first % 32 == 0) {
+      if (first > 0) lse = lse_of(first + lane);
+      own_weight = exp2_approx(lse - top);
+      sum += own_weight;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      const float weight = __shfl_sync(0xffffffffu, own_weight, first % 32 + i);
+      CUTE_UNROLL
+      for (int c = 0; c < kPanels; ++c) {
+        o[c][0] = fmaf(weight, loaded[i][c].x, o[c][0]);
+        o[c][1] = fmaf(weight, loaded[i][c].y, o[c][1]);
+        o[c][2] = fmaf(weight, loaded[i][c].z, o[c][2]);
+        o[c][3] = fmaf(weight, loaded[i][c].w, o[c][3]);
+      }
+    }
+  }
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  if (sink > -INFINITY) sum += exp2_approx(sink - top);
+  const float scale = any_key ? p.v_scale * scale_of(p.output_scale, head) / sum : 0.0f;
+  char* out =
+      static_cast<char*>(p.o.data) + 2 * (token * p.o.stride_token + head * p.o.stride_head);
+  CUTE_UNROLL
+  for (int c = 0; c < kPanels; ++c) {
+    const int column = c * 128 + lane * 4;
+    if (column < p.head_dim_vo) {
+      *reinterpret_cast<uint2*>(out + 2 * column) = {
+          Element::pack(o[c][0] * scale, o[c][1] * scale),
+          Element::pack(o[c][2] * scale, o[c][3] * scale)};
+    }
+  }
+  if (p.lse != nullptr && lane == 0) {
+    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] =
+        sum == 0.0f ? -INFINITY : top + log2f(sum);
+  }
+}
+
+}  // namespace cutlass_kernels
