@@ -363,10 +363,8 @@ def test_graph_wrapper_with_mask_buffers(target, alias):
         assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
 
 
-def test_decode_wrapper_where_it_exists(target):
+def test_decode_wrapper(target):
     """The decode wrapper engines use; same contract as one-row prefill."""
-    if not hasattr(ck, "BatchDecodeWithPagedKVCacheWrapper"):
-        pytest.skip("BatchDecodeWithPagedKVCacheWrapper is not part of this version")
     batch = make_batch([1, 1, 1], [30, 1, 64], 4, 2, 64, device=target.device)
     for kv_layout in ("NHD", "HND"):
         paged = batch.paged(16, kv_layout)

@@ -79,6 +79,8 @@ struct SplitRule {
   std::int64_t merge_counters = 0;
 };
 
+constexpr int kMergedAtOnce = 32;
+
 /// Pieces of a tile that sees `cost` keys, in a batch (of one head) of `tiles` tiles that see `work` keys together. As
 /// many as make the batch fill as few waves of blocks as it can fill well.
 CK_SCHEDULE_HD inline int pieces_of(const SplitRule& rule, std::int64_t cost, std::int64_t tiles,
@@ -96,6 +98,8 @@ CK_SCHEDULE_HD inline int pieces_of(const SplitRule& rule, std::int64_t cost, st
     if (slots > rule.most_slots) slots = rule.most_slots;
     count = cost * slots / work;
     if (count > cost / rule.least_piece) count = cost / rule.least_piece;
+    // Pieces are merged so many at a time: a few more would take as long again.
+    if (count % kMergedAtOnce <= count / 8) count -= count % kMergedAtOnce;
   }
   if (count > rule.most_pieces) count = rule.most_pieces;
   return count < 1 ? 1 : int(count);

@@ -16,12 +16,18 @@ from ._dispatch import BackendError, PerformanceWarning, explain
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
     batch_decode_with_shared_prefix_padded_kv_cache,
     merge_state,
     merge_state_in_place,
     merge_states,
 )
-from .decode import single_decode_with_kv_cache
+from .decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+)
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -40,10 +46,13 @@ except metadata.PackageNotFoundError:  # a source tree on the path
 
 __all__ = [
     "BackendError",
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "PerformanceWarning",
     "__version__",
     "append_paged_kv_cache",
@@ -51,6 +60,7 @@ __all__ = [
     "cascade",
     "decode",
     "explain",
+    "fast_decode_plan",
     "fmha_v2_stats_to_lse",
     "get_batch_indices_positions",
     "get_seq_lens",

@@ -145,7 +145,7 @@ class BatchPrefillWrapper(RunsPlans):
         """
         probe = copy.copy(self)
         probe._dry_run = True
-        probe.plan(*args, **kwargs)
+        type(self).plan(probe, *args, **kwargs)  # not a function that is bound to this wrapper
         return probe._needed
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,14 +207,17 @@ class BatchPrefillWrapper(RunsPlans):
     # --- buffers ---
 
     def _check_buffers(self, buffers: dict[str, torch.Tensor | None]) -> None:
-        for name, buffer in buffers.items():
-            if not isinstance(buffer, torch.Tensor):
-                raise ValueError(f"use_cuda_graph=True needs {name}, an int32 tensor on {self.device}, not {buffer!r}.")
-            self._check_buffer(name, buffer, torch.int32)
+        self._check_index_buffers(buffers)
         batch = buffers["qo_indptr_buf"].numel() - 1  # type: ignore[union-attr]
         if batch < 0:
             raise ValueError("qo_indptr_buf is empty: it must have batch_size + 1 elements.")
         self._fixed_batch_size = batch
+
+    def _check_index_buffers(self, buffers: Mapping[str, torch.Tensor | None]) -> None:
+        for name, buffer in buffers.items():
+            if not isinstance(buffer, torch.Tensor):
+                raise ValueError(f"use_cuda_graph=True needs {name}, an int32 tensor on {self.device}, not {buffer!r}.")
+            self._check_buffer(name, buffer, torch.int32)
 
     def _check_buffer(self, name: str, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         if buffer.dtype != dtype or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != self.device:
@@ -456,20 +459,22 @@ class BatchPrefillWrapper(RunsPlans):
                 read = self._stored if self._use_cuda_graph else indices
                 self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
             return
-        before: dict[str, torch.Tensor] = {}
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
         stored: dict[str, Any] = dict(indices)
         if self._use_cuda_graph:
             stored = self._stored
-            before = {name: buffer.clone() for name, buffer in stored.items()}
             for name, index in indices.items():
-                stored[name][: index.numel()].copy_(index.tensor, non_blocking=True)
+                place = stored[name][: index.numel()]
+                if place.data_ptr() != index.data_ptr():  # engines write to the buffers themselves
+                    before.append((place, place.clone()))
+                    place.copy_(index.tensor, non_blocking=True)
         try:
             if plan.backend in KERNEL_BACKENDS:
                 offsets = self._planned_offsets(plan, stored)
                 plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, self._int_workspace_buffer)
         except BaseException:
-            for name, contents in before.items():
-                stored[name].copy_(contents)
+            for place, contents in before:
+                place.copy_(contents)
             raise
         self._stored = stored
         if self._graph_mask and plan.bits is not None:

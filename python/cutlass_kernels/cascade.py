@@ -12,6 +12,8 @@ import torch
 from . import _args, _plan
 from ._plan import spellings
 from ._problem import Logits, Output, PagedKv, Problem, RaggedKv
+from .cascade_levels import MultiLevelCascadeAttentionWrapper
+from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .merge import merge_state, merge_state_in_place, merge_states
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .single import single_prefill_with_kv_cache_return_lse
@@ -19,6 +21,7 @@ from .single import single_prefill_with_kv_cache_return_lse
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "merge_state",
     "merge_state_in_place",
@@ -108,9 +111,8 @@ def _padded(k: torch.Tensor, v: torch.Tensor) -> RaggedKv | PagedKv:
 class _SharedPrefixWrapper:
     """What the two wrappers below share: a paged wrapper for the keys of each request."""
 
-    def __init__(self, workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._kv_layout = kv_layout
-        self._unique = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout)
+    _kv_layout: str
+    _unique: BatchPrefillWithPagedKVCacheWrapper
 
     @spellings(float_workspace_buffer="new_workspace_buffer")
     def reset_workspace_buffer(
@@ -134,10 +136,10 @@ class _SharedPrefixWrapper:
         k_shared: torch.Tensor,
         v_shared: torch.Tensor,
         unique: Cache,
-        causal: bool,
         sm_scale: float | None,
+        **options: bool,
     ) -> torch.Tensor:
-        out, lse = self._unique.forward_return_lse(q, unique, causal=causal, sm_scale=sm_scale)
+        out, lse = self._unique.forward_return_lse(q, unique, sm_scale=sm_scale, **options)
         return merge_state(*_attend_shared(q, k_shared, v_shared, self._kv_layout, sm_scale), out, lse)[0]
 
 
@@ -163,7 +165,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     @spellings(float_workspace_buffer="workspace_buffer")
     def __init__(self, workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        super().__init__(workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
+        self._unique = BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout)
 
     def begin_forward(
         self,
@@ -193,7 +196,6 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             >>> wrapper.begin_forward(indptr, indices, last_page_len, 32, 8, 128, 16, data_type=torch.bfloat16)
         """
         self._unique.plan(
-            torch.arange(unique_kv_indptr.numel(), dtype=torch.int32),
             unique_kv_indptr,
             unique_kv_indices,
             unique_kv_last_page_len,
@@ -240,7 +242,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         Example:
             >>> out = wrapper.forward(q, k_shared, v_shared, unique_kv_data)
         """
-        return self._merged(q, k_shared, v_shared, unique_kv_data, False, sm_scale)
+        return self._merged(q, k_shared, v_shared, unique_kv_data, sm_scale)
 
     run = forward
 
@@ -269,7 +271,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     @spellings(float_workspace_buffer="workspace_buffer")
     def __init__(self, workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        super().__init__(workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout)
         self._begun: _Begun | None = None
 
     def begin_forward(
@@ -368,7 +371,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         _args.tensor("q", q, 3)
         k_cache, _ = _args.paged_cache(unique_kv_data, self._kv_layout)
         self._begun.plan(self._unique, k_cache.size(1), q.dtype, k_cache.dtype)
-        return self._merged(q, k_shared, v_shared, unique_kv_data, causal, sm_scale)
+        return self._merged(q, k_shared, v_shared, unique_kv_data, sm_scale, causal=causal)
 
     run = forward
 

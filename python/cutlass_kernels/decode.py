@@ -1,4 +1,4 @@
-"""Attention of one new token over a request's keys and values."""
+"""Decode attention, of the newest tokens over all keys and values: one request here, paged batches re-exported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import torch
 from . import _args
 from ._plan import Result
 from ._problem import Mask
+from .decode_paged import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
 from .single import attend, keys_and_values, refuse_4bit
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
 
 
 def single_decode_with_kv_cache(

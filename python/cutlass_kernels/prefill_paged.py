@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _args, _batch, _ops, _plan, _wrapper
-from ._batch import Batch
+from ._batch import Batch, Index
 from ._plan import Result, spellings
 from ._problem import PagedKv, Pages, Vector
 from ._wrapper import IndexBuffer
@@ -56,6 +56,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     _paged_kv_indptr_buf = IndexBuffer()
     _paged_kv_indices_buf = IndexBuffer()
     _paged_kv_last_page_len_buf = IndexBuffer()
+    _positions_of_run: tuple[str, ...] = ("k_scale", "v_scale", "return_lse")  # of arguments behind the cache
 
     @spellings(mask_indptr_buf="qk_indptr_buf")
     def __init__(
@@ -213,6 +214,17 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             rope_theta,
             allow_fp16_qk_reduction,
         )
+        kind = self._kind_of(arguments)
+        items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
+        plan = self._prepare(kind, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
+        self._commit_pages(plan)
+
+    begin_forward = plan
+
+    def _kind_of(self, arguments: tuple[Any, ...]) -> _plan.Kind:
+        """What plans with these arguments have in common: those of ``_known_kind``, then of ``_shape``, then of
+        ``_plan.options``."""
         kind = self._known_kind(arguments)
         if kind is None:
             shape = self._shape(*arguments[2:9])
@@ -221,9 +233,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                     f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'."
                 )
             kind = self._new_kind(arguments, shape, _plan.options(*arguments[9:]))
-        items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
-        plan = self._prepare(kind, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
+        return kind
+
+    def _commit_pages(self, plan: _plan.Plan) -> None:
+        batch = plan.batch
         assert batch.indices is not None and batch.last_page_len is not None
         indices = {
             "qo_indptr_buf": batch.qo,
@@ -232,8 +245,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             "paged_kv_last_page_len_buf": batch.last_page_len,
         }
         self._commit(plan, indices)
-
-    begin_forward = plan
 
     def _read_batch(
         self,
@@ -274,8 +285,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         converted = _batch.read_pages(qo, kv, last, pages, page_size, graph, like)
         if converted is not None:
             return converted
-        vectors = (self._index(qo), self._index(kv))
+        vectors = (self._index_rows(qo), self._index(kv))
         return Batch(count, *vectors, longest, page_size, self._index(last), self._index(pages), bound)
+
+    def _index_rows(self, qo_indptr: torch.Tensor) -> Index:
+        """``qo_indptr`` on the wrapper's device."""
+        return self._index(qo_indptr)
 
     def _check_room_for_pages(self, pages: torch.Tensor) -> None:
         if pages.numel() > self._paged_kv_indices_buf.numel():
@@ -370,14 +385,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             if repeat is not None and (result := repeat.run(q, k, v, out, lse, sinks, return_lse)) is not None:
                 return result
         _plan.unsupported(
-            "BatchPrefillWithPagedKVCacheWrapper.run",
+            f"{type(self).__name__}.run",
             "leave it out.",
             kv_cache_sf=kv_cache_sf,
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
         )
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        scales, return_lse = _plan.run_scales(args, ("k_scale", "v_scale", "return_lse"), given, return_lse)
+        scales, return_lse = _plan.run_scales(args, self._positions_of_run, given, return_lse)
         self._check_window(window_left)
         skip = float(skip_softmax_threshold_scale_factor or 0.0)
         run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)

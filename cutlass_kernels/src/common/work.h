@@ -110,4 +110,17 @@ CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int r
   return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
 }
 
+// Blocks of keys [begin, end) of a tile's `blocks` that are a piece's: none where there are fewer of them than pieces.
+struct PieceBlocks {
+  int begin;
+  int end;
+};
+
+CUTE_DEVICE PieceBlocks blocks_of_piece(const WorkItem& work, int blocks) {
+  const int each = int(unsigned(blocks) / unsigned(work.pieces));
+  const int longer = blocks - each * work.pieces;  // the first pieces, by one
+  const int begin = work.piece * each + min(int(work.piece), longer);
+  return {begin, begin + each + (work.piece < longer ? 1 : 0)};
+}
+
 }  // namespace cutlass_kernels

@@ -119,7 +119,10 @@ Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
   const int packed_heads = std::max(p.schedule.packed_heads, 1);
   kernel_params.pack = FastDivisor(std::uint32_t(packed_heads));
   const int tiles = p.schedule.capacity;
-  kernel_params.order = TileOrder::make(p, tiles, kTwoWaves, kTailBytes);
+  // Packed heads share their keys already: sections would only put entries of the list without a tile between the others.
+  const std::int64_t tail_tiles =
+      Tile::kDecodes ? std::int64_t(tiles) * (p.num_qo_heads / packed_heads) : kTwoWaves;
+  kernel_params.order = TileOrder::make(p, tiles, tail_tiles, kTailBytes);
   if constexpr (kPaged) {
     const PageTable& pages = p.pages;
     kernel_params.page_size = FastDivisor(std::uint32_t(pages.page_size));

@@ -12,6 +12,7 @@
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/numeric.h"
+#include "common/work.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
 #include "schedule.h"
@@ -42,9 +43,9 @@ struct WarpRows<Tile, true> {
 // Leaves of a tile's keys the blocks of one piece; none where there are fewer blocks than pieces.
 CUTE_DEVICE void take_piece(const WorkItem& work, int block_n, int& key_begin, int& key_end,
                             int& block_begin, int& block_end) {
-  const std::int64_t blocks = block_end - block_begin;
-  block_end = block_begin + int(blocks * (work.piece + 1) / work.pieces);
-  block_begin += int(blocks * work.piece / work.pieces);
+  const PieceBlocks blocks = blocks_of_piece(work, block_end - block_begin);
+  block_end = block_begin + blocks.end;
+  block_begin += blocks.begin;
   key_begin = max(key_begin, block_begin * block_n);
   key_end = max(min(key_end, block_end * block_n), key_begin);
 }

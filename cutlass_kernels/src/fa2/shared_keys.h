@@ -46,8 +46,13 @@ struct SharedKeys<Tile, true> {
 
   // Of a tile of `rows` rows.
   CUTE_DEVICE SharedKeys(int rows, int warp) {
-    row_groups = rows <= kRowTiles * 16 ? 1 : rows <= kRowTiles * 32 ? 2 : 4;
-    groups = min(Tile::kWarps / row_groups, kMaxGroups);
+    if constexpr (Tile::kDecodes) {
+      row_groups = 1;
+      groups = kMaxGroups;
+    } else {
+      row_groups = rows <= kRowTiles * 16 ? 1 : rows <= kRowTiles * 32 ? 2 : 4;
+      groups = min(Tile::kWarps / row_groups, kMaxGroups);
+    }
     row_group = warp & (row_groups - 1);
     group = warp / row_groups;
   }

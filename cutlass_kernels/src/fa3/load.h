@@ -77,8 +77,7 @@ class TileClaims {
 // Leaves of a tile's keys the blocks of one piece.
 template <class Tile>
 CUTE_DEVICE void take_piece(const WorkItem& work, Job& job) {
-  const int begin = int(std::int64_t(job.blocks) * work.piece / work.pieces);
-  const int end = int(std::int64_t(job.blocks) * (work.piece + 1) / work.pieces);
+  const auto [begin, end] = blocks_of_piece(work, job.blocks);
   if (begin == end) {  // fewer blocks than pieces: one past all keys, all masked
     job.first_key = job.key_begin = job.key_end = work.kv_len;
     job.blocks = 1;

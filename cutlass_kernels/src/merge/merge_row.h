@@ -77,6 +77,7 @@ CUTE_DEVICE void merge_row(const AttentionParams& p, const PieceRows& pieces, in
     }
     CUTE_UNROLL
     for (int i = 0; i < kAhead; ++i) {
+      if (i % 8 == 0 && first + i >= pieces.count) break;
       const float weight = __shfl_sync(0xffffffffu, own_weight, first % 32 + i);
       CUTE_UNROLL
       for (int c = 0; c < kPanels; ++c) {
