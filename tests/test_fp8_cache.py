@@ -33,7 +33,10 @@ MOST = _dispatch.SHORT_ROWS
         ((torch.bfloat16, E4M3), MOST, 1, 1, (80, 80), True),
         ((torch.bfloat16, E4M3), 4, 4, 8, (72, 128), False),  # rows of 72 bytes
         ((torch.bfloat16, E4M3), None, 4, 8, (128, 128), False),
-        ((torch.bfloat16, torch.bfloat16), 4, 4, 8, (128, 128), False),
+        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (72, 128), True),
+        ((torch.bfloat16, torch.bfloat16), 9, 4, 8, (128, 128), False),
+        ((torch.bfloat16, torch.bfloat16), 1, 4, 32, (128, 128), False),  # more heads than rows of the tile
+        ((torch.bfloat16, torch.float16), 4, 4, 4, (128, 128), False),
         ((E4M3, E4M3), 4, 4, 8, (128, 128), False),
     ],
 )

@@ -153,8 +153,8 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
     """The counters, all 0, with which the blocks of a kernel share out the tiles of a single request, or find out which
     of those that share a tile's keys is the last.
 
-    A kernel leaves them at 0, so calls that follow one another share them: one set per device and stream. A graph may be
-    replayed on any stream, beside others captured on the same: it gets a set of its own, cleared by every replay.
+    A kernel leaves them at 0, so calls that follow one another share them: one set per device and stream. A graph may
+    be replayed on any stream, beside others captured on the same: it gets a set of its own, cleared by every replay.
     """
     if torch.cuda.is_current_stream_capturing():
         own = torch.zeros(_C.call_counters, dtype=torch.int32, device=device)

@@ -61,6 +61,10 @@ ORDINARY = 1 << 30
 # waits for memory, or nearly; of each 64 more it takes as long again, and copies two to three times as long as that.
 SHORT_ROWS = 128
 
+# 16-bit keys and values: up to so many query rows that share a key head, on average, fa2 has a tile for decode, which
+# waits for nothing but memory (1 to 128 requests: 4 to 40 % faster than fa3).
+DECODE_ROWS = 16
+
 # What os.environ looks things up in. It takes 1.5 us to say that something is not there: a tenth of a whole call.
 try:
     _ENVIRONMENT: Any = os.environ._data  # type: ignore[attr-defined]
@@ -110,9 +114,9 @@ class Request:
     :data:`FEATURES`: what the mask, the logits, the output and the tensors ask for beyond plain attention.
     ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
     scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
-    ``short_queries`` that fp8 keys and values are better read as they are (:func:`are_short`), ``fp8_copies`` that fp8
-    queries, keys and values lie where only copies of them serve (:func:`copies_fp8`). ``layout`` is None where
-    every kernel takes such numbers of rows and strides.
+    ``short_queries`` that fa2 comes first, and reads fp8 keys and values as they are (:func:`are_short`),
+    ``fp8_copies`` that fp8 queries, keys and values lie where only copies of them serve (:func:`copies_fp8`). ``layout``
+    is None where every kernel takes such numbers of rows and strides.
     """
 
     device_type: str
@@ -179,12 +183,16 @@ def are_short(
     group_size: int,
     head_dims: tuple[int, int],
 ) -> bool:
-    """Whether a batch is for a kernel that reads fp8 keys and values as they are; see :data:`SHORT_ROWS`.
+    """Whether a batch is for fa2 first: see :data:`SHORT_ROWS` for fp8 keys and values, :data:`DECODE_ROWS` for others.
 
-    ``rows`` are those of all requests, None where they are unknown. Rows of a cache with other ``head_dims`` than
-    multiples of 16 are rarely aligned as such a kernel needs them.
+    ``rows`` are those of all requests, None where they are unknown. Rows of an fp8 cache with other ``head_dims`` than
+    multiples of 16 are rarely aligned as kernels that read it need them.
     """
-    if kv_dtype not in _args.FP8_DTYPES or q_dtype not in _args.HALF_DTYPES or rows is None:
+    if q_dtype not in _args.HALF_DTYPES or rows is None:
+        return False
+    if kv_dtype == q_dtype:
+        return group_size <= DECODE_ROWS and rows * group_size <= DECODE_ROWS * requests
+    if kv_dtype not in _args.FP8_DTYPES:
         return False
     return rows * group_size <= SHORT_ROWS * requests and not (head_dims[0] | head_dims[1]) % 16
 
@@ -403,7 +411,7 @@ def preferred(request: Request) -> tuple[str, ...]:
     """The backends in the order in which "auto" asks them."""
     if request.device_type == "cuda" and "short_queries" in request.features:
         with contextlib.suppress(ImportError):
-            if _kernels().reads_as_is("fa2", request):
+            if request.kv_dtype not in _args.FP8_DTYPES or _kernels().reads_as_is("fa2", request):
                 return ("fa2", "fa3", "reference")
     return BACKENDS
 

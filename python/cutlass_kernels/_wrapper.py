@@ -341,7 +341,7 @@ class BatchPrefillWrapper(RunsPlans):
             else:
                 rule = _masks.keys_before if values.causal else _masks.every_key
                 bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, kv_lens)
-        request, backend = self._choose(kind, batch, total_q, bits is not None, items is not None)
+        request, backend = self._choose(kind, batch, split, total_q, bits is not None, items is not None)
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
             _args.alibi_slopes(shape.num_qo_heads, self.device)  # made here, as a captured run could not
@@ -350,7 +350,7 @@ class BatchPrefillWrapper(RunsPlans):
         )
 
     def _choose(
-        self, kind: Kind, batch: Batch, total_q: int | None, masked: bool, multi_item: bool
+        self, kind: Kind, batch: Batch, split: Split, total_q: int | None, masked: bool, multi_item: bool
     ) -> tuple[_dispatch.Request, str]:
         """The facts of a plan and its backend; remembered where there is nothing to warn of or to log."""
         shape, requested, page_size = kind.shape, self._requested_backend, batch.page_size
@@ -362,6 +362,8 @@ class BatchPrefillWrapper(RunsPlans):
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
             short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims)
+            if kv_dtype == shape.q_dtype and (split.fixed_size or split.disabled):
+                short = False  # the tile for decode depends on the other requests of the batch
         asked = (requested, _dispatch.override_of(requested), page_size, short)
         usual = not masked and not multi_item and layout is None and not _dispatch.is_logged()
         if usual and (known := kind.choices.get(asked)) is not None:
