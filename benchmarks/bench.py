@@ -3,6 +3,7 @@
     python benchmarks/bench.py prefill --workload paper --backends fa2,torch_fa2,cudnn --out results
     python benchmarks/bench.py prefill --workload llama3-8b --workload gemma2 --mode sustained
     python benchmarks/bench.py prefill --workload append --unit us,GB/s --backends fa3,fa2
+    python benchmarks/bench.py merge --dtype float16
     python benchmarks/bench.py host
     python benchmarks/bench.py prefill --workload paper --dry-run        # lists the cases; needs no GPU
 
@@ -35,7 +36,7 @@ from report import UNITS, Report, Result
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from shapes import WORKLOADS, Case, Host, Inputs, cases_of
+from shapes import WORKLOADS, Case, cases_of
 from timing import BURST, SUSTAINED, Clock, DeviceClock, HostClock, Monitor, Settings, Timed, interleave
 
 import cutlass_kernels as ck
@@ -81,9 +82,8 @@ def measure_case(
             results[backend.name].reason = reason
     if not willing:
         return list(results.values())
-    inputs: Inputs = operation.inputs(case, device)
-    problem = case.problem if isinstance(case, Host) else case
-    expected = check.expect(problem, inputs)
+    inputs = operation.inputs(case, device)
+    expected = operation.expect(case, inputs)
     calls: dict[str, Timed] = {}
     for backend in willing:
         with _failures(results[backend.name]):

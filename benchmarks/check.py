@@ -8,10 +8,11 @@ rest is computed in fp16.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from shapes import Inputs, Prefill
+from shapes import Inputs, Prefill, States
 
 FACTOR = 2.0
 ROWS = 512  # query rows computed at once
@@ -112,6 +113,23 @@ def naive(case: Prefill, inputs: Inputs, request: int, first: int, rows: int, ar
         weights = (weights / total).masked_fill(total == 0, 0.0)
         out[:, heads] = torch.matmul(weights.to(arithmetic), values).transpose(0, 1)
     return out
+
+
+def expect_merged(states: States) -> Expected:
+    """What states merge to, all of it; plain PyTorch rounds weights and sums to the element type."""
+    weights = torch.softmax(states.s.double() * math.log(2.0), 1).float()[..., None]
+    tokens = states.v.size(0)
+    exact, largest, squares = [], 0.0, 0.0
+    for rows in torch.arange(tokens).split(max(1, ELEMENTS // max(states.v[0].numel(), 1))):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        out = (weights[part] * states.v[part].float()).sum(1)
+        error = (weights[part].to(states.v.dtype) * states.v[part]).sum(1).float() - out
+        largest = max(largest, float(error.abs().max()))
+        squares += float(error.double().square().sum())
+        exact.append(out)
+    merged = torch.cat(exact)
+    rms = (squares / max(merged.numel(), 1)) ** 0.5
+    return Expected(torch.arange(tokens, device=merged.device), merged, largest, rms, tokens)
 
 
 def _alibi_slopes(num_heads: int) -> torch.Tensor:

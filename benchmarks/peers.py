@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import check
 import torch
 import torch.nn.functional as F
 from report import UNITS
-from shapes import Case, Host, Inputs, Pages, Prefill, make_inputs
+from shapes import Case, Host, Inputs, Merge, Pages, Prefill, States, make_inputs, make_states
 from timing import Timed
 
 import cutlass_kernels as ck
@@ -31,7 +33,7 @@ class Backend:
     ours: bool
     honours: frozenset[str]
     missing: Callable[[torch.device], str | None]  # why it cannot run at all
-    make: Callable[[Any, Inputs], Timed]
+    make: Callable[[Any, Any], Timed]
     refuses: Callable[[Any, torch.device], str | None] = lambda case, device: None  # what features do not express
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
@@ -51,6 +53,7 @@ ONLY_OURS = frozenset({"custom_mask", "alibi"}) | FP8  # measured against oursel
 
 
 def _refused_by_us(name: str, case: Case, device: torch.device) -> str | None:
+    assert not isinstance(case, Merge)
     problem = case.problem if isinstance(case, Host) else case
     explanation = ck.explain(
         device=device,
@@ -141,6 +144,18 @@ def _our_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
     ]
 
 
+def _merge(library: Any, case: Merge, x: States) -> Timed:
+    """The calls of FlashInfer's API, which is also ours."""
+    call = functools.partial(getattr(library, case.group), *x.arguments)
+    return Timed(call, output=lambda returned: returned[0])
+
+
+def _no_merge_kernels(device: torch.device) -> str | None:
+    if device.type != "cuda" or ck.list_kernels():
+        return _needs_cuda(device)
+    return "this installation has no compiled kernels, so PyTorch would merge"
+
+
 # --- torch -------------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +200,15 @@ def _torch_fa2(case: Prefill, x: Inputs) -> Timed:
 
 def _torch_host(case: Host, x: Inputs) -> Timed:
     return _sdpa([torch.nn.attention.SDPBackend.FLASH_ATTENTION], case.problem, x)
+
+
+def _torch_merge(case: Merge, x: States) -> Timed:
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = x.s * math.log(2.0)
+        weights = torch.softmax(scaled, 1).unsqueeze(-1)
+        return (weights * x.v).sum(1).to(x.v.dtype), torch.logsumexp(scaled, 1) / math.log(2.0)
+
+    return Timed(call, output=lambda returned: returned[0])
 
 
 def _only_single(case: Host, device: torch.device) -> str | None:
@@ -304,6 +328,20 @@ HOST = _table(
     ]
 )
 
+MERGE = _table(
+    [
+        Backend("auto", True, frozenset(), _no_merge_kernels, functools.partial(_merge, ck)),
+        Backend("torch", False, frozenset(), _needs_cuda, _torch_merge),
+        Backend(
+            "flashinfer",
+            False,
+            frozenset(),
+            functools.partial(_needs_module, "flashinfer"),
+            lambda case, x: _merge(_module("flashinfer"), case, x),
+        ),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -327,8 +365,16 @@ class Operation:
     def figure(self, case: Case, seconds: float) -> float:
         return UNITS[self.unit].figure(case.work, case.bytes, seconds)
 
-    def inputs(self, case: Case, device: torch.device) -> Inputs:
+    def inputs(self, case: Case, device: torch.device) -> Any:
+        if isinstance(case, Merge):
+            return make_states(case, device)
         return make_inputs(case.problem if isinstance(case, Host) else case, device)
+
+    def expect(self, case: Case, inputs: Any) -> check.Expected:
+        """What the result must be."""
+        if isinstance(case, Merge):
+            return check.expect_merged(inputs)
+        return check.expect(case.problem if isinstance(case, Host) else case, inputs)
 
 
 _PEERS = ("torch_fa2", "cudnn", "flashinfer_fa2", "flashinfer_fa3", "flash_attn_3")
@@ -339,6 +385,13 @@ OPERATIONS: dict[str, Operation] = {
         PREFILL,
         ("paper",),
         ("fa2", "fa3", *_PEERS),
+    ),
+    "merge": Operation(
+        "attention states through merge_state and merge_states",
+        ("TB/s", "us"),
+        MERGE,
+        ("merge",),
+        ("auto", "torch", "flashinfer"),
     ),
     "host": Operation(
         "the host's time per call",

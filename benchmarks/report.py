@@ -33,7 +33,15 @@ class Unit:
         return self.scale * (work if self.per_second == "work" else moved) / seconds
 
 
-UNITS = {u.name: u for u in (Unit("TFLOP/s", 1e-12, "work"), Unit("GB/s", 1e-9, "bytes"), Unit("us", 1e6))}
+UNITS = {
+    u.name: u
+    for u in (
+        Unit("TFLOP/s", 1e-12, "work"),
+        Unit("GB/s", 1e-9, "bytes"),
+        Unit("TB/s", 1e-12, "bytes"),
+        Unit("us", 1e6),
+    )
+}
 
 
 @dataclass

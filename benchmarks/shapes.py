@@ -288,7 +288,68 @@ class Host:
         return Prefill(self.group, self.column, rows, keys, 8, 2, 64, 64, page_size=16 if self.paged else 0)
 
 
-Case = Prefill | Host
+@dataclass(frozen=True)
+class Merge:
+    """Merging of attention states: merge_state() of two, merge_states() of any other number."""
+
+    tokens: int
+    states: int
+    heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    features: frozenset[str] = frozenset()
+
+    @property
+    def group(self) -> str:
+        return f"merge_state{'' if self.states == 2 else 's'}"
+
+    @property
+    def column(self) -> str:
+        return f"{tokens(self.tokens)}x{self.states}x{self.heads}x{self.head_dim}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.group} {self.column}"
+
+    @property
+    def detail(self) -> str:
+        return f"{self.tokens} tokens, {self.states} states, {self.heads} heads, head_dim {self.head_dim}, {self.dtype}"
+
+    @property
+    def work(self) -> float:
+        """FLOPs: a multiply and an add per element of every state."""
+        return 2.0 * self.tokens * self.states * self.heads * self.head_dim
+
+    @property
+    def bytes(self) -> float:
+        """Of all states and the result, values and LSEs, each once."""
+        row = self.head_dim * getattr(torch, self.dtype).itemsize + 4
+        return float(self.tokens * (self.states + 1) * self.heads * row)
+
+
+@dataclass
+class States:
+    """The tensors of a :class:`Merge`: v ``[tokens, states, heads, dim]`` and its LSEs."""
+
+    v: torch.Tensor
+    s: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Of merge_state() where there are two states, else of merge_states()."""
+        if self.v.size(1) != 2:
+            return self.v, self.s
+        return tuple(x[:, i].contiguous() for i in (0, 1) for x in (self.v, self.s))
+
+
+def make_states(case: Merge, device: torch.device, seed: int = 0) -> States:
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (case.tokens, case.states, case.heads)
+    v = torch.empty((*shape, case.head_dim), dtype=getattr(torch, case.dtype), device=device)
+    return States(v.normal_(generator=generator), torch.randn(shape, generator=generator, device=device))
+
+
+Case = Prefill | Host | Merge
 Lens = tuple[int, ...]
 
 # --- workloads ---------------------------------------------------------------------------------------------------
@@ -418,6 +479,17 @@ def masks(dtype: str) -> list[Case]:
     return cases
 
 
+def merge(dtype: str) -> list[Case]:
+    """States of prefills, where memory bounds, and of decoding, where the launch does."""
+    if dtype.startswith("float8"):
+        raise ValueError(f"dtype {dtype!r} is no type of states: use float16 or bfloat16.")
+    sizes = (
+        (8192, 4, 32, 128), (8192, 2, 32, 128), (8192, 3, 32, 64), (4096, 8, 32, 128), (512, 64, 32, 128),
+        (4096, 2, 128, 512), (128, 2, 32, 128), (128, 4, 32, 128), (16, 33, 32, 128), (1, 300, 8, 128),
+    )  # fmt: skip
+    return [Merge(*size, dtype=dtype) for size in sizes]
+
+
 @dataclass(frozen=True)
 class Workload:
     operation: str
@@ -467,6 +539,7 @@ WORKLOADS: dict[str, Workload] = {
         "prefill", "chunks of prompts beside decoding requests, with pages and without", mixed, ("us", "TFLOP/s")
     ),
     "masks": Workload("prefill", "one prompt of 4k: causal, custom masks, ALiBi", masks, ("us", "TFLOP/s")),
+    "merge": Workload("merge", "2 to 300 states of 1 to 8k tokens", merge),
     "calls": Workload(
         "host",
         "host time of single_prefill, run() and plan()",

@@ -3,10 +3,11 @@
     compute-sanitizer --tool memcheck  --kernel-name kns=attention_kernel python tests/sanitize.py
     compute-sanitizer --tool racecheck --kernel-name kns=attention_kernel python tests/sanitize.py --rounds 3
     compute-sanitizer --tool memcheck  --kernel-name kns=schedule_kernel  python tests/sanitize.py
+    compute-sanitizer --tool memcheck  python tests/sanitize.py --backends
 
-The filter takes the kernels of both backends. A hazard may show in one round of several. Shapes are small, but have
-tiles enough to be given the large ones (config.h of either backend) and to give blocks of fa3 several, rows and warps
-without keys, and tiles that end inside a sequence.
+The filter takes the kernels of both backends; without a backend, the kernels that only move memory are left. A hazard
+may show in one round of several. Shapes are small, but have tiles enough to be given the large ones (config.h of either
+backend) and to give blocks of fa3 several, rows and warps without keys, and tiles that end inside a sequence.
 """
 
 from __future__ import annotations
@@ -140,6 +141,49 @@ def every_tile_of_fp8(backend: str, head_dim: int) -> None:
                 attend(backend, head_dim, (8, 2), few, dtype, mask=True, window_left=40, **more)
 
 
+def every_merge() -> None:
+    """Calls of every kernel that merges states; 128 elements and more of fp32 take a row several warps."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for head_dim in (8, 72, 128, 512, 1024):
+            for count in (0, 1, 2, 4, 5, 13):
+                v = torch.randn(37, count, 3, head_dim, device="cuda").to(dtype)
+                s = torch.randn(37, count, 3, device="cuda")
+                out, _ = ck.merge_states(v, s)
+                assert out.isfinite().all()
+                if count == 2:
+                    for mask_dtype in (torch.bool, torch.int16, torch.int32, torch.int64):
+                        mask = torch.randint(2, (37,), device="cuda").to(mask_dtype)
+                        own, own_s = v[:, 0].contiguous(), s[:, 0].contiguous()
+                        ck.merge_state_in_place(own, own_s, v[:, 1], s[:, 1], mask)
+                        assert own.isfinite().all()
+
+
+def every_append() -> None:
+    """Appends in units of every size, also to places that do not exist."""
+    lengths = [(4, 20), (0, 3), (70, 80), (1, 33)]
+    append, total = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in zip(*lengths))
+    offsets = torch.nn.functional.pad(append.cumsum(0, dtype=torch.int32), (1, 0))
+    for page_size in (1, 5, 16):
+        counts = -(-total // page_size)
+        starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        pages = int(starts[-1])
+        indices = torch.randperm(pages, device="cuda").to(torch.int32)
+        last = (total - 1) % page_size + 1
+        owner, position = ck.get_batch_indices_positions(offsets, total, int(offsets[-1]) + 2)
+        for heads, head_dim, dtype in (
+            (2, 64, torch.bfloat16),
+            (40, 192, torch.float16),
+            (3, 20, torch.float16),
+            (3, 5, torch.float8_e4m3fn),
+        ):
+            k, v = torch.randn(2, owner.numel(), heads, head_dim, device="cuda").to(torch.bfloat16)
+            cache = torch.zeros(pages, 2, page_size, heads, head_dim, device="cuda").to(dtype)
+            ck.append_paged_kv_cache(k, v, owner, position, cache, indices, starts, last)
+            ck.append_paged_kv_cache(k, v, owner + 3, position * 7, cache, indices, starts, last)
+            wrong = indices * 2 - 3
+            ck.append_paged_kv_cache(k, v, owner, position, cache, wrong, starts, last)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
@@ -151,6 +195,8 @@ def main() -> None:
         for backend in args.backends:
             for head_dim in args.head_dims:
                 every_tile(backend, head_dim)
+        every_merge()
+        every_append()
     torch.cuda.synchronize()
     print("done")
 

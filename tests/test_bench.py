@@ -83,6 +83,22 @@ def test_expected_result_is_that_of_the_oracle(case: Prefill, elements: int, mon
     assert check.fault(torch.cat(outs).to(inputs.q.dtype), expected) is None
 
 
+@pytest.mark.parametrize("elements", [check.ELEMENTS, 1], ids=["at once", "token by token"])
+@pytest.mark.parametrize("states", [2, 5])
+def test_expected_merge_is_that_of_the_oracle(states: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ELEMENTS", elements)
+    case = shapes.Merge(7, states, 3, 16)
+    inputs = shapes.make_states(case, CPU)
+    expected = check.expect_merged(inputs)
+    torch.testing.assert_close(expected.out.double(), oracle.merge(inputs.v, inputs.s)[0], atol=2e-6, rtol=2e-6)
+    for name in ("auto", "torch"):
+        timed = peers.MERGE[name].make(case, inputs)
+        assert check.fault(timed.output(timed.call()), expected) is None
+    assert check.fault(inputs.v[:, 0], expected) is not None
+    read = sum(x.numel() * x.element_size() for x in (inputs.v, inputs.s))
+    assert case.bytes == pytest.approx(read * (states + 1) / states)
+
+
 def test_wrong_results_are_noticed() -> None:
     inputs = shapes.make_inputs(SMALL, CPU)
     expected = check.expect(SMALL, inputs)
@@ -409,6 +425,7 @@ def test_dry_run_lists_cases_and_work() -> None:
         (("prefill", "--only", "nothing"), "leaves no case"),
         (("prefill", "--unit", "GFLOP/s"), "use TFLOP/s, GB/s, us"),
         (("host", "--unit", "GB/s"), "'GB/s'"),
+        (("merge", "--dtype", "float8_e4m3fn"), "no type of states"),
     ],
 )
 def test_bad_arguments_are_named(arguments: tuple[str, ...], says: str) -> None:
@@ -450,6 +467,8 @@ def test_runs_on_a_gpu(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "prefill-quick.csv").exists()
     result = invoke("host", "--backends", "fa2", "--rounds", "2", "--round-ms", "2")
+    assert result.exit_code == 0, result.output
+    result = invoke("merge", "--backends", "auto,torch", "--rounds", "2", "--round-ms", "2")
     assert result.exit_code == 0, result.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
@@ -49,6 +50,41 @@ def test_cache(kernel_backend, page_size, form, kv_layout):
     want = expect(batch, Options(causal=True))
     assert_close(out, want.out, want.baseline)
     assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 3])
+def test_states(count):
+    room(16)
+    tokens = BEYOND // (count * HEADS * DIM) + 50
+    v = torch.empty(tokens, count, HEADS, DIM, dtype=torch.bfloat16, device="cuda:0")
+    s = torch.zeros(tokens, count, HEADS, device="cuda:0")
+    last = slice(-40, None)
+    v[last], s[last] = torch.randn(v[last].shape).to(v), torch.randn(s[last].shape).to(s)
+    out, lse = ck.merge_states(v, s)
+    want, want_lse = oracle.merge(v[last], s[last])
+    assert_close(out[last], want)
+    assert_lse_close(lse[last], want_lse)
+    if count == 2:
+        del out
+        pair = v[:, 0], s[:, 0], v[:, 1], s[:, 1]
+        out, lse = ck.merge_state(*pair)
+        assert_close(out[last], want)
+        assert_lse_close(lse[last], want_lse)
+
+
+@pytest.mark.gpu
+def test_append():
+    room(12)
+    pages = BEYOND // (16 * HEADS * DIM) + 9
+    cache = tuple(torch.zeros(pages, 16, HEADS, DIM, dtype=torch.bfloat16, device="cuda:0") for _ in range(2))
+    k, v = (torch.randn(20, HEADS, DIM).to(cache[0]) for _ in range(2))
+    table = [torch.tensor(x, dtype=torch.int32, device="cuda:0") for x in ([pages - 1, pages - 3], [0, 2], [4])]
+    places = ck.get_batch_indices_positions(indptr([20], "cuda:0"), table[2] + 16, 20)
+    ck.append_paged_kv_cache(k, v, *places, cache, *table)
+    for new, pages_of in zip((k, v), cache):
+        assert torch.equal(pages_of[-1], new[:16]) and torch.equal(pages_of[-3, :4], new[16:])
+        assert torch.count_nonzero(pages_of[:-3].view(torch.int16)) == 0
 
 
 def test_ragged_rows(kernel_backend):

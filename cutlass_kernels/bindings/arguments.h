@@ -33,7 +33,9 @@ inline DType dtype_of(const std::string& name) {
   throw pybind11::value_error("dtype '" + name + "' is not known to the compiled kernels.");
 }
 
+void bind_append(pybind11::module_& m);   // append.cpp
 void bind_indices(pybind11::module_& m);  // indices.cpp
+void bind_merge(pybind11::module_& m);    // merge.cpp
 void bind_prepare(pybind11::module_& m);  // prepare.cpp
 
 }  // namespace cutlass_kernels

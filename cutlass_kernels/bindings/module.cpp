@@ -322,6 +322,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("version", &version);
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
   m.attr("call_counters") = kCounters;
+  // Of what is no backend's: 10 * major + minor of the oldest and the newest GPU; 0: no newest.
+  m.attr("compute_capabilities") = py::make_tuple(CK_ARCHS_MIN, CK_ARCHS_MAX);
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
   m.def(
       "not_supported_reasons",
@@ -421,6 +423,8 @@ PYBIND11_MODULE(_C, m) {
       .def("partial_bytes", &Plan::partial_bytes, py::arg("total_q") = 0, py::arg("total_kv") = 0)
       .def("run", &Plan::run)
       .def("resume", &Plan::resume);
+  bind_append(m);
   bind_indices(m);
+  bind_merge(m);
   bind_prepare(m);
 }

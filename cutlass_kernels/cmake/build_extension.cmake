@@ -5,9 +5,11 @@ set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 2.13 CONFIG REQUIRED HINTS "${CK_PYBIND11_DIR}")
 
 pybind11_add_module(_C MODULE NO_EXTRAS
-  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/indices.cpp" "${CK_DIR}/bindings/prepare.cpp")
+  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/indices.cpp"
+  "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp")
 target_include_directories(_C PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
-target_compile_definitions(_C PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\"")
+target_compile_definitions(_C PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\""
+  CK_ARCHS_MIN=${CK_ARCHS_MIN} CK_ARCHS_MAX=${CK_ARCHS_MAX})
 target_link_libraries(_C PRIVATE cutlass_kernels_objects CUDA::cudart_static)
 # libstdc++ and libgcc are the system's, everything else of ours is inside; only PyInit__C is visible.
 target_link_options(_C PRIVATE "LINKER:--version-script=${CMAKE_CURRENT_LIST_DIR}/extension.map" "LINKER:--no-undefined-version")

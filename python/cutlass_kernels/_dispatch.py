@@ -115,8 +115,8 @@ class Request:
     ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
     scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
     ``short_queries`` that fa2 comes first, and reads fp8 keys and values as they are (:func:`are_short`),
-    ``fp8_copies`` that fp8 queries, keys and values lie where only copies of them serve (:func:`copies_fp8`). ``layout``
-    is None where every kernel takes such numbers of rows and strides.
+    ``fp8_copies`` that fp8 queries, keys and values lie where only copies of them serve (:func:`copies_fp8`).
+    ``layout`` is None where every kernel takes such numbers of rows and strides.
     """
 
     device_type: str
@@ -339,6 +339,31 @@ def reasons(backend: str, request: Request) -> list[str]:
 def _kernels() -> ModuleType:
     """The module that talks to the compiled kernels; ImportError where the installation has none."""
     return importlib.import_module("._cuda", __package__)
+
+
+def memory_kernels(x: torch.Tensor) -> ModuleType | None:
+    """The module of the kernels that only move memory, for a tensor that they take; None where PyTorch is to compute.
+
+    That is: on devices that the installation has no such kernels for, for subclasses of tensors (which stand for
+    others), and while ``torch.compile`` traces, which knows PyTorch's operators.
+    """
+    if not x.is_cuda or torch.compiler.is_compiling() or type(x) not in _PLAIN_TENSORS:
+        return None
+    return _memory_kernels(x.device)
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+@functools.lru_cache(maxsize=64)
+def _memory_kernels(device: torch.device) -> ModuleType | None:
+    try:
+        module = importlib.import_module("._memory_kernels", __package__)
+    except ImportError:
+        return None
+    capability, (low, high) = compute_capability(device), module.COMPUTE_CAPABILITIES
+    served = capability is not None and low <= capability and (not high or capability <= high)
+    return module if served else None
 
 
 def _reference_reasons(request: Request) -> list[str]:

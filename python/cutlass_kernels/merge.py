@@ -7,6 +7,10 @@ merge into the state over all of them (Juravsky et al., "Hydragen", 2024; Ye et 
 
 A state with s = -inf has seen no key: it contributes nothing, whatever its v holds, and merging only such states gives
 v = 0, s = -inf. Arithmetic is fp32 (fp64 for fp64 values).
+
+On CUDA devices a kernel does it in one pass over memory: for float16, bfloat16 and float32 with a head_dim that is a
+multiple of 8 (at most 2048, of float32 1024). PyTorch does the rest, all of it on other devices and in what
+``torch.compile`` compiles.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from __future__ import annotations
 import math
 
 import torch
+
+from . import _dispatch
 
 
 def merge_state(
@@ -36,13 +42,13 @@ def merge_state(
         >>> merge_state(v, s, 3 * v, s)
         (tensor([[[2., 2.]]]), tensor([[1.]]))
     """
-    _check(v_a, s_a, 3, "v_a", "s_a")
-    _check(v_b, s_b, 3, "v_b", "s_b")
-    if v_a.shape != v_b.shape:
-        raise RuntimeError(f"v_a has shape {tuple(v_a.shape)} and v_b {tuple(v_b.shape)}: they must be equal.")
-    return _merge(
-        torch.stack([v_a, v_b.to(v_a.dtype)], 1), torch.stack([s_a.to(torch.float32), s_b.to(torch.float32)], 1)
-    )
+    _check_two(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
+    v_b, s_a, s_b = _as(v_b, v_a.dtype), _as(s_a, torch.float32), _as(s_b, torch.float32)
+    kernels = _dispatch.memory_kernels(v_a)
+    if kernels is not None and kernels.merges(v_a):
+        merged: tuple[torch.Tensor, torch.Tensor] = kernels.merge_state(v_a, s_a, v_b, s_b)
+        return merged
+    return _merge(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
 
 
 def merge_state_in_place(
@@ -60,7 +66,7 @@ def merge_state_in_place(
         mask: optional bool or integer ``[tokens]``; tokens whose element is 0 keep their state.
 
     Raises:
-        RuntimeError: the shapes do not fit together.
+        RuntimeError: the shapes do not fit together, or a tensor is not floating-point.
 
     Example:
         >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
@@ -68,10 +74,16 @@ def merge_state_in_place(
         >>> v
         tensor([[[2., 2.]]])
     """
+    _check_two(v, s, v_other, s_other, ("v", "s", "v_other", "s_other"))
+    if mask is not None and (mask.dim() != 1 or mask.size(0) != v.size(0)):
+        raise RuntimeError(f"mask has shape {tuple(mask.shape)}: it must be [{v.size(0)}], one element per token.")
+    kernels = _dispatch.memory_kernels(v)
+    if kernels is not None and s.dtype == torch.float32 and kernels.merges(v):
+        other = _as(v_other, v.dtype), _as(s_other, torch.float32)
+        if kernels.merge_state_in_place(v, s, *other, mask):
+            return
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
-        if mask.dim() != 1 or mask.size(0) != v.size(0):
-            raise RuntimeError(f"mask has shape {tuple(mask.shape)}: it must be [{v.size(0)}], one element per token.")
         chosen = mask != 0
         merged_v = torch.where(chosen[:, None, None], merged_v, v)
         merged_s = torch.where(chosen[:, None], merged_s.to(s.dtype), s)
@@ -99,7 +111,12 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         (torch.Size([7, 8, 64]), torch.Size([7, 8]))
     """
     _check(v, s, 4, "v", "s")
-    return _merge(v, s.to(torch.float32))
+    s = _as(s, torch.float32)
+    kernels = _dispatch.memory_kernels(v)
+    if kernels is not None and kernels.merges(v):
+        merged: tuple[torch.Tensor, torch.Tensor] = kernels.merge_states(v, s)
+        return merged
+    return _merge(v, s)
 
 
 def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,6 +131,23 @@ def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     parts = v.to(wide) * share
     parts = parts.masked_fill((weight == 0).unsqueeze(-1), 0.0)  # also where the total is 0
     return parts.sum(1).to(v.dtype), largest.squeeze(1) + torch.log2(total)
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # to() takes a microsecond to see that
+
+
+def _check_two(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor, names: tuple[str, str, str, str]
+) -> None:
+    _check(v_a, s_a, 3, *names[:2])
+    _check(v_b, s_b, 3, *names[2:])
+    if v_a.shape != v_b.shape:
+        raise RuntimeError(
+            f"{names[0]} has shape {tuple(v_a.shape)} and {names[2]} {tuple(v_b.shape)}: they must be equal."
+        )
+    if v_a.device != v_b.device:
+        raise RuntimeError(f"{names[0]} is on {v_a.device} and {names[2]} on {v_b.device}: move one.")
 
 
 def _check(v: torch.Tensor, s: torch.Tensor, rank: int, v_name: str, s_name: str) -> None:

@@ -1,13 +1,14 @@
 """Paged key/value caches: lengths, positions of new tokens, and writing them into their pages.
 
-Nothing here reads a value back from the device.
+Nothing here reads a value back from the device. On CUDA devices a kernel each says where new tokens belong and writes
+them; PyTorch does on other devices, for elements of more than 4 bytes, and in what ``torch.compile`` compiles.
 """
 
 from __future__ import annotations
 
 import torch
 
-from . import _args
+from . import _args, _dispatch
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -70,6 +71,10 @@ def get_batch_indices_positions(
         raise ValueError(f"nnz={nnz} is smaller than append_indptr[-1]={int(indptr[-1])}: no token may be left out.")
     batch_indices = _int32_output("batch_indices", batch_indices, nnz, device)
     positions = _int32_output("positions", positions, nnz, device)
+    kernels = _dispatch.memory_kernels(indptr)
+    if kernels is not None:
+        kernels.get_batch_indices_positions(indptr, lens, batch_indices, positions)
+        return batch_indices, positions
     if batch == 0:
         return batch_indices.fill_(-1), positions.fill_(-1)
     token = torch.arange(nnz, dtype=torch.int32, device=device)
@@ -101,13 +106,17 @@ def append_paged_kv_cache(
         append_key: ``[nnz, num_kv_heads, head_dim_qk]``, converted to the dtype of the cache.
         append_value: ``[nnz, num_kv_heads, head_dim_vo]``.
         batch_indices, positions: int32 ``[nnz]`` (see :func:`get_batch_indices_positions`); tokens with a negative
-            batch index are skipped.
+            batch index or position are skipped.
         paged_kv_cache: ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
             ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or a tuple (k_cache, v_cache) without the 2.
         kv_indices: int32, the pages of all requests.
         kv_indptr: int32 ``[batch + 1]``, where the pages of a request begin in ``kv_indices``.
         kv_last_page_len: int32 ``[batch]``; the positions already say all, so only its length is checked.
         kv_layout: ``"NHD"`` or ``"HND"``.
+
+    Index tensors on a CUDA device are not checked, but wherever they point, no write leaves the cache: a token of a
+    request that does not exist, of a place behind the pages of its request, or of a page that the cache does not have,
+    is skipped there.
 
     Raises:
         KeyError: unknown ``kv_layout``, or ``paged_kv_cache`` is neither a tensor nor a tuple.
@@ -127,14 +136,23 @@ def append_paged_kv_cache(
         _args.same_device(device, **{name: new})
     owner = _args.index_vector("batch_indices", batch_indices, nnz).to(device)
     position = _args.index_vector("positions", positions, nnz).to(device)
-    indptr = _args.indptr("kv_indptr", kv_indptr).to(device)
-    indices = _args.index_vector("kv_indices", kv_indices).to(device)
+    indptr = _args.indptr("kv_indptr", kv_indptr)
+    indices = _args.index_vector("kv_indices", kv_indices)
     _args.index_vector("kv_last_page_len", kv_last_page_len, indptr.numel() - 1)
     if nnz == 0 or indices.numel() == 0:
         return
+    kernels = _dispatch.memory_kernels(k_cache)
+    if kernels is not None and not (indptr.is_cuda or indices.is_cuda):
+        pages = indices[int(indptr[0]) : int(indptr[-1])]
+        _args.enough_pages("kv_indices", _args.page_bound("kv_indices", pages), k_cache)
+    indptr, indices = indptr.to(device), indices.to(device)
+    if kernels is not None and kernels.append(
+        append_key, append_value, owner, position, k_cache, v_cache, indices, indptr
+    ):
+        return
 
     # Skipped tokens repeat the write of the first token that is not skipped: an equal value at an equal place.
-    used = owner >= 0
+    used = (owner >= 0) & (position >= 0)
     token = torch.where(used, torch.arange(nnz, device=device), used.to(torch.int32).argmax())
     owner, position = owner[token].clamp_(min=0), position[token].clamp_(min=0)
     page_size = k_cache.size(1)

@@ -10,9 +10,9 @@
 #include <string>
 #include <utility>
 
+#include "common/elements.h"
 #include "cuda_failure.h"
 #include "cutlass_kernels/prepare.h"
-#include "prepare/elements.h"
 #include "prepare/params.h"
 #include "prepare/rows.h"
 

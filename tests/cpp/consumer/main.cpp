@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "cutlass_kernels/append.h"
 #include "cutlass_kernels/attention.h"
+#include "cutlass_kernels/merge.h"
 #include "cutlass_kernels/prepare.h"
 #include "cutlass_kernels/version.h"
 
@@ -55,8 +57,78 @@ ck::PrepareParams copies(void* keys, void* values, void* key_copy, void* value_c
   return params;
 }
 
+/// Two states of one token with two heads of eight elements, merged into the first.
+ck::MergeStateParams merge_in_place(float* v, float* s, const float* v_other,
+                                    const float* s_other) {
+  ck::MergeStateParams params;
+  params.sizes = {ck::DType::kFloat32, 1, 2, 8};
+  params.v_a = {v, 16, 8};
+  params.s_a = {s, 2, 1};
+  params.v_b = {v_other, 16, 8};
+  params.s_b = {s_other, 2, 1};
+  params.merged_v = {v, 16, 8};
+  params.merged_s = {s, 2, 1};
+  return params;
+}
+
+/// Five new tokens of one head with eight elements, for a request that has seven, in pages of four.
+ck::AppendParams append(void* tokens, void* cache, const std::int32_t* batch_indices,
+                        const std::int32_t* positions, const std::int32_t* kv_indptr,
+                        const std::int32_t* indices) {
+  ck::AppendParams params;
+  params.dtype = ck::DType::kFloat32;
+  params.num_kv_heads = 1;
+  params.head_dim_qk = params.head_dim_vo = 8;
+  params.batch_size = 1;
+  params.num_tokens = 5;
+  params.batch_indices = batch_indices;
+  params.positions = positions;
+  params.kv_indptr = kv_indptr;
+  params.k = params.v = {tokens, 8, 8};
+  params.k_cache = params.v_cache = {cache, 8, 8};
+  params.pages.indices = indices;
+  params.pages.page_size = 4;
+  params.pages.num_indices = 2;
+  params.pages.num_pages = 3;
+  params.pages.k_stride_page = params.pages.v_stride_page = 32;
+  return params;
+}
+
+void require_refusal(const ck::Status& status, const std::string& fragment) {
+  require(status.code == ck::StatusCode::kInvalidArgument &&
+              status.message.find(fragment) != std::string::npos,
+          "a refusal that says '" + fragment + "', not '" + status.message + "'");
+}
+
+void check_memory_kernels_without_gpu() {
+  ck::MergeStateParams two = merge_in_place(nullptr, nullptr, nullptr, nullptr);
+  require_refusal(ck::merge_state(two, nullptr), "v_a is null");
+  two.mask = &two;  // never read
+  two.mask_bytes = 3;
+  require_refusal(ck::merge_state(two, nullptr), "mask_bytes=3");
+  ck::MergeStatesParams many;
+  many.sizes = {ck::DType::kFloat16, 0, 2, 64};
+  require(ck::merge_states(many, nullptr).ok(), "there is nothing to merge");
+  many.num_states = -1;
+  require_refusal(ck::merge_states(many, nullptr), "num_states=-1");
+  many.sizes.head_dim = 12;
+  require_refusal(ck::merge_states(many, nullptr), "head_dim=12");
+  many.sizes.dtype = ck::DType::kFloat8E4M3;
+  require_refusal(ck::merge_states(many, nullptr), "dtype=float8_e4m3fn");
+
+  ck::AppendParams pages = append(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+  require_refusal(ck::append_paged_kv_cache(pages, nullptr), "one of them is null");
+  pages.pages.page_size = 0;
+  require_refusal(ck::append_paged_kv_cache(pages, nullptr), "pages.page_size=0");
+  ck::BatchIndicesPositionsParams places;
+  require(ck::get_batch_indices_positions(places, nullptr).ok(), "there are no tokens");
+  places.num_tokens = 5;
+  require_refusal(ck::get_batch_indices_positions(places, nullptr), "one of them is null");
+}
+
 void check_without_gpu() {
   require(std::string(ck::version()) == CK_VERSION, "library and headers have the same version");
+  check_memory_kernels_without_gpu();
   ck::PrepareParams narrow = copies(nullptr, nullptr, nullptr, nullptr);
   require(ck::prepare(narrow, nullptr).ok(), "there is nothing to copy");
   narrow.head_dim_qk = 12;
@@ -292,6 +364,60 @@ void check_copies_on_gpu() {
   }
 }
 
+void check_merging_on_gpu() {
+  const std::vector<float> ones(16, 1.0f), threes(16, 3.0f), zeros(2, 0.0f);
+  std::vector<float> merged(16), lse(2);
+  const Buffer v(64), s(8), v_other(64), s_other(8);
+  v.copy_from(ones.data(), 64);
+  s.copy_from(zeros.data(), 8);
+  v_other.copy_from(threes.data(), 64);
+  s_other.copy_from(zeros.data(), 8);
+  const ck::Status status = ck::merge_state(
+      merge_in_place(static_cast<float*>(v.data), static_cast<float*>(s.data),
+                     static_cast<float*>(v_other.data), static_cast<float*>(s_other.data)),
+      nullptr);
+  require(status.ok(), status.message);
+  v.copy_to(merged.data(), 64);
+  s.copy_to(lse.data(), 8);
+  for (const float x : merged) require(x == 2.0f, "equal weights give the mean");
+  for (const float x : lse) require(x == 1.0f, "two equal sums give twice the sum");
+}
+
+void check_appending_on_gpu() {
+  const std::int32_t indices[] = {2, 0}, kv_indptr[] = {0, 2}, append_indptr[] = {0, 5}, len = 7;
+  std::vector<float> tokens(5 * 8), cache(3 * 4 * 8, -1.0f);
+  for (int i = 0; i < 5 * 8; ++i) tokens[i] = float(i / 8);
+  const Buffer dev_tokens(5 * 32), dev_cache(3 * 4 * 32), dev_indices(8), dev_indptr(8);
+  const Buffer dev_append(8), dev_len(4), owners(20), positions(20);
+  dev_tokens.copy_from(tokens.data(), 5 * 32);
+  dev_cache.copy_from(cache.data(), 3 * 4 * 32);
+  dev_indices.copy_from(indices, 8);
+  dev_indptr.copy_from(kv_indptr, 8);
+  dev_append.copy_from(append_indptr, 8);
+  dev_len.copy_from(&len, 4);
+  ck::BatchIndicesPositionsParams places;
+  places.batch_size = 1;
+  places.num_tokens = 5;
+  places.append_indptr = static_cast<std::int32_t*>(dev_append.data);
+  places.seq_lens = static_cast<std::int32_t*>(dev_len.data);
+  places.batch_indices = static_cast<std::int32_t*>(owners.data);
+  places.positions = static_cast<std::int32_t*>(positions.data);
+  ck::Status status = ck::get_batch_indices_positions(places, nullptr);
+  require(status.ok(), status.message);
+  status = ck::append_paged_kv_cache(
+      append(dev_tokens.data, dev_cache.data, places.batch_indices, places.positions,
+             static_cast<std::int32_t*>(dev_indptr.data),
+             static_cast<std::int32_t*>(dev_indices.data)),
+      nullptr);
+  require(status.ok(), status.message);
+  dev_cache.copy_to(cache.data(), 3 * 4 * 32);
+  // Tokens 2, 3 of the request stand in page 2, tokens 4 to 6 in page 0.
+  const float expected[] = {2, 3, 4, -1, -1, -1, -1, -1, -1, -1, 0, 1};
+  for (int i = 0; i < 3 * 4 * 8; ++i) {
+    require(cache[i] == expected[i / 8], "tokens stand where they belong, and nowhere else");
+  }
+}
+
 void check_on_gpu_if_any() {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
@@ -308,6 +434,8 @@ void check_on_gpu_if_any() {
       check_on_gpu(kernel);
   }
   check_copies_on_gpu();
+  check_merging_on_gpu();
+  check_appending_on_gpu();
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Elements in memory and in registers: 8 and 16 bits there, fp32 here.
+// Elements in memory and in registers: 8, 16 or 32 bits there, fp32 here.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,6 +50,10 @@ struct BFloat16 {
   __device__ static Pair encode(float low, float high) { return __floats2bfloat162_rn(low, high); }
 };
 
+struct Float32 {
+  static constexpr int kBytes = 4;
+};
+
 // 4, 8 or 16 bytes that are loaded and stored at once.
 template <int kBytes>
 struct Chunk {
@@ -82,7 +86,9 @@ template <class Element, int kCount>
 __device__ void decode(const Chunk<kCount * Element::kBytes>& chunk, float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if constexpr (Element::kBytes == 1) {
+    if constexpr (Element::kBytes == 4) {
+      values[i] = as_float(chunk.words[i]);
+    } else if constexpr (Element::kBytes == 1) {
       values[i] = Element::decode(chunk.words[i / 4] >> (i % 4 * 8));
     } else if (i % 2 == 0) {
       typename Element::Pair pair;
@@ -96,11 +102,15 @@ __device__ void decode(const Chunk<kCount * Element::kBytes>& chunk, float (&val
 
 template <class Element, int kCount>
 __device__ void store(const float (&values)[kCount], char* to) {
-  Chunk<kCount * 2> chunk;
+  Chunk<kCount * Element::kBytes> chunk;
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) {
-    const typename Element::Pair pair = Element::encode(values[2 * i], values[2 * i + 1]);
-    std::memcpy(&chunk.words[i], &pair, 4);
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (Element::kBytes == 4) {
+      std::memcpy(&chunk.words[i], &values[i], 4);
+    } else if (i % 2 == 0) {
+      const typename Element::Pair pair = Element::encode(values[i], values[i + 1]);
+      std::memcpy(&chunk.words[i / 2], &pair, 4);
+    }
   }
   chunk.store(to);
 }

@@ -1,0 +1,63 @@
+// _C.merge_state and _C.merge_states: the kernels of merge.h, for tensors that Python allocates.
+#include "cutlass_kernels/merge.h"
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "arguments.h"
+
+namespace cutlass_kernels {
+namespace {
+
+MergeSizes sizes_of(const std::string& dtype, std::int64_t tokens, int heads, int head_dim) {
+  return {dtype_of(dtype), tokens, heads, head_dim};
+}
+
+void run_merge_states(const std::string& dtype, std::int64_t tokens, std::int64_t states, int heads,
+                      int head_dim, Address v, std::int64_t v_st, std::int64_t v_ss,
+                      std::int64_t v_sh, Address s, std::int64_t s_st, std::int64_t s_ss,
+                      std::int64_t s_sh, Address merged_v, Address merged_s, Address stream) {
+  MergeStatesParams params;
+  params.sizes = sizes_of(dtype, tokens, heads, head_dim);
+  params.num_states = states;
+  params.v = {pointer<void>(v), v_st, v_sh};
+  params.v_stride_state = v_ss;
+  params.s = {pointer<float>(s), s_st, s_sh};
+  params.s_stride_state = s_ss;
+  params.merged_v = {pointer<void>(merged_v), std::int64_t(heads) * head_dim, head_dim};
+  params.merged_s = {pointer<float>(merged_s), heads, 1};
+  raise_unless_ok(merge_states(params, pointer<CUstream_st>(stream)));
+}
+
+void run_merge_state(const std::string& dtype, std::int64_t tokens, int heads, int head_dim,
+                     Address v_a, std::int64_t v_a_st, std::int64_t v_a_sh, Address s_a,
+                     std::int64_t s_a_st, std::int64_t s_a_sh, Address v_b, std::int64_t v_b_st,
+                     std::int64_t v_b_sh, Address s_b, std::int64_t s_b_st, std::int64_t s_b_sh,
+                     Address merged_v, std::int64_t merged_v_st, std::int64_t merged_v_sh,
+                     Address merged_s, std::int64_t merged_s_st, std::int64_t merged_s_sh,
+                     Address mask, int mask_bytes, Address stream) {
+  MergeStateParams params;
+  params.sizes = sizes_of(dtype, tokens, heads, head_dim);
+  params.v_a = {pointer<void>(v_a), v_a_st, v_a_sh};
+  params.s_a = {pointer<float>(s_a), s_a_st, s_a_sh};
+  params.v_b = {pointer<void>(v_b), v_b_st, v_b_sh};
+  params.s_b = {pointer<float>(s_b), s_b_st, s_b_sh};
+  params.merged_v = {pointer<void>(merged_v), merged_v_st, merged_v_sh};
+  params.merged_s = {pointer<float>(merged_s), merged_s_st, merged_s_sh};
+  params.mask = pointer<void>(mask);
+  params.mask_bytes = mask_bytes;
+  raise_unless_ok(merge_state(params, pointer<CUstream_st>(stream)));
+}
+
+}  // namespace
+
+void bind_merge(pybind11::module_& m) {
+  // Positional, as Plan.run is.
+  m.def("merge_states", &run_merge_states,
+        "Merges the states of one tensor into contiguous results; see merge.h.");
+  m.def("merge_state", &run_merge_state, "Merges two states, also in place; see merge.h.");
+}
+
+}  // namespace cutlass_kernels
