@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,6 +128,25 @@ def _host(case: Host, x: Inputs, library: Any, name: str) -> Timed:
         return Timed(plan)
     plan()
     return Timed(functools.partial(wrapper.run, *x.run_arguments))
+
+
+def _decode(library: Any, case: Prefill, x: Inputs, options: dict[str, Any]) -> Timed:
+    """The wrapper for decode, on copies of the cache in turn; without pages single_decode."""
+    if x.pages is None:
+        single = functools.partial(library.single_decode_with_kv_cache, x.q[0], x.k, x.v)
+        single = functools.partial(single, **{k: v for k, v in options.items() if library is ck or k != "backend"})
+        return Timed(single, output=lambda out: out.unsqueeze(0))
+    pages = x.pages
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(x.q.device), "NHD", **options)
+    sizes = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.page_size)
+    dtype = getattr(torch, case.dtype)
+    wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, *sizes, q_data_type=dtype, kv_data_type=dtype)
+    caches = itertools.cycle(pages.copies)
+    return Timed(lambda: wrapper.run(x.q, next(caches)))
+
+
+def _our_decode(name: str, case: Prefill, x: Inputs) -> Timed:
+    return _decode(ck, case, x, {"backend": name})
 
 
 def _our_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
@@ -328,6 +348,27 @@ HOST = _table(
     ]
 )
 
+# FlashInfer has two kernels for decode: of its own, and that of prefill.
+DECODE = _table(
+    [
+        *_our_backends(_our_decode),
+        *(
+            Backend(
+                name,
+                False,
+                frozenset({"causal", "ragged", "append", "gqa", "paged"}),
+                functools.partial(_needs_module, "flashinfer"),
+                functools.partial(
+                    lambda with_tensor_cores, case, x: _decode(
+                        _module("flashinfer"), case, x, {"use_tensor_cores": with_tensor_cores}
+                    ),
+                    tensor_cores,
+                ),
+            )
+            for name, tensor_cores in (("flashinfer", False), ("flashinfer_tc", True))
+        ),
+    ]
+)
 MERGE = _table(
     [
         Backend("auto", True, frozenset(), _no_merge_kernels, functools.partial(_merge, ck)),
@@ -385,6 +426,13 @@ OPERATIONS: dict[str, Operation] = {
         PREFILL,
         ("paper",),
         ("fa2", "fa3", *_PEERS),
+    ),
+    "decode": Operation(
+        "a token per request through the wrapper for decode, one request through single_decode_with_kv_cache",
+        ("us", "TB/s"),
+        DECODE,
+        ("decode",),
+        ("auto", "flashinfer", "flashinfer_tc"),
     ),
     "merge": Operation(
         "attention states through merge_state and merge_states",

@@ -26,6 +26,9 @@ def ramp(first: int, last: int) -> int:
     return (first + last) * (last - first + 1) // 2 if last >= first else 0
 
 
+BEYOND_L2 = 256 << 20  # bytes
+
+
 def visible_pairs(qo_len: int, kv_len: int, causal: bool, window_left: int = -1) -> int:
     """How many (row, key) pairs the mask shows: row i stands at key position ``i + kv_len - qo_len``."""
     if qo_len <= 0 or kv_len <= 0:
@@ -162,6 +165,13 @@ class Pages:
     indices: torch.Tensor
     last_page_len: torch.Tensor
 
+    @functools.cached_property
+    def copies(self) -> list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+        """The cache, and as many copies of it as no L2 cache holds together with it: for calls that take turns."""
+        parts = self.cache if isinstance(self.cache, tuple) else (self.cache,)
+        count = max(1, BEYOND_L2 // max(sum(x.nbytes for x in parts), 1))
+        return [self.cache, *(_clone(self.cache) for _ in range(min(count, 64) - 1))]
+
 
 @dataclass
 class Inputs:
@@ -191,6 +201,10 @@ class Inputs:
     @property
     def run_arguments(self) -> tuple[Any, ...]:
         return (self.q, self.k, self.v) if self.pages is None else (self.q, self.pages.cache)
+
+
+def _clone(cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return cache.clone() if isinstance(cache, torch.Tensor) else (cache[0].clone(), cache[1].clone())
 
 
 def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -479,6 +493,33 @@ def masks(dtype: str) -> list[Case]:
     return cases
 
 
+def decode(dtype: str) -> list[Case]:
+    """A token per request over pages of 16, with 1 to 16 query heads to a key head; and one request without pages."""
+    cases: list[Case] = []
+
+    def add(batch: int, keys: int, heads: int, kv_heads: int, dim: int = 128, page_size: int = 16) -> None:
+        rows, lens = (1,) * batch, (keys,) * batch
+        group = f"{heads}/{kv_heads} hd{dim}" + ("" if page_size else ", single_decode")
+        column = f"{batch} x {tokens(keys)}"
+        cases.append(
+            Prefill(group, column, rows, lens, heads, kv_heads, dim, dim, True, dtype=dtype, page_size=page_size)
+        )
+
+    for batch, keys in (
+        (1, 1024), (1, 4096), (1, 32768), (8, 1024), (16, 4096), (32, 4096), (64, 4096), (128, 2048), (64, 8192),
+    ):  # fmt: skip
+        add(batch, keys, 32, 8)
+    for heads, kv_heads in ((8, 8), (64, 8), (128, 8), (8, 1)):
+        for batch, keys in ((1, 4096), (16, 4096), (64, 4096)):
+            add(batch, keys, heads, kv_heads)
+    for dim, heads, kv_heads in ((64, 64, 8), (256, 16, 4)):
+        for batch, keys in ((1, 4096), (64, 4096)):
+            add(batch, keys, heads, kv_heads, dim)
+    for keys in (4096, 32768):
+        add(1, keys, 32, 8, page_size=0)
+    return cases
+
+
 def merge(dtype: str) -> list[Case]:
     """States of prefills, where memory bounds, and of decoding, where the launch does."""
     if dtype.startswith("float8"):
@@ -539,6 +580,7 @@ WORKLOADS: dict[str, Workload] = {
         "prefill", "chunks of prompts beside decoding requests, with pages and without", mixed, ("us", "TFLOP/s")
     ),
     "masks": Workload("prefill", "one prompt of 4k: causal, custom masks, ALiBi", masks, ("us", "TFLOP/s")),
+    "decode": Workload("decode", "1 to 128 requests over 1k to 32k keys, groups of 1 to 16 heads", decode),
     "merge": Workload("merge", "2 to 300 states of 1 to 8k tokens", merge),
     "calls": Workload(
         "host",

@@ -56,6 +56,9 @@ constexpr int kMostBlocks = 512;
 /// Results of pieces take no more, unless fixed_split_size asks for it: the smallest workspace in common use holds them.
 constexpr std::size_t kMostPartialBytes = 16 << 20;
 
+/// Pieces of a tile, about: more are merged sooner by a kernel of their own, which has a block for each row.
+constexpr int kMostMergedByBlock = 64;
+
 /// Counters with which blocks merge the results of so many rows.
 std::int64_t merge_counters(const AttentionParams& params, const TileShape& tile,
                             std::int64_t partial_rows) {
@@ -99,7 +102,9 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int m
     rule.partial_rows =
         std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_pieces);
   }
-  if (tile.merges) rule.merge_counters = merge_counters(params, tile, rule.partial_rows);
+  if (tile.merges && rule.wave <= kMostMergedByBlock * count) {
+    rule.merge_counters = merge_counters(params, tile, rule.partial_rows);
+  }
   return rule;
 }
 
@@ -250,7 +255,8 @@ Status schedule_single(const Choice& choice, const AttentionParams& params, Room
       schedule->split_capacity = static_cast<std::int32_t>(count);
       schedule->partial_bytes = partial;
       const std::int64_t counters = merge_counters(params, tile, params.total_q * pieces);
-      if (tile.merges && counters <= params.schedule.num_merge_counters) {
+      if (tile.merges && pieces <= kMostMergedByBlock &&
+          counters <= params.schedule.num_merge_counters) {
         schedule->merge_counters = params.schedule.merge_counters;
       }
     } else if (choice.rule.fixed > 0) {

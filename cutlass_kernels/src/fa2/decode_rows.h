@@ -157,19 +157,24 @@ struct DecodeRows {
     volatile int* is_last = reinterpret_cast<int*>(shared_memory);  // where Q was
     __syncthreads();
     if (threadIdx.x == 0) {
-      __threadfence();  // what the barrier has shown this thread is seen before the count
       const unsigned last = work.pieces - 1;
       const int counter = merge_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
-      *is_last = atomicInc(reinterpret_cast<unsigned*>(p.schedule.merge_counters + counter),
-                           last) == last;  // and the counter is zero again
+      // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block: merge_pieces()
+      // reads past the L1 cache, so one thread's fences are enough. The last one leaves a zero.
+      __threadfence();
+      *is_last =
+          atomicInc(reinterpret_cast<unsigned*>(p.schedule.merge_counters + counter), last) == last;
+      __threadfence();
     }
     __syncthreads();
     if (!*is_last) return;
-    __threadfence();
     const PieceRows pieces{work.q_begin + first_token, tokens, work.partial_row, work.pieces};
     for (int row = warp; row < rows; row += warps) {
       const int token = int(params.pack.divide(row));
-      merge_row<Element, kPanels, kLoads>(p, pieces, token, head + row - token * heads);
+      const int of_head = head + row - token * heads;
+      store_row<Element>(p,
+                         merge_pieces<kPanels, kLoads>(p, pieces, token, of_head, 0, work.pieces),
+                         std::int64_t(work.q_begin) + first_token + token, of_head);
     }
   }
 };

@@ -515,15 +515,20 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   }
   if constexpr (kSharers == 1) {
     // Past the first block all rows are outside [key_begin, key_end): zeros that nobody reads.
+    // A piece of a decode tile may have a block or two in all, and the instructions of loads that it does not need would be a
+    // tenth of its time. (The general variant lacks the registers to tell.)
+    constexpr bool kSkipsLoads = Tile::kDecodes && !kGeneral;
     CUTE_UNROLL
     for (int i = 0; i < kStages - 1; ++i) {
-      if constexpr (kPaged) {
-        pages.store(page[i], block_end - 1 - i, block_end - 1 - i);
-      } else if constexpr (kGeneral) {
-        seen.find(block_end - 1 - i);
+      if (!kSkipsLoads || block_end - 1 - i >= block_begin) {
+        if constexpr (kPaged) {
+          pages.store(page[i], block_end - 1 - i, block_end - 1 - i);
+        } else if constexpr (kGeneral) {
+          seen.find(block_end - 1 - i);
+        }
+        k_loader(block_end - 1 - i, i, thread).issue_all();
+        v_loader(block_end - 1 - i, i, thread).issue_all();
       }
-      k_loader(block_end - 1 - i, i, thread).issue_all();
-      v_loader(block_end - 1 - i, i, thread).issue_all();
       cute::cp_async_fence();
     }
     if constexpr (kPaged) {
@@ -545,9 +550,13 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
         opaque_thread &= Tile::kThreads - 1;  // >= 0: cheap to divide
       Loads next{{k_loader(block - kStages + 1, next_stage, opaque_thread),
                   v_loader(block - kStages + 1, next_stage, opaque_thread)}};
-      if constexpr (kPaged) next.fetch(pages, block - kStages);
+      const bool loads_next = !kSkipsLoads || block - kStages + 1 >= block_begin;
+      if constexpr (kPaged) {
+        if (loads_next) next.fetch(pages, block - kStages);
+      }
       if constexpr (Tile::kSharesKeys) {
-        next.issue_all();  // at once: memory is what takes time, and steps may be another warp's
+        // At once: memory is what takes time, and steps may be another warp's.
+        if (loads_next) next.issue_all();
         [[maybe_unused]] float factors[kRows];
         [[maybe_unused]] bool scales = false;
         if constexpr (kFp8) scales = packed_q.read_factors(shared_memory, warp_row, factors);
@@ -577,7 +586,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
           }
           accumulate(s, v_row_base + offset);
         }
-        if constexpr (kPaged) next.store();
+        if constexpr (kPaged) {
+          if (loads_next) next.store();
+        }
       } else {
         CUTE_UNROLL
         for (int sub = kBlockN / kStepN - 1; sub >= 0; --sub) {

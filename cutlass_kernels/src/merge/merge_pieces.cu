@@ -13,8 +13,8 @@
 namespace cutlass_kernels {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kBlocksPerSm = 8;  // that run at once and share out the rows
+constexpr int kWarps = 8;
+constexpr int kBlocksPerSm = 4;  // that run at once and share out the rows
 
 __device__ SplitTile split_tile_at(const AttentionParams& p, int index) {
   const Schedule& schedule = p.schedule;
@@ -37,16 +37,23 @@ __device__ int split_tile_count(const AttentionParams& p) {
   return (static_cast<const ScheduleHeader*>(p.schedule.work_list) - 1)->split_tiles;
 }
 
-// A warp merges a row of a head at a time.
-template <class Element, int kPanels>
+// A row of a head is merged by a warp, or (kShared) by all warps of a block, each a part of the pieces: one row of one request
+// may have as many pieces as the device has room for blocks. kPanels: of 128 columns.
+template <class Element, int kPanels, bool kShared>
 __global__ void __launch_bounds__(32 * kWarps)
     merge_pieces_kernel(__grid_constant__ const AttentionParams p) {
+  constexpr int kLoads = 16;
+  __shared__ float4 others_o[kShared ? kWarps - 1 : 1][kPanels][32];
+  __shared__ float2 others_sum[kWarps];  // with the largest LSE
   await_previous_kernel();
   const int heads = p.num_qo_heads;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  constexpr int kRowsOfBlock = kShared ? 1 : kWarps;
   const int rows_of_tile = p.schedule.tile_rows * heads;  // at most
   const std::int64_t count = std::int64_t(split_tile_count(p)) * rows_of_tile;
-  for (std::int64_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < count;
-       item += gridDim.x * kWarps) {
+  for (std::int64_t item = std::int64_t(blockIdx.x) * kRowsOfBlock + (kShared ? 0 : warp);
+       item < count; item += std::int64_t(gridDim.x) * kRowsOfBlock) {
     const int index_of_tile = int(item / rows_of_tile);
     const int in_tile = int(item - std::int64_t(index_of_tile) * rows_of_tile);
     const int row = in_tile / heads;
@@ -57,25 +64,70 @@ __global__ void __launch_bounds__(32 * kWarps)
         min(tile.q_begin, tile.kv_begin) >= 0 && tile.q_end <= p.total_q &&
         (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
     if (row >= tile.rows || !inside) continue;
-    merge_row<Element, kPanels, 16>(p, {tile.q_begin, tile.rows, tile.partial_row, tile.pieces},
-                                    row, head);
+    const PieceRows pieces{tile.q_begin, tile.rows, tile.partial_row, tile.pieces};
+    if constexpr (kShared) {
+      MergedRow<kPanels> merged = merge_pieces<kPanels, kLoads>(
+          p, pieces, row, head, tile.pieces * warp / kWarps, tile.pieces * (warp + 1) / kWarps);
+      if (lane == 0) others_sum[warp] = {merged.top, merged.sum};
+      if (warp > 0) {
+        CUTE_UNROLL
+        for (int c = 0; c < kPanels; ++c) {
+          others_o[warp - 1][c][lane] = {merged.o[c][0], merged.o[c][1], merged.o[c][2],
+                                         merged.o[c][3]};
+        }
+      }
+      __syncthreads();
+      if (warp == 0) {
+        for (int w = 1; w < kWarps; ++w) {
+          const auto [top, sum] = others_sum[w];
+          const bool is_nan = top != top || merged.top != merged.top;
+          const float new_top = is_nan ? NAN : fmaxf(top, merged.top);
+          // 1 where none has a key: -inf is at no distance from itself.
+          const float weight = merged.top == new_top ? 1.0f : exp2_approx(merged.top - new_top);
+          const float their_weight = top == new_top ? 1.0f : exp2_approx(top - new_top);
+          merged.top = new_top;
+          merged.sum = merged.sum * weight + sum * their_weight;
+          CUTE_UNROLL
+          for (int c = 0; c < kPanels; ++c) {
+            const float4 x = others_o[w - 1][c][lane];
+            merged.o[c][0] = merged.o[c][0] * weight + x.x * their_weight;
+            merged.o[c][1] = merged.o[c][1] * weight + x.y * their_weight;
+            merged.o[c][2] = merged.o[c][2] * weight + x.z * their_weight;
+            merged.o[c][3] = merged.o[c][3] * weight + x.w * their_weight;
+          }
+        }
+        store_row<Element>(p, merged, tile.q_begin + row, head);
+      }
+      __syncthreads();
+    } else {
+      store_row<Element>(p, merge_pieces<kPanels, kLoads>(p, pieces, row, head, 0, tile.pieces),
+                         tile.q_begin + row, head);
+    }
   }
+}
+
+template <class Element, int kPanels>
+auto kernel_for(bool shared) {
+  return shared ? &merge_pieces_kernel<Element, kPanels, true>
+                : &merge_pieces_kernel<Element, kPanels, false>;
 }
 
 }  // namespace
 
 Status launch_merge_pieces(const AttentionParams& params, cudaStream_t stream) {
-  const bool is_fp16 = params.o_dtype == DType::kFloat16;
-  auto* kernel = params.head_dim_vo <= 128
-                     ? (is_fp16 ? &merge_pieces_kernel<fp16, 1> : &merge_pieces_kernel<bf16, 1>)
-                     : (is_fp16 ? &merge_pieces_kernel<fp16, 2> : &merge_pieces_kernel<bf16, 2>);
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   const std::int64_t most_rows = std::int64_t(params.schedule.split_capacity) *
                                  params.schedule.tile_rows * params.num_qo_heads;
+  const std::int64_t most_blocks = std::int64_t(device.multiprocessors) * kBlocksPerSm;
+  const bool shared = most_rows <= most_blocks;
+  const bool is_fp16 = params.o_dtype == DType::kFloat16;
+  auto* kernel = params.head_dim_vo <= 128
+                     ? (is_fp16 ? kernel_for<fp16, 1>(shared) : kernel_for<bf16, 1>(shared))
+                     : (is_fp16 ? kernel_for<fp16, 2>(shared) : kernel_for<bf16, 2>(shared));
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::min<std::int64_t>(
-      (most_rows + kWarps - 1) / kWarps, std::int64_t(device.multiprocessors) * kBlocksPerSm)));
+  config.gridDim = dim3(unsigned(
+      shared ? most_rows : std::min<std::int64_t>((most_rows + kWarps - 1) / kWarps, most_blocks)));
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   // Blocks start while the last of the attention kernel's run, and wait for their results: 2 us less between the two.
