@@ -56,8 +56,13 @@ constexpr int kMostBlocks = 512;
 /// Results of pieces take no more, unless fixed_split_size asks for it: the smallest workspace in common use holds them.
 constexpr std::size_t kMostPartialBytes = 16 << 20;
 
-/// Pieces of a tile, about: more are merged sooner by a kernel of their own, which has a block for each row.
-constexpr int kMostMergedByBlock = 64;
+/// Whether the last block of a tile merges its pieces, `pieces` of them or about so many. With more rows than it has warps, or
+/// many pieces, a kernel of its own, which has a block for each row, is sooner done with it.
+bool block_merges(const AttentionParams& params, const TileShape& tile, std::int64_t pieces) {
+  constexpr std::int64_t kMostRows = 4, kMostPieces = 64;
+  const std::int64_t tokens = (params.total_q + params.batch_size - 1) / params.batch_size;
+  return tile.merges && tokens * tile.packed_heads <= kMostRows && pieces <= kMostPieces;
+}
 
 /// Counters with which blocks merge the results of so many rows.
 std::int64_t merge_counters(const AttentionParams& params, const TileShape& tile,
@@ -102,7 +107,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int m
     rule.partial_rows =
         std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_pieces);
   }
-  if (tile.merges && rule.wave <= kMostMergedByBlock * count) {
+  if (block_merges(params, tile, rule.wave / std::max<std::int64_t>(count, 1))) {
     rule.merge_counters = merge_counters(params, tile, rule.partial_rows);
   }
   return rule;

@@ -54,7 +54,7 @@ enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
 // Decode: packed rows, 16 at most. All four warps have work where one of Packed would, and loads of up to 96 KB per SM are
 // under way.
 //
-// Fp8: for keys and values of 8 bits, whatever the queries. In steps of 16 keys all four warps have work where there are
+// Fp8: for keys and values of 8 bits, whatever the queries; DecodeFp8 is to it what Decode is to Packed. In steps of 16 keys all four warps have work where there are
 // 16 rows or fewer. Fp8Wide: for more than 32 rows. There conversion is what takes time: each warp converts the keys it
 // computes with, of 64 rows all four warps all keys. Two row tiles per warp halve that: two warps share 32 rows, each
 // with every second step of the keys. (At head dim 256 they do not fit 255 registers.)
@@ -70,6 +70,7 @@ struct TileTable<64> {
   using Packed = Tile<64, 1, 4, 64, 32, 3, 2, 3, 1, true>;
   using Decode = Tile<64, 1, 4, 64, 16, 4, 2, 3, 1, true, 2, 16>;
   using Fp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1>;
+  using DecodeFp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1, 16>;
   using Fp8Wide = Tile<64, 2, 4, 64, 32, 4, 1, 3, 1, true, 1>;
   static constexpr int kFewBlocks = 200;
   static constexpr int kFewBlocksCausal = 320;
@@ -84,6 +85,7 @@ struct TileTable<128> {
   using Packed = Tile<128, 1, 4, 32, 32, 3, 2, 3, 1, true>;
   using Decode = Tile<128, 1, 4, 64, 16, 3, 2, 2, 1, true, 2, 16>;
   using Fp8 = Tile<128, 1, 4, 64, 16, 3, 2, 3, 1, true, 1>;
+  using DecodeFp8 = Tile<128, 1, 4, 64, 16, 4, 2, 3, 1, true, 1, 16>;
   using Fp8Wide = Tile<128, 2, 4, 64, 32, 3, 1, 2, 1, true, 1>;
   static constexpr int kFewBlocks = 80;
   static constexpr int kFewBlocksCausal = 320;
@@ -98,6 +100,7 @@ struct TileTable<256> {
   using Packed = Tile<256, 1, 4, 32, 32, 2, 4, 2, 1, true>;
   using Decode = Tile<256, 1, 4, 32, 16, 2, 2, 2, 1, true, 2, 16>;
   using Fp8 = Tile<256, 1, 4, 64, 16, 2, 2, 2, 1, true, 1>;  // 97 KB
+  using DecodeFp8 = Tile<256, 1, 4, 32, 16, 4, 2, 2, 1, true, 1, 16>;
   using Fp8Wide = Fp8;
 };
 

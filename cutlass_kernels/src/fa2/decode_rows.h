@@ -63,10 +63,18 @@ struct DecodeRows {
     for (int r = 0; r < 2; ++r) {
       const int row = r * 8 + lane / 4;
       if (row >= rows) continue;
-      float* to = columns(warp, row) + lane % 4 * 2;
-      CUTE_UNROLL
-      for (int d = 0; d < kTilesD; ++d) {
-        *reinterpret_cast<float2*>(to + d * 8) = {o[0][d][2 * r], o[0][d][2 * r + 1]};
+      float* to = columns(warp, row) + lane % 4 * (Tile::kKvBytes == 1 ? 4 : 2);
+      if constexpr (Tile::kKvBytes == 1) {  // of two tiles one has the even columns (fp8.h)
+        CUTE_UNROLL
+        for (int d = 0; d < kTilesD; d += 2) {
+          *reinterpret_cast<float4*>(to + d * 8) = {o[0][d][2 * r], o[0][d + 1][2 * r],
+                                                    o[0][d][2 * r + 1], o[0][d + 1][2 * r + 1]};
+        }
+      } else {
+        CUTE_UNROLL
+        for (int d = 0; d < kTilesD; ++d) {
+          *reinterpret_cast<float2*>(to + d * 8) = {o[0][d][2 * r], o[0][d][2 * r + 1]};
+        }
       }
       if (lane % 4 == 0) maximum_and_sum(warp, row) = {row_m[r], row_sum[r]};
     }

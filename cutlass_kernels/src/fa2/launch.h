@@ -177,7 +177,7 @@ Status no_such_tile(const AttentionParams& params) {
 }
 
 // The kernels for packed heads.
-template <class Element, int HeadDim, class Packed>
+template <class Element, int HeadDim, class Packed, class Kv = Element>
 Status launch_packed(const AttentionParams& params, cudaStream_t stream) {
   const int heads = packed_heads(params, Packed::kBlockM);
   if (params.schedule.packed_heads != heads ||
@@ -185,8 +185,8 @@ Status launch_packed(const AttentionParams& params, cudaStream_t stream) {
     return no_such_tile<HeadDim>(params);
   }
   return GeneralTransform::needed(params) || LogitsTransform::needed(params)
-             ? launch_tile<Element, Packed, Logits::kGeneral>(params, stream)
-             : launch_tile<Element, Packed, Logits::kPlain>(params, stream);
+             ? launch_tile<Element, Packed, Logits::kGeneral, Kv>(params, stream)
+             : launch_tile<Element, Packed, Logits::kPlain, Kv>(params, stream);
 }
 
 // The kernel for one head's rows.
@@ -249,16 +249,25 @@ TileShape fp8_tile_shape(const AttentionParams& params, int compute_capability) 
   using Tile = typename TileTable<HeadDim>::Fp8;
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
   static_assert(Wide::kBlockM == Tile::kBlockM);
+  if (decodes(params)) {
+    return decode_shape<typename TileTable<HeadDim>::DecodeFp8>(params, compute_capability);
+  }
   const int heads = packed_heads(params, Tile::kBlockM);
-  return {Tile::kBlockM / heads, kPacked, heads,
-          is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(compute_capability)
-                                     : blocks_per_sm_on<Tile>(compute_capability)};
+  TileShape shape{Tile::kBlockM / heads, kPacked, heads,
+                  is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(compute_capability)
+                                             : blocks_per_sm_on<Tile>(compute_capability)};
+  shape.most_waves = 4;
+  return shape;
 }
 
 template <class Element, class Kv, int HeadDim>
 Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
   using Tile = typename TileTable<HeadDim>::Fp8;
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
+  if (params.schedule.tile_kind == kDecode) {
+    return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params,
+                                                                                       stream);
+  }
   const TileShape shape = fp8_tile_shape<HeadDim>(params, 0);
   const Schedule& schedule = params.schedule;
   if (schedule.tile_kind != shape.kind || schedule.packed_heads != shape.packed_heads ||

@@ -93,7 +93,7 @@ struct PackedQ {
   static constexpr bool kScales = std::is_same_v<Element, bf16>;
   static constexpr int kGroups = Tile::kHeadDim / 16;
   static constexpr int kRowStep = Tile::kThreads / kGroups;
-  static constexpr int kSteps = Tile::kBlockM / kRowStep;
+  static constexpr int kSteps = (Tile::kBlockM + kRowStep - 1) / kRowStep;
 
   int group;  // of 16 columns
   int first_row;
@@ -115,17 +115,23 @@ struct PackedQ {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         columns[i][half] = uint4{};
-        if (row_begin + token < row_end && group * 16 + half * 8 < p.head_dim_qk) {
+        if (has_row(row) && row_begin + token < row_end && group * 16 + half * 8 < p.head_dim_qk) {
           columns[i][half] = __ldg(reinterpret_cast<const uint4*>(from) + half);
         }
       }
     }
   }
 
+  // All of a warp have one, or none.
+  CUTE_DEVICE static bool has_row(int row) {
+    return Tile::kBlockM % kRowStep == 0 || row < Tile::kBlockM;
+  }
+
   CUTE_DEVICE void finish(char* shared_memory) const {
     CUTE_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRowStep + first_row;
+      if (!has_row(row)) continue;
       const uint4& low = columns[i][0];
       const uint4& high = columns[i][1];
       std::uint32_t pairs[8] = {low.x, low.z, high.x, high.z, low.y, low.w, high.y, high.w};

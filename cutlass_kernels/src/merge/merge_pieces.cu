@@ -120,7 +120,8 @@ Status launch_merge_pieces(const AttentionParams& params, cudaStream_t stream) {
   const std::int64_t most_rows = std::int64_t(params.schedule.split_capacity) *
                                  params.schedule.tile_rows * params.num_qo_heads;
   const std::int64_t most_blocks = std::int64_t(device.multiprocessors) * kBlocksPerSm;
-  const bool shared = most_rows <= most_blocks;
+  // The two add up pieces in different orders: of a fixed size, which makes results independent of the batch, there is one.
+  const bool shared = params.fixed_split_size == 0 && most_rows <= most_blocks;
   const bool is_fp16 = params.o_dtype == DType::kFloat16;
   auto* kernel = params.head_dim_vo <= 128
                      ? (is_fp16 ? kernel_for<fp16, 1>(shared) : kernel_for<bf16, 1>(shared))
