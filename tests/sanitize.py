@@ -115,11 +115,27 @@ def every_tile(backend: str, head_dim: int) -> None:
         attend(backend, head_dim, (3, 3), batch, mask=True, page_size=page_size)
         attend(backend, head_dim, (10, 2), [(3, 1500), (1, 2000), (0, 30), (40, 900)], causal=True, page_size=page_size)
         attend(backend, head_dim, (8, 1), [(9, 1100), (1, 2000)], mask=True, sinks=True, page_size=page_size)
+        every_decode(backend, head_dim, page_size)
     attend(backend, head_dim, (8, 1), [(33, 3000)], causal=True)
     if head_dim == 64:
         attend(backend, 64, (64, 64), [(128, 128)] * 34, causal=True)  # many short tiles
     if head_dim != 192:
         every_tile_of_fp8(backend, head_dim)
+
+
+def every_decode(
+    backend: str,
+    head_dim: int,
+    page_size: int | None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    """Tiles for decode, merged by their last block (up to four rows) and by a kernel of its own."""
+    more: dict[str, Any] = {"page_size": page_size, "dtype": dtype, "kv_dtype": kv_dtype}
+    attend(backend, head_dim, (8, 2), [(1, 1500), (1, 700), (1, 0), (0, 40), (1, 33)], sinks=True, **more)
+    attend(backend, head_dim, (5, 5), [(1, 1500), (2, 700), (1, 1)], causal=True, soft_cap=9.0, **more)
+    attend(backend, head_dim, (8, 1), [(1, 2500), (2, 90), (3, 130)], causal=True, **more)
+    attend(backend, head_dim, (4, 1), [(1, 1500), (1, 200)], mask=True, alibi=True, **more)
 
 
 def every_tile_of_fp8(backend: str, head_dim: int) -> None:
@@ -138,6 +154,7 @@ def every_tile_of_fp8(backend: str, head_dim: int) -> None:
                 more: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype}
                 attend(backend, head_dim, (4, 4), few, dtype, causal=True, **more)
                 attend(backend, head_dim, (8, 1), [(3, 1500), (1, 2000)], dtype, causal=True, **more)
+                every_decode(backend, head_dim, page_size, dtype, kv_dtype)
                 attend(backend, head_dim, (8, 2), few, dtype, mask=True, window_left=40, **more)
 
 
