@@ -11,6 +11,9 @@ Unmodified models get this library with
 
     from cutlass_kernels.integrations.transformers import register
     model.set_attn_implementation(register())
+
+and, with it, a cache in pages, which the wrappers for paged prefill and decode read, with ``PagedCache`` of
+``cutlass_kernels.integrations.paged_cache``. Both are compared here.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import cutlass_kernels
 
@@ -64,10 +67,26 @@ def build(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Llam
         return LlamaForCausalLM(config).to(dtype).eval()
 
 
+Attention = Callable[[LlamaForCausalLM, int, int], tuple[str, Cache]]  # of a model, a batch and so many tokens
+
+
+def contiguous(implementation: str) -> Attention:
+    """An attention that is given all keys and values, from transformers' own cache."""
+    return lambda model, batch, tokens: (implementation, DynamicCache(config=model.config))
+
+
+def paged(model: LlamaForCausalLM, batch: int, tokens: int) -> tuple[str, Cache]:
+    """This library's wrappers, on a cache in pages."""
+    from cutlass_kernels.integrations.paged_cache import PagedCache
+
+    cache = PagedCache(model.config, batch, tokens, model.device, model.dtype)
+    return cache.register(), cache
+
+
 @torch.inference_mode()
 def generate(
     model: LlamaForCausalLM,
-    implementation: str,
+    attention: Attention,
     prompt: torch.Tensor,
     count: int,
     forced: torch.Tensor | None = None,
@@ -78,8 +97,8 @@ def generate(
     With ``forced`` tokens the model reads those instead of its own, so that two runs can be compared step by step.
     Without ``all_logits`` the prefill computes those of the last token only, as serving does.
     """
+    implementation, cache = attention(model, prompt.size(0), prompt.size(1) + count)
     model.set_attn_implementation(implementation)
-    cache = DynamicCache(config=model.config)
     logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=0 if all_logits else 1).logits
     prompt_logits, steps = logits, []
     tokens = [logits[:, -1].argmax(-1)]
@@ -101,12 +120,15 @@ def truth(model: LlamaForCausalLM, prompt: torch.Tensor, tokens: torch.Tensor) -
     return exact(torch.cat([prompt, tokens[:, :-1]], 1), use_cache=False).logits
 
 
-def report_logits(ours: Generation, sdpa: Generation, exact: torch.Tensor) -> bool:
+def report_logits(label: str, ours: Generation, sdpa: Generation, exact: torch.Tensor) -> bool:
     """Prints errors against the higher precision; whether ours are within the bound."""
     prompt = sdpa.prompt_logits.size(1)
     unit = torch.finfo(sdpa.prompt_logits.dtype).eps
     table = Table(
-        title="Logits: max abs error against higher precision", title_justify="left", box=None, pad_edge=False
+        title=f"Logits, {label}: max abs error against higher precision",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
     )
     for name in ("", "|logit|", "SDPA", "ours", "ratio", "bound", "ours-SDPA", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -131,10 +153,11 @@ def report_logits(ours: Generation, sdpa: Generation, exact: torch.Tensor) -> bo
     return fine
 
 
-def report_tokens(ours: torch.Tensor, sdpa: Generation) -> None:
+def report_tokens(label: str, ours: torch.Tensor, sdpa: Generation) -> None:
     """Prints whether free generation gave the same tokens, and how close the choice was where it did not."""
     differs = ours != sdpa.tokens
-    console.print(f"\nGreedy tokens equal to SDPA's: {int((~differs).sum())} of {differs.numel()}", highlight=False)
+    equal = f"{int((~differs).sum())} of {differs.numel()}"
+    console.print(f"\nGreedy tokens equal to SDPA's, {label}: {equal}", highlight=False)
     for sequence in differs.any(1).nonzero().flatten().tolist():
         step = int(differs[sequence].int().argmax())
         logits = sdpa.step_logits[sequence, step - 1] if step else sdpa.prompt_logits[sequence, -1]
@@ -160,15 +183,15 @@ def seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> floa
     return statistics.median(times)
 
 
-def report_times(model: LlamaForCausalLM, names: dict[str, str], prompt: torch.Tensor, count: int) -> None:
+def report_times(model: LlamaForCausalLM, names: dict[str, Attention], prompt: torch.Tensor, count: int) -> None:
     """Prints the time of a prefill and of one generated token, for each implementation."""
     device, batch = prompt.device, prompt.size(0)
     table = Table(title="Times of the whole model", title_justify="left", box=None, pad_edge=False)
     for name in ("attention", "prefill ms", "prompt tokens/s", "ms per step", "new tokens/s"):
         table.add_column(name, justify="left" if name == "attention" else "right")
     repeats = 5 if device.type == "cuda" else 3
-    for label, implementation in names.items():
-        run = functools.partial(generate, model, implementation, prompt, all_logits=False)
+    for label, attention in names.items():
+        run = functools.partial(generate, model, attention, prompt, all_logits=False)
         run(1)
         prefill = seconds(functools.partial(run, 1), device, repeats)
         step = max(seconds(functools.partial(run, count), device, repeats) - prefill, 1e-9) / max(count - 1, 1)
@@ -218,7 +241,6 @@ def main(
     )
     from cutlass_kernels.integrations.transformers import register
 
-    ours_name = register()
     model = build(config, where, element)
     head_dim = values["hidden"] // values["heads"]
     explained = cutlass_kernels.explain(
@@ -239,12 +261,16 @@ def main(
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(config.vocab_size, (batch, values["prompt"]), generator=generator).to(where)
     count = values["tokens"]
-    sdpa = generate(model, "sdpa", ids, count)
-    forced = generate(model, ours_name, ids, count, forced=sdpa.tokens)
-    fine = report_logits(forced, sdpa, truth(model, ids, sdpa.tokens))
-    report_tokens(generate(model, ours_name, ids, count).tokens, sdpa)
+    by_torch = contiguous("sdpa")
+    ours = {"this library": contiguous(register()), "this library, pages": paged}
+    sdpa = generate(model, by_torch, ids, count)
+    exact = truth(model, ids, sdpa.tokens)
+    fine = True
+    for label, attention in ours.items():
+        fine &= report_logits(label, generate(model, attention, ids, count, forced=sdpa.tokens), sdpa, exact)
+        report_tokens(label, generate(model, attention, ids, count).tokens, sdpa)
     if times:
-        report_times(model, {"torch SDPA": "sdpa", "this library": ours_name}, ids, count)
+        report_times(model, {"torch SDPA": by_torch, **ours}, ids, count)
     if not fine:
         console.print("[red]The logits are farther from the truth than they may be.[/]")
         raise typer.Exit(1)

@@ -58,7 +58,7 @@ needs_transformers = pytest.mark.skipif(transformers is None, reason="transforme
 )
 def test_llama_example(options):
     text = run("huggingface_llama.py", *options, "--no-times", "--layers", "2", "--hidden", "128", "--prompt", "20")
-    assert "too large" not in text and "Greedy tokens equal" in text
+    assert "too large" not in text and "Greedy tokens equal" in text and "this library, pages" in text
 
 
 @needs_transformers
@@ -157,6 +157,36 @@ def test_chunked_prefill_on_a_cache(implementation, ids, batch):
     cache = transformers.DynamicCache(config=model.config)
     parts = [logits(model, implementation, part, past_key_values=cache, use_cache=True) for part in ids.split(4, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_transformers
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_cache_in_pages(ids, batch, page_size):
+    """A prompt, several tokens at once and single ones, through the wrappers for prefill and for decode."""
+    from cutlass_kernels.integrations.paged_cache import PagedCache
+
+    model, ids = small_llama(), torch.cat([ids, ids], 1)[:batch]
+    expected = logits(model, "sdpa", ids)
+    cache = PagedCache(model.config, batch, ids.size(1), model.device, model.dtype, page_size)
+    parts = [
+        logits(model, cache.register(), part, past_key_values=cache, use_cache=True)
+        for part in ids.split([12, 1, 1, 4, 1, 3], 1)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == ids.size(1)
+    with pytest.raises(RuntimeError, match="larger max_tokens"):
+        logits(model, cache.register(), ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@needs_transformers
+def test_a_cache_in_pages_refuses_what_it_does_not_serve(ids):
+    from cutlass_kernels.integrations.paged_cache import PagedCache
+
+    model = small_llama("Mistral", sliding_window=4)
+    cache = PagedCache(model.config, 1, 16, model.device, model.dtype)
+    with pytest.raises(NotImplementedError, match="windows"):
+        logits(model, cache.register(), ids[:1], past_key_values=cache, use_cache=True)
 
 
 @needs_transformers
