@@ -102,9 +102,9 @@ class PagedCache(Cache):
 
     def write(self, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes the new keys and values ``[batch, heads, tokens, dim]`` of a layer into its pages."""
-        owner, position, *table = self._places
+        owner, position, indices, indptr, last = self._places
         new_keys, new_values = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))
-        append_paged_kv_cache(new_keys, new_values, owner, position, pages, *table)
+        append_paged_kv_cache(new_keys, new_values, owner, position, pages, indices, indptr, last)
 
     def attend(
         self,
