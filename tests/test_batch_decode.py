@@ -312,6 +312,21 @@ def test_properties(target):
     assert_close(wrapper.run(batch.q, paged.cache), wanted(batch).out, wanted(batch).baseline)
 
 
+@pytest.mark.parametrize("heads,requests,q_len", [((1, 1), 6, 3), ((4, 1), 5, 1), ((8, 2), 3, 1), ((4, 2), 3, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_workspace_of_the_size_that_is_told_is_enough(target, heads, requests, q_len, head_dim):
+    # Few key heads and requests: how keys are split, and who merges them, is then another matter on every device.
+    batch = decode_batch(target, [2000] * requests, q_len, (*heads, head_dim))
+    paged = batch.paged(16)
+    told = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
+    types = dict(q_data_type=batch.q.dtype, q_len_per_req=q_len)
+    sizes = told.workspace_size(*paged.table(), *batch.heads, 16, **types)
+    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(max(sizes[0], 1)), backend=target.backend)
+    wrapper.reset_workspace_buffer(*(target.workspace(max(size, 1)) for size in sizes))
+    wrapper.plan(*paged.table(), *batch.heads, 16, **types)
+    assert_close(wrapper.run(batch.q, paged.cache), wanted(batch).out, wanted(batch).baseline)
+
+
 def test_names_are_where_engines_look():
     for name in (
         "BatchDecodeWithPagedKVCacheWrapper",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ MOST = _dispatch.SHORT_ROWS
         ((torch.bfloat16, E4M3), MOST, 1, 1, (80, 80), True),
         ((torch.bfloat16, E4M3), 4, 4, 8, (72, 128), False),  # rows of 72 bytes
         ((torch.bfloat16, E4M3), None, 4, 8, (128, 128), False),
-        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (72, 128), True),
+        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (72, 72), True),
+        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (192, 128), False),  # which fa2 would pad
         ((torch.bfloat16, torch.bfloat16), 9, 4, 8, (128, 128), False),
         ((torch.bfloat16, torch.bfloat16), 1, 4, 32, (128, 128), False),  # more heads than rows of the tile
         ((torch.bfloat16, torch.float16), 4, 4, 4, (128, 128), False),
@@ -359,3 +361,43 @@ def test_long_queries_are_computed_from_copies():
         wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, kv_data_type=E4M3, causal=True)
         assert not wrapper._plan_info.schedule.as_is
         check(wrapper.run(batch.q, paged.cache, return_lse=True), batch, Options(causal=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [{"fixed_split_size": 16}, {"disable_split_kv": True}], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_results_do_not_depend_on_the_batch(backend, split):
+    """One row alone, and beside a prompt: neither another kernel nor another tile."""
+    few = make_batch([1, 20], [2000, 600], 8, 2, 128, kv_dtype=E4M3, device=DEVICE)
+    rest = make_batch([900, 1], [900, 3000], 8, 2, 128, kv_dtype=E4M3, device=DEVICE, seed=1)
+    parts = [torch.cat([getattr(few, name).view(torch.uint8), getattr(rest, name).view(torch.uint8)]) for name in "kv"]
+    k, v = (x.view(E4M3) for x in parts)
+    many = Batch([*few.qo_lens, *rest.qo_lens], [*few.kv_lens, *rest.kv_lens], torch.cat([few.q, rest.q]), k, v)
+    one = Batch(few.qo_lens[:1], few.kv_lens[:1], few.q[:1], few.k[:2000], few.v[:2000])
+    results = []
+    for batch in (one, few, many):
+        paged = batch.paged(16)
+        wrapper = paged_wrapper(backend)
+        types = dict(q_data_type=batch.q.dtype, kv_data_type=E4M3, causal=True)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, **types, **split)
+        results.append(wrapper.run(batch.q, paged.cache, return_lse=True))
+    for (out, lse), (out_among, lse_among) in itertools.pairwise(results):
+        assert_bitwise(out_among[: len(out)], out)
+        assert_bitwise(lse_among[: len(lse)], lse)
+
+
+@pytest.mark.gpu
+def test_a_graph_wrapper_runs_fewer_rows_outside_its_graph():
+    """The list of work is made for the rows of the first plan, and its tiles with it."""
+    first = make_batch([16] * 4, [300] * 4, 8, 2, 128, kv_dtype=E4M3, device=DEVICE)
+    later = make_batch([1] * 4, [300, 20, 7, 150], 8, 2, 128, kv_dtype=E4M3, device=DEVICE, seed=1)
+    sizes = (5, 5, 100, 4)
+    buffers = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in sizes]
+    names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    wrapper = paged_wrapper(use_cuda_graph=True, **dict(zip(names, buffers)))
+    options = Options(causal=True)
+    for batch in (first, later):
+        paged = batch.paged(16)
+        types = dict(q_data_type=batch.q.dtype, kv_data_type=E4M3)
+        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, **types, **options.plan_kwargs())
+        check(wrapper.run(batch.q, paged.cache, return_lse=True), batch, options)

@@ -247,6 +247,17 @@ def test_buffers_receive_the_plan(target):
             assert last[level].tolist() == table[3].tolist()
 
 
+def test_a_first_plan_that_fails_pins_nothing(target):
+    wrapper, _ = graph_wrapper(target)
+    tree = Tree(STEPS[0], target.device)
+    offsets, *table = tree.arrays()
+    fewer = [indptr([3]), *offsets[1:]]
+    with pytest.raises(ValueError, match="rows"):
+        wrapper.plan(fewer, *table, *tree.sizes)
+    wrapper.plan(offsets, *table, *tree.sizes, causal=True)
+    check(wrapper, tree, tree.expect(True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["cpu", "device"])
 def test_replay_after_other_plans(target, where):

@@ -107,7 +107,10 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int m
     rule.partial_rows =
         std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_pieces);
   }
-  if (block_merges(params, tile, rule.wave / std::max<std::int64_t>(count, 1))) {
+  // A bound for any device counts them: another device may have fewer pieces, and so merge in blocks.
+  const std::int64_t pieces =
+      multiprocessors == 0 ? 1 : rule.wave / std::max<std::int64_t>(count, 1);
+  if (block_merges(params, tile, pieces)) {
     rule.merge_counters = merge_counters(params, tile, rule.partial_rows);
   }
   return rule;
@@ -260,8 +263,7 @@ Status schedule_single(const Choice& choice, const AttentionParams& params, Room
       schedule->split_capacity = static_cast<std::int32_t>(count);
       schedule->partial_bytes = partial;
       const std::int64_t counters = merge_counters(params, tile, params.total_q * pieces);
-      if (tile.merges && pieces <= kMostMergedByBlock &&
-          counters <= params.schedule.num_merge_counters) {
+      if (block_merges(params, tile, pieces) && counters <= params.schedule.num_merge_counters) {
         schedule->merge_counters = params.schedule.merge_counters;
       }
     } else if (choice.rule.fixed > 0) {

@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kThreads)
     item.kv_begin = kv_indptr[batch];
     item.kv_len = kv_length(kv_indptr, args.pages, batch);
     item.pieces = std::int16_t(pieces);
+    const int slot = atomicAdd(&position[bucket_of(cost / pieces, shift)], pieces);
     if (pieces > 1) {
       const int first_row = tile * args.tile_rows;
       const int rows = min(args.tile_rows, item.qo_len - first_row);
@@ -160,7 +161,8 @@ __global__ void __launch_bounds__(kThreads)
           std::int64_t(atomicAdd(&partial_rows, (unsigned long long)(rows * pieces)));
       // Requests that overlap, which offsets on the device may, have more tiles than there is room for: not computed.
       const bool fits = index < args.rule.split_tiles &&
-                        row + std::int64_t(rows) * pieces <= args.rule.partial_rows;
+                        row + std::int64_t(rows) * pieces <= args.rule.partial_rows &&
+                        slot + pieces <= args.capacity;
       if (!fits) item.kv_len = -1;
       item.partial_row = fits ? int(row) : 0;
       if (index < args.rule.split_tiles) {
@@ -169,7 +171,6 @@ __global__ void __launch_bounds__(kThreads)
             item.q_begin + item.qo_len, item.kv_begin,   item.kv_len,      0};
       }
     }
-    const int slot = atomicAdd(&position[bucket_of(cost / pieces, shift)], pieces);
     for (int piece = 0; piece < pieces && slot + piece < args.capacity; ++piece) {
       item.piece = std::int16_t(piece);
       args.list[slot + piece] = item;

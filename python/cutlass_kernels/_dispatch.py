@@ -182,19 +182,22 @@ def are_short(
     requests: int,
     group_size: int,
     head_dims: tuple[int, int],
+    alone: bool = False,
 ) -> bool:
     """Whether a batch is for fa2 first: see :data:`SHORT_ROWS` for fp8 keys and values, :data:`DECODE_ROWS` for others.
 
     ``rows`` are those of all requests, None where they are unknown. Rows of an fp8 cache with other ``head_dims`` than
-    multiples of 16 are rarely aligned as kernels that read it need them.
+    multiples of 16 are rarely aligned as kernels that read it need them. ``alone`` means that results of a request must
+    not depend on the others of its batch: then their rows do not count. Of fp8 caches fa2 reads all, since copies would
+    cost decoding more than they gain prompts, and fa3 takes all of 16 bits.
     """
-    if q_dtype not in _args.HALF_DTYPES or rows is None:
+    if q_dtype not in _args.HALF_DTYPES:
         return False
-    if kv_dtype == q_dtype:
-        return group_size <= DECODE_ROWS and rows * group_size <= DECODE_ROWS * requests
-    if kv_dtype not in _args.FP8_DTYPES:
-        return False
-    return rows * group_size <= SHORT_ROWS * requests and not (head_dims[0] | head_dims[1]) % 16
+    if kv_dtype == q_dtype:  # fa3 has the dimensions 192/128, fa2 would pad them
+        few = rows is not None and rows * group_size <= DECODE_ROWS * requests
+        return few and not alone and group_size <= DECODE_ROWS and head_dims[0] == head_dims[1]
+    few = alone or (rows is not None and rows * group_size <= SHORT_ROWS * requests)
+    return few and kv_dtype in _args.FP8_DTYPES and not (head_dims[0] | head_dims[1]) % 16
 
 
 def mask_features(mask: Mask) -> set[str]:
@@ -341,12 +344,14 @@ def _kernels() -> ModuleType:
     return importlib.import_module("._cuda", __package__)
 
 
-def memory_kernels(x: torch.Tensor) -> ModuleType | None:
-    """The module of the kernels that only move memory, for a tensor that they take; None where PyTorch is to compute.
+def memory_kernels(x: torch.Tensor, *others: torch.Tensor) -> ModuleType | None:
+    """The module of the kernels that only move memory, for tensors that they take; None where PyTorch is to compute.
 
     That is: on devices that the installation has no such kernels for, for subclasses of tensors (which stand for
-    others), and while ``torch.compile`` traces, which knows PyTorch's operators.
+    others), while ``torch.compile`` traces, which knows PyTorch's operators, and where gradients are asked for.
     """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)):
+        return None
     if not x.is_cuda or torch.compiler.is_compiling() or type(x) not in _PLAIN_TENSORS:
         return None
     return _memory_kernels(x.device)

@@ -361,9 +361,8 @@ class BatchPrefillWrapper(RunsPlans):
         if short is None:  # depends on lengths: two plans of a kind may differ
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
-            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims)
-            if kv_dtype == shape.q_dtype and (split.fixed_size or split.disabled):
-                short = False  # the tile for decode depends on the other requests of the batch
+            alone = bool(split.fixed_size) or split.disabled
+            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, alone)
         asked = (requested, _dispatch.override_of(requested), page_size, short)
         usual = not masked and not multi_item and layout is None and not _dispatch.is_logged()
         if usual and (known := kind.choices.get(asked)) is not None:

@@ -16,6 +16,9 @@ from ._plan import Result, spellings
 from .merge import merge_state_in_place
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
+# What the first plan of a level decides for all later ones, where runs may have been captured.
+_PINNED = ("_max_total_num_rows", "_graph_general", "_graph_short", "_graph_split")
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -172,6 +175,7 @@ class MultiLevelCascadeAttentionWrapper:
                 ("paged_kv_last_page_len", paged_kv_last_page_len),
             )
         ]
+        before = [{name: getattr(level, name) for name in _PINNED} for level in self._levels]
         try:
             for number, (level, *table) in enumerate(zip(self._levels, *tables)):
                 level.plan(
@@ -196,8 +200,10 @@ class MultiLevelCascadeAttentionWrapper:
                 )
             self._check_rows()
         except BaseException:
-            for level in self._levels:  # those before the one that failed hold the new plan, those behind it the old
+            for level, values in zip(self._levels, before):  # some hold the new plan, some the old
                 level._plan_info = None
+                for name, value in values.items():
+                    setattr(level, name, value)
             raise
 
     begin_forward = plan

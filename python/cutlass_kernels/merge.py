@@ -44,7 +44,7 @@ def merge_state(
     """
     _check_two(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
     v_b, s_a, s_b = _as(v_b, v_a.dtype), _as(s_a, torch.float32), _as(s_b, torch.float32)
-    kernels = _dispatch.memory_kernels(v_a)
+    kernels = _dispatch.memory_kernels(v_a, s_a, v_b, s_b)
     if kernels is not None and kernels.merges(v_a):
         merged: tuple[torch.Tensor, torch.Tensor] = kernels.merge_state(v_a, s_a, v_b, s_b)
         return merged
@@ -77,7 +77,7 @@ def merge_state_in_place(
     _check_two(v, s, v_other, s_other, ("v", "s", "v_other", "s_other"))
     if mask is not None and (mask.dim() != 1 or mask.size(0) != v.size(0)):
         raise RuntimeError(f"mask has shape {tuple(mask.shape)}: it must be [{v.size(0)}], one element per token.")
-    kernels = _dispatch.memory_kernels(v)
+    kernels = _dispatch.memory_kernels(v, s, v_other, s_other)
     if kernels is not None and s.dtype == torch.float32 and kernels.merges(v):
         other = _as(v_other, v.dtype), _as(s_other, torch.float32)
         if kernels.merge_state_in_place(v, s, *other, mask):
@@ -112,7 +112,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     """
     _check(v, s, 4, "v", "s")
     s = _as(s, torch.float32)
-    kernels = _dispatch.memory_kernels(v)
+    kernels = _dispatch.memory_kernels(v, s)
     if kernels is not None and kernels.merges(v):
         merged: tuple[torch.Tensor, torch.Tensor] = kernels.merge_states(v, s)
         return merged

@@ -51,8 +51,8 @@ enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
 // value is higher because short tiles even out what a causal mask makes uneven. Where both have as many rows there is
 // no such rule: the small one is for devices without the shared memory of the large one, and nothing else.
 //
-// Decode: packed rows, 16 at most. All four warps have work where one of Packed would, and loads of up to 96 KB per SM are
-// under way.
+// Decode: packed rows, 16 at most. All four warps have work where one of Packed would, and loads of up to 128 KB per SM are
+// under way. DecodeSmall: the same rows, for devices without its shared memory.
 //
 // Fp8: for keys and values of 8 bits, whatever the queries; DecodeFp8 is to it what Decode is to Packed. In steps of 16 keys all four warps have work where there are
 // 16 rows or fewer. Fp8Wide: for more than 32 rows. There conversion is what takes time: each warp converts the keys it
@@ -69,6 +69,7 @@ struct TileTable<64> {
   using Small = Tile<64, 1, 4, 64, 64, 2, 2, 3>;
   using Packed = Tile<64, 1, 4, 64, 32, 3, 2, 3, 1, true>;
   using Decode = Tile<64, 1, 4, 64, 16, 4, 2, 3, 1, true, 2, 16>;
+  using DecodeSmall = Decode;
   using Fp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1>;
   using DecodeFp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1, 16>;
   using Fp8Wide = Tile<64, 2, 4, 64, 32, 4, 1, 3, 1, true, 1>;
@@ -83,7 +84,8 @@ struct TileTable<128> {
   using Capped = Large;
   using Small = Tile<128, 1, 4, 64, 64, 2, 2, 2>;
   using Packed = Tile<128, 1, 4, 32, 32, 3, 2, 3, 1, true>;
-  using Decode = Tile<128, 1, 4, 64, 16, 3, 2, 2, 1, true, 2, 16>;
+  using Decode = Tile<128, 1, 4, 64, 16, 3, 2, 2, 1, true, 2, 16>;  // 101 KB of shared memory
+  using DecodeSmall = Tile<128, 1, 4, 64, 16, 2, 2, 3, 1, true, 2, 16>;
   using Fp8 = Tile<128, 1, 4, 64, 16, 3, 2, 3, 1, true, 1>;
   using DecodeFp8 = Tile<128, 1, 4, 64, 16, 4, 2, 3, 1, true, 1, 16>;
   using Fp8Wide = Tile<128, 2, 4, 64, 32, 3, 1, 2, 1, true, 1>;
@@ -99,6 +101,7 @@ struct TileTable<256> {
   using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;  // 96 KB: compute capabilities 8.6, 8.9, 12.x
   using Packed = Tile<256, 1, 4, 32, 32, 2, 4, 2, 1, true>;
   using Decode = Tile<256, 1, 4, 32, 16, 2, 2, 2, 1, true, 2, 16>;
+  using DecodeSmall = Decode;
   using Fp8 = Tile<256, 1, 4, 64, 16, 2, 2, 2, 1, true, 1>;  // 97 KB
   using DecodeFp8 = Tile<256, 1, 4, 32, 16, 4, 2, 2, 1, true, 1, 16>;
   using Fp8Wide = Fp8;

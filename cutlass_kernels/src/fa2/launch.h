@@ -189,6 +189,21 @@ Status launch_packed(const AttentionParams& params, cudaStream_t stream) {
              : launch_tile<Element, Packed, Logits::kPlain, Kv>(params, stream);
 }
 
+template <class Element, int HeadDim>
+Status launch_decode(const AttentionParams& params, cudaStream_t stream) {
+  using Tile = typename TileTable<HeadDim>::Decode;
+  using Small = typename TileTable<HeadDim>::DecodeSmall;
+  static_assert(Small::kBlockM == Tile::kBlockM);  // one schedule serves both
+  if constexpr (!std::is_same_v<Tile, Small>) {
+    Device device;
+    if (Status status = current_device(&device); !status.ok()) return status;
+    if (!has_shared_memory_for<Tile>(device.compute_capability)) {
+      return launch_packed<Element, HeadDim, Small>(params, stream);
+    }
+  }
+  return launch_packed<Element, HeadDim, Tile>(params, stream);
+}
+
 // The kernel for one head's rows.
 template <class Element, int HeadDim, Logits kLogits>
 Status launch_rows(const AttentionParams& params, cudaStream_t stream) {
@@ -222,7 +237,7 @@ Status launch(const AttentionParams& params, cudaStream_t stream) {
     case kPacked:
       return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::Packed>(params, stream);
     case kDecode:
-      return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::Decode>(params, stream);
+      return launch_decode<Element, HeadDim>(params, stream);
     case kRows:
       if (GeneralTransform::needed(params)) {
         return launch_rows<Element, HeadDim, Logits::kGeneral>(params, stream);
@@ -238,26 +253,32 @@ Status launch(const AttentionParams& params, cudaStream_t stream) {
 constexpr std::int64_t kFp8NarrowRows = 32;
 
 inline bool is_fp8_wide(const AttentionParams& params, int packed_heads) {
-  return !GeneralTransform::needed(params) && !LogitsTransform::needed(params) &&
+  // The two sum in different orders: where results must not depend on the batch, there is one.
+  const bool invariant = params.disable_split_kv || params.fixed_split_size > 0;
+  return !invariant && !GeneralTransform::needed(params) && !LogitsTransform::needed(params) &&
          params.total_q * packed_heads > kFp8NarrowRows * params.batch_size;
 }
 
 // Keys and values of 8 bits: packed heads, one at the least, whatever the length of the queries. Both tiles have as many
 // rows: a schedule serves either.
 template <int HeadDim>
-TileShape fp8_tile_shape(const AttentionParams& params, int compute_capability) {
+TileShape packed_fp8_shape(const AttentionParams& params, int compute_capability) {
   using Tile = typename TileTable<HeadDim>::Fp8;
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
   static_assert(Wide::kBlockM == Tile::kBlockM);
-  if (decodes(params)) {
-    return decode_shape<typename TileTable<HeadDim>::DecodeFp8>(params, compute_capability);
-  }
   const int heads = packed_heads(params, Tile::kBlockM);
   TileShape shape{Tile::kBlockM / heads, kPacked, heads,
                   is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(compute_capability)
                                              : blocks_per_sm_on<Tile>(compute_capability)};
   shape.most_waves = 4;
   return shape;
+}
+
+template <int HeadDim>
+TileShape fp8_tile_shape(const AttentionParams& params, int compute_capability) {
+  return decodes(params)
+             ? decode_shape<typename TileTable<HeadDim>::DecodeFp8>(params, compute_capability)
+             : packed_fp8_shape<HeadDim>(params, compute_capability);
 }
 
 template <class Element, class Kv, int HeadDim>
@@ -268,7 +289,7 @@ Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
     return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params,
                                                                                        stream);
   }
-  const TileShape shape = fp8_tile_shape<HeadDim>(params, 0);
+  const TileShape shape = packed_fp8_shape<HeadDim>(params, 0);
   const Schedule& schedule = params.schedule;
   if (schedule.tile_kind != shape.kind || schedule.packed_heads != shape.packed_heads ||
       schedule.tile_rows != shape.rows) {

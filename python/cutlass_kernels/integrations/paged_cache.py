@@ -11,6 +11,9 @@ Served: sequences of equal length, causal attention, no sliding windows, no padd
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from .transformers import no_mask
 NAME = "cutlass_kernels_paged"
 MOST_DECODED = 8  # new tokens per sequence
 WORKSPACE_BYTES = 32 << 20
+_numbers = itertools.count()
 
 
 class PagedCache(Cache):
@@ -74,13 +78,19 @@ class PagedCache(Cache):
 
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=backend)
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend)
-        self._scale: float | None = None  # of the plan of this pass; None: there is none yet
+        self._planned: tuple[float | None] | None = None  # the scale of the plan of this pass, if there is one yet
+        self._name: str | None = None
 
-    def register(self, name: str = NAME) -> str:
-        """Makes ``attn_implementation=name`` known to transformers, for models that run on this cache."""
-        AttentionInterface.register(name, self.attend)
-        AttentionMaskInterface.register(name, no_mask)
-        return name
+    def register(self) -> str:
+        """Makes an attention known to transformers that reads this cache, and returns its name, which no other has.
+
+        The name outlives the cache, whose pages it does not keep: a model that still uses it then raises.
+        """
+        if self._name is None:
+            self._name = f"{NAME}_{next(_numbers)}"
+            AttentionInterface.register(self._name, functools.partial(_attend, weakref.ref(self)))
+            AttentionMaskInterface.register(self._name, no_mask)
+        return self._name
 
     def begin(self, new: int) -> None:
         """Makes room for ``new`` more tokens of every sequence, once per forward pass."""
@@ -89,7 +99,7 @@ class PagedCache(Cache):
                 f"this cache holds {self.length} of at most {self.max_tokens} tokens per sequence, too many for {new} "
                 "more: make it with a larger max_tokens."
             )
-        first, self.length, self._scale = self.length, self.length + new, None
+        first, self.length, self._planned = self.length, self.length + new, None
         used = -(-self.length // self.page_size)
         self._rows = torch.arange(self.batch + 1, dtype=torch.int32) * new
         self._indptr = torch.arange(self.batch + 1, dtype=torch.int32) * used
@@ -130,7 +140,7 @@ class PagedCache(Cache):
         q = query.transpose(1, 2).flatten(0, 1)
         layer = self.layers[module.layer_idx]
         wrapper = self._decode if new <= MOST_DECODED else self._prefill
-        if self._scale is None or self._scale != scaling:
+        if self._planned != (scaling,):
             self._plan(new, scaling)
         out = wrapper.run(q, layer.pages)
         assert isinstance(out, torch.Tensor)
@@ -145,7 +155,14 @@ class PagedCache(Cache):
             self._decode.plan(*table, *sizes, q_len_per_req=new, **options)
         else:
             self._prefill.plan(self._rows, *table, *sizes, causal=True, **options)
-        self._scale = scale
+        self._planned = (scale,)
+
+
+def _attend(cache: weakref.ref[PagedCache], *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    alive = cache()
+    if alive is None:
+        raise RuntimeError("the PagedCache of this attention is gone: make another, and set its implementation.")
+    return alive.attend(*args, **options)
 
 
 class _Layer(CacheLayerMixin):
