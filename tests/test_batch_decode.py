@@ -467,6 +467,9 @@ def test_equal_runs_are_repeated(monkeypatch):
         def model(self):
             return self
 
+        def direct(self, *facts):
+            return None
+
         def again(self, *addresses):
             log.append(addresses)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import assert_bitwise
-from problems import make_batch
+from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
 from cutlass_kernels import _args, _batch
@@ -94,6 +94,52 @@ def test_what_is_read_of_a_paged_batch(compiled, whole):
         assert index.data_ptr() == index.tensor.data_ptr() and index.data_ptr() % 16 == 0
 
 
+ON_DEVICE = torch.empty(0, dtype=torch.uint8, device="meta")  # stands for a GPU: nothing there can be read
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_page_numbers_on_the_device_are_used_as_they_are(compiled, whole):
+    host = vector(0, 3, 3, 9), vector(1, 3, 3, 4), vector(5, 0, 16)
+    pages = torch.zeros(5, dtype=torch.int32, device="meta")
+    batch = _batch.read_pages(*host, pages, 16, whole, ON_DEVICE)
+    assert (batch.size, batch.qo.last, batch.kv.last, batch.longest, batch.total_kv) == (3, 9, 4, 21, 64)
+    assert batch.page_bound == 0 and batch.kv_lens.tolist() == [21, 0, 16] and batch.indices.host is None
+    assert batch.indices.numel() == (5 if whole else 4) and (batch.indices.tensor is pages) == whole
+    for index, given in zip((batch.qo, batch.kv, batch.last_page_len), host):
+        assert index.host.tolist() == given.tolist()
+    assert _batch.read_pages(*host, pages[:4], 16, whole, ON_DEVICE) is not None
+    for change in (pages[:3], pages.long(), pages[::2], pages[None], [0] * 5):
+        assert _batch.read_pages(*host, change, 16, whole, ON_DEVICE) is None
+    assert _batch.read_pages(*host, pages, 16, whole, LIKE) is None  # which is on another device
+    for i, wrong in enumerate((vector(1, 3, 3, 9), vector(1, 3, 2, 4), vector(5, 0, 17))):
+        assert _batch.read_pages(*host[:i], wrong, *host[i + 1 :], pages, 16, whole, ON_DEVICE) is None
+
+
+def test_vectors_on_the_device_are_used_as_they_are():
+    qo, kv, last, pages = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (4, 4, 3, 9))
+    batch = _batch.take_offsets(qo, kv, ON_DEVICE)
+    assert batch.qo.tensor is qo and batch.kv.tensor is kv and batch.size == 3
+    rows = batch.qo
+    batch = _batch.take_pages(rows, kv, last, pages, 16, ON_DEVICE)
+    assert (batch.size, batch.longest, batch.qo.last, batch.total_kv, batch.page_bound) == (3, None, None, 0, 0)
+    assert batch.qo is rows and batch.last_page_len.tensor is last and batch.indices.tensor is pages
+    for change in (
+        dict(rows=None),
+        dict(kv=kv[:3]),
+        dict(kv=vector(0, 0, 0, 0)),
+        dict(last=last.long()),
+        dict(last=pages),
+        dict(pages=[0]),
+        dict(page_size=0),
+        dict(page_size=16.0),
+        dict(like=LIKE),
+    ):
+        given = dict(rows=rows, kv=kv, last=last, pages=pages, page_size=16, like=ON_DEVICE) | change
+        assert _batch.take_pages(*given.values()) is None
+    for wrong in ((qo, kv[:3]), (qo, vector(0, 0, 0, 0)), (qo.long(), kv), (qo[:0], kv[:0])):
+        assert _batch.take_offsets(*wrong, ON_DEVICE) is None
+
+
 def test_an_empty_batch_is_read(compiled):
     batch = _batch.read_pages(vector(0), vector(0), vector(), vector(), 16, False, LIKE)
     assert (batch.size, batch.qo.last, batch.kv.last, batch.longest, batch.page_bound) == (0, 0, 0, 0, 0)
@@ -123,6 +169,82 @@ def test_what_is_left_to_the_checks_in_torch(compiled, change):
     given = {"qo": vector(0, 2), "kv": vector(0, 2), "last": vector(16), "pages": vector(0, 1), "page_size": 16}
     assert _batch.read_pages(*given.values(), False, LIKE) is not None
     assert _batch.read_pages(*(given | change).values(), False, LIKE) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("form", ["pages", "all"])  # on the device: page numbers alone (vLLM), or all vectors (SGLang)
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
+def test_plans_of_vectors_on_the_device(target, whose, form, graph):
+    """They give what plans of vectors on the CPU give, and the host waits for nothing."""
+    if target.is_reference:
+        pytest.skip("the reference is tested on the CPU, where there is no device")
+    count = 37
+    qo_lens = [1] * count if whose == "decode" else [1 + n % 5 for n in range(count)]
+    batch = make_batch(qo_lens, [20 + 31 * n for n in range(count)], 4, 2, 64, device=target.device)
+    paged = batch.paged(4)
+    qo, indptr, indices, last = (batch.qo_indptr(), *paged.table())
+    names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    wrappers = []
+    for _ in range(2):
+        buffers = [torch.full((n,), 7, dtype=torch.int32, device=target.device) for n in (count + 1, 6000, count)]
+        if whose == "decode":
+            given = dict(zip((name + "fer" for name in names), buffers)) if graph else {}
+            made = ck.BatchDecodeWithPagedKVCacheWrapper
+        else:
+            rows = torch.full((count + 1,), 7, dtype=torch.int32, device=target.device)
+            given = dict(zip(names, buffers), qo_indptr_buf=rows) if graph else {}
+            made = ck.BatchPrefillWithPagedKVCacheWrapper
+        wrappers.append(made(target.workspace(), use_cuda_graph=graph, backend=target.backend, **given))
+    first = () if whose == "decode" else (qo,)
+    sizes = (*batch.heads, 4)
+    wrappers[0].plan(*first, indptr, indices, last, *sizes)
+    want = wrappers[0].run(batch.q, paged.cache)
+    moved = [x.to(target.device) for x in (*first, indptr, indices, last)]
+    if form == "pages":
+        moved = [*first, indptr, moved[-2], last]
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            wrappers[1].plan(*moved, *sizes)
+            got = wrappers[1].run(batch.q, paged.cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+        for name, given in zip(names, (indptr, indices, last)):
+            assert torch.equal(getattr(wrappers[1], f"_{name}")[: given.numel()].cpu(), given)
+    if graph:  # what lies in the buffers already is not copied to them
+        stored = [getattr(wrappers[1], f"_{name}")[: x.numel()] for name, x in zip(names, (indptr, indices, last))]
+        wrappers[1].plan(*moved[: len(first)], *stored, *sizes)
+        torch.testing.assert_close(wrappers[1].run(batch.q, paged.cache), want, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.gpu
+def test_a_plan_that_fails_leaves_the_buffers_of_a_graph(target):
+    if target.is_reference:
+        pytest.skip("only kernels need a work list, which may find no room")
+    batch = make_batch([8] * 9, [40] * 9, 4, 2, 64, device=target.device)
+    paged = batch.paged(4)
+    buffers = graph_buffers(9, 200, target.device)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend, **buffers)
+    held = [x for x in buffers.values() if isinstance(x, torch.Tensor)]
+    before = [x.fill_(7).clone() for x in held]
+    room = torch.zeros(16, dtype=torch.uint8, device=target.device)
+    wrapper.reset_workspace_buffer(target.workspace(), room)
+    for device in ("cpu", target.device):
+        with pytest.raises(RuntimeError, match="int_workspace_buffer has 16 bytes"):
+            wrapper.plan(batch.qo_indptr(), *paged.table(device), *batch.heads, 4)
+        for x, y in zip(held, before):
+            assert_bitwise(x, y)
+    # Nor does one for which there is no room for the results of split keys.
+    wrapper.reset_workspace_buffer(target.workspace(), torch.zeros(8 << 20, dtype=torch.uint8, device=target.device))
+    with pytest.raises((RuntimeError, ValueError)):
+        wrapper.plan(
+            batch.qo_indptr(), *paged.table(), *batch.heads, 4, fixed_split_size=1, max_sequence_kv=(1 << 31) - 1024
+        )
+    for x, y in zip(held, before):
+        assert_bitwise(x, y)
 
 
 @pytest.mark.parametrize("empty", [0, 10000], ids=["small", "large"])  # from 32 KB on, the way to the device is another

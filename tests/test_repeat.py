@@ -11,7 +11,7 @@ from compare import assert_bitwise
 from problems import make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _masks, _plan, _reference
+from cutlass_kernels import _dispatch, _found, _masks, _plan, _reference
 
 
 class Watched:
@@ -29,6 +29,9 @@ class Watched:
     def resumed(self, schedule: object, rows: int) -> Watched:
         return Watched(self.log)
 
+    def direct(self, *facts: object) -> None:
+        return None
+
     def again(self, *addresses: int) -> None:
         self.log.append(addresses)
 
@@ -43,7 +46,8 @@ def repeated(monkeypatch) -> list[tuple[int, ...]]:
         return Watched(log)
 
     monkeypatch.setattr(_dispatch, "compute", compute)
-    monkeypatch.setattr("cutlass_kernels.single._calls", {})
+    monkeypatch.setattr("cutlass_kernels.single._calls", _found.Calls())
+    monkeypatch.setattr("cutlass_kernels.decode._calls", _found.Calls())
     return log
 
 
@@ -88,6 +92,45 @@ def test_equal_runs_are_repeated_with_their_own_addresses(repeated, kind):
     assert repeated[-1][3:] == (out.data_ptr(), lse.data_ptr(), sinks.data_ptr())
     if kind == "paged":
         assert repeated[-1][2] - repeated[-1][1] == 16 * 2 * 64 * 2  # values behind the keys of a page
+
+
+def test_the_third_run_is_what_the_second_is(repeated, kind):
+    wrapper, batch, run = planned(kind)
+    run(return_lse=True)
+    for count in range(1, 5):
+        q = batch.q.clone()
+        result, lse = run(q, return_lse=True)
+        assert len(repeated) == count
+        assert repeated[-1][0] == q.data_ptr() and repeated[-1][3:5] == (result.data_ptr(), lse.data_ptr())
+    wrapper._causal = True
+    run(return_lse=True)
+    assert len(repeated) == 4
+    for _ in range(2):
+        wrapper._causal = False  # assigned, not changed
+        run(return_lse=True)
+    run(batch.q.view(-1)[: 8 * 4 * 64].view(8, 4, 64), return_lse=True)
+    assert len(repeated) == 7
+    with pytest.raises(ValueError, match="rows"):
+        run(batch.q[1:], return_lse=True)
+
+
+def test_runs_of_a_pair_and_by_forward(repeated):
+    wrapper, batch, _ = planned("paged")
+    paged = batch.paged(16, form="tuple")
+    for count in range(4):
+        wrapper.run(batch.q, paged.cache)
+        assert len(repeated) == count
+    assert repeated[-1][1:3] == (paged.k_cache.data_ptr(), paged.v_cache.data_ptr())
+    for count in range(4):
+        wrapper.forward(batch.q, paged.cache, causal=True, sm_scale=0.2)
+        assert len(repeated) == 3 + count
+    for wrong in ((paged.k_cache, None), (paged.k_cache,), [paged.k_cache, paged.v_cache]):
+        with pytest.raises((ValueError, KeyError)):
+            wrapper.run(batch.q, wrong)
+    for wrong in (3.0, torch.zeros(1)):
+        with pytest.raises(TypeError):
+            wrapper.forward(batch.q, paged.cache, window_left=wrong)
+    assert wrapper._causal is True and wrapper._sm_scale == 0.2
 
 
 @pytest.mark.parametrize(
@@ -195,13 +238,44 @@ def test_single_calls(repeated, monkeypatch, clean_environment):
     assert len(repeated) == 1
 
 
-def test_memory_of_calls_is_bounded(repeated):
-    from cutlass_kernels import _repeat, single
+def test_single_decode_calls(repeated, clean_environment):
+    batch = make_batch([1], [20], 4, 2, 64)
 
-    for rows in range(1, 2 * _repeat._MOST):
+    def call(**kwargs):
+        return ck.single_decode_with_kv_cache(batch.q[0].clone(), batch.k.clone(), batch.v.clone(), **kwargs)
+
+    want = call()
+    for count in range(1, 4):
+        out = call()
+        assert len(repeated) == count and repeated[-1][3] == out.data_ptr() and out.shape == want.shape == (4, 64)
+    call(return_lse=True)
+    for count in range(4, 6):
+        out, lse = call(return_lse=True)
+        assert repeated[-1][3:5] == (out.data_ptr(), lse.data_ptr()) and lse.shape == (4,) and len(repeated) == count
+    given = torch.zeros(4, 64, dtype=torch.float16)
+    for _ in range(2):
+        assert call(out=given).data_ptr() == given.data_ptr()
+    assert repeated[-1][3] == given.data_ptr() and len(repeated) == 6
+    for kwargs in (dict(window_left=2), dict(q_scale=0.5), dict(sm_scale=0.1), dict(scale_q=0.5)):
+        call(**kwargs)
+    for error, kwargs in (
+        (KeyError, dict(kv_layout="DHN")),
+        (TypeError, dict(window_left=2.0)),
+        (ValueError, dict(out=torch.zeros(3, 64))),
+        (NotImplementedError, dict(kv_cache_sf=batch.k)),
+    ):
+        with pytest.raises(error):
+            call(**kwargs)
+    assert len(repeated) == 6
+
+
+def test_memory_of_calls_is_bounded(repeated):
+    from cutlass_kernels import single
+
+    for rows in range(1, 2 * _found.MOST):
         batch = make_batch([rows], [20], 2, 2, 16)
         ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
-        assert len(single._calls) <= _repeat._MOST
+        assert len(single._calls) <= _found.MOST
 
 
 @pytest.mark.parametrize("options", [dict(), dict(causal=True, logits_soft_cap=2.0), dict(pos_encoding_mode="ALIBI")])
@@ -209,14 +283,14 @@ def test_repeated_runs_give_the_same(target, kind, options):
     _, batch, run = planned(kind, target, **options)
     sinks = torch.randn(4, device=target.device)
     for kwargs in (dict(), dict(return_lse=True), dict(k_scale=0.5, v_scale=2.0), dict(sinks=sinks, return_lse=True)):
-        first, again = run(**kwargs), run(**kwargs)
+        first, *others = [x if isinstance(x, tuple) else (x,) for x in (run(**kwargs) for _ in range(4))]
+        for other in others:
+            for a, b in zip(first, other):
+                assert_bitwise(a, b)
         out = torch.full_like(batch.q, torch.nan)
-        run(out=out, **kwargs)
-        run(out=out.fill_(torch.nan), **kwargs)
-        first, again = (x if isinstance(x, tuple) else (x,) for x in (first, again))
-        for a, b in zip(first, again):
-            assert_bitwise(a, b)
-        assert_bitwise(out, first[0])
+        for _ in range(4):
+            run(out=out.fill_(torch.nan), **kwargs)
+            assert_bitwise(out, first[0])
     other = torch.randn(8, 4, 64).to(batch.q)
     assert_bitwise(run(other), planned(kind, target, batch, **options)[2](other))
 
@@ -270,7 +344,7 @@ def chosen(monkeypatch, repeated) -> list[tuple[str, frozenset[str]]]:
         log.append((requested, request.features))
         return requested if requested != "auto" else "fa2" if "short_queries" in request.features else "fa3"
 
-    def make_schedule(backend, request, offsets, workspace):
+    def make_schedule(backend, request, offsets, workspace, copies):
         return SimpleNamespace(general=offsets.general, as_is="short_queries" in request.features)
 
     monkeypatch.setattr(_dispatch, "select", select)

@@ -37,5 +37,6 @@ void bind_append(pybind11::module_& m);   // append.cpp
 void bind_indices(pybind11::module_& m);  // indices.cpp
 void bind_merge(pybind11::module_& m);    // merge.cpp
 void bind_prepare(pybind11::module_& m);  // prepare.cpp
+void bind_repeats(pybind11::module_& m);  // repeats.cpp
 
 }  // namespace cutlass_kernels

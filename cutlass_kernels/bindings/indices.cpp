@@ -1,4 +1,5 @@
 // _C.read_pages, _C.read_offsets, _C.ascend and _C.upload: a plan's index vectors, as far as they are on the host.
+// _C.copy_vectors: as far as they are copied on the device.
 //
 // One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which goes to
 // the device in one copy. 128 requests take 1 us here, and 50 in torch, where every look at a vector costs 2 to 5.
@@ -12,6 +13,7 @@
 #include <limits>
 
 #include "arguments.h"
+#include "copies.h"
 #include "cuda_failure.h"
 
 namespace py = pybind11;
@@ -72,7 +74,7 @@ py::object read_offsets(Address qo_indptr, Address kv_indptr, std::int64_t batch
 }
 
 // The same for pages, and before the packed vectors one more than the highest page number. Packed are the page numbers up to
-// kv_indptr[-1], or all.
+// kv_indptr[-1], or all; none where their address is 0, as they are on the device.
 py::object read_pages(Address qo_indptr, Address kv_indptr, Address last_page_len, Address indices,
                       std::int64_t batch_size, std::int64_t num_indices, std::int64_t page_size,
                       bool all) {
@@ -91,12 +93,14 @@ py::object read_pages(Address qo_indptr, Address kv_indptr, Address last_page_le
   }
   const std::int32_t* pages = pointer<const std::int32_t>(indices);
   std::int32_t lowest = 0, highest = -1;
-  for (std::int64_t i = begin; i < end; ++i) {
+  const bool readable = pages != nullptr;
+  for (std::int64_t i = begin; readable && i < end; ++i) {
     lowest = std::min(lowest, pages[i]);
     highest = std::max(highest, pages[i]);
   }
   if (!fine || lowest < 0) return py::none();
-  py::object packed = pack({qo, kv, last, Vector(indices, all ? num_indices : end)});
+  const std::int64_t packed_pages = readable ? (all ? num_indices : end) : 0;
+  py::object packed = pack({qo, kv, last, Vector(indices, packed_pages)});
   const Address address = address_of(packed);
   return py::make_tuple(qo.data[batch_size], end, longest, std::int64_t(highest) + 1,
                         std::move(packed), address);
@@ -121,9 +125,16 @@ void bind_indices(py::module_& m) {
       "What the host needs to know of a ragged batch: addresses of int32 qo_indptr and kv_indptr, "
       "batch_size.");
   m.def("read_pages", &read_pages,
-        "The same for pages: addresses of qo_indptr, kv_indptr, last_page_len and page numbers, "
-        "batch_size, how many page numbers, page_size, whether to pack all of them.");
+        "The same for pages: addresses of qo_indptr, kv_indptr, last_page_len and page numbers (0: "
+        "on the device), batch_size, how many page numbers, page_size, whether to pack all of "
+        "them.");
   m.def("upload", &upload, "Copies to the device: address, bytes, address there, stream.");
+  m.def(
+      "copy_vectors",
+      [](const Copies& copies, Address stream) {
+        raise_unless_ok(copy_vectors(vector_copies(copies), pointer<CUstream_st>(stream)));
+      },
+      "Copies int32 vectors on the device: (to, from, elements) each, stream.");
 }
 
 }  // namespace cutlass_kernels

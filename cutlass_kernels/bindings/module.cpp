@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "arguments.h"
+#include "copies.h"
 #include "cutlass_kernels/attention.h"
+#include "launch.h"
 #include "registry.h"
 #include "schedule.h"
 
@@ -106,44 +108,6 @@ void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
   }
 }
 
-/// Zeros that a call without a schedule may count with, int32: Schedule::next_tile, then Schedule::merge_counters. 8 KB are
-/// enough for the keys of 16 rows of 8 heads in 60 pieces.
-constexpr int kCounters = 2048;
-constexpr int kFirstMergeCounter = 4;
-
-void take_counters(Address counters, Schedule* schedule) {
-  if (counters == 0) return;
-  schedule->next_tile = pointer<std::int32_t>(counters);
-  schedule->merge_counters = schedule->next_tile + kFirstMergeCounter;
-  schedule->num_merge_counters = kCounters - kFirstMergeCounter;
-}
-
-/// A call that was made once, and can be made again with other addresses: all else, 16-byte alignment included, has to be
-/// as it was.
-class Launch {
- public:
-  Launch(const AttentionParams& params, Backend backend) : params_(params), backend_(backend) {}
-
-  void run(Address q, Address k, Address v, Address o, Address lse, Address sinks, Address counters,
-           Address stream, Address workspace, std::size_t workspace_bytes) const {
-    AttentionParams params = params_;
-    params.q.data = pointer<void>(q);
-    params.k.data = pointer<void>(k);
-    params.v.data = pointer<void>(v);
-    params.o.data = pointer<void>(o);
-    params.lse = pointer<float>(lse);
-    params.sinks = pointer<const float>(sinks);
-    take_counters(counters, &params.schedule);
-    raise_unless_ok(attention(params, pointer<void>(workspace), workspace_bytes,
-                              pointer<CUstream_st>(stream), backend_));
-  }
-
- private:
-  friend class Plan;
-  AttentionParams params_;
-  Backend backend_;
-};
-
 /// What stays the same between the runs of a batch: types, heads, lengths and their work list. general: whether the list
 /// is for runs with a custom mask, ALiBi or scales in device memory, which have tiles of their own.
 class Plan {
@@ -188,7 +152,8 @@ class Plan {
   // The plan of a batch, with the bytes that its work list takes, and the results of split keys. The list is enqueued where
   // it fits into the workspace, and those results into `room`: else the caller says what is missing, or has asked for
   // nothing but the sizes. page_size 0: no pages. The mask, as far as it is known, decides the size of tiles; runs may have
-  // another. One call, since each through pybind11 with its arguments costs 1 to 2 us.
+  // another. `copies` are made before the list, which is made from what they write, and after all checks: a plan that cannot
+  // be made changes nothing. One call, since each through pybind11 with its arguments costs 1 to 2 us.
   static py::tuple of_batch(const std::string& backend, const std::string& q_dtype,
                             const std::string& kv_dtype, const std::string& o_dtype,
                             int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
@@ -198,7 +163,8 @@ class Plan {
                             int page_size, std::int64_t num_indices, int fixed_split_size,
                             bool disable_split_kv, int max_kv_len, bool causal,
                             std::int64_t window_left, std::int64_t chunk_size, Address workspace,
-                            std::size_t workspace_bytes, std::size_t room, Address stream) {
+                            std::size_t workspace_bytes, std::size_t room, const Copies& copies,
+                            Address stream) {
     Plan plan(backend, q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
               head_dim_vo, batch_size, qo_indptr, kv_indptr, total_q, /*qo_indptr_host=*/0,
               total_kv, general);
@@ -222,9 +188,9 @@ class Plan {
     }
     if (list_bytes <= workspace_bytes && partial_bytes <= room) {
       set_mask(params, causal, window_left, chunk_size);
-      raise_unless_ok(cutlass_kernels::make_schedule(params, pointer<void>(workspace),
-                                                     workspace_bytes, pointer<CUstream_st>(stream),
-                                                     &params.schedule, plan.backend_));
+      raise_unless_ok(make_schedule(params, pointer<void>(workspace), workspace_bytes,
+                                    pointer<CUstream_st>(stream), &params.schedule, plan.backend_,
+                                    vector_copies(copies)));
     }
     params.qo_indptr_host = nullptr;  // the caller's, only until here
     return py::make_tuple(std::move(plan), list_bytes, partial_bytes);
@@ -275,27 +241,27 @@ class Plan {
   // needed.
   Launch resume(const Launch& call) const {
     AttentionParams params = params_;
-    params.q = call.params_.q;
-    params.k = call.params_.k;
-    params.v = call.params_.v;
-    params.o = call.params_.o;
-    params.lse_stride_token = call.params_.lse_stride_token;
-    params.lse_stride_head = call.params_.lse_stride_head;
-    params.total_q = call.params_.total_q;
-    params.pages.num_pages = call.params_.pages.num_pages;
-    params.pages.k_stride_page = call.params_.pages.k_stride_page;
-    params.pages.v_stride_page = call.params_.pages.v_stride_page;
-    if (params.pages.page_size == 0) params.total_kv = call.params_.total_kv;
-    params.causal = call.params_.causal;
-    params.window_left = call.params_.window_left;
-    params.chunk_size = call.params_.chunk_size;
-    params.mask = call.params_.mask;
-    params.sm_scale = call.params_.sm_scale;
-    params.logits_soft_cap = call.params_.logits_soft_cap;
-    params.alibi = call.params_.alibi;
-    params.v_scale = call.params_.v_scale;
-    params.logits_scale = call.params_.logits_scale;
-    params.output_scale = call.params_.output_scale;
+    params.q = call.params().q;
+    params.k = call.params().k;
+    params.v = call.params().v;
+    params.o = call.params().o;
+    params.lse_stride_token = call.params().lse_stride_token;
+    params.lse_stride_head = call.params().lse_stride_head;
+    params.total_q = call.params().total_q;
+    params.pages.num_pages = call.params().pages.num_pages;
+    params.pages.k_stride_page = call.params().pages.k_stride_page;
+    params.pages.v_stride_page = call.params().pages.v_stride_page;
+    if (params.pages.page_size == 0) params.total_kv = call.params().total_kv;
+    params.causal = call.params().causal;
+    params.window_left = call.params().window_left;
+    params.chunk_size = call.params().chunk_size;
+    params.mask = call.params().mask;
+    params.sm_scale = call.params().sm_scale;
+    params.logits_soft_cap = call.params().logits_soft_cap;
+    params.alibi = call.params().alibi;
+    params.v_scale = call.params().v_scale;
+    params.logits_scale = call.params().logits_scale;
+    params.output_scale = call.params().output_scale;
     return {params, backend_};
   }
 
@@ -427,4 +393,5 @@ PYBIND11_MODULE(_C, m) {
   bind_indices(m);
   bind_merge(m);
   bind_prepare(m);
+  bind_repeats(m);
 }

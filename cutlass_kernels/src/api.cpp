@@ -175,7 +175,8 @@ Status too_small(const char* what, const AttentionParams& params, std::size_t ne
 }
 
 Status schedule_for(const Choice& choice, const AttentionParams& params, void* workspace,
-                    std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule) {
+                    std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule,
+                    const VectorCopies& copies = {}) {
   const TileShape& tile = choice.tile;
   const SplitRule& rule = choice.rule;
   const std::int64_t capacity = tiles(params, tile.rows) + rule.extra_tiles;
@@ -194,6 +195,7 @@ Status schedule_for(const Choice& choice, const AttentionParams& params, void* w
   auto* list = reinterpret_cast<WorkItem*>(header + 1);
   auto* split_tiles = reinterpret_cast<SplitTile*>(list + capacity);
   auto* counters = reinterpret_cast<std::int32_t*>(split_tiles + rule.split_tiles);
+  if (Status status = copy_vectors(copies, stream); !status.ok()) return status;
   Status status = launch_schedule(params, tile.rows, rule, static_cast<std::int32_t>(capacity),
                                   header, list, split_tiles, counters, stream);
   if (!status.ok()) return status;
@@ -330,12 +332,18 @@ Status partial_size(const AttentionParams& params, Backend backend, std::size_t*
 
 Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
                      cudaStream_t stream, Schedule* schedule, Backend backend) {
+  return make_schedule(params, workspace, workspace_bytes, stream, schedule, backend, {});
+}
+
+Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                     cudaStream_t stream, Schedule* schedule, Backend backend,
+                     const VectorCopies& copies) {
   if (schedule == nullptr)
     return Status::invalid("make_schedule() needs a place for the schedule: got null.");
   std::string fault = contradiction(params, /*with_tensors=*/false);
   if (!fault.empty()) return Status::invalid(std::move(fault));
   *schedule = Schedule{};
-  if (!needs_list(params) || params.total_q == 0) return Status::success();
+  if (!needs_list(params) || params.total_q == 0) return copy_vectors(copies, stream);
   if (params.qo_indptr == nullptr || params.kv_indptr == nullptr) {
     return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
                            " requests needs qo_indptr and kv_indptr.");
@@ -346,7 +354,7 @@ Status make_schedule(const AttentionParams& params, void* workspace, std::size_t
   }
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
-  return schedule_for(choice, params, workspace, workspace_bytes, stream, schedule);
+  return schedule_for(choice, params, workspace, workspace_bytes, stream, schedule, copies);
 }
 
 Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "copy_vectors.h"
 #include "cutlass_kernels/params.h"
 #include "cutlass_kernels/status.h"
 
@@ -117,6 +118,12 @@ inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_s
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
                        std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
                        SplitTile* split_tiles, std::int32_t* merge_counters, cudaStream_t stream);
+
+/// make_schedule() of attention.h, which copies vectors just before it enqueues the list that is made from them: where it
+/// fails, they are as before.
+Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                     cudaStream_t stream, Schedule* schedule, Backend backend,
+                     const VectorCopies& copies);
 
 /// Bytes of the header, the list and the split tiles: what make_schedule() needs of workspace_size(), which also counts the
 /// results of pieces that attention() may need.

@@ -182,6 +182,14 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
+PLAIN = (type(None), bool, int, float, str)
+
+
+def are_plain(*values: Any) -> bool:
+    """Whether these say the same whenever they are equal, as tensors do not."""
+    return all(type(value) in PLAIN for value in values)
+
+
 # --- data types --------------------------------------------------------------------------------------------------
 
 

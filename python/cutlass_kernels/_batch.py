@@ -2,7 +2,8 @@
 
 Vectors on the CPU are read once, by compiled functions (``bindings/indices.cpp``) that check them and pack them into
 one buffer, which is copied to the device as one tensor. In torch that took half of a plan: 2 to 5 us for every slice
-and every number. Slices are made when somebody needs a tensor; kernels take addresses.
+and every number. Slices are made when somebody needs a tensor; kernels take addresses. Vectors on the device are used
+as they are: engines keep page numbers there, which are most of a batch, or all of its vectors.
 """
 
 from __future__ import annotations
@@ -189,10 +190,13 @@ def read_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
 def read_pages(
     qo: Any, kv: Any, last_page_len: Any, indices: Any, page_size: Any, whole: bool, like: torch.Tensor
 ) -> Batch | None:
-    """A paged batch, as :func:`read_offsets`. Page numbers that no request uses are kept if ``whole``."""
+    """A paged batch, as :func:`read_offsets`. Page numbers that no request uses are kept if ``whole``; they may be on
+    the device of ``like``, where they are neither read nor copied."""
+    on_device = not _is_readable(qo, kv, last_page_len, indices)
+    if on_device and not (are_on(like, indices) and _is_readable(qo, kv, last_page_len)):
+        return None
     if not (
-        _is_readable(qo, kv, last_page_len, indices)
-        and (size := qo.numel() - 1) >= 0
+        (size := qo.numel() - 1) >= 0
         and kv.numel() == size + 1
         and last_page_len.numel() == size
         and type(page_size) is int
@@ -200,8 +204,9 @@ def read_pages(
     ):
         return None
     count = indices.numel()
+    pages = 0 if on_device else indices.data_ptr()
     facts = _args._C.read_pages(
-        qo.data_ptr(), kv.data_ptr(), last_page_len.data_ptr(), indices.data_ptr(), size, count, page_size, whole
+        qo.data_ptr(), kv.data_ptr(), last_page_len.data_ptr(), pages, size, count, page_size, whole
     )
     if facts is None:
         return None
@@ -209,6 +214,11 @@ def read_pages(
     all_of = _Packed(packed, address, like)
     begin_kv = _next(0, size + 1)
     begin_last = _next(begin_kv, size + 1)
+    used: Index
+    if on_device:
+        used = Index(indices if whole or end_page == count else indices[:end_page], None)
+    else:
+        used = _Part(all_of, _next(begin_last, size), count if whole else end_page, None)
     return Batch(
         size,
         _Part(all_of, 0, size + 1, total_q),
@@ -216,9 +226,44 @@ def read_pages(
         longest,
         page_size,
         _Part(all_of, begin_last, size, None),
-        _Part(all_of, _next(begin_last, size), count if whole else end_page, None),
+        used,
         page_bound,
     )
+
+
+def take_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
+    """A ragged batch of vectors that are on the device of ``like``; None where one is not, or they do not fit."""
+    if not (are_on(like, qo, kv) and (size := qo.numel() - 1) >= 0 and kv.numel() == size + 1):
+        return None
+    return Batch(size, Index(qo, None), Index(kv, None), None)
+
+
+def take_pages(
+    qo: Index | None, kv: Any, last_page_len: Any, indices: Any, page_size: Any, like: torch.Tensor
+) -> Batch | None:
+    """A paged batch, as :func:`take_offsets`; None without ``qo``, too."""
+    if not (
+        qo is not None
+        and are_on(like, kv, last_page_len, indices)
+        and (size := qo.numel() - 1) >= 0
+        and kv.numel() == size + 1
+        and last_page_len.numel() == size
+        and type(page_size) is int
+        and page_size > 0
+    ):
+        return None
+    return Batch(size, qo, Index(kv, None), None, page_size, Index(last_page_len, None), Index(indices, None))
+
+
+def are_on(like: torch.Tensor, *vectors: Any) -> bool:
+    """Whether these are int32 vectors as kernels read them, on the device of ``like``, which is not the CPU."""
+    device = like.device
+    for x in vectors:
+        if not (type(x) is torch.Tensor and x.dtype is torch.int32 and not x.is_cpu and x.device == device):
+            return False
+        if x.dim() != 1 or not x.is_contiguous():
+            return False
+    return True
 
 
 def _is_readable(*vectors: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from . import _C, _prepare  # type: ignore[attr-defined]
 from ._args import FP8_DTYPES
 from ._dispatch import Request
 from ._problem import Offsets, PagedKv, Problem
+from ._streams import current_device as _current_device
+from ._streams import stream_of as _stream_of
 
 # What this module passes on, if the registry says that a kernel has it.
 _SERVED = frozenset(
@@ -168,6 +170,9 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
     return counters
 
 
+Copies = Sequence[tuple[int, int, int]]  # of int32 vectors on the device: to and from an address, how many elements
+
+
 class Schedule:
     """The work list of a planned batch, and the counters with which the blocks of a running kernel share out its tiles.
 
@@ -175,9 +180,13 @@ class Schedule:
 
     Where the host does not know the number of rows (offsets on the device), the list is made by the first run, which
     knows it from q; a captured run makes its own.
+
+    ``copies`` to the vectors of ``offsets`` are made first: all of them, or none where the constructor raises.
     """
 
-    def __init__(self, backend: str, request: Request, offsets: Offsets, workspace: torch.Tensor) -> None:
+    def __init__(
+        self, backend: str, request: Request, offsets: Offsets, workspace: torch.Tensor, copies: Copies = ()
+    ) -> None:
         self.backend = backend
         self.request = request
         self.offsets = offsets  # kept alive: the device reads them after this returns
@@ -187,7 +196,9 @@ class Schedule:
         self.partials = offsets.partials
         self._plan: Any = None
         if offsets.total_q:
-            self._plan = self._make(offsets.total_q)
+            self._plan = self._make(offsets.total_q, copies)
+        elif copies:
+            _copy(copies, workspace.device)
 
     def plan(self, rows: int) -> Any:
         """The compiled plan for q of ``rows`` rows."""
@@ -197,11 +208,11 @@ class Schedule:
             self._plan = self._make(rows)
         return self._plan
 
-    def _make(self, total_q: int) -> Any:
+    def _make(self, total_q: int, copies: Copies = ()) -> Any:
         device = self.workspace.device
         if device.index != _current_device():
             with torch.cuda.device(device):
-                return self._make(total_q)
+                return self._make(total_q, copies)
         plan, list_bytes, partial_bytes = _plan_of(
             self.backend,
             self.request,
@@ -210,6 +221,7 @@ class Schedule:
             self.workspace.data_ptr(),
             self.workspace.nbytes,
             _MOST_BYTES if self.partials is None else self.partials.nbytes,
+            copies,
             _stream(device),
         )
         if list_bytes > self.workspace.nbytes:
@@ -238,10 +250,11 @@ def _plan_of(
     workspace: int = 0,
     workspace_bytes: int = 0,
     partial_room: int = 0,
+    copies: Copies = (),
     stream: int = 0,
 ) -> tuple[Any, int, int]:
     """A compiled plan, and the bytes that its work list and the results of split keys take. The list is made where
-    there is room for both."""
+    there is room for both, after ``copies``."""
     if not reads_as_is(backend, request):
         request = _prepare.prepared_request(request) or request
     qo, pages, split, mask = offsets.qo_indptr, offsets.pages, offsets.split, offsets.mask
@@ -280,9 +293,18 @@ def _plan_of(
         workspace,
         workspace_bytes,
         partial_room,
+        copies,
         stream,
     )
     return planned
+
+
+def _copy(copies: Copies, device: torch.device) -> None:
+    if device.index != _current_device():
+        with torch.cuda.device(device):
+            _copy(copies, device)
+    else:
+        _C.copy_vectors(copies, _stream(device))
 
 
 def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:
@@ -304,26 +326,8 @@ def upload(address: int, size: int, tensor: torch.Tensor) -> bool:
     return True
 
 
-_stream_of: Callable[[int], int]  # handle of a device's current stream
-_current_device: Callable[[], int]
-
-# torch.cuda.current_stream() makes a Stream object, which takes longer than our launch.
-if hasattr(torch._C, "_cuda_getCurrentRawStream"):
-    _stream_of = torch._C._cuda_getCurrentRawStream
-else:
-
-    def _stream_of(index: int) -> int:
-        return int(torch.cuda.current_stream(index).cuda_stream)
-
-
 def _stream(device: torch.device) -> int:
     return _stream_of(torch.cuda.current_device() if device.index is None else device.index)
-
-
-if hasattr(torch._C, "_cuda_getDevice"):  # torch.cuda.current_device() asks first whether CUDA has started
-    _current_device = torch._C._cuda_getDevice
-else:
-    _current_device = torch.cuda.current_device
 
 
 class Call:
@@ -355,6 +359,12 @@ class Call:
     def is_possible(self, outside_graphs: bool) -> bool:
         """Whether the current device is the tensors', and with ``outside_graphs`` no CUDA graph is being captured."""
         return _current_device() == self._index and not (outside_graphs and torch.cuda.is_current_stream_capturing())
+
+    def direct(self, out_is_like_q: bool, v_offset: int) -> tuple[Any, ...] | None:
+        """What the compiled module needs to make the call by itself; None where it is not enough."""
+        if self._counted or (self._partials is None and self._partial_bytes):
+            return None
+        return self._launch, self._partials, self._partial_bytes, self._index, out_is_like_q, v_offset
 
     def again(self, q: int, k: int, v: int, out: int, lse: int, sinks: int) -> None:
         """Makes the call on the current stream."""

@@ -132,8 +132,8 @@ class Request:
     layout: Layout | None = None
 
     @classmethod
-    def from_problem(cls, problem: Problem) -> Request:
-        """The facts of a problem."""
+    def from_problem(cls, problem: Problem, alone: bool = False) -> Request:
+        """The facts of a problem; for ``alone`` see :func:`are_short`."""
         q, kv, out = problem.q, problem.kv, problem.output.out
         k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
         features, layout = _features(problem), None
@@ -146,7 +146,8 @@ class Request:
                 layout = Layout.of(q.size(0), 0, q=q, o=out)
         requests = 1 if problem.qo_indptr is None else problem.qo_indptr.numel() - 1
         dims = (q.size(2), v.size(-1))
-        if are_short(q.dtype, k.dtype, q.size(0), requests, q.size(1) // k.size(-2), dims) and is_aligned(k, v, to=16):
+        group_size = q.size(1) // k.size(-2)
+        if are_short(q.dtype, k.dtype, q.size(0), requests, group_size, dims, alone) and is_aligned(k, v, to=16):
             features.add("short_queries")
         return cls(
             q.device.type,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from . import _C  # type: ignore[attr-defined]
-from ._cuda import _current_device, _stream_of
+from ._streams import current_device as _current_device
+from ._streams import stream_of as _stream_of
 
 COMPUTE_CAPABILITIES: tuple[int, int] = _C.compute_capabilities  # of GPUs, from and to; to 0: all newer ones
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch
+from . import _args, _dispatch, _found
 from ._batch import MOST_KEYS, Batch
 from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
 
@@ -78,6 +79,9 @@ class Options:
     rope_theta: float | None
     fp16_qk_reduction: bool
 
+    def __hash__(self) -> int:  # of all fields, it would take 0.4 us
+        return hash((self.window_left, self.sm_scale))
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -101,7 +105,7 @@ class Kind:
     shape: Shape
     options: Options
     choices: dict[Any, tuple[_dispatch.Request, str]] = field(default_factory=dict)
-    calls: dict[Any, Any] = field(default_factory=dict)  # runs that a new plan may resume, see _repeat.Resumable
+    calls: _found.Calls = field(default_factory=_found.Calls)  # runs that a new plan may resume, see _repeat.Resumable
 
 
 @dataclass(slots=True)
@@ -123,7 +127,7 @@ class Plan:
     schedule: Any = None
     # By backend, is_general() and reads_as_is(), for runs whose arguments ask for another than the plan foresaw.
     other_schedules: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
-    calls: dict[Any, Any] = field(default_factory=dict)  # runs that may be repeated, see _repeat
+    calls: _found.Calls = field(default_factory=_found.Calls)  # runs that may be repeated, see _repeat
 
     @property
     def is_general(self) -> bool:
@@ -157,7 +161,32 @@ def options(
     rope_theta: float | None,
     fp16_qk_reduction: bool,
 ) -> Options:
-    """Checked options. KeyError for an unknown ``pos_encoding_mode``."""
+    """Checked options, one object for equal numbers. KeyError for an unknown ``pos_encoding_mode``."""
+    given = (
+        causal,
+        pos_encoding_mode,
+        window_left,
+        logits_soft_cap,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        fp16_qk_reduction,
+    )
+    # Tensors may change, and while torch.compile traces, numbers may be symbols.
+    known = not is_dynamo_compiling() and _args.are_plain(*given)
+    return _known_options(*given) if known else _new_options(*given)
+
+
+def _new_options(
+    causal: bool,
+    pos_encoding_mode: str,
+    window_left: int,
+    logits_soft_cap: float | None,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    fp16_qk_reduction: bool,
+) -> Options:
     _args.rope(pos_encoding_mode, rope_scale, rope_theta)
     if sm_scale is not None:
         sm_scale = _args.sm_scale(sm_scale, 1)
@@ -172,6 +201,9 @@ def options(
         rope_theta,
         bool(fp16_qk_reduction),
     )
+
+
+_known_options = functools.lru_cache(maxsize=256, typed=True)(_new_options)
 
 
 def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len: Any) -> MultiItem | None:
@@ -224,14 +256,21 @@ def run_scales(
     return (given.get("q_scale"), given.get("k_scale"), given.get("v_scale")), return_lse
 
 
-def make_schedule(backend: str, request: _dispatch.Request, offsets: Offsets, workspace: torch.Tensor) -> Any:
+def make_schedule(
+    backend: str,
+    request: _dispatch.Request,
+    offsets: Offsets,
+    workspace: torch.Tensor,
+    copies: Sequence[tuple[int, int, int]] = (),
+) -> Any:
     """The work list of a batch, written into ``workspace``; None for a backend that needs none.
 
-    Runs with the result read the index tensors of ``offsets`` themselves.
+    Runs with the result read the index tensors of ``offsets`` themselves. ``copies`` (to and from an address, and how
+    many elements) are what these are to hold: they are made once nothing can fail any more.
     """
     if backend not in KERNEL_BACKENDS:
         return None
-    return _dispatch._kernels().Schedule(backend, request, offsets, workspace)
+    return _dispatch._kernels().Schedule(backend, request, offsets, workspace, copies)
 
 
 def reads_as_is(backend: str, request: _dispatch.Request) -> bool:

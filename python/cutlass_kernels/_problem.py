@@ -105,6 +105,11 @@ class Split:
     max_kv_len: int = 0
     told: int = 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether results of a request must not depend on the others of its batch."""
+        return self.fixed_size > 0 or self.disabled
+
 
 @dataclass(slots=True)
 class Offsets:

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from . import _found
 from ._plan import Result
 from ._problem import Problem, RaggedKv
 
 T = TypeVar("T")
-
-_MOST = 64  # calls remembered together
-_PLAIN = (type(None), bool, int, float, str)
 
 
 def facts(x: Any) -> Any:
@@ -26,23 +24,21 @@ def facts(x: Any) -> Any:
     return type(x), x.shape, x.stride(), x.dtype, x.device
 
 
-def are_plain(*values: Any) -> bool:
-    """Whether these say the same whenever they are equal, as tensors do not."""
-    return all(type(value) in _PLAIN for value in values)
-
-
 class Repeat:
     """A call to be made again. ``v`` is None where ``k`` is a cache that holds the values too."""
 
     __slots__ = ("call", "clear", "like_q", "lse_shape", "out_dtype", "out_shape", "outside_graphs", "v_offset")
 
-    def __init__(self, call: Any, problem: Problem, clear: bool = False, outside_graphs: bool = False) -> None:
+    def __init__(
+        self, call: Any, problem: Problem, clear: bool = False, outside_graphs: bool = False, first_row: bool = False
+    ) -> None:
+        """With ``first_row``, q and results are given without the dimension of rows, of which there is one."""
         q, kv, out, lse = problem.q, problem.kv, problem.output.out, problem.output.lse
         k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
         self.call = call
         self.like_q = q.is_contiguous() and (q.shape, q.dtype) == (out.shape, out.dtype)
-        self.out_shape, self.out_dtype = tuple(out.shape), out.dtype
-        self.lse_shape = None if lse is None else tuple(lse.shape)
+        self.out_shape, self.out_dtype = tuple(out.shape)[first_row:], out.dtype
+        self.lse_shape = None if lse is None else tuple(lse.shape)[first_row:]
         self.v_offset = v.data_ptr() - k.data_ptr()
         self.clear = clear  # new outputs have rows that no kernel writes
         self.outside_graphs = outside_graphs  # a captured call would do more
@@ -50,10 +46,32 @@ class Repeat:
     def with_call(self, call: Any) -> Repeat:
         """The same for another call."""
         other = object.__new__(Repeat)
-        for name in Repeat.__slots__:
-            setattr(other, name, getattr(self, name))
         other.call = call
+        other.like_q, other.out_shape, other.out_dtype = self.like_q, self.out_shape, self.out_dtype
+        other.lse_shape, other.v_offset = self.lse_shape, self.v_offset
+        other.clear, other.outside_graphs = self.clear, self.outside_graphs
         return other
+
+    def found_in(
+        self,
+        calls: _found.Calls,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        sinks: Any,
+        return_lse: bool,
+        *others: Any,
+    ) -> Result | None:
+        """:meth:`run` of what a key has found in ``calls``; like calls are found there at once from now on."""
+        result = self.run(q, k, v, out, lse, sinks, return_lse)
+        if result is not None:
+            direct = None
+            if not self.outside_graphs and (lse is not None or self.lse_shape is None):
+                direct = self.call.direct(self.like_q and not self.clear, self.v_offset)
+            calls.found(self, direct, q, k, v, out, lse, sinks, return_lse, *others)
+        return result
 
     def run(
         self,
@@ -110,6 +128,6 @@ class Resumable(NamedTuple):
 
 def remember(known: dict[Any, T], key: Any, value: T) -> None:
     """Adds a call, or what else is to be found again, in place of all others where there are too many."""
-    if len(known) >= _MOST:
+    if len(known) >= _found.MOST:
         known.clear()
     known[key] = value

@@ -7,12 +7,30 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import _args, _dispatch, _plan, _repeat
 from ._plan import KERNEL_BACKENDS, Options, Plan, Result, RunArgs
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 
 _LN2 = math.log(2.0)
+
+
+class Option:
+    """An attribute of a wrapper that is one of its options. Where an engine assigns it, the options are replaced: runs
+    tell by the object whether they are the same."""
+
+    def __init__(self, field: str = "") -> None:
+        self._field = field
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._field = self._field or name.removeprefix("_")
+
+    def __get__(self, wrapper: RunsPlans | None, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(wrapper._options, self._field)
+
+    def __set__(self, wrapper: RunsPlans, value: Any) -> None:
+        wrapper._options = dataclasses.replace(wrapper._options, **{self._field: value})
 
 
 class RunsPlans:
@@ -26,16 +44,15 @@ class RunsPlans:
     _plan_info: Plan | None
     _sinks: torch.Tensor | None
     _qo_indptr_buf: Any
-    _causal: bool
-    _pos_encoding_mode: str
-    _window_left: int
-    _logits_soft_cap: float
-    _sm_scale: float | None
-    _rope_scale: float | None
-    _rope_theta: float | None
-
-    def _get_options(self) -> Options:
-        raise NotImplementedError
+    _options: Options  # in effect
+    _causal = Option()
+    _pos_encoding_mode = Option()
+    _window_left = Option()
+    _logits_soft_cap = Option()
+    _sm_scale = Option()
+    _rope_scale = Option()
+    _rope_theta = Option()
+    _use_fp16_qk_reduction = Option("fp16_qk_reduction")
 
     def _planned(self) -> Plan:
         if self._plan_info is None:
@@ -82,7 +99,41 @@ class RunsPlans:
         """The arguments of run() behind q, from those that an operator takes."""
         return k, v
 
-    def _look_up(
+    def _again(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        q_scale: Any,
+        k_scale: Any,
+        v_scale: Any,
+        out: Any,
+        lse: Any,
+        sinks: Any,
+        return_lse: bool,
+    ) -> Result | None:
+        """The results of a run like one that :meth:`_repeat_run` has found, of this plan or as the first of a plan like
+        that one; else None.
+
+        ``k`` may be a cache that holds the values too, or a pair, where ``v`` is None.
+        """
+        plan = self._plan_info
+        if plan is None or is_dynamo_compiling():
+            return None
+        if sinks is None:
+            sinks = self._sinks
+        calls, others = plan.calls, (out, lse, sinks, return_lse, q_scale, k_scale, v_scale, self._options)
+        result: Result | None = calls.again(q, k, v, *others)
+        if result is None and not calls.has_found:
+            known = plan.kind.calls.find(q, k, v, *others)
+            repeat = None if known is None else self._resume(plan, known)
+            if repeat is not None:
+                if type(k) is tuple:
+                    k, v = k
+                result = repeat.found_in(calls, q, k, v, *others)
+        return result
+
+    def _repeat_run(
         self,
         plan: Plan,
         q: Any,
@@ -93,13 +144,14 @@ class RunsPlans:
         lse: Any,
         sinks: Any,
         return_lse: bool,
-    ) -> tuple[Any, _repeat.Repeat | None]:
-        """The key of a run, with all that it depends on beside its plan and addresses, and the run to repeat, if any.
+    ) -> tuple[Any, Result | None]:
+        """The key of a run, with all that it depends on beside its plan and addresses, and the results where an earlier
+        one can be repeated.
 
         ``v`` is None where ``k`` is a cache that holds the values too. There is no key where arguments are not what
         they should be.
         """
-        facts = _repeat.facts
+        facts, options = _repeat.facts, self._options
         try:
             key = (
                 facts(q),
@@ -110,24 +162,23 @@ class RunsPlans:
                 None if sinks is None else facts(sinks),
                 return_lse,
                 scales,
-                self._causal,
-                self._pos_encoding_mode,
-                self._window_left,
-                type(self._window_left),  # a float that equals it is refused
-                self._logits_soft_cap,
-                self._sm_scale,
-                self._rope_scale,
-                self._rope_theta,
+                options,
+                type(options.window_left),  # a float that equals it is refused
             )
-            repeat = plan.calls.get(key)
+            repeat = plan.calls.get(key) if plan.calls else None
+            known = plan.kind.calls.get(key) if repeat is None else None
         except (AttributeError, TypeError):  # no tensor, or no key: checks will say
             return None, None
-        return key, self._resume(plan, key) if repeat is None else repeat
+        if known is not None and (repeat := self._resume(plan, known)) is not None:
+            _repeat.remember(plan.calls, key, repeat)
+            plan.kind.calls.found(known, None, q, k, v, out, lse, sinks, return_lse, *scales, options)
+        if repeat is None:
+            return key, None
+        return key, repeat.found_in(plan.calls, q, k, v, out, lse, sinks, return_lse, *scales, options)
 
-    def _resume(self, plan: Plan, key: Any) -> _repeat.Repeat | None:
-        """The run to repeat where one of an earlier plan of the same kind would be the same but for the batch."""
-        known = plan.kind.calls.get(key)
-        if known is None or plan.schedule is None or not self._may_resume(plan):
+    def _resume(self, plan: Plan, known: _repeat.Resumable) -> _repeat.Repeat | None:
+        """The run to repeat where that of an earlier plan of the same kind would be the same but for the batch."""
+        if plan.schedule is None or not self._may_resume(plan):
             return None
         repeat, *wanted, rows, keys = known
         batch = plan.batch
@@ -137,9 +188,7 @@ class RunsPlans:
             return None
         if needed is None or needed > keys:
             return None
-        repeat = repeat.with_call(repeat.call.resumed(schedule, rows))
-        _repeat.remember(plan.calls, key, repeat)
-        return repeat
+        return repeat.with_call(repeat.call.resumed(schedule, rows))
 
     def _may_resume(self, plan: Plan) -> bool:
         """Whether runs depend on nothing of their plan but its kind and its batch, which the host knows."""
@@ -148,12 +197,12 @@ class RunsPlans:
 
     def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs, key: Any) -> Result:
         """Runs ``plan`` on checked tensors with the options in effect; with a ``key``, remembers how."""
-        values = self._get_options()
+        values = self._options
         problem = self._problem(plan, q, kv, args, values)
         backend, request, schedule = plan.backend, plan.request, plan.schedule
         usual = values == plan.options and _is_plain(problem)
         if not usual:
-            request = _dispatch.Request.from_problem(problem)
+            request = _dispatch.Request.from_problem(problem, plan.split.alone)
             if "short_queries" not in plan.request.features:  # the plan's word, also where a later one has fewer rows
                 request = dataclasses.replace(request, features=request.features - {"short_queries"})
             backend = _dispatch.select(self._requested_backend, request)
@@ -197,8 +246,8 @@ class RunsPlans:
             plan.shape.cast is not None  # tensors are not the caller's, but copies; so are sinks of other types
             or problem.logits.sinks is not sinks
             or not (planned or not self._use_cuda_graph)
-            or not _repeat.are_plain(*args.scales, values.causal, values.pos_encoding_mode, values.window_left)
-            or not _repeat.are_plain(values.logits_soft_cap, values.sm_scale, values.rope_scale, values.rope_theta)
+            or not _args.are_plain(*args.scales, values.causal, values.pos_encoding_mode, values.window_left)
+            or not _args.are_plain(values.logits_soft_cap, values.sm_scale, values.rope_scale, values.rope_theta)
         ):
             return
         clear = self._use_cuda_graph or plan.total_q is None

@@ -8,7 +8,6 @@ mask, scale, cap, window and encoding are attributes of the wrapper that take ef
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -84,8 +83,8 @@ class BatchPrefillWrapper(RunsPlans):
             self._check_buffers(buffers)
             self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
         # Index vectors by the names of their buffers.
-        self._stored: dict[str, Any] = {x: buffer if self._use_cuda_graph else None for x, buffer in buffers.items()}
-        self._set_options(Options(False, "NONE", -1, 0.0, None, None, None, False))
+        self._stored: Mapping[str, Any] = {x: buffer if self._use_cuda_graph else None for x, buffer in buffers.items()}
+        self._options = Options(False, "NONE", -1, 0.0, None, None, None, False)
         self._cached_q_data_type: torch.dtype | None = None
         self._cached_kv_data_type: torch.dtype | None = None
         self._cached_o_data_type: torch.dtype | None = None
@@ -162,31 +161,6 @@ class BatchPrefillWrapper(RunsPlans):
     def end_forward(self) -> None:
         """Does nothing; kept for callers that pair it with begin_forward."""
 
-    # --- options ---
-
-    def _set_options(self, values: Options) -> None:
-        self._causal = values.causal
-        self._pos_encoding_mode = values.pos_encoding_mode
-        self._window_left = values.window_left
-        self._logits_soft_cap = values.logits_soft_cap
-        self._sm_scale = values.sm_scale
-        self._rope_scale = values.rope_scale
-        self._rope_theta = values.rope_theta
-        self._use_fp16_qk_reduction = values.fp16_qk_reduction
-
-    def _get_options(self) -> Options:
-        """The options in effect; an engine may have assigned the attributes."""
-        return Options(
-            self._causal,
-            self._pos_encoding_mode,
-            self._window_left,
-            self._logits_soft_cap,
-            self._sm_scale,
-            self._rope_scale,
-            self._rope_theta,
-            self._use_fp16_qk_reduction,
-        )
-
     def _forward(self, values: Options, run: Callable[[], Result]) -> Result:
         """Runs with other options, which stay in effect if the run succeeds."""
         if is_dynamo_compiling():  # the run takes them along: when its graph runs, they are set
@@ -196,12 +170,11 @@ class BatchPrefillWrapper(RunsPlans):
             finally:
                 self._traced_options = None
         self._planned()
-        before = self._get_options()
-        self._set_options(values)
+        before, self._options = self._options, values
         try:
             return run()
         except BaseException:
-            self._set_options(before)
+            self._options = before
             raise
 
     # --- buffers ---
@@ -292,7 +265,7 @@ class BatchPrefillWrapper(RunsPlans):
 
     def _new_kind(self, arguments: tuple[Any, ...], shape: Shape, values: Options) -> Kind:
         kind = Kind(shape, values)
-        if _repeat.are_plain(*(x for x in arguments[2:] if type(x) is not torch.dtype)):
+        if _args.are_plain(*(x for x in arguments[2:] if type(x) is not torch.dtype)):
             _repeat.remember(self._kinds, arguments, kind)
         return kind
 
@@ -361,8 +334,7 @@ class BatchPrefillWrapper(RunsPlans):
         if short is None:  # depends on lengths: two plans of a kind may differ
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
-            alone = bool(split.fixed_size) or split.disabled
-            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, alone)
+            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, split.alone)
         asked = (requested, _dispatch.override_of(requested), page_size, short)
         usual = not masked and not multi_item and layout is None and not _dispatch.is_logged()
         if usual and (known := kind.choices.get(asked)) is not None:
@@ -460,23 +432,20 @@ class BatchPrefillWrapper(RunsPlans):
                 read = self._stored if self._use_cuda_graph else indices
                 self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
             return
-        before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        stored: dict[str, Any] = dict(indices)
+        stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
+        copies = []
         if self._use_cuda_graph:
-            stored = self._stored
             for name, index in indices.items():
-                place = stored[name][: index.numel()]
-                if place.data_ptr() != index.data_ptr():  # engines write to the buffers themselves
-                    before.append((place, place.clone()))
-                    place.copy_(index.tensor, non_blocking=True)
-        try:
-            if plan.backend in KERNEL_BACKENDS:
-                offsets = self._planned_offsets(plan, stored)
-                plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, self._int_workspace_buffer)
-        except BaseException:
-            for place, contents in before:
-                place.copy_(contents)
-            raise
+                to, given = stored[name].data_ptr(), index.data_ptr()
+                if to != given:  # engines write to the buffers themselves
+                    copies.append((to, given, index.numel()))
+        if plan.backend in KERNEL_BACKENDS:
+            offsets = self._planned_offsets(plan, stored)
+            workspace = self._int_workspace_buffer
+            plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, workspace, copies)
+        elif self._use_cuda_graph:
+            for name, index in indices.items():
+                stored[name][: index.numel()].copy_(index.tensor, non_blocking=True)
         self._stored = stored
         if self._graph_mask and plan.bits is not None:
             assert self._custom_mask_buf is not None and self._mask_indptr_buf is not None
@@ -497,7 +466,7 @@ class BatchPrefillWrapper(RunsPlans):
         self._cached_q_data_type = plan.shape.q_dtype
         self._cached_kv_data_type = plan.shape.kv_dtype
         self._cached_o_data_type = plan.shape.o_dtype
-        self._set_options(plan.options)
+        self._options = plan.options
         self._backend = plan.backend
         self._plan_info = plan
 
@@ -533,7 +502,8 @@ class BatchPrefillWrapper(RunsPlans):
             return Offsets(qo, kv, plan.total_q, total_kv, pages, host, mask, plan.is_general, plan.split, room)
         # What a captured run was told stays the same, whatever is planned later.
         offsets = Offsets(qo, kv, plan.total_q, pages=pages, general=plan.is_general)
-        offsets.split = dataclasses.replace(plan.split, max_kv_len=plan.split.told)
+        fixed, disabled, told = self._graph_rule(plan)
+        offsets.split = Split(fixed, disabled, told, told)
         offsets.partials = self._float_workspace_buffer
         if self._graph_general is not None:
             offsets.general = self._graph_general

@@ -13,6 +13,7 @@ import torch
 from . import _args, _plan
 from ._batch import Index
 from ._plan import Plan, Result
+from ._streams import stream_of
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 _MOST_ROWS = 2**31 - 1
@@ -178,7 +179,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """
         q_len = _rows_per_request(q_len_per_req)
         count = _args.index_vector("last_page_len", last_page_len).numel()
-        batch = self._read_batch(_offsets(count, q_len), indptr, indices, last_page_len, page_size)
+        rows = self._rows_on_device(count, q_len) if getattr(indptr, "is_cuda", False) else None
+        batch = self._read_batch(_offsets(count, q_len), indptr, indices, last_page_len, page_size, rows)
         batch.take_lens(seq_lens)
         if data_type is not None:
             if q_data_type is None and _args.dtype(data_type) not in _args.FP8_DTYPES:
@@ -209,12 +211,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     begin_forward = plan
 
-    def _index_rows(self, qo_indptr: torch.Tensor) -> Index:
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return self._index(qo_indptr)  # what a capture writes is there only once its graph has run
-        batch = qo_indptr.numel() - 1
-        q_len = int(qo_indptr[-1]) // batch if batch else 1
-        return _offsets_on(batch, q_len, self.device, torch.cuda.current_stream(self.device).cuda_stream)
+    def _rows_on_device(self, batch: int, q_len: int) -> Index | None:
+        """Where the rows of each request begin, on the wrapper's CUDA device; None where it has to be copied there."""
+        if self.device.index is None or torch.cuda.is_current_stream_capturing():
+            return None  # what a capture writes is there only once its graph has run
+        return _offsets_on(batch, q_len, self.device, stream_of(self.device.index))
 
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
         if self._use_cuda_graph and plan.total_q == self._rows_in_buffer:
@@ -274,6 +275,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """
         if q_len_per_req is not None and q_len_per_req != (planned := self._q_len(self._planned())):
             raise ValueError(f"q_len_per_req={q_len_per_req}, but {planned} is planned: pass it to plan().")
+        if not args and not more and window_left is None:
+            result = self._again(q, paged_kv_cache, None, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
+            if result is not None:
+                return result
         return super().run(
             q,
             paged_kv_cache,

@@ -253,10 +253,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         indices: torch.Tensor,
         last_page_len: torch.Tensor,
         page_size: int,
+        rows: Index | None = None,
     ) -> Batch:
-        """The index tensors, checked and on the wrapper's device."""
+        """The index tensors, checked and on the wrapper's device, where ``rows`` is ``qo_indptr`` if it is known."""
         graph, like = self._use_cuda_graph, self._float_workspace_buffer
         batch = _batch.read_pages(qo_indptr, kv_indptr, last_page_len, indices, page_size, graph, like)
+        if batch is None:
+            if rows is None and _batch.are_on(like, qo_indptr):
+                rows = Index(qo_indptr, None)
+            batch = _batch.take_pages(rows, kv_indptr, last_page_len, indices, page_size, like)
         if batch is not None:
             self._check_batch(batch.size)
             if graph:
@@ -285,12 +290,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         converted = _batch.read_pages(qo, kv, last, pages, page_size, graph, like)
         if converted is not None:
             return converted
-        vectors = (self._index_rows(qo), self._index(kv))
+        vectors = (self._index(qo) if rows is None else rows, self._index(kv))
         return Batch(count, *vectors, longest, page_size, self._index(last), self._index(pages), bound)
-
-    def _index_rows(self, qo_indptr: torch.Tensor) -> Index:
-        """``qo_indptr`` on the wrapper's device."""
-        return self._index(qo_indptr)
 
     def _check_room_for_pages(self, pages: torch.Tensor) -> None:
         if pages.numel() > self._paged_kv_indices_buf.numel():
@@ -372,18 +373,21 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             and skip_softmax_threshold_scale_factor is None
             and use_fp16_softmax is None
             and uses_spcompress is None
-            and not is_dynamo_compiling()
         ):
-            if sinks is None:
-                sinks = self._sinks
-            k: Any = paged_kv_cache
-            v: Any = None
-            if type(paged_kv_cache) is tuple and len(paged_kv_cache) == 2:
-                k, v = paged_kv_cache
-            scales = (q_scale, k_scale, v_scale)
-            key, repeat = self._look_up(plan, q, k, v, scales, out, lse, sinks, return_lse)
-            if repeat is not None and (result := repeat.run(q, k, v, out, lse, sinks, return_lse)) is not None:
+            result = self._again(q, paged_kv_cache, None, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
+            if result is not None:
                 return result
+            if not is_dynamo_compiling():
+                if sinks is None:
+                    sinks = self._sinks
+                k: Any = paged_kv_cache
+                v: Any = None
+                if type(paged_kv_cache) is tuple and len(paged_kv_cache) == 2 and paged_kv_cache[1] is not None:
+                    k, v = paged_kv_cache
+                scales = (q_scale, k_scale, v_scale)
+                key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
+                if result is not None:
+                    return result
         _plan.unsupported(
             f"{type(self).__name__}.run",
             "leave it out.",

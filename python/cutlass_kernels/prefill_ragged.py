@@ -225,7 +225,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
 
     def _read_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> Batch:
         """The index tensors, checked and on the wrapper's device."""
-        batch = _batch.read_offsets(qo_indptr, kv_indptr, self._float_workspace_buffer)
+        like = self._float_workspace_buffer
+        batch = _batch.read_offsets(qo_indptr, kv_indptr, like) or _batch.take_offsets(qo_indptr, kv_indptr, like)
         if batch is not None:
             self._check_batch(batch.size)
             return batch
@@ -233,7 +234,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         count = qo.numel() - 1
         self._check_batch(count)
         kv = _args.indptr("kv_indptr", kv_indptr, count)
-        converted = _batch.read_offsets(qo, kv, self._float_workspace_buffer)
+        converted = _batch.read_offsets(qo, kv, like)
         if converted is not None:
             return converted
         longest = None
@@ -308,14 +309,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             and kv_cache_sf is None
             and o_scale is None
             and skip_softmax_threshold_scale_factor is None
-            and not is_dynamo_compiling()
         ):
-            if sinks is None:
-                sinks = self._sinks
-            scales = (q_scale, k_scale, v_scale)
-            key, repeat = self._look_up(plan, q, k, v, scales, out, lse, sinks, return_lse)
-            if repeat is not None and (result := repeat.run(q, k, v, out, lse, sinks, return_lse)) is not None:
+            result = self._again(q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
+            if result is not None:
                 return result
+            if not is_dynamo_compiling():
+                if sinks is None:
+                    sinks = self._sinks
+                scales = (q_scale, k_scale, v_scale)
+                key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
+                if result is not None:
+                    return result
         _plan.unsupported(
             "BatchPrefillWithRaggedKVCacheWrapper.run", "leave it out.", kv_cache_sf=kv_cache_sf, o_scale=o_scale
         )

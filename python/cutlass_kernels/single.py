@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _masks, _ops, _plan, _repeat
+from . import _args, _dispatch, _found, _masks, _ops, _plan, _repeat
 from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
 
@@ -118,13 +118,13 @@ def single_prefill_with_kv_cache(
             logits_soft_cap,
             rope_scale,
             rope_theta,
-            return_lse,
             k_scale,
             v_scale,
             backend,
+            _dispatch.override_of(backend),
         )
-        key, repeat = _look_up(q, k, v, out, lse, sinks, options, type(window_left))  # a float is refused
-        if repeat is not None and (result := repeat.run(q, k, v, out, lse, sinks, bool(return_lse))) is not None:
+        key, result = repeat_call(_calls, q, k, v, out, lse, sinks, return_lse, options)
+        if result is not None:
             return result
     refuse_4bit(kv_cache_sf)
     if is_dynamo_compiling():
@@ -159,7 +159,7 @@ def single_prefill_with_kv_cache(
         out=out,
         lse=lse,
     )
-    if call is not None and key is not None and problem.logits.sinks is sinks and _repeat.are_plain(*options):
+    if call is not None and key is not None and problem.logits.sinks is sinks and _args.are_plain(*options):
         _repeat.remember(_calls, key, _repeat.Repeat(call, problem))
     out, lse = problem.output.out, problem.output.lse
     return (out, lse) if return_lse else out
@@ -215,16 +215,33 @@ def single_prefill_with_kv_cache_return_lse(
     return pair
 
 
-_calls: dict[Any, _repeat.Repeat] = {}  # calls that may be repeated
+_calls = _found.Calls()  # calls that may be repeated
 
 
-def _look_up(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, options: tuple[Any, ...], window_type: type
-) -> tuple[Any, _repeat.Repeat | None]:
-    """The key of a call, with all that it depends on beside addresses, and the call to repeat, if any.
+# --- shared with decode ------------------------------------------------------------------------------------------
+
+
+def repeat_call(
+    calls: _found.Calls,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    sinks: Any,
+    return_lse: Any,
+    options: tuple[Any, ...],
+) -> tuple[Any, Result | None]:
+    """The key of a call, with all that it depends on beside addresses, and the results where an earlier one can be
+    repeated.
 
     There is no key where arguments are not what they should be.
     """
+    result = calls.again(q, k, v, out, lse, sinks, return_lse, *options)
+    if result is not None:
+        return None, result
+    if type(return_lse) is not bool:
+        return None, None
     facts = _repeat.facts
     try:
         key = (
@@ -234,16 +251,16 @@ def _look_up(
             None if out is None else facts(out),
             None if lse is None else facts(lse),
             None if sinks is None else facts(sinks),
+            return_lse,
             options,
-            window_type,
-            _dispatch.override_of(options[-1]),
+            tuple(map(type, options)),  # whole floats may be refused
         )
-        return key, _calls.get(key)
+        repeat = calls.get(key)
     except (AttributeError, TypeError):  # no tensor, or no key: checks will say
         return None, None
-
-
-# --- shared with decode ------------------------------------------------------------------------------------------
+    if repeat is None:
+        return key, None
+    return key, repeat.found_in(calls, q, k, v, out, lse, sinks, return_lse, *options)
 
 
 def refuse_4bit(kv_cache_sf: Any) -> None:

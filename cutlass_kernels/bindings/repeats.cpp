@@ -1,0 +1,351 @@
+// _C.repeats: finds the earlier call that a call repeats, and makes it again, without a key made in Python.
+//
+// An entry is found by all that _repeat.py makes its keys from: shapes, strides, dtypes and devices of the tensors, and the
+// values of the other arguments. What Python has found once by its key is put here: so the two never disagree, and what is not
+// served here (subclasses of tensors, other numbers) stays with Python. A run takes 2.5 us less.
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "dlpack.h"
+#include "launch.h"
+
+namespace py = pybind11;
+
+namespace cutlass_kernels {
+namespace {
+
+// Of a call, in this order; then other arguments in any number.
+enum { kQ, kK, kV, kOut, kLse, kSinks, kTensors };
+constexpr Py_ssize_t kReturnLse = kTensors, kFirstPlain = kTensors + 1;
+
+/// What a call is found by, and the addresses of its tensors.
+struct Call {
+  // 6 tensors of 5 dimensions take 78 words, other arguments 2 each.
+  static constexpr int kMost = 160;
+  std::array<std::int64_t, kMost> words;
+  int count = 0;
+  std::array<PyObject*, kTensors> tensors;  // None: not given
+  std::array<Address, kTensors> addresses{};
+  bool return_lse = false;
+
+  bool add(std::int64_t word) {
+    if (count == kMost) return false;
+    words[std::size_t(count++)] = word;
+    return true;
+  }
+  bool is_same(const std::vector<std::int64_t>& others) const {
+    return std::size_t(count) == others.size() &&
+           std::memcmp(words.data(), others.data(), sizeof(words[0]) * others.size()) == 0;
+  }
+};
+
+/// A call that may be made again: by `launch`, or, where that is null, by `repeat`, which does all else that may be needed.
+struct Entry {
+  std::vector<std::int64_t> words;
+  std::vector<py::object> kept;  // arguments that are known by their address
+  py::object repeat;             // _repeat.Repeat
+  const Launch* launch = nullptr;
+  py::object owner;     // of `launch`
+  py::object partials;  // memory for the results of split keys: a tensor, or None
+  std::size_t partial_bytes = 0;
+  py::object device;           // the index of the tensors' device
+  bool out_is_like_q = false;  // strides and type of a new output, all of which is written
+  Address v_offset = 0;        // from keys to values where one tensor holds both
+};
+
+/// What all tables use of Python.
+struct Functions {
+  const dlpack::ExchangeApi* api;
+  py::object tensor_type, empty_like, current_device, stream_of;
+  std::size_t most;  // calls of a table
+};
+
+class Repeats {
+ public:
+  explicit Repeats(const Functions& functions) : functions_(functions) {}
+
+  // again(q, k, v, out, lse, sinks, return_lse, *others): the results, or None where no such call is known. `k` may be a tuple
+  // of k and v.
+  py::object again(PyObject* const* arguments, Py_ssize_t count) const {
+    Call call;
+    // A pointer of its own: Python may forget the entry meanwhile.
+    const std::shared_ptr<Entry> entry = entry_of(arguments, count, &call);
+    return entry == nullptr ? py::none() : run(*entry, call);
+  }
+
+  // find(*arguments of again): the `repeat` that was given for such a call, or None.
+  py::object find(PyObject* const* arguments, Py_ssize_t count) const {
+    Call call;
+    const std::shared_ptr<Entry> entry = entry_of(arguments, count, &call);
+    return entry == nullptr ? py::none() : entry->repeat;
+  }
+
+  // remember(repeat, direct, *arguments of again): `direct` is None, or (launch, partials, their bytes, index of the device,
+  // out_is_like_q, v_offset).
+  void remember(PyObject* const* arguments, Py_ssize_t count) {
+    Call call;
+    auto entry = std::make_shared<Entry>();
+    if (count < 2 || !read(arguments + 2, count - 2, &call, &entry->kept)) return;
+    entry->words.assign(call.words.begin(), call.words.begin() + call.count);
+    entry->repeat = py::reinterpret_borrow<py::object>(arguments[0]);
+    if (arguments[1] != Py_None) {
+      const auto direct = py::reinterpret_borrow<py::tuple>(arguments[1]);
+      entry->owner = direct[0];
+      entry->launch = entry->owner.cast<const Launch*>();
+      entry->partials = direct[1];
+      entry->partial_bytes = direct[2].cast<std::size_t>();
+      entry->device = direct[3];
+      entry->out_is_like_q = direct[4].cast<bool>();
+      entry->v_offset = Address(direct[5].cast<std::int64_t>());
+    }
+    for (std::shared_ptr<Entry>& other : entries_) {
+      if (call.is_same(other->words)) {
+        other.swap(entry);  // freed last, as that may run Python
+        return;
+      }
+    }
+    std::vector<std::shared_ptr<Entry>> forgotten;  // so are these
+    if (entries_.size() >= functions_.most) forgotten.swap(entries_);
+    entries_.push_back(std::move(entry));
+  }
+
+ private:
+  std::shared_ptr<Entry> entry_of(PyObject* const* arguments, Py_ssize_t count, Call* call) const {
+    if (!read(arguments, count, call)) return nullptr;
+    for (const std::shared_ptr<Entry>& entry : entries_) {
+      if (call->is_same(entry->words)) return entry;
+    }
+    return nullptr;
+  }
+
+  bool read_tensor(PyObject* object, dlpack::Tensor* tensor) const {
+    // Subclasses may stand for other tensors.
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != functions_.tensor_type.ptr()) return false;
+    if (functions_.api->tensor_from_py_object(object, tensor) == 0) return true;
+    PyErr_Clear();  // it has no memory, or none that DLPack knows
+    return false;
+  }
+
+  static Address address_of(const dlpack::Tensor& tensor) {
+    return reinterpret_cast<Address>(tensor.data) + Address(tensor.byte_offset);
+  }
+
+  bool read(PyObject* const* arguments, Py_ssize_t count, Call* call,
+            std::vector<py::object>* kept = nullptr) const {
+    if (count < kFirstPlain) return false;
+    for (int i = 0; i < kTensors; ++i) call->tensors[std::size_t(i)] = arguments[i];
+    PyObject* const cache = arguments[kK];
+    if (PyTuple_CheckExact(cache) && PyTuple_GET_SIZE(cache) == 2 && arguments[kV] == Py_None) {
+      call->tensors[kK] = PyTuple_GET_ITEM(cache, 0);
+      call->tensors[kV] = PyTuple_GET_ITEM(cache, 1);
+      if (call->tensors[kV] == Py_None) return false;  // not what a cache without a pair is
+    }
+    for (std::size_t i = 0; i < kTensors; ++i) {
+      if (call->tensors[i] == Py_None && i > kK) {
+        if (!call->add(0)) return false;
+        continue;
+      }
+      dlpack::Tensor tensor;
+      if (!read_tensor(call->tensors[i], &tensor)) return false;
+      const auto& [code, bits, lanes] = tensor.dtype;
+      bool fits = call->add(std::int64_t(lanes) << 32 | bits << 16 | code << 8 | 1) &&
+                  call->add(std::int64_t(tensor.device.type) << 32 | tensor.device.id) &&
+                  call->add(tensor.ndim);
+      for (int d = 0; d < tensor.ndim; ++d) {
+        if (tensor.shape[d] == 0) return false;  // its address may be any
+        fits = fits && call->add(tensor.shape[d]) && call->add(tensor.strides[d]);
+      }
+      if (!fits) return false;
+      call->addresses[i] = address_of(tensor);
+    }
+    call->return_lse = arguments[kReturnLse] == Py_True;
+    if (!call->return_lse && arguments[kReturnLse] != Py_False) return false;
+    if (!call->add(call->return_lse)) return false;
+    for (Py_ssize_t i = kFirstPlain; i < count; ++i) {
+      if (!read_plain(arguments[i], call, kept)) return false;
+    }
+    return true;
+  }
+
+  // Numbers by their value, and by their type: whole floats may be refused. All else by its address, while it is kept: strings of
+  // a program mostly have one, and options change by being replaced.
+  static bool read_plain(PyObject* object, Call* call, std::vector<py::object>* kept) {
+    std::int64_t kind = 0, value = 0;
+    if (object == Py_True || object == Py_False) {
+      kind = 1;
+      value = object == Py_True;
+    } else if (PyFloat_CheckExact(object)) {
+      kind = 2;
+      const double number = PyFloat_AS_DOUBLE(object);
+      std::memcpy(&value, &number, sizeof(value));
+    } else if (PyLong_CheckExact(object)) {
+      kind = 3;
+      int overflow = 0;
+      value = PyLong_AsLongLongAndOverflow(object, &overflow);
+      if (overflow != 0) return false;
+    } else if (object != Py_None) {
+      kind = 4;
+      value = std::int64_t(reinterpret_cast<std::intptr_t>(object));
+      if (kept != nullptr) kept->push_back(py::reinterpret_borrow<py::object>(object));
+    }
+    return call->add(kind) && call->add(value);
+  }
+
+  py::object run(const Entry& entry, const Call& call) const {
+    if (entry.launch != nullptr) {
+      if (py::object result = launch(entry, call)) return result;
+    }
+    py::object function = entry.repeat.attr("run");
+    PyObject* arguments[kTensors + 1];
+    for (std::size_t i = 0; i < kTensors; ++i) arguments[i] = call.tensors[i];
+    arguments[kReturnLse] = call.return_lse ? Py_True : Py_False;
+    return checked(PyObject_Vectorcall(function.ptr(), arguments, kTensors + 1, nullptr));
+  }
+
+  // Null where the call is one for Python.
+  py::object launch(const Entry& entry, const Call& call) const {
+    const auto& at = call.addresses;
+    const Address v = call.tensors[kV] == Py_None ? at[kK] + entry.v_offset : at[kV];
+    const bool has_out = call.tensors[kOut] != Py_None;
+    if (!has_out && !entry.out_is_like_q) return {};
+    if ((at[kQ] | at[kK] | v | at[kOut]) & 15) return {};
+    const py::object current = checked(PyObject_CallNoArgs(functions_.current_device.ptr()));
+    if (PyObject_RichCompareBool(current.ptr(), entry.device.ptr(), Py_EQ) != 1) {
+      PyErr_Clear();
+      return {};
+    }
+    py::object out;
+    Address out_at = at[kOut];
+    dlpack::Tensor tensor;
+    if (has_out) {
+      out = py::reinterpret_borrow<py::object>(call.tensors[kOut]);
+    } else {
+      out = checked(PyObject_CallOneArg(functions_.empty_like.ptr(), call.tensors[kQ]));
+      if (!read_tensor(out.ptr(), &tensor)) return {};
+      out_at = address_of(tensor);
+    }
+    Address partials = 0;
+    if (!entry.partials.is_none()) {
+      if (!read_tensor(entry.partials.ptr(), &tensor)) return {};
+      partials = address_of(tensor);
+    }
+    const py::object stream =
+        checked(PyObject_CallOneArg(functions_.stream_of.ptr(), entry.device.ptr()));
+    entry.launch->run(at[kQ], at[kK], v, out_at, at[kLse], at[kSinks], /*counters=*/0,
+                      stream.cast<Address>(), partials, entry.partial_bytes);
+    if (!call.return_lse) return out;
+    return py::make_tuple(out, py::handle(call.tensors[kLse]));
+  }
+
+  static py::object checked(PyObject* result) {
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+  }
+
+  const Functions functions_;
+  std::vector<std::shared_ptr<Entry>> entries_;
+};
+
+// --- as functions of Python: methods of a pybind11 class would take 0.5 us for their arguments ---
+
+template <class Function>
+PyObject* guarded(Function function) {
+  try {
+    return function().release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <class T>
+T* held_by(PyObject* capsule) {
+  return static_cast<T*>(PyCapsule_GetPointer(capsule, nullptr));
+}
+
+template <class T>
+py::object capsule_of(std::unique_ptr<T> object) {
+  PyObject* capsule =
+      PyCapsule_New(object.get(), nullptr, [](PyObject* holder) { delete held_by<T>(holder); });
+  if (capsule == nullptr) throw py::error_already_set();
+  object.release();
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+/// A function of Python whose first argument is what `capsule` holds.
+py::object bound(PyMethodDef* def, const py::object& capsule) {
+  PyObject* function = PyCFunction_New(def, capsule.ptr());
+  if (function == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(function);
+}
+
+using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+PyMethodDef fast(const char* name, FastFunction function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+          METH_FASTCALL, nullptr};
+}
+
+PyObject* again(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] { return held_by<Repeats>(capsule)->again(arguments, count); });
+}
+
+PyObject* find(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] { return held_by<Repeats>(capsule)->find(arguments, count); });
+}
+
+PyObject* remember(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] {
+    held_by<Repeats>(capsule)->remember(arguments, count);
+    return py::object(py::none());
+  });
+}
+
+PyObject* make(PyObject* capsule, PyObject* const*, Py_ssize_t) {
+  return guarded([&]() -> py::object {
+    static PyMethodDef again_def = fast("again", &again);
+    static PyMethodDef find_def = fast("find", &find);
+    static PyMethodDef remember_def = fast("remember", &remember);
+    const py::object table =
+        capsule_of(std::make_unique<Repeats>(*held_by<const Functions>(capsule)));
+    return py::make_tuple(bound(&again_def, table), bound(&find_def, table),
+                          bound(&remember_def, table));
+  });
+}
+
+py::object maker(const py::capsule& api, py::object tensor_type, py::object empty_like,
+                 py::object current_device, py::object stream_of, std::size_t most) {
+  const auto* exchange = api.get_pointer<const dlpack::ExchangeApi>();
+  if (exchange->version.major != 1 || exchange->tensor_from_py_object == nullptr) {
+    return py::none();
+  }
+  static PyMethodDef make_def = fast("make", &make);
+  return bound(&make_def, capsule_of(std::make_unique<Functions>(
+                              Functions{exchange, std::move(tensor_type), std::move(empty_like),
+                                        std::move(current_device), std::move(stream_of), most})));
+}
+
+}  // namespace
+
+void bind_repeats(py::module_& m) {
+  m.def("repeats", &maker,
+        "A function that makes the functions (again, find, remember) of a new table of calls; None "
+        "where "
+        "tensors are described in a way that is not known. From: DLPack's exchange API of a type "
+        "of tensors, that type, empty_like, the current device's index, the stream of a device, "
+        "how many calls a table has.");
+}
+
+}  // namespace cutlass_kernels
