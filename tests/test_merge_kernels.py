@@ -340,7 +340,11 @@ def test_where_kernels_compute():
 
     x = torch.zeros(2, 3, device=DEVICE)
     assert _dispatch.memory_kernels(x) is not None
-    assert _dispatch.memory_kernels(torch.nn.Parameter(x)) is not None
+    assert _dispatch.memory_kernels(torch.nn.Parameter(x, requires_grad=False)) is not None
+    wanted = torch.nn.Parameter(x)  # gradients are PyTorch's
+    assert _dispatch.memory_kernels(wanted) is None and _dispatch.memory_kernels(x, wanted) is None
+    with torch.no_grad():
+        assert _dispatch.memory_kernels(wanted) is not None
     assert _dispatch.memory_kernels(x.as_subclass(Subclass)) is None
 
 
