@@ -152,6 +152,38 @@ def test_changed_options_are_another_run(repeated, kind, change):
     assert not repeated
 
 
+def test_options_that_may_change_are_never_remembered(repeated, kind):
+    wrapper, _, run = planned(kind)
+    wrapper._logits_soft_cap = 2.0
+    before = run()
+    run()
+    assert len(repeated) == 1
+    cap = torch.tensor(2.0)  # equal to it
+    wrapper._logits_soft_cap = cap
+    for _ in range(3):
+        assert torch.equal(run(), before)
+    cap.fill_(0.5)
+    assert not torch.equal(run(), before) and len(repeated) == 1
+    wrapper._logits_soft_cap = 2.0
+    run()
+    assert len(repeated) == 2
+
+
+def test_a_pair_is_no_argument_of_ragged_runs_and_single_calls(repeated):
+    wrapper, batch, run = planned("ragged")
+    for _ in range(3):
+        run()
+        ck.single_prefill_with_kv_cache(batch.q[:5], batch.k, batch.v)
+    pair = (batch.k, batch.v)
+    for wrong in (
+        lambda: wrapper.run(batch.q, pair, None),
+        lambda: ck.single_prefill_with_kv_cache(batch.q[:5], pair, None),
+        lambda: ck.single_decode_with_kv_cache(batch.q[0], pair, None),
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -88,7 +88,8 @@ def on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     return dataclasses.replace(request, device_type="cuda", compute_capability=90)
 
 
-def tensors(rows: int = 5, keys: int = 30, heads: int = 4, kv_heads: int = 2) -> list[torch.Tensor]:
+def tensors(rows: int = 5, keys: int = 30, heads: int = 32, kv_heads: int = 2) -> list[torch.Tensor]:
+    """So many heads to a key head that no query is short enough for decode, which would go to fa2."""
     return [torch.zeros(n, h, 64, dtype=torch.float16) for n, h in ((rows, heads), (keys, kv_heads), (keys, kv_heads))]
 
 
@@ -102,14 +103,14 @@ def test_ordinary_tensors_go_to_fa3(c, clean_environment):
 def test_views_go_where_they_can_be_read(c, clean_environment):
     q, k, v = tensors()
     one = tensors(rows=1, kv_heads=1)
-    packed = torch.zeros(5, 8, 64, dtype=torch.float16)
-    far = torch.empty(4 * GIB, dtype=torch.float16, device="meta").as_strided((5, 4, 64), (2 * GIB // 2, 64, 1))
+    packed = torch.zeros(5, 36, 64, dtype=torch.float16)
+    far = torch.empty(4 * GIB, dtype=torch.float16, device="meta").as_strided((5, 32, 64), (2 * GIB // 2, 64, 1))
     for request, selected in (
-        (on_hopper(q[:1].expand(5, 4, 64), k, v), "fa2"),
+        (on_hopper(q[:1].expand(5, 32, 64), k, v), "fa2"),
         (on_hopper(q, k[:, :1].expand(30, 2, 64), v), "fa2"),
         (on_hopper(q, k, v[:1].expand(30, 2, 64)), "fa2"),
-        (on_hopper(one[0].expand(1, 4, 64), one[1].expand(30, 1, 64), one[2]), "fa3"),
-        (on_hopper(*packed.split([4, 2, 2], dim=1)), "fa3"),
+        (on_hopper(one[0].expand(1, 32, 64), one[1].expand(30, 1, 64), one[2]), "fa3"),
+        (on_hopper(*packed.split([32, 2, 2], dim=1)), "fa3"),
         (on_hopper(q, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))), "fa3"),
         (on_hopper(far, k, v, q), "fa3"),  # 2 GiB from token to token
     ):

@@ -18,6 +18,7 @@ from . import _C, _prepare  # type: ignore[attr-defined]
 from ._args import FP8_DTYPES
 from ._dispatch import Request
 from ._problem import Offsets, PagedKv, Problem
+from ._streams import PER_THREAD_STREAM
 from ._streams import current_device as _current_device
 from ._streams import stream_of as _stream_of
 
@@ -148,7 +149,6 @@ _counters_of: dict[tuple[int | None, int, int], torch.Tensor] = {}
 # 8 KB a captured call, kept: their graph may outlive every other reference to them.
 _captured: list[torch.Tensor] = []
 _SHORT_ROWS, _LONG_KEYS = 4096, 128
-_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for every thread
 
 
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
         own = torch.zeros(_C.call_counters, dtype=torch.int32, device=device)
         _captured.append(own)
         return own
-    key = (device.index, stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
+    key = (device.index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0)
     counters = _counters_of.get(key)
     if counters is None:
         own = torch.zeros(_C.call_counters, dtype=torch.int32, device=device)

@@ -14,6 +14,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -411,8 +412,10 @@ def select(requested: str, request: Request) -> str:
 
 
 def override_of(requested: str) -> str | None:
-    """What the environment says in place of ``"auto"``."""
-    return os.environ.get(ENVIRONMENT) if requested == "auto" and _ENVIRONMENT_KEY in _ENVIRONMENT else None
+    """What the environment says in place of ``"auto"``: always the same object for the same word."""
+    if requested != "auto" or _ENVIRONMENT_KEY not in _ENVIRONMENT:
+        return None
+    return sys.intern(os.environ.get(ENVIRONMENT, ""))
 
 
 def is_logged() -> bool:

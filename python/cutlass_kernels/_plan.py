@@ -82,6 +82,23 @@ class Options:
     def __hash__(self) -> int:  # of all fields, it would take 0.4 us
         return hash((self.window_left, self.sm_scale))
 
+    def replaced(self, field: str, value: Any) -> Options:
+        """These with another value; themselves where it is the same one."""
+        present = getattr(self, field)
+        if type(value) is type(present) and type(value) in _args.PLAIN and value == present:
+            return self
+        values = [value if name == field else getattr(self, name) for name in Options.__slots__]
+        return (Options if _args.are_plain(*values) else ChangingOptions)(*values)
+
+
+class ChangingOptions(Options):
+    """Options with a tensor among them, or another thing that may change: never a part of a key."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise TypeError("options that may change are no key")
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

@@ -30,7 +30,7 @@ class Option:
         return self if wrapper is None else getattr(wrapper._options, self._field)
 
     def __set__(self, wrapper: RunsPlans, value: Any) -> None:
-        wrapper._options = dataclasses.replace(wrapper._options, **{self._field: value})
+        wrapper._options = wrapper._options.replaced(self._field, value)
 
 
 class RunsPlans:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for every thread
+
 current_device: Callable[[], int]
 stream_of: Callable[[int], int]  # handle of a device's current stream
 

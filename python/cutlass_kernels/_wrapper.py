@@ -34,6 +34,7 @@ class IndexBuffer:
         return stored.tensor if isinstance(stored, Index) else stored
 
     def __set__(self, wrapper: BatchPrefillWrapper, tensor: torch.Tensor | None) -> None:
+        wrapper._check_replacement(self._name, tensor)
         wrapper._stored = {**wrapper._stored, self._name: tensor}
 
 
@@ -191,6 +192,19 @@ class BatchPrefillWrapper(RunsPlans):
             if not isinstance(buffer, torch.Tensor):
                 raise ValueError(f"use_cuda_graph=True needs {name}, an int32 tensor on {self.device}, not {buffer!r}.")
             self._check_buffer(name, buffer, torch.int32)
+
+    def _check_replacement(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Of a buffer of a CUDA graph, to which plans will copy without looking: ValueError where it has no room."""
+        present = self._stored.get(name)
+        if not self._use_cuda_graph or not isinstance(present, torch.Tensor):
+            return
+        if tensor is None or tensor.numel() < present.numel():
+            size = None if tensor is None else tensor.numel()
+            raise ValueError(
+                f"_{name} of a wrapper for CUDA graphs holds {present.numel()} elements and cannot be replaced by "
+                f"{size}: make a tensor as large, or another wrapper."
+            )
+        self._check_buffer(name, tensor, torch.int32)
 
     def _check_buffer(self, name: str, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         if buffer.dtype != dtype or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != self.device:
@@ -423,6 +437,21 @@ class BatchPrefillWrapper(RunsPlans):
             layout,
         )
 
+    def _copies(self, indices: dict[str, Index]) -> tuple[list[tuple[int, int, int]], list[torch.Tensor]]:
+        """Where the vectors of a plan are copied to in graph mode, from where, and how many elements of int32; and what
+        has to live until then: copies of vectors that lie in some buffer, which one kernel would write as it reads."""
+        copies, apart = [], []
+        buffers = [(x.data_ptr(), 4 * x.numel()) for x in self._stored.values() if isinstance(x, torch.Tensor)]
+        for name, index in indices.items():
+            to, given, count = self._stored[name].data_ptr(), index.data_ptr(), index.numel()
+            if to == given:  # engines write to the buffers themselves
+                continue
+            if any(given < begin + size and begin < given + 4 * count for begin, size in buffers):
+                apart.append(index.tensor.clone())
+                given = apart[-1].data_ptr()
+            copies.append((to, given, count))
+        return copies, apart
+
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
         """Makes ``plan`` the one that runs use. ``indices`` are stored by name, in graph mode by copying."""
         self._check_split(plan)
@@ -433,16 +462,12 @@ class BatchPrefillWrapper(RunsPlans):
                 self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
             return
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
-        copies = []
-        if self._use_cuda_graph:
-            for name, index in indices.items():
-                to, given = stored[name].data_ptr(), index.data_ptr()
-                if to != given:  # engines write to the buffers themselves
-                    copies.append((to, given, index.numel()))
+        copies, apart = self._copies(indices) if self._use_cuda_graph else ([], [])
         if plan.backend in KERNEL_BACKENDS:
             offsets = self._planned_offsets(plan, stored)
             workspace = self._int_workspace_buffer
             plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, workspace, copies)
+            del apart  # in the order of the stream
         elif self._use_cuda_graph:
             for name, index in indices.items():
                 stored[name][: index.numel()].copy_(index.tensor, non_blocking=True)

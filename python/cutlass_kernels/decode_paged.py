@@ -6,6 +6,7 @@ It is the attention of :mod:`.prefill_paged` with as many rows for each request,
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from . import _args, _plan
 from ._batch import Index
 from ._plan import Plan, Result
-from ._streams import stream_of
+from ._streams import PER_THREAD_STREAM, stream_of
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 _MOST_ROWS = 2**31 - 1
@@ -215,11 +216,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """Where the rows of each request begin, on the wrapper's CUDA device; None where it has to be copied there."""
         if self.device.index is None or torch.cuda.is_current_stream_capturing():
             return None  # what a capture writes is there only once its graph has run
-        return _offsets_on(batch, q_len, self.device, stream_of(self.device.index))
+        stream = stream_of(self.device.index)
+        thread = threading.get_ident() if stream == PER_THREAD_STREAM else 0
+        return _offsets_on(batch, q_len, self.device, stream, thread)
 
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
         if self._use_cuda_graph and plan.total_q == self._rows_in_buffer:
             del indices["qo_indptr_buf"]  # it holds them already
+        if not self._dry_run:
+            self._rows_in_buffer = None  # nobody knows, where what follows fails
         super()._commit(plan, indices)
         if not self._dry_run:
             self._rows_in_buffer = plan.total_q
@@ -452,6 +457,7 @@ def _offsets(batch: int, q_len: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _offsets_on(batch: int, q_len: int, device: torch.device, stream: int) -> Index:
-    """The same on a CUDA device, written once for all plans on ``stream``, which is its current one."""
+def _offsets_on(batch: int, q_len: int, device: torch.device, stream: int, thread: int) -> Index:
+    """The same on a CUDA device, written once for all plans on ``stream``, which is its current one, or, where a stream
+    is each thread's own, on that of a ``thread``."""
     return Index(torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len, _offsets(batch, q_len))

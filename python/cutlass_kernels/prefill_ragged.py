@@ -302,6 +302,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         key = None
         if (
             not args
+            and v is not None  # a pair of k and v is none of this wrapper's arguments
             and lse_base == "log2"
             and lse_layout == "NH"
             and (return_lse is True or return_lse is False)

@@ -237,6 +237,8 @@ def repeat_call(
 
     There is no key where arguments are not what they should be.
     """
+    if v is None:  # a pair of k and v is no argument of such a call
+        return None, None
     result = calls.again(q, k, v, out, lse, sinks, return_lse, *options)
     if result is not None:
         return None, result
