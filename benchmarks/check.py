@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from shapes import Inputs, Prefill, States
+from shapes import Inputs, Prefill
+from states import States
 
 FACTOR = 2.0
 ROWS = 512  # query rows computed at once

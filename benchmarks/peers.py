@@ -18,7 +18,8 @@ import check
 import torch
 import torch.nn.functional as F
 from report import UNITS
-from shapes import Case, Host, Inputs, Merge, Pages, Prefill, States, make_inputs, make_states
+from shapes import Case, Host, Inputs, Pages, Prefill, make_inputs
+from states import Merge, States, make_states
 from timing import Timed
 
 import cutlass_kernels as ck

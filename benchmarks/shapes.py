@@ -18,33 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-
-
-def ramp(first: int, last: int) -> int:
-    """The sum of ``max(0, x)`` over the integers x of [first, last]."""
-    first = max(first, 1)
-    return (first + last) * (last - first + 1) // 2 if last >= first else 0
-
+from lengths import tokens, visible_pairs
+from states import Merge
 
 BEYOND_L2 = 256 << 20  # bytes
-
-
-def visible_pairs(qo_len: int, kv_len: int, causal: bool, window_left: int = -1) -> int:
-    """How many (row, key) pairs the mask shows: row i stands at key position ``i + kv_len - qo_len``."""
-    if qo_len <= 0 or kv_len <= 0:
-        return 0
-    first, last = kv_len - qo_len, kv_len - 1
-    pairs = ramp(first + 1, last + 1) if causal else qo_len * kv_len
-    if window_left >= 0:
-        pairs -= ramp(first - window_left, last - window_left)
-    return pairs
-
-
-def tokens(length: int) -> str:
-    """512, 4k, 1000."""
-    return f"{length // 1024}k" if length % 1024 == 0 and length else str(length)
-
-
 DENSITY = 0.6  # of random masks
 
 
@@ -300,67 +277,6 @@ class Host:
     def problem(self) -> Prefill:
         rows, keys = (16,) * self.batch, (256 if self.paged else 16,) * self.batch
         return Prefill(self.group, self.column, rows, keys, 8, 2, 64, 64, page_size=16 if self.paged else 0)
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Merging of attention states: merge_state() of two, merge_states() of any other number."""
-
-    tokens: int
-    states: int
-    heads: int
-    head_dim: int
-    dtype: str = "bfloat16"
-    features: frozenset[str] = frozenset()
-
-    @property
-    def group(self) -> str:
-        return f"merge_state{'' if self.states == 2 else 's'}"
-
-    @property
-    def column(self) -> str:
-        return f"{tokens(self.tokens)}x{self.states}x{self.heads}x{self.head_dim}"
-
-    @property
-    def label(self) -> str:
-        return f"{self.group} {self.column}"
-
-    @property
-    def detail(self) -> str:
-        return f"{self.tokens} tokens, {self.states} states, {self.heads} heads, head_dim {self.head_dim}, {self.dtype}"
-
-    @property
-    def work(self) -> float:
-        """FLOPs: a multiply and an add per element of every state."""
-        return 2.0 * self.tokens * self.states * self.heads * self.head_dim
-
-    @property
-    def bytes(self) -> float:
-        """Of all states and the result, values and LSEs, each once."""
-        row = self.head_dim * getattr(torch, self.dtype).itemsize + 4
-        return float(self.tokens * (self.states + 1) * self.heads * row)
-
-
-@dataclass
-class States:
-    """The tensors of a :class:`Merge`: v ``[tokens, states, heads, dim]`` and its LSEs."""
-
-    v: torch.Tensor
-    s: torch.Tensor
-
-    @property
-    def arguments(self) -> tuple[torch.Tensor, ...]:
-        """Of merge_state() where there are two states, else of merge_states()."""
-        if self.v.size(1) != 2:
-            return self.v, self.s
-        return tuple(x[:, i].contiguous() for i in (0, 1) for x in (self.v, self.s))
-
-
-def make_states(case: Merge, device: torch.device, seed: int = 0) -> States:
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = (case.tokens, case.states, case.heads)
-    v = torch.empty((*shape, case.head_dim), dtype=getattr(torch, case.dtype), device=device)
-    return States(v.normal_(generator=generator), torch.randn(shape, generator=generator, device=device))
 
 
 Case = Prefill | Host | Merge

@@ -27,6 +27,7 @@ import report as reporting  # noqa: E402
 import shapes  # noqa: E402
 import timing  # noqa: E402
 from shapes import Prefill  # noqa: E402
+from states import Merge, make_states  # noqa: E402
 
 CPU = torch.device("cpu")
 FAST = timing.Settings("test", rounds=3, pause_ms=0.0, warm_ms=0.0, round_ms=0.01)
@@ -87,8 +88,8 @@ def test_expected_result_is_that_of_the_oracle(case: Prefill, elements: int, mon
 @pytest.mark.parametrize("states", [2, 5])
 def test_expected_merge_is_that_of_the_oracle(states: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "ELEMENTS", elements)
-    case = shapes.Merge(7, states, 3, 16)
-    inputs = shapes.make_states(case, CPU)
+    case = Merge(7, states, 3, 16)
+    inputs = make_states(case, CPU)
     expected = check.expect_merged(inputs)
     torch.testing.assert_close(expected.out.double(), oracle.merge(inputs.v, inputs.s)[0], atol=2e-6, rtol=2e-6)
     for name in ("auto", "torch"):
