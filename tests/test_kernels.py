@@ -211,7 +211,7 @@ class TestTileCounters:
         batch = make_batch([700], [700], 32, 8, 64, device="cuda:0")
         attend("fa3", batch, Options(causal=True))
         counters = _cuda._counters(batch.q.device, _cuda._stream(batch.q.device))
-        assert counters.tolist() == [0, 0]
+        assert not counters.any()
         wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
             torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend="fa3"
         )
@@ -239,4 +239,4 @@ class TestTileCounters:
         assert_bitwise(outs[1], outs[0])
         want = expect(batch, Options(causal=True))
         assert_close(outs[0], want.out, want.baseline)
-        assert counters.tolist() == [0, 0]
+        assert not counters.any()
