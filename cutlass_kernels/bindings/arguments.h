@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cutlass_kernels/attention.h"
 #include "cutlass_kernels/status.h"
 #include "cutlass_kernels/types.h"
 
@@ -33,7 +34,16 @@ inline DType dtype_of(const std::string& name) {
   throw pybind11::value_error("dtype '" + name + "' is not known to the compiled kernels.");
 }
 
+inline Backend backend_of(const std::string& name) {
+  for (Backend backend : {Backend::kAuto, Backend::kFa2, Backend::kFa3}) {
+    if (name == to_string(backend)) return backend;
+  }
+  throw pybind11::value_error("backend '" + name +
+                              "' is not compiled code: use 'auto', 'fa2' or 'fa3'.");
+}
+
 void bind_append(pybind11::module_& m);   // append.cpp
+void bind_fmha_v2(pybind11::module_& m);  // fmha_v2.cpp
 void bind_indices(pybind11::module_& m);  // indices.cpp
 void bind_merge(pybind11::module_& m);    // merge.cpp
 void bind_prepare(pybind11::module_& m);  // prepare.cpp

@@ -25,13 +25,6 @@ using namespace cutlass_kernels;
 
 namespace {
 
-Backend backend_of(const std::string& name) {
-  for (Backend backend : {Backend::kAuto, Backend::kFa2, Backend::kFa3}) {
-    if (name == to_string(backend)) return backend;
-  }
-  throw py::value_error("backend '" + name + "' is not compiled code: use 'auto', 'fa2' or 'fa3'.");
-}
-
 std::vector<std::string> feature_names(std::uint32_t bits) {
   static const std::pair<Feature, const char*> kNames[] = {{kFeatureIntervalMask, "interval_mask"},
                                                            {kFeatureSoftCap, "soft_cap"},
@@ -390,6 +383,7 @@ PYBIND11_MODULE(_C, m) {
       .def("run", &Plan::run)
       .def("resume", &Plan::resume);
   bind_append(m);
+  bind_fmha_v2(m);
   bind_indices(m);
   bind_merge(m);
   bind_prepare(m);

@@ -5,8 +5,9 @@ set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 2.13 CONFIG REQUIRED HINTS "${CK_PYBIND11_DIR}")
 
 pybind11_add_module(_C MODULE NO_EXTRAS
-  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/indices.cpp"
-  "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/repeats.cpp")
+  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/fmha_v2.cpp"
+  "${CK_DIR}/bindings/indices.cpp" "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp"
+  "${CK_DIR}/bindings/repeats.cpp")
 target_include_directories(_C PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
 target_compile_definitions(_C PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\""
   CK_ARCHS_MIN=${CK_ARCHS_MIN} CK_ARCHS_MAX=${CK_ARCHS_MAX})

@@ -22,13 +22,16 @@ struct Choice {
   SplitRule rule;
 };
 
-/// A single request without offsets needs no list: its tiles follow from total_q and total_kv.
-bool needs_list(const AttentionParams& params) {
-  return params.batch_size > 1 || params.qo_indptr != nullptr;
+TileShape tile_of(const KernelEntry& entry, const AttentionParams& params, int compute_capability) {
+  TileShape tile = entry.tile(params, compute_capability);
+  tile.persistent = entry.counts_tiles;
+  return tile;
 }
 
-std::int64_t tiles(const AttentionParams& params, int tile_rows) {
-  if (!needs_list(params)) return (params.total_q + tile_rows - 1) / tile_rows;
+/// Tiles of a head, at most, or numbers that they have.
+std::int64_t tiles(const AttentionParams& params, const TileShape& tile) {
+  const int tile_rows = tile.rows;
+  if (!needs_list(params)) return tile_numbers(params, tile_rows, tile.persistent);
   if (params.qo_indptr_host == nullptr) {
     return schedule_capacity(params.total_q, params.batch_size, tile_rows);
   }
@@ -47,7 +50,9 @@ std::int64_t most_keys(const AttentionParams& params) {
   // total_kv of pages is an estimate, which must not decide what becomes of a fixed size.
   const bool estimated = params.pages.page_size > 0;
   if (!estimated || (params.total_kv > 0 && params.fixed_split_size <= 0)) return params.total_kv;
-  return params.pages.num_indices * params.pages.page_size;
+  const PageTable& pages = params.pages;
+  const std::int64_t entries = pages.table_stride > 0 ? pages.table_width : pages.num_indices;
+  return entries * pages.page_size;
 }
 
 /// Bounds that hold on any device count this many blocks that run at once.
@@ -75,7 +80,8 @@ std::int64_t merge_counters(const AttentionParams& params, const TileShape& tile
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int multiprocessors) {
   SplitRule rule;
   if (tile.packed_heads == 0 || params.disable_split_kv) return rule;
-  const std::int64_t count = tiles(params, tile.rows);
+  if (is_batch(params) && !needs_list(params)) return rule;
+  const std::int64_t count = tiles(params, tile);
   if (params.fixed_split_size > 0) {
     const std::int64_t pieces =
         (most_keys(params) + params.fixed_split_size - 1) / params.fixed_split_size;
@@ -139,7 +145,7 @@ Status choose_here(Backend backend, const AttentionParams& params, Choice* choic
   std::vector<std::string> reasons;
   choice->entry = choose(backend, params, device.compute_capability, &reasons);
   if (choice->entry != nullptr) {
-    choice->tile = choice->entry->tile(params, device.compute_capability);
+    choice->tile = tile_of(*choice->entry, params, device.compute_capability);
     choice->rule = split_rule(params, choice->tile, device.multiprocessors);
     return Status::success();
   }
@@ -179,7 +185,7 @@ Status schedule_for(const Choice& choice, const AttentionParams& params, void* w
                     const VectorCopies& copies = {}) {
   const TileShape& tile = choice.tile;
   const SplitRule& rule = choice.rule;
-  const std::int64_t capacity = tiles(params, tile.rows) + rule.extra_tiles;
+  const std::int64_t capacity = tiles(params, tile) + rule.extra_tiles;
   if (Status status = check_tiles(params, capacity); !status.ok()) return status;
   if (rule.partial_rows > std::numeric_limits<std::int32_t>::max()) {
     return Status::invalid("fixed_split_size=" + std::to_string(params.fixed_split_size) +
@@ -237,12 +243,13 @@ int pieces_of_single(const SplitRule& rule, const AttentionParams& params, std::
   return pieces_of(rule, params.total_kv, tiles, tiles * params.total_kv);
 }
 
-/// A single request has no list. Tiles are counted with the caller's counters, or with zeros in the workspace, or dealt out
-/// beforehand; keys are split if there is room for the results, or must be where their size is fixed.
-Status schedule_single(const Choice& choice, const AttentionParams& params, Room* room,
-                       cudaStream_t stream, Schedule* schedule) {
+/// A single request has no list, and some batches have none. Tiles are counted with the caller's counters, or with zeros in the workspace, or dealt out
+/// beforehand; a single request's keys are split if there is room for the results, or must be where their size is fixed.
+Status schedule_without_list(const Choice& choice, const AttentionParams& params, Room* room,
+                             cudaStream_t stream, Schedule* schedule) {
   const TileShape& tile = choice.tile;
-  const std::int64_t count = tiles(params, tile.rows);
+  const std::int64_t count = tiles(params, tile);
+  if (Status status = check_tiles(params, count); !status.ok()) return status;
   *schedule = Schedule{};
   schedule->next_tile = params.schedule.next_tile;
   schedule->tile_rows = tile.rows;
@@ -283,9 +290,9 @@ std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with
   for (const KernelEntry& entry : registry()) {
     if (!fits(entry.info, backend, params)) continue;
     // No device is asked: compute capability 0 gives the smallest tiles, the longest list.
-    const TileShape tile = entry.tile(params, 0);
+    const TileShape tile = tile_of(entry, params, 0);
     const SplitRule rule = split_rule(params, tile, 0);
-    const std::int64_t count = tiles(params, tile.rows);
+    const std::int64_t count = tiles(params, tile);
     std::size_t bytes = entry.counts_tiles ? sizeof(ScheduleHeader) : 0;
     std::int64_t rows = rule.partial_rows;
     if (needs_list(params)) {
@@ -320,12 +327,12 @@ Status partial_size(const AttentionParams& params, Backend backend, std::size_t*
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
   std::int64_t rows = choice.rule.partial_rows;
   if (!needs_list(params)) {
-    const int pieces = pieces_of_single(choice.rule, params, tiles(params, choice.tile.rows));
+    const int pieces = pieces_of_single(choice.rule, params, tiles(params, choice.tile));
     rows = pieces > 1 ? params.total_q * pieces : 0;
   }
   *bytes = partial_bytes(params, rows);
   if (choice.entry->uses_extents && may_be_masked(params)) {
-    *bytes += extents_bytes(tiles(params, choice.tile.rows) + choice.rule.extra_tiles);
+    *bytes += extents_bytes(tiles(params, choice.tile) + choice.rule.extra_tiles);
   }
   return Status::success();
 }
@@ -348,7 +355,8 @@ Status make_schedule(const AttentionParams& params, void* workspace, std::size_t
     return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
                            " requests needs qo_indptr and kv_indptr.");
   }
-  if (params.pages.page_size > 0 && params.pages.num_indices > 0 &&
+  if (params.pages.page_size > 0 && params.pages.table_stride == 0 &&
+      params.pages.num_indices > 0 &&
       (params.pages.indices == nullptr || params.pages.last_page_len == nullptr)) {
     return Status::invalid("A schedule of pages needs indices and last_page_len.");
   }
@@ -384,7 +392,7 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
     if (!status.ok()) return status;
     room.take(list_bytes(scheduled.schedule.capacity, choice.rule));
   } else {
-    Status status = schedule_single(choice, params, &room, stream, &scheduled.schedule);
+    Status status = schedule_without_list(choice, params, &room, stream, &scheduled.schedule);
     if (!status.ok()) return status;
   }
   Schedule& schedule = scheduled.schedule;

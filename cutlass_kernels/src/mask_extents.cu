@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   LongestRun seen_by_all;  // in words; thread 0's
   WorkItem work;
-  if (find_work(p, rows, blockIdx.x, work)) {
+  if (find_work<true, true>(p, rows, blockIdx.x, work)) {
     const int first_row = work.tile * p.schedule.tile_rows;
     const int end_row = min(first_row + p.schedule.tile_rows, work.qo_len);
     const IntervalMask window{work.kv_len, work.kv_len - work.qo_len, false, p.window_left, 0, {}};
@@ -130,8 +130,8 @@ Status launch_mask_extents(const AttentionParams& params, MaskExtent* extents,
   config.gridDim = dim3(params.schedule.capacity);
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(&config, mask_extents_kernel, params,
-                                               RowTiles::make(params.schedule), extents);
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, mask_extents_kernel, params, RowTiles::make(params), extents);
   return error == cudaSuccess ? Status::success()
                               : cuda_failure("Launching the mask kernel", error);
 }

@@ -328,11 +328,32 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (pages.page_size < 0 || (pages.page_size == 0 && pages.indices != nullptr)) {
     return not_positive("page_size", pages.page_size);
   }
+  if (pages.table_stride != 0) {
+    constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+    if (pages.table_stride < 0 || pages.table_stride > kMost / params.batch_size) {
+      return "table_stride=" + number(pages.table_stride) +
+             " with batch_size=" + number(params.batch_size) + " makes a page table of more than " +
+             number(kMost) + " entries, or none: split the batch.";
+    }
+    if (pages.table_width < 0 || pages.table_width > pages.table_stride) {
+      return "table_width=" + number(pages.table_width) +
+             " must lie between 0 and table_stride=" + number(pages.table_stride) + ".";
+    }
+  }
+  if (pages.v_offset != 0 &&
+      (pages.v_offset < 0 ||
+       pages.num_pages > std::numeric_limits<std::int32_t>::max() - pages.v_offset)) {
+    return "v_offset=" + number(pages.v_offset) + " with num_pages=" + number(pages.num_pages) +
+           ": page numbers of v are 32-bit numbers, from 0 on.";
+  }
   if (pages.page_size > 0 && ((pages.k_stride_page * size_of(params.kv_dtype)) % 16 != 0 ||
                               (pages.v_stride_page * size_of(params.kv_dtype)) % 16 != 0)) {
     return "k_stride_page=" + number(pages.k_stride_page) +
            " and v_stride_page=" + number(pages.v_stride_page) +
            " elements must be multiples of 16 bytes. Copy the cache into such a layout.";
+  }
+  if (params.max_qo_len < 0) {
+    return "max_qo_len=" + number(params.max_qo_len) + " must not be negative; 0 means not known.";
   }
   if (params.chunk_size < 0) {
     return "chunk_size=" + number(params.chunk_size) +
@@ -376,7 +397,12 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
     return "lse has a stride of 0: set lse_stride_token and lse_stride_head.";
   }
   if (pages.page_size > 0) {
-    if (pages.num_indices > 0 && (pages.indices == nullptr || pages.last_page_len == nullptr)) {
+    if (pages.table_stride > 0) {
+      if (pages.table_width > 0 && pages.indices == nullptr) {
+        return "table_width=" + number(pages.table_width) + " pages, but indices is null.";
+      }
+    } else if (pages.num_indices > 0 &&
+               (pages.indices == nullptr || pages.last_page_len == nullptr)) {
       return "num_indices=" + number(pages.num_indices) +
              " pages, but indices or last_page_len is null.";
     }

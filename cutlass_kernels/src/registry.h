@@ -18,6 +18,8 @@ struct TileShape {
   /// Of split keys: fewer cost more to start and to merge than they take.
   int least_piece = 256;
   bool merges = false;  ///< whether it uses Schedule::merge_counters
+  /// Whether blocks take one tile after the other, so that numbers without a tile cost: KernelEntry::counts_tiles.
+  bool persistent = false;
 };
 
 /// What a kernel unit provides. The registry fills `info` from the unit's row in instances.cmake.

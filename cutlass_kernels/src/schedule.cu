@@ -12,9 +12,6 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kBuckets = 1024;  // one per thread in the prefix sum
-constexpr int kMaxKeys =
-    (1 << 30) - 1;  // of a request, so that the end of a block of keys is a 32-bit number, too
-
 // Keys the last row of a tile sees under a causal mask: [0, kv_len].
 __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int tile_rows) {
   const int last_row = min((tile + 1) * tile_rows, qo_len) - 1;
@@ -26,18 +23,6 @@ __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int t
 __host__ __device__ inline int tile_count(int begin, int end, std::int64_t total_q, int tile_rows) {
   return 0 <= begin && begin <= end && end <= total_q ? (end - begin + tile_rows - 1) / tile_rows
                                                       : 0;
-}
-
-// Keys of a request; -1 if its entries of the page table, which were never checked, make no sense.
-__device__ inline int kv_length(const int* kv_indptr, const PageTable& pages, int batch) {
-  const int begin = kv_indptr[batch];
-  const int end = kv_indptr[batch + 1];
-  if (pages.page_size == 0) return end - begin;
-  if (begin < 0 || end < begin || end > pages.num_indices) return -1;
-  if (begin == end) return 0;
-  const int last = pages.last_page_len[batch];
-  const std::int64_t length = std::int64_t(end - begin - 1) * pages.page_size + last;
-  return 1 <= last && last <= pages.page_size && length <= kMaxKeys ? int(length) : -1;
 }
 
 // Costs share a bucket when they agree to `shift` bits; buckets are numbered from the most expensive.
@@ -91,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   for (int batch = thread; batch < args.batch_size; batch += kThreads) {
-    atomicMax(&max_kv_len, kv_length(kv_indptr, args.pages, batch));
+    atomicMax(&max_kv_len, keys_of_request(kv_indptr, args.pages, batch).length);
   }
   __syncthreads();
   int shift = 0;
@@ -99,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 
   auto cost_of = [&](int batch, int tile) {
     return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch],
-                     kv_length(kv_indptr, args.pages, batch), tile, args.tile_rows);
+                     keys_of_request(kv_indptr, args.pages, batch).length, tile, args.tile_rows);
   };
   auto for_all = [&](auto&& visit) {
     for_each_tile(qo_indptr, args.batch_size, args.total_q, args.tile_rows, visit);
@@ -149,8 +134,9 @@ __global__ void __launch_bounds__(kThreads)
     item.tile = tile;
     item.q_begin = qo_indptr[batch];
     item.qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
-    item.kv_begin = kv_indptr[batch];
-    item.kv_len = kv_length(kv_indptr, args.pages, batch);
+    const KeysOfRequest keys = keys_of_request(kv_indptr, args.pages, batch);
+    item.kv_begin = keys.begin;
+    item.kv_len = keys.length;
     item.pieces = std::int16_t(pieces);
     const int slot = atomicAdd(&position[bucket_of(cost / pieces, shift)], pieces);
     if (pieces > 1) {

@@ -106,6 +106,61 @@ CK_SCHEDULE_HD inline int pieces_of(const SplitRule& rule, std::int64_t cost, st
   return count < 1 ? 1 : int(count);
 }
 
+/// Whether requests have offsets. A single request without them starts at 0 and is as long as the tensors.
+inline bool is_batch(const AttentionParams& params) {
+  return params.batch_size > 1 || params.qo_indptr != nullptr;
+}
+
+/// Whether tiles are found in a work list. Those of a single request, and of a batch whose longest query is known, follow
+/// from their numbers (common/work.h).
+inline bool needs_list(const AttentionParams& params) {
+  return is_batch(params) && (params.max_qo_len <= 0 || params.fixed_split_size > 0);
+}
+
+/// Tiles of a batch's longest request.
+inline std::int64_t tiles_of_longest(const AttentionParams& params, int tile_rows) {
+  const std::int64_t rows = params.max_qo_len < params.total_q ? params.max_qo_len : params.total_q;
+  return (rows + tile_rows - 1) / tile_rows;
+}
+
+/// How many numbers the tiles of a head have where there is no list (RowTiles in common/work.h). Of a batch: for each request
+/// as many as the longest has tiles, so that the long tiles of all requests come first. Where more than one in five would be
+/// nobody's, which costs a persistent block as much as half a microsecond, as many as tiles in the order of rows need.
+inline std::int64_t tile_numbers(const AttentionParams& params, int tile_rows, bool persistent) {
+  if (!is_batch(params)) return (params.total_q + tile_rows - 1) / tile_rows;
+  const std::int64_t by_length = tiles_of_longest(params, tile_rows) * params.batch_size;
+  const std::int64_t in_order = params.total_q / tile_rows + params.batch_size;
+  return persistent && 4 * by_length > 5 * in_order ? in_order : by_length;
+}
+
+/// Where the keys of a request begin, in the tensor or among the entries of its page table, and how many there are: -1 if
+/// its offsets or its entries, which were never checked, make no sense.
+struct KeysOfRequest {
+  std::int32_t begin;
+  std::int32_t length;
+};
+constexpr int kMaxKeys =
+    (1 << 30) - 1;  // of a request, so that the end of a block of keys is a 32-bit number, too
+
+CK_SCHEDULE_HD inline KeysOfRequest keys_of_request(const std::int32_t* kv_indptr,
+                                                    const PageTable& pages, int batch) {
+  const std::int32_t begin = kv_indptr[batch];
+  const std::int32_t end = kv_indptr[batch + 1];
+  if (pages.page_size == 0) return {begin, end - begin};
+  const bool ordered = 0 <= begin && begin <= end;
+  if (pages.table_stride > 0) {
+    const std::int64_t room = std::int64_t(pages.table_width) * pages.page_size;
+    const bool fits = ordered && end - begin <= room && end - begin <= kMaxKeys;
+    return {std::int32_t(batch * pages.table_stride), fits ? end - begin : -1};
+  }
+  if (!ordered || end > pages.num_indices) return {begin, -1};
+  if (begin == end) return {begin, 0};
+  const std::int32_t last = pages.last_page_len[batch];
+  const std::int64_t length = std::int64_t(end - begin - 1) * pages.page_size + last;
+  const bool fits = 1 <= last && last <= pages.page_size && length <= kMaxKeys;
+  return {begin, fits ? std::int32_t(length) : -1};
+}
+
 /// Upper bound of the tiles of `batch_size` requests with `total_q` rows in all.
 inline std::int64_t schedule_capacity(std::int64_t total_q, std::int32_t batch_size,
                                       std::int32_t tile_rows) {

@@ -354,7 +354,11 @@ def offsets_of(problem: Problem) -> Offsets:
 def compute_once(problem: Problem, backend: str = "auto") -> None:
     """Computes a problem that was not planned."""
     request = _dispatch.Request.from_problem(problem)
-    selected = _dispatch.select(backend, request)
+    compute_selected(problem, request, _dispatch.select(backend, request))
+
+
+def compute_selected(problem: Problem, request: _dispatch.Request, selected: str) -> None:
+    """The same with the backend that was selected for its facts."""
     schedule = None
     if selected in KERNEL_BACKENDS and problem.qo_indptr is not None:
         schedule = make_schedule(selected, request, offsets_of(problem), int_workspace(problem.q.device))

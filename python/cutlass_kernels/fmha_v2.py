@@ -9,8 +9,9 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import _args, _plan
+from . import _args, _dispatch, _fmha_calls, _plan
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 
 LOG2E = 1.4426950408889634
@@ -62,14 +63,17 @@ def trtllm_fmha_v2_prefill(
 
             float16, bfloat16 or float8_e4m3fn, the same for all of them.
         input_layout: one of these names.
-        workspace_buffer: any byte tensor; kept for its callers, neither read nor written.
+        workspace_buffer: any byte tensor; kept for its callers, neither read nor written (the kernel's counters are
+            the library's own).
         seq_lens: int32 ``[batch_size]``, keys per request; not read, since ``cum_seq_lens_kv`` says the same.
         max_q_len, max_kv_len: upper bounds of the lengths, ``max_kv_len >= max_q_len`` (equal for ``PACKED_QKV``).
+            On a CUDA device rows of a request beyond ``max_q_len`` need not be computed.
         bmm1_scale: factor of ``Q K^T``, a number or a one-element tensor: the softmax scale, times the scales of fp8
             queries and keys. 0 is ``1 / sqrt(head_dim)``.
         bmm2_scale: factor of the output, a number or a one-element tensor.
         batch_size: number of requests.
-        cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch_size + 1]``, offsets of the requests in tokens.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch_size + 1]``, offsets of the requests in tokens. On the device
+            of the queries they are read by the kernel: a captured call follows them, within the bounds.
         block_tables: int32. For a pool, ``[batch_size, M]`` page numbers. For separate caches, ``[batch_size, 2, M]``
             block numbers of keys and of values, both counted from the start of ``k_cache``.
         out: ``[T, num_qo_heads, head_dim_v]`` to write to.
@@ -108,6 +112,31 @@ def trtllm_fmha_v2_prefill(
         ...                        64**-0.5, 1.0, 2, cum_q, cum_kv).shape
         torch.Size([6, 8, 64])
     """
+    key: Any = None
+    if isinstance(sinks, (list, tuple)) and len(sinks) == 1:
+        sinks = sinks[0]
+    scaled = isinstance(bmm1_scale, torch.Tensor) or isinstance(bmm2_scale, torch.Tensor)
+    if not (scaled or is_dynamo_compiling() or _dispatch.is_logged()):
+        options = (
+            input_layout,
+            max_q_len,
+            max_kv_len,
+            bmm1_scale,
+            bmm2_scale,
+            batch_size,
+            pos_encoding_mode,
+            logits_soft_cap_scale,
+            mask_mode,
+            window_left,
+            chunked_attention_size,
+            save_softmax_stats,
+            skip_softmax_threshold_scale_factor,
+        )
+        more = (type(window_left), out_dtype)  # a float that equals a window is refused
+        tensors = _fmha_calls.Tensors(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks)
+        key, call = _fmha_calls.look_up(tensors, options, more)
+        if call is not None and (again := call.again(tensors)) is not None:
+            return again
     _check_layout(input_layout, qkv)
     q, k, v = _split(qkv, input_layout)
     group_heads, head_dim = q.size(1), q.size(2)
@@ -119,9 +148,15 @@ def trtllm_fmha_v2_prefill(
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
 
     kv: RaggedKv | PagedKv
+    tables: _fmha_calls.Tables | None = None
     if input_layout.startswith("Q_PAGED"):
         separate = not isinstance(qkv[1], torch.Tensor)
-        kv = _paged(k, v, separate, block_tables, kv_indptr, batch_size)
+        entries = _check_tables(block_tables, separate, batch_size)
+        tables = _fmha_calls.Tables(entries, _value_offset(k, v) if separate else 0)
+        if not q.is_cuda or not (kv_indptr.is_cuda or tables.entries.is_cuda):
+            kv = _paged(k, v, tables, kv_indptr)  # checks lengths and page numbers
+        if q.is_cuda:  # of which nothing but the caches and the offsets is needed as yet
+            kv = PagedKv(k, v, kv_indptr, tables.entries, kv_indptr)
     else:
         _check_total("cum_seq_lens_kv", kv_indptr, "keys", k.size(0))
         kv = RaggedKv(k, v, kv_indptr)
@@ -142,8 +177,20 @@ def trtllm_fmha_v2_prefill(
     result = _args.output(out, shape, _output_dtype(q.dtype, out, out_dtype), q.device)
     stats = torch.empty((*shape[:2], 2), dtype=torch.float32, device=q.device) if save_softmax_stats else None
     output = Output(result, stats=stats, scale=_args.scale(bmm2_scale, "bmm2_scale"))
-    _plan.compute_once(Problem(q, kv, logits, output, mask, qo_indptr, skip))
-    return result if stats is None else (result, stats)
+    problem = Problem(q, kv, logits, output, mask, qo_indptr, skip)
+    request = _dispatch.Request.from_problem(problem)
+    selected = _dispatch.select("auto", request)
+    if not _fmha_calls.serves(problem, request, selected):
+        if tables is not None and q.is_cuda:
+            problem.kv = _paged(k, v, tables, kv_indptr)
+        _plan.compute_selected(problem, request, selected)
+        return result if stats is None else (result, stats)
+    longest = 0 if qo_indptr.is_cuda or not batch_size else int(_args.lens(qo_indptr).max())
+    call = _fmha_calls.compute(problem, selected, tables, max(int(max_q_len), longest), int(max_kv_len))
+    given = logits.sinks is sinks and qo_indptr is cum_seq_lens_q and kv_indptr is cum_seq_lens_kv
+    if call is not None and key is not None and given:
+        _fmha_calls.remember(key, call, tensors, problem)
+    return result
 
 
 def fmha_v2_stats_to_lse(
@@ -251,15 +298,8 @@ def _check_total(name: str, indptr: torch.Tensor, what: str, tokens: int) -> Non
         raise ValueError(f"{name}[-1]={int(indptr[-1])}, but there are only {tokens} {what}.")
 
 
-def _paged(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    separate: bool,
-    block_tables: torch.Tensor | None,
-    kv_indptr: torch.Tensor,
-    batch_size: int,
-) -> PagedKv:
-    """The page table of a batch from its block tables, made on their device."""
+def _check_tables(block_tables: torch.Tensor | None, separate: bool, batch_size: int) -> torch.Tensor:
+    """The block tables; ValueError where they are not what the caches need."""
     if block_tables is None:
         raise ValueError("a paged input_layout needs block_tables.")
     rank = 3 if separate else 2
@@ -272,7 +312,13 @@ def _paged(
             f"block_tables has shape {tuple(table.shape)}: with {'separate caches' if separate else 'a pool'} and "
             f"batch_size={batch_size} it must be {shape}."
         )
-    page_size = k.size(1)
+    return table
+
+
+def _paged(k: torch.Tensor, v: torch.Tensor, tables: _fmha_calls.Tables, kv_indptr: torch.Tensor) -> PagedKv:
+    """The page table of a batch from its block tables, made on their device."""
+    table, v_offset = tables
+    separate, batch_size, page_size = table.dim() == 3, table.size(0), k.size(1)
     kv_lens = _args.lens(kv_indptr)
     if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
         device = kv_lens.device if kv_lens.is_cuda else table.device
@@ -284,7 +330,7 @@ def _paged(
     indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
     torch.cumsum(pages, 0, out=indptr[1:])
     indices = _compact(table[:, 0] if separate else table, indptr, pages)
-    v_indices = _compact(table[:, 1] - _value_offset(k, v), indptr, pages) if separate else None
+    v_indices = _compact(table[:, 1] - v_offset, indptr, pages) if separate else None
     if not table.is_cuda:
         for what, cache, ids in (("keys", k, indices), ("values", v, v_indices)):
             if ids is not None:

@@ -51,8 +51,9 @@ CK_API Status make_schedule(const AttentionParams& params, void* workspace,
                             std::size_t workspace_bytes, cudaStream_t stream, Schedule* schedule,
                             Backend backend = Backend::kAuto);
 
-/// Computes attention on `stream`. With an empty params.schedule a batch is scheduled first, in
-/// `workspace`, which belongs to this call until the stream has passed it. `backend` kAuto takes the fastest that serves the request; any other serves it or fails.
+/// Computes attention on `stream`. With an empty params.schedule a batch is scheduled first, in `workspace`, which belongs to
+/// this call until the stream has passed it; unless params.max_qo_len is set: then nothing is to be scheduled. `backend` kAuto
+/// takes the fastest that serves the request; any other serves it or fails.
 /// Runs on the calling thread's current device, which the tensors and the stream belong to.
 CK_API Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
                         cudaStream_t stream, Backend backend = Backend::kAuto);

@@ -35,13 +35,23 @@ struct TensorView {
 /// n * k_stride_page + i * k.stride_token; v alike. Request b owns entries [kv_indptr[b], kv_indptr[b + 1]) of `indices` and
 /// fills last_page_len[b] tokens of its last page. Entries may repeat. A page that is not one of the cache is not read, its
 /// keys and values count as zeros.
+///
+/// With a table_stride, `indices` is a table with a row per request: request b owns the table_width entries from
+/// b * table_stride on, kv_indptr counts tokens, and last_page_len is not used. A request with more tokens than its row has
+/// room for is not computed.
 struct PageTable {
   const std::int32_t* indices = nullptr;        ///< page numbers, device
   const std::int32_t* v_indices = nullptr;      ///< of v, where v has other pages than k
   const std::int32_t* last_page_len = nullptr;  ///< [batch_size], device, 1 to page_size
   std::int32_t page_size = 0;                   ///< 0: no pages, k and v are ragged
-  std::int64_t num_indices = 0;                 ///< entries of `indices` (>= kv_indptr[batch_size])
-  std::int64_t num_pages = 0;                   ///< of k and of v
+  std::int64_t num_indices =
+      0;  ///< entries of `indices` (>= kv_indptr[batch_size]); of a table not used
+  std::int64_t table_stride =
+      0;  ///< 0: requests follow one another; batch_size times it is below 2^31
+  std::int32_t table_width = 0;  ///< at most table_stride
+  std::int32_t v_offset =
+      0;  ///< subtracted from the page numbers of v: those of k count further on
+  std::int64_t num_pages = 0;  ///< of k and of v
   std::int64_t k_stride_page = 0;
   std::int64_t v_stride_page = 0;
 };
@@ -130,6 +140,10 @@ struct AttentionParams {
   bool disable_split_kv = false;
   std::int32_t max_kv_len =
       0;  ///< most keys of a request, if known: bounds the pieces of a fixed size
+  /// Most rows of a request, if known. A batch then needs no work list (but for a fixed_split_size): a call is one kernel,
+  /// which reads the offsets itself. Keys are not split. Rows of a request beyond so many need not be computed, and where
+  /// qo_indptr decreases somewhere, neither need the requests around.
+  std::int32_t max_qo_len = 0;
 
   // Tensors.
   ConstTensorView q;     ///< [total_q, num_qo_heads, head_dim_qk]

@@ -142,6 +142,11 @@ std::string fault_in(const AppendParams& p) {
            " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
            " are too many elements for one token.";
   }
+  if (p.pages.table_stride != 0 || p.pages.v_offset != 0) {
+    return "pages.table_stride=" + std::to_string(p.pages.table_stride) +
+           " and pages.v_offset=" + std::to_string(p.pages.v_offset) +
+           " are for attention() only: requests' pages must follow one another here.";
+  }
   if (p.num_tokens == 0 || p.pages.num_indices <= 0 || p.pages.num_pages <= 0) return "";
   if (p.batch_indices == nullptr || p.positions == nullptr || p.kv_indptr == nullptr ||
       p.pages.indices == nullptr) {

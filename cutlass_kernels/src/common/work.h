@@ -71,42 +71,98 @@ struct TileOrder {
   }
 };
 
-// The tiles of a single request, without a work list: each comes in so many pieces, the last rows first.
+// Tiles without a work list, by number (tile_numbers() in schedule.h). Of a single request, each comes in so many pieces, the
+// last rows first. Of a batch, those of the longest request come once for every request, the last rows first; or tiles come
+// in the order of rows, the last request first: a request whose rows begin at q has the numbers from
+// q / tile_rows + (how many requests come before it) on, up to one more than it needs.
 struct RowTiles {
-  FastDivisor pieces;
-  int tiles;
+  FastDivisor parts;      // pieces of a tile, or requests
+  FastDivisor tile_rows;  // where tiles come in the order of rows
+  int tiles;              // of the longest request; 0: in the order of rows
 
-  static RowTiles make(const Schedule& schedule) {
-    const int pieces = std::max(schedule.pieces, 1);
-    return {FastDivisor(std::uint32_t(pieces)), schedule.capacity / pieces};
+  static RowTiles make(const AttentionParams& p) {
+    const Schedule& schedule = p.schedule;
+    const int rows = std::max(schedule.tile_rows, 1);
+    const int parts = is_batch(p) ? p.batch_size : std::max(schedule.pieces, 1);
+    const bool in_order =
+        is_batch(p) && schedule.capacity != p.batch_size * tiles_of_longest(p, rows);
+    return {FastDivisor(std::uint32_t(parts)), FastDivisor(std::uint32_t(rows)),
+            in_order ? 0 : schedule.capacity / parts};
   }
 };
 
-// The tile of a rank. False if there is none: past the end of the list, or a request that does not lie inside the
-// tensors (offsets on the device were never checked), which is not computed.
+// The tile with this number, counted from the last, in the order of rows.
+CUTE_DEVICE void find_in_order(const AttentionParams& p, const RowTiles& rows, int number,
+                               WorkItem& work) {
+  const auto first_number = [&](int batch) {
+    return int(rows.tile_rows.divide(__ldg(p.qo_indptr + batch))) + batch;
+  };
+  int end = p.batch_size;
+  work.batch = 0;
+  CUTE_NO_UNROLL
+  while (end - work.batch > 1) {
+    const int middle = work.batch + (end - work.batch) / 2;
+    if (first_number(middle) <= number) {
+      work.batch = middle;
+    } else {
+      end = middle;
+    }
+  }
+  work.tile = number - first_number(work.batch);
+}
+
+// The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not lie
+// inside the tensors (offsets on the device were never checked), which is not computed.
+//
+// kPaged, kInOrder: whether there may be pages, and tiles in the order of rows. In a kernel of fa2, which has no warp of its own
+// for this, a few instructions more here, or a call, make ptxas order the main loop anew.
+template <bool kPaged, bool kInOrder>
 CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int rank,
                            WorkItem& work) {
   if (p.schedule.work_list != nullptr) {
     work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
     if (work.batch < 0) return false;
   } else {
+    const int parts = int(rows.parts.divisor);
+    const int position = int(rows.parts.divide(rank));
+    const int part = rank - position * parts;
+    work.tile = rows.tiles - 1 - position;
     work.batch = 0;
     work.q_begin = 0;
     work.kv_begin = 0;
     work.qo_len = int(p.total_q);
     work.kv_len = int(p.total_kv);
-    const int pieces = int(rows.pieces.divisor);
-    const int tile = int(rows.pieces.divide(rank));
-    work.piece = std::int16_t(rank - tile * pieces);
-    work.pieces = std::int16_t(pieces);
-    work.tile = rows.tiles - 1 - tile;
-    work.partial_row = work.tile * p.schedule.tile_rows * pieces;
+    work.piece = std::int16_t(part);
+    work.pieces = std::int16_t(parts);
+    if (p.qo_indptr != nullptr) {
+      work.batch = part;
+      if constexpr (kInOrder) {
+        if (rows.tiles == 0) find_in_order(p, rows, p.schedule.capacity - 1 - rank, work);
+      }
+      work.q_begin = p.qo_indptr[work.batch];
+      work.qo_len = p.qo_indptr[work.batch + 1] - work.q_begin;
+      if constexpr (kPaged) {
+        const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, work.batch);
+        work.kv_begin = keys.begin;
+        work.kv_len = keys.length;
+      } else {
+        work.kv_begin = p.kv_indptr[work.batch];
+        work.kv_len = p.kv_indptr[work.batch + 1] - work.kv_begin;
+      }
+      work.piece = 0;
+      work.pieces = 1;
+      // In 64 bits: the length was never checked.
+      if (work.tile < 0 || std::int64_t(work.tile) * p.schedule.tile_rows >= work.qo_len) {
+        return false;
+      }
+    }
+    work.partial_row = work.tile * p.schedule.tile_rows * parts;
   }
   if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
       std::int64_t(work.q_begin) + work.qo_len > p.total_q) {
     return false;
   }
-  // The scheduler has checked entries of a page table.
+  // Entries of a page table have been checked: keys_of_request().
   return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
 }
 

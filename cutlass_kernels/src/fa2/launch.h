@@ -115,7 +115,7 @@ Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
   if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
-  kernel_params.rows = RowTiles::make(p.schedule);
+  kernel_params.rows = RowTiles::make(p);
   const int packed_heads = std::max(p.schedule.packed_heads, 1);
   kernel_params.pack = FastDivisor(std::uint32_t(packed_heads));
   const int tiles = p.schedule.capacity;
@@ -134,9 +134,10 @@ Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
       return PagedMatrix{indices, static_cast<const char*>(view.data), kBytes * stride_page,
                          kBytes * view.stride_token, kBytes * view.stride_head};
     };
+    const std::int32_t* v_indices = pages.v_indices != nullptr ? pages.v_indices : pages.indices;
     kernel_params.paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
-    kernel_params.paged[1] = matrix(
-        p.v, pages.v_indices != nullptr ? pages.v_indices : pages.indices, pages.v_stride_page);
+    kernel_params.paged[1] = matrix(p.v, v_indices, pages.v_stride_page);
+    kernel_params.first_v_page = std::uint32_t(pages.v_offset);
   }
 
   auto* kernel = &attention_kernel<Element, Kv, Tile, kLogits, kPaged>;

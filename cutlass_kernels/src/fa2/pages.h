@@ -72,6 +72,8 @@ struct PageRows {
   CUTE_DEVICE void store(int page, int k_block, int v_block) const {
     const int thread = thread_index();
     const char* row = nullptr;
+    // Modulo 2^32: -1, for none, is no page of V either.
+    page = int(std::uint32_t(page) - (is_v(thread) ? params.first_v_page : 0u));
     if (std::uint32_t(page) < params.num_pages) {
       const PagedMatrix& matrix = params.paged[is_v(thread)];
       const int of_key = key(k_block, v_block, thread);

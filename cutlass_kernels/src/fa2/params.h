@@ -28,9 +28,10 @@ struct KernelParams {
   RowTiles rows;
   // Pages.
   FastDivisor page_size;
-  std::uint32_t num_pages;  // at most 2^31: negative page numbers are not below it either
-  PagedMatrix paged[2];     // K, V
-  FastDivisor pack;         // by Schedule::packed_heads
+  std::uint32_t num_pages;     // at most 2^31: negative page numbers are not below it either
+  PagedMatrix paged[2];        // K, V
+  std::uint32_t first_v_page;  // PageTable::v_offset
+  FastDivisor pack;            // by Schedule::packed_heads
   // The general variant.
   GeneralTransform general;
   bool transforms;  // whether it does anything to q.k

@@ -124,9 +124,11 @@ inline Status make_maps_of_pages(const AttentionParams& p, int block_n,
   kernel_params->page_size = FastDivisor(std::uint32_t(table.page_size));
   kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(table.num_pages, 0, kNoPage));
   const int bytes = size_of(p.kv_dtype);
-  kernel_params->k_pages = {table.indices, bytes * table.k_stride_page, bytes * p.k.stride_token};
+  kernel_params->k_pages = {table.indices, 0, bytes * table.k_stride_page,
+                            bytes * p.k.stride_token};
   kernel_params->v_pages = {table.v_indices == nullptr ? table.indices : table.v_indices,
-                            bytes * table.v_stride_page, bytes * p.v.stride_token};
+                            std::uint32_t(table.v_offset), bytes * table.v_stride_page,
+                            bytes * p.v.stride_token};
   if (gathers(p)) {
     Status made = make_units("k", kernel_params->k_pages, table, &kernel_params->k_units);
     return made.ok() ? make_units("v", kernel_params->v_pages, table, &kernel_params->v_units)
@@ -204,7 +206,7 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
   if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
   kernel_params.group_size = FastDivisor(std::uint32_t(p.num_qo_heads / p.num_kv_heads));
-  kernel_params.rows = RowTiles::make(p.schedule);
+  kernel_params.rows = RowTiles::make(p);
 
   if (Status made = make_maps(p, Tile::kBlockN, &kernel_params); !made.ok()) return made;
 

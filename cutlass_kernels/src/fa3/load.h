@@ -52,7 +52,7 @@ class TileClaims {
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       rank = position.rank;
-      found = find_work(params_.attention, params_.rows, position.rank, work);
+      found = find_work<true, true>(params_.attention, params_.rows, position.rank, work);
     }
     return true;
   }

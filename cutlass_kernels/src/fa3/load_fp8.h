@@ -35,6 +35,7 @@ CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int bloc
   if (row < keys) {
     page = (kIsK ? params.k_pages : params.v_pages)
                .indices[job.kv_begin + params.page_size.divide(first_key + row)];
+    if constexpr (!kIsK) page = page_of_entry(params.v_pages, page);
     if (std::uint32_t(page) >= params.num_pages) page = kNoPage;
   }
   empty.wait(parity);

@@ -34,7 +34,7 @@ struct PagedValuesOfHead {
   // Where a key's row is, from `data`; -1 if its page is none of the cache.
   CUTE_DEVICE std::int64_t offset_of(int key) const {
     const int entry = params.page_size.divide(key);
-    const int page = indices[entry];
+    const int page = page_of_entry(params.v_pages, indices[entry]);
     const int slot = key - entry * params.attention.pages.page_size;
     return std::uint32_t(page) < params.num_pages
                ? page * params.v_pages.page_bytes + slot * params.v_pages.slot_bytes
@@ -93,15 +93,19 @@ CUTE_DEVICE void copy_visible(const Source& source, const Job& job, int block,
 // instructions (hd128).
 struct BoxLookup {
   const KernelParams& params;
+  const PagesOfMatrix& pages;
   const std::int32_t* table;  // of the request
   int key_begin;
   int count;  // boxes that hold a key that some row of the tile sees
   int batch;  // that `page` is of
   int page;   // the lane's
 
-  CUTE_DEVICE BoxLookup(const KernelParams& params_, const PagesOfMatrix& pages, const Job& job,
+  CUTE_DEVICE BoxLookup(const KernelParams& params_, const PagesOfMatrix& pages_, const Job& job,
                         int last_box)
-      : params(params_), table(pages.indices + job.kv_begin), key_begin(job.key_begin) {
+      : params(params_),
+        pages(pages_),
+        table(pages.indices + job.kv_begin),
+        key_begin(job.key_begin) {
     count = job.first_key < job.key_end
                 ? (job.key_end - key_begin + params.box_rows - 1) >> params.box_rows_log2
                 : 0;
@@ -114,7 +118,9 @@ struct BoxLookup {
   CUTE_DEVICE void read() {
     page = kNoPage;
     const int box = lane_box();
-    if (0 <= box && box < count) page = __ldg(table + params.page_size.divide(first_key(box)));
+    if (0 <= box && box < count) {
+      page = page_of_entry(pages, __ldg(table + params.page_size.divide(first_key(box))));
+    }
   }
 
   // Leaves the batch in shared memory, when what lies there has been used, and begins to read the next one.
@@ -241,7 +247,10 @@ struct PageEntries {
     for (int i = 0; i < kCount; ++i) {
       const int row = 32 * i + int(threadIdx.x % 32);
       page[i] = kNoPage;
-      if (wanted.contains(row)) page[i] = __ldg(table + params.page_size.divide(key + row));
+      if (wanted.contains(row)) {
+        page[i] = __ldg(table + params.page_size.divide(key + row));
+        if constexpr (!kIsK) page[i] = page_of_entry(params.v_pages, page[i]);
+      }
     }
   }
 

@@ -14,6 +14,7 @@ namespace cutlass_kernels::fa3 {
 // The pages of K or of V.
 struct PagesOfMatrix {
   const std::int32_t* indices;
+  std::uint32_t first_page;  // the number of the first; of K 0
   std::int64_t page_bytes;
   std::int64_t slot_bytes;
 };
@@ -31,6 +32,11 @@ struct PackedRows {
   int tokens = kWarpgroupRows;          // floor(64 / heads); rows past their last are nobody's
   int last_token = kWarpgroupRows - 1;  // of row 63
 };
+
+// Which page of the cache an entry of the page table is: from num_pages on where it is none.
+CUTE_DEVICE int page_of_entry(const PagesOfMatrix& pages, int entry) {
+  return int(std::uint32_t(entry) - pages.first_page);
+}
 
 struct KernelParams {
   CUtensorMap q_map;

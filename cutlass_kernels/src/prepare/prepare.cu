@@ -229,6 +229,11 @@ std::string fault_in(const PrepareParams& p) {
     return "qo_indptr and kv_indptr are needed; only a single request without pages may leave them "
            "out, both of them.";
   }
+  if (p.pages.table_stride != 0 || p.pages.v_offset != 0) {
+    return "pages.table_stride=" + std::to_string(p.pages.table_stride) +
+           " and pages.v_offset=" + std::to_string(p.pages.v_offset) +
+           " are for attention() only: requests' pages must follow one another here.";
+  }
   if (paged && p.pages.num_indices > 0 &&
       (p.pages.indices == nullptr || p.pages.last_page_len == nullptr || p.k_copy == nullptr ||
        p.tables == nullptr)) {

@@ -1,6 +1,7 @@
 // Uses the installed library. On any machine: lists the kernels, asks for the workspace, and sees
 // sentences instead of crashes where nothing can run. With a GPU: computes a ragged causal batch
 // with each kernel and compares it with a loop on the host. Exit status 0 if all is as documented.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "cutlass_kernels/append.h"
 #include "cutlass_kernels/attention.h"
+#include "cutlass_kernels/fmha_v2.h"
 #include "cutlass_kernels/merge.h"
 #include "cutlass_kernels/prepare.h"
 #include "cutlass_kernels/version.h"
@@ -126,9 +128,81 @@ void check_memory_kernels_without_gpu() {
   require_refusal(ck::get_batch_indices_positions(places, nullptr), "one of them is null");
 }
 
+/// The fused prefill of two requests, in a layout.
+ck::FmhaV2Params fused(ck::FmhaV2Layout layout) {
+  ck::FmhaV2Params params;
+  params.layout = layout;
+  params.batch_size = 2;
+  params.num_qo_heads = params.num_kv_heads = 2;
+  params.head_dim = 64;
+  params.total_q = params.total_kv = 9;
+  params.max_q_len = params.max_kv_len = 6;
+  return params;
+}
+
+ck::Status run_fused(const ck::FmhaV2Params& params) {
+  return ck::fmha_v2(params, nullptr, 0, nullptr);
+}
+
+void check_fmha_v2_without_gpu() {
+  using Layout = ck::FmhaV2Layout;
+  const ck::FmhaV2Params packed = fused(Layout::kPackedQkv);
+  require(ck::fmha_v2_workspace_size(packed) == 16, "a fused prefill needs 16 bytes");
+  require_refusal(run_fused(packed), "cum_seq_lens_q and cum_seq_lens_kv");
+  ck::FmhaV2Params wrong = packed;
+  wrong.max_kv_len = 7;
+  require_refusal(run_fused(wrong), "max_kv_len=7 must equal max_q_len=6");
+  wrong = packed;
+  wrong.num_kv_heads = 1;
+  require_refusal(run_fused(wrong), "num_kv_heads=1");
+  wrong = fused(Layout::kContiguousQKv);
+  wrong.max_kv_len = 5;
+  require_refusal(run_fused(wrong), "max_kv_len=5 must be at least max_q_len=6");
+  wrong.max_q_len = 0;
+  require_refusal(run_fused(wrong), "max_q_len=0");
+  wrong = fused(Layout::kContiguousQKv);
+  wrong.head_dim_vo = 32;
+  require_refusal(run_fused(wrong), "head_dim_vo=32");
+  wrong = packed;
+  wrong.chunked_attention_size = 12;
+  require_refusal(run_fused(wrong), "chunked_attention_size=12");
+  wrong.chunked_attention_size = 4;
+  wrong.window_left = 3;
+  require_refusal(run_fused(wrong), "exclude each other");
+  wrong.mask_mode = ck::FmhaV2Mask::kPadding;
+  require_refusal(run_fused(wrong), "padding");
+  wrong = packed;
+  wrong.mask_mode = ck::FmhaV2Mask::kChunked;
+  require_refusal(run_fused(wrong), "needs a positive chunked_attention_size");
+
+  alignas(16) static const std::int32_t numbers[32] = {};  // never read
+  ck::FmhaV2Params paged = fused(Layout::kQPagedKvHnd);
+  paged.cum_seq_lens_q = paged.cum_seq_lens_kv = numbers;
+  require_refusal(run_fused(paged), "page_size=0");
+  paged.page_size = 16;
+  require_refusal(run_fused(paged), "block_tables");
+  paged.block_tables = numbers;
+  paged.max_pages = 3;
+  paged.num_pages = 5;
+  require_refusal(run_fused(paged), "v lies 0 bytes behind k");
+  paged.kv = numbers;
+  require_refusal(run_fused(paged), "q is null");
+  paged.max_pages = 1 << 30;
+  require_refusal(run_fused(paged), "table_stride=1073741824");
+
+  ck::FmhaV2Params empty = packed;
+  empty.total_q = 0;
+  require(run_fused(empty).ok(), "there is nothing to compute");
+  float slopes[3];
+  ck::fmha_v2_alibi_slopes(3, slopes);
+  require(slopes[0] == 1.0f / 16 && slopes[1] == 1.0f / 256 && slopes[2] == 0.25f,
+          "slopes of three heads");
+}
+
 void check_without_gpu() {
   require(std::string(ck::version()) == CK_VERSION, "library and headers have the same version");
   check_memory_kernels_without_gpu();
+  check_fmha_v2_without_gpu();
   ck::PrepareParams narrow = copies(nullptr, nullptr, nullptr, nullptr);
   require(ck::prepare(narrow, nullptr).ok(), "there is nothing to copy");
   narrow.head_dim_qk = 12;
@@ -185,7 +259,6 @@ void check_without_gpu() {
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 namespace {
@@ -259,6 +332,48 @@ void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer&
   }
 }
 
+/// The batch as a fused prefill: close to what a schedule gave, the same with a workspace, which stays zero, and without.
+void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
+                 const std::vector<std::uint16_t>& o, double tolerance, ck::Backend backend) {
+  ck::FmhaV2Params params = fused(ck::FmhaV2Layout::kSeparateQKV);
+  params.dtype = batch.q_dtype;
+  params.o_dtype = batch.o_dtype;
+  params.num_qo_heads = batch.num_qo_heads;
+  params.num_kv_heads = batch.num_kv_heads;
+  params.head_dim = batch.head_dim_qk;
+  params.head_dim_vo = batch.head_dim_vo;
+  params.total_q = batch.total_q;
+  params.total_kv = batch.total_kv;
+  params.max_q_len = 130;
+  params.max_kv_len = 200;
+  params.cum_seq_lens_q = batch.qo_indptr;
+  params.cum_seq_lens_kv = batch.kv_indptr;
+  params.q = batch.q.data;
+  params.k = batch.k.data;
+  params.v = batch.v.data;
+  params.out = dev_o.data;
+  const std::size_t bytes = ck::fmha_v2_workspace_size(params);
+  const Buffer workspace(bytes);
+  std::vector<char> counters(bytes, 0);
+  workspace.copy_from(counters.data(), bytes);
+  std::vector<std::uint16_t> first(o.size()), again(o.size());
+  for (int call = 0; call < 4; ++call) {
+    require(cudaMemset(dev_o.data, 0xff, o.size() * 2) == cudaSuccess, "clearing the output");
+    const ck::Status status = call == 0
+                                  ? ck::fmha_v2(params, nullptr, 0, nullptr, backend)
+                                  : ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
+    require(status.ok(), status.message);
+    dev_o.copy_to((call == 0 ? first : again).data(), o.size() * 2);
+    require(call == 0 || first == again, "a workspace does not change a fused prefill");
+  }
+  workspace.copy_to(counters.data(), bytes);
+  for (const char byte : counters) require(byte == 0, "a fused prefill leaves its workspace zero");
+  for (std::size_t i = 0; i < o.size(); ++i) {
+    const double error = from_bits(first[i], batch.o_dtype) - from_bits(o[i], batch.o_dtype);
+    require(std::fabs(error) <= 2 * tolerance, "a fused prefill gives what a schedule gives");
+  }
+}
+
 void check_on_gpu(const ck::KernelInfo& kernel) {
   const std::int32_t qo_indptr[3] = {0, 70, 200};
   const std::int32_t kv_indptr[3] = {0, 200, 330};
@@ -299,6 +414,9 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
   dev_o.copy_to(o.data(), o.size() * 2);
   dev_lse.copy_to(lse.data(), lse.size() * 4);
   check_single(params, dev_o, workspace, o.size(), kernel.backend);
+  // Outputs lie in [-1, 1]; rounding P and O costs 2^-11 each in float16, 2^-8 in bfloat16.
+  const double tolerance = kernel.q_dtype == ck::DType::kFloat16 ? 1.0 / 512 : 1.0 / 64;
+  check_fused(params, dev_o, o, tolerance, kernel.backend);
 
   double worst = 0.0;
   double worst_lse = 0.0;
@@ -338,8 +456,6 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
       }
     }
   }
-  // Outputs lie in [-1, 1]; rounding P and O costs 2^-11 each in float16, 2^-8 in bfloat16.
-  const double tolerance = kernel.q_dtype == ck::DType::kFloat16 ? 1.0 / 512 : 1.0 / 64;
   std::printf("%s on the GPU: largest error %.2e (allowed %.2e), of the LSE %.2e\n",
               kernel.name.c_str(), worst, tolerance, worst_lse);
   require(worst <= tolerance && worst_lse <= 1e-2, "the GPU agrees with the host");
