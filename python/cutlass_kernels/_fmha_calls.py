@@ -149,10 +149,13 @@ def look_up(tensors: Tensors, options: tuple[Any, ...], more: tuple[Any, ...]) -
         return None, None
 
 
+_PLAIN = (type(None), bool, int, float, str)  # what says the same whenever it is equal, as tensors do not
+
+
 def remember(key: Any, call: Call, tensors: Tensors, problem: Problem) -> None:
     """Keeps a call whose tensors were used as they came, if one with an equal key would be the same."""
     *_, options, _more, _override = key
-    if _repeat.are_plain(*options):
+    if all(type(option) in _PLAIN for option in options):
         call.repeats(tensors.parts(), problem)
         _repeat.remember(_calls, key, call)
 
