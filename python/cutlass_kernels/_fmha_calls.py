@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _dispatch, _plan, _prepare, _repeat
+from . import _args, _dispatch, _plan, _prepare, _repeat
 from ._problem import PagedKv, Problem
 
 _MOST_KEYS = 1 << 30  # in pages: an estimate, which needs to go no further
+_FULL_DEVICE, _LONG_KEYS, _TILE_ROWS = 132, 1024, 128  # blocks, keys of a request, rows of a tile of a long query
 
 
 class Tables(NamedTuple):
@@ -145,26 +146,40 @@ def look_up(tensors: Tensors, options: tuple[Any, ...], more: tuple[Any, ...]) -
             _dispatch.override_of("auto"),
         )
         return key, _calls.get(key)
-    except (AttributeError, TypeError, IndexError):  # no tensor, or no key: checks will say
+    except (AttributeError, TypeError, LookupError):  # no tensor, or no key: checks will say
         return None, None
-
-
-_PLAIN = (type(None), bool, int, float, str)  # what says the same whenever it is equal, as tensors do not
 
 
 def remember(key: Any, call: Call, tensors: Tensors, problem: Problem) -> None:
     """Keeps a call whose tensors were used as they came, if one with an equal key would be the same."""
     *_, options, _more, _override = key
-    if all(type(option) in _PLAIN for option in options):
+    if _args.are_plain(*options):
         call.repeats(tensors.parts(), problem)
         _repeat.remember(_calls, key, call)
 
 
-def serves(problem: Problem, request: _dispatch.Request, backend: str) -> bool:
-    """Whether a problem is one kernel of the ``backend`` that was selected for its facts."""
+def serves(problem: Problem, request: _dispatch.Request, backend: str, max_q_len: int, max_kv_len: int) -> bool:
+    """Whether a problem is to be one kernel of the ``backend`` that was selected for its facts."""
     if backend not in _plan.KERNEL_BACKENDS or problem.skip_softmax_factor > 0.0:
         return False
-    return not _prepare.is_needed(problem) or _plan.reads_as_is(backend, request)
+    if _prepare.is_needed(problem) and not _plan.reads_as_is(backend, request):
+        return False
+    return not _needs_list(problem, backend, max_q_len, max_kv_len)
+
+
+def _needs_list(problem: Problem, backend: str, max_q_len: int, max_kv_len: int) -> bool:
+    """Whether a list of work, at the price of two launches more, makes up for them: where there are too few tiles for
+    the device beside keys that are worth splitting, or where fa2, which takes ``max_q_len`` for the length of all
+    requests, would start four times as many blocks as there are tiles."""
+    assert problem.qo_indptr is not None
+    rows, batch, heads = problem.q.size(0), max(problem.qo_indptr.numel() - 1, 1), problem.q.size(1)
+    key_heads = _matrices(problem)[0].size(-2)
+    packs = rows * (heads // max(key_heads, 1)) <= _dispatch.DECODE_ROWS * batch
+    tiles = batch * key_heads if packs else max(-(-rows // _TILE_ROWS), batch) * heads
+    if tiles < _FULL_DEVICE and max_kv_len >= _LONG_KEYS and max_kv_len >= 4 * (rows // batch):
+        return True
+    tile_rows = 1 if packs else _TILE_ROWS
+    return backend == "fa2" and -(-min(max_q_len, rows) // tile_rows) * batch > 4 * (-(-rows // tile_rows) + batch)
 
 
 def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: int, max_kv_len: int) -> Call | None:
@@ -207,16 +222,17 @@ def _rows(entries: torch.Tensor) -> torch.Tensor:
 def _on_device(
     qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both offsets on the device, by one copy where both are on the CPU."""
-    if not (qo_indptr.is_cuda or kv_indptr.is_cuda):
+    """Both offsets on the device, by one copy where both are on the CPU; pinned ones, which a CUDA graph may copy from
+    at every replay, as they are."""
+    if not (qo_indptr.is_cuda or kv_indptr.is_cuda or qo_indptr.is_pinned() or kv_indptr.is_pinned()):
         both = torch.cat([qo_indptr, kv_indptr]).to(device, non_blocking=True)
         return both[: qo_indptr.numel()], both[qo_indptr.numel() :]
     return qo_indptr.to(device, non_blocking=True), kv_indptr.to(device, non_blocking=True)
 
 
-def _factor(scale: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
+def _factor(scale: float | torch.Tensor, device: torch.device) -> tuple[float, torch.Tensor | None]:
     """A scale as the host knows it, and what only the device knows."""
-    return (1.0, scale) if isinstance(scale, torch.Tensor) else (scale, None)
+    return (1.0, scale.to(device)) if isinstance(scale, torch.Tensor) else (scale, None)
 
 
 def _make(
@@ -264,7 +280,8 @@ def _make(
         row = max(entries.stride(0), width, 1)  # of a single row the stride may be anything
         v_entries = entries.stride(1) if entries.dim() == 3 else 0
         launch.set_pages(k.size(1), k.size(0), k.stride(0), v.stride(0), row, width, v_entries, tables.v_offset)
-    (sm_scale, logits_scale), (v_scale, output_scale) = _factor(logits.sm_scale), _factor(problem.output.scale)
+    sm_scale, logits_scale = _factor(logits.sm_scale, q.device)
+    v_scale, output_scale = _factor(problem.output.scale, q.device)
     launch.set_options(
         mask.causal,
         mask.window_left,

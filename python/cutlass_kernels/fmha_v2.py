@@ -180,13 +180,13 @@ def trtllm_fmha_v2_prefill(
     problem = Problem(q, kv, logits, output, mask, qo_indptr, skip)
     request = _dispatch.Request.from_problem(problem)
     selected = _dispatch.select("auto", request)
-    if not _fmha_calls.serves(problem, request, selected):
+    longest = int(max_q_len) if qo_indptr.is_cuda or not batch_size else max(int(_args.lens(qo_indptr).max()), 1)
+    if not _fmha_calls.serves(problem, request, selected, longest, int(max_kv_len)):
         if tables is not None and q.is_cuda:
             problem.kv = _paged(k, v, tables, kv_indptr)
         _plan.compute_selected(problem, request, selected)
         return result if stats is None else (result, stats)
-    longest = 0 if qo_indptr.is_cuda or not batch_size else int(_args.lens(qo_indptr).max())
-    call = _fmha_calls.compute(problem, selected, tables, max(int(max_q_len), longest), int(max_kv_len))
+    call = _fmha_calls.compute(problem, selected, tables, longest, int(max_kv_len))
     given = logits.sinks is sinks and qo_indptr is cum_seq_lens_q and kv_indptr is cum_seq_lens_kv
     if call is not None and key is not None and given:
         _fmha_calls.remember(key, call, tensors, problem)

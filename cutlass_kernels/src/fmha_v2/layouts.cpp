@@ -49,6 +49,11 @@ Status describe_mask(const FmhaV2Params& params, AttentionParams* attention) {
     return Status::invalid("chunked_attention_size=" + number(chunk) +
                            " must be a power of two, or 0 for none.");
   }
+  const int mode = static_cast<int>(params.mask_mode);
+  if (mode < static_cast<int>(FmhaV2Mask::kCausal) ||
+      mode > static_cast<int>(FmhaV2Mask::kChunked)) {
+    return Status::invalid("mask_mode=" + std::to_string(mode) + " is none of FmhaV2Mask.");
+  }
   if (params.mask_mode == FmhaV2Mask::kChunked && chunk == 0) {
     return Status::invalid("mask_mode 'chunked' needs a positive chunked_attention_size.");
   }
@@ -186,6 +191,9 @@ Status describe_layout(const FmhaV2Params& params, AttentionParams* attention) {
   attention->lse_stride_token = params.num_qo_heads;
   attention->lse_stride_head = 1;
   switch (params.layout) {
+    default:
+      return Status::invalid("layout=" + std::to_string(static_cast<int>(params.layout)) +
+                             " is none of FmhaV2Layout.");
     case FmhaV2Layout::kPackedQkv:
       attention->q = {params.qkv, 3 * q_token, head};
       attention->k = {behind(params.qkv, q_token, params.dtype), 3 * q_token, head};
