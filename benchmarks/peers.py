@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import check
+import fused
+import prefix
 import torch
 import torch.nn.functional as F
+from fused import Fused
+from prefix import SharedPrefix
 from report import UNITS
 from shapes import Case, Host, Inputs, Pages, Prefill, make_inputs
 from states import Merge, States, make_states
@@ -54,9 +58,13 @@ ONLY_OURS = frozenset({"custom_mask", "alibi"}) | FP8  # measured against oursel
 # --- ours --------------------------------------------------------------------------------------------------------
 
 
-def _refused_by_us(name: str, case: Case, device: torch.device) -> str | None:
+def _problem(case: Case) -> Prefill:
     assert not isinstance(case, Merge)
-    problem = case.problem if isinstance(case, Host) else case
+    return case if isinstance(case, Prefill) else case.problem
+
+
+def _refused_by_us(name: str, case: Case, device: torch.device) -> str | None:
+    problem = _problem(case)
     explanation = ck.explain(
         device=device,
         q_dtype=problem.dtype,
@@ -121,6 +129,8 @@ def _ours_host(name: str, case: Host, x: Inputs) -> Timed:
 def _host(case: Host, x: Inputs, library: Any, name: str) -> Timed:
     """The calls of FlashInfer's API, which is also ours."""
     problem = case.problem
+    if case.call == "fmha_v2":
+        return _fused(library, Fused(problem, "CONTIGUOUS_Q_KV"), x)
     if case.call == "single_prefill":
         return Timed(functools.partial(library.single_prefill_with_kv_cache, x.q, x.k, x.v, backend=name, causal=True))
     wrapper = _wrapper(library, problem, x, name)
@@ -148,6 +158,48 @@ def _decode(library: Any, case: Prefill, x: Inputs, options: dict[str, Any]) -> 
 
 def _our_decode(name: str, case: Prefill, x: Inputs) -> Timed:
     return _decode(ck, case, x, {"backend": name})
+
+
+def _our_contiguous(case: Fused, x: Inputs) -> Timed:
+    """What the layouts are measured by: fa3 on three contiguous tensors, planned beforehand."""
+    problem = fused.without_pages(case.problem)
+    wrapper = _wrapper(ck, problem, x, "fa3")
+    _plan(wrapper, problem, (x.qo_indptr, x.kv_indptr), **_options(problem))()
+    return Timed(functools.partial(wrapper.run, x.q, x.k, x.v))
+
+
+def _fused(library: Any, case: Fused, x: Inputs) -> Timed:
+    return Timed(functools.partial(library.trtllm_fmha_v2_prefill, **fused.arguments(case, x)))
+
+
+def _levels(library: Any, case: SharedPrefix, x: Inputs) -> Timed:
+    """The cascade: the prefix once for all requests, the rest of each, and the merge of both."""
+    p, dtype = case.problem, getattr(torch, case.problem.dtype)
+    assert x.pages is not None
+    wrapper = library.MultiLevelCascadeAttentionWrapper(2, _workspace(x.q.device), "NHD")
+    sizes = (p.num_qo_heads, p.num_kv_heads, p.head_dim_qk, p.page_size)
+    wrapper.plan(*prefix.levels(case, x), *sizes, causal=False, q_data_type=dtype)
+    return Timed(functools.partial(wrapper.run, x.q, x.pages.cache))
+
+
+def _shared(case: SharedPrefix, x: Inputs) -> Timed:
+    """The wrapper for one shared prefix, which lies outside the pages."""
+    p, dtype = case.problem, getattr(torch, case.problem.dtype)
+    assert x.pages is not None
+    _, offsets, indices, last = prefix.levels(case, x)
+    wrapper = ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_workspace(x.q.device), "NHD")
+    sizes = (p.num_qo_heads, p.num_kv_heads, p.head_dim_qk, p.page_size)
+    wrapper.begin_forward(offsets[1], indices[1], last[1], *sizes, data_type=dtype)
+    shared = (x.k[: case.prefix].contiguous(), x.v[: case.prefix].contiguous())
+    return Timed(functools.partial(wrapper.forward, x.q, *shared, x.pages.cache))
+
+
+def _plain(case: SharedPrefix, x: Inputs, repeats: bool) -> Timed:
+    """Decode that knows of no prefix: the same pages in every request, or copies of them."""
+    assert x.pages is not None
+    indices = prefix.repeated(case, x) if repeats else x.pages.indices
+    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(_workspace(x.q.device), "NHD")
+    return Timed(functools.partial(prefix.planned(wrapper, case, x, indices).run, x.q, x.pages.cache))
 
 
 def _our_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
@@ -265,7 +317,8 @@ def _flashinfer(name: str, case: Prefill, x: Inputs) -> Timed:
 
 
 def _flashinfer_host(name: str, case: Host, x: Inputs) -> Timed:
-    return _host(case, x, _module("flashinfer"), name)
+    inner = "flashinfer.prefill" if case.call == "fmha_v2" else "flashinfer"
+    return _host(case, x, _module(inner), name)
 
 
 def _flashinfer_backends(make: Callable[[str, Any, Inputs], Timed]) -> list[Backend]:
@@ -385,6 +438,50 @@ MERGE = _table(
 )
 
 
+FUSED = _table(
+    [
+        Backend(
+            "auto",
+            True,
+            ALL | FP8,
+            _needs_cuda,
+            lambda case, x: _fused(ck, case, x),
+            functools.partial(_refused_by_us, "auto"),
+        ),
+        Backend("contiguous", True, ALL | FP8, _needs_cuda, _our_contiguous, functools.partial(_refused_by_us, "fa3")),
+        Backend(
+            "flashinfer",
+            False,
+            frozenset({"causal", "gqa", "paged"}) | FP8,
+            functools.partial(_needs_module, "flashinfer"),
+            lambda case, x: _fused(_module("flashinfer.prefill"), case, x),
+        ),
+    ]
+)
+
+
+SHARED_PREFIX = _table(
+    [
+        *(
+            Backend(name, True, ALL, _needs_cuda, make, functools.partial(_refused_by_us, "auto"))
+            for name, make in (
+                ("levels", functools.partial(_levels, ck)),
+                ("shared", _shared),
+                ("plain", functools.partial(_plain, repeats=True)),
+                ("copies", functools.partial(_plain, repeats=False)),
+            )
+        ),
+        Backend(
+            "flashinfer",
+            False,
+            ALL,
+            functools.partial(_needs_module, "flashinfer"),
+            lambda case, x: _levels(_module("flashinfer"), case, x),
+        ),
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Operation:
     """What the command line can measure. The first of ``units`` is that of :meth:`figure`."""
@@ -410,13 +507,16 @@ class Operation:
     def inputs(self, case: Case, device: torch.device) -> Any:
         if isinstance(case, Merge):
             return make_states(case, device)
-        return make_inputs(case.problem if isinstance(case, Host) else case, device)
+        inputs = make_inputs(_problem(case), device)
+        if isinstance(case, SharedPrefix):
+            prefix.share(case, inputs)
+        return inputs
 
     def expect(self, case: Case, inputs: Any) -> check.Expected:
         """What the result must be."""
         if isinstance(case, Merge):
             return check.expect_merged(inputs)
-        return check.expect(case.problem if isinstance(case, Host) else case, inputs)
+        return check.expect(_problem(case), inputs)
 
 
 _PEERS = ("torch_fa2", "cudnn", "flashinfer_fa2", "flashinfer_fa3", "flash_attn_3")
@@ -441,6 +541,20 @@ OPERATIONS: dict[str, Operation] = {
         MERGE,
         ("merge",),
         ("auto", "torch", "flashinfer"),
+    ),
+    "fused": Operation(
+        "trtllm_fmha_v2_prefill, beside fa3 on contiguous tensors",
+        ("TFLOP/s", "us"),
+        FUSED,
+        ("fused",),
+        ("auto", "contiguous", "flashinfer"),
+    ),
+    "shared_prefix": Operation(
+        "decode over a shared prefix: in levels, by the wrapper for one prefix, and without knowing of it",
+        ("us",),
+        SHARED_PREFIX,
+        ("shared-prefix",),
+        ("levels", "shared", "plain", "copies", "flashinfer"),
     ),
     "host": Operation(
         "the host's time per call",

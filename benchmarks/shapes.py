@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from fused import Fused
 from lengths import tokens, visible_pairs
+from prefix import SharedPrefix
 from states import Merge
 
 BEYOND_L2 = 256 << 20  # bytes
@@ -242,7 +244,7 @@ def make_pages(case: Prefill, k: torch.Tensor, v: torch.Tensor, seed: int = 0) -
 class Host:
     """One call of the API on a problem so small that the host's share of the time is what is left."""
 
-    call: str  # single_prefill, ragged_run, ragged_plan, paged_run, paged_plan
+    call: str  # single_prefill, fmha_v2, ragged_run, ragged_plan, paged_run, paged_plan
     batch: int
     indptr: str = "cpu"  # where the index tensors given to plan() are
     group: str = "host"
@@ -258,7 +260,9 @@ class Host:
         kind = "paged " if self.paged else ""
         if self.call.endswith("_plan"):
             return f"{kind}plan() of {self.batch}, {self.indptr} {'indices' if self.paged else 'offsets'}"
-        return f"{kind}run() of {self.batch}" if self.call.endswith("_run") else "single_prefill"
+        if self.call == "fmha_v2":
+            return f"trtllm_fmha_v2_prefill of {self.batch}"
+        return f"{kind}run() of {self.batch}" if self.call.endswith("_run") else self.call
 
     @property
     def detail(self) -> str:
@@ -279,7 +283,7 @@ class Host:
         return Prefill(self.group, self.column, rows, keys, 8, 2, 64, 64, page_size=16 if self.paged else 0)
 
 
-Case = Prefill | Host | Merge
+Case = Prefill | Host | Merge | Fused | SharedPrefix
 Lens = tuple[int, ...]
 
 # --- workloads ---------------------------------------------------------------------------------------------------
@@ -447,6 +451,35 @@ def merge(dtype: str) -> list[Case]:
     return [Merge(*size, dtype=dtype) for size in sizes]
 
 
+def fused(dtype: str) -> list[Case]:
+    """16k tokens in requests of 1k, 4k and 16k, in every layout of trtllm_fmha_v2_prefill."""
+    cases: list[Case] = []
+    for layout, heads, kv_heads, page_size in (
+        ("PACKED_QKV", 16, 16, 0),
+        ("CONTIGUOUS_Q_KV", 32, 8, 0),
+        ("SEPARATE_Q_K_V", 32, 8, 0),
+        ("Q_PAGED_KV_NHD", 32, 8, 32),
+        ("Q_PAGED_KV_HND", 32, 8, 32),
+    ):
+        for batch, length in ((16, 1024), (4, 4096), (1, 16384)):
+            lens, group = (length,) * batch, f"{layout} {heads}/{kv_heads}"
+            column = f"{batch} x {tokens(length)}"
+            case = Prefill(group, column, lens, lens, heads, kv_heads, 128, 128, dtype=dtype, page_size=page_size)
+            cases.append(Fused(case, layout))
+    return cases
+
+
+def shared_prefix(dtype: str) -> list[Case]:
+    """A token per request over a prefix that all share and 128 keys of their own, in pages of 16."""
+    cases: list[Case] = []
+    for prefix, batch in ((8192, 64), (2048, 64), (32768, 16), (8192, 256)):
+        keys = (prefix + 128,) * batch
+        column = f"{tokens(prefix)} shared by {batch}"
+        case = Prefill("32/8 hd128", column, (1,) * batch, keys, 32, 8, 128, 128, dtype=dtype, page_size=16)
+        cases.append(SharedPrefix(case, prefix))
+    return cases
+
+
 @dataclass(frozen=True)
 class Workload:
     operation: str
@@ -498,11 +531,14 @@ WORKLOADS: dict[str, Workload] = {
     "masks": Workload("prefill", "one prompt of 4k: causal, custom masks, ALiBi", masks, ("us", "TFLOP/s")),
     "decode": Workload("decode", "1 to 128 requests over 1k to 32k keys, groups of 1 to 16 heads", decode),
     "merge": Workload("merge", "2 to 300 states of 1 to 8k tokens", merge),
+    "fused": Workload("fused", "16k tokens in every layout, hd128, causal", fused),
+    "shared-prefix": Workload("shared_prefix", "2k to 32k keys shared by 16 to 256 decoding requests", shared_prefix),
     "calls": Workload(
         "host",
         "host time of single_prefill, run() and plan()",
         lambda t: [
             Host("single_prefill", 1),
+            Host("fmha_v2", 8),
             Host("ragged_run", 8),
             Host("ragged_plan", 8),
             Host("ragged_plan", 8, "cuda"),
