@@ -52,19 +52,20 @@ class SharedPrefix:
 
 def share(case: SharedPrefix, x: Inputs) -> None:
     """Makes the prefixes of all requests those of the first, in the tensors and in their pages."""
-    assert x.pages is not None and isinstance(x.pages.cache, torch.Tensor)
-    size, pages = case.problem.page_size, x.pages
+    assert x.pages is not None
+    size, pages, cache = case.problem.page_size, x.pages, x.pages.cache
+    assert isinstance(cache, torch.Tensor)
     for tensor in (x.k, x.v):
         for begin in x.kv_indptr.tolist()[1:-1]:
             tensor[begin : begin + case.prefix] = tensor[: case.prefix]
     first = pages.indices[: case.prefix // size].long()
     for begin in pages.indptr.tolist()[1:-1]:
         own = pages.indices[begin : begin + case.prefix // size].long()
-        pages.cache[own] = pages.cache[first]
+        cache[own] = cache[first]
 
 
 def levels(case: SharedPrefix, x: Inputs) -> tuple[list[torch.Tensor], ...]:
-    """Offsets of queries, offsets of pages, page numbers and lengths of last pages: of the prefix, and of the rest."""
+    """Of prefix and rest: offsets of queries and of pages, page numbers, lengths of last pages; on the CPU."""
     assert x.pages is not None
     pages, count, batch = x.pages, case.prefix // case.problem.page_size, len(case.problem.qo_lens)
     rest = torch.cat([x.pages.indices[b + count : e] for b, e in zip(pages.indptr[:-1], pages.indptr[1:])])
@@ -75,7 +76,7 @@ def levels(case: SharedPrefix, x: Inputs) -> tuple[list[torch.Tensor], ...]:
         torch.tensor([case.problem.page_size]),
     )
     own = (x.qo_indptr, pages.indptr - count * torch.arange(batch + 1), rest, pages.last_page_len)
-    return tuple([a.int().to(x.q.device), b.int().to(x.q.device)] for a, b in zip(shared, own))
+    return tuple([a.int(), b.int()] for a, b in zip(shared, own))
 
 
 def repeated(case: SharedPrefix, x: Inputs) -> torch.Tensor:

@@ -325,7 +325,7 @@ def _paged(k: torch.Tensor, v: torch.Tensor, tables: _fmha_calls.Tables, kv_indp
         kv_lens, table = kv_lens.to(device), table.to(device)
     if not kv_lens.is_cuda and batch_size and int(kv_lens.max()) > table.size(-1) * page_size:
         raise ValueError(f"a request has {int(kv_lens.max())} keys, but block_tables only {table.size(-1)} columns.")
-    pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(max=table.size(-1))
+    pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(0, table.size(-1))
     last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
     indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
     torch.cumsum(pages, 0, out=indptr[1:])
