@@ -49,6 +49,30 @@ CUTE_DEVICE void cp_async_16_unless(std::uint32_t shared, const void* global, bo
       : "memory");
 }
 
+// What is read once should leave the L2 cache before anything else does.
+CUTE_DEVICE std::uint64_t evict_first() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// The same copies of data that is read once: all 16 bytes, and zeros if not `valid`,
+CUTE_DEVICE void cp_async_16_once(std::uint32_t shared, const void* global, bool valid) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+      "l"(global), "r"(valid ? 16 : 0), "l"(evict_first())
+      : "memory");
+}
+
+// or if `ignored`.
+CUTE_DEVICE void cp_async_16_once_unless(std::uint32_t shared, const void* global, bool ignored) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, p, %3;\n}" ::"r"(shared),
+      "l"(global), "r"(std::uint32_t(ignored)), "l"(evict_first())
+      : "memory");
+}
+
 // Hardware barrier `id` among `threads` threads, those that arrive and those that wait.
 CUTE_DEVICE void named_barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
            bytes * (token * view.stride_token + h * view.stride_head);
   };
   const int key_extent = key_end - key_begin;
-  using RaggedLoader =
-      std::conditional_t<kGeneral, SeenRowLoader<Tile>, RowLoader<Tile, kBlockN, Tile::kKvBytes>>;
+  using RaggedLoader = std::conditional_t<kGeneral, SeenRowLoader<Tile>,
+                                          RowLoader<Tile, kBlockN, Tile::kKvBytes, Tile::kDecodes>>;
   using BlockLoader = std::conditional_t<kPaged, PageLoader<Tile>, RaggedLoader>;
   std::conditional_t<kGeneral, SeenPageRows<Tile>, PageRows<Tile>> pages{
       params,        reinterpret_cast<const char**>(shared_memory + Layout::kTable),

@@ -133,8 +133,9 @@ struct PageLoader {
   CUTE_DEVICE void issue(int i) {
     const char* row = rows[i % kAhead];
     if (i + kAhead < kSteps) rows[i % kAhead] = entries[(i + kAhead) * Rows::kStepRows];
-    columns.copy(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes,
-                 row + column_bytes, row != nullptr);
+    columns.template copy<Tile::kDecodes>(
+        to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes,
+        row + column_bytes, row != nullptr);
   }
 
   CUTE_DEVICE void issue_all() {

@@ -68,8 +68,13 @@ struct ColumnBytes {
 
   ColumnBytes() = default;
   CUTE_DEVICE ColumnBytes(int chunk, int head_dim) : inside(chunk * 8 < head_dim) {}
+  template <bool kOnce>
   CUTE_DEVICE void copy(std::uint32_t to, const char* from, bool valid) const {
-    cp_async_16(to, from, valid && inside);
+    if constexpr (kOnce) {
+      cp_async_16_once(to, from, valid && inside);
+    } else {
+      cp_async_16(to, from, valid && inside);
+    }
   }
 };
 
@@ -80,8 +85,13 @@ struct ColumnBytes<1> {
 
   ColumnBytes() = default;
   CUTE_DEVICE ColumnBytes(int chunk, int head_dim) : inside(chunk * 16 < head_dim) {}
+  template <bool kOnce>
   CUTE_DEVICE void copy(std::uint32_t to, const char* from, bool valid) const {
-    cp_async_16_unless(to, from, !valid || !inside);
+    if constexpr (kOnce) {
+      cp_async_16_once_unless(to, from, !valid || !inside);
+    } else {
+      cp_async_16_unless(to, from, !valid || !inside);
+    }
   }
 };
 
@@ -89,7 +99,9 @@ struct ColumnBytes<1> {
 // Rows outside [begin, begin + extent) and columns past the tensor's own head dimension become zero: garbage
 // in keys that nobody sees never reaches a product. Steps are issued one by one, so that the main loop can
 // spread them over the softmax: in a burst before the products they hold up the ldmatrix behind them.
-template <class Tile, int kRows, int kElementBytes = 2>
+//
+// kOnce: no other block reads them.
+template <class Tile, int kRows, int kElementBytes = 2, bool kOnce = false>
 struct RowLoader {
   using Layout = SharedLayout<Tile>;
   static constexpr int kChunks = Tile::kHeadDim * kElementBytes / 16;
@@ -127,8 +139,8 @@ struct RowLoader {
 
   // Step i of kSteps, in order. cp.async reads nothing where it is not valid.
   CUTE_DEVICE void issue(int i) {
-    columns.copy(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * kRowBytes, from,
-                 relative + i * kRowStep < extent);
+    columns.template copy<kOnce>(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * kRowBytes,
+                                 from, relative + i * kRowStep < extent);
     from += step_bytes;
   }
 

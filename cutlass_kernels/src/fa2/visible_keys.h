@@ -71,8 +71,8 @@ struct SeenKeys {
 
 // RowLoader of keys of which some are not wanted.
 template <class Tile>
-struct SeenRowLoader : RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes> {
-  using Rows = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes>;
+struct SeenRowLoader : RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes, Tile::kDecodes> {
+  using Rows = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes, Tile::kDecodes>;
   static_assert(32 % Rows::kRowStep == 0);
 
   std::uint32_t seen[SeenKeys<Tile>::kWords];  // from the thread's first row on
