@@ -34,6 +34,10 @@ struct Tensor {
   std::uint64_t byte_offset;
 };
 
+inline std::uint64_t address_of(const Tensor& tensor) {
+  return reinterpret_cast<std::uint64_t>(tensor.data) + tensor.byte_offset;
+}
+
 /// The functions that are not used have no types here.
 struct ExchangeApi {
   Version version;

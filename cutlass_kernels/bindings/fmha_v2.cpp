@@ -1,119 +1,210 @@
-// _C.FmhaV2: a batch whose offsets and block tables are read on the device by the attention kernel itself, without a work list.
+// _C.FmhaV2: a fused prefill that can be made again; _C.fmha_v2_calls: finds the earlier call that a call repeats, and makes it
+// again, as _C.repeats does for the other functions. What Python has found once by its key is put there.
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "arguments.h"
-#include "cutlass_kernels/attention.h"
+#include "dlpack.h"
+#include "fmha_v2_launch.h"
+#include "found.h"
 
 namespace py = pybind11;
 
 namespace cutlass_kernels {
 namespace {
 
-/// All of a call but addresses. Tensors are views: their strides, in elements, take the place of those that a layout means.
-class FmhaV2 {
+// Of a call, in this order, then other arguments in any number. Queries, keys and values are one tensor, or two or three in a
+// tuple, the caches of pages in one of their own.
+enum { kQkv, kQoIndptr, kKvIndptr, kTables, kOut, kSinks, kArguments };
+constexpr std::size_t kParts = 3;
+
+struct Call {
+  CallWords words;
+  std::array<PyObject*, kParts> parts{};
+  std::size_t num_parts = 0;
+  std::array<Address, kParts> of_parts{};
+  std::array<Address, kArguments> addresses{};
+};
+
+/// A call that may be made again.
+struct Entry {
+  std::vector<std::int64_t> words;
+  std::vector<py::object> kept;  // arguments that are known by their address
+  const FmhaV2Launch* launch = nullptr;
+  py::object owner;   // of `launch`
+  py::object device;  // the index of the tensors' device
+  bool counted = false;
+  // From the tensors to the first key and the first value in them.
+  Address k_offset = 0, v_offset = 0;
+};
+
+class FmhaV2Calls {
  public:
-  FmhaV2(const std::string& backend, const std::string& dtype, const std::string& o_dtype,
-         int batch_size, int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
-         std::int64_t total_q, std::int64_t total_kv, std::int64_t max_q_len,
-         std::int64_t max_kv_len, std::int64_t q_st, std::int64_t q_sh, std::int64_t k_st,
-         std::int64_t k_sh, std::int64_t v_st, std::int64_t v_sh, std::int64_t o_st,
-         std::int64_t o_sh)
-      : backend_(backend_of(backend)) {
-    params_.q_dtype = params_.kv_dtype = dtype_of(dtype);
-    params_.o_dtype = dtype_of(o_dtype);
-    params_.batch_size = batch_size;
-    params_.num_qo_heads = num_qo_heads;
-    params_.num_kv_heads = num_kv_heads;
-    params_.head_dim_qk = head_dim_qk;
-    params_.head_dim_vo = head_dim_vo;
-    params_.total_q = total_q;
-    params_.total_kv = total_kv;
-    params_.max_qo_len = limited(max_q_len);
-    params_.max_kv_len = limited(max_kv_len);
-    params_.q = {nullptr, q_st, q_sh};
-    params_.k = {nullptr, k_st, k_sh};
-    params_.v = {nullptr, v_st, v_sh};
-    params_.o = {nullptr, o_st, o_sh};
-  }
+  FmhaV2Calls(const TableFunctions& functions, py::object counters_of)
+      : functions_(functions), counters_of_(std::move(counters_of)) {}
 
-  // Block tables: rows of `width` entries, `stride` apart. Entries of v begin v_entries behind those of k; the page that they
-  // call v_offset is the first of v.
-  void set_pages(int page_size, std::int64_t num_pages, std::int64_t k_stride_page,
-                 std::int64_t v_stride_page, std::int64_t stride, int width, std::int64_t v_entries,
-                 std::int64_t v_offset) {
-    PageTable& pages = params_.pages;
-    pages.page_size = page_size;
-    pages.num_pages = num_pages;
-    pages.k_stride_page = k_stride_page;
-    pages.v_stride_page = v_stride_page;
-    pages.table_stride = stride;
-    pages.table_width = width;
-    pages.v_offset = limited(v_offset);
-    v_entries_ = v_entries;
-  }
-
-  // Addresses of 0 stand for what is not there.
-  void set_options(bool causal, std::int64_t window_left, std::int64_t chunk_size, float sm_scale,
-                   float soft_cap, Address alibi_slopes, float v_scale, Address logits_scale,
-                   Address output_scale) {
-    params_.causal = causal;
-    params_.window_left = limited(window_left);
-    params_.chunk_size = limited(chunk_size);
-    params_.sm_scale = sm_scale;
-    params_.logits_soft_cap = soft_cap;
-    params_.alibi = {pointer<const float>(alibi_slopes), /*relative=*/false, /*after_cap=*/true};
-    params_.v_scale = v_scale;
-    params_.logits_scale.data = pointer<const float>(logits_scale);
-    params_.output_scale.data = pointer<const float>(output_scale);
-  }
-
-  void run(Address q, Address k, Address v, Address o, Address sinks, Address qo_indptr,
-           Address kv_indptr, Address tables, Address counters, Address stream) const {
-    AttentionParams params = params_;
-    params.q.data = pointer<void>(q);
-    params.k.data = pointer<void>(k);
-    params.v.data = pointer<void>(v);
-    params.o.data = pointer<void>(o);
-    params.sinks = pointer<const float>(sinks);
-    params.qo_indptr = pointer<const std::int32_t>(qo_indptr);
-    params.kv_indptr = pointer<const std::int32_t>(kv_indptr);
-    if (tables != 0) {
-      params.pages.indices = pointer<const std::int32_t>(tables);
-      if (v_entries_ > 0) params.pages.v_indices = params.pages.indices + v_entries_;
+  // again(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks, *others): the output, or None where no such call is
+  // known.
+  py::object again(PyObject* const* arguments, Py_ssize_t count) const {
+    Call call;
+    if (!read(arguments, count, &call)) return py::none();
+    for (const std::shared_ptr<Entry>& known : entries_) {
+      if (!call.words.is_same(known->words)) continue;
+      const std::shared_ptr<Entry> entry = known;  // Python may forget it meanwhile
+      return run(*entry, call, arguments[kOut]);
     }
-    params.schedule.next_tile = pointer<std::int32_t>(counters);
-    raise_unless_ok(attention(params, nullptr, 0, pointer<CUstream_st>(stream), backend_));
+    return py::none();
+  }
+
+  // remember(launch, index of the device, counted, k_offset, v_offset, *arguments of again)
+  void remember(PyObject* const* arguments, Py_ssize_t count) {
+    constexpr Py_ssize_t kOwn = 5;
+    Call call;
+    auto entry = std::make_shared<Entry>();
+    if (count < kOwn || !read(arguments + kOwn, count - kOwn, &call, &entry->kept)) return;
+    entry->words = call.words.copy();
+    entry->owner = py::reinterpret_borrow<py::object>(arguments[0]);
+    entry->launch = entry->owner.cast<const FmhaV2Launch*>();
+    entry->device = py::reinterpret_borrow<py::object>(arguments[1]);
+    entry->counted = arguments[2] == Py_True;
+    entry->k_offset = Address(py::handle(arguments[3]).cast<std::int64_t>());
+    entry->v_offset = Address(py::handle(arguments[4]).cast<std::int64_t>());
+    std::vector<std::shared_ptr<Entry>> forgotten;  // freed last, as that may run Python
+    if (entries_.size() >= functions_.most) forgotten.swap(entries_);
+    entries_.push_back(std::move(entry));
   }
 
  private:
-  // More than there can be is no limit.
-  static std::int32_t limited(std::int64_t value) {
-    return std::int32_t(
-        std::min<std::int64_t>(value, std::numeric_limits<std::int32_t>::max() - 1023));
+  bool add(PyObject* object, Call* call, Address* address) const {
+    dlpack::Tensor tensor;
+    if (!functions_.read_tensor(object, &tensor) || !call->words.add_tensor(tensor)) return false;
+    *address = dlpack::address_of(tensor);
+    return true;
   }
 
-  Backend backend_;
-  AttentionParams params_;
-  std::int64_t v_entries_ = 0;
+  bool add_part(PyObject* object, Call* call) const {
+    const std::size_t i = call->num_parts++;
+    if (i >= kParts) return false;
+    call->parts[i] = object;
+    return add(object, call, &call->of_parts[i]);
+  }
+
+  static bool is_sequence(PyObject* object) {
+    return PyTuple_CheckExact(object) || PyList_CheckExact(object);
+  }
+
+  // `depth`: of tuples within tuples.
+  bool add_parts(PyObject* object, Call* call, int depth = 0) const {
+    if (!is_sequence(object)) return add_part(object, call);
+    if (depth > 1 || !call->words.add(-1 - PySequence_Fast_GET_SIZE(object))) return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      if (!add_parts(PySequence_Fast_GET_ITEM(object, i), call, depth + 1)) return false;
+    }
+    // Where the value cache begins is counted in blocks from the key cache on.
+    return depth == 0 || call->num_parts != kParts ||
+           call->words.add(std::int64_t(call->of_parts[2] - call->of_parts[1]));
+  }
+
+  bool read(PyObject* const* arguments, Py_ssize_t count, Call* call,
+            std::vector<py::object>* kept = nullptr) const {
+    if (count < kArguments || !add_parts(arguments[kQkv], call)) return false;
+    for (std::size_t i = kQoIndptr; i < kArguments; ++i) {
+      const bool given = arguments[i] != Py_None;
+      if (!given && i < kTables) return false;
+      if (given ? !add(arguments[i], call, &call->addresses[i]) : !call->words.add(0)) return false;
+    }
+    for (Py_ssize_t i = kArguments; i < count; ++i) {
+      if (!call->words.add_plain(arguments[i], kept)) return false;
+    }
+    return call->num_parts > 0;
+  }
+
+  // None where the call is one for Python.
+  py::object run(const Entry& entry, const Call& call, PyObject* given) const {
+    const auto& [q, second, third] = call.of_parts;
+    const Address k = (call.num_parts > 1 ? second : q) + entry.k_offset;
+    const Address v = (call.num_parts > 2 ? third : k) + entry.v_offset;
+    if (((q | k | v | call.addresses[kOut]) & 15) || !functions_.is_current(entry.device)) {
+      return py::none();
+    }
+    py::object out;
+    Address out_at = call.addresses[kOut];
+    if (given != Py_None) {
+      out = py::reinterpret_borrow<py::object>(given);
+    } else {
+      dlpack::Tensor tensor;
+      out = checked(PyObject_CallOneArg(functions_.empty_like.ptr(), call.parts[0]));
+      if (!functions_.read_tensor(out.ptr(), &tensor)) return py::none();
+      out_at = dlpack::address_of(tensor);
+    }
+    const py::object stream =
+        checked(PyObject_CallOneArg(functions_.stream_of.ptr(), entry.device.ptr()));
+    Address counters = 0;
+    if (entry.counted) {
+      PyObject* of[] = {entry.device.ptr(), stream.ptr()};
+      counters = checked(PyObject_Vectorcall(counters_of_.ptr(), of, 2, nullptr)).cast<Address>();
+    }
+    entry.launch->run(q, k, v, out_at, call.addresses[kSinks], call.addresses[kQoIndptr],
+                      call.addresses[kKvIndptr], call.addresses[kTables], counters,
+                      stream.cast<Address>());
+    return out;
+  }
+
+  const TableFunctions functions_;
+  const py::object counters_of_;  // their address, by the index of a device and a stream
+  std::vector<std::shared_ptr<Entry>> entries_;
 };
+
+PyObject* again(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] { return held_by<FmhaV2Calls>(capsule)->again(arguments, count); });
+}
+
+PyObject* remember(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] {
+    held_by<FmhaV2Calls>(capsule)->remember(arguments, count);
+    return py::object(py::none());
+  });
+}
+
+py::object make_calls(const py::capsule& api, py::object tensor_type, py::object empty_like,
+                      py::object current_device, py::object stream_of, py::object counters_of,
+                      std::size_t most) {
+  const auto functions =
+      TableFunctions::make(api, std::move(tensor_type), std::move(empty_like),
+                           std::move(current_device), std::move(stream_of), most);
+  if (functions == nullptr) return py::none();
+  static PyMethodDef again_def = fast("again", &again);
+  static PyMethodDef remember_def = fast("remember", &remember);
+  const py::object table =
+      capsule_of(std::make_unique<FmhaV2Calls>(*functions, std::move(counters_of)));
+  return py::make_tuple(bound(&again_def, table), bound(&remember_def, table));
+}
 
 }  // namespace
 
 void bind_fmha_v2(py::module_& m) {
   // Positional, as Plan.run is.
-  py::class_<FmhaV2>(m, "FmhaV2", "A fused prefill that is one kernel; see max_qo_len in params.h.")
+  py::class_<FmhaV2Launch>(m, "FmhaV2",
+                           "A fused prefill that is one kernel; see max_qo_len in params.h.")
       .def(py::init<const std::string&, const std::string&, const std::string&, int, int, int, int,
                     int, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                     std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                     std::int64_t, std::int64_t>())
-      .def("set_pages", &FmhaV2::set_pages)
-      .def("set_options", &FmhaV2::set_options)
-      .def("__call__", &FmhaV2::run);
+      .def("set_pages", &FmhaV2Launch::set_pages)
+      .def("set_options", &FmhaV2Launch::set_options)
+      .def("__call__", &FmhaV2Launch::run);
+  m.def("fmha_v2_calls", &make_calls,
+        "The functions (again, remember) of a new table of calls; None where tensors are described "
+        "in a way that is not known. From: DLPack's exchange API of a type of tensors, that type, "
+        "empty_like, the current device's index, the stream of a device, the counters of a device "
+        "and a stream, how many calls it has.");
 }
 
 }  // namespace cutlass_kernels

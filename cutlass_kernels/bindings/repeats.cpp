@@ -8,13 +8,13 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "arguments.h"
 #include "dlpack.h"
+#include "found.h"
 #include "launch.h"
 
 namespace py = pybind11;
@@ -28,23 +28,10 @@ constexpr Py_ssize_t kReturnLse = kTensors, kFirstPlain = kTensors + 1;
 
 /// What a call is found by, and the addresses of its tensors.
 struct Call {
-  // 6 tensors of 5 dimensions take 78 words, other arguments 2 each.
-  static constexpr int kMost = 160;
-  std::array<std::int64_t, kMost> words;
-  int count = 0;
+  CallWords words;
   std::array<PyObject*, kTensors> tensors;  // None: not given
   std::array<Address, kTensors> addresses{};
   bool return_lse = false;
-
-  bool add(std::int64_t word) {
-    if (count == kMost) return false;
-    words[std::size_t(count++)] = word;
-    return true;
-  }
-  bool is_same(const std::vector<std::int64_t>& others) const {
-    return std::size_t(count) == others.size() &&
-           std::memcmp(words.data(), others.data(), sizeof(words[0]) * others.size()) == 0;
-  }
 };
 
 /// A call that may be made again: by `launch`, or, where that is null, by `repeat`, which does all else that may be needed.
@@ -61,16 +48,9 @@ struct Entry {
   Address v_offset = 0;        // from keys to values where one tensor holds both
 };
 
-/// What all tables use of Python.
-struct Functions {
-  const dlpack::ExchangeApi* api;
-  py::object tensor_type, empty_like, current_device, stream_of;
-  std::size_t most;  // calls of a table
-};
-
 class Repeats {
  public:
-  explicit Repeats(const Functions& functions) : functions_(functions) {}
+  explicit Repeats(const TableFunctions& functions) : functions_(functions) {}
 
   // again(q, k, v, out, lse, sinks, return_lse, *others): the results, or None where no such call is known. `k` may be a tuple
   // of k and v.
@@ -94,7 +74,7 @@ class Repeats {
     Call call;
     auto entry = std::make_shared<Entry>();
     if (count < 2 || !read(arguments + 2, count - 2, &call, &entry->kept)) return;
-    entry->words.assign(call.words.begin(), call.words.begin() + call.count);
+    entry->words = call.words.copy();
     entry->repeat = py::reinterpret_borrow<py::object>(arguments[0]);
     if (arguments[1] != Py_None) {
       const auto direct = py::reinterpret_borrow<py::tuple>(arguments[1]);
@@ -107,7 +87,7 @@ class Repeats {
       entry->v_offset = Address(direct[5].cast<std::int64_t>());
     }
     for (std::shared_ptr<Entry>& other : entries_) {
-      if (call.is_same(other->words)) {
+      if (call.words.is_same(other->words)) {
         other.swap(entry);  // freed last, as that may run Python
         return;
       }
@@ -121,21 +101,9 @@ class Repeats {
   std::shared_ptr<Entry> entry_of(PyObject* const* arguments, Py_ssize_t count, Call* call) const {
     if (!read(arguments, count, call)) return nullptr;
     for (const std::shared_ptr<Entry>& entry : entries_) {
-      if (call->is_same(entry->words)) return entry;
+      if (call->words.is_same(entry->words)) return entry;
     }
     return nullptr;
-  }
-
-  bool read_tensor(PyObject* object, dlpack::Tensor* tensor) const {
-    // Subclasses may stand for other tensors.
-    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != functions_.tensor_type.ptr()) return false;
-    if (functions_.api->tensor_from_py_object(object, tensor) == 0) return true;
-    PyErr_Clear();  // it has no memory, or none that DLPack knows
-    return false;
-  }
-
-  static Address address_of(const dlpack::Tensor& tensor) {
-    return reinterpret_cast<Address>(tensor.data) + Address(tensor.byte_offset);
   }
 
   bool read(PyObject* const* arguments, Py_ssize_t count, Call* call,
@@ -150,53 +118,21 @@ class Repeats {
     }
     for (std::size_t i = 0; i < kTensors; ++i) {
       if (call->tensors[i] == Py_None && i > kK) {
-        if (!call->add(0)) return false;
+        if (!call->words.add(0)) return false;
         continue;
       }
       dlpack::Tensor tensor;
-      if (!read_tensor(call->tensors[i], &tensor)) return false;
-      const auto& [code, bits, lanes] = tensor.dtype;
-      bool fits = call->add(std::int64_t(lanes) << 32 | bits << 16 | code << 8 | 1) &&
-                  call->add(std::int64_t(tensor.device.type) << 32 | tensor.device.id) &&
-                  call->add(tensor.ndim);
-      for (int d = 0; d < tensor.ndim; ++d) {
-        if (tensor.shape[d] == 0) return false;  // its address may be any
-        fits = fits && call->add(tensor.shape[d]) && call->add(tensor.strides[d]);
-      }
-      if (!fits) return false;
-      call->addresses[i] = address_of(tensor);
+      if (!functions_.read_tensor(call->tensors[i], &tensor)) return false;
+      if (!call->words.add_tensor(tensor)) return false;
+      call->addresses[i] = dlpack::address_of(tensor);
     }
     call->return_lse = arguments[kReturnLse] == Py_True;
     if (!call->return_lse && arguments[kReturnLse] != Py_False) return false;
-    if (!call->add(call->return_lse)) return false;
+    if (!call->words.add(call->return_lse)) return false;
     for (Py_ssize_t i = kFirstPlain; i < count; ++i) {
-      if (!read_plain(arguments[i], call, kept)) return false;
+      if (!call->words.add_plain(arguments[i], kept)) return false;
     }
     return true;
-  }
-
-  // Numbers by their value, and by their type: whole floats may be refused. All else by its address, while it is kept: strings of
-  // a program mostly have one, and options change by being replaced.
-  static bool read_plain(PyObject* object, Call* call, std::vector<py::object>* kept) {
-    std::int64_t kind = 0, value = 0;
-    if (object == Py_True || object == Py_False) {
-      kind = 1;
-      value = object == Py_True;
-    } else if (PyFloat_CheckExact(object)) {
-      kind = 2;
-      const double number = PyFloat_AS_DOUBLE(object);
-      std::memcpy(&value, &number, sizeof(value));
-    } else if (PyLong_CheckExact(object)) {
-      kind = 3;
-      int overflow = 0;
-      value = PyLong_AsLongLongAndOverflow(object, &overflow);
-      if (overflow != 0) return false;
-    } else if (object != Py_None) {
-      kind = 4;
-      value = std::int64_t(reinterpret_cast<std::intptr_t>(object));
-      if (kept != nullptr) kept->push_back(py::reinterpret_borrow<py::object>(object));
-    }
-    return call->add(kind) && call->add(value);
   }
 
   py::object run(const Entry& entry, const Call& call) const {
@@ -217,11 +153,7 @@ class Repeats {
     const bool has_out = call.tensors[kOut] != Py_None;
     if (!has_out && !entry.out_is_like_q) return {};
     if ((at[kQ] | at[kK] | v | at[kOut]) & 15) return {};
-    const py::object current = checked(PyObject_CallNoArgs(functions_.current_device.ptr()));
-    if (PyObject_RichCompareBool(current.ptr(), entry.device.ptr(), Py_EQ) != 1) {
-      PyErr_Clear();
-      return {};
-    }
+    if (!functions_.is_current(entry.device)) return {};
     py::object out;
     Address out_at = at[kOut];
     dlpack::Tensor tensor;
@@ -229,13 +161,13 @@ class Repeats {
       out = py::reinterpret_borrow<py::object>(call.tensors[kOut]);
     } else {
       out = checked(PyObject_CallOneArg(functions_.empty_like.ptr(), call.tensors[kQ]));
-      if (!read_tensor(out.ptr(), &tensor)) return {};
-      out_at = address_of(tensor);
+      if (!functions_.read_tensor(out.ptr(), &tensor)) return {};
+      out_at = dlpack::address_of(tensor);
     }
     Address partials = 0;
     if (!entry.partials.is_none()) {
-      if (!read_tensor(entry.partials.ptr(), &tensor)) return {};
-      partials = address_of(tensor);
+      if (!functions_.read_tensor(entry.partials.ptr(), &tensor)) return {};
+      partials = dlpack::address_of(tensor);
     }
     const py::object stream =
         checked(PyObject_CallOneArg(functions_.stream_of.ptr(), entry.device.ptr()));
@@ -245,58 +177,11 @@ class Repeats {
     return py::make_tuple(out, py::handle(call.tensors[kLse]));
   }
 
-  static py::object checked(PyObject* result) {
-    if (result == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(result);
-  }
-
-  const Functions functions_;
+  const TableFunctions functions_;
   std::vector<std::shared_ptr<Entry>> entries_;
 };
 
-// --- as functions of Python: methods of a pybind11 class would take 0.5 us for their arguments ---
-
-template <class Function>
-PyObject* guarded(Function function) {
-  try {
-    return function().release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-template <class T>
-T* held_by(PyObject* capsule) {
-  return static_cast<T*>(PyCapsule_GetPointer(capsule, nullptr));
-}
-
-template <class T>
-py::object capsule_of(std::unique_ptr<T> object) {
-  PyObject* capsule =
-      PyCapsule_New(object.get(), nullptr, [](PyObject* holder) { delete held_by<T>(holder); });
-  if (capsule == nullptr) throw py::error_already_set();
-  object.release();
-  return py::reinterpret_steal<py::object>(capsule);
-}
-
-/// A function of Python whose first argument is what `capsule` holds.
-py::object bound(PyMethodDef* def, const py::object& capsule) {
-  PyObject* function = PyCFunction_New(def, capsule.ptr());
-  if (function == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(function);
-}
-
-using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
-
-PyMethodDef fast(const char* name, FastFunction function) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
-          METH_FASTCALL, nullptr};
-}
+// --- as functions of Python ---
 
 PyObject* again(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&] { return held_by<Repeats>(capsule)->again(arguments, count); });
@@ -319,7 +204,7 @@ PyObject* make(PyObject* capsule, PyObject* const*, Py_ssize_t) {
     static PyMethodDef find_def = fast("find", &find);
     static PyMethodDef remember_def = fast("remember", &remember);
     const py::object table =
-        capsule_of(std::make_unique<Repeats>(*held_by<const Functions>(capsule)));
+        capsule_of(std::make_unique<Repeats>(*held_by<const TableFunctions>(capsule)));
     return py::make_tuple(bound(&again_def, table), bound(&find_def, table),
                           bound(&remember_def, table));
   });
@@ -327,14 +212,11 @@ PyObject* make(PyObject* capsule, PyObject* const*, Py_ssize_t) {
 
 py::object maker(const py::capsule& api, py::object tensor_type, py::object empty_like,
                  py::object current_device, py::object stream_of, std::size_t most) {
-  const auto* exchange = api.get_pointer<const dlpack::ExchangeApi>();
-  if (exchange->version.major != 1 || exchange->tensor_from_py_object == nullptr) {
-    return py::none();
-  }
+  auto functions = TableFunctions::make(api, std::move(tensor_type), std::move(empty_like),
+                                        std::move(current_device), std::move(stream_of), most);
+  if (functions == nullptr) return py::none();
   static PyMethodDef make_def = fast("make", &make);
-  return bound(&make_def, capsule_of(std::make_unique<Functions>(
-                              Functions{exchange, std::move(tensor_type), std::move(empty_like),
-                                        std::move(current_device), std::move(stream_of), most})));
+  return bound(&make_def, capsule_of(std::move(functions)));
 }
 
 }  // namespace

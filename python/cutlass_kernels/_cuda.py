@@ -170,6 +170,16 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
     return counters
 
 
+@functools.cache
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+def counters_at(index: int, stream: int) -> int:
+    """The address of the counters of a device and a stream, by their numbers."""
+    return _counters(_device(index), stream).data_ptr()
+
+
 Copies = Sequence[tuple[int, int, int]]  # of int32 vectors on the device: to and from an address, how many elements
 
 

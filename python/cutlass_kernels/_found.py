@@ -17,7 +17,11 @@ from . import _args, _streams
 
 MOST = 64  # calls remembered together
 
-_API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+API: Any = getattr(
+    torch.Tensor, "__dlpack_c_exchange_api__", None
+)  # None where there is nothing that could describe tensors
+if type(API).__name__ != "PyCapsule":
+    API = None
 
 
 class Calls(dict[Any, Any]):
@@ -54,9 +58,9 @@ class Calls(dict[Any, Any]):
 @functools.cache
 def _maker() -> Callable[[], tuple[Callable[..., Any], ...]] | None:
     """What makes the functions of new tables; None where there is nothing that could."""
-    if _args._C is None or type(_API).__name__ != "PyCapsule":
+    if _args._C is None or API is None:
         return None
     make: Callable[[], tuple[Callable[..., Any], ...]] | None = _args._C.repeats(
-        _API, torch.Tensor, torch.empty_like, _streams.current_device, _streams.stream_of, MOST
+        API, torch.Tensor, torch.empty_like, _streams.current_device, _streams.stream_of, MOST
     )
     return make

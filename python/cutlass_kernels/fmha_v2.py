@@ -117,7 +117,7 @@ def trtllm_fmha_v2_prefill(
         sinks = sinks[0]
     scaled = isinstance(bmm1_scale, torch.Tensor) or isinstance(bmm2_scale, torch.Tensor)
     if not (scaled or is_dynamo_compiling() or _dispatch.is_logged()):
-        options = (
+        options: tuple[Any, ...] = (
             input_layout,
             max_q_len,
             max_kv_len,
@@ -132,11 +132,15 @@ def trtllm_fmha_v2_prefill(
             save_softmax_stats,
             skip_softmax_threshold_scale_factor,
         )
-        more = (type(window_left), out_dtype)  # a float that equals a window is refused
+        # A float that equals a window is refused, a type of outputs is no number.
+        options += (type(window_left), out_dtype, _dispatch.override_of("auto"))
         tensors = _fmha_calls.Tensors(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks)
-        key, call = _fmha_calls.look_up(tensors, options, more)
-        if call is not None and (again := call.again(tensors)) is not None:
-            return again
+        found = _fmha_calls.again(*tensors, *options)
+        if found is not None:
+            return found
+        key, call = _fmha_calls.look_up(tensors, options)
+        if call is not None and (found := call.again(tensors, options)) is not None:
+            return found
     _check_layout(input_layout, qkv)
     q, k, v = _split(qkv, input_layout)
     group_heads, head_dim = q.size(1), q.size(2)
