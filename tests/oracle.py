@@ -146,7 +146,6 @@ def attention(
             s = s + (slopes[h] * key).to(accumulate)
         if cap:
             s = cap * torch.tanh(s / cap)
-        unscaled = s if cap else qk
         if alibi == "after_cap":
             s = s + (slopes[h] * key).to(accumulate)
         s = s.masked_fill(~mask, -math.inf)
@@ -170,9 +169,8 @@ def attention(
         lse[:, h] = torch.where(live, (top + counted.log()).double() * LOG2E, -math.inf)
         if sinks is not None and sinks_in_lse:
             lse[:, h] = torch.where(live, lse[:, h], float(sinks[h]) * LOG2E)
-        if alibi is None:
-            raw = unscaled.masked_fill(~mask, -math.inf).max(dim=1).values
-            stats[:, h, 0] = torch.where(live, raw.double() / math.sqrt(dim), -FLT_MAX)
+        unit = math.sqrt(dim) if cap else math.sqrt(dim) * factor
+        stats[:, h, 0] = torch.where(live, top.double() / unit, -FLT_MAX)
         stats[:, h, 1] = torch.where(live, den.double(), 0.0)
     return State(out, lse, stats)
 

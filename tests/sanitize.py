@@ -13,6 +13,7 @@ backend) and to give blocks of fa3 several, rows and warps without keys, and til
 from __future__ import annotations
 
 import argparse
+import os
 from itertools import accumulate
 from typing import Any
 
@@ -119,6 +120,7 @@ def every_tile(backend: str, head_dim: int) -> None:
     attend(backend, head_dim, (8, 1), [(33, 3000)], causal=True)
     if head_dim == 64:
         attend(backend, 64, (64, 64), [(128, 128)] * 34, causal=True)  # many short tiles
+    every_stats(backend, head_dim)
     if head_dim != 192:
         every_tile_of_fp8(backend, head_dim)
 
@@ -136,6 +138,31 @@ def every_decode(
     attend(backend, head_dim, (5, 5), [(1, 1500), (2, 700), (1, 1)], causal=True, soft_cap=9.0, **more)
     attend(backend, head_dim, (8, 1), [(1, 2500), (2, 90), (3, 130)], causal=True, **more)
     attend(backend, head_dim, (4, 1), [(1, 1500), (1, 200)], mask=True, alibi=True, **more)
+
+
+def every_stats(backend: str, head_dim: int) -> None:
+    """Statistics of tiles of one head, packed heads and decode, and of rows without keys."""
+    os.environ["CUTLASS_KERNELS_BACKEND"] = backend  # this function has no argument for it
+    head_dim_vo = 128 if head_dim == 192 else head_dim
+    for heads, lengths in (
+        ((4, 2), [(1, 300), (0, 5), (40, 0), (130, 170), (65, 200)]),
+        ((70, 70), [(300, 333), (5, 700)]),
+        ((8, 2), [(1, 1500), (1, 700), (1, 0), (1, 33)]),
+    ):
+        qo, kv = ([0, *accumulate(column)] for column in zip(*lengths))
+        q = torch.randn(qo[-1], heads[0], head_dim, device="cuda").bfloat16()
+        k = torch.randn(kv[-1], heads[1], head_dim, device="cuda").bfloat16()
+        v = torch.randn(kv[-1], heads[1], head_dim_vo, device="cuda").bfloat16()
+        offsets = torch.tensor([qo, kv], dtype=torch.int32, device="cuda")
+        bounds = (max(rows for rows, _ in lengths), max(keys for _, keys in lengths))
+        scales = (0.1, torch.ones(1, device="cuda"))
+        given = (torch.empty(0), offsets[1], *bounds, *scales, len(lengths), offsets[0], offsets[1])
+        for mask_mode in ("causal", "padding"):
+            out, stats = ck.trtllm_fmha_v2_prefill(
+                (q, k, v), "SEPARATE_Q_K_V", *given, mask_mode=mask_mode, save_softmax_stats=True
+            )
+            assert out.isfinite().all() and stats.isfinite().all()
+    del os.environ["CUTLASS_KERNELS_BACKEND"]
 
 
 def every_tile_of_fp8(backend: str, head_dim: int) -> None:

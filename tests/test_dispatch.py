@@ -136,6 +136,7 @@ REGISTERED = {
     "paged": "paged_kv",
     "head_scale": "device_scales",
     "tensor_scale": "device_scales",
+    "stats": "stats",
 }
 
 
@@ -159,7 +160,7 @@ def test_a_backend_serves_what_its_kernels_have(feature, backend, extension, cle
     assert all(backend in reason for reason in against)
 
 
-@pytest.mark.parametrize("feature", ["stats", "unsized"])
+@pytest.mark.parametrize("feature", ["unaligned", "unsized"])
 def test_fa3_names_what_it_lacks(feature, extension, clean_environment):
     said = ck.explain(device="cuda", compute_capability=90, features=[feature])
     assert said.selected != "fa3"

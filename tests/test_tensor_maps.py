@@ -30,7 +30,7 @@ def c(extension):
 def reasons(c, backend: str, rows: int = 100, keys: int = 100, heads=(4, 2), **strides: tuple[int, int]) -> list[str]:
     types = ("float16",) * 3
     given = [(name, *two) for name, two in strides.items()]
-    features = (False,) * 6
+    features = (False,) * 7
     return c.not_supported_reasons(backend, *types, *heads, 64, 64, *features, 90, rows, keys, given)
 
 

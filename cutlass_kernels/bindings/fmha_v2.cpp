@@ -151,9 +151,9 @@ class FmhaV2Calls {
       PyObject* of[] = {entry.device.ptr(), stream.ptr()};
       counters = checked(PyObject_Vectorcall(counters_of_.ptr(), of, 2, nullptr)).cast<Address>();
     }
-    entry.launch->run(q, k, v, out_at, call.addresses[kSinks], call.addresses[kQoIndptr],
-                      call.addresses[kKvIndptr], call.addresses[kTables], counters,
-                      stream.cast<Address>());
+    entry.launch->run(q, k, v, out_at, call.addresses[kSinks],
+                      /*stats=*/0, call.addresses[kQoIndptr], call.addresses[kKvIndptr],
+                      call.addresses[kTables], counters, stream.cast<Address>());
     return out;
   }
 

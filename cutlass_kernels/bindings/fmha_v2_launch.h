@@ -69,14 +69,16 @@ class FmhaV2Launch {
     params_.output_scale.data = pointer<const float>(output_scale);
   }
 
-  void run(Address q, Address k, Address v, Address o, Address sinks, Address qo_indptr,
-           Address kv_indptr, Address tables, Address counters, Address stream) const {
+  void run(Address q, Address k, Address v, Address o, Address sinks, Address stats,
+           Address qo_indptr, Address kv_indptr, Address tables, Address counters,
+           Address stream) const {
     AttentionParams params = params_;
     params.q.data = pointer<void>(q);
     params.k.data = pointer<void>(k);
     params.v.data = pointer<void>(v);
     params.o.data = pointer<void>(o);
     params.sinks = pointer<const float>(sinks);
+    params.stats = pointer<float>(stats);
     params.qo_indptr = pointer<const std::int32_t>(qo_indptr);
     params.kv_indptr = pointer<const std::int32_t>(kv_indptr);
     if (tables != 0) {

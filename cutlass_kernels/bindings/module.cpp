@@ -33,7 +33,8 @@ std::vector<std::string> feature_names(std::uint32_t bits) {
                                                            {kFeatureBitMask, "bit_mask"},
                                                            {kFeaturePagedKv, "paged_kv"},
                                                            {kFeatureAlibi, "alibi"},
-                                                           {kFeatureDeviceScales, "device_scales"}};
+                                                           {kFeatureDeviceScales, "device_scales"},
+                                                           {kFeatureStats, "stats"}};
   std::vector<std::string> names;
   for (const auto& [bit, name] : kNames) {
     if (bits & bit) names.push_back(name);
@@ -127,6 +128,13 @@ class Plan {
     Plan plan = *this;
     plan.params_.pages.indices = pointer<const std::int32_t>(indices);
     plan.params_.pages.v_indices = pointer<const std::int32_t>(v_indices);
+    return plan;
+  }
+
+  // The same plan for one run that writes statistics of its rows.
+  Plan with_stats(Address stats) const {
+    Plan plan = *this;
+    plan.params_.stats = pointer<float>(stats);
     return plan;
   }
 
@@ -289,21 +297,22 @@ PYBIND11_MODULE(_C, m) {
       [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
          const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
          int head_dim_vo, bool soft_cap, bool sinks, bool paged, bool bit_mask, bool alibi,
-         bool device_scales, int compute_capability, std::int64_t total_q, std::int64_t total_kv,
-         const std::vector<Strides>& strides) {
+         bool device_scales, bool stats, int compute_capability, std::int64_t total_q,
+         std::int64_t total_kv, const std::vector<Strides>& strides) {
         AttentionParams params = sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads,
                                        head_dim_qk, head_dim_vo, 1, total_q);
         params.total_kv = total_kv;
         params.pages.page_size = paged ? 8 : 0;  // of fp8, other pages are the caller's to copy
         set_strides(params, strides);
         // Only whether there are such tensors matters.
-        static const float number = 0.0f;
+        static float number = 0.0f;
         static const std::uint32_t word = 0;
         params.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
         params.sinks = sinks ? &number : nullptr;
         params.mask.words = bit_mask ? &word : nullptr;
         params.alibi.slopes = alibi ? &number : nullptr;
         params.logits_scale.data = device_scales ? &number : nullptr;
+        params.stats = stats ? &number : nullptr;
         return not_supported_reasons(backend_of(backend), params, compute_capability);
       },
       "Sentences that say why the backend cannot serve the request; empty if it can. strides: (q, "
@@ -312,7 +321,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
       py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
       py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"), py::arg("paged"),
-      py::arg("bit_mask"), py::arg("alibi"), py::arg("device_scales"),
+      py::arg("bit_mask"), py::arg("alibi"), py::arg("device_scales"), py::arg("stats"),
       py::arg("compute_capability"), py::arg("total_q") = 0, py::arg("total_kv") = 0,
       py::arg("strides") = std::vector<Strides>());
   m.def(
@@ -379,6 +388,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("total_kv") = 0, py::arg("general") = false)
       .def_static("of_batch", &Plan::of_batch)
       .def("with_tables", &Plan::with_tables, py::arg("indices"), py::arg("v_indices"))
+      .def("with_stats", &Plan::with_stats, py::arg("stats"))
       .def("partial_bytes", &Plan::partial_bytes, py::arg("total_q") = 0, py::arg("total_kv") = 0)
       .def("run", &Plan::run)
       .def("resume", &Plan::resume);

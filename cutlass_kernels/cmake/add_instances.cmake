@@ -33,6 +33,7 @@ set(CK_CPP_FEATURE_bit_mask "kFeatureBitMask")
 set(CK_CPP_FEATURE_paged_kv "kFeaturePagedKv")
 set(CK_CPP_FEATURE_alibi "kFeatureAlibi")
 set(CK_CPP_FEATURE_device_scales "kFeatureDeviceScales")
+set(CK_CPP_FEATURE_stats "kFeatureStats")
 
 # What each backend is compiled to. fa3 uses instructions that exist on compute capability 9.0 alone (sm_90a).
 set(CK_GENCODE_fa2 "")

@@ -79,7 +79,7 @@ std::int64_t merge_counters(const AttentionParams& params, const TileShape& tile
 /// queries, are.
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int multiprocessors) {
   SplitRule rule;
-  if (tile.packed_heads == 0 || params.disable_split_kv) return rule;
+  if (tile.packed_heads == 0 || params.disable_split_kv || params.stats != nullptr) return rule;
   if (is_batch(params) && !needs_list(params)) return rule;
   const std::int64_t count = tiles(params, tile);
   if (params.fixed_split_size > 0) {
@@ -397,6 +397,10 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
   }
   Schedule& schedule = scheduled.schedule;
   if (schedule.split_capacity > 0) {
+    if (params.stats != nullptr) {
+      return Status::invalid(
+          "stats are not merged, but the schedule may split keys: make it with disable_split_kv.");
+    }
     if (schedule.partial_o == nullptr) {
       const std::size_t got = room.bytes;
       schedule.partial_o = static_cast<float*>(room.take(schedule.partial_bytes));

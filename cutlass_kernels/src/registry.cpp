@@ -38,6 +38,7 @@ std::uint32_t needed_features(const AttentionParams& params) {
   if (params.logits_scale.data != nullptr || params.output_scale.data != nullptr) {
     bits |= kFeatureDeviceScales;
   }
+  if (params.stats != nullptr) bits |= kFeatureStats;
   return bits;
 }
 
@@ -59,6 +60,8 @@ const char* feature_name(std::uint32_t bit) {
       return "ALiBi";
     case kFeatureDeviceScales:
       return "scales in device memory";
+    case kFeatureStats:
+      return "softmax statistics";
   }
   return "an unnamed feature";
 }
@@ -395,6 +398,9 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   }
   if (params.lse != nullptr && overlaps(params.lse_stride_token, params.lse_stride_head)) {
     return "lse has a stride of 0: set lse_stride_token and lse_stride_head.";
+  }
+  if (reinterpret_cast<std::uintptr_t>(params.stats) % 8 != 0) {
+    return "stats starts at an address that is not a multiple of 8 bytes.";
   }
   if (pages.page_size > 0) {
     if (pages.table_stride > 0) {

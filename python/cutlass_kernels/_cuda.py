@@ -35,6 +35,7 @@ _SERVED = frozenset(
         "sinks",
         "paged",
         "short_queries",
+        "stats",
         "head_scale",
         "tensor_scale",
     }
@@ -47,7 +48,6 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "float8_e5m2",
 }
 _WHY = {
-    "stats": "save_softmax_stats",
     "unaligned": "addresses or strides that are no multiple of 16 bytes (8 in fp8)",
     "unsized": "multi-item scoring (prefix_len_ptr) without lengths on the CPU (offsets, or seq_lens and seq_lens_q), "
     "or under CUDA graphs without mask buffers,",
@@ -109,6 +109,7 @@ def _registry_reasons(backend: str, request: Request) -> list[str]:
             not features.isdisjoint(("custom_mask", "multi_item")),
             "alibi" in features,
             not features.isdisjoint(("head_scale", "tensor_scale")),
+            "stats" in features,
             request.compute_capability or 0,
             *(request.layout or ()),
         )
@@ -404,12 +405,12 @@ def _on_device(scale: torch.Tensor, device: torch.device) -> tuple[torch.Tensor,
 def compute(problem: Problem, backend: str, schedule: Schedule | None = None) -> Call | None:
     """Enqueues the kernel that computes ``problem`` on the current stream of its device.
 
-    A schedule must be for this backend, ``general`` where the problem is (``_plan.is_general``), and ``as_is`` where
-    fp8 keys and values are to be read so. Returns the call, None where it cannot be repeated as it depends on copies or
-    on more addresses than a :class:`Call` takes.
+    A schedule must be for this backend, ``general`` where the problem is (``_plan.is_general``), ``as_is`` where fp8
+    keys and values are to be read so, and of keys that are not split where statistics are wanted. Returns the call,
+    None where it cannot be repeated as it depends on copies or on more addresses than a :class:`Call` takes.
     """
     q, kv, out = problem.q, problem.kv, problem.output.out
-    mask, logits, lse = problem.mask, problem.logits, problem.output.lse
+    mask, logits, lse, stats = problem.mask, problem.logits, problem.output.lse, problem.output.stats
     rows = q.size(0)
     if rows == 0:
         return None
@@ -451,6 +452,8 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     if problem.qo_indptr is None:
         bits_indptr = None  # the bits begin at the first
         plan = _single(backend, q.dtype, k.dtype, out.dtype, (q.size(1), k.size(-2)), (q.size(2), v.size(-1)))
+        if stats is not None:
+            plan = plan.with_stats(stats.data_ptr())
         # The keys of a few rows are split where that pays: smaller problems need not ask.
         needed = plan.partial_bytes(rows, total_kv) if rows <= _SHORT_ROWS and total_kv >= _LONG_KEYS else 0
         if backend == "fa3" or needed:
@@ -466,6 +469,8 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         if prepared and isinstance(kv, PagedKv):
             assert kv.v_indices is not None
             plan = plan.with_tables(kv.indices.data_ptr(), kv.v_indices.data_ptr())
+        if stats is not None:
+            plan = plan.with_stats(stats.data_ptr())
     launch = plan.run(
         q.data_ptr(),
         q.stride(0),
@@ -510,6 +515,6 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         0 if partials is None else partials.nbytes,
     )
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
-    if prepared or logits_scale is not None or output_scale is not None or not aligned:
+    if prepared or logits_scale is not None or output_scale is not None or stats is not None or not aligned:
         return None
     return Call(launch, device, counters is not None, partials, schedule is None, (bits, bits_indptr, alibi, schedule))

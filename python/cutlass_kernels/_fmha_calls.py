@@ -54,7 +54,18 @@ def _kernels() -> Any:
 class Call:
     """A call that can be made again with other tensors of the same kind."""
 
-    __slots__ = ("_counted", "_device", "_index", "_k_offset", "_keep", "_launch", "_like", "_out", "_v_offset")
+    __slots__ = (
+        "_counted",
+        "_device",
+        "_index",
+        "_k_offset",
+        "_keep",
+        "_launch",
+        "_like",
+        "_out",
+        "_stats",
+        "_v_offset",
+    )
 
     def __init__(self, launch: Any, problem: Problem, counted: bool, keep: Any) -> None:
         self._launch = launch
@@ -64,6 +75,7 @@ class Call:
         self._keep = keep  # what the launch holds addresses of
         out = problem.output.out
         self._out = (tuple(out.shape), out.dtype)
+        self._stats = None if problem.output.stats is None else tuple(problem.output.stats.shape)
         self._like = False
         self._k_offset = self._v_offset = 0
 
@@ -74,9 +86,9 @@ class Call:
         self._k_offset = k.data_ptr() - parts[min(1, len(parts) - 1)].data_ptr()
         self._v_offset = v.data_ptr() - (parts[2].data_ptr() if len(parts) > 2 else k.data_ptr())
 
-    def again(self, tensors: Tensors, options: tuple[Any, ...]) -> torch.Tensor | None:
-        """Makes the call, which :func:`again` finds from then on; does nothing and returns None where it has to go the
-        long way."""
+    def again(self, tensors: Tensors, options: tuple[Any, ...]) -> _plan.Result | None:
+        """Makes the call, and returns what it returned before; :func:`again` mostly finds it from then on. Does nothing
+        and returns None where it has to go the long way."""
         if _kernels()._current_device() != self._index:
             return None
         parts, out = tensors.parts(), tensors.out
@@ -91,7 +103,10 @@ class Call:
         elif out.data_ptr() & 15:
             return None
         offsets = (tensors.cum_seq_lens_q, tensors.cum_seq_lens_kv)
-        self.run(q_at, k_at, v_at, out, offsets, tensors.block_tables, tensors.sinks)
+        stats = None if self._stats is None else first.new_empty(self._stats, dtype=torch.float32)
+        self.run(q_at, k_at, v_at, out, offsets, tensors.block_tables, tensors.sinks, stats)
+        if stats is not None:
+            return out, stats
         if self._like or tensors.out is not None:
             own = (self._launch, self._index, self._counted, self._k_offset, self._v_offset)
             _table()[1](*own, *tensors, *options)
@@ -106,6 +121,7 @@ class Call:
         offsets: tuple[torch.Tensor, torch.Tensor],
         tables: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        stats: torch.Tensor | None,
     ) -> None:
         """Launches the kernel on the current stream of the current device."""
         kernels = _kernels()
@@ -116,6 +132,7 @@ class Call:
             v,
             out.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
+            0 if stats is None else stats.data_ptr(),
             offsets[0].data_ptr(),
             offsets[1].data_ptr(),
             0 if tables is None else tables.data_ptr(),
@@ -193,7 +210,8 @@ def serves(problem: Problem, request: _dispatch.Request, backend: str, max_q_len
         return False
     if _prepare.is_needed(problem) and not _plan.reads_as_is(backend, request):
         return False
-    return not _needs_list(problem, backend, max_q_len, max_kv_len)
+    # A list of work would split keys, and statistics of pieces are not merged.
+    return problem.output.stats is not None or not _needs_list(problem, backend, max_q_len, max_kv_len)
 
 
 def _needs_list(problem: Problem, backend: str, max_q_len: int, max_kv_len: int) -> bool:
@@ -217,7 +235,7 @@ def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: in
     Of a paged ``problem`` nothing is read but the caches and ``kv.indptr``, which counts tokens. Returns the call, None
     where it cannot be repeated.
     """
-    q, device, logits = problem.q, problem.q.device, problem.logits
+    q, device, logits, output = problem.q, problem.q.device, problem.logits, problem.output
     qo_indptr, kv_indptr = problem.qo_indptr, problem.kv.indptr
     assert qo_indptr is not None and kv_indptr is not None
     if q.size(0) == 0:
@@ -231,9 +249,9 @@ def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: in
     offsets = _on_device(qo_indptr, kv_indptr, device)
     call = _make(problem, backend, tables, entries, max_q_len, max_kv_len)
     k, v = _matrices(problem)
-    call.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), problem.output.out, offsets, entries, logits.sinks)
+    call.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.out, offsets, entries, logits.sinks, output.stats)
     as_given = offsets[0] is qo_indptr and offsets[1] is kv_indptr and (tables is None or entries is tables.entries)
-    scaled = isinstance(logits.sm_scale, torch.Tensor) or isinstance(problem.output.scale, torch.Tensor)
+    scaled = isinstance(logits.sm_scale, torch.Tensor) or isinstance(output.scale, torch.Tensor)
     return call if as_given and not scaled else None
 
 

@@ -29,6 +29,7 @@ ROWS = {
     "bit_mask": "custom masks, multi-item scoring",
     "alibi": "ALiBi (`pos_encoding_mode`)",
     "device_scales": "scales of q, k and v in tensors, also one per head",
+    "stats": "softmax statistics (`save_softmax_stats`)",
     "rope": "rotary embedding (`pos_encoding_mode`), applied to copies of q and k",
     "fp8": "fp8 queries, keys and values, converted into 16-bit copies where no kernel reads them",
 }

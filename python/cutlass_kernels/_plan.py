@@ -331,6 +331,7 @@ def is_general(problem: Problem) -> bool:
         or logits.head_scale is not None
         or isinstance(logits.sm_scale, torch.Tensor)
         or isinstance(problem.output.scale, torch.Tensor)
+        or problem.output.stats is not None
     )
 
 
@@ -348,7 +349,8 @@ def offsets_of(problem: Problem) -> Offsets:
         pages = Pages(move(kv.indices), move(kv.last_page_len), kv.k_cache.size(1), v_indices)
     total_kv = 0 if isinstance(kv, PagedKv) else kv.k.size(0)
     general = is_general(problem)
-    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, 0, problem.mask, general)
+    split = Split(disabled=problem.output.stats is not None)  # statistics of pieces are not merged
+    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, 0, problem.mask, general, split)
 
 
 def compute_once(problem: Problem, backend: str = "auto") -> None:

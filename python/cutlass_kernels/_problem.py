@@ -119,8 +119,9 @@ class Offsets:
     None where the host does not know one, ``total_kv`` the number of keys, 0 where it is unknown. ``qo_indptr_host``
     (the address of a host copy) makes the list exact; it is 0 where a captured run has to serve later lists.
     ``mask``, as far as the runs' mask is known, ``total_kv`` and ``general`` decide the size of tiles: where runs are
-    captured they must always be the same. ``general`` tells whether runs may have ``mask.bits``, ALiBi slopes, or
-    scales in tensors. ``partials`` is memory for the results of split keys; None lets the work list bring its own.
+    captured they must always be the same. ``general`` tells whether runs may have ``mask.bits``, ALiBi slopes, scales
+    in tensors, or statistics. ``partials`` is memory for the results of split keys; None lets the work list bring its
+    own.
     """
 
     qo_indptr: Vector
@@ -160,7 +161,7 @@ class Logits:
 class Output:
     """Where results go. ``out`` is ``[nnz_q, num_qo_heads, head_dim_vo]``, any token and head stride, last dimension
     contiguous; ``lse`` fp32 ``[nnz_q, num_qo_heads]`` (base 2) or None; ``stats`` fp32 ``[nnz_q, num_qo_heads, 2]``
-    or None (row maximum of ``q . k`` in the unit of contract 3.5, natural-exponent sum without sinks).
+    or None, contiguous (row maximum and natural-exponent sum without sinks, see ``trtllm_fmha_v2_prefill``).
     ``scale`` multiplies the output: a number, a one-element tensor, or fp32 ``[num_qo_heads]``.
     Rows that belong to no request are not written.
     """

@@ -87,7 +87,7 @@ def trtllm_fmha_v2_prefill(
             ``window_left`` or ``chunked_attention_size`` also takes effect with ``"causal"``.
         window_left: keys to the left of a row's own, inclusive; -1 is no limit.
         chunked_attention_size: chunk length, a power of two; 0 is none.
-        save_softmax_stats: also return the statistics.
+        save_softmax_stats: also return the statistics. Kernels then compute e4m3 tensors from 16-bit copies.
         skip_softmax_threshold_scale_factor: permission to skip key tiles where every weight, relative to the row's
             largest so far, is below ``factor / kv_len``. 0 computes all.
 
@@ -185,16 +185,17 @@ def trtllm_fmha_v2_prefill(
     request = _dispatch.Request.from_problem(problem)
     selected = _dispatch.select("auto", request)
     longest = int(max_q_len) if qo_indptr.is_cuda or not batch_size else max(int(_args.lens(qo_indptr).max()), 1)
+    returned = result if stats is None else (result, stats)
     if not _fmha_calls.serves(problem, request, selected, longest, int(max_kv_len)):
         if tables is not None and q.is_cuda:
             problem.kv = _paged(k, v, tables, kv_indptr)
         _plan.compute_selected(problem, request, selected)
-        return result if stats is None else (result, stats)
+        return returned
     call = _fmha_calls.compute(problem, selected, tables, longest, int(max_kv_len))
     given = logits.sinks is sinks and qo_indptr is cum_seq_lens_q and kv_indptr is cum_seq_lens_kv
     if call is not None and key is not None and given:
         _fmha_calls.remember(key, call, tensors, problem)
-    return result
+    return returned
 
 
 def fmha_v2_stats_to_lse(

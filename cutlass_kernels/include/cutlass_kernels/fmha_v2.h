@@ -84,6 +84,11 @@ struct FmhaV2Params {
       0.0f;  ///< c: a logit s becomes c tanh(s / c), before ALiBi; <= 0: off
   const float* alibi_slopes = nullptr;  ///< optional [num_qo_heads], device: adds slope * key
   const float* sinks = nullptr;  ///< optional [num_qo_heads], device: denominator += exp(sink)
+
+  /// Optional [T, num_qo_heads, 2], device, 8-byte aligned; not of 8-bit tensors. Of each row the maximum of its logits over
+  /// bmm1_scale * sqrt(head_dim), device factor included, or with a soft cap over sqrt(head_dim), and the sum of
+  /// exp(logit - maximum), without sinks; -FLT_MAX and 0 where it has no keys.
+  float* stats = nullptr;
 };
 
 /// Bytes of workspace. Set to zero before the first call; every call leaves it so. Calls that overlap in time need one each.

@@ -109,7 +109,7 @@ struct Schedule {
 
 struct AttentionParams {
   // What to compute. q, k, v and o have one type of 16 bits; or q and o have, and k and v are kFloat8E4M3 or kFloat8E5M2, for
-  // fa2; or q, k and v are kFloat8E4M3 and o is of either type of 16 bits, for fa3 without a mask of bits and without ALiBi.
+  // fa2; or q, k and v are kFloat8E4M3 and o is of either type of 16 bits, for fa3 without a mask of bits, ALiBi and stats.
   // Factors that dequantise fp8 are part of sm_scale and v_scale, or
   // of logits_scale and output_scale.
   DType q_dtype = DType::kBFloat16;
@@ -171,6 +171,11 @@ struct AttentionParams {
   DeviceScale output_scale;  ///< multiplies the output
 
   Schedule schedule;
+
+  /// Optional, device: [total_q, num_qo_heads, 2], contiguous, 8-byte aligned. Of each row the maximum of its logits over
+  /// sm_scale * logits_scale * sqrt(head_dim_qk), or with a soft cap over sqrt(head_dim_qk), and the sum of
+  /// exp(logit - maximum), without sinks; -FLT_MAX and 0 where it sees no key. Keys are then not split.
+  float* stats = nullptr;
 };
 
 }  // namespace cutlass_kernels

@@ -27,6 +27,7 @@ enum Feature : std::uint32_t {
   kFeaturePagedKv = 1u << 5,
   kFeatureAlibi = 1u << 6,
   kFeatureDeviceScales = 1u << 7,  ///< factors of logits and output in device memory, also per head
+  kFeatureStats = 1u << 8,         ///< AttentionParams::stats
 };
 
 CK_API const char* to_string(DType dtype);

@@ -52,7 +52,7 @@ struct LogitsTransform {
 enum class Logits {
   kPlain,
   kTransformed,  // LogitsTransform
-  kGeneral,      // GeneralTransform, and masks of any form
+  kGeneral,      // GeneralTransform, masks of any form, and RowStats
 };
 
 // The factor of a query head.
@@ -69,10 +69,11 @@ struct GeneralTransform {
 
   static bool needed(const AttentionParams& params) {
     return params.alibi.slopes != nullptr || params.mask.words != nullptr ||
-           params.logits_scale.data != nullptr || params.output_scale.data != nullptr;
+           params.logits_scale.data != nullptr || params.output_scale.data != nullptr ||
+           params.stats != nullptr;
   }
 
-  // Whether q.k is changed at all: a mask alone leaves it as it is.
+  // Whether q.k is changed at all: masks and statistics leave it as it is.
   static bool changes(const AttentionParams& params) {
     return params.alibi.slopes != nullptr || params.logits_scale.data != nullptr ||
            LogitsTransform::needed(params);

@@ -6,7 +6,8 @@
 //
 // Rescaling is lazy (FlashAttention-4's observation): the reference m of 2^(x - m) need not be the
 // maximum, only close to it. It is raised when some x exceeds m + 8; until then p <= 2^8, which loses nothing
-// in a floating-point P. So the common tile costs one vote instead of shuffles and a pass over O.
+// in a floating-point P. So the common tile costs one vote instead of shuffles and a pass over O. With a
+// headroom of 0 in place of 8, m is the maximum.
 #pragma once
 
 #include <cute/config.hpp>
@@ -60,10 +61,10 @@ struct OnlineSoftmax {
 
   // Whether a thread's maximum of its part of some row leaves too little headroom: then m must be raised. A row
   // without keys so far exceeds its headroom with any finite s, and with -inf does not.
-  CUTE_DEVICE bool exceeds(const float (&thread_max)[kRows]) const {
+  CUTE_DEVICE bool exceeds(const float (&thread_max)[kRows], float headroom = kHeadroom) const {
     bool any = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) any |= fmaf(thread_max[r], scale, minus_m[r]) > kHeadroom;
+    for (int r = 0; r < kRows; ++r) any |= fmaf(thread_max[r], scale, minus_m[r]) > headroom;
     return any;
   }
 
@@ -80,11 +81,12 @@ struct OnlineSoftmax {
   // so that a row's result depends on no other row. The new m is kLift below the maximum: a P of few exponents spends them
   // better if its largest numbers are 2^kLift.
   template <int kLift = 0, class Rescale>
-  CUTE_DEVICE void raise(const float (&row_max)[kRows], Rescale&& rescale) {
+  CUTE_DEVICE void raise(const float (&row_max)[kRows], Rescale&& rescale,
+                         float headroom = kHeadroom) {
     static_assert(kLift < kHeadroom);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const bool raised = fmaf(row_max[r], scale, minus_m[r]) > kHeadroom;
+      const bool raised = fmaf(row_max[r], scale, minus_m[r]) > headroom;
       float minus_m_new = raised ? -row_max[r] * scale : minus_m[r];
       if (kLift != 0 && raised) minus_m_new += float(kLift);
       const float factor = exp2_approx(minus_m_new - minus_m[r]);  // 0 at the row's first key

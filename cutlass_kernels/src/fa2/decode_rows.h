@@ -21,7 +21,7 @@
 
 namespace cutlass_kernels::fa2 {
 
-template <class Element, class Tile>
+template <class Element, class Tile, bool kGeneral>
 struct DecodeRows {
   using Layout = SharedLayout<Tile>;
   static constexpr int kTilesD = Tile::kHeadDim / 8;
@@ -104,6 +104,11 @@ struct DecodeRows {
             result[c][2] = fmaf(x.z, weight, result[c][2]);
             result[c][3] = fmaf(x.w, weight, result[c][3]);
           }
+        }
+      }
+      if constexpr (kGeneral) {
+        if (p.stats != nullptr && lane == 0) {
+          params.stats.store(p, std::int64_t(work.q_begin) + first_token + token, of_head, m, sum);
         }
       }
       const bool no_key = !(m > -INFINITY) && sum == 0.0f;

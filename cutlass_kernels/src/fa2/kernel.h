@@ -224,6 +224,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     }
   }
   OnlineSoftmax<kRows> softmax(params.transform.scale);
+  const float headroom = kGeneral ? params.stats.headroom : OnlineSoftmax<kRows>::kHeadroom;
 
   // ---- One block of keys. ----
   auto compute_scores = [&](float (&s)[kRowTiles][kTilesN][4], std::uint32_t k_sub) {
@@ -580,9 +581,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
           finish_scores(s, first_key);
           take_max(s, thread_max, next, false);
           fetch_mask(next_key);
-          if (__any_sync(0xffffffffu, softmax.exceeds(thread_max))) {
+          if (__any_sync(0xffffffffu, softmax.exceeds(thread_max, headroom))) {
             softmax.reduce_max(thread_max);
-            softmax.raise(thread_max, rescale);
+            softmax.raise(thread_max, rescale, headroom);
           }
           accumulate(s, v_row_base + offset);
         }
@@ -605,9 +606,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
             finish_scores(s, first_key);
             take_max(s, thread_max, next, loads);
             fetch_mask(first_key - kStepN);
-            if (__any_sync(0xffffffffu, softmax.exceeds(thread_max))) {
+            if (__any_sync(0xffffffffu, softmax.exceeds(thread_max, headroom))) {
               softmax.reduce_max(thread_max);
-              softmax.raise(thread_max, rescale);
+              softmax.raise(thread_max, rescale, headroom);
             }
             accumulate(s, v_row_base + offset);
           } else {
@@ -653,7 +654,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       if constexpr (kPaged) page[0] = pages.fetch(block - 2, block - 1);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
-      const bool raise = __syncthreads_or(softmax.exceeds(thread_max));  // B
+      const bool raise = __syncthreads_or(softmax.exceeds(thread_max, headroom));  // B
 
       asm volatile("" : "+r"(opaque_thread));
       if (block > block_begin) k_loader(block - 1, 0, opaque_thread).issue_all();
@@ -667,7 +668,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
         for (int r = 0; r < kRows; ++r) {
           thread_max[r] = fmaxf(thread_max[r], shared_rows.read_row(r));
         }
-        softmax.raise(thread_max, rescale);
+        softmax.raise(thread_max, rescale, headroom);
       }
       accumulate(s, v_row_base);
       cute::cp_async_fence();  // no loads: stands for V, which the wait at A leaves under way
@@ -694,8 +695,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     finish_softmax();
   }
   if constexpr (Tile::kDecodes) {
-    DecodeRows<Element, Tile>{params, work, shared_memory, row_begin, row_end - row_begin,
-                              head,   warp, keys.groups}
+    DecodeRows<Element, Tile, kGeneral>{params, work, shared_memory, row_begin, row_end - row_begin,
+                                        head,   warp, keys.groups}
         .store(o, row_m, row_sum);
     return;
   }
@@ -735,6 +736,17 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       }
     }
     return;
+  }
+  if constexpr (kGeneral) {
+    if (p.stats != nullptr && part == 0 && lane % 4 == 0) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const int row = row_begin + warp_row + (r / 2) * 16 + (r % 2) * 8 + lane / 4;
+        if (row < row_end) {
+          params.stats.store(p, std::int64_t(work.q_begin) + row, head, row_m[r], row_sum[r]);
+        }
+      }
+    }
   }
   [[maybe_unused]] const float output_scale = kGeneral ? scale_of(p.output_scale, head) : 1.0f;
   CUTE_UNROLL

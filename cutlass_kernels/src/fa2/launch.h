@@ -111,6 +111,7 @@ Status launch_kernel(const AttentionParams& params, cudaStream_t stream) {
   const AttentionParams& p = kernel_params.attention;
   kernel_params.transform = LogitsTransform::make(params);
   kernel_params.general = GeneralTransform::make(params);
+  kernel_params.stats = RowStats::make(params);
   kernel_params.transforms = GeneralTransform::changes(params);
   if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));

@@ -198,6 +198,11 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     const int of_head = head + row_at.pack_head(row);
     float m = row_m[r];
     float sum = row_sum[r];
+    if constexpr (kGeneral) {
+      if (p.stats != nullptr && lane % 4 == 0 && token < row_end) {
+        params.stats.store(p, std::int64_t(work.q_begin) + token, of_head, m, sum);
+      }
+    }
     float weight = 1.0f;
     if (!partial) {
       if (p.sinks != nullptr) {

@@ -5,6 +5,7 @@
 
 #include "common/logits.h"
 #include "common/mask.h"
+#include "common/stats.h"
 #include "common/work.h"
 #include "cutlass_kernels/params.h"
 
@@ -35,6 +36,7 @@ struct KernelParams {
   // The general variant.
   GeneralTransform general;
   bool transforms;  // whether it does anything to q.k
+  RowStats stats;
 };
 
 }  // namespace cutlass_kernels::fa2

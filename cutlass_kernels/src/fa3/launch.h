@@ -202,6 +202,7 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
                               : TileOrder::make(p, tiles, 2 * blocks);
   kernel_params.transform = LogitsTransform::make(params);
   kernel_params.general = GeneralTransform::make(params);
+  kernel_params.stats = RowStats::make(params);
   kernel_params.changes_logits = GeneralTransform::changes(params);
   if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));

@@ -43,6 +43,7 @@ struct Consumer {
   static constexpr int kLift = kFp8 ? 4 : 0;
   // The factor of a head that only the device knows becomes part of the softmax's.
   static constexpr bool kFoldsScale = kFp8 && kLogits == Logits::kTransformed;
+  static constexpr bool kHasStats = kLogits == Logits::kGeneral && !kFp8;
 
   const KernelParams& params;
   Layout& shared;
@@ -312,6 +313,12 @@ struct Consumer {
     }
   }
 
+  // Whether m is to be the maximum, not only close to it.
+  CUTE_DEVICE bool is_exact() const { return kHasStats && params.attention.stats != nullptr; }
+  CUTE_DEVICE float headroom() const {
+    return kHasStats ? params.stats.headroom : OnlineSoftmax<2>::kHeadroom;
+  }
+
   // Raises m where a row's maximum leaves no headroom. Returns whether O must be multiplied by `factor`.
   CUTE_DEVICE bool raise_maximum(const float (&s)[kN / 2], float (&factor)[2]) {
     float row_max[2];
@@ -328,9 +335,9 @@ struct Consumer {
       row_max[r] = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
     }
     bool raised = false;
-    if (__any_sync(0xffffffffu, softmax.exceeds(row_max))) {
+    if (__any_sync(0xffffffffu, softmax.exceeds(row_max, headroom()))) {
       OnlineSoftmax<2>::reduce_max(row_max);
-      softmax.template raise<kLift>(row_max, [&](int r, float f) { factor[r] = f; });
+      softmax.template raise<kLift>(row_max, [&](int r, float f) { factor[r] = f; }, headroom());
       raised = true;
     }
     return raised;
@@ -377,8 +384,8 @@ struct Consumer {
 
   CUTE_DEVICE void store(float (&o)[kDvo / 2], const OnlineSoftmax<2>& of_tile, int slot) {
     if constexpr (Tile::kPacked) {
-      store_packed_tile<Element, Tile>(params, shared.jobs[slot], warpgroup, of_tile, o,
-                                       shared.o[warpgroup]);
+      store_packed_tile<Element, Tile, kHasStats>(params, shared.jobs[slot], warpgroup, of_tile, o,
+                                                  shared.o[warpgroup]);
     } else {
       store_tile<Element, Tile, kLogits>(params, shared.jobs[slot], warpgroup, of_tile, o,
                                          cute::cast_smem_ptr_to_uint(shared.o[warpgroup]));
@@ -494,7 +501,8 @@ struct Consumer {
       if (unlikely(masked)) apply_mask(s);
       end_scores(last);
       // A row that has seen no key yet gets an infinite sum from its first one.
-      const bool lazy = Tile::kLazyMax && !(masked && kLogits != Logits::kGeneral) && !last;
+      const bool lazy =
+          Tile::kLazyMax && !(masked && kLogits != Logits::kGeneral) && !last && !is_exact();
       bool raised = false;
       if (!lazy) {
         __syncwarp();  // keeps this a branch

@@ -5,6 +5,7 @@
 
 #include "common/logits.h"
 #include "common/mask.h"
+#include "common/stats.h"
 #include "common/work.h"
 #include "cutlass_kernels/params.h"
 #include "fa3/config.h"
@@ -62,6 +63,7 @@ struct KernelParams {
   PageUnits k_units;  // where rows are gathered
   PageUnits v_units;
   int box_rows_log2;
+  RowStats stats;  // of the general variant
 };
 
 CUTE_DEVICE IntervalMask make_mask(const KernelParams& params, int qo_len, int kv_len) {

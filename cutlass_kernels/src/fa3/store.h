@@ -46,6 +46,12 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   for (int r = 0; r < 2; ++r) {
     float m, sum;
     softmax.finish(r, m, sum);
+    if constexpr (kLogits == Logits::kGeneral && Element::kBytes == 2) {
+      const int row = warp_row + r * 8 + lane / 4;
+      if (p.stats != nullptr && lane % 4 == 0 && row < job.qo_len) {
+        params.stats.store(p, std::int64_t(job.q_end) - job.qo_len + row, head, m, sum);
+      }
+    }
     const bool no_key = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
     float weight = 1.0f;
     if (p.sinks != nullptr) {

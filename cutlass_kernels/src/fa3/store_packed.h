@@ -10,7 +10,7 @@
 namespace cutlass_kernels::fa3 {
 
 // Writes 64 rows of O and their LSE. `staging` is as in store_tile().
-template <class Element, class Tile>
+template <class Element, class Tile, bool kHasStats>
 CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, int warpgroup,
                                    const OnlineSoftmax<2>& softmax,
                                    float (&o)[Tile::kHeadDimVo / 2], char* staging) {
@@ -44,6 +44,11 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
     softmax.finish(r, m, sum);
     no_key[r] = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
     const Place place = place_of(warp * 16 + r * 8 + lane / 4);
+    if constexpr (kHasStats) {
+      if (p.stats != nullptr && place.token >= 0 && lane % 4 == 0) {
+        params.stats.store(p, q_begin + place.token, place.head, m, sum);
+      }
+    }
     float weight = 1.0f;
     if (!partial && p.sinks != nullptr) {
       const float sink = p.sinks[place.head] * kLog2e;

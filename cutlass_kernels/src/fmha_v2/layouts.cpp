@@ -190,6 +190,7 @@ Status describe_layout(const FmhaV2Params& params, AttentionParams* attention) {
   attention->lse = params.lse;
   attention->lse_stride_token = params.num_qo_heads;
   attention->lse_stride_head = 1;
+  attention->stats = params.stats;
   switch (params.layout) {
     default:
       return Status::invalid("layout=" + std::to_string(static_cast<int>(params.layout)) +

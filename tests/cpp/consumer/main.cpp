@@ -332,6 +332,28 @@ void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer&
   }
 }
 
+/// Statistics of a fused prefill say the LSE of the batch, all of whose rows see keys.
+void check_stats(ck::FmhaV2Params params, const ck::AttentionParams& batch, ck::Backend backend) {
+  const std::size_t rows = batch.total_q * batch.num_qo_heads;
+  std::vector<float> stats(2 * rows), lse(rows);
+  const Buffer dev_stats(stats.size() * 4);
+  params.stats = static_cast<float*>(dev_stats.data);
+  const ck::Status status = ck::fmha_v2(params, nullptr, 0, nullptr, backend);
+  require(status.ok(), status.message);
+  dev_stats.copy_to(stats.data(), stats.size() * 4);
+  require(cudaMemcpy(lse.data(), batch.lse, rows * 4, cudaMemcpyDeviceToHost) == cudaSuccess,
+          "copying the LSE");
+  for (std::size_t i = 0; i < rows; ++i) {
+    require(stats[2 * i + 1] >= 1.0f - 1e-5f, "the largest logit adds 1 to the sum");
+    // bmm1_scale * sqrt(head_dim) is 1.
+    const double natural = double(stats[2 * i]) + std::log(double(stats[2 * i + 1]));
+    const double error = natural * 1.4426950408889634 - lse[i];
+    require(std::fabs(error) <= 1e-3, "statistics say the LSE");
+  }
+  params.stats = reinterpret_cast<float*>(4);
+  require_refusal(ck::fmha_v2(params, nullptr, 0, nullptr, backend), "8 bytes");
+}
+
 /// The batch as a fused prefill: close to what a schedule gave, the same with a workspace, which stays zero, and without.
 void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
                  const std::vector<std::uint16_t>& o, double tolerance, ck::Backend backend) {
@@ -372,6 +394,7 @@ void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
     const double error = from_bits(first[i], batch.o_dtype) - from_bits(o[i], batch.o_dtype);
     require(std::fabs(error) <= 2 * tolerance, "a fused prefill gives what a schedule gives");
   }
+  check_stats(params, batch, backend);
 }
 
 void check_on_gpu(const ck::KernelInfo& kernel) {
