@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +59,22 @@ def call(batch: Batch, layout: str, mode: Mode, *, qkv=None, tables=None, **extr
     if qkv is None:
         qkv, tables = pack(batch, layout)
     device = batch.device
+
+    def given(name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return extra[name] if name in extra else make()  # nothing is made on the device for nobody
+
     arguments: dict[str, Any] = dict(
         qkv=qkv,
         input_layout=layout,
-        workspace_buffer=torch.zeros(64 << 20, dtype=torch.uint8, device=device),
-        seq_lens=torch.tensor(batch.kv_lens, dtype=torch.int32, device=device),
+        workspace_buffer=given("workspace_buffer", lambda: torch.zeros(64 << 20, dtype=torch.uint8, device=device)),
+        seq_lens=given("seq_lens", lambda: torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)),
         max_q_len=max(batch.qo_lens),
         max_kv_len=max(batch.kv_lens),
         bmm1_scale=mode.bmm1,
         bmm2_scale=mode.bmm2,
         batch_size=len(batch.qo_lens),
-        cum_seq_lens_q=batch.qo_indptr(device),
-        cum_seq_lens_kv=batch.kv_indptr(device),
+        cum_seq_lens_q=given("cum_seq_lens_q", lambda: batch.qo_indptr(device)),
+        cum_seq_lens_kv=given("cum_seq_lens_kv", lambda: batch.kv_indptr(device)),
         block_tables=tables,
         mask_mode=mode.mask_mode,
         window_left=mode.window_left,

@@ -51,7 +51,7 @@ COPIED = ["custom_mask", "multi_item", "alibi", "rope", "fp8_copies", "stats", "
 
 
 @pytest.mark.parametrize("features", READ)
-@pytest.mark.parametrize("o", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("o", [torch.float16, torch.bfloat16, E4M3], ids=str)
 def test_fp8_is_read_as_it_is(reads_as_is, features, o):
     assert reads_as_is("fa3", request(features, o=o))
     assert not reads_as_is("fa2", request(features, o=o))
@@ -66,7 +66,7 @@ def test_what_kernels_of_fp8_lack_is_computed_from_copies(reads_as_is, features)
     assert prepared.features == asked.features - {"rope", "fp8_copies"}
 
 
-@pytest.mark.parametrize("changed", [dict(dtype=E5M2), dict(o=E4M3), dict(o=torch.float32), dict(dims=(512, 512))])
+@pytest.mark.parametrize("changed", [dict(dtype=E5M2), dict(o=E5M2), dict(o=torch.float32), dict(dims=(512, 512))])
 def test_other_types_and_sizes_are_not(reads_as_is, changed):
     assert not reads_as_is("fa3", request(**changed))
 
@@ -77,9 +77,15 @@ def test_strides_that_maps_do_not_take_are_copied(reads_as_is):
 
 
 @pytest.mark.parametrize("features", [*READ, *COPIED])
-def test_fa3_serves_both(reads_as_is, features):
-    said = ck.explain(device="cuda", compute_capability=90, q_dtype=E4M3, o_dtype="bfloat16", features=features.split())
+@pytest.mark.parametrize("o", ["bfloat16", "float8_e4m3fn"])
+def test_fa3_serves_both(reads_as_is, features, o):
+    said = ck.explain(device="cuda", compute_capability=90, q_dtype=E4M3, o_dtype=o, features=features.split())
     assert said.selected == "fa3", said
+
+
+def test_e5m2_is_not_written(reads_as_is):
+    said = ck.explain(device="cuda", compute_capability=90, q_dtype=E4M3, o_dtype=E5M2)
+    assert said.selected == "reference" and "float8_e5m2" in str(said.reasons["fa3"]), said
 
 
 # --- what is computed --------------------------------------------------------------------------------------------

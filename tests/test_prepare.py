@@ -49,12 +49,35 @@ def test_a_kernel_is_asked_for_16_bits_and_no_rotation(q, kv, o, features, wante
     assert prepared == request(wanted, wanted, o, features.replace("rope", ""))
 
 
+@pytest.mark.parametrize("features", ["alibi", "rope", "fp8_copies causal"])
+def test_e4m3_is_rounded_from_an_output_of_16_bits(features):
+    layout = Layout(2, 5, tuple((name, 8, 64) for name in ("q", "k", "v", "o")))
+    prepared = _prepare.prepared_request(request(E4M3, E4M3, E4M3, features, layout))
+    left = " ".join(set(features.split()) - {"rope", "fp8_copies"})
+    half = torch.float16
+    assert prepared == request(half, half, half, left, Layout(2, 5, ()))
+
+
+def test_rounding_saturates():
+    values = torch.arange(-500.0, 500.0, 0.25)
+    special = torch.tensor([0.0, 2.0**-10, -(2.0**-9), 464.0, 465.0, 65504.0, torch.inf, -torch.inf, torch.nan])
+    wide = torch.cat([values, special]).half().reshape(1, 1, -1)
+    out = torch.empty(wide.shape, dtype=E4M3)
+    want = wide.clone().float()
+    _prepare.round_output(wide, out)
+    got = out.float()
+    assert torch.equal(got.isnan(), want.isnan())
+    want, got = want[~want.isnan()], got[~got.isnan()]
+    assert bool((got.abs() <= 448).all()) and torch.equal(got[want.abs() >= 448], 448 * want[want.abs() >= 448].sign())
+    assert bool(((got - want.clamp(-448, 448)).abs() <= (want.abs() / 16).clamp(2.0**-10, 16)).all())
+
+
 def test_nothing_to_prepare():
     for features in ("", "causal window paged alibi"):
         assert _prepare.prepared_request(request(torch.float16, torch.float16, torch.float16, features)) is None
 
 
-@pytest.mark.parametrize("o", [E4M3, torch.float32])
+@pytest.mark.parametrize("o", [FP8[1], torch.float32])
 def test_an_output_that_no_kernel_writes_stays_what_it_is(o):
     # Not for this module to refuse: kernels say what they write.
     prepared = _prepare.prepared_request(request(E4M3, E4M3, o))
@@ -81,7 +104,10 @@ def test_every_kernel_serves_what_copies_make_of_it(extension):
             said = ck.explain(q_dtype=types[0], kv_dtype=types[1], o_dtype=q, features=["rope"], **sizes)
             assert not said.reasons[backend], said
         said = ck.explain(q_dtype="float8_e4m3fn", o_dtype="float8_e4m3fn", **sizes)
-        assert any("o_dtype" in reason and backend in reason for reason in said.reasons[backend])
+        assert not said.reasons[backend], said
+        for types in (("float8_e4m3fn", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn"), (q, "float8_e4m3fn")):
+            said = ck.explain(q_dtype=types[0], o_dtype=types[1], **sizes)
+            assert any("o_dtype" in reason and backend in reason for reason in said.reasons[backend]), said
 
 
 # --- what the copies hold ----------------------------------------------------------------------------------------

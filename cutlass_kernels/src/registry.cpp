@@ -70,10 +70,10 @@ bool types_fit(const KernelInfo& info, const AttentionParams& params) {
   return info.q_dtype == params.q_dtype && info.kv_dtype == params.kv_dtype;
 }
 
-/// Kernels write the type of the queries, those of fp8 either type of 16 bits.
-bool writes(const KernelInfo& info, DType o_dtype) {
-  if (size_of(info.q_dtype) > 1) return o_dtype == info.q_dtype;
-  return o_dtype == DType::kFloat16 || o_dtype == DType::kBFloat16;
+/// Kernels write the type of the queries, but no e5m2; those of fp8 also either type of 16 bits.
+bool writes(DType q_dtype, DType o_dtype) {
+  if (size_of(q_dtype) == 1 && size_of(o_dtype) == 2) return true;
+  return o_dtype == q_dtype && o_dtype != DType::kFloat8E5M2;
 }
 
 bool head_dims_fit(const KernelInfo& info, const AttentionParams& params) {
@@ -89,7 +89,7 @@ bool serves(const KernelEntry& entry, Backend backend, const AttentionParams& pa
             int compute_capability) {
   const KernelInfo& info = entry.info;
   const std::uint32_t needed = needed_features(params);
-  return fits(info, backend, params) && writes(info, params.o_dtype) &&
+  return fits(info, backend, params) && writes(info.q_dtype, params.o_dtype) &&
          device_fits(info, compute_capability) && (info.features & needed) == needed &&
          (entry.refusal == nullptr || entry.refusal(params).empty());
 }
@@ -145,15 +145,17 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
                                 }) +
                        ").");
   }
-  if (size_of(params.q_dtype) == 1) {
-    if (size_of(params.o_dtype) != 2) {
-      reasons->push_back("o_dtype=" + std::string(to_string(params.o_dtype)) +
-                         " is not written from fp8 tensors: use float16 or bfloat16.");
+  if (!writes(params.q_dtype, params.o_dtype)) {
+    const std::string o_dtype = "o_dtype=" + std::string(to_string(params.o_dtype));
+    const std::string q_dtype = to_string(params.q_dtype);
+    if (size_of(params.q_dtype) == 1) {
+      const bool own = writes(params.q_dtype, params.q_dtype);
+      reasons->push_back(o_dtype + " is not written from " + q_dtype + " tensors: use float16" +
+                         (own ? ", bfloat16 or " + q_dtype : " or bfloat16") + ".");
+    } else {
+      reasons->push_back(o_dtype + " differs from q_dtype=" + q_dtype + ": " + name +
+                         " writes the type of the queries.");
     }
-  } else if (params.o_dtype != params.q_dtype) {
-    reasons->push_back("o_dtype=" + std::string(to_string(params.o_dtype)) +
-                       " differs from q_dtype=" + to_string(params.q_dtype) + ": " + name +
-                       " writes the type of the queries.");
   }
   if (!keep([&](const KernelInfo& info) { return head_dims_fit(info, params); })) {
     reasons->push_back("head_dim_qk=" + number(params.head_dim_qk) + " with head_dim_vo=" +

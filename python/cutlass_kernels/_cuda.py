@@ -72,10 +72,10 @@ def reasons(backend: str, request: Request) -> list[str]:
         ]
     found, prepared = [], _prepare.prepared_request(request)
     if prepared is not None:
-        if request.o_dtype in FP8_DTYPES:
+        if prepared.o_dtype in FP8_DTYPES:
             found.append(
-                f"o_dtype={request.o_dtype} is not written by {backend}, which computes from 16-bit copies of fp8 "
-                "tensors: use float16 or bfloat16, or backend='reference'."
+                f"o_dtype={request.o_dtype} is not written by {backend} for q_dtype={request.q_dtype}: use float16 or "
+                "bfloat16, or backend='reference'."
             )
             prepared = dataclasses.replace(prepared, o_dtype=prepared.q_dtype)
         request = prepared
@@ -410,6 +410,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     None where it cannot be repeated as it depends on copies or on more addresses than a :class:`Call` takes.
     """
     q, kv, out = problem.q, problem.kv, problem.output.out
+    wanted = out
     mask, logits, lse, stats = problem.mask, problem.logits, problem.output.lse, problem.output.stats
     rows = q.size(0)
     if rows == 0:
@@ -427,7 +428,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
     if prepared:
         offsets = None if schedule is None else schedule.offsets
         problem = _prepare.prepare(problem, offsets, _C.prepare, stream)
-        q, kv = problem.q, problem.kv
+        q, kv, out = problem.q, problem.kv, problem.output.out
     sinks, bits, bits_indptr, alibi = logits.sinks, mask.bits, mask.bits_indptr, logits.alibi
     sm_scale, logits_scale, v_scale, output_scale = logits.sm_scale, logits.head_scale, problem.output.scale, None
     logits_stride = output_stride = 0
@@ -514,6 +515,8 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         0 if partials is None else partials.data_ptr(),
         0 if partials is None else partials.nbytes,
     )
+    if out is not wanted:
+        _prepare.round_output(out, wanted)
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
     if prepared or logits_scale is not None or output_scale is not None or stats is not None or not aligned:
         return None

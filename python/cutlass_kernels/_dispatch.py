@@ -116,7 +116,7 @@ class Request:
     ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
     scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
     ``short_queries`` that fa2 comes first, and reads fp8 keys and values as they are (:func:`are_short`),
-    ``fp8_copies`` that fp8 queries, keys and values lie where only copies of them serve (:func:`copies_fp8`).
+    ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (:func:`copies_fp8`).
     ``layout`` is None where every kernel takes such numbers of rows and strides.
     """
 
@@ -279,11 +279,12 @@ FP8_PAGE = 8  # pages of a multiple of so many tokens are read as they lie
 
 
 def copies_fp8(problem: Problem) -> bool:
-    """Whether the queries are fp8, and q, k or v at multiples of 8 bytes only, or in pages that no fp8 kernel reads.
+    """Whether the queries are fp8, and q, k, v or an fp8 output at multiples of 8 bytes only, or keys in pages that no
+    fp8 kernel reads.
 
     Part of every call.
     """
-    q, kv = problem.q, problem.kv
+    q, kv, out = problem.q, problem.kv, problem.output.out
     if q.element_size() > 1:
         return False
     if isinstance(kv, RaggedKv):
@@ -293,7 +294,7 @@ def copies_fp8(problem: Problem) -> bool:
     else:
         tensors = (q, kv.k_cache, kv.v_cache)
     bits = 0
-    for x in tensors:
+    for x in tensors if out.element_size() > 1 else (*tensors, out):
         bits |= x.data_ptr()
         for stride in x.stride()[:-1]:
             bits |= stride

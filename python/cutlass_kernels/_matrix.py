@@ -32,6 +32,7 @@ ROWS = {
     "stats": "softmax statistics (`save_softmax_stats`)",
     "rope": "rotary embedding (`pos_encoding_mode`), applied to copies of q and k",
     "fp8": "fp8 queries, keys and values, converted into 16-bit copies where no kernel reads them",
+    "e4m3_output": "e4m3 outputs of e4m3 queries, converted from 16-bit ones where no kernel writes them",
 }
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 

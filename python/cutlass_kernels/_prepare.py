@@ -1,4 +1,4 @@
-"""Copies of queries, keys and values for kernels that read 16 bits and rotate nothing.
+"""Copies of queries, keys and values for kernels that read 16 bits and rotate nothing, and outputs of e4m3 from theirs.
 
 A rotary embedding, fp8 keys and values below 16-bit queries, and attention that is fp8 throughout reach the kernels as
 a plain 16-bit problem: one pass over memory (``prepare.h``) writes rotated or converted copies into temporaries first.
@@ -7,6 +7,8 @@ fp8 tensors that a kernel reads as they are (``_cuda.reads_as_is``) are no matte
 The copy of a paged cache has a page per entry of the page table, as a page that requests share stands at another
 position in each. The same pass writes the page tables that belong to it: so nothing of this has to be planned, and what
 a captured run reads lives as long as its graph, whatever is planned later.
+
+Of such a problem an e4m3 output is written in float16 first, then rounded on the device.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._args import FP8_DTYPES, HALF_DTYPES
-from ._problem import Offsets, PagedKv, Problem, RaggedKv
+from ._problem import Offsets, Output, PagedKv, Problem, RaggedKv
 
 if TYPE_CHECKING:
     from ._dispatch import Request
 
-SERVED = ("rope", "fp8")  # what copies make a kernel serve, in the words of the support matrix
+# What copies make a kernel serve, in the words of the support matrix.
+SERVED = ("rope", "fp8", "e4m3_output")
+_E4M3 = torch.float8_e4m3fn
 
 
 def prepared_request(request: Request) -> Request | None:
@@ -32,15 +36,16 @@ def prepared_request(request: Request) -> Request | None:
     fp8_q, fp8_kv = request.q_dtype in FP8_DTYPES, request.kv_dtype in FP8_DTYPES
     if not (rope or fp8_q or fp8_kv):
         return None
-    dtype = _copy_dtype(request.q_dtype, request.o_dtype)
+    dtype, rounded = _copy_dtype(request.q_dtype, request.o_dtype), _is_rounded(request.q_dtype, request.o_dtype)
     layout = request.layout
     if layout is not None:  # copies lie in memory as every kernel takes them
-        copied = {"q": rope or fp8_q, "k": rope or fp8_kv, "v": fp8_kv}
+        copied = {"q": rope or fp8_q, "k": rope or fp8_kv, "v": fp8_kv, "o": rounded}
         layout = layout._replace(strides=tuple(x for x in layout.strides if not copied.get(x[0])))
     return dataclasses.replace(
         request,
         q_dtype=dtype,
         kv_dtype=dtype if fp8_kv else request.kv_dtype,
+        o_dtype=dtype if rounded else request.o_dtype,
         features=request.features - {"rope", "fp8_copies"},
         layout=layout,
     )
@@ -49,11 +54,28 @@ def prepared_request(request: Request) -> Request | None:
 def _copy_dtype(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
     """What copies have: the dtype of q, or where that is fp8 the output's. Both 16-bit types hold every fp8 number.
 
-    An output of other than 16 bits is not for this module to refuse: kernels say what they write.
+    Other outputs, but those that are rounded, are not for this module to refuse: kernels say what they write.
     """
     if q_dtype not in FP8_DTYPES:
         return q_dtype
     return o_dtype if o_dtype in HALF_DTYPES else torch.float16
+
+
+def _is_rounded(q_dtype: torch.dtype, o_dtype: torch.dtype) -> bool:
+    """Whether a kernel writes float16 in place of the output, from which :func:`round_output` makes it."""
+    return q_dtype == _E4M3 and o_dtype == _E4M3
+
+
+def _wide_output(output: Output) -> Output:
+    """A float16 output in place of an e4m3 one. It holds what that holds: rows of no request are to stay so."""
+    wide = torch.empty(output.out.shape, dtype=torch.float16, device=output.out.device)
+    return dataclasses.replace(output, out=wide.copy_(output.out))
+
+
+def round_output(wide: torch.Tensor, out: torch.Tensor) -> None:
+    """Rounds to e4m3: what lies beyond 448 becomes 448 (float16 has made 65520 and more infinite), NaN stays NaN."""
+    limit = torch.finfo(out.dtype).max
+    out.copy_(wide.clamp_(-limit, limit))
 
 
 def is_needed(problem: Problem) -> bool:
@@ -68,7 +90,7 @@ def prepare(problem: Problem, offsets: Offsets | None, launch: Callable[..., Non
 
     ``offsets`` are those that the runs of a batch read, None for a single request; ``launch`` is ``_C.prepare``. In
     what is returned, a paged cache has page tables for keys and for values: with a page number of -1 where the cache
-    has no such page.
+    has no such page. Its output is another where :func:`round_output` is to follow the kernel.
     """
     q, kv, rope = problem.q, problem.kv, problem.logits.rope
     device, dtype = q.device, _copy_dtype(q.dtype, problem.output.out.dtype)
@@ -142,7 +164,10 @@ def prepare(problem: Problem, offsets: Offsets | None, launch: Callable[..., Non
         assert tables is not None
         prepared = PagedKv(k_copy, v, kv.indptr, tables[0], kv.last_page_len, tables[1])
     logits = problem.logits if rope is None else dataclasses.replace(problem.logits, rope=None)
-    return dataclasses.replace(problem, q=q, kv=prepared, logits=logits)
+    output = problem.output
+    if _is_rounded(problem.q.dtype, output.out.dtype):
+        output = _wide_output(output)
+    return dataclasses.replace(problem, q=q, kv=prepared, logits=logits, output=output)
 
 
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*HALF_DTYPES, *FP8_DTYPES)}

@@ -78,7 +78,8 @@ def trtllm_fmha_v2_prefill(
             block numbers of keys and of values, both counted from the start of ``k_cache``.
         out: ``[T, num_qo_heads, head_dim_v]`` to write to.
         out_dtype: dtype of the output where ``out`` is None; default that of the queries. 16-bit queries give their own
-            dtype only; e4m3 queries float16, bfloat16 or float8_e4m3fn.
+            dtype only; e4m3 queries float16, bfloat16 or float8_e4m3fn (rounded to nearest; what lies beyond 448 is
+            448, NaN stays NaN).
         sinks: float32 ``[num_qo_heads]`` (or a list of that one tensor); the softmax denominator of head h grows by
             ``exp(sinks[h])``, in natural-log units, not multiplied by ``bmm1_scale``.
         pos_encoding_mode: None or ``"alibi"``: adds ``slope_h * j`` after the soft cap.

@@ -37,7 +37,8 @@ enum class FmhaV2Mask : std::int32_t {
 struct FmhaV2Params {
   FmhaV2Layout layout = FmhaV2Layout::kContiguousQKv;
   DType dtype = DType::kFloat16;  ///< of q, k and v: kFloat16, kBFloat16, or on Hopper kFloat8E4M3
-  DType o_dtype = DType::kFloat16;  ///< that of q; of 8-bit tensors kFloat16 or kBFloat16
+  /// That of q; of 8-bit tensors also kFloat16 or kBFloat16. kFloat8E4M3 holds numbers up to 448, which larger ones become.
+  DType o_dtype = DType::kFloat16;
   std::int32_t batch_size = 1;
   std::int32_t num_qo_heads = 0;
   std::int32_t num_kv_heads = 0;  ///< divides num_qo_heads

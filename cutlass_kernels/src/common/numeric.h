@@ -56,7 +56,7 @@ struct e4m3 {
   }
 };
 
-// q, k and v of e4m3, o of another type.
+// q, k and v of e4m3, o of another type or, where params.o_dtype says so, of theirs.
 template <class Out>
 struct Fp8To {
   using Operand = e4m3;

@@ -177,6 +177,7 @@ inline Status make_maps(const AttentionParams& p, int block_n, KernelParams* ker
       !of_q.ok()) {
     return of_q;
   }
+  if (size_of(p.o_dtype) == 1) return Status::success();  // O of e4m3 neither
   return make_tensor_map("o", o, p.o_dtype, 16 /* rows of a warp */, &kernel_params->o_map);
 }
 

@@ -31,6 +31,7 @@ Status launch_fp8_to(const AttentionParams& params, cudaStream_t stream) {
              : launch_tile<Element, Large, Logits::kPlain>(params, stream);
 }
 
+// Both kernels write e4m3, too.
 template <int HeadDim>
 Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
   return params.o_dtype == DType::kFloat16 ? launch_fp8_to<Fp8To<fp16>, HeadDim>(params, stream)

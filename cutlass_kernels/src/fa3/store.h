@@ -1,4 +1,5 @@
-// The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp.
+// The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp. O of e4m3 goes
+// straight to global memory.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -6,6 +7,7 @@
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
+#include "fa3/store_e4m3.h"
 #include "fa3/tensor_map.h"
 
 namespace cutlass_kernels::fa3 {
@@ -84,6 +86,23 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       if (empty[r]) scale[r] = 0.0f;
+    }
+  }
+
+  if constexpr (Element::kBytes == 1) {
+    if (p.o_dtype == DType::kFloat8E4M3) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp_row + r * 8 + lane / 4;
+        char* out = nullptr;
+        if (row < job.qo_len) {
+          out = static_cast<char*>(p.o.data) +
+                (std::int64_t(job.q_end) - job.qo_len + row) * p.o.stride_token +
+                head * p.o.stride_head;
+        }
+        store_e4m3_row<Tile::kHeadDimVo>(o, scale[r], r, out, p.head_dim_vo);
+      }
+      return;
     }
   }
 

@@ -6,6 +6,7 @@
 #include "fa3/params.h"
 #include "fa3/shared.h"
 #include "fa3/store.h"
+#include "fa3/store_e4m3.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -102,6 +103,22 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       }
     }
     return;
+  }
+
+  if constexpr (Element::kBytes == 1) {
+    if (p.o_dtype == DType::kFloat8E4M3) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const Place place = place_of(warp * 16 + r * 8 + lane / 4);
+        char* out = nullptr;
+        if (place.token >= 0) {
+          out = static_cast<char*>(p.o.data) + (q_begin + place.token) * p.o.stride_token +
+                place.head * p.o.stride_head;
+        }
+        store_e4m3_row<Tile::kHeadDimVo>(o, scale[r], r, out, p.head_dim_vo);
+      }
+      return;
+    }
   }
 
   char* warp_staging = staging + warp * 16 * 128;

@@ -106,10 +106,24 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
+using Kernel = void (*)(AttentionParams);
+
 template <class Element, int kPanels>
-auto kernel_for(bool shared) {
+Kernel kernel_for(bool shared) {
   return shared ? &merge_pieces_kernel<Element, kPanels, true>
                 : &merge_pieces_kernel<Element, kPanels, false>;
+}
+
+template <int kPanels>
+Kernel kernel_for(DType dtype, bool shared) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return kernel_for<fp16, kPanels>(shared);
+    case DType::kFloat8E4M3:
+      return kernel_for<e4m3, kPanels>(shared);
+    default:
+      return kernel_for<bf16, kPanels>(shared);
+  }
 }
 
 }  // namespace
@@ -122,10 +136,8 @@ Status launch_merge_pieces(const AttentionParams& params, cudaStream_t stream) {
   const std::int64_t most_blocks = std::int64_t(device.multiprocessors) * kBlocksPerSm;
   // The two add up pieces in different orders: of a fixed size, which makes results independent of the batch, there is one.
   const bool shared = params.fixed_split_size == 0 && most_rows <= most_blocks;
-  const bool is_fp16 = params.o_dtype == DType::kFloat16;
-  auto* kernel = params.head_dim_vo <= 128
-                     ? (is_fp16 ? kernel_for<fp16, 1>(shared) : kernel_for<bf16, 1>(shared))
-                     : (is_fp16 ? kernel_for<fp16, 2>(shared) : kernel_for<bf16, 2>(shared));
+  const Kernel kernel = params.head_dim_vo <= 128 ? kernel_for<1>(params.o_dtype, shared)
+                                                  : kernel_for<2>(params.o_dtype, shared);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(
       shared ? most_rows : std::min<std::int64_t>((most_rows + kWarps - 1) / kWarps, most_blocks)));

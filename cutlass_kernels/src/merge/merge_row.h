@@ -113,15 +113,20 @@ CUTE_DEVICE void store_row(const AttentionParams& p, const MergedRow<kPanels>& m
   const float weight = any_key ? exp2_approx(merged.top - top) : 0.0f;
   const float sum = merged.sum * weight + (sink > -INFINITY ? exp2_approx(sink - top) : 0.0f);
   const float scale = any_key ? weight * p.v_scale * scale_of(p.output_scale, head) / sum : 0.0f;
-  char* out =
-      static_cast<char*>(p.o.data) + 2 * (token * p.o.stride_token + head * p.o.stride_head);
+  char* out = static_cast<char*>(p.o.data) +
+              Element::kBytes * (token * p.o.stride_token + head * p.o.stride_head);
   CUTE_UNROLL
   for (int c = 0; c < kPanels; ++c) {
     const int column = c * 128 + lane * 4;
     if (column < p.head_dim_vo) {
-      *reinterpret_cast<uint2*>(out + 2 * column) = {
-          Element::pack(merged.o[c][0] * scale, merged.o[c][1] * scale),
-          Element::pack(merged.o[c][2] * scale, merged.o[c][3] * scale)};
+      const auto& x = merged.o[c];
+      if constexpr (Element::kBytes == 1) {
+        *reinterpret_cast<std::uint32_t*>(out + column) =
+            Element::pack(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
+      } else {
+        *reinterpret_cast<uint2*>(out + 2 * column) = {Element::pack(x[0] * scale, x[1] * scale),
+                                                       Element::pack(x[2] * scale, x[3] * scale)};
+      }
     }
   }
   if (p.lse != nullptr && lane == 0) {
