@@ -233,7 +233,7 @@ class TestTileCounters:
             q, k, v, o = ((x.data_ptr(), x.stride(0), x.stride(1)) for x in (batch.q, batch.k, batch.v, out))
             flat = [*q, *k, 0, *v, 0, *o]
             mask, alibi, scales = (True, -1, 0, 0, 0, 0), (0, True, False), (1.0, 0, 0, 0, 0)
-            end = (next_tile, _cuda._stream(out.device), 0, 0)
+            end = (0.0, next_tile, _cuda._stream(out.device), 0, 0)
             plan.run(*flat, 0, 0, 0, 1000, 1000, 0, *mask, 128**-0.5, 0.0, *alibi, 0, *scales, *end)
             outs.append(out)
         assert_bitwise(outs[1], outs[0])

@@ -61,7 +61,7 @@ plan = _C.Plan("fa2", "float16", "float16", "float16", 1, 1, 64, 64, 1, 0, 0, 16
 address = 1 << 20
 try:
     plan.run(address, 64, 64, address, 64, 64, 0, address, 64, 64, 0, address, 64, 64, 0, 0, 0, 16, 16, 0,
-             True, -1, 0, 0, 0, 0, 1.0, 0.0, 0, True, False, 0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0)
+             True, -1, 0, 0, 0, 0, 1.0, 0.0, 0, True, False, 0, 1.0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0)
 except RuntimeError as error:
     print(error)
 """

@@ -57,7 +57,7 @@ class FmhaV2Launch {
   // Addresses of 0 stand for what is not there.
   void set_options(bool causal, std::int64_t window_left, std::int64_t chunk_size, float sm_scale,
                    float soft_cap, Address alibi_slopes, float v_scale, Address logits_scale,
-                   Address output_scale) {
+                   Address output_scale, float skip_softmax_factor) {
     params_.causal = causal;
     params_.window_left = limited(window_left);
     params_.chunk_size = limited(chunk_size);
@@ -67,6 +67,7 @@ class FmhaV2Launch {
     params_.v_scale = v_scale;
     params_.logits_scale.data = pointer<const float>(logits_scale);
     params_.output_scale.data = pointer<const float>(output_scale);
+    params_.skip_softmax_factor = skip_softmax_factor;
   }
 
   void run(Address q, Address k, Address v, Address o, Address sinks, Address stats,

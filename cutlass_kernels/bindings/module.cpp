@@ -207,8 +207,8 @@ class Plan {
              Address mask_indptr, std::int64_t mask_num_words, float sm_scale, float soft_cap,
              Address alibi_slopes, bool alibi_relative, bool alibi_after_cap, Address sinks,
              float v_scale, Address logits_scale, int logits_scale_stride, Address output_scale,
-             int output_scale_stride, Address counters, Address stream, Address workspace,
-             std::size_t workspace_bytes) const {
+             int output_scale_stride, float skip_softmax_factor, Address counters, Address stream,
+             Address workspace, std::size_t workspace_bytes) const {
     AttentionParams params = params_;
     params.q = {pointer<void>(q), q_st, q_sh};
     params.k = {pointer<void>(k), k_st, k_sh};
@@ -233,6 +233,7 @@ class Plan {
     params.v_scale = v_scale;
     params.logits_scale = {pointer<const float>(logits_scale), logits_scale_stride};
     params.output_scale = {pointer<const float>(output_scale), output_scale_stride};
+    params.skip_softmax_factor = skip_softmax_factor;
     Launch launch(params, backend_);
     launch.run(q, k, v, o, lse, sinks, counters, stream, workspace, workspace_bytes);
     return launch;
@@ -263,6 +264,7 @@ class Plan {
     params.v_scale = call.params().v_scale;
     params.logits_scale = call.params().logits_scale;
     params.output_scale = call.params().output_scale;
+    params.skip_softmax_factor = call.params().skip_softmax_factor;
     return {params, backend_};
   }
 

@@ -313,6 +313,10 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
       return std::string(name) + "=" + std::to_string(value) + " must be finite.";
     }
   }
+  if (!std::isfinite(params.skip_softmax_factor) || params.skip_softmax_factor < 0.0f) {
+    return "skip_softmax_factor=" + std::to_string(params.skip_softmax_factor) +
+           " must be finite and not negative: 0 skips nothing.";
+  }
   if (const std::int32_t* host = params.qo_indptr_host) {
     for (int b = 0; b < params.batch_size; ++b) {
       if (host[b] < 0 || host[b + 1] < host[b]) {

@@ -121,6 +121,16 @@ def soft_cap(value: Any) -> float:
     return max(cap, 0.0)
 
 
+def skip_softmax(value: Any) -> float:
+    """``skip_softmax_threshold_scale_factor`` as a number; 0.0 (or None) is off."""
+    if value is None:
+        return 0.0
+    factor = _number("skip_softmax_threshold_scale_factor", value)
+    if factor < 0.0:
+        raise ValueError(f"skip_softmax_threshold_scale_factor={factor} is negative: 0 disables skipping.")
+    return factor
+
+
 def scale(value: Any, name: str = "scale") -> Scale:
     """A per-tensor scale: None is 1.0, numbers and CPU tensors become a float.
 

@@ -510,6 +510,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         logits_stride,
         0 if output_scale is None else output_scale.data_ptr(),
         output_stride,
+        problem.skip_softmax_factor,
         0 if counters is None else counters.data_ptr(),
         stream,
         0 if partials is None else partials.data_ptr(),

@@ -206,7 +206,7 @@ def remember(key: Any, call: Call, tensors: Tensors, problem: Problem) -> None:
 
 def serves(problem: Problem, request: _dispatch.Request, backend: str, max_q_len: int, max_kv_len: int) -> bool:
     """Whether a problem is to be one kernel of the ``backend`` that was selected for its facts."""
-    if backend not in _plan.KERNEL_BACKENDS or problem.skip_softmax_factor > 0.0:
+    if backend not in _plan.KERNEL_BACKENDS:
         return False
     if _prepare.is_needed(problem) and not _plan.reads_as_is(backend, request):
         return False
@@ -339,5 +339,6 @@ def _make(
         v_scale,
         0 if logits_scale is None else logits_scale.data_ptr(),
         0 if output_scale is None else output_scale.data_ptr(),
+        problem.skip_softmax_factor,
     )
     return Call(launch, problem, backend == "fa3", (logits.alibi, logits_scale, output_scale))

@@ -90,7 +90,10 @@ def trtllm_fmha_v2_prefill(
         chunked_attention_size: chunk length, a power of two; 0 is none.
         save_softmax_stats: also return the statistics. Kernels then compute e4m3 tensors from 16-bit copies.
         skip_softmax_threshold_scale_factor: permission to skip key tiles where every weight, relative to the row's
-            largest so far, is below ``factor / kv_len``. 0 computes all.
+            largest so far, is below ``factor / kv_len``. 0 computes all, and so do most kernels: those of fa3 skip
+            tiles of long 16-bit prompts whose scales are numbers, without a soft cap and ALiBi, in pages of a multiple
+            of 8 tokens or in none.
+            The values of what is skipped add nothing, nor do its weights to the denominator.
 
     Returns:
         ``out``, or ``(out, stats)`` with ``stats`` float32 ``[T, num_qo_heads, 2]``: the row maximum m and
@@ -175,9 +178,7 @@ def trtllm_fmha_v2_prefill(
         alibi_after_cap=True,
         sinks=_args.sinks(sinks, group_heads, q.device),
     )
-    skip = float(skip_softmax_threshold_scale_factor or 0.0)
-    if skip < 0.0:
-        raise ValueError(f"skip_softmax_threshold_scale_factor={skip} is negative: 0 disables skipping.")
+    skip = _args.skip_softmax(skip_softmax_threshold_scale_factor)
     shape = (q.size(0), group_heads, v.size(-1))
     result = _args.output(out, shape, _output_dtype(q.dtype, out, out_dtype), q.device)
     stats = torch.empty((*shape[:2], 2), dtype=torch.float32, device=q.device) if save_softmax_stats else None

@@ -345,7 +345,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             enable_pdl: accepted; a launch attribute without effect on results.
             window_left: if given, must be the planned one.
             sinks: float32 ``[num_qo_heads]``; ``exp(sinks[h])`` joins the denominator of head h, and so the LSE.
-            skip_softmax_threshold_scale_factor: permission to skip key tiles of negligible weight.
+            skip_softmax_threshold_scale_factor: permission to skip key tiles of negligible weight, see
+                :func:`trtllm_fmha_v2_prefill`.
 
         Returns:
             ``out``, or ``(out, lse)``.
@@ -398,7 +399,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         scales, return_lse = _plan.run_scales(args, self._positions_of_run, given, return_lse)
         self._check_window(window_left)
-        skip = float(skip_softmax_threshold_scale_factor or 0.0)
+        skip = _args.skip_softmax(skip_softmax_threshold_scale_factor)
         run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
         if is_dynamo_compiling():
             k, v = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)

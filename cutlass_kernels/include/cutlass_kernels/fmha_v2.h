@@ -90,6 +90,8 @@ struct FmhaV2Params {
   /// bmm1_scale * sqrt(head_dim), device factor included, or with a soft cap over sqrt(head_dim), and the sum of
   /// exp(logit - maximum), without sinks; -FLT_MAX and 0 where it has no keys.
   float* stats = nullptr;
+  /// Permission to skip keys of negligible weight, see AttentionParams::skip_softmax_factor. 0: off.
+  float skip_softmax_threshold_scale_factor = 0.0f;
 };
 
 /// Bytes of workspace. Set to zero before the first call; every call leaves it so. Calls that overlap in time need one each.

@@ -168,6 +168,9 @@ struct AttentionParams {
   const float* sinks =
       nullptr;           ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
   float v_scale = 1.0f;  ///< multiplies the output
+  /// Permission to skip keys: a block of keys adds nothing to its rows where all its weights, relative to the row's largest so
+  /// far, are below skip_softmax_factor / kv_len. Kernels without such a variant compute all. 0: off.
+  float skip_softmax_factor = 0.0f;
   DeviceScale logits_scale;  ///< multiplies sm_scale
   DeviceScale output_scale;  ///< multiplies the output
 

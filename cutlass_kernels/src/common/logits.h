@@ -53,6 +53,7 @@ enum class Logits {
   kPlain,
   kTransformed,  // LogitsTransform
   kGeneral,      // GeneralTransform, masks of any form, and RowStats
+  kSkipping,     // nothing, but blocks of keys of negligible weight are skipped
 };
 
 // The factor of a query head.

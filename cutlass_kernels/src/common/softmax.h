@@ -68,6 +68,12 @@ struct OnlineSoftmax {
     return any;
   }
 
+  // Whether 2^(x - m) is below 2^log2_threshold for the largest x of a thread's part of a row. In a row without keys so far
+  // it is not, unless these are hidden, too.
+  CUTE_DEVICE bool is_below(float log2_threshold, int r, float thread_max) const {
+    return fmaf(thread_max, scale, minus_m[r]) < log2_threshold;
+  }
+
   // From a thread's part of each row to the rows' maxima, known to all four threads of a quad.
   CUTE_DEVICE static void reduce_max(float (&row_max)[kRows]) {
     CUTE_UNROLL

@@ -244,6 +244,11 @@ Status launch_rows(const AttentionParams& params, cudaStream_t stream) {
   static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
   const int rows = params.schedule.tile_rows;
   if (rows == Large::kBlockM) {
+    if constexpr (kLogits == Logits::kPlain) {
+      if (params.skip_softmax_factor > 0.0f) {
+        return launch_tile<Element, Large, Logits::kSkipping>(params, stream);
+      }
+    }
     return few_keys(params) ? launch_tile<Element, FewKeys, kLogits>(params, stream)
                             : launch_tile<Element, Large, kLogits>(params, stream);
   }

@@ -41,6 +41,11 @@ struct Consumer {
   // log2 of P where S is the maximum that was last taken. P of e4m3 has 3 bits from 2^-6 on, 2^10 below that maximum, and
   // it may grow 2^4-fold before another maximum must be taken.
   static constexpr int kLift = kFp8 ? 4 : 0;
+  // Whether blocks of negligible weight are skipped, which takes the maximum of every block, and, to tell their weight, the
+  // rows' maxima as m.
+  static constexpr bool kSkipsNegligible = kLogits == Logits::kSkipping;
+  static constexpr bool kLazyMax = Tile::kLazyMax && !kSkipsNegligible;
+  static_assert(!kSkipsNegligible || (!kFp8 && !Tile::kPacked));
   // The factor of a head that only the device knows becomes part of the softmax's.
   static constexpr bool kFoldsScale = kFp8 && kLogits == Logits::kTransformed;
   static constexpr bool kHasStats = kLogits == Logits::kGeneral && !kFp8;
@@ -66,6 +71,7 @@ struct Consumer {
   int qo_len;
   int kv_len;
   LogitsTransform of_head;  // where it folds scales
+  float log2_threshold;     // weights below it are negligible
   // Of a custom mask, for the block that S is being computed of: of each of the thread's rows, the two words in which the 32
   // keys lie that this lane of the quad looks after.
   std::uint32_t low_bits[2], high_bits[2];
@@ -112,6 +118,19 @@ struct Consumer {
                        q_row * 128 + ((chunk ^ (q_row & 7)) << 4));
   }
 
+  // Whether a condition holds in all threads of the warpgroup, which take part together.
+  CUTE_DEVICE bool all_agree(bool condition) const {
+    static_assert(kBarrierTurn + Tile::kConsumers <= kBarrierVote);
+    std::uint32_t agreed;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %2, 0;\nbar.red.and.pred q, %1, 128, p;\n"
+        "selp.u32 %0, 1, 0, q;\n}"
+        : "=r"(agreed)
+        : "r"(int(kBarrierVote) + warpgroup), "r"(std::uint32_t(condition))
+        : "memory");
+    return __any_sync(0xffffffffu, agreed != 0);  // known to be the same in all: a uniform branch
+  }
+
   // Waits for the description and the Q of the tile at `jobs` and q_buffer. False if there is none.
   CUTE_DEVICE bool begin_tile() {
     shared.job_full[jobs.index].wait(jobs.phase);
@@ -151,6 +170,11 @@ struct Consumer {
       const AttentionParams& p = params.attention;
       of_head =
           LogitsTransform::make(p.sm_scale * scale_of(p.logits_scale, job.head), p.logits_soft_cap);
+    }
+    if constexpr (kSkipsNegligible) {
+      // At most 1: where keys are few, the factor must not hide what would be a new maximum.
+      log2_threshold =
+          fminf(__log2f(__fdividef(params.attention.skip_softmax_factor, float(job.kv_len))), 0.0f);
     }
     return true;
   }
@@ -316,12 +340,12 @@ struct Consumer {
   // Whether m is to be the maximum, not only close to it.
   CUTE_DEVICE bool is_exact() const { return kHasStats && params.attention.stats != nullptr; }
   CUTE_DEVICE float headroom() const {
+    if constexpr (kSkipsNegligible) return 0.0f;
     return kHasStats ? params.stats.headroom : OnlineSoftmax<2>::kHeadroom;
   }
 
-  // Raises m where a row's maximum leaves no headroom. Returns whether O must be multiplied by `factor`.
-  CUTE_DEVICE bool raise_maximum(const float (&s)[kN / 2], float (&factor)[2]) {
-    float row_max[2];
+  // The maxima of a thread's part of its rows.
+  CUTE_DEVICE static void find_maximum(const float (&s)[kN / 2], float (&row_max)[2]) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       // Four chains, since each step of one waits for the step before.
@@ -334,6 +358,19 @@ struct Consumer {
       }
       row_max[r] = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
     }
+  }
+  // Whether weights with these maxima are negligible in all rows of the warpgroup. A thread need not know the maximum of a whole
+  // row: where all its parts are, the row's is below. Rows after the request's last have no say.
+  CUTE_DEVICE bool are_negligible(const float (&row_max)[2]) const {
+    bool below = true;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      below &= token(r) >= qo_len || softmax.is_below(log2_threshold, r, row_max[r]);
+    }
+    return all_agree(below);
+  }
+  // Raises m where a row's maximum leaves no headroom. Returns whether O must be multiplied by `factor`.
+  CUTE_DEVICE bool raise_to(float (&row_max)[2], float (&factor)[2]) {
     bool raised = false;
     if (__any_sync(0xffffffffu, softmax.exceeds(row_max, headroom()))) {
       OnlineSoftmax<2>::reduce_max(row_max);
@@ -341,6 +378,11 @@ struct Consumer {
       raised = true;
     }
     return raised;
+  }
+  CUTE_DEVICE bool raise_maximum(const float (&s)[kN / 2], float (&factor)[2]) {
+    float row_max[2];
+    find_maximum(s, row_max);
+    return raise_to(row_max, factor);
   }
 
   // P = 2^(scale s - m), packed, and its row sums. S stays as it is. In a unit with eight times the latency of the others,
@@ -474,6 +516,8 @@ struct Consumer {
 
     bool accumulate = false;
     int slot = jobs.index;  // of the tile that P belongs to
+    // The block that P would belong to: there is no P. Never a tile's first.
+    bool negligible = false;
     while (true) {
       const bool last = key == key_begin;  // of the tile that P belongs to
       OnlineSoftmax<2> of_tile = softmax;
@@ -490,9 +534,15 @@ struct Consumer {
       shared.k_full[k_ring.index].wait(k_ring.phase);
       wait_turn();
       issue_scores(s);
-      shared.v_full[v_ring.index].wait(v_ring.phase);
-      issue_output(o, p, accumulate);
-      end_turn();
+      if (kSkipsNegligible && negligible) {
+        end_turn();
+        wgmma_wait<0>();  // for S, which here is the last product issued
+        shared.v_full[v_ring.index].wait(v_ring.phase);  // only to be released
+      } else {
+        shared.v_full[v_ring.index].wait(v_ring.phase);
+        issue_output(o, p, accumulate);
+        end_turn();
+      }
       read_bits();
       wgmma_wait<1>();
       pin(s);
@@ -502,9 +552,14 @@ struct Consumer {
       end_scores(last);
       // A row that has seen no key yet gets an infinite sum from its first one.
       const bool lazy =
-          Tile::kLazyMax && !(masked && kLogits != Logits::kGeneral) && !last && !is_exact();
+          kLazyMax && !(masked && kLogits != Logits::kGeneral) && !last && !is_exact();
       bool raised = false;
-      if (!lazy) {
+      if constexpr (kSkipsNegligible) {
+        float row_max[2];
+        find_maximum(s, row_max);
+        negligible = !last && are_negligible(row_max);
+        if (!negligible) raised = raise_to(row_max, factor);
+      } else if (!lazy) {
         __syncwarp();  // keeps this a branch
         raised = raise_maximum(s, factor);
       }
@@ -522,20 +577,22 @@ struct Consumer {
       } else if (unlikely(raised)) {
         rescale(o, factor);
       }
-      take_exponentials(s, p, sum);
-      if constexpr (Tile::kLazyMax) {
-        const bool fits = holds(sum, p);
-        if (lazy && unlikely(!__all_sync(0xffffffffu, fits))) {
-          __syncwarp();  // keeps this a branch
-          if (raise_maximum(s, factor)) rescale(o, factor);
-          take_exponentials(s, p, sum);
+      if (!(kSkipsNegligible && negligible)) {
+        take_exponentials(s, p, sum);
+        if constexpr (kLazyMax) {
+          const bool fits = holds(sum, p);
+          if (lazy && unlikely(!__all_sync(0xffffffffu, fits))) {
+            __syncwarp();  // keeps this a branch
+            if (raise_maximum(s, factor)) rescale(o, factor);
+            take_exponentials(s, p, sum);
+          }
         }
+        softmax.partial_sum[0] += sum[0];
+        softmax.partial_sum[1] += sum[1];
       }
-      softmax.partial_sum[0] += sum[0];
-      softmax.partial_sum[1] += sum[1];
     }
     shared.v_full[v_ring.index].wait(v_ring.phase);
-    issue_output(o, p, accumulate);
+    if (!(kSkipsNegligible && negligible)) issue_output(o, p, accumulate);
     wgmma_wait<0>();
     pin(o);
     if constexpr (Tile::kPacked) {

@@ -126,5 +126,7 @@ struct Ring {
 // Named barriers (0 is __syncthreads()): kBarrierTurn + warpgroup is its turn to issue products, granted by the previous
 // warpgroup.
 constexpr int kBarrierTurn = 1;
+// kBarrierVote + warpgroup: its threads agree on skipping a block of keys.
+constexpr int kBarrierVote = 4;
 
 }  // namespace cutlass_kernels::fa3

@@ -174,6 +174,7 @@ Status describe_options(const FmhaV2Params& params, AttentionParams* attention) 
   attention->logits_soft_cap = params.logits_soft_cap_scale;
   attention->alibi = {params.alibi_slopes, /*relative=*/false, /*after_cap=*/true};
   attention->sinks = params.sinks;
+  attention->skip_softmax_factor = params.skip_softmax_threshold_scale_factor;
   return describe_mask(params, attention);
 }
 
