@@ -4,6 +4,7 @@
     compute-sanitizer --tool racecheck --kernel-name kns=attention_kernel python tests/sanitize.py --rounds 3
     compute-sanitizer --tool memcheck  --kernel-name kns=schedule_kernel  python tests/sanitize.py
     compute-sanitizer --tool memcheck  python tests/sanitize.py --backends
+    compute-sanitizer --tool racecheck --kernel-name kns=attention_kernel python tests/sanitize.py --parts fused decode
 
 The filter takes the kernels of both backends; without a backend, the kernels that only move memory are left. A hazard
 may show in one round of several. Shapes are small, but have tiles enough to be given the large ones (config.h of either
@@ -116,16 +117,12 @@ def every_tile(backend: str, head_dim: int) -> None:
         attend(backend, head_dim, (3, 3), batch, mask=True, page_size=page_size)
         attend(backend, head_dim, (10, 2), [(3, 1500), (1, 2000), (0, 30), (40, 900)], causal=True, page_size=page_size)
         attend(backend, head_dim, (8, 1), [(9, 1100), (1, 2000)], mask=True, sinks=True, page_size=page_size)
-        every_decode(backend, head_dim, page_size)
     attend(backend, head_dim, (8, 1), [(33, 3000)], causal=True)
     if head_dim == 64:
         attend(backend, 64, (64, 64), [(128, 128)] * 34, causal=True)  # many short tiles
-    every_stats(backend, head_dim)
-    if head_dim != 192:
-        every_tile_of_fp8(backend, head_dim)
 
 
-def every_decode(
+def decode(
     backend: str,
     head_dim: int,
     page_size: int | None,
@@ -140,33 +137,62 @@ def every_decode(
     attend(backend, head_dim, (4, 1), [(1, 1500), (1, 200)], mask=True, alibi=True, **more)
 
 
-def every_stats(backend: str, head_dim: int) -> None:
-    """Statistics of tiles of one head, packed heads and decode, and of rows without keys."""
+def every_fused(backend: str, head_dim: int) -> None:
+    """Batches without a work list: tiles of one head, packed heads and decode, statistics, tiles that may be skipped,
+    block tables, outputs of 8 bits."""
     os.environ["CUTLASS_KERNELS_BACKEND"] = backend  # this function has no argument for it
-    head_dim_vo = 128 if head_dim == 192 else head_dim
     for heads, lengths in (
         ((4, 2), [(1, 300), (0, 5), (40, 0), (130, 170), (65, 200)]),
         ((70, 70), [(300, 333), (5, 700)]),
         ((8, 2), [(1, 1500), (1, 700), (1, 0), (1, 33)]),
     ):
-        qo, kv = ([0, *accumulate(column)] for column in zip(*lengths))
-        q = torch.randn(qo[-1], heads[0], head_dim, device="cuda").bfloat16()
-        k = torch.randn(kv[-1], heads[1], head_dim, device="cuda").bfloat16()
-        v = torch.randn(kv[-1], heads[1], head_dim_vo, device="cuda").bfloat16()
-        offsets = torch.tensor([qo, kv], dtype=torch.int32, device="cuda")
-        bounds = (max(rows for rows, _ in lengths), max(keys for _, keys in lengths))
-        scales = (0.1, torch.ones(1, device="cuda"))
-        given = (torch.empty(0), offsets[1], *bounds, *scales, len(lengths), offsets[0], offsets[1])
         for mask_mode in ("causal", "padding"):
-            out, stats = ck.trtllm_fmha_v2_prefill(
-                (q, k, v), "SEPARATE_Q_K_V", *given, mask_mode=mask_mode, save_softmax_stats=True
-            )
-            assert out.isfinite().all() and stats.isfinite().all()
+            fused(heads, lengths, head_dim, torch.bfloat16, mask_mode, save_softmax_stats=True)
+            fused(heads, lengths, head_dim, torch.bfloat16, mask_mode, skip_softmax_threshold_scale_factor=900.0)
+            for page_size in (1, 16) if head_dim != 192 else ():
+                fused(heads, lengths, head_dim, torch.float16, mask_mode, page_size)
+        if head_dim in (64, 128, 256):
+            fused(heads, lengths, head_dim, torch.float8_e4m3fn, "causal")
+            fused(heads, lengths, head_dim, torch.float8_e4m3fn, "padding", 16, out_dtype=torch.bfloat16)
     del os.environ["CUTLASS_KERNELS_BACKEND"]
+
+
+def fused(
+    heads: tuple[int, int],
+    lengths: Lengths,
+    head_dim: int,
+    dtype: torch.dtype,
+    mask_mode: str,
+    page_size: int | None = None,
+    **options: Any,
+) -> None:
+    """One call of trtllm_fmha_v2_prefill; fails where a result is not finite."""
+    head_dim_vo = 128 if head_dim == 192 and page_size is None else head_dim
+    qo, kv = ([0, *accumulate(column)] for column in zip(*lengths))
+    q = torch.randn(qo[-1], heads[0], head_dim, device="cuda").to(dtype)
+    if page_size is None:
+        k = torch.randn(kv[-1], heads[1], head_dim, device="cuda").to(dtype)
+        v = torch.randn(kv[-1], heads[1], head_dim_vo, device="cuda").to(dtype)
+        qkv, layout = (q, k, v), "SEPARATE_Q_K_V"
+    else:
+        most = max(-(-keys // page_size) for _, keys in lengths)
+        table = torch.randperm(len(lengths) * most, dtype=torch.int32, device="cuda").view(len(lengths), most)
+        pool = torch.randn(table.numel(), 2, page_size, heads[1], head_dim, device="cuda").to(dtype)
+        qkv, layout = (q, pool), "Q_PAGED_KV_NHD"
+        options["block_tables"] = table
+    offsets = torch.tensor([qo, kv], dtype=torch.int32, device="cuda")
+    bounds = (max(rows for rows, _ in lengths), max(keys for _, keys in lengths))
+    scales = (0.1, torch.ones(1, device="cuda"))
+    given = (torch.empty(0), offsets[1], *bounds, *scales, len(lengths), offsets[0], offsets[1])
+    returned = ck.trtllm_fmha_v2_prefill(qkv, layout, *given, mask_mode=mask_mode, **options)
+    for result in returned if isinstance(returned, tuple) else (returned,):
+        assert result.float().isfinite().all()
 
 
 def every_tile_of_fp8(backend: str, head_dim: int) -> None:
     """The same of the kernels that read fp8: keys and values under short queries (fa2), or all three tensors (fa3)."""
+    if head_dim == 192:
+        return
     e4m3 = torch.float8_e4m3fn
     batch = [(1, 300), (0, 5), (40, 0), (130, 70), (65, 200)]
     few = [(1, 300), (0, 5), (3, 0), (9, 170), (16, 200)]
@@ -181,7 +207,7 @@ def every_tile_of_fp8(backend: str, head_dim: int) -> None:
                 more: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype}
                 attend(backend, head_dim, (4, 4), few, dtype, causal=True, **more)
                 attend(backend, head_dim, (8, 1), [(3, 1500), (1, 2000)], dtype, causal=True, **more)
-                every_decode(backend, head_dim, page_size, dtype, kv_dtype)
+                decode(backend, head_dim, page_size, dtype, kv_dtype)
                 attend(backend, head_dim, (8, 2), few, dtype, mask=True, window_left=40, **more)
 
 
@@ -228,17 +254,28 @@ def every_append() -> None:
             ck.append_paged_kv_cache(k, v, owner, position, cache, wrong, starts, last)
 
 
+def every_decode(backend: str, head_dim: int) -> None:
+    """The same without pages, with pages of one key, and of several."""
+    for page_size in (None, 1, 8):
+        decode(backend, head_dim, page_size)
+
+
+PARTS = {"tiles": every_tile, "decode": every_decode, "fp8": every_tile_of_fp8, "fused": every_fused}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--backends", nargs="*", default=[b for b in ("fa2", "fa3") if not ck.explain().reasons[b]])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="of what a backend has")
     parser.add_argument("--head-dims", type=int, nargs="*", default=[64, 80, 128, 192, 256])
     args = parser.parse_args()
     torch.manual_seed(0)
     for _ in range(args.rounds):
         for backend in args.backends:
             for head_dim in args.head_dims:
-                every_tile(backend, head_dim)
+                for part in args.parts:
+                    PARTS[part](backend, head_dim)
         every_merge()
         every_append()
     torch.cuda.synchronize()
