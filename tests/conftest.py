@@ -131,6 +131,13 @@ def extension() -> Path:
 
 
 @pytest.fixture
+def the_targets_backend(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's backend in place of "auto": for functions without an argument for it."""
+    if not target.is_reference:
+        monkeypatch.setenv("CUTLASS_KERNELS_BACKEND", target.backend)
+
+
+@pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No variable of ours leaks in from the caller's shell."""
     for name in list(os.environ):

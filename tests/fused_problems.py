@@ -32,13 +32,6 @@ LENGTHS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def the_targets_backend(target, monkeypatch):
-    """This function has no argument for it."""
-    if not target.is_reference:
-        monkeypatch.setenv("CUTLASS_KERNELS_BACKEND", target.backend)
-
-
 def batch_of(target, layout: str, lengths: str = "uneven", dtype=torch.float16, head_dim=64) -> Batch:
     qo_lens, past = LENGTHS[lengths]
     packed = layout == "PACKED_QKV"

@@ -20,6 +20,8 @@ import cutlass_kernels as ck
 LAYOUTS = ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"]
 PAGE = 32
 
+pytestmark = pytest.mark.usefixtures("the_targets_backend")
+
 
 @dataclass
 class Mode:
@@ -170,6 +172,11 @@ def test_scales_as_tensors(target):
 )
 def test_window(target, layout, mode, window):
     check(batch_for(layout, target), layout, Mode(mask_mode=mode, window_left=window))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_window_longer_than_all_keys(target, layout):
+    check(batch_for(layout, target), layout, Mode(mask_mode="sliding_window", window_left=5000))
 
 
 def test_sliding_window_of_minus_one_is_causal(target):
@@ -385,6 +392,12 @@ def test_values_with_a_page_order_of_their_own(target, layout):
     out = call(batch, layout, Mode(), qkv=(batch.q, (whole[:count], whole[count:])), tables=tables)
     want, _, base = expect(batch, Mode())
     assert_close(out, want, base.to(out.dtype))
+
+
+def test_nan_stays_nan_in_the_lse():
+    stats = torch.tensor([[[float("nan"), float("nan")], [-3.4e38, 0.0]]])
+    lse = ck.fmha_v2_stats_to_lse(stats, 64, 0.1)
+    assert lse[0, 0].isnan() and lse[0, 1] == -torch.inf
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])

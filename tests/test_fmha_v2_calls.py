@@ -17,7 +17,6 @@ from fused_problems import (
     batch_of,
     check_stats,
     on_gpu,
-    the_targets_backend,  # noqa: F401 (a fixture)
 )
 from guards import Guarded
 from problems import Batch, indptr, make_batch
@@ -25,6 +24,8 @@ from test_fmha_v2 import LAYOUTS, PAGE, Mode, block_table, call, check, expect, 
 
 import cutlass_kernels as ck
 from cutlass_kernels import _fmha_calls, _found
+
+pytestmark = pytest.mark.usefixtures("the_targets_backend")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

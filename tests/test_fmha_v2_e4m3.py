@@ -14,11 +14,12 @@ from fused_problems import (
     PAGED,
     batch_of,
     on_gpu,
-    the_targets_backend,  # noqa: F401 (a fixture)
 )
 from guards import Guarded
 from problems import Batch, make_batch
 from test_fmha_v2 import LAYOUTS, Mode, call, expect, pack
+
+pytestmark = pytest.mark.usefixtures("the_targets_backend")
 
 E4M3_MODES = {
     **MODES,

@@ -157,3 +157,36 @@ def test_longer_queries_than_bounds(target):
         100,
         70,
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [-1, 12])
+def test_bounds_below_lengths_that_the_host_knows(target, layout, window):
+    batch = batch_for(layout, target)
+    longest = max(batch.qo_lens), max(batch.kv_lens)
+    offsets = dict(cum_seq_lens_q=batch.qo_indptr(), cum_seq_lens_kv=batch.kv_indptr())
+    for name, bounds in (("max_q_len", (longest[0] - 1, longest[1])), ("max_kv_len", (10, 10))):
+        if layout == "PACKED_QKV":
+            bounds = (min(bounds),) * 2
+        given = dict(zip(("max_q_len", "max_kv_len"), bounds))
+        refuse(
+            ValueError, lambda: call(batch, layout, Mode(window_left=window), **offsets, **given), f"{name}|max_q_len"
+        )
+
+
+def test_pages_without_pages(target):
+    batch = batch_for("CONTIGUOUS_Q_KV", target)
+    tables = torch.zeros(len(batch.kv_lens), 4, dtype=torch.int32, device=target.device)
+    qkv, _ = pack(batch, "CONTIGUOUS_Q_KV")
+    for _ in range(3):  # also where a call is found by what it was before
+        refuse(ValueError, lambda: call(batch, "CONTIGUOUS_Q_KV", Mode(), qkv=qkv, tables=tables), "block_tables")
+
+
+def test_arguments_of_other_kinds(target):
+    batch = batch_for("Q_PAGED_KV_NHD", target)
+    qkv, tables = pack(batch, "Q_PAGED_KV_NHD")
+    assert tables is not None
+    refuse(TypeError, lambda: call(batch, "Q_PAGED_KV_NHD", Mode(), qkv=qkv, tables=tables.tolist()), "block_tables")
+    refuse(TypeError, lambda: call(batch, "Q_PAGED_KV_NHD", Mode(), out=3), "out")
+    refuse(TypeError, lambda: call(batch, "Q_PAGED_KV_NHD", Mode(), chunked_attention_size=32.5), "32.5")
+    refuse(ValueError, lambda: call(batch, "Q_PAGED_KV_NHD", Mode(), bmm1_scale=None), "bmm1_scale")

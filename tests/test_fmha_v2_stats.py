@@ -11,10 +11,11 @@ from fused_problems import (
     PAGED,
     batch_of,
     check_stats,
-    the_targets_backend,  # noqa: F401 (a fixture)
 )
 from problems import make_batch
 from test_fmha_v2 import LAYOUTS, Mode, block_table
+
+pytestmark = pytest.mark.usefixtures("the_targets_backend")
 
 STATS_MODES = {
     "causal": Mode(),

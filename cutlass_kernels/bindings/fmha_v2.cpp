@@ -38,8 +38,9 @@ struct Entry {
   std::vector<std::int64_t> words;
   std::vector<py::object> kept;  // arguments that are known by their address
   const FmhaV2Launch* launch = nullptr;
-  py::object owner;   // of `launch`
-  py::object device;  // the index of the tensors' device
+  py::object owner;        // of `launch`, and of what that holds addresses of
+  py::object make_output;  // from the queries' tensor
+  py::object device;       // the index of the tensors' device
   bool counted = false;
   // From the tensors to the first key and the first value in them.
   Address k_offset = 0, v_offset = 0;
@@ -63,20 +64,27 @@ class FmhaV2Calls {
     return py::none();
   }
 
-  // remember(launch, index of the device, counted, k_offset, v_offset, *arguments of again)
+  // remember(owner, launch, make_output, index of the device, counted, k_offset, v_offset, *arguments of again)
   void remember(PyObject* const* arguments, Py_ssize_t count) {
-    constexpr Py_ssize_t kOwn = 5;
+    constexpr Py_ssize_t kOwn = 7;
     Call call;
     auto entry = std::make_shared<Entry>();
     if (count < kOwn || !read(arguments + kOwn, count - kOwn, &call, &entry->kept)) return;
     entry->words = call.words.copy();
     entry->owner = py::reinterpret_borrow<py::object>(arguments[0]);
-    entry->launch = entry->owner.cast<const FmhaV2Launch*>();
-    entry->device = py::reinterpret_borrow<py::object>(arguments[1]);
-    entry->counted = arguments[2] == Py_True;
-    entry->k_offset = Address(py::handle(arguments[3]).cast<std::int64_t>());
-    entry->v_offset = Address(py::handle(arguments[4]).cast<std::int64_t>());
-    std::vector<std::shared_ptr<Entry>> forgotten;  // freed last, as that may run Python
+    entry->launch = py::handle(arguments[1]).cast<const FmhaV2Launch*>();
+    entry->make_output = py::reinterpret_borrow<py::object>(arguments[2]);
+    entry->device = py::reinterpret_borrow<py::object>(arguments[3]);
+    entry->counted = arguments[4] == Py_True;
+    entry->k_offset = Address(py::handle(arguments[5]).cast<std::int64_t>());
+    entry->v_offset = Address(py::handle(arguments[6]).cast<std::int64_t>());
+    for (std::shared_ptr<Entry>& other : entries_) {
+      if (call.words.is_same(other->words)) {
+        other.swap(entry);  // freed last, as that may run Python
+        return;
+      }
+    }
+    std::vector<std::shared_ptr<Entry>> forgotten;  // so are these
     if (entries_.size() >= functions_.most) forgotten.swap(entries_);
     entries_.push_back(std::move(entry));
   }
@@ -140,7 +148,7 @@ class FmhaV2Calls {
       out = py::reinterpret_borrow<py::object>(given);
     } else {
       dlpack::Tensor tensor;
-      out = checked(PyObject_CallOneArg(functions_.empty_like.ptr(), call.parts[0]));
+      out = checked(PyObject_CallOneArg(entry.make_output.ptr(), call.parts[0]));
       if (!functions_.read_tensor(out.ptr(), &tensor)) return py::none();
       out_at = dlpack::address_of(tensor);
     }

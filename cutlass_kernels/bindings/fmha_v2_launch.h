@@ -82,7 +82,7 @@ class FmhaV2Launch {
     params.stats = pointer<float>(stats);
     params.qo_indptr = pointer<const std::int32_t>(qo_indptr);
     params.kv_indptr = pointer<const std::int32_t>(kv_indptr);
-    if (tables != 0) {
+    if (params.pages.page_size > 0) {
       params.pages.indices = pointer<const std::int32_t>(tables);
       if (v_entries_ > 0) params.pages.v_indices = params.pages.indices + v_entries_;
     }

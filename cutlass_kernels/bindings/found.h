@@ -41,8 +41,8 @@ class CallWords {
     return fits;
   }
 
-  // Numbers by their value, and by their type: whole floats may be refused. All else by its address, while it is kept: strings of
-  // a program mostly have one, and options change by being replaced.
+  // Numbers by their value, and by their type: whole floats may be refused. All else by its address, while it is kept: equal
+  // strings have one, interned, and options change by being replaced.
   bool add_plain(PyObject* object, std::vector<py::object>* kept) {
     std::int64_t kind = 0, value = 0;
     if (object == Py_True || object == Py_False) {
@@ -59,8 +59,11 @@ class CallWords {
       if (overflow != 0) return false;
     } else if (object != Py_None) {
       kind = 4;
+      Py_INCREF(object);
+      if (PyUnicode_CheckExact(object)) PyUnicode_InternInPlace(&object);
+      auto own = py::reinterpret_steal<py::object>(object);
       value = std::int64_t(reinterpret_cast<std::intptr_t>(object));
-      if (kept != nullptr) kept->push_back(py::reinterpret_borrow<py::object>(object));
+      if (kept != nullptr) kept->push_back(std::move(own));
     }
     return add(kind) && add(value);
   }

@@ -112,9 +112,10 @@ inline bool is_batch(const AttentionParams& params) {
 }
 
 /// Whether tiles are found in a work list. Those of a single request, and of a batch whose longest query is known, follow
-/// from their numbers (common/work.h).
+/// from their numbers (common/work.h); but for 8-bit keys under queries of another type, whose kernels have no registers for that.
 inline bool needs_list(const AttentionParams& params) {
-  return is_batch(params) && (params.max_qo_len <= 0 || params.fixed_split_size > 0);
+  return is_batch(params) && (params.max_qo_len <= 0 || params.fixed_split_size > 0 ||
+                              params.kv_dtype != params.q_dtype);
 }
 
 /// Tiles of a batch's longest request.

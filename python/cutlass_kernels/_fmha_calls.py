@@ -99,7 +99,7 @@ class Call:
         if (q_at | k_at | v_at) & 15:
             return None
         if out is None:
-            out = torch.empty_like(first) if self._like else first.new_empty(self._out[0], dtype=self._out[1])
+            out = torch.empty_like(first) if self._like else self._new_output(first)
         elif out.data_ptr() & 15:
             return None
         offsets = (tensors.cum_seq_lens_q, tensors.cum_seq_lens_kv)
@@ -107,10 +107,14 @@ class Call:
         self.run(q_at, k_at, v_at, out, offsets, tensors.block_tables, tensors.sinks, stats)
         if stats is not None:
             return out, stats
-        if self._like or tensors.out is not None:
-            own = (self._launch, self._index, self._counted, self._k_offset, self._v_offset)
-            _table()[1](*own, *tensors, *options)
+        make_output = torch.empty_like if self._like else self._new_output
+        own = (self, self._launch, make_output, self._index, self._counted, self._k_offset, self._v_offset)
+        _table()[1](*own, *tensors, *options)
         return out
+
+    def _new_output(self, first: torch.Tensor) -> torch.Tensor:
+        shape, dtype = self._out
+        return first.new_empty(shape, dtype=dtype)
 
     def run(
         self,
@@ -210,23 +214,28 @@ def serves(problem: Problem, request: _dispatch.Request, backend: str, max_q_len
         return False
     if _prepare.is_needed(problem) and not _plan.reads_as_is(backend, request):
         return False
-    # A list of work would split keys, and statistics of pieces are not merged.
-    return problem.output.stats is not None or not _needs_list(problem, backend, max_q_len, max_kv_len)
+    return not _needs_list(problem, backend, max_q_len, max_kv_len)
 
 
 def _needs_list(problem: Problem, backend: str, max_q_len: int, max_kv_len: int) -> bool:
-    """Whether a list of work, at the price of two launches more, makes up for them: where there are too few tiles for
-    the device beside keys that are worth splitting, or where fa2, which takes ``max_q_len`` for the length of all
-    requests, would start four times as many blocks as there are tiles."""
+    """Whether a list of work makes up for the launches it takes: two more, and some dozens of small ones with pages.
+
+    That is so where there are too few tiles for the device beside keys that are worth splitting, or where fa2, which
+    takes ``max_q_len`` for the length of all requests, would start four times as many blocks as there are tiles. Where
+    statistics are wanted no keys are split, as those of pieces are not merged, and only far more blocks than that
+    count.
+    """
     assert problem.qo_indptr is not None
     rows, batch, heads = problem.q.size(0), max(problem.qo_indptr.numel() - 1, 1), problem.q.size(1)
     key_heads = _matrices(problem)[0].size(-2)
     packs = rows * (heads // max(key_heads, 1)) <= _dispatch.DECODE_ROWS * batch
     tiles = batch * key_heads if packs else max(-(-rows // _TILE_ROWS), batch) * heads
-    if tiles < _FULL_DEVICE and max_kv_len >= _LONG_KEYS and max_kv_len >= 4 * (rows // batch):
+    stats = problem.output.stats is not None
+    if not stats and tiles < _FULL_DEVICE and max_kv_len >= _LONG_KEYS and max_kv_len >= 4 * (rows // batch):
         return True
     tile_rows = 1 if packs else _TILE_ROWS
-    return backend == "fa2" and -(-min(max_q_len, rows) // tile_rows) * batch > 4 * (-(-rows // tile_rows) + batch)
+    blocks, needed = -(-min(max_q_len, rows) // tile_rows) * batch, -(-rows // tile_rows) + batch
+    return backend == "fa2" and blocks > (64 if stats else 4) * needed
 
 
 def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: int, max_kv_len: int) -> Call | None:

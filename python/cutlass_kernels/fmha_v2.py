@@ -51,6 +51,12 @@ def trtllm_fmha_v2_prefill(
     ``p - window_left <= j <= p`` (sliding_window), ``p // C * C <= j <= p`` with ``C = chunked_attention_size``
     (chunked), or all keys of its request (padding). A row without keys is 0.
 
+    On a GPU this is one kernel, which reads lengths and block tables there, with three exceptions. Requests so short and
+    few that they leave most of the device idle, over 1024 keys or more, and under fa2 lengths that differ much from
+    ``max_q_len``, take a list of work, which several launches make on the device. What a kernel does not read (e4m3
+    with ALiBi or statistics, or on fa2) is converted first. Both can be captured in a CUDA graph. Tensors that no kernel
+    serves are left to the reference, which cannot.
+
     Args:
         qkv: what ``input_layout`` says (T query tokens and Tkv key tokens of all requests, one after the other):
 
@@ -67,7 +73,8 @@ def trtllm_fmha_v2_prefill(
             the library's own).
         seq_lens: int32 ``[batch_size]``, keys per request; not read, since ``cum_seq_lens_kv`` says the same.
         max_q_len, max_kv_len: upper bounds of the lengths, ``max_kv_len >= max_q_len`` (equal for ``PACKED_QKV``).
-            On a CUDA device rows of a request beyond ``max_q_len`` need not be computed.
+            Offsets on the CPU are checked against them; of those on a CUDA device, rows of a request beyond
+            ``max_q_len`` need not be computed.
         bmm1_scale: factor of ``Q K^T``, a number or a one-element tensor: the softmax scale, times the scales of fp8
             queries and keys. 0 is ``1 / sqrt(head_dim)``.
         bmm2_scale: factor of the output, a number or a one-element tensor.
@@ -75,7 +82,7 @@ def trtllm_fmha_v2_prefill(
         cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch_size + 1]``, offsets of the requests in tokens. On the device
             of the queries they are read by the kernel: a captured call follows them, within the bounds.
         block_tables: int32. For a pool, ``[batch_size, M]`` page numbers. For separate caches, ``[batch_size, 2, M]``
-            block numbers of keys and of values, both counted from the start of ``k_cache``.
+            block numbers of keys and of values, both counted from the start of ``k_cache``. None for other layouts.
         out: ``[T, num_qo_heads, head_dim_v]`` to write to.
         out_dtype: dtype of the output where ``out`` is None; default that of the queries. 16-bit queries give their own
             dtype only; e4m3 queries float16, bfloat16 or float8_e4m3fn (rounded to nearest; what lies beyond 448 is
@@ -85,7 +92,8 @@ def trtllm_fmha_v2_prefill(
         pos_encoding_mode: None or ``"alibi"``: adds ``slope_h * j`` after the soft cap.
         logits_soft_cap_scale: cap ``c`` of ``c * tanh(s / c)``; None or <= 0 is off.
         mask_mode: ``"causal"``, ``"padding"``, ``"sliding_window"`` or ``"chunked"``, in any case. A positive
-            ``window_left`` or ``chunked_attention_size`` also takes effect with ``"causal"``.
+            ``window_left`` also takes effect with ``"causal"``, and so does ``chunked_attention_size``, also with
+            ``"sliding_window"``.
         window_left: keys to the left of a row's own, inclusive; -1 is no limit.
         chunked_attention_size: chunk length, a power of two; 0 is none.
         save_softmax_stats: also return the statistics. Kernels then compute e4m3 tensors from 16-bit copies.
@@ -93,7 +101,8 @@ def trtllm_fmha_v2_prefill(
             largest so far, is below ``factor / kv_len``. 0 computes all, and so do most kernels: those of fa3 skip
             tiles of long 16-bit prompts whose scales are numbers, without a soft cap and ALiBi, in pages of a multiple
             of 8 tokens or in none.
-            The values of what is skipped add nothing, nor do its weights to the denominator.
+            The values of what is skipped add nothing, nor do its weights to the denominator; NaN there does not show.
+            With ``save_softmax_stats`` nothing is skipped.
 
     Returns:
         ``out``, or ``(out, stats)`` with ``stats`` float32 ``[T, num_qo_heads, 2]``: the row maximum m and
@@ -104,7 +113,8 @@ def trtllm_fmha_v2_prefill(
 
     Raises:
         ValueError: unknown layout or mask mode, shapes or dtypes that contradict the layout, a missing or malformed
-            block table, a window together with chunks, padding together with either.
+            block table or one without pages, a window together with chunks, padding together with either; lengths on
+            the CPU beyond their bounds.
         AssertionError: ``qkv`` is not a tensor or tuple as the layout needs.
         KeyError: unknown ``pos_encoding_mode``.
         RuntimeError: ``num_qo_heads`` is not a multiple of ``num_kv_heads``; offsets that decrease.
@@ -154,6 +164,8 @@ def trtllm_fmha_v2_prefill(
     qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True)
     kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size)
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
+    _check_longest("max_q_len", max_q_len, qo_indptr)
+    _check_longest("max_kv_len", max_kv_len, kv_indptr)
 
     kv: RaggedKv | PagedKv
     tables: _fmha_calls.Tables | None = None
@@ -164,12 +176,15 @@ def trtllm_fmha_v2_prefill(
         if not q.is_cuda or not (kv_indptr.is_cuda or tables.entries.is_cuda):
             kv = _paged(k, v, tables, kv_indptr)  # checks lengths and page numbers
         if q.is_cuda:  # of which nothing but the caches and the offsets is needed as yet
+            _check_room(tables.entries, k.size(1), kv_indptr)
             kv = PagedKv(k, v, kv_indptr, tables.entries, kv_indptr)
     else:
+        if block_tables is not None:
+            raise ValueError(f"block_tables is given, but input_layout={input_layout} has no pages: pass None.")
         _check_total("cum_seq_lens_kv", kv_indptr, "keys", k.size(0))
         kv = RaggedKv(k, v, kv_indptr)
 
-    mask = _mask(mask_mode, window_left, chunked_attention_size, max_kv_len)
+    mask = _mask(mask_mode, window_left, chunked_attention_size)
     logits = Logits(
         sm_scale=_fused_scale(bmm1_scale, head_dim),
         soft_cap=_args.soft_cap(logits_soft_cap_scale),
@@ -190,7 +205,9 @@ def trtllm_fmha_v2_prefill(
     returned = result if stats is None else (result, stats)
     if not _fmha_calls.serves(problem, request, selected, longest, int(max_kv_len)):
         if tables is not None and q.is_cuda:
-            problem.kv = _paged(k, v, tables, kv_indptr)
+            # Copies of fp8 pages, where they are needed, are of all entries: no more of them than any request uses.
+            used = tables._replace(entries=tables.entries[..., : -(-int(max_kv_len) // k.size(1))])
+            problem.kv = _paged(k, v, used, kv_indptr)
         _plan.compute_selected(problem, request, selected)
         return returned
     call = _fmha_calls.compute(problem, selected, tables, longest, int(max_kv_len))
@@ -234,7 +251,7 @@ def fmha_v2_stats_to_lse(
         unit = unit * _fused_scale(bmm1_scale, head_dim)
     maximum, total = stats.to(torch.float32).unbind(-1)
     lse = (maximum * unit) * LOG2E + torch.log2(total)
-    return torch.where(total > 0.0, lse, -math.inf)
+    return torch.where(total == 0.0, -math.inf, lse)  # NaN stays NaN
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------
@@ -305,6 +322,15 @@ def _check_total(name: str, indptr: torch.Tensor, what: str, tokens: int) -> Non
         raise ValueError(f"{name}[-1]={int(indptr[-1])}, but there are only {tokens} {what}.")
 
 
+def _check_longest(name: str, most: int, indptr: torch.Tensor) -> None:
+    """ValueError where a request is known to be longer than its bound."""
+    if indptr.is_cuda or indptr.numel() < 2:
+        return
+    longest = int(_args.lens(indptr).max())
+    if longest > most:
+        raise ValueError(f"{name}={most}, but there is a request of length {longest}: pass an upper bound.")
+
+
 def _check_tables(block_tables: torch.Tensor | None, separate: bool, batch_size: int) -> torch.Tensor:
     """The block tables; ValueError where they are not what the caches need."""
     if block_tables is None:
@@ -312,6 +338,8 @@ def _check_tables(block_tables: torch.Tensor | None, separate: bool, batch_size:
     rank = 3 if separate else 2
     shape = "[batch_size, 2, M]" if separate else "[batch_size, M]"
     table = block_tables
+    if not isinstance(table, torch.Tensor):
+        raise TypeError(f"block_tables is {type(table).__name__}, not a tensor.")
     if table.dtype != torch.int32:
         raise ValueError(f"block_tables has dtype {table.dtype}: it must be torch.int32.")
     if table.dim() != rank or table.size(0) != batch_size or (separate and table.size(1) != 2):
@@ -322,6 +350,15 @@ def _check_tables(block_tables: torch.Tensor | None, separate: bool, batch_size:
     return table
 
 
+def _check_room(table: torch.Tensor, page_size: int, kv_indptr: torch.Tensor) -> None:
+    """ValueError where a request is known to have more keys than its row of the table has room for."""
+    if kv_indptr.is_cuda or kv_indptr.numel() < 2:
+        return
+    longest = int(_args.lens(kv_indptr).max())
+    if longest > table.size(-1) * page_size:
+        raise ValueError(f"a request has {longest} keys, but block_tables only {table.size(-1)} columns.")
+
+
 def _paged(k: torch.Tensor, v: torch.Tensor, tables: _fmha_calls.Tables, kv_indptr: torch.Tensor) -> PagedKv:
     """The page table of a batch from its block tables, made on their device."""
     table, v_offset = tables
@@ -330,8 +367,7 @@ def _paged(k: torch.Tensor, v: torch.Tensor, tables: _fmha_calls.Tables, kv_indp
     if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
         device = kv_lens.device if kv_lens.is_cuda else table.device
         kv_lens, table = kv_lens.to(device), table.to(device)
-    if not kv_lens.is_cuda and batch_size and int(kv_lens.max()) > table.size(-1) * page_size:
-        raise ValueError(f"a request has {int(kv_lens.max())} keys, but block_tables only {table.size(-1)} columns.")
+    _check_room(table, page_size, kv_indptr)
     pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(0, table.size(-1))
     last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
     indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
@@ -371,11 +407,11 @@ def _value_offset(k: torch.Tensor, v: torch.Tensor) -> int:
 # --- options -----------------------------------------------------------------------------------------------------
 
 
-def _mask(mask_mode: str, window_left: int, chunk_size: int, max_kv_len: int) -> Mask:
+def _mask(mask_mode: str, window_left: int, chunk_size: int) -> Mask:
     mode = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
     if mode not in MASK_MODES:
         raise ValueError(f"mask_mode={mask_mode!r} is not a mask: use one of {', '.join(MASK_MODES)}.")
-    window, chunk = _args.window(window_left), int(chunk_size or 0)
+    window, chunk = _args.window(window_left), _args.integer("chunked_attention_size", chunk_size or 0)
     if chunk < 0 or chunk & (chunk - 1):
         raise ValueError(f"chunked_attention_size={chunk} must be a power of two, or 0 for none.")
     if mode == "chunked" and chunk == 0:
@@ -387,7 +423,7 @@ def _mask(mask_mode: str, window_left: int, chunk_size: int, max_kv_len: int) ->
                 "restrict them: use 'sliding_window' or 'chunked'."
             )
         return Mask()
-    if window >= max_kv_len or (window == 0 and mode != "sliding_window"):
+    if window == 0 and mode != "sliding_window":
         window = -1
     if window >= 0 and chunk > 0:
         raise ValueError(
@@ -405,6 +441,8 @@ def _is_alibi(mode: str | None) -> bool:
 
 def _fused_scale(value: float | torch.Tensor, head_dim: int) -> float | torch.Tensor:
     """``bmm1_scale``, with 0 replaced by its default."""
+    if value is None:
+        raise ValueError("bmm1_scale is None: pass a number, 0 for 1 / sqrt(head_dim).")
     factor = _args.scale(value, "bmm1_scale")
     default = 1.0 / math.sqrt(head_dim)
     if isinstance(factor, torch.Tensor):
@@ -413,6 +451,8 @@ def _fused_scale(value: float | torch.Tensor, head_dim: int) -> float | torch.Te
 
 
 def _output_dtype(q_dtype: torch.dtype, out: torch.Tensor | None, out_dtype: str | torch.dtype | None) -> torch.dtype:
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is {type(out).__name__}, not a tensor.")
     wanted = out.dtype if out is not None else q_dtype if out_dtype is None else _args.dtype(out_dtype)
     served = (*_args.HALF_DTYPES, torch.float8_e4m3fn) if q_dtype in _args.FP8_DTYPES else (q_dtype,)
     if wanted not in served:

@@ -141,8 +141,8 @@ struct AttentionParams {
   bool disable_split_kv = false;
   std::int32_t max_kv_len =
       0;  ///< most keys of a request, if known: bounds the pieces of a fixed size
-  /// Most rows of a request, if known. A batch then needs no work list (but for a fixed_split_size): a call is one kernel,
-  /// which reads the offsets itself. Keys are not split. Rows of a request beyond so many need not be computed, and where
+  /// Most rows of a request, if known. A batch then needs no work list (but for a fixed_split_size, and for 8-bit keys under queries of
+  /// another type): a call is one kernel, which reads the offsets itself. Keys are not split. Rows of a request beyond so many need not be computed, and where
   /// qo_indptr decreases somewhere, neither need the requests around.
   std::int32_t max_qo_len = 0;
 

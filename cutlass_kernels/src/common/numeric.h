@@ -45,13 +45,15 @@ struct e4m3 {
   static constexpr DType kDType = DType::kFloat8E4M3;
   // Four numbers, the lowest byte of the register first; beyond 448 they become 448.
   static CUTE_DEVICE std::uint32_t pack(float x0, float x1, float x2, float x3) {
-    std::uint32_t packed;
+    std::uint32_t packed = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890  // fa3's alone, but merges are compiled for all
     asm("{\n.reg .b16 lo, hi;\n"
         "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
         "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
         "mov.b32 %0, {lo, hi};\n}"
         : "=r"(packed)
         : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+#endif
     return packed;
   }
 };

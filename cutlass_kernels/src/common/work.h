@@ -116,7 +116,8 @@ CUTE_DEVICE void find_in_order(const AttentionParams& p, const RowTiles& rows, i
 //
 // kPaged, kInOrder: whether there may be pages, and tiles in the order of rows. In a kernel of fa2, which has no warp of its own
 // for this, a few instructions more here, or a call, make ptxas order the main loop anew.
-template <bool kPaged, bool kInOrder>
+// kBatches: whether a batch may come without a list (needs_list() in schedule.h).
+template <bool kPaged, bool kInOrder, bool kBatches = true>
 CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int rank,
                            WorkItem& work) {
   if (p.schedule.work_list != nullptr) {
@@ -134,7 +135,7 @@ CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int r
     work.kv_len = int(p.total_kv);
     work.piece = std::int16_t(part);
     work.pieces = std::int16_t(parts);
-    if (p.qo_indptr != nullptr) {
+    if (kBatches && p.qo_indptr != nullptr) {
       work.batch = part;
       if constexpr (kInOrder) {
         if (rows.tiles == 0) find_in_order(p, rows, p.schedule.capacity - 1 - rank, work);

@@ -106,7 +106,7 @@ struct DecodeRows {
           }
         }
       }
-      if constexpr (kGeneral) {
+      if constexpr (kGeneral && Tile::kKvBytes == 2) {
         if (p.stats != nullptr && lane == 0) {
           params.stats.store(p, std::int64_t(work.q_begin) + first_token + token, of_head, m, sum);
         }

@@ -198,7 +198,7 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     const int of_head = head + row_at.pack_head(row);
     float m = row_m[r];
     float sum = row_sum[r];
-    if constexpr (kGeneral) {
+    if constexpr (kGeneral && Tile::kKvBytes == 2) {
       if (p.stats != nullptr && lane % 4 == 0 && token < row_end) {
         params.stats.store(p, std::int64_t(work.q_begin) + token, of_head, m, sum);
       }

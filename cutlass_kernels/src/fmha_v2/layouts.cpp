@@ -63,10 +63,7 @@ Status describe_mask(const FmhaV2Params& params, AttentionParams* attention) {
     return Status::invalid("mask_mode 'padding' sees all keys, but " + sizes +
                            " restrict them: use 'sliding_window' or 'chunked'.");
   }
-  if (window >= params.max_kv_len ||
-      (window == 0 && params.mask_mode != FmhaV2Mask::kSlidingWindow)) {
-    window = -1;
-  }
+  if (window == 0 && params.mask_mode != FmhaV2Mask::kSlidingWindow) window = -1;
   if (window >= 0 && chunk > 0) {
     return Status::invalid(sizes + " exclude each other: set one of them.");
   }
