@@ -51,11 +51,11 @@ def trtllm_fmha_v2_prefill(
     ``p - window_left <= j <= p`` (sliding_window), ``p // C * C <= j <= p`` with ``C = chunked_attention_size``
     (chunked), or all keys of its request (padding). A row without keys is 0.
 
-    On a GPU this is one kernel, which reads lengths and block tables there, with three exceptions. Requests so short and
-    few that they leave most of the device idle, over 1024 keys or more, and under fa2 lengths that differ much from
+    On a GPU this is one kernel, which reads lengths and block tables there, with three exceptions. Requests so short
+    and few that they leave most of the device idle, over 1024 keys or more, and under fa2 lengths that differ much from
     ``max_q_len``, take a list of work, which several launches make on the device. What a kernel does not read (e4m3
-    with ALiBi or statistics, or on fa2) is converted first. Both can be captured in a CUDA graph. Tensors that no kernel
-    serves are left to the reference, which cannot.
+    with ALiBi or statistics, or on fa2) is converted first. Both can be captured in a CUDA graph. Tensors that no
+    kernel serves are left to the reference, which cannot.
 
     Args:
         qkv: what ``input_layout`` says (T query tokens and Tkv key tokens of all requests, one after the other):
