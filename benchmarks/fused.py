@@ -7,45 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cases import OfProblem
 
 if TYPE_CHECKING:
     from shapes import Inputs, Prefill
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(OfProblem):
     """A problem whose tensors are laid out in one of the function's ways."""
 
-    problem: Prefill
     layout: str
-
-    @property
-    def group(self) -> str:
-        return self.problem.group
-
-    @property
-    def column(self) -> str:
-        return self.problem.column
-
-    @property
-    def label(self) -> str:
-        return self.problem.label
 
     @property
     def detail(self) -> str:
         return f"{self.layout}, {self.problem.detail}"
-
-    @property
-    def features(self) -> frozenset[str]:
-        return self.problem.features
-
-    @property
-    def work(self) -> float:
-        return self.problem.work
-
-    @property
-    def bytes(self) -> float:
-        return self.problem.bytes
 
 
 def arguments(case: Fused, x: Inputs) -> dict[str, Any]:

@@ -6,41 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cases import OfProblem
 
 if TYPE_CHECKING:
-    from shapes import Inputs, Prefill
+    from shapes import Inputs
 
 
 @dataclass(frozen=True)
-class SharedPrefix:
+class SharedPrefix(OfProblem):
     """A token per request; the first ``prefix`` keys of every request are the same."""
 
-    problem: Prefill
     prefix: int
-
-    @property
-    def group(self) -> str:
-        return self.problem.group
-
-    @property
-    def column(self) -> str:
-        return self.problem.column
-
-    @property
-    def label(self) -> str:
-        return self.problem.label
 
     @property
     def detail(self) -> str:
         return f"{self.prefix} keys shared, {self.problem.detail}"
-
-    @property
-    def features(self) -> frozenset[str]:
-        return self.problem.features
-
-    @property
-    def work(self) -> float:
-        return self.problem.work
 
     @property
     def bytes(self) -> float:

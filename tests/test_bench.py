@@ -26,6 +26,8 @@ import peers  # noqa: E402
 import report as reporting  # noqa: E402
 import shapes  # noqa: E402
 import timing  # noqa: E402
+from fused import Fused  # noqa: E402
+from prefix import SharedPrefix  # noqa: E402
 from shapes import Prefill  # noqa: E402
 from states import Merge, make_states  # noqa: E402
 
@@ -232,7 +234,7 @@ def test_host_operation_measures_every_call() -> None:
     cases = [c for c in hosts if c.call.endswith("_plan") or c.batch <= 8]
     report = run(list(cases), [peers.HOST["auto"]], "host")
     figures = [report.figure(case, "auto") for case in report.cases()]
-    assert len(figures) == len(cases) == 7
+    assert len(figures) == len(cases) == 8
     assert all(figure is not None and figure > 0 for figure in figures)
 
 
@@ -252,6 +254,28 @@ def test_pages_masks_and_alibi_are_measured() -> None:
     assert "good, 2 of 9 cases: does not honour custom_mask" in report.reasons()
     assert "good, 1 of 9 cases: does not honour alibi, append" in report.reasons()
     assert "good, 2 of 9 cases: does not honour append, paged, ragged" in report.reasons()
+
+
+@pytest.mark.parametrize(
+    "layout", ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"]
+)
+def test_layouts_hold_the_problem(layout: str) -> None:
+    heads, page_size = (4, 4) if layout == "PACKED_QKV" else (4, 2), 8 if "PAGED" in layout else 0
+    case = Fused(Prefill("g", "c", (7, 20), (7, 20), *heads, 16, 16, page_size=page_size), layout)
+    operation = peers.OPERATIONS["fused"]
+    inputs = operation.inputs(case, CPU)
+    timed = peers._fused(peers.ck, case, inputs)
+    assert check.fault(timed.output(timed.call()), operation.expect(case, inputs)) is None
+
+
+@pytest.mark.parametrize("name", ["levels", "shared", "plain", "copies"])
+def test_shared_prefixes_are_shared(name: str) -> None:
+    case = SharedPrefix(Prefill("g", "c", (1,) * 3, (43,) * 3, 4, 2, 16, 16, page_size=4), 32)
+    operation = peers.OPERATIONS["shared_prefix"]
+    inputs = operation.inputs(case, CPU)
+    timed = operation.backends[name].make(case, inputs)
+    assert check.fault(timed.output(timed.call()), operation.expect(case, inputs)) is None
+    assert case.bytes == case.problem.bytes - 2 * 2 * 32 * 2 * 32
 
 
 @pytest.mark.parametrize("case", shapes.with_pages(Prefill("g", "", (7, 1), (40, 33), 4, 2, 16, 16), (5, 16)))
