@@ -56,12 +56,8 @@ class FmhaV2Calls {
   py::object again(PyObject* const* arguments, Py_ssize_t count) const {
     Call call;
     if (!read(arguments, count, &call)) return py::none();
-    for (const std::shared_ptr<Entry>& known : entries_) {
-      if (!call.words.is_same(known->words)) continue;
-      const std::shared_ptr<Entry> entry = known;  // Python may forget it meanwhile
-      return run(*entry, call, arguments[kOut]);
-    }
-    return py::none();
+    const std::shared_ptr<Entry> entry = calls_.find(call.words);
+    return entry == nullptr ? py::none() : run(*entry, call, arguments[kOut]);
   }
 
   // remember(owner, launch, make_output, index of the device, counted, k_offset, v_offset, *arguments of again)
@@ -70,7 +66,6 @@ class FmhaV2Calls {
     Call call;
     auto entry = std::make_shared<Entry>();
     if (count < kOwn || !read(arguments + kOwn, count - kOwn, &call, &entry->kept)) return;
-    entry->words = call.words.copy();
     entry->owner = py::reinterpret_borrow<py::object>(arguments[0]);
     entry->launch = py::handle(arguments[1]).cast<const FmhaV2Launch*>();
     entry->make_output = py::reinterpret_borrow<py::object>(arguments[2]);
@@ -78,15 +73,7 @@ class FmhaV2Calls {
     entry->counted = arguments[4] == Py_True;
     entry->k_offset = Address(py::handle(arguments[5]).cast<std::int64_t>());
     entry->v_offset = Address(py::handle(arguments[6]).cast<std::int64_t>());
-    for (std::shared_ptr<Entry>& other : entries_) {
-      if (call.words.is_same(other->words)) {
-        other.swap(entry);  // freed last, as that may run Python
-        return;
-      }
-    }
-    std::vector<std::shared_ptr<Entry>> forgotten;  // so are these
-    if (entries_.size() >= functions_.most) forgotten.swap(entries_);
-    entries_.push_back(std::move(entry));
+    calls_.remember(call.words, std::move(entry), functions_.most);
   }
 
  private:
@@ -167,7 +154,7 @@ class FmhaV2Calls {
 
   const TableFunctions functions_;
   const py::object counters_of_;  // their address, by the index of a device and a stream
-  std::vector<std::shared_ptr<Entry>> entries_;
+  FoundCalls<Entry> calls_;
 };
 
 PyObject* again(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
@@ -181,12 +168,10 @@ PyObject* remember(PyObject* capsule, PyObject* const* arguments, Py_ssize_t cou
   });
 }
 
-py::object make_calls(const py::capsule& api, py::object tensor_type, py::object empty_like,
-                      py::object current_device, py::object stream_of, py::object counters_of,
-                      std::size_t most) {
-  const auto functions =
-      TableFunctions::make(api, std::move(tensor_type), std::move(empty_like),
-                           std::move(current_device), std::move(stream_of), most);
+py::object make_calls(const py::capsule& api, py::object tensor_type, py::object current_device,
+                      py::object stream_of, py::object counters_of, std::size_t most) {
+  const auto functions = TableFunctions::make(
+      api, std::move(tensor_type), std::move(current_device), std::move(stream_of), most);
   if (functions == nullptr) return py::none();
   static PyMethodDef again_def = fast("again", &again);
   static PyMethodDef remember_def = fast("remember", &remember);
@@ -211,7 +196,7 @@ void bind_fmha_v2(py::module_& m) {
   m.def("fmha_v2_calls", &make_calls,
         "The functions (again, remember) of a new table of calls; None where tensors are described "
         "in a way that is not known. From: DLPack's exchange API of a type of tensors, that type, "
-        "empty_like, the current device's index, the stream of a device, the counters of a device "
+        "the current device's index, the stream of a device, the counters of a device "
         "and a stream, how many calls it has.");
 }
 

@@ -89,18 +89,18 @@ inline py::object checked(PyObject* result) {
 /// What all tables use of Python.
 struct TableFunctions {
   const dlpack::ExchangeApi* api;
-  py::object tensor_type, empty_like, current_device, stream_of;
+  py::object tensor_type, current_device, stream_of;
   std::size_t most;  // calls of a table
 
   // Null where tensors are described in a way that is not known.
   static std::unique_ptr<TableFunctions> make(const py::capsule& api, py::object tensor_type,
-                                              py::object empty_like, py::object current_device,
-                                              py::object stream_of, std::size_t most) {
+                                              py::object current_device, py::object stream_of,
+                                              std::size_t most) {
     const auto* exchange = api.get_pointer<const dlpack::ExchangeApi>();
     if (exchange->version.major != 1 || exchange->tensor_from_py_object == nullptr) return nullptr;
     return std::make_unique<TableFunctions>(
-        TableFunctions{exchange, std::move(tensor_type), std::move(empty_like),
-                       std::move(current_device), std::move(stream_of), most});
+        TableFunctions{exchange, std::move(tensor_type), std::move(current_device),
+                       std::move(stream_of), most});
   }
 
   bool read_tensor(PyObject* object, dlpack::Tensor* tensor) const {
@@ -118,6 +118,36 @@ struct TableFunctions {
     PyErr_Clear();
     return false;
   }
+};
+
+/// A table of calls that may be made again. `Entry` has the `words` that it is found by.
+template <class Entry>
+class FoundCalls {
+ public:
+  // Null: not known. A pointer of its own, as Python may forget the entry while it is used.
+  std::shared_ptr<Entry> find(const CallWords& words) const {
+    for (const std::shared_ptr<Entry>& entry : entries_) {
+      if (words.is_same(entry->words)) return entry;
+    }
+    return nullptr;
+  }
+
+  // In the place of an entry of the same words, or where there are `most`, of all.
+  void remember(const CallWords& words, std::shared_ptr<Entry> entry, std::size_t most) {
+    entry->words = words.copy();
+    for (std::shared_ptr<Entry>& other : entries_) {
+      if (words.is_same(other->words)) {
+        other.swap(entry);  // freed last, as that may run Python
+        return;
+      }
+    }
+    std::vector<std::shared_ptr<Entry>> forgotten;  // so are these
+    if (entries_.size() >= most) forgotten.swap(entries_);
+    entries_.push_back(std::move(entry));
+  }
+
+ private:
+  std::vector<std::shared_ptr<Entry>> entries_;
 };
 
 // --- functions of Python: methods of a pybind11 class would take 0.5 us for their arguments ---

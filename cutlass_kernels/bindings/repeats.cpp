@@ -50,13 +50,13 @@ struct Entry {
 
 class Repeats {
  public:
-  explicit Repeats(const TableFunctions& functions) : functions_(functions) {}
+  Repeats(const TableFunctions& functions, py::object empty_like)
+      : functions_(functions), empty_like_(std::move(empty_like)) {}
 
   // again(q, k, v, out, lse, sinks, return_lse, *others): the results, or None where no such call is known. `k` may be a tuple
   // of k and v.
   py::object again(PyObject* const* arguments, Py_ssize_t count) const {
     Call call;
-    // A pointer of its own: Python may forget the entry meanwhile.
     const std::shared_ptr<Entry> entry = entry_of(arguments, count, &call);
     return entry == nullptr ? py::none() : run(*entry, call);
   }
@@ -74,7 +74,6 @@ class Repeats {
     Call call;
     auto entry = std::make_shared<Entry>();
     if (count < 2 || !read(arguments + 2, count - 2, &call, &entry->kept)) return;
-    entry->words = call.words.copy();
     entry->repeat = py::reinterpret_borrow<py::object>(arguments[0]);
     if (arguments[1] != Py_None) {
       const auto direct = py::reinterpret_borrow<py::tuple>(arguments[1]);
@@ -86,24 +85,12 @@ class Repeats {
       entry->out_is_like_q = direct[4].cast<bool>();
       entry->v_offset = Address(direct[5].cast<std::int64_t>());
     }
-    for (std::shared_ptr<Entry>& other : entries_) {
-      if (call.words.is_same(other->words)) {
-        other.swap(entry);  // freed last, as that may run Python
-        return;
-      }
-    }
-    std::vector<std::shared_ptr<Entry>> forgotten;  // so are these
-    if (entries_.size() >= functions_.most) forgotten.swap(entries_);
-    entries_.push_back(std::move(entry));
+    calls_.remember(call.words, std::move(entry), functions_.most);
   }
 
  private:
   std::shared_ptr<Entry> entry_of(PyObject* const* arguments, Py_ssize_t count, Call* call) const {
-    if (!read(arguments, count, call)) return nullptr;
-    for (const std::shared_ptr<Entry>& entry : entries_) {
-      if (call->words.is_same(entry->words)) return entry;
-    }
-    return nullptr;
+    return read(arguments, count, call) ? calls_.find(call->words) : nullptr;
   }
 
   bool read(PyObject* const* arguments, Py_ssize_t count, Call* call,
@@ -160,7 +147,7 @@ class Repeats {
     if (has_out) {
       out = py::reinterpret_borrow<py::object>(call.tensors[kOut]);
     } else {
-      out = checked(PyObject_CallOneArg(functions_.empty_like.ptr(), call.tensors[kQ]));
+      out = checked(PyObject_CallOneArg(empty_like_.ptr(), call.tensors[kQ]));
       if (!functions_.read_tensor(out.ptr(), &tensor)) return {};
       out_at = dlpack::address_of(tensor);
     }
@@ -178,7 +165,8 @@ class Repeats {
   }
 
   const TableFunctions functions_;
-  std::vector<std::shared_ptr<Entry>> entries_;
+  const py::object empty_like_;
+  FoundCalls<Entry> calls_;
 };
 
 // --- as functions of Python ---
@@ -198,13 +186,19 @@ PyObject* remember(PyObject* capsule, PyObject* const* arguments, Py_ssize_t cou
   });
 }
 
+/// What makes tables.
+struct Maker {
+  TableFunctions functions;
+  py::object empty_like;
+};
+
 PyObject* make(PyObject* capsule, PyObject* const*, Py_ssize_t) {
   return guarded([&]() -> py::object {
     static PyMethodDef again_def = fast("again", &again);
     static PyMethodDef find_def = fast("find", &find);
     static PyMethodDef remember_def = fast("remember", &remember);
-    const py::object table =
-        capsule_of(std::make_unique<Repeats>(*held_by<const TableFunctions>(capsule)));
+    const auto& [functions, empty_like] = *held_by<const Maker>(capsule);
+    const py::object table = capsule_of(std::make_unique<Repeats>(functions, empty_like));
     return py::make_tuple(bound(&again_def, table), bound(&find_def, table),
                           bound(&remember_def, table));
   });
@@ -212,11 +206,11 @@ PyObject* make(PyObject* capsule, PyObject* const*, Py_ssize_t) {
 
 py::object maker(const py::capsule& api, py::object tensor_type, py::object empty_like,
                  py::object current_device, py::object stream_of, std::size_t most) {
-  auto functions = TableFunctions::make(api, std::move(tensor_type), std::move(empty_like),
-                                        std::move(current_device), std::move(stream_of), most);
+  const auto functions = TableFunctions::make(
+      api, std::move(tensor_type), std::move(current_device), std::move(stream_of), most);
   if (functions == nullptr) return py::none();
   static PyMethodDef make_def = fast("make", &make);
-  return bound(&make_def, capsule_of(std::move(functions)));
+  return bound(&make_def, capsule_of(std::make_unique<Maker>(*functions, std::move(empty_like))));
 }
 
 }  // namespace
@@ -224,10 +218,9 @@ py::object maker(const py::capsule& api, py::object tensor_type, py::object empt
 void bind_repeats(py::module_& m) {
   m.def("repeats", &maker,
         "A function that makes the functions (again, find, remember) of a new table of calls; None "
-        "where "
-        "tensors are described in a way that is not known. From: DLPack's exchange API of a type "
-        "of tensors, that type, empty_like, the current device's index, the stream of a device, "
-        "how many calls a table has.");
+        "where tensors are described in a way that is not known. From: DLPack's exchange API of a "
+        "type of tensors, that type, empty_like, the current device's index, the stream of a "
+        "device, how many calls a table has.");
 }
 
 }  // namespace cutlass_kernels

@@ -163,7 +163,6 @@ def _table() -> tuple[Callable[..., Any], Callable[..., None]]:
         functions = _args._C.fmha_v2_calls(
             _found.API,
             torch.Tensor,
-            torch.empty_like,
             _streams.current_device,
             _streams.stream_of,
             lambda device, stream: _kernels().counters_at(device, stream),
