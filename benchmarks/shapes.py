@@ -469,6 +469,26 @@ def fused(dtype: str) -> list[Case]:
     return cases
 
 
+def fused_short(dtype: str) -> list[Case]:
+    """Few short queries over many keys, of equal and of uneven lengths: speculative decoding, chunks of a prompt."""
+    cases: list[Case] = []
+    uneven = (500, 1000, 2000, 4000, 8000, 16000, 700, 300)
+    for column, rows, keys in (
+        ("1 x 4 over 4k", 4, (4096,)),
+        ("1 x 16 over 32k", 16, (32768,)),
+        ("1 x 128 over 32k", 128, (32768,)),
+        ("8 x 4 over 4k", 4, (4096,) * 8),
+        ("8 x 4 uneven", 4, uneven),
+        ("8 x 32 over 4k", 32, (4096,) * 8),
+        ("8 x 32 uneven", 32, uneven),
+    ):
+        for layout, page_size in (("CONTIGUOUS_Q_KV", 0), ("Q_PAGED_KV_NHD", 32)):
+            lens = (rows,) * len(keys)
+            problem = Prefill(layout, column, lens, keys, 32, 8, 128, 128, dtype=dtype, page_size=page_size)
+            cases.append(Fused(problem, layout))
+    return cases
+
+
 def shared_prefix(dtype: str) -> list[Case]:
     """A token per request over a prefix that all share and 128 keys of their own, in pages of 16."""
     cases: list[Case] = []
@@ -532,6 +552,7 @@ WORKLOADS: dict[str, Workload] = {
     "decode": Workload("decode", "1 to 128 requests over 1k to 32k keys, groups of 1 to 16 heads", decode),
     "merge": Workload("merge", "2 to 300 states of 1 to 8k tokens", merge),
     "fused": Workload("fused", "16k tokens in every layout, hd128, causal", fused),
+    "fused-short": Workload("fused", "1 and 8 requests of 4 to 128 rows over 300 to 32k keys, hd128", fused_short),
     "shared-prefix": Workload("shared_prefix", "2k to 32k keys shared by 16 to 256 decoding requests", shared_prefix),
     "calls": Workload(
         "host",

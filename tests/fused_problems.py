@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import assert_close
 from problems import Batch, make_batch
-from test_fmha_v2 import LAYOUTS, Mode, call, expect
+from test_fmha_v2 import LAYOUTS, PAGE, Mode, block_table, call, expect
 
 E4M3 = torch.float8_e4m3fn
 PAGED = ["Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"]
@@ -37,6 +37,15 @@ def batch_of(target, layout: str, lengths: str = "uneven", dtype=torch.float16, 
     packed = layout == "PACKED_QKV"
     kv_lens = qo_lens if packed else [n + m for n, m in zip(qo_lens, past)]
     return make_batch(qo_lens, kv_lens, 4, 4 if packed else 2, head_dim, dtype=dtype, device=target.device)
+
+
+def in_caches(batch: Batch, layout: str) -> tuple[Any, torch.Tensor]:
+    """``(qkv, block_tables)`` with keys and values in caches of their own, one behind the other."""
+    paged = batch.paged(PAGE, layout[-3:], "tuple")
+    count = len(paged.k_cache)
+    whole, pages = torch.cat([paged.k_cache, paged.v_cache]), block_table(paged)
+    tables = torch.stack([pages, pages + count], dim=1)
+    return (batch.q, (whole[:count], whole[count:])), tables.to(batch.device)
 
 
 def on_gpu(target) -> None:

@@ -138,13 +138,14 @@ def decode(
 
 
 def every_fused(backend: str, head_dim: int) -> None:
-    """Batches without a work list: tiles of one head, packed heads and decode, statistics, tiles that may be skipped,
-    block tables, outputs of 8 bits."""
+    """Batches without a work list: tiles of one head, packed heads and decode, split keys, statistics, tiles that may
+    be skipped, block tables, outputs of 8 bits."""
     os.environ["CUTLASS_KERNELS_BACKEND"] = backend  # this function has no argument for it
     for heads, lengths in (
         ((4, 2), [(1, 300), (0, 5), (40, 0), (130, 170), (65, 200)]),
         ((70, 70), [(300, 333), (5, 700)]),
         ((8, 2), [(1, 1500), (1, 700), (1, 0), (1, 33)]),
+        ((8, 2), [(20, 1100), (0, 400), (33, 700)]),
     ):
         for mask_mode in ("causal", "padding"):
             fused(heads, lengths, head_dim, torch.bfloat16, mask_mode, save_softmax_stats=True)

@@ -16,6 +16,7 @@ from fused_problems import (
     RAGGED,
     batch_of,
     check_stats,
+    in_caches,
     on_gpu,
 )
 from guards import Guarded
@@ -134,6 +135,19 @@ def test_layouts_agree_bit_by_bit(target, lengths, mode):
     outputs = [call(batch, layout, MODES[mode]) for layout in RAGGED]
     for other in outputs[1:]:
         assert torch.equal(outputs[0], other)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("mode", ["causal", "window", "cap"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
+def test_paged_layouts_agree_bit_by_bit(target, lengths, mode, dtype):
+    batch = batch_of(target, PAGED[0], lengths, dtype)
+    outputs = []
+    for layout in PAGED:
+        caches, tables = in_caches(batch, layout)
+        outputs += [call(batch, layout, MODES[mode], **given) for given in ({}, dict(qkv=caches, tables=tables))]
+    for other in outputs[1:]:
+        assert torch.equal(outputs[0].view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -388,11 +402,7 @@ def test_a_call_is_one_kernel(target, layout, separate, dtype, stats):
     batch = batch_of(target, layout, dtype=dtype)
     qkv, tables = pack(batch, layout)
     if separate:
-        paged = batch.paged(PAGE, layout[-3:], "tuple")
-        count = len(paged.k_cache)
-        whole, pages = torch.cat([paged.k_cache, paged.v_cache]), block_table(paged)
-        qkv = (batch.q, (whole[:count], whole[count:]))
-        tables = torch.stack([pages, pages + count], dim=1).to(target.device)
+        qkv, tables = in_caches(batch, layout)
     given = dict(
         save_softmax_stats=stats,
         qkv=qkv,

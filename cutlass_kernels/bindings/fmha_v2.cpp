@@ -42,6 +42,7 @@ struct Entry {
   py::object make_output;  // from the queries' tensor
   py::object device;       // the index of the tensors' device
   bool counted = false;
+  py::object make_workspace;  // a tensor of new memory; None: there is none
   // From the tensors to the first key and the first value in them.
   Address k_offset = 0, v_offset = 0;
 };
@@ -60,9 +61,9 @@ class FmhaV2Calls {
     return entry == nullptr ? py::none() : run(*entry, call, arguments[kOut]);
   }
 
-  // remember(owner, launch, make_output, index of the device, counted, k_offset, v_offset, *arguments of again)
+  // remember(owner, launch, make_output, index of the device, counted, k_offset, v_offset, make_workspace, *arguments of again)
   void remember(PyObject* const* arguments, Py_ssize_t count) {
-    constexpr Py_ssize_t kOwn = 7;
+    constexpr Py_ssize_t kOwn = 8;
     Call call;
     auto entry = std::make_shared<Entry>();
     if (count < kOwn || !read(arguments + kOwn, count - kOwn, &call, &entry->kept)) return;
@@ -73,6 +74,7 @@ class FmhaV2Calls {
     entry->counted = arguments[4] == Py_True;
     entry->k_offset = Address(py::handle(arguments[5]).cast<std::int64_t>());
     entry->v_offset = Address(py::handle(arguments[6]).cast<std::int64_t>());
+    entry->make_workspace = py::reinterpret_borrow<py::object>(arguments[7]);
     calls_.remember(call.words, std::move(entry), functions_.most);
   }
 
@@ -139,6 +141,16 @@ class FmhaV2Calls {
       if (!functions_.read_tensor(out.ptr(), &tensor)) return py::none();
       out_at = dlpack::address_of(tensor);
     }
+    py::object workspace;  // lives until the kernels are enqueued, and in the order of the stream
+    Address workspace_at = 0;
+    std::size_t workspace_bytes = 0;
+    if (!entry.make_workspace.is_none()) {
+      dlpack::Tensor tensor;
+      workspace = checked(PyObject_CallNoArgs(entry.make_workspace.ptr()));
+      if (!functions_.read_tensor(workspace.ptr(), &tensor)) return py::none();
+      workspace_at = dlpack::address_of(tensor);
+      workspace_bytes = std::size_t(tensor.shape[0]);
+    }
     const py::object stream =
         checked(PyObject_CallOneArg(functions_.stream_of.ptr(), entry.device.ptr()));
     Address counters = 0;
@@ -148,7 +160,8 @@ class FmhaV2Calls {
     }
     entry.launch->run(q, k, v, out_at, call.addresses[kSinks],
                       /*stats=*/0, call.addresses[kQoIndptr], call.addresses[kKvIndptr],
-                      call.addresses[kTables], counters, stream.cast<Address>());
+                      call.addresses[kTables], counters, stream.cast<Address>(), workspace_at,
+                      workspace_bytes);
     return out;
   }
 
@@ -184,14 +197,15 @@ py::object make_calls(const py::capsule& api, py::object tensor_type, py::object
 
 void bind_fmha_v2(py::module_& m) {
   // Positional, as Plan.run is.
-  py::class_<FmhaV2Launch>(m, "FmhaV2",
-                           "A fused prefill that is one kernel; see max_qo_len in params.h.")
+  py::class_<FmhaV2Launch>(
+      m, "FmhaV2", "A fused prefill that reads offsets on the device; see max_qo_len in params.h.")
       .def(py::init<const std::string&, const std::string&, const std::string&, int, int, int, int,
                     int, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                     std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                     std::int64_t, std::int64_t>())
       .def("set_pages", &FmhaV2Launch::set_pages)
       .def("set_options", &FmhaV2Launch::set_options)
+      .def("settle", &FmhaV2Launch::settle)
       .def("__call__", &FmhaV2Launch::run);
   m.def("fmha_v2_calls", &make_calls,
         "The functions (again, remember) of a new table of calls; None where tensors are described "

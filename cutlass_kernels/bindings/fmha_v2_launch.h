@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "cutlass_kernels/attention.h"
+#include "schedule.h"
 
 namespace cutlass_kernels {
 
@@ -70,9 +71,20 @@ class FmhaV2Launch {
     params_.skip_softmax_factor = skip_softmax_factor;
   }
 
+  // The workspace that runs need, and their kernels, are settled here: with all other options set, for the current device.
+  std::size_t settle(bool with_stats) {
+    AttentionParams params = params_;
+    float stats = 0.0f;  // only whether there are any counts
+    if (with_stats) params.stats = &stats;
+    if (prefers_list(params, backend_)) params_.max_qo_len = params.max_qo_len = 0;
+    std::size_t bytes = 0;
+    raise_unless_ok(call_size(params, backend_, &bytes));
+    return bytes;
+  }
+
   void run(Address q, Address k, Address v, Address o, Address sinks, Address stats,
-           Address qo_indptr, Address kv_indptr, Address tables, Address counters,
-           Address stream) const {
+           Address qo_indptr, Address kv_indptr, Address tables, Address counters, Address stream,
+           Address workspace, std::size_t workspace_bytes) const {
     AttentionParams params = params_;
     params.q.data = pointer<void>(q);
     params.k.data = pointer<void>(k);
@@ -86,8 +98,9 @@ class FmhaV2Launch {
       params.pages.indices = pointer<const std::int32_t>(tables);
       if (v_entries_ > 0) params.pages.v_indices = params.pages.indices + v_entries_;
     }
-    params.schedule.next_tile = pointer<std::int32_t>(counters);
-    raise_unless_ok(attention(params, nullptr, 0, pointer<CUstream_st>(stream), backend_));
+    take_counters(pointer<std::int32_t>(counters), &params.schedule);
+    raise_unless_ok(attention(params, pointer<void>(workspace), workspace_bytes,
+                              pointer<CUstream_st>(stream), backend_));
   }
 
  private:

@@ -98,9 +98,8 @@ struct TableFunctions {
                                               std::size_t most) {
     const auto* exchange = api.get_pointer<const dlpack::ExchangeApi>();
     if (exchange->version.major != 1 || exchange->tensor_from_py_object == nullptr) return nullptr;
-    return std::make_unique<TableFunctions>(
-        TableFunctions{exchange, std::move(tensor_type), std::move(current_device),
-                       std::move(stream_of), most});
+    return std::make_unique<TableFunctions>(TableFunctions{
+        exchange, std::move(tensor_type), std::move(current_device), std::move(stream_of), most});
   }
 
   bool read_tensor(PyObject* object, dlpack::Tensor* tensor) const {

@@ -290,7 +290,7 @@ PYBIND11_MODULE(_C, m) {
       "params.h.";
   m.def("version", &version);
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
-  m.attr("call_counters") = kCounters;
+  m.attr("call_counters") = kCallCounters;
   // Of what is no backend's: 10 * major + minor of the oldest and the newest GPU; 0: no newest.
   m.attr("compute_capabilities") = py::make_tuple(CK_ARCHS_MIN, CK_ARCHS_MAX);
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");

@@ -210,7 +210,8 @@ py::object maker(const py::capsule& api, py::object tensor_type, py::object empt
       api, std::move(tensor_type), std::move(current_device), std::move(stream_of), most);
   if (functions == nullptr) return py::none();
   static PyMethodDef make_def = fast("make", &make);
-  return bound(&make_def, capsule_of(std::make_unique<Maker>(*functions, std::move(empty_like))));
+  return bound(&make_def,
+               capsule_of(std::make_unique<Maker>(Maker{*functions, std::move(empty_like)})));
 }
 
 }  // namespace

@@ -75,13 +75,20 @@ std::int64_t merge_counters(const AttentionParams& params, const TileShape& tile
   return (partial_rows + 1) / 2 * (params.num_qo_heads / tile.packed_heads);
 }
 
+/// Whether most numbers of the tiles of a batch without a list, in order of length, are nobody's.
+bool wastes_numbers(const AttentionParams& params, const TileShape& tile) {
+  return numbers_by_length(params, tile.rows) > 4 * numbers_in_order(params, tile.rows);
+}
+
 /// How the keys of tiles are split; `multiprocessors` 0 stands for any device. Only tiles of packed heads, which serve short
 /// queries, are.
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int multiprocessors) {
   SplitRule rule;
   if (tile.packed_heads == 0 || params.disable_split_kv || params.stats != nullptr) return rule;
-  if (is_batch(params) && !needs_list(params)) return rule;
-  const std::int64_t count = tiles(params, tile);
+  const bool without_list = is_batch(params) && !needs_list(params);
+  if (without_list && wastes_numbers(params, tile)) return rule;
+  const std::int64_t count =
+      without_list ? numbers_by_length(params, tile.rows) : tiles(params, tile);
   if (params.fixed_split_size > 0) {
     const std::int64_t pieces =
         (most_keys(params) + params.fixed_split_size - 1) / params.fixed_split_size;
@@ -243,8 +250,22 @@ int pieces_of_single(const SplitRule& rule, const AttentionParams& params, std::
   return pieces_of(rule, params.total_kv, tiles, tiles * params.total_kv);
 }
 
-/// A single request has no list, and some batches have none. Tiles are counted with the caller's counters, or with zeros in the workspace, or dealt out
-/// beforehand; a single request's keys are split if there is room for the results, or must be where their size is fixed.
+/// Parts into which the keys of tiles without a list are split: of each, or of all requests of a batch together.
+std::int64_t parts_without_list(const SplitRule& rule, const AttentionParams& params,
+                                const TileShape& tile) {
+  return is_batch(params) ? parts_of_batch(rule, params, tile.rows)
+                          : pieces_of_single(rule, params, tiles(params, tile));
+}
+
+/// Rows of the results of so many parts; 0 if nothing is split.
+std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,
+                                       std::int64_t parts) {
+  if (!is_batch(params)) return parts > 1 ? params.total_q * parts : 0;
+  return parts > params.batch_size ? tiles_of_longest(params, tile.rows) * parts * tile.rows : 0;
+}
+
+/// A single request has no list, and some batches have none. Tiles are counted with the caller's counters, or with zeros in the
+/// workspace, or dealt out beforehand; keys are split if there is room for the results, or must be where their size is fixed.
 Status schedule_without_list(const Choice& choice, const AttentionParams& params, Room* room,
                              cudaStream_t stream, Schedule* schedule) {
   const TileShape& tile = choice.tile;
@@ -262,24 +283,28 @@ Status schedule_without_list(const Choice& choice, const AttentionParams& params
       schedule->next_tile = static_cast<ScheduleHeader*>(header)->next_tile;
     }
   }
-  const int pieces = pieces_of_single(choice.rule, params, count);
-  if (pieces > 1) {
-    const std::size_t partial = partial_bytes(params, params.total_q * pieces);
-    const std::size_t got = room->bytes;
-    schedule->partial_o = static_cast<float*>(room->take(partial));
-    if (schedule->partial_o != nullptr) {
-      schedule->pieces = pieces;
-      schedule->split_capacity = static_cast<std::int32_t>(count);
-      schedule->partial_bytes = partial;
-      const std::int64_t counters = merge_counters(params, tile, params.total_q * pieces);
-      if (block_merges(params, tile, pieces) && counters <= params.schedule.num_merge_counters) {
-        schedule->merge_counters = params.schedule.merge_counters;
-      }
-    } else if (choice.rule.fixed > 0) {
-      return too_small("Splitting the keys", params, partial, got);
-    }
+  schedule->capacity = static_cast<std::int32_t>(count);
+  const std::int64_t parts = parts_without_list(choice.rule, params, tile);
+  const std::int64_t rows = partial_rows_without_list(params, tile, parts);
+  if (rows == 0) return Status::success();
+  const std::size_t partial = partial_bytes(params, rows);
+  const std::size_t got = room->bytes;
+  schedule->partial_o = static_cast<float*>(room->take(partial));
+  if (schedule->partial_o == nullptr) {
+    return choice.rule.fixed > 0 ? too_small("Splitting the keys", params, partial, got)
+                                 : Status::success();
   }
-  schedule->capacity = static_cast<std::int32_t>(count * schedule->pieces);
+  const std::int64_t longest =
+      is_batch(params) ? tiles_of_longest(params, tile.rows) : count;  // tiles
+  schedule->pieces = static_cast<std::int32_t>(parts);
+  schedule->least_piece = tile.least_piece;
+  schedule->capacity = static_cast<std::int32_t>(longest * parts);
+  schedule->split_capacity = static_cast<std::int32_t>(longest * params.batch_size);
+  schedule->partial_bytes = partial;
+  if (block_merges(params, tile, parts / params.batch_size) &&
+      merge_counters(params, tile, rows) <= params.schedule.num_merge_counters) {
+    schedule->merge_counters = params.schedule.merge_counters;
+  }
   return Status::success();
 }
 
@@ -298,7 +323,10 @@ std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with
     if (needs_list(params)) {
       bytes = list_bytes(count + rule.extra_tiles, rule);
     } else {
-      rows = rule.most_pieces > 1 ? params.total_q * rule.most_pieces : 0;
+      // Of a batch, no more parts than all devices have room for.
+      rows = rule.most_pieces <= 1 ? 0
+             : is_batch(params)    ? std::int64_t(rule.most_slots) * tile.rows
+                                   : params.total_q * rule.most_pieces;
     }
     if (with_partial) {
       bytes += partial_bytes(params, rows);
@@ -309,6 +337,20 @@ std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with
     most = std::max(most, bytes);
   }
   return most;
+}
+
+/// Bytes of the results of pieces, and of what masks leave of tiles' keys, on the current device.
+std::size_t partial_bytes_of(const Choice& choice, const AttentionParams& params) {
+  std::int64_t rows = choice.rule.partial_rows;
+  if (!needs_list(params)) {
+    rows = partial_rows_without_list(params, choice.tile,
+                                     parts_without_list(choice.rule, params, choice.tile));
+  }
+  std::size_t bytes = partial_bytes(params, rows);
+  if (choice.entry->uses_extents && may_be_masked(params)) {
+    bytes += extents_bytes(tiles(params, choice.tile) + choice.rule.extra_tiles);
+  }
+  return bytes;
 }
 
 }  // namespace
@@ -325,16 +367,42 @@ Status partial_size(const AttentionParams& params, Backend backend, std::size_t*
   *bytes = 0;
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
-  std::int64_t rows = choice.rule.partial_rows;
-  if (!needs_list(params)) {
-    const int pieces = pieces_of_single(choice.rule, params, tiles(params, choice.tile));
-    rows = pieces > 1 ? params.total_q * pieces : 0;
-  }
-  *bytes = partial_bytes(params, rows);
-  if (choice.entry->uses_extents && may_be_masked(params)) {
-    *bytes += extents_bytes(tiles(params, choice.tile) + choice.rule.extra_tiles);
-  }
+  *bytes = partial_bytes_of(choice, params);
   return Status::success();
+}
+
+Status call_size(const AttentionParams& params, Backend backend, std::size_t* bytes) {
+  *bytes = 0;
+  if (params.total_q == 0) return Status::success();
+  Choice choice;
+  if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
+  *bytes = partial_bytes_of(choice, params);
+  if (!needs_list(params)) return Status::success();
+  const std::int64_t capacity = tiles(params, choice.tile) + choice.rule.extra_tiles;
+  *bytes += (list_bytes(capacity, choice.rule) + 15) / 16 * 16;
+  return Status::success();
+}
+
+bool prefers_list(const AttentionParams& params, Backend backend) {
+  Choice choice;
+  if (!is_batch(params) || needs_list(params) || params.total_q == 0 ||
+      !contradiction(params, /*with_tensors=*/false).empty() ||
+      !choose_here(backend, params, &choice).ok()) {
+    return false;
+  }
+  const TileShape& tile = choice.tile;
+  const std::int64_t needed = numbers_in_order(params, tile.rows);
+  if (params.stats != nullptr) {  // no keys are split: only far more blocks count
+    return !choice.entry->counts_tiles && numbers_by_length(params, tile.rows) > 64 * needed;
+  }
+  if (!wastes_numbers(params, tile)) return false;
+  if (!choice.entry->counts_tiles) return true;
+  AttentionParams listed = params;
+  listed.max_qo_len = 0;
+  Choice with_list;
+  if (!choose_here(backend, listed, &with_list).ok()) return false;
+  const SplitRule& rule = with_list.rule;
+  return rule.most_pieces > 1 && slots_for(rule, needed) >= 2 * needed;
 }
 
 Status make_schedule(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,

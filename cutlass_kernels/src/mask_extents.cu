@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   LongestRun seen_by_all;  // in words; thread 0's
   WorkItem work;
-  if (find_work<true, true>(p, rows, blockIdx.x, work)) {
+  if (find_work<true, true, true>(p, rows, blockIdx.x, work)) {
     const int first_row = work.tile * p.schedule.tile_rows;
     const int end_row = min(first_row + p.schedule.tile_rows, work.qo_len);
     const IntervalMask window{work.kv_len, work.kv_len - work.qo_len, false, p.window_left, 0, {}};

@@ -50,6 +50,19 @@ struct alignas(16) SplitTile {
   std::int32_t unused;
 };
 
+/// Zeros that a call without a list may count with, and leaves so, int32: Schedule::next_tile, then Schedule::merge_counters. 8 KB
+/// are enough for the keys of 16 rows of 8 heads in 60 pieces.
+constexpr int kCallCounters = 2048;
+constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::int32_t);
+
+inline void take_counters(std::int32_t* counters, Schedule* schedule) {
+  constexpr int kFirstMergeCounter = 4;
+  if (counters == nullptr) return;
+  schedule->next_tile = counters;
+  schedule->merge_counters = counters + kFirstMergeCounter;
+  schedule->num_merge_counters = kCallCounters - kFirstMergeCounter;
+}
+
 /// What a workspace begins with; work list and split tiles follow. In front, the counters stay where they are when another
 /// batch is planned into the same memory: captured kernels know their address.
 struct alignas(16) ScheduleHeader {
@@ -82,25 +95,32 @@ struct SplitRule {
 
 constexpr int kMergedAtOnce = 32;
 
-/// Pieces of a tile that sees `cost` keys, in a batch (of one head) of `tiles` tiles that see `work` keys together. As
-/// many as make the batch fill as few waves of blocks as it can fill well.
+/// Fewer, where a few of so many pieces would be merged after all others, in the same time again.
+CK_SCHEDULE_HD inline std::int64_t merged_at_once(std::int64_t pieces) {
+  return pieces % kMergedAtOnce <= pieces / 8 ? pieces - pieces % kMergedAtOnce : pieces;
+}
+
+/// Pieces that a batch (of one head) of `tiles` tiles is to come in: as many as fill as few waves of blocks as they can fill
+/// well, waves being added as long as equal tiles would leave more than 15 % of the device idle.
+CK_SCHEDULE_HD inline std::int64_t slots_for(const SplitRule& rule, std::int64_t tiles) {
+  std::int64_t slots = rule.wave;
+  for (int waves = 2; waves <= rule.most_waves && slots / tiles * tiles * 100 < 85 * slots;
+       ++waves) {
+    slots = std::int64_t(rule.wave) * waves;
+  }
+  return slots > rule.most_slots ? rule.most_slots : slots;
+}
+
+/// Pieces of a tile that sees `cost` keys, in a batch (of one head) of `tiles` tiles that see `work` keys together.
 CK_SCHEDULE_HD inline int pieces_of(const SplitRule& rule, std::int64_t cost, std::int64_t tiles,
                                     std::int64_t work) {
   std::int64_t count = 1;
   if (rule.fixed > 0) {
     count = (cost + rule.fixed - 1) / rule.fixed;
   } else if (rule.wave > 0 && work > 0 && tiles > 0) {
-    std::int64_t slots = rule.wave;
-    // As long as equal tiles would leave more than 15 % of the device idle.
-    for (int waves = 2; waves <= rule.most_waves && slots / tiles * tiles * 100 < 85 * slots;
-         ++waves) {
-      slots = std::int64_t(rule.wave) * waves;
-    }
-    if (slots > rule.most_slots) slots = rule.most_slots;
-    count = cost * slots / work;
+    count = cost * slots_for(rule, tiles) / work;
     if (count > cost / rule.least_piece) count = cost / rule.least_piece;
-    // Pieces are merged so many at a time: a few more would take as long again.
-    if (count % kMergedAtOnce <= count / 8) count -= count % kMergedAtOnce;
+    count = merged_at_once(count);
   }
   if (count > rule.most_pieces) count = rule.most_pieces;
   return count < 1 ? 1 : int(count);
@@ -124,14 +144,36 @@ inline std::int64_t tiles_of_longest(const AttentionParams& params, int tile_row
   return (rows + tile_rows - 1) / tile_rows;
 }
 
-/// How many numbers the tiles of a head have where there is no list (RowTiles in common/work.h). Of a batch: for each request
-/// as many as the longest has tiles, so that the long tiles of all requests come first. Where more than one in five would be
-/// nobody's, which costs a persistent block as much as half a microsecond, as many as tiles in the order of rows need.
+/// Numbers for the tiles of a batch without a list: for each request as many as the longest has tiles, so that the long tiles of
+/// all requests come first; or as many as tiles in the order of rows need.
+inline std::int64_t numbers_by_length(const AttentionParams& params, int tile_rows) {
+  return tiles_of_longest(params, tile_rows) * params.batch_size;
+}
+inline std::int64_t numbers_in_order(const AttentionParams& params, int tile_rows) {
+  return params.total_q / tile_rows + params.batch_size;
+}
+
+/// How many numbers the tiles of a head have where there is no list and keys are not split (RowTiles in common/work.h). Of a
+/// batch by length, but in order where more than one in five would be nobody's, which costs a persistent block as much as half
+/// a microsecond.
 inline std::int64_t tile_numbers(const AttentionParams& params, int tile_rows, bool persistent) {
   if (!is_batch(params)) return (params.total_q + tile_rows - 1) / tile_rows;
-  const std::int64_t by_length = tiles_of_longest(params, tile_rows) * params.batch_size;
-  const std::int64_t in_order = params.total_q / tile_rows + params.batch_size;
+  const std::int64_t by_length = numbers_by_length(params, tile_rows);
+  const std::int64_t in_order = numbers_in_order(params, tile_rows);
   return persistent && 4 * by_length > 5 * in_order ? in_order : by_length;
+}
+
+/// Parts into which the keys of all requests of a batch without a list are split, for each tile of the longest: one a request, and
+/// more that requests get in proportion to their keys (KeyParts in common/work.h).
+inline std::int64_t parts_of_batch(const SplitRule& rule, const AttentionParams& params,
+                                   int tile_rows) {
+  const std::int64_t requests = params.batch_size;
+  const std::int64_t tiles = tiles_of_longest(params, tile_rows);
+  if (rule.wave <= 0 || tiles == 0) return requests;
+  std::int64_t parts = slots_for(rule, tiles * requests) / tiles;
+  if (parts > requests * rule.most_pieces) parts = requests * rule.most_pieces;
+  if (requests == 1) parts = merged_at_once(parts);
+  return parts < requests ? requests : parts;
 }
 
 /// Where the keys of a request begin, in the tensor or among the entries of its page table, and how many there are: -1 if
@@ -188,6 +230,14 @@ std::size_t schedule_size(const AttentionParams& params, Backend backend);
 /// Bytes of the results of pieces that attention() needs for `params` on the current device, with a schedule that has been
 /// made for it, or, of a single request, to split its keys.
 Status partial_size(const AttentionParams& params, Backend backend, std::size_t* bytes);
+
+/// Bytes of workspace with which attention() lacks nothing for `params` on the current device: partial_size(), and the list,
+/// where there must be one, of a call that has none yet.
+Status call_size(const AttentionParams& params, Backend backend, std::size_t* bytes);
+
+/// Whether a batch whose longest query is known had better have a list all the same: where most numbers of its tiles would be
+/// nobody's, which costs all blocks of fa2, and those of fa3 where keys could be split.
+bool prefers_list(const AttentionParams& params, Backend backend);
 
 /// The same list computed on the host from host lengths (for tests and for reading).
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,

@@ -1,8 +1,8 @@
 // Attention as a TensorRT plugin calls it: a class that is told sizes once, and pointers at every enqueue().
 //
 // A batch of three requests, 8 query heads on 2 key heads, float16, keys and values in pages of 16 tokens. Lengths and
-// block tables stay on the GPU: a call is one kernel, which reads them there, and so the same enqueue() can be captured into a
-// CUDA graph and replayed with other lengths. The program computes the result on the CPU, too, and compares.
+// block tables stay on the GPU, where the kernel reads them, and so the same enqueue() can be captured into a CUDA graph and
+// replayed with other lengths. The program computes the result on the CPU, too, and compares.
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
@@ -45,10 +45,11 @@ class PagedAttention {
     params_.num_pages = num_pages;
     params_.mask_mode = ck::FmhaV2Mask::kSlidingWindow;
     params_.window_left = kWindowLeft;
+    workspace_size_ = ck::fmha_v2_workspace_size(params_);
   }
 
-  /// To be set to zero once, before the first enqueue().
-  std::size_t workspace_size() const { return ck::fmha_v2_workspace_size(params_); }
+  /// To be set to zero once, before the first enqueue(): the first ck::kFmhaV2CounterBytes, or all.
+  std::size_t workspace_size() const { return workspace_size_; }
 
   ck::Status enqueue(const void* const* inputs, void* const* outputs, void* workspace,
                      cudaStream_t stream) const {
@@ -60,11 +61,12 @@ class PagedAttention {
     params.cum_seq_lens_kv = static_cast<const std::int32_t*>(inputs[kCumSeqLensKv]);
     params.sinks = static_cast<const float*>(inputs[kSinks]);
     params.out = outputs[0];
-    return ck::fmha_v2(params, workspace, workspace_size(), stream);
+    return ck::fmha_v2(params, workspace, workspace_size_, stream);
   }
 
  private:
   ck::FmhaV2Params params_;
+  std::size_t workspace_size_;
 };
 
 /// The batch on the host.

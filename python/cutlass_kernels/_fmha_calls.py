@@ -1,8 +1,9 @@
-"""Calls of trtllm_fmha_v2_prefill that are one kernel, which reads offsets and block tables on the device itself.
+"""Calls of trtllm_fmha_v2_prefill for kernels, which read offsets and block tables on the device themselves.
 
-Nothing is planned, and nothing copied but offsets and tables that are on the CPU. A call that differs from an earlier
-one in nothing but addresses, and whose offsets are on the device, where nobody checks them, goes past all checks: see
-``_repeat``.
+Nothing is planned, and nothing copied but offsets and tables that are on the CPU. Memory for the results of split keys,
+and for a list of work where lengths differ so much that one pays, is that of the caching allocator. A call that differs
+from an earlier one in nothing but addresses, and whose offsets are on the device, where nobody checks them, goes past
+all checks: see ``_repeat``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from ._problem import PagedKv, Problem
 
 _MOST_KEYS = 1 << 30  # in pages: an estimate, which needs to go no further
 _NUMBERS = 13  # of a call's options: those that may be tensors, whose values may change
-_FULL_DEVICE, _LONG_KEYS, _TILE_ROWS = 132, 1024, 128  # blocks, keys of a request, rows of a tile of a long query
 
 
 class Tables(NamedTuple):
@@ -65,13 +65,15 @@ class Call:
         "_out",
         "_stats",
         "_v_offset",
+        "_workspace_bytes",
     )
 
     def __init__(self, launch: Any, problem: Problem, counted: bool, keep: Any) -> None:
         self._launch = launch
         self._device = problem.q.device
         self._index: int = problem.q.device.index
-        self._counted = counted
+        self._workspace_bytes: int = launch.settle(problem.output.stats is not None)
+        self._counted = counted or self._workspace_bytes > 0
         self._keep = keep  # what the launch holds addresses of
         out = problem.output.out
         self._out = (tuple(out.shape), out.dtype)
@@ -108,9 +110,13 @@ class Call:
         if stats is not None:
             return out, stats
         make_output = torch.empty_like if self._like else self._new_output
+        make_workspace = self._workspace if self._workspace_bytes else None
         own = (self, self._launch, make_output, self._index, self._counted, self._k_offset, self._v_offset)
-        _table()[1](*own, *tensors, *options)
+        _table()[1](*own, make_workspace, *tensors, *options)
         return out
+
+    def _workspace(self) -> torch.Tensor:
+        return torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
 
     def _new_output(self, first: torch.Tensor) -> torch.Tensor:
         shape, dtype = self._out
@@ -129,6 +135,7 @@ class Call:
     ) -> None:
         """Launches the kernel on the current stream of the current device."""
         kernels = _kernels()
+        workspace = self._workspace() if self._workspace_bytes else None
         stream = kernels._stream_of(self._index)
         self._launch(
             q,
@@ -142,6 +149,8 @@ class Call:
             0 if tables is None else tables.data_ptr(),
             kernels._counters(self._device, stream).data_ptr() if self._counted else 0,
             stream,
+            0 if workspace is None else workspace.data_ptr(),
+            self._workspace_bytes,
         )
 
 
@@ -207,34 +216,11 @@ def remember(key: Any, call: Call, tensors: Tensors, problem: Problem) -> None:
         _repeat.remember(_calls, key, call)
 
 
-def serves(problem: Problem, request: _dispatch.Request, backend: str, max_q_len: int, max_kv_len: int) -> bool:
-    """Whether a problem is to be one kernel of the ``backend`` that was selected for its facts."""
+def serves(problem: Problem, request: _dispatch.Request, backend: str) -> bool:
+    """Whether a problem can be given to the ``backend`` that was selected for its facts as it is."""
     if backend not in _plan.KERNEL_BACKENDS:
         return False
-    if _prepare.is_needed(problem) and not _plan.reads_as_is(backend, request):
-        return False
-    return not _needs_list(problem, backend, max_q_len, max_kv_len)
-
-
-def _needs_list(problem: Problem, backend: str, max_q_len: int, max_kv_len: int) -> bool:
-    """Whether a list of work makes up for the launches it takes: two more, and some dozens of small ones with pages.
-
-    That is so where there are too few tiles for the device beside keys that are worth splitting, or where fa2, which
-    takes ``max_q_len`` for the length of all requests, would start four times as many blocks as there are tiles. Where
-    statistics are wanted no keys are split, as those of pieces are not merged, and only far more blocks than that
-    count.
-    """
-    assert problem.qo_indptr is not None
-    rows, batch, heads = problem.q.size(0), max(problem.qo_indptr.numel() - 1, 1), problem.q.size(1)
-    key_heads = _matrices(problem)[0].size(-2)
-    packs = rows * (heads // max(key_heads, 1)) <= _dispatch.DECODE_ROWS * batch
-    tiles = batch * key_heads if packs else max(-(-rows // _TILE_ROWS), batch) * heads
-    stats = problem.output.stats is not None
-    if not stats and tiles < _FULL_DEVICE and max_kv_len >= _LONG_KEYS and max_kv_len >= 4 * (rows // batch):
-        return True
-    tile_rows = 1 if packs else _TILE_ROWS
-    blocks, needed = -(-min(max_q_len, rows) // tile_rows) * batch, -(-rows // tile_rows) + batch
-    return backend == "fa2" and blocks > (64 if stats else 4) * needed
+    return not _prepare.is_needed(problem) or _plan.reads_as_is(backend, request)
 
 
 def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: int, max_kv_len: int) -> Call | None:

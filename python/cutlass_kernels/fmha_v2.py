@@ -51,11 +51,11 @@ def trtllm_fmha_v2_prefill(
     ``p - window_left <= j <= p`` (sliding_window), ``p // C * C <= j <= p`` with ``C = chunked_attention_size``
     (chunked), or all keys of its request (padding). A row without keys is 0.
 
-    On a GPU this is one kernel, which reads lengths and block tables there, with three exceptions. Requests so short
-    and few that they leave most of the device idle, over 1024 keys or more, and under fa2 lengths that differ much from
-    ``max_q_len``, take a list of work, which several launches make on the device. What a kernel does not read (e4m3
-    with ALiBi or statistics, or on fa2) is converted first. Both can be captured in a CUDA graph. Tensors that no
-    kernel serves are left to the reference, which cannot.
+    On a GPU this is one kernel, which reads lengths and block tables there. Requests so short and few that they would
+    leave most of the device idle have their keys split, and mostly a second kernel merges the results; under fa2, one
+    more makes a list of tiles first where lengths differ much from ``max_q_len``. What a kernel does not read (e4m3
+    with ALiBi or statistics, or on fa2) is converted first. All of this can be captured in a CUDA graph. Tensors that
+    no kernel serves are left to the reference, which cannot.
 
     Args:
         qkv: what ``input_layout`` says (T query tokens and Tkv key tokens of all requests, one after the other):
@@ -203,7 +203,7 @@ def trtllm_fmha_v2_prefill(
     selected = _dispatch.select("auto", request)
     longest = int(max_q_len) if qo_indptr.is_cuda or not batch_size else max(int(_args.lens(qo_indptr).max()), 1)
     returned = result if stats is None else (result, stats)
-    if not _fmha_calls.serves(problem, request, selected, longest, int(max_kv_len)):
+    if not _fmha_calls.serves(problem, request, selected):
         if tables is not None and q.is_cuda:
             # Copies of fp8 pages, where they are needed, are of all entries: no more of them than any request uses.
             used = tables._replace(entries=tables.entries[..., : -(-int(max_kv_len) // k.size(1))])

@@ -3,9 +3,11 @@
 //
 //   O = bmm2_scale * softmax(cap(bmm1_scale * Q K^T) + slope * key) V
 //
-// A call is one kernel. It reads lengths and block tables on the device, copies nothing, and uses its workspace for two
-// counters; captured into a CUDA graph, it follows whatever the graph's buffers hold at each replay, within the bounds that it
-// was made with (total_q, max_q_len, max_kv_len, max_pages).
+// A call is one kernel, which reads lengths and block tables on the device and copies nothing. Where requests are so short and
+// few that they would leave most of the device idle, it splits their keys, and mostly a second kernel merges the results. Under
+// fa2 a batch of lengths that differ much from max_q_len gets a list of its tiles first. Captured into a CUDA graph, a call
+// follows whatever the graph's buffers hold at each replay, within the bounds that it was made with (total_q, max_q_len,
+// max_kv_len, max_pages).
 #pragma once
 
 #include <cstddef>
@@ -94,11 +96,17 @@ struct FmhaV2Params {
   float skip_softmax_threshold_scale_factor = 0.0f;
 };
 
-/// Bytes of workspace. Set to zero before the first call; every call leaves it so. Calls that overlap in time need one each.
-CK_API std::size_t fmha_v2_workspace_size(const FmhaV2Params& params);
+/// The first so many bytes of a workspace are counters: set to zero before the first call, they are so after every call.
+constexpr std::size_t kFmhaV2CounterBytes = 8192;
 
-/// Enqueues the kernel on `stream`. `workspace` is device memory, 16-byte aligned, or null: blocks then cannot share out the
-/// work as they become free, which takes longer where lengths differ. `backend` as of attention().
+/// Bytes of workspace for calls of these sizes (tensors, offsets and tables may be null as yet): counters, and what split keys
+/// need. Calls that overlap in time need one each, others may share one, as large as the largest.
+CK_API std::size_t fmha_v2_workspace_size(const FmhaV2Params& params,
+                                          Backend backend = Backend::kAuto);
+
+/// Enqueues the call on `stream`. `workspace` is device memory, 16-byte aligned. With kFmhaV2CounterBytes only, or null, no keys
+/// are split; and without the counters blocks cannot share out the work as they become free, which takes longer where lengths
+/// differ. `backend` as of attention().
 CK_API Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes,
                       cudaStream_t stream, Backend backend = Backend::kAuto);
 

@@ -88,7 +88,10 @@ struct Schedule {
   std::int32_t tile_kind = 0;  ///< which of a kernel's tiles
   /// Query heads whose rows share a tile (of tile_rows rows of each), which so reads their keys once; 0: a head's alone.
   std::int32_t packed_heads = 0;
-  std::int32_t pieces = 1;  ///< without a list: parts into which the keys of each tile are split
+  /// Without a list: parts into which the keys of each tile are split; of a batch, those of all requests together, each at least
+  /// one, and of at least least_piece keys on average.
+  std::int32_t pieces = 1;
+  std::int32_t least_piece = 1;
   /// Optional: two counters in device memory, zero before and after every call, with which persistent blocks take tiles
   /// one after the other; calls that overlap in time need counters of their own. Null: tiles are dealt out beforehand.
   std::int32_t* next_tile = nullptr;
@@ -141,9 +144,10 @@ struct AttentionParams {
   bool disable_split_kv = false;
   std::int32_t max_kv_len =
       0;  ///< most keys of a request, if known: bounds the pieces of a fixed size
-  /// Most rows of a request, if known. A batch then needs no work list (but for a fixed_split_size, and for 8-bit keys under queries of
-  /// another type): a call is one kernel, which reads the offsets itself. Keys are not split. Rows of a request beyond so many need not be computed, and where
-  /// qo_indptr decreases somewhere, neither need the requests around.
+  /// Most rows of a request, if known. A batch then needs no work list (but for a fixed_split_size, and for 8-bit keys under
+  /// queries of another type): a call is one kernel, which reads the offsets itself, and where it splits keys, for which it needs
+  /// a workspace, a second one may merge them. Rows of a request beyond so many need not be computed, and where qo_indptr, or
+  /// kv_indptr, decreases somewhere, neither need the requests around.
   std::int32_t max_qo_len = 0;
 
   // Tensors.

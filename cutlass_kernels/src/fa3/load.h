@@ -31,6 +31,7 @@ CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, 
 
 // Finds this block's tiles. With a counter, a block takes the next tile when it is about to need one; without, every
 // gridDim.x-th is its own.
+template <bool kSplits>
 class TileClaims {
  public:
   CUTE_DEVICE explicit TileClaims(const KernelParams& params)
@@ -52,7 +53,7 @@ class TileClaims {
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       rank = position.rank;
-      found = find_work<true, true>(params_.attention, params_.rows, position.rank, work);
+      found = find_work<true, true, kSplits>(params_.attention, params_.rows, position.rank, work);
     }
     return true;
   }
@@ -93,7 +94,7 @@ CUTE_DEVICE void take_piece(const WorkItem& work, Job& job) {
 template <class Tile, bool kHides>
 CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
   Ring<kJobSlots> jobs;
-  TileClaims claims(params);
+  TileClaims<Tile::kPacked> claims(params);
   WorkItem work;
   int head, rank;
   bool found;

@@ -73,6 +73,10 @@ Status describe_mask(const FmhaV2Params& params, AttentionParams* attention) {
   return Status::success();
 }
 
+bool is_paged(FmhaV2Layout layout) {
+  return layout == FmhaV2Layout::kQPagedKvHnd || layout == FmhaV2Layout::kQPagedKvNhd;
+}
+
 /// All keys of a batch in pages, about: as many as its bounds and its cache allow.
 std::int64_t keys_in_pages(std::int32_t batch_size, std::int32_t max_kv_len, std::int64_t num_pages,
                            std::int32_t page_size) {
@@ -226,23 +230,44 @@ Status describe(const FmhaV2Params& params, AttentionParams* attention) {
   return status.ok() ? describe_layout(params, attention) : status;
 }
 
-std::size_t fmha_v2_workspace_size(const FmhaV2Params&) { return sizeof(ScheduleHeader); }
+std::size_t fmha_v2_workspace_size(const FmhaV2Params& params, Backend backend) {
+  static_assert(kFmhaV2CounterBytes == kCallCounterBytes);
+  AttentionParams sizes;
+  if (!describe_options(params, &sizes).ok()) return kFmhaV2CounterBytes;
+  if (is_paged(params.layout)) {
+    sizes.total_kv = keys_in_pages(params.batch_size, params.max_kv_len, params.num_pages,
+                                   std::max(params.page_size, 1));
+  }
+  sizes.stats = params.stats;
+  const std::size_t without_list = workspace_size(sizes, backend);
+  sizes.max_qo_len = 0;
+  return kFmhaV2CounterBytes + std::max(without_list, workspace_size(sizes, backend));
+}
 
 Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes,
                cudaStream_t stream, Backend backend) {
   AttentionParams attention_params;
   if (Status status = describe(params, &attention_params); !status.ok()) return status;
   if (params.total_q == 0) return Status::success();
-  if (workspace != nullptr) {
-    if (workspace_bytes < sizeof(ScheduleHeader) ||
-        reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0) {
-      return {StatusCode::kWorkspaceTooSmall,
-              "fmha_v2() needs a workspace of " + number(sizeof(ScheduleHeader)) +
-                  " bytes that is 16-byte aligned, got " + number(workspace_bytes) + " bytes."};
-    }
-    attention_params.schedule.next_tile = static_cast<ScheduleHeader*>(workspace)->next_tile;
+  if (workspace == nullptr) return attention(attention_params, nullptr, 0, stream, backend);
+  if (workspace_bytes < kFmhaV2CounterBytes ||
+      reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0) {
+    return {StatusCode::kWorkspaceTooSmall,
+            "fmha_v2() needs a workspace of " + number(kFmhaV2CounterBytes) +
+                " bytes or more that is 16-byte aligned, got " + number(workspace_bytes) +
+                " bytes at " + number(std::int64_t(reinterpret_cast<std::uintptr_t>(workspace))) +
+                "; fmha_v2_workspace_size() tells how many are of use."};
   }
-  return attention(attention_params, nullptr, 0, stream, backend);
+  take_counters(static_cast<std::int32_t*>(workspace), &attention_params.schedule);
+  void* room = static_cast<char*>(workspace) + kFmhaV2CounterBytes;
+  const std::size_t bytes = workspace_bytes - kFmhaV2CounterBytes;
+  if (prefers_list(attention_params, backend)) {
+    AttentionParams listed = attention_params;
+    listed.max_qo_len = 0;
+    std::size_t needed = 0;
+    if (call_size(listed, backend, &needed).ok() && needed <= bytes) attention_params = listed;
+  }
+  return attention(attention_params, room, bytes, stream, backend);
 }
 
 void fmha_v2_alibi_slopes(std::int32_t num_heads, float* slopes) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/dependent_launch.h"
+#include "common/work.h"
 #include "cuda_failure.h"
 #include "device.h"
 #include "merge/merge_row.h"
@@ -16,11 +17,37 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kBlocksPerSm = 4;  // that run at once and share out the rows
 
+// Of a batch without a list: tiles of the longest request, each for all requests. Without rows where its keys are not split, or
+// where it is none: as in find_work().
+__device__ SplitTile split_tile_of_batch(const AttentionParams& p, int index) {
+  const Schedule& schedule = p.schedule;
+  const int tile = index / p.batch_size;
+  const int batch = index - tile * p.batch_size;
+  const int q_begin = p.qo_indptr[batch];
+  const int q_end = p.qo_indptr[batch + 1];
+  const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, batch);
+  const KeyParts parts(p, schedule.pieces - p.batch_size);
+  const int first_part = parts.begin(batch);
+  const int pieces = parts.begin(batch + 1) - first_part;
+  const int first_row = tile * schedule.tile_rows;
+  const bool is_split = pieces > 1 && keys.length >= 0 && 0 <= q_begin && q_begin <= q_end &&
+                        q_end <= p.total_q && first_row < q_end - q_begin;
+  return {q_begin + first_row,
+          is_split ? min(schedule.tile_rows, q_end - q_begin - first_row) : 0,
+          (tile * schedule.pieces + first_part) * schedule.tile_rows,
+          pieces,
+          q_end,
+          keys.begin,
+          keys.length,
+          0};
+}
+
 __device__ SplitTile split_tile_at(const AttentionParams& p, int index) {
   const Schedule& schedule = p.schedule;
   if (schedule.work_list != nullptr) {
     return static_cast<const SplitTile*>(schedule.split_list)[index];
   }
+  if (p.qo_indptr != nullptr) return split_tile_of_batch(p, index);
   const int first = index * schedule.tile_rows;
   return {first,
           min(schedule.tile_rows, int(p.total_q) - first),

@@ -147,7 +147,13 @@ ck::Status run_fused(const ck::FmhaV2Params& params) {
 void check_fmha_v2_without_gpu() {
   using Layout = ck::FmhaV2Layout;
   const ck::FmhaV2Params packed = fused(Layout::kPackedQkv);
-  require(ck::fmha_v2_workspace_size(packed) == 16, "a fused prefill needs 16 bytes");
+  require(ck::fmha_v2_workspace_size(packed) >= ck::kFmhaV2CounterBytes,
+          "a fused prefill needs counters");
+  ck::FmhaV2Params many = fused(Layout::kContiguousQKv);
+  many.max_kv_len = 100000;
+  many.total_kv = 100000;
+  require(ck::fmha_v2_workspace_size(many) > ck::fmha_v2_workspace_size(packed) + 4096,
+          "the results of split keys need room");
   require_refusal(run_fused(packed), "cum_seq_lens_q and cum_seq_lens_kv");
   ck::FmhaV2Params wrong = packed;
   wrong.max_kv_len = 7;
@@ -352,7 +358,39 @@ void check_stats(ck::FmhaV2Params params, const std::vector<float>& lse, ck::Bac
   require_refusal(ck::fmha_v2(params, nullptr, 0, nullptr, backend), "8 bytes");
 }
 
-/// The batch as a fused prefill: close to what a schedule gave, the same with a workspace, which stays zero, and without.
+/// Two rows of each request, the first two in the tensor: with a workspace, keys are split.
+void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tolerance,
+                 ck::Backend backend) {
+  const std::int32_t offsets[3] = {0, 2, 4};
+  const Buffer dev_offsets(sizeof(offsets));
+  dev_offsets.copy_from(offsets, sizeof(offsets));
+  params.cum_seq_lens_q = static_cast<const std::int32_t*>(dev_offsets.data);
+  params.total_q = 4;
+  params.max_q_len = 2;
+  const std::size_t bytes = ck::fmha_v2_workspace_size(params, backend);
+  const Buffer workspace(bytes);
+  require(cudaMemset(workspace.data, 0xff, bytes) == cudaSuccess &&
+              cudaMemset(workspace.data, 0, ck::kFmhaV2CounterBytes) == cudaSuccess,
+          "clearing the counters");
+  const std::size_t elements =
+      std::size_t(params.total_q) * params.num_qo_heads * params.head_dim_vo;
+  std::vector<std::uint16_t> whole(elements), split(elements);
+  for (int call = 0; call < 3; ++call) {
+    require(cudaMemset(dev_o.data, 0xff, elements * 2) == cudaSuccess, "clearing the output");
+    const ck::Status status = call == 0
+                                  ? ck::fmha_v2(params, nullptr, 0, nullptr, backend)
+                                  : ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
+    require(status.ok(), status.message);
+    dev_o.copy_to((call == 0 ? whole : split).data(), elements * 2);
+    for (std::size_t i = 0; call > 0 && i < elements; ++i) {
+      const double error =
+          from_bits(split[i], params.o_dtype) - from_bits(whole[i], params.o_dtype);
+      require(std::fabs(error) <= 2 * tolerance, "split keys give what whole ones give");
+    }
+  }
+}
+
+/// The batch as a fused prefill: close to what a schedule gave, the same with a workspace, whose counters stay zero, and without.
 void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
                  const std::vector<std::uint16_t>& o, const std::vector<float>& lse,
                  double tolerance, ck::Backend backend) {
@@ -388,12 +426,15 @@ void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
     require(call == 0 || first == again, "a workspace does not change a fused prefill");
   }
   workspace.copy_to(counters.data(), bytes);
-  for (const char byte : counters) require(byte == 0, "a fused prefill leaves its workspace zero");
+  require(std::count(counters.begin(), counters.begin() + ck::kFmhaV2CounterBytes, 0) ==
+              std::ptrdiff_t(ck::kFmhaV2CounterBytes),
+          "a fused prefill leaves its counters zero");
   for (std::size_t i = 0; i < o.size(); ++i) {
     const double error = from_bits(first[i], batch.o_dtype) - from_bits(o[i], batch.o_dtype);
     require(std::fabs(error) <= 2 * tolerance, "a fused prefill gives what a schedule gives");
   }
   check_stats(params, lse, backend);
+  check_split(params, dev_o, tolerance, backend);
 }
 
 void check_on_gpu(const ck::KernelInfo& kernel) {
