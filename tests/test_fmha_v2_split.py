@@ -223,7 +223,7 @@ def test_captured_calls_follow_lengths(target, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("lengths", ["one row", "decode", "two tiles", "long"])
+@pytest.mark.parametrize("lengths", [name for name in SHORT if name != "empty"])
 def test_a_call_is_one_kernel_and_a_merge(target, layout, lengths):
     on_gpu(target)
     batch = short_batch(target, lengths)
@@ -245,5 +245,7 @@ def test_a_call_is_one_kernel_and_a_merge(target, layout, lengths):
             torch.cuda.synchronize()
         events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         names = [e.name for e in events if "Sync" not in e.name]
-        assert "attention_kernel" in names[0] and len(names) <= 2, names
+        # Pieces of up to four rows are merged by the last block of fa2's kernel.
+        in_block = lengths in ("one row", "decode") and "fa2::" in names[0]
+        assert "attention_kernel" in names[0] and len(names) == 2 - in_block, names
         assert all("merge_pieces" in name for name in names[1:]), names

@@ -74,7 +74,10 @@ class FmhaV2Launch {
   // The workspace that runs need, and their kernels, are settled here: with all other options set, for the current device.
   std::size_t settle(bool with_stats) {
     AttentionParams params = params_;
-    float stats = 0.0f;  // only whether there are any counts
+    // Only whether there are any counts.
+    const std::int32_t offset = 0;
+    float stats = 0.0f;
+    params.qo_indptr = params.kv_indptr = &offset;
     if (with_stats) params.stats = &stats;
     if (prefers_list(params, backend_)) params_.max_qo_len = params.max_qo_len = 0;
     std::size_t bytes = 0;

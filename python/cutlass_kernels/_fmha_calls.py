@@ -89,8 +89,8 @@ class Call:
         self._v_offset = v.data_ptr() - (parts[2].data_ptr() if len(parts) > 2 else k.data_ptr())
 
     def again(self, tensors: Tensors, options: tuple[Any, ...]) -> _plan.Result | None:
-        """Makes the call, and returns what it returned before; :func:`again` mostly finds it from then on. Does nothing
-        and returns None where it has to go the long way."""
+        """Makes the call, and returns what it returned before; the :func:`table` mostly has it from then on. Does
+        nothing and returns None where it has to go the long way."""
         if _kernels()._current_device() != self._index:
             return None
         parts, out = tensors.parts(), tensors.out
@@ -112,7 +112,7 @@ class Call:
         make_output = torch.empty_like if self._like else self._new_output
         make_workspace = self._workspace if self._workspace_bytes else None
         own = (self, self._launch, make_output, self._index, self._counted, self._k_offset, self._v_offset)
-        _table()[1](*own, make_workspace, *tensors, *options)
+        table()[1](*own, make_workspace, *tensors, *options)
         return out
 
     def _workspace(self) -> torch.Tensor:
@@ -157,16 +157,10 @@ class Call:
 _calls: dict[Any, Call] = {}  # calls that may be repeated
 
 
-def again(*args: Any) -> torch.Tensor | None:
-    """Makes a call whose tensors and options :meth:`Call.again` has had before; None where there was no such call. The
-    compiled module finds it in a fifth of the time that a key takes here."""
-    result: torch.Tensor | None = _table()[0](*args)
-    return result
-
-
 @functools.cache
-def _table() -> tuple[Callable[..., Any], Callable[..., None]]:
-    """What finds calls, and what adds them."""
+def table() -> tuple[Callable[..., Any], Callable[..., None]]:
+    """What makes a call whose tensors and options :meth:`Call.again` has had before, or returns None where there was no
+    such call; and what adds one. The compiled module finds calls in a fifth of the time that a key takes here."""
     functions = None
     if _args._C is not None and _found.API is not None:
         functions = _args._C.fmha_v2_calls(

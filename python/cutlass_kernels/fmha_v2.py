@@ -148,10 +148,11 @@ def trtllm_fmha_v2_prefill(
         )
         # A float that equals a window is refused, a type of outputs is no number.
         options += (type(window_left), out_dtype, _dispatch.override_of("auto"))
-        tensors = _fmha_calls.Tensors(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks)
-        found = _fmha_calls.again(*tensors, *options)
+        again, _ = _fmha_calls.table()
+        found: Any = again(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks, *options)
         if found is not None:
             return found
+        tensors = _fmha_calls.Tensors(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks)
         key, call = _fmha_calls.look_up(tensors, options)
         if call is not None and (found := call.again(tensors, options)) is not None:
             return found

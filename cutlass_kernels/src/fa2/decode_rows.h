@@ -13,6 +13,7 @@
 
 #include "common/logits.h"
 #include "common/numeric.h"
+#include "common/sink.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
 #include "fa2/shared_keys.h"
@@ -113,15 +114,9 @@ struct DecodeRows {
       }
       const bool no_key = !(m > -INFINITY) && sum == 0.0f;
       if (!partial && p.sinks != nullptr) {
-        const float sink = p.sinks[of_head] * kLog2e;
-        const float top = fmaxf(m, sink);
-        if (top > -INFINITY) {
-          const float weight = exp2_approx(m - top);
-          sum = sum * weight + exp2_approx(sink - top);
-          CUTE_UNROLL
-          for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= weight;
-          m = top;
-        }
+        const float weight = add_sink(p.sinks[of_head], m, sum);
+        CUTE_UNROLL
+        for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= weight;
       }
       const float lse = sum == 0.0f ? -INFINITY : m + log2f(sum);
       float scale = no_key ? 0.0f : 1.0f / sum;

@@ -12,6 +12,7 @@
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/numeric.h"
+#include "common/sink.h"
 #include "common/work.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
@@ -206,13 +207,7 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     float weight = 1.0f;
     if (!partial) {
       if (p.sinks != nullptr) {
-        const float sink = p.sinks[of_head] * kLog2e;
-        const float top = fmaxf(m, sink);
-        if (top > -INFINITY) {
-          weight = exp2_approx(m - top);
-          sum = sum * weight + exp2_approx(sink - top);
-          m = top;
-        }
+        weight = add_sink(p.sinks[of_head], m, sum);
       }
       weight *= p.v_scale;
       if constexpr (kGeneral) weight *= scale_of(p.output_scale, of_head);

@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/sink.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
@@ -57,13 +58,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     const bool no_key = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
     float weight = 1.0f;
     if (p.sinks != nullptr) {
-      const float sink = p.sinks[head] * kLog2e;
-      const float top = fmaxf(m, sink);
-      if (top > -INFINITY) {
-        weight = exp2_approx(m - top);
-        sum = sum * weight + exp2_approx(sink - top);
-        m = top;
-      }
+      weight = add_sink(p.sinks[head], m, sum);
     }
     empty[r] = no_key;
     float out_scale = p.v_scale;

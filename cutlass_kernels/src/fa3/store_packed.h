@@ -2,6 +2,7 @@
 // partial results instead, in fp32.
 #pragma once
 
+#include "common/sink.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
@@ -52,13 +53,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
     }
     float weight = 1.0f;
     if (!partial && p.sinks != nullptr) {
-      const float sink = p.sinks[place.head] * kLog2e;
-      const float top = fmaxf(m, sink);
-      if (top > -INFINITY) {
-        weight = exp2_approx(m - top);
-        sum = sum * weight + exp2_approx(sink - top);
-        m = top;
-      }
+      weight = add_sink(p.sinks[place.head], m, sum);
     }
     if (!partial) weight *= p.v_scale * scale_of(p.output_scale, place.head);
     scale[r] = __fdividef(weight, sum);

@@ -239,6 +239,8 @@ std::size_t fmha_v2_workspace_size(const FmhaV2Params& params, Backend backend) 
                                    std::max(params.page_size, 1));
   }
   sizes.stats = params.stats;
+  const std::int32_t offset = 0;  // a single request has offsets, too
+  sizes.qo_indptr = sizes.kv_indptr = &offset;
   const std::size_t without_list = workspace_size(sizes, backend);
   sizes.max_qo_len = 0;
   return kFmhaV2CounterBytes + std::max(without_list, workspace_size(sizes, backend));
