@@ -216,6 +216,18 @@ def test_queries_beyond_all_requests_are_not_written(target, layout):
     assert not bool(torch.isnan(out.tensor[: int(qo[-1])]).any())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_request(target, layout):
+    # All rows are beyond all requests.
+    batch = batch_of(target, layout, "even")
+    qkv, tables = pack(batch, layout)
+    out = Guarded(batch.q.shape, batch.q.dtype, target.device)
+    none = torch.zeros(1, dtype=torch.int32, device=target.device)
+    given = dict(qkv=qkv, tables=None if tables is None else tables[:0], out=out.tensor, batch_size=0)
+    call(batch, layout, Mode(), cum_seq_lens_q=none, cum_seq_lens_kv=none, **given)
+    out.check_untouched("out")
+
+
 NONSENSE = {
     "negative": [-5, 70, 134, 199],
     "beyond": [0, 70, 134, 10**9],

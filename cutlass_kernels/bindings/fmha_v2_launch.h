@@ -1,4 +1,4 @@
-// A fused prefill that is one kernel: a batch whose offsets and block tables the attention kernel itself reads on the device.
+// A fused prefill: a batch whose offsets and block tables kernels read on the device.
 #pragma once
 
 #include <algorithm>

@@ -55,6 +55,15 @@ std::int64_t most_keys(const AttentionParams& params) {
   return entries * pages.page_size;
 }
 
+/// Keys that a tile sees, at most, by the mask alone.
+std::int64_t keys_of_tile(const AttentionParams& params, const TileShape& tile) {
+  if (params.window_left >= 0 && params.causal) {
+    return std::int64_t(params.window_left) + tile.rows;
+  }
+  if (params.chunk_size > 0) return std::int64_t(params.chunk_size) + tile.rows;
+  return std::numeric_limits<std::int64_t>::max();
+}
+
 /// Bounds that hold on any device count this many blocks that run at once.
 constexpr int kMostBlocks = 512;
 
@@ -86,7 +95,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int m
   SplitRule rule;
   if (tile.packed_heads == 0 || params.disable_split_kv || params.stats != nullptr) return rule;
   const bool without_list = is_batch(params) && !needs_list(params);
-  if (without_list && wastes_numbers(params, tile)) return rule;
+  if (without_list && (!tile.splits_without_list || wastes_numbers(params, tile))) return rule;
   const std::int64_t count =
       without_list ? numbers_by_length(params, tile.rows) : tiles(params, tile);
   if (params.fixed_split_size > 0) {
@@ -102,7 +111,8 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, int m
     const int blocks = multiprocessors == 0
                            ? kMostBlocks
                            : std::min(multiprocessors * tile.blocks_per_sm, kMostBlocks);
-    const std::int64_t keys = most_keys(params);  // 0 where the host does not know
+    std::int64_t keys = most_keys(params);  // 0 where the host does not know
+    if (without_list) keys = std::min(keys, keys_of_tile(params, tile));
     const std::int64_t rows = std::min<std::int64_t>(tile.rows, params.total_q);
     const std::int64_t room =
         kMostPartialBytes / std::max<std::size_t>(partial_bytes(params, rows), 1);
@@ -261,7 +271,8 @@ std::int64_t parts_without_list(const SplitRule& rule, const AttentionParams& pa
 std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,
                                        std::int64_t parts) {
   if (!is_batch(params)) return parts > 1 ? params.total_q * parts : 0;
-  return parts > params.batch_size ? tiles_of_longest(params, tile.rows) * parts * tile.rows : 0;
+  const std::int64_t rows = std::min<std::int64_t>(tile.rows, params.total_q);  // rows_of_piece()
+  return parts > params.batch_size ? tiles_of_longest(params, tile.rows) * parts * rows : 0;
 }
 
 /// A single request has no list, and some batches have none. Tiles are counted with the caller's counters, or with zeros in the
@@ -325,8 +336,9 @@ std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with
     } else {
       // Of a batch, no more parts than all devices have room for.
       rows = rule.most_pieces <= 1 ? 0
-             : is_batch(params)    ? std::int64_t(rule.most_slots) * tile.rows
-                                   : params.total_q * rule.most_pieces;
+             : is_batch(params)
+                 ? rule.most_slots * std::min<std::int64_t>(tile.rows, params.total_q)
+                 : params.total_q * rule.most_pieces;
     }
     if (with_partial) {
       bytes += partial_bytes(params, rows);
@@ -340,14 +352,14 @@ std::size_t most_bytes(const AttentionParams& params, Backend backend, bool with
 }
 
 /// Bytes of the results of pieces, and of what masks leave of tiles' keys, on the current device.
-std::size_t partial_bytes_of(const Choice& choice, const AttentionParams& params) {
+std::size_t partial_bytes_of(const Choice& choice, const AttentionParams& params, bool masked) {
   std::int64_t rows = choice.rule.partial_rows;
   if (!needs_list(params)) {
     rows = partial_rows_without_list(params, choice.tile,
                                      parts_without_list(choice.rule, params, choice.tile));
   }
   std::size_t bytes = partial_bytes(params, rows);
-  if (choice.entry->uses_extents && may_be_masked(params)) {
+  if (choice.entry->uses_extents && masked) {
     bytes += extents_bytes(tiles(params, choice.tile) + choice.rule.extra_tiles);
   }
   return bytes;
@@ -365,18 +377,22 @@ std::size_t schedule_size(const AttentionParams& params, Backend backend) {
 
 Status partial_size(const AttentionParams& params, Backend backend, std::size_t* bytes) {
   *bytes = 0;
+  std::string fault = contradiction(params, /*with_tensors=*/false);
+  if (!fault.empty()) return Status::invalid(std::move(fault));
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
-  *bytes = partial_bytes_of(choice, params);
+  *bytes = partial_bytes_of(choice, params, may_be_masked(params));
   return Status::success();
 }
 
 Status call_size(const AttentionParams& params, Backend backend, std::size_t* bytes) {
   *bytes = 0;
+  std::string fault = contradiction(params, /*with_tensors=*/false);
+  if (!fault.empty()) return Status::invalid(std::move(fault));
   if (params.total_q == 0) return Status::success();
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
-  *bytes = partial_bytes_of(choice, params);
+  *bytes = partial_bytes_of(choice, params, params.mask.words != nullptr);
   if (!needs_list(params)) return Status::success();
   const std::int64_t capacity = tiles(params, choice.tile) + choice.rule.extra_tiles;
   *bytes += (list_bytes(capacity, choice.rule) + 15) / 16 * 16;
@@ -395,8 +411,9 @@ bool prefers_list(const AttentionParams& params, Backend backend) {
   if (params.stats != nullptr) {  // no keys are split: only far more blocks count
     return !choice.entry->counts_tiles && numbers_by_length(params, tile.rows) > 64 * needed;
   }
-  if (!wastes_numbers(params, tile)) return false;
-  if (!choice.entry->counts_tiles) return true;
+  const bool wastes = wastes_numbers(params, tile);
+  if (wastes && !choice.entry->counts_tiles) return true;
+  if (!wastes && tile.splits_without_list) return false;
   AttentionParams listed = params;
   listed.max_qo_len = 0;
   Choice with_list;

@@ -17,7 +17,8 @@ struct TileShape {
   int most_waves = 2;     ///< of blocks, into which keys are split so that the last one is full
   /// Of split keys: fewer cost more to start and to merge than they take.
   int least_piece = 256;
-  bool merges = false;  ///< whether it uses Schedule::merge_counters
+  bool merges = false;               ///< whether it uses Schedule::merge_counters
+  bool splits_without_list = false;  ///< keys of a batch; see parts_of_batch()
   /// Whether blocks take one tile after the other, so that numbers without a tile cost: KernelEntry::counts_tiles.
   bool persistent = false;
 };

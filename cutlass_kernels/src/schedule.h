@@ -70,7 +70,6 @@ struct alignas(16) ScheduleHeader {
   std::int32_t split_tiles;
   std::int32_t unused;
 };
-constexpr std::size_t kCounterBytes = sizeof(ScheduleHeader);
 
 /// Which of Schedule::merge_counters is that of a tile of split keys, and of a pack of heads. No two tiles' partial rows begin
 /// less than two rows apart: each has two pieces or more.
@@ -236,7 +235,7 @@ Status partial_size(const AttentionParams& params, Backend backend, std::size_t*
 Status call_size(const AttentionParams& params, Backend backend, std::size_t* bytes);
 
 /// Whether a batch whose longest query is known had better have a list all the same: where most numbers of its tiles would be
-/// nobody's, which costs all blocks of fa2, and those of fa3 where keys could be split.
+/// nobody's, each a block of fa2, or where its keys are worth splitting, which without a list they cannot be.
 bool prefers_list(const AttentionParams& params, Backend backend);
 
 /// The same list computed on the host from host lengths (for tests and for reading).

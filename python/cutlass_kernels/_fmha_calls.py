@@ -133,7 +133,7 @@ class Call:
         sinks: torch.Tensor | None,
         stats: torch.Tensor | None,
     ) -> None:
-        """Launches the kernel on the current stream of the current device."""
+        """Enqueues the call on the current stream of the current device."""
         kernels = _kernels()
         workspace = self._workspace() if self._workspace_bytes else None
         stream = kernels._stream_of(self._index)
@@ -226,7 +226,7 @@ def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: in
     q, device, logits, output = problem.q, problem.q.device, problem.logits, problem.output
     qo_indptr, kv_indptr = problem.qo_indptr, problem.kv.indptr
     assert qo_indptr is not None and kv_indptr is not None
-    if q.size(0) == 0:
+    if q.size(0) == 0 or qo_indptr.numel() == 1:  # no rows, or none that a request has
         return None
     if max_q_len <= 0:
         raise ValueError(f"max_q_len={max_q_len} must be positive: there are {q.size(0)} query tokens.")

@@ -52,10 +52,10 @@ def trtllm_fmha_v2_prefill(
     (chunked), or all keys of its request (padding). A row without keys is 0.
 
     On a GPU this is one kernel, which reads lengths and block tables there. Requests so short and few that they would
-    leave most of the device idle have their keys split, and mostly a second kernel merges the results; under fa2, one
-    more makes a list of tiles first where lengths differ much from ``max_q_len``. What a kernel does not read (e4m3
-    with ALiBi or statistics, or on fa2) is converted first. All of this can be captured in a CUDA graph. Tensors that
-    no kernel serves are left to the reference, which cannot.
+    leave most of the device idle have their keys split, and mostly a second kernel merges the results. Under fa2, one
+    more may make a list of tiles first: for such requests of more than a few rows, and where lengths differ much from
+    ``max_q_len``. What a kernel does not read (e4m3 with ALiBi or statistics, or on fa2) is converted first. All of
+    this can be captured in a CUDA graph. Tensors that no kernel serves are left to the reference, which cannot.
 
     Args:
         qkv: what ``input_layout`` says (T query tokens and Tkv key tokens of all requests, one after the other):

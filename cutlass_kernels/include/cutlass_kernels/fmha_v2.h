@@ -5,9 +5,9 @@
 //
 // A call is one kernel, which reads lengths and block tables on the device and copies nothing. Where requests are so short and
 // few that they would leave most of the device idle, it splits their keys, and mostly a second kernel merges the results. Under
-// fa2 a batch of lengths that differ much from max_q_len gets a list of its tiles first. Captured into a CUDA graph, a call
-// follows whatever the graph's buffers hold at each replay, within the bounds that it was made with (total_q, max_q_len,
-// max_kv_len, max_pages).
+// fa2 such requests of more than a few rows, and lengths that differ much from max_q_len, get a list of tiles first. Captured
+// into a CUDA graph, a call follows whatever the graph's buffers hold at each replay, within the bounds that it was made with
+// (total_q, max_q_len, max_kv_len, max_pages).
 #pragma once
 
 #include <cstddef>
@@ -100,7 +100,7 @@ struct FmhaV2Params {
 constexpr std::size_t kFmhaV2CounterBytes = 8192;
 
 /// Bytes of workspace for calls of these sizes (tensors, offsets and tables may be null as yet): counters, and what split keys
-/// need. Calls that overlap in time need one each, others may share one, as large as the largest.
+/// and lists need. Calls that overlap in time need one each, others may share one, as large as the largest.
 CK_API std::size_t fmha_v2_workspace_size(const FmhaV2Params& params,
                                           Backend backend = Backend::kAuto);
 

@@ -82,14 +82,14 @@ struct DeviceScale {
 /// How the work of a batch is divided into tiles, and their order: longest first. Written by make_schedule().
 struct Schedule {
   const void* work_list =
-      nullptr;                 ///< device memory; null: one request, order computed in the kernel
+      nullptr;                 ///< device memory; null: the kernel finds tiles by their numbers
   std::int32_t capacity = 0;   ///< entries the list has room for: an upper bound of the tiles
   std::int32_t tile_rows = 0;  ///< query rows of a tile
   std::int32_t tile_kind = 0;  ///< which of a kernel's tiles
   /// Query heads whose rows share a tile (of tile_rows rows of each), which so reads their keys once; 0: a head's alone.
   std::int32_t packed_heads = 0;
-  /// Without a list: parts into which the keys of each tile are split; of a batch, those of all requests together, each at least
-  /// one, and of at least least_piece keys on average.
+  /// Without a list: parts into which the keys of each tile are split; of a batch, those of all requests together. These
+  /// have one each, and share the others, but not more than one for every least_piece keys.
   std::int32_t pieces = 1;
   std::int32_t least_piece = 1;
   /// Optional: two counters in device memory, zero before and after every call, with which persistent blocks take tiles

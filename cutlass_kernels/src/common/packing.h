@@ -38,6 +38,7 @@ inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows
   if (params.disable_split_kv || params.fixed_split_size > 0) return true;
   const std::int64_t rows = params.total_q / params.batch_size;
   if (rows <= kPackedUpToRows && packed_heads > 1) return true;
+  if (params.stats != nullptr) return false;                      // keys are not split
   const std::int64_t keys = params.total_kv / params.batch_size;  // 0 where the host does not know
   const std::int64_t tiles =
       std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *

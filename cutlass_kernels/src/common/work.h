@@ -97,46 +97,63 @@ struct RowTiles {
 class KeyParts {
  public:
   CUTE_DEVICE KeyParts(const AttentionParams& p, int extra)
-      : kv_indptr_(p.kv_indptr), extra_(float(extra)), first_(float(__ldg(p.kv_indptr))) {
+      : kv_indptr_(p.kv_indptr), first_(float(p.kv_indptr[0])) {
     const bool in_pages = p.pages.page_size > 0 && p.pages.table_stride == 0;
-    const float keys = __fsub_rn(float(__ldg(p.kv_indptr + p.batch_size)), first_);
+    const float keys = __fsub_rn(float(p.kv_indptr[p.batch_size]), first_);
     const float unit = in_pages ? float(p.pages.page_size) : 1.0f;
     const float most = __fdiv_rn(__fmul_rn(keys, unit), float(p.schedule.least_piece));
-    per_key_ = keys > 0.0f ? __fdiv_rn(fminf(extra_, floorf(most)), keys) : 0.0f;
+    extra_ = fmaxf(fminf(float(extra), floorf(most)), 0.0f);
+    per_key_ = keys > 0.0f ? __fdiv_rn(extra_, keys) : 0.0f;
   }
 
   // A request's first. Never less than that of one before it, if the offsets do not decrease: every step rounds monotonically.
+  // The quotient of what divides evenly may be a little less than whole.
   CUTE_DEVICE int begin(int batch) const {
-    const float before = __fmul_rn(__fsub_rn(float(__ldg(kv_indptr_ + batch)), first_), per_key_);
-    return batch + int(fminf(fmaxf(before, 0.0f), extra_));
+    constexpr float kLittle = 1.0f / 512;
+    const float before = __fmul_rn(__fsub_rn(float(kv_indptr_[batch]), first_), per_key_);
+    return batch + int(fminf(fmaxf(__fadd_rn(before, kLittle), 0.0f), extra_));
   }
 
  private:
   const std::int32_t* kv_indptr_;
-  float extra_, first_, per_key_;
+  float first_, extra_, per_key_;
 };
 
-// The request and the piece of its keys that are this part of all keys; the request's first part. False if there is none.
-CUTE_DEVICE bool find_piece(const AttentionParams& p, int parts, int part, WorkItem& work,
-                            int& first_part) {
+// A request's parts of all keys: `count` from `first` on; 0 of them where the search for one would not end here or not for all of
+// them, which happens only where offsets decrease.
+struct RequestParts {
+  int batch;
+  int first;
+  int count;
+};
+
+// The request that this part of all keys belongs to. All parts that lead to a request take the same way, on which the
+// offsets must agree that they are its own: so all of them find it, or none.
+CUTE_DEVICE RequestParts find_parts(const AttentionParams& p, int parts, int part) {
   const KeyParts key_parts(p, parts - p.batch_size);
-  int end = p.batch_size;
-  work.batch = 0;
+  int batch = 0, end = p.batch_size;
+  int at_least = 0, below = parts;
   CUTE_NO_UNROLL
-  while (end - work.batch > 1) {
-    const int middle = work.batch + (end - work.batch) / 2;
-    if (key_parts.begin(middle) <= part) {
-      work.batch = middle;
+  while (end - batch > 1) {
+    const int middle = batch + (end - batch) / 2;
+    const int first = key_parts.begin(middle);
+    if (first <= part) {
+      batch = middle;
+      at_least = max(at_least, first);
     } else {
       end = middle;
+      below = min(below, first);
     }
   }
-  first_part = key_parts.begin(work.batch);
-  const int piece = part - first_part;
-  const int pieces = key_parts.begin(work.batch + 1) - first_part;
-  work.piece = std::int16_t(piece);
-  work.pieces = std::int16_t(pieces);
-  return 0 <= piece && piece < pieces;
+  const int first = key_parts.begin(batch);
+  const int next = key_parts.begin(batch + 1);
+  const bool agree = at_least <= first && next <= below && first <= part && part < next;
+  return {batch, first, agree ? next - first : 0};
+}
+
+// Rows of the partial results that a piece has room for.
+CUTE_DEVICE int rows_of_piece(const AttentionParams& p) {
+  return min(p.schedule.tile_rows, int(p.total_q));
 }
 
 // The tile with this number, counted from the last, in the order of rows.
@@ -164,7 +181,7 @@ CUTE_DEVICE void find_in_order(const AttentionParams& p, const RowTiles& rows, i
 //
 // kPaged, kInOrder: whether there may be pages, and tiles in the order of rows. In a kernel of fa2, which has no warp of its own
 // for this, a few instructions more here, or a call, make ptxas order the main loop anew.
-// kSplits: whether keys may be split.
+// kSplits: whether keys of a batch may be split without a list.
 // kBatches: whether a batch may come without a list (needs_list() in schedule.h).
 template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true>
 CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int rank,
@@ -184,13 +201,20 @@ CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int r
     work.kv_len = int(p.total_kv);
     work.piece = std::int16_t(part);
     work.pieces = std::int16_t(parts);
-    int first_part = 0;
+    [[maybe_unused]] int first_part = -1;  // of a batch that is split
     if (kBatches && p.qo_indptr != nullptr) {
       work.batch = part;
       work.piece = 0;
       work.pieces = 1;
       if constexpr (kSplits) {
-        if (parts > p.batch_size && !find_piece(p, parts, part, work, first_part)) return false;
+        if (parts > p.batch_size) {
+          const RequestParts own = find_parts(p, parts, part);
+          if (own.count == 0) return false;
+          work.batch = own.batch;
+          work.piece = std::int16_t(part - own.first);
+          work.pieces = std::int16_t(own.count);
+          first_part = own.first;
+        }
       }
       if constexpr (kInOrder) {
         if (rows.tiles == 0) find_in_order(p, rows, p.schedule.capacity - 1 - rank, work);
@@ -210,7 +234,12 @@ CUTE_DEVICE bool find_work(const AttentionParams& p, const RowTiles& rows, int r
         return false;
       }
     }
-    work.partial_row = (work.tile * parts + first_part) * p.schedule.tile_rows;
+    work.partial_row = work.tile * p.schedule.tile_rows * parts;
+    if constexpr (kSplits) {
+      if (first_part >= 0) {
+        work.partial_row = (work.tile * parts + first_part) * rows_of_piece(p);
+      }
+    }
   }
   if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
       std::int64_t(work.q_begin) + work.qo_len > p.total_q) {

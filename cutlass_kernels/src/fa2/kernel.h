@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       head / params.group_size;  // a FastDivisor makes ptxas order the main loop anew: 3 % slower
   WorkItem work;
   if constexpr (Tile::kDecodes) await_previous_kernel();
-  if (!find_work<kPaged, false, Tile::kPacked, !kFp8>(p, params.rows, position.rank, work)) return;
+  if (!find_work<kPaged, false, Tile::kDecodes, !kFp8>(p, params.rows, position.rank, work)) return;
   const int tile_rows = Tile::kPacked ? p.schedule.tile_rows : Tile::kBlockM;
   const int row_begin = work.tile * tile_rows;
   const int row_end = min(row_begin + tile_rows, work.qo_len);

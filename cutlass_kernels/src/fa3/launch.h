@@ -41,7 +41,9 @@ int packed_tile_rows(const AttentionParams& params) {
 
 template <class Packed>
 TileShape packed_tile_shape(const AttentionParams& params, int heads) {
-  return {packed_tile_rows<Packed>(params), kPacked, heads, Packed::kBlocksPerSm};
+  TileShape shape{packed_tile_rows<Packed>(params), kPacked, heads, Packed::kBlocksPerSm};
+  shape.splits_without_list = true;
+  return shape;
 }
 
 // The tile of a problem.

@@ -238,12 +238,19 @@ std::size_t fmha_v2_workspace_size(const FmhaV2Params& params, Backend backend) 
     sizes.total_kv = keys_in_pages(params.batch_size, params.max_kv_len, params.num_pages,
                                    std::max(params.page_size, 1));
   }
-  sizes.stats = params.stats;
-  const std::int32_t offset = 0;  // a single request has offsets, too
+  // Whatever is still to be told: a single request has offsets, too, and options may ask for other tiles.
+  const std::int32_t offset = 0;
+  const float option = 0.0f;
   sizes.qo_indptr = sizes.kv_indptr = &offset;
-  const std::size_t without_list = workspace_size(sizes, backend);
-  sizes.max_qo_len = 0;
-  return kFmhaV2CounterBytes + std::max(without_list, workspace_size(sizes, backend));
+  std::size_t most = 0;
+  for (const float* slopes : {static_cast<const float*>(nullptr), &option}) {
+    for (const std::int32_t longest : {params.max_q_len, 0}) {
+      sizes.alibi.slopes = slopes;
+      sizes.max_qo_len = longest;
+      most = std::max(most, workspace_size(sizes, backend));
+    }
+  }
+  return kFmhaV2CounterBytes + most;
 }
 
 Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes,

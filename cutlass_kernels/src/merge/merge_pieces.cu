@@ -26,16 +26,16 @@ __device__ SplitTile split_tile_of_batch(const AttentionParams& p, int index) {
   const int q_begin = p.qo_indptr[batch];
   const int q_end = p.qo_indptr[batch + 1];
   const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, batch);
-  const KeyParts parts(p, schedule.pieces - p.batch_size);
-  const int first_part = parts.begin(batch);
-  const int pieces = parts.begin(batch + 1) - first_part;
+  const int first_part = KeyParts(p, schedule.pieces - p.batch_size).begin(batch);
+  const RequestParts parts = find_parts(p, schedule.pieces, first_part);
   const int first_row = tile * schedule.tile_rows;
-  const bool is_split = pieces > 1 && keys.length >= 0 && 0 <= q_begin && q_begin <= q_end &&
-                        q_end <= p.total_q && first_row < q_end - q_begin;
+  const bool is_split = parts.batch == batch && parts.count > 1 && keys.length >= 0 &&
+                        0 <= q_begin && q_begin <= q_end && q_end <= p.total_q &&
+                        first_row < q_end - q_begin;
   return {q_begin + first_row,
           is_split ? min(schedule.tile_rows, q_end - q_begin - first_row) : 0,
-          (tile * schedule.pieces + first_part) * schedule.tile_rows,
-          pieces,
+          (tile * schedule.pieces + first_part) * rows_of_piece(p),
+          parts.count,
           q_end,
           keys.begin,
           keys.length,

@@ -147,12 +147,15 @@ ck::Status run_fused(const ck::FmhaV2Params& params) {
 void check_fmha_v2_without_gpu() {
   using Layout = ck::FmhaV2Layout;
   const ck::FmhaV2Params packed = fused(Layout::kPackedQkv);
-  require(ck::fmha_v2_workspace_size(packed) >= ck::kFmhaV2CounterBytes,
-          "a fused prefill needs counters");
+  const std::size_t least = ck::fmha_v2_workspace_size(packed);
+  require(least >= ck::kFmhaV2CounterBytes && least < ck::kFmhaV2CounterBytes + 4096,
+          "a fused prefill of few keys needs counters, and room for a list");
   ck::FmhaV2Params many = fused(Layout::kContiguousQKv);
   many.max_kv_len = 100000;
   many.total_kv = 100000;
-  require(ck::fmha_v2_workspace_size(many) > ck::fmha_v2_workspace_size(packed) + 4096,
+  // Of each row 4 bytes a column, and an LSE.
+  const std::size_t row = std::size_t(many.num_qo_heads) * (many.head_dim + 1) * 4;
+  require(ck::fmha_v2_workspace_size(many) > ck::kFmhaV2CounterBytes + 2 * many.total_q * row,
           "the results of split keys need room");
   require_refusal(run_fused(packed), "cum_seq_lens_q and cum_seq_lens_kv");
   ck::FmhaV2Params wrong = packed;
@@ -358,20 +361,33 @@ void check_stats(ck::FmhaV2Params params, const std::vector<float>& lse, ck::Bac
   require_refusal(ck::fmha_v2(params, nullptr, 0, nullptr, backend), "8 bytes");
 }
 
-/// Two rows of each request, the first two in the tensor: with a workspace, keys are split.
+/// The first four rows as two requests over many keys: with a workspace, these are split.
 void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tolerance,
                  ck::Backend backend) {
-  const std::int32_t offsets[3] = {0, 2, 4};
+  const std::int32_t offsets[2][3] = {{0, 2, 4}, {0, 2000, 3000}};
   const Buffer dev_offsets(sizeof(offsets));
   dev_offsets.copy_from(offsets, sizeof(offsets));
   params.cum_seq_lens_q = static_cast<const std::int32_t*>(dev_offsets.data);
+  params.cum_seq_lens_kv = params.cum_seq_lens_q + 3;
   params.total_q = 4;
   params.max_q_len = 2;
+  params.total_kv = 3000;
+  params.max_kv_len = 2000;
+  const std::size_t keys = std::size_t(params.total_kv) * params.num_kv_heads;
+  const auto k = random_bits(keys * params.head_dim, params.dtype, 4);
+  const auto v = random_bits(keys * params.head_dim_vo, params.dtype, 5);
+  const Buffer dev_k(k.size() * 2), dev_v(v.size() * 2);
+  dev_k.copy_from(k.data(), k.size() * 2);
+  dev_v.copy_from(v.data(), v.size() * 2);
+  params.k = dev_k.data;
+  params.v = dev_v.data;
+
   const std::size_t bytes = ck::fmha_v2_workspace_size(params, backend);
   const Buffer workspace(bytes);
-  require(cudaMemset(workspace.data, 0xff, bytes) == cudaSuccess &&
-              cudaMemset(workspace.data, 0, ck::kFmhaV2CounterBytes) == cudaSuccess,
-          "clearing the counters");
+  std::vector<unsigned char> content(bytes, 0xff);
+  const auto counters_end = content.begin() + ck::kFmhaV2CounterBytes;
+  std::fill(content.begin(), counters_end, 0);
+  workspace.copy_from(content.data(), bytes);
   const std::size_t elements =
       std::size_t(params.total_q) * params.num_qo_heads * params.head_dim_vo;
   std::vector<std::uint16_t> whole(elements), split(elements);
@@ -387,6 +403,12 @@ void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tolerance,
           from_bits(split[i], params.o_dtype) - from_bits(whole[i], params.o_dtype);
       require(std::fabs(error) <= 2 * tolerance, "split keys give what whole ones give");
     }
+    workspace.copy_to(content.data(), bytes);
+    require(std::count(content.begin(), counters_end, 0) == std::ptrdiff_t(ck::kFmhaV2CounterBytes),
+            "counters of split keys are left zero");
+    const bool written =
+        std::count(counters_end, content.end(), 0xff) < content.end() - counters_end;
+    require(written == (call > 0), "keys are split where there is a workspace");
   }
 }
 
