@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   extern __shared__ __align__(128) char shared_memory[];
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
 
-  if constexpr (Tile::kPacked) allow_next_kernel();  // to merge what pieces of keys give
+  // To merge what pieces of keys give. What the next kernel reads before this one ends was written before this one began.
+  if constexpr (Tile::kDecodes) await_previous_kernel();
+  if constexpr (Tile::kPacked) allow_next_kernel();
 
   // ---- Which tile of which head. ----
   const TileOrder::Position position = params.order(blockIdx.x);
@@ -99,7 +101,6 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   const int kv_head =
       head / params.group_size;  // a FastDivisor makes ptxas order the main loop anew: 3 % slower
   WorkItem work;
-  if constexpr (Tile::kDecodes) await_previous_kernel();
   if (!find_work<kPaged, false, Tile::kDecodes, !kFp8>(p, params.rows, position.rank, work)) return;
   const int tile_rows = Tile::kPacked ? p.schedule.tile_rows : Tile::kBlockM;
   const int row_begin = work.tile * tile_rows;

@@ -15,48 +15,54 @@ namespace cutlass_kernels {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 4;  // that run at once and share out the rows
+constexpr int kBlocksPerSm = 4;   // that run at once and share out the rows
+constexpr int kFirstTiles = 512;  // that each block looks up beforehand
 
-// Of a batch without a list: tiles of the longest request, each for all requests. Without rows where its keys are not split, or
-// where it is none: as in find_work().
-__device__ SplitTile split_tile_of_batch(const AttentionParams& p, int index) {
+// A tile whose keys are split, or, without rows, one that has not been computed, or not in pieces.
+struct alignas(16) PiecesOfTile {
+  int q_begin;  // first row, in the tensor
+  int rows;
+  int partial_row;
+  int pieces;
+};
+
+// As in find_work(): a request outside the tensors is not computed.
+__device__ bool is_inside(const AttentionParams& p, int q_begin, int q_end,
+                          const KeysOfRequest& keys) {
+  return min(q_begin, keys.begin) >= 0 && q_begin <= q_end && q_end <= p.total_q &&
+         keys.length >= 0 &&
+         (p.pages.page_size > 0 || std::int64_t(keys.begin) + keys.length <= p.total_kv);
+}
+
+// Of a batch without a list: tiles of the longest request, each for all requests.
+__device__ PiecesOfTile tile_of_batch(const AttentionParams& p, int index) {
   const Schedule& schedule = p.schedule;
   const int tile = index / p.batch_size;
   const int batch = index - tile * p.batch_size;
   const int q_begin = p.qo_indptr[batch];
   const int q_end = p.qo_indptr[batch + 1];
   const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, batch);
-  const int first_part = KeyParts(p, schedule.pieces - p.batch_size).begin(batch);
-  const RequestParts parts = find_parts(p, schedule.pieces, first_part);
+  const KeyParts key_parts(p, schedule.pieces - p.batch_size);
+  const RequestParts parts = key_parts.find(key_parts.begin(batch));
   const int first_row = tile * schedule.tile_rows;
-  const bool is_split = parts.batch == batch && parts.count > 1 && keys.length >= 0 &&
-                        0 <= q_begin && q_begin <= q_end && q_end <= p.total_q &&
-                        first_row < q_end - q_begin;
-  return {q_begin + first_row,
-          is_split ? min(schedule.tile_rows, q_end - q_begin - first_row) : 0,
-          (tile * schedule.pieces + first_part) * rows_of_piece(p),
-          parts.count,
-          q_end,
-          keys.begin,
-          keys.length,
-          0};
+  const bool is_split = parts.batch == batch && parts.count > 1 &&
+                        is_inside(p, q_begin, q_end, keys) && first_row < q_end - q_begin;
+  if (!is_split) return {};
+  return {q_begin + first_row, min(schedule.tile_rows, q_end - q_begin - first_row),
+          (tile * schedule.pieces + parts.first) * rows_of_piece(p), parts.count};
 }
 
-__device__ SplitTile split_tile_at(const AttentionParams& p, int index) {
+__device__ PiecesOfTile tile_at(const AttentionParams& p, int index) {
   const Schedule& schedule = p.schedule;
   if (schedule.work_list != nullptr) {
-    return static_cast<const SplitTile*>(schedule.split_list)[index];
+    const SplitTile tile = static_cast<const SplitTile*>(schedule.split_list)[index];
+    if (!is_inside(p, tile.q_begin, tile.q_end, {tile.kv_begin, tile.kv_len})) return {};
+    return {tile.q_begin, tile.rows, tile.partial_row, tile.pieces};
   }
-  if (p.qo_indptr != nullptr) return split_tile_of_batch(p, index);
+  if (p.qo_indptr != nullptr) return tile_of_batch(p, index);
   const int first = index * schedule.tile_rows;
-  return {first,
-          min(schedule.tile_rows, int(p.total_q) - first),
-          first * schedule.pieces,
-          schedule.pieces,
-          int(p.total_q),
-          0,
-          int(p.total_kv),
-          0};
+  return {first, min(schedule.tile_rows, int(p.total_q) - first), first * schedule.pieces,
+          schedule.pieces};
 }
 
 __device__ int split_tile_count(const AttentionParams& p) {
@@ -72,25 +78,30 @@ __global__ void __launch_bounds__(32 * kWarps)
   constexpr int kLoads = 16;
   __shared__ float4 others_o[kShared ? kWarps - 1 : 1][kPanels][32];
   __shared__ float2 others_sum[kWarps];  // with the largest LSE
+  // While the attention kernel runs: it does not write any of this, and has not started before whatever did had ended.
+  __shared__ PiecesOfTile first_tiles[kFirstTiles];
+  const int tiles = split_tile_count(p);
+  for (int i = threadIdx.x; i < min(tiles, kFirstTiles); i += 32 * kWarps) {
+    first_tiles[i] = tile_at(p, i);
+  }
+  __syncthreads();
   await_previous_kernel();
   const int heads = p.num_qo_heads;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   constexpr int kRowsOfBlock = kShared ? 1 : kWarps;
   const int rows_of_tile = p.schedule.tile_rows * heads;  // at most
-  const std::int64_t count = std::int64_t(split_tile_count(p)) * rows_of_tile;
+  const std::int64_t count = std::int64_t(tiles) * rows_of_tile;
   for (std::int64_t item = std::int64_t(blockIdx.x) * kRowsOfBlock + (kShared ? 0 : warp);
        item < count; item += std::int64_t(gridDim.x) * kRowsOfBlock) {
-    const int index_of_tile = int(item / rows_of_tile);
+    const int index_of_tile = count >> 32 == 0 ? int(std::uint32_t(item) / unsigned(rows_of_tile))
+                                               : int(item / rows_of_tile);
     const int in_tile = int(item - std::int64_t(index_of_tile) * rows_of_tile);
     const int row = in_tile / heads;
     const int head = in_tile - row * heads;
-    const SplitTile tile = split_tile_at(p, index_of_tile);
-    // As in find_work(): a request outside the tensors was not computed.
-    const bool inside =
-        min(tile.q_begin, tile.kv_begin) >= 0 && tile.q_end <= p.total_q &&
-        (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
-    if (row >= tile.rows || !inside) continue;
+    const PiecesOfTile tile =
+        index_of_tile < kFirstTiles ? first_tiles[index_of_tile] : tile_at(p, index_of_tile);
+    if (row >= tile.rows) continue;
     const PieceRows pieces{tile.q_begin, tile.rows, tile.partial_row, tile.pieces};
     if constexpr (kShared) {
       MergedRow<kPanels> merged = merge_pieces<kPanels, kLoads>(
