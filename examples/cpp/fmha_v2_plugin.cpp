@@ -48,7 +48,8 @@ class PagedAttention {
     workspace_size_ = ck::fmha_v2_workspace_size(params_);
   }
 
-  /// To be set to zero once, before the first enqueue(): the first ck::kFmhaV2CounterBytes, or all.
+  /// The first ck::kFmhaV2CounterBytes are to be set to zero before the first enqueue(), and before each where other layers
+  /// use the same workspace.
   std::size_t workspace_size() const { return workspace_size_; }
 
   ck::Status enqueue(const void* const* inputs, void* const* outputs, void* workspace,

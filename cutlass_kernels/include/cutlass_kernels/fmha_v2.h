@@ -96,7 +96,8 @@ struct FmhaV2Params {
   float skip_softmax_threshold_scale_factor = 0.0f;
 };
 
-/// The first so many bytes of a workspace are counters: set to zero before the first call, they are so after every call.
+/// The first so many bytes of a workspace are counters: set to zero before the first call, they are so after every call. Where
+/// others write to the workspace in between, as layers of a pipeline that share one do, set them to zero before each.
 constexpr std::size_t kFmhaV2CounterBytes = 8192;
 
 /// Bytes of workspace for calls of these sizes (tensors, offsets and tables may be null as yet): counters, and what split keys
