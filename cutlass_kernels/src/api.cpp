@@ -413,12 +413,13 @@ bool prefers_list(const AttentionParams& params, Backend backend) {
   }
   const bool wastes = wastes_numbers(params, tile);
   if (wastes && !choice.entry->counts_tiles) return true;
-  if (!wastes && tile.splits_without_list) return false;
+  if (tile.packed_heads == 0 || (!wastes && tile.splits_without_list)) return false;
+  // The tile with a list is the same.
   AttentionParams listed = params;
   listed.max_qo_len = 0;
-  Choice with_list;
-  if (!choose_here(backend, listed, &with_list).ok()) return false;
-  const SplitRule& rule = with_list.rule;
+  Device device;
+  if (!current_device(&device).ok()) return false;
+  const SplitRule rule = split_rule(listed, tile, device.multiprocessors);
   return rule.most_pieces > 1 && slots_for(rule, needed) >= 2 * needed;
 }
 
