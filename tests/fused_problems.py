@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,6 +47,30 @@ def in_caches(batch: Batch, layout: str) -> tuple[Any, torch.Tensor]:
     whole, pages = torch.cat([paged.k_cache, paged.v_cache]), block_table(paged)
     tables = torch.stack([pages, pages + count], dim=1)
     return (batch.q, (whole[:count], whole[count:])), tables.to(batch.device)
+
+
+def on_device(batch: Batch, tables: torch.Tensor | None, qkv: Any) -> dict[str, Any]:
+    """Arguments with which a call makes nothing of its own on the device."""
+    return dict(
+        qkv=qkv,
+        tables=tables,
+        out=torch.empty_like(batch.q),
+        workspace_buffer=torch.zeros(16, dtype=torch.uint8, device=batch.device),
+        seq_lens=torch.zeros(len(batch.qo_lens), dtype=torch.int32, device=batch.device),
+        cum_seq_lens_q=batch.qo_indptr(batch.device),
+        cum_seq_lens_kv=batch.kv_indptr(batch.device),
+    )
+
+
+def kernels_of(run: Callable[[], Any]) -> list[str]:
+    """Names of what runs on the device, in order; but for what the first call alone does."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in names if "Sync" not in name]
 
 
 def on_gpu(target) -> None:

@@ -17,6 +17,8 @@ from fused_problems import (
     batch_of,
     check_stats,
     in_caches,
+    kernels_of,
+    on_device,
     on_gpu,
 )
 from guards import Guarded
@@ -415,23 +417,7 @@ def test_a_call_is_one_kernel(target, layout, separate, dtype, stats):
     qkv, tables = pack(batch, layout)
     if separate:
         qkv, tables = in_caches(batch, layout)
-    given = dict(
-        save_softmax_stats=stats,
-        qkv=qkv,
-        tables=tables,
-        out=torch.empty_like(batch.q),
-        workspace_buffer=torch.zeros(16, dtype=torch.uint8, device=target.device),
-        seq_lens=torch.zeros(len(batch.qo_lens), dtype=torch.int32, device=target.device),
-        cum_seq_lens_q=batch.qo_indptr(target.device),
-        cum_seq_lens_kv=batch.kv_indptr(target.device),
-    )
-    mode = Mode(window_left=30)
-    call(batch, layout, mode, **given)  # allocates counters
-    torch.cuda.synchronize()
+    given = on_device(batch, tables, qkv)
     for _ in range(2):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            call(batch, layout, mode, **given)
-            torch.cuda.synchronize()
-        on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        on_device = [name for name in on_device if "Sync" not in name]
-        assert len(on_device) == 1 and "attention_kernel" in on_device[0], on_device
+        names = kernels_of(lambda: call(batch, layout, Mode(window_left=30), save_softmax_stats=stats, **given))
+        assert len(names) == 1 and "attention_kernel" in names[0], names
