@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ["hello_attention", "fmha_v2_plugin"]
-NARROW = ("-DCK_HEAD_DIMS=64", "-DCK_DTYPES=float16", "-DCK_ARCHS=90")
+NARROW = ("-DCK_HEAD_DIMS=64", "-DCK_DTYPES=float16,float8_e4m3fn", "-DCK_ARCHS=90", "-DCK_BUILD_TESTS=ON")
 pytestmark = pytest.mark.slow
 
 
@@ -82,6 +82,14 @@ def test_shared_library_hides_everything_but_the_api(build_directory: Path) -> N
     strong = [line.split(maxsplit=2)[2] for line in symbols if line.split()[1] == "T"]
     assert strong
     assert all(name.startswith("cutlass_kernels::") for name in strong), strong
+
+
+def test_host_code_on_a_stand_in_for_the_cuda_runtime(build_directory: Path) -> None:
+    """Workspaces of exactly the promised size, and where in them everything lies: tests/cpp/host/main.cu."""
+    if os.environ.get("CK_TEST_INSTALL_PREFIX"):
+        pytest.skip("CK_TEST_INSTALL_PREFIX has no objects to link")
+    install(build_directory, shared=False)
+    assert run(build_directory / "build" / "tests" / "cpp" / "host" / "host_checks").rstrip().endswith("OK")
 
 
 def test_headers_need_neither_cuda_nor_cutlass(tmp_path: Path) -> None:

@@ -156,6 +156,14 @@ std::size_t list_bytes(std::int64_t capacity, const SplitRule& rule) {
          std::size_t(rule.merge_counters) * sizeof(std::int32_t);
 }
 
+/// The same of a schedule that has been made.
+std::size_t schedule_bytes(const Schedule& schedule) {
+  SplitRule rule;
+  rule.split_tiles = schedule.split_capacity;
+  rule.merge_counters = schedule.num_merge_counters;
+  return list_bytes(schedule.capacity, rule);
+}
+
 Status choose_here(Backend backend, const AttentionParams& params, Choice* choice) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
@@ -472,6 +480,9 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
       return Status::invalid("schedule.capacity=" + std::to_string(params.schedule.capacity) +
                              " must be positive: make_schedule() fills it.");
     }
+    // The schedule may lie at the start of this workspace: the kernel reads it while it writes partial results.
+    const auto* header = static_cast<const ScheduleHeader*>(params.schedule.work_list) - 1;
+    if (header == workspace) room.take(schedule_bytes(params.schedule));
   } else if (needs_list(params)) {
     Status status =
         schedule_for(choice, params, workspace, workspace_bytes, stream, &scheduled.schedule);

@@ -1,0 +1,111 @@
+#include "stand_in_cuda.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <map>
+
+namespace stand_in {
+Device device;
+std::vector<Launch> launches;
+bool has_driver = true;
+
+namespace {
+
+std::map<const void*, std::string>& kernel_names() {
+  static std::map<const void*, std::string> names;  // filled before main() begins
+  return names;
+}
+
+CUresult encode_nothing(...) { return CUDA_SUCCESS; }
+
+}  // namespace
+}  // namespace stand_in
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 0; }
+void __cudaRegisterVar(void**, char*, char*, const char*, int, std::size_t, int, int) {}
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*,
+                            void*, void*, int*) {
+  stand_in::kernel_names()[host] = name;
+}
+cudaError_t __cudaGetKernel(void**, const void*) { return cudaErrorNotSupported; }
+cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, std::size_t, cudaStream_t) {
+  return cudaErrorNotSupported;  // <<<>>> is not used: launches go through cudaLaunchKernelEx()
+}
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, std::size_t*, void*) {
+  return cudaErrorNotSupported;
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                void** arguments) {
+  stand_in::Launch launch;
+  launch.kernel = stand_in::kernel_names()[kernel];
+  launch.blocks = config->gridDim.x;
+  const char* first = static_cast<const char*>(arguments[0]);
+  launch.params.assign(first, first + stand_in::Launch::kParamBytes);
+  stand_in::launches.push_back(std::move(launch));
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* destination, int, std::size_t bytes, cudaStream_t) {
+  stand_in::Launch launch;
+  launch.kernel = "memset";
+  launch.destination = destination;
+  launch.bytes = bytes;
+  stand_in::launches.push_back(std::move(launch));
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+
+cudaError_t cudaGetDevice(int* index) {
+  *index = 64;  // beyond those whose facts the library remembers: tests change them
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = stand_in::device.compute_capability / 10;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = stand_in::device.compute_capability % 10;
+      return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = stand_in::device.multiprocessors;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = stand_in::device.shared_memory_per_block;
+      return cudaSuccess;
+    case cudaDevAttrL2CacheSize:
+      *value = stand_in::device.l2_bytes;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = stand_in::has_driver ? reinterpret_cast<void*>(&stand_in::encode_nothing) : nullptr;
+  if (result != nullptr) {
+    *result =
+        stand_in::has_driver ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "an error of the stand-in"; }
+const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
+
+}  // extern "C"

@@ -1,0 +1,45 @@
+// A stand-in for the CUDA runtime, for machines without a GPU: answers questions about a device that a test describes, and
+// records what is enqueued instead of running it. So a test sees which kernels a call starts, with which parameters.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace stand_in {
+
+struct Device {
+  int compute_capability = 90;  ///< 10 * major + minor
+  int multiprocessors = 132;
+  int shared_memory_per_block = 227 << 10;
+  int l2_bytes = 50 << 20;
+};
+extern Device device;
+
+/// A kernel launch, or a memset (whose kernel is "memset").
+struct Launch {
+  std::string kernel;  ///< mangled name
+  unsigned blocks = 0;
+  std::vector<char> params;  ///< the first bytes of the first argument: kernels take one struct
+  void* destination = nullptr;
+  std::size_t bytes = 0;
+
+  bool is(const char* name) const { return kernel.find(name) != std::string::npos; }
+
+  /// The kernel's argument, or what it begins with.
+  template <class T>
+  T argument() const {
+    static_assert(sizeof(T) <= kParamBytes);
+    T value;
+    std::memcpy(static_cast<void*>(&value), params.data(), sizeof(T));
+    return value;
+  }
+  static constexpr std::size_t kParamBytes = 2048;
+};
+extern std::vector<Launch> launches;
+
+/// Driver functions cannot be found until this is set again: a driver that is being loaded, say.
+extern bool has_driver;
+
+}  // namespace stand_in
