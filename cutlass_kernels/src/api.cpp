@@ -149,11 +149,12 @@ std::size_t extents_bytes(std::int64_t capacity) {
   return std::size_t(capacity) * sizeof(MaskExtent);
 }
 
-/// Bytes of the header, the list, the split tiles and their counters.
+/// Bytes of the header, the list, the split tiles and their counters; rounded up, so that what follows is aligned.
 std::size_t list_bytes(std::int64_t capacity, const SplitRule& rule) {
-  return sizeof(ScheduleHeader) + std::size_t(capacity) * sizeof(WorkItem) +
-         std::size_t(rule.split_tiles) * sizeof(SplitTile) +
-         std::size_t(rule.merge_counters) * sizeof(std::int32_t);
+  const std::size_t bytes = sizeof(ScheduleHeader) + std::size_t(capacity) * sizeof(WorkItem) +
+                            std::size_t(rule.split_tiles) * sizeof(SplitTile) +
+                            std::size_t(rule.merge_counters) * sizeof(std::int32_t);
+  return (bytes + 15) / 16 * 16;
 }
 
 /// The same of a schedule that has been made.
@@ -403,7 +404,7 @@ Status call_size(const AttentionParams& params, Backend backend, std::size_t* by
   *bytes = partial_bytes_of(choice, params, params.mask.words != nullptr);
   if (!needs_list(params)) return Status::success();
   const std::int64_t capacity = tiles(params, choice.tile) + choice.rule.extra_tiles;
-  *bytes += (list_bytes(capacity, choice.rule) + 15) / 16 * 16;
+  *bytes += list_bytes(capacity, choice.rule);
   return Status::success();
 }
 

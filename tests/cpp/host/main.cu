@@ -122,10 +122,91 @@ void check_schedule_and_attention_share_a_workspace() {
   check_ranges(last_attention(), bytes, "a schedule in the workspace of attention()");
 }
 
+/// A workspace of exactly the promised size is enough; with a byte less the call is refused, or did not need it.
+void check_promised_size(const ck::AttentionParams& params) {
+  const std::size_t bytes = ck::workspace_size(params);
+  for (const std::size_t given : {bytes, bytes == 0 ? bytes : bytes - 1}) {
+    stand_in::launches.clear();
+    const ck::Status status = ck::attention(params, at(kWorkspace), given, nullptr);
+    const std::string what = describe(params) + " in " + std::to_string(given) + " of " +
+                             std::to_string(bytes) + " bytes";
+    if (status.code == ck::StatusCode::kUnsupported) return;  // e4m3 queries on Ampere
+    if (params.fixed_split_size > 0 && status.code == ck::StatusCode::kInvalidArgument)
+      return;  // too many tiles
+    if (given < bytes && status.code == ck::StatusCode::kWorkspaceTooSmall) return;
+    require(status.ok(), what + ": " + status.message);
+    check_ranges(last_attention(), given, what);
+  }
+}
+
+class Random {
+ public:
+  explicit Random(unsigned seed) : engine_(seed) {}
+  int in(int least, int most) { return std::uniform_int_distribution<int>(least, most)(engine_); }
+  /// Small numbers as often as large ones.
+  int log_in(int least, int most) {
+    const double x =
+        std::uniform_real_distribution<double>(std::log(least), std::log(most + 1.0))(engine_);
+    return std::clamp(int(std::exp(x)), least, most);
+  }
+  template <class T>
+  T of(std::initializer_list<T> values) {
+    return values.begin()[in(0, int(values.size()) - 1)];
+  }
+
+ private:
+  std::mt19937 engine_;
+};
+
+ck::AttentionParams random_problem(Random& random) {
+  const auto [q_dtype, kv_dtype] =
+      random.of({std::pair(ck::DType::kFloat16, ck::DType::kFloat16),
+                 std::pair(ck::DType::kFloat16, ck::DType::kFloat8E4M3),
+                 std::pair(ck::DType::kFloat8E4M3, ck::DType::kFloat8E4M3)});
+  const int kv_heads = random.of({1, 2, 3, 8});
+  const int heads = kv_heads * random.of({1, 2, 3, 4, 7, 8, 32});
+  const int requests = random.log_in(1, 200), rows = random.log_in(1, 300);
+  ck::AttentionParams params = batch(q_dtype, kv_dtype, random.of({16, 48, 64}), heads, kv_heads,
+                                     requests, rows, random.log_in(1, 20000));
+  params.total_q -= random.in(0, requests - 1);
+  params.total_kv += random.in(0, 1000);
+  params.causal = random.in(0, 1) == 1;
+  if (random.in(0, 3) == 0) params.window_left = random.in(0, 500);
+  if (random.in(0, 3) == 0) params.chunk_size = random.in(1, 500);
+  if (random.in(0, 2) == 0) params.max_qo_len = rows + random.in(0, 100);
+  if (random.in(0, 2) == 0) params.max_kv_len = random.log_in(1, 30000);
+  if (random.in(0, 3) == 0) params.fixed_split_size = random.log_in(64, 4096);
+  params.disable_split_kv = random.in(0, 5) == 0;
+  const bool eight_bits = q_dtype == ck::DType::kFloat8E4M3;
+  if (random.in(0, 3) == 0 && !eight_bits) {
+    params.mask.words = static_cast<const std::uint32_t*>(at(std::uintptr_t(8) << 40));
+    params.mask.indptr = static_cast<const std::int32_t*>(at(std::uintptr_t(9) << 40));
+    params.mask.num_words = std::int64_t(1) << 30;
+  }
+  if (random.in(0, 5) == 0) params.logits_soft_cap = 30.0f;
+  if (random.in(0, 7) == 0 && kv_dtype == q_dtype && !eight_bits) {
+    params.stats = static_cast<float*>(at(std::uintptr_t(10) << 40));
+  }
+  if (requests == 1 && random.in(0, 1) == 0) params.qo_indptr = params.kv_indptr = nullptr;
+  return params;
+}
+
+void check_promised_sizes_of_random_problems() {
+  Random random(1);
+  for (int i = 0; i < 20000; ++i) {
+    stand_in::device.compute_capability = random.of({80, 86, 90});
+    stand_in::device.multiprocessors = random.of({1, 20, 78, 84, 108, 132, 142});
+    check_promised_size(random_problem(random));
+  }
+  stand_in::device = {};
+}
+
 }  // namespace
 
 int main() {
   check_schedule_and_attention_share_a_workspace();
+  check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7));
+  check_promised_sizes_of_random_problems();
   std::printf("OK\n");
   return 0;
 }
