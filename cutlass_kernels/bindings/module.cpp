@@ -73,6 +73,7 @@ AttentionParams sizes(const std::string& q_dtype, const std::string& kv_dtype,
   params.head_dim_vo = head_dim_vo;
   params.batch_size = batch_size;
   params.total_q = total_q;
+  params.total_kv = 0;
   return params;
 }
 

@@ -186,6 +186,11 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
   }
 }
 
+/// `name` was left at kNotSet, and is the number of `what`.
+std::string not_set(const char* name, const char* what) {
+  return std::string(name) + " is not set: it counts " + what + ", 0 where there are none.";
+}
+
 std::string misaligned(const char* name, const ConstTensorView& view, int item_bytes,
                        bool with_pointer) {
   const std::string tensor = name;
@@ -300,7 +305,10 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   }
   // Below 2^31 by more than any tile, so that the end of a tile is a 32-bit number too.
   constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max() - 1023;
-  if (params.total_q < 0 || params.total_q > kMaxTokens || params.total_kv < 0 ||
+  const bool paged = params.pages.page_size > 0;
+  if (params.total_q == kNotSet) return not_set("total_q", "the rows of q");
+  if (params.total_kv == kNotSet && !paged) return not_set("total_kv", "the rows of k and v");
+  if (params.total_q < 0 || params.total_q > kMaxTokens || params.total_kv < kNotSet ||
       params.total_kv > kMaxTokens) {
     return "total_q=" + number(params.total_q) + " and total_kv=" + number(params.total_kv) +
            " must lie between 0 and " + number(kMaxTokens) +
@@ -336,6 +344,12 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   const PageTable& pages = params.pages;
   if (pages.page_size < 0 || (pages.page_size == 0 && pages.indices != nullptr)) {
     return not_positive("page_size", pages.page_size);
+  }
+  if (paged && with_tensors) {
+    if (pages.num_pages < 0) return not_set("num_pages", "the pages of k and of v");
+    if (pages.table_stride == 0 && pages.num_indices < 0) {
+      return not_set("num_indices", "the entries of indices");
+    }
   }
   if (pages.table_stride != 0) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();

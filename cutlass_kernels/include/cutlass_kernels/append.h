@@ -10,8 +10,8 @@
 namespace cutlass_kernels {
 
 struct BatchIndicesPositionsParams {
-  std::int32_t batch_size = 0;
-  std::int64_t num_tokens = 0;                  ///< entries of the results
+  std::int32_t batch_size = kNotSet;
+  std::int64_t num_tokens = kNotSet;            ///< entries of the results
   const std::int32_t* append_indptr = nullptr;  ///< [batch_size + 1], device: the new tokens
   const std::int32_t* seq_lens = nullptr;       ///< [batch_size], device: with the new tokens
   std::int32_t* batch_indices = nullptr;        ///< [num_tokens], device
@@ -31,8 +31,8 @@ struct AppendParams {
   std::int32_t num_kv_heads = 0;
   std::int32_t head_dim_qk = 0;
   std::int32_t head_dim_vo = 0;
-  std::int32_t batch_size = 0;
-  std::int64_t num_tokens = 0;
+  std::int32_t batch_size = kNotSet;
+  std::int64_t num_tokens = kNotSet;
   const std::int32_t* batch_indices = nullptr;  ///< [num_tokens], device
   const std::int32_t* positions = nullptr;      ///< [num_tokens], device
   const std::int32_t* kv_indptr = nullptr;  ///< [batch_size + 1], device, entries of pages.indices

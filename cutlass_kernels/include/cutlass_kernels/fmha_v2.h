@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cutlass_kernels/params.h"
 #include "cutlass_kernels/status.h"
 #include "cutlass_kernels/types.h"
 
@@ -41,13 +42,13 @@ struct FmhaV2Params {
   DType dtype = DType::kFloat16;  ///< of q, k and v: kFloat16, kBFloat16, or on Hopper kFloat8E4M3
   /// That of q; of 8-bit tensors also kFloat16 or kBFloat16. kFloat8E4M3 holds numbers up to 448, which larger ones become.
   DType o_dtype = DType::kFloat16;
-  std::int32_t batch_size = 1;
+  std::int32_t batch_size = kNotSet;
   std::int32_t num_qo_heads = 0;
   std::int32_t num_kv_heads = 0;  ///< divides num_qo_heads
   std::int32_t head_dim = 0;
-  std::int32_t head_dim_vo = 0;  ///< 0: head_dim. Another only with kSeparateQKV
-  std::int64_t total_q = 0;      ///< T: rows of q, at least cum_seq_lens_q[batch_size]
-  std::int64_t total_kv = 0;     ///< Tkv; not of kPackedQkv, nor of pages
+  std::int32_t head_dim_vo = 0;     ///< 0: head_dim. Another only with kSeparateQKV
+  std::int64_t total_q = kNotSet;   ///< T: rows of q, at least cum_seq_lens_q[batch_size]
+  std::int64_t total_kv = kNotSet;  ///< Tkv; not of kPackedQkv, nor of pages
 
   // Lengths. A request whose offsets make no sense, or lie outside the tensors, is not computed, its output not written.
   std::int32_t max_q_len = 0;   ///< most rows of a request; those beyond need not be computed
@@ -68,9 +69,9 @@ struct FmhaV2Params {
   // ...] of one allocation, it is [batch_size, 2, max_pages]: blocks of keys and of values, both counted from k. Entries
   // that no key refers to are not read; blocks outside the caches count as zeros.
   const std::int32_t* block_tables = nullptr;  ///< device
-  std::int32_t max_pages = 0;
+  std::int32_t max_pages = kNotSet;
   std::int32_t page_size = 0;
-  std::int64_t num_pages = 0;
+  std::int64_t num_pages = kNotSet;
 
   // Mask.
   FmhaV2Mask mask_mode = FmhaV2Mask::kCausal;

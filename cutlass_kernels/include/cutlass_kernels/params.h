@@ -16,6 +16,9 @@
 
 namespace cutlass_kernels {
 
+/// The default of sizes that have no right default: a call that needs one refuses it.
+constexpr std::int32_t kNotSet = -1;
+
 /// A [tokens, heads, dim] tensor in device memory whose last dimension is contiguous. Strides are in
 /// elements; the address and both strides (in bytes) must be multiples of 16.
 struct ConstTensorView {
@@ -44,14 +47,14 @@ struct PageTable {
   const std::int32_t* v_indices = nullptr;      ///< of v, where v has other pages than k
   const std::int32_t* last_page_len = nullptr;  ///< [batch_size], device, 1 to page_size
   std::int32_t page_size = 0;                   ///< 0: no pages, k and v are ragged
-  std::int64_t num_indices =
-      0;  ///< entries of `indices` (>= kv_indptr[batch_size]); of a table not used
+  /// Entries of `indices` (>= kv_indptr[batch_size]); of a table not used.
+  std::int64_t num_indices = kNotSet;
   std::int64_t table_stride =
       0;  ///< 0: requests follow one another; batch_size times it is below 2^31
-  std::int32_t table_width = 0;  ///< at most table_stride
+  std::int32_t table_width = kNotSet;  ///< at most table_stride
   std::int32_t v_offset =
       0;  ///< subtracted from the page numbers of v: those of k count further on
-  std::int64_t num_pages = 0;  ///< of k and of v
+  std::int64_t num_pages = kNotSet;  ///< of k and of v
   std::int64_t k_stride_page = 0;
   std::int64_t v_stride_page = 0;
 };
@@ -134,9 +137,9 @@ struct AttentionParams {
   /// Optional copy of qo_indptr on the host, read by make_schedule() and attention() while they run. With it a work
   /// list has an entry per tile; without, up to batch_size more, each a block that starts only to end.
   const std::int32_t* qo_indptr_host = nullptr;
-  std::int64_t total_q = 0;  ///< rows of q (>= qo_indptr[batch_size])
-  std::int64_t total_kv =
-      0;  ///< rows of k and v (>= kv_indptr[batch_size]); paged: all keys, about
+  std::int64_t total_q = kNotSet;  ///< rows of q (>= qo_indptr[batch_size])
+  /// Rows of k and v (>= kv_indptr[batch_size]). Paged: all keys, about; may be left unknown.
+  std::int64_t total_kv = kNotSet;
   PageTable pages;
   /// Keys of a short query's tile are split so that there is work for the whole device. With a fixed size, in keys, or
   /// none at all, results of a request do not depend on the others of its batch, bit by bit.

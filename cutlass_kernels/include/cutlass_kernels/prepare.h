@@ -39,8 +39,8 @@ struct PrepareParams {
   std::int32_t batch_size = 1;
   const std::int32_t* qo_indptr = nullptr;  ///< null only for a single request
   const std::int32_t* kv_indptr = nullptr;
-  std::int64_t total_q = 0;
-  std::int64_t total_kv = 0;  ///< not used where there are pages
+  std::int64_t total_q = kNotSet;
+  std::int64_t total_kv = kNotSet;  ///< not used where there are pages
   PageTable pages;
   ConstTensorView q;
   ConstTensorView k;

@@ -97,6 +97,10 @@ Status describe_pages(const FmhaV2Params& params, AttentionParams* attention) {
     return Status::invalid("num_kv_heads=" + number(params.num_kv_heads) +
                            " and head_dim=" + number(head) + " must be positive.");
   }
+  if (params.num_pages < 0) {
+    return Status::invalid("num_pages=" + number(params.num_pages) +
+                           " is not set: it counts the pages of the cache.");
+  }
   if (params.block_tables == nullptr || params.max_pages < 0) {
     return Status::invalid(std::string(to_string(params.layout)) +
                            " needs block_tables, and max_pages=" + number(params.max_pages) +

@@ -67,15 +67,27 @@ inline void check_fmha_v2_without_gpu() {
   wrong.mask_mode = ck::FmhaV2Mask::kChunked;
   require_refusal(run_fused(wrong), "needs a positive chunked_attention_size");
 
+  // What has no right default is refused: left at a wrong one, requests would not be computed, without a word.
   alignas(16) static const std::int32_t numbers[32] = {};  // never read
+  wrong = fused(Layout::kContiguousQKv);
+  wrong.cum_seq_lens_q = wrong.cum_seq_lens_kv = numbers;
+  wrong.total_kv = ck::FmhaV2Params{}.total_kv;
+  require_refusal(run_fused(wrong), "total_kv is not set");
+  wrong.total_q = ck::FmhaV2Params{}.total_q;
+  require_refusal(run_fused(wrong), "total_q is not set");
+  wrong.batch_size = ck::FmhaV2Params{}.batch_size;
+  require_refusal(run_fused(wrong), "batch_size=-1");
+
   ck::FmhaV2Params paged = fused(Layout::kQPagedKvHnd);
   paged.cum_seq_lens_q = paged.cum_seq_lens_kv = numbers;
   require_refusal(run_fused(paged), "page_size=0");
   paged.page_size = 16;
+  require_refusal(run_fused(paged), "num_pages=-1 is not set");
+  paged.num_pages = 5;
   require_refusal(run_fused(paged), "block_tables");
   paged.block_tables = numbers;
+  require_refusal(run_fused(paged), "max_pages=-1");
   paged.max_pages = 3;
-  paged.num_pages = 5;
   require_refusal(run_fused(paged), "v lies 0 bytes behind k");
   paged.kv = numbers;
   require_refusal(run_fused(paged), "q is null");

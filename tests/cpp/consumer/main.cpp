@@ -110,6 +110,10 @@ void check_memory_kernels_without_gpu() {
   pages.pages.page_size = 0;
   require_refusal(ck::append_paged_kv_cache(pages, nullptr), "pages.page_size=0");
   ck::BatchIndicesPositionsParams places;
+  require_refusal(ck::get_batch_indices_positions(places, nullptr), "batch_size=-1");
+  places.batch_size = 0;
+  require_refusal(ck::get_batch_indices_positions(places, nullptr), "num_tokens=-1");
+  places.num_tokens = 0;
   require(ck::get_batch_indices_positions(places, nullptr).ok(), "there are no tokens");
   places.num_tokens = 5;
   require_refusal(ck::get_batch_indices_positions(places, nullptr), "one of them is null");
@@ -149,6 +153,23 @@ void check_without_gpu() {
     broadcast.k.data = &broadcast;  // never read
     require(ck::not_supported_reasons(kernel.backend, broadcast, served).empty() != counts_tiles,
             "fa2 reads a broadcast head, fa3 refuses it");
+
+    // Sizes that were forgotten.
+    ck::AttentionParams forgotten = single;
+    forgotten.total_kv = ck::AttentionParams{}.total_kv;
+    require_refusal(ck::attention(forgotten, nullptr, 0, nullptr), "total_kv is not set");
+    forgotten.total_q = ck::AttentionParams{}.total_q;
+    require_refusal(ck::attention(forgotten, nullptr, 0, nullptr), "total_q is not set");
+    forgotten = params;
+    forgotten.pages.page_size = 16;
+    static const std::int32_t page_indptr[3] = {};  // never read
+    alignas(16) static char tensor[16];
+    forgotten.q.data = forgotten.k.data = forgotten.v.data = tensor;
+    forgotten.o = {tensor, 64, 16};
+    forgotten.qo_indptr = forgotten.kv_indptr = page_indptr;
+    require_refusal(ck::attention(forgotten, nullptr, 0, nullptr), "num_pages is not set");
+    forgotten.pages.num_pages = 4;
+    require_refusal(ck::attention(forgotten, nullptr, 0, nullptr), "num_indices is not set");
 
     // No tensors.
     ck::Status status = ck::attention(single, nullptr, 0, nullptr);
