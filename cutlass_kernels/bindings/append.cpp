@@ -7,6 +7,7 @@
 #include <string>
 
 #include "arguments.h"
+#include "enqueue.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -39,7 +40,7 @@ void run_append(const std::string& dtype, int num_kv_heads, int head_dim_qk, int
   params.pages.num_pages = num_pages;
   params.pages.k_stride_page = k_sp;
   params.pages.v_stride_page = v_sp;
-  raise_unless_ok(append_paged_kv_cache(params, pointer<CUstream_st>(stream)));
+  enqueue([&] { return append_paged_kv_cache(params, pointer<CUstream_st>(stream)); });
 }
 
 void run_positions(int batch_size, std::int64_t num_tokens, Address append_indptr, Address seq_lens,
@@ -51,7 +52,7 @@ void run_positions(int batch_size, std::int64_t num_tokens, Address append_indpt
   params.seq_lens = pointer<const std::int32_t>(seq_lens);
   params.batch_indices = pointer<std::int32_t>(batch_indices);
   params.positions = pointer<std::int32_t>(positions);
-  raise_unless_ok(get_batch_indices_positions(params, pointer<CUstream_st>(stream)));
+  enqueue([&] { return get_batch_indices_positions(params, pointer<CUstream_st>(stream)); });
 }
 
 }  // namespace

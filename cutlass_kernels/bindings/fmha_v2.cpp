@@ -27,7 +27,7 @@ constexpr std::size_t kParts = 3;
 
 struct Call {
   CallWords words;
-  std::array<PyObject*, kParts> parts{};
+  std::array<py::object, kParts> parts;  // own references: a list may change while work is enqueued
   std::size_t num_parts = 0;
   std::array<Address, kParts> of_parts{};
   std::array<Address, kArguments> addresses{};
@@ -89,7 +89,7 @@ class FmhaV2Calls {
   bool add_part(PyObject* object, Call* call) const {
     const std::size_t i = call->num_parts++;
     if (i >= kParts) return false;
-    call->parts[i] = object;
+    call->parts[i] = py::reinterpret_borrow<py::object>(object);
     return add(object, call, &call->of_parts[i]);
   }
 
@@ -137,7 +137,7 @@ class FmhaV2Calls {
       out = py::reinterpret_borrow<py::object>(given);
     } else {
       dlpack::Tensor tensor;
-      out = checked(PyObject_CallOneArg(entry.make_output.ptr(), call.parts[0]));
+      out = checked(PyObject_CallOneArg(entry.make_output.ptr(), call.parts[0].ptr()));
       if (!functions_.read_tensor(out.ptr(), &tensor)) return py::none();
       out_at = dlpack::address_of(tensor);
     }

@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "cutlass_kernels/attention.h"
+#include "enqueue.h"
 #include "schedule.h"
 
 namespace cutlass_kernels {
@@ -102,8 +103,11 @@ class FmhaV2Launch {
       if (v_entries_ > 0) params.pages.v_indices = params.pages.indices + v_entries_;
     }
     take_counters(pointer<std::int32_t>(counters), &params.schedule);
-    raise_unless_ok(attention(params, pointer<void>(workspace), workspace_bytes,
-                              pointer<CUstream_st>(stream), backend_));
+    // The workspace is this call's own.
+    enqueue([&] {
+      return attention(params, pointer<void>(workspace), workspace_bytes,
+                       pointer<CUstream_st>(stream), backend_);
+    });
   }
 
  private:

@@ -15,6 +15,7 @@
 #include "arguments.h"
 #include "copies.h"
 #include "cuda_failure.h"
+#include "enqueue.h"
 
 namespace py = pybind11;
 
@@ -108,9 +109,11 @@ py::object read_pages(Address qo_indptr, Address kv_indptr, Address last_page_le
 
 // Pageable memory: the driver has read it when this returns.
 void upload(Address from, std::size_t bytes, Address to, Address stream) {
-  const cudaError_t error = cudaMemcpyAsync(pointer<void>(to), pointer<const void>(from), bytes,
-                                            cudaMemcpyHostToDevice, pointer<CUstream_st>(stream));
-  if (error != cudaSuccess) raise_unless_ok(cuda_failure("Copying index tensors", error));
+  enqueue([&] {
+    const cudaError_t error = cudaMemcpyAsync(pointer<void>(to), pointer<const void>(from), bytes,
+                                              cudaMemcpyHostToDevice, pointer<CUstream_st>(stream));
+    return error == cudaSuccess ? Status::success() : cuda_failure("Copying index tensors", error);
+  });
 }
 
 }  // namespace
@@ -132,7 +135,8 @@ void bind_indices(py::module_& m) {
   m.def(
       "copy_vectors",
       [](const Copies& copies, Address stream) {
-        raise_unless_ok(copy_vectors(vector_copies(copies), pointer<CUstream_st>(stream)));
+        const VectorCopies vectors = vector_copies(copies);
+        enqueue([&] { return copy_vectors(vectors, pointer<CUstream_st>(stream)); });
       },
       "Copies int32 vectors on the device: (to, from, elements) each, stream.");
 }

@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "cutlass_kernels/attention.h"
+#include "enqueue.h"
 #include "schedule.h"
 
 namespace cutlass_kernels {
@@ -26,8 +27,15 @@ class Launch {
     params.lse = pointer<float>(lse);
     params.sinks = pointer<const float>(sinks);
     take_counters(pointer<std::int32_t>(counters), &params.schedule);
-    raise_unless_ok(attention(params, pointer<void>(workspace), workspace_bytes,
-                              pointer<CUstream_st>(stream), backend_));
+    const auto work = [&] {
+      return attention(params, pointer<void>(workspace), workspace_bytes,
+                       pointer<CUstream_st>(stream), backend_);
+    };
+    if (workspace == 0) {
+      enqueue(work);
+    } else {
+      enqueue_together(stream, work);
+    }
   }
 
   const AttentionParams& params() const { return params_; }

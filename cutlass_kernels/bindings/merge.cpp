@@ -7,6 +7,7 @@
 #include <string>
 
 #include "arguments.h"
+#include "enqueue.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -28,7 +29,7 @@ void run_merge_states(const std::string& dtype, std::int64_t tokens, std::int64_
   params.s_stride_state = s_ss;
   params.merged_v = {pointer<void>(merged_v), std::int64_t(heads) * head_dim, head_dim};
   params.merged_s = {pointer<float>(merged_s), heads, 1};
-  raise_unless_ok(merge_states(params, pointer<CUstream_st>(stream)));
+  enqueue([&] { return merge_states(params, pointer<CUstream_st>(stream)); });
 }
 
 void run_merge_state(const std::string& dtype, std::int64_t tokens, int heads, int head_dim,
@@ -48,7 +49,7 @@ void run_merge_state(const std::string& dtype, std::int64_t tokens, int heads, i
   params.merged_s = {pointer<float>(merged_s), merged_s_st, merged_s_sh};
   params.mask = pointer<void>(mask);
   params.mask_bytes = mask_bytes;
-  raise_unless_ok(merge_state(params, pointer<CUstream_st>(stream)));
+  enqueue([&] { return merge_state(params, pointer<CUstream_st>(stream)); });
 }
 
 }  // namespace

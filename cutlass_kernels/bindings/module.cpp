@@ -1,7 +1,7 @@
 // cutlass_kernels._C: the C++ API for Python. Tensors arrive as addresses and strides in elements,
 // so the module works with any torch version and without torch. Every function acts on the calling
 // thread's current CUDA device: the caller selects the device that its tensors and its stream
-// belong to. The GIL is kept, as a call only enqueues.
+// belong to. What enqueues work releases the GIL meanwhile (enqueue.h); all else is done with it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,6 +16,7 @@
 #include "arguments.h"
 #include "copies.h"
 #include "cutlass_kernels/attention.h"
+#include "enqueue.h"
 #include "launch.h"
 #include "registry.h"
 #include "schedule.h"
@@ -190,9 +191,12 @@ class Plan {
     }
     if (list_bytes <= workspace_bytes && partial_bytes <= room) {
       set_mask(params, causal, window_left, chunk_size);
-      raise_unless_ok(make_schedule(params, pointer<void>(workspace), workspace_bytes,
-                                    pointer<CUstream_st>(stream), &params.schedule, plan.backend_,
-                                    vector_copies(copies)));
+      const VectorCopies vectors = vector_copies(copies);
+      enqueue([&] {
+        return make_schedule(params, pointer<void>(workspace), workspace_bytes,
+                             pointer<CUstream_st>(stream), &params.schedule, plan.backend_,
+                             vectors);
+      });
     }
     params.qo_indptr_host = nullptr;  // the caller's, only until here
     return py::make_tuple(std::move(plan), list_bytes, partial_bytes);

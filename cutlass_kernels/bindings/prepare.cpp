@@ -9,6 +9,7 @@
 #include <string>
 
 #include "arguments.h"
+#include "enqueue.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -57,7 +58,7 @@ void run_prepare(const std::string& q_dtype, const std::string& kv_dtype, const 
   params.k_copy = pointer<void>(k_copy);
   params.v_copy = pointer<void>(v_copy);
   params.tables = pointer<std::int32_t>(tables);
-  raise_unless_ok(prepare(params, pointer<CUstream_st>(stream)));
+  enqueue([&] { return prepare(params, pointer<CUstream_st>(stream)); });
 }
 
 }  // namespace

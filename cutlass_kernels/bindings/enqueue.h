@@ -1,0 +1,55 @@
+// How bindings give work to the GPU: without the GIL.
+//
+// A launch waits while the queue of its stream is full (of about 1000 launches). What the stream waits for may need
+// Python: a host function in the queue, or another thread that has to launch first. A launch that waits with the GIL
+// then waits for ever. Releasing it takes 0.1 us.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "arguments.h"
+
+namespace cutlass_kernels {
+
+/// Calls `work` without the GIL and raises the Status that it returns. `work` touches nothing of Python. The caller
+/// holds references to all memory that `work` reads.
+template <class Work>
+void enqueue(Work work) {
+  Status status;
+  {
+    pybind11::gil_scoped_release released;
+    status = work();
+  }
+  raise_unless_ok(status);
+}
+
+/// The lock of a stream of the current device. Call this with the GIL, which guards the table.
+inline std::mutex& lock_of(Address stream) {
+  constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
+  thread_local std::mutex own;
+  if (stream == kPerThread) return own;
+  // Never destroyed: threads may run until the process ends. Stream handles are few and are used again.
+  static auto& locks = *new std::map<std::pair<int, Address>, std::mutex>;
+  int device = 0;  // the default stream of every device has the handle 0
+  cudaGetDevice(&device);
+  return locks[{device, stream}];
+}
+
+/// enqueue() for kernels that pass results to each other through a workspace. Wrappers may share one, also those of two
+/// threads on one stream: no kernel of another call comes between those of this one. Each stream has a lock of its own,
+/// as one stream may wait for what another thread launches on a second.
+template <class Work>
+void enqueue_together(Address stream, Work work) {
+  std::mutex& mutex = lock_of(stream);
+  enqueue([&] {
+    const std::lock_guard lock(mutex);
+    return work();
+  });
+}
+
+}  // namespace cutlass_kernels
