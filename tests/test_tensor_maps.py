@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import compilers
 import pytest
 import torch
 from compare import assert_close
@@ -165,3 +167,13 @@ def test_explicit_fa3_refuses_broadcasts():
     assert_close(wrapper.run(plain.q, plain.k, plain.v), want.out, want.baseline)
     with pytest.raises(ck.BackendError, match="k has a head stride of 0 bytes"):
         ck.single_prefill_with_kv_cache(views.q, views.k, views.v, backend="fa3")
+
+
+def test_a_failed_look_up_of_the_driver_is_not_remembered(tmp_path: Path):
+    # The third call finds the function, and that is remembered.
+    program = tmp_path / "lookup"
+    sources = (compilers.ROOT / "tests/cpp/driver_lookup.cpp", compilers.SOURCES / "src/fa3/tensor_map.cpp")
+    folders = (compilers.SOURCES / "include", compilers.SOURCES / "src", compilers.cuda_headers())
+    includes = [f"-I{folder}" for folder in folders]
+    compilers.run(compilers.host_compiler(), "-std=c++17", "-pthread", *includes, *sources, "-o", program)
+    assert compilers.run(program).strip() == "3 look-ups, 4 maps"

@@ -192,11 +192,6 @@ Status check_tiles(const AttentionParams& params, std::int64_t tiles) {
                          " of one call: split the batch.");
 }
 
-Status check_aligned(const void* workspace) {
-  if (reinterpret_cast<std::uintptr_t>(workspace) % 16 == 0) return Status::success();
-  return Status::invalid("The workspace must be 16-byte aligned.");
-}
-
 Status too_small(const char* what, const AttentionParams& params, std::size_t needed,
                  std::size_t got) {
   return {StatusCode::kWorkspaceTooSmall,
@@ -222,7 +217,6 @@ Status schedule_for(const Choice& choice, const AttentionParams& params, void* w
   if (workspace == nullptr || workspace_bytes < needed) {
     return too_small("The schedule", params, needed, workspace == nullptr ? 0 : workspace_bytes);
   }
-  if (Status status = check_aligned(workspace); !status.ok()) return status;
   auto* header = static_cast<ScheduleHeader*>(workspace);
   auto* list = reinterpret_cast<WorkItem*>(header + 1);
   auto* split_tiles = reinterpret_cast<SplitTile*>(list + capacity);
@@ -455,6 +449,7 @@ Status make_schedule(const AttentionParams& params, void* workspace, std::size_t
       (params.pages.indices == nullptr || params.pages.last_page_len == nullptr)) {
     return Status::invalid("A schedule of pages needs indices and last_page_len.");
   }
+  if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
   return schedule_for(choice, params, workspace, workspace_bytes, stream, schedule, copies);
@@ -465,10 +460,10 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
   std::string fault = contradiction(params, /*with_tensors=*/true);
   if (!fault.empty()) return Status::invalid(std::move(fault));
   if (params.total_q == 0) return Status::success();
+  if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
 
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;
-  if (Status status = check_aligned(workspace); !status.ok()) return status;
   Room room{static_cast<char*>(workspace), workspace == nullptr ? 0 : workspace_bytes};
   // A schedule that the caller made decided the tiles; the kernel refuses those it does not have.
   AttentionParams scheduled = params;

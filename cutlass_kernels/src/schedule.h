@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "copy_vectors.h"
@@ -61,6 +62,14 @@ inline void take_counters(std::int32_t* counters, Schedule* schedule) {
   schedule->next_tile = counters;
   schedule->merge_counters = counters + kFirstMergeCounter;
   schedule->num_merge_counters = kCallCounters - kFirstMergeCounter;
+}
+
+/// Refuses memory that is not 16-byte aligned. `what` begins the sentence.
+inline Status check_aligned(const char* what, const void* memory) {
+  const auto beyond = reinterpret_cast<std::uintptr_t>(memory) % 16;
+  if (beyond == 0) return Status::success();
+  return Status::invalid(std::string(what) + " starts " + std::to_string(beyond) +
+                         " bytes after a multiple of 16: it must be 16-byte aligned.");
 }
 
 /// What a workspace begins with; work list and split tiles follow. In front, the counters stay where they are when another

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda_failure.h"
 #include "registry.h"
@@ -10,9 +11,11 @@
 namespace cutlass_kernels::fa3 {
 namespace {
 
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
 // The driver's function, found through the runtime: linking to libcuda would keep the library from loading on a machine
 // without a driver.
-cudaError_t find_encode(decltype(&cuTensorMapEncodeTiled)* encode) {
+cudaError_t find_encode(EncodeTiled* encode) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
 #if CUDART_VERSION >= 12050
@@ -24,8 +27,18 @@ cudaError_t find_encode(decltype(&cuTensorMapEncodeTiled)* encode) {
 #endif
   if (error != cudaSuccess) return error;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
-  *encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  *encode = reinterpret_cast<EncodeTiled>(function);
   return cudaSuccess;
+}
+
+// The same, looked up once for all devices. A failure is not remembered: the next call looks again.
+cudaError_t encode_function(EncodeTiled* encode) {
+  static std::atomic<EncodeTiled> found{nullptr};
+  *encode = found.load(std::memory_order_relaxed);
+  if (*encode != nullptr) return cudaSuccess;
+  const cudaError_t error = find_encode(encode);
+  if (error == cudaSuccess) found.store(*encode, std::memory_order_relaxed);
+  return error;
 }
 
 CUtensorMapDataType map_type(DType dtype) {
@@ -44,14 +57,9 @@ template <int kRank>
 Status encode(const char* name, const void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
               const cuuint64_t (&strides)[kRank - 1], int box_rows, CUtensorMap* map,
               int box_depth = 1) {
-  struct Encode {
-    decltype(&cuTensorMapEncodeTiled) function = nullptr;
-    cudaError_t error;
-    Encode() : error(find_encode(&function)) {}
-  };
-  static const Encode encode;  // the same for every device
-  if (encode.error != cudaSuccess) {
-    return cuda_failure("Finding cuTensorMapEncodeTiled in the driver", encode.error);
+  EncodeTiled function = nullptr;
+  if (const cudaError_t error = encode_function(&function); error != cudaSuccess) {
+    return cuda_failure("Finding cuTensorMapEncodeTiled in the driver", error);
   }
   cuuint32_t box[kRank];
   cuuint32_t steps[kRank];
@@ -61,9 +69,9 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
   box[1] = cuuint32_t(box_rows);
   box[2] = cuuint32_t(box_depth);
   const CUresult result =
-      encode.function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes, strides, box,
-                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status::success();
   std::string text = "The driver refuses to describe " + std::string(name) + " to TMA (error " +
                      std::to_string(int(result)) + "); strides in bytes:";

@@ -263,13 +263,14 @@ Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspac
   if (Status status = describe(params, &attention_params); !status.ok()) return status;
   if (params.total_q == 0) return Status::success();
   if (workspace == nullptr) return attention(attention_params, nullptr, 0, stream, backend);
-  if (workspace_bytes < kFmhaV2CounterBytes ||
-      reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0) {
+  if (Status status = check_aligned("The workspace of fmha_v2()", workspace); !status.ok()) {
+    return status;
+  }
+  if (workspace_bytes < kFmhaV2CounterBytes) {
     return {StatusCode::kWorkspaceTooSmall,
             "fmha_v2() needs a workspace of " + number(kFmhaV2CounterBytes) +
-                " bytes or more that is 16-byte aligned, got " + number(workspace_bytes) +
-                " bytes at " + number(std::int64_t(reinterpret_cast<std::uintptr_t>(workspace))) +
-                "; fmha_v2_workspace_size() tells how many are of use."};
+                " bytes or more, got " + number(workspace_bytes) +
+                "; fmha_v2_workspace_size() tells how many it can use."};
   }
   take_counters(static_cast<std::int32_t*>(workspace), &attention_params.schedule);
   void* room = static_cast<char*>(workspace) + kFmhaV2CounterBytes;

@@ -325,6 +325,11 @@ Status merge_state(const MergeStateParams& params, cudaStream_t stream) {
     fault =
         "mask_bytes=" + std::to_string(params.mask_bytes) + " is no size of integers: 1, 2, 4, 8.";
   }
+  if (fault.empty() && params.mask != nullptr &&
+      reinterpret_cast<std::uintptr_t>(params.mask) % unsigned(params.mask_bytes) != 0) {
+    fault = "mask starts at an address that is not a multiple of mask_bytes=" +
+            std::to_string(params.mask_bytes) + ".";
+  }
   if (fault.empty() && sizes.num_tokens > 0) {
     fault = fault_in("v_a", params.v_a.data, params.v_a.stride_token | params.v_a.stride_head,
                      params.s_a.data, sizes.dtype);

@@ -239,6 +239,12 @@ std::string fault_in(const PrepareParams& p) {
        p.tables == nullptr)) {
     return "A paged cache needs indices, last_page_len, k_copy and tables.";
   }
+  for (const auto& [name, copy] : {std::pair("q_copy", p.q_copy), std::pair("k_copy", p.k_copy),
+                                   std::pair("v_copy", p.v_copy)}) {
+    if (reinterpret_cast<std::uintptr_t>(copy) % 16 != 0) {
+      return std::string(name) + " starts at an address that is not a multiple of 16 bytes.";
+    }
+  }
   if (p.q_copy != nullptr) fault = misaligned("q", p.q, 0, p.q_dtype);
   if (fault.empty() && p.k_copy != nullptr) {
     fault = misaligned("k", p.k, p.pages.k_stride_page, p.kv_dtype);

@@ -94,6 +94,16 @@ inline void check_fmha_v2_without_gpu() {
   paged.max_pages = 1 << 30;
   require_refusal(run_fused(paged), "table_stride=1073741824");
 
+  ck::FmhaV2Params called = packed;
+  called.cum_seq_lens_q = numbers;
+  char* const workspace = reinterpret_cast<char*>(const_cast<std::int32_t*>(numbers));
+  require_refusal(ck::fmha_v2(called, workspace + 4, 1 << 20, nullptr), "4 bytes after");
+  require_refusal(ck::fmha_v2(called, workspace + 8, 0, nullptr), "16-byte aligned");
+  const ck::Status small = ck::fmha_v2(called, workspace, 100, nullptr);
+  require(small.code == ck::StatusCode::kWorkspaceTooSmall &&
+              small.message.find("got 100") != std::string::npos,
+          "a workspace of 100 bytes is too small, not '" + small.message + "'");
+
   ck::FmhaV2Params empty = packed;
   empty.total_q = 0;
   require(run_fused(empty).ok(), "there is nothing to compute");

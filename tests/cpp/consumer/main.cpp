@@ -119,9 +119,38 @@ void check_memory_kernels_without_gpu() {
   require_refusal(ck::get_batch_indices_positions(places, nullptr), "one of them is null");
 }
 
+/// Addresses that are no multiples of what they must be: always kInvalidArgument, whatever the sizes.
+void check_misaligned_memory() {
+  alignas(16) static char memory[64];  // never read
+  static const std::int32_t indptr[3] = {0, 70, 200};
+  ck::AttentionParams params = problem(ck::list_kernels().front());
+  ck::Schedule schedule;
+  params.qo_indptr = params.kv_indptr = indptr;
+  params.q = params.k = params.v = {memory, 256, 256};
+  params.o = {memory, 1024, 256};
+  for (const std::size_t bytes : {std::size_t(0), std::size_t(1) << 30}) {
+    const auto made = ck::make_schedule(params, memory + 8, bytes, nullptr, &schedule);
+    require_refusal(made, "8 bytes after a multiple of 16");
+    require_refusal(ck::attention(params, memory + 4, bytes, nullptr), "16-byte aligned");
+  }
+  params.q.data = memory + 8;
+  require_refusal(ck::attention(params, nullptr, 0, nullptr), "q starts at an address");
+
+  require_refusal(ck::prepare(copies(memory, memory, memory + 8, memory), nullptr), "k_copy");
+  require_refusal(ck::prepare(copies(memory, memory + 4, memory, memory), nullptr), "v lies at");
+  auto* floats = reinterpret_cast<float*>(memory);
+  require_refusal(ck::merge_state(merge_in_place(floats + 1, floats, floats, floats), nullptr),
+                  "v_a has an address");
+  ck::MergeStateParams masked = merge_in_place(floats, floats, floats, floats);
+  masked.mask = memory + 2;
+  masked.mask_bytes = 4;
+  require_refusal(ck::merge_state(masked, nullptr), "mask starts at an address");
+}
+
 void check_without_gpu() {
   require(std::string(ck::version()) == CK_VERSION, "library and headers have the same version");
   check_memory_kernels_without_gpu();
+  check_misaligned_memory();
   check_fmha_v2_without_gpu();
   ck::PrepareParams narrow = copies(nullptr, nullptr, nullptr, nullptr);
   require(ck::prepare(narrow, nullptr).ok(), "there is nothing to copy");
