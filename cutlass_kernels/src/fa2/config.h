@@ -8,12 +8,22 @@
 // The entries are the fastest of some sixty measured on an H200 (benchmarks/RESULTS.md).
 #pragma once
 
+#include "merge/merge_pieces.h"
+
 namespace cutlass_kernels::fa2 {
 
 template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
           int BlocksPerSm, int Sharers = 1, bool Packed = false, int KvBytes = 2,
           int SharedRows = KvBytes == 1 ? 64 : 0>
 struct Tile {
+  static_assert(HeadDim % 64 == 0,
+                "fa2: the swizzle exchanges the eight chunks of 64 columns; a row that ends within "
+                "them would be written beyond its end.");
+  static_assert(32 % (HeadDim / 8) == 0,
+                "fa2: the 32 lanes of a warp copy whole rows, 8 columns each: head dimensions are "
+                "64, 128 and 256.");
+  static_assert(!Packed || HeadDim <= kMostMergedColumns,
+                "fa2: partial results of split keys have more columns than the merge kernels.");
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRowTiles = RowTiles;
   static constexpr int kWarps = Warps;

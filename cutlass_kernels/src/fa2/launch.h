@@ -23,6 +23,7 @@ constexpr std::int64_t kTwoWaves = 528;
 constexpr std::int64_t kTailBytes = std::int64_t(1) << 40;
 
 // Shared memory a block may have (CUDA programming guide, technical specifications per compute capability).
+constexpr int kLeastSharedBytes = 99 << 10;
 inline int max_shared_bytes(int compute_capability) {
   switch (compute_capability) {
     case 80:
@@ -32,7 +33,7 @@ inline int max_shared_bytes(int compute_capability) {
     case 89:
     case 120:
     case 121:
-      return 99 << 10;
+      return kLeastSharedBytes;
     default:
       return compute_capability >= 90 ? 227 << 10 : 0;
   }
@@ -46,6 +47,25 @@ std::int64_t block_count(const AttentionParams& params) {
 template <class Tile>
 bool has_shared_memory_for(int compute_capability) {
   return SharedLayout<Tile>::kPagedBytes <= max_shared_bytes(compute_capability);
+}
+
+// What launches take for granted: a device without the memory for one tile has it for another that serves the same rows.
+template <class Tiles>
+constexpr bool serves_every_device() {
+  const auto fit = [](auto... bytes) { return ((bytes <= kLeastSharedBytes) && ...); };
+  static_assert(
+      fit(SharedLayout<typename Tiles::Small>::kPagedBytes,
+          SharedLayout<typename Tiles::Packed>::kPagedBytes,
+          SharedLayout<typename Tiles::DecodeSmall>::kPagedBytes,
+          SharedLayout<typename Tiles::Fp8>::kPagedBytes,
+          SharedLayout<typename Tiles::Fp8Wide>::kPagedBytes,
+          SharedLayout<typename Tiles::DecodeFp8>::kPagedBytes),
+      "fa2: 99 KB, the shared memory of compute capability 8.6, must be enough for these.");
+  static_assert(std::max(SharedLayout<typename Tiles::Medium>::kPagedBytes,
+                         SharedLayout<typename Tiles::Capped>::kPagedBytes) <=
+                    SharedLayout<typename Tiles::Large>::kPagedBytes,
+                "fa2: where there is memory for Large, Medium and Capped are launched, too.");
+  return true;
 }
 
 // Whether the small tile and the others have as many rows. Then a schedule serves both, and launch_rows() chooses.
@@ -310,6 +330,7 @@ Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
 
 template <class Element, class Kv, int HeadDim>
 KernelEntry kernel_entry() {
+  static_assert(serves_every_device<TileTable<HeadDim>>());
   KernelEntry entry;
   entry.uses_extents = true;
   if constexpr (std::is_same_v<Element, Kv>) {

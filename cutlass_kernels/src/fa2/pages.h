@@ -24,7 +24,8 @@ struct PageRows {
   using Loader = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes>;
   static constexpr int kStepRows = 32 / Loader::kChunks;    // of a warp
   static constexpr int kRows = Loader::kSteps * kStepRows;  // of a warp, of K or of V
-  static_assert(kStepRows * Tile::kWarps == Loader::kRowStep && 2 * kRows <= 32);
+  static_assert(kStepRows * Tile::kWarps == Loader::kRowStep && 2 * kRows <= 32,
+                "A warp copies whole rows, and a lane looks up one of its rows of K or of V.");
 
   const KernelParams& params;
   const char** table;

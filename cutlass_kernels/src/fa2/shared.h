@@ -110,7 +110,8 @@ struct RowLoader {
   static constexpr int kSteps = kRows / kRowStep;
   static constexpr int kPatterns =
       kRowStep < 8 ? 8 / kRowStep : 1;  // the swizzle repeats after 8 rows
-  static_assert(kRows % kRowStep == 0);
+  static_assert(kRows % kRowStep == 0 && Tile::kThreads % kChunks == 0,
+                "All threads copy 16 bytes of a row at each step, and steps end with the rows.");
 
   const char* from;  // this thread's 16 bytes of the next row to copy
   std::int64_t step_bytes;

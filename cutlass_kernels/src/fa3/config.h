@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "merge/merge_pieces.h"
+
 namespace cutlass_kernels::fa3 {
 
 // Rows of a consumer warpgroup: the M of wgmma.
@@ -14,6 +16,16 @@ template <int HeadDimQk, int HeadDimVo, int Consumers, int BlockN, int KStages, 
           int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters,
           int BlocksPerSm = 1, bool Gather = false, bool Packed = false, int Producers = 1>
 struct Tile {
+  static_assert(HeadDimQk % 16 == 0,
+                "fa3: Q K^T takes 16 columns per wgmma; those beyond the last 16 would not count.");
+  static_assert(HeadDimVo % 64 == 0,
+                "fa3: O is stored in panels of 64 columns; those beyond the last whole panel would "
+                "never be written.");
+  static_assert(HeadDimVo <= 256, "fa3: one wgmma makes all columns of O, at most 256.");
+  static_assert(!Packed || HeadDimVo <= kMostMergedColumns,
+                "fa3: partial results of split keys have more columns than the merge kernels.");
+  static_assert(BlockN % 32 == 0,
+                "fa3: producers look at 32 keys at a time, a bit or a lane each.");
   static constexpr int kHeadDimQk = HeadDimQk;
   static constexpr int kHeadDimVo = HeadDimVo;
   static constexpr int kConsumers = Consumers;  // warpgroups, of 64 query rows each

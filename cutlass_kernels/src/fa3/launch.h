@@ -216,7 +216,9 @@ Status launch_tile(const AttentionParams& params, cudaStream_t stream) {
 
   auto* kernel = &attention_kernel<Element, Tile, kLogits>;
   constexpr int kBytes = sizeof(Shared<Tile>);
-  static_assert(kBytes * Tile::kBlocksPerSm <= (227 << 10) - 1024 * (Tile::kBlocksPerSm - 1));
+  static_assert(kBytes * Tile::kBlocksPerSm <= (227 << 10) - 1024 * (Tile::kBlocksPerSm - 1),
+                "fa3: the shared memory of an SM is 227 KB for one block, and 1 KB less for each "
+                "further one.");
   cudaLaunchConfig_t config{};
   config.gridDim =
       dim3(unsigned(std::min<std::int64_t>(blocks, std::int64_t(tiles) * kernel_params.heads)));

@@ -78,7 +78,7 @@ struct Shared : StagedValues<Tile> {
   static constexpr int kVBytes =
       kTransposed ? kPanelBytesVt * ((Tile::kBlockN + 127) / 128) : kPanelBytesKv * kPanelsVo;
   static constexpr int kOBytes = kPanelBytesQ * Tile::kOPanels;
-  static_assert(kPanelsO % Tile::kOPanels == 0);
+  static_assert(kPanelsO % Tile::kOPanels == 0, "O leaves in whole passes of kOPanels panels.");
   static_assert(Tile::kBlockN <= 8 * kBoxBatch);
   static_assert(Tile::kBlockN % (32 / Tile::kElementBytes) == 0,
                 "P V takes 16 keys per instruction, of e4m3 32");

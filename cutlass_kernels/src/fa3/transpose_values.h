@@ -39,7 +39,8 @@ CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int part,
   using Layout = Shared<Tile>;
   constexpr int kGroups = Tile::kBlockN / 16;       // of keys
   constexpr int kBatch = kGroups % 4 == 0 ? 4 : 2;  // transposed at a time, to hide latencies
-  static_assert(kGroups % kBatch == 0 && Tile::kHeadDimVo % (32 * kParts) == 0);
+  static_assert(kGroups % kBatch == 0 && Tile::kHeadDimVo % (32 * kParts) == 0,
+                "V is transposed 32 columns at a time by each warp, in batches of 16 keys.");
   const int lane = threadIdx.x % 32;
   const int matrix = lane / 8;
   const int u = lane % 8;

@@ -174,6 +174,8 @@ Status launch_merge_pieces(const AttentionParams& params, cudaStream_t stream) {
   const std::int64_t most_blocks = std::int64_t(device.multiprocessors) * kBlocksPerSm;
   // The two add up pieces in different orders: of a fixed size, which makes results independent of the batch, there is one.
   const bool shared = params.fixed_split_size == 0 && most_rows <= most_blocks;
+  static_assert(kMostMergedColumns <= 2 * 128,
+                "Columns beyond those of two panels of 128 would never be merged.");
   const Kernel kernel = params.head_dim_vo <= 128 ? kernel_for<1>(params.o_dtype, shared)
                                                   : kernel_for<2>(params.o_dtype, shared);
   cudaLaunchConfig_t config{};

@@ -6,6 +6,9 @@
 
 namespace cutlass_kernels {
 
+/// Columns of O that the merge kernels have registers for. Tiles whose keys may be split assert that they have no more.
+constexpr int kMostMergedColumns = 256;
+
 /// Bytes of a row of the results of pieces: O and LSE of every query head, in fp32.
 inline std::size_t partial_row_bytes(const AttentionParams& params) {
   return std::size_t(params.num_qo_heads) * (params.head_dim_vo + 1) * sizeof(float);

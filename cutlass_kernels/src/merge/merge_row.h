@@ -36,7 +36,9 @@ struct MergedRow {
 template <int kPanels, int kLoads>
 CUTE_DEVICE MergedRow<kPanels> merge_pieces(const AttentionParams& p, const PieceRows& pieces,
                                             int row, int head, int begin, int end) {
-  constexpr int kAhead = kLoads / kPanels;  // pieces; a divisor of 32
+  constexpr int kAhead = kLoads / kPanels;  // pieces
+  static_assert(kAhead > 0 && 32 % kAhead == 0,
+                "A lane holds the weight of one piece in 32: loads must begin at each 32nd.");
   const int lane = threadIdx.x % 32;
   // Pieces of this row and head lie `step` rows of one head apart.
   const std::int64_t step = std::int64_t(pieces.rows) * p.num_qo_heads;
