@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import cutlass_kernels
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", id="cuda", marks=pytest.mark.gpu)]
 
@@ -229,6 +231,54 @@ def test_attention_function_with_sinks(batch, rows, causal):
     expected = (with_sink[..., :-1] @ v.repeat_interleave(3, 1)).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert weights is None
+
+
+@pytest.fixture
+def planned():
+    """Makes and keeps the integration's wrappers; none is left from, or for, another test."""
+    from cutlass_kernels.integrations.transformers import _planned
+
+    _planned.cache_clear()
+    yield _planned
+    _planned.cache_clear()
+
+
+def test_a_wrapper_gets_the_workspaces_its_plan_needs(planned, monkeypatch):
+    asked = []
+
+    def workspace_size(self, *arguments, **options):
+        asked.append((self, arguments, options))
+        return 5000, 300
+
+    monkeypatch.setattr(cutlass_kernels.BatchPrefillWithRaggedKVCacheWrapper, "workspace_size", workspace_size)
+    plan = []
+    monkeypatch.setattr(
+        cutlass_kernels.BatchPrefillWithRaggedKVCacheWrapper, "plan", lambda *a, **options: plan.append((*a, options))
+    )
+    options = (("causal", True), ("window_left", 70))
+    wrapper = planned(0, torch.device("cpu"), torch.float16, (2, 16, 8192), (8, 2, 64, 64), options)
+    assert wrapper._float_workspace_buffer.nbytes == 5000 and wrapper._int_workspace_buffer.nbytes == 300
+    (asked_of, arguments, given), (planned_of, *planned_arguments, planned_options) = asked[0], plan[0]
+    assert asked_of is planned_of is wrapper and given == planned_options
+    assert all(x is y for x, y in zip(arguments, planned_arguments, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, rows, keys", [(2, 16, 8192), (3, 2, 20000), (2, 600, 700)])
+def test_few_rows_over_many_keys_of_a_batch(planned, batch, rows, keys):
+    """Their keys are split, and the partial results need room."""
+    from cutlass_kernels.integrations.transformers import attention
+
+    def tensor(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(batch, heads, tokens, 128, dtype=torch.bfloat16, device="cuda:0")
+
+    q, k, v = tensor(32, rows), tensor(8, keys), tensor(8, keys)
+    out, _ = attention(torch.nn.Module(), q, k, v, is_causal=True)
+    assert planned.cache_info().currsize == 1
+    mask = torch.ones(rows, keys, dtype=torch.bool, device="cuda:0").tril(keys - rows)
+    k, v = (x.repeat_interleave(4, 1).float() for x in (k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k, v, attn_mask=mask)
+    torch.testing.assert_close(out.float(), expected.transpose(1, 2), rtol=1.6e-2, atol=2e-3)
 
 
 @needs_transformers

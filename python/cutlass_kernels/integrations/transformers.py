@@ -107,11 +107,19 @@ def _planned(
     sizes: tuple[int, int, int, int],
     options: tuple[tuple[str, Any], ...],
 ) -> BatchPrefillWithRaggedKVCacheWrapper:
-    """A wrapper planned for ``lengths`` (batch, rows, keys); ``stream`` is where its work list is ready."""
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(16, dtype=torch.uint8, device=device), "NHD")
-    qo_indptr, kv_indptr = (torch.arange(lengths[0] + 1, dtype=torch.int32) * length for length in lengths[1:])
+    """A wrapper planned for ``lengths`` (batch, rows, keys); ``stream`` is where its work list is ready.
+
+    Its workspaces have the size of this plan: 8 MiB less for the list than a wrapper takes by itself, and room for the
+    partial results where the keys of few rows are split.
+    """
+    place = dict[str, Any](dtype=torch.uint8, device=device)
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(16, **place), "NHD")
+    indptrs = [torch.arange(lengths[0] + 1, dtype=torch.int32) * length for length in lengths[1:]]
     *heads_and_dim, head_dim_vo = sizes
-    wrapper.plan(qo_indptr, kv_indptr, *heads_and_dim, head_dim_vo=head_dim_vo, q_data_type=dtype, **dict(options))
+    values = dict[str, Any](head_dim_vo=head_dim_vo, q_data_type=dtype, **dict(options))
+    needed = wrapper.workspace_size(*indptrs, *heads_and_dim, **values)
+    wrapper.reset_workspace_buffer(*(torch.empty(max(size, 16), **place) for size in needed))
+    wrapper.plan(*indptrs, *heads_and_dim, **values)
     return wrapper
 
 
