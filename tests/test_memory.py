@@ -1,4 +1,4 @@
-"""Memory: long sequences must not materialise the score matrix."""
+"""Memory: long sequences must not materialise the score matrix, and captured calls keep nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
+import torch
 
 LIMIT_MB = 1200  # a 32k x 32k fp32 score matrix of one head alone is 4096 MB
 
@@ -60,3 +62,14 @@ def test_long_prefill_in_bounded_memory(options):
     seen = json.loads(done.stdout)
     assert seen["grown"] < LIMIT_MB, f"memory grew by {seen['grown']:.0f} MB"
     assert seen["worst"] < 1e-3 and seen["worst_lse"] < 1e-3, seen
+
+
+def test_counters_of_a_captured_call_belong_to_its_graph(monkeypatch):
+    # They lie in the graph's memory pool. A reference of ours would keep the pool, 2 MB, as long as the process lives.
+    kernels = pytest.importorskip("cutlass_kernels._cuda", reason="there are no compiled kernels", exc_type=ImportError)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    counters = kernels._counters(torch.device("cpu"), 0)
+    assert counters.tolist() == [0] * kernels._C.call_counters
+    watched = weakref.ref(counters)
+    del counters
+    assert watched() is None

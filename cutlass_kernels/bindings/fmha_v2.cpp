@@ -153,20 +153,24 @@ class FmhaV2Calls {
     }
     const py::object stream =
         checked(PyObject_CallOneArg(functions_.stream_of.ptr(), entry.device.ptr()));
-    Address counters = 0;
+    py::object counters;  // of a captured call, they belong to nobody else
+    Address counters_at = 0;
     if (entry.counted) {
+      dlpack::Tensor tensor;
       PyObject* of[] = {entry.device.ptr(), stream.ptr()};
-      counters = checked(PyObject_Vectorcall(counters_of_.ptr(), of, 2, nullptr)).cast<Address>();
+      counters = checked(PyObject_Vectorcall(counters_of_.ptr(), of, 2, nullptr));
+      if (!functions_.read_tensor(counters.ptr(), &tensor)) return py::none();
+      counters_at = dlpack::address_of(tensor);
     }
     entry.launch->run(q, k, v, out_at, call.addresses[kSinks],
                       /*stats=*/0, call.addresses[kQoIndptr], call.addresses[kKvIndptr],
-                      call.addresses[kTables], counters, stream.cast<Address>(), workspace_at,
+                      call.addresses[kTables], counters_at, stream.cast<Address>(), workspace_at,
                       workspace_bytes);
     return out;
   }
 
   const TableFunctions functions_;
-  const py::object counters_of_;  // their address, by the index of a device and a stream
+  const py::object counters_of_;  // a tensor, by the index of a device and a stream
   FoundCalls<Entry> calls_;
 };
 

@@ -147,8 +147,6 @@ def _single(
 
 
 _counters_of: dict[tuple[int | None, int, int], torch.Tensor] = {}
-# 8 KB a captured call, kept: their graph may outlive every other reference to them.
-_captured: list[torch.Tensor] = []
 _SHORT_ROWS, _LONG_KEYS = 4096, 128
 
 
@@ -157,12 +155,12 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
     of those that share a tile's keys is the last.
 
     A kernel leaves them at 0, so calls that follow one another share them: one set per device and stream. A graph may
-    be replayed on any stream, beside others captured on the same: it gets a set of its own, cleared by every replay.
+    be replayed on any stream, beside others captured on the same. So a captured call gets a set in the memory pool of
+    its graph, which lives as long as the graph, and every replay clears it. Hold the tensor until the call is enqueued,
+    no longer: then later calls of the graph use its memory again, and a graph that dies gives it back.
     """
     if torch.cuda.is_current_stream_capturing():
-        own = torch.zeros(_C.call_counters, dtype=torch.int32, device=device)
-        _captured.append(own)
-        return own
+        return torch.zeros(_C.call_counters, dtype=torch.int32, device=device)
     key = (device.index, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0)
     counters = _counters_of.get(key)
     if counters is None:
@@ -176,9 +174,9 @@ def _device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def counters_at(index: int, stream: int) -> int:
-    """The address of the counters of a device and a stream, by their numbers."""
-    return _counters(_device(index), stream).data_ptr()
+def counters_of(index: int, stream: int) -> torch.Tensor:
+    """:func:`_counters` of a device and a stream by their numbers."""
+    return _counters(_device(index), stream)
 
 
 Copies = Sequence[tuple[int, int, int]]  # of int32 vectors on the device: to and from an address, how many elements
@@ -382,6 +380,7 @@ class Call:
         partials, stream = self._partials, _stream_of(self._index)
         if partials is None and self._partial_bytes:
             partials = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._device)
+        counters = _counters(self._device, stream) if self._counted else None
         self._launch(
             q,
             k,
@@ -389,7 +388,7 @@ class Call:
             out,
             lse,
             sinks,
-            _counters(self._device, stream).data_ptr() if self._counted else 0,
+            0 if counters is None else counters.data_ptr(),
             stream,
             0 if partials is None else partials.data_ptr(),
             self._partial_bytes,

@@ -137,6 +137,7 @@ class Call:
         kernels = _kernels()
         workspace = self._workspace() if self._workspace_bytes else None
         stream = kernels._stream_of(self._index)
+        counters = kernels._counters(self._device, stream) if self._counted else None
         self._launch(
             q,
             k,
@@ -147,7 +148,7 @@ class Call:
             offsets[0].data_ptr(),
             offsets[1].data_ptr(),
             0 if tables is None else tables.data_ptr(),
-            kernels._counters(self._device, stream).data_ptr() if self._counted else 0,
+            0 if counters is None else counters.data_ptr(),
             stream,
             0 if workspace is None else workspace.data_ptr(),
             self._workspace_bytes,
@@ -168,7 +169,7 @@ def table() -> tuple[Callable[..., Any], Callable[..., None]]:
             torch.Tensor,
             _streams.current_device,
             _streams.stream_of,
-            lambda device, stream: _kernels().counters_at(device, stream),
+            lambda device, stream: _kernels().counters_of(device, stream),
             _found.MOST,
         )
     return functions or (lambda *args: None, lambda *args: None)
