@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import cutlass_kernels as ck
+from cutlass_kernels import _cuda
 
 Lengths = list[tuple[int, int]]  # (queries, keys) per request
 
@@ -261,7 +262,25 @@ def every_decode(backend: str, head_dim: int) -> None:
         decode(backend, head_dim, page_size)
 
 
-PARTS = {"tiles": every_tile, "decode": every_decode, "fp8": every_tile_of_fp8, "fused": every_fused}
+def every_counter(backend: str, head_dim: int) -> None:
+    """Calls whose counters hold what is no count."""
+    counters = _cuda._counters(
+        torch.device("cuda", torch.cuda.current_device()), torch.cuda.current_stream().cuda_stream
+    )
+    for value in (-1, 1, 100, 2**31 - 1, -(2**31)):
+        for heads, lengths in (((70, 70), [(300, 333)]), ((8, 2), [(1, 1500)]), ((8, 1), [(33, 3000)])):
+            counters.fill_(value)
+            attend(backend, head_dim, heads, lengths, causal=True)
+    counters.zero_()
+
+
+PARTS = {
+    "tiles": every_tile,
+    "decode": every_decode,
+    "fp8": every_tile_of_fp8,
+    "fused": every_fused,
+    "counters": every_counter,
+}
 
 
 def main() -> None:

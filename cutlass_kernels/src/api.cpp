@@ -461,6 +461,10 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
   if (!fault.empty()) return Status::invalid(std::move(fault));
   if (params.total_q == 0) return Status::success();
   if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
+  if (reinterpret_cast<std::uintptr_t>(params.schedule.next_tile) % 8 != 0) {
+    return Status::invalid(
+        "schedule.next_tile starts at an address that is no multiple of 8 bytes.");
+  }
 
   Choice choice;
   if (Status status = choose_here(backend, params, &choice); !status.ok()) return status;

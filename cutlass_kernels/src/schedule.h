@@ -51,8 +51,8 @@ struct alignas(16) SplitTile {
   std::int32_t unused;
 };
 
-/// Zeros that a call without a list may count with, and leaves so, int32: Schedule::next_tile, then Schedule::merge_counters. 8 KB
-/// are enough for the keys of 16 rows of 8 heads in 60 pieces.
+/// Counters for a call without a list, int32: Schedule::next_tile, then Schedule::merge_counters. 8 KB are enough for the keys of
+/// 16 rows of 8 heads in 60 pieces.
 constexpr int kCallCounters = 2048;
 constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::int32_t);
 

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <string>
 #include <vector>
 
 #include "cutlass_kernels/fmha_v2.h"
@@ -48,12 +49,19 @@ class PagedAttention {
     workspace_size_ = ck::fmha_v2_workspace_size(params_);
   }
 
-  /// The first ck::kFmhaV2CounterBytes are to be set to zero before the first enqueue(), and before each where other layers
-  /// use the same workspace.
   std::size_t workspace_size() const { return workspace_size_; }
 
   ck::Status enqueue(const void* const* inputs, void* const* outputs, void* workspace,
                      cudaStream_t stream) const {
+    // TensorRT shares one workspace among its layers, so that its contents are arbitrary here. The counters in front are the only
+    // part that must be cleared.
+    if (workspace != nullptr) {
+      const cudaError_t error = cudaMemsetAsync(workspace, 0, ck::kFmhaV2CounterBytes, stream);
+      if (error != cudaSuccess) {
+        return {ck::StatusCode::kCudaError,
+                std::string("Clearing the counters failed: ") + cudaGetErrorString(error) + "."};
+      }
+    }
     ck::FmhaV2Params params = params_;
     params.q = inputs[kQ];
     params.kv = inputs[kPool];
@@ -183,14 +191,14 @@ int main() {
                                                  on_device(batch.tables), on_device(batch.cum_q),
                                                  on_device(batch.cum_kv), on_device(batch.sinks)};
   void* outputs[] = {on_device(out)};
-  void* workspace = on_device(std::vector<char>(plugin.workspace_size(), 0));
+  void* workspace = on_device(std::vector<char>(plugin.workspace_size(), 0x5a));  // others' data
   cudaStream_t stream = nullptr;
   if (cudaStreamCreate(&stream) != cudaSuccess || outputs[0] == nullptr || workspace == nullptr ||
       std::count(inputs, inputs + PagedAttention::kInputs, nullptr) > 0) {
     std::printf("The GPU has no memory left.\n");
     return 1;
   }
-  for (int call = 0; call < 2; ++call) {  // the second finds the workspace as the first did
+  for (int call = 0; call < 2; ++call) {  // the second finds a workspace that the first wrote to
     const ck::Status status = plugin.enqueue(inputs, outputs, workspace, stream);
     if (!status.ok()) {
       std::printf("%s\n", status.message.c_str());

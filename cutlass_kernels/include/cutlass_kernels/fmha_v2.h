@@ -97,8 +97,12 @@ struct FmhaV2Params {
   float skip_softmax_threshold_scale_factor = 0.0f;
 };
 
-/// The first so many bytes of a workspace are counters: set to zero before the first call, they are so after every call. Where
-/// others write to the workspace in between, as layers of a pipeline that share one do, set them to zero before each.
+/// The workspace starts with kFmhaV2CounterBytes bytes of counters. Zero them once: every call leaves the ones it uses at zero.
+/// Where others write to the workspace between calls, as TensorRT's layers do, zero them before each call.
+///
+/// A counter that was not cleared never leads out of memory. A call restarts it, and its results are right, unless the value
+/// happens to look like a count: at most one in 10^6 random values does, and no integer of either sign below 2^20. (A call
+/// does not clear them itself, since that would take 2 us.)
 constexpr std::size_t kFmhaV2CounterBytes = 8192;
 
 /// Bytes of workspace for calls of these sizes (tensors, offsets and tables may be null as yet): counters, and what split keys

@@ -95,8 +95,9 @@ struct Schedule {
   /// have one each, and share the others, but not more than one for every least_piece keys.
   std::int32_t pieces = 1;
   std::int32_t least_piece = 1;
-  /// Optional: two counters in device memory, zero before and after every call, with which persistent blocks take tiles
-  /// one after the other; calls that overlap in time need counters of their own. Null: tiles are dealt out beforehand.
+  /// Optional: a counter of 8 bytes in device memory, 8-byte aligned, from which persistent thread blocks take tiles one after
+  /// the other. Zero it once; every call leaves it zero, and restarts it where it holds anything else. Calls that overlap in
+  /// time need one each. Null: tiles are dealt out beforehand.
   std::int32_t* next_tile = nullptr;
   /// Optional, of the same kind, if there are enough: with these the blocks that share the keys of a short query's tile find
   /// out which of them is the last, which then merges their results. Null: a second kernel does.

@@ -14,6 +14,7 @@
 #include "common/logits.h"
 #include "common/numeric.h"
 #include "common/sink.h"
+#include "common/tickets.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
 #include "fa2/shared_keys.h"
@@ -168,10 +169,10 @@ struct DecodeRows {
       const unsigned last = work.pieces - 1;
       const int counter = merge_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
       // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block: merge_pieces()
-      // reads past the L1 cache, so one thread's fences are enough. The last one leaves a zero.
+      // reads past the L1 cache, so one thread's fences are enough.
       __threadfence();
-      *is_last =
-          atomicInc(reinterpret_cast<unsigned*>(p.schedule.merge_counters + counter), last) == last;
+      *is_last = take_ticket(reinterpret_cast<unsigned*>(p.schedule.merge_counters + counter),
+                             last + 1) == last;
       __threadfence();
     }
     __syncthreads();

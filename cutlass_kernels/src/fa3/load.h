@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/mask.h"
+#include "common/tickets.h"
 #include "common/work.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
@@ -29,15 +30,15 @@ CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, 
   }
 }
 
-// Finds this block's tiles. With a counter, a block takes the next tile when it is about to need one; without, every
-// gridDim.x-th is its own.
+// Finds this block's tiles: the first by its own index. With a counter, it takes each further one when it is about to need it;
+// without, every gridDim.x-th is its own.
 template <bool kSplits>
 class TileClaims {
  public:
   CUTE_DEVICE explicit TileClaims(const KernelParams& params)
       : params_(params),
         count_(params.order.tiles * params.heads),
-        counter_(params.attention.schedule.next_tile),
+        counter_(reinterpret_cast<unsigned long long*>(params.attention.schedule.next_tile)),
         index_(-1) {}
 
   // The next tile; false once there is none.
@@ -45,11 +46,16 @@ class TileClaims {
     for (bool found = false; !found;) {
       if (index_ < 0) {
         index_ = blockIdx.x;
+      } else if (counter_ == nullptr) {
+        index_ += int(gridDim.x);
       } else {
+        // As many tickets as there are tiles: one for each but the blocks' first, and one with which each block is refused.
+        const bool is_first = index_ < int(gridDim.x);
         index_ =
-            counter_ != nullptr ? int(gridDim.x) + atomicAdd(counter_, 1) : index_ + int(gridDim.x);
+            int(gridDim.x) + int(take_ticket(counter_, (unsigned long long)(count_), is_first));
       }
-      if (index_ >= count_) return false;
+      // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
+      if (unsigned(index_) >= unsigned(count_)) return false;
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       rank = position.rank;
@@ -58,20 +64,10 @@ class TileClaims {
     return true;
   }
 
-  // The last block to finish leaves the counters as it found them, at zero, for the next launch.
-  CUTE_DEVICE void finish() {
-    if (counter_ == nullptr) return;
-    __threadfence();
-    if (atomicAdd(counter_ + 1, 1) == int(gridDim.x) - 1) {
-      counter_[0] = 0;
-      counter_[1] = 0;
-    }
-  }
-
  private:
   const KernelParams& params_;
   const int count_;
-  int* const counter_;
+  unsigned long long* const counter_;
   int index_;
 };
 
@@ -153,7 +149,6 @@ CUTE_DEVICE void find_jobs(const KernelParams& params, Shared<Tile>& shared) {
     shared.job_full[jobs.index].arrive();
     jobs.advance();
   } while (found);
-  claims.finish();
 }
 
 // Q of a warpgroup of a packed tile: boxes of all heads of a pack by its tokens (tensor_map.h). Rows that are nobody's stay as

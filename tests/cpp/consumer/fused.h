@@ -135,6 +135,14 @@ inline void check_stats(ck::FmhaV2Params params, const std::vector<float>& lse,
   require_refusal(ck::fmha_v2(params, nullptr, 0, nullptr, backend), "8 bytes");
 }
 
+/// Writes to the counters of a workspace what no call has left there.
+inline void write_counters(const Buffer& workspace, int which) {
+  const int bytes[] = {0xff, 0x01, 0x7f};
+  const int byte = bytes[which % 3];
+  require(cudaMemset(workspace.data, byte, ck::kFmhaV2CounterBytes) == cudaSuccess,
+          "writing to the counters");
+}
+
 /// The first four rows as two requests over many keys: with a workspace, these are split.
 inline void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tolerance,
                         ck::Backend backend) {
@@ -165,8 +173,9 @@ inline void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tol
   const std::size_t elements =
       std::size_t(params.total_q) * params.num_qo_heads * params.head_dim_vo;
   std::vector<std::uint16_t> whole(elements), split(elements);
-  for (int call = 0; call < 3; ++call) {
+  for (int call = 0; call < 6; ++call) {
     require(cudaMemset(dev_o.data, 0xff, elements * 2) == cudaSuccess, "clearing the output");
+    if (call >= 3) write_counters(workspace, call);
     const ck::Status status = call == 0
                                   ? ck::fmha_v2(params, nullptr, 0, nullptr, backend)
                                   : ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
@@ -178,7 +187,8 @@ inline void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tol
       require(std::fabs(error) <= 2 * tolerance, "split keys give what whole ones give");
     }
     workspace.copy_to(content.data(), bytes);
-    require(std::count(content.begin(), counters_end, 0) == std::ptrdiff_t(ck::kFmhaV2CounterBytes),
+    require(call >= 3 || std::count(content.begin(), counters_end, 0) ==
+                             std::ptrdiff_t(ck::kFmhaV2CounterBytes),
             "counters of split keys are left zero");
     const bool written =
         std::count(counters_end, content.end(), 0xff) < content.end() - counters_end;
@@ -225,6 +235,14 @@ inline void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
   require(std::count(counters.begin(), counters.begin() + ck::kFmhaV2CounterBytes, 0) ==
               std::ptrdiff_t(ck::kFmhaV2CounterBytes),
           "a fused prefill leaves its counters zero");
+  for (int call = 0; call < 6; ++call) {
+    if (call % 2 == 0) write_counters(workspace, call);
+    require(cudaMemset(dev_o.data, 0xff, o.size() * 2) == cudaSuccess, "clearing the output");
+    const ck::Status status = ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
+    require(status.ok(), status.message);
+    dev_o.copy_to(again.data(), o.size() * 2);
+    require(first == again, "counters that were not cleared do not change a fused prefill");
+  }
   for (std::size_t i = 0; i < o.size(); ++i) {
     const double error = from_bits(first[i], batch.o_dtype) - from_bits(o[i], batch.o_dtype);
     require(std::fabs(error) <= 2 * tolerance, "a fused prefill gives what a schedule gives");
