@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from compare import assert_bitwise
@@ -10,6 +12,7 @@ from problems import graph_buffers, make_batch
 import cutlass_kernels as ck
 from cutlass_kernels import _args, _batch
 from cutlass_kernels._batch import Index
+from cutlass_kernels._problem import Offsets, Split
 
 LIKE = torch.empty(0, dtype=torch.uint8)
 
@@ -246,6 +249,27 @@ def test_a_plan_that_fails_leaves_the_buffers_of_a_graph(target):
         )
     for x, y in zip(held, before):
         assert_bitwise(x, y)
+
+
+@pytest.mark.parametrize("fixed, room, refused", [(1, 8000, True), (1, 8192, False), (0, 8000, False)])
+def test_a_plan_of_fixed_splits_asks_for_the_room_of_one_row(extension, monkeypatch, fixed, room, refused):
+    """Where only the device knows how many there are. Long queries are not split, but where the size is fixed."""
+    from cutlass_kernels import _cuda
+
+    def plan_of(backend, request, offsets, rows, *others):
+        assert fixed and rows == 1
+        return None, 48 * rows, 8192 * rows
+
+    copied = []
+    monkeypatch.setattr(_cuda, "_plan_of", plan_of)
+    monkeypatch.setattr(_cuda, "_copy", lambda copies, device: copied.extend(copies))
+    monkeypatch.setattr(_cuda, "reads_as_is", lambda *facts: False)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    indptr, partials = torch.tensor([0, 5]), torch.empty(room, dtype=torch.uint8)
+    offsets = Offsets(indptr, indptr, None, split=Split(fixed_size=fixed), partials=partials)
+    with pytest.raises(RuntimeError, match=r"8000 bytes.* at least 8192") if refused else contextlib.nullcontext():
+        _cuda.Schedule("fa2", None, offsets, torch.empty(48, dtype=torch.uint8), [(1, 2, 3)])
+    assert copied == ([] if refused else [(1, 2, 3)])  # what fails writes nothing
 
 
 @pytest.mark.parametrize("empty", [0, 10000], ids=["small", "large"])  # from 32 KB on, the way to the device is another

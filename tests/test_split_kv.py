@@ -210,6 +210,29 @@ def test_a_fixed_size_needs_a_bound(target):
     check(wrapper.run(batch.q, batch.k, batch.v, return_lse=True), batch, OPTIONS["causal"])
 
 
+@pytest.mark.parametrize("how", ["ragged", "paged"])
+def test_a_plan_refuses_splits_that_have_no_room_for_one_row(target, how):
+    """Offsets on the device do not tell how many rows there are, but no run has less than one."""
+    batch = make_batch([2], [4000], 8, 2, 64, device=target.device)
+    room = 128 << 10  # 63 splits of a row, 8 heads of 64 columns and an LSE in fp32
+    if how == "ragged":
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(room), backend=target.backend)
+        plan = (batch.qo_indptr(target.device), batch.kv_indptr(target.device), *batch.heads)
+        options, unit, tensors = dict(causal=True, max_sequence_kv=4000), 1, (batch.k, batch.v)
+    else:
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(room), backend=target.backend)
+        pages = batch.paged(16)
+        plan = (batch.qo_indptr(target.device), *pages.table(target.device), *batch.heads, 16)
+        options, unit, tensors = dict(causal=True), 16, (pages.cache,)
+    wrapper.plan(*plan, **options, fixed_split_size=1024 // unit)
+    with pytest.raises(RuntimeError, match=f"float_workspace_buffer has {room} bytes.* at least .*fixed_split_size"):
+        wrapper.plan(*plan, **options, fixed_split_size=1)
+    check(wrapper.run(batch.q, *tensors, return_lse=True), batch, OPTIONS["causal"])  # by the plan before
+    wrapper.reset_workspace_buffer(target.workspace(), target.workspace(16))
+    with pytest.raises(RuntimeError, match=r"int_workspace_buffer has 16 bytes.* at least "):
+        wrapper.plan(*plan, **options, fixed_split_size=1024 // unit)
+
+
 def test_infinite_values_of_other_rows(target):
     # Keys that only later rows see may hold infinite values: rows without keys stay 0.
     batch = make_batch([30], [10], 8, 2, 64, device=target.device)

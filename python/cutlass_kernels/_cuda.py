@@ -188,7 +188,7 @@ class Schedule:
     Runs must follow one another, as on one stream they do.
 
     Where the host does not know the number of rows (offsets on the device), the list is made by the first run, which
-    knows it from q; a captured run makes its own.
+    knows it from q; a captured run makes its own. The constructor then refuses what has no room for a single row.
 
     ``copies`` to the vectors of ``offsets`` are made first: all of them, or none where the constructor raises.
     """
@@ -206,7 +206,11 @@ class Schedule:
         self._plan: Any = None
         if offsets.total_q:
             self._plan = self._make(offsets.total_q, copies)
-        elif copies:
+            return
+        # Of a fixed size, the splits of a row are known, and more rows need more. Else long queries may need none.
+        if offsets.total_q is None and offsets.split.fixed_size:
+            self._check_room(*_sizes_of(backend, request, offsets, 1), "at least ")
+        if copies:
             _copy(copies, workspace.device)
 
     def plan(self, rows: int) -> Any:
@@ -233,19 +237,25 @@ class Schedule:
             copies,
             _stream(device),
         )
+        self._check_room(list_bytes, partial_bytes)
+        if self.partials is None:
+            self.partials = torch.empty(partial_bytes, dtype=torch.uint8, device=device)
+        return plan
+
+    def _check_room(self, list_bytes: int, partial_bytes: int, bound: str = "") -> None:
+        """RuntimeError where the workspaces have no room for these."""
         if list_bytes > self.workspace.nbytes:
             raise RuntimeError(
                 f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the work list of this batch needs "
-                f"{list_bytes}: pass a larger one to reset_workspace_buffer()."
+                f"{bound}{list_bytes}: pass a larger one to reset_workspace_buffer()."
             )
-        if self.partials is None:
-            self.partials = torch.empty(partial_bytes, dtype=torch.uint8, device=device)
-        elif partial_bytes > self.partials.nbytes:
+        if self.partials is not None and partial_bytes > self.partials.nbytes:
+            fixed = "a larger fixed_split_size or " if self.offsets.split.fixed_size else ""
             raise RuntimeError(
                 f"float_workspace_buffer has {self.partials.nbytes} bytes, but the results of split keys need "
-                f"{partial_bytes}: pass a larger one to reset_workspace_buffer(), or plan with disable_split_kv=True."
+                f"{bound}{partial_bytes}: pass a larger one to reset_workspace_buffer(), or plan with "
+                f"{fixed}disable_split_kv=True."
             )
-        return plan
 
 
 _MOST_BYTES = (1 << 63) - 1
@@ -320,9 +330,15 @@ def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[in
     """Bytes that the results of split keys and the work list take; 0 where the number of rows is not known."""
     if not offsets.total_q:
         return 0, 0
-    with torch.cuda.device(offsets.qo_indptr.device):
-        _, list_bytes, partial_bytes = _plan_of(backend, request, offsets, offsets.total_q)
+    list_bytes, partial_bytes = _sizes_of(backend, request, offsets, offsets.total_q)
     return partial_bytes, list_bytes
+
+
+def _sizes_of(backend: str, request: Request, offsets: Offsets, rows: int) -> tuple[int, int]:
+    """Bytes that the work list and the results of split keys take, of so many rows."""
+    with torch.cuda.device(offsets.qo_indptr.device):
+        _, list_bytes, partial_bytes = _plan_of(backend, request, offsets, rows)
+    return list_bytes, partial_bytes
 
 
 def upload(address: int, size: int, tensor: torch.Tensor) -> bool:

@@ -186,7 +186,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             ValueError: lengths of index tensors, dtypes or masks that do not fit; under CUDA graphs another batch size,
                 too many pages or rows, or a mask without buffers; negative page numbers on the CPU; a backend that
                 cannot serve the request (``BackendError``, also a RuntimeError).
-            RuntimeError: heads that do not divide, decreasing offsets, ``last_page_len`` out of range.
+            RuntimeError: heads that do not divide, decreasing offsets, ``last_page_len`` out of range, workspaces too
+                small for the plan.
             AssertionError: fp8 queries with ``backend="fa2"``.
 
         Example:

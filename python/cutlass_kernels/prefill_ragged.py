@@ -170,7 +170,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             ValueError: lengths of index tensors, dtypes or masks that do not fit; under CUDA graphs another batch size,
                 too many rows, or a mask without buffers; a backend that cannot serve the request (``BackendError``,
                 also a RuntimeError).
-            RuntimeError: heads that do not divide, decreasing offsets.
+            RuntimeError: heads that do not divide, decreasing offsets, workspaces too small for the plan.
             NotImplementedError: ``v_indptr`` or ``o_indptr`` is set.
 
         Example:
