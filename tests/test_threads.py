@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -143,16 +143,25 @@ def test_threads_that_share_a_workspace_get_their_own_results(kernel_backend):
         wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(shared, backend=kernel_backend)
         wrapper.plan(*paged.table(), *batch.heads, 16)
         jobs.append((wrapper, batch.q, paged.cache, wrapper.run(batch.q, paged.cache).clone()))
-    wrong = [torch.zeros((), dtype=torch.int64, device="cuda:0") for _ in jobs]
 
-    def work(number: int) -> None:
+    def work(number: int) -> int:
         wrapper, q, cache, want = jobs[number]
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda:0")
         for _ in range(2000):
-            wrong[number] += (wrapper.run(q, cache) != want).sum()
+            wrong += (wrapper.run(q, cache) != want).sum()
+        return int(wrong)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [int(count) for count in wrong] == [0, 0]
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as threads:
+        assert list(threads.map(work, range(len(jobs)))) == [0, 0]
+
+
+def test_a_kernel_is_the_first_cuda_call_of_its_thread(kernel_backend):
+    """The driver's functions for tensor maps fail in a thread to which no context belongs yet."""
+    batch = make_batch([1, 1], [40000, 9000], 32, 4, 128, device="cuda:0")
+    paged = batch.paged(16)
+    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(workspace("cuda:0"), backend=kernel_backend)
+    wrapper.plan(*paged.table(), *batch.heads, 16)
+    out, want = torch.empty_like(batch.q), wrapper.run(batch.q, paged.cache)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(wrapper.run, batch.q, paged.cache, out=out).result()
+    assert torch.equal(out, want)

@@ -1,5 +1,6 @@
 // fa3/tensor_map.cpp with a stand-in of the CUDA runtime, whose look-up of the driver's function fails twice: once as a
-// call, once for the symbol.
+// call, once for the symbol. The driver's function fails once, too: in a thread without a context, as the first CUDA call of one
+// is.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
@@ -11,10 +12,12 @@ namespace {
 
 int lookups = 0;
 int maps = 0;
+bool has_context = false;
 
 CUresult encode(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   ++maps;
   return CUDA_SUCCESS;
 }
@@ -41,6 +44,14 @@ cudaError_t cudaGetDriverEntryPoint(const char*, void** function, unsigned long 
   return find(function, found);
 }
 #endif
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) {
+  has_context = true;
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorName(cudaError_t) { return "a name"; }
 const char* cudaGetErrorString(cudaError_t) { return "a sentence"; }

@@ -68,10 +68,20 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
   box[0] = cuuint32_t(128 / size_of(dtype));
   box[1] = cuuint32_t(box_rows);
   box[2] = cuuint32_t(box_depth);
-  const CUresult result =
-      function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto make = [&] {
+    return function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes, strides, box,
+                    steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = make();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // The first CUDA call of this thread: the driver's functions, unlike the runtime's, do not make the device's context its own.
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaSetDevice(device);
+    if (error != cudaSuccess) return cuda_failure("Making the GPU's context current", error);
+    result = make();
+  }
   if (result == CUDA_SUCCESS) return Status::success();
   std::string text = "The driver refuses to describe " + std::string(name) + " to TMA (error " +
                      std::to_string(int(result)) + "); strides in bytes:";
