@@ -7,7 +7,6 @@ remedy. Values on a CUDA device are never read back, so nothing here synchronise
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -454,17 +453,34 @@ def lse_output(
 # --- per-head parameters -----------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)
+_slopes: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     """ALiBi slopes, fp32 ``[num_heads]``, made once per device (do not write to it).
 
     With n the largest power of two <= num_heads: ``2 ** (-8 (h + 1) / n)`` for the first n heads, and
-    ``2 ** (-4 (2 j + 1) / n)`` for the j-th head after them (Press et al., "Train Short, Test Long", 2022).
+    ``2 ** (-8 (j + 1/2) / n)`` for the j-th head after them (Press et al., "Train Short, Test Long", 2022).
+
+    A CUDA graph that is being captured can copy nothing from host memory. It computes slopes that are not there yet
+    itself, at every replay, and they are not kept: see :func:`are_kept`.
     """
+    kept = _slopes.get((num_heads, device))
+    if kept is not None:
+        return kept
+    captured = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
+    # The same bits on every device: no slope of up to 2048 heads lies nearer to the middle of two fp32 numbers than
+    # 70,000 steps of fp64.
     n = 2 ** int(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
-    slopes += [2.0 ** (-4.0 * (2 * j + 1) / n) for j in range(num_heads - n)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    head = torch.arange(num_heads, dtype=torch.float64, device=device if captured else "cpu")
+    place = torch.where(head < n, head + 1.0, head - n + 0.5)
+    slopes = torch.exp2(place * (-8.0 / n)).to(torch.float32)
+    return slopes if captured else _slopes.setdefault((num_heads, device), slopes.to(device))
+
+
+def are_kept(slopes: torch.Tensor) -> bool:
+    """Whether :func:`alibi_slopes` keeps these, so that other calls may read them, too."""
+    return _slopes.get((slopes.numel(), slopes.device)) is slopes
 
 
 def sinks(value: Any, num_qo_heads: int, device: torch.device) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _C, _prepare  # type: ignore[attr-defined]
-from ._args import FP8_DTYPES
+from ._args import FP8_DTYPES, are_kept
 from ._dispatch import Request
 from ._problem import Offsets, PagedKv, Problem
 from ._streams import PER_THREAD_STREAM
@@ -535,5 +535,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         _prepare.round_output(out, wanted)
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
     if prepared or logits_scale is not None or output_scale is not None or stats is not None or not aligned:
+        return None
+    if alibi is not None and not are_kept(alibi):
         return None
     return Call(launch, device, counters is not None, partials, schedule is None, (bits, bits_indptr, alibi, schedule))

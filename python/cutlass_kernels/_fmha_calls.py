@@ -241,7 +241,24 @@ def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: in
     call.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), output.out, offsets, entries, logits.sinks, output.stats)
     as_given = offsets[0] is qo_indptr and offsets[1] is kv_indptr and (tables is None or entries is tables.entries)
     scaled = isinstance(logits.sm_scale, torch.Tensor) or isinstance(output.scale, torch.Tensor)
-    return call if as_given and not scaled else None
+    biased = logits.alibi is not None and not _args.are_kept(logits.alibi)  # by slopes of this call alone
+    return call if as_given and not scaled and not biased else None
+
+
+def captured(name: str, x: Any, device: torch.device) -> Any:
+    """An index tensor as a CUDA graph can read it that is being captured; what is no tensor is left to other checks.
+
+    The graph copies from pinned memory at every replay. ValueError for pageable memory, which is free for other use by
+    then.
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_cpu:
+        return x
+    if not (x.is_pinned() and x.is_contiguous()):
+        raise ValueError(
+            f"{name} (shape {tuple(x.shape)}) lies in pageable CPU memory, from which a CUDA graph that is being "
+            f"captured cannot copy: pass it on {device}, or contiguous in pinned memory that outlives the graph."
+        )
+    return x.to(device, non_blocking=True)
 
 
 def _matrices(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,9 +275,8 @@ def _rows(entries: torch.Tensor) -> torch.Tensor:
 def _on_device(
     qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both offsets on the device, by one copy where both are on the CPU; pinned ones, which a CUDA graph may copy from
-    at every replay, as they are."""
-    if not (qo_indptr.is_cuda or kv_indptr.is_cuda or qo_indptr.is_pinned() or kv_indptr.is_pinned()):
+    """Both offsets on the device, by one copy where both are on the CPU."""
+    if not (qo_indptr.is_cuda or kv_indptr.is_cuda):
         both = torch.cat([qo_indptr, kv_indptr]).to(device, non_blocking=True)
         return both[: qo_indptr.numel()], both[qo_indptr.numel() :]
     return qo_indptr.to(device, non_blocking=True), kv_indptr.to(device, non_blocking=True)

@@ -331,7 +331,7 @@ class BatchPrefillWrapper(RunsPlans):
         request, backend = self._choose(kind, batch, split, total_q, bits is not None, items is not None)
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
-            _args.alibi_slopes(shape.num_qo_heads, self.device)  # made here, as a captured run could not
+            _args.alibi_slopes(shape.num_qo_heads, self.device)  # so that captured runs need not compute them
         return Plan(
             shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend, split, kind
         )

@@ -388,6 +388,12 @@ class _Begun:
     ) -> None:
         wanted = (page_size if self.page_size is None else self.page_size, q_dtype, kv_dtype)
         if self.planned != wanted:
+            gpu = wrapper.device.type != "cpu"
+            if gpu and torch.cuda.is_current_stream_capturing() and any(x.is_cpu for x in self.indices):
+                raise RuntimeError(
+                    "the first forward() after begin_forward() plans from index tensors on the CPU, which a CUDA graph "
+                    "that is being captured cannot copy: run forward() once before the capture."
+                )
             wrapper.plan(*self.indices, *self.sizes, wanted[0], q_data_type=q_dtype, kv_data_type=kv_dtype)
             self.planned = wanted
 

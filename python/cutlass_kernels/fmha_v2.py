@@ -80,9 +80,11 @@ def trtllm_fmha_v2_prefill(
         bmm2_scale: factor of the output, a number or a one-element tensor.
         batch_size: number of requests.
         cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch_size + 1]``, offsets of the requests in tokens. On the device
-            of the queries they are read by the kernel: a captured call follows them, within the bounds.
+            of the queries they are read by the kernel: a captured call follows them, within the bounds. It follows
+            those in pinned CPU memory, too, and refuses all others on the CPU.
         block_tables: int32. For a pool, ``[batch_size, M]`` page numbers. For separate caches, ``[batch_size, 2, M]``
             block numbers of keys and of values, both counted from the start of ``k_cache``. None for other layouts.
+            A captured call takes them as it takes the offsets.
         out: ``[T, num_qo_heads, head_dim_v]`` to write to.
         out_dtype: dtype of the output where ``out`` is None; default that of the queries. 16-bit queries give their own
             dtype only; e4m3 queries float16, bfloat16 or float8_e4m3fn (rounded to nearest; what lies beyond 448 is
@@ -162,6 +164,10 @@ def trtllm_fmha_v2_prefill(
     _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
     for name, x in (("k", k), ("v", v)):
         _args.same_device(q.device, **{name: x})
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        cum_seq_lens_q = _fmha_calls.captured("cum_seq_lens_q", cum_seq_lens_q, q.device)
+        cum_seq_lens_kv = _fmha_calls.captured("cum_seq_lens_kv", cum_seq_lens_kv, q.device)
+        block_tables = _fmha_calls.captured("block_tables", block_tables, q.device)
     qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True)
     kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size)
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
