@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ._tracing import without_modes
+
 try:  # what takes torch many small steps, where there are compiled functions
     from . import _C  # type: ignore[attr-defined]
 except ImportError:
@@ -469,13 +471,18 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     if kept is not None:
         return kept
     captured = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
+    with without_modes():
+        slopes = _slopes_on(num_heads, device if captured else torch.device("cpu"))
+        return slopes if captured else _slopes.setdefault((num_heads, device), slopes.to(device))
+
+
+def _slopes_on(num_heads: int, device: torch.device) -> torch.Tensor:
     # The same bits on every device: no slope of up to 2048 heads lies nearer to the middle of two fp32 numbers than
     # 70,000 steps of fp64.
     n = 2 ** int(math.log2(num_heads))
-    head = torch.arange(num_heads, dtype=torch.float64, device=device if captured else "cpu")
+    head = torch.arange(num_heads, dtype=torch.float64, device=device)
     place = torch.where(head < n, head + 1.0, head - n + 0.5)
-    slopes = torch.exp2(place * (-8.0 / n)).to(torch.float32)
-    return slopes if captured else _slopes.setdefault((num_heads, device), slopes.to(device))
+    return torch.exp2(place * (-8.0 / n)).to(torch.float32)
 
 
 def are_kept(slopes: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ import torch
 
 from . import _args, _reference
 from ._problem import Mask, PagedKv, Problem, RaggedKv
+from ._tracing import is_traced
 
 BACKENDS = ("fa3", "fa2", "reference")
 CHOICES = ("auto", *BACKENDS)
@@ -351,11 +352,11 @@ def memory_kernels(x: torch.Tensor, *others: torch.Tensor) -> ModuleType | None:
     """The module of the kernels that only move memory, for tensors that they take; None where PyTorch is to compute.
 
     That is: on devices that the installation has no such kernels for, for subclasses of tensors (which stand for
-    others), while ``torch.compile`` traces, which knows PyTorch's operators, and where gradients are asked for.
+    others), for traced calls, whose graphs know PyTorch's operators, and where gradients are asked for.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)):
         return None
-    if not x.is_cuda or torch.compiler.is_compiling() or type(x) not in _PLAIN_TENSORS:
+    if not x.is_cuda or is_traced() or type(x) not in _PLAIN_TENSORS:
         return None
     return _memory_kernels(x.device)
 

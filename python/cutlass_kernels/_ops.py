@@ -1,4 +1,4 @@
-"""Attention as operators, for ``torch.compile``: entered only while dynamo traces a caller.
+"""Attention as operators, which traced calls put into their graph: see ``_tracing``.
 
 A graph cannot hold a wrapper. The operator takes the wrapper's number and the tensors; when the graph runs, it runs
 what that wrapper has planned by then, with the options in effect by then. So new plans need no new graph, but options
@@ -40,7 +40,7 @@ def number_of(wrapper: Any) -> int:
     return number
 
 
-# --- what dynamo traces ------------------------------------------------------------------------------------------
+# --- what is traced ----------------------------------------------------------------------------------------------
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     values = wrapper._traced_options  # of forward()
     if values is None:
         values = _AS_PLANNED
-    return _call(
+    return call(
         torch.ops.cutlass_kernels.run,
         torch.ops.cutlass_kernels.run_into,
         (
@@ -62,7 +62,7 @@ def run(
             *_options(values),
             o_dtype,
             _one(sinks),
-            *_factors(args.scales),
+            *split_scales(args.scales),
             args.return_lse,
             values.fp16_qk_reduction,
             args.lse_base,
@@ -94,7 +94,7 @@ def single(
         o_dtype = _args.dtype(o_dtype)
     elif out is not None:
         o_dtype = out.dtype
-    return _call(
+    return call(
         torch.ops.cutlass_kernels.single,
         torch.ops.cutlass_kernels.single_into,
         (
@@ -104,7 +104,7 @@ def single(
             *_options(values),
             o_dtype,
             _one(sinks),
-            *_factors(scales),
+            *split_scales(scales),
             return_lse,
             *masks,
             kv_layout,
@@ -116,7 +116,7 @@ def single(
     )
 
 
-def _call(
+def call(
     op: Any,
     into: Any,
     args: tuple[Any, ...],
@@ -149,7 +149,7 @@ def _one(sinks: Any) -> Any:
     return sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
 
 
-def _factors(scales: tuple[Any, ...]) -> tuple[list[float], list[torch.Tensor | None]]:
+def split_scales(scales: tuple[Any, ...]) -> tuple[list[float], list[torch.Tensor | None]]:
     tensors = [x if isinstance(x, torch.Tensor) else None for x in scales]
     return [1.0 if x is None or isinstance(x, torch.Tensor) else x for x in scales], tensors
 
@@ -188,7 +188,7 @@ def _run(
             "a compiled function captures an attention wrapper whose later plans would not reach the graph, which this "
             "torch cannot be told: make it with use_cuda_graph=True, or compile without CUDA graphs."
         )
-    q_scale, k_scale, v_scale = _joined(factors, scales)
+    q_scale, k_scale, v_scale = join_scales(factors, scales)
 
     def run_now() -> Result:
         return wrapper.run(
@@ -210,7 +210,7 @@ def _run(
     else:
         values = (causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         result = wrapper._forward(Options(*values, fp16_qk_reduction), run_now)
-    return _new(result, q, return_lse, out, lse)
+    return new_results(result, q, return_lse, out, lse)
 
 
 def _single(
@@ -238,7 +238,7 @@ def _single(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from .single import single_prefill_with_kv_cache
 
-    scale_q, scale_k, scale_v, k_scale, v_scale = _joined(factors, scales)
+    scale_q, scale_k, scale_v, k_scale, v_scale = join_scales(factors, scales)
     result = single_prefill_with_kv_cache(
         q,
         k,
@@ -265,14 +265,14 @@ def _single(
         out=out,
         lse=lse,
     )
-    return _new(result, q, return_lse, out, lse)
+    return new_results(result, q, return_lse, out, lse)
 
 
-def _joined(factors: Sequence[float], scales: Sequence[torch.Tensor | None]) -> list[Any]:
+def join_scales(factors: Sequence[float], scales: Sequence[torch.Tensor | None]) -> list[Any]:
     return [factor if tensor is None else tensor for factor, tensor in zip(factors, scales)]
 
 
-def _new(
+def new_results(
     result: Result, q: torch.Tensor, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE, with nothing in place of what was given or is not wanted: operators may not return arguments."""
@@ -295,7 +295,7 @@ def _outputs(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tensors of the shapes and types that :func:`_new` returns."""
+    """New tensors of the shapes and types that :func:`new_results` returns."""
     rows, heads = q.shape[0], q.shape[1]
     wanted = return_lse and lse is None
     lse_shape = (heads, rows) if transposed else (rows, heads)
@@ -323,17 +323,20 @@ def _fake_single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) 
 _library = torch.library.Library("cutlass_kernels", "DEF")
 
 
-def _define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(
+    name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any], into: bool = True
+) -> None:
+    """Registers an operator that returns new tensors. With ``into``, also registers ``<name>_into``, which writes to
+    its last two arguments."""
     # Kernels read strides, so a graph must pass tensors that lie in memory as those of the traced program.
     tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag]
     if _UNSAFE is not None:  # a later plan would not reach a captured run; counters and slopes outlive the graph's pool
         tags.append(_UNSAFE)
-    _library.define(f"{name}({arguments}) -> (Tensor, Tensor)", tags=tags)
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cutlass_kernels::{name}", fake, lib=_library)
+    for suffix, places in (("", ""), ("_into", _PLACES)) if into else (("", ""),):
+        _library.define(f"{name}{suffix}({arguments}{places}) -> (Tensor, Tensor)", tags=tags)
+        _library.impl(name + suffix, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"cutlass_kernels::{name}{suffix}", fake, lib=_library)
 
 
-_define("run", _BATCH, _run, _fake_run)
-_define("run_into", _BATCH + _PLACES, _run, _fake_run)
-_define("single", _SINGLE, _single, _fake_single)
-_define("single_into", _SINGLE + _PLACES, _single, _fake_single)
+define("run", _BATCH, _run, _fake_run)
+define("single", _SINGLE, _single, _fake_single)

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import _args, _dispatch, _plan, _repeat
 from ._plan import KERNEL_BACKENDS, Options, Plan, Result, RunArgs
@@ -118,7 +117,7 @@ class RunsPlans:
         ``k`` may be a cache that holds the values too, or a pair, where ``v`` is None.
         """
         plan = self._plan_info
-        if plan is None or is_dynamo_compiling():
+        if plan is None:
             return None
         if sinks is None:
             sinks = self._sinks

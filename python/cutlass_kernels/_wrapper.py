@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import _args, _dispatch, _masks, _ops, _plan, _repeat
 from ._batch import Batch, Index
 from ._plan import KERNEL_BACKENDS, Kind, Options, Plan, Result, Shape
 from ._problem import Mask, MultiItem, Offsets, Pages, Split, Vector
 from ._running import RunsPlans
+from ._tracing import is_traced
 
 
 class IndexBuffer:
@@ -164,7 +164,7 @@ class BatchPrefillWrapper(RunsPlans):
 
     def _forward(self, values: Options, run: Callable[[], Result]) -> Result:
         """Runs with other options, which stay in effect if the run succeeds."""
-        if is_dynamo_compiling():  # the run takes them along: when its graph runs, they are set
+        if is_traced():  # the run takes them along: when its graph runs, they are set
             self._traced_options = values
             try:
                 return run()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from . import _args, _plan
+from . import _args, _plan, _unplanned_ops
 from ._plan import spellings
 from ._problem import Logits, Output, PagedKv, Problem, RaggedKv
+from ._tracing import have_own_dispatch, is_traced
 from .cascade_levels import MultiLevelCascadeAttentionWrapper
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .merge import merge_state, merge_state_in_place, merge_states
@@ -71,6 +72,8 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         torch.Size([7, 8, 64])
     """
     _args.kv_layout(kv_layout)
+    if is_traced() or have_own_dispatch(q, k_shared, k_unique):
+        return _unplanned_ops.shared_prefix(q, k_shared, v_shared, k_unique, v_unique, kv_layout, sm_scale)
     _args.tensor("q", q, 3)
     k, v = _args.tensor("k_unique", k_unique, 4), _args.tensor("v_unique", v_unique, 4)
     if kv_layout == "HND":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _found, _repeat
+from . import _args, _dispatch, _found, _ops, _plan, _repeat
 from ._plan import Result
 from ._problem import Mask
+from ._tracing import have_own_dispatch, is_traced
 from .decode_paged import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -88,14 +88,14 @@ def single_decode_with_kv_cache(
         >>> single_decode_with_kv_cache(q, k, v).shape
         torch.Size([32, 128])
     """
-    key = None
+    key, traced = None, is_traced()
     if (
-        scale_q is None
+        not traced
+        and scale_q is None
         and scale_k is None
         and scale_v is None
         and o_dtype is None
         and kv_cache_sf is None
-        and not is_dynamo_compiling()
         and not _dispatch.is_logged()
     ):
         options = (
@@ -117,11 +117,21 @@ def single_decode_with_kv_cache(
             return result
     refuse_4bit(kv_cache_sf)
     rows = _args.tensor("q", q, 2).unsqueeze(0)
-    k, v = keys_and_values(rows, k, v, kv_layout)
     if out is not None:
         out = _args.tensor("out", out, 2).unsqueeze(0)
     if lse is not None:
         lse = _args.tensor("lse", lse, 1).unsqueeze(0)
+    if traced or have_own_dispatch(q, k, v):
+        values = _plan.options(
+            False, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, False
+        )
+        factor = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
+        scales, masks = (scale_q, scale_k, scale_v, factor, v_scale), (None, None)
+        result = _ops.single(
+            rows, k, v, values, o_dtype, sinks, scales, masks, kv_layout, backend, out, lse, return_lse
+        )
+        return (result[0].squeeze(0), result[1].squeeze(0)) if return_lse else result.squeeze(0)
+    k, v = keys_and_values(rows, k, v, kv_layout)
     problem, call = attend(
         rows,
         k,

@@ -5,7 +5,6 @@ It is the attention of :mod:`.prefill_paged` with as many rows for each request,
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any
 
@@ -15,6 +14,7 @@ from . import _args, _plan
 from ._batch import Index
 from ._plan import Plan, Result
 from ._streams import PER_THREAD_STREAM, stream_of
+from ._tracing import cache_of_real_tensors, is_traced
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 _MOST_ROWS = 2**31 - 1
@@ -280,7 +280,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """
         if q_len_per_req is not None and q_len_per_req != (planned := self._q_len(self._planned())):
             raise ValueError(f"q_len_per_req={q_len_per_req}, but {planned} is planned: pass it to plan().")
-        if not args and not more and window_left is None:
+        if not args and not more and window_left is None and not is_traced():
             result = self._again(q, paged_kv_cache, None, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
             if result is not None:
                 return result
@@ -333,7 +333,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
         """
         values = _plan.options(
-            self._causal,
+            self._options.causal,
             pos_encoding_mode,
             window_left,
             logits_soft_cap,
@@ -446,7 +446,7 @@ def _rows_per_request(value: Any) -> int:
     return rows
 
 
-@functools.lru_cache(maxsize=1024)
+@cache_of_real_tensors(maxsize=1024)
 def _offsets(batch: int, q_len: int) -> torch.Tensor:
     """Where the rows of each request begin, int32 ``[batch + 1]`` on the CPU (do not write to it)."""
     if batch * q_len > _MOST_ROWS:
@@ -456,7 +456,7 @@ def _offsets(batch: int, q_len: int) -> torch.Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device="cpu") * q_len
 
 
-@functools.lru_cache(maxsize=256)
+@cache_of_real_tensors(maxsize=256)
 def _offsets_on(batch: int, q_len: int, device: torch.device, stream: int, thread: int) -> Index:
     """The same on a CUDA device, written once for all plans on ``stream``, which is its current one, or, where a stream
     is each thread's own, on that of a ``thread``."""

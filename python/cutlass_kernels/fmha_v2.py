@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _fmha_calls, _plan
+from . import _args, _dispatch, _fmha_calls, _plan, _unplanned_ops
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
+from ._tracing import have_own_dispatch, is_traced
 
 LOG2E = 1.4426950408889634
 LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD")
@@ -129,10 +129,11 @@ def trtllm_fmha_v2_prefill(
         torch.Size([6, 8, 64])
     """
     key: Any = None
+    traced = is_traced()
     if isinstance(sinks, (list, tuple)) and len(sinks) == 1:
         sinks = sinks[0]
     scaled = isinstance(bmm1_scale, torch.Tensor) or isinstance(bmm2_scale, torch.Tensor)
-    if not (scaled or is_dynamo_compiling() or _dispatch.is_logged()):
+    if not (traced or scaled or _dispatch.is_logged()):
         options: tuple[Any, ...] = (
             input_layout,
             max_q_len,
@@ -162,6 +163,29 @@ def trtllm_fmha_v2_prefill(
     q, k, v = _split(qkv, input_layout)
     group_heads, head_dim = q.size(1), q.size(2)
     _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
+    if traced or have_own_dispatch(q, k, v):
+        _check_scale(bmm1_scale)
+        return _unplanned_ops.fused(
+            qkv,
+            (bmm1_scale, bmm2_scale),
+            out,
+            save_softmax_stats,
+            input_layout=input_layout,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            batch_size=batch_size,
+            cum_seq_lens_q=cum_seq_lens_q,
+            cum_seq_lens_kv=cum_seq_lens_kv,
+            block_tables=block_tables,
+            o_dtype=_output_dtype(q.dtype, out, out_dtype),
+            sinks=sinks,
+            pos_encoding_mode=pos_encoding_mode,
+            logits_soft_cap=_args.soft_cap(logits_soft_cap_scale),
+            mask_mode=mask_mode,
+            window_left=_args.window(window_left),
+            chunked_attention_size=chunked_attention_size or 0,
+            skip_softmax=_args.skip_softmax(skip_softmax_threshold_scale_factor),
+        )
     for name, x in (("k", k), ("v", v)):
         _args.same_device(q.device, **{name: x})
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -446,10 +470,14 @@ def _is_alibi(mode: str | None) -> bool:
     return name == "alibi"
 
 
-def _fused_scale(value: float | torch.Tensor, head_dim: int) -> float | torch.Tensor:
-    """``bmm1_scale``, with 0 replaced by its default."""
+def _check_scale(value: float | torch.Tensor) -> None:
     if value is None:
         raise ValueError("bmm1_scale is None: pass a number, 0 for 1 / sqrt(head_dim).")
+
+
+def _fused_scale(value: float | torch.Tensor, head_dim: int) -> float | torch.Tensor:
+    """``bmm1_scale``, with 0 replaced by its default."""
+    _check_scale(value)
     factor = _args.scale(value, "bmm1_scale")
     default = 1.0 / math.sqrt(head_dim)
     if isinstance(factor, torch.Tensor):

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import _args, _batch, _ops, _plan, _wrapper
 from ._batch import Batch, Index
 from ._plan import Result, spellings
 from ._problem import PagedKv, Pages, Vector
+from ._tracing import have_own_dispatch, is_traced
 from ._wrapper import IndexBuffer
 
 
@@ -364,9 +364,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
         plan = self._planned()
-        key = None
+        key, traced = None, is_traced()
         if (
-            not args
+            not traced
+            and not args
             and lse_base == "log2"
             and lse_layout == "NH"
             and (return_lse is True or return_lse is False)
@@ -379,17 +380,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             result = self._again(q, paged_kv_cache, None, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
             if result is not None:
                 return result
-            if not is_dynamo_compiling():
-                if sinks is None:
-                    sinks = self._sinks
-                k: Any = paged_kv_cache
-                v: Any = None
-                if type(paged_kv_cache) is tuple and len(paged_kv_cache) == 2 and paged_kv_cache[1] is not None:
-                    k, v = paged_kv_cache
-                scales = (q_scale, k_scale, v_scale)
-                key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
-                if result is not None:
-                    return result
+            if sinks is None:
+                sinks = self._sinks
+            k: Any = paged_kv_cache
+            v: Any = None
+            if type(paged_kv_cache) is tuple and len(paged_kv_cache) == 2 and paged_kv_cache[1] is not None:
+                k, v = paged_kv_cache
+            scales = (q_scale, k_scale, v_scale)
+            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
+            if result is not None:
+                return result
         _plan.unsupported(
             f"{type(self).__name__}.run",
             "leave it out.",
@@ -402,8 +402,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         self._check_window(window_left)
         skip = _args.skip_softmax(skip_softmax_threshold_scale_factor)
         run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
-        if is_dynamo_compiling():
-            k, v = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)
+        pair = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)
+        if traced or have_own_dispatch(q, *pair):
+            k, v = pair
             return _ops.run(self, q, k, v, self._cached_o_data_type, run_args)
         self._check_q(q, plan)
         k_cache, v_cache = _args.paged_cache(paged_kv_cache, self._kv_layout)

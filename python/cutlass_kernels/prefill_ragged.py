@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import _args, _batch, _dispatch, _ops, _plan, _wrapper
 from ._batch import Batch
 from ._plan import Result, spellings
 from ._problem import Pages, RaggedKv, Vector
+from ._tracing import have_own_dispatch, is_traced
 from ._wrapper import IndexBuffer
 
 
@@ -300,9 +300,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         plan = self._planned()
-        key = None
+        key, traced = None, is_traced()
         if (
-            not args
+            not traced
+            and not args
             and v is not None  # a pair of k and v is none of this wrapper's arguments
             and lse_base == "log2"
             and lse_layout == "NH"
@@ -315,13 +316,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             result = self._again(q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
             if result is not None:
                 return result
-            if not is_dynamo_compiling():
-                if sinks is None:
-                    sinks = self._sinks
-                scales = (q_scale, k_scale, v_scale)
-                key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
-                if result is not None:
-                    return result
+            if sinks is None:
+                sinks = self._sinks
+            scales = (q_scale, k_scale, v_scale)
+            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
+            if result is not None:
+                return result
         _plan.unsupported(
             "BatchPrefillWithRaggedKVCacheWrapper.run", "leave it out.", kv_cache_sf=kv_cache_sf, o_scale=o_scale
         )
@@ -330,7 +330,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         self._check_window(window_left)
         skip = _args.skip_softmax(skip_softmax_threshold_scale_factor)
         run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
-        if is_dynamo_compiling():
+        if traced or have_own_dispatch(q, k, v):
             return _ops.run(self, q, k, v, self._cached_o_data_type, run_args)
         self._check_q(q, plan)
         k = _args.token_major(_args.tensor("k", k, 3), self._kv_layout)

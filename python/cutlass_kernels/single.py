@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import _args, _dispatch, _found, _masks, _ops, _plan, _repeat
 from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
+from ._tracing import have_own_dispatch, is_traced
 
 
 def single_prefill_with_kv_cache(
@@ -97,16 +97,16 @@ def single_prefill_with_kv_cache(
         >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
         torch.Size([128, 32, 128])
     """
-    key = None
+    key, traced = None, is_traced()
     if (
-        custom_mask is None
+        not traced
+        and custom_mask is None
         and packed_custom_mask is None
         and scale_q is None
         and scale_k is None
         and scale_v is None
         and o_dtype is None
         and kv_cache_sf is None
-        and not is_dynamo_compiling()
         and not _dispatch.is_logged()
     ):
         options = (
@@ -127,7 +127,7 @@ def single_prefill_with_kv_cache(
         if result is not None:
             return result
     refuse_4bit(kv_cache_sf)
-    if is_dynamo_compiling():
+    if traced or have_own_dispatch(q, k, v):
         values = _plan.options(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, False
         )

@@ -9,11 +9,11 @@ There is no padding and no backward: what is not served raises NotImplementedErr
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
+from .._tracing import cache_of_real_tensors
 from ..prefill import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 
 NAME = "cutlass_kernels"
@@ -98,7 +98,7 @@ def attention(
     return out.unflatten(0, (batch, q_len)), None
 
 
-@functools.lru_cache(maxsize=4)
+@cache_of_real_tensors(maxsize=4)
 def _planned(
     stream: int,
     device: torch.device,

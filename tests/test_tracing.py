@@ -1,0 +1,175 @@
+"""Calls under torch.export, make_fx and FakeTensorMode: graphs hold an operator, and later calls are unaffected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import assert_bitwise
+from problems import make_batch
+from public_calls import ATTENTION, NAMES, PAGE, public_call, several
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import cutlass_kernels as ck
+from cutlass_kernels import _args, decode_paged
+
+
+@pytest.fixture(autouse=True)
+def empty_caches():
+    torch._dynamo.reset()
+    _args._slopes.clear()
+    for cached in (decode_paged._offsets, decode_paged._offsets_on):
+        cached.cache_clear()
+    yield
+    torch._dynamo.reset()
+
+
+def operators(graph: torch.fx.Graph) -> set[str]:
+    """Names of this library's operators in a graph."""
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return {name for name in targets if name.startswith("cutlass_kernels.")}
+
+
+def assert_same(got, want) -> None:
+    got, want = several(got), several(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        assert type(a) is torch.Tensor
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors(target, name, where):
+    call = public_call(name, target)
+    want = call()
+    _args._slopes.clear()
+    mode = FakeTensorMode()
+    fakes = tuple(mode.from_tensor(x) for x in call.tensors)
+    if where == "inside":
+        with mode:
+            got = several(call.run(*fakes))
+    else:
+        got = several(call.run(*fakes))
+    for fake, real in zip(got, want):
+        assert type(fake) is not torch.Tensor
+        assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
+    assert_same(call(), want)
+
+
+def test_plans_with_fake_tensors_leave_nothing_behind(target):
+    """The row indptr of decode batches and ALiBi slopes are cached. Fake ones would have no values."""
+    batch = make_batch([1, 1], [20, 33], 4, 2, 64, device=target.device)
+    paged = batch.paged(PAGE)
+    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
+    options = dict(pos_encoding_mode="ALIBI")
+    with FakeTensorMode() as mode:
+        table = [mode.from_tensor(x) for x in paged.table()]
+        with pytest.raises((RuntimeError, AssertionError)):
+            wrapper.plan(*table, *batch.heads, PAGE, **options)
+    assert type(decode_paged._offsets(2, 1)) is torch.Tensor
+    wrapper.plan(*paged.table(), *batch.heads, PAGE, **options)
+    with FakeTensorMode():
+        slopes = _args.alibi_slopes(8, torch.device("cpu"))
+    assert type(slopes) is torch.Tensor and type(_args.alibi_slopes(4, batch.q.device)) is torch.Tensor
+    q, k, v = batch.q[:1], batch.k[:20], batch.v[:20]
+    want = ck.single_prefill_with_kv_cache(q, k, v, pos_encoding_mode="ALIBI", backend=target.backend)
+    torch.testing.assert_close(wrapper.run(batch.q, paged.cache)[:1], want, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_make_fx(target, name, mode):
+    call = public_call(name, target)
+    graph = make_fx(lambda *tensors: call.run(*tensors), tracing_mode=mode)(*call.tensors)
+    assert operators(graph.graph)
+    assert_same(graph(*call.tensors), call())
+    q, *others = call.tensors
+    assert_same(graph(q * 2, *others), call.run(q * 2, *others))  # the graph holds no result
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+@pytest.mark.parametrize("name", ["single_prefill", "ragged", "fused"])
+def test_make_fx_of_calls_that_write_to_a_place(target, name, mode):
+    call = public_call(name, target)
+    given = call.places()
+
+    def run(out, *tensors):
+        call.run(*tensors, out=out)
+        return out * 2
+
+    graph = make_fx(run, tracing_mode=mode)(given["out"], *call.tensors)
+    assert operators(graph.graph)
+    out = torch.zeros_like(given["out"])
+    assert_same(graph(out, *call.tensors), call()[0] * 2)
+    assert_same(out, call()[0])
+
+
+class Module(torch.nn.Module):
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *tensors):
+        return self.call.run(*tensors)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_export(target, name, strict):
+    call = public_call(name, target)
+    program = torch.export.export(Module(call), call.tensors, strict=strict)
+    assert operators(program.graph)
+    assert_same(program.module()(*call.tensors), call())
+
+
+@pytest.mark.parametrize("name", ["single_prefill", "fused"])
+def test_exported_programs_take_other_lengths(target, name):
+    call = public_call(name, target)
+    rows = torch.export.Dim("rows", min=2, max=100)
+    shapes = tuple({0: rows} if i == 0 else None for i in range(len(call.tensors)))
+    program = torch.export.export(Module(call), call.tensors, dynamic_shapes=(shapes,), strict=False)
+    q, *others = call.tensors
+    written = len(q)  # the fused prefill writes rows of requests only
+    got, want = (several(run(torch.cat([q, q]), *others)) for run in (program.module(), call.run))
+    for a, b in zip(got, want):
+        assert len(a) == 2 * written
+        assert_bitwise(*(x[:written] if name == "fused" else x for x in (a, b)))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_compiled_whole(target, name):
+    call = public_call(name, target)
+    compiled = torch.compile(call.run, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*call.tensors), call())
+
+
+def test_modes_that_watch_see_the_operator(target):
+    """A mode without fake tensors, e.g. one that counts operations: each mode sees the operator once."""
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    call = public_call("single_prefill", target)
+    with Watch(), Watch():
+        got = call()
+    assert seen == ["cutlass_kernels.single.default"] * 2
+    assert_same(got, call())
+
+
+def test_attention_of_transformers(target):
+    """Plans are cached for all layers of a model: a plan made in a traced call must serve calls that are not traced."""
+    pytest.importorskip("transformers")
+    from cutlass_kernels.integrations import transformers
+
+    tensors = [torch.randn(2, heads, 3, 64, dtype=torch.float16).to(target.device) for heads in (4, 2, 2)]
+    attend = lambda *tensors: transformers.attention(torch.nn.Module(), *tensors)[0]  # noqa: E731
+    transformers._planned.cache_clear()
+    with FakeTensorMode() as mode:
+        fake = attend(*map(mode.from_tensor, tensors))
+    want = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True).transpose(1, 2)
+    assert fake.shape == want.shape
+    torch.testing.assert_close(attend(*tensors), want, atol=2e-3, rtol=2e-3)
