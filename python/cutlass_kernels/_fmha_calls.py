@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _args, _dispatch, _found, _plan, _prepare, _repeat, _streams
+from . import _args, _autograd, _dispatch, _found, _plan, _prepare, _repeat, _streams
 from ._problem import PagedKv, Problem
 
 _MOST_KEYS = 1 << 30  # in pages: an estimate, which needs to go no further
@@ -45,6 +45,14 @@ class Tensors(NamedTuple):
         if isinstance(qkv, torch.Tensor):
             return (qkv,)
         return (qkv[0], *qkv[1]) if isinstance(qkv[1], (tuple, list)) else tuple(qkv)
+
+
+def needs_grad(qkv: Any, *others: Any) -> bool:
+    """See ``_autograd.needs_grad``."""
+    if isinstance(qkv, (tuple, list)) and len(qkv) == 3:
+        return _autograd.needs_grad(*qkv, *others)
+    q, k = qkv if isinstance(qkv, (tuple, list)) and len(qkv) == 2 else (qkv, qkv)
+    return _autograd.needs_grad(q, k, None, *others)
 
 
 def _kernels() -> Any:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
-from . import _args
+from . import _args, _autograd
 from ._plan import Options, Result, RunArgs
 
 _AS_PLANNED: Any = Options(False, None, -1, 0.0, None, None, None, False)  # type: ignore[arg-type]
@@ -30,7 +31,6 @@ _COMMON = (
 )
 _BATCH = f"SymInt wrapper, {_COMMON}, bool fp16_qk_reduction, str lse_base, str lse_layout"
 _SINGLE = f"{_COMMON}, Tensor? custom_mask, Tensor? packed_custom_mask, str kv_layout, str backend"
-_PLACES = ", Tensor(a!)? out, Tensor(b!)? lse"
 
 
 def number_of(wrapper: Any) -> int:
@@ -52,8 +52,7 @@ def run(
     if values is None:
         values = _AS_PLANNED
     return call(
-        torch.ops.cutlass_kernels.run,
-        torch.ops.cutlass_kernels.run_into,
+        "run",
         (
             wrapper._number,
             q,
@@ -95,8 +94,7 @@ def single(
     elif out is not None:
         o_dtype = out.dtype
     return call(
-        torch.ops.cutlass_kernels.single,
-        torch.ops.cutlass_kernels.single_into,
+        "single",
         (
             q,
             k,
@@ -117,18 +115,21 @@ def single(
 
 
 def call(
-    op: Any,
-    into: Any,
-    args: tuple[Any, ...],
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    return_lse: bool,
+    name: str, args: tuple[Any, ...], out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
 ) -> Result:
-    """Calls the operator that writes to what the caller gave, or the one that writes to nothing."""
-    if out is None and lse is None:
-        new_out, new_lse = op(*args)
+    """Calls an operator in the form that fits: see :func:`define`."""
+    operators = torch.ops.cutlass_kernels
+    inputs = _autograd.with_grad((*args, out, lse)) if is_grad_enabled() else []
+    if inputs:
+        new_out, new_lse = getattr(operators, f"{name}_forward_only")(*args, out, lse, inputs)
+        if out is not None:
+            out.copy_(new_out)
+        if lse is not None:
+            lse.copy_(new_lse)
+    elif out is None and lse is None:
+        new_out, new_lse = getattr(operators, name)(*args)
     else:
-        new_out, new_lse = into(*args, out, lse)
+        new_out, new_lse = getattr(operators, f"{name}_into")(*args, out, lse)
     out = new_out if out is None else out
     return (out, new_lse if lse is None else lse) if return_lse else out
 
@@ -323,20 +324,74 @@ def _fake_single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) 
 _library = torch.library.Library("cutlass_kernels", "DEF")
 
 
-def define(
-    name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any], into: bool = True
-) -> None:
-    """Registers an operator that returns new tensors. With ``into``, also registers ``<name>_into``, which writes to
-    its last two arguments."""
+def define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Registers an operator in three forms.
+
+    - ``<name>`` returns new tensors.
+    - ``<name>_into`` writes to ``out`` and ``lse``, two more arguments.
+    - ``<name>_forward_only`` has a backward that raises, for the tensors in its last argument. It writes to copies of
+      ``out`` and ``lse``, which it returns. A backward makes a call 8 us slower, so the other forms have none.
+    """
+
+    def on_copies(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *others, given_out, given_lse, _ = args
+        out, lse = (None if x is None else x.clone() for x in (given_out, given_lse))
+        new_out, new_lse = implementation(*others, out, lse)
+        return new_out if out is None else out, new_lse if lse is None else lse
+
+    def fake_on_copies(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *_, out, lse, _ = args
+        new_out, new_lse = fake(*args[:-1])
+        return new_out if out is None else torch.empty_like(out), new_lse if lse is None else torch.empty_like(lse)
+
+    _register(name, arguments, implementation, fake)
+    _register(f"{name}_into", f"{arguments}, Tensor(a!)? out, Tensor(b!)? lse", implementation, fake)
+    _register(
+        f"{name}_forward_only", f"{arguments}, Tensor? out, Tensor? lse, Tensor[] inputs", on_copies, fake_on_copies
+    )
+    torch.library.register_autograd(
+        f"cutlass_kernels::{name}_forward_only", _backward, setup_context=_save_inputs, lib=_library
+    )
+
+
+def _register(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     # Kernels read strides, so a graph must pass tensors that lie in memory as those of the traced program.
     tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag]
     if _UNSAFE is not None:  # a later plan would not reach a captured run; counters and slopes outlive the graph's pool
         tags.append(_UNSAFE)
-    for suffix, places in (("", ""), ("_into", _PLACES)) if into else (("", ""),):
-        _library.define(f"{name}{suffix}({arguments}{places}) -> (Tensor, Tensor)", tags=tags)
-        _library.impl(name + suffix, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cutlass_kernels::{name}{suffix}", fake, lib=_library)
+    _library.define(f"{name}({arguments}) -> (Tensor, Tensor)", tags=tags)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cutlass_kernels::{name}", fake, lib=_library)
 
+
+# --- backward ----------------------------------------------------------------------------------------------------
+# torch.compile traces the backward together with the forward. So it is an operator that raises when it runs.
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *others, tensors = inputs
+    ctx.save_for_backward(*tensors)
+    # torch wants gradients in the form of the arguments, where only lists of nothing but tensors count as lists.
+    lists = [isinstance(x, list) and all(isinstance(y, torch.Tensor) for y in x) for x in others]
+    ctx.nothing = [[None] * len(x) if is_list else None for x, is_list in zip(others, lists)]
+
+
+def _backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    computed = torch.ops.cutlass_kernels.no_backward(list(ctx.saved_tensors), list(gradients))
+    return (*ctx.nothing, computed)
+
+
+def _no_backward(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    raise RuntimeError(_autograd.NO_BACKWARD)
+
+
+def _fake_no_backward(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in inputs]
+
+
+_library.define("no_backward(Tensor[] inputs, Tensor[] gradients) -> Tensor[]", tags=[torch.Tag.pt2_compliant_tag])
+_library.impl("no_backward", _no_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("cutlass_kernels::no_backward", _fake_no_backward, lib=_library)
 
 define("run", _BATCH, _run, _fake_run)
 define("single", _SINGLE, _single, _fake_single)

@@ -27,8 +27,7 @@ def fused(qkv: Any, scales: tuple[Any, Any], out: torch.Tensor | None, stats: bo
     parts = [qkv] if isinstance(qkv, torch.Tensor) else [qkv[0], *_flat(qkv[1:])]
     factors, tensors = _ops.split_scales(scales)
     every = {**args, "qkv": parts, "factors": factors, "scales": tensors, "save_softmax_stats": stats}
-    op, into = torch.ops.cutlass_kernels.fused, torch.ops.cutlass_kernels.fused_into
-    return _ops.call(op, into, tuple([every[name] for name in _NAMES]), out, None, stats)
+    return _ops.call("fused", tuple([every[name] for name in _NAMES]), out, None, stats)
 
 
 def _flat(parts: Sequence[Any]) -> list[torch.Tensor]:
@@ -38,7 +37,7 @@ def _flat(parts: Sequence[Any]) -> list[torch.Tensor]:
 
 def shared_prefix(*args: Any) -> torch.Tensor:
     """``batch_decode_with_shared_prefix_padded_kv_cache()`` in a graph."""
-    out: torch.Tensor = torch.ops.cutlass_kernels.shared_prefix(*args)[0]
+    out: torch.Tensor = _ops.call("shared_prefix", args, None, None, False)
     return out
 
 
@@ -110,6 +109,7 @@ def _shared_prefix(
     v_unique: torch.Tensor,
     kv_layout: str,
     sm_scale: float | None,
+    *_: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from .cascade import batch_decode_with_shared_prefix_padded_kv_cache
 
@@ -140,4 +140,4 @@ def _fake_shared_prefix(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torc
 _NAMES = [argument.split()[1] for argument in _FUSED.split(", ")]
 
 _ops.define("fused", _FUSED, _fused, _fake_fused)
-_ops.define("shared_prefix", _SHARED_PREFIX, _shared_prefix, _fake_shared_prefix, into=False)
+_ops.define("shared_prefix", _SHARED_PREFIX, _shared_prefix, _fake_shared_prefix)

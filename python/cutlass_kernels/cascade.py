@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import _args, _plan, _unplanned_ops
+from ._autograd import forward_only_as_a_whole
 from ._plan import spellings
 from ._problem import Logits, Output, PagedKv, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
@@ -32,6 +33,7 @@ __all__ = [
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@forward_only_as_a_whole
 def batch_decode_with_shared_prefix_padded_kv_cache(
     q: torch.Tensor,
     k_shared: torch.Tensor,
@@ -133,6 +135,7 @@ class _SharedPrefixWrapper:
         """Drops what begin_forward() prepared."""
         self._unique._plan_info = None
 
+    @forward_only_as_a_whole
     def _merged(
         self,
         q: torch.Tensor,

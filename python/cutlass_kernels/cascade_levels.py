@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ._autograd import forward_only_as_a_whole
 from ._plan import Result, spellings
 from .merge import merge_state_in_place
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
@@ -214,6 +215,7 @@ class MultiLevelCascadeAttentionWrapper:
         if len({count for count in rows if count is not None}) > 1:
             raise ValueError(f"qo_indptr_arr ends at {rows} in its levels: each of them holds all rows of q.")
 
+    @forward_only_as_a_whole
     def run(
         self,
         q: torch.Tensor,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from . import _args, _dispatch, _found, _ops, _plan, _repeat
+from ._autograd import forward_only, needs_grad
 from ._plan import Result
 from ._problem import Mask
 from ._tracing import have_own_dispatch, is_traced
@@ -88,9 +90,11 @@ def single_decode_with_kv_cache(
         >>> single_decode_with_kv_cache(q, k, v).shape
         torch.Size([32, 128])
     """
-    key, traced = None, is_traced()
+    key, traced, grad = None, is_traced(), False
+    if not traced and is_grad_enabled():
+        grad = needs_grad(q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, q_scale, k_scale, v_scale)
     if (
-        not traced
+        not (traced or grad)
         and scale_q is None
         and scale_k is None
         and scale_v is None
@@ -155,10 +159,13 @@ def single_decode_with_kv_cache(
     )
     if call is not None and key is not None and problem.logits.sinks is sinks and _args.are_plain(*options):
         _repeat.remember(_calls, key, _repeat.Repeat(call, problem, first_row=True))
-    out, lse = problem.output.out, problem.output.lse
-    if return_lse and lse is not None:
-        return out.squeeze(0), lse.squeeze(0)
-    return out.squeeze(0)
+    new_out, new_lse = problem.output.out, problem.output.lse
+    result = new_out.squeeze(0)
+    if return_lse and new_lse is not None:
+        result = result, new_lse.squeeze(0)
+    if grad:
+        return forward_only(result, (out, lse), q, k, v, sinks, scale_q, scale_k, scale_v, q_scale, k_scale, v_scale)
+    return result
 
 
 _calls = _found.Calls()  # calls that may be repeated

@@ -9,8 +9,10 @@ import threading
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from . import _args, _plan
+from ._autograd import needs_grad
 from ._batch import Index
 from ._plan import Plan, Result
 from ._streams import PER_THREAD_STREAM, stream_of
@@ -281,9 +283,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         if q_len_per_req is not None and q_len_per_req != (planned := self._q_len(self._planned())):
             raise ValueError(f"q_len_per_req={q_len_per_req}, but {planned} is planned: pass it to plan().")
         if not args and not more and window_left is None and not is_traced():
-            result = self._again(q, paged_kv_cache, None, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
-            if result is not None:
-                return result
+            used_sinks, scales = self._sinks if sinks is None else sinks, (q_scale, k_scale, v_scale)
+            if not (is_grad_enabled() and needs_grad(q, paged_kv_cache, None, out, lse, used_sinks, *scales)):
+                result = self._again(q, paged_kv_cache, None, *scales, out, lse, sinks, return_lse)
+                if result is not None:
+                    return result
         return super().run(
             q,
             paged_kv_cache,

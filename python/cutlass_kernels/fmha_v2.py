@@ -9,8 +9,10 @@ import math
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from . import _args, _dispatch, _fmha_calls, _plan, _unplanned_ops
+from ._autograd import forward_only
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
 
@@ -129,11 +131,13 @@ def trtllm_fmha_v2_prefill(
         torch.Size([6, 8, 64])
     """
     key: Any = None
-    traced = is_traced()
+    traced, grad = is_traced(), False
     if isinstance(sinks, (list, tuple)) and len(sinks) == 1:
         sinks = sinks[0]
     scaled = isinstance(bmm1_scale, torch.Tensor) or isinstance(bmm2_scale, torch.Tensor)
-    if not (traced or scaled or _dispatch.is_logged()):
+    if not traced and is_grad_enabled():
+        grad = _fmha_calls.needs_grad(qkv, out, None, sinks, bmm1_scale, bmm2_scale)
+    if not (traced or grad or scaled or _dispatch.is_logged()):
         options: tuple[Any, ...] = (
             input_layout,
             max_q_len,
@@ -240,12 +244,12 @@ def trtllm_fmha_v2_prefill(
             used = tables._replace(entries=tables.entries[..., : -(-int(max_kv_len) // k.size(1))])
             problem.kv = _paged(k, v, used, kv_indptr)
         _plan.compute_selected(problem, request, selected)
-        return returned
+        return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
     call = _fmha_calls.compute(problem, selected, tables, longest, int(max_kv_len))
     given = logits.sinks is sinks and qo_indptr is cum_seq_lens_q and kv_indptr is cum_seq_lens_kv
     if call is not None and key is not None and given:
         _fmha_calls.remember(key, call, tensors, problem)
-    return returned
+    return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
 
 
 def fmha_v2_stats_to_lse(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _args, _dispatch
+from . import _args, _autograd, _dispatch
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -118,6 +118,8 @@ def append_paged_kv_cache(
     request that does not exist, of a place behind the pages of its request, or of a page that the cache does not have,
     is skipped there.
 
+    A cache carries no gradient: where keys or values require one, a warning says so.
+
     Raises:
         KeyError: unknown ``kv_layout``, or ``paged_kv_cache`` is neither a tensor nor a tuple.
         ValueError: shapes that do not fit together; page numbers on the CPU that the cache does not have.
@@ -127,6 +129,7 @@ def append_paged_kv_cache(
         >>> append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
     """
     k_cache, v_cache = _args.paged_cache(paged_kv_cache, kv_layout)
+    append_key, append_value = _autograd.without_grad(append_key, append_value)
     device = k_cache.device
     nnz = append_key.size(0)
     for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):

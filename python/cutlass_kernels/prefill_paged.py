@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from . import _args, _batch, _ops, _plan, _wrapper
+from ._autograd import forward_only, needs_grad
 from ._batch import Batch, Index
 from ._plan import Result, spellings
 from ._problem import PagedKv, Pages, Vector
@@ -364,9 +366,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
         plan = self._planned()
-        key, traced = None, is_traced()
+        key, traced, grad = None, is_traced(), False
+        used_sinks = self._sinks if sinks is None else sinks
+        if not traced and is_grad_enabled():
+            grad = needs_grad(q, paged_kv_cache, None, out, lse, used_sinks, q_scale, k_scale, v_scale, *args)
         if (
-            not traced
+            not (traced or grad)
             and not args
             and lse_base == "log2"
             and lse_layout == "NH"
@@ -380,14 +385,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             result = self._again(q, paged_kv_cache, None, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
             if result is not None:
                 return result
-            if sinks is None:
-                sinks = self._sinks
             k: Any = paged_kv_cache
             v: Any = None
             if type(paged_kv_cache) is tuple and len(paged_kv_cache) == 2 and paged_kv_cache[1] is not None:
                 k, v = paged_kv_cache
             scales = (q_scale, k_scale, v_scale)
-            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
+            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, used_sinks, return_lse)
             if result is not None:
                 return result
         _plan.unsupported(
@@ -418,7 +421,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         kv = PagedKv(
             k_cache, v_cache, self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
         )
-        return self._run(plan, q, kv, run_args, key)
+        result = self._run(plan, q, kv, run_args, key)
+        return forward_only(result, (out, lse), q, pair, scales, used_sinks) if grad else result
 
     def _run_tensors(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[Any, ...]:
         return (k,) if v is None else ((k, v),)

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from . import _args, _batch, _dispatch, _ops, _plan, _wrapper
+from ._autograd import forward_only, needs_grad
 from ._batch import Batch
 from ._plan import Result, spellings
 from ._problem import Pages, RaggedKv, Vector
@@ -300,9 +302,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         plan = self._planned()
-        key, traced = None, is_traced()
+        key, traced, grad = None, is_traced(), False
+        used_sinks = self._sinks if sinks is None else sinks
+        if not traced and is_grad_enabled():
+            grad = needs_grad(q, k, v, out, lse, used_sinks, q_scale, k_scale, v_scale, *args)
         if (
-            not traced
+            not (traced or grad)
             and not args
             and v is not None  # a pair of k and v is none of this wrapper's arguments
             and lse_base == "log2"
@@ -316,10 +321,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             result = self._again(q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
             if result is not None:
                 return result
-            if sinks is None:
-                sinks = self._sinks
             scales = (q_scale, k_scale, v_scale)
-            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, sinks, return_lse)
+            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, used_sinks, return_lse)
             if result is not None:
                 return result
         _plan.unsupported(
@@ -342,9 +345,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 f"k has {k.size(0)} rows and v {v.size(0)}: both must have the rows of kv_indptr[-1]"
                 + (f"={needed}." if needed is not None else ".")
             )
+        inputs = (q, k, v)
         if plan.shape.cast is not None:
-            q, k, v = q.to(plan.shape.cast), k.to(plan.shape.cast), v.to(plan.shape.cast)
-        return self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args, key)
+            q, k, v = (x.to(plan.shape.cast) for x in inputs)
+        result = self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args, key)
+        return forward_only(result, (out, lse), inputs, scales, used_sinks) if grad else result
 
     @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")
     def forward(

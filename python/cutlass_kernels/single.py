@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from . import _args, _dispatch, _found, _masks, _ops, _plan, _repeat
+from ._autograd import forward_only, needs_grad
 from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
@@ -97,9 +99,11 @@ def single_prefill_with_kv_cache(
         >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
         torch.Size([128, 32, 128])
     """
-    key, traced = None, is_traced()
+    key, traced, grad = None, is_traced(), False
+    if not traced and is_grad_enabled():
+        grad = needs_grad(q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, k_scale, v_scale)
     if (
-        not traced
+        not (traced or grad)
         and custom_mask is None
         and packed_custom_mask is None
         and scale_q is None
@@ -161,8 +165,11 @@ def single_prefill_with_kv_cache(
     )
     if call is not None and key is not None and problem.logits.sinks is sinks and _args.are_plain(*options):
         _repeat.remember(_calls, key, _repeat.Repeat(call, problem))
-    out, lse = problem.output.out, problem.output.lse
-    return (out, lse) if return_lse else out
+    new_out, new_lse = problem.output.out, problem.output.lse
+    result = (new_out, new_lse) if return_lse else new_out
+    if grad:
+        return forward_only(result, (out, lse), q, k, v, sinks, scale_q, scale_k, scale_v, k_scale, v_scale)
+    return result
 
 
 def single_prefill_with_kv_cache_return_lse(

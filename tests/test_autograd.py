@@ -1,0 +1,242 @@
+"""Attention is forward only: a result that depends on a tensor with requires_grad has a backward that raises."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from compare import assert_bitwise
+from problems import make_batch
+from public_calls import ATTENTION, public_call, several
+
+import cutlass_kernels as ck
+from cutlass_kernels import _found, single
+
+SENTENCE = "forward only, so it has no backward: train with torch.nn.functional.scaled_dot_product_attention"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def floating(call) -> list[int]:
+    return [i for i, x in enumerate(call.tensors) if x.is_floating_point()]
+
+
+def with_grad(call, at: int) -> tuple[torch.Tensor, ...]:
+    """The tensors of a call, of which one requires a gradient and is no leaf, as in a model."""
+    return tuple(x.clone().requires_grad_() * 1 if i == at else x for i, x in enumerate(call.tensors))
+
+
+def assert_raises_in_backward(*results: torch.Tensor) -> None:
+    for x in results:
+        assert x.requires_grad
+        with pytest.raises(RuntimeError, match=SENTENCE):
+            x.float().sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_result_raises_in_backward(target, name):
+    call = public_call(name, target)
+    want = call()
+    assert not any(x.requires_grad for x in want)
+    for at in floating(call):
+        tensors = with_grad(call, at)
+        got = several(call.run(*tensors))
+        assert_raises_in_backward(*got)
+        for a, b in zip(got, want):
+            assert_bitwise(a.detach(), b)
+        with torch.no_grad():
+            assert not any(x.requires_grad for x in several(call.run(*tensors)))
+    assert not any(x.requires_grad for x in call())
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_place_raises_in_backward(target, name):
+    call = public_call(name, target)
+    want, tensors = call.places(), with_grad(call, 0)
+    if not want:
+        pytest.skip("this function writes to no tensor of the caller")
+    call(**want)
+    for chosen in ({x: want[x]} for x in want):
+        places = {x: torch.zeros_like(y) for x, y in chosen.items()}
+        call.run(*tensors, **places)
+        assert_raises_in_backward(*places.values())
+        for x, place in places.items():
+            assert_bitwise(place.detach(), want[x])
+    places = {x: torch.zeros_like(y) for x, y in want.items()}
+    got = several(call.run(*tensors, **places))
+    assert_raises_in_backward(*got, *places.values())
+    if not name.endswith("decode"):
+        assert got[0] is places["out"]
+
+
+def test_a_residual_does_not_hide_it(target):
+    """Without an edge to the inputs, x + attention(x) would have the gradient of x alone."""
+    call = public_call("single_prefill", target)
+    x = call.tensors[0].clone().requires_grad_()
+    y = x + call.run(x * 1, *call.tensors[1:])[0]
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        torch.autograd.grad(y.float().sum(), x)
+
+
+def test_other_tensors_of_a_call(target):
+    batch = make_batch([5], [20], 4, 2, 64, device=target.device)
+    learned = lambda count: torch.ones(count, device=target.device).requires_grad_()  # noqa: E731
+    single_call = lambda **kwargs: ck.single_prefill_with_kv_cache(  # noqa: E731
+        batch.q, batch.k, batch.v, backend=target.backend, **kwargs
+    )
+    for kwargs in (dict(sinks=learned(4)), dict(scale_q=learned(4)), dict(scale_v=learned(2))):
+        assert_raises_in_backward(single_call(**kwargs))
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
+    tensors = (batch.q, batch.k, batch.v)
+    assert_raises_in_backward(wrapper.run(*tensors, sinks=learned(4)), wrapper.run(*tensors, v_scale=learned(2)))
+    assert_raises_in_backward(wrapper.run(*tensors, learned(4), learned(2), learned(2)))
+    wrapper._sinks = learned(4)
+    assert_raises_in_backward(wrapper.run(*tensors))
+
+
+def test_places_that_require_gradients(target):
+    call = public_call("single_prefill", target)
+    leaf = call.places()["out"].requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        call(out=leaf)
+    out = leaf * 1
+    assert_raises_in_backward(call(out=out)[0], out)
+
+
+def test_forward_goes_on(target):
+    """What a script without torch.no_grad() does with results."""
+    call = public_call("ragged", target)
+    tensors = with_grad(call, 0)
+    for _ in range(3):
+        out, lse = call.run(*tensors)
+        out *= 2
+        lse += 1
+        rows = out[1:3]
+        rows.zero_()
+        assert not out[1].any() and out[0].any()
+    buffer = torch.zeros(2, *out.shape, dtype=out.dtype, device=out.device)
+    call.run(*tensors, out=buffer[1])
+    assert_raises_in_backward(buffer)
+    assert_bitwise(buffer.detach()[1], call()[0])
+
+
+def test_states_of_attention_merge(target):
+    call = public_call("single_prefill", target)
+    state = call.run(*with_grad(call, 0))
+    out, lse = ck.merge_state(*state, *call())
+    assert_raises_in_backward(out, lse)
+    out, lse = call()
+    ck.merge_state_in_place(out, lse, *state)
+    assert_raises_in_backward(out, lse)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_merging_has_gradients(device):
+    generator = torch.Generator().manual_seed(0)
+    v, s = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 2, 2, 8), (3, 2, 2)))
+    v, s = (x.to(device).requires_grad_() for x in (v, s))
+    eps, tolerance = 1e-3, 1e-3  # LSEs are float32
+    check = dict(eps=eps, atol=tolerance, rtol=tolerance, nondet_tol=1e-6)
+    assert torch.autograd.gradcheck(lambda v, s: ck.merge_states(v, s)[0], (v, s), **check)
+    assert torch.autograd.gradcheck(lambda v, s: ck.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])[0], (v, s), **check)
+
+
+def test_calls_that_were_made_without_gradients_before(target):
+    """Repeated calls take a shorter way, which must not pass by gradients."""
+    for name in ("single_prefill", "single_decode", "ragged", "paged", "decode", "fused"):
+        call = public_call(name, target)
+        for _ in range(4):
+            call()
+        for _ in range(2):
+            assert_raises_in_backward(*several(call.run(*with_grad(call, 0))))
+            assert not call()[0].requires_grad
+        leaf = (call.tensors[0].clone().requires_grad_(), *call.tensors[1:])
+        assert_raises_in_backward(*several(call.run(*leaf)))
+
+
+def test_calls_with_gradients_are_not_remembered(target, monkeypatch):
+    monkeypatch.setattr(single, "_calls", _found.Calls())
+    call = public_call("single_prefill", target)
+    for _ in range(2):
+        call.run(*with_grad(call, 0))
+    assert not single._calls
+
+
+@pytest.mark.parametrize("form", ["stacked", "tuple"])
+def test_appending_warns_that_a_cache_carries_no_gradients(target, form):
+    batch = make_batch([1, 1], [20, 33], 4, 2, 64, device=target.device)
+    paged = batch.paged(16, form=form, unused="zero")
+    new = torch.randn(2, 2, 2, 64, dtype=torch.float16, device=target.device)
+    place = (torch.tensor([0, 1], dtype=torch.int32, device=target.device),) * 2
+    append = lambda k, v: ck.append_paged_kv_cache(k, v, *place, paged.cache, *table)  # noqa: E731
+    table = [x.to(target.device) for x in (paged.indices, paged.indptr, paged.last_page_len)]
+    with pytest.warns(UserWarning, match="cache carries no gradients"):
+        append(new[0].clone().requires_grad_(), new[1])
+    first = paged.k_cache[paged.indices[0], 0].clone()
+    assert_bitwise(first, new[0, 0])
+    assert not any(x.requires_grad for x in several(paged.cache))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        append(new[0], new[1])
+        with torch.no_grad():
+            append(new[0].clone().requires_grad_(), new[1])
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_compiled_calls_raise_in_backward(target, name):
+    call = public_call(name, target)
+    compiled = torch.compile(call.run, fullgraph=True, backend="aot_eager")
+    tensors = with_grad(call, 0)
+    got = several(compiled(*tensors))
+    assert_raises_in_backward(*got)
+    for a, b in zip(got, call()):
+        assert_bitwise(a.detach(), b)
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in several(compiled(*tensors)))
+
+
+@pytest.mark.parametrize("name", ["single_prefill", "ragged", "fused"])
+def test_compiled_calls_that_write_to_places(target, name):
+    call = public_call(name, target)
+    want, places = call.places(), call.places()
+    call(**want)
+    compiled = torch.compile(lambda tensors, places: call.run(*tensors, **places), fullgraph=True, backend="aot_eager")
+    got = several(compiled(with_grad(call, 0), places))
+    assert_raises_in_backward(*places.values(), *got)
+    for x, place in places.items():
+        assert_bitwise(place.detach(), want[x])
+
+
+def test_rows_of_no_request_stay_in_compiled_calls(target):
+    """The operator with a backward writes to a copy, which starts with what ``out`` holds."""
+    call = public_call("fused", target)
+    out = torch.full((10, *call.tensors[0].shape[1:]), 7.0, dtype=torch.float16, device=target.device)
+    q = torch.cat([call.tensors[0], call.tensors[0][:2]]).requires_grad_()
+    torch.compile(call.run, fullgraph=True, backend="aot_eager")(q * 1, *call.tensors[1:], out=out)
+    assert_bitwise(out.detach()[:8], call()[0])
+    assert bool((out.detach()[8:] == 7.0).all())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_inductor_raises_in_backward(target):
+    call = public_call("paged", target)
+    compiled = torch.compile(lambda q, cache: call.run(q * 2, cache)[0] + 1, fullgraph=True)
+    q = call.tensors[0].clone().requires_grad_()
+    assert_raises_in_backward(compiled(q, *call.tensors[1:]))
+
+
+def test_graphs_traced_without_gradients_raise_too(target):
+    """The operators without a backward, run by hand or by a graph of make_fx."""
+    call = public_call("single_prefill", target)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *x: call.run(*x))(*call.tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about operators without a backward
+        assert_raises_in_backward(*graph(*with_grad(call, 0)))
