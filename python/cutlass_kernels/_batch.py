@@ -35,6 +35,9 @@ class Index:
         self._host = host
         self.last = int(host[-1]) if host is not None and host.numel() else None  # where the host knows it
 
+    def __reduce__(self) -> Any:  # a copy has tensors, and so addresses, of its own
+        return Index, (self.tensor, self.host)
+
     @property
     def tensor(self) -> torch.Tensor:
         """The vector on the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -145,6 +145,11 @@ class Plan:
     # By backend, is_general() and reads_as_is(), for runs whose arguments ask for another than the plan foresaw.
     other_schedules: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
     calls: _found.Calls = field(default_factory=_found.Calls)  # runs that may be repeated, see _repeat
+
+    def without_calls(self) -> Plan:
+        """The same plan, of which nothing is known that runs and plans found out."""
+        kind = Kind(self.shape, self.options)
+        return replace(self, kind=kind, schedule=None, other_schedules={}, calls=_found.Calls())
 
     @property
     def is_general(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from . import _args, _dispatch, _masks, _ops, _plan, _repeat
 from ._batch import Batch, Index
+from ._copying import Copied
 from ._plan import KERNEL_BACKENDS, Kind, Options, Plan, Result, Shape
 from ._problem import Mask, MultiItem, Offsets, Pages, Split, Vector
 from ._running import RunsPlans
@@ -38,7 +39,7 @@ class IndexBuffer:
         wrapper._stored = {**wrapper._stored, self._name: tensor}
 
 
-class BatchPrefillWrapper(RunsPlans):
+class BatchPrefillWrapper(Copied, RunsPlans):
     """Base of the paged and the ragged wrapper. Attributes with an underscore are read by serving engines."""
 
     _dry_run = False  # plan without writing anything; see workspace_size
@@ -89,10 +90,6 @@ class BatchPrefillWrapper(RunsPlans):
         self._cached_q_data_type: torch.dtype | None = None
         self._cached_kv_data_type: torch.dtype | None = None
         self._cached_o_data_type: torch.dtype | None = None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
 
     # --- public, shared ---
 

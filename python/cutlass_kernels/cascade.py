@@ -152,6 +152,9 @@ class _SharedPrefixWrapper:
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Decode attention of a batch over a shared prefix and paged keys of each request.
 
+    ``copy.deepcopy`` and ``pickle`` copy the wrapper with its buffers. A plan for a GPU is not copied, since it holds
+    addresses of the buffers: call begin_forward() of the copy before forward().
+
     Args:
         workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's. Also ``float_workspace_buffer``.
         kv_layout: ``"NHD"`` or ``"HND"``, of the shared tensors and of the pages.
@@ -257,6 +260,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Prefill (append) attention of a batch over a shared prefix and paged keys of each request.
 
     Every row sees all shared keys; ``causal`` applies to the keys of its request.
+
+    ``copy.deepcopy`` and ``pickle`` copy the wrapper with its buffers and the batch of begin_forward(). On a GPU, the
+    next forward() of the copy plans it again.
 
     Args:
         workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's. Also ``float_workspace_buffer``.
@@ -393,7 +399,7 @@ class _Begun:
         self, wrapper: BatchPrefillWithPagedKVCacheWrapper, page_size: int, q_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> None:
         wanted = (page_size if self.page_size is None else self.page_size, q_dtype, kv_dtype)
-        if self.planned != wanted:
+        if self.planned != wanted or wrapper._plan_info is None:  # which a copy may lack
             gpu = wrapper.device.type != "cpu"
             if gpu and torch.cuda.is_current_stream_capturing() and any(x.is_cpu for x in self.indices):
                 raise RuntimeError(

@@ -30,6 +30,9 @@ class MultiLevelCascadeAttentionWrapper:
     each request has for itself. Every row sees all keys of its request in each level but the last, where ``causal``
     applies: the last row of a request stands at its last key. All levels read the same cache.
 
+    ``copy.deepcopy`` and ``pickle`` copy the wrapper with its buffers. A plan for a GPU is not copied, since it holds
+    addresses of the buffers: call plan() of the copy before its first run.
+
     Args:
         num_levels: how many levels there are.
         float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's. All levels share it.

@@ -28,6 +28,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     Index tensors and the work list belong to the stream that is current in plan(): run on that stream, or order the
     two.
 
+    ``copy.deepcopy`` and ``pickle`` copy the wrapper with its buffers. A plan for a GPU is not copied, since it holds
+    addresses of the buffers: call plan() of the copy before its first run.
+
     Args:
         float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.
         kv_layout: ``"NHD"`` (pages ``[page_size, num_kv_heads, head_dim]``) or ``"HND"``.

@@ -31,6 +31,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     two. Runs of a plan follow one another, called or replayed from CUDA graphs, since a running kernel counts its tiles
     in the wrapper's memory: for runs that may overlap, on several streams, use a wrapper each.
 
+    ``copy.deepcopy`` and ``pickle`` copy the wrapper with its buffers. A plan for a GPU is not copied, since it holds
+    addresses of the buffers: call plan() of the copy before its first run.
+
     Args:
         float_workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.
         kv_layout: ``"NHD"`` (keys ``[nnz_kv, num_kv_heads, head_dim]``) or ``"HND"``.

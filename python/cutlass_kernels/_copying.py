@@ -1,0 +1,48 @@
+"""Copies of the batch wrappers: shallow, deep (as for a second set of a model's weights) and pickled ones.
+
+A shallow copy shares the plan and all buffers. A deep or pickled one has buffers of its own, so it has no plan for
+kernels: such a plan holds addresses of the buffers that it was made with. A plan of the reference is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from . import _ops
+from ._plan import KERNEL_BACKENDS, Plan
+
+W = TypeVar("W", bound="Copied")
+
+
+class Copied:
+    """What makes copies of a wrapper. Its constructor sets the attributes."""
+
+    _number: int
+    _plan_info: Plan | None
+    _stored: Mapping[str, Any]
+    _use_cuda_graph: bool
+    _graph_mask: bool
+
+    def __copy__(self: W) -> W:
+        other = object.__new__(type(self))
+        other.__setstate__(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deep copies and pickles get."""
+        state, plan = self.__dict__ | {"_kinds": {}}, self._plan_info
+        if plan is None:
+            return state
+        if plan.backend not in KERNEL_BACKENDS:
+            return state | {"_plan_info": plan.without_calls()}
+        state["_plan_info"] = None
+        if not self._use_cuda_graph:  # else these are buffers, not vectors of the plan
+            state["_stored"] = dict.fromkeys(self._stored)
+        if not self._graph_mask:
+            state["_custom_mask_buf"] = state["_mask_indptr_buf"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
