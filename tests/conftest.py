@@ -89,7 +89,7 @@ def _why_no_fa3() -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     package = importlib.util.find_spec("cutlass_kernels")
     if package is None or package.origin is None:  # no origin: the folder of the C++ sources
-        raise pytest.UsageError("the tests need the package installed: pip install '.[test]'")
+        raise pytest.UsageError("the tests need the package installed: pip install .")
     config.addinivalue_line("markers", "gpu: needs a CUDA device and compiled kernels")
     config.addinivalue_line("markers", "hopper: besides gpu, needs a device that fa3 runs on")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")

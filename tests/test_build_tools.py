@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parent.parent / "cutlass_kernels" / "cmake"
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "cutlass_kernels" / "cmake"
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -67,6 +71,59 @@ def test_guard_removes_the_object_of_a_slow_kernel(
     assert guard.main(256, command) == 0
     assert target.exists()
     assert guard.main(64, ["sh", "-c", "exit 7"]) == 7
+
+
+# --- what makes an object out of date ------------------------------------------------------------------------------
+
+
+def packages(folder: Path, cutlass: str) -> Path:
+    """An environment as pip makes one for a build: a Python, and CUTLASS (as much of it as CMake looks at)."""
+    headers = folder / "cutlass_library" / "source" / "include"
+    (headers / "cute").mkdir(parents=True)
+    (headers / "cute" / "layout.hpp").touch()
+    (headers / "cutlass").mkdir()
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), cutlass.split("."))
+    text = "".join(f"#define CUTLASS_{name} {number}\n" for name, number in numbers)
+    (headers / "cutlass" / "version.h").write_text(text)
+    metadata = folder / f"nvidia_cutlass-{cutlass}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-cutlass\nVersion: {cutlass}\n")
+    (folder / "python3").symlink_to(sys.executable)
+    return folder
+
+
+@pytest.mark.slow
+def test_objects_do_not_depend_on_where_pip_put_the_headers(
+    tmp_path: Path, clean_environment: pytest.MonkeyPatch
+) -> None:
+    """pip's environment for a build has a new path and new files each time: nine minutes where commands show it."""
+    for tool in ("cmake", "ninja", "c++", "nvcc"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    if (ROOT / "third_party" / "cutlass").exists():
+        pytest.skip("third_party/cutlass is there, and so no package is looked for")
+    build = tmp_path / "build"
+
+    def commands(environment: Path) -> list[str]:
+        """Of all compilations."""
+        (build / "CMakeCache.txt").unlink(missing_ok=True)  # scikit-build-core does, and removes CMakeFiles, too
+        python = f"-DPython_EXECUTABLE={environment / 'python3'}"
+        narrow = ("-DCK_HEAD_DIMS=64", "-DCK_DTYPES=float16", "-DCK_ARCHS=90", "-DCK_CCACHE=OFF")
+        run = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", python, *narrow, "-DCK_BUILD_PYTHON=OFF"]
+        variables = {**os.environ, "PYTHONPATH": str(environment)}
+        done = subprocess.run(run, capture_output=True, text=True, env=variables, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"({environment}" in done.stdout
+        show = ["ninja", "-C", str(build), "-t", "commands"]
+        lines = subprocess.run(show, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line for line in lines if " -c " in line]
+
+    first = commands(packages(tmp_path / "first", "4.2.0"))
+    assert commands(packages(tmp_path / "second", "4.2.0")) == first
+    assert any("nvcc_guard.py" in command for command in first)
+    assert not [command for command in first if " -o CMakeFiles/" in command], "scikit-build-core removes this folder"
+    assert all(" -MMD " in command for command in first), "headers of packages are as new as the environment"
+    assert commands(packages(tmp_path / "third", "4.2.1")) != first, "another CUTLASS makes other objects"
 
 
 # --- build_backend -------------------------------------------------------------------------------------------------

@@ -111,6 +111,22 @@ def test_extras_exist() -> None:
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
 
+def test_the_test_command_builds_nothing_and_is_what_ci_runs() -> None:
+    install, test = blocks("bash")[:2]
+    assert install.startswith("pip install -v . &&")
+    assert test == "pip install -r tests/requirements.txt && python -m pytest\n", (
+        "the package itself is installed already"
+    )
+    assert f"\n{test}" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_two_lists_of_test_packages_are_the_same() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^test = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    lines = (ROOT / "tests" / "requirements.txt").read_text().splitlines()
+    assert re.findall(r'^  "(.+)",$', extra, re.MULTILINE) == [line for line in lines if not line.startswith("#")]
+
+
 @pytest.mark.parametrize("name", ["README.md", "benchmarks/RESULTS.md", "third_party/README.md"])
 def test_links_and_files_exist(name: str) -> None:
     path = ROOT / name

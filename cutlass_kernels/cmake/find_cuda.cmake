@@ -30,7 +30,11 @@ elseif(NOT CK_NVCC AND NOT CK_CUDA_TOOLKIT STREQUAL "pypi")
   set(CK_NVCC "${CK_CUDA_TOOLKIT}/bin/nvcc")
 endif()
 if(NOT CK_NVCC AND CK_CUDA_TOOLKIT MATCHES "^(auto|pypi)$")
-  ck_locate(CK_NVCC nvidia-cuda-nvcc nvidia/cu13/bin/nvcc)
+  ck_locate(CK_PYPI_TOOLKIT nvidia-cuda-nvcc nvidia/cu13)
+  if(CK_PYPI_TOOLKIT)
+    ck_stable_path(CK_PYPI_TOOLKIT cuda_toolkit "${CK_PYPI_TOOLKIT}")
+    set(CK_NVCC "${CK_PYPI_TOOLKIT}/bin/nvcc")
+  endif()
 endif()
 if(NOT CK_NVCC)
   message(FATAL_ERROR "No nvcc >= ${CK_MIN_NVCC} found${CK_NVCC_REFUSED}, CK_CUDA_TOOLKIT=${CK_CUDA_TOOLKIT}. Install a "
@@ -55,8 +59,6 @@ endif()
 set(CMAKE_CUDA_COMPILER "${CK_NVCC}" CACHE FILEPATH "nvcc")
 set(CMAKE_CUDA_ARCHITECTURES OFF)  # -gencode flags are set per source file: see add_instances.cmake
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # linked explicitly, and only statically
-set(CMAKE_CUDA_STANDARD 17)
-set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 enable_language(CUDA)
 
@@ -65,10 +67,15 @@ if(CK_CUDA_FROM_PYPI)
   add_library(CUDA::cudart_static STATIC IMPORTED)
   set_target_properties(CUDA::cudart_static PROPERTIES
     IMPORTED_LOCATION "${CK_CUDA_ROOT}/lib/libcudart_static.a"
-    INTERFACE_INCLUDE_DIRECTORIES "${CK_CUDA_ROOT}/include"
     INTERFACE_LINK_LIBRARIES "Threads::Threads;${CMAKE_DL_LIBS};rt")
+  set(CUDAToolkit_INCLUDE_DIRS "${CK_CUDA_ROOT}/include")
 else()
   find_package(CUDAToolkit REQUIRED)
+  # CK_COMPILE_OPTIONS names the directory.
+  set_target_properties(CUDA::cudart_static PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES "" INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "")
 endif()
+find_path(CK_CUDA_HEADERS cuda_runtime_api.h PATHS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH NO_CACHE REQUIRED)
+ck_stable_path(CK_CUDA_INCLUDE cuda_include "${CK_CUDA_HEADERS}")
 # Objects link against the runtime of their own release or a newer one.
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" CK_NVCC_MAJOR_MINOR "${CK_NVCC_VERSION}")

@@ -1,6 +1,6 @@
 """Runs nvcc and judges what ptxas said about each kernel.
 
-usage: nvcc_guard.py MAX_SPILL_BYTES [ccache] nvcc ARGUMENTS...      (with -Xptxas -v among the arguments)
+usage: nvcc_guard.py MAX_SPILL_BYTES VERSIONS [ccache] nvcc ARGUMENTS...      (with -Xptxas -v among the arguments)
 
 Prints one line per kernel and GPU (registers, stack, spills) instead of ptxas's five, passes every other message on,
 and fails the compilation, removing the object file, where a kernel would be correct but slow:
@@ -8,6 +8,9 @@ and fails the compilation, removing the object file, where a kernel would be cor
 * warning C75xx: ptxas serialised wgmma instructions, which costs a Hopper kernel about half its speed;
 * more than MAX_SPILL_BYTES of spill stores per thread: a few spilled loop invariants do no harm, spilled accumulators
   do.
+
+VERSIONS, of the compiler and of the headers that are no dependencies, are not looked at: with them in the command,
+objects of other versions are out of date.
 """
 
 from __future__ import annotations
@@ -79,4 +82,4 @@ def main(max_spill: int, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[3:]))
