@@ -506,7 +506,7 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
       }
     }
     const std::size_t rows = schedule.partial_bytes / partial_row_bytes(params);
-    schedule.partial_lse = schedule.partial_o + rows * params.num_qo_heads * params.head_dim_vo;
+    schedule.partial_max_sum = schedule.partial_o + rows * params.num_qo_heads * params.head_dim_vo;
   }
   if (Status status = check_tiles(params, schedule.capacity); !status.ok()) return status;
   if (params.mask.words != nullptr && choice.entry->uses_extents) {

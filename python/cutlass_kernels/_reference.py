@@ -4,7 +4,7 @@ Works request by request and block by block with the online softmax of Milakov a
 calculation for softmax", 2018), so that memory does not grow with qo_len x kv_len. Arithmetic is fp32 (fp64 where the
 inputs are). A block of query rows has its group of heads folded into the rows, so keys and values are never expanded:
 
-    scores  [num_kv_heads, group, rows, keys]
+    scores  [num_kv_heads, group, rows, keys]   logits, in a unit that makes large ones exact where it can
     totals  [num_kv_heads, group, rows]         running maximum and denominator
     acc     [num_kv_heads, group * rows, head_dim_vo]
 
@@ -91,7 +91,14 @@ class _State:
         if logits.head_scale is not None:
             self.sm_scale = self._per_head(logits.head_scale) * self.sm_scale
         self.alibi = None if logits.alibi is None else self._per_head(logits.alibi)
-        self.sinks = None if logits.sinks is None else self._per_head(logits.sinks).squeeze(-1)
+        # Logits are factor * q . k + ... in a unit > 0. As they are where something is added to them or caps them; else
+        # q . k itself: a product of 1e5 would be rounded to a multiple of 0.008, and weights by 0.4 %.
+        self.factor: float | torch.Tensor = self.sm_scale
+        self.unit: float | torch.Tensor = 1.0
+        if self.alibi is None and logits.soft_cap <= 0.0:
+            self.factor, self.unit = _sign_and_size(self.sm_scale)
+        self.row_unit = self.unit.squeeze(-1) if isinstance(self.unit, torch.Tensor) else self.unit  # of totals
+        self.sinks = None if logits.sinks is None else self._per_head(logits.sinks).squeeze(-1).double()
         self.out_scale = self._scalar(problem.output.scale)
         if isinstance(self.out_scale, torch.Tensor) and self.out_scale.numel() > 1:
             self.out_scale = self.out_scale.view(-1, 1)  # [num_qo_heads, 1]
@@ -135,8 +142,8 @@ class _State:
                 scores.masked_fill_(~visible, -math.inf)
             new_maximum = torch.maximum(maximum, scores.amax(-1))
             shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # -inf - -inf would be NaN
-            scores.sub_(shift.unsqueeze(-1)).exp_()
-            decay = torch.exp(maximum - shift)
+            _multiply(scores.sub_(shift.unsqueeze(-1)), self.unit).exp_()
+            decay = torch.exp((maximum - shift) * self.row_unit)
             total.mul_(decay).add_(scores.sum(-1))
             acc.mul_(decay.view(heads, group * rows, 1))
             acc.add_(_weighted_values(scores, v, visible))
@@ -144,9 +151,9 @@ class _State:
         self._store(request.row0 + first, maximum, total, acc)
 
     def _transform(self, scores: torch.Tensor, first_row: int, first_key: int) -> None:
-        """Turns q . k into logits, in place."""
+        """Turns q . k into logits in their unit, in place."""
         logits = self.problem.logits
-        scores.mul_(self.sm_scale)
+        _multiply(scores, self.factor)
         bias = None if self.alibi is None else self.alibi * self._distance(scores, first_row, first_key)
         if bias is not None and not logits.alibi_after_cap:
             scores.add_(bias)
@@ -167,6 +174,7 @@ class _State:
         """Normalises a block and writes output, LSE and statistics. ``maximum``, ``total``: [heads, group, rows]."""
         output = self.problem.output
         rows = maximum.size(-1)
+        maximum, total = maximum.double() * self.row_unit, total.double()
         if output.stats is not None:
             self._store_stats(output.stats[row0 : row0 + rows], maximum, total)
         acc = acc.view(*maximum.shape, -1)
@@ -176,9 +184,9 @@ class _State:
             shift = with_sink.masked_fill(with_sink == -math.inf, 0.0)
             decay = torch.exp(maximum - shift)
             total = total * decay + torch.exp(self.sinks - shift)
-            acc = acc * decay.unsqueeze(-1)
+            acc = acc * decay.unsqueeze(-1).to(self.dtype)
             maximum = with_sink
-        result = torch.where(seen.unsqueeze(-1), acc / total.unsqueeze(-1), 0.0)
+        result = torch.where(seen.unsqueeze(-1), acc / total.unsqueeze(-1).to(self.dtype), 0.0)
         result = result.permute(2, 0, 1, 3).flatten(1, 2) * self.out_scale  # [rows, num_qo_heads, head_dim_vo]
         if output.out.dtype in FP8_DTYPES:
             limit = torch.finfo(output.out.dtype).max
@@ -198,6 +206,18 @@ class _State:
         total = total.unsqueeze(-1)
         both = torch.cat([raw.masked_fill(total == 0, torch.finfo(torch.float32).min), total], -1)
         stats.copy_(both.permute(2, 0, 1, 3).flatten(1, 2))
+
+
+def _multiply(x: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """``x * factor`` in place; a factor that is known to be 1 costs nothing."""
+    return x if isinstance(factor, float) and factor == 1.0 else x.mul_(factor)
+
+
+def _sign_and_size(scale: float | torch.Tensor) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    """``scale`` as a sign and a positive number. 0 has the sign 0 and the size 1: 0 times a masked logit is NaN."""
+    if isinstance(scale, torch.Tensor):
+        return torch.sign(scale), torch.where(scale == 0.0, 1.0, scale.abs())
+    return (math.copysign(1.0, scale), abs(scale)) if scale != 0.0 else (0.0, 1.0)
 
 
 def _weighted_values(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -110,7 +110,7 @@ struct Schedule {
   const void* split_list = nullptr;
   // Filled in by attention().
   float* partial_o = nullptr;
-  float* partial_lse = nullptr;
+  float* partial_max_sum = nullptr;
   const void* mask_extents = nullptr;
 };
 

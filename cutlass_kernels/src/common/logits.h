@@ -4,7 +4,8 @@
 // into one FFMA per element. With one, s is replaced before masking, such that scale stays positive (the
 // running maximum of s is then the maximum of the exponent) and bounds stay exact:
 //   soft cap c:     s = tanh(sm_scale * q.k / c), scale = c * log2 e
-//   sm_scale <= 0:  s = sm_scale * q.k,           scale = log2 e
+//   sm_scale < 0:   s = -q.k,                     scale = -sm_scale * log2 e
+//   sm_scale = 0:   s = 0,                        scale = log2 e
 //   ALiBi:          s = sm_scale * q.k + bias,    scale = log2 e; with a cap as above, the bias inside or outside the tanh
 #pragma once
 
@@ -25,6 +26,8 @@ struct LogitsTransform {
   static CUTE_HOST_DEVICE LogitsTransform make(float sm_scale, float soft_cap) {
     if (soft_cap > 0.0f) return {sm_scale / soft_cap, true, soft_cap * kLog2e};
     if (sm_scale > 0.0f) return {1.0f, false, sm_scale * kLog2e};
+    // Not sm_scale * q.k, rounded: of large logits that would lose the differences.
+    if (sm_scale < 0.0f) return {-1.0f, false, -sm_scale * kLog2e};
     return {sm_scale, false, kLog2e};
   }
   static LogitsTransform make(const AttentionParams& params) {

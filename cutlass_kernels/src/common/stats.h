@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/numeric.h"
 #include "common/softmax.h"
@@ -29,7 +30,7 @@ struct RowStats {
   CUTE_DEVICE void store(const AttentionParams& p, std::int64_t row, int head, float m,
                          float sum) const {
     float2 stats{-FLT_MAX, 0.0f};
-    if (m > -INFINITY || sum != 0.0f) {
+    if (!has_no_key(m, sum)) {
       const float known = p.logits_soft_cap > 0.0f ? 1.0f : scale_of(p.logits_scale, head);
       stats = {__fdividef(m * unit, known), sum};
     }

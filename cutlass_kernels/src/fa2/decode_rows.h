@@ -11,14 +11,15 @@
 
 #include <cstdint>
 
+#include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/numeric.h"
-#include "common/sink.h"
 #include "common/tickets.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
 #include "fa2/shared_keys.h"
 #include "merge/merge_row.h"
+#include "merge/partial_results.h"
 #include "schedule.h"
 
 namespace cutlass_kernels::fa2 {
@@ -91,9 +92,8 @@ struct DecodeRows {
       float result[kPanels][4] = {};
       for (int w = 0; w < warps; ++w) {
         const float2 of_warp = maximum_and_sum(w, row);
-        // Masked keys have p = 0, but their V may be infinite: what saw no key does not count. A NaN in q leaves m at -inf,
-        // too, the sum is then NaN.
-        if (!(of_warp.x > -INFINITY) && of_warp.y == 0.0f) continue;
+        // Masked keys have p = 0, but their V may be infinite: what saw no key does not count.
+        if (has_no_key(of_warp.x, of_warp.y)) continue;
         const float weight = of_warp.x == m ? 1.0f : exp2_approx(of_warp.x - m);
         sum = fmaf(of_warp.y, weight, sum);
         CUTE_UNROLL
@@ -113,23 +113,12 @@ struct DecodeRows {
           params.stats.store(p, std::int64_t(work.q_begin) + first_token + token, of_head, m, sum);
         }
       }
-      const bool no_key = !(m > -INFINITY) && sum == 0.0f;
-      if (!partial && p.sinks != nullptr) {
-        const float weight = add_sink(p.sinks[of_head], m, sum);
-        CUTE_UNROLL
-        for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= weight;
-      }
-      const float lse = sum == 0.0f ? -INFINITY : m + log2f(sum);
-      float scale = no_key ? 0.0f : 1.0f / sum;
-      if (!partial && !no_key) scale *= p.v_scale * scale_of(p.output_scale, of_head);
-      CUTE_UNROLL
-      for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= scale;
       if (partial) {
         const std::int64_t at =
             (std::int64_t(work.partial_row) + std::int64_t(work.piece) * tokens + token) *
                 p.num_qo_heads +
             of_head;
-        float* to = p.schedule.partial_o + at * p.head_dim_vo;
+        float* to = partial_o(p, at);
         CUTE_UNROLL
         for (int c = 0; c < kPanels; ++c) {
           const int column = c * 128 + lane * 4;
@@ -138,8 +127,15 @@ struct DecodeRows {
                                                        result[c][3]};
           }
         }
-        if (lane == 0) p.schedule.partial_lse[at] = lse;
+        if (lane == 0) *partial_max_sum(p, at) = {m, sum};
       } else {
+        float sink_weight = 1.0f;
+        const FinishedRow finished =
+            finish_row(m, sum, p.sinks, of_head, [&](float weight) { sink_weight = weight; });
+        const float scale =
+            finished.scale(sink_weight) * (p.v_scale * scale_of(p.output_scale, of_head));
+        CUTE_UNROLL
+        for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= scale;
         const std::int64_t at = std::int64_t(work.q_begin) + first_token + token;
         char* to =
             static_cast<char*>(p.o.data) + 2 * (at * p.o.stride_token + of_head * p.o.stride_head);
@@ -153,7 +149,7 @@ struct DecodeRows {
           }
         }
         if (p.lse != nullptr && lane == 0) {
-          p.lse[at * p.lse_stride_token + of_head * p.lse_stride_head] = lse;
+          p.lse[at * p.lse_stride_token + of_head * p.lse_stride_head] = finished.lse();
         }
       }
     }

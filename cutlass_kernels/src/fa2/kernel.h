@@ -23,6 +23,7 @@
 #include <type_traits>
 
 #include "common/dependent_launch.h"
+#include "common/finish_row.h"
 #include "common/ldmatrix.h"
 #include "common/logits.h"
 #include "common/mask.h"
@@ -707,7 +708,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   bool any_without = false;
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    no_key[r] = !(row_m[r] > -INFINITY) && row_sum[r] == 0.0f;  // a NaN in q leaves m at -inf, too
+    no_key[r] = has_no_key(row_m[r], row_sum[r]);
     any_without |= no_key[r];
   }
   if (__any_sync(0xffffffffu, any_without)) {
@@ -753,24 +754,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   [[maybe_unused]] const float output_scale = kGeneral ? scale_of(p.output_scale, head) : 1.0f;
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    float m = row_m[r];
-    float sum = row_sum[r];
-    if (p.sinks != nullptr) {
-      const float sink = p.sinks[head] * kLog2e;
-      const float top = fmaxf(m, sink);
-      if (top > -INFINITY) {
-        const float weight = exp2_approx(m - top);
-        sum = sum * weight + exp2_approx(sink - top);
-        CUTE_UNROLL
-        for (int d = 0; d < kTilesD; ++d) {
-          o[r / 2][d][(r % 2) * 2] *= weight;
-          o[r / 2][d][(r % 2) * 2 + 1] *= weight;
-        }
-        m = top;
-      }
-    }
-    const bool empty = !(m > -INFINITY) && sum == 0.0f;
-    float scale = empty ? 0.0f : p.v_scale / sum;
+    const FinishedRow finished =
+        finish_row(row_m[r], row_sum[r], p.sinks, head, [&](float weight) { rescale(r, weight); });
+    float scale = finished.scale(p.v_scale);
     if constexpr (kGeneral) scale *= output_scale;
     const int row = warp_row + (r / 2) * 16 + (r % 2) * 8 + lane / 4;
     CUTE_UNROLL
@@ -783,7 +769,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     }
     if (p.lse != nullptr && part == 0 && lane % 4 == 0 && row_begin + row < row_end) {
       p.lse[(work.q_begin + std::int64_t(row_begin + row)) * p.lse_stride_token +
-            head * p.lse_stride_head] = empty ? -INFINITY : m + log2f(sum);
+            head * p.lse_stride_head] = finished.lse();
     }
   }
   __syncwarp();

@@ -8,14 +8,15 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/finish_row.h"
 #include "common/ldmatrix.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/numeric.h"
-#include "common/sink.h"
 #include "common/work.h"
 #include "fa2/params.h"
 #include "fa2/shared.h"
+#include "merge/partial_results.h"
 #include "schedule.h"
 
 namespace cutlass_kernels::fa2 {
@@ -179,8 +180,8 @@ struct PackedQ {
   }
 };
 
-// Normalises and writes the warp's 16 rows: through its rows of Q in shared memory, 16 bytes per lane, or, of a piece of
-// the keys, in fp32. Then what all pieces get once, sinks and factors of the output, is left to the merge.
+// Normalises and writes the warp's 16 rows, through its rows of Q in shared memory, 16 bytes per lane; or writes those of a
+// KV split as they are, in fp32: all else is left to the merge.
 template <class Element, class Tile, bool kGeneral>
 CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, char* shared_memory,
                               const WarpRows<Tile>& row_at, int row_end, int head,
@@ -197,24 +198,20 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     const int row = r * 8 + lane / 4;
     const int token = row_at(row);
     const int of_head = head + row_at.pack_head(row);
-    float m = row_m[r];
-    float sum = row_sum[r];
     if constexpr (kGeneral && Tile::kKvBytes == 2) {
       if (p.stats != nullptr && lane % 4 == 0 && token < row_end) {
-        params.stats.store(p, std::int64_t(work.q_begin) + token, of_head, m, sum);
+        params.stats.store(p, std::int64_t(work.q_begin) + token, of_head, row_m[r], row_sum[r]);
       }
     }
-    float weight = 1.0f;
+    float factor = 1.0f;
+    const FinishedRow finished = finish_row(row_m[r], row_sum[r], partial ? nullptr : p.sinks,
+                                            of_head, [&](float weight) { factor *= weight; });
     if (!partial) {
-      if (p.sinks != nullptr) {
-        weight = add_sink(p.sinks[of_head], m, sum);
-      }
-      weight *= p.v_scale;
-      if constexpr (kGeneral) weight *= scale_of(p.output_scale, of_head);
+      factor *= p.v_scale;
+      if constexpr (kGeneral) factor *= scale_of(p.output_scale, of_head);
     }
-    const bool empty = !(m > -INFINITY) && sum == 0.0f;
-    const float scale = empty ? 0.0f : weight / sum;
-    const float lse = empty ? -INFINITY : m + log2f(sum);
+    const float scale = finished.scale(factor);
+    const float lse = finished.lse();
     if (partial) {
       if (token >= row_end) continue;
       const std::int64_t at =
@@ -222,26 +219,24 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
               p.num_qo_heads +
           of_head;
       if constexpr (Tile::kKvBytes == 1) {  // four columns of 16 are this lane's
-        float* out = p.schedule.partial_o + at * p.head_dim_vo + lane % 4 * 4;
+        float* out = partial_o(p, at) + lane % 4 * 4;
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; d += 2) {
           if (d * 8 + lane % 4 * 4 < p.head_dim_vo) {
-            *reinterpret_cast<float4*>(out + d * 8) = {
-                o[0][d][r * 2] * scale, o[0][d + 1][r * 2] * scale, o[0][d][r * 2 + 1] * scale,
-                o[0][d + 1][r * 2 + 1] * scale};
+            *reinterpret_cast<float4*>(out + d * 8) = {o[0][d][r * 2], o[0][d + 1][r * 2],
+                                                       o[0][d][r * 2 + 1], o[0][d + 1][r * 2 + 1]};
           }
         }
       } else {
-        float* out = p.schedule.partial_o + at * p.head_dim_vo + lane % 4 * 2;
+        float* out = partial_o(p, at) + lane % 4 * 2;
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; ++d) {
           if (d * 8 < p.head_dim_vo) {
-            *reinterpret_cast<float2*>(out + d * 8) = {o[0][d][r * 2] * scale,
-                                                       o[0][d][r * 2 + 1] * scale};
+            *reinterpret_cast<float2*>(out + d * 8) = {o[0][d][r * 2], o[0][d][r * 2 + 1]};
           }
         }
       }
-      if (lane % 4 == 0) p.schedule.partial_lse[at] = lse;
+      if (lane % 4 == 0) *partial_max_sum(p, at) = {row_m[r], row_sum[r]};
     } else {
       char* shared_q = shared_memory + Layout::kQ;
       if constexpr (Tile::kKvBytes == 1) {

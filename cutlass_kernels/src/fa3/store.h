@@ -4,7 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/sink.h"
+#include "common/finish_row.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
@@ -44,7 +44,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   const int head = job.head;
 
   float scale[2];
-  bool empty[2];
+  bool no_key[2];
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float m, sum;
@@ -55,32 +55,29 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
         params.stats.store(p, std::int64_t(job.q_end) - job.qo_len + row, head, m, sum);
       }
     }
-    const bool no_key = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
-    float weight = 1.0f;
-    if (p.sinks != nullptr) {
-      weight = add_sink(p.sinks[head], m, sum);
-    }
-    empty[r] = no_key;
-    float out_scale = p.v_scale;
+    no_key[r] = has_no_key(m, sum);
+    float factor = p.v_scale;
     if constexpr (kLogits == Logits::kGeneral || Element::kBytes == 1) {
-      out_scale *= scale_of(p.output_scale, head);
+      factor *= scale_of(p.output_scale, head);
     }
-    scale[r] = __fdividef(out_scale * weight, sum);
+    const FinishedRow finished =
+        finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
+    scale[r] = finished.fast_scale(factor);
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
       p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +
-            head * p.lse_stride_head] = sum == 0.0f && no_key ? -INFINITY : m + log2f(sum);
+            head * p.lse_stride_head] = finished.lse();
     }
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
-  if (__any_sync(0xffffffffu, empty[0] || empty[1])) {
+  if (__any_sync(0xffffffffu, no_key[0] || no_key[1])) {
     CUTE_UNROLL
     for (int i = 0; i < Tile::kHeadDimVo / 2; ++i) {
-      if (empty[i / 2 % 2]) o[i] = 0.0f;
+      if (no_key[i / 2 % 2]) o[i] = 0.0f;
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      if (empty[r]) scale[r] = 0.0f;
+      if (no_key[r]) scale[r] = 0.0f;
     }
   }
 

@@ -1,13 +1,14 @@
-// The epilogue of a packed tile: its rows lie in the rows of several tokens and heads. Results of a piece of the keys go to the
-// partial results instead, in fp32.
+// The epilogue of a packed tile: its rows lie in the rows of several tokens and heads. Those of a KV split go to the partial
+// results instead, as they are, in fp32.
 #pragma once
 
-#include "common/sink.h"
+#include "common/finish_row.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared.h"
 #include "fa3/store.h"
 #include "fa3/store_e4m3.h"
+#include "merge/partial_results.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -36,35 +37,37 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
     return {token < tokens ? first_token + token : -1,
             job.head + row - token * int(packed.heads.divisor)};
   };
+  auto partial_at = [&](const Place& place) {
+    return std::int64_t(job.partial_row + place.token) * p.num_qo_heads + place.head;
+  };
   const std::int64_t q_begin = std::int64_t(job.q_end) - job.qo_len + job.row_begin;
 
-  float scale[2];
+  float scale[2] = {};
   bool no_key[2];
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float m, sum;
     softmax.finish(r, m, sum);
-    no_key[r] = !(m > -INFINITY) && sum == 0.0f;  // a NaN in q leaves m at -inf, too
+    no_key[r] = has_no_key(m, sum);
     const Place place = place_of(warp * 16 + r * 8 + lane / 4);
     if constexpr (kHasStats) {
       if (p.stats != nullptr && place.token >= 0 && lane % 4 == 0) {
         params.stats.store(p, q_begin + place.token, place.head, m, sum);
       }
     }
-    float weight = 1.0f;
-    if (!partial && p.sinks != nullptr) {
-      weight = add_sink(p.sinks[place.head], m, sum);
-    }
-    if (!partial) weight *= p.v_scale * scale_of(p.output_scale, place.head);
-    scale[r] = __fdividef(weight, sum);
-    if (place.token >= 0 && lane % 4 == 0) {
-      const float lse = sum == 0.0f && no_key[r] ? -INFINITY : m + log2f(sum);
-      if (partial) {
-        p.schedule.partial_lse[std::int64_t(job.partial_row + place.token) * p.num_qo_heads +
-                               place.head] = lse;
-      } else if (p.lse != nullptr) {
-        p.lse[(q_begin + place.token) * p.lse_stride_token + place.head * p.lse_stride_head] = lse;
+    if (partial) {
+      if (place.token >= 0 && lane % 4 == 0) {
+        *partial_max_sum(p, partial_at(place)) = {m, sum};
       }
+      continue;
+    }
+    float factor = p.v_scale * scale_of(p.output_scale, place.head);
+    const FinishedRow finished =
+        finish_row(m, sum, p.sinks, place.head, [&](float weight) { factor *= weight; });
+    scale[r] = finished.fast_scale(factor);
+    if (p.lse != nullptr && place.token >= 0 && lane % 4 == 0) {
+      p.lse[(q_begin + place.token) * p.lse_stride_token + place.head * p.lse_stride_head] =
+          finished.lse();
     }
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
@@ -81,19 +84,13 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
   if (partial) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      // Another number to the compiler, which else computes all products ahead, for both kinds of results, and runs out of
-      // registers.
-      asm volatile("" : "+f"(scale[r]));
       const Place place = place_of(warp * 16 + r * 8 + lane / 4);
       if (place.token < 0) continue;
-      const std::int64_t row =
-          std::int64_t(job.partial_row + place.token) * p.num_qo_heads + place.head;
-      float* out = p.schedule.partial_o + row * p.head_dim_vo + lane % 4 * 2;
+      float* out = partial_o(p, partial_at(place)) + lane % 4 * 2;
       CUTE_UNROLL
       for (int i = 0; i < Tile::kHeadDimVo / 8; ++i) {
         if (i * 8 < p.head_dim_vo) {
-          *reinterpret_cast<float2*>(out + i * 8) = {o[4 * i + 2 * r] * scale[r],
-                                                     o[4 * i + 2 * r + 1] * scale[r]};
+          *reinterpret_cast<float2*>(out + i * 8) = {o[4 * i + 2 * r], o[4 * i + 2 * r + 1]};
         }
       }
     }

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     merge_pieces_kernel(__grid_constant__ const AttentionParams p) {
   constexpr int kLoads = 16;
   __shared__ float4 others_o[kShared ? kWarps - 1 : 1][kPanels][32];
-  __shared__ float2 others_sum[kWarps];  // with the largest LSE
+  __shared__ float2 others_sum[kWarps];  // with its maximum
   // While the attention kernel runs: it does not write any of this, and has not started before whatever did had ended.
   __shared__ PiecesOfTile first_tiles[kFirstTiles];
   const int tiles = split_tile_count(p);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     if constexpr (kShared) {
       MergedRow<kPanels> merged = merge_pieces<kPanels, kLoads>(
           p, pieces, row, head, tile.pieces * warp / kWarps, tile.pieces * (warp + 1) / kWarps);
-      if (lane == 0) others_sum[warp] = {merged.top, merged.sum};
+      if (lane == 0) others_sum[warp] = {merged.m, merged.sum};
       if (warp > 0) {
         CUTE_UNROLL
         for (int c = 0; c < kPanels; ++c) {
@@ -117,13 +117,12 @@ __global__ void __launch_bounds__(32 * kWarps)
       __syncthreads();
       if (warp == 0) {
         for (int w = 1; w < kWarps; ++w) {
-          const auto [top, sum] = others_sum[w];
-          const bool is_nan = top != top || merged.top != merged.top;
-          const float new_top = is_nan ? NAN : fmaxf(top, merged.top);
+          const auto [m, sum] = others_sum[w];
+          const float top = fmaxf(m, merged.m);
           // 1 where none has a key: -inf is at no distance from itself.
-          const float weight = merged.top == new_top ? 1.0f : exp2_approx(merged.top - new_top);
-          const float their_weight = top == new_top ? 1.0f : exp2_approx(top - new_top);
-          merged.top = new_top;
+          const float weight = merged.m == top ? 1.0f : exp2_approx(merged.m - top);
+          const float their_weight = m == top ? 1.0f : exp2_approx(m - top);
+          merged.m = top;
           merged.sum = merged.sum * weight + sum * their_weight;
           CUTE_UNROLL
           for (int c = 0; c < kPanels; ++c) {

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/numeric.h"
 #include "cutlass_kernels/params.h"
+#include "merge/partial_results.h"
 
 namespace cutlass_kernels {
 
@@ -23,15 +25,13 @@ struct PieceRows {
 // What some of the pieces give: a lane has four columns of each of kPanels times 128.
 template <int kPanels>
 struct MergedRow {
-  float top = -INFINITY;  // largest LSE; NaN if one is
-  float sum = 0.0f;       // of 2^(LSE - top)
+  float m = -INFINITY;  // the largest of theirs
+  float sum = 0.0f;     // relative to 2^m, as is o
   float o[kPanels][4] = {};
-
-  CUTE_DEVICE bool has_key() const { return top != top || top > -INFINITY; }
 };
 
 // Merges pieces [begin, end) of a row, by a warp. kLoads: registers for loads that are in flight together, a float4 each: one at
-// a time, a row would take a microsecond per piece. The first of them do not wait for the LSEs that tell what they count.
+// a time, a row would take a microsecond per piece. The first of them do not wait for the maxima that tell what they count.
 // Reads past the L1 cache: other blocks of the same kernel may have written what it holds another version of.
 template <int kPanels, int kLoads>
 CUTE_DEVICE MergedRow<kPanels> merge_pieces(const AttentionParams& p, const PieceRows& pieces,
@@ -44,12 +44,14 @@ CUTE_DEVICE MergedRow<kPanels> merge_pieces(const AttentionParams& p, const Piec
   const std::int64_t step = std::int64_t(pieces.rows) * p.num_qo_heads;
   const std::int64_t first_at =
       (std::int64_t(pieces.partial_row) + row) * p.num_qo_heads + head + begin * step;
-  const float* lses = p.schedule.partial_lse + first_at;
-  const float* values = p.schedule.partial_o + first_at * p.head_dim_vo + lane * 4;
+  const float2* max_sums = partial_max_sum(p, first_at);
+  const float* values = partial_o(p, first_at) + lane * 4;
   const int count = end - begin;
-  auto lse_of = [&](int i) { return i < count ? __ldcg(lses + i * step) : -INFINITY; };
+  auto max_sum_of = [&](int i) {
+    return i < count ? __ldcg(max_sums + i * step) : float2{-INFINITY, 0.0f};
+  };
   MergedRow<kPanels> merged;
-  float lse = lse_of(lane);
+  float2 own = max_sum_of(lane);
   float own_weight = 0.0f;
   CUTE_NO_UNROLL
   for (int first = 0; first < count; first += kAhead) {
@@ -67,23 +69,22 @@ CUTE_DEVICE MergedRow<kPanels> merge_pieces(const AttentionParams& p, const Piec
       values += step * p.head_dim_vo;
     }
     if (first == 0) {
-      float top = lse;
-      bool is_nan = lse != lse;
+      merged.m = own.x;
+      bool has_key = own.y != 0.0f;
       for (int i = lane + 32; i < count; i += 32) {
-        const float another = lse_of(i);
-        top = fmaxf(top, another);
-        is_nan |= another != another;
+        const float2 another = max_sum_of(i);
+        merged.m = fmaxf(merged.m, another.x);
+        has_key |= another.y != 0.0f;
       }
       for (int lanes = 16; lanes > 0; lanes /= 2) {
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+        merged.m = fmaxf(merged.m, __shfl_xor_sync(0xffffffffu, merged.m, lanes));
       }
-      merged.top = __any_sync(0xffffffffu, is_nan) ? NAN : top;
-      if (!merged.has_key()) break;  // O of a piece without keys is 0
+      if (!__any_sync(0xffffffffu, has_key)) break;
     }
     if (first % 32 == 0) {
-      if (first > 0) lse = lse_of(first + lane);
-      own_weight = exp2_approx(lse - merged.top);
-      merged.sum += own_weight;
+      if (first > 0) own = max_sum_of(first + lane);
+      own_weight = exp2_approx(own.x - merged.m);
+      merged.sum = fmaf(own_weight, own.y, merged.sum);
     }
     CUTE_UNROLL
     for (int i = 0; i < kAhead; ++i) {
@@ -109,12 +110,10 @@ template <class Element, int kPanels>
 CUTE_DEVICE void store_row(const AttentionParams& p, const MergedRow<kPanels>& merged,
                            std::int64_t token, int head) {
   const int lane = threadIdx.x % 32;
-  const float sink = p.sinks == nullptr ? -INFINITY : p.sinks[head] * kLog2e;
-  const bool any_key = merged.has_key();
-  const float top = merged.top != merged.top ? merged.top : fmaxf(merged.top, sink);
-  const float weight = any_key ? exp2_approx(merged.top - top) : 0.0f;
-  const float sum = merged.sum * weight + (sink > -INFINITY ? exp2_approx(sink - top) : 0.0f);
-  const float scale = any_key ? weight * p.v_scale * scale_of(p.output_scale, head) / sum : 0.0f;
+  float factor = p.v_scale * scale_of(p.output_scale, head);
+  const FinishedRow finished =
+      finish_row(merged.m, merged.sum, p.sinks, head, [&](float weight) { factor *= weight; });
+  const float scale = finished.scale(factor);
   char* out = static_cast<char*>(p.o.data) +
               Element::kBytes * (token * p.o.stride_token + head * p.o.stride_head);
   CUTE_UNROLL
@@ -132,8 +131,7 @@ CUTE_DEVICE void store_row(const AttentionParams& p, const MergedRow<kPanels>& m
     }
   }
   if (p.lse != nullptr && lane == 0) {
-    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] =
-        sum == 0.0f ? -INFINITY : top + log2f(sum);
+    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse();
   }
 }
 

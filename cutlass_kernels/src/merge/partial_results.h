@@ -1,0 +1,26 @@
+// Partial results: what a KV split leaves of a row of a head, in fp32.
+//
+//   O = sum_j 2^(x_j - m) V_j    sum = sum_j 2^(x_j - m)    x_j: logits of its keys, in log2 units
+//
+// m is the number that the exponentials were taken with: the maximum, or one close to it (common/softmax.h). So nothing is lost
+// where splits are put together, at logits of any size. An LSE in place of (m, sum) would be rounded: at 2e5 to multiples of
+// 2^-5, which makes weights wrong by up to 1 %. A split without keys has m = -inf, sum = 0 and O = 0; one with a NaN a sum of NaN.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+#include "cutlass_kernels/params.h"
+
+namespace cutlass_kernels {
+
+// Result `at` is that of row at / num_qo_heads and head at % num_qo_heads.
+CUTE_DEVICE float* partial_o(const AttentionParams& p, std::int64_t at) {
+  return p.schedule.partial_o + at * p.head_dim_vo;
+}
+CUTE_DEVICE float2* partial_max_sum(const AttentionParams& p, std::int64_t at) {
+  return reinterpret_cast<float2*>(p.schedule.partial_max_sum) + at;
+}
+
+}  // namespace cutlass_kernels
