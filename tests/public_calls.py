@@ -73,12 +73,10 @@ def _ragged(target: Any, forward: bool = False) -> PublicCall:
 
     def run(q, k, v, **places):
         if forward:
-            return wrapper.forward(q, k, v, logits_soft_cap=2.0, **places)
-        return wrapper.run(q, k, v, return_lse=True, lse_layout="HN", **places)
+            return wrapper.forward(q, k, v, logits_soft_cap=2.0, return_lse=True, lse_layout="HN", **places)
+        return wrapper.run(q, k, v, return_lse=True, **places)
 
-    rows = sum(QO_LENS)
-    places = _empty(target, rows, lse=False) if forward else _empty(target, rows, heads_first=True)
-    return PublicCall(run, (batch.q, batch.k, batch.v), lambda: {x: y.clone() for x, y in places.items()})
+    return PublicCall(run, (batch.q, batch.k, batch.v), lambda: _empty(target, sum(QO_LENS), heads_first=forward))
 
 
 def _paged(target: Any, form: str = "stacked") -> PublicCall:

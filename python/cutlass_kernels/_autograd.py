@@ -1,8 +1,9 @@
-"""Gradients: attention is forward only, and backward() says so.
+"""What autograd must know: attention has no backward, and kernels write to tensors.
 
 A result that depends on a tensor with ``requires_grad`` gets a backward that raises. Without it, autograd would treat
 the result as a constant, and a model would train without its attention. Operators of traced calls (``_ops``) do the
-same.
+same. A tensor that a kernel writes to gets a new version. Without it, autograd would use the new contents for the
+backward of an operation that saved the old ones.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import is_grad_enabled
+from torch.autograd.graph import increment_version
 
-from ._plan import Result
 from ._tracing import is_traced
 
 R = TypeVar("R")
@@ -81,7 +82,7 @@ class _ForwardOnly(torch.autograd.Function):
         raise RuntimeError(NO_BACKWARD)
 
 
-def forward_only(result: Result, places: tuple[torch.Tensor | None, ...], *inputs: Any) -> Result:
+def forward_only(result: Any, places: tuple[torch.Tensor | None, ...], *inputs: Any) -> Any:
     """Gives ``result`` a backward that raises, and so ``places``, the caller's tensors that it was written to.
 
     ``inputs`` are the arguments of the call. Views of a place follow the place.
@@ -125,3 +126,14 @@ def without_grad(keys: Any, values: Any) -> tuple[Any, Any]:
             stacklevel=3,
         )
     return keys.detach(), values.detach()
+
+
+def written(*tensors: torch.Tensor | None) -> None:
+    """Increments the versions of tensors that a kernel has written to: 0.2 us each."""
+    for x in tensors:
+        if x is not None:
+            try:
+                increment_version(x)
+            except RuntimeError:  # torch 2.4 refuses inference tensors, which have no version
+                if not x.is_inference():
+                    raise

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _args, _reference
+from ._autograd import written
 from ._problem import Mask, PagedKv, Problem, RaggedKv
 from ._tracing import is_traced
 
@@ -482,7 +483,9 @@ def compute(problem: Problem, backend: str, schedule: Any = None) -> Any:
             )
         _reference.compute(problem)
         return None
-    return _kernels().compute(problem, backend, schedule)
+    call = _kernels().compute(problem, backend, schedule)
+    written(problem.output.out, problem.output.lse)
+    return call
 
 
 # --- explaining --------------------------------------------------------------------------------------------------

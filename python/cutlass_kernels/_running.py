@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import _args, _dispatch, _plan, _repeat
+from ._autograd import written
 from ._plan import KERNEL_BACKENDS, Options, Plan, Result, RunArgs
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 
@@ -130,6 +131,8 @@ class RunsPlans:
                 if type(k) is tuple:
                     k, v = k
                 result = repeat.found_in(calls, q, k, v, *others)
+        if result is not None and (out is not None or lse is not None):
+            written(out, lse)
         return result
 
     def _repeat_run(
@@ -173,7 +176,10 @@ class RunsPlans:
             plan.kind.calls.found(known, None, q, k, v, out, lse, sinks, return_lse, *scales, options)
         if repeat is None:
             return key, None
-        return key, repeat.found_in(plan.calls, q, k, v, out, lse, sinks, return_lse, *scales, options)
+        result = repeat.found_in(plan.calls, q, k, v, out, lse, sinks, return_lse, *scales, options)
+        if result is not None:
+            written(out, lse)
+        return key, result
 
     def _resume(self, plan: Plan, known: _repeat.Resumable) -> _repeat.Repeat | None:
         """The run to repeat where that of an earlier plan of the same kind would be the same but for the batch."""

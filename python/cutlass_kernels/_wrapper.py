@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import _args, _dispatch, _masks, _ops, _plan, _repeat
+from ._autograd import written
 from ._batch import Batch, Index
 from ._copying import Copied
 from ._plan import KERNEL_BACKENDS, Kind, Options, Plan, Result, Shape
@@ -465,6 +466,8 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             workspace = self._int_workspace_buffer
             plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, workspace, copies)
             del apart  # in the order of the stream
+            if copies:
+                written(*(stored[name] for name in indices))
         elif self._use_cuda_graph:
             for name, index in indices.items():
                 stored[name][: index.numel()].copy_(index.tensor, non_blocking=True)

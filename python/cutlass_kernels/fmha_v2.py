@@ -12,7 +12,7 @@ import torch
 from torch import is_grad_enabled
 
 from . import _args, _dispatch, _fmha_calls, _plan, _unplanned_ops
-from ._autograd import forward_only
+from ._autograd import forward_only, written
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
 
@@ -158,10 +158,13 @@ def trtllm_fmha_v2_prefill(
         again, _ = _fmha_calls.table()
         found: Any = again(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks, *options)
         if found is not None:
+            if out is not None:
+                written(out)
             return found
         tensors = _fmha_calls.Tensors(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks)
         key, call = _fmha_calls.look_up(tensors, options)
         if call is not None and (found := call.again(tensors, options)) is not None:
+            written(out)
             return found
     _check_layout(input_layout, qkv)
     q, k, v = _split(qkv, input_layout)
@@ -246,6 +249,7 @@ def trtllm_fmha_v2_prefill(
         _plan.compute_selected(problem, request, selected)
         return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
     call = _fmha_calls.compute(problem, selected, tables, longest, int(max_kv_len))
+    written(out)
     given = logits.sinks is sinks and qo_indptr is cum_seq_lens_q and kv_indptr is cum_seq_lens_kv
     if call is not None and key is not None and given:
         _fmha_calls.remember(key, call, tensors, problem)

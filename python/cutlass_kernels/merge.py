@@ -20,6 +20,7 @@ import math
 import torch
 
 from . import _dispatch
+from ._autograd import written
 
 
 def merge_state(
@@ -81,6 +82,7 @@ def merge_state_in_place(
     if kernels is not None and s.dtype == torch.float32 and kernels.merges(v):
         other = _as(v_other, v.dtype), _as(s_other, torch.float32)
         if kernels.merge_state_in_place(v, s, *other, mask):
+            written(v, s)
             return
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:

@@ -74,6 +74,7 @@ def get_batch_indices_positions(
     kernels = _dispatch.memory_kernels(indptr)
     if kernels is not None:
         kernels.get_batch_indices_positions(indptr, lens, batch_indices, positions)
+        _autograd.written(batch_indices, positions)
         return batch_indices, positions
     if batch == 0:
         return batch_indices.fill_(-1), positions.fill_(-1)
@@ -152,6 +153,7 @@ def append_paged_kv_cache(
     if kernels is not None and kernels.append(
         append_key, append_value, owner, position, k_cache, v_cache, indices, indptr
     ):
+        _autograd.written(k_cache, v_cache)
         return
 
     # Skipped tokens repeat the write of the first token that is not skipped: an equal value at an equal place.

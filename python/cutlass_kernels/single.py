@@ -8,7 +8,7 @@ import torch
 from torch import is_grad_enabled
 
 from . import _args, _dispatch, _found, _masks, _ops, _plan, _repeat
-from ._autograd import forward_only, needs_grad
+from ._autograd import forward_only, needs_grad, written
 from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
@@ -248,6 +248,8 @@ def repeat_call(
         return None, None
     result = calls.again(q, k, v, out, lse, sinks, return_lse, *options)
     if result is not None:
+        if out is not None or lse is not None:
+            written(out, lse)
         return None, result
     if type(return_lse) is not bool:
         return None, None
@@ -269,7 +271,10 @@ def repeat_call(
         return None, None
     if repeat is None:
         return key, None
-    return key, repeat.found_in(calls, q, k, v, out, lse, sinks, return_lse, *options)
+    result = repeat.found_in(calls, q, k, v, out, lse, sinks, return_lse, *options)
+    if result is not None:
+        written(out, lse)
+    return key, result
 
 
 def refuse_4bit(kv_cache_sf: Any) -> None:
