@@ -134,7 +134,7 @@ def test_one_option_chooses_what_is_linked_and_installed(build_directory: Path, 
 
 
 def test_libraries_of_other_sources_or_kernels_are_not_taken(tmp_path: Path) -> None:
-    source = tmp_path / "cutlass_kernels" / "src" / "api.cpp"
+    source = tmp_path / "cutlass_kernels" / "src" / "attention.cpp"
     build = tmp_path / "build" / f"{TAG}-{TAG}-linux_x86_64"
     table = build / "generated" / "registry_table.cpp"
     static, shared = build / "libcutlass_kernels.a", build / "libcutlass_kernels.so"

@@ -234,7 +234,7 @@ def test_a_call_is_a_kernel_and_a_merge(target, layout, lengths):
         # Pieces of up to four rows are merged by the last block of fa2's kernel.
         in_block = lengths in ("one row", "decode", "ones")
         fa2 = any("fa2::" in name for name in names)
-        wanted = ["attention_kernel"] if fa2 and in_block else ["attention_kernel", "merge_pieces"]
+        wanted = ["attention_kernel"] if fa2 and in_block else ["attention_kernel", "combine_splits"]
         if fa2 and lengths in ("one request", "two tiles", "long"):  # more rows than a tile of decoding holds
             wanted = ["schedule_kernel", *wanted]
         assert len(names) == len(wanted) and all(map(str.__contains__, names, wanted)), names

@@ -20,23 +20,28 @@ def says(output: str, sentence: str) -> bool:
 # --- the tile tables, which any C++ compiler reads ------------------------------------------------------------------
 
 FA3 = {
-    "row of q": ("72, 64, 1, 64, 3, 2, 1, 1, false, true, false", "takes 16 columns per wgmma"),
-    "panel of o": ("128, 96, 2, 128, 2, 2, 4, 1, true, true, false", "panels of 64 columns"),
-    "wide o": ("512, 512, 2, 64, 1, 1, 2, 2, true, false, false", "at most 256"),
-    "merged columns": ("512, 512, 2, 64, 1, 1, 2, 2, false, false, false, 1, false, true", "than the merge kernels"),
-    "keys": ("128, 128, 2, 80, 2, 2, 4, 2, true, true, false", "32 keys at a time"),
+    "row of q": ("TileDefaults<72, 64>", "", "takes 16 columns per wgmma"),
+    "panel of o": ("TileDefaults<128, 96>", "", "panels of 64 columns"),
+    "panel of o of e4m3": ("Fp8Defaults<96>", "", "panels of 64 columns"),
+    "wide o": ("TileDefaults<512>", "", "at most 256"),
+    "combined columns": ("Packing<TileDefaults<512>>", "", "than the kernels that combine them"),
+    "keys": ("TileDefaults<128>", "static constexpr int kBlockN = 80;", "32 keys at a time"),
 }
-FA3_FP8 = {"panel of o of e4m3": ("96, 3, 128, 3, 2, 3, 6, 1, true, true, false, false", "panels of 64 columns")}
+FA2_ROWS = """
+static constexpr int kBlockM = 128, kRowTiles = 2, kBlockN = 64, kStepN = 64, kStages = 2, kAhead = 2;
+static constexpr int kBlocksPerSm = 2;
+"""
 FA2 = {
-    "swizzle": ("80, 2, 4, 64, 64, 2, 2, 2", "eight chunks of 64 columns"),
-    "lanes": ("192, 2, 4, 64, 64, 1, 4, 2", "64, 128 and 256"),
-    "wide": ("512, 2, 4, 64, 64, 1, 4, 1, 2", "64, 128 and 256"),
-    "merged columns": ("512, 1, 4, 32, 32, 2, 4, 1, 1, true", "than the merge kernels"),
+    "swizzle": ("OneHeadTile<80>", FA2_ROWS, "eight chunks of 64 columns"),
+    "lanes": ("OneHeadTile<192>", FA2_ROWS, "64, 128 and 256"),
+    "wide": ("OneHeadTile<512>", FA2_ROWS, "64, 128 and 256"),
+    "combined columns": ("PackedTile<512>", FA2_ROWS, "than the kernels that combine them"),
 }
+USES = {"fa3": "template struct Tile<Wrong>;", "fa2": "static_assert(is_consistent<Wrong>());"}
 WRONG = [
-    pytest.param(f"{backend}::{tile}<{arguments}>", sentence, id=f"{backend} {name}")
-    for backend, tile, tiles in (("fa3", "Tile", FA3), ("fa3", "Fp8Tile", FA3_FP8), ("fa2", "Tile", FA2))
-    for name, (arguments, sentence) in tiles.items()
+    pytest.param(backend, base, members, sentence, id=f"{backend} {name}")
+    for backend, tiles in (("fa3", FA3), ("fa2", FA2))
+    for name, (base, members, sentence) in tiles.items()
 ]
 
 
@@ -50,9 +55,11 @@ def test_the_tile_tables_compile(tmp_path):
     compilers.run(*check_tables(tmp_path, ""))
 
 
-@pytest.mark.parametrize("tile,sentence", WRONG)
-def test_tiles_that_would_be_wrong(tmp_path, tile, sentence):
-    assert says(compilers.refusal(*check_tables(tmp_path, f"template struct cutlass_kernels::{tile};")), sentence)
+@pytest.mark.parametrize("backend,base,members,sentence", WRONG)
+def test_tiles_that_would_be_wrong(tmp_path, backend, base, members, sentence):
+    wrong = f"struct Wrong : {base} {{ {members} }}; {USES[backend]}"
+    text = f"namespace cutlass_kernels::{backend} {{ {wrong} }}"
+    assert says(compilers.refusal(*check_tables(tmp_path, text)), sentence)
 
 
 # --- what takes the kernels themselves ------------------------------------------------------------------------------
@@ -69,7 +76,9 @@ SMALL_DEVICE = """
 #include "fa2/launch.h"
 namespace cutlass_kernels::fa2 {
 struct Heavy : TileTable<128> {
-  using Packed = Tile<128, 1, 4, 64, 32, 4, 2, 1, 1, true>;  // 144 KB
+  struct Packed : TileTable<128>::Packed {
+    static constexpr int kBlockN = 64, kStages = 4;  // 144 KB
+  };
 };
 constexpr bool serves = serves_every_device<Heavy>();
 }  // namespace cutlass_kernels::fa2
@@ -77,22 +86,24 @@ constexpr bool serves = serves_every_device<Heavy>();
 LARGE_BLOCK = """
 #include "fa3/launch.h"
 namespace cutlass_kernels::fa3 {
-using Heavy = Tile<128, 128, 2, 128, 3, 3, 4, 2, true, true, false>;
-template Status launch_tile<bf16, Heavy, Logits::kPlain>(const AttentionParams&, cudaStream_t);
+struct Stages : TileDefaults<128> {
+  static constexpr int kKStages = 3, kVStages = 3, kOPanels = 2;
+};
+template Status launch_tile<bf16, Tile<Stages>, Logits::kPlain>(const LaunchParams&, cudaStream_t);
 }  // namespace cutlass_kernels::fa3
 """
 THREE_PANELS = """
-#include "merge/merge_row.h"
+#include "merge/combine_row.h"
 namespace cutlass_kernels {
-template __device__ MergedRow<3> merge_pieces<3, 16>(const AttentionParams&, const PieceRows&, int, int, int, int);
+template __device__ CombinedRow<3> combine_splits<3, 16>(const LaunchParams&, const SplitRows&, int, int, int, int);
 }  // namespace cutlass_kernels
 """
 UNITS = {
     "wider values of fa2": (lambda: row("fa2", "fp16", 64, 128), "wider values would lose columns"),
     "wider values of e4m3": (lambda: row("fa3", "e4m3", 64, 128, "attention_fp8.cu.in"), "one head dimension"),
     "memory of a small device": (lambda: SMALL_DEVICE, "99 KB, the shared memory of compute capability 8.6"),
-    "memory of fa3's block": (lambda: LARGE_BLOCK, "227 KB for one block"),
-    "merged panels": (lambda: THREE_PANELS, "one piece in 32"),
+    "memory of fa3's CTA": (lambda: LARGE_BLOCK, "227 KB for one CTA"),
+    "combined panels": (lambda: THREE_PANELS, "one split in 32"),
 }
 
 

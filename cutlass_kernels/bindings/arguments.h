@@ -10,6 +10,7 @@
 #include "cutlass_kernels/attention.h"
 #include "cutlass_kernels/status.h"
 #include "cutlass_kernels/types.h"
+#include "registry/backends.h"
 
 namespace cutlass_kernels {
 
@@ -35,11 +36,14 @@ inline DType dtype_of(const std::string& name) {
 }
 
 inline Backend backend_of(const std::string& name) {
-  for (Backend backend : {Backend::kAuto, Backend::kFa2, Backend::kFa3}) {
-    if (name == to_string(backend)) return backend;
+  if (name == to_string(Backend::kAuto)) return Backend::kAuto;
+  std::string names;
+  for (const BackendName& entry : kBackends) {
+    if (name == entry.name) return entry.backend;
+    names += std::string(names.empty() ? "'" : ", '") + entry.name + "'";
   }
-  throw pybind11::value_error("backend '" + name +
-                              "' is not compiled code: use 'auto', 'fa2' or 'fa3'.");
+  throw pybind11::value_error("backend '" + name + "' is not compiled code: use 'auto' or one of " +
+                              names + ".");
 }
 
 void bind_append(pybind11::module_& m);   // append.cpp

@@ -209,7 +209,7 @@ void bind_fmha_v2(py::module_& m) {
                     std::int64_t, std::int64_t>())
       .def("set_pages", &FmhaV2Launch::set_pages)
       .def("set_options", &FmhaV2Launch::set_options)
-      .def("settle", &FmhaV2Launch::settle)
+      .def("workspace_bytes", &FmhaV2Launch::workspace_bytes)
       .def("__call__", &FmhaV2Launch::run);
   m.def("fmha_v2_calls", &make_calls,
         "The functions (again, remember) of a new table of calls; None where tensors are described "

@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "arguments.h"
 #include "cutlass_kernels/attention.h"
 #include "enqueue.h"
-#include "schedule.h"
+#include "plan/plan.h"
+#include "registry/validate.h"
 
 namespace cutlass_kernels {
 
@@ -72,18 +74,23 @@ class FmhaV2Launch {
     params_.skip_softmax_factor = skip_softmax_factor;
   }
 
-  // The workspace that runs need, and their kernels, are settled here: with all other options set, for the current device.
-  std::size_t settle(bool with_stats) {
+  // Bytes of the workspace that runs need, with all other options set, on the current device.
+  std::size_t workspace_bytes(bool with_stats) const {
     AttentionParams params = params_;
     // Only whether there are any counts.
-    const std::int32_t offset = 0;
+    const std::int32_t indptr = 0;
     float stats = 0.0f;
-    params.qo_indptr = params.kv_indptr = &offset;
+    params.qo_indptr = params.kv_indptr = &indptr;
     if (with_stats) params.stats = &stats;
-    if (prefers_list(params, backend_)) params_.max_qo_len = params.max_qo_len = 0;
-    std::size_t bytes = 0;
-    raise_unless_ok(call_size(params, backend_, &bytes));
-    return bytes;
+    std::string fault = contradiction(params, /*with_tensors=*/false);
+    if (!fault.empty()) raise_unless_ok(Status::invalid(std::move(fault)));
+    Device device;
+    raise_unless_ok(current_device(&device));
+    PlanOptions options;
+    options.call_counters = true;
+    PlanState plan;
+    raise_unless_ok(make_plan(params, backend_, device, options, &plan));
+    return plan.layout.bytes();
   }
 
   void run(Address q, Address k, Address v, Address o, Address sinks, Address stats,
@@ -102,11 +109,10 @@ class FmhaV2Launch {
       params.pages.indices = pointer<const std::int32_t>(tables);
       if (v_entries_ > 0) params.pages.v_indices = params.pages.indices + v_entries_;
     }
-    take_counters(pointer<std::int32_t>(counters), &params.schedule);
     // The workspace is this call's own.
     enqueue([&] {
-      return attention(params, pointer<void>(workspace), workspace_bytes,
-                       pointer<CUstream_st>(stream), backend_);
+      return run_once(params, backend_, pointer<void>(workspace), workspace_bytes,
+                      pointer<std::int32_t>(counters), pointer<CUstream_st>(stream));
     });
   }
 

@@ -18,8 +18,10 @@
 #include "cutlass_kernels/attention.h"
 #include "enqueue.h"
 #include "launch.h"
-#include "registry.h"
-#include "schedule.h"
+#include "plan/schedule.h"
+#include "registry/backends.h"
+#include "registry/registry.h"
+#include "registry/validate.h"
 
 namespace py = pybind11;
 using namespace cutlass_kernels;
@@ -106,12 +108,12 @@ void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
 
 /// What stays the same between the runs of a batch: types, heads, lengths and their work list. general: whether the list
 /// is for runs with a custom mask, ALiBi or scales in device memory, which have tiles of their own.
-class Plan {
+class BoundPlan {
  public:
-  Plan(const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
-       const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
-       int head_dim_vo, int batch_size, Address qo_indptr, Address kv_indptr, std::int64_t total_q,
-       Address qo_indptr_host, std::int64_t total_kv, bool general)
+  BoundPlan(const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
+            const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
+            int head_dim_vo, int batch_size, Address qo_indptr, Address kv_indptr,
+            std::int64_t total_q, Address qo_indptr_host, std::int64_t total_kv, bool general)
       : backend_(backend_of(backend)),
         params_(sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
                       head_dim_vo, batch_size, total_q)) {
@@ -126,37 +128,33 @@ class Plan {
   }
 
   // The same plan for copies of keys and values, which have page tables of their own.
-  Plan with_tables(Address indices, Address v_indices) const {
-    Plan plan = *this;
+  BoundPlan with_tables(Address indices, Address v_indices) const {
+    BoundPlan plan = *this;
     plan.params_.pages.indices = pointer<const std::int32_t>(indices);
     plan.params_.pages.v_indices = pointer<const std::int32_t>(v_indices);
     return plan;
   }
 
   // The same plan for one run that writes statistics of its rows.
-  Plan with_stats(Address stats) const {
-    Plan plan = *this;
+  BoundPlan with_stats(Address stats) const {
+    BoundPlan plan = *this;
     plan.params_.stats = pointer<float>(stats);
     return plan;
   }
 
-  // Of the workspace that runs need; a single request has its sizes only then.
-  std::size_t partial_bytes(std::int64_t total_q, std::int64_t total_kv) const {
+  // Bytes of scratch that a run of a single request of these sizes can use, beside call counters.
+  std::size_t scratch_bytes(std::int64_t total_q, std::int64_t total_kv) const {
     AttentionParams params = params_;
-    if (total_q > 0) {
-      params.total_q = total_q;
-      params.total_kv = total_kv;
-    }
-    std::size_t bytes = 0;
-    raise_unless_ok(partial_size(params, backend_, &bytes));
-    return bytes;
+    params.total_q = total_q;
+    params.total_kv = total_kv;
+    return planned(params, backend_).layout.scratch_bytes;
   }
 
-  // The plan of a batch, with the bytes that its work list takes, and the results of split keys. The list is enqueued where
-  // it fits into the workspace, and those results into `room`: else the caller says what is missing, or has asked for
-  // nothing but the sizes. page_size 0: no pages. The mask, as far as it is known, decides the size of tiles; runs may have
-  // another. `copies` are made before the list, which is made from what they write, and after all checks: a plan that cannot
-  // be made changes nothing. One call, since each through pybind11 with its arguments costs 1 to 2 us.
+  // The plan of a batch, with the bytes of its schedule and of its scratch. The schedule is written where it fits into the
+  // workspace, and the scratch into `room`: else the caller says what is missing, or has asked for nothing but the sizes.
+  // page_size 0: no pages. The mask, as far as it is known, decides the size of tiles; runs may have another. `copies` are
+  // made before the schedule, which is made from what they write, and after all checks: a plan that cannot be made changes
+  // nothing. One call, since each through pybind11 with its arguments costs 1 to 2 us.
   static py::tuple of_batch(const std::string& backend, const std::string& q_dtype,
                             const std::string& kv_dtype, const std::string& o_dtype,
                             int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
@@ -168,9 +166,9 @@ class Plan {
                             std::int64_t window_left, std::int64_t chunk_size, Address workspace,
                             std::size_t workspace_bytes, std::size_t room, const Copies& copies,
                             Address stream) {
-    Plan plan(backend, q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
-              head_dim_vo, batch_size, qo_indptr, kv_indptr, total_q, /*qo_indptr_host=*/0,
-              total_kv, general);
+    BoundPlan plan(backend, q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk,
+                   head_dim_vo, batch_size, qo_indptr, kv_indptr, total_q, qo_indptr_host, total_kv,
+                   general);
     AttentionParams& params = plan.params_;
     params.pages.indices = pointer<const std::int32_t>(indices);
     params.pages.v_indices = pointer<const std::int32_t>(v_indices);
@@ -180,26 +178,25 @@ class Plan {
     params.fixed_split_size = fixed_split_size;
     params.disable_split_kv = disable_split_kv;
     params.max_kv_len = max_kv_len;
-    // Without the host's offsets these are upper bounds, which mostly fit: the exact numbers take a look at every request for
-    // each of the kernels.
-    std::size_t list_bytes = schedule_size(params, plan.backend_);
-    std::size_t partial_bytes = plan.partial_bytes(0, 0);
-    params.qo_indptr_host = pointer<const std::int32_t>(qo_indptr_host);
-    if (list_bytes > workspace_bytes || partial_bytes > room) {
-      list_bytes = schedule_size(params, plan.backend_);
-      partial_bytes = plan.partial_bytes(0, 0);
-    }
-    if (list_bytes <= workspace_bytes && partial_bytes <= room) {
-      set_mask(params, causal, window_left, chunk_size);
+    set_mask(params, causal, window_left, chunk_size);
+    plan.batch_ = {planned(params, plan.backend_), pointer<void>(workspace)};
+    params.qo_indptr_host = nullptr;  // the caller's, only until here
+    const PlanState& state = plan.batch_.plan;
+    const std::size_t schedule_bytes = state.layout.schedule_bytes;
+    const std::size_t scratch_bytes = state.layout.scratch_bytes;
+    if (schedule_bytes <= workspace_bytes && scratch_bytes <= room) {
+      if (schedule_bytes > 0) {
+        raise_unless_ok(check_aligned("The workspace", plan.batch_.schedule));
+      }
       const VectorCopies vectors = vector_copies(copies);
       enqueue([&] {
-        return make_schedule(params, pointer<void>(workspace), workspace_bytes,
-                             pointer<CUstream_st>(stream), &params.schedule, plan.backend_,
-                             vectors);
+        auto* cuda_stream = pointer<CUstream_st>(stream);
+        Status status = copy_vectors(vectors, cuda_stream);
+        return status.ok() ? write_schedule(state, params, plan.batch_.schedule, cuda_stream)
+                           : status;
       });
     }
-    params.qo_indptr_host = nullptr;  // the caller's, only until here
-    return py::make_tuple(std::move(plan), list_bytes, partial_bytes);
+    return py::make_tuple(std::move(plan), schedule_bytes, scratch_bytes);
   }
 
   // Returns the call, which may be repeated.
@@ -239,7 +236,7 @@ class Plan {
     params.logits_scale = {pointer<const float>(logits_scale), logits_scale_stride};
     params.output_scale = {pointer<const float>(output_scale), output_scale_stride};
     params.skip_softmax_factor = skip_softmax_factor;
-    Launch launch(params, backend_);
+    Launch launch(params, backend_, batch_);
     launch.run(q, k, v, o, lse, sinks, counters, stream, workspace, workspace_bytes);
     return launch;
   }
@@ -270,10 +267,24 @@ class Plan {
     params.logits_scale = call.params().logits_scale;
     params.output_scale = call.params().output_scale;
     params.skip_softmax_factor = call.params().skip_softmax_factor;
-    return {params, backend_};
+    return {params, backend_, batch_};
   }
 
  private:
+  /// On the current device. Runs of a batch may have a mask, or options that share its tiles.
+  static PlanState planned(const AttentionParams& params, Backend backend) {
+    std::string fault = contradiction(params, /*with_tensors=*/false);
+    if (!fault.empty()) throw py::value_error(fault);
+    Device device;
+    raise_unless_ok(current_device(&device));
+    PlanOptions options;
+    options.masked_later = true;
+    options.call_counters = !is_batch(params);
+    PlanState plan;
+    raise_unless_ok(make_plan(params, backend, device, options, &plan));
+    return plan;
+  }
+
   static void set_mask(AttentionParams& params, bool causal, std::int64_t window_left,
                        std::int64_t chunk_size) {
     // More keys than there can be is no limit.
@@ -285,6 +296,7 @@ class Plan {
 
   Backend backend_;
   AttentionParams params_;
+  PlannedBatch batch_;
 };
 
 }  // namespace
@@ -351,7 +363,7 @@ PYBIND11_MODULE(_C, m) {
       "tile_rows",
       [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads,
          int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q,
-         int compute_capability, bool general) {
+         int compute_capability, int multiprocessors, bool general) {
         AttentionParams params = sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk,
                                        head_dim_vo, batch_size, total_q);
         set_general(params, general);
@@ -362,29 +374,18 @@ PYBIND11_MODULE(_C, m) {
             choose(backend_of(backend), params, compute_capability, &reasons);
         for (const std::string& reason : reasons) text += reason + " ";
         if (entry == nullptr) throw std::runtime_error(text);
-        return entry->tile(params, compute_capability).rows;
+        Device device = kH200;
+        device.compute_capability = compute_capability;
+        device.multiprocessors = multiprocessors;
+        return entry->tile(params, device).rows;
       },
       "Query rows per tile of the kernel that would be chosen.", py::arg("backend"),
       py::arg("dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
       py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"),
-      py::arg("compute_capability"), py::arg("general") = false);
-  m.def(
-      "workspace_size",
-      [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads,
-         int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q, bool general) {
-        AttentionParams params = sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk,
-                                       head_dim_vo, batch_size, total_q);
-        set_general(params, general);
-        return workspace_size(params, backend_of(backend));
-      },
-      "Bytes of device memory that the schedule of a batch takes.", py::arg("backend"),
-      py::arg("dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-      py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"),
-      py::arg("general") = false);
-
+      py::arg("compute_capability"), py::arg("multiprocessors"), py::arg("general") = false);
   // Positional: keywords would cost 7 us a call where positions cost 0.4.
   py::class_<Launch>(m, "Launch").def("__call__", &Launch::run);
-  py::class_<Plan>(m, "Plan")
+  py::class_<BoundPlan>(m, "Plan")
       .def(py::init<const std::string&, const std::string&, const std::string&, const std::string&,
                     int, int, int, int, int, Address, Address, std::int64_t, Address, std::int64_t,
                     bool>(),
@@ -393,12 +394,12 @@ PYBIND11_MODULE(_C, m) {
            py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("qo_indptr"),
            py::arg("kv_indptr"), py::arg("total_q"), py::arg("qo_indptr_host") = 0,
            py::arg("total_kv") = 0, py::arg("general") = false)
-      .def_static("of_batch", &Plan::of_batch)
-      .def("with_tables", &Plan::with_tables, py::arg("indices"), py::arg("v_indices"))
-      .def("with_stats", &Plan::with_stats, py::arg("stats"))
-      .def("partial_bytes", &Plan::partial_bytes, py::arg("total_q") = 0, py::arg("total_kv") = 0)
-      .def("run", &Plan::run)
-      .def("resume", &Plan::resume);
+      .def_static("of_batch", &BoundPlan::of_batch)
+      .def("with_tables", &BoundPlan::with_tables, py::arg("indices"), py::arg("v_indices"))
+      .def("with_stats", &BoundPlan::with_stats, py::arg("stats"))
+      .def("scratch_bytes", &BoundPlan::scratch_bytes, py::arg("total_q"), py::arg("total_kv"))
+      .def("run", &BoundPlan::run)
+      .def("resume", &BoundPlan::resume);
   bind_append(m);
   bind_fmha_v2(m);
   bind_indices(m);

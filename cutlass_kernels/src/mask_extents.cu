@@ -3,8 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "common/bit_mask.h"
+#include "common/find_work.h"
 #include "common/mask.h"
-#include "common/work.h"
 #include "cuda_failure.h"
 
 namespace cutlass_kernels {
@@ -44,7 +44,7 @@ struct LongestRun {
 // A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, warps taking rows in turn; then a
 // thread per word.
 __global__ void __launch_bounds__(32 * kWarps)
-    mask_extents_kernel(__grid_constant__ const AttentionParams p, const RowTiles rows,
+    mask_extents_kernel(__grid_constant__ const LaunchParams p, const RowTiles rows,
                         MaskExtent* extents) {
   __shared__ std::uint32_t by_some[kWords], by_all[kWords];
   __shared__ std::uint32_t full_words[kWords / 32];  // a bit per word of by_all: no zero in it
@@ -124,10 +124,9 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 }  // namespace
 
-Status launch_mask_extents(const AttentionParams& params, MaskExtent* extents,
-                           cudaStream_t stream) {
+Status launch_mask_extents(const LaunchParams& params, MaskExtent* extents, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.schedule.capacity);
+  config.gridDim = dim3(params.schedule.tile_indices);
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   const cudaError_t error =

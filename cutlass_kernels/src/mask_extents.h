@@ -3,8 +3,8 @@
 // causal mask costs.
 #pragma once
 
-#include "cutlass_kernels/params.h"
 #include "cutlass_kernels/status.h"
+#include "plan/launch_params.h"
 
 namespace cutlass_kernels {
 
@@ -20,6 +20,6 @@ struct MaskExtent {
 };
 
 /// Enqueues the kernel that writes one extent per entry of the work list, or per tile of a single request, in order.
-Status launch_mask_extents(const AttentionParams& params, MaskExtent* extents, cudaStream_t stream);
+Status launch_mask_extents(const LaunchParams& params, MaskExtent* extents, cudaStream_t stream);
 
 }  // namespace cutlass_kernels

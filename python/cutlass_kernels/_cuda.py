@@ -471,7 +471,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         if stats is not None:
             plan = plan.with_stats(stats.data_ptr())
         # The keys of a few rows are split where that pays: smaller problems need not ask.
-        needed = plan.partial_bytes(rows, total_kv) if rows <= _SHORT_ROWS and total_kv >= _LONG_KEYS else 0
+        needed = plan.scratch_bytes(rows, total_kv) if rows <= _SHORT_ROWS and total_kv >= _LONG_KEYS else 0
         if backend == "fa3" or needed:
             counters = _counters(device, stream)
         if bits is not None:  # and for what the mask leaves to each tile: 16 bytes

@@ -80,7 +80,7 @@ class Call:
         self._launch = launch
         self._device = problem.q.device
         self._index: int = problem.q.device.index
-        self._workspace_bytes: int = launch.settle(problem.output.stats is not None)
+        self._workspace_bytes: int = launch.workspace_bytes(problem.output.stats is not None)
         self._counted = counted or self._workspace_bytes > 0
         self._keep = keep  # what the launch holds addresses of
         out = problem.output.out

@@ -82,38 +82,6 @@ struct DeviceScale {
   std::int32_t stride = 0;      ///< from one query head to the next: 0 or 1
 };
 
-/// How the work of a batch is divided into tiles, and their order: longest first. Written by make_schedule().
-struct Schedule {
-  const void* work_list =
-      nullptr;                 ///< device memory; null: the kernel finds tiles by their numbers
-  std::int32_t capacity = 0;   ///< entries the list has room for: an upper bound of the tiles
-  std::int32_t tile_rows = 0;  ///< query rows of a tile
-  std::int32_t tile_kind = 0;  ///< which of a kernel's tiles
-  /// Query heads whose rows share a tile (of tile_rows rows of each), which so reads their keys once; 0: a head's alone.
-  std::int32_t packed_heads = 0;
-  /// Without a list: parts into which the keys of each tile are split; of a batch, those of all requests together. These
-  /// have one each, and share the others, but not more than one for every least_piece keys.
-  std::int32_t pieces = 1;
-  std::int32_t least_piece = 1;
-  /// Optional: a counter of 8 bytes in device memory, 8-byte aligned, from which persistent thread blocks take tiles one after
-  /// the other. Zero it once; every call leaves it zero, and restarts it where it holds anything else. Calls that overlap in
-  /// time need one each. Null: tiles are dealt out beforehand.
-  std::int32_t* next_tile = nullptr;
-  /// Optional, of the same kind, if there are enough: with these the blocks that share the keys of a short query's tile find
-  /// out which of them is the last, which then merges their results. Null: a second kernel does.
-  std::int32_t* merge_counters = nullptr;
-  std::int32_t num_merge_counters = 0;
-  /// Tiles whose keys are split: how many there may be, and bytes of workspace that attention() then needs for the results
-  /// of their pieces, which it merges. 0: no tile is split.
-  std::int32_t split_capacity = 0;
-  std::size_t partial_bytes = 0;
-  const void* split_list = nullptr;
-  // Filled in by attention().
-  float* partial_o = nullptr;
-  float* partial_max_sum = nullptr;
-  const void* mask_extents = nullptr;
-};
-
 struct AttentionParams {
   // What to compute. q, k, v and o have one type of 16 bits; or q and o have, and k and v are kFloat8E4M3 or kFloat8E5M2, for
   // fa2; or q, k and v are kFloat8E4M3 and o is, too, or of either type of 16 bits, for fa3 without a mask of bits, ALiBi and
@@ -135,8 +103,8 @@ struct AttentionParams {
       nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
   const std::int32_t* kv_indptr =
       nullptr;  ///< [batch_size + 1], device; in tokens, or in pages; null only if batch_size is 1
-  /// Optional copy of qo_indptr on the host, read by make_schedule() and attention() while they run. With it a work
-  /// list has an entry per tile; without, up to batch_size more, each a block that starts only to end.
+  /// Optional copy of qo_indptr on the host, read by make_plan() and attention() while they run. With it a tile list has an
+  /// entry per tile; without, up to batch_size more, each a thread block that starts only to end.
   const std::int32_t* qo_indptr_host = nullptr;
   std::int64_t total_q = kNotSet;  ///< rows of q (>= qo_indptr[batch_size])
   /// Rows of k and v (>= kv_indptr[batch_size]). Paged: all keys, about; may be left unknown.
@@ -148,10 +116,11 @@ struct AttentionParams {
   bool disable_split_kv = false;
   std::int32_t max_kv_len =
       0;  ///< most keys of a request, if known: bounds the pieces of a fixed size
-  /// Most rows of a request, if known. A batch then needs no work list (but for a fixed_split_size, and for 8-bit keys under
-  /// queries of another type): a call is one kernel, which reads the offsets itself, and where it splits keys, for which it needs
-  /// a workspace, a second one may merge them. Rows of a request beyond so many need not be computed, and where qo_indptr, or
-  /// kv_indptr, decreases somewhere, neither need the requests around.
+  /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and for 8-bit keys under
+  /// queries of another type: one kernel reads the indptrs itself. Where it splits keys, which takes a workspace, a second
+  /// kernel may combine the partial results. With lengths that differ much, a list can still be faster; it is then made by the
+  /// call if the workspace holds it. Rows of a request beyond so many need not be computed, nor the requests around where
+  /// qo_indptr or kv_indptr decreases.
   std::int32_t max_qo_len = 0;
 
   // Tensors.
@@ -181,8 +150,6 @@ struct AttentionParams {
   float skip_softmax_factor = 0.0f;
   DeviceScale logits_scale;  ///< multiplies sm_scale
   DeviceScale output_scale;  ///< multiplies the output
-
-  Schedule schedule;
 
   /// Optional, device: [total_q, num_qo_heads, 2], contiguous, 8-byte aligned. Of each row the maximum of its logits over
   /// sm_scale * logits_scale * sqrt(head_dim_qk), or with a soft cap over sqrt(head_dim_qk), and the sum of

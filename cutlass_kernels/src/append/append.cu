@@ -11,7 +11,8 @@
 #include <string>
 #include <utility>
 
-#include "common/mask.h"
+#include "common/element_bytes.h"
+#include "common/fast_divisor.h"
 #include "cuda_failure.h"
 #include "cutlass_kernels/append.h"
 
@@ -105,18 +106,6 @@ __global__ void __launch_bounds__(kThreads)
     unit += team;
     if (unit >= p.units) return;
     for_unit(load);
-  }
-}
-
-int size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat8E4M3:
-    case DType::kFloat8E5M2:
-      return 1;
-    case DType::kFloat32:
-      return 4;
-    default:
-      return 2;
   }
 }
 

@@ -21,6 +21,9 @@ CUTE_DEVICE std::uint32_t bits_at(const BitMask& mask, std::int64_t bit) {
   return __funnelshift_r(word_at(mask, at), word_at(mask, at + 1), std::uint32_t(bit));
 }
 
+// The lowest n bits: none for n <= 0, all from 32 on.
+CUTE_DEVICE std::uint32_t low_bits(int n) { return __funnelshift_lc(~0u, 0u, max(n, 0)); }
+
 // Bits [begin, end) of 32; either may lie outside.
 CUTE_DEVICE std::uint32_t bits_between(int begin, int end) {
   auto from = [](int bit) { return __funnelshift_lc(0u, ~0u, min(max(bit, 0), 32)); };

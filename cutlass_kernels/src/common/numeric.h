@@ -1,70 +1,11 @@
-// Element types and the few arithmetic instructions the kernels name directly.
+// The few arithmetic instructions that the kernels name directly.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
-#include "cute/arch/mma_sm80.hpp"
-#include "cutlass_kernels/types.h"
+#include <cute/config.hpp>
 
 namespace cutlass_kernels {
 
 constexpr float kLog2e = 1.4426950408889634f;
-
-struct fp16 {
-  using Operand = fp16;  // what products take
-  using Output = fp16;   // what is written
-  static constexpr int kBytes = 2;
-  using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
-  static constexpr DType kDType = DType::kFloat16;
-  // The low half of the register holds `lo`.
-  static CUTE_DEVICE std::uint32_t pack(float lo, float hi) {
-    std::uint32_t packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
-    return packed;
-  }
-};
-
-struct bf16 {
-  using Operand = bf16;
-  using Output = bf16;
-  static constexpr int kBytes = 2;
-  using Mma = cute::SM80_16x8x16_F32BF16BF16F32_TN;
-  static constexpr DType kDType = DType::kBFloat16;
-  static CUTE_DEVICE std::uint32_t pack(float lo, float hi) {
-    std::uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
-    return packed;
-  }
-};
-
-struct e4m3 {
-  static constexpr int kBytes = 1;
-  static constexpr DType kDType = DType::kFloat8E4M3;
-  // Four numbers, the lowest byte of the register first; beyond 448 they become 448.
-  static CUTE_DEVICE std::uint32_t pack(float x0, float x1, float x2, float x3) {
-    std::uint32_t packed = 0;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890  // fa3's alone, but merges are compiled for all
-    asm("{\n.reg .b16 lo, hi;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
-        "mov.b32 %0, {lo, hi};\n}"
-        : "=r"(packed)
-        : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-#endif
-    return packed;
-  }
-};
-
-// q, k and v of e4m3, o of another type or, where params.o_dtype says so, of theirs.
-template <class Out>
-struct Fp8To {
-  using Operand = e4m3;
-  using Output = Out;
-  static constexpr int kBytes = e4m3::kBytes;
-};
 
 // 2^x, relative error 2^-22, subnormal results flushed to 0.
 CUTE_DEVICE float exp2_approx(float x) {
@@ -104,7 +45,8 @@ CUTE_DEVICE float tanh_of_small(float x) {
   return x * p;
 }
 
-// Replaces `count` values by their tanh. By all lanes of a warp: logits beyond the cap are rare, and the way is one for all.
+// Replaces `count` values by their tanh. By all lanes of a warp: logits beyond the cap are rare, and the way is one
+// for all.
 CUTE_DEVICE void replace_by_tanh(float* x, int count) {
   float largest = 0.0f;
   CUTE_UNROLL

@@ -5,12 +5,12 @@
 #include <cstdint>
 
 #include "cutlass_kernels/params.h"
+#include "device.h"
 
 namespace cutlass_kernels {
 
 // Up to so many query rows per request, on average, heads are packed: half of a tile of one head would be empty.
 constexpr int kPackedUpToRows = 64;
-constexpr int kFullDevice = 132;       // tiles
 constexpr int kLeastSplitKeys = 1024;  // of a request, on average
 
 // Query heads that share a tile: as many of those that share their keys as fit `rows` rows.
@@ -21,8 +21,8 @@ inline int packed_heads(const AttentionParams& params, int rows) {
   return heads;
 }
 
-// Whether all rows of a request, on average, that share a key head fit a tile of kDecodeRows rows. Not where results must
-// not depend on the batch: see packs().
+// Whether all rows of a request, on average, that share a key head fit a tile of kDecodeRows rows. Not where results
+// must not depend on the batch: see packs().
 constexpr int kDecodeRows = 16;
 
 inline bool decodes(const AttentionParams& params) {
@@ -31,10 +31,11 @@ inline bool decodes(const AttentionParams& params) {
          params.total_q * group_size <= std::int64_t(kDecodeRows) * params.batch_size;
 }
 
-// Whether tiles of one head, of `tile_rows` rows, would be half empty, or too few for the device beside keys that are
-// worth splitting. Where results must not depend on the batch, a tile must not depend on it either: the packed one is
-// right for all.
-inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows) {
+// Whether tiles of one head, of `tile_rows` rows, would be half empty, or fewer than the device has SMs while there
+// are keys worth splitting. Where results must not depend on the batch, a tile must not depend on it either: the
+// packed one is right for all.
+inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows,
+                  const Device& device) {
   if (params.disable_split_kv || params.fixed_split_size > 0) return true;
   const std::int64_t rows = params.total_q / params.batch_size;
   if (rows <= kPackedUpToRows && packed_heads > 1) return true;
@@ -43,7 +44,7 @@ inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows
   const std::int64_t tiles =
       std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *
       params.num_qo_heads;
-  return tiles < kFullDevice && keys >= 4 * rows && keys >= kLeastSplitKeys;
+  return tiles < device.multiprocessors && keys >= 4 * rows && keys >= kLeastSplitKeys;
 }
 
 }  // namespace cutlass_kernels

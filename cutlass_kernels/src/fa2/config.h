@@ -1,120 +1,242 @@
-// The tile table of the fa2 backend, read by host (launch) and device (kernel).
+// The tiles of the fa2 backend, read by the host (launch.h) and by the device (kernel.h).
 //
-// A warp owns kRowTiles * 16 query rows. Two row tiles halve the shared-memory traffic per product: a
-// K or V fragment read by ldmatrix feeds two mma.sync. One row tile reads 128 B of shared memory per clock
-// and SM at full tensor rate, all there is. Three row tiles (or two at head dim 256) do not fit 255 registers;
-// at head dim 256 two warps share 32 rows instead, each with half of the output's columns (shared_rows.h).
+// A tile is what one thread block computes at a time: kBlockM query rows, of one head or of several that share their
+// keys. The entries are the fastest of some sixty measured on an H200 (benchmarks/RESULTS.md). These are their numbers:
 //
-// The entries are the fastest of some sixty measured on an H200 (benchmarks/RESULTS.md).
+//   kBlockM       query rows of the tile
+//   kRowTiles     row tiles of a warp, of 16 rows each: the M of mma.sync
+//   kBlockN       keys of a KV block, one stage of the load pipeline
+//   kStepN        keys of a softmax step
+//   kStages       stages of K and of V in shared memory
+//   kAhead        how many ldmatrix are issued before the product that needs the first
+//   kBlocksPerSm  thread blocks per SM that registers are budgeted for
+//
+// Two row tiles halve the shared-memory traffic per product: a K or V fragment read by ldmatrix feeds two mma.sync.
+// One row tile reads 128 bytes of shared memory per clock and SM at full tensor rate, which is all there is. Three
+// row tiles (or two at head dimension 256) do not fit 255 registers. At head dimension 256 two warps share 32 rows
+// instead, each with half of the output's columns (row_sharing.h).
 #pragma once
 
-#include "merge/merge_pieces.h"
+#include "merge/combine_splits.h"
 
 namespace cutlass_kernels::fa2 {
 
-template <int HeadDim, int RowTiles, int Warps, int BlockN, int StepN, int Stages, int Ahead,
-          int BlocksPerSm, int Sharers = 1, bool Packed = false, int KvBytes = 2,
-          int SharedRows = KvBytes == 1 ? 64 : 0>
-struct Tile {
-  static_assert(HeadDim % 64 == 0,
+// ---- Kinds of tiles. ----
+
+// Query rows of one head. Each warp has rows of its own.
+template <int HeadDim>
+struct OneHeadTile {
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kSharers = 1;      // warps that share rows: 1 or 2
+  static constexpr bool kPacked = false;  // whether rows are those of several heads (packed_rows.h)
+  static constexpr bool kSharesKeys =
+      false;  // whether warps share rows and split the keys (key_sharing.h)
+  static constexpr bool kDecodes = false;  // whether all rows are one warp's (decode_rows.h)
+  static constexpr int kKvBytes = 2;       // of an element of K and V
+};
+
+// Query rows of several heads that share their keys, and possibly one KV split of them.
+template <int HeadDim>
+struct PackedTile : OneHeadTile<HeadDim> {
+  static constexpr bool kPacked = true;
+};
+
+// 16 such rows. All four warps have work where one of a PackedTile would. The last thread block of a split tile
+// combines the partial results, and the kernel starts before the previous one has ended.
+template <int HeadDim>
+struct DecodeTile : PackedTile<HeadDim> {
+  static constexpr int kBlockM = 16, kRowTiles = 1;
+  static constexpr bool kSharesKeys = true;
+  static constexpr bool kDecodes = true;
+};
+
+// Packed rows over keys and values of 8 bits (fp8.h), whatever the type of the queries. In steps of 16 keys all four
+// warps have work even if there are 16 rows or fewer.
+template <int HeadDim>
+struct Fp8Tile : PackedTile<HeadDim> {
+  static constexpr int kBlockM = 64, kRowTiles = 1;
+  static constexpr bool kSharesKeys = true;
+  static constexpr int kKvBytes = 1;
+};
+
+// The same for 16 rows or fewer.
+template <int HeadDim>
+struct DecodeFp8Tile : DecodeTile<HeadDim> {
+  static constexpr int kKvBytes = 1;
+};
+
+// What the kernel takes for granted.
+template <class Tile>
+constexpr bool is_consistent() {
+  static_assert(Tile::kHeadDim % 64 == 0,
                 "fa2: the swizzle exchanges the eight chunks of 64 columns; a row that ends within "
                 "them would be written beyond its end.");
-  static_assert(32 % (HeadDim / 8) == 0,
+  static_assert(32 % (Tile::kHeadDim / 8) == 0,
                 "fa2: the 32 lanes of a warp copy whole rows, 8 columns each: head dimensions are "
                 "64, 128 and 256.");
-  static_assert(!Packed || HeadDim <= kMostMergedColumns,
-                "fa2: partial results of split keys have more columns than the merge kernels.");
-  static constexpr int kHeadDim = HeadDim;
-  static constexpr int kRowTiles = RowTiles;
-  static constexpr int kWarps = Warps;
-  static constexpr int kThreads = 32 * Warps;
-  // Warps of a tile with few rows share these, each with a part of the keys (shared_keys.h): of so many rows, at any number
-  // of row tiles; 0: each has rows of its own.
-  static constexpr bool kSharesKeys = SharedRows > 0;
-  static constexpr int kBlockM = kSharesKeys ? SharedRows : 16 * RowTiles * Warps / Sharers;
-  static constexpr int kBlockN = BlockN;            // keys per stage of the load pipeline
-  static constexpr int kStepN = StepN;              // keys per softmax step
-  static constexpr int kStages = Stages;            // of K and V in shared memory
-  static constexpr int kAhead = Ahead;              // ldmatrix issued before their products
-  static constexpr int kBlocksPerSm = BlocksPerSm;  // what registers are budgeted for
-  static constexpr int kSharers = Sharers;          // warps that share rows: 1 or 2
-  static constexpr bool kPacked = Packed;           // rows of several heads (packed_rows.h)
-  static constexpr int kKvBytes = KvBytes;          // of an element of K and V
-  // Whether all rows are one warp's. Then the block that is last of those that share a tile's keys merges their results,
-  // and the kernel starts before the previous one has ended.
-  static constexpr bool kDecodes = SharedRows == 16;
-  static_assert(Sharers == 1 || (Sharers == 2 && Stages == 1 && StepN == BlockN && !Packed));
-  static_assert(KvBytes == 2 || (KvBytes == 1 && kSharesKeys));
-  static_assert(!kSharesKeys || (RowTiles <= 2 && Warps == 4 && Packed));
-};
+  static_assert(!Tile::kPacked || Tile::kHeadDim <= kMostCombinedColumns,
+                "fa2: partial results have more columns than the kernels that combine them.");
+  constexpr int kWarpRows = 16 * Tile::kRowTiles;
+  return (Tile::kSharesKeys ? Tile::kRowTiles <= 2 && Tile::kWarps == 4 && Tile::kPacked
+                            : Tile::kBlockM == kWarpRows * Tile::kWarps / Tile::kSharers) &&
+         (Tile::kSharers == 1 || (Tile::kSharers == 2 && Tile::kStages == 1 &&
+                                  Tile::kStepN == Tile::kBlockN && !Tile::kPacked)) &&
+         (Tile::kKvBytes == 2 || (Tile::kKvBytes == 1 && Tile::kSharesKeys)) &&
+         (!Tile::kDecodes || (Tile::kBlockM == 16 && Tile::kSharesKeys));
+}
 
 // Schedule::tile_kind. fa3 has the same numbers for the first two.
 enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
 
-// Large: long queries and keys. Medium: as many rows, for fewer keys; three blocks per SM hide more of a
-// tile's start and end. Capped: as many rows, where a logits transform needs registers of its own. Small: few or
-// short queries, where more and shorter tiles fill the machine, and devices without the shared memory of the
-// others. Packed: for queries so short that reading the keys is what takes time: 64 KB of them or more are under way to
-// each SM (of 164 KB of shared memory or more).
+// ---- The tiles of each head dimension. ----
 //
-// kFewBlocks: with fewer blocks of the large tile than this, the small one is faster on 132 SMs; the causal
-// value is higher because short tiles even out what a causal mask makes uneven. Where both have as many rows there is
-// no such rule: the small one is for devices without the shared memory of the large one, and nothing else.
+//   Large        long queries and keys
+//   Medium       as many rows, for fewer keys: three thread blocks per SM hide more of a tile's start and end
+//   Capped       as many rows, where a logits transform needs registers of its own
+//   Small        few or short queries, where more and shorter tiles fill the device; and devices that lack the shared
+//                memory of the others
+//   Packed       queries so short that reading the keys is what takes time: 64 KB of them or more are in flight per SM (of
+//                164 KB of shared memory or more)
+//   Decode       16 packed rows at most; up to 128 KB of keys and values are in flight per SM
+//   DecodeSmall  the same rows, for devices that lack the shared memory of Decode
+//   Fp8          keys and values of 8 bits
+//   DecodeFp8    the same for 16 rows at most
+//   Fp8Wide      the same for more than 32 rows, where conversion is what takes time: each warp converts the keys it computes
+//                with, so at one row tile per warp and 64 rows all four warps convert all keys. With two row tiles, two
+//                warps share 32 rows, each with every second step of the keys, which halves that.
 //
-// Decode: packed rows, 16 at most. All four warps have work where one of Packed would, and loads of up to 128 KB per SM are
-// under way. DecodeSmall: the same rows, for devices without its shared memory.
-//
-// Fp8: for keys and values of 8 bits, whatever the queries; DecodeFp8 is to it what Decode is to Packed. In steps of 16 keys all four warps have work where there are
-// 16 rows or fewer. Fp8Wide: for more than 32 rows. There conversion is what takes time: each warp converts the keys it
-// computes with, of 64 rows all four warps all keys. Two row tiles per warp halve that: two warps share 32 rows, each
-// with every second step of the keys. (At head dim 256 they do not fit 255 registers.)
+// kFewTiles: with fewer tiles of Large than this on 132 SMs, Small is faster. The causal value is higher, because
+// short tiles even out what a causal mask makes uneven. Where both have as many rows there is no such rule: Small is
+// for devices that lack the shared memory of Large, and nothing else.
 template <int HeadDim>
 struct TileTable;
 
 template <>
 struct TileTable<64> {
-  using Large = Tile<64, 2, 4, 64, 64, 2, 2, 2>;
-  using Medium = Tile<64, 2, 4, 64, 32, 2, 2, 3>;
+  struct Large : OneHeadTile<64> {
+    static constexpr int kBlockM = 128, kRowTiles = 2;
+    static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
+  struct Medium : OneHeadTile<64> {
+    static constexpr int kBlockM = 128, kRowTiles = 2;
+    static constexpr int kBlockN = 64, kStepN = 32, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
   using Capped = Medium;
-  using Small = Tile<64, 1, 4, 64, 64, 2, 2, 3>;
-  using Packed = Tile<64, 1, 4, 64, 32, 3, 2, 3, 1, true>;
-  using Decode = Tile<64, 1, 4, 64, 16, 4, 2, 3, 1, true, 2, 16>;
+  struct Small : OneHeadTile<64> {
+    static constexpr int kBlockM = 64, kRowTiles = 1;
+    static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
+  struct Packed : PackedTile<64> {
+    static constexpr int kBlockM = 64, kRowTiles = 1;
+    static constexpr int kBlockN = 64, kStepN = 32, kStages = 3;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
+  struct Decode : DecodeTile<64> {
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 4;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
   using DecodeSmall = Decode;
-  using Fp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1>;
-  using DecodeFp8 = Tile<64, 1, 4, 64, 16, 4, 1, 4, 1, true, 1, 16>;
-  using Fp8Wide = Tile<64, 2, 4, 64, 32, 4, 1, 3, 1, true, 1>;
-  static constexpr int kFewBlocks = 200;
-  static constexpr int kFewBlocksCausal = 320;
+  struct Fp8 : Fp8Tile<64> {
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 4;
+    static constexpr int kAhead = 1, kBlocksPerSm = 4;
+  };
+  struct DecodeFp8 : DecodeFp8Tile<64> {
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 4;
+    static constexpr int kAhead = 1, kBlocksPerSm = 4;
+  };
+  struct Fp8Wide : Fp8Tile<64> {
+    static constexpr int kRowTiles = 2;
+    static constexpr int kBlockN = 64, kStepN = 32, kStages = 4;
+    static constexpr int kAhead = 1, kBlocksPerSm = 3;
+  };
+  static constexpr int kFewTiles = 200;
+  static constexpr int kFewTilesCausal = 320;
 };
 
 template <>
 struct TileTable<128> {
-  using Large = Tile<128, 2, 4, 32, 32, 3, 4, 2>;
+  struct Large : OneHeadTile<128> {
+    static constexpr int kBlockM = 128, kRowTiles = 2;
+    static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
+    static constexpr int kAhead = 4, kBlocksPerSm = 2;
+  };
   using Medium = Large;
   using Capped = Large;
-  using Small = Tile<128, 1, 4, 64, 64, 2, 2, 2>;
-  using Packed = Tile<128, 1, 4, 32, 32, 3, 2, 3, 1, true>;
-  using Decode = Tile<128, 1, 4, 64, 16, 3, 2, 2, 1, true, 2, 16>;  // 101 KB of shared memory
-  using DecodeSmall = Tile<128, 1, 4, 64, 16, 2, 2, 3, 1, true, 2, 16>;
-  using Fp8 = Tile<128, 1, 4, 64, 16, 3, 2, 3, 1, true, 1>;
-  using DecodeFp8 = Tile<128, 1, 4, 64, 16, 4, 2, 3, 1, true, 1, 16>;
-  using Fp8Wide = Tile<128, 2, 4, 64, 32, 3, 1, 2, 1, true, 1>;
-  static constexpr int kFewBlocks = 80;
-  static constexpr int kFewBlocksCausal = 320;
+  struct Small : OneHeadTile<128> {
+    static constexpr int kBlockM = 64, kRowTiles = 1;
+    static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
+  struct Packed : PackedTile<128> {
+    static constexpr int kBlockM = 64, kRowTiles = 1;
+    static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
+  struct Decode : DecodeTile<128> {  // 101 KB of shared memory
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 3;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
+  struct DecodeSmall : DecodeTile<128> {
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
+  struct Fp8 : Fp8Tile<128> {
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 3;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
+  struct DecodeFp8 : DecodeFp8Tile<128> {
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 4;
+    static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
+  struct Fp8Wide : Fp8Tile<128> {
+    static constexpr int kRowTiles = 2;
+    static constexpr int kBlockN = 64, kStepN = 32, kStages = 3;
+    static constexpr int kAhead = 1, kBlocksPerSm = 2;
+  };
+  static constexpr int kFewTiles = 80;
+  static constexpr int kFewTilesCausal = 320;
 };
 
 template <>
 struct TileTable<256> {
-  using Large = Tile<256, 2, 4, 64, 64, 1, 4, 2, 2>;  // 104.5 KB of shared memory
+  struct Large : OneHeadTile<256> {  // 104.5 KB of shared memory
+    static constexpr int kSharers = 2;
+    static constexpr int kBlockM = 64, kRowTiles = 2;
+    static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
+    static constexpr int kAhead = 4, kBlocksPerSm = 2;
+  };
   using Medium = Large;
   using Capped = Large;
-  using Small = Tile<256, 1, 4, 32, 32, 2, 4, 2>;  // 96 KB: compute capabilities 8.6, 8.9, 12.x
-  using Packed = Tile<256, 1, 4, 32, 32, 2, 4, 2, 1, true>;
-  using Decode = Tile<256, 1, 4, 32, 16, 2, 2, 2, 1, true, 2, 16>;
+  struct Small : OneHeadTile<256> {  // 96 KB: compute capabilities 8.6, 8.9, 12.x
+    static constexpr int kBlockM = 64, kRowTiles = 1;
+    static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
+    static constexpr int kAhead = 4, kBlocksPerSm = 2;
+  };
+  struct Packed : PackedTile<256> {
+    static constexpr int kBlockM = 64, kRowTiles = 1;
+    static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
+    static constexpr int kAhead = 4, kBlocksPerSm = 2;
+  };
+  struct Decode : DecodeTile<256> {
+    static constexpr int kBlockN = 32, kStepN = 16, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
   using DecodeSmall = Decode;
-  using Fp8 = Tile<256, 1, 4, 64, 16, 2, 2, 2, 1, true, 1>;  // 97 KB
-  using DecodeFp8 = Tile<256, 1, 4, 32, 16, 4, 2, 2, 1, true, 1, 16>;
-  using Fp8Wide = Fp8;
+  struct Fp8 : Fp8Tile<256> {  // 97 KB
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
+  struct DecodeFp8 : DecodeFp8Tile<256> {
+    static constexpr int kBlockN = 32, kStepN = 16, kStages = 4;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
+  using Fp8Wide = Fp8;  // two row tiles do not fit 255 registers
+  // No kFewTiles: Large and Small have as many rows.
 };
 
 }  // namespace cutlass_kernels::fa2

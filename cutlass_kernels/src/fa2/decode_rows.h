@@ -15,12 +15,12 @@
 #include "common/logits.h"
 #include "common/numeric.h"
 #include "common/tickets.h"
+#include "fa2/key_sharing.h"
 #include "fa2/params.h"
-#include "fa2/shared.h"
-#include "fa2/shared_keys.h"
-#include "merge/merge_row.h"
+#include "fa2/shared_memory.h"
+#include "merge/combine_row.h"
 #include "merge/partial_results.h"
-#include "schedule.h"
+#include "plan/launch_params.h"
 
 namespace cutlass_kernels::fa2 {
 
@@ -29,9 +29,9 @@ struct DecodeRows {
   using Layout = SharedLayout<Tile>;
   static constexpr int kTilesD = Tile::kHeadDim / 8;
   static constexpr int kRows = Tile::kBlockM;
-  static constexpr int kWarps = SharedKeys<Tile>::kMaxGroups;
+  static constexpr int kWarps = KeySharing<Tile>::kMaxGroups;
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
-  // Of pieces to be merged, in flight: 128 registers, or 64.
+  // Loads of partial results in flight: 128 registers, or 64.
   static constexpr int kLoads = Tile::kBlocksPerSm <= 2 ? 32 : 16;
   // Floats [warp][row][column], where K and V were; then (m, sum) [warp][row]. Rows are eight floats apart in their banks:
   // the threads of a warp write 32 different pairs of banks, or two to each.
@@ -58,7 +58,7 @@ struct DecodeRows {
   // Called by all warps that have a part of the keys, when no one reads K or V any more.
   CUTE_DEVICE void store(const float (&o)[1][kTilesD][4], const float (&row_m)[2],
                          const float (&row_sum)[2]) const {
-    const AttentionParams& p = params.attention;
+    const LaunchParams& p = params.attention;
     const int lane = threadIdx.x % 32;
     const int heads = int(params.pack.divisor);
     const int rows = tokens * heads;
@@ -82,7 +82,7 @@ struct DecodeRows {
       if (lane % 4 == 0) maximum_and_sum(warp, row) = {row_m[r], row_sum[r]};
     }
     __syncthreads();
-    const bool partial = work.pieces > 1;
+    const bool partial = work.num_splits > 1;
     for (int row = warp; row < rows; row += warps) {
       const int token = int(params.pack.divide(row));
       const int of_head = head + row - token * heads;
@@ -115,7 +115,7 @@ struct DecodeRows {
       }
       if (partial) {
         const std::int64_t at =
-            (std::int64_t(work.partial_row) + std::int64_t(work.piece) * tokens + token) *
+            (std::int64_t(work.partial_row) + std::int64_t(work.split) * tokens + token) *
                 p.num_qo_heads +
             of_head;
         float* to = partial_o(p, at);
@@ -153,33 +153,33 @@ struct DecodeRows {
         }
       }
     }
-    if (partial && p.schedule.merge_counters != nullptr) merge_if_last(rows, heads);
+    if (partial && p.schedule.combine_counters != nullptr) merge_if_last(rows, heads);
   }
 
   // By the same warps. Without counters another kernel merges.
   CUTE_DEVICE void merge_if_last(int rows, int heads) const {
-    const AttentionParams& p = params.attention;
+    const LaunchParams& p = params.attention;
     volatile int* is_last = reinterpret_cast<int*>(shared_memory);  // where Q was
     __syncthreads();
     if (threadIdx.x == 0) {
-      const unsigned last = work.pieces - 1;
-      const int counter = merge_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
-      // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block: merge_pieces()
+      const unsigned last = work.num_splits - 1;
+      const int counter = combine_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
+      // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block: combine_splits()
       // reads past the L1 cache, so one thread's fences are enough.
       __threadfence();
-      *is_last = take_ticket(reinterpret_cast<unsigned*>(p.schedule.merge_counters + counter),
+      *is_last = take_ticket(reinterpret_cast<unsigned*>(p.schedule.combine_counters + counter),
                              last + 1) == last;
       __threadfence();
     }
     __syncthreads();
     if (!*is_last) return;
-    const PieceRows pieces{work.q_begin + first_token, tokens, work.partial_row, work.pieces};
+    const SplitRows splits{work.q_begin + first_token, tokens, work.partial_row, work.num_splits};
     for (int row = warp; row < rows; row += warps) {
       const int token = int(params.pack.divide(row));
       const int of_head = head + row - token * heads;
-      store_row<Element>(p,
-                         merge_pieces<kPanels, kLoads>(p, pieces, token, of_head, 0, work.pieces),
-                         std::int64_t(work.q_begin) + first_token + token, of_head);
+      store_row<Element>(
+          p, combine_splits<kPanels, kLoads>(p, splits, token, of_head, 0, work.num_splits),
+          std::int64_t(work.q_begin) + first_token + token, of_head);
     }
   }
 };

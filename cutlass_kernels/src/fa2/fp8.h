@@ -14,21 +14,19 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/ldmatrix.h"
-#include "common/numeric.h"
-#include "fa2/shared.h"
+#include "common/element_types.h"
+#include "common/ptx/ldmatrix.h"
+#include "common/ptx/mma.h"
+#include "fa2/shared_memory.h"
 
 namespace cutlass_kernels::fa2 {
 
-// Products are of fp16 whatever the queries are: it holds all finite numbers of both formats, and one or two instructions
-// convert two of them, where bf16 takes four, more than the products themselves. Queries in bf16 get a factor per row where they
-// do not fit (packed_rows.h), and P, at most 2^8, loses less than in bf16.
+// Products are of fp16 whatever the queries are: it holds all finite numbers of both formats, and one or two
+// instructions convert two of them, where bf16 takes four, more than the products themselves. Queries in bf16 get a
+// factor per row where they do not fit (packed_rows.h), and P, at most 2^8, loses less than in bf16.
 
-// NaN of e4m3 (the largest magnitude) becomes a finite number where no instruction converts, below compute capability 8.9.
-struct e4m3 {};
-struct e5m2 {};
-
-// Bytes kFirst (to the low half) and kSecond of `word` as two fp16 numbers.
+// Bytes kFirst (to the low half) and kSecond of `word` as two fp16 numbers. Below compute capability 8.9, where no
+// instruction converts, NaN of e4m3 (the largest magnitude) becomes a finite number.
 template <class Format, int kFirst, int kSecond>
 CUTE_DEVICE std::uint32_t converted(std::uint32_t word) {
   if constexpr (std::is_same_v<Format, e5m2>) {  // the upper half of fp16
@@ -41,8 +39,9 @@ CUTE_DEVICE std::uint32_t converted(std::uint32_t word) {
                                    : __byte_perm(word, 0, kFirst | kSecond << 4);
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers) : "h"(std::uint16_t(pair)));
 #else
-    // Each byte below eight copies of its sign; moved by 7 bits; the copies taken out, but for the highest. The exponent
-    // then lacks the difference of the biases, which a factor of 2^8 makes up for, exactly, for subnormal numbers too.
+    // Each byte below eight copies of its sign; moved by 7 bits; the copies taken out, but for the highest. The
+    // exponent then lacks the difference of the biases, which a factor of 2^8 makes up for, exactly, for subnormal
+    // numbers too.
     std::uint32_t spread;
     asm("prmt.b32 %0, %1, 0, %2;"
         : "=r"(spread)
@@ -54,11 +53,11 @@ CUTE_DEVICE std::uint32_t converted(std::uint32_t word) {
   }
 }
 
-// s += Q K^T: a warp's rows of Q at `q_rows` and a step of keys at `keys`, where ldmatrix addresses of a lane begin. Fragments
-// of K are read kAhead steps, of 16 keys and 32 columns, before their products.
+// s += Q K^T: a warp's rows of Q at `q_rows` and a step of keys at `keys`, where ldmatrix addresses of a lane begin.
+// Fragments of K are read kAhead steps, of 16 keys and 32 columns, before their products.
 template <class Format, class Tile, int kTilesN>
-CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows,
-                            int swizzle_q, std::uint32_t keys, int swizzle_k) {
+CUTE_DEVICE void add_scores_fp8(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows,
+                                int swizzle_q, std::uint32_t keys, int swizzle_k) {
   using Layout = SharedLayout<Tile>;
   constexpr int kColumns = Tile::kHeadDim / 32;
   constexpr int kPairs = kTilesN / 2;
@@ -101,18 +100,18 @@ CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32
         const std::uint32_t b1 = converted<Format, 2, 3>(word);
         CUTE_UNROLL
         for (int m = 0; m < Tile::kRowTiles; ++m) {
-          mma<fp16::Mma>(s[m][2 * pair + n], a[(2 * column + half) % 4][m], b0, b1);
+          mma<fp16>(s[m][2 * pair + n], a[(2 * column + half) % 4][m], b0, b1);
         }
       }
     }
   }
 }
 
-// o += P V: make_p(k, i) gives register i % 4 of the fragment of P for row tile i / 4 and keys 16 k on. Of 16 columns d, tile
-// 2 (d / 16) of `o` has the even ones, the next one the odd ones.
+// o += P V: make_p(k, i) gives register i % 4 of the fragment of P for row tile i / 4 and keys 16 k on. Of 16 columns
+// d, tile 2 (d / 16) of `o` has the even ones, the next one the odd ones.
 template <class Format, class Tile, int kSteps, class MakeP>
-CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][4],
-                            std::uint32_t values, int swizzle_v, MakeP&& make_p) {
+CUTE_DEVICE void add_values_fp8(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][4],
+                                std::uint32_t values, int swizzle_v, MakeP&& make_p) {
   using Layout = SharedLayout<Tile>;
   constexpr int kColumns = Tile::kHeadDim / 32;
   constexpr int kSlots = Tile::kAhead + 1;
@@ -144,8 +143,8 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][4],
         const std::uint32_t odd[2] = {converted<Format, 1, 3>(low), converted<Format, 1, 3>(high)};
         CUTE_UNROLL
         for (int m = 0; m < Tile::kRowTiles; ++m) {
-          mma<fp16::Mma>(o[m][tile], p[m], even[0], even[1]);
-          mma<fp16::Mma>(o[m][tile + 1], p[m], odd[0], odd[1]);
+          mma<fp16>(o[m][tile], p[m], even[0], even[1]);
+          mma<fp16>(o[m][tile + 1], p[m], odd[0], odd[1]);
         }
       }
     }

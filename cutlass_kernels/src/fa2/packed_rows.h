@@ -1,23 +1,24 @@
 // Tiles of packed heads: short queries, which would leave rows of a tile of one head empty.
 //
 // Row r of the tile is token r / heads, head r % heads of the pack; rows past tokens * heads are nobody's. So the keys
-// that these heads share are read once. They may be split, too: a block then computes one piece of them, and
-// merge/merge_pieces.cu puts the pieces together.
+// that these heads share are read once. They may be split, too: a thread block then computes one KV split, and
+// merge/combine_splits.cu combines the partial results.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "common/element_types.h"
+#include "common/find_work.h"
 #include "common/finish_row.h"
-#include "common/ldmatrix.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/numeric.h"
-#include "common/work.h"
+#include "common/ptx/cp_async.h"
 #include "fa2/params.h"
-#include "fa2/shared.h"
+#include "fa2/shared_memory.h"
 #include "merge/partial_results.h"
-#include "schedule.h"
+#include "plan/launch_params.h"
 
 namespace cutlass_kernels::fa2 {
 
@@ -42,10 +43,10 @@ struct WarpRows<Tile, true> {
   CUTE_DEVICE int pack_head(int row) const { return pack.modulo(warp_row + row); }
 };
 
-// Leaves of a tile's keys the blocks of one piece; none where there are fewer blocks than pieces.
-CUTE_DEVICE void take_piece(const WorkItem& work, int block_n, int& key_begin, int& key_end,
+// Restricts a tile to the KV blocks of one split; none where there are fewer KV blocks than splits.
+CUTE_DEVICE void take_split(const WorkItem& work, int block_n, int& key_begin, int& key_end,
                             int& block_begin, int& block_end) {
-  const PieceBlocks blocks = blocks_of_piece(work, block_end - block_begin);
+  const SplitBlocks blocks = blocks_of_split(work, block_end - block_begin);
   block_end = block_begin + blocks.end;
   block_begin += blocks.begin;
   key_begin = max(key_begin, block_begin * block_n);
@@ -57,7 +58,7 @@ template <class Tile>
 CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared, int q_begin,
                                int row_begin, int row_end, int head, int thread) {
   using Layout = SharedLayout<Tile>;
-  const AttentionParams& p = params.attention;
+  const LaunchParams& p = params.attention;
   const int chunk = thread % Layout::kChunks;
   constexpr int kRowStep = Tile::kThreads / Layout::kChunks;
   CUTE_UNROLL
@@ -105,7 +106,7 @@ struct PackedQ {
 
   CUTE_DEVICE void begin(const KernelParams& params, int q_begin, int row_begin, int row_end,
                          int head) {
-    const AttentionParams& p = params.attention;
+    const LaunchParams& p = params.attention;
     CUTE_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRowStep + first_row;
@@ -189,9 +190,9 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
                               const float (&row_sum)[2]) {
   using Layout = SharedLayout<Tile>;
   constexpr int kTilesD = Tile::kHeadDim / 8;
-  const AttentionParams& p = params.attention;
+  const LaunchParams& p = params.attention;
   const int lane = threadIdx.x % 32;
-  const bool partial = work.pieces > 1;
+  const bool partial = work.num_splits > 1;
   const int rows = row_end - row_at.row_begin;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -215,7 +216,7 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     if (partial) {
       if (token >= row_end) continue;
       const std::int64_t at =
-          (std::int64_t(work.partial_row) + work.piece * rows + token - row_at.row_begin) *
+          (std::int64_t(work.partial_row) + work.split * rows + token - row_at.row_begin) *
               p.num_qo_heads +
           of_head;
       if constexpr (Tile::kKvBytes == 1) {  // four columns of 16 are this lane's

@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
+#include "common/find_work.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/stats.h"
-#include "common/work.h"
+#include "common/tile_order.h"
 #include "cutlass_kernels/params.h"
 
 namespace cutlass_kernels::fa2 {
@@ -21,7 +22,7 @@ struct PagedMatrix {
 };
 
 struct KernelParams {
-  AttentionParams attention;
+  LaunchParams attention;
   LogitsTransform transform;
   FastDivisor chunk;
   int group_size;
@@ -29,8 +30,8 @@ struct KernelParams {
   RowTiles rows;
   // Pages.
   FastDivisor page_size;
-  std::uint32_t num_pages;     // at most 2^31: negative page numbers are not below it either
-  PagedMatrix paged[2];        // K, V
+  std::uint32_t num_pages;  // at most 2^31: as unsigned numbers, negative indices are not below it
+  PagedMatrix paged[2];     // K, V
   std::uint32_t first_v_page;  // PageTable::v_offset
   FastDivisor pack;            // by Schedule::packed_heads
   // The general variant.

@@ -1,198 +1,317 @@
 // The tile table of the fa3 backend, read by host (launch) and device (kernel).
+//
+// A tile is what one CTA computes at a time: 64 query rows for each consumer warpgroup, against KV blocks of kBlockN
+// keys. A larger tile needs fewer instructions and less traffic per product, but its stages must fit the shared
+// memory (227 KB per SM), and its fragments the registers (65536 per SM). The tiles below are the fastest measured
+// (benchmarks/RESULTS.md).
 #pragma once
 
 #include <algorithm>
 
-#include "merge/merge_pieces.h"
+#include "merge/combine_splits.h"
 
 namespace cutlass_kernels::fa3 {
 
 // Rows of a consumer warpgroup: the M of wgmma.
 constexpr int kWarpgroupRows = 64;
 
-// What the pipeline needs from shared memory (227 KB per SM) and registers (65536 per SM) is in conflict with larger blocks,
-// which need fewer instructions per product. The entries below are the fastest measured (benchmarks/RESULTS.md).
-template <int HeadDimQk, int HeadDimVo, int Consumers, int BlockN, int KStages, int VStages,
-          int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters,
-          int BlocksPerSm = 1, bool Gather = false, bool Packed = false, int Producers = 1>
-struct Tile {
-  static_assert(HeadDimQk % 16 == 0,
-                "fa3: Q K^T takes 16 columns per wgmma; those beyond the last 16 would not count.");
-  static_assert(HeadDimVo % 64 == 0,
-                "fa3: O is stored in panels of 64 columns; those beyond the last whole panel would "
-                "never be written.");
-  static_assert(HeadDimVo <= 256, "fa3: one wgmma makes all columns of O, at most 256.");
-  static_assert(!Packed || HeadDimVo <= kMostMergedColumns,
-                "fa3: partial results of split keys have more columns than the merge kernels.");
-  static_assert(BlockN % 32 == 0,
-                "fa3: producers look at 32 keys at a time, a bit or a lane each.");
+// Schedule::tile_kind.
+enum TileKind { kRows, kGeneral, kGather, kPacked };
+
+// ---- What a tile chooses. A tile of the table overrides the defaults in which it differs.
+
+template <int HeadDimQk, int HeadDimVo = HeadDimQk>
+struct TileDefaults {
   static constexpr int kHeadDimQk = HeadDimQk;
   static constexpr int kHeadDimVo = HeadDimVo;
-  static constexpr int kConsumers = Consumers;  // warpgroups, of 64 query rows each
-  static constexpr int kBlockM = kWarpgroupRows * Consumers;
-  static constexpr int kBlockN = BlockN;  // keys per step
-  static constexpr int kKStages = KStages;
-  static constexpr int kVStages = VStages;
-  static constexpr int kQBuffers = QBuffers;  // of 64 query rows, dealt to the warpgroups in turn
-  // O is staged in shared memory of its own, this many panels of 64 columns per warpgroup at a time.
-  static constexpr int kOPanels = OPanels;
-  static constexpr bool kPingPong = PingPong;  // warpgroups take turns in issuing their products
-  static constexpr bool kLazyMax = LazyMax;    // maxima only where they must be taken, see mma.h
-  static constexpr bool kQInRegisters =
-      QInRegisters;  // spares the products a third of their shared memory reads
-  static constexpr int kBlocksPerSm = BlocksPerSm;
-  static constexpr bool kGather = Gather;  // keys come row by row, from pages too small for TMA
-  // Rows are those of several heads that share their keys (packed_rows.h), and keys may be split.
-  static constexpr bool kPacked = Packed;
   static constexpr int kElementBytes = 2;  // of q, k and v
-  static constexpr int kTransposers = 0;   // warps that transpose V
-  static constexpr int kStagedStages = 0;  // blocks of V that wait for them
-  // A warpgroup without rows lets the keys pass, out of step with the others: there are no turns to take.
-  static_assert(!(Packed && PingPong));
-  // Warpgroups of producers. A second one, in kernels that gather, is as many warps more that copy.
-  static constexpr int kProducers = Producers;
-  static constexpr int kCopyWarps = Producers;  // that share the rows of a block of K, and of V
-  static_assert(Producers == 1 || (Gather && Producers == 2));
-  static constexpr int kThreads = 128 * (Producers + Consumers);
 
-  // Registers per thread: at the launch, and after setmaxnreg has moved what the warpgroup of producers does not need
-  // to the consumers. Producers that copy row by row (from small pages, or where a mask may hide keys) need more.
-  static constexpr int kLaunchRegisters = std::min(65536 / BlocksPerSm / kThreads / 8 * 8, 240);
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kBlockN = 128;   // keys of a KV block
+  static constexpr int kKStages = 2;
+  static constexpr int kVStages = 2;
+  // Buffers of 64 query rows, of which warpgroup w uses every kConsumers-th. With two per warpgroup, Q of the next
+  // tile arrives during this one (hd128, 512 keys, full: 224 -> 210 kcycles).
+  static constexpr int kQBuffers = 4;
+  static constexpr int kOPanels = 1;  // of 64 columns of O, staged by a warpgroup at a time
+  static constexpr int kCtasPerSm = 1;
+
+  // Warpgroups take turns in issuing their products.
+  static constexpr bool kPingPong = true;
+  // Maxima only where they must be taken, see consumer.h.
+  static constexpr bool kLazyMax = true;
+  // Q as register operand: products read a third less shared memory.
+  static constexpr bool kQInRegisters = false;
+
+  // Rows of K and V are gathered from pages too small for TMA (load_gather.h).
+  static constexpr bool kGather = false;
+  // Rows are those of several query heads that share a KV head, and keys may be split.
+  static constexpr bool kPacked = false;
+  // Warpgroups. A second one, in kernels that gather, adds warps that copy.
+  static constexpr int kProducers = 1;
+
+  // Of e4m3.
+  static constexpr int kTransposers = 0;   // warps that transpose V (transpose_values.h)
+  static constexpr int kStagedStages = 0;  // KV blocks of V that wait for them
+};
+
+// The tile with rows of packed heads. A warpgroup without rows drains its stages out of step with the others: there
+// are no turns.
+template <class Base>
+struct Packing : Base {
+  static constexpr bool kPacked = true;
+  static constexpr bool kPingPong = false;
+};
+
+// The tile with gathered keys. Two: by a second producer warpgroup, with which two warps copy K, and two V.
+template <class Base>
+struct Gathering : Base {
+  static constexpr bool kGather = true;
+};
+template <class Base>
+struct GatheringByTwo : Gathering<Base> {
+  static constexpr int kProducers = 2;
+};
+
+// ---- What follows from it.
+
+template <class Choices>
+struct Tile : Choices {
+  using Choices::kConsumers, Choices::kProducers, Choices::kCtasPerSm, Choices::kTransposers;
+  static_assert(Choices::kHeadDimQk % 16 == 0,
+                "fa3: Q K^T takes 16 columns per wgmma; those beyond the last 16 would not count.");
+  static_assert(Choices::kHeadDimVo % 64 == 0,
+                "fa3: O is stored in panels of 64 columns; those beyond the last whole panel would "
+                "never be written.");
+  static_assert(Choices::kHeadDimVo <= 256, "fa3: one wgmma makes all columns of O, at most 256.");
+  static_assert(!Choices::kPacked || Choices::kHeadDimVo <= kMostCombinedColumns,
+                "fa3: partial results have more columns than the kernels that combine them.");
+  static_assert(Choices::kBlockN % 32 == 0,
+                "fa3: producers look at 32 keys at a time, a bit or a lane each.");
+  static_assert(kProducers == 1 || (kProducers == 2 && Choices::kGather));
+  static_assert(!(Choices::kPacked && Choices::kPingPong), "see Packing");
+
+  static constexpr int kBlockM = kWarpgroupRows * kConsumers;
+  static constexpr int kThreads = 128 * (kProducers + kConsumers);
+  static constexpr int kCopyWarps =
+      kProducers;  // warps that share the rows of a KV block of K, and as many for V
+
+  // Registers per thread: at the launch, and after setmaxnreg has moved what the producer warpgroup does not need to
+  // the consumers. Producers that copy row by row (from small pages, or V under a custom mask) or transpose need
+  // more.
+  static constexpr int kLaunchRegisters = std::min(65536 / kCtasPerSm / kThreads / 8 * 8, 240);
   static constexpr int producer_registers(bool copies_rows) {
-    if (Consumers > 2 || BlocksPerSm > 1) return copies_rows ? 56 : 32;
-    return Producers == 1 && (copies_rows || Gather) ? 56 : 40;
+    if (kTransposers > 0) return 56;
+    if (kConsumers > 2 || kCtasPerSm > 1) return copies_rows ? 56 : 32;
+    return kProducers == 1 && (copies_rows || Choices::kGather) ? 56 : 40;
   }
   static constexpr int consumer_registers(bool copies_rows) {
     return std::min(
-        (kLaunchRegisters * kThreads - producer_registers(copies_rows) * 128 * Producers) /
-            (128 * Consumers) / 8 * 8,
+        (kLaunchRegisters * kThreads - producer_registers(copies_rows) * 128 * kProducers) /
+            (128 * kConsumers) / 8 * 8,
         240);
   }
 };
 
-// Warpgroups of producers that gather, where registers allow two: then two warps copy K, and two V.
-constexpr int kGatherWarpgroups = 2;
+// ---- The tiles. In front of each: query rows x keys of a KV block, shared memory, registers of producer and consumer
+// threads. A row of S and of O takes kBlockN / 2 and head_dim_vo / 2 registers of each consumer thread, and P half of
+// S's (16 bits).
 
-// A tile of e4m3. Of the warpgroup of producers two warps transpose V (transpose_values.h).
-template <int HeadDim, int Consumers, int BlockN, int KStages, int StagedStages, int VStages,
-          int QBuffers, int OPanels, bool PingPong, bool LazyMax, bool QInRegisters, bool Packed>
-struct Fp8Tile : Tile<HeadDim, HeadDim, Consumers, BlockN, KStages, VStages, QBuffers, OPanels,
-                      PingPong, LazyMax, QInRegisters, 1, false, Packed> {
-  using Base = Tile<HeadDim, HeadDim, Consumers, BlockN, KStages, VStages, QBuffers, OPanels,
-                    PingPong, LazyMax, QInRegisters, 1, false, Packed>;
-  static constexpr int kElementBytes = 1;
-  static constexpr int kTransposers = 2;
-  static constexpr int kStagedStages = StagedStages;
-
-  static constexpr int producer_registers(bool) { return 56; }
-  static constexpr int consumer_registers(bool) {
-    return std::min((Base::kLaunchRegisters * Base::kThreads - producer_registers(false) * 128) /
-                        (128 * Consumers) / 8 * 8,
-                    240);
-  }
+// 192 x 128, 137 KB, 32 / 160. Three warpgroups fit, as O takes only 32 registers. Bound by instructions and
+// exponentials: ping-pong 1867 -> 1778, lazy maxima 1778 -> 1615 kcycles (4k, full).
+struct Hd64Large : TileDefaults<64> {
+  static constexpr int kConsumers = 3;
+  static constexpr int kQBuffers = 6;
+};
+// 64 x 64, 57 KB, 32 / 128, three independent CTAs per SM cover the starts and ends of short tiles. Under a causal
+// mask of 512 (1k) keys 16 % (10 %) faster than Large, at 2k keys 7 % slower; without a mask 5 % and 7 %, at 2k 15 %
+// slower.
+struct Hd64Small : TileDefaults<64> {
+  static constexpr int kConsumers = 1;
+  static constexpr int kBlockN = 64;
+  static constexpr int kKStages = 3;
+  static constexpr int kQBuffers = 1;
+  static constexpr int kCtasPerSm = 3;
+  static constexpr bool kPingPong = false;
+};
+// 128 x 128, 113 KB, 56 / 224: bits and biases take the registers of the third warpgroup.
+struct Hd64General : TileDefaults<64> {};
+// 128 x 128, 177 KB, 40 / 232. Decoding is bound by memory: more stages keep more loads in flight.
+struct Hd64Packed : Packing<Hd64General> {
+  static constexpr int kKStages = 4;
+  static constexpr int kVStages = 4;
 };
 
-// Schedule::tile_kind.
-enum TileKind { kRows, kGeneral, kGather, kPacked };
+// 128 x 128, 225 KB, 40 / 232: S 64, P 32, O 64 and Q 32 registers. Q in registers: full 1289 -> 1272, with lazy
+// maxima 1240 kcycles (4k). Three K stages instead of two make no difference; KV blocks of 160 or 176 keys are 2 to 4
+// % slower.
+struct Hd128FewKeys : TileDefaults<128> {
+  static constexpr int kOPanels = 2;
+};
+struct Hd128Large : Hd128FewKeys {
+  static constexpr bool kQInRegisters = true;
+};
+// 64 x 128, 177 KB, 40 / 240: one warpgroup, twice as many tiles. 8 heads of 1k tokens: 16.2 -> 13.8 us.
+struct Hd128Small : Hd128FewKeys {
+  static constexpr int kConsumers = 1;
+  static constexpr int kQBuffers = 2;
+  static constexpr bool kPingPong = false;
+};
 
-// Large: long queries and keys. FewKeys: as many rows, where a row sees few keys: what a tile costs beside its blocks of keys
-// counts more than the cost of a block. Small: fewer rows, for queries that are few or short; Large itself where there is
-// no smaller tile.
+// 128 x 128, 225 KB, 40 / 232. No second Q buffer fits: Q of a tile arrives after the last product with the previous
+// one's.
+struct Hd192Large : TileDefaults<192, 128> {
+  static constexpr int kQBuffers = 2;
+};
+
+// 128 x 64, 225 KB, 40 / 232: O takes 128 registers, S of 64 keys 32. 192 KB are K, V and one Q.
+struct Hd256Large : TileDefaults<256> {
+  static constexpr int kBlockN = 64;
+  static constexpr int kQBuffers = 2;
+  static constexpr int kOPanels = 2;
+  static constexpr bool kLazyMax = false;
+};
+
+// e4m3: a KV block costs half the bytes and half the tensor core time. Two warps of the producer warpgroup transpose V.
+template <int HeadDim>
+struct Fp8Defaults : TileDefaults<HeadDim> {
+  static constexpr int kElementBytes = 1;
+  static constexpr int kTransposers = 2;
+  static constexpr int kStagedStages = 2;
+  static constexpr int kKStages = 3;
+  static constexpr int kVStages = 3;
+};
+// 192 x 128, 179 KB, 56 / 152.
+struct Hd64Fp8Large : Fp8Defaults<64> {
+  static constexpr int kConsumers = 3;
+  static constexpr int kQBuffers = 6;
+};
+// 128 x 128, 187 KB, 56 / 224.
+struct Hd64Fp8Packed : Packing<Fp8Defaults<64>> {
+  static constexpr int kKStages = 4;
+  static constexpr int kStagedStages = 3;
+};
+// 192 x 96, 167 KB, 56 / 152: three warpgroups have no registers for S of 128 keys beside O.
+struct Hd128Fp8Large : Fp8Defaults<128> {
+  static constexpr int kConsumers = 3;
+  static constexpr int kBlockN = 96;
+  static constexpr int kQBuffers = 6;
+  static constexpr int kVStages = 2;
+};
+// 128 x 128, 179 KB, 56 / 224.
+struct Hd128Fp8Packed : Packing<Fp8Defaults<128>> {};
+// 128 x 96, 210 KB, 56 / 224.
+struct Hd256Fp8Large : Fp8Defaults<256> {
+  static constexpr int kBlockN = 96;
+  static constexpr int kKStages = 2;
+  static constexpr int kVStages = 2;
+  static constexpr int kQBuffers = 2;
+};
+// 128 x 64, 194 KB, 56 / 224.
+struct Hd256Fp8Packed : Packing<Fp8Defaults<256>> {
+  static constexpr int kBlockN = 64;
+  static constexpr int kKStages = 2;
+  static constexpr int kVStages = 2;
+  static constexpr int kQBuffers = 2;
+  static constexpr int kOPanels = 2;
+};
+
+// ---- Which tile serves which problem (choose_tile.h).
 //
-// General: for custom masks, ALiBi and factors that only the device knows. Gather: for pages of a size that is no multiple of
-// 8, in place of Large, and GatherSmall and GatherGeneral in place of Small and General. Packed: for short queries, and PackedGather for both.
+// Large         long queries and keys.
+// FewKeys       as many rows, for rows that see few keys: the cost of a tile beside its KV blocks counts more.
+// Small         fewer rows, for queries that are few or short; Large itself where there is no smaller tile.
+// General       custom masks, ALiBi, statistics, and factors that only the device knows.
+// Gather...     in place of Large, Small and General for pages of a size that is no multiple of 8.
+// Packed...     short queries: the rows of several heads share a tile, and keys may be split.
 //
-// kFewTiles: with fewer tiles of the large kind than this, the small one is taken.
-// kSmallUpToKeys: so it is where a mask is and rows see no more keys than this, on average.
+// few_tiles(SMs)  with fewer tiles of the large kind than this on a device of so many SMs, the small one is taken.
+// kSmallUpToKeys  so it is where a mask is and rows see no more keys than this, on average.
 template <int HeadDimQk, int HeadDimVo>
 struct TileTable;
 
 template <>
 struct TileTable<64, 64> {
-  using Large = Tile<64, 64, 3, 128, 2, 2, 6, 1, true, true, false>;
+  using Large = Tile<Hd64Large>;
   using FewKeys = Large;
-  // Three independent blocks per SM: under a causal mask of 512 (1k) keys 16 % (10 %) faster than Large, at 2k keys 7 %
-  // slower; without a mask 5 % and 7 %, at 2k 15 % slower.
-  using Small = Tile<64, 64, 1, 64, 3, 2, 1, 1, false, true, false, 3>;
-  using General = Tile<64, 64, 2, 128, 2, 2, 4, 1, true, true, false>;
-  using Gather = Tile<64, 64, 3, 128, 2, 2, 6, 1, true, true, false, 1, true>;
-  using GatherSmall = Tile<64, 64, 1, 64, 3, 2, 1, 1, false, true, false, 3, true>;
-  using GatherGeneral = Tile<64, 64, 2, 128, 2, 2, 4, 1, true, true, false, 1, true>;
-  using Packed = Tile<64, 64, 2, 128, 4, 4, 4, 1, false, true, false, 1, false, true>;
-  using PackedGather = Tile<64, 64, 2, 128, 4, 4, 4, 1, false, true, false, 1, true, true>;
-  static constexpr int kFewTiles = 132;
+  using Small = Tile<Hd64Small>;
+  using General = Tile<Hd64General>;
+  using Gather = Tile<Gathering<Hd64Large>>;
+  using GatherSmall = Tile<Gathering<Hd64Small>>;
+  using GatherGeneral = Tile<Gathering<Hd64General>>;
+  using Packed = Tile<Hd64Packed>;
+  using PackedGather = Tile<Gathering<Hd64Packed>>;
+  static constexpr int few_tiles(int multiprocessors) { return multiprocessors; }
   static constexpr int kSmallUpToKeys = 1024;
 };
 
 template <>
 struct TileTable<128, 128> {
-  using Large = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, true>;
-  using FewKeys = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false>;
-  // Twice as many SMs for no more tiles than half of 132: 8 heads of 1k tokens 17 % faster.
-  using Small = Tile<128, 128, 1, 128, 2, 2, 2, 2, false, true, false>;
+  using Large = Tile<Hd128Large>;
+  using FewKeys = Tile<Hd128FewKeys>;
+  using Small = Tile<Hd128Small>;
   using General = FewKeys;  // the registers that could hold Q hold bits
-  using Gather =
-      Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false, 1, true, false, kGatherWarpgroups>;
+  using Gather = Tile<GatheringByTwo<Hd128FewKeys>>;
   using GatherSmall = Gather;
-  using GatherGeneral = Tile<128, 128, 2, 128, 2, 2, 4, 2, true, true, false, 1, true>;
-  using Packed = Tile<128, 128, 2, 128, 2, 2, 4, 2, false, true, false, 1, false, true>;
-  using PackedGather = Tile<128, 128, 2, 128, 2, 2, 4, 2, false, true, false, 1, true, true>;
-  static constexpr int kFewTiles = 67;
+  using GatherGeneral = Tile<Gathering<Hd128FewKeys>>;
+  using Packed = Tile<Packing<Hd128FewKeys>>;
+  using PackedGather = Tile<Gathering<Packing<Hd128FewKeys>>>;
+  // Up to half as many as SMs: the small tile, which has half the rows, then still runs all at once.
+  static constexpr int few_tiles(int multiprocessors) { return multiprocessors / 2 + 1; }
   static constexpr int kSmallUpToKeys = 0;
 };
 
 template <>
 struct TileTable<192, 128> {
-  using Large = Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false>;
+  using Large = Tile<Hd192Large>;
   using FewKeys = Large;
   using Small = Large;
   using General = Large;
-  using Gather =
-      Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false, 1, true, false, kGatherWarpgroups>;
+  using Gather = Tile<GatheringByTwo<Hd192Large>>;
   using GatherSmall = Gather;
-  using GatherGeneral = Tile<192, 128, 2, 128, 2, 2, 2, 1, true, true, false, 1, true>;
-  using Packed = Tile<192, 128, 2, 128, 2, 2, 2, 1, false, true, false, 1, false, true>;
-  using PackedGather = Tile<192, 128, 2, 128, 2, 2, 2, 1, false, true, false, 1, true, true>;
-  static constexpr int kFewTiles = 0;
+  using GatherGeneral = Tile<Gathering<Hd192Large>>;
+  using Packed = Tile<Packing<Hd192Large>>;
+  using PackedGather = Tile<Gathering<Packing<Hd192Large>>>;
+  static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };
 
 template <>
 struct TileTable<256, 256> {
-  using Large = Tile<256, 256, 2, 64, 2, 2, 2, 2, true, false, false>;
+  using Large = Tile<Hd256Large>;
   using FewKeys = Large;
   using Small = Large;
   using General = Large;
-  // One warpgroup of producers: a product of 256 columns needs more registers than 512 threads are launched with.
-  using Gather = Tile<256, 256, 2, 64, 2, 2, 2, 2, true, false, false, 1, true>;
+  // One producer warpgroup: a product of 256 columns needs more registers than 512 threads are launched with.
+  using Gather = Tile<Gathering<Hd256Large>>;
   using GatherSmall = Gather;
   using GatherGeneral = Gather;
-  using Packed = Tile<256, 256, 2, 64, 2, 2, 2, 2, false, false, false, 1, false, true>;
-  using PackedGather = Tile<256, 256, 2, 64, 2, 2, 2, 2, false, false, false, 1, true, true>;
-  static constexpr int kFewTiles = 0;
+  using Packed = Tile<Packing<Hd256Large>>;
+  using PackedGather = Tile<Gathering<Packing<Hd256Large>>>;
+  static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };
 
-// The tiles of e4m3. The rest of what 16-bit tensors have tiles for is computed from copies of 16 bits.
+// The tiles of e4m3. Problems that need another tile are computed from copies of 16 bits.
 template <int HeadDim>
 struct Fp8TileTable;
 
 template <>
 struct Fp8TileTable<64> {
-  using Large = Fp8Tile<64, 3, 128, 3, 2, 3, 6, 1, true, true, false, false>;
-  using Packed = Fp8Tile<64, 2, 128, 4, 3, 3, 4, 1, false, true, false, true>;
+  using Large = Tile<Hd64Fp8Large>;
+  using Packed = Tile<Hd64Fp8Packed>;
 };
 
 template <>
 struct Fp8TileTable<128> {
-  using Large = Fp8Tile<128, 3, 96, 3, 2, 2, 6, 1, true, true, false, false>;
-  using Packed = Fp8Tile<128, 2, 128, 3, 2, 3, 4, 1, false, true, false, true>;
+  using Large = Tile<Hd128Fp8Large>;
+  using Packed = Tile<Hd128Fp8Packed>;
 };
 
 template <>
 struct Fp8TileTable<256> {
-  using Large = Fp8Tile<256, 2, 96, 2, 2, 2, 2, 1, true, true, false, false>;
-  using Packed = Fp8Tile<256, 2, 64, 2, 2, 2, 2, 2, false, true, false, true>;
+  using Large = Tile<Hd256Fp8Large>;
+  using Packed = Tile<Hd256Fp8Packed>;
 };
 
 }  // namespace cutlass_kernels::fa3

@@ -5,19 +5,9 @@
 
 namespace cutlass_kernels::fa3 {
 
-template <int HeadDim>
-TileShape fp8_tile_shape(const AttentionParams& params, int /* compute_capability */) {
-  using Tiles = Fp8TileTable<HeadDim>;
-  const int heads = packed_heads(params, kWarpgroupRows);
-  if (packs(params, heads, Tiles::Large::kBlockM)) {
-    return packed_tile_shape<typename Tiles::Packed>(params, heads);
-  }
-  return {Tiles::Large::kBlockM, kRows};
-}
-
 // Factors that only the device knows are folded into the softmax's scale where a tile is of one head.
 template <class Element, int HeadDim>
-Status launch_fp8_to(const AttentionParams& params, cudaStream_t stream) {
+Status launch_fp8_to(const LaunchParams& params, cudaStream_t stream) {
   using Tiles = Fp8TileTable<HeadDim>;
   if (is_packed_schedule<typename Tiles::Packed>(params)) {
     return launch_logits<Element, typename Tiles::Packed>(params, stream);
@@ -33,7 +23,7 @@ Status launch_fp8_to(const AttentionParams& params, cudaStream_t stream) {
 
 // Both kernels write e4m3, too.
 template <int HeadDim>
-Status launch_fp8(const AttentionParams& params, cudaStream_t stream) {
+Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
   return params.o_dtype == DType::kFloat16 ? launch_fp8_to<Fp8To<fp16>, HeadDim>(params, stream)
                                            : launch_fp8_to<Fp8To<bf16>, HeadDim>(params, stream);
 }

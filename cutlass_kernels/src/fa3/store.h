@@ -7,7 +7,7 @@
 #include "common/finish_row.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
-#include "fa3/shared.h"
+#include "fa3/shared_memory.h"
 #include "fa3/store_e4m3.h"
 #include "fa3/tensor_map.h"
 
@@ -37,7 +37,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
                             std::uint32_t staging) {
   using Layout = Shared<Tile>;
   using Output = typename Element::Output;
-  const AttentionParams& p = params.attention;
+  const LaunchParams& p = params.attention;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
   const int warp_row = job.row_begin + warpgroup * kWarpgroupRows + warp * 16;  // in the request

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/element_types.h"
 #include "common/numeric.h"
 
 namespace cutlass_kernels::fa3 {

@@ -5,7 +5,7 @@
 #include "common/finish_row.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
-#include "fa3/shared.h"
+#include "fa3/shared_memory.h"
 #include "fa3/store.h"
 #include "fa3/store_e4m3.h"
 #include "merge/partial_results.h"
@@ -19,7 +19,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
                                    float (&o)[Tile::kHeadDimVo / 2], char* staging) {
   using Layout = Shared<Tile>;
   using Output = typename Element::Output;
-  const AttentionParams& p = params.attention;
+  const LaunchParams& p = params.attention;
   const PackedRows& packed = params.packed;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;

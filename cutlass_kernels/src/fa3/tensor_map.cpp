@@ -1,4 +1,5 @@
 #include "fa3/tensor_map.h"
+#include "common/element_bytes.h"
 
 #include <cuda_runtime_api.h>
 
@@ -6,7 +7,7 @@
 #include <atomic>
 
 #include "cuda_failure.h"
-#include "registry.h"
+#include "registry/registry.h"
 
 namespace cutlass_kernels::fa3 {
 namespace {
@@ -89,7 +90,8 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
   return {StatusCode::kCudaError, text + ". fa2 needs no such description."};
 }
 
-// Strides that are never used, along a dimension of size one, may be anything; the encoder wants them in range all the same.
+// Strides that are never used, along a dimension of size one, may be anything; the encoder wants them in range all
+// the same.
 cuuint64_t stride_bytes(DType dtype, std::int64_t size, std::int64_t stride) {
   return size > 1 ? size_of(dtype) * stride : 16;
 }

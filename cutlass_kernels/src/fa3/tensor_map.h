@@ -1,15 +1,16 @@
 // Tensor maps: how TMA sees a [tokens, heads, dim] tensor whose requests lie one after the other.
 //
-// A request's rows must end at its last one: TMA fills what lies outside a map with zeros on load (a neighbour's V may be
-// infinite, and 0 * inf is not 0) and leaves it alone on store. A map per request would need the lengths on the host,
-// so the end of the request is a coordinate:
+// A request's rows must end at its last one: TMA fills what lies outside a map with zeros on load (a neighbour's V
+// may be infinite, and 0 * inf is not 0) and leaves it alone on store. A map per request would need the lengths on
+// the host, so the end of the request is a coordinate:
 //
 //   coordinates (d, row, head, end, wrap), sizes (dim, R, heads, tokens + 1, R + 1), R = 2^30,
 //   strides (1, token, head, token, 2^34 bytes - token)
 //
-// Row i of a request of n rows that ends before token `end` has row = R - n + i, so that the row after its last, R, is out of
-// bounds, and wrap = R, which takes R tokens off again: R * (2^34 - token) = -R * token modulo 2^64. The address is
-// data + (end - n + i) * token. (Shifting the map's base address by -R tokens instead is illegal: TMA touches it.)
+// Row i of a request of n rows that ends before token `end` has row = R - n + i, so that the row after its last, R,
+// is out of bounds, and wrap = R, which takes R tokens off again: R * (2^34 - token) = -R * token modulo 2^64. The
+// address is data + (end - n + i) * token. (Shifting the map's base address by -R tokens instead is illegal: TMA
+// touches it.)
 #pragma once
 
 #include <cuda.h>
@@ -37,8 +38,8 @@ constexpr int kMapRows = 1 << 30;  // R: no request may be longer
 Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
                        CUtensorMap* map);
 
-/// The same with rows and heads exchanged, coordinates (d, head, row, end, wrap), and boxes of `box_heads` heads by `box_rows`
-/// rows: rows of packed heads.
+/// The same with rows and heads exchanged, coordinates (d, head, row, end, wrap), and boxes of `box_heads` heads by
+/// `box_rows` rows: rows of packed heads.
 Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype,
                               int box_heads, int box_rows, CUtensorMap* map);
 

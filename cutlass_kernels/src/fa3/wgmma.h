@@ -1,7 +1,7 @@
 // wgmma: asynchronous 64 x N x 16 (e4m3: 64 x N x 32) products of a warpgroup, fp32 accumulators.
 //
-// Thread t of the warpgroup holds rows r and r + 8, r = 16 (t / 32) + t % 32 / 4, of the 64 x N accumulator:
-// d[4 j + {0, 1}] = (r, 8 j + 2 (t % 4) + {0, 1}), d[4 j + {2, 3}] the same of r + 8. As an A operand, 16 columns of such a
+// Thread t of the warpgroup holds rows r and r + 8, r = 16 (t / 32) + t % 32 / 4, of the 64 x N accumulator: d[4 j +
+// {0, 1}] = (r, 8 j + 2 (t % 4) + {0, 1}), d[4 j + {2, 3}] the same of r + 8. As an A operand, 16 columns of such a
 // matrix are four registers of packed pairs in the same order, so P needs no exchange between threads. For e4m3 see
 // transpose_values.h.
 #pragma once
@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/numeric.h"
+#include "common/element_types.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -35,9 +35,9 @@ CUTE_DEVICE void pin(std::uint32_t (&values)[kSize]) {
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
-// Descriptor of a matrix of 128-byte rows with the 128-byte swizzle (PTX ISA, "Shared Memory Matrix Layout"): address / 16
-// in bits 0-13, leading byte offset / 16 in 16-29, stride byte offset / 16 in 32-45, swizzle in 62-63. Eight rows are
-// 1024 bytes apart from the next eight.
+// Descriptor of a matrix of 128-byte rows with the 128-byte swizzle (PTX ISA, "Shared Memory Matrix Layout"): address
+// / 16 in bits 0-13, leading byte offset / 16 in 16-29, stride byte offset / 16 in 32-45, swizzle in 62-63. Eight
+// rows are 1024 bytes apart from the next eight.
 CUTE_DEVICE std::uint64_t descriptor(std::uint32_t address, std::uint32_t leading_bytes) {
   return std::uint64_t((address & 0x3ffff) >> 4) | std::uint64_t(leading_bytes >> 4) << 16 |
          std::uint64_t(1024 >> 4) << 32 | std::uint64_t(1) << 62;

@@ -6,9 +6,9 @@
 #include <limits>
 #include <string>
 
+#include "common/element_bytes.h"
 #include "cutlass_kernels/attention.h"
-#include "registry.h"
-#include "schedule.h"
+#include "plan/plan.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -242,46 +242,34 @@ std::size_t fmha_v2_workspace_size(const FmhaV2Params& params, Backend backend) 
     sizes.total_kv = keys_in_pages(params.batch_size, params.max_kv_len, params.num_pages,
                                    std::max(params.page_size, 1));
   }
-  // Whatever is still to be told: a single request has offsets, too, and options may ask for other tiles.
-  const std::int32_t offset = 0;
+  // Whatever is still to be told: a single request has indptrs, too, and options may ask for other tiles.
+  const std::int32_t indptr = 0;
   const float option = 0.0f;
-  sizes.qo_indptr = sizes.kv_indptr = &offset;
-  std::size_t most = 0;
-  for (const float* slopes : {static_cast<const float*>(nullptr), &option}) {
-    for (const std::int32_t longest : {params.max_q_len, 0}) {
-      sizes.alibi.slopes = slopes;
-      sizes.max_qo_len = longest;
-      most = std::max(most, workspace_size(sizes, backend));
-    }
-  }
+  sizes.qo_indptr = sizes.kv_indptr = &indptr;
+  std::size_t most = workspace_size(sizes, backend);
+  sizes.alibi.slopes = &option;
+  most = std::max(most, workspace_size(sizes, backend));
   return kFmhaV2CounterBytes + most;
 }
 
 Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes,
                cudaStream_t stream, Backend backend) {
-  AttentionParams attention_params;
-  if (Status status = describe(params, &attention_params); !status.ok()) return status;
+  AttentionParams problem;
+  if (Status status = describe(params, &problem); !status.ok()) return status;
   if (params.total_q == 0) return Status::success();
-  if (workspace == nullptr) return attention(attention_params, nullptr, 0, stream, backend);
   if (Status status = check_aligned("The workspace of fmha_v2()", workspace); !status.ok()) {
     return status;
   }
-  if (workspace_bytes < kFmhaV2CounterBytes) {
+  if (workspace != nullptr && workspace_bytes < kFmhaV2CounterBytes) {
     return {StatusCode::kWorkspaceTooSmall,
             "fmha_v2() needs a workspace of " + number(kFmhaV2CounterBytes) +
                 " bytes or more, got " + number(workspace_bytes) +
                 "; fmha_v2_workspace_size() tells how many it can use."};
   }
-  take_counters(static_cast<std::int32_t*>(workspace), &attention_params.schedule);
-  void* room = static_cast<char*>(workspace) + kFmhaV2CounterBytes;
-  const std::size_t bytes = workspace_bytes - kFmhaV2CounterBytes;
-  if (prefers_list(attention_params, backend)) {
-    AttentionParams listed = attention_params;
-    listed.max_qo_len = 0;
-    std::size_t needed = 0;
-    if (call_size(listed, backend, &needed).ok() && needed <= bytes) attention_params = listed;
-  }
-  return attention(attention_params, room, bytes, stream, backend);
+  auto* counters = static_cast<std::int32_t*>(workspace);
+  if (workspace == nullptr) return run_once(problem, backend, nullptr, 0, counters, stream);
+  return run_once(problem, backend, static_cast<char*>(workspace) + kFmhaV2CounterBytes,
+                  workspace_bytes - kFmhaV2CounterBytes, counters, stream);
 }
 
 void fmha_v2_alibi_slopes(std::int32_t num_heads, float* slopes) {

@@ -12,8 +12,9 @@
 #include <string>
 #include <utility>
 
-#include "common/elements.h"
-#include "common/mask.h"
+#include "common/chunk.h"
+#include "common/element_bytes.h"
+#include "common/fast_divisor.h"
 #include "cuda_failure.h"
 #include "cutlass_kernels/merge.h"
 
@@ -192,15 +193,13 @@ Kernel kernel_for(bool pair, int num_states) {
 Kernel kernel_for(DType dtype, bool pair, int num_states) {
   switch (dtype) {
     case DType::kFloat16:
-      return kernel_for<Float16>(pair, num_states);
+      return kernel_for<fp16>(pair, num_states);
     case DType::kBFloat16:
-      return kernel_for<BFloat16>(pair, num_states);
+      return kernel_for<bf16>(pair, num_states);
     default:
-      return kernel_for<Float32>(pair, num_states);
+      return kernel_for<fp32>(pair, num_states);
   }
 }
-
-int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 std::string fault_in(const MergeSizes& sizes) {
   if (sizes.dtype != DType::kFloat16 && sizes.dtype != DType::kBFloat16 &&

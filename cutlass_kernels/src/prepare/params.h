@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/mask.h"
+#include "common/fast_divisor.h"
 #include "cutlass_kernels/prepare.h"
 #include "prepare/rotation.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "common/elements.h"
+#include "common/chunk.h"
 #include "cuda_failure.h"
 #include "cutlass_kernels/prepare.h"
 #include "prepare/params.h"
@@ -155,9 +155,9 @@ __global__ void __launch_bounds__(kThreads, kRotated ? 3 : 4)
   char* to = part.to + std::int64_t(row) * (2 * part.heads * part.head_dim);
   switch (part.dtype) {
     case DType::kFloat8E4M3:
-      return copy_row<E4M3, Out, kRotated>(part, share, from, to, turns, place.position);
+      return copy_row<e4m3, Out, kRotated>(part, share, from, to, turns, place.position);
     case DType::kFloat8E5M2:
-      return copy_row<E5M2, Out, kRotated>(part, share, from, to, turns, place.position);
+      return copy_row<e5m2, Out, kRotated>(part, share, from, to, turns, place.position);
     default:
       return copy_row<Out, Out, kRotated>(part, share, from, to, turns, place.position);
   }
@@ -293,10 +293,9 @@ Status launch(PrepareKernelParams& p, bool rotated, DType dtype, cudaStream_t st
     return Status::invalid("The copies take " + std::to_string(blocks) +
                            " blocks, more than one launch has: split the batch.");
   }
-  auto* kernel =
-      dtype == DType::kFloat16
-          ? (rotated ? &prepare_kernel<Float16, true> : &prepare_kernel<Float16, false>)
-          : (rotated ? &prepare_kernel<BFloat16, true> : &prepare_kernel<BFloat16, false>);
+  auto* kernel = dtype == DType::kFloat16
+                     ? (rotated ? &prepare_kernel<fp16, true> : &prepare_kernel<fp16, false>)
+                     : (rotated ? &prepare_kernel<bf16, true> : &prepare_kernel<bf16, false>);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(kThreads);

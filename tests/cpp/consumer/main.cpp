@@ -124,13 +124,12 @@ void check_misaligned_memory() {
   alignas(16) static char memory[64];  // never read
   static const std::int32_t indptr[3] = {0, 70, 200};
   ck::AttentionParams params = problem(ck::list_kernels().front());
-  ck::Schedule schedule;
   params.qo_indptr = params.kv_indptr = indptr;
   params.q = params.k = params.v = {memory, 256, 256};
   params.o = {memory, 1024, 256};
   for (const std::size_t bytes : {std::size_t(0), std::size_t(1) << 30}) {
-    const auto made = ck::make_schedule(params, memory + 8, bytes, nullptr, &schedule);
-    require_refusal(made, "8 bytes after a multiple of 16");
+    require_refusal(ck::attention(params, memory + 8, bytes, nullptr),
+                    "8 bytes after a multiple of 16");
     require_refusal(ck::attention(params, memory + 4, bytes, nullptr), "16-byte aligned");
   }
   params.q.data = memory + 8;
@@ -210,8 +209,9 @@ void check_without_gpu() {
                                            200};  // never read: the call fails before any launch
     ck::AttentionParams planned = params;
     planned.qo_indptr = planned.kv_indptr = indptr;
-    ck::Schedule schedule;
-    status = ck::make_schedule(planned, nullptr, 0, nullptr, &schedule);
+    ck::Plan plan;
+    status = ck::make_plan(planned, &plan);
+    if (status.ok()) status = ck::make_schedule(plan, planned, nullptr, 0, nullptr);
     require(!status.ok() && !status.message.empty(), "a schedule without workspace is refused");
     std::printf("  %s\n", status.message.c_str());
   }

@@ -14,8 +14,7 @@
 #include "fa2/params.h"
 #include "fa3/params.h"
 #include "mask_extents.h"
-#include "registry.h"
-#include "schedule.h"
+#include "plan/plan.h"
 #include "stand_in_cuda.h"
 
 namespace ck = cutlass_kernels;
@@ -26,6 +25,12 @@ void require(bool condition, const std::string& what) {
   if (condition) return;
   std::printf("FAILED: %s\n", what.c_str());
   std::exit(1);
+}
+
+void require_refusal(const ck::Status& status, const std::string& fragment) {
+  require(status.code == ck::StatusCode::kInvalidArgument &&
+              status.message.find(fragment) != std::string::npos,
+          "a refusal that says '" + fragment + "', not '" + status.message + "'");
 }
 
 constexpr std::uintptr_t kWorkspace = std::uintptr_t(1) << 40;  // addresses are never read
@@ -54,44 +59,45 @@ ck::AttentionParams batch(ck::DType q_dtype, ck::DType kv_dtype, int head_dim, i
   return params;
 }
 
-/// Bytes [begin, end) that a kernel reads or writes in the workspace, and their name.
-struct Range {
-  std::uintptr_t begin, end;
-  std::string name;
-};
-
-std::vector<Range> ranges_of(const ck::AttentionParams& params) {
-  const ck::Schedule& s = params.schedule;
-  std::vector<Range> ranges;
-  const auto add = [&](const void* begin, std::size_t bytes, const char* name) {
-    const auto address = reinterpret_cast<std::uintptr_t>(begin);
-    if (begin != nullptr && bytes > 0) ranges.push_back({address, address + bytes, name});
+/// Regions of a workspace lie inside it, nothing on top of anything else, and the kernel was given their addresses.
+void check_layout(const ck::WorkspaceLayout& layout, const ck::Schedule& schedule,
+                  const std::string& what) {
+  struct Placed {
+    std::size_t begin, end;
+    const void* given;
+    const char* name;
   };
-  add(s.next_tile, 2 * sizeof(std::int32_t), "tile counters");
-  add(s.work_list, s.capacity * sizeof(ck::WorkItem), "tile list");
-  add(s.split_list, s.split_capacity * sizeof(ck::SplitTile), "split tiles");
-  add(s.merge_counters, s.num_merge_counters * sizeof(std::int32_t), "merge counters");
-  add(s.partial_o, s.partial_bytes, "partial results");
-  add(s.mask_extents, s.capacity * sizeof(ck::MaskExtent), "mask extents");
-  return ranges;
-}
-
-/// Everything inside [kWorkspace, kWorkspace + bytes), nothing on top of anything else.
-void check_ranges(const ck::AttentionParams& params, std::size_t bytes, const std::string& what) {
-  std::vector<Range> ranges = ranges_of(params);
-  std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
-    require(kWorkspace <= ranges[i].begin && ranges[i].end <= kWorkspace + bytes,
-            what + ": " + ranges[i].name + " lies outside the workspace");
-    if (i == 0) continue;
-    require(ranges[i - 1].end <= ranges[i].begin,
-            what + ": " + ranges[i].name + " overlaps " + ranges[i - 1].name);
+  std::vector<Placed> regions;
+  const auto add = [&](const ck::Region& region, std::size_t base, const void* given,
+                       const char* name) {
+    if (region.bytes == 0) return;
+    regions.push_back({base + region.offset, base + region.offset + region.bytes, given, name});
+  };
+  const std::size_t scratch = layout.schedule_bytes;
+  add(layout.header, 0, schedule.tile_counter, "header");
+  add(layout.tile_list, 0, schedule.work_list, "tile list");
+  add(layout.split_tiles, 0, schedule.split_tiles, "split tiles");
+  add(layout.combine_counters, 0, schedule.combine_counters, "combine counters");
+  add(layout.tile_counter, scratch, schedule.tile_counter, "tile counters");
+  add(layout.partial_o, scratch, schedule.partial_o, "partial O");
+  add(layout.partial_max_sum, scratch, schedule.partial_max_sum, "partial maxima and sums");
+  add(layout.mask_extents, scratch, schedule.mask_extents, "mask extents");
+  std::sort(regions.begin(), regions.end(),
+            [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
+  std::size_t end = 0;
+  for (const Placed& region : regions) {
+    const std::string name = what + ": " + region.name;
+    require(end <= region.begin, name + " overlaps what is before it");
+    require(region.begin % 16 == 0, name + " is not aligned");
+    require(reinterpret_cast<std::uintptr_t>(region.given) == kWorkspace + region.begin,
+            name + " is not where the kernel looks for it");
+    end = region.end;
   }
+  require(end <= layout.bytes(), what + ": the workspace ends before its regions");
 }
 
 /// The parameters of the attention kernel that was enqueued last.
-ck::AttentionParams last_attention() {
+ck::LaunchParams last_attention() {
   for (auto launch = stand_in::launches.rbegin(); launch != stand_in::launches.rend(); ++launch) {
     if (!launch->is("attention_kernel")) continue;
     return launch->is("fa3") ? launch->argument<ck::fa3::KernelParams>().attention
@@ -109,17 +115,54 @@ std::string describe(const ck::AttentionParams& p) {
          ", total_kv=" + std::to_string(p.total_kv);
 }
 
-/// make_schedule() and attention() share a workspace: the list is still there when the kernel reads it.
-void check_schedule_and_attention_share_a_workspace() {
-  ck::AttentionParams params =
+ck::WorkspaceLayout layout_of(const ck::AttentionParams& params) {
+  ck::Device device;
+  ck::PlanState plan;
+  require(ck::current_device(&device).ok() &&
+              ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok(),
+          "there is a plan");
+  return plan.layout;
+}
+
+/// A plan's list, partial results and counters have a place each in one workspace, which is exactly as large as it says.
+void check_planned_calls() {
+  const ck::AttentionParams params =
       batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 3, 40, 20000);
-  const std::size_t bytes = ck::workspace_size(params);
-  ck::Status status = ck::make_schedule(params, at(kWorkspace), bytes, nullptr, &params.schedule);
+  ck::Plan plan;
+  require_refusal(ck::attention(plan, params, at(kWorkspace), 1 << 20, nullptr), "plan is empty");
+  ck::Status status = ck::make_plan(params, &plan);
   require(status.ok(), status.message);
-  require(params.schedule.split_capacity > 0, "the problem is one whose keys are split");
-  status = ck::attention(params, at(kWorkspace), bytes, nullptr);
+  require(
+      plan.needs_schedule() && std::string(plan.kernel()).find("float16_hd64") != std::string::npos,
+      "a batch has a kernel and a tile list");
+  const std::size_t bytes = plan.workspace_size();
+  require(bytes == ck::workspace_size(params, ck::Backend::kFa3),
+          "one answer to how large a workspace is");
+  stand_in::launches.clear();
+  for (const std::size_t less : {std::size_t(1), bytes}) {
+    status = ck::make_schedule(plan, params, at(kWorkspace), bytes - less, nullptr);
+    require(status.code == ck::StatusCode::kWorkspaceTooSmall, "no list in less than it needs");
+    status = ck::attention(plan, params, at(kWorkspace), bytes - less, nullptr);
+    require(status.code == ck::StatusCode::kWorkspaceTooSmall, "no call in less than it needs");
+  }
+  require_refusal(ck::make_schedule(plan, params, at(kWorkspace + 8), bytes, nullptr),
+                  "16-byte aligned");
+  require_refusal(ck::attention(plan, params, at(kWorkspace + 4), bytes, nullptr),
+                  "16-byte aligned");
+  require(stand_in::launches.empty(), "what is refused enqueues nothing");
+  status = ck::make_schedule(plan, params, at(kWorkspace), bytes, nullptr);
   require(status.ok(), status.message);
-  check_ranges(last_attention(), bytes, "a schedule in the workspace of attention()");
+  for (int layer = 0; layer < 2; ++layer) {
+    status = ck::attention(plan, params, at(kWorkspace), bytes, nullptr);
+    require(status.ok(), status.message);
+    const ck::Schedule schedule = last_attention().schedule;
+    require(schedule.split_tile_capacity > 0, "the problem is one to split");
+    check_layout(layout_of(params), schedule, "a planned call");
+  }
+  ck::AttentionParams other = params;
+  other.num_kv_heads = 4;
+  require_refusal(ck::attention(plan, other, at(kWorkspace), bytes, nullptr),
+                  "num_kv_heads=4, but the plan is for 2");
 }
 
 /// A workspace of exactly the promised size is enough; with a byte less the call is refused, or did not need it.
@@ -135,7 +178,14 @@ void check_promised_size(const ck::AttentionParams& params) {
       return;  // too many tiles
     if (given < bytes && status.code == ck::StatusCode::kWorkspaceTooSmall) return;
     require(status.ok(), what + ": " + status.message);
-    check_ranges(last_attention(), given, what);
+    ck::Device device;
+    require(ck::current_device(&device).ok(), "the stand-in is a device");
+    ck::PlanOptions options;
+    options.workspace_bytes = given;
+    ck::PlanState plan;
+    require(ck::make_plan(params, ck::Backend::kAuto, device, options, &plan).ok(), what);
+    require(plan.layout.bytes() <= given, what + ": the plan takes more");
+    check_layout(plan.layout, last_attention().schedule, what);
   }
 }
 
@@ -204,7 +254,7 @@ void check_promised_sizes_of_random_problems() {
 }  // namespace
 
 int main() {
-  check_schedule_and_attention_share_a_workspace();
+  check_planned_calls();
   check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7));
   check_promised_sizes_of_random_problems();
   std::printf("OK\n");

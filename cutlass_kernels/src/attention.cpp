@@ -1,0 +1,132 @@
+// The public calls: attention() is a plan and its launch.
+#include "cutlass_kernels/attention.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+#include "plan/plan.h"
+#include "registry/backends.h"
+#include "registry/validate.h"
+
+namespace cutlass_kernels {
+namespace {
+
+Memory memory_in(void* workspace, const WorkspaceLayout& layout,
+                 std::int32_t* call_counters = nullptr) {
+  return {workspace, static_cast<char*>(workspace) + layout.schedule_bytes, call_counters};
+}
+
+/// The devices that a workspace is sized for: the current one, or without any, those that most run on.
+std::vector<Device> sized_devices() {
+  Device current;
+  if (current_device(&current).ok()) return {current};
+  return {kH200, kA100};
+}
+
+}  // namespace
+
+// ---- One call ----
+
+Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                 cudaStream_t stream, Backend backend) {
+  return run_once(params, backend, workspace, workspace_bytes, /*call_counters=*/nullptr, stream);
+}
+
+Status run_once(const AttentionParams& params, Backend backend, void* workspace,
+                std::size_t workspace_bytes, std::int32_t* call_counters, cudaStream_t stream) {
+  std::string fault = contradiction(params, /*with_tensors=*/true);
+  if (!fault.empty()) return Status::invalid(std::move(fault));
+  if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
+  if (params.total_q == 0) return Status::success();
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+
+  PlanOptions options;
+  options.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
+  options.call_counters = call_counters != nullptr;
+  PlanState plan;
+  Status status = make_plan(params, backend, device, options, &plan);
+  if (!status.ok()) return status;
+  if (plan.layout.bytes() > options.workspace_bytes) {
+    return workspace_too_small("Attention", params, plan.layout.bytes(), options.workspace_bytes);
+  }
+  const Memory memory = memory_in(workspace, plan.layout, call_counters);
+  status = write_schedule(plan, params, memory.schedule, stream);
+  return status.ok() ? launch(plan, params, memory, stream) : status;
+}
+
+std::size_t workspace_size(const AttentionParams& params, Backend backend) {
+  if (!contradiction(params, /*with_tensors=*/false).empty()) return 0;
+  std::size_t most = 0;
+  for (const Device& device : sized_devices()) {
+    // Strides, which may not be known yet, can lead to any backend.
+    for (const BackendName& candidate : kBackends) {
+      if (backend != Backend::kAuto && backend != candidate.backend) continue;
+      PlanState plan;
+      if (!make_plan(params, candidate.backend, device, {}, &plan).ok()) continue;
+      most = std::max(most, plan.layout.bytes());
+    }
+  }
+  return most;
+}
+
+// ---- A plan for many calls ----
+
+/// Reaches the state inside the public object.
+struct PlanAccess {
+  static PlanState* state(Plan* plan) { return reinterpret_cast<PlanState*>(plan->state_); }
+  static const PlanState& state(const Plan& plan) {
+    return *std::launder(reinterpret_cast<const PlanState*>(plan.state_));
+  }
+  static_assert(sizeof(PlanState) <= sizeof(Plan) && alignof(PlanState) <= alignof(Plan));
+  static_assert(std::is_trivially_copyable_v<PlanState>);
+};
+
+Plan::Plan() { new (state_) PlanState{}; }
+std::size_t Plan::workspace_size() const { return PlanAccess::state(*this).layout.bytes(); }
+bool Plan::needs_schedule() const { return PlanAccess::state(*this).layout.schedule_bytes > 0; }
+const char* Plan::kernel() const {
+  const KernelEntry* kernel = PlanAccess::state(*this).kernel;
+  return kernel == nullptr ? "" : kernel->info.name.c_str();
+}
+
+Status make_plan(const AttentionParams& params, Plan* plan, Backend backend) {
+  if (plan == nullptr) return Status::invalid("make_plan() needs a place for the plan: got null.");
+  std::string fault = contradiction(params, /*with_tensors=*/false);
+  if (!fault.empty()) return Status::invalid(std::move(fault));
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  return make_plan(params, backend, device, {}, PlanAccess::state(plan));
+}
+
+Status make_schedule(const Plan& plan, const AttentionParams& params, void* workspace,
+                     std::size_t workspace_bytes, cudaStream_t stream) {
+  const PlanState& state = PlanAccess::state(plan);
+  if (Status status = fits_plan(state, params, /*with_tensors=*/false); !status.ok()) return status;
+  if (state.layout.schedule_bytes == 0) return Status::success();
+  if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
+  if (workspace == nullptr || workspace_bytes < state.layout.bytes()) {
+    return workspace_too_small("The schedule", params, state.layout.bytes(),
+                               workspace == nullptr ? 0 : workspace_bytes);
+  }
+  return write_schedule(state, params, workspace, stream);
+}
+
+Status attention(const Plan& plan, const AttentionParams& params, void* workspace,
+                 std::size_t workspace_bytes, cudaStream_t stream) {
+  const PlanState& state = PlanAccess::state(plan);
+  if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
+  if (state.layout.bytes() > (workspace == nullptr ? 0 : workspace_bytes)) {
+    return workspace_too_small("The plan", params, state.layout.bytes(),
+                               workspace == nullptr ? 0 : workspace_bytes);
+  }
+  return run(state, params, memory_in(workspace, state.layout), stream);
+}
+
+}  // namespace cutlass_kernels

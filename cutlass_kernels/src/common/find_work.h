@@ -1,0 +1,141 @@
+// From the rank of a tile to what it is: its request, rows, keys, and KV split.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/batch_splits.h"
+#include "common/fast_divisor.h"
+#include "common/keys_of_request.h"
+#include "plan/launch_params.h"
+
+namespace cutlass_kernels {
+
+// Tiles without a list, by their index (TileSource):
+//   kSingleRequest   tiles of the request, last rows first, each once per KV split
+//   kBatchByLength   tiles of the longest request, last rows first, each once per request, or once per split of the batch
+//   kBatchInOrder    in the order of rows, last request first: a request whose rows begin at q has the indices from
+//                    q / tile_rows + (requests before it) on, up to one more than it needs
+struct RowTiles {
+  FastDivisor repeats;    // of a tile: KV splits, or requests
+  FastDivisor tile_rows;  // of kBatchInOrder
+  int tiles;              // of the longest request; 0 for kBatchInOrder
+
+  static RowTiles make(const LaunchParams& p) {
+    const Schedule& schedule = p.schedule;
+    const bool in_order = schedule.source == TileSource::kBatchInOrder;
+    const int repeats = std::max(schedule.num_splits, is_batch(p) ? p.batch_size : 1);
+    return {FastDivisor(std::uint32_t(repeats)),
+            FastDivisor(std::uint32_t(std::max(schedule.tile_rows, 1))),
+            in_order ? 0 : schedule.tile_indices / repeats};
+  }
+};
+
+// The tile with this index, counted from the last, in the order of rows.
+CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int index,
+                               WorkItem& work) {
+  const auto first_index = [&](int batch) {
+    return int(rows.tile_rows.divide(__ldg(p.qo_indptr + batch))) + batch;
+  };
+  int end = p.batch_size;
+  work.batch = 0;
+  CUTE_NO_UNROLL
+  while (end - work.batch > 1) {
+    const int middle = work.batch + (end - work.batch) / 2;
+    if (first_index(middle) <= index) {
+      work.batch = middle;
+    } else {
+      end = middle;
+    }
+  }
+  work.tile = index - first_index(work.batch);
+}
+
+// The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not lie
+// inside the tensors (indptrs on the device were never checked), which is not computed.
+//
+// kPaged, kInOrder: whether there may be pages, and kBatchInOrder. In a kernel of fa2, which has no warp of its own
+// for this, a few instructions more here, or a call, make ptxas order the main loop anew.
+// kSplits: whether keys of a batch may be split without a list.
+// kBatches: whether a batch may come without a list.
+template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true>
+CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank, WorkItem& work) {
+  if (p.schedule.work_list != nullptr) {
+    work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
+    if (work.batch < 0) return false;
+  } else {
+    const int repeats = int(rows.repeats.divisor);
+    const int position = int(rows.repeats.divide(rank));
+    const int repeat = rank - position * repeats;
+    work.tile = rows.tiles - 1 - position;
+    work.batch = 0;
+    work.q_begin = 0;
+    work.kv_begin = 0;
+    work.qo_len = int(p.total_q);
+    work.kv_len = int(p.total_kv);
+    work.split = std::int16_t(repeat);
+    work.num_splits = std::int16_t(repeats);
+    [[maybe_unused]] int first_split = -1;  // of the request, in a batch that is split
+    if (kBatches && p.qo_indptr != nullptr) {
+      work.batch = repeat;
+      work.split = 0;
+      work.num_splits = 1;
+      if constexpr (kSplits) {
+        if (repeats > p.batch_size) {
+          const RequestSplits own = BatchSplits(p, repeats - p.batch_size).find(repeat);
+          if (own.count == 0) return false;
+          work.batch = own.batch;
+          work.split = std::int16_t(repeat - own.first);
+          work.num_splits = std::int16_t(own.count);
+          first_split = own.first;
+        }
+      }
+      if constexpr (kInOrder) {
+        if (rows.tiles == 0) find_in_order(p, rows, p.schedule.tile_indices - 1 - rank, work);
+      }
+      work.q_begin = p.qo_indptr[work.batch];
+      work.qo_len = p.qo_indptr[work.batch + 1] - work.q_begin;
+      if constexpr (kPaged) {
+        const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, work.batch);
+        work.kv_begin = keys.begin;
+        work.kv_len = keys.length;
+      } else {
+        work.kv_begin = p.kv_indptr[work.batch];
+        work.kv_len = p.kv_indptr[work.batch + 1] - work.kv_begin;
+      }
+      // In 64 bits: the length was never checked.
+      if (work.tile < 0 || std::int64_t(work.tile) * p.schedule.tile_rows >= work.qo_len) {
+        return false;
+      }
+    }
+    work.partial_row = work.tile * p.schedule.tile_rows * repeats;
+    if constexpr (kSplits) {
+      if (first_split >= 0) {
+        work.partial_row = (work.tile * repeats + first_split) * rows_of_split(p);
+      }
+    }
+  }
+  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
+      std::int64_t(work.q_begin) + work.qo_len > p.total_q) {
+    return false;
+  }
+  // Entries of a page table have been checked: keys_of_request().
+  return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
+}
+
+// KV blocks [begin, end) of a tile's `kv_blocks` that belong to its split: none where there are fewer of them than splits.
+struct SplitBlocks {
+  int begin;
+  int end;
+};
+
+CUTE_DEVICE SplitBlocks blocks_of_split(const WorkItem& work, int kv_blocks) {
+  const int each = int(unsigned(kv_blocks) / unsigned(work.num_splits));
+  const int longer = kv_blocks - each * work.num_splits;  // the first splits, by one
+  const int begin = work.split * each + min(int(work.split), longer);
+  return {begin, begin + each + (work.split < longer ? 1 : 0)};
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,57 @@
+#include "device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "cuda_failure.h"
+
+namespace cutlass_kernels {
+namespace {
+
+constexpr int kRememberedDevices = 64;  // one of a higher index is asked every time
+
+Status ask(int index, Device* device) {
+  int major = 0, minor = 0;
+  const std::pair<cudaDeviceAttr, int*> questions[] = {
+      {cudaDevAttrComputeCapabilityMajor, &major},
+      {cudaDevAttrComputeCapabilityMinor, &minor},
+      {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_memory_per_block},
+      {cudaDevAttrL2CacheSize, &device->l2_bytes}};
+  for (const auto& [attribute, value] : questions) {
+    const cudaError_t error = cudaDeviceGetAttribute(value, attribute, index);
+    if (error != cudaSuccess) return cuda_failure("Asking what the GPU is", error);
+  }
+  device->index = index;
+  device->compute_capability = 10 * major + minor;
+  return Status::success();
+}
+
+}  // namespace
+
+Status current_device(Device* device) {
+  static Device remembered[kRememberedDevices];
+  static std::atomic<bool> is_known[kRememberedDevices];
+  static std::mutex asking;
+
+  int index = 0;
+  const cudaError_t error = cudaGetDevice(&index);
+  if (error != cudaSuccess) return cuda_failure("Asking for the current GPU", error);
+  if (index >= kRememberedDevices) return ask(index, device);
+  if (!is_known[index].load(std::memory_order_acquire)) {
+    const std::lock_guard<std::mutex> lock(asking);
+    if (is_known[index].load(std::memory_order_relaxed)) {
+      *device = remembered[index];
+      return Status::success();
+    }
+    if (Status status = ask(index, &remembered[index]); !status.ok()) return status;
+    is_known[index].store(true, std::memory_order_release);
+  }
+  *device = remembered[index];
+  return Status::success();
+}
+
+}  // namespace cutlass_kernels

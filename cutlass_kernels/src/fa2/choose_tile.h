@@ -1,0 +1,141 @@
+// Which tile of the table (config.h) serves a problem: pure functions of the problem's sizes and the device's facts.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/logits.h"
+#include "common/packing.h"
+#include "cutlass_kernels/params.h"
+#include "device.h"
+#include "fa2/config.h"
+#include "fa2/shared_memory.h"
+#include "plan/tile_shape.h"
+
+namespace cutlass_kernels::fa2 {
+
+// Tiles of two waves, at two thread blocks per SM.
+inline std::int64_t two_waves(const Device& device) { return 4 * device.multiprocessors; }
+
+// The least that a device with these kernels has: compute capabilities 8.6, 8.9 and 12.x.
+constexpr int kLeastSharedBytes = 99 << 10;
+
+template <class Tile>
+std::int64_t tile_count(const AttentionParams& params) {
+  return (params.total_q + Tile::kBlockM - 1) / Tile::kBlockM * params.num_qo_heads;
+}
+
+template <class Tile>
+bool has_shared_memory_for(const Device& device) {
+  return SharedLayout<Tile>::kPagedBytes <= device.shared_memory_per_block;
+}
+
+// What launches take for granted: a device without the memory for one tile has it for another that serves the same rows.
+template <class Tiles>
+constexpr bool serves_every_device() {
+  const auto fit = [](auto... bytes) { return ((bytes <= kLeastSharedBytes) && ...); };
+  static_assert(
+      fit(SharedLayout<typename Tiles::Small>::kPagedBytes,
+          SharedLayout<typename Tiles::Packed>::kPagedBytes,
+          SharedLayout<typename Tiles::DecodeSmall>::kPagedBytes,
+          SharedLayout<typename Tiles::Fp8>::kPagedBytes,
+          SharedLayout<typename Tiles::Fp8Wide>::kPagedBytes,
+          SharedLayout<typename Tiles::DecodeFp8>::kPagedBytes),
+      "fa2: 99 KB, the shared memory of compute capability 8.6, must be enough for these.");
+  static_assert(std::max(SharedLayout<typename Tiles::Medium>::kPagedBytes,
+                         SharedLayout<typename Tiles::Capped>::kPagedBytes) <=
+                    SharedLayout<typename Tiles::Large>::kPagedBytes,
+                "fa2: where there is memory for Large, Medium and Capped are launched, too.");
+  return true;
+}
+
+// Whether the small tile and the others have as many rows. Then a plan serves both, and launch_rows() chooses.
+template <class Tiles>
+constexpr bool kEqualRows = Tiles::Small::kBlockM == Tiles::Large::kBlockM;
+
+// Thread blocks that run at once on an SM. Beside its own shared memory each takes 1 KB.
+template <class Tile>
+int blocks_per_sm_on(const Device& device) {
+  const int fit =
+      (device.shared_memory_per_block + 1024) / (SharedLayout<Tile>::kPagedBytes + 1024);
+  return std::clamp(fit, 1, Tile::kBlocksPerSm);
+}
+
+// The tile of so short queries that it holds all rows of a request and a key head, if they are all as long.
+template <class Tile>
+TileShape decode_shape(const AttentionParams& params, const Device& device) {
+  const int heads = params.num_qo_heads / params.num_kv_heads;
+  TileShape shape{Tile::kBlockM / heads, kDecode, heads, blocks_per_sm_on<Tile>(device)};
+  shape.most_waves = 4;
+  shape.least_split_keys = 64;
+  shape.combines = true;
+  // Packed tiles of more rows do not: with the search for splits in it, ptxas orders the main loop anew, and a chunk of 512
+  // rows over 16k keys took 9 % longer (hd128). A list takes 4 us.
+  shape.splits_without_list = true;
+  return shape;
+}
+
+// The tile of a problem. A batch is planned before its mask is known and is taken to be causal.
+template <int HeadDim>
+TileShape tile_shape(const AttentionParams& params, const Device& device) {
+  using Tiles = TileTable<HeadDim>;
+  using Large = typename Tiles::Large;
+  using Packed = typename Tiles::Packed;
+  if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
+  const int heads = packed_heads(params, Packed::kBlockM);
+  if (packs(params, heads, Large::kBlockM, device)) {
+    return {Packed::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Packed>(device)};
+  }
+  if constexpr (kEqualRows<Tiles>) {
+    return {Large::kBlockM, kRows};
+  } else {
+    const bool causal = params.causal || params.chunk_size > 0 || params.qo_indptr != nullptr;
+    const int few_on_132 = causal ? Tiles::kFewTilesCausal : Tiles::kFewTiles;
+    const int few = few_on_132 * device.multiprocessors / 132;
+    const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
+                       tile_count<Large>(params) < few || !has_shared_memory_for<Large>(device);
+    return {small ? Tiles::Small::kBlockM : Large::kBlockM, kRows};
+  }
+}
+
+// Three thread blocks per SM pay where tiles are short and there are many of them (hd64, 16k tokens: 15 % at 512
+// causal keys, 0 % at 2k, -8 % at 16k).
+template <class Tile>
+bool many_short_tiles(const AttentionParams& params, const Device& device) {
+  const std::int64_t keys = params.total_kv / params.batch_size;
+  return (params.causal || params.chunk_size > 0 ? keys / 2 : keys) <= 1024 &&
+         tile_count<Tile>(params) >= 4 * two_waves(device);
+}
+
+// Rows of a request, on average, up to which tiles of one row tile to a warp are faster.
+constexpr std::int64_t kFp8NarrowRows = 32;
+
+inline bool is_fp8_wide(const AttentionParams& params, int packed_heads) {
+  // The two sum in different orders: where results must not depend on the batch, there is one.
+  const bool invariant = params.disable_split_kv || params.fixed_split_size > 0;
+  return !invariant && !GeneralTransform::needed(params) && !LogitsTransform::needed(params) &&
+         params.total_q * packed_heads > kFp8NarrowRows * params.batch_size;
+}
+
+// Keys and values of 8 bits: packed heads, one at the least, whatever the length of the queries. Both tiles have as many
+// rows: a plan serves either.
+template <int HeadDim>
+TileShape packed_fp8_shape(const AttentionParams& params, const Device& device) {
+  using Tile = typename TileTable<HeadDim>::Fp8;
+  using Wide = typename TileTable<HeadDim>::Fp8Wide;
+  static_assert(Wide::kBlockM == Tile::kBlockM);
+  const int heads = packed_heads(params, Tile::kBlockM);
+  TileShape shape{
+      Tile::kBlockM / heads, kPacked, heads,
+      is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(device) : blocks_per_sm_on<Tile>(device)};
+  shape.most_waves = 4;
+  return shape;
+}
+
+template <int HeadDim>
+TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
+  return decodes(params) ? decode_shape<typename TileTable<HeadDim>::DecodeFp8>(params, device)
+                         : packed_fp8_shape<HeadDim>(params, device);
+}
+
+}  // namespace cutlass_kernels::fa2

@@ -1,0 +1,196 @@
+// Where the rows of a paged cache lie, and their loads.
+//
+// A warp copies the same rows of every KV block, as in RowLoader: one in four of K and of V, 32 or 16 in all. It
+// keeps their addresses in a table of its own in shared memory, written by a lane per row. Between the loads of one
+// KV block and the addresses for the next lies a __syncwarp(): no second copy of the table, no barrier of the thread
+// block.
+//
+//   page indices     read while Q K^T of an earlier KV block is computed
+//   addresses        written when the last loads that need the old ones are issued: 64-bit arithmetic once per row, not
+//                    once per 16 bytes
+//   loads            find an address per row, in one broadcast
+#pragma once
+
+#include <cstdint>
+
+#include "fa2/load.h"
+#include "fa2/params.h"
+#include "fa2/shared_memory.h"
+
+namespace cutlass_kernels::fa2 {
+
+// Entries [warp][K, V][step of the loader][row of the warp's step]; null: zeros instead of a row.
+template <class Tile>
+struct PageRows {
+  using Loader = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes>;
+  static constexpr int kStepRows = 32 / Loader::kChunks;    // of a warp
+  static constexpr int kRows = Loader::kSteps * kStepRows;  // of a warp, of K or of V
+  static_assert(kStepRows * Tile::kWarps == Loader::kRowStep && 2 * kRows <= 32,
+                "A warp copies whole rows, and a lane looks up one of its rows of K or of V.");
+
+  const KernelParams& params;
+  const char** table;
+  int kv_begin;  // the request's first entry of the page table
+  int kv_head;
+  int key_begin;  // keys outside [key_begin, key_begin + key_extent) are not loaded
+  int key_extent;
+
+  // Read anew each time, not kept in a register.
+  CUTE_DEVICE static int thread_index() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    if constexpr (Tile::kKvBytes == 1) thread &= Tile::kThreads - 1;  // >= 0
+    return thread;
+  }
+
+  CUTE_DEVICE static bool is_v(int thread) { return thread % 32 >= kRows; }
+
+  // This lane's row, in its KV block, and the key.
+  CUTE_DEVICE static int row_of_block(int thread) {
+    const int index = thread % kRows;
+    return index / kStepRows * Loader::kRowStep + thread / 32 * kStepRows + index % kStepRows;
+  }
+  CUTE_DEVICE static int key(int k_block, int v_block, int thread) {
+    return (is_v(thread) ? v_block : k_block) * Tile::kBlockN + row_of_block(thread);
+  }
+
+  // The page of this lane's row; -1 if there is none.
+  CUTE_DEVICE int fetch(int k_block, int v_block) const {
+    const int thread = thread_index();
+    const int of_key = key(k_block, v_block, thread);
+    int page = -1;
+    if (std::uint32_t(of_key - key_begin) < std::uint32_t(key_extent)) {
+      // In its place among loads: left alone, the compiler moves it to where its result is needed.
+      asm volatile(
+          "ld.global.nc.b32 %0, [%1];"
+          : "=r"(page)
+          : "l"(params.paged[is_v(thread)].indices + kv_begin + params.page_size.divide(of_key))
+          : "memory");
+    }
+    return page;
+  }
+
+  // Writes the warp's entries, which replace those it has used.
+  CUTE_DEVICE void store(int page, int k_block, int v_block) const {
+    const int thread = thread_index();
+    const char* row = nullptr;
+    // Modulo 2^32: -1, for none, is no page of V either.
+    page = int(std::uint32_t(page) - (is_v(thread) ? params.first_v_page : 0u));
+    if (std::uint32_t(page) < params.num_pages) {
+      const PagedMatrix& matrix = params.paged[is_v(thread)];
+      const int of_key = key(k_block, v_block, thread);
+      const int slot =
+          of_key - int(params.page_size.divide(of_key)) * params.attention.pages.page_size;
+      row = matrix.data + page * matrix.stride_page + slot * matrix.stride_token +
+            kv_head * matrix.stride_head;
+    }
+    __syncwarp();
+    if (thread % 32 < 2 * kRows) table[thread / 32 * (2 * kRows) + thread % 32] = row;
+    __syncwarp();
+  }
+
+  // A thread's first entry of K; those of V are kRows further on.
+  CUTE_DEVICE const char* const* entries(int thread) const {
+    return table + thread / 32 * (2 * kRows) + thread % 32 / Loader::kChunks;
+  }
+};
+
+// RowLoader's twin for rows of pages. Addresses are read kAhead steps before their loads.
+template <class Tile>
+struct PageLoader {
+  using Layout = SharedLayout<Tile>;
+  using Rows = PageRows<Tile>;
+  static constexpr int kSteps = Rows::Loader::kSteps;
+  static constexpr int kRowStep = Rows::Loader::kRowStep;
+  static constexpr int kChunks = Rows::Loader::kChunks;
+  static constexpr int kPatterns = Rows::Loader::kPatterns;
+  static constexpr int kAhead = 2;
+
+  const char* const* entries;
+  const char* rows[kAhead];
+  int column_bytes;
+  ColumnBytes<Tile::kKvBytes> columns;
+  std::uint32_t to[kPatterns];
+
+  CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim,
+                         int thread)
+      : entries(entries_) {
+    const int thread_row = thread / kChunks;
+    const int chunk = thread % kChunks;
+    column_bytes = chunk * 16;
+    columns = ColumnBytes<Tile::kKvBytes>(chunk, head_dim);
+    CUTE_UNROLL
+    for (int i = 0; i < kPatterns; ++i) {
+      const int row = thread_row + i * kRowStep;
+      if constexpr (Tile::kDecodes) {
+        // shared + kv_offset(row, chunk), with the sum inside the XOR: to a sum outside, copies with a cache policy add a
+        // uniform register, for which ptxas 13.0 emits illegal instructions (hd128, hd256 of 8 bits).
+        to[i] = (shared + row * Layout::kKvRowBytes + chunk * 16) ^ (Layout::kv_swizzle(row) << 4);
+      } else {
+        to[i] = shared +
+                (Tile::kKvBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
+      }
+    }
+  }
+
+  CUTE_DEVICE void begin() {
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) rows[i] = entries[i * Rows::kStepRows];
+  }
+
+  CUTE_DEVICE void issue(int i) {
+    const char* row = rows[i % kAhead];
+    if (i + kAhead < kSteps) rows[i % kAhead] = entries[(i + kAhead) * Rows::kStepRows];
+    columns.template copy<Tile::kDecodes>(
+        to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes,
+        row + column_bytes, row != nullptr);
+  }
+
+  CUTE_DEVICE void issue_all() {
+    begin();
+    CUTE_UNROLL
+    for (int i = 0; i < kSteps; ++i) issue(i);
+  }
+};
+
+// PendingLoads' twin: the loads of a KV block, and the table for those of the next one.
+template <class Tile>
+struct PagedLoads {
+  using Loader = PageLoader<Tile>;
+
+  Loader matrices[2];  // K, V
+  const PageRows<Tile>* rows;
+  int next_block;
+  int page;  // of this lane's row of it
+
+  template <class Rows>
+  CUTE_DEVICE void fetch(const Rows& rows_, int next_block_) {
+    rows = &rows_;
+    next_block = next_block_;
+    page = rows_.fetch(next_block, next_block);
+  }
+
+  CUTE_DEVICE void issue(int step, int steps) {
+    constexpr int kLoads = 2 * Loader::kSteps;
+    if (step == 0) matrices[0].begin();
+    CUTE_UNROLL
+    for (int i = step * kLoads / steps; i < (step + 1) * kLoads / steps; ++i) {
+      if (i + 1 == Loader::kSteps) matrices[1].begin();
+      matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
+    }
+    if (step + 1 == steps) store(*rows);
+  }
+
+  // The two halves of issue(0, 1): what needs the pages of this KV block, and of the next. The second is given the rows
+  // again: if fetch() depends on a condition, they would lie in local memory for the sake of the pointer.
+  CUTE_DEVICE void issue_all() {
+    matrices[0].issue_all();
+    matrices[1].issue_all();
+  }
+  template <class Rows>
+  CUTE_DEVICE void store(const Rows& rows_) const {
+    rows_.store(page, next_block, next_block);
+  }
+};
+
+}  // namespace cutlass_kernels::fa2

@@ -1,0 +1,84 @@
+// Which tile of which head a thread block computes, and which keys its rows see.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+#include "common/find_work.h"
+#include "common/mask.h"
+#include "fa2/packed_rows.h"
+#include "fa2/params.h"
+#include "mask_extents.h"
+
+namespace cutlass_kernels::fa2 {
+
+struct TileWork {
+  WorkItem item;
+  int head;  // of packed heads the first
+  int kv_head;
+  int row_begin;  // rows [row_begin, row_end) of the request
+  int row_end;
+  IntervalMask mask;
+  int key_begin;  // keys [key_begin, key_end) of the request: some row sees them, and they are of this KV split
+  int key_end;
+  int block_begin;  // KV blocks [block_begin, block_end) hold them
+  int block_end;
+  // Of a bit mask.
+  bool hides;      // whether there may be keys that no row sees
+  int bits_begin;  // all rows see keys [bits_begin, bits_end)
+  int bits_end;
+  std::int64_t request_bit;  // the request's first bit
+
+  // After find_work() has found `item`. (Called from here, it makes ptxas order the main loop anew.)
+  template <class Tile, bool kGeneral>
+  CUTE_DEVICE void begin(const KernelParams& params, TileOrder::Position position) {
+    const LaunchParams& p = params.attention;
+    head = Tile::kPacked ? position.head * int(params.pack.divisor) : position.head;
+    // Not a FastDivisor: ptxas then orders the main loop anew, which is 3 % slower.
+    kv_head = head / params.group_size;
+    const int tile_rows = Tile::kPacked ? p.schedule.tile_rows : Tile::kBlockM;
+    row_begin = item.tile * tile_rows;
+    row_end = min(row_begin + tile_rows, item.qo_len);
+    mask = IntervalMask{item.kv_len,
+                        item.kv_len - item.qo_len,
+                        p.causal || p.chunk_size > 0,
+                        p.window_left,
+                        p.chunk_size,
+                        params.chunk};
+    key_begin = mask.lo(row_begin);
+    key_end = mask.hi(row_end - 1);
+    hides = p.mask.words != nullptr;
+    bits_begin = 0;
+    bits_end = 0;
+    request_bit = 0;
+    if constexpr (kGeneral) {
+      if (p.schedule.mask_extents != nullptr) {
+        take_extent(p, static_cast<const MaskExtent*>(p.schedule.mask_extents)[position.rank]);
+      }
+    }
+    block_begin = key_begin / Tile::kBlockN;
+    block_end = (key_end + Tile::kBlockN - 1) / Tile::kBlockN;
+    if constexpr (Tile::kPacked) {
+      if (item.num_splits > 1) {
+        take_split(item, Tile::kBlockN, key_begin, key_end, block_begin, block_end);
+      }
+    }
+    if constexpr (kGeneral) {
+      if (p.mask.indptr != nullptr) request_bit = std::int64_t(p.mask.indptr[item.batch]) * 8;
+    }
+  }
+
+  // Which keys the rows of the tile see by a bit mask, as another kernel has found out.
+  CUTE_DEVICE void take_extent(const LaunchParams& p, const MaskExtent& extent) {
+    key_begin = max(key_begin, extent.begin);
+    key_end = max(min(key_end, extent.end), key_begin);
+    hides = extent.hides != 0;
+    if (p.window_left < 0) {
+      bits_begin = extent.all_begin;
+      bits_end = extent.all_end;
+    }
+  }
+};
+
+}  // namespace cutlass_kernels::fa2

@@ -1,0 +1,108 @@
+// What a warp computes of a tile, one step of keys after the other: S = Q K^T, softmax, O += P V.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <type_traits>
+
+#include "common/element_types.h"
+#include "common/logits.h"
+#include "common/softmax.h"
+#include "fa2/exponentials.h"
+#include "fa2/fp8.h"
+#include "fa2/fragments.h"
+#include "fa2/logits.h"
+#include "fa2/params.h"
+#include "fa2/row_sharing.h"
+#include "fa2/scores.h"
+#include "fa2/values.h"
+
+namespace cutlass_kernels::fa2 {
+
+// Scalars are held by value, arrays are the kernel's: see there.
+template <class Element, class Kv, class Tile, Logits kLogits>
+struct WarpTile {
+  static constexpr bool kGeneral = kLogits == Logits::kGeneral;
+  static constexpr bool kFp8 = Tile::kKvBytes == 1;
+  static constexpr int kRowTiles = Tile::kRowTiles;
+  static constexpr int kTilesN = Fragments<Tile>::kTilesN;
+  static constexpr int kTilesD = Fragments<Tile>::kTilesD;
+  static constexpr int kRows = Fragments<Tile>::kRows;
+  using S = typename Fragments<Tile>::S;
+  using O = typename Fragments<Tile>::O;
+  using Rows = typename Fragments<Tile>::Rows;
+  using Factor = std::conditional_t<kFp8, fp16, Element>;  // of products
+  using Transform = std::conditional_t<kGeneral, GeneralLogits<Tile>,
+                                       IntervalLogits<Tile, kLogits == Logits::kTransformed>>;
+
+  const KernelParams& params;
+  OperandAddresses<Tile> at;
+  Transform logits;
+  OnlineSoftmax<kRows>& softmax;
+  O& o;
+  RowSharing<Tile> neighbour;  // the warp that shares its rows, if one does
+  int sharer;
+  float headroom;  // of the softmax
+
+  // S = Q K^T, of keys `offset` bytes behind the first ones in shared memory.
+  CUTE_DEVICE void compute_scores(S& s, int offset) const {
+    CUTE_UNROLL
+    for (int m = 0; m < kRowTiles; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < kTilesN; ++n) {
+        CUTE_UNROLL
+        for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+      }
+    }
+    if constexpr (kFp8) {
+      add_scores_fp8<Kv, Tile>(s, at.q, at.swizzle_q, at.k + offset, at.swizzle_k);
+    } else {
+      add_scores<Factor, Tile>(s, at.q, at.swizzle_q, at.k + offset, at.swizzle_k);
+    }
+  }
+
+  // Raises the softmax's references where the rows' maxima are too far above them.
+  CUTE_DEVICE void raise(const Rows& row_max) {
+    softmax.raise(row_max, [&](int r, float factor) { rescale_row<Tile>(o, r, factor); }, headroom);
+  }
+
+  // O += P V, of values `offset` bytes behind the first ones in shared memory.
+  CUTE_DEVICE void accumulate(S& s, int offset) {
+    auto p = [&](int k, int pack) { return make_p<Tile, Factor>(softmax, s, k, pack); };
+    if constexpr (kFp8) {
+      add_values_fp8<Kv, Tile, kTilesN / 2>(o, at.v + offset, at.swizzle_v, p);
+    } else {
+      add_values<Factor, Tile, kTilesN>(o, at.v + offset, at.swizzle_v, sharer, neighbour, params,
+                                        p);
+    }
+  }
+
+  // A step: the keys from first_key on, which lie at `offset`. next_key: those of the warp's next step. If `loads`,
+  // the loads of the next KV block are issued along the way. The rows of S are multiplied by `factors` if `scales`.
+  template <class Loads>
+  CUTE_DEVICE void step(int first_key, int next_key, int offset, Loads& next, bool loads,
+                        [[maybe_unused]] bool scales, [[maybe_unused]] const Rows& factors) {
+    if constexpr (kGeneral) logits.find(first_key);
+    if (!logits.skips(first_key)) {
+      float s[kRowTiles][kTilesN][4];  // (row tile, key tile, fragment)
+      float thread_max[kRows];         // (row)
+      compute_scores(s, offset);
+      if constexpr (kFp8) {
+        if (scales) multiply_rows<Tile>(s, factors);
+      }
+      logits.apply(s, first_key);
+      take_max<Tile>(s, thread_max, next, loads);
+      if constexpr (kGeneral) logits.fetch(next_key);
+      if (__any_sync(0xffffffffu, softmax.exceeds(thread_max, headroom))) {
+        softmax.reduce_max(thread_max);
+        raise(thread_max);
+      }
+      accumulate(s, offset);
+    } else {
+      if (loads) next.issue(0, 1);
+      if constexpr (kGeneral) logits.fetch(next_key);
+    }
+  }
+};
+
+}  // namespace cutlass_kernels::fa2

@@ -1,0 +1,135 @@
+// The scheduler warp: finds the tiles of the CTA and publishes them as jobs.
+#pragma once
+
+#include "common/find_work.h"
+#include "common/mask.h"
+#include "common/tickets.h"
+#include "fa3/params.h"
+#include "fa3/shared_memory.h"
+#include "mask_extents.h"
+
+namespace cutlass_kernels::fa3 {
+
+// Claims tiles for this CTA: the first by its own index. With a counter in device memory, it claims each further one when
+// it is about to need it; without, every gridDim.x-th index is its own.
+template <bool kSplits>
+class TileClaims {
+ public:
+  CUTE_DEVICE explicit TileClaims(const KernelParams& params)
+      : params_(params),
+        count_(params.order.tiles * params.heads),
+        counter_(reinterpret_cast<unsigned long long*>(params.attention.schedule.tile_counter)),
+        index_(-1) {}
+
+  // The next tile; false once there is none.
+  CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
+    for (bool found = false; !found;) {
+      if (index_ < 0) {
+        index_ = blockIdx.x;
+      } else if (counter_ == nullptr) {
+        index_ += int(gridDim.x);
+      } else {
+        // As many tickets as there are tile indices: one for each but the CTAs' first, and one with which each CTA is refused.
+        const bool is_first = index_ < int(gridDim.x);
+        index_ =
+            int(gridDim.x) + int(take_ticket(counter_, (unsigned long long)(count_), is_first));
+      }
+      // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
+      if (unsigned(index_) >= unsigned(count_)) return false;
+      const TileOrder::Position position = params_.order(index_);
+      head = position.head;
+      rank = position.rank;
+      found = find_work<true, true, kSplits>(params_.attention, params_.rows, position.rank, work);
+    }
+    return true;
+  }
+
+ private:
+  const KernelParams& params_;
+  const int count_;
+  unsigned long long* const counter_;
+  int index_;
+};
+
+// Restricts a job to the KV blocks of one KV split.
+template <class Tile>
+CUTE_DEVICE void take_split(const WorkItem& work, Job& job) {
+  const auto [begin, end] = blocks_of_split(work, job.kv_blocks);
+  if (begin == end) {  // fewer KV blocks than splits: one block past all keys, all masked
+    job.visible_begin = job.key_begin = job.visible_end = work.kv_len;
+    job.kv_blocks = 1;
+    return;
+  }
+  job.visible_end = min(job.visible_end, job.key_begin + end * Tile::kBlockN);
+  job.key_begin += begin * Tile::kBlockN;
+  job.visible_begin = max(job.visible_begin, job.key_begin);
+  job.kv_blocks = end - begin;
+}
+
+// Publishes the jobs of this CTA, by one thread. kHides: a custom mask may hide keys from all rows of a tile.
+template <class Tile, bool kHides>
+CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
+  Ring<kJobSlots> jobs;
+  TileClaims<Tile::kPacked> claims(params);
+  WorkItem work;
+  int head, rank;
+  bool found;
+  Ring<1> wanted;
+  do {
+    // Late, so that tiles go to the CTAs that are free first; early enough to hide the latency.
+    shared.job_wanted.wait(wanted.phase);
+    wanted.advance();
+    found = claims.claim(work, head, rank);
+    shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
+    Job& job = shared.jobs[jobs.index];
+    job.valid = found;
+    if (found) {
+      const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
+      const int tile_rows =
+          Tile::kPacked ? params.attention.schedule.tile_rows : int(Tile::kBlockM);
+      const int row_begin = work.tile * tile_rows;
+      const int row_end = min(row_begin + tile_rows, work.qo_len);
+      job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
+      job.kv_head = int(params.group_size.divide(job.head));
+      job.row_begin = row_begin;
+      job.q_end = work.q_begin + work.qo_len;
+      job.qo_len = work.qo_len;
+      job.kv_begin = work.kv_begin;
+      job.kv_len = work.kv_len;
+      const std::int32_t* mask_indptr = params.attention.mask.indptr;
+      job.mask_begin = mask_indptr == nullptr ? 0 : mask_indptr[work.batch];
+      // Only keys of this range are loaded, the rest of the last KV block is zeros: other keys may hold anything, and
+      // 0 * inf is not 0.
+      job.visible_begin = mask.lo(row_begin);
+      job.visible_end = mask.hi(row_end - 1);
+      if constexpr (kHides) {
+        job.has_hidden_keys = 1;
+        job.unmasked_begin = 0;
+        job.unmasked_end = params.attention.mask.words == nullptr ? work.kv_len : 0;
+        if (params.attention.schedule.mask_extents != nullptr) {
+          const MaskExtent extent =
+              static_cast<const MaskExtent*>(params.attention.schedule.mask_extents)[rank];
+          job.has_hidden_keys = extent.hides;
+          job.unmasked_begin = extent.all_begin;
+          job.unmasked_end = extent.all_end;
+          job.visible_begin = max(job.visible_begin, extent.begin);
+          job.visible_end = max(min(job.visible_end, extent.end), job.visible_begin);
+        }
+      }
+      job.key_begin =
+          params.box_rows > 0 ? job.visible_begin & -params.box_rows : job.visible_begin;
+      job.kv_blocks = max((job.visible_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
+      if constexpr (Tile::kPacked) {
+        job.partial_row = -1;
+        if (work.num_splits > 1) {
+          job.partial_row = work.partial_row + work.split * (row_end - row_begin);
+          take_split<Tile>(work, job);
+        }
+      }
+    }
+    shared.job_full[jobs.index].arrive();
+    jobs.advance();
+  } while (found);
+}
+
+}  // namespace cutlass_kernels::fa3

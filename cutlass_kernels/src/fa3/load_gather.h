@@ -1,0 +1,164 @@
+// The K and V producers of a paged cache whose pages are too small for TMA boxes: every row through cp.async, by
+// warps whose threads have more registers, or by two warps for each matrix (Tile::kCopyWarps).
+#pragma once
+
+#include "common/ptx/cp_async.h"
+#include "fa3/fully_masked_keys.h"
+#include "fa3/params.h"
+#include "fa3/shared_memory.h"
+
+namespace cutlass_kernels::fa3 {
+
+// Arrives once all copies of this thread have landed. No fence can follow them that tells the async proxy, which
+// wgmma reads through; as in CUTLASS, copies that have landed are taken to be in shared memory for every reader.
+CUTE_DEVICE void arrive_when_landed(Barrier& full) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   cute::cast_smem_ptr_to_uint(&full))
+               : "memory");
+}
+
+constexpr std::uint32_t kNoRow = 0xffffffff;  // in the place of a row's offset: write zeros
+
+// The pages of the rows that a lane looks up for its warp: 32 i + lane, of kRows rows.
+template <int kRows, bool kIsK>
+struct PageEntries {
+  static constexpr int kCount = kRows / 32;
+  int page[kCount];  // (rows of the warp / 32)
+
+  // Reads those of the visible rows, of the rows from `key` on.
+  CUTE_DEVICE void read(const KernelParams& params, const std::int32_t* table, int key,
+                        const StageRows& visible) {
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const int row = 32 * i + int(threadIdx.x % 32);
+      page[i] = kNoPage;
+      if (visible.contains(row)) {
+        page[i] = __ldg(table + params.page_size.divide(key + row));
+        if constexpr (!kIsK) page[i] = page_of_entry(params.v_pages, page[i]);
+      }
+    }
+  }
+
+  // Offset of row i, in units (PageUnits); kNoRow if its page lies outside the cache.
+  CUTE_DEVICE std::uint32_t offset(const KernelParams& params, int key, int i) const {
+    const PageUnits& units = kIsK ? params.k_units : params.v_units;
+    std::uint32_t offset = page[i] * units.page;
+    if (params.page_size.divisor > 1) {
+      offset += params.page_size.modulo(key + 32 * i + threadIdx.x % 32) * units.slot;
+    }
+    return std::uint32_t(page[i]) < params.num_pages ? offset : kNoRow;
+  }
+};
+
+// Copies a warp's kRows rows, eight lanes per row of a panel, four rows at a time. offsets[i] belongs to the lane's
+// row in the i-th four, and `to` is the lane's 16 bytes of the first. kComplete: no row and no column is to be zeros.
+template <bool kComplete, int kRows, int kPanels, int kPanelBytes>
+CUTE_DEVICE void gather_rows(const std::uint32_t* offsets, const char* data, std::uint32_t unit,
+                             int head_dim, std::uint32_t to) {
+  const int column = threadIdx.x % 8 * 8;
+  constexpr int kUnroll = kComplete ? kRows / 16 : 1;
+#pragma unroll kUnroll
+  for (int i = 0; i < kRows / 16; ++i) {
+    const uint4 of_rows = reinterpret_cast<const uint4*>(offsets)[i];
+    CUTE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const std::uint32_t row_offset = j == 0   ? of_rows.x
+                                       : j == 1 ? of_rows.y
+                                       : j == 2 ? of_rows.z
+                                                : of_rows.w;
+      // The sum of this product and `data` is one instruction, unlike that of mad or of a product in C++.
+      std::uint64_t bytes;
+      asm("mul.wide.u32 %0, %1, %2;" : "=l"(bytes) : "r"(row_offset), "r"(unit));
+      const char* from = data + bytes;
+      // Rows four apart differ in the bit of 64 bytes of their swizzle.
+      const std::uint32_t to_row = (to ^ (j % 2 * 64)) + (4 * i + j) * (4 * 128);
+      CUTE_UNROLL
+      for (int panel = 0; panel < kPanels; ++panel) {
+        if constexpr (kComplete) {
+          cp_async_16(to_row + panel * kPanelBytes, from + panel * 128);
+        } else {
+          cp_async_16(to_row + panel * kPanelBytes, from + panel * 128,
+                      row_offset != kNoRow && panel * 64 + column < head_dim);
+        }
+      }
+    }
+  }
+}
+
+// Keeps the compiler from adding up the address anew for every use.
+template <class T>
+CUTE_DEVICE const T* kept(const T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
+// The K or V producer, by all lanes of kCopyWarps warps, of which this one has index copy_warp: each copies its rows
+// of every KV block, having read the page table one block ahead. Every lane arrives at `full`.
+template <class Tile, int kPanels, int kStages, bool kIsK, bool kHides>
+CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, Barrier* full,
+                             Barrier* empty, char* stages, int copy_warp) {
+  constexpr int kRows = Tile::kBlockN;
+  constexpr int kOwnRows = kRows / Tile::kCopyWarps;
+  constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
+  static_assert(kOwnRows % 32 == 0);
+  const int lane = threadIdx.x % 32;
+  const int first_row = Tile::kCopyWarps == 1 ? 0 : copy_warp * kOwnRows;
+  const int head_dim = kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo;
+  const std::uint32_t to = cute::cast_smem_ptr_to_uint(stages) + (first_row + lane / 8) * 128 +
+                           ((lane % 8 ^ lane / 8) << 4);
+  RowOffsets<kOwnRows>& offsets = shared.row_offsets[kIsK ? 0 : 1][copy_warp];
+  JobReader jobs(shared);
+  Ring<kStages> ring;
+  if (kIsK && copy_warp == 0 && lane == 0) shared.job_wanted.arrive();
+  for (; jobs.next(); jobs.release()) {
+    const Job& job = jobs.job();
+    const ConstTensorView& view = kIsK ? params.attention.k : params.attention.v;
+    const char* data = kept(static_cast<const char*>(view.data) +
+                            2 * (job.kv_head * view.stride_head) + lane % 8 * 16);
+    const std::int32_t* table =
+        kept((kIsK ? params.k_pages : params.v_pages).indices + job.kv_begin);
+    int key = job.key_begin + (job.kv_blocks - 1) * kRows + first_row;  // of the warp's first row
+    PageEntries<kOwnRows, kIsK> entries;
+    entries.read(params, table, key, visible_rows<kOwnRows>(job, key));
+    CUTE_NO_UNROLL
+    for (int kv_block = job.kv_blocks - 1; kv_block >= 0; --kv_block) {
+      [[maybe_unused]] FullyMaskedKeys<kRows> masked;
+      if constexpr (kHides) {
+        if (params.attention.mask.words != nullptr && job.has_hidden_keys != 0)
+          masked.template find<Tile>(params, job, kv_block);
+      }
+      bool complete = head_dim == 64 * kPanels;
+      CUTE_UNROLL
+      for (int i = 0; i < kOwnRows / 32; ++i) {
+        std::uint32_t offset = entries.offset(params, key, i);
+        if constexpr (kHides) {
+          if (masked.words[first_row / 32 + i] >> lane & 1) offset = kNoRow;
+        }
+        complete = complete && offset != kNoRow;
+        offsets.of[lane % 4][8 * i + lane / 4] = offset;
+      }
+      key -= kRows;
+      if (kv_block > 0) entries.read(params, table, key, visible_rows<kOwnRows>(job, key));
+      complete = __all_sync(0xffffffffu, complete);
+      __syncwarp();
+      empty[ring.index].wait(ring.phase ^ 1);
+      if (kIsK && copy_warp == 0 && kv_block == min(1, job.kv_blocks - 1) && lane == 0) {
+        shared.job_wanted.arrive();
+      }
+      const std::uint32_t to_stage = to + ring.index * (kPanels * kPanelBytes);
+      std::uint32_t unit = (kIsK ? params.k_units : params.v_units).bytes;
+      if (complete) {
+        gather_rows<true, kOwnRows, kPanels, kPanelBytes>(offsets.of[lane / 8], data, unit,
+                                                          head_dim, to_stage);
+      } else {
+        gather_rows<false, kOwnRows, kPanels, kPanelBytes>(offsets.of[lane / 8], data, unit,
+                                                           head_dim, to_stage);
+      }
+      arrive_when_landed(full[ring.index]);
+      ring.advance();
+      __syncwarp();  // before the offsets are overwritten
+    }
+  }
+}
+
+}  // namespace cutlass_kernels::fa3

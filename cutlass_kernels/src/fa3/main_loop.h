@@ -1,0 +1,178 @@
+// Consumer: the loop over tiles and their KV blocks.
+//
+// All tiles of a CTA form one stream of KV blocks without a gap: while the last P V of a tile runs, the first S of
+// the next tile is computed and its exponentials are taken. In a tile, KV blocks run from the last to the first.
+//
+//   tensor cores | S(j+1) = Q K(j+1)^T | O += P(j) V(j)          | S(j+2) = Q K(j+2)^T ...
+//   other units  |                     | mask, maximum of S(j+1) | P(j+1) = 2^(S(j+1) - m), packed; rescale or store O
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "fa3/consumer.h"
+#include "fa3/exponentials.h"
+#include "fa3/logits.h"
+#include "fa3/scores.h"
+#include "fa3/values.h"
+
+namespace cutlass_kernels::fa3 {
+
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::run() {
+  bool found = begin_tile();
+  if constexpr (Tile::kPacked) {
+    while (true) {
+      while (found && !has_rows) {
+        drain_tile();
+        found = begin_tile();
+      }
+      if (!found) return;
+      found = compute_tiles();
+    }
+  } else if (found) {
+    compute_tiles();
+    if (lane == 0) cute::tma_store_wait<0>();  // TMA reads shared memory until its stores are done
+  }
+}
+
+// Drains the K and V stages of a tile in which this warpgroup has no rows.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::drain_tile() {
+  release(shared.q_empty[q_buffer]);
+  for (; block_begin >= key_begin; block_begin -= kN) {
+    shared.k_full[k_ring.index].wait(k_ring.phase);
+    release(shared.k_empty[k_ring.index]);
+    k_ring.advance();
+    skip_values();
+  }
+  shared.job_empty[jobs.index].arrive();
+  advance_q();
+  jobs.advance();
+}
+
+// Computes the tile that has begun and those after it. Stops before a tile without rows for this warpgroup, which has
+// then begun, and returns true; returns false after the last tile.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
+  ScoreFragment s;        // (2, BLK_N / 4)
+  OutputFragment o;       // (2, D_VO / 4)
+  ProbabilityFragment p;  // (2, BLK_N / 4)
+  RowFactors factor;      // of O, when m is raised
+  RowFactors sum;
+  bool found = false;
+  softmax = OnlineSoftmax<2>(softmax_scale());
+
+  // S and P of the first KV block.
+  shared.k_full[k_ring.index].wait(k_ring.phase);
+  issue_scores(s);
+  read_bits();
+  wgmma_wait<0>();
+  pin(s);
+  end_scores(true);
+  transform(s);
+  if (needs_mask()) apply_mask(s);
+  raise_maximum(s, factor);
+  take_exponentials(s, p, softmax.partial_sum);
+  if (Tile::kPingPong && warpgroup == Tile::kConsumers - 1) end_turn();  // warpgroup 0 begins
+
+  bool accumulate = false;  // else P V replaces O: the tile's first KV block
+  int slot = jobs.index;    // job of the tile that P belongs to
+  // There is no P: the KV block that it would belong to has negligible weight. Never a tile's first.
+  bool negligible = false;
+  while (true) {
+    const bool last = block_begin == key_begin;  // P belongs to the last KV block of its tile
+    OnlineSoftmax<2> of_tile = softmax;          // of that tile
+    if (unlikely(last)) {
+      advance_q();
+      jobs.advance();
+      found = begin_tile();
+      if (!found || (Tile::kPacked && !has_rows)) break;
+      softmax = OnlineSoftmax<2>(softmax_scale());
+      if (kSkips && skips_block) skip_keys();
+    } else {
+      block_begin -= kN;
+    }
+
+    // The products: S of the next KV block, and P V of this one.
+    shared.k_full[k_ring.index].wait(k_ring.phase);
+    wait_turn();
+    issue_scores(s);
+    if (kSkipsNegligible && negligible) {
+      end_turn();
+      wgmma_wait<0>();  // for S, which here is the last product issued
+      shared.v_full[v_ring.index].wait(v_ring.phase);  // only to be released
+    } else {
+      shared.v_full[v_ring.index].wait(v_ring.phase);
+      issue_output(o, p, accumulate);
+      end_turn();
+    }
+
+    // While P V runs: logits of the next KV block, and its m.
+    read_bits();
+    wgmma_wait<1>();
+    pin(s);
+    transform(s);
+    const bool masked = needs_mask();
+    if (unlikely(masked)) apply_mask(s);
+    end_scores(last);
+    // Not lazy in the first KV block of a tile. Later, a row that has seen no key so far gets an infinite sum from its
+    // first one, and the block is done again with its maximum: right under any mask, but only custom masks, which may
+    // mask every block, gain from it.
+    const bool lazy = kLazyMax && !(masked && kLogits != Logits::kGeneral) && !last && !is_exact();
+    bool raised = false;
+    if constexpr (kSkipsNegligible) {
+      float row_max[2];
+      find_maximum(s, row_max);
+      negligible = !last && are_negligible(row_max);
+      if (!negligible) raised = raise_to(row_max, factor);
+    } else if (!lazy) {
+      __syncwarp();  // keeps this a branch
+      raised = raise_maximum(s, factor);
+    }
+
+    // P V is done: its V stage may be refilled, and O stored or rescaled.
+    wgmma_wait<0>();
+    pin(o);
+    pin(p);  // was read until here: its registers must not have been given to anything else
+    release(shared.v_empty[v_ring.index]);
+    v_ring.advance();
+    accumulate = true;
+    if (unlikely(last)) {
+      if (kSkips && skips_block) skip_values();
+      store(o, of_tile, slot);
+      slot = jobs.index;
+      accumulate = false;
+    } else if (unlikely(raised)) {
+      rescale(o, factor);
+    }
+
+    // P of the next KV block.
+    if (!(kSkipsNegligible && negligible)) {
+      take_exponentials(s, p, sum);
+      if constexpr (kLazyMax) {
+        const bool fits = holds(sum, p);
+        if (lazy && unlikely(!__all_sync(0xffffffffu, fits))) {
+          __syncwarp();  // keeps this a branch
+          if (raise_maximum(s, factor)) rescale(o, factor);
+          take_exponentials(s, p, sum);
+        }
+      }
+      softmax.partial_sum[0] += sum[0];
+      softmax.partial_sum[1] += sum[1];
+    }
+  }
+
+  // P V of the last KV block.
+  shared.v_full[v_ring.index].wait(v_ring.phase);
+  if (!(kSkipsNegligible && negligible)) issue_output(o, p, accumulate);
+  wgmma_wait<0>();
+  pin(o);
+  if constexpr (Tile::kPacked) {
+    release(shared.v_empty[v_ring.index]);
+    v_ring.advance();
+  }
+  store(o, softmax, slot);
+  return found;
+}
+
+}  // namespace cutlass_kernels::fa3

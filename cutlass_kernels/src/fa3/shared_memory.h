@@ -1,0 +1,118 @@
+// Shared memory of a CTA: stages of Q, K, V and O, jobs, and the barriers between warps.
+//
+// Matrices are stored as panels of 128 bytes, the span of the swizzle of TMA and wgmma: C = 64 columns of 16 bits, or
+// 128 of e4m3. Shapes below are (row, column, panel).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "fa3/config.h"
+#include "fa3/job.h"
+#include "fa3/mbarrier.h"
+
+namespace cutlass_kernels::fa3 {
+
+// Barriers of the hardware (bar.sync), by ID. Of kTurn and kVote there is one per consumer warpgroup, up to three:
+// kTurn + warpgroup.
+enum NamedBarrier : int {
+  //                   arrives                               waits
+  kBarrierCta = 0,   // all threads, mbarriers being ready     all threads: __syncthreads()
+  kBarrierTurn = 1,  // the previous warpgroup, its turn over  the warpgroup, to issue its products
+  kBarrierVote =
+      4,  // the threads of the warpgroup           the same, to agree on skipping a KV block
+};
+
+// Offsets of the rows that a warp gathers (load_gather.h): row r at [r % 4][r / 4]. A lane reads four words at once,
+// those of every fourth row; the gap puts the words of a warp in different banks.
+template <int kRows>
+struct RowOffsets {
+  alignas(16) std::uint32_t of[4][kRows / 4 + 8];
+};
+struct Nothing {};
+
+// The source of a TMA box (load_pages.h): a page, and the slot of the box's first key there.
+struct alignas(8) BoxSource {
+  int page;
+  int slot;
+};
+constexpr int kBoxBatch = 32;  // boxes that are looked up together, one per lane
+
+// V of e4m3 until it is transposed (transpose_values.h).
+template <class Tile, bool kStaged = (Tile::kStagedStages > 0)>
+struct StagedValues {};
+template <class Tile>
+struct alignas(1024) StagedValues<Tile, true> {
+  static constexpr int kStagedBytes = Tile::kBlockN * ((Tile::kHeadDimVo + 127) / 128 * 128);
+
+  char staged[Tile::kStagedStages][kStagedBytes];  // (BLK_N, C, D_VO / C), PIPE_STAGED of them
+  //                                             arrives                       waits
+  Barrier staged_full[Tile::kStagedStages];   // loading warp, with the bytes  transposing warps
+  Barrier staged_empty[Tile::kStagedStages];  // transposing warps             loading warp
+};
+
+template <class Tile>
+struct Shared : StagedValues<Tile> {
+  static constexpr bool kTransposed = Tile::kTransposers > 0;
+  static constexpr int kColumns = 128 / Tile::kElementBytes;  // C
+  static constexpr int kPanelBytesQ = kWarpgroupRows * 128;
+  static constexpr int kPanelBytesKv = Tile::kBlockN * 128;
+  static constexpr int kPanelsQk = (Tile::kHeadDimQk + kColumns - 1) / kColumns;
+  static constexpr int kPanelsVo = (Tile::kHeadDimVo + kColumns - 1) / kColumns;
+  static constexpr int kPanelsO = Tile::kHeadDimVo / 64;
+  static constexpr int kPanelBytesVt = Tile::kHeadDimVo * 128;
+  static constexpr int kQBytes = kPanelBytesQ * kPanelsQk;
+  static constexpr int kKBytes = kPanelBytesKv * kPanelsQk;
+  static constexpr int kVBytes =
+      kTransposed ? kPanelBytesVt * ((Tile::kBlockN + 127) / 128) : kPanelBytesKv * kPanelsVo;
+  static constexpr int kOBytes = kPanelBytesQ * Tile::kOPanels;
+  static_assert(kPanelsO % Tile::kOPanels == 0, "O leaves in whole passes of kOPanels panels.");
+  static_assert(Tile::kBlockN <= 8 * kBoxBatch);
+  static_assert(Tile::kBlockN % (32 / Tile::kElementBytes) == 0,
+                "P V takes 16 keys per instruction, of e4m3 32");
+
+  // The alignment is explicit, because members of a derived struct may be placed in the padding of its base.
+  static constexpr int kAlignment = kTransposed ? 1024 : 16;
+  // Q: (64, C, D_QK / C), PIPE_Q of them.
+  alignas(kAlignment) char q[Tile::kQBuffers][kQBytes];
+  // K: (BLK_N, C, D_QK / C), PIPE_K of them.
+  char k[Tile::kKStages][kKBytes];
+  // V: (BLK_N, C, D_VO / C), PIPE_V of them; of e4m3, transposed: (D_VO, 128, BLK_N / 128).
+  char v[Tile::kVStages][kVBytes];
+  // O: (64, 64, kOPanels) of 16 bits per warpgroup. Each warp uses its own 16 rows.
+  char o[Tile::kConsumers][kOBytes];
+
+  Job jobs[kJobSlots];
+
+  //             arrives                                          waits
+  // job_wanted  K warp, one KV block before the end of its tile  scheduler warp
+  // job_full    scheduler warp                                   all who read the job: the following three
+  // job_empty   Q warp, K and V lanes, all consumer threads      scheduler warp
+  // q_full      Q warp, with the bytes of TMA                    the consumer warpgroup of the buffer
+  // q_empty     the 4 warps of that warpgroup                    Q warp
+  // k_full      K warp, with the bytes of TMA                    all consumer warpgroups
+  // k_empty     all consumer warps                               K warp
+  // v_full      V warp, with the bytes of TMA                    all consumer warpgroups
+  // v_empty     all consumer warps                               V warp
+  // v_landed    V warp, with the bytes of TMA                    V warp, to clear rows before it arrives at v_full
+  //
+  // Of e4m3, the loading warp stands for the Q and K warps, and the transposing warps for the V warp. Where rows are
+  // gathered from small pages, every lane that copies arrives at k_full and v_full.
+  Barrier job_wanted;
+  Barrier job_full[kJobSlots];
+  Barrier job_empty[kJobSlots];
+  Barrier q_full[Tile::kQBuffers];
+  Barrier q_empty[Tile::kQBuffers];
+  Barrier k_full[Tile::kKStages];
+  Barrier k_empty[Tile::kKStages];
+  Barrier v_full[Tile::kVStages];
+  Barrier v_empty[Tile::kVStages];
+  Barrier v_landed;
+
+  BoxSource boxes[2][kBoxBatch];  // (K and V, 32)
+  std::conditional_t<Tile::kGather,
+                     RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
+      row_offsets;  // (K and V, copying warps)
+};
+
+}  // namespace cutlass_kernels::fa3

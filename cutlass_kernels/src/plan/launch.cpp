@@ -1,0 +1,162 @@
+// Runs a plan: addresses are filled in, kernels enqueued.
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda_failure.h"
+#include "mask_extents.h"
+#include "merge/combine_splits.h"
+#include "plan/plan.h"
+#include "plan/schedule.h"
+#include "registry/reasons.h"
+#include "registry/validate.h"
+
+namespace cutlass_kernels {
+namespace {
+
+/// What the plan says, with the addresses of a call.
+Schedule schedule_of(const PlanState& plan, const Memory& memory) {
+  const WorkspaceLayout& layout = plan.layout;
+  Schedule schedule;
+  schedule.source = plan.source;
+  schedule.tile_indices = plan.tile_indices;
+  schedule.tile_rows = plan.tile.rows;
+  schedule.tile_kind = plan.tile.kind;
+  schedule.packed_heads = plan.tile.packed_heads;
+  schedule.num_splits = plan.num_splits;
+  schedule.least_split_keys = plan.tile.least_split_keys;
+  schedule.split_tile_capacity = plan.split_tile_capacity;
+  schedule.partial_o = layout.partial_o.in<float>(memory.scratch);
+  schedule.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
+  if (plan.source == TileSource::kList) {
+    schedule.work_list = layout.tile_list.in<WorkItem>(memory.schedule);
+    schedule.split_tiles = layout.split_tiles.in<SplitTile>(memory.schedule);
+    schedule.tile_counter = &layout.header.in<ScheduleHeader>(memory.schedule)->tile_counter;
+    schedule.combine_counters = layout.combine_counters.in<std::int32_t>(memory.schedule);
+    schedule.num_combine_counters = plan.combine_counters;
+    return schedule;
+  }
+  schedule.tile_counter = layout.tile_counter.in<std::uint64_t>(memory.scratch);
+  if (memory.call_counters != nullptr) {
+    schedule.tile_counter = reinterpret_cast<std::uint64_t*>(memory.call_counters);
+    if (plan.combine_counters > 0) {
+      schedule.combine_counters = memory.call_counters + kFirstCombineCallCounter;
+      schedule.num_combine_counters = kCombineCallCounters;
+    }
+  }
+  return schedule;
+}
+
+/// What of `params` the plan was not made for; empty if it fits.
+std::string misfit(const PlanState& plan, const AttentionParams& params) {
+  const PlannedSizes& planned = plan.sizes;
+  const PlannedSizes sizes = PlannedSizes::of(params);
+  const auto differs = [](const char* name, std::int64_t value, std::int64_t of_plan) {
+    return std::string(name) + "=" + std::to_string(value) + ", but the plan is for " +
+           std::to_string(of_plan) + ": make a plan for these sizes.";
+  };
+  const auto other_type = [](const char* name, DType type, DType of_plan) {
+    return std::string(name) + "=" + to_string(type) + ", but the plan is for " +
+           to_string(of_plan) + ": make a plan for these types.";
+  };
+  if (sizes.q_dtype != planned.q_dtype)
+    return other_type("q_dtype", sizes.q_dtype, planned.q_dtype);
+  if (sizes.kv_dtype != planned.kv_dtype) {
+    return other_type("kv_dtype", sizes.kv_dtype, planned.kv_dtype);
+  }
+  for (const auto& [name, value, of_plan] :
+       {std::tuple("num_qo_heads", sizes.num_qo_heads, planned.num_qo_heads),
+        std::tuple("num_kv_heads", sizes.num_kv_heads, planned.num_kv_heads),
+        std::tuple("head_dim_qk", sizes.head_dim_qk, planned.head_dim_qk),
+        std::tuple("head_dim_vo", sizes.head_dim_vo, planned.head_dim_vo),
+        std::tuple("batch_size", sizes.batch_size, planned.batch_size),
+        std::tuple("page_size", sizes.page_size, planned.page_size)}) {
+    if (value != of_plan) return differs(name, value, of_plan);
+  }
+  // A list names the rows of its tiles; without one they follow from total_q.
+  if (plan.source != TileSource::kList && sizes.total_q != planned.total_q) {
+    return differs("total_q", sizes.total_q, planned.total_q);
+  }
+  return "";
+}
+
+}  // namespace
+
+Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with_tensors) {
+  if (!plan.is_made) return Status::invalid("The plan is empty: make_plan() fills it.");
+  std::string fault = contradiction(params, with_tensors);
+  if (fault.empty()) fault = misfit(plan, params);
+  return fault.empty() ? Status::success() : Status::invalid(std::move(fault));
+}
+
+Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
+                      cudaStream_t stream) {
+  if (plan.source != TileSource::kList || plan.kernel == nullptr) return Status::success();
+  if (params.qo_indptr == nullptr || params.kv_indptr == nullptr) {
+    return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
+                           " requests needs qo_indptr and kv_indptr.");
+  }
+  const PageTable& pages = params.pages;
+  if (pages.page_size > 0 && pages.table_stride == 0 && pages.num_indices > 0 &&
+      (pages.indices == nullptr || pages.last_page_len == nullptr)) {
+    return Status::invalid("A schedule of pages needs indices and last_page_len.");
+  }
+  const WorkspaceLayout& layout = plan.layout;
+  return launch_schedule(params, plan.tile.rows, plan.rule, plan.tile_indices,
+                         layout.header.in<ScheduleHeader>(schedule),
+                         layout.tile_list.in<WorkItem>(schedule),
+                         layout.split_tiles.in<SplitTile>(schedule),
+                         layout.combine_counters.in<std::int32_t>(schedule), stream);
+}
+
+Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,
+              cudaStream_t stream) {
+  if (plan.kernel == nullptr || params.total_q == 0) return Status::success();
+  const bool splits = plan.split_tile_capacity > 0;
+  if (splits && params.stats != nullptr) {
+    return Status::invalid(
+        "stats are not combined, but the plan may split keys: make it with disable_split_kv.");
+  }
+  LaunchParams problem;
+  static_cast<AttentionParams&>(problem) = params;
+  problem.schedule = schedule_of(plan, memory);
+  if (params.mask.words != nullptr) {  // it replaces these
+    problem.causal = false;
+    problem.chunk_size = 0;
+  }
+  if (plan.layout.tile_counter.bytes > 0 && memory.call_counters == nullptr) {
+    const cudaError_t error =
+        cudaMemsetAsync(problem.schedule.tile_counter, 0, plan.layout.tile_counter.bytes, stream);
+    if (error != cudaSuccess) return cuda_failure("Clearing the tile counter", error);
+  }
+  if (params.mask.words != nullptr && plan.kernel->uses_mask_extents) {
+    auto* extents = plan.layout.mask_extents.in<MaskExtent>(memory.scratch);
+    if (extents != nullptr) {
+      Status status = launch_mask_extents(problem, extents, stream);
+      if (!status.ok()) return status;
+      problem.schedule.mask_extents = extents;
+    }
+  }
+  Status status = plan.kernel->launch(problem, stream);
+  const bool combines = splits && problem.schedule.combine_counters == nullptr;
+  return status.ok() && combines ? launch_combine_splits(problem, stream) : status;
+}
+
+Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
+           cudaStream_t stream) {
+  if (Status status = fits_plan(plan, params, /*with_tensors=*/true); !status.ok()) return status;
+  if (plan.kernel == nullptr || params.total_q == 0) return Status::success();
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  if (!serves(*plan.kernel, params, device.compute_capability)) {
+    std::vector<std::string> reasons;
+    explain(plan.kernel->info.backend, params, device.compute_capability, &reasons);
+    return Status::unsupported(joined(reasons));
+  }
+  return launch(plan, params, memory, stream);
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,108 @@
+// What kernels are given: the problem, and what its plan says about tiles and memory. Shared by host and device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cutlass_kernels/params.h"
+
+#ifdef __CUDACC__
+#define CK_HOST_DEVICE __host__ __device__
+#else
+#define CK_HOST_DEVICE
+#endif
+
+namespace cutlass_kernels {
+
+/// Where a kernel's tiles come from. The device finds them in common/find_work.h.
+enum class TileSource : std::int32_t {
+  kList,           ///< a list in the workspace, longest tiles first: plan/schedule.cu
+  kSingleRequest,  ///< one request without indptrs: its tiles, last rows first
+  kBatchByLength,  ///< as many tile indices per request as the longest one has tiles: all long tiles come first
+  kBatchInOrder,  ///< tile indices in the order of rows: few of them map to no tile
+};
+
+/// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one load
+/// instead of three dependent ones.
+struct alignas(16) WorkItem {
+  std::int32_t batch;    ///< < 0: past the last tile
+  std::int32_t tile;     ///< rows [tile * tile_rows, (tile + 1) * tile_rows) of the request
+  std::int32_t q_begin;  ///< first row of the request
+  std::int32_t qo_len;
+  std::int32_t kv_begin;  ///< first key of the request, or first entry of its page table
+  std::int32_t kv_len;    ///< -1: the request's indptrs make no sense, it is not computed
+  std::int16_t split;     ///< which KV split of the tile
+  std::int16_t num_splits;
+  std::int32_t partial_row;  ///< first row of the tile's partial results
+};
+
+/// A tile whose keys are split: partial results of row r of split i are row partial_row + i * rows + r.
+struct alignas(16) SplitTile {
+  std::int32_t q_begin;  ///< first row, in the tensor
+  std::int32_t rows;
+  std::int32_t partial_row;
+  std::int32_t num_splits;
+  // Of its request: tiles of a request that does not lie inside the tensors are not computed.
+  std::int32_t q_end;
+  std::int32_t kv_begin;
+  std::int32_t kv_len;
+  std::int32_t unused;
+};
+
+/// What the memory of a schedule begins with. The counter comes first: where another batch is planned into the same memory,
+/// captured kernels find it at the same address.
+struct alignas(16) ScheduleHeader {
+  std::uint64_t tile_counter;
+  std::int32_t split_tiles;  ///< entries of the list of split tiles
+  std::int32_t unused;
+};
+
+/// What the plan says, with addresses.
+struct Schedule {
+  TileSource source = TileSource::kSingleRequest;
+  const void* work_list =
+      nullptr;  ///< WorkItem[tile_indices], after a ScheduleHeader; null without a list
+  std::int32_t tile_indices = 0;  ///< per head (or pack of heads); some may map to no tile
+  std::int32_t tile_rows = 0;     ///< TileShape::rows
+  std::int32_t tile_kind = 0;     ///< TileShape::kind
+  std::int32_t packed_heads = 0;  ///< TileShape::packed_heads
+  /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, the rest in proportion to KV
+  /// length, but no more than one per least_split_keys keys.
+  std::int32_t num_splits = 1;
+  std::int32_t least_split_keys = 1;
+  /// A counter from which persistent thread blocks claim tiles (common/tickets.h). Zero it once: every call leaves it zero,
+  /// and restarts it where it holds anything else. Null: tiles are dealt out beforehand.
+  std::uint64_t* tile_counter = nullptr;
+  /// Counters with which the last thread block of a split tile knows that it is, and combines the partial results. Null: a
+  /// second kernel combines them.
+  std::int32_t* combine_counters = nullptr;
+  std::int32_t num_combine_counters = 0;
+  std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
+  const void* split_tiles = nullptr;     ///< SplitTile[], with a list
+  float* partial_o = nullptr;            ///< [rows, num_qo_heads, head_dim_vo]
+  float* partial_max_sum = nullptr;      ///< [rows, num_qo_heads, 2]: merge/partial_results.h
+  const void* mask_extents = nullptr;    ///< MaskExtent[tile_indices], or null
+};
+
+struct LaunchParams : AttentionParams {
+  Schedule schedule;
+};
+
+/// Which of Schedule::combine_counters belongs to a split tile and a pack of heads. Partial rows of two tiles begin at least
+/// two rows apart, as each has two splits or more.
+CK_HOST_DEVICE inline int combine_counter(int partial_row, int pack, int packs) {
+  return partial_row / 2 * packs + pack;
+}
+
+/// Whether requests have indptrs. A single request without them starts at 0 and is as long as the tensors.
+inline bool is_batch(const AttentionParams& params) {
+  return params.batch_size > 1 || params.qo_indptr != nullptr;
+}
+
+/// Tiles of a batch's longest request.
+inline std::int64_t tiles_of_longest(const AttentionParams& params, int tile_rows) {
+  const std::int64_t rows = params.max_qo_len < params.total_q ? params.max_qo_len : params.total_q;
+  return (rows + tile_rows - 1) / tile_rows;
+}
+
+}  // namespace cutlass_kernels

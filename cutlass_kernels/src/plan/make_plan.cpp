@@ -1,0 +1,172 @@
+// From a problem and a device to a plan: kernel -> tile -> source of tiles -> KV splits -> workspace.
+#include <algorithm>
+#include <string>
+
+#include "mask_extents.h"
+#include "plan/plan.h"
+#include "plan/tile_source.h"
+#include "registry/reasons.h"
+#include "registry/validate.h"
+
+namespace cutlass_kernels {
+namespace {
+
+/// A thread block computes at least one tile of one head. Thread blocks are counted in 32 bits, and running ones count up to
+/// one more each (65536 are more than any device has).
+Status check_tiles(const AttentionParams& params, std::int64_t tile_indices) {
+  const std::int64_t tiles = (tile_indices + 1) * params.num_qo_heads;
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 65536;
+  if (tiles <= kMost) return Status::success();
+  return Status::invalid("total_q=" + std::to_string(params.total_q) +
+                         " with num_qo_heads=" + std::to_string(params.num_qo_heads) + " makes " +
+                         std::to_string(tiles) + " tiles, more than the " + std::to_string(kMost) +
+                         " of one call: split the batch.");
+}
+
+Status check_partial_rows(const AttentionParams& params, const SplitRule& rule) {
+  if (rule.partial_rows <= std::numeric_limits<std::int32_t>::max()) return Status::success();
+  return Status::invalid("fixed_split_size=" + std::to_string(params.fixed_split_size) +
+                         " splits total_q=" + std::to_string(params.total_q) + " rows into " +
+                         std::to_string(rule.partial_rows) + ", too many to count: enlarge it.");
+}
+
+void add_partial_results(const AttentionParams& params, std::int64_t rows, RegionStack* stack,
+                         WorkspaceLayout* layout) {
+  const std::size_t heads = std::size_t(rows) * params.num_qo_heads;
+  layout->partial_o = stack->add(heads * params.head_dim_vo * sizeof(float));
+  layout->partial_max_sum = stack->add(heads * 2 * sizeof(float));
+}
+
+/// The mask is known now, or any option that shares its tiles stands for it.
+bool may_be_masked(const AttentionParams& params, const PlanOptions& options) {
+  if (params.mask.words != nullptr) return true;
+  return options.masked_later &&
+         (params.alibi.slopes != nullptr || params.logits_scale.data != nullptr ||
+          params.output_scale.data != nullptr);
+}
+
+/// The last region: without room for it all keys are computed.
+void add_mask_extents(const AttentionParams& params, const PlanOptions& options, PlanState* plan,
+                      RegionStack* stack) {
+  if (!plan->kernel->uses_mask_extents || !may_be_masked(params, options)) return;
+  const std::size_t bytes = std::size_t(plan->tile_indices) * sizeof(MaskExtent);
+  const std::size_t used = plan->layout.schedule_bytes + stack->bytes();
+  if (used <= options.workspace_bytes && bytes <= options.workspace_bytes - used) {
+    plan->layout.mask_extents = stack->add(bytes);
+  }
+}
+
+Status plan_with_list(const AttentionParams& params, const Device& device,
+                      const PlanOptions& options, PlanState* plan) {
+  plan->source = TileSource::kList;
+  plan->rule = split_rule(params, plan->tile, plan->source, device);
+  const SplitRule& rule = plan->rule;
+  const std::int64_t tile_indices =
+      tile_index_count(plan->source, params, plan->tile.rows) + rule.extra_tiles;
+  if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
+  if (Status status = check_partial_rows(params, rule); !status.ok()) return status;
+  plan->tile_indices = std::int32_t(tile_indices);
+  plan->split_tile_capacity = std::int32_t(rule.split_tiles);
+  plan->combine_counters = std::int32_t(rule.combine_counters);
+
+  WorkspaceLayout& layout = plan->layout;
+  RegionStack schedule;
+  layout.header = schedule.add(sizeof(ScheduleHeader));
+  layout.tile_list = schedule.add(tile_indices * sizeof(WorkItem));
+  layout.split_tiles = schedule.add(rule.split_tiles * sizeof(SplitTile));
+  layout.combine_counters = schedule.add(rule.combine_counters * sizeof(std::int32_t));
+  layout.schedule_bytes = schedule.bytes();
+  RegionStack scratch;
+  if (rule.split_tiles > 0) add_partial_results(params, rule.partial_rows, &scratch, &layout);
+  add_mask_extents(params, options, plan, &scratch);
+  layout.scratch_bytes = scratch.bytes();
+  return Status::success();
+}
+
+Status plan_without_list(const AttentionParams& params, const Device& device,
+                         const PlanOptions& options, PlanState* plan) {
+  const TileShape& tile = plan->tile;
+  std::int64_t tile_indices = tile_index_count(plan->source, params, tile.rows);
+  if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
+  WorkspaceLayout& layout = plan->layout;
+  RegionStack scratch;
+  if (plan->kernel->is_persistent && !options.call_counters &&
+      sizeof(ScheduleHeader) <= options.workspace_bytes) {
+    layout.tile_counter = scratch.add(sizeof(ScheduleHeader));
+  }
+
+  const SplitRule rule = split_rule(params, tile, plan->source, device);
+  const std::int64_t splits = splits_without_list(rule, params, tile, plan->source);
+  const std::int64_t rows = partial_rows_without_list(params, tile, plan->source, splits);
+  if (rows > 0) {
+    RegionStack with_partials = scratch;
+    WorkspaceLayout split_layout = layout;
+    add_partial_results(params, rows, &with_partials, &split_layout);
+    if (with_partials.bytes() <= options.workspace_bytes) {
+      scratch = with_partials;
+      layout = split_layout;
+      const std::int64_t longest =
+          is_batch(params) ? tiles_of_longest(params, tile.rows) : tile_indices;
+      if (is_batch(params)) plan->source = TileSource::kBatchByLength;
+      tile_indices = longest * splits;
+      if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
+      plan->num_splits = std::int32_t(splits);
+      plan->split_tile_capacity = std::int32_t(longest * params.batch_size);
+      const std::int64_t counters = combine_counters(params, tile, rows);
+      if (options.call_counters && counters <= kCombineCallCounters &&
+          combines_in_kernel(params, tile, splits / params.batch_size)) {
+        plan->combine_counters = std::int32_t(counters);
+      }
+    } else if (rule.fixed > 0) {
+      return workspace_too_small("Splitting the keys", params, with_partials.bytes(),
+                                 options.workspace_bytes);
+    }
+  }
+  plan->tile_indices = std::int32_t(tile_indices);
+  add_mask_extents(params, options, plan, &scratch);
+  layout.scratch_bytes = scratch.bytes();
+  return Status::success();
+}
+
+}  // namespace
+
+PlannedSizes PlannedSizes::of(const AttentionParams& params) {
+  return {params.q_dtype,         params.kv_dtype,    params.o_dtype,     params.num_qo_heads,
+          params.num_kv_heads,    params.head_dim_qk, params.head_dim_vo, params.batch_size,
+          params.pages.page_size, params.total_q};
+}
+
+Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
+                 const PlanOptions& options, PlanState* plan) {
+  *plan = PlanState{};
+  plan->is_made = true;
+  plan->sizes = PlannedSizes::of(params);
+  if (params.total_q == 0) return Status::success();
+  std::vector<std::string> reasons;
+  const KernelEntry* kernel = choose(backend, params, device.compute_capability, &reasons);
+  if (kernel == nullptr) return Status::unsupported(joined(reasons));
+  plan->kernel = kernel;
+  plan->tile = kernel->tile(params, device);
+  plan->source = tile_source(params, *kernel, plan->tile);
+  if (plan->source == TileSource::kList) return plan_with_list(params, device, options, plan);
+  if (is_batch(params) && list_pays(params, *kernel, plan->tile, device)) {
+    PlanState listed = *plan;
+    if (plan_with_list(params, device, options, &listed).ok() &&
+        listed.layout.bytes() <= options.workspace_bytes) {
+      *plan = listed;
+      return Status::success();
+    }
+  }
+  return plan_without_list(params, device, options, plan);
+}
+
+Status workspace_too_small(const char* what, const AttentionParams& params, std::size_t needed,
+                           std::size_t got) {
+  return {StatusCode::kWorkspaceTooSmall,
+          std::string(what) + " of " + std::to_string(params.batch_size) +
+              " requests with total_q=" + std::to_string(params.total_q) +
+              " needs a workspace of " + std::to_string(needed) + " bytes, got " +
+              std::to_string(got) + "; workspace_size() tells how many."};
+}
+
+}  // namespace cutlass_kernels

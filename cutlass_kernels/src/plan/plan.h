@@ -1,0 +1,89 @@
+// A plan: which kernel computes a problem, in which tiles, where these come from, how keys are split, and where everything
+// lies in the workspace. A pure function of sizes, options and device facts; holds no address.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "cutlass_kernels/attention.h"
+#include "device.h"
+#include "plan/launch_params.h"
+#include "plan/split.h"
+#include "plan/tile_shape.h"
+#include "plan/workspace.h"
+#include "registry/registry.h"
+
+namespace cutlass_kernels {
+
+/// Sizes that a plan holds for; page sizes only where there are pages.
+struct PlannedSizes {
+  DType q_dtype, kv_dtype, o_dtype;
+  std::int32_t num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, batch_size, page_size;
+  std::int64_t total_q;
+
+  static PlannedSizes of(const AttentionParams& params);
+};
+
+struct PlanState {
+  bool is_made = false;
+  PlannedSizes sizes{};
+  const KernelEntry* kernel = nullptr;  ///< null: there is nothing to compute
+  TileShape tile;
+  TileSource source = TileSource::kSingleRequest;
+  std::int32_t tile_indices = 0;         ///< Schedule::tile_indices
+  std::int32_t num_splits = 1;           ///< Schedule::num_splits
+  std::int32_t split_tile_capacity = 0;  ///< Schedule::split_tile_capacity
+  std::int32_t combine_counters = 0;  ///< > 0: the attention kernel combines partial results itself
+  SplitRule rule;                     ///< by which make_schedule() splits the tiles of a list
+  WorkspaceLayout layout;
+};
+
+/// Counters for a call without a list, int32: the tile counter, then combine counters. 8 KB are enough for the keys of 16 rows
+/// of 8 heads in 60 splits.
+constexpr int kCallCounters = 2048;
+constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::int32_t);
+constexpr int kFirstCombineCallCounter = 4;  // 16-byte aligned
+constexpr int kCombineCallCounters = kCallCounters - kFirstCombineCallCounter;
+
+/// What a plan may count on.
+struct PlanOptions {
+  std::size_t workspace_bytes = std::numeric_limits<std::size_t>::max();
+  bool call_counters = false;  ///< the caller brings kCallCounters
+  bool masked_later = false;   ///< calls may have a custom mask although params has none
+};
+
+/// Memory that a call may use: both parts of the layout, and optional counters.
+struct Memory {
+  void* schedule = nullptr;
+  void* scratch = nullptr;
+  std::int32_t* call_counters = nullptr;
+};
+
+/// Plans `params`, which have been validated. Without a list, what does not fit into the workspace is left out: counters (tiles
+/// are dealt out beforehand), splits, mask extents (all keys are computed).
+Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
+                 const PlanOptions& options, PlanState* plan);
+
+/// Whether `params` are valid (their pointers only if `with_tensors`), and what the plan was made for.
+Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with_tensors);
+
+/// Enqueues what writes the schedule of a plan with a list.
+Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
+                      cudaStream_t stream);
+
+/// Enqueues the kernels of validated `params`, for which the plan was made.
+Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,
+              cudaStream_t stream);
+
+/// The same for any `params`: refuses those that are invalid or do not fit the plan.
+Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
+           cudaStream_t stream);
+
+/// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be null.
+Status run_once(const AttentionParams& params, Backend backend, void* workspace,
+                std::size_t workspace_bytes, std::int32_t* call_counters, cudaStream_t stream);
+
+Status workspace_too_small(const char* what, const AttentionParams& params, std::size_t needed,
+                           std::size_t got);
+
+}  // namespace cutlass_kernels

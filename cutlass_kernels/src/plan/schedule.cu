@@ -1,0 +1,216 @@
+// Writes the tile list of a batch: a counting sort of its tiles by cost, in one thread block.
+#include "plan/schedule.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "common/keys_of_request.h"
+#include "cuda_failure.h"
+
+namespace cutlass_kernels {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kBuckets = 1024;  // one per thread in the prefix sum
+// Keys the last row of a tile sees under a causal mask: [0, kv_len].
+__host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int tile_rows) {
+  const int last_row = min((tile + 1) * tile_rows, qo_len) - 1;
+  return max(0, min(kv_len, last_row + 1 + kv_len - qo_len));
+}
+
+// Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can
+// neither make the sums below overflow nor push others out of the list.
+__host__ __device__ inline int tile_count(int begin, int end, std::int64_t total_q, int tile_rows) {
+  return 0 <= begin && begin <= end && end <= total_q ? (end - begin + tile_rows - 1) / tile_rows
+                                                      : 0;
+}
+
+// Costs share a bucket when they agree to `shift` bits; buckets are numbered from the most expensive.
+__device__ inline int bucket_of(int cost, int shift) { return kBuckets - 1 - (cost >> shift); }
+
+// Calls visit(batch, tile) for every tile, spread over the block: one warp per request, its lanes over tiles.
+template <class Visit>
+__device__ void for_each_tile(const int* qo_indptr, int batch_size, std::int64_t total_q,
+                              int tile_rows, Visit&& visit) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int batch = warp; batch < batch_size; batch += kThreads / 32) {
+    const int tiles = tile_count(qo_indptr[batch], qo_indptr[batch + 1], total_q, tile_rows);
+    for (int tile = lane; tile < tiles; tile += 32) visit(batch, tile);
+  }
+}
+
+struct ScheduleArgs {
+  const int* qo_indptr;
+  const int* kv_indptr;
+  int batch_size;
+  std::int64_t total_q;
+  int tile_rows;
+  SplitRule rule;
+  int capacity;
+  ScheduleHeader* header;
+  WorkItem* list;
+  SplitTile* split_tiles;
+  std::int32_t* combine_counters;
+  PageTable pages;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    schedule_kernel(__grid_constant__ const ScheduleArgs args) {
+  __shared__ int position[kBuckets];
+  __shared__ int warp_total[32];
+  __shared__ int max_kv_len;
+  __shared__ int split_count;
+  __shared__ unsigned long long work, tile_total, partial_rows;  // of the batch
+
+  const int* const qo_indptr = args.qo_indptr;
+  const int* const kv_indptr = args.kv_indptr;
+  const int thread = threadIdx.x;
+  position[thread] = 0;
+  for (std::int64_t i = thread; i < args.rule.combine_counters; i += kThreads) {
+    args.combine_counters[i] = 0;
+  }
+  if (thread == 0) {
+    max_kv_len = split_count = 0;
+    work = tile_total = partial_rows = 0;
+    args.header->tile_counter = 0;
+  }
+  __syncthreads();
+  for (int batch = thread; batch < args.batch_size; batch += kThreads) {
+    atomicMax(&max_kv_len, keys_of_request(kv_indptr, args.pages, batch).length);
+  }
+  __syncthreads();
+  int shift = 0;
+  while ((max_kv_len >> shift) >= kBuckets) ++shift;
+
+  auto cost_of = [&](int batch, int tile) {
+    return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch],
+                     keys_of_request(kv_indptr, args.pages, batch).length, tile, args.tile_rows);
+  };
+  auto for_all = [&](auto&& visit) {
+    for_each_tile(qo_indptr, args.batch_size, args.total_q, args.tile_rows, visit);
+  };
+  if (args.rule.wave > 0) {
+    unsigned long long own_work = 0, own_tiles = 0;
+    for_all([&](int batch, int tile) {
+      own_work += cost_of(batch, tile);
+      ++own_tiles;
+    });
+    atomicAdd(&work, own_work);
+    atomicAdd(&tile_total, own_tiles);
+    __syncthreads();
+  }
+  const std::int64_t all_tiles = tile_total, all_work = work;
+  auto splits_of_cost = [&](int cost) { return splits_of(args.rule, cost, all_tiles, all_work); };
+
+  for_all([&](int batch, int tile) {
+    const int cost = cost_of(batch, tile);
+    const int num_splits = splits_of_cost(cost);
+    // By the cost of what a thread block does: one split.
+    atomicAdd(&position[bucket_of(cost / num_splits, shift)], num_splits);
+  });
+  __syncthreads();
+
+  // Exclusive prefix sum over the buckets.
+  const int count = position[thread];
+  int inclusive = count;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
+    if (thread % 32 >= step) inclusive += other;
+  }
+  if (thread % 32 == 31) warp_total[thread / 32] = inclusive;
+  __syncthreads();
+  int before = 0;
+  for (int warp = 0; warp < thread / 32; ++warp) before += warp_total[warp];
+  position[thread] = before + inclusive - count;
+  int total = 0;
+  for (int warp = 0; warp < 32; ++warp) total += warp_total[warp];
+  __syncthreads();
+
+  for_all([&](int batch, int tile) {
+    const int cost = cost_of(batch, tile);
+    const int num_splits = splits_of_cost(cost);
+    WorkItem item{};
+    item.batch = batch;
+    item.tile = tile;
+    item.q_begin = qo_indptr[batch];
+    item.qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
+    const KeysOfRequest keys = keys_of_request(kv_indptr, args.pages, batch);
+    item.kv_begin = keys.begin;
+    item.kv_len = keys.length;
+    item.num_splits = std::int16_t(num_splits);
+    const int slot = atomicAdd(&position[bucket_of(cost / num_splits, shift)], num_splits);
+    if (num_splits > 1) {
+      const int first_row = tile * args.tile_rows;
+      const int rows = min(args.tile_rows, item.qo_len - first_row);
+      const int index = atomicAdd(&split_count, 1);
+      const std::int64_t row =
+          std::int64_t(atomicAdd(&partial_rows, (unsigned long long)(rows * num_splits)));
+      // Requests that overlap, which offsets on the device may, have more tiles than there is room for: not computed.
+      const bool fits = index < args.rule.split_tiles &&
+                        row + std::int64_t(rows) * num_splits <= args.rule.partial_rows &&
+                        slot + num_splits <= args.capacity;
+      if (!fits) item.kv_len = -1;
+      item.partial_row = fits ? int(row) : 0;
+      if (index < args.rule.split_tiles) {
+        args.split_tiles[index] = {
+            item.q_begin + first_row,   fits ? rows : 0, item.partial_row, num_splits,
+            item.q_begin + item.qo_len, item.kv_begin,   item.kv_len,      0};
+      }
+    }
+    for (int split = 0; split < num_splits && slot + split < args.capacity; ++split) {
+      item.split = std::int16_t(split);
+      args.list[slot + split] = item;
+    }
+  });
+  __syncthreads();
+  if (thread == 0) {
+    args.header->split_tiles = int(min(std::int64_t(split_count), args.rule.split_tiles));
+  }
+  WorkItem none{};
+  none.batch = -1;
+  for (int slot = total + thread; slot < args.capacity; slot += kThreads) args.list[slot] = none;
+}
+
+}  // namespace
+
+Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
+                       std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
+                       SplitTile* split_tiles, std::int32_t* combine_counters,
+                       cudaStream_t stream) {
+  ScheduleArgs args{params.qo_indptr, params.kv_indptr, params.batch_size,
+                    params.total_q,   tile_rows,        rule,
+                    capacity,         header,           list,
+                    split_tiles,      combine_counters, params.pages};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, schedule_kernel, args);
+  return error == cudaSuccess ? Status::success()
+                              : cuda_failure("Launching the schedule kernel", error);
+}
+
+std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
+                                       const std::vector<std::int32_t>& kv_indptr,
+                                       std::int32_t tile_rows) {
+  std::vector<WorkItem> list;
+  for (std::size_t batch = 0; batch + 1 < qo_indptr.size(); ++batch) {
+    const int qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
+    const int kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
+    for (int tile = 0;
+         tile < tile_count(qo_indptr[batch], qo_indptr[batch + 1], qo_indptr.back(), tile_rows);
+         ++tile) {
+      list.push_back(
+          {int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0});
+    }
+  }
+  auto cost_of = [&](const WorkItem& item) {
+    return tile_cost(item.qo_len, item.kv_len, item.tile, tile_rows);
+  };
+  std::stable_sort(list.begin(), list.end(),
+                   [&](const WorkItem& a, const WorkItem& b) { return cost_of(a) > cost_of(b); });
+  return list;
+}
+
+}  // namespace cutlass_kernels

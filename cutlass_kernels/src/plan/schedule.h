@@ -1,0 +1,28 @@
+// The tile list of a batch: which query tile of which request a thread block computes, longest first.
+//
+// A tile's cost is the number of keys its last row sees under a causal mask. That order is right for
+// causal and for windowed masks and harmless for full ones, so one list serves every mask and a plan
+// need not know it. The list is a counting sort by cost, made by one thread block on the device; no length
+// ever travels to the host.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cutlass_kernels/status.h"
+#include "plan/launch_params.h"
+#include "plan/split.h"
+
+namespace cutlass_kernels {
+
+/// Enqueues the kernel that writes the header, `capacity` entries of the list, the split tiles and their counters.
+Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
+                       std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
+                       SplitTile* split_tiles, std::int32_t* combine_counters, cudaStream_t stream);
+
+/// The same list computed on the host from host lengths (for tests and for reading).
+std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
+                                       const std::vector<std::int32_t>& kv_indptr,
+                                       std::int32_t tile_rows);
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,137 @@
+#include "plan/split.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "device.h"
+#include "plan/tile_source.h"
+#include "plan/workspace.h"
+
+namespace cutlass_kernels {
+namespace {
+
+/// Partial results take no more, unless fixed_split_size asks for it: the smallest workspace in common use holds them.
+constexpr std::size_t kMostPartialBytes = 16 << 20;
+
+/// Thread blocks that splits fill, at most: bounds lists, counters and partial results on devices with many SMs.
+constexpr int kMostThreadBlocks = 512;
+
+/// Keys of the longest request, at most; 0 where the host does not know.
+std::int64_t most_keys(const AttentionParams& params) {
+  if (params.max_kv_len > 0) return params.max_kv_len;
+  // total_kv of pages is an estimate, which must not decide what becomes of a fixed size.
+  const bool estimated = params.pages.page_size > 0;
+  if (!estimated || (params.total_kv > 0 && params.fixed_split_size <= 0)) return params.total_kv;
+  const PageTable& pages = params.pages;
+  const std::int64_t entries = pages.table_stride > 0 ? pages.table_width : pages.num_indices;
+  return entries * pages.page_size;
+}
+
+/// Keys that a tile sees, at most, by the mask alone.
+std::int64_t keys_of_tile(const AttentionParams& params, const TileShape& tile) {
+  if (params.window_left >= 0 && params.causal) {
+    return std::int64_t(params.window_left) + tile.rows;
+  }
+  if (params.chunk_size > 0) return std::int64_t(params.chunk_size) + tile.rows;
+  return std::numeric_limits<std::int64_t>::max();
+}
+
+SplitRule fixed_rule(const AttentionParams& params, std::int64_t tiles) {
+  SplitRule rule;
+  rule.fixed = params.fixed_split_size;
+  const std::int64_t splits = (most_keys(params) + rule.fixed - 1) / rule.fixed;
+  rule.most_splits = int(std::clamp<std::int64_t>(splits, 1, 32767));  // 16 bits of a WorkItem
+  if (rule.most_splits == 1) return rule;
+  rule.extra_tiles = tiles * (rule.most_splits - 1);
+  rule.split_tiles = tiles;
+  rule.partial_rows = params.total_q * rule.most_splits;
+  return rule;
+}
+
+/// Splits that fill the device.
+SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles,
+                       std::int64_t keys, const Device& device) {
+  SplitRule rule;
+  const std::int64_t rows = std::min<std::int64_t>(tile.rows, params.total_q);
+  const std::int64_t room =
+      kMostPartialBytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
+  const int thread_blocks =
+      std::min(device.multiprocessors * tile.blocks_per_sm, kMostThreadBlocks);
+  rule.wave = thread_blocks / (params.num_qo_heads / tile.packed_heads);
+  rule.most_waves = tile.most_waves;
+  rule.least_split_keys = tile.least_split_keys;
+  rule.most_slots = int(std::min<std::int64_t>(std::int64_t(rule.most_waves) * rule.wave, room));
+  rule.most_splits = rule.most_slots;
+  if (keys > 0) {
+    rule.most_splits = int(std::min<std::int64_t>(rule.most_splits, keys / rule.least_split_keys));
+  }
+  if (rule.most_splits < 2) return {};
+  rule.extra_tiles = rule.most_slots;
+  rule.split_tiles = std::min<std::int64_t>((rule.most_slots + 1) / 2, tiles);
+  rule.partial_rows =
+      std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_splits);
+  return rule;
+}
+
+}  // namespace
+
+SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
+                     const Device& device) {
+  if (tile.packed_heads == 0 || params.disable_split_kv || params.stats != nullptr) return {};
+  const bool batch_without_list = is_batch(params) && source != TileSource::kList;
+  if (batch_without_list && (!tile.splits_without_list || wastes_tile_indices(params, tile.rows))) {
+    return {};
+  }
+  // Tiles of a batch that is split without a list come by length.
+  const std::int64_t tiles =
+      tile_index_count(batch_without_list ? TileSource::kBatchByLength : source, params, tile.rows);
+  SplitRule rule;
+  if (params.fixed_split_size > 0) {
+    rule = fixed_rule(params, tiles);
+  } else {
+    std::int64_t keys = most_keys(params);
+    if (batch_without_list) keys = std::min(keys, keys_of_tile(params, tile));
+    rule = filling_rule(params, tile, tiles, keys, device);
+  }
+  if (rule.most_splits < 2) return rule;
+  if (combines_in_kernel(params, tile, rule.wave / std::max<std::int64_t>(tiles, 1))) {
+    rule.combine_counters = combine_counters(params, tile, rule.partial_rows);
+  }
+  return rule;
+}
+
+std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
+                                 const TileShape& tile, TileSource source) {
+  if (!is_batch(params)) {
+    const std::int64_t tiles = tile_index_count(source, params, tile.rows);
+    return splits_of(rule, params.total_kv, tiles, tiles * params.total_kv);
+  }
+  const std::int64_t requests = params.batch_size;
+  const std::int64_t tiles = tiles_of_longest(params, tile.rows);
+  if (rule.wave <= 0 || tiles == 0) return requests;
+  std::int64_t splits = slots_for(rule, tiles * requests) / tiles;
+  splits = std::min(splits, requests * rule.most_splits);
+  if (requests == 1) splits = combined_at_once(splits);
+  return std::max(splits, requests);
+}
+
+std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,
+                                       TileSource source, std::int64_t splits) {
+  if (source == TileSource::kSingleRequest) return splits > 1 ? params.total_q * splits : 0;
+  const std::int64_t rows = std::min<std::int64_t>(tile.rows, params.total_q);
+  return splits > params.batch_size ? tiles_of_longest(params, tile.rows) * splits * rows : 0;
+}
+
+bool combines_in_kernel(const AttentionParams& params, const TileShape& tile, std::int64_t splits) {
+  // With more rows than the thread block has warps, or many splits, a kernel with a thread block per row is faster.
+  constexpr std::int64_t kMostRows = 4, kMostSplits = 64;
+  const std::int64_t tokens = (params.total_q + params.batch_size - 1) / params.batch_size;
+  return tile.combines && tokens * tile.packed_heads <= kMostRows && splits <= kMostSplits;
+}
+
+std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile,
+                              std::int64_t partial_rows) {
+  return (partial_rows + 1) / 2 * (params.num_qo_heads / tile.packed_heads);
+}
+
+}  // namespace cutlass_kernels

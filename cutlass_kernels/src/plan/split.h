@@ -1,0 +1,84 @@
+// How many KV splits tiles get. Keys are split where tiles alone would leave SMs idle, or into splits of a fixed size.
+//
+// Only tiles of packed heads, which serve short queries, are split. The rule is made on the host from sizes; the number of
+// splits of each tile follows from it on the device, where lengths are.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/launch_params.h"
+#include "plan/tile_shape.h"
+
+namespace cutlass_kernels {
+
+struct Device;
+
+/// The rule, and bounds of what comes of it.
+struct SplitRule {
+  std::int32_t wave =
+      0;  ///< tiles of one head that run at once; 0: keys are not split to fill the device
+  std::int32_t most_waves = 1;
+  std::int32_t most_slots = 0;  ///< most (tile, split) pairs of one head that `wave` leads to
+  std::int32_t least_split_keys = 1;
+  std::int32_t fixed = 0;        ///< keys of a split; 0: by `wave`
+  std::int32_t most_splits = 1;  ///< of a tile
+  std::int64_t extra_tiles = 0;  ///< entries of the tile list beside one per tile
+  std::int64_t split_tiles = 0;
+  std::int64_t partial_rows = 0;
+  std::int64_t combine_counters = 0;
+};
+
+constexpr int kCombinedAtOnce = 32;
+
+/// Fewer splits, where the last few would be combined after all others, in the same time again.
+CK_HOST_DEVICE inline std::int64_t combined_at_once(std::int64_t splits) {
+  return splits % kCombinedAtOnce <= splits / 8 ? splits - splits % kCombinedAtOnce : splits;
+}
+
+/// (tile, split) pairs that `tiles` tiles of one head come in: as many as fill as few waves of thread blocks as they can fill
+/// well. Waves are added as long as equal tiles would leave more than 15 % of the device idle.
+CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t tiles) {
+  std::int64_t slots = rule.wave;
+  for (int waves = 2; waves <= rule.most_waves && slots / tiles * tiles * 100 < 85 * slots;
+       ++waves) {
+    slots = std::int64_t(rule.wave) * waves;
+  }
+  return slots > rule.most_slots ? rule.most_slots : slots;
+}
+
+/// KV splits of a tile that sees `cost` keys, in a batch (of one head) of `tiles` tiles that see `work` keys together.
+CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, std::int64_t tiles,
+                                    std::int64_t work) {
+  std::int64_t count = 1;
+  if (rule.fixed > 0) {
+    count = (cost + rule.fixed - 1) / rule.fixed;
+  } else if (rule.wave > 0 && work > 0 && tiles > 0) {
+    count = cost * slots_for(rule, tiles) / work;
+    if (count > cost / rule.least_split_keys) count = cost / rule.least_split_keys;
+    count = combined_at_once(count);
+  }
+  if (count > rule.most_splits) count = rule.most_splits;
+  return count < 1 ? 1 : int(count);
+}
+
+/// The rule for tiles from `source`.
+SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
+                     const Device& device);
+
+/// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of the
+/// longest, one per request and the rest in proportion to KV length (BatchSplits in common/find_work.h).
+std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
+                                 const TileShape& tile, TileSource source);
+
+/// Rows of partial results of so many splits; 0 if nothing is split.
+std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,
+                                       TileSource source, std::int64_t splits);
+
+/// Whether the last thread block of a tile combines its partial results, of about `splits` splits.
+bool combines_in_kernel(const AttentionParams& params, const TileShape& tile, std::int64_t splits);
+
+/// Counters that this takes, for so many partial rows.
+std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile,
+                              std::int64_t partial_rows);
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,86 @@
+#include "plan/tile_source.h"
+
+#include <algorithm>
+
+#include "device.h"
+#include "plan/split.h"
+#include "registry/registry.h"
+
+namespace cutlass_kernels {
+namespace {
+
+/// Whether a batch cannot do without a list. Tiles of one whose longest query is known follow from their indices
+/// (common/find_work.h), but not with a fixed_split_size, and not for 8-bit keys under queries of another type, whose kernels have
+/// no registers for that.
+bool needs_list(const AttentionParams& params) {
+  return params.max_qo_len <= 0 || params.fixed_split_size > 0 || params.kv_dtype != params.q_dtype;
+}
+
+std::int64_t indices_by_length(const AttentionParams& params, int tile_rows) {
+  return tiles_of_longest(params, tile_rows) * params.batch_size;
+}
+
+// A request whose rows begin at q has the indices from q / tile_rows + (requests before it) on.
+std::int64_t indices_in_order(const AttentionParams& params, int tile_rows) {
+  return params.total_q / tile_rows + params.batch_size;
+}
+
+/// Tiles of a list: exactly where the host has qo_indptr, else at most so many.
+std::int64_t tiles_of_list(const AttentionParams& params, int tile_rows) {
+  if (params.qo_indptr_host == nullptr) {
+    // sum_b ceil(n_b / t) <= floor(total / t) + (number of non-empty requests)
+    return params.total_q / tile_rows + std::min<std::int64_t>(params.batch_size, params.total_q);
+  }
+  std::int64_t count = 0;
+  for (int b = 0; b < params.batch_size; ++b) {
+    const std::int64_t rows = params.qo_indptr_host[b + 1] - params.qo_indptr_host[b];
+    count += (std::max<std::int64_t>(rows, 0) + tile_rows - 1) / tile_rows;
+  }
+  return std::max<std::int64_t>(count, 1);  // if only an entry that says there is no tile
+}
+
+}  // namespace
+
+TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
+                       const TileShape& tile) {
+  if (!is_batch(params)) return TileSource::kSingleRequest;
+  if (needs_list(params)) return TileSource::kList;
+  // An index without a tile costs a persistent thread block up to half a microsecond: no more than one in five.
+  const std::int64_t by_length = indices_by_length(params, tile.rows);
+  const std::int64_t in_order = indices_in_order(params, tile.rows);
+  return kernel.is_persistent && 4 * by_length > 5 * in_order ? TileSource::kBatchInOrder
+                                                              : TileSource::kBatchByLength;
+}
+
+std::int64_t tile_index_count(TileSource source, const AttentionParams& params, int tile_rows) {
+  switch (source) {
+    case TileSource::kList:
+      return tiles_of_list(params, tile_rows);
+    case TileSource::kSingleRequest:
+      return (params.total_q + tile_rows - 1) / tile_rows;
+    case TileSource::kBatchByLength:
+      return indices_by_length(params, tile_rows);
+    case TileSource::kBatchInOrder:
+      return indices_in_order(params, tile_rows);
+  }
+  return 0;
+}
+
+bool wastes_tile_indices(const AttentionParams& params, int tile_rows) {
+  return indices_by_length(params, tile_rows) > 4 * indices_in_order(params, tile_rows);
+}
+
+bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile,
+               const Device& device) {
+  const std::int64_t tiles = indices_in_order(params, tile.rows);
+  if (params.stats != nullptr) {  // keys are not split: only far more thread blocks count
+    return !kernel.is_persistent && indices_by_length(params, tile.rows) > 64 * tiles;
+  }
+  const bool wastes = wastes_tile_indices(params, tile.rows);
+  if (wastes && !kernel.is_persistent) return true;
+  if (tile.packed_heads == 0 || (!wastes && tile.splits_without_list)) return false;
+  const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
+  return rule.most_splits > 1 && slots_for(rule, tiles) >= 2 * tiles;
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,44 @@
+// Whether a kernel fits a request, one property at a time: the registry chooses by them, reasons.cpp explains with them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/element_bytes.h"
+#include "cutlass_kernels/attention.h"
+
+namespace cutlass_kernels {
+
+inline std::uint32_t needed_features(const AttentionParams& params) {
+  std::uint32_t bits = kFeatureIntervalMask;
+  bits |= params.pages.page_size > 0 ? kFeaturePagedKv : kFeatureRaggedKv;
+  if (params.logits_soft_cap > 0.0f) bits |= kFeatureSoftCap;
+  if (params.sinks != nullptr) bits |= kFeatureSinks;
+  if (params.mask.words != nullptr) bits |= kFeatureBitMask;
+  if (params.alibi.slopes != nullptr) bits |= kFeatureAlibi;
+  if (params.logits_scale.data != nullptr || params.output_scale.data != nullptr) {
+    bits |= kFeatureDeviceScales;
+  }
+  if (params.stats != nullptr) bits |= kFeatureStats;
+  return bits;
+}
+
+inline bool types_fit(const KernelInfo& info, const AttentionParams& params) {
+  return info.q_dtype == params.q_dtype && info.kv_dtype == params.kv_dtype;
+}
+
+/// Kernels write the type of the queries, but no e5m2; those of fp8 also either type of 16 bits.
+inline bool writes(DType q_dtype, DType o_dtype) {
+  if (size_of(q_dtype) == 1 && size_of(o_dtype) == 2) return true;
+  return o_dtype == q_dtype && o_dtype != DType::kFloat8E5M2;
+}
+
+inline bool head_dims_fit(const KernelInfo& info, const AttentionParams& params) {
+  return params.head_dim_qk <= info.head_dim_qk && params.head_dim_vo <= info.head_dim_vo;
+}
+
+inline bool device_fits(const KernelInfo& info, int compute_capability) {
+  return compute_capability >= info.min_compute_capability &&
+         (info.max_compute_capability == 0 || compute_capability <= info.max_compute_capability);
+}
+
+}  // namespace cutlass_kernels

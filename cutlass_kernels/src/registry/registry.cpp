@@ -1,0 +1,89 @@
+#include "registry/registry.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cutlass_kernels/version.h"
+#include "registry/backends.h"
+#include "registry/fits.h"
+#include "registry/reasons.h"
+#include "registry/validate.h"
+
+namespace cutlass_kernels {
+
+const std::vector<KernelEntry>& registry() {
+  static const std::vector<KernelEntry> entries = [] {
+    std::vector<KernelEntry> filled;
+    for (const RegistryRow& row : registry_rows()) {
+      filled.push_back(row.entry());
+      filled.back().info = row.info;
+    }
+    return filled;
+  }();
+  return entries;
+}
+
+const std::vector<KernelInfo>& list_kernels() {
+  static const std::vector<KernelInfo> infos = [] {
+    std::vector<KernelInfo> filled;
+    for (const RegistryRow& row : registry_rows()) filled.push_back(row.info);
+    return filled;
+  }();
+  return infos;
+}
+
+bool serves(const KernelEntry& entry, const AttentionParams& params, int compute_capability) {
+  const KernelInfo& info = entry.info;
+  const std::uint32_t needed = needed_features(params);
+  return types_fit(info, params) && head_dims_fit(info, params) &&
+         writes(info.q_dtype, params.o_dtype) && device_fits(info, compute_capability) &&
+         (info.features & needed) == needed &&
+         (entry.refusal == nullptr || entry.refusal(params).empty());
+}
+
+const KernelEntry* choose(Backend backend, const AttentionParams& params, int compute_capability,
+                          std::vector<std::string>* reasons) {
+  const auto padded_dim = [](const KernelEntry* entry) {
+    return entry->info.head_dim_qk + entry->info.head_dim_vo;
+  };
+  for (const BackendName& candidate : kBackends) {
+    if (backend != Backend::kAuto && backend != candidate.backend) continue;
+    const KernelEntry* best = nullptr;  // of a backend, the least padding wins
+    for (const KernelEntry& entry : registry()) {
+      if (entry.info.backend == candidate.backend && serves(entry, params, compute_capability) &&
+          (best == nullptr || padded_dim(&entry) < padded_dim(best))) {
+        best = &entry;
+      }
+    }
+    if (best != nullptr) return best;
+  }
+  for (const BackendName& candidate : kBackends) {
+    const bool compiled = std::any_of(
+        registry().begin(), registry().end(),
+        [&](const KernelEntry& entry) { return entry.info.backend == candidate.backend; });
+    if (backend == candidate.backend || (backend == Backend::kAuto && compiled)) {
+      explain(candidate.backend, params, compute_capability, reasons);
+    }
+  }
+  if (reasons->empty()) {
+    reasons->push_back("Backend " + std::to_string(static_cast<int>(backend)) +
+                       " is not one of this library: use kAuto, kFa2 or kFa3.");
+  }
+  return nullptr;
+}
+
+std::vector<std::string> not_supported_reasons(Backend backend, const AttentionParams& params,
+                                               int compute_capability) {
+  std::vector<std::string> reasons;
+  std::string fault = contradiction(params, /*with_tensors=*/false);
+  if (!fault.empty()) reasons.push_back(std::move(fault));
+  std::vector<std::string> refused;
+  if (choose(backend, params, compute_capability, &refused) == nullptr) {
+    reasons.insert(reasons.end(), refused.begin(), refused.end());
+  }
+  return reasons;
+}
+
+const char* version() { return CK_VERSION; }
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,206 @@
+#include "registry/validate.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "common/element_bytes.h"
+
+namespace cutlass_kernels {
+namespace {
+
+std::string number(std::int64_t value) { return std::to_string(value); }
+
+/// `name` was left at kNotSet, and is the number of `what`.
+std::string not_set(const char* name, const char* what) {
+  return std::string(name) + " is not set: it counts " + what + ", 0 where there are none.";
+}
+
+std::string misaligned(const char* name, const ConstTensorView& view, int item_bytes,
+                       bool with_pointer) {
+  const std::string tensor = name;
+  if ((view.stride_token * item_bytes) % 16 != 0) {
+    return tensor + " has a token stride of " + number(view.stride_token * item_bytes) +
+           " bytes: strides must be multiples of 16 bytes. Copy it into such a layout.";
+  }
+  if ((view.stride_head * item_bytes) % 16 != 0) {
+    return tensor + " has a head stride of " + number(view.stride_head * item_bytes) +
+           " bytes: strides must be multiples of 16 bytes. Copy it into such a layout.";
+  }
+  if (with_pointer && reinterpret_cast<std::uintptr_t>(view.data) % 16 != 0) {
+    return tensor +
+           " starts at an address that is not a multiple of 16 bytes. Copy it to an aligned "
+           "buffer.";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string contradiction(const AttentionParams& params, bool with_tensors) {
+  const auto not_positive = [](const char* name, std::int64_t value) {
+    return std::string(name) + "=" + number(value) + " must be positive.";
+  };
+  if (params.num_qo_heads <= 0) return not_positive("num_qo_heads", params.num_qo_heads);
+  if (params.num_kv_heads <= 0) return not_positive("num_kv_heads", params.num_kv_heads);
+  if (params.head_dim_qk <= 0) return not_positive("head_dim_qk", params.head_dim_qk);
+  if (params.head_dim_vo <= 0) return not_positive("head_dim_vo", params.head_dim_vo);
+  if (params.batch_size <= 0) return not_positive("batch_size", params.batch_size);
+  if (params.num_qo_heads % params.num_kv_heads != 0) {
+    return "num_qo_heads=" + number(params.num_qo_heads) +
+           " is not a multiple of num_kv_heads=" + number(params.num_kv_heads) +
+           ": every key head serves the same number of query heads.";
+  }
+  const int columns = size_of(params.kv_dtype) == 1 ? 16 : 8;
+  if (params.head_dim_qk % columns != 0 || params.head_dim_vo % columns != 0) {
+    return "head_dim_qk=" + number(params.head_dim_qk) +
+           " and head_dim_vo=" + number(params.head_dim_vo) + " must be multiples of " +
+           number(columns) + ": rows are read 16 bytes at a time.";
+  }
+  // Below 2^31 by more than any tile, so that the end of a tile is a 32-bit number too.
+  constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max() - 1023;
+  const bool paged = params.pages.page_size > 0;
+  if (params.total_q == kNotSet) return not_set("total_q", "the rows of q");
+  if (params.total_kv == kNotSet && !paged) return not_set("total_kv", "the rows of k and v");
+  if (params.total_q < 0 || params.total_q > kMaxTokens || params.total_kv < kNotSet ||
+      params.total_kv > kMaxTokens) {
+    return "total_q=" + number(params.total_q) + " and total_kv=" + number(params.total_kv) +
+           " must lie between 0 and " + number(kMaxTokens) +
+           ": the offsets in qo_indptr and kv_indptr are 32-bit.";
+  }
+  for (const auto& [name, value] : {std::pair("sm_scale", params.sm_scale),
+                                    std::pair("logits_soft_cap", params.logits_soft_cap),
+                                    std::pair("v_scale", params.v_scale)}) {
+    if (!std::isfinite(value)) {
+      return std::string(name) + "=" + std::to_string(value) + " must be finite.";
+    }
+  }
+  if (!std::isfinite(params.skip_softmax_factor) || params.skip_softmax_factor < 0.0f) {
+    return "skip_softmax_factor=" + std::to_string(params.skip_softmax_factor) +
+           " must be finite and not negative: 0 skips nothing.";
+  }
+  if (const std::int32_t* host = params.qo_indptr_host) {
+    for (int b = 0; b < params.batch_size; ++b) {
+      if (host[b] < 0 || host[b + 1] < host[b]) {
+        return "qo_indptr_host[" + number(b + 1) + "]=" + number(host[b + 1]) + " follows " +
+               number(host[b]) + ": offsets start at 0 and never decrease.";
+      }
+    }
+    if (host[params.batch_size] > params.total_q) {
+      return "qo_indptr_host ends at " + number(host[params.batch_size]) +
+             ", beyond total_q=" + number(params.total_q) + ".";
+    }
+  }
+  if (params.mask.words != nullptr && params.batch_size > 1 && params.mask.indptr == nullptr) {
+    return "mask.indptr is null although batch_size=" + number(params.batch_size) +
+           ": it says where each request's bits begin.";
+  }
+  const PageTable& pages = params.pages;
+  if (pages.page_size < 0 || (pages.page_size == 0 && pages.indices != nullptr)) {
+    return not_positive("page_size", pages.page_size);
+  }
+  if (paged && with_tensors) {
+    if (pages.num_pages < 0) return not_set("num_pages", "the pages of k and of v");
+    if (pages.table_stride == 0 && pages.num_indices < 0) {
+      return not_set("num_indices", "the entries of indices");
+    }
+  }
+  if (pages.table_stride != 0) {
+    constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+    if (pages.table_stride < 0 || pages.table_stride > kMost / params.batch_size) {
+      return "table_stride=" + number(pages.table_stride) +
+             " with batch_size=" + number(params.batch_size) + " makes a page table of more than " +
+             number(kMost) + " entries, or none: split the batch.";
+    }
+    if (pages.table_width < 0 || pages.table_width > pages.table_stride) {
+      return "table_width=" + number(pages.table_width) +
+             " must lie between 0 and table_stride=" + number(pages.table_stride) + ".";
+    }
+  }
+  if (pages.v_offset != 0 &&
+      (pages.v_offset < 0 ||
+       pages.num_pages > std::numeric_limits<std::int32_t>::max() - pages.v_offset)) {
+    return "v_offset=" + number(pages.v_offset) + " with num_pages=" + number(pages.num_pages) +
+           ": page numbers of v are 32-bit numbers, from 0 on.";
+  }
+  if (pages.page_size > 0 && ((pages.k_stride_page * size_of(params.kv_dtype)) % 16 != 0 ||
+                              (pages.v_stride_page * size_of(params.kv_dtype)) % 16 != 0)) {
+    return "k_stride_page=" + number(pages.k_stride_page) +
+           " and v_stride_page=" + number(pages.v_stride_page) +
+           " elements must be multiples of 16 bytes. Copy the cache into such a layout.";
+  }
+  if (params.max_qo_len < 0) {
+    return "max_qo_len=" + number(params.max_qo_len) + " must not be negative; 0 means not known.";
+  }
+  if (params.chunk_size < 0) {
+    return "chunk_size=" + number(params.chunk_size) +
+           " must not be negative; 0 means not chunked.";
+  }
+
+  const int q_bytes = size_of(params.q_dtype);
+  const int kv_bytes = size_of(params.kv_dtype);
+  const int o_bytes = size_of(params.o_dtype);
+  std::string fault = misaligned("q", params.q, q_bytes, with_tensors);
+  if (fault.empty()) fault = misaligned("k", params.k, kv_bytes, with_tensors);
+  if (fault.empty()) fault = misaligned("v", params.v, kv_bytes, with_tensors);
+  if (fault.empty())
+    fault = misaligned("o", {params.o.data, params.o.stride_token, params.o.stride_head}, o_bytes,
+                       with_tensors);
+  if (!fault.empty() || !with_tensors) return fault;
+
+  const bool offsets = params.qo_indptr != nullptr && params.kv_indptr != nullptr;
+  const bool none = params.qo_indptr == nullptr && params.kv_indptr == nullptr;
+  if (!offsets && !(none && params.batch_size == 1)) {
+    return "batch_size=" + number(params.batch_size) +
+           " needs qo_indptr and kv_indptr; only a single request may leave them out, both of "
+           "them.";
+  }
+  const auto missing = [](const char* name, const char* total, std::int64_t value) {
+    return std::string(name) + " is null although " + total + "=" + number(value) + ".";
+  };
+  if (params.total_q > 0) {
+    if (params.q.data == nullptr) return missing("q", "total_q", params.total_q);
+    if (params.o.data == nullptr) return missing("o", "total_q", params.total_q);
+  }
+  // Zero strides are fine to read (a broadcast), but rows and heads must not be written to one place.
+  const auto overlaps = [&](std::int64_t stride_token, std::int64_t stride_head) {
+    return (stride_token == 0 && params.total_q > 1) ||
+           (stride_head == 0 && params.num_qo_heads > 1);
+  };
+  if (overlaps(params.o.stride_token, params.o.stride_head)) {
+    return "o has a stride of 0: every row and head of the output needs a place of its own.";
+  }
+  if (params.lse != nullptr && overlaps(params.lse_stride_token, params.lse_stride_head)) {
+    return "lse has a stride of 0: set lse_stride_token and lse_stride_head.";
+  }
+  if (reinterpret_cast<std::uintptr_t>(params.stats) % 8 != 0) {
+    return "stats starts at an address that is not a multiple of 8 bytes.";
+  }
+  if (pages.page_size > 0) {
+    if (pages.table_stride > 0) {
+      if (pages.table_width > 0 && pages.indices == nullptr) {
+        return "table_width=" + number(pages.table_width) + " pages, but indices is null.";
+      }
+    } else if (pages.num_indices > 0 &&
+               (pages.indices == nullptr || pages.last_page_len == nullptr)) {
+      return "num_indices=" + number(pages.num_indices) +
+             " pages, but indices or last_page_len is null.";
+    }
+    if (params.kv_indptr == nullptr) return "A paged cache needs qo_indptr and kv_indptr.";
+    if (pages.num_pages > 0 && params.k.data == nullptr) {
+      return missing("k", "num_pages", pages.num_pages);
+    }
+    if (pages.num_pages > 0 && params.v.data == nullptr) {
+      return missing("v", "num_pages", pages.num_pages);
+    }
+    return "";
+  }
+  if (params.total_kv > 0) {
+    if (params.k.data == nullptr) return missing("k", "total_kv", params.total_kv);
+    if (params.v.data == nullptr) return missing("v", "total_kv", params.total_kv);
+  }
+  return "";
+}
+
+}  // namespace cutlass_kernels

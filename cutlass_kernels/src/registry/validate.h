@@ -1,0 +1,13 @@
+// What is wrong with a request whatever the kernel: sizes, strides, missing arrays.
+#pragma once
+
+#include <string>
+
+#include "cutlass_kernels/params.h"
+
+namespace cutlass_kernels {
+
+/// A sentence with the value and the remedy; empty if nothing is wrong. Pointers are looked at only if `with_tensors`.
+std::string contradiction(const AttentionParams& params, bool with_tensors);
+
+}  // namespace cutlass_kernels
