@@ -6,7 +6,6 @@
 #include <cstdio>
 
 #include "fa3/tensor_map.h"
-#include "registry.h"
 
 namespace {
 
@@ -56,12 +55,6 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorName(cudaError_t) { return "a name"; }
 const char* cudaGetErrorString(cudaError_t) { return "a sentence"; }
 }
-
-namespace cutlass_kernels {
-
-int size_of(DType) { return 2; }
-
-}  // namespace cutlass_kernels
 
 int main() {
   using namespace cutlass_kernels;
