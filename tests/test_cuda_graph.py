@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import oracle
 import pytest
@@ -130,6 +131,21 @@ def test_replay_after_other_plans(target, kind):
     for batch in [*batches, batches[0]]:
         captured.load(batch)
         captured.check_replay(graph, batch, CAUSAL)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_replays_convert_no_lse_beyond_the_last_request(target, kind):
+    captured = Captured(target, kind)
+    batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(STEPS)]
+    captured.load(batches[0])
+    graph = captured.capture(lse_base="ln")
+    for batch in [*batches, batches[0]]:
+        captured.load(batch)
+        captured.lse.fill_(7.0)
+        graph.replay()
+        rows = len(batch.q)
+        assert_lse_close(captured.lse[:rows] / math.log(2.0), expect(batch, CAUSAL).lse)
+        assert bool((captured.lse[rows:] == 7.0).all())
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])

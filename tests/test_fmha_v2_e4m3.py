@@ -165,6 +165,40 @@ def test_e4m3_rows_beyond_all_requests_are_not_written(target, layout, mode):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["causal", "alibi"])
+def test_replays_of_e4m3_write_no_rows_beyond_lengths_that_shrank(target, layout, mode):
+    on_gpu(target)
+    batch = batch_of(target, layout, "even", E4M3, 128)
+    qkv, tables = pack(batch, layout)
+    qo, kv = batch.qo_indptr(target.device), batch.kv_indptr(target.device)
+    given = dict(
+        qkv=qkv,
+        tables=tables,
+        cum_seq_lens_q=qo,
+        cum_seq_lens_kv=qo if layout == "PACKED_QKV" else kv,
+        workspace_buffer=torch.zeros(16, dtype=torch.uint8, device=target.device),
+        seq_lens=torch.zeros(len(batch.qo_lens), dtype=torch.int32, device=target.device),
+    )
+    out, eager = torch.empty_like(batch.q), torch.empty_like(batch.q)
+    every_byte = torch.arange(out.numel(), device=target.device).to(torch.uint8).view(out.shape)
+    call(batch, layout, MODES[mode], out=out, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(batch, layout, MODES[mode], out=out, **given)
+    for last in (65, 3, 0):  # rows of the last request
+        qo[-1] = qo[-2] + last
+        for result, run in ((out, graph.replay), (eager, lambda: call(batch, layout, MODES[mode], out=eager, **given))):
+            result.view(torch.uint8).copy_(every_byte)
+            run()
+        rows = int(qo[-1])
+        for result in (out, eager):
+            assert torch.equal(result[rows:].view(torch.uint8), every_byte[rows:])
+        assert torch.equal(out[:rows].view(torch.uint8), eager[:rows].view(torch.uint8))
+        assert not bool((out[:rows].view(torch.uint8) == every_byte[:rows]).all(-1).any())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_repeated_calls_of_e4m3(target, layout):
     batch = batch_of(target, layout, "uneven", E4M3, 128)
     qkv, tables = pack(batch, layout)

@@ -22,8 +22,9 @@ import cutlass_kernels as ck
 LEVELS = [-1e4, -1e5, -2.4e5, 2.4e5]
 DTYPES = [torch.float16, torch.bfloat16]
 E4M3 = torch.float8_e4m3fn
-# What is lost by rounding P, and the output: nothing of it grows with the logits.
-TOLERANCE = {torch.float16: (1e-3, 2**-11), torch.bfloat16: (2e-3, 2**-8)}
+# What is lost by rounding P, and the output: nothing of it grows with the logits. Each rounding is off by up to 2^-8 of
+# a number in bfloat16, and a row of few keys can meet both.
+TOLERANCE = {torch.float16: (1e-3, 2**-11), torch.bfloat16: (2e-3, 2 * 2**-8)}
 LENS = ([40, 1, 0, 3], [3000, 1700, 40, 700])
 SPLITS = [{}, {"fixed_split_size": 256}, {"disable_split_kv": True}]
 

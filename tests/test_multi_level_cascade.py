@@ -285,3 +285,30 @@ def test_replay_after_other_plans(target, where):
         assert_close(out[:rows], want[0], atol=2e-3)
         assert_lse_close(lse[:rows], want[1], atol=2e-3)
         assert not out[rows:].any() and bool((lse[rows:] == -torch.inf).all())  # rows of no request
+
+
+@pytest.mark.gpu
+def test_replays_write_no_rows_of_out_beyond_the_last_request(target):
+    if target.is_reference:
+        pytest.skip("a CUDA graph needs CUDA kernels")
+    wrapper, _ = graph_wrapper(target)
+    trees = [Tree(step, target.device) for step in STEPS]
+    q, cache, out = torch.zeros_like(trees[0].q), torch.zeros_like(trees[0].cache), torch.zeros_like(trees[0].q)
+
+    def load(tree: Tree) -> None:
+        q[: len(tree.q)], cache[:] = tree.q, tree.cache
+        wrapper.plan(*tree.arrays(), *tree.sizes, causal=True)
+
+    load(trees[0])
+    wrapper.run(q, cache, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, cache, out=out)
+    for tree in trees:
+        load(tree)
+        out.fill_(7.0)
+        graph.replay()
+        rows = len(tree.q)
+        assert_close(out[:rows], tree.expect(True)[0], atol=2e-3)
+        assert bool((out[rows:] == 7.0).all())

@@ -58,20 +58,6 @@ def test_e4m3_is_rounded_from_an_output_of_16_bits(features):
     assert prepared == request(half, half, half, left, Layout(2, 5, ()))
 
 
-def test_rounding_saturates():
-    values = torch.arange(-500.0, 500.0, 0.25)
-    special = torch.tensor([0.0, 2.0**-10, -(2.0**-9), 464.0, 465.0, 65504.0, torch.inf, -torch.inf, torch.nan])
-    wide = torch.cat([values, special]).half().reshape(1, 1, -1)
-    out = torch.empty(wide.shape, dtype=E4M3)
-    want = wide.clone().float()
-    _prepare.round_output(wide, out)
-    got = out.float()
-    assert torch.equal(got.isnan(), want.isnan())
-    want, got = want[~want.isnan()], got[~got.isnan()]
-    assert bool((got.abs() <= 448).all()) and torch.equal(got[want.abs() >= 448], 448 * want[want.abs() >= 448].sign())
-    assert bool(((got - want.clamp(-448, 448)).abs() <= (want.abs() / 16).clamp(2.0**-10, 16)).all())
-
-
 def test_nothing_to_prepare():
     for features in ("", "causal window paged alibi"):
         assert _prepare.prepared_request(request(torch.float16, torch.float16, torch.float16, features)) is None
@@ -113,10 +99,11 @@ def test_every_kernel_serves_what_copies_make_of_it(extension):
 # --- what the copies hold ----------------------------------------------------------------------------------------
 
 
-def launch(*args: Any) -> None:
+def module_and_stream() -> tuple[Any, int]:
+    """What copies are made with."""
     from cutlass_kernels import _C
 
-    _C.prepare(*args, torch.cuda.current_stream().cuda_stream)
+    return _C, torch.cuda.current_stream().cuda_stream
 
 
 @pytest.fixture
@@ -139,7 +126,7 @@ def temporaries(monkeypatch) -> list[Guarded]:
 
 
 def prepare(problem: Problem, offsets: Offsets | None, temporaries: list[Guarded]) -> Problem:
-    prepared = _prepare.prepare(problem, offsets, lambda *args: launch(*args[:-1]), 0)
+    prepared = _prepare.prepare(problem, offsets, *module_and_stream())
     for guarded in temporaries:
         guarded.check("a temporary")
     return prepared
@@ -180,6 +167,38 @@ def assert_copied(
         assert_rotated(actual, x, first, rope)
     else:
         assert torch.equal(actual, x.to(actual.dtype))
+
+
+@pytest.mark.gpu
+def test_rounding_saturates():
+    wide = torch.arange(-(2**15), 2**15).short().to(DEVICE).view(torch.float16).reshape(64, 16, 64)  # every number
+    out = torch.empty(wide.shape, dtype=E4M3, device=DEVICE)
+    _prepare.round_output(wide, out, *module_and_stream())
+    got, want = out.float(), wide.float()
+    assert torch.equal(got.isnan(), want.isnan())
+    want, got = want[~want.isnan()], got[~got.isnan()]
+    assert bool((got.abs() <= 448).all()) and torch.equal(got[want.abs() >= 448], 448 * want[want.abs() >= 448].sign())
+    assert bool(((got - want.clamp(-448, 448)).abs() <= (want.abs() / 16).clamp(2.0**-10, 16)).all())
+    assert torch.equal(got, want.clamp(-448, 448).to(E4M3).float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 1, 8), (5, 2, 40), (1, 7, 64), (70, 32, 256)], ids=str)
+@pytest.mark.parametrize("gap", [0, 8, 3])
+def test_rows_that_no_kernel_wrote_are_not_rounded(shape, gap):
+    rows, heads, dim = shape
+    wide = torch.randn(shape, device=DEVICE).half()
+    unwritten = torch.arange(rows, device=DEVICE) % 3 == 1
+    module, stream = module_and_stream()
+    wide.view(torch.uint8)[unwritten] = module.unwritten_byte
+    out = Guarded(shape, E4M3, DEVICE, (heads * (dim + gap) + gap, dim + gap, 1))
+    before = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
+    out.tensor.view(torch.uint8).copy_(before)
+    _prepare.round_output(wide, out.tensor, module, stream)
+    out.check("out")
+    after = out.tensor.view(torch.uint8)
+    assert torch.equal(after[unwritten], before[unwritten])
+    assert torch.equal(out.tensor[~unwritten].float(), wide[~unwritten].to(E4M3).float())
 
 
 LENS = ([5, 0, 70, 3], [9, 4, 33, 1])  # with a request without rows, and rows at negative positions

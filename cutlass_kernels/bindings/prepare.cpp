@@ -1,4 +1,4 @@
-// _C.prepare: the copies of prepare.h, for temporaries that Python allocates.
+// _C.prepare and _C.round_output: the copies of prepare.h, for temporaries that Python allocates.
 #include "cutlass_kernels/prepare.h"
 
 #include <pybind11/pybind11.h>
@@ -61,12 +61,28 @@ void run_prepare(const std::string& q_dtype, const std::string& kv_dtype, const 
   enqueue([&] { return prepare(params, pointer<CUstream_st>(stream)); });
 }
 
+void run_round_output(std::int64_t rows, int num_heads, int head_dim, Address from,
+                      std::int64_t from_st, std::int64_t from_sh, Address to, std::int64_t to_st,
+                      std::int64_t to_sh, Address stream) {
+  RoundParams params;
+  params.rows = rows;
+  params.num_heads = num_heads;
+  params.head_dim = head_dim;
+  params.from = {pointer<void>(from), from_st, from_sh};
+  params.to = {pointer<void>(to), to_st, to_sh};
+  enqueue([&] { return round_output(params, pointer<CUstream_st>(stream)); });
+}
+
 }  // namespace
 
 void bind_prepare(pybind11::module_& m) {
   // Positional, as Plan.run is.
   m.def("prepare", &run_prepare,
         "Copies q, k and v into temporaries, rotated or converted to 16 bits; see prepare.h.");
+  m.def("round_output", &run_round_output,
+        "Writes an output of e4m3 from one of float16 that was filled with unwritten_byte; see "
+        "prepare.h.");
+  m.attr("unwritten_byte") = kUnwrittenByte;
 }
 
 }  // namespace cutlass_kernels

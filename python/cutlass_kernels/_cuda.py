@@ -442,7 +442,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         prepared = not as_is
     if prepared:
         offsets = None if schedule is None else schedule.offsets
-        problem = _prepare.prepare(problem, offsets, _C.prepare, stream)
+        problem = _prepare.prepare(problem, offsets, _C, stream)
         q, kv, out = problem.q, problem.kv, problem.output.out
     sinks, bits, bits_indptr, alibi = logits.sinks, mask.bits, mask.bits_indptr, logits.alibi
     sm_scale, logits_scale, v_scale, output_scale = logits.sm_scale, logits.head_scale, problem.output.scale, None
@@ -532,7 +532,7 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         0 if partials is None else partials.nbytes,
     )
     if out is not wanted:
-        _prepare.round_output(out, wanted)
+        _prepare.round_output(out, wanted, _C, stream)
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16
     if prepared or logits_scale is not None or output_scale is not None or stats is not None or not aligned:
         return None

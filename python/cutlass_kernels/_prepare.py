@@ -8,14 +8,14 @@ The copy of a paged cache has a page per entry of the page table, as a page that
 position in each. The same pass writes the page tables that belong to it: so nothing of this has to be planned, and what
 a captured run reads lives as long as its graph, whatever is planned later.
 
-Of such a problem an e4m3 output is written in float16 first, then rounded on the device.
+Of such a problem an e4m3 output is written in float16 first. Another kernel then rounds the rows that were written:
+those beyond the last request stay as they are, in replays of a captured run too, whatever lengths these have.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,16 +66,20 @@ def _is_rounded(q_dtype: torch.dtype, o_dtype: torch.dtype) -> bool:
     return q_dtype == _E4M3 and o_dtype == _E4M3
 
 
-def _wide_output(output: Output) -> Output:
-    """A float16 output in place of an e4m3 one. It holds what that holds: rows of no request are to stay so."""
+def _wide_output(output: Output, unwritten_byte: int) -> Output:
+    """A float16 output in place of an e4m3 one, marked as not written."""
     wide = torch.empty(output.out.shape, dtype=torch.float16, device=output.out.device)
-    return dataclasses.replace(output, out=wide.copy_(output.out))
+    wide.view(torch.uint8).fill_(unwritten_byte)
+    return dataclasses.replace(output, out=wide)
 
 
-def round_output(wide: torch.Tensor, out: torch.Tensor) -> None:
-    """Rounds to e4m3: what lies beyond 448 becomes 448 (float16 has made 65520 and more infinite), NaN stays NaN."""
-    limit = torch.finfo(out.dtype).max
-    out.copy_(wide.clamp_(-limit, limit))
+def round_output(wide: torch.Tensor, out: torch.Tensor, module: Any, stream: int) -> None:
+    """Rounds to e4m3 what the kernel has written: beyond 448 it becomes 448 (float16 has made 65520 and more infinite),
+    NaN stays NaN. ``module`` is ``_C``.
+    """
+    module.round_output(
+        *out.shape, wide.data_ptr(), *wide.stride()[:2], out.data_ptr(), out.stride(0), out.stride(1), stream
+    )
 
 
 def is_needed(problem: Problem) -> bool:
@@ -85,12 +89,12 @@ def is_needed(problem: Problem) -> bool:
     return problem.logits.rope is not None or k.element_size() == 1
 
 
-def prepare(problem: Problem, offsets: Offsets | None, launch: Callable[..., None], stream: int) -> Problem:
+def prepare(problem: Problem, offsets: Offsets | None, module: Any, stream: int) -> Problem:
     """Makes the copies that ``problem`` needs, on the current stream, and returns the problem that a kernel computes.
 
-    ``offsets`` are those that the runs of a batch read, None for a single request; ``launch`` is ``_C.prepare``. In
-    what is returned, a paged cache has page tables for keys and for values: with a page number of -1 where the cache
-    has no such page. Its output is another where :func:`round_output` is to follow the kernel.
+    ``offsets`` are those that the runs of a batch read, None for a single request; ``module`` is ``_C``. In what is
+    returned, a paged cache has page tables for keys and for values: with a page number of -1 where the cache has no
+    such page. Its output is another where :func:`round_output` is to follow the kernel.
     """
     q, kv, rope = problem.q, problem.kv, problem.logits.rope
     device, dtype = q.device, _copy_dtype(q.dtype, problem.output.out.dtype)
@@ -118,7 +122,7 @@ def prepare(problem: Problem, offsets: Offsets | None, launch: Callable[..., Non
         v_copy = torch.empty((*tokens, num_kv_heads, head_dim_vo), dtype=dtype, device=device)
 
     scale, theta = (0.0, 0.0) if rope is None else rope
-    launch(
+    module.prepare(
         _NAMES[q.dtype],
         _NAMES[k.dtype],
         _NAMES[dtype],
@@ -166,7 +170,7 @@ def prepare(problem: Problem, offsets: Offsets | None, launch: Callable[..., Non
     logits = problem.logits if rope is None else dataclasses.replace(problem.logits, rope=None)
     output = problem.output
     if _is_rounded(problem.q.dtype, output.out.dtype):
-        output = _wide_output(output)
+        output = _wide_output(output, module.unwritten_byte)
     return dataclasses.replace(problem, q=q, kv=prepared, logits=logits, output=output)
 
 

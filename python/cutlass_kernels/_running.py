@@ -229,7 +229,11 @@ class RunsPlans:
         if lse is None:
             return out
         if args.lse_base == "ln":
-            lse.mul_(_LN2)
+            inside = None if args.lse is None else self._rows_of_requests(plan, q.size(0))
+            if inside is None:
+                lse.mul_(_LN2)
+            else:
+                lse.copy_(torch.where(inside[:, None], lse * _LN2, lse))
         return (out, lse.t() if args.lse_layout == "HN" else lse) if args.return_lse else out
 
     def _remember(
@@ -320,6 +324,15 @@ class RunsPlans:
         out = _args.output(args.out, (rows, heads, shape.head_dim_vo), shape.o_dtype, self.device, zero=clear)
         output = Output(out, lse=self._lse(args, rows, heads, clear), scale=scale_v)
         return Problem(q, kv, logits, output, mask, self._qo_indptr_buf, args.skip_softmax_factor)
+
+    def _rows_of_requests(self, plan: Plan, rows: int) -> torch.Tensor | None:
+        """Which of so many rows belong to a request, bool ``[rows]``; None where the host knows that all do.
+
+        What is done to a caller's tensor after the kernel is done to these rows alone.
+        """
+        if not self._use_cuda_graph and plan.total_q is not None:
+            return None
+        return torch.arange(rows, device=self.device) < self._qo_indptr_buf[-1]
 
     def _lse(self, args: RunArgs, rows: int, heads: int, clear: bool) -> torch.Tensor | None:
         """The LSE tensor seen as ``[rows, heads]``, None where nobody wants it."""

@@ -237,7 +237,7 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_cache: the cache of all levels, ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
                 ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or a tuple (k_cache, v_cache).
             q_scale, k_scale, v_scale: as in :meth:`~cutlass_kernels.BatchPrefillWithPagedKVCacheWrapper.run`.
-            out: ``[rows, num_qo_heads, head_dim]`` to write to.
+            out: ``[rows, num_qo_heads, head_dim]`` to write to. Rows beyond the last request keep what they hold.
             return_lse: return ``(out, lse)``, the LSE fp32 ``[rows, num_qo_heads]`` in base 2.
 
         Returns:
@@ -253,9 +253,13 @@ class MultiLevelCascadeAttentionWrapper:
         """
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         *shared, last = self._levels
+        given = out is not None
         out, lse = last.run(q, paged_kv_cache, out=out, return_lse=True, **scales)
+        # Rows of a caller's tensor that belong to no request are not written.
+        inside = last._rows_of_requests(last._planned(), q.size(0)) if given and shared else None
         for level in shared:
-            merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True, **scales))
+            other, other_lse = level.run(q, paged_kv_cache, return_lse=True, **scales)
+            merge_state_in_place(out, lse, other, other_lse, inside)
         return (out, lse) if return_lse else out
 
     forward = run

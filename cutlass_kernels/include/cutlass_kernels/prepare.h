@@ -67,4 +67,20 @@ struct PrepareParams {
 /// Makes the copies on `stream`. Allocates nothing, does not synchronise; can be captured into a CUDA graph.
 CK_API Status prepare(const PrepareParams& params, cudaStream_t stream);
 
+/// The byte that marks rows of a float16 output as not written: a NaN of two such bytes is none that attention() writes.
+constexpr int kUnwrittenByte = 0xfd;
+
+/// An output of e4m3 from one of float16, for queries of e4m3 where a kernel reads and writes 16 bits.
+struct RoundParams {
+  std::int64_t rows = 0;
+  std::int32_t num_heads = 0;
+  std::int32_t head_dim = 0;  ///< a multiple of 8
+  ConstTensorView from;  ///< float16, filled with kUnwrittenByte before attention() wrote to it
+  TensorView to;         ///< kFloat8E4M3, at any address and with any strides
+};
+
+/// Rounds to nearest, on `stream`: beyond 448, infinities included, to 448; NaN stays NaN. Rows that attention() has not
+/// written, those beyond the last request, are not written here either. Can be captured into a CUDA graph.
+CK_API Status round_output(const RoundParams& params, cudaStream_t stream);
+
 }  // namespace cutlass_kernels
