@@ -139,7 +139,7 @@ def decode(
 
 
 def every_fused(backend: str, head_dim: int) -> None:
-    """Batches without a work list: tiles of one head, packed heads and decode, split keys, statistics, tiles that may
+    """Batches without a tile list: tiles of one head, packed heads and decode, split keys, statistics, tiles that may
     be skipped, block tables, outputs of 8 bits."""
     os.environ["CUTLASS_KERNELS_BACKEND"] = backend  # this function has no argument for it
     for heads, lengths in (

@@ -64,6 +64,12 @@ def instructions(cuobjdump: str, extension: Path) -> Iterator[tuple[str, str, se
     assert run.wait() == 0
 
 
+def test_backends_are_known_to_both_languages_in_the_same_order(extension: Path) -> None:
+    from cutlass_kernels import _C, _dispatch
+
+    assert (*_C.backends, "reference") == _dispatch.BACKENDS
+
+
 def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, extension: Path) -> None:
     from cutlass_kernels import _C
 

@@ -116,7 +116,7 @@ def test_tiles_of_a_planned_batch(kernel_backend, dirty):
     workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
     wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernel_backend)
     wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
-    # In front of the work list, where they stay when another batch is planned.
+    # In front of the tile list, where they stay when another batch is planned.
     check(lambda: wrapper.run(batch.q, batch.k, batch.v), wrapper._int_workspace_buffer[:8].view(torch.int32), dirty)
 
 

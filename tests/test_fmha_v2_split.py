@@ -231,7 +231,7 @@ def test_a_call_is_a_kernel_and_a_merge(target, layout, lengths):
     given = on_device(batch, tables, qkv)
     for _ in range(2):
         names = kernels_of(lambda: call(batch, layout, Mode(), **given))
-        # Pieces of up to four rows are merged by the last block of fa2's kernel.
+        # Partial results of up to four rows are combined by the last thread block of fa2's kernel.
         in_block = lengths in ("one row", "decode", "ones")
         fa2 = any("fa2::" in name for name in names)
         wanted = ["attention_kernel"] if fa2 and in_block else ["attention_kernel", "combine_splits"]

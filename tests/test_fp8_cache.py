@@ -388,7 +388,7 @@ def test_results_do_not_depend_on_the_batch(backend, split):
 
 @pytest.mark.gpu
 def test_a_graph_wrapper_runs_fewer_rows_outside_its_graph():
-    """The list of work is made for the rows of the first plan, and its tiles with it."""
+    """The tile list is made for the rows of the first plan, and its tiles with it."""
     first = make_batch([16] * 4, [300] * 4, 8, 2, 128, kv_dtype=E4M3, device=DEVICE)
     later = make_batch([1] * 4, [300, 20, 7, 150], 8, 2, 128, kv_dtype=E4M3, device=DEVICE, seed=1)
     sizes = (5, 5, 100, 4)

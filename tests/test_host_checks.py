@@ -227,7 +227,7 @@ def test_plans_of_vectors_on_the_device(target, whose, form, graph):
 @pytest.mark.gpu
 def test_a_plan_that_fails_leaves_the_buffers_of_a_graph(target):
     if target.is_reference:
-        pytest.skip("only kernels need a work list, which may find no room")
+        pytest.skip("only kernels need a tile list, which may find no room")
     batch = make_batch([8] * 9, [40] * 9, 4, 2, 64, device=target.device)
     paged = batch.paged(4)
     buffers = graph_buffers(9, 200, target.device)

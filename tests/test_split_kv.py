@@ -148,7 +148,7 @@ def test_offsets_on_the_device(target, where, split):
 
 
 def test_rows_without_keys_in_split_tiles(target):
-    # More rows than keys, and a window that leaves pieces of the keys to nobody.
+    # More rows than keys, and a window that leaves KV splits without a row that sees them.
     options = Options(causal=True, window_left=40)
     batch = make_batch([50, 2], [20, 6000], 8, 2, 64, device=target.device)
     for sinks in (None, torch.linspace(-2.0, 2.0, 8, device=target.device)):

@@ -38,7 +38,7 @@ inline DType dtype_of(const std::string& name) {
 inline Backend backend_of(const std::string& name) {
   if (name == to_string(Backend::kAuto)) return Backend::kAuto;
   std::string names;
-  for (const BackendName& entry : kBackends) {
+  for (const BackendName& entry : backends()) {
     if (name == entry.name) return entry.backend;
     names += std::string(names.empty() ? "'" : ", '") + entry.name + "'";
   }

@@ -1,6 +1,6 @@
-// What a tensor of Python is, without the headers of its library: DLPack's C exchange API (version 1 of dlpack.h, as far as it
-// is needed here), which torch has since 2.10. 20 ns for all that takes 250 as attributes: shape, strides, dtype, device and
-// address.
+// What a tensor of Python is, without the headers of its library: DLPack's C exchange API (version 1 of dlpack.h, as
+// far as it is needed here), which torch has since 2.10. 20 ns for all that takes 250 as attributes: shape, strides,
+// dtype, device and address.
 #pragma once
 
 #include <cstdint>

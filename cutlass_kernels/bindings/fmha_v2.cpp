@@ -1,5 +1,5 @@
-// _C.FmhaV2: a fused prefill that can be made again; _C.fmha_v2_calls: finds the earlier call that a call repeats, and makes it
-// again, as _C.repeats does for the other functions. What Python has found once by its key is put there.
+// _C.FmhaV2: a fused prefill that can be made again; _C.fmha_v2_calls: finds the earlier call that a call repeats, and
+// makes it again, as _C.repeats does for the other functions. What Python has found once by its key is put there.
 #include <pybind11/pybind11.h>
 
 #include <array>
@@ -20,8 +20,8 @@ namespace py = pybind11;
 namespace cutlass_kernels {
 namespace {
 
-// Of a call, in this order, then other arguments in any number. Queries, keys and values are one tensor, or two or three in a
-// tuple, the caches of pages in one of their own.
+// Of a call, in this order, then other arguments in any number. Queries, keys and values are one tensor, or two or
+// three in a tuple, the caches of pages in one of their own.
 enum { kQkv, kQoIndptr, kKvIndptr, kTables, kOut, kSinks, kArguments };
 constexpr std::size_t kParts = 3;
 
@@ -52,8 +52,8 @@ class FmhaV2Calls {
   FmhaV2Calls(const TableFunctions& functions, py::object counters_of)
       : functions_(functions), counters_of_(std::move(counters_of)) {}
 
-  // again(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks, *others): the output, or None where no such call is
-  // known.
+  // again(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks, *others): the output, or None where no such
+  // call is known.
   py::object again(PyObject* const* arguments, Py_ssize_t count) const {
     Call call;
     if (!read(arguments, count, &call)) return py::none();
@@ -61,7 +61,8 @@ class FmhaV2Calls {
     return entry == nullptr ? py::none() : run(*entry, call, arguments[kOut]);
   }
 
-  // remember(owner, launch, make_output, index of the device, counted, k_offset, v_offset, make_workspace, *arguments of again)
+  // remember(owner, launch, make_output, index of the device, counted, k_offset, v_offset, make_workspace, *arguments
+  // of again)
   void remember(PyObject* const* arguments, Py_ssize_t count) {
     constexpr Py_ssize_t kOwn = 8;
     Call call;

@@ -15,7 +15,8 @@
 
 namespace cutlass_kernels {
 
-/// All of a call but addresses. Tensors are views: their strides, in elements, take the place of those that a layout means.
+/// All of a call but addresses. Tensors are views: their strides, in elements, take the place of those that a layout
+/// means.
 class FmhaV2Launch {
  public:
   FmhaV2Launch(const std::string& backend, const std::string& dtype, const std::string& o_dtype,
@@ -42,8 +43,8 @@ class FmhaV2Launch {
     params_.o = {nullptr, o_st, o_sh};
   }
 
-  // Block tables: rows of `width` entries, `stride` apart. Entries of v begin v_entries behind those of k; the page that they
-  // call v_offset is the first of v.
+  // Block tables: rows of `width` entries, `stride` apart. Entries of v begin v_entries behind those of k; the page
+  // that they call v_offset is the first of v.
   void set_pages(int page_size, std::int64_t num_pages, std::int64_t k_stride_page,
                  std::int64_t v_stride_page, std::int64_t stride, int width, std::int64_t v_entries,
                  std::int64_t v_offset) {

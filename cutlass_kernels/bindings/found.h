@@ -1,5 +1,5 @@
-// What tables of calls that may be made again have in common: how a call is read and found, and how the functions of a table
-// become functions of Python.
+// What tables of calls that may be made again have in common: how a call is read and found, and how the functions of a
+// table become functions of Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -41,8 +41,8 @@ class CallWords {
     return fits;
   }
 
-  // Numbers by their value, and by their type: whole floats may be refused. All else by its address, while it is kept: equal
-  // strings have one, interned, and options change by being replaced.
+  // Numbers by their value, and by their type: whole floats may be refused. All else by its address, while it is kept:
+  // equal strings have one, interned, and options change by being replaced.
   bool add_plain(PyObject* object, std::vector<py::object>* kept) {
     std::int64_t kind = 0, value = 0;
     if (object == Py_True || object == Py_False) {

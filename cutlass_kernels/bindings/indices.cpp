@@ -1,8 +1,9 @@
 // _C.read_pages, _C.read_offsets, _C.ascend and _C.upload: a plan's index vectors, as far as they are on the host.
 // _C.copy_vectors: as far as they are copied on the device.
 //
-// One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which goes to
-// the device in one copy. 128 requests take 1 us here, and 50 in torch, where every look at a vector costs 2 to 5.
+// One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which
+// goes to the device in one copy. 128 requests take 1 us here, and 50 in torch, where every look at a vector costs 2 to
+// 5.
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 
@@ -59,8 +60,8 @@ bool ascend(const Vector& x) {
   return fine;
 }
 
-// (qo_indptr[-1], kv_indptr[-1], most keys of a request, the vectors packed, address of these); None where the offsets are
-// not what they should be: why not is for torch to find.
+// (qo_indptr[-1], kv_indptr[-1], most keys of a request, the vectors packed, address of these); None where the offsets
+// are not what they should be: why not is for torch to find.
 py::object read_offsets(Address qo_indptr, Address kv_indptr, std::int64_t batch_size) {
   const Vector qo(qo_indptr, batch_size + 1), kv(kv_indptr, batch_size + 1);
   if (qo.data[0] != 0 || !ascend(qo) || !ascend(kv)) return py::none();
@@ -74,8 +75,8 @@ py::object read_offsets(Address qo_indptr, Address kv_indptr, std::int64_t batch
                         address);
 }
 
-// The same for pages, and before the packed vectors one more than the highest page number. Packed are the page numbers up to
-// kv_indptr[-1], or all; none where their address is 0, as they are on the device.
+// The same for pages, and before the packed vectors one more than the highest page number. Packed are the page numbers
+// up to kv_indptr[-1], or all; none where their address is 0, as they are on the device.
 py::object read_pages(Address qo_indptr, Address kv_indptr, Address last_page_len, Address indices,
                       std::int64_t batch_size, std::int64_t num_indices, std::int64_t page_size,
                       bool all) {

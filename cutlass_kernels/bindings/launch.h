@@ -17,8 +17,8 @@ struct PlannedBatch {
   void* schedule = nullptr;
 };
 
-/// A call that was made once, and can be made again with other addresses: all else, 16-byte alignment included, has to be
-/// as it was.
+/// A call that was made once, and can be made again with other addresses: all else, 16-byte alignment included, has to
+/// be as it was.
 class Launch {
  public:
   Launch(const AttentionParams& params, Backend backend, const PlannedBatch& batch)

@@ -106,8 +106,8 @@ void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
   }
 }
 
-/// What stays the same between the runs of a batch: types, heads, lengths and their work list. general: whether the list
-/// is for runs with a custom mask, ALiBi or scales in device memory, which have tiles of their own.
+/// What stays the same between the runs of a batch: types, heads, lengths and their tile list. general: whether the
+/// list is for runs with a custom mask, ALiBi or scales in device memory, which have tiles of their own.
 class BoundPlan {
  public:
   BoundPlan(const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
@@ -150,11 +150,11 @@ class BoundPlan {
     return planned(params, backend_).layout.scratch_bytes;
   }
 
-  // The plan of a batch, with the bytes of its schedule and of its scratch. The schedule is written where it fits into the
-  // workspace, and the scratch into `room`: else the caller says what is missing, or has asked for nothing but the sizes.
-  // page_size 0: no pages. The mask, as far as it is known, decides the size of tiles; runs may have another. `copies` are
-  // made before the schedule, which is made from what they write, and after all checks: a plan that cannot be made changes
-  // nothing. One call, since each through pybind11 with its arguments costs 1 to 2 us.
+  // The plan of a batch, with the bytes of its schedule and of its scratch. The schedule is written where it fits into
+  // the workspace, and the scratch into `room`: else the caller says what is missing, or has asked for nothing but the
+  // sizes. page_size 0: no pages. The mask, as far as it is known, decides the size of tiles; runs may have another.
+  // `copies` are made before the schedule, which is made from what they write, and after all checks: a plan that cannot
+  // be made changes nothing. One call, since each through pybind11 with its arguments costs 1 to 2 us.
   static py::tuple of_batch(const std::string& backend, const std::string& q_dtype,
                             const std::string& kv_dtype, const std::string& o_dtype,
                             int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
@@ -241,8 +241,8 @@ class BoundPlan {
     return launch;
   }
 
-  // A call of another batch, to be repeated with this one: its tensors have as many rows and pages as that one's, or more than
-  // needed.
+  // A call of another batch, to be repeated with this one: its tensors have as many rows and pages as that one's, or
+  // more than needed.
   Launch resume(const Launch& call) const {
     AttentionParams params = params_;
     params.q = call.params().q;
@@ -308,6 +308,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("version", &version);
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
   m.attr("call_counters") = kCallCounters;
+  py::list names;
+  for (const BackendName& entry : backends()) names.append(entry.name);
+  m.attr("backends") = py::tuple(names);  // in the order of kAuto
   // Of what is no backend's: 10 * major + minor of the oldest and the newest GPU; 0: no newest.
   m.attr("compute_capabilities") = py::make_tuple(CK_ARCHS_MIN, CK_ARCHS_MAX);
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
@@ -357,7 +360,7 @@ PYBIND11_MODULE(_C, m) {
         }
         return list;
       },
-      "The work list as (request, tile) pairs, longest tile first.", py::arg("qo_indptr"),
+      "The tile list as (request, tile) pairs, longest tile first.", py::arg("qo_indptr"),
       py::arg("kv_indptr"), py::arg("tile_rows"));
   m.def(
       "tile_rows",

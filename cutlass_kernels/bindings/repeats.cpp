@@ -1,8 +1,8 @@
 // _C.repeats: finds the earlier call that a call repeats, and makes it again, without a key made in Python.
 //
-// An entry is found by all that _repeat.py makes its keys from: shapes, strides, dtypes and devices of the tensors, and the
-// values of the other arguments. What Python has found once by its key is put here: so the two never disagree, and what is not
-// served here (subclasses of tensors, other numbers) stays with Python. A run takes 2.5 us less.
+// An entry is found by all that _repeat.py makes its keys from: shapes, strides, dtypes and devices of the tensors, and
+// the values of the other arguments. What Python has found once by its key is put here: so the two never disagree, and
+// what is not served here (subclasses of tensors, other numbers) stays with Python. A run takes 2.5 us less.
 #include <pybind11/pybind11.h>
 
 #include <array>
@@ -34,7 +34,8 @@ struct Call {
   bool return_lse = false;
 };
 
-/// A call that may be made again: by `launch`, or, where that is null, by `repeat`, which does all else that may be needed.
+/// A call that may be made again: by `launch`, or, where that is null, by `repeat`, which does all else that may be
+/// needed.
 struct Entry {
   std::vector<std::int64_t> words;
   std::vector<py::object> kept;  // arguments that are known by their address
@@ -53,8 +54,8 @@ class Repeats {
   Repeats(const TableFunctions& functions, py::object empty_like)
       : functions_(functions), empty_like_(std::move(empty_like)) {}
 
-  // again(q, k, v, out, lse, sinks, return_lse, *others): the results, or None where no such call is known. `k` may be a tuple
-  // of k and v.
+  // again(q, k, v, out, lse, sinks, return_lse, *others): the results, or None where no such call is known. `k` may be
+  // a tuple of k and v.
   py::object again(PyObject* const* arguments, Py_ssize_t count) const {
     Call call;
     const std::shared_ptr<Entry> entry = entry_of(arguments, count, &call);
@@ -68,8 +69,8 @@ class Repeats {
     return entry == nullptr ? py::none() : entry->repeat;
   }
 
-  // remember(repeat, direct, *arguments of again): `direct` is None, or (launch, partials, their bytes, index of the device,
-  // out_is_like_q, v_offset).
+  // remember(repeat, direct, *arguments of again): `direct` is None, or (launch, partials, their bytes, index of the
+  // device, out_is_like_q, v_offset).
   void remember(PyObject* const* arguments, Py_ssize_t count) {
     Call call;
     auto entry = std::make_shared<Entry>();

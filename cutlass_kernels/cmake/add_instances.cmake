@@ -1,6 +1,5 @@
-# ck_instance(): one row of instances.cmake. Turns a row that passes the CK_* filters into a generated .cu file and a
-# line of the registry table.
-ck_only_known(CK_BACKENDS fa2 fa3)
+# What instances.cmake consists of: ck_backends(), and rows of ck_instance(), of which each that passes the CK_* filters
+# becomes a generated .cu file and a line of the registry table.
 ck_only_known(CK_DTYPES float16 bfloat16 float8_e4m3fn float8_e5m2)
 foreach(arch IN LISTS CK_ARCHS)
   if(NOT arch MATCHES "^(80|86|87|89|90|10[0-9]|110|12[0-9]|ptx)$")
@@ -12,8 +11,6 @@ endforeach()
 set(CK_NVCC_FLAGS -O3 --expt-relaxed-constexpr -Xptxas -v)
 
 # C++ spellings of the names used in rows.
-set(CK_CPP_BACKEND_fa2 "Backend::kFa2")
-set(CK_CPP_BACKEND_fa3 "Backend::kFa3")
 set(CK_CPP_DTYPE_float16 "DType::kFloat16")
 set(CK_CPP_DTYPE_bfloat16 "DType::kBFloat16")
 set(CK_CPP_DTYPE_float8_e4m3fn "DType::kFloat8E4M3")
@@ -35,23 +32,19 @@ set(CK_CPP_FEATURE_alibi "kFeatureAlibi")
 set(CK_CPP_FEATURE_device_scales "kFeatureDeviceScales")
 set(CK_CPP_FEATURE_stats "kFeatureStats")
 
-# What each backend is compiled to. fa3 uses instructions that exist on compute capability 9.0 alone (sm_90a).
-set(CK_GENCODE_fa2 "")
-set(CK_GENCODE_fa3 "")
+# Machine code for all GPUs of CK_ARCHS, and portable code.
+set(CK_GENCODE "")
 set(CK_REAL_ARCHS ${CK_ARCHS})
 list(REMOVE_ITEM CK_REAL_ARCHS ptx)
 list(SORT CK_REAL_ARCHS COMPARE NATURAL)
 foreach(arch IN LISTS CK_REAL_ARCHS)
-  list(APPEND CK_GENCODE_fa2 "--generate-code=arch=compute_${arch},code=sm_${arch}")
+  list(APPEND CK_GENCODE "--generate-code=arch=compute_${arch},code=sm_${arch}")
 endforeach()
 if("ptx" IN_LIST CK_ARCHS)
-  list(APPEND CK_GENCODE_fa2 "--generate-code=arch=compute_80,code=compute_80")
-endif()
-if("90" IN_LIST CK_ARCHS)
-  set(CK_GENCODE_fa3 "--generate-code=arch=compute_90a,code=sm_90a")
+  list(APPEND CK_GENCODE "--generate-code=arch=compute_80,code=compute_80")
 endif()
 
-# Compute capabilities the fa2 machine code runs on: from the oldest GPU compiled for to the last of the newest GPU's
+# Compute capabilities that this code runs on: from the oldest GPU compiled for to the last of the newest GPU's
 # generation (sm_80 code runs on 8.6, not on 9.0), or without end where there is portable code.
 if("ptx" IN_LIST CK_ARCHS)
   set(CK_ARCHS_MIN 80)
@@ -81,6 +74,45 @@ set(CK_REGISTRY_ROWS "")
 set(CK_SUMMARY "")
 set(CK_ALL_HEAD_DIMS "")
 set(CK_BUILT_BACKENDS "")
+set(CK_REGISTRY_BACKENDS "")
+
+# The folders of src/ with kernels. Each has a backend.cmake, which calls ck_backend().
+macro(ck_backends)
+  set(CK_KNOWN_BACKENDS ${ARGN})
+  if(CK_BACKENDS STREQUAL "all")
+    set(CK_BACKENDS ${CK_KNOWN_BACKENDS})
+  endif()
+  ck_only_known(CK_BACKENDS ${CK_KNOWN_BACKENDS})
+  foreach(backend IN LISTS CK_KNOWN_BACKENDS)
+    string(SUBSTRING ${backend} 0 1 initial)
+    string(SUBSTRING ${backend} 1 -1 rest)
+    string(TOUPPER ${initial} initial)
+    set(CK_CPP_BACKEND_${backend} "Backend::k${initial}${rest}")  # Backend::kFa2
+    string(APPEND CK_REGISTRY_BACKENDS "      {${CK_CPP_BACKEND_${backend}}, \"${backend}\"},\n")
+    include("${CK_DIR}/src/${backend}/backend.cmake")
+  endforeach()
+endmacro()
+
+# ck_backend(NAME EVERY_ARCH | ARCHS arch... [SOURCES file...])
+#   EVERY_ARCH: compiled for whatever CK_ARCHS names, portable code too, and its rows end where that code does.
+#   ARCHS: machine code for these, such as 90a, where CK_ARCHS has the GPU (90).
+#   SOURCES: what its units need besides, in its folder.
+macro(ck_backend name)
+  cmake_parse_arguments(BACKEND "EVERY_ARCH" "" "ARCHS;SOURCES" ${ARGN})
+  set(CK_EVERY_ARCH_${name} ${BACKEND_EVERY_ARCH})
+  set(CK_GENCODE_${name} "")
+  if(BACKEND_EVERY_ARCH)
+    set(CK_GENCODE_${name} ${CK_GENCODE})
+  endif()
+  foreach(arch IN LISTS BACKEND_ARCHS)
+    string(REGEX MATCH "^[0-9]+" gpu ${arch})
+    if(gpu IN_LIST CK_ARCHS)
+      list(APPEND CK_GENCODE_${name} "--generate-code=arch=compute_${arch},code=sm_${arch}")
+    endif()
+  endforeach()
+  set(CK_SOURCES_${name} ${BACKEND_SOURCES})
+  list(TRANSFORM CK_SOURCES_${name} PREPEND "${CK_DIR}/src/${name}/")
+endmacro()
 
 # CK_DTYPE_NAME: "bfloat16", or "bfloat16/float8_e5m2" where keys and values are of another type than queries.
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
@@ -111,7 +143,7 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   configure_file("${CK_DIR}/src/${CK_BACKEND}/${CK_TEMPLATE_${dtype}}" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_${CK_BACKEND}}")
 
-  if(CK_BACKEND STREQUAL "fa2")  # fa3 rows state 90 to 90 themselves
+  if(CK_EVERY_ARCH_${CK_BACKEND})
     if(min_cc LESS CK_ARCHS_MIN)
       set(min_cc ${CK_ARCHS_MIN})
     endif()
@@ -146,7 +178,7 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   set(CK_SUMMARY "${CK_SUMMARY}\n--   ${CK_NAME}  (${range}; ${feature_names})" PARENT_SCOPE)
 endfunction()
 
-# Called after the rows: writes the registry table, and stops if the filters left nothing.
+# Called after the rows: writes the registry table, collects the sources, and stops if the filters left nothing.
 macro(ck_finish_instances)
   list(REMOVE_DUPLICATES CK_ALL_HEAD_DIMS)
   ck_only_known(CK_HEAD_DIMS ${CK_ALL_HEAD_DIMS})
@@ -154,6 +186,11 @@ macro(ck_finish_instances)
     message(FATAL_ERROR "No row of instances.cmake is left by CK_BACKENDS=${CK_BACKENDS} CK_DTYPES=${CK_DTYPES} "
       "CK_HEAD_DIMS=${CK_HEAD_DIMS} CK_ARCHS=${CK_ARCHS}. For an installation without kernels: CK_BUILD_KERNELS=OFF.")
   endif()
+  list(REMOVE_DUPLICATES CK_BUILT_BACKENDS)
+  set(CK_BACKEND_SOURCES "")
+  foreach(backend IN LISTS CK_BUILT_BACKENDS)
+    list(APPEND CK_BACKEND_SOURCES ${CK_SOURCES_${backend}})
+  endforeach()
   configure_file("${CK_DIR}/cmake/registry_table.cpp.in" "${CK_GENERATED}/registry_table.cpp" @ONLY)
 endmacro()
 

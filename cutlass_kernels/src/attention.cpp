@@ -66,7 +66,7 @@ std::size_t workspace_size(const AttentionParams& params, Backend backend) {
   std::size_t most = 0;
   for (const Device& device : sized_devices()) {
     // Strides, which may not be known yet, can lead to any backend.
-    for (const BackendName& candidate : kBackends) {
+    for (const BackendName& candidate : backends()) {
       if (backend != Backend::kAuto && backend != candidate.backend) continue;
       PlanState plan;
       if (!make_plan(params, candidate.backend, device, {}, &plan).ok()) continue;

@@ -12,7 +12,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMostBlocks = 128;  // of a vector
 
-// A row of blocks copies a vector. They are of some hundred elements, page numbers of some thousand: launching is all it costs.
+// A row of blocks copies a vector. They are of some hundred elements, page numbers of some thousand: launching is all
+// it costs.
 __global__ void __launch_bounds__(kThreads)
     copy_vectors_kernel(const __grid_constant__ VectorCopies copies) {
   const VectorCopy& vector = copies.vectors[blockIdx.y];

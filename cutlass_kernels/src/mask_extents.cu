@@ -41,11 +41,11 @@ struct LongestRun {
   }
 };
 
-// A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, warps taking rows in turn; then a
-// thread per word.
+// A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, warps taking rows in turn;
+// then a thread per word.
 __global__ void __launch_bounds__(32 * kWarps)
-    mask_extents_kernel(__grid_constant__ const LaunchParams p, const RowTiles rows,
-                        MaskExtent* extents) {
+    mask_extents_kernel(__grid_constant__ const LaunchParams p, const MaskDivisors divisors,
+                        const RowTiles rows, MaskExtent* extents) {
   __shared__ std::uint32_t by_some[kWords], by_all[kWords];
   __shared__ std::uint32_t full_words[kWords / 32];  // a bit per word of by_all: no zero in it
   __shared__ int begin, end, count;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (find_work<true, true, true>(p, rows, blockIdx.x, work)) {
     const int first_row = work.tile * p.schedule.tile_rows;
     const int end_row = min(first_row + p.schedule.tile_rows, work.qo_len);
-    const IntervalMask window{work.kv_len, work.kv_len - work.qo_len, false, p.window_left, 0, {}};
+    const IntervalMask window = IntervalMask::make(p, divisors, work.qo_len, work.kv_len);
     const std::int64_t first_bit =
         p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
     for (int chunk = 0; chunk < work.kv_len; chunk += 32 * kWords) {
@@ -129,8 +129,8 @@ Status launch_mask_extents(const LaunchParams& params, MaskExtent* extents, cuda
   config.gridDim = dim3(params.schedule.tile_indices);
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
-  const cudaError_t error =
-      cudaLaunchKernelEx(&config, mask_extents_kernel, params, RowTiles::make(params), extents);
+  const cudaError_t error = cudaLaunchKernelEx(
+      &config, mask_extents_kernel, params, MaskDivisors(params), RowTiles::make(params), extents);
   return error == cudaSuccess ? Status::success()
                               : cuda_failure("Launching the mask kernel", error);
 }

@@ -1,6 +1,6 @@
-// Which keys a custom mask leaves to each tile: blocks of keys before the first and behind the last one that some row of the
-// tile sees need not be computed, and those that all of its rows see need no mask. A causal mask given as bits so costs what a
-// causal mask costs.
+// Which keys a custom mask leaves to each tile: blocks of keys before the first and behind the last one that some row
+// of the tile sees need not be computed, and those that all of its rows see need no mask. A causal mask given as bits
+// so costs what a causal mask costs.
 #pragma once
 
 #include "cutlass_kernels/status.h"
@@ -19,7 +19,7 @@ struct MaskExtent {
   std::int32_t hides;  // whether some key of [begin, end) is seen by no row
 };
 
-/// Enqueues the kernel that writes one extent per entry of the work list, or per tile of a single request, in order.
+/// Enqueues the kernel that writes one extent per tile index, in the order of the tile source.
 Status launch_mask_extents(const LaunchParams& params, MaskExtent* extents, cudaStream_t stream);
 
 }  // namespace cutlass_kernels

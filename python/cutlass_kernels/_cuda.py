@@ -183,7 +183,7 @@ Copies = Sequence[tuple[int, int, int]]  # of int32 vectors on the device: to an
 
 
 class Schedule:
-    """The work list of a planned batch, and the counters with which the blocks of a running kernel share out its tiles.
+    """The tile list of a planned batch, and the counters with which the blocks of a running kernel share out its tiles.
 
     Runs must follow one another, as on one stream they do.
 
@@ -246,7 +246,7 @@ class Schedule:
         """RuntimeError where the workspaces have no room for these."""
         if list_bytes > self.workspace.nbytes:
             raise RuntimeError(
-                f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the work list of this batch needs "
+                f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the tile list of this batch needs "
                 f"{bound}{list_bytes}: pass a larger one to reset_workspace_buffer()."
             )
         if self.partials is not None and partial_bytes > self.partials.nbytes:
@@ -272,7 +272,7 @@ def _plan_of(
     copies: Copies = (),
     stream: int = 0,
 ) -> tuple[Any, int, int]:
-    """A compiled plan, and the bytes that its work list and the results of split keys take. The list is made where
+    """A compiled plan, and the bytes that its tile list and the results of split keys take. The list is made where
     there is room for both, after ``copies``."""
     if not reads_as_is(backend, request):
         request = _prepare.prepared_request(request) or request
@@ -327,7 +327,7 @@ def _copy(copies: Copies, device: torch.device) -> None:
 
 
 def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:
-    """Bytes that the results of split keys and the work list take; 0 where the number of rows is not known."""
+    """Bytes that the results of split keys and the tile list take; 0 where the number of rows is not known."""
     if not offsets.total_q:
         return 0, 0
     list_bytes, partial_bytes = _sizes_of(backend, request, offsets, offsets.total_q)
@@ -335,7 +335,7 @@ def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[in
 
 
 def _sizes_of(backend: str, request: Request, offsets: Offsets, rows: int) -> tuple[int, int]:
-    """Bytes that the work list and the results of split keys take, of so many rows."""
+    """Bytes that the tile list and the results of split keys take, of so many rows."""
     with torch.cuda.device(offsets.qo_indptr.device):
         _, list_bytes, partial_bytes = _plan_of(backend, request, offsets, rows)
     return list_bytes, partial_bytes

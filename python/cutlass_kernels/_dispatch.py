@@ -1,10 +1,10 @@
 """Chooses who computes an attention problem, and can say why.
 
 A :class:`Request` holds the facts a choice depends on. ``reasons`` lists why a backend cannot serve a request;
-``select`` takes the first of fa3, fa2, reference that has none, or of fa2, fa3, reference where :data:`SHORT_ROWS` says
-so. The choice is made from facts only, so the same request always gets the same backend.
+``select`` takes the first of fa3, fa2, reference that has none, or of fa2, fa3, reference for short queries
+(:data:`DECODE_ROWS`, :data:`SHORT_ROWS`). The choice is made from facts only, so the same request always gets the same backend.
 
-Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) stands for every ``backend='auto'``.
+Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._autograd import written
 from ._problem import Mask, PagedKv, Problem, RaggedKv
 from ._tracing import is_traced
 
-BACKENDS = ("fa3", "fa2", "reference")
+BACKENDS = ("fa3", "fa2", "reference")  # as ck_backends() in instances.cmake, and the reference
 CHOICES = ("auto", *BACKENDS)
 FEATURES = frozenset(
     {
@@ -393,7 +393,7 @@ def reads_as_is(backend: str, request: Request) -> bool:
 
 
 def select(requested: str, request: Request) -> str:
-    """The backend that serves ``request``: the requested one, or for "auto" the first of fa3, fa2, reference.
+    """The backend that serves ``request``: the requested one, or for "auto" the first of :func:`preferred`.
 
     Raises:
         ValueError: ``requested`` (or the environment's choice) is not a backend.
@@ -449,7 +449,7 @@ def preferred(request: Request) -> tuple[str, ...]:
     if request.device_type == "cuda" and "short_queries" in request.features:
         with contextlib.suppress(ImportError):
             if request.kv_dtype not in _args.FP8_DTYPES or _kernels().reads_as_is("fa2", request):
-                return ("fa2", "fa3", "reference")
+                return ("fa2", *(name for name in BACKENDS if name != "fa2"))
     return BACKENDS
 
 

@@ -1,7 +1,7 @@
 """Calls of trtllm_fmha_v2_prefill for kernels, which read offsets and block tables on the device themselves.
 
 Nothing is planned, and nothing copied but offsets and tables that are on the CPU. Memory for the results of split keys,
-and for a list of work where lengths differ so much that one pays, is that of the caching allocator. A call that differs
+and for a tile list where lengths differ so much that one pays, is that of the caching allocator. A call that differs
 from an earlier one in nothing but addresses, and whose offsets are on the device, where nobody checks them, goes past
 all checks: see ``_repeat``.
 """

@@ -16,7 +16,7 @@ from ._batch import MOST_KEYS, Batch
 from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
 
 INT_WORKSPACE_BYTES = 8 << 20
-KERNEL_BACKENDS = ("fa2", "fa3")
+KERNEL_BACKENDS = _dispatch.BACKENDS[:-1]
 
 # What run() and its relatives return: out, or (out, lse) where the LSE is asked for. Any lets a type checker take the
 # one or the other without a cast.
@@ -63,7 +63,7 @@ def _is_integer(value: Any) -> bool:
     return True
 
 
-# --- pieces of a plan --------------------------------------------------------------------------------------------
+# --- parts of a plan ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ def make_schedule(
     workspace: torch.Tensor,
     copies: Sequence[tuple[int, int, int]] = (),
 ) -> Any:
-    """The work list of a batch, written into ``workspace``; None for a backend that needs none.
+    """The tile list of a batch, written into ``workspace``; None for a backend that needs none.
 
     Runs with the result read the index tensors of ``offsets`` themselves. ``copies`` (to and from an address, and how
     many elements) are what these are to hold: they are made once nothing can fail any more.
@@ -301,7 +301,7 @@ def reads_as_is(backend: str, request: _dispatch.Request) -> bool:
 
 
 def workspace_size(backend: str, request: _dispatch.Request, offsets: Offsets) -> tuple[int, int]:
-    """Bytes of the float and of the int workspace that a work list, and runs with it, need."""
+    """Bytes of the float and of the int workspace that a tile list, and runs with it, need."""
     sizes: tuple[int, int] = _dispatch._kernels().workspace_size(backend, request, offsets)
     return sizes
 
@@ -309,7 +309,7 @@ def workspace_size(backend: str, request: _dispatch.Request, offsets: Offsets) -
 def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, max_sequence_kv: int | None) -> Split:
     """The rule by which the keys of a batch are split. A size of 0 or -1 is none.
 
-    ValueError where nothing tells how many pieces of a fixed size there may be.
+    ValueError where nothing tells how many KV splits of a fixed size there may be.
     """
     fixed = min(max(int(fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
     told = 0 if max_sequence_kv is None else min(int(max_sequence_kv), MOST_KEYS)
@@ -323,12 +323,12 @@ def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, ma
 
 
 def int_workspace(device: torch.device) -> torch.Tensor:
-    """Room for a work list on ``device``."""
+    """Room for a tile list on ``device``."""
     return torch.empty(INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)
 
 
 def is_general(problem: Problem) -> bool:
-    """Whether a problem needs a work list made for general ones (:class:`Offsets`), which then serves others too."""
+    """Whether a problem needs a tile list made for general ones (:class:`Offsets`), which then serves others too."""
     logits = problem.logits
     return (
         problem.mask.bits is not None
@@ -354,7 +354,7 @@ def offsets_of(problem: Problem) -> Offsets:
         pages = Pages(move(kv.indices), move(kv.last_page_len), kv.k_cache.size(1), v_indices)
     total_kv = 0 if isinstance(kv, PagedKv) else kv.k.size(0)
     general = is_general(problem)
-    split = Split(disabled=problem.output.stats is not None)  # statistics of pieces are not merged
+    split = Split(disabled=problem.output.stats is not None)  # statistics of KV splits are not combined
     return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, 0, problem.mask, general, split)
 
 

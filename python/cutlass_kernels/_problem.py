@@ -73,7 +73,7 @@ class Mask:
 
 
 class Vector(Protocol):
-    """What work lists need of an index tensor: tensors have it, and ``_batch.Index``."""
+    """What tile lists need of an index tensor: tensors have it, and ``_batch.Index``."""
 
     @property
     def device(self) -> Any: ...
@@ -95,7 +95,7 @@ class Pages:
 class Split:
     """How the keys of short queries may be split.
 
-    ``fixed_size`` (keys of a piece; 0: chosen from the batch) or ``disabled`` make the results of a request independent
+    ``fixed_size`` (keys of a KV split; 0: chosen from the batch) or ``disabled`` make the results of a request independent
     of its batch. ``max_kv_len`` bounds the keys of a request where it is known (0: it is not); ``told`` is that bound
     where it does not come from the lengths of one batch.
     """
@@ -113,14 +113,14 @@ class Split:
 
 @dataclass(slots=True)
 class Offsets:
-    """What a work list is made from. Index tensors are int32 on the device.
+    """What a tile list is made from. Index tensors are int32 on the device.
 
     ``kv_indptr`` counts tokens, or entries of ``pages.indices``. ``total_q`` is an upper bound of ``qo_indptr[-1]``,
     None where the host does not know one, ``total_kv`` the number of keys, 0 where it is unknown. ``qo_indptr_host``
     (the address of a host copy) makes the list exact; it is 0 where a captured run has to serve later lists.
     ``mask``, as far as the runs' mask is known, ``total_kv`` and ``general`` decide the size of tiles: where runs are
     captured they must always be the same. ``general`` tells whether runs may have ``mask.bits``, ALiBi slopes, scales
-    in tensors, or statistics. ``partials`` is memory for the results of split keys; None lets the work list bring its
+    in tensors, or statistics. ``partials`` is memory for the results of split keys; None lets the tile list bring its
     own.
     """
 

@@ -262,7 +262,7 @@ class RunsPlans:
         clear = self._use_cuda_graph or plan.total_q is None
         outside_graphs = not planned or plan.total_q is None
         if outside_graphs and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # its work list exists only once the graph has run
+            return  # its tile list exists only once the graph has run
         repeat = _repeat.Repeat(call, problem, clear, outside_graphs)
         _repeat.remember(plan.calls, key, repeat)
         if usual and planned and schedule is not None and self._may_resume(plan):

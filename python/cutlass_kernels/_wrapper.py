@@ -455,7 +455,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         self._check_split(plan)
         if self._dry_run:
             if plan.backend in KERNEL_BACKENDS:
-                # In graph mode runs read the buffers, which have room for more pages, and so for more pieces of keys.
+                # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
                 read = self._stored if self._use_cuda_graph else indices
                 self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
             return
@@ -518,7 +518,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             )
 
     def _planned_offsets(self, plan: Plan, stored: Mapping[str, Vector]) -> Offsets:
-        """What the work list of a plan is made from."""
+        """What the tile list of a plan is made from."""
         qo, kv, pages = self._vectors(plan, stored)
         if not self._use_cuda_graph:
             mask = Mask(plan.options.causal, plan.options.window_left)

@@ -30,7 +30,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     those from ``p - window_left`` on. A row without keys gives 0, and an LSE of -inf. The LSE is base 2. (Pages: Kwon
     et al., "PagedAttention", 2023; keys split among blocks: Dao et al., "Flash-Decoding", 2023.)
 
-    Index tensors and the work list belong to the stream that is current in plan(): run on that stream, or order the
+    Index tensors and the tile list belong to the stream that is current in plan(): run on that stream, or order the
     two.
 
     ``copy.deepcopy`` and ``pickle`` copy the wrapper with its buffers. A plan for a GPU is not copied, since it holds
@@ -166,9 +166,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             block_tables: a hint that nothing here needs.
             seq_lens: keys per request ``[batch]``; a CPU tensor lets the host size things where ``indptr`` is a CUDA
                 tensor.
-            fixed_split_size, disable_split_kv: split the keys of a request into pieces of so many pages, or not at all.
-                With either, a request's results do not depend, bit by bit, on the others of its batch. None and False
-                let keys be split so that they fill the device.
+            fixed_split_size, disable_split_kv: pages per KV split, or no KV splits. With either, a request's results are
+                bitwise the same in every batch. By default keys are split so that they fill the device.
             q_len_per_req: rows of every request, the last of which stands at its last key.
 
         Raises:

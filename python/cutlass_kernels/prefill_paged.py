@@ -25,7 +25,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     A row without keys gives 0, and an LSE of -inf. The LSE is base 2: ``log2(sum_j exp(logit_j))``. (Softmax statistics
     and their merging: Milakov and Gimelshein, 2018; pages: Kwon et al., "PagedAttention", 2023.)
 
-    Index tensors and the work list belong to the stream that is current in plan(): run on that stream, or order the
+    Index tensors and the tile list belong to the stream that is current in plan(): run on that stream, or order the
     two.
 
     ``copy.deepcopy`` and ``pickle`` copy the wrapper with its buffers. A plan for a GPU is not copied, since it holds
@@ -179,9 +179,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 ``seq_lens`` and ``seq_lens_q``, on the CPU), or mask buffers; else the reference computes it.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
                 where the offsets are CUDA tensors.
-            fixed_split_size, disable_split_kv: split the keys of a row into pieces of so many pages, or not at all.
-                With either, a request's results do not depend, bit by bit, on the others of its batch. None and False
-                let short queries over long keys be split so that they fill the device.
+            fixed_split_size, disable_split_kv: pages per KV split, or no KV splits. With either, a request's results are
+                bitwise the same in every batch. By default the keys of short queries are split so that they fill the device.
             max_sequence_kv: keys of the longest request. Where the offsets are CUDA tensors it keeps what
                 ``fixed_split_size`` needs of the workspace small.
             block_tables, max_token_per_sequence, uniform_q_len: hints that nothing here needs.

@@ -27,7 +27,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     A row without keys gives 0, and an LSE of -inf. The LSE is base 2: ``log2(sum_j exp(logit_j))``. (Softmax statistics
     and their merging: Milakov and Gimelshein, 2018.)
 
-    Index tensors and the work list belong to the stream that is current in plan(): run on that stream, or order the
+    Index tensors and the tile list belong to the stream that is current in plan(): run on that stream, or order the
     two. Runs of a plan follow one another, called or replayed from CUDA graphs, since a running kernel counts its tiles
     in the wrapper's memory: for runs that may overlap, on several streams, use a wrapper each.
 
@@ -160,9 +160,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 four together: uint32 ``[batch]``, uint16 ``[batch * token_pos_in_items_len]``, a number, uint16
                 ``[batch]``. Replaces ``causal`` and custom masks. Kernels need lengths that the host knows (offsets, or
                 ``seq_lens`` and ``seq_lens_q``, on the CPU), or mask buffers; else the reference computes it.
-            fixed_split_size, disable_split_kv: split the keys of a row into pieces of so many keys, or not at all. With
-                either, a request's results do not depend, bit by bit, on the others of its batch. None and False let
-                short queries over long keys be split so that they fill the device.
+            fixed_split_size, disable_split_kv: keys per KV split, or no KV splits. With either, a request's results are
+                bitwise the same in every batch. By default the keys of short queries are split so that they fill the device.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
                 where the offsets are CUDA tensors.
             max_sequence_kv: keys of the longest request; needed beside ``fixed_split_size`` where the offsets are CUDA

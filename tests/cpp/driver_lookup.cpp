@@ -1,6 +1,6 @@
 // fa3/tensor_map.cpp with a stand-in of the CUDA runtime, whose look-up of the driver's function fails twice: once as a
-// call, once for the symbol. The driver's function fails once, too: in a thread without a context, as the first CUDA call of one
-// is.
+// call, once for the symbol. The driver's function fails once, too: in a thread without a context, as the first CUDA
+// call of one is.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Entry points of the library. Nothing here allocates, synchronises or keeps state (but the facts of each device): every call
-// can be made from several threads and captured into a CUDA graph.
+// Entry points of the library. Nothing here allocates, synchronises or keeps state (but the facts of each device):
+// every call can be made from several threads and captured into a CUDA graph.
 //
 //   attention(params, workspace, ...)                        one call
 //   make_plan -> make_schedule -> attention(plan, ...) ...   one plan, many calls
@@ -37,20 +37,20 @@ CK_API std::vector<std::string> not_supported_reasons(Backend backend,
                                                       const AttentionParams& params,
                                                       int compute_capability);
 
-/// Bytes of workspace with which attention() lacks nothing for this problem: room for a tile list, for partial results of split
-/// keys, for counters. Batches need it. A single request without indptrs does not: if the size is not 0, passing a workspace
-/// makes the kernel faster. Tensors may be null as yet. The answer is for the current device (without a GPU, the larger of an
-/// H200's and an A100's) and for every kernel of `backend`.
+/// Workspace size for full speed: tile list, partial results, counters. A batch that needs a tile list (attention()
+/// says so) fails without it. A single request without indptrs needs no workspace: if the size is not 0, passing one
+/// makes the kernel faster. Tensors may be null as yet. The answer is for the current device (without a GPU, the larger
+/// of an H200's and an A100's) and for every kernel of `backend`.
 CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend = Backend::kAuto);
 
-/// Computes attention on `stream`. The workspace (device memory, 16-byte aligned) belongs to this call until the stream has
-/// passed it. `backend` kAuto takes the fastest that serves the request; any other serves it or fails.
-/// Runs on the calling thread's current device, which the tensors and the stream belong to.
+/// Computes attention on `stream`. The workspace (device memory, 16-byte aligned) belongs to this call until the stream
+/// has passed it. `backend` kAuto takes the newest that serves the request (for decoding, kFa2 is faster: name it); any
+/// other serves it or fails. Runs on the calling thread's current device, which the tensors and the stream belong to.
 CK_API Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
                         cudaStream_t stream, Backend backend = Backend::kAuto);
 
-/// How a problem is computed: which kernel, in which tiles, how keys are split, where in the workspace everything lies. Made
-/// once for many calls: the layers of a model, or the replays of a graph. Holds no address and may be copied.
+/// How a problem is computed: which kernel, in which tiles, how keys are split, where in the workspace everything lies.
+/// Made once for many calls: the layers of a model, or the replays of a graph. Holds no address and may be copied.
 class Plan {
  public:
   CK_API Plan();
@@ -66,22 +66,23 @@ class Plan {
   alignas(8) unsigned char state_[512];
 };
 
-/// Plans for the current device. Mask, scales, lengths and tensors may change before attention(): a mask given here, and
-/// total_kv, only decide the tiles, and strides that fa3 cannot read (0, or 16 GiB from token to token) lead kAuto to fa2.
+/// Plans for the current device. Mask, scales, lengths and tensors may change before attention(): a mask given here,
+/// and total_kv, only decide the tiles, and strides that fa3 cannot read (0, or 16 GiB from token to token) lead kAuto
+/// to fa2.
 CK_API Status make_plan(const AttentionParams& params, Plan* plan,
                         Backend backend = Backend::kAuto);
 
 /// Writes the tile list of a batch, longest tiles first, into the workspace: once, and again when lengths change. Reads
 /// qo_indptr and kv_indptr on the device. Does nothing for a plan without a list.
 ///
-/// A captured attention() goes on reading the list. Between replays, make plans with the same mask, totals, page size and rule
-/// for splitting keys (fixed_split_size, disable_split_kv, max_kv_len), and without qo_indptr_host: they then lay out the
-/// workspace alike.
+/// A captured attention() goes on reading the list. Between replays, make plans with the same mask, totals, page size
+/// and rule for splitting keys (fixed_split_size, disable_split_kv, max_kv_len), and without qo_indptr_host: they then
+/// lay out the workspace alike.
 CK_API Status make_schedule(const Plan& plan, const AttentionParams& params, void* workspace,
                             std::size_t workspace_bytes, cudaStream_t stream);
 
-/// Computes attention as planned, in the workspace in which make_schedule() left its list. Calls with one workspace must follow
-/// one another, as on one stream they do: running kernels share counters in it.
+/// Computes attention as planned, in the workspace in which make_schedule() left its list. Calls with one workspace
+/// must follow one another, as on one stream they do: running kernels share counters in it.
 CK_API Status attention(const Plan& plan, const AttentionParams& params, void* workspace,
                         std::size_t workspace_bytes, cudaStream_t stream);
 

@@ -1,10 +1,11 @@
-// Merging of attention states. A state is what attention over some of the keys leaves: its output v and its base-2 LSE s. States
-// over disjoint keys merge into the state over all of them (Juravsky et al., "Hydragen", 2024):
+// Merging of attention states. A state is what attention over some of the keys leaves: its output v and its base-2 LSE
+// s. States over disjoint keys merge into the state over all of them (Juravsky et al., "Hydragen", 2024):
 //
 //   v = sum_i 2^(s_i - m) v_i / sum_i 2^(s_i - m),   s = m + log2 sum_i 2^(s_i - m),   m = max_i s_i
 //
-// A state with s = -inf contributes nothing, whatever its v holds; of such states alone, or of none, v is 0 and s is -inf. Where
-// one state alone has another s, it passes through unchanged. A NaN among the s_i makes v and s NaN. Arithmetic is fp32.
+// A state with s = -inf contributes nothing, whatever its v holds; of such states alone, or of none, v is 0 and s is
+// -inf. Where one state alone has another s, it passes through unchanged. A NaN among the s_i makes v and s NaN.
+// Arithmetic is fp32.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +38,9 @@ struct MergeSizes {
   std::int32_t head_dim = 0;  ///< a multiple of 8, at most 2048 (1024 of kFloat32)
 };
 
-/// Any number of states, one tensor: v is [num_tokens, num_states, num_heads, head_dim], s the same without head_dim. The
-/// views are of state 0; state i lies i times these strides (in elements) behind it. Results may not overlap states.
+/// Any number of states, one tensor: v is [num_tokens, num_states, num_heads, head_dim], s the same without head_dim.
+/// The views are of state 0; state i lies i times these strides (in elements) behind it. Results may not overlap
+/// states.
 struct MergeStatesParams {
   MergeSizes sizes;
   std::int64_t num_states = 0;
@@ -59,14 +61,14 @@ struct MergeStateParams {
   ConstLseView s_b;
   TensorView merged_v;
   LseView merged_s;
-  /// [num_tokens] integers of mask_bytes (1, 2, 4 or 8) each, device; null: none. Nothing is written for tokens whose element
-  /// is 0.
+  /// [num_tokens] integers of mask_bytes (1, 2, 4 or 8) each, device; null: none. Nothing is written for tokens whose
+  /// element is 0.
   const void* mask = nullptr;
   std::int32_t mask_bytes = 1;
 };
 
-// One kernel on `stream`, for the current device. Nothing is allocated, nothing synchronises; both can be captured into a CUDA
-// graph.
+// One kernel on `stream`, for the current device. Nothing is allocated, nothing synchronises; both can be captured into
+// a CUDA graph.
 CK_API Status merge_states(const MergeStatesParams& params, cudaStream_t stream);
 CK_API Status merge_state(const MergeStateParams& params, cudaStream_t stream);
 

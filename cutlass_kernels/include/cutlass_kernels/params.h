@@ -34,13 +34,13 @@ struct TensorView {
   std::int64_t stride_head = 0;
 };
 
-/// Keys and values in pages of page_size tokens: k is [pages, page_size, num_kv_heads, head_dim_qk], token i of page n at
-/// n * k_stride_page + i * k.stride_token; v alike. Request b owns entries [kv_indptr[b], kv_indptr[b + 1]) of `indices` and
-/// fills last_page_len[b] tokens of its last page. Entries may repeat. A page that is not one of the cache is not read, its
-/// keys and values count as zeros.
+/// Keys and values in pages of page_size tokens: k is [pages, page_size, num_kv_heads, head_dim_qk], token i of page n
+/// at n * k_stride_page + i * k.stride_token; v alike. Request b owns entries [kv_indptr[b], kv_indptr[b + 1]) of
+/// `indices` and fills last_page_len[b] tokens of its last page. Entries may repeat. A page that is not one of the
+/// cache is not read, its keys and values count as zeros.
 ///
-/// With a table_stride, `indices` is a table with a row per request: request b owns the table_width entries from
-/// b * table_stride on, kv_indptr counts tokens, and last_page_len is not used. A request with more tokens than its row has
+/// With a table_stride, `indices` is a table with a row per request: request b owns the table_width entries from b *
+/// table_stride on, kv_indptr counts tokens, and last_page_len is not used. A request with more tokens than its row has
 /// room for is not computed.
 struct PageTable {
   const std::int32_t* indices = nullptr;        ///< page numbers, device
@@ -83,11 +83,11 @@ struct DeviceScale {
 };
 
 struct AttentionParams {
-  // What to compute. q, k, v and o have one type of 16 bits; or q and o have, and k and v are kFloat8E4M3 or kFloat8E5M2, for
-  // fa2; or q, k and v are kFloat8E4M3 and o is, too, or of either type of 16 bits, for fa3 without a mask of bits, ALiBi and
-  // stats. An o of kFloat8E4M3 is rounded to nearest; beyond 448, infinities included, it is 448, and NaN stays NaN.
-  // Factors that dequantise fp8 are part of sm_scale and v_scale, or
-  // of logits_scale and output_scale.
+  // What to compute. q, k, v and o have one type of 16 bits; or q and o have, and k and v are kFloat8E4M3 or
+  // kFloat8E5M2, for fa2; or q, k and v are kFloat8E4M3 and o is, too, or of either type of 16 bits, for fa3 without a
+  // mask of bits, ALiBi and stats. An o of kFloat8E4M3 is rounded to nearest; beyond 448, infinities included, it is
+  // 448, and NaN stays NaN. Factors that dequantise fp8 are part of sm_scale and v_scale, or of logits_scale and
+  // output_scale.
   DType q_dtype = DType::kBFloat16;
   DType kv_dtype = DType::kBFloat16;
   DType o_dtype = DType::kBFloat16;
@@ -103,8 +103,8 @@ struct AttentionParams {
       nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
   const std::int32_t* kv_indptr =
       nullptr;  ///< [batch_size + 1], device; in tokens, or in pages; null only if batch_size is 1
-  /// Optional copy of qo_indptr on the host, read by make_plan() and attention() while they run. With it a tile list has an
-  /// entry per tile; without, up to batch_size more, each a thread block that starts only to end.
+  /// Optional copy of qo_indptr on the host, read by make_plan() and attention() while they run. With it a tile list
+  /// has an entry per tile; without, up to batch_size more, each a thread block that starts only to end.
   const std::int32_t* qo_indptr_host = nullptr;
   std::int64_t total_q = kNotSet;  ///< rows of q (>= qo_indptr[batch_size])
   /// Rows of k and v (>= kv_indptr[batch_size]). Paged: all keys, about; may be left unknown.
@@ -114,13 +114,13 @@ struct AttentionParams {
   /// none at all, results of a request do not depend on the others of its batch, bit by bit.
   std::int32_t fixed_split_size = 0;  ///< 0: chosen from the batch
   bool disable_split_kv = false;
-  std::int32_t max_kv_len =
-      0;  ///< most keys of a request, if known: bounds the pieces of a fixed size
-  /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and for 8-bit keys under
-  /// queries of another type: one kernel reads the indptrs itself. Where it splits keys, which takes a workspace, a second
-  /// kernel may combine the partial results. With lengths that differ much, a list can still be faster; it is then made by the
-  /// call if the workspace holds it. Rows of a request beyond so many need not be computed, nor the requests around where
-  /// qo_indptr or kv_indptr decreases.
+  /// Largest KV length of a request, if known: bounds the number of KV splits.
+  std::int32_t max_kv_len = 0;
+  /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and for 8-bit keys
+  /// under queries of another type: one kernel reads the indptrs itself. Where it splits keys, which takes a workspace,
+  /// a second kernel may combine the partial results. With lengths that differ much, a list can still be faster; it is
+  /// then made by the call if the workspace holds it. Rows of a request beyond so many need not be computed, nor the
+  /// requests around where qo_indptr or kv_indptr decreases.
   std::int32_t max_qo_len = 0;
 
   // Tensors.
@@ -145,14 +145,14 @@ struct AttentionParams {
   const float* sinks =
       nullptr;           ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
   float v_scale = 1.0f;  ///< multiplies the output
-  /// Permission to skip keys: a block of keys adds nothing to its rows where all its weights, relative to the row's largest so
-  /// far, are below skip_softmax_factor / kv_len. Kernels without such a variant compute all. 0: off.
+  /// Permission to skip keys: a block of keys adds nothing to its rows where all its weights, relative to the row's
+  /// largest so far, are below skip_softmax_factor / kv_len. Kernels without such a variant compute all. 0: off.
   float skip_softmax_factor = 0.0f;
   DeviceScale logits_scale;  ///< multiplies sm_scale
   DeviceScale output_scale;  ///< multiplies the output
 
-  /// Optional, device: [total_q, num_qo_heads, 2], contiguous, 8-byte aligned. Of each row the maximum of its logits over
-  /// sm_scale * logits_scale * sqrt(head_dim_qk), or with a soft cap over sqrt(head_dim_qk), and the sum of
+  /// Optional, device: [total_q, num_qo_heads, 2], contiguous, 8-byte aligned. Of each row the maximum of its logits
+  /// over sm_scale * logits_scale * sqrt(head_dim_qk), or with a soft cap over sqrt(head_dim_qk), and the sum of
   /// exp(logit - maximum), without sinks; -FLT_MAX and 0 where it sees no key. Keys are then not split.
   float* stats = nullptr;
 };

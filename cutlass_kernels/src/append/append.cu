@@ -1,8 +1,9 @@
 // Writes new keys and values into their pages.
 //
-// A team of 4 to 256 threads takes a token: all units of its keys, then all of its values. A unit is what a thread moves at once:
-// 16 bytes where all addresses and strides allow it, else 2 or 1. A step of decoding is a few hundred such tokens, so what counts
-// is the chain of loads that finds the page: the first unit of every thread is on its way before.
+// A team of 4 to 256 threads takes a token: all units of its keys, then all of its values. A unit is what a thread
+// moves at once: 16 bytes where all addresses and strides allow it, else 2 or 1. A step of decoding is a few hundred
+// such tokens, so what counts is the chain of loads that finds the page: the first unit of every thread is on its way
+// before.
 #include <cuda_runtime.h>
 
 #include <algorithm>

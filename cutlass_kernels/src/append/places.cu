@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(kThreads)
     places_kernel(const __grid_constant__ BatchIndicesPositionsParams p) {
   const std::int64_t token = std::int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (token >= p.num_tokens) return;
-  // How many requests end at the token or before: the index of its own, whatever empty ones stand before that. Offsets were
-  // never checked, but no search leaves them.
+  // How many requests end at the token or before: the index of its own, whatever empty ones stand before that. Offsets
+  // were never checked, but no search leaves them.
   int low = 0, high = p.batch_size;
   while (low < high) {
     const int middle = low + (high - low) / 2;

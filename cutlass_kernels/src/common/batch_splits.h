@@ -16,9 +16,9 @@ struct RequestSplits {
   int count;
 };
 
-// Every request has one split and, of the `extra` others, a share like that of its keys. So splits are about equally long, and a
-// thread block finds its own by a search in kv_indptr, which takes a fifth of the time of a list. Rounding is spelled out: the
-// kernel that combines partial results finds the same splits, whatever it is compiled with.
+// Every request has one split and, of the `extra` others, a share like that of its keys. So splits are about equally
+// long, and a thread block finds its own by a search in kv_indptr, which takes a fifth of the time of a list. Rounding
+// is spelled out: the kernel that combines partial results finds the same splits, whatever it is compiled with.
 class BatchSplits {
  public:
   CUTE_DEVICE BatchSplits(const LaunchParams& p, int extra)
@@ -31,16 +31,17 @@ class BatchSplits {
     per_key_ = keys > 0.0f ? __fdividef(extra_, keys) : 0.0f;
   }
 
-  // A request's first split, in [batch, batch + extra]. Never less than that of one before it, if kv_indptr does not decrease:
-  // every step rounds monotonically. The quotient of what divides evenly may be a little less than whole.
+  // A request's first split, in [batch, batch + extra]. Never less than that of one before it, if kv_indptr does not
+  // decrease: every step rounds monotonically. The quotient of what divides evenly may be a little less than whole.
   CUTE_DEVICE int begin(int batch) const {
     constexpr float kLittle = 1.0f / 512;
     const float before = __fmul_rn(__fsub_rn(float(kv_indptr_[batch]), first_), per_key_);
     return batch + int(fminf(fmaxf(__fadd_rn(before, kLittle), 0.0f), extra_));
   }
 
-  // The request that a split belongs to; a count of 0 where there is none. All splits that lead to a request take the same way,
-  // on which kv_indptr must agree that they are its own: where it decreases, all splits of a request find it, or none.
+  // The request that a split belongs to; a count of 0 where there is none. All splits that lead to a request take the
+  // same way, on which kv_indptr must agree that they are its own: where it decreases, all splits of a request find it,
+  // or none.
   CUTE_DEVICE RequestSplits find(int split) const {
     int batch = 0, end = requests_;
     int first = 0, next = requests_ + int(extra_);

@@ -8,8 +8,8 @@
 
 namespace cutlass_kernels {
 
-// Whether kernels of this unit, on a device of this compute capability (10 * major + minor), are compiled with the instructions
-// below: the code for others, and PTX that a newer device translates, lacks them.
+// Whether kernels of this unit, on a device of this compute capability (10 * major + minor), are compiled with the
+// instructions below: the code for others, and PTX that a newer device translates, lacks them.
 constexpr bool has_dependent_launch(int compute_capability) {
   for (const int arch : {__CUDA_ARCH_LIST__}) {
     if (arch == 900) return compute_capability == 90;

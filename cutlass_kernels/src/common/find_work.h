@@ -15,7 +15,8 @@ namespace cutlass_kernels {
 
 // Tiles without a list, by their index (TileSource):
 //   kSingleRequest   tiles of the request, last rows first, each once per KV split
-//   kBatchByLength   tiles of the longest request, last rows first, each once per request, or once per split of the batch
+//   kBatchByLength   tiles of the longest request, last rows first, each once per request, or once per split of the
+//                    batch
 //   kBatchInOrder    in the order of rows, last request first: a request whose rows begin at q has the indices from
 //                    q / tile_rows + (requests before it) on, up to one more than it needs
 struct RowTiles {
@@ -53,8 +54,8 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
   work.tile = index - first_index(work.batch);
 }
 
-// The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not lie
-// inside the tensors (indptrs on the device were never checked), which is not computed.
+// The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not
+// lie inside the tensors (indptrs on the device were never checked), which is not computed.
 //
 // kPaged, kInOrder: whether there may be pages, and kBatchInOrder. In a kernel of fa2, which has no warp of its own
 // for this, a few instructions more here, or a call, make ptxas order the main loop anew.
@@ -62,8 +63,8 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
 // kBatches: whether a batch may come without a list.
 template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true>
 CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank, WorkItem& work) {
-  if (p.schedule.work_list != nullptr) {
-    work = static_cast<const WorkItem*>(p.schedule.work_list)[rank];
+  if (p.schedule.tile_list != nullptr) {
+    work = static_cast<const WorkItem*>(p.schedule.tile_list)[rank];
     if (work.batch < 0) return false;
   } else {
     const int repeats = int(rows.repeats.divisor);
@@ -125,7 +126,8 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank
   return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
 }
 
-// KV blocks [begin, end) of a tile's `kv_blocks` that belong to its split: none where there are fewer of them than splits.
+// KV blocks [begin, end) of a tile's `kv_blocks` that belong to its split: none where there are fewer of them than
+// splits.
 struct SplitBlocks {
   int begin;
   int end;

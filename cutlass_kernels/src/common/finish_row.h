@@ -1,7 +1,7 @@
 // The end of a row: what its sums make of the output, once all keys are in them.
 //
-// Sums are relative to 2^m (common/softmax.h). A sink, the logit of a head that belongs to no key and so to no value, is a part
-// of the denominator alone.
+// Sums are relative to 2^m (common/softmax.h). A sink, the logit of a head that belongs to no key and so to no value,
+// is a part of the denominator alone.
 #pragma once
 
 #include <cute/config.hpp>
@@ -28,8 +28,8 @@ struct FinishedRow {
   CUTE_DEVICE float lse() const { return is_empty ? -INFINITY : m + log2f(sum); }
 };
 
-// Adds the sink of `head` to a row's denominator. Where there is one, rescale(weight) is called: O, or the factor that stands for
-// it, is to be multiplied by `weight`. `sinks`, in natural-log units, may be null.
+// Adds the sink of `head` to a row's denominator. Where there is one, rescale(weight) is called: O, or the factor that
+// stands for it, is to be multiplied by `weight`. `sinks`, in natural-log units, may be null.
 //
 // (A pointer to the head's sink, or a returned weight, makes ptxas order the main loop of fa2's large tiles anew.)
 template <class Rescale>
@@ -45,6 +45,7 @@ CUTE_DEVICE FinishedRow finish_row(float m, float sum, const float* sinks, int h
       m = top;
     }
   }
+  // has_no_key(), but a call makes fa2 spill 76 bytes at hd128 with a logits transform.
   const bool is_empty = !(m > -INFINITY) && sum == 0.0f;
   return {is_empty, m, sum};
 }

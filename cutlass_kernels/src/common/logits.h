@@ -6,7 +6,8 @@
 //   soft cap c:     s = tanh(sm_scale * q.k / c), scale = c * log2 e
 //   sm_scale < 0:   s = -q.k,                     scale = -sm_scale * log2 e
 //   sm_scale = 0:   s = 0,                        scale = log2 e
-//   ALiBi:          s = sm_scale * q.k + bias,    scale = log2 e; with a cap as above, the bias inside or outside the tanh
+//   ALiBi:          s = sm_scale * q.k + bias,    scale = log2 e; with a cap as above, the bias inside or outside
+//                   the tanh
 #pragma once
 
 #include "common/numeric.h"
@@ -95,8 +96,9 @@ struct GeneralTransform {
     return {multiplier, before, params.alibi.after_cap ? 1.0f / cap : 0.0f, true, plain.scale};
   }
 
-  // Replaces the accumulator fragment of kCount / 2 keys for rows r and r + 8 (s[4 i + {0, 1}] and s[4 i + {2, 3}], keys
-  // 8 i + {0, 1}). Of each row: its head's logits_scale and slope, and the distance that s[0] or s[2] is biased by.
+  // Replaces the accumulator fragment of kCount / 2 keys for rows r and r + 8 (s[4 i + {0, 1}] and s[4 i + {2, 3}],
+  // keys 8 i + {0, 1}). Of each row: its head's logits_scale and slope, and the distance that s[0] or s[2] is biased
+  // by.
   template <int kCount>
   CUTE_DEVICE void apply(float (&s)[kCount], const float (&logits_scale)[2],
                          const float (&slope)[2], const int (&distance)[2]) const {

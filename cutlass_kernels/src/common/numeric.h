@@ -33,8 +33,8 @@ CUTE_DEVICE float tanh_from_log2(float x2) {
   return fabsf(x) < 0.03f ? series : fmaf(-2.0f, reciprocal, 1.0f);
 }
 
-// tanh(x) of |x| <= 1, relative error 6e-7: a minimax polynomial in x^2, seven instructions of which none goes to the unit
-// that the exponentials of the softmax keep busy.
+// tanh(x) of |x| <= 1, relative error 6e-7: a minimax polynomial in x^2, seven instructions of which none goes to the
+// unit that the exponentials of the softmax keep busy.
 CUTE_DEVICE float tanh_of_small(float x) {
   const float z = x * x;
   float p = fmaf(z, -0.00306704f, 0.01674305f);

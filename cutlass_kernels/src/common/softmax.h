@@ -68,8 +68,8 @@ struct OnlineSoftmax {
     return any;
   }
 
-  // Whether 2^(x - m) is below 2^log2_threshold for the largest x of a thread's part of a row. In a row without keys so far
-  // it is not, unless these are hidden, too.
+  // Whether 2^(x - m) is below 2^log2_threshold for the largest x of a thread's part of a row. In a row without keys so
+  // far it is not, unless these are hidden, too.
   CUTE_DEVICE bool is_below(float log2_threshold, int r, float thread_max) const {
     return fmaf(thread_max, scale, minus_m[r]) < log2_threshold;
   }
@@ -83,8 +83,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Raises m where needed and calls rescale(row, factor) on every row. Rows within their headroom keep their m,
-  // so that a row's result depends on no other row. The new m is kLift below the maximum: a P of few exponents spends them
+  // Raises m where needed and calls rescale(row, factor) on every row. Rows within their headroom keep their m, so that
+  // a row's result depends on no other row. The new m is kLift below the maximum: a P of few exponents spends them
   // better if its largest numbers are 2^kLift.
   template <int kLift = 0, class Rescale>
   CUTE_DEVICE void raise(const float (&row_max)[kRows], Rescale&& rescale,

@@ -1,7 +1,7 @@
 // What LaunchParams::stats asks for: of each row the maximum of its logits, and the sum of their exponentials below it.
 //
-// The softmax knows both, if its reference is the maximum itself: in the general variant it then has no headroom. Keys are
-// never split, since what is merged afterwards are not these numbers.
+// The softmax knows both, if its reference is the maximum itself: in the general variant it then has no headroom. Keys
+// are never split, since what is merged afterwards are not these numbers.
 #pragma once
 
 #include <cfloat>

@@ -1,18 +1,18 @@
 // Tickets 0, 1, 2, ... from a counter in global memory: which tile comes next, which thread block is the last.
 //
-// Between launches the counter is zero, but nothing relies on it: a caller's memory may never have been cleared, or others may
-// have written to it. So it does not count in ones, but in steps of kStep. Of 2^32 (or 2^64) values only as many are counts as
-// there are tickets, and whoever finds another one restarts the counter. That costs a multiplication per ticket; to clear it
-// before each launch would cost 2 us, beside calls that take 8.
+// Between launches the counter is zero, but nothing relies on it: a caller's memory may never have been cleared, or
+// others may have written to it. So it does not count in ones, but in steps of kStep. Of 2^32 (or 2^64) values only as
+// many are counts as there are tickets, and whoever finds another one restarts the counter. That costs a multiplication
+// per ticket; to clear it before each launch would cost 2 us, beside calls that take 8.
 #pragma once
 
 #include <cute/config.hpp>
 
 namespace cutlass_kernels {
 
-// The odd number next to 2^bits / golden ratio, whose multiples stay far apart: of the first n, none but 0 lies closer to 0 than
-// 2^bits / (2.3 n). So small numbers of either sign are never taken for counts: below 2^24 for 64 tickets of 32 bits, below 2^20
-// for 2048.
+// The odd number next to 2^bits / golden ratio, whose multiples stay far apart: of the first n, none but 0 lies closer
+// to 0 than 2^bits / (2.3 n). So small numbers of either sign are never taken for counts: below 2^24 for 64 tickets of
+// 32 bits, below 2^20 for 2048.
 template <class Word>
 struct TicketStep;
 template <>
@@ -32,9 +32,9 @@ constexpr Word inverse_of(Word odd) {
   return inverse;
 }
 
-// Takes a ticket, of `tickets` that are taken in all; whoever has the last one leaves zero. `restarts`: false for a thread that
-// has had a ticket of this count. If it finds none then, calls that overlap in time share the counter, against the contract; it
-// returns `tickets`, since two calls could restart one another for ever.
+// Takes a ticket, of `tickets` that are taken in all; whoever has the last one leaves zero. `restarts`: false for a
+// thread that has had a ticket of this count. If it finds none then, calls that overlap in time share the counter,
+// against the contract; it returns `tickets`, since two calls could restart one another for ever.
 template <class Word>
 CUTE_DEVICE Word take_ticket(Word* counter, Word tickets, bool restarts = true) {
   constexpr Word kStep = TicketStep<Word>::kValue;
@@ -43,7 +43,8 @@ CUTE_DEVICE Word take_ticket(Word* counter, Word tickets, bool restarts = true) 
   Word held = atomicAdd(counter, kStep);
   if (held * kInverse >= tickets) {
     if (!restarts) return tickets;
-    // No count. One thread replaces what it and others have added to, and has ticket 0; the others then count on from there.
+    // No count. One thread replaces what it and others have added to, and has ticket 0; the others then count on from
+    // there.
     Word now = held + kStep;
     while (true) {
       const Word found = atomicCAS(counter, now, kStep);

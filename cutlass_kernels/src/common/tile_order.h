@@ -1,4 +1,4 @@
-// From the index of a thread block's next tile to its head and its rank in the order of lengths.
+// From the index of a thread block's next tile to its head and its rank: its place in the order of the tile source.
 #pragma once
 
 #include <cute/config.hpp>
@@ -14,9 +14,9 @@ namespace cutlass_kernels {
 
 // A tile belongs to a head, or to packed_heads of them: "heads" below are these.
 //
-// Tile indices go by section of heads, in a section longest tiles first, heads innermost. All sections have section_heads heads
-// but the last, which has last_heads. Divisors are prepared on the host: otherwise a thread block spends half a microsecond on
-// the divisions before its first load.
+// Tile indices go by section of heads, in a section by rank (mostly longest tiles first), heads innermost. All sections
+// have section_heads heads but the last, which has last_heads. Divisors are prepared on the host: otherwise a thread
+// block spends half a microsecond on the divisions before its first load.
 struct TileOrder {
   int tiles;  // tile indices per head
   int sections;
@@ -25,7 +25,7 @@ struct TileOrder {
   FastDivisor per_section;  // tiles
 
   struct Position {
-    int rank;  // in the order of lengths
+    int rank;  // in the order of the tile source
     int head;
   };
 
@@ -38,13 +38,13 @@ struct TileOrder {
     return {rank, section * int(section_heads.divisor) + in_section - rank * int(heads.divisor)};
   }
 
-  // K and V of the heads being worked on should stay in L2 (60 MB on an H200, 40 on an A100, each half of it caching for
-  // its own SMs) beside the queries and outputs that stream through: 8 MB on an H200.
+  // K and V of the heads being worked on should stay in L2 (60 MB on an H200, 40 on an A100, each half of it caching
+  // for its own SMs) beside the queries and outputs that stream through: 8 MB on an H200.
   static std::int64_t section_bytes(const Device& device) { return device.l2_bytes / 15 * 2; }
 
   // The last section takes `tail_tiles` tiles or more, so that its long tiles, which come first, and its short ones
-  // even out: a last section of one head costs fa2 12 % at 4k causal. It may be larger than others, but not too large for
-  // L2: on an H200 32 MB, where 48 MB cost fa3 10 % (hd256, 32 x 512 tokens).
+  // even out: a last section of one head costs fa2 12 % at 4k causal. It may be larger than others, but not too large
+  // for L2: on an H200 32 MB, where 48 MB cost fa3 10 % (hd256, 32 x 512 tokens).
   static std::int64_t tail_bytes_in_l2(const Device& device) { return device.l2_bytes / 15 * 8; }
 
   static TileOrder make(const LaunchParams& p, int tiles, std::int64_t tail_tiles,

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/logits.h"
+#include "common/mask.h"
 #include "common/packing.h"
 #include "cutlass_kernels/params.h"
 #include "device.h"
@@ -30,7 +31,8 @@ bool has_shared_memory_for(const Device& device) {
   return SharedLayout<Tile>::kPagedBytes <= device.shared_memory_per_block;
 }
 
-// What launches take for granted: a device without the memory for one tile has it for another that serves the same rows.
+// What launches take for granted: a device without the memory for one tile has it for another that serves the same
+// rows.
 template <class Tiles>
 constexpr bool serves_every_device() {
   const auto fit = [](auto... bytes) { return ((bytes <= kLeastSharedBytes) && ...); };
@@ -69,8 +71,8 @@ TileShape decode_shape(const AttentionParams& params, const Device& device) {
   shape.most_waves = 4;
   shape.least_split_keys = 64;
   shape.combines = true;
-  // Packed tiles of more rows do not: with the search for splits in it, ptxas orders the main loop anew, and a chunk of 512
-  // rows over 16k keys took 9 % longer (hd128). A list takes 4 us.
+  // Packed tiles of more rows do not: with the search for splits in it, ptxas orders the main loop anew, and a chunk of
+  // 512 rows over 16k keys took 9 % longer (hd128). A list takes 4 us.
   shape.splits_without_list = true;
   return shape;
 }
@@ -89,7 +91,7 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   if constexpr (kEqualRows<Tiles>) {
     return {Large::kBlockM, kRows};
   } else {
-    const bool causal = params.causal || params.chunk_size > 0 || params.qo_indptr != nullptr;
+    const bool causal = hides_later_keys(params) || params.qo_indptr != nullptr;
     const int few_on_132 = causal ? Tiles::kFewTilesCausal : Tiles::kFewTiles;
     const int few = few_on_132 * device.multiprocessors / 132;
     const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
@@ -103,7 +105,7 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
 template <class Tile>
 bool many_short_tiles(const AttentionParams& params, const Device& device) {
   const std::int64_t keys = params.total_kv / params.batch_size;
-  return (params.causal || params.chunk_size > 0 ? keys / 2 : keys) <= 1024 &&
+  return (hides_later_keys(params) ? keys / 2 : keys) <= 1024 &&
          tile_count<Tile>(params) >= 4 * two_waves(device);
 }
 
@@ -117,8 +119,8 @@ inline bool is_fp8_wide(const AttentionParams& params, int packed_heads) {
          params.total_q * packed_heads > kFp8NarrowRows * params.batch_size;
 }
 
-// Keys and values of 8 bits: packed heads, one at the least, whatever the length of the queries. Both tiles have as many
-// rows: a plan serves either.
+// Keys and values of 8 bits: packed heads, one at the least, whatever the length of the queries. Both tiles have as
+// many rows: a plan serves either.
 template <int HeadDim>
 TileShape packed_fp8_shape(const AttentionParams& params, const Device& device) {
   using Tile = typename TileTable<HeadDim>::Fp8;

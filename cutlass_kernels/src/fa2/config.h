@@ -43,8 +43,8 @@ struct PackedTile : OneHeadTile<HeadDim> {
   static constexpr bool kPacked = true;
 };
 
-// 16 such rows. All four warps have work where one of a PackedTile would. The last thread block of a split tile
-// combines the partial results, and the kernel starts before the previous one has ended.
+// 16 such rows. All four warps have work where one of a PackedTile would. With counters, the last thread block of a
+// split tile combines the partial results. And the kernel starts before the previous one has ended.
 template <int HeadDim>
 struct DecodeTile : PackedTile<HeadDim> {
   static constexpr int kBlockM = 16, kRowTiles = 1;
@@ -97,15 +97,15 @@ enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
 //   Capped       as many rows, where a logits transform needs registers of its own
 //   Small        few or short queries, where more and shorter tiles fill the device; and devices that lack the shared
 //                memory of the others
-//   Packed       queries so short that reading the keys is what takes time: 64 KB of them or more are in flight per SM (of
-//                164 KB of shared memory or more)
-//   Decode       16 packed rows at most; up to 128 KB of keys and values are in flight per SM
+//   Packed       queries so short that reading the keys is what takes time: 64 KB of them or more are in flight per SM
+//                (of 164 KB of shared memory or more)
+//   Decode       16 packed rows at most; 128 KB and more of keys and values are in flight per SM
 //   DecodeSmall  the same rows, for devices that lack the shared memory of Decode
 //   Fp8          keys and values of 8 bits
 //   DecodeFp8    the same for 16 rows at most
-//   Fp8Wide      the same for more than 32 rows, where conversion is what takes time: each warp converts the keys it computes
-//                with, so at one row tile per warp and 64 rows all four warps convert all keys. With two row tiles, two
-//                warps share 32 rows, each with every second step of the keys, which halves that.
+//   Fp8Wide      the same for more than 32 rows, where conversion is what takes time: each warp converts the keys it
+//                computes with, so at one row tile per warp and 64 rows all four warps convert all keys. With two row
+//                tiles, two warps share 32 rows, each with every second step of the keys, which halves that.
 //
 // kFewTiles: with fewer tiles of Large than this on 132 SMs, Small is faster. The causal value is higher, because
 // short tiles even out what a causal mask makes uneven. Where both have as many rows there is no such rule: Small is

@@ -1,10 +1,10 @@
-// The end of a tile of so few rows that all are one row tile's: the results of the warps, each of its part of the keys, and
-// then those of the blocks that share the tile, become the output.
+// Epilogue of a decode tile (at most 16 query rows): combines the results of the warps, each of its part of the keys,
+// then the partial results of the KV splits.
 //
-// A thread of a warp has parts of two rows and of every tile of columns. Through shared memory it gets four columns of one
-// row, of all warps, and a warp a whole row. Rows that the tile does not have, mostly twelve of sixteen, are left out. The
-// block that is the last of those that share the tile then merges what they have stored: a second kernel would take 2 us more,
-// a third of what one request over 1k keys takes.
+// A thread of a warp has parts of two rows and of every tile of columns. Through shared memory it gets four columns of
+// one row, of all warps, and a warp a whole row. Rows that the tile does not have, mostly twelve of sixteen, are left
+// out. The block that is the last of those that share the tile then merges what they have stored: a second kernel would
+// take 2 us more, a third of what one request over 1k keys takes.
 #pragma once
 
 #include <cute/config.hpp>
@@ -33,8 +33,8 @@ struct DecodeRows {
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
   // Loads of partial results in flight: 128 registers, or 64.
   static constexpr int kLoads = Tile::kBlocksPerSm <= 2 ? 32 : 16;
-  // Floats [warp][row][column], where K and V were; then (m, sum) [warp][row]. Rows are eight floats apart in their banks:
-  // the threads of a warp write 32 different pairs of banks, or two to each.
+  // Floats [warp][row][column], where K and V were; then (m, sum) [warp][row]. Rows are eight floats apart in their
+  // banks: the threads of a warp write 32 different pairs of banks, or two to each.
   static constexpr int kPitch = Tile::kHeadDim + 8;
   static constexpr int kOfRows = Layout::kK + kWarps * kRows * kPitch * 4;
   static_assert(kOfRows + kWarps * kRows * 8 <= Layout::kBytes);
@@ -164,8 +164,8 @@ struct DecodeRows {
     if (threadIdx.x == 0) {
       const unsigned last = work.num_splits - 1;
       const int counter = combine_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
-      // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block: combine_splits()
-      // reads past the L1 cache, so one thread's fences are enough.
+      // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block:
+      // combine_splits() reads past the L1 cache, so one thread's fences are enough.
       __threadfence();
       *is_last = take_ticket(reinterpret_cast<unsigned*>(p.schedule.combine_counters + counter),
                              last + 1) == last;

@@ -1,11 +1,12 @@
 // Keys and values of 8 bits below 16-bit queries: from bytes in shared memory to the B fragments of mma.sync.
 //
 // ldmatrix moves 16-bit elements; here each is two bytes. Of 16 bytes per row
-//   K, not transposed: lane t gets d = 4 (t % 4) + {0, 1, 2, 3} of key t / 4. The first two are rows 2 (t % 4) + {0, 1} of
-//      B, the others rows 8 further on, if the rows of B, and the columns of Q with them, are numbered so: Q is stored
-//      in that order (packed_rows.h).
-//   V, transposed: lane t gets d = 2 (t / 4) + {0, 1} of keys 2 (t % 4) and 2 (t % 4) + 1. Even and odd d are B fragments of
-//      two tiles: a tile of O has every other column of 16, and a lane, of both, four columns that follow one another.
+//   K, not transposed: lane t gets d = 4 (t % 4) + {0, 1, 2, 3} of key t / 4. The first two are rows
+//      2 (t % 4) + {0, 1} of B, the others rows 8 further on, if the rows of B, and the columns of Q with them, are
+//      numbered so: Q is stored in that order (packed_rows.h).
+//   V, transposed: lane t gets d = 2 (t / 4) + {0, 1} of keys 2 (t % 4) and 2 (t % 4) + 1. Even and odd d are B
+//      fragments of two tiles: a tile of O has every other column of 16, and a lane, of both, four columns that follow
+//      one another.
 // So no lane needs what another has; conversion is all there is to do.
 #pragma once
 

@@ -6,7 +6,7 @@
 //            +-------------------- KV block j ----------------------+
 //  tensor    | S = Q K(j)^T |                        | O += P V(j)  |
 //  softmax   |              | mask, max              | P = 2^(s - m), 16 keys ahead of their products
-//  loads     |              | K(j - s), V(j - s), s = stages - 1    |
+//  loads     |              | K, V of block j - (stages - 1)        |
 //            +------------------------------------------------------+
 //
 // Each warp has whole rows of its own, so the softmax needs no exchange between warps. The two or three warps of a
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   extern __shared__ __align__(128) char shared_memory[];
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
 
-  // To combine partial results. What the next kernel reads before this one ends was written before this one began.
+  // Decode tiles use counters, which the previous kernel may write. Then the next kernel may start: all that it reads
+  // before this kernel ends was written before this kernel began.
   if constexpr (Tile::kDecodes) await_previous_kernel();
   if constexpr (Tile::kPacked) allow_next_kernel();
 

@@ -17,8 +17,8 @@
 
 namespace cutlass_kernels::fa2 {
 
-// Longer than what fits L2: the last section may be as large as two waves, at no cost where a thread block takes so much longer
-// over its keys than fa3's (hd128, 8k causal: 1.17 times torch's speed, with 32 MB 1.14).
+// Longer than what fits L2: the last section may be as large as two waves, at no cost where a thread block takes so
+// much longer over its keys than fa3's (hd128, 8k causal: 1.17 times torch's speed, with 32 MB 1.14).
 constexpr std::int64_t kTailBytes = std::int64_t(1) << 40;
 
 template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
@@ -33,13 +33,14 @@ Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
   kernel_params.stats = RowStats::make(params);
   kernel_params.transforms = GeneralTransform::changes(params);
   if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
-  kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
+  kernel_params.mask_divisors = MaskDivisors(p);
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
   kernel_params.rows = RowTiles::make(p);
   const int packed_heads = std::max(p.schedule.packed_heads, 1);
   kernel_params.pack = FastDivisor(std::uint32_t(packed_heads));
   const int tiles = p.schedule.tile_indices;
-  // Packed heads share their keys already: sections would only put entries of the list without a tile between the others.
+  // Packed heads share their keys already: sections would only put entries of the list without a tile between the
+  // others.
   const std::int64_t tail_tiles =
       Tile::kDecodes ? std::int64_t(tiles) * (p.num_qo_heads / packed_heads) : two_waves(device);
   kernel_params.order = TileOrder::make(p, tiles, tail_tiles, device, kTailBytes);

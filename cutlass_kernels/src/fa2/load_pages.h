@@ -121,12 +121,14 @@ struct PageLoader {
     columns = ColumnBytes<Tile::kKvBytes>(chunk, head_dim);
     CUTE_UNROLL
     for (int i = 0; i < kPatterns; ++i) {
-      const int row = thread_row + i * kRowStep;
+      int row = thread_row + i * kRowStep;
       if constexpr (Tile::kDecodes) {
-        // shared + kv_offset(row, chunk), with the sum inside the XOR: to a sum outside, copies with a cache policy add a
-        // uniform register, for which ptxas 13.0 emits illegal instructions (hd128, hd256 of 8 bits).
+        // shared + kv_offset(row, chunk), with the sum inside the XOR: to a sum outside, copies with a cache policy add
+        // a uniform register, for which ptxas 13.0 emits illegal instructions (hd128, hd256 of 8 bits).
         to[i] = (shared + row * Layout::kKvRowBytes + chunk * 16) ^ (Layout::kv_swizzle(row) << 4);
       } else {
+        // Opaque, so that offsets are computed behind the loads of page indices: before them they cost 4 % at hd64.
+        asm volatile("" : "+r"(row));
         to[i] = shared +
                 (Tile::kKvBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
       }

@@ -39,7 +39,7 @@ struct SeenKeys {
     CUTE_NO_UNROLL
     for (int row = row_begin + int(threadIdx.x % 32); row < row_end; row += 32) {
       const std::int64_t bit = request_bit + std::int64_t(row) * interval.kv_len + first_key;
-      const bool windowed = interval.window_left >= 0;
+      const bool windowed = interval.hides_first_keys();
       CUTE_UNROLL
       for (int w = 0; w < kWords; ++w) {
         const int before = windowed ? interval.lo(row) - first_key - 32 * w : 0;

@@ -51,7 +51,7 @@ CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
   constexpr int kStages = Tile::kStages;
   const int thread = share.thread;
   const int block_begin = tile.block_begin;
-  const int block_end = tile.block_end;
+  int block_end = tile.block_end;
 
   // ---- The first stages. ----
   // A KV block in pages is loaded in three steps: page indices, addresses of rows, rows. The page indices of the
@@ -89,10 +89,12 @@ CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
   q.finish(shared_memory);
   if constexpr (kGeneral) kv.seen.find(block_end - 1 - KvSource::kFoundAhead);
 
-  // ---- KV block after KV block. ----
+  // ---- KV block after KV block. (Counted by their end: by their begin, the loop keeps two registers for it and copies
+  // one to the other while products read theirs, 4 % at hd64.) ----
   int stage = 0;
   int next_stage = kStages - 1;
-  for (int block = block_end - 1; block >= block_begin; --block) {
+  for (; block_end > block_begin; --block_end) {
+    const int block = block_end - 1;
     cute::cp_async_wait<kStages - 2>();
     __syncthreads();  // K and V of `block` have landed; all warps are done with those of the KV block before
 

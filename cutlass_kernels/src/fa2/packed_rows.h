@@ -1,6 +1,6 @@
 // Tiles of packed heads: short queries, which would leave rows of a tile of one head empty.
 //
-// Row r of the tile is token r / heads, head r % heads of the pack; rows past tokens * heads are nobody's. So the keys
+// Row r of the tile is token r / heads, head r % heads of the pack; rows past tokens * heads are unused. So the keys
 // that these heads share are read once. They may be split, too: a thread block then computes one KV split, and
 // merge/combine_splits.cu combines the partial results.
 #pragma once
@@ -74,9 +74,9 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared,
   }
 }
 
-// bf16 as fp16: rows are scaled, by powers of two, where their largest finite number is 2^15 or more, or below 2^-6, so that
-// small numbers beside it would lose digits. (What becomes subnormal is off by 2^-25 at most, 2^-19 of the largest.) This
-// is what scores are then multiplied by.
+// bf16 as fp16: rows are scaled, by powers of two, where their largest finite number is 2^15 or more, or below 2^-6, so
+// that small numbers beside it would lose digits. (What becomes subnormal is off by 2^-25 at most, 2^-19 of the
+// largest.) This is what scores are then multiplied by.
 CUTE_DEVICE float row_factor(std::uint32_t largest) {
   const std::uint32_t exponent = largest >> 7;  // of the bits of a bf16 number
   const bool fits = exponent - 121u <= 20u || exponent == 0;
@@ -88,8 +88,8 @@ CUTE_DEVICE std::uint32_t scaled_to_fp16(std::uint32_t pair, float scale) {
                     __uint_as_float(pair & 0xffff0000u) * scale);
 }
 
-// Q for keys of 8 bits: in fp16, and columns in the order that fp8.h asks for: of 16, two at a time, first those that are
-// the first two of four. Through registers, which leaves time for other loads between begin() and finish().
+// Q for keys of 8 bits: in fp16, and columns in the order that fp8.h asks for: of 16, two at a time, first those that
+// are the first two of four. Through registers, which leaves time for other loads between begin() and finish().
 template <class Element, class Tile>
 struct PackedQ {
   using Layout = SharedLayout<Tile>;
@@ -165,7 +165,8 @@ struct PackedQ {
     }
   }
 
-  // Factors of the scores of row tile r / 2, for the lane's rows r % 2; whether any of the warp is not 1. After a barrier.
+  // Factors of the scores of row tile r / 2, for the lane's rows r % 2; whether any of the warp is not 1. After a
+  // barrier.
   CUTE_DEVICE static bool read_factors(const char* shared_memory, int warp_row,
                                        float (&factors)[2 * Tile::kRowTiles]) {
     if constexpr (!kScales) return false;
@@ -181,8 +182,8 @@ struct PackedQ {
   }
 };
 
-// Normalises and writes the warp's 16 rows, through its rows of Q in shared memory, 16 bytes per lane; or writes those of a
-// KV split as they are, in fp32: all else is left to the merge.
+// Normalises and writes the warp's 16 rows, through its rows of Q in shared memory, 16 bytes per lane; or writes those
+// of a KV split as they are, in fp32: all else is left to the merge.
 template <class Element, class Tile, bool kGeneral>
 CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, char* shared_memory,
                               const WarpRows<Tile>& row_at, int row_end, int head,

@@ -24,7 +24,7 @@ struct PagedMatrix {
 struct KernelParams {
   LaunchParams attention;
   LogitsTransform transform;
-  FastDivisor chunk;
+  MaskDivisors mask_divisors;
   int group_size;
   TileOrder order;
   RowTiles rows;

@@ -33,7 +33,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
   const WorkItem& work = tile.item;
   const KeySharing<Tile>& keys = share.keys;
   const WarpRows<Tile>& row_at = share.row_at;
-  // The general variant computes these anew: kept in registers, they spill 68 bytes on compute capability 8.0 (hd128, pages).
+  // The general variant computes these anew: kept in registers, they spill 68 bytes on compute capability 8.0 (hd128,
+  // pages).
   const int warp = kGeneral ? int(threadIdx.x / 32) : share.warp;
   const int lane = kGeneral ? int(threadIdx.x % 32) : share.lane;
   const int part = share.sharer;

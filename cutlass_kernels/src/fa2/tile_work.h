@@ -40,12 +40,7 @@ struct TileWork {
     const int tile_rows = Tile::kPacked ? p.schedule.tile_rows : Tile::kBlockM;
     row_begin = item.tile * tile_rows;
     row_end = min(row_begin + tile_rows, item.qo_len);
-    mask = IntervalMask{item.kv_len,
-                        item.kv_len - item.qo_len,
-                        p.causal || p.chunk_size > 0,
-                        p.window_left,
-                        p.chunk_size,
-                        params.chunk};
+    mask = IntervalMask::make(p, params.mask_divisors, item.qo_len, item.kv_len);
     key_begin = mask.lo(row_begin);
     key_end = mask.hi(row_end - 1);
     hides = p.mask.words != nullptr;
@@ -74,7 +69,7 @@ struct TileWork {
     key_begin = max(key_begin, extent.begin);
     key_end = max(min(key_end, extent.end), key_begin);
     hides = extent.hides != 0;
-    if (p.window_left < 0) {
+    if (!mask.hides_first_keys()) {
       bits_begin = extent.all_begin;
       bits_end = extent.all_end;
     }

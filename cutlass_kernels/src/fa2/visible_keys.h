@@ -95,7 +95,7 @@ struct VisibleKeys {
     const Lane own = lane_at(first_key);
     std::uint32_t bits =
         __funnelshift_r(low, high, std::uint32_t(own.bit)) & low_bits(interval.kv_len - own.key);
-    if (interval.causal || interval.window_left >= 0) {
+    if (interval.hides_keys()) {
       __syncwarp();  // keeps this a branch
       bits &= low_bits(interval.hi(own.row) - own.key) & ~low_bits(interval.lo(own.row) - own.key);
     }

@@ -19,7 +19,7 @@
 
 namespace cutlass_kernels::fa2 {
 
-// Scalars are held by value, arrays are the kernel's: see there.
+// Scalars are held by value; arrays are references to the kernel's (kernel.h says why).
 template <class Element, class Kv, class Tile, Logits kLogits>
 struct WarpTile {
   static constexpr bool kGeneral = kLogits == Logits::kGeneral;

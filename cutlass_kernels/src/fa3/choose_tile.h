@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/logits.h"
+#include "common/mask.h"
 #include "common/packing.h"
 #include "cutlass_kernels/params.h"
 #include "device.h"
@@ -22,10 +23,7 @@ std::int64_t tile_count(const AttentionParams& params) {
 // length.
 inline std::int64_t keys_in_mask(const AttentionParams& params) {
   const std::int64_t total = params.total_kv > 0 ? params.total_kv : params.total_q;
-  std::int64_t keys = total / params.batch_size;
-  if (params.window_left >= 0) keys = std::min(keys, std::int64_t(params.window_left) + 1);
-  if (params.chunk_size > 0) keys = std::min<std::int64_t>(keys, params.chunk_size);
-  return keys;
+  return most_keys_of_row(params, total / params.batch_size);
 }
 
 // Whether rows of K and V are gathered. The swizzle has a period of eight rows: a box of fewer rows, which no page
@@ -52,11 +50,10 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
     return packed_tile_shape<typename Tiles::Packed>(params, heads);
   }
   const bool general = GeneralTransform::needed(params);
-  const bool masked = params.causal || params.window_left >= 0 || params.chunk_size > 0;
   const bool small =
       device.compute_capability == 0 ||  // an unknown device: the smallest
       params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
-      (masked && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
+      (hides_keys(params) && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
       tile_count<typename Tiles::Large>(params) < Tiles::few_tiles(device.multiprocessors);
   if (gathers(params)) {
     return {general ? Tiles::GatherGeneral::kBlockM

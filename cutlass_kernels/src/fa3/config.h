@@ -43,7 +43,7 @@ struct TileDefaults {
   // Q as register operand: products read a third less shared memory.
   static constexpr bool kQInRegisters = false;
 
-  // Rows of K and V are gathered from pages too small for TMA (load_gather.h).
+  // Rows of K and V are gathered: the page size is no multiple of 8 (load_gather.h).
   static constexpr bool kGather = false;
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
@@ -142,8 +142,8 @@ struct Hd64Packed : Packing<Hd64General> {
   static constexpr int kVStages = 4;
 };
 
-// 128 x 128, 225 KB, 40 / 232: S 64, P 32, O 64 and Q 32 registers. Q in registers: full 1289 -> 1272, with lazy
-// maxima 1240 kcycles (4k). Three K stages instead of two make no difference; KV blocks of 160 or 176 keys are 2 to 4
+// 128 x 128, 225 KB, 40 / 232: S 64, P 32 and O 64 registers, in Hd128Large Q 32: full 1289 -> 1272, with lazy maxima
+// 1240 kcycles (4k). Three K stages instead of two make no difference; KV blocks of 160 or 176 keys are 2 to 4
 // % slower.
 struct Hd128FewKeys : TileDefaults<128> {
   static constexpr int kOPanels = 2;

@@ -41,11 +41,12 @@ struct Consumer {
   static constexpr bool kSkipsNegligible = kLogits == Logits::kSkipping;
   static_assert(!kSkipsNegligible || (!kFp8 && !Tile::kPacked));
 
-  // Lazy maximum: the maximum of a KV block is taken in a tile's first block and where an interval mask hides keys.
-  // Elsewhere P = 2^(x - m) uses the m there is. If a thread's part of a row then sums to kSumLimit or more, the block
-  // is done again with its own maximum: P must fit its type (fp16), and O must stay far from 2^127 where V is large. A
-  // block without a larger x needs no m of its own: P, sums and O are floating-point numbers relative to 2^m, whatever
-  // m is. P of e4m3 ends at 448. A sum below 256 contains no larger P; above, P itself is inspected (holds()).
+  // Lazy maximum: the maximum of a KV block is taken in a tile's first block, where an interval mask hides keys (but in
+  // the general variant), and for softmax statistics. Elsewhere P = 2^(x - m) uses the m there is. If a thread's part
+  // of a row then sums to kSumLimit or more, the block is done again with its own maximum: P must fit its type (fp16),
+  // and O must stay far from 2^127 where V is large. A block without a larger x needs no m of its own: P, sums and O
+  // are floating-point numbers relative to 2^m, whatever m is. P of e4m3 ends at 448. A sum below 256 contains no
+  // larger P; above, P itself is inspected (holds()).
   static constexpr bool kLazyMax = Tile::kLazyMax && !kSkipsNegligible;
   static constexpr float kSumLimit = kFp8                            ? 0x1p8f
                                      : std::is_same_v<Element, fp16> ? 0x1p15f

@@ -10,8 +10,8 @@
 
 namespace cutlass_kernels::fa3 {
 
-// Claims tiles for this CTA: the first by its own index. With a counter in device memory, it claims each further one when
-// it is about to need it; without, every gridDim.x-th index is its own.
+// Claims tiles for this CTA: the first by its own index. With a counter in device memory, it claims each further one
+// when it is about to need it; without, every gridDim.x-th index is its own.
 template <bool kSplits>
 class TileClaims {
  public:
@@ -29,7 +29,8 @@ class TileClaims {
       } else if (counter_ == nullptr) {
         index_ += int(gridDim.x);
       } else {
-        // As many tickets as there are tile indices: one for each but the CTAs' first, and one with which each CTA is refused.
+        // As many tickets as there are tile indices: one for each but the CTAs' first, and one with which each CTA is
+        // refused.
         const bool is_first = index_ < int(gridDim.x);
         index_ =
             int(gridDim.x) + int(take_ticket(counter_, (unsigned long long)(count_), is_first));

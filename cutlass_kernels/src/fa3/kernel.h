@@ -26,7 +26,7 @@
 // waits at the end of a tile: producers run ahead into the next one, and each warpgroup stores its rows when they are
 // done (main_loop.h).
 //
-// K and V come from ragged tensors (load.h), from ragged tensors under a custom mask (load_masked_values.h), from
+// K and V come from ragged tensors (load.h), under a custom mask with V from load_masked_values.h, from
 // pages by TMA (load_pages.h), or from small pages row by row (load_gather.h), where a second producer warpgroup,
 // warps 4 and 5, may help. Of e4m3, warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V
 // (transpose_values.h).
@@ -59,7 +59,7 @@ template <class Tile>
 CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
   using Layout = Shared<Tile>;
   constexpr int kConsumerWarps = 4 * Tile::kConsumers;
-  // Gathered rows arrive with every lane's copies, all else with the bytes of TMA.
+  // Gathered rows arrive with every lane's copies, all else by one thread.
   constexpr int kKeyLoaders = Tile::kGather ? 32 * Tile::kCopyWarps : 1;
   shared.job_wanted.init(1);
   shared.v_landed.init(1);

@@ -43,7 +43,7 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   kernel_params.stats = RowStats::make(params);
   kernel_params.changes_logits = GeneralTransform::changes(params);
   if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
-  kernel_params.chunk = FastDivisor(std::uint32_t(p.chunk_size));
+  kernel_params.mask_divisors = MaskDivisors(p);
   kernel_params.group_size = FastDivisor(std::uint32_t(p.num_qo_heads / p.num_kv_heads));
   kernel_params.rows = RowTiles::make(p);
 
@@ -108,7 +108,7 @@ Status launch_capped(const LaunchParams& params, cudaStream_t stream) {
              : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
 }
 
-// Tiles of one head, and pages too small for TMA.
+// Tiles of one head, and a page size that is no multiple of 8.
 template <class Element, class Tiles>
 Status launch_gather(const LaunchParams& params, cudaStream_t stream) {
   using Gather = typename Tiles::Gather;

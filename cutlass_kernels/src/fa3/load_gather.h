@@ -1,5 +1,5 @@
-// The K and V producers of a paged cache whose pages are too small for TMA boxes: every row through cp.async, by
-// warps whose threads have more registers, or by two warps for each matrix (Tile::kCopyWarps).
+// The K and V producers of a paged cache whose page size is no multiple of 8, which TMA boxes need: every row through
+// cp.async, by warps whose threads have more registers, or by two warps for each matrix (Tile::kCopyWarps).
 #pragma once
 
 #include "common/ptx/cp_async.h"
@@ -9,8 +9,10 @@
 
 namespace cutlass_kernels::fa3 {
 
-// Arrives once all copies of this thread have landed. No fence can follow them that tells the async proxy, which
-// wgmma reads through; as in CUTLASS, copies that have landed are taken to be in shared memory for every reader.
+// Arrives once all copies of this thread have landed. They write through the generic proxy and wgmma reads through the
+// async one, between which PTX asks for a fence. There is none, as in CUTLASS and FlashAttention-3: on compute
+// capability 9.0, the only one of these kernels, what has landed is in shared memory for every reader. The fence would
+// have to be in the consumers, where it costs 1 % (RESULTS.md).
 CUTE_DEVICE void arrive_when_landed(Barrier& full) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
                    cute::cast_smem_ptr_to_uint(&full))

@@ -41,11 +41,11 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::needs_mask() const {
 // Replaces by -inf the scores of keys that a row does not see.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::apply_mask(ScoreFragment& s) const {
+  const IntervalMask mask = make_mask(params, qo_len, kv_len);
   if (has_bits()) {
     apply_bits(s);
-    if (params.attention.window_left < 0 && block_begin + kN <= kv_len) return;
+    if (!mask.hides_first_keys() && block_begin + kN <= kv_len) return;
   }
-  const IntervalMask mask = make_mask(params, qo_len, kv_len);
   const int key0 = block_begin + lane % 4 * 2;
   const bool below = block_begin < unmasked_begin;  // hides keys at the block's low end, too
   CUTE_UNROLL

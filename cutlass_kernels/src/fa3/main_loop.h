@@ -3,8 +3,8 @@
 // All tiles of a CTA form one stream of KV blocks without a gap: while the last P V of a tile runs, the first S of
 // the next tile is computed and its exponentials are taken. In a tile, KV blocks run from the last to the first.
 //
-//   tensor cores | S(j+1) = Q K(j+1)^T | O += P(j) V(j)          | S(j+2) = Q K(j+2)^T ...
-//   other units  |                     | mask, maximum of S(j+1) | P(j+1) = 2^(S(j+1) - m), packed; rescale or store O
+//   tensor cores | S(j-1) = Q K(j-1)^T | O += P(j) V(j)          | S(j-2) = Q K(j-2)^T ...
+//   other units  |                     | mask, maximum of S(j-1) | P(j-1) = 2^(S(j-1) - m), packed; rescale or store O
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>

@@ -51,7 +51,7 @@ struct KernelParams {
   LogitsTransform transform;
   GeneralTransform general;
   bool changes_logits;  // GeneralTransform::changes()
-  FastDivisor chunk;
+  MaskDivisors mask_divisors;
   TileOrder order;
   RowTiles rows;
   FastDivisor group_size;
@@ -70,9 +70,7 @@ struct KernelParams {
 };
 
 CUTE_DEVICE IntervalMask make_mask(const KernelParams& params, int qo_len, int kv_len) {
-  const LaunchParams& p = params.attention;
-  return {kv_len,        kv_len - qo_len, p.causal || p.chunk_size > 0,
-          p.window_left, p.chunk_size,    params.chunk};
+  return IntervalMask::make(params.attention, params.mask_divisors, qo_len, kv_len);
 }
 
 }  // namespace cutlass_kernels::fa3

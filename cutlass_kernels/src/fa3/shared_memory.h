@@ -13,8 +13,8 @@
 
 namespace cutlass_kernels::fa3 {
 
-// Barriers of the hardware (bar.sync), by ID. Of kTurn and kVote there is one per consumer warpgroup, up to three:
-// kTurn + warpgroup.
+// Named barriers (bar.sync), by ID. Of kBarrierTurn and kBarrierVote there is one per consumer warpgroup, up to three:
+// kBarrierTurn + warpgroup.
 enum NamedBarrier : int {
   //                   arrives                               waits
   kBarrierCta = 0,   // all threads, mbarriers being ready     all threads: __syncthreads()
@@ -85,14 +85,16 @@ struct Shared : StagedValues<Tile> {
   Job jobs[kJobSlots];
 
   //             arrives                                          waits
-  // job_wanted  K warp, one KV block before the end of its tile  scheduler warp
-  // job_full    scheduler warp                                   all who read the job: the following three
+  // job_wanted  K warp, one KV block before the end of its tile; scheduler warp
+  //             at the start of the kernel, once
+  // job_full    scheduler warp                                   Q warp, K and V lanes, all consumer threads
   // job_empty   Q warp, K and V lanes, all consumer threads      scheduler warp
   // q_full      Q warp, with the bytes of TMA                    the consumer warpgroup of the buffer
   // q_empty     the 4 warps of that warpgroup                    Q warp
   // k_full      K warp, with the bytes of TMA                    all consumer warpgroups
   // k_empty     all consumer warps                               K warp
-  // v_full      V warp, with the bytes of TMA                    all consumer warpgroups
+  // v_full      V warp, with the bytes of TMA; plainly, where    all consumer warpgroups
+  //             it has cleared rows or transposed them
   // v_empty     all consumer warps                               V warp
   // v_landed    V warp, with the bytes of TMA                    V warp, to clear rows before it arrives at v_full
   //

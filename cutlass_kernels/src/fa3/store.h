@@ -1,5 +1,5 @@
-// The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp. O of e4m3 goes
-// straight to global memory.
+// The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp. O of
+// e4m3 goes straight to global memory.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -29,8 +29,8 @@ CUTE_DEVICE void store_panel(const CUtensorMap* map, std::uint32_t source, int c
       : "memory");
 }
 
-// Writes 64 rows of O and their LSE. `staging` is the warpgroup's memory for O, of which each warp uses the part of its own
-// 16 rows. On return the last stores may still be reading it.
+// Writes 64 rows of O and their LSE. `staging` is the warpgroup's memory for O, of which each warp uses the part of its
+// own 16 rows. On return the last stores may still be reading it.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warpgroup,
                             const OnlineSoftmax<2>& softmax, float (&o)[Tile::kHeadDimVo / 2],

@@ -1,5 +1,5 @@
-// Rows of O in e4m3, which kernels of e4m3 tensors write from registers: a quad of lanes holds eight columns in every eight,
-// two of each lane, and after an exchange each lane 16 that lie side by side.
+// Rows of O in e4m3, which kernels of e4m3 tensors write from registers: a quad of lanes holds eight columns in every
+// eight, two of each lane, and after an exchange each lane 16 that lie side by side.
 #pragma once
 
 #include <cute/config.hpp>
@@ -27,8 +27,8 @@ CUTE_DEVICE void transpose_in_quad(std::uint32_t (&x)[4]) {
   }
 }
 
-// Writes o * scale, of the thread's row r of its two: beyond 448 they become 448, infinities too; NaN stays NaN. `out` is
-// where the row begins, null where nobody wants it. By all lanes of a warp.
+// Writes o * scale, of the thread's row r of its two: beyond 448 they become 448, infinities too; NaN stays NaN. `out`
+// is where the row begins, null where nobody wants it. By all lanes of a warp.
 template <int kHeadDim>
 CUTE_DEVICE void store_e4m3_row(const float (&o)[kHeadDim / 2], float scale, int r, char* out,
                                 int head_dim) {

@@ -1,5 +1,5 @@
-// The epilogue of a packed tile: its rows lie in the rows of several tokens and heads. Those of a KV split go to the partial
-// results instead, as they are, in fp32.
+// The epilogue of a packed tile: its rows lie in the rows of several tokens and heads. Those of a KV split go to the
+// partial results instead, as they are, in fp32.
 #pragma once
 
 #include "common/finish_row.h"
@@ -27,7 +27,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
   const int first_token = warpgroup * packed.tokens;  // of the warpgroup, in the tile
   const int tokens = min(packed.tokens, job.qo_len - job.row_begin - first_token);
 
-  // A row of the warpgroup, as token (in the tile) and head; token -1 if it is nobody's.
+  // A row of the warpgroup, as token (in the tile) and head; token -1 if the row is unused.
   struct Place {
     int token;
     int head;

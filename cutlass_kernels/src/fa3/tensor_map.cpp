@@ -76,7 +76,8 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
   };
   CUresult result = make();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // The first CUDA call of this thread: the driver's functions, unlike the runtime's, do not make the device's context its own.
+    // The first CUDA call of this thread: the driver's functions, unlike the runtime's, do not make the device's
+    // context its own.
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaSetDevice(device);

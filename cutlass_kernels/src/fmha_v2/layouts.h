@@ -1,5 +1,5 @@
-// What fmha_v2() is told about a batch, in the words of the engine: layouts are strides, block tables page tables, masks
-// intervals.
+// What fmha_v2() is told about a batch, in the words of the engine: layouts are strides, block tables page tables,
+// masks intervals.
 #pragma once
 
 #include "cutlass_kernels/fmha_v2.h"

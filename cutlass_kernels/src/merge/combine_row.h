@@ -30,9 +30,9 @@ struct CombinedRow {
   float o[kPanels][4] = {};
 };
 
-// Combines splits [begin, end) of a row. kLoads: registers for loads that are in flight together, a float4 each: one at a time,
-// a row would take a microsecond per split. The first loads do not wait for the maxima that weigh them. Reads past the L1 cache,
-// which may hold what was there before other thread blocks of the same kernel wrote.
+// Combines splits [begin, end) of a row. kLoads: registers for loads that are in flight together, a float4 each: one at
+// a time, a row would take a microsecond per split. The first loads do not wait for the maxima that weigh them. Reads
+// past the L1 cache, which may hold what was there before other thread blocks of the same kernel wrote.
 template <int kPanels, int kLoads>
 CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const SplitRows& splits,
                                                 int row, int head, int begin, int end) {

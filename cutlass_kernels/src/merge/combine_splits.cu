@@ -42,19 +42,19 @@ __device__ SplitsOfTile tile_of_batch(const LaunchParams& p, int index) {
   const int q_begin = p.qo_indptr[batch];
   const int q_end = p.qo_indptr[batch + 1];
   const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, batch);
-  const BatchSplits key_parts(p, schedule.num_splits - p.batch_size);
-  const RequestSplits parts = key_parts.find(key_parts.begin(batch));
+  const BatchSplits batch_splits(p, schedule.num_splits - p.batch_size);
+  const RequestSplits splits = batch_splits.find(batch_splits.begin(batch));
   const int first_row = tile * schedule.tile_rows;
-  const bool is_split = parts.batch == batch && parts.count > 1 &&
+  const bool is_split = splits.batch == batch && splits.count > 1 &&
                         is_inside(p, q_begin, q_end, keys) && first_row < q_end - q_begin;
   if (!is_split) return {};
   return {q_begin + first_row, min(schedule.tile_rows, q_end - q_begin - first_row),
-          (tile * schedule.num_splits + parts.first) * rows_of_split(p), parts.count};
+          (tile * schedule.num_splits + splits.first) * rows_of_split(p), splits.count};
 }
 
 __device__ SplitsOfTile tile_at(const LaunchParams& p, int index) {
   const Schedule& schedule = p.schedule;
-  if (schedule.work_list != nullptr) {
+  if (schedule.tile_list != nullptr) {
     const SplitTile tile = static_cast<const SplitTile*>(schedule.split_tiles)[index];
     if (!is_inside(p, tile.q_begin, tile.q_end, {tile.kv_begin, tile.kv_len})) return {};
     return {tile.q_begin, tile.rows, tile.partial_row, tile.num_splits};
@@ -66,12 +66,12 @@ __device__ SplitsOfTile tile_at(const LaunchParams& p, int index) {
 }
 
 __device__ int split_tile_count(const LaunchParams& p) {
-  if (p.schedule.work_list == nullptr) return p.schedule.split_tile_capacity;
-  return (static_cast<const ScheduleHeader*>(p.schedule.work_list) - 1)->split_tiles;
+  if (p.schedule.tile_list == nullptr) return p.schedule.split_tile_capacity;
+  return (static_cast<const ScheduleHeader*>(p.schedule.tile_list) - 1)->split_tiles;
 }
 
-// A row of a head is combined by a warp, or (kShared) by all warps of a thread block, each some of the splits: one row of one
-// request may have as many splits as the device runs thread blocks. kPanels: of 128 columns.
+// A row of a head is combined by a warp, or (kShared) by all warps of a thread block, each some of the splits: one row
+// of one request may have as many splits as the device runs thread blocks. kPanels: of 128 columns.
 template <class Element, int kPanels, bool kShared>
 __global__ void __launch_bounds__(32 * kWarps)
     combine_splits_kernel(__grid_constant__ const LaunchParams p) {
@@ -173,7 +173,8 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   const std::int64_t most_rows = std::int64_t(params.schedule.split_tile_capacity) *
                                  params.schedule.tile_rows * params.num_qo_heads;
   const std::int64_t most_blocks = std::int64_t(device.multiprocessors) * kBlocksPerSm;
-  // The two add up splits in different orders. With a fixed split size, results must not depend on the batch: only one is used.
+  // The two add up splits in different orders. With a fixed split size, results must not depend on the batch: only one
+  // is used.
   const bool shared = params.fixed_split_size == 0 && most_rows <= most_blocks;
   static_assert(kMostCombinedColumns <= 2 * 128,
                 "Columns beyond those of two panels of 128 would never be combined.");

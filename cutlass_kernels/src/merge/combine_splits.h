@@ -9,7 +9,8 @@ namespace cutlass_kernels {
 /// Columns of O that the kernels have registers for. Tiles whose keys may be split assert that they have no more.
 constexpr int kMostCombinedColumns = 256;
 
-/// Enqueues the kernel that combines the partial results (partial_results.h) of all split tiles into params.o and params.lse.
+/// Enqueues the kernel that combines the partial results (partial_results.h) of all split tiles into params.o and
+/// params.lse.
 ///
 ///   M = max_i m_i,  sum = sum_i 2^(m_i - M) sum_i + 2^(sink - M),  O = v_scale sum_i 2^(m_i - M) O_i / sum
 Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream);

@@ -1,11 +1,11 @@
-// Merges whole attention states. Bound by memory: every v is read once, in 16 bytes per thread, and nothing else is of a size
-// that counts.
+// Merges whole attention states. Bound by memory: every v is read once, in 16 bytes per thread, and nothing else is of
+// a size that counts.
 //
-// A row is a token of a head. A thread takes 16 bytes of a row, from all states; kAhead states are on their way together, values
-// and LSEs alike, as none of these loads waits for another.
+// A row is a token of a head. A thread takes 16 bytes of a row, from all states; kAhead states are on their way
+// together, values and LSEs alike, as none of these loads waits for another.
 //
-// The mean of the states so far is what is kept, not their sum: it cannot overflow, and where one state alone has a weight, it
-// is that state to the last bit.
+// The mean of the states so far is what is kept, not their sum: it cannot overflow, and where one state alone has a
+// weight, it is that state to the last bit.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -27,8 +27,9 @@ constexpr int kBytes = 16;  // of a row, a thread's
 // States whose loads are on their way together, at most.
 constexpr int kMostAhead = 6;
 
-// As many as registers allow (32, 40, 80) with all these loads before the first use of one: 64 KiB of values of two states are
-// then on their way to an SM, 96 of four, 72 of six. The memory of a Hopper GPU takes some 40 to be kept busy.
+// As many as registers allow (32, 40, 80) with all these loads before the first use of one: 64 KiB of values of two
+// states are then on their way to an SM, 96 of four, 72 of six. The memory of a Hopper GPU takes some 40 to be kept
+// busy.
 template <int kAhead>
 constexpr int kBlocksPerSm = kAhead == 2   ? 8
                              : kAhead == 4 ? 6
@@ -83,7 +84,8 @@ __device__ Chunk<kBytes> load(const char* from) {
   return {{loaded.x, loaded.y, loaded.z, loaded.w}};
 }
 
-// Of a sum that is 0, NaN or from 1 to the number of states: 0 of 0, exactly 1 of 1, else right to the last bit or next to it.
+// Of a sum that is 0, NaN or from 1 to the number of states: 0 of 0, exactly 1 of 1, else right to the last bit or next
+// to it.
 __device__ float reciprocal(float total) {
   const float rough = __fdividef(1.0f, total);
   return total == 0.0f ? 0.0f : fmaf(rough, fmaf(-total, rough, 1.0f), rough);
@@ -139,8 +141,8 @@ __device__ float merge_chunk(int num_states, const AddressOfV& v_of, const Addre
   return (top == -INFINITY ? 0.0f : top) + log2f(total);
 }
 
-// kPair: two states, each with an address and strides of its own. Else at most kAhead states, or any number of them if that is
-// kMostAhead.
+// kPair: two states, each with an address and strides of its own. Else at most kAhead states, or any number of them if
+// that is kMostAhead.
 template <class Element, int kAhead, bool kPair>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAhead>)
     merge_states_kernel(const __grid_constant__ MergeKernelParams p) {

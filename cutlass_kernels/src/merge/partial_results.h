@@ -2,9 +2,10 @@
 //
 //   O = sum_j 2^(x_j - m) V_j    sum = sum_j 2^(x_j - m)    x_j: logits of its keys, in log2 units
 //
-// m is the number that the exponentials were taken with: the maximum, or one close to it (common/softmax.h). So nothing is lost
-// where splits are put together, at logits of any size. An LSE in place of (m, sum) would be rounded: at 2e5 to multiples of
-// 2^-5, which makes weights wrong by up to 1 %. A split without keys has m = -inf, sum = 0 and O = 0; one with a NaN a sum of NaN.
+// m is the number that the exponentials were taken with: the maximum, or one close to it (common/softmax.h). So nothing
+// is lost where splits are put together, at logits of any size. An LSE in place of (m, sum) would be rounded: at 2e5 to
+// multiples of 2^-5, which makes weights wrong by up to 1 %. A split without keys has m = -inf, sum = 0 and O = 0; one
+// with a NaN a sum of NaN.
 #pragma once
 
 #include <cute/config.hpp>

@@ -32,7 +32,7 @@ Schedule schedule_of(const PlanState& plan, const Memory& memory) {
   schedule.partial_o = layout.partial_o.in<float>(memory.scratch);
   schedule.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
   if (plan.source == TileSource::kList) {
-    schedule.work_list = layout.tile_list.in<WorkItem>(memory.schedule);
+    schedule.tile_list = layout.tile_list.in<WorkItem>(memory.schedule);
     schedule.split_tiles = layout.split_tiles.in<SplitTile>(memory.schedule);
     schedule.tile_counter = &layout.header.in<ScheduleHeader>(memory.schedule)->tile_counter;
     schedule.combine_counters = layout.combine_counters.in<std::int32_t>(memory.schedule);

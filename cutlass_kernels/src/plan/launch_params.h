@@ -22,8 +22,8 @@ enum class TileSource : std::int32_t {
   kBatchInOrder,  ///< tile indices in the order of rows: few of them map to no tile
 };
 
-/// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one load
-/// instead of three dependent ones.
+/// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one
+/// load instead of three dependent ones.
 struct alignas(16) WorkItem {
   std::int32_t batch;    ///< < 0: past the last tile
   std::int32_t tile;     ///< rows [tile * tile_rows, (tile + 1) * tile_rows) of the request
@@ -49,32 +49,32 @@ struct alignas(16) SplitTile {
   std::int32_t unused;
 };
 
-/// What the memory of a schedule begins with. The counter comes first: where another batch is planned into the same memory,
-/// captured kernels find it at the same address.
+/// What the memory of a schedule begins with. The counter comes first: where another batch is planned into the same
+/// memory, captured kernels find it at the same address.
 struct alignas(16) ScheduleHeader {
   std::uint64_t tile_counter;
   std::int32_t split_tiles;  ///< entries of the list of split tiles
   std::int32_t unused;
 };
 
-/// What the plan says, with addresses.
+/// What the plan says, with addresses: what a launched kernel is given of it.
 struct Schedule {
   TileSource source = TileSource::kSingleRequest;
-  const void* work_list =
+  const void* tile_list =
       nullptr;  ///< WorkItem[tile_indices], after a ScheduleHeader; null without a list
   std::int32_t tile_indices = 0;  ///< per head (or pack of heads); some may map to no tile
   std::int32_t tile_rows = 0;     ///< TileShape::rows
   std::int32_t tile_kind = 0;     ///< TileShape::kind
   std::int32_t packed_heads = 0;  ///< TileShape::packed_heads
-  /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, the rest in proportion to KV
-  /// length, but no more than one per least_split_keys keys.
+  /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, the rest in proportion to
+  /// KV length, but no more than one per least_split_keys keys.
   std::int32_t num_splits = 1;
   std::int32_t least_split_keys = 1;
-  /// A counter from which persistent thread blocks claim tiles (common/tickets.h). Zero it once: every call leaves it zero,
-  /// and restarts it where it holds anything else. Null: tiles are dealt out beforehand.
+  /// A counter from which persistent thread blocks claim tiles (common/tickets.h). Zero it once: every call leaves it
+  /// zero, and restarts it where it holds anything else. Null: tiles are dealt out beforehand.
   std::uint64_t* tile_counter = nullptr;
-  /// Counters with which the last thread block of a split tile knows that it is, and combines the partial results. Null: a
-  /// second kernel combines them.
+  /// Counters with which the last thread block of a split tile knows that it is, and combines the partial results.
+  /// Null: a second kernel combines them.
   std::int32_t* combine_counters = nullptr;
   std::int32_t num_combine_counters = 0;
   std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
@@ -88,8 +88,8 @@ struct LaunchParams : AttentionParams {
   Schedule schedule;
 };
 
-/// Which of Schedule::combine_counters belongs to a split tile and a pack of heads. Partial rows of two tiles begin at least
-/// two rows apart, as each has two splits or more.
+/// Which of Schedule::combine_counters belongs to a split tile and a pack of heads. Partial rows of two tiles begin at
+/// least two rows apart, as each has two splits or more.
 CK_HOST_DEVICE inline int combine_counter(int partial_row, int pack, int packs) {
   return partial_row / 2 * packs + pack;
 }

@@ -11,8 +11,8 @@
 namespace cutlass_kernels {
 namespace {
 
-/// A thread block computes at least one tile of one head. Thread blocks are counted in 32 bits, and running ones count up to
-/// one more each (65536 are more than any device has).
+/// A thread block computes at least one tile of one head. Thread blocks are counted in 32 bits, and running ones count
+/// up to one more each (65536 are more than any device has).
 Status check_tiles(const AttentionParams& params, std::int64_t tile_indices) {
   const std::int64_t tiles = (tile_indices + 1) * params.num_qo_heads;
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 65536;
@@ -37,7 +37,7 @@ void add_partial_results(const AttentionParams& params, std::int64_t rows, Regio
   layout->partial_max_sum = stack->add(heads * 2 * sizeof(float));
 }
 
-/// The mask is known now, or any option that shares its tiles stands for it.
+/// A mask is given, or may be given later: then an option of the same tiles (ALiBi, device scales) is set in its place.
 bool may_be_masked(const AttentionParams& params, const PlanOptions& options) {
   if (params.mask.words != nullptr) return true;
   return options.masked_later &&

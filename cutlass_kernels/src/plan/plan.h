@@ -1,5 +1,5 @@
-// A plan: which kernel computes a problem, in which tiles, where these come from, how keys are split, and where everything
-// lies in the workspace. A pure function of sizes, options and device facts; holds no address.
+// A plan: which kernel computes a problem, in which tiles, where these come from, how keys are split, and where
+// everything lies in the workspace. A pure function of sizes, options and device facts; holds no address.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ struct PlanState {
   WorkspaceLayout layout;
 };
 
-/// Counters for a call without a list, int32: the tile counter, then combine counters. 8 KB are enough for the keys of 16 rows
-/// of 8 heads in 60 splits.
+/// Counters for a call without a list, int32: the tile counter, then combine counters. 8 KB are enough for the keys of
+/// 16 rows of 8 heads in 60 splits.
 constexpr int kCallCounters = 2048;
 constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::int32_t);
 constexpr int kFirstCombineCallCounter = 4;  // 16-byte aligned
@@ -59,8 +59,8 @@ struct Memory {
   std::int32_t* call_counters = nullptr;
 };
 
-/// Plans `params`, which have been validated. Without a list, what does not fit into the workspace is left out: counters (tiles
-/// are dealt out beforehand), splits, mask extents (all keys are computed).
+/// Plans `params`, which have been validated. Without a list, what does not fit into the workspace is left out:
+/// counters (tiles are dealt out beforehand), splits, mask extents (all keys are computed).
 Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
                  const PlanOptions& options, PlanState* plan);
 
@@ -79,7 +79,8 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
 Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
            cudaStream_t stream);
 
-/// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be null.
+/// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be
+/// null.
 Status run_once(const AttentionParams& params, Backend backend, void* workspace,
                 std::size_t workspace_bytes, std::int32_t* call_counters, cudaStream_t stream);
 

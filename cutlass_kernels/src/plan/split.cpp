@@ -1,8 +1,8 @@
 #include "plan/split.h"
 
 #include <algorithm>
-#include <limits>
 
+#include "common/mask.h"
 #include "device.h"
 #include "plan/tile_source.h"
 #include "plan/workspace.h"
@@ -25,15 +25,6 @@ std::int64_t most_keys(const AttentionParams& params) {
   const PageTable& pages = params.pages;
   const std::int64_t entries = pages.table_stride > 0 ? pages.table_width : pages.num_indices;
   return entries * pages.page_size;
-}
-
-/// Keys that a tile sees, at most, by the mask alone.
-std::int64_t keys_of_tile(const AttentionParams& params, const TileShape& tile) {
-  if (params.window_left >= 0 && params.causal) {
-    return std::int64_t(params.window_left) + tile.rows;
-  }
-  if (params.chunk_size > 0) return std::int64_t(params.chunk_size) + tile.rows;
-  return std::numeric_limits<std::int64_t>::max();
 }
 
 SplitRule fixed_rule(const AttentionParams& params, std::int64_t tiles) {
@@ -90,7 +81,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
     rule = fixed_rule(params, tiles);
   } else {
     std::int64_t keys = most_keys(params);
-    if (batch_without_list) keys = std::min(keys, keys_of_tile(params, tile));
+    if (batch_without_list) keys = std::min(keys, most_keys_of_rows(params, tile.rows));
     rule = filling_rule(params, tile, tiles, keys, device);
   }
   if (rule.most_splits < 2) return rule;

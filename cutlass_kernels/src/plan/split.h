@@ -1,7 +1,8 @@
 // How many KV splits tiles get. Keys are split where tiles alone would leave SMs idle, or into splits of a fixed size.
 //
-// Only tiles of packed heads, which serve short queries, are split. The rule is made on the host from sizes; the number of
-// splits of each tile follows from it on the device, where lengths are.
+// Only tiles of packed heads are split. They serve short queries, and all queries where results must not depend on the
+// batch. The rule is made on the host from sizes. The number of splits of each tile follows from it on the device,
+// where lengths are: plan/schedule.cu for a tile list, common/batch_splits.h without.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,8 @@ CK_HOST_DEVICE inline std::int64_t combined_at_once(std::int64_t splits) {
   return splits % kCombinedAtOnce <= splits / 8 ? splits - splits % kCombinedAtOnce : splits;
 }
 
-/// (tile, split) pairs that `tiles` tiles of one head come in: as many as fill as few waves of thread blocks as they can fill
-/// well. Waves are added as long as equal tiles would leave more than 15 % of the device idle.
+/// (tile, split) pairs that `tiles` tiles of one head come in: as many as fill as few waves of thread blocks as they
+/// can fill well. Waves are added as long as equal tiles would leave more than 15 % of the device idle.
 CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t tiles) {
   std::int64_t slots = rule.wave;
   for (int waves = 2; waves <= rule.most_waves && slots / tiles * tiles * 100 < 85 * slots;
@@ -65,8 +66,8 @@ CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, st
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
                      const Device& device);
 
-/// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of the
-/// longest, one per request and the rest in proportion to KV length (BatchSplits in common/find_work.h).
+/// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of
+/// the longest, one per request and the rest in proportion to KV length (common/batch_splits.h).
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
                                  const TileShape& tile, TileSource source);
 

@@ -10,8 +10,8 @@ namespace cutlass_kernels {
 namespace {
 
 /// Whether a batch cannot do without a list. Tiles of one whose longest query is known follow from their indices
-/// (common/find_work.h), but not with a fixed_split_size, and not for 8-bit keys under queries of another type, whose kernels have
-/// no registers for that.
+/// (common/find_work.h), but not with a fixed_split_size, and not for 8-bit keys under queries of another type, whose
+/// kernels have no registers for that.
 bool needs_list(const AttentionParams& params) {
   return params.max_qo_len <= 0 || params.fixed_split_size > 0 || params.kv_dtype != params.q_dtype;
 }

@@ -9,7 +9,8 @@ namespace cutlass_kernels {
 struct Device;
 struct KernelEntry;
 
-/// The source of tiles for `tile` of `kernel`, and whether a list is needed. Of a batch without a list, a list may still be faster: list_pays().
+/// The source of tiles for `tile` of `kernel`, and whether a list is needed. Of a batch without a list, a list may
+/// still be faster: list_pays().
 TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
                        const TileShape& tile);
 
@@ -19,8 +20,8 @@ std::int64_t tile_index_count(TileSource source, const AttentionParams& params, 
 /// Whether most tile indices of a batch without a tile list, in order of length, map to no tile.
 bool wastes_tile_indices(const AttentionParams& params, int tile_rows);
 
-/// Whether a batch that needs no list is faster with one: where most tile indices map to no tile, each a thread block of a
-/// kernel that is not persistent, or where keys are worth splitting, which they cannot be without a list.
+/// Whether a batch that needs no list is faster with one: where most tile indices map to no tile, each a thread block
+/// of a kernel that is not persistent, or where keys are worth splitting, which they cannot be without a list.
 bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile,
                const Device& device);
 

@@ -1,4 +1,4 @@
-// Where everything lies in a workspace. The one answer to every question about its size.
+// Where everything lies in a workspace of attention(), and so how large it is.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +36,8 @@ class RegionStack {
   std::size_t bytes_ = 0;
 };
 
-/// Two parts, which callers may keep apart: the schedule, which make_schedule() writes and every call reads, and scratch,
-/// which belongs to one call at a time.
+/// Two parts, which callers may keep apart: the schedule, which make_schedule() writes and every call reads, and
+/// scratch, which belongs to one call at a time.
 struct WorkspaceLayout {
   // Schedule.
   Region header;            ///< ScheduleHeader

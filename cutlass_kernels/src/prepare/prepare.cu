@@ -1,8 +1,8 @@
 // Copies q, K and V for attention(): rotates, converts to 16 bits, lays pages out by entry of the page table.
 //
-// Bound by memory. One kernel rotates (q, K), one converts: both have the rows of one tensor per block. A team of up to 32
-// threads takes a row, its threads 16 bytes (of the copy) of as many heads as fit, and walks on over heads: all heads of a row
-// turn by the same angles, which a thread computes once. Rows that nobody sees end their team at once.
+// Bound by memory. One kernel rotates (q, K), one converts: both have the rows of one tensor per block. A team of up to
+// 32 threads takes a row, its threads 16 bytes (of the copy) of as many heads as fit, and walks on over heads: all
+// heads of a row turn by the same angles, which a thread computes once. Rows that nobody sees end their team at once.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "common/chunk.h"
+#include "common/element_bytes.h"
 #include "cuda_failure.h"
 #include "cutlass_kernels/prepare.h"
 #include "prepare/params.h"
@@ -35,7 +36,8 @@ struct Share {
       : lane(thread % unsigned(part.lanes)), head(thread / unsigned(part.lanes)) {}
 };
 
-// Calls load(i, head) for the next kBatch heads of a thread, and only then store(i, head): so several loads are under way.
+// Calls load(i, head) for the next kBatch heads of a thread, and only then store(i, head): so several loads are under
+// way.
 template <int kBatch, class LoadHead, class StoreHead>
 __device__ void for_each_head(const Part& part, int head_of_thread, LoadHead&& load,
                               StoreHead&& store) {
@@ -165,13 +167,9 @@ __global__ void __launch_bounds__(kThreads, kRotated ? 3 : 4)
 
 // --- host --------------------------------------------------------------------------------------------------------
 
-int size_of_input(DType dtype) {
-  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2 ? 1 : 2;
-}
-
 std::string misaligned(const char* name, const ConstTensorView& view, std::int64_t stride_page,
                        DType dtype) {
-  const int bytes = kElements * size_of_input(dtype);
+  const int bytes = kElements * size_of(dtype);
   const std::int64_t strides = view.stride_token | view.stride_head | stride_page;
   if (reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0 && strides % kElements == 0) {
     return "";
@@ -181,7 +179,7 @@ std::string misaligned(const char* name, const ConstTensorView& view, std::int64
 }
 
 std::string wrong_type(const char* name, DType given, DType wanted) {
-  if (given == wanted || size_of_input(given) == 1) return "";
+  if (given == wanted || size_of(given) == 1) return "";
   return std::string(name) + "=" + to_string(given) + " cannot be copied to " + to_string(wanted) +
          ": convert it, or copy to its own type.";
 }
@@ -257,7 +255,7 @@ std::string fault_in(const PrepareParams& p) {
 
 Part make_part(const ConstTensorView& view, DType dtype, void* to, int heads, int head_dim,
                std::int64_t rows, bool rotated) {
-  const int bytes = size_of_input(dtype);
+  const int bytes = size_of(dtype);
   Part part{};
   part.from = static_cast<const char*>(view.data);
   part.to = static_cast<char*>(to);
@@ -328,7 +326,7 @@ Status prepare(const PrepareParams& params, cudaStream_t stream) {
   p.qo_indptr = params.qo_indptr;
   p.kv_indptr = params.kv_indptr;
   if (paged) {
-    const int bytes = size_of_input(params.kv_dtype);
+    const int bytes = size_of(params.kv_dtype);
     p.pages = pages;
     p.page_size = FastDivisor(pages.page_size);
     p.parts[kK].stride_page = pages.k_stride_page * bytes;

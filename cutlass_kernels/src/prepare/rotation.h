@@ -1,8 +1,8 @@
 // The angles of a rotary embedding.
 //
-// They are counted in turns, as fractions of 2^64. A position is an integer, so its product with the turns of one position
-// wraps around 2^64 as angles wrap around a turn: no range reduction, and no error that grows with the angle. What is left is
-// that of the table, at most position * 2^-64 of a turn from its last digit.
+// They are counted in turns, as fractions of 2^64. A position is an integer, so its product with the turns of one
+// position wraps around 2^64 as angles wrap around a turn: no range reduction, and no error that grows with the angle.
+// What is left is that of the table, at most position * 2^-64 of a turn from its last digit.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Outputs of e4m3 from those of float16: a thread takes eight elements of a row at a time, a block all heads of a row. Bound by
-// memory.
+// Outputs of e4m3 from those of float16: a thread takes eight elements of a row at a time, a block all heads of a row.
+// Bound by memory.
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>

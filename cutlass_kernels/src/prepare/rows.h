@@ -1,5 +1,5 @@
-// Where the rows of a part come from and at which positions they stand. Index arrays on the device were never checked: whatever
-// they hold, no access leaves a tensor.
+// Where the rows of a part come from and at which positions they stand. Index arrays on the device were never checked:
+// whatever they hold, no access leaves a tensor.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,8 @@ __device__ inline Row row_of_queries(const PrepareKernelParams& p, const Part& p
   return {wanted, kv_len - rows.size() + row - rows.begin, offset};
 }
 
-// Keys that no row of their request sees need no copy: all where it has no rows, else those left of the first row's window.
+// Keys that no row of their request sees need no copy: all where it has no rows, else those left of the first row's
+// window.
 __device__ inline bool is_seen(const PrepareKernelParams& p, int batch, int kv_len, int key) {
   const Range rows = rows_of(p, batch);
   if (rows.size() == 0 || key >= kv_len) return false;

@@ -1,5 +1,7 @@
-// The backends, fastest first: where two serve a request, kAuto takes the first. A new architecture is an entry here.
+// The backends, in the order in which kAuto asks them. Generated from ck_backends() in instances.cmake.
 #pragma once
+
+#include <vector>
 
 #include "cutlass_kernels/types.h"
 
@@ -10,9 +12,7 @@ struct BackendName {
   const char* name;
 };
 
-constexpr BackendName kBackends[] = {
-    {Backend::kFa3, "fa3"},
-    {Backend::kFa2, "fa2"},
-};
+/// Those that were not compiled, too: they have reasons.
+const std::vector<BackendName>& backends();
 
 }  // namespace cutlass_kernels

@@ -1,4 +1,5 @@
-// Whether a kernel fits a request, one property at a time: the registry chooses by them, reasons.cpp explains with them.
+// Whether a kernel fits a request, one property at a time: the registry chooses by them, reasons.cpp explains with
+// them.
 #pragma once
 
 #include <cstdint>

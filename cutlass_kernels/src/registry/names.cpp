@@ -22,7 +22,7 @@ const char* to_string(DType dtype) {
 
 const char* to_string(Backend backend) {
   if (backend == Backend::kAuto) return "auto";
-  for (const BackendName& entry : kBackends) {
+  for (const BackendName& entry : backends()) {
     if (entry.backend == backend) return entry.name;
   }
   return "unknown backend";

@@ -46,7 +46,7 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
   const auto padded_dim = [](const KernelEntry* entry) {
     return entry->info.head_dim_qk + entry->info.head_dim_vo;
   };
-  for (const BackendName& candidate : kBackends) {
+  for (const BackendName& candidate : backends()) {
     if (backend != Backend::kAuto && backend != candidate.backend) continue;
     const KernelEntry* best = nullptr;  // of a backend, the least padding wins
     for (const KernelEntry& entry : registry()) {
@@ -57,7 +57,7 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
     }
     if (best != nullptr) return best;
   }
-  for (const BackendName& candidate : kBackends) {
+  for (const BackendName& candidate : backends()) {
     const bool compiled = std::any_of(
         registry().begin(), registry().end(),
         [&](const KernelEntry& entry) { return entry.info.backend == candidate.backend; });
@@ -67,7 +67,7 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
   }
   if (reasons->empty()) {
     reasons->push_back("Backend " + std::to_string(static_cast<int>(backend)) +
-                       " is not one of this library: use kAuto, kFa2 or kFa3.");
+                       " is not one of this library: use kAuto, or another enumerator of Backend.");
   }
   return nullptr;
 }

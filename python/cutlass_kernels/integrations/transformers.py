@@ -107,7 +107,7 @@ def _planned(
     sizes: tuple[int, int, int, int],
     options: tuple[tuple[str, Any], ...],
 ) -> BatchPrefillWithRaggedKVCacheWrapper:
-    """A wrapper planned for ``lengths`` (batch, rows, keys); ``stream`` is where its work list is ready.
+    """A wrapper planned for ``lengths`` (batch, rows, keys); ``stream`` is where its tile list is ready.
 
     Its workspaces have the size of this plan: 8 MiB less for the list than a wrapper takes by itself, and room for the
     partial results where the keys of few rows are split.

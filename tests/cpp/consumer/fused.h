@@ -196,7 +196,8 @@ inline void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tol
   }
 }
 
-/// The batch as a fused prefill: close to what a schedule gave, the same with a workspace, whose counters stay zero, and without.
+/// The batch as a fused prefill: close to what a schedule gave, the same with a workspace, whose counters stay zero,
+/// and without.
 inline void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
                         const std::vector<std::uint16_t>& o, const std::vector<float>& lse,
                         double tolerance, ck::Backend backend) {

@@ -1,5 +1,5 @@
-// What calls of the C++ API enqueue, and where in the workspace: seen through a stand-in for the CUDA runtime, so on any
-// machine. Exit status 0 if all is as documented.
+// What calls of the C++ API enqueue, and where in the workspace: seen through a stand-in for the CUDA runtime, so on
+// any machine. Exit status 0 if all is as documented.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -75,7 +75,7 @@ void check_layout(const ck::WorkspaceLayout& layout, const ck::Schedule& schedul
   };
   const std::size_t scratch = layout.schedule_bytes;
   add(layout.header, 0, schedule.tile_counter, "header");
-  add(layout.tile_list, 0, schedule.work_list, "tile list");
+  add(layout.tile_list, 0, schedule.tile_list, "tile list");
   add(layout.split_tiles, 0, schedule.split_tiles, "split tiles");
   add(layout.combine_counters, 0, schedule.combine_counters, "combine counters");
   add(layout.tile_counter, scratch, schedule.tile_counter, "tile counters");
@@ -124,7 +124,8 @@ ck::WorkspaceLayout layout_of(const ck::AttentionParams& params) {
   return plan.layout;
 }
 
-/// A plan's list, partial results and counters have a place each in one workspace, which is exactly as large as it says.
+/// A plan's list, partial results and counters have a place each in one workspace, which is exactly as large as it
+/// says.
 void check_planned_calls() {
   const ck::AttentionParams params =
       batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 3, 40, 20000);

@@ -1,5 +1,6 @@
-// A stand-in for the CUDA runtime, for machines without a GPU: answers questions about a device that a test describes, and
-// records what is enqueued instead of running it. So a test sees which kernels a call starts, with which parameters.
+// A stand-in for the CUDA runtime, for machines without a GPU: answers questions about a device that a test describes,
+// and records what is enqueued instead of running it. So a test sees which kernels a call starts, with which
+// parameters.
 #pragma once
 
 #include <cstddef>
