@@ -256,11 +256,44 @@ def test_a_wrapper_gets_the_workspaces_its_plan_needs(planned, monkeypatch):
         cutlass_kernels.BatchPrefillWithRaggedKVCacheWrapper, "plan", lambda *a, **options: plan.append((*a, options))
     )
     options = (("causal", True), ("window_left", 70))
-    wrapper = planned(0, torch.device("cpu"), torch.float16, (2, 16, 8192), (8, 2, 64, 64), options)
+    wrapper = planned((0, 0), torch.device("cpu"), torch.float16, (2, 16, 8192), (8, 2, 64, 64), options)
     assert wrapper._float_workspace_buffer.nbytes == 5000 and wrapper._int_workspace_buffer.nbytes == 300
     (asked_of, arguments, given), (planned_of, *planned_arguments, planned_options) = asked[0], plan[0]
     assert asked_of is planned_of is wrapper and given == planned_options
     assert all(x is y for x, y in zip(arguments, planned_arguments, strict=True))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_training_is_refused(which):
+    """Whatever requires a gradient: the sinks alone, too."""
+    from cutlass_kernels.integrations.transformers import attention
+
+    q, k, v, sinks = tensors = [torch.randn(size) for size in ((1, 4, 3, 16), (1, 2, 5, 16), (1, 2, 5, 16), (4,))]
+    tensors[which].requires_grad_()
+    with pytest.raises(NotImplementedError, match="does not serve training"):
+        attention(torch.nn.Module(), q, k, v, s_aux=sinks)
+    with torch.no_grad():
+        attention(torch.nn.Module(), q, k, v, s_aux=sinks)
+
+
+@pytest.mark.gpu
+def test_the_first_prefill_of_a_batch_is_not_captured(planned):
+    """It plans. The call before the capture makes it possible."""
+    from cutlass_kernels.integrations.transformers import attention
+
+    q, k, v = (torch.randn(2, 4, 20, 64, dtype=torch.bfloat16, device="cuda:0") for _ in range(3))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="call the model once with these sizes"), torch.cuda.graph(graph):
+        attention(torch.nn.Module(), q, k, v)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected, _ = attention(torch.nn.Module(), q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out, _ = attention(torch.nn.Module(), q, k, v)
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu

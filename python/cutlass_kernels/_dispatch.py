@@ -2,7 +2,8 @@
 
 A :class:`Request` holds the facts a choice depends on. ``reasons`` lists why a backend cannot serve a request;
 ``select`` takes the first of fa3, fa2, reference that has none, or of fa2, fa3, reference for short queries
-(:data:`DECODE_ROWS`, :data:`SHORT_ROWS`). The choice is made from facts only, so the same request always gets the same backend.
+(:data:`DECODE_ROWS`, :data:`SHORT_ROWS`). The choice is made from facts only, so the same request always gets the same
+backend.
 
 Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``.
 """

@@ -95,9 +95,9 @@ class Pages:
 class Split:
     """How the keys of short queries may be split.
 
-    ``fixed_size`` (keys of a KV split; 0: chosen from the batch) or ``disabled`` make the results of a request independent
-    of its batch. ``max_kv_len`` bounds the keys of a request where it is known (0: it is not); ``told`` is that bound
-    where it does not come from the lengths of one batch.
+    ``fixed_size`` (keys per KV split; 0: chosen from the batch) or ``disabled`` make the results of a request
+    independent of its batch. ``max_kv_len`` bounds the keys of a request where it is known (0: it is not); ``told`` is
+    that bound where it does not come from the lengths of one batch.
     """
 
     fixed_size: int = 0

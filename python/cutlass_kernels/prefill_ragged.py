@@ -160,8 +160,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 four together: uint32 ``[batch]``, uint16 ``[batch * token_pos_in_items_len]``, a number, uint16
                 ``[batch]``. Replaces ``causal`` and custom masks. Kernels need lengths that the host knows (offsets, or
                 ``seq_lens`` and ``seq_lens_q``, on the CPU), or mask buffers; else the reference computes it.
-            fixed_split_size, disable_split_kv: keys per KV split, or no KV splits. With either, a request's results are
-                bitwise the same in every batch. By default the keys of short queries are split so that they fill the device.
+            fixed_split_size, disable_split_kv: keys per KV split, or no KV splits. With either, results of a request
+                are bitwise the same in every batch. By default the keys of short queries are split to fill the device.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
                 where the offsets are CUDA tensors.
             max_sequence_kv: keys of the longest request; needed beside ``fixed_split_size`` where the offsets are CUDA

@@ -91,7 +91,7 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   if constexpr (kEqualRows<Tiles>) {
     return {Large::kBlockM, kRows};
   } else {
-    const bool causal = hides_later_keys(params) || params.qo_indptr != nullptr;
+    const bool causal = hides_later_keys(params) || is_batch(params);
     const int few_on_132 = causal ? Tiles::kFewTilesCausal : Tiles::kFewTiles;
     const int few = few_on_132 * device.multiprocessors / 132;
     const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||

@@ -52,33 +52,48 @@ Schedule schedule_of(const PlanState& plan, const Memory& memory) {
 
 /// What of `params` the plan was not made for; empty if it fits.
 std::string misfit(const PlanState& plan, const AttentionParams& params) {
-  const PlannedSizes& planned = plan.sizes;
-  const PlannedSizes sizes = PlannedSizes::of(params);
+  const PlannedFor& planned = plan.planned_for;
+  const PlannedFor given = PlannedFor::make(params);
   const auto differs = [](const char* name, std::int64_t value, std::int64_t of_plan) {
     return std::string(name) + "=" + std::to_string(value) + ", but the plan is for " +
            std::to_string(of_plan) + ": make a plan for these sizes.";
+  };
+  const auto appears = [](const char* name, bool is_there) {
+    return std::string(name) +
+           (is_there ? " is given, but the plan is for a problem without"
+                     : " is missing, but the plan is for a problem with it") +
+           ": make a plan for this one.";
   };
   const auto other_type = [](const char* name, DType type, DType of_plan) {
     return std::string(name) + "=" + to_string(type) + ", but the plan is for " +
            to_string(of_plan) + ": make a plan for these types.";
   };
-  if (sizes.q_dtype != planned.q_dtype)
-    return other_type("q_dtype", sizes.q_dtype, planned.q_dtype);
-  if (sizes.kv_dtype != planned.kv_dtype) {
-    return other_type("kv_dtype", sizes.kv_dtype, planned.kv_dtype);
+  if (given.q_dtype != planned.q_dtype) {
+    return other_type("q_dtype", given.q_dtype, planned.q_dtype);
+  }
+  if (given.kv_dtype != planned.kv_dtype) {
+    return other_type("kv_dtype", given.kv_dtype, planned.kv_dtype);
   }
   for (const auto& [name, value, of_plan] :
-       {std::tuple("num_qo_heads", sizes.num_qo_heads, planned.num_qo_heads),
-        std::tuple("num_kv_heads", sizes.num_kv_heads, planned.num_kv_heads),
-        std::tuple("head_dim_qk", sizes.head_dim_qk, planned.head_dim_qk),
-        std::tuple("head_dim_vo", sizes.head_dim_vo, planned.head_dim_vo),
-        std::tuple("batch_size", sizes.batch_size, planned.batch_size),
-        std::tuple("page_size", sizes.page_size, planned.page_size)}) {
+       {std::tuple("num_qo_heads", given.num_qo_heads, planned.num_qo_heads),
+        std::tuple("num_kv_heads", given.num_kv_heads, planned.num_kv_heads),
+        std::tuple("head_dim_qk", given.head_dim_qk, planned.head_dim_qk),
+        std::tuple("head_dim_vo", given.head_dim_vo, planned.head_dim_vo),
+        std::tuple("batch_size", given.batch_size, planned.batch_size),
+        std::tuple("page_size", given.page_size, planned.page_size),
+        std::tuple("max_qo_len", given.max_qo_len, planned.max_qo_len),
+        std::tuple("fixed_split_size", given.fixed_split_size, planned.fixed_split_size),
+        std::tuple("disable_split_kv", int(given.disable_split_kv),
+                   int(planned.disable_split_kv))}) {
     if (value != of_plan) return differs(name, value, of_plan);
   }
+  if (given.has_indptrs != planned.has_indptrs) return appears("qo_indptr", given.has_indptrs);
+  if (given.has_block_table != planned.has_block_table) {
+    return appears("pages.table_stride", given.has_block_table);
+  }
   // A list names the rows of its tiles; without one they follow from total_q.
-  if (plan.source != TileSource::kList && sizes.total_q != planned.total_q) {
-    return differs("total_q", sizes.total_q, planned.total_q);
+  if (plan.source != TileSource::kList && given.total_q != planned.total_q) {
+    return differs("total_q", given.total_q, planned.total_q);
   }
   return "";
 }
@@ -99,7 +114,17 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
     return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
                            " requests needs qo_indptr and kv_indptr.");
   }
+  if (params.total_q > plan.planned_for.total_q) {
+    return Status::invalid("total_q=" + std::to_string(params.total_q) +
+                           " may make more tiles than fit the list of a plan for total_q=" +
+                           std::to_string(plan.planned_for.total_q) + ": make another plan.");
+  }
   const PageTable& pages = params.pages;
+  if (pages.page_size > 0 && pages.table_stride == 0 && pages.num_indices < 0) {
+    return Status::invalid(
+        "pages.num_indices is not set: it counts the entries of pages.indices, 0 where there are "
+        "none.");
+  }
   if (pages.page_size > 0 && pages.table_stride == 0 && pages.num_indices > 0 &&
       (pages.indices == nullptr || pages.last_page_len == nullptr)) {
     return Status::invalid("A schedule of pages needs indices and last_page_len.");

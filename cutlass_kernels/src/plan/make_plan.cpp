@@ -49,10 +49,11 @@ bool may_be_masked(const AttentionParams& params, const PlanOptions& options) {
 void add_mask_extents(const AttentionParams& params, const PlanOptions& options, PlanState* plan,
                       RegionStack* stack) {
   if (!plan->kernel->uses_mask_extents || !may_be_masked(params, options)) return;
-  const std::size_t bytes = std::size_t(plan->tile_indices) * sizeof(MaskExtent);
-  const std::size_t used = plan->layout.schedule_bytes + stack->bytes();
-  if (used <= options.workspace_bytes && bytes <= options.workspace_bytes - used) {
-    plan->layout.mask_extents = stack->add(bytes);
+  RegionStack with_extents = *stack;
+  const Region extents = with_extents.add(std::size_t(plan->tile_indices) * sizeof(MaskExtent));
+  if (plan->layout.schedule_bytes + with_extents.bytes() <= options.workspace_bytes) {
+    plan->layout.mask_extents = extents;
+    *stack = with_extents;
   }
 }
 
@@ -128,20 +129,9 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
   return Status::success();
 }
 
-}  // namespace
-
-PlannedSizes PlannedSizes::of(const AttentionParams& params) {
-  return {params.q_dtype,         params.kv_dtype,    params.o_dtype,     params.num_qo_heads,
-          params.num_kv_heads,    params.head_dim_qk, params.head_dim_vo, params.batch_size,
-          params.pages.page_size, params.total_q};
-}
-
-Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
-                 const PlanOptions& options, PlanState* plan) {
-  *plan = PlanState{};
-  plan->is_made = true;
-  plan->sizes = PlannedSizes::of(params);
-  if (params.total_q == 0) return Status::success();
+/// From the kernel on, of a problem with rows.
+Status plan_kernel(const AttentionParams& params, Backend backend, const Device& device,
+                   const PlanOptions& options, PlanState* plan) {
   std::vector<std::string> reasons;
   const KernelEntry* kernel = choose(backend, params, device.compute_capability, &reasons);
   if (kernel == nullptr) return Status::unsupported(joined(reasons));
@@ -158,6 +148,40 @@ Status make_plan(const AttentionParams& params, Backend backend, const Device& d
     }
   }
   return plan_without_list(params, device, options, plan);
+}
+
+}  // namespace
+
+PlannedFor PlannedFor::make(const AttentionParams& params) {
+  PlannedFor made{};
+  made.q_dtype = params.q_dtype;
+  made.kv_dtype = params.kv_dtype;
+  made.num_qo_heads = params.num_qo_heads;
+  made.num_kv_heads = params.num_kv_heads;
+  made.head_dim_qk = params.head_dim_qk;
+  made.head_dim_vo = params.head_dim_vo;
+  made.batch_size = params.batch_size;
+  made.page_size = params.pages.page_size;
+  made.max_qo_len = params.max_qo_len;
+  made.fixed_split_size = params.fixed_split_size;
+  made.total_q = params.total_q;
+  made.disable_split_kv = params.disable_split_kv;
+  made.has_indptrs = is_batch(params);
+  made.has_block_table = params.pages.table_stride > 0;
+  return made;
+}
+
+Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
+                 const PlanOptions& options, PlanState* plan) {
+  PlanState made;
+  made.planned_for = PlannedFor::make(params);
+  if (params.total_q > 0) {
+    Status status = plan_kernel(params, backend, device, options, &made);
+    if (!status.ok()) return status;
+  }
+  made.is_made = true;
+  *plan = made;
+  return Status::success();
 }
 
 Status workspace_too_small(const char* what, const AttentionParams& params, std::size_t needed,

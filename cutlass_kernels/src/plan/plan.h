@@ -15,18 +15,21 @@
 
 namespace cutlass_kernels {
 
-/// Sizes that a plan holds for; page sizes only where there are pages.
-struct PlannedSizes {
-  DType q_dtype, kv_dtype, o_dtype;
-  std::int32_t num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, batch_size, page_size;
+/// What a plan holds for.
+struct PlannedFor {
+  DType q_dtype, kv_dtype;
+  std::int32_t num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, batch_size;
+  std::int32_t page_size;  ///< 0: no pages
+  std::int32_t max_qo_len, fixed_split_size;
   std::int64_t total_q;
+  bool disable_split_kv, has_indptrs, has_block_table;
 
-  static PlannedSizes of(const AttentionParams& params);
+  static PlannedFor make(const AttentionParams& params);
 };
 
 struct PlanState {
   bool is_made = false;
-  PlannedSizes sizes{};
+  PlannedFor planned_for{};
   const KernelEntry* kernel = nullptr;  ///< null: there is nothing to compute
   TileShape tile;
   TileSource source = TileSource::kSingleRequest;
@@ -59,7 +62,7 @@ struct Memory {
   std::int32_t* call_counters = nullptr;
 };
 
-/// Plans `params`, which have been validated. Without a list, what does not fit into the workspace is left out:
+/// Plans `params`, which have been validated; leaves the plan as it was where that fails. Without a list, what does not fit into the workspace is left out:
 /// counters (tiles are dealt out beforehand), splits, mask extents (all keys are computed).
 Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
                  const PlanOptions& options, PlanState* plan);

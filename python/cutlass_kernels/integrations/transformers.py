@@ -9,10 +9,12 @@ There is no padding and no backward: what is not served raises NotImplementedErr
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
+from .._streams import PER_THREAD_STREAM
 from .._tracing import cache_of_real_tensors
 from ..prefill import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 
@@ -76,7 +78,8 @@ def attention(
     unserved = (attention_mask, more.get("position_bias"), more.get("cache"))
     if any(given is not None for given in unserved):
         _refuse("four-dimensional masks, position_bias and paged caches", "use attn_implementation='sdpa'")
-    if dropout > 0.0 or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
+    given = (query, key, value) if s_aux is None else (query, key, value, s_aux)
+    if dropout > 0.0 or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
         _refuse("training (there is no backward and no dropout)", "call the model under torch.inference_mode()")
     if sliding_window is not None and not causal:
         _refuse("a sliding window that is not causal", "use attn_implementation='sdpa'")
@@ -91,8 +94,9 @@ def attention(
         return out.unflatten(1, (batch, num_qo_heads)).transpose(0, 1), None
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
+    thread = threading.get_ident() if stream == PER_THREAD_STREAM else 0
     lengths, sizes = (batch, q_len, kv_len), (num_qo_heads, num_kv_heads, q.size(-1), v.size(-1))
-    wrapper = _planned(stream, q.device, q.dtype, lengths, sizes, tuple(options.items()))
+    wrapper = _planned((stream, thread), q.device, q.dtype, lengths, sizes, tuple(options.items()))
     out = wrapper.run(q, k, v, sinks=sinks)
     assert isinstance(out, torch.Tensor)
     return out.unflatten(0, (batch, q_len)), None
@@ -100,18 +104,23 @@ def attention(
 
 @cache_of_real_tensors(maxsize=4)
 def _planned(
-    stream: int,
+    stream: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
     lengths: tuple[int, int, int],
     sizes: tuple[int, int, int, int],
     options: tuple[tuple[str, Any], ...],
 ) -> BatchPrefillWithRaggedKVCacheWrapper:
-    """A wrapper planned for ``lengths`` (batch, rows, keys); ``stream`` is where its tile list is ready.
+    """A wrapper planned for ``lengths`` (batch, rows, keys). Its tile list is ready on ``stream`` (handle, thread).
 
     Its workspaces have the size of this plan: 8 MiB less for the list than a wrapper takes by itself, and room for the
     partial results where the keys of few rows are split.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"attn_implementation='{NAME}' plans the first prefill of {lengths[0]} sequences of {lengths[1]} tokens, "
+            "which no CUDA graph can capture: call the model once with these sizes before the capture."
+        )
     place = dict[str, Any](dtype=torch.uint8, device=device)
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(16, **place), "NHD")
     indptrs = [torch.arange(lengths[0] + 1, dtype=torch.int32) * length for length in lengths[1:]]

@@ -166,10 +166,71 @@ void check_planned_calls() {
                   "num_kv_heads=4, but the plan is for 2");
 }
 
+/// What a plan was not made for is refused, not computed in part. A plan that cannot be made leaves the one before.
+void check_refused_plans() {
+  ck::AttentionParams params =
+      batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, 40, 20000);
+  ck::Plan plan;
+  require(ck::make_plan(params, &plan, ck::Backend::kFa3).code == ck::StatusCode::kUnsupported,
+          "fa3 has no kernel for e4m3 keys under float16 queries");
+  require_refusal(ck::attention(plan, params, at(kWorkspace), 1 << 20, nullptr), "plan is empty");
+  require(ck::make_plan(params, &plan).ok(), "fa2 has one");
+  const std::string kernel = plan.kernel();
+  const std::size_t bytes = plan.workspace_size();
+  require(!ck::make_plan(params, &plan, ck::Backend::kFa3).ok() && plan.kernel() == kernel &&
+              plan.workspace_size() == bytes,
+          "a plan that cannot be made leaves the one before");
+
+  stand_in::launches.clear();
+  const auto refused = [&](const auto& change, const char* fragment) {
+    ck::AttentionParams other = params;
+    change(other);
+    require_refusal(ck::make_schedule(plan, other, at(kWorkspace), 1 << 30, nullptr), fragment);
+    require_refusal(ck::attention(plan, other, at(kWorkspace), 1 << 30, nullptr), fragment);
+  };
+  refused([](auto& p) { p.max_qo_len = 50; }, "max_qo_len=50, but the plan is for 0");
+  refused([](auto& p) { p.fixed_split_size = 512; }, "fixed_split_size=512, but the plan is for 0");
+  refused([](auto& p) { p.disable_split_kv = true; }, "disable_split_kv=1, but");
+  ck::AttentionParams more = params;
+  more.total_q *= 4;
+  require_refusal(ck::make_schedule(plan, more, at(kWorkspace), 1 << 30, nullptr),
+                  "may make more tiles than fit the list");
+  more = params;
+  more.total_q /= 2;
+  require(ck::make_schedule(plan, more, at(kWorkspace), 1 << 30, nullptr).ok(), "fewer rows fit");
+
+  ck::AttentionParams one = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 1, 40, 20000);
+  one.qo_indptr = one.kv_indptr = nullptr;
+  require(ck::make_plan(one, &plan).ok(), "a single request has a plan");
+  params = one;
+  refused([](auto& p) { p.qo_indptr = p.kv_indptr = static_cast<const int*>(at(8 << 20)); },
+          "qo_indptr is given, but the plan is for a problem without");
+
+  ck::AttentionParams paged =
+      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
+  paged.pages.page_size = 16;
+  paged.pages.num_pages = 10000;
+  paged.pages.k_stride_page = paged.pages.v_stride_page = 16 * 2 * 64;
+  require(ck::make_plan(paged, &plan).ok(), "pages have a plan");
+  require_refusal(ck::make_schedule(plan, paged, at(kWorkspace), 1 << 30, nullptr),
+                  "num_indices is not set");
+}
+
+/// Whether attention() may refuse a workspace that is too small, in place of doing without.
+bool needs_workspace(const ck::AttentionParams& params) {
+  const bool is_batch = params.batch_size > 1 || params.qo_indptr != nullptr;
+  return params.fixed_split_size > 0 ||
+         (is_batch && (params.max_qo_len <= 0 || params.kv_dtype != params.q_dtype));
+}
+
 /// A workspace of exactly the promised size is enough; with a byte less the call is refused, or did not need it.
-void check_promised_size(const ck::AttentionParams& params) {
+void check_promised_size(const ck::AttentionParams& params, std::size_t any) {
   const std::size_t bytes = ck::workspace_size(params);
-  for (const std::size_t given : {bytes, bytes == 0 ? bytes : bytes - 1}) {
+  ck::AttentionParams sizes = params;  // before there are tensors
+  sizes.q.data = sizes.k.data = sizes.v.data = sizes.o.data = nullptr;
+  if (params.batch_size > 1) sizes.qo_indptr = sizes.kv_indptr = nullptr;
+  require(ck::workspace_size(sizes) == bytes, describe(params) + ": tensors change the size");
+  for (const std::size_t given : {bytes, bytes == 0 ? bytes : bytes - 1, any % (bytes + 1)}) {
     stand_in::launches.clear();
     const ck::Status status = ck::attention(params, at(kWorkspace), given, nullptr);
     const std::string what = describe(params) + " in " + std::to_string(given) + " of " +
@@ -177,7 +238,10 @@ void check_promised_size(const ck::AttentionParams& params) {
     if (status.code == ck::StatusCode::kUnsupported) return;  // e4m3 queries on Ampere
     if (params.fixed_split_size > 0 && status.code == ck::StatusCode::kInvalidArgument)
       return;  // too many tiles
-    if (given < bytes && status.code == ck::StatusCode::kWorkspaceTooSmall) return;
+    if (given < bytes && status.code == ck::StatusCode::kWorkspaceTooSmall) {
+      require(needs_workspace(params), what + ": " + status.message);
+      continue;
+    }
     require(status.ok(), what + ": " + status.message);
     ck::Device device;
     require(ck::current_device(&device).ok(), "the stand-in is a device");
@@ -247,7 +311,7 @@ void check_promised_sizes_of_random_problems() {
   for (int i = 0; i < 20000; ++i) {
     stand_in::device.compute_capability = random.of({80, 86, 90});
     stand_in::device.multiprocessors = random.of({1, 20, 78, 84, 108, 132, 142});
-    check_promised_size(random_problem(random));
+    check_promised_size(random_problem(random), std::size_t(random.log_in(1, 1 << 30)));
   }
   stand_in::device = {};
 }
@@ -256,7 +320,9 @@ void check_promised_sizes_of_random_problems() {
 
 int main() {
   check_planned_calls();
-  check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7));
+  check_refused_plans();
+  check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7),
+                      0);
   check_promised_sizes_of_random_problems();
   std::printf("OK\n");
   return 0;
