@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   LongestRun seen_by_all;  // in words; thread 0's
   WorkItem work;
   if (find_work<true, true, true>(p, rows, blockIdx.x, work)) {
-    const int first_row = work.tile * p.schedule.tile_rows;
-    const int end_row = min(first_row + p.schedule.tile_rows, work.qo_len);
+    const int first_row = work.tile * p.plan.tile_rows;
+    const int end_row = min(first_row + p.plan.tile_rows, work.qo_len);
     const IntervalMask window = IntervalMask::make(p, divisors, work.qo_len, work.kv_len);
     const std::int64_t first_bit =
         p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 Status launch_mask_extents(const LaunchParams& params, MaskExtent* extents, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.schedule.tile_indices);
+  config.gridDim = dim3(params.plan.tile_indices);
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   const cudaError_t error = cudaLaunchKernelEx(

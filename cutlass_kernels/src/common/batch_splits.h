@@ -26,7 +26,7 @@ class BatchSplits {
     const bool in_pages = p.pages.page_size > 0 && p.pages.table_stride == 0;
     const float keys = __fsub_rn(float(p.kv_indptr[requests_]), first_);
     const float unit = in_pages ? float(p.pages.page_size) : 1.0f;
-    const float most = __fdividef(__fmul_rn(keys, unit), float(p.schedule.least_split_keys));
+    const float most = __fdividef(__fmul_rn(keys, unit), float(p.plan.least_split_keys));
     extra_ = fmaxf(fminf(float(extra), floorf(most)), 0.0f);
     per_key_ = keys > 0.0f ? __fdividef(extra_, keys) : 0.0f;
   }
@@ -72,7 +72,7 @@ class BatchSplits {
 
 // Rows that the partial results of a split have room for.
 CUTE_DEVICE int rows_of_split(const LaunchParams& p) {
-  return min(p.schedule.tile_rows, int(p.total_q));
+  return min(p.plan.tile_rows, int(p.total_q));
 }
 
 }  // namespace cutlass_kernels

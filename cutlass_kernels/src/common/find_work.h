@@ -25,12 +25,12 @@ struct RowTiles {
   int tiles;              // of the longest request; 0 for kBatchInOrder
 
   static RowTiles make(const LaunchParams& p) {
-    const Schedule& schedule = p.schedule;
-    const bool in_order = schedule.source == TileSource::kBatchInOrder;
-    const int repeats = std::max(schedule.num_splits, is_batch(p) ? p.batch_size : 1);
+    const LaunchPlan& plan = p.plan;
+    const bool in_order = plan.source == TileSource::kBatchInOrder;
+    const int repeats = std::max(plan.num_splits, is_batch(p) ? p.batch_size : 1);
     return {FastDivisor(std::uint32_t(repeats)),
-            FastDivisor(std::uint32_t(std::max(schedule.tile_rows, 1))),
-            in_order ? 0 : schedule.tile_indices / repeats};
+            FastDivisor(std::uint32_t(std::max(plan.tile_rows, 1))),
+            in_order ? 0 : plan.tile_indices / repeats};
   }
 };
 
@@ -63,8 +63,8 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
 // kBatches: whether a batch may come without a list.
 template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true>
 CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank, WorkItem& work) {
-  if (p.schedule.tile_list != nullptr) {
-    work = static_cast<const WorkItem*>(p.schedule.tile_list)[rank];
+  if (p.plan.tile_list != nullptr) {
+    work = static_cast<const WorkItem*>(p.plan.tile_list)[rank];
     if (work.batch < 0) return false;
   } else {
     const int repeats = int(rows.repeats.divisor);
@@ -94,7 +94,7 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank
         }
       }
       if constexpr (kInOrder) {
-        if (rows.tiles == 0) find_in_order(p, rows, p.schedule.tile_indices - 1 - rank, work);
+        if (rows.tiles == 0) find_in_order(p, rows, p.plan.tile_indices - 1 - rank, work);
       }
       work.q_begin = p.qo_indptr[work.batch];
       work.qo_len = p.qo_indptr[work.batch + 1] - work.q_begin;
@@ -107,11 +107,11 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank
         work.kv_len = p.kv_indptr[work.batch + 1] - work.kv_begin;
       }
       // In 64 bits: the length was never checked.
-      if (work.tile < 0 || std::int64_t(work.tile) * p.schedule.tile_rows >= work.qo_len) {
+      if (work.tile < 0 || std::int64_t(work.tile) * p.plan.tile_rows >= work.qo_len) {
         return false;
       }
     }
-    work.partial_row = work.tile * p.schedule.tile_rows * repeats;
+    work.partial_row = work.tile * p.plan.tile_rows * repeats;
     if constexpr (kSplits) {
       if (first_split >= 0) {
         work.partial_row = (work.tile * repeats + first_split) * rows_of_split(p);

@@ -47,9 +47,9 @@ struct OnlineSoftmax {
   static constexpr float kHeadroom = 8.0f;  // log2: P stays below 2^8
   static constexpr float kNoKey = 1e38f;    // minus_m of a row that has seen no key
 
-  float scale;           // log2 units per unit of s, > 0
-  float minus_m[kRows];  // -m in log2 units
-  float partial_sum[kRows];
+  float scale;               // log2 units per unit of s, > 0
+  float minus_m[kRows];      // (row): -m in log2 units
+  float partial_sum[kRows];  // (row): of this thread's columns
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale(scale_log2) {
     CUTE_UNROLL

@@ -87,7 +87,7 @@ constexpr bool is_consistent() {
          (!Tile::kDecodes || (Tile::kBlockM == 16 && Tile::kSharesKeys));
 }
 
-// Schedule::tile_kind. fa3 has the same numbers for the first two.
+// LaunchPlan::tile_kind. fa3 has the same numbers for the first two.
 enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
 
 // ---- The tiles of each head dimension. ----

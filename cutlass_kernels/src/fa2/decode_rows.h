@@ -89,7 +89,7 @@ struct DecodeRows {
       float m = -INFINITY;
       for (int w = 0; w < warps; ++w) m = fmaxf(m, maximum_and_sum(w, row).x);
       float sum = 0.0f;
-      float result[kPanels][4] = {};
+      float result[kPanels][4] = {};  // (panel of 128 columns, the lane's four)
       for (int w = 0; w < warps; ++w) {
         const float2 of_warp = maximum_and_sum(w, row);
         // Masked keys have p = 0, but their V may be infinite: what saw no key does not count.
@@ -153,7 +153,7 @@ struct DecodeRows {
         }
       }
     }
-    if (partial && p.schedule.combine_counters != nullptr) merge_if_last(rows, heads);
+    if (partial && p.plan.combine_counters != nullptr) merge_if_last(rows, heads);
   }
 
   // By the same warps. Without counters another kernel merges.
@@ -167,7 +167,7 @@ struct DecodeRows {
       // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block:
       // combine_splits() reads past the L1 cache, so one thread's fences are enough.
       __threadfence();
-      *is_last = take_ticket(reinterpret_cast<unsigned*>(p.schedule.combine_counters + counter),
+      *is_last = take_ticket(reinterpret_cast<unsigned*>(p.plan.combine_counters + counter),
                              last + 1) == last;
       __threadfence();
     }

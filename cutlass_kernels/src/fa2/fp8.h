@@ -64,7 +64,7 @@ CUTE_DEVICE void add_scores_fp8(float (&s)[Tile::kRowTiles][kTilesN][4], std::ui
   constexpr int kPairs = kTilesN / 2;
   constexpr int kSlots = Tile::kAhead + 1;
   std::uint32_t words[kSlots][4];  // (keys 0-7, d 0-15), (0-7, 16-31), (8-15, 0-15), (8-15, 16-31)
-  std::uint32_t a[4][Tile::kRowTiles][4];
+  std::uint32_t a[4][Tile::kRowTiles][4];  // Q: (kd % 4, row tile, fragment)
   auto read_q = [&](int kd) {
     CUTE_UNROLL
     for (int m = 0; m < Tile::kRowTiles; ++m) {
@@ -128,7 +128,7 @@ CUTE_DEVICE void add_values_fp8(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][
   for (int step = 0; step < Tile::kAhead; ++step) read_v(step);
   CUTE_UNROLL
   for (int k = 0; k < kSteps; ++k) {
-    std::uint32_t p[Tile::kRowTiles][4];
+    std::uint32_t p[Tile::kRowTiles][4];  // P: (row tile, fragment)
     CUTE_UNROLL
     for (int i = 0; i < Tile::kRowTiles * 4; ++i) p[i / 4][i % 4] = make_p(k, i);
     CUTE_UNROLL

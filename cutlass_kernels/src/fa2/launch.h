@@ -36,9 +36,9 @@ Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
   kernel_params.mask_divisors = MaskDivisors(p);
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
   kernel_params.rows = RowTiles::make(p);
-  const int packed_heads = std::max(p.schedule.packed_heads, 1);
+  const int packed_heads = std::max(p.plan.packed_heads, 1);
   kernel_params.pack = FastDivisor(std::uint32_t(packed_heads));
-  const int tiles = p.schedule.tile_indices;
+  const int tiles = p.plan.tile_indices;
   // Packed heads share their keys already: sections would only put entries of the list without a tile between the
   // others.
   const std::int64_t tail_tiles =
@@ -88,10 +88,10 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
 
 template <int HeadDim>
 Status no_such_tile(const LaunchParams& params) {
-  const Schedule& schedule = params.schedule;
+  const LaunchPlan& plan = params.plan;
   return Status::invalid(
-      "The plan is for tiles of " + std::to_string(schedule.tile_rows) + " rows (kind " +
-      std::to_string(schedule.tile_kind) + ", " + std::to_string(schedule.packed_heads) +
+      "The plan is for tiles of " + std::to_string(plan.tile_rows) + " rows (kind " +
+      std::to_string(plan.tile_kind) + ", " + std::to_string(plan.packed_heads) +
       " packed heads), but fa2 has none such for head dimension " + std::to_string(HeadDim) +
       " and these heads: make_plan() makes a plan for these parameters.");
 }
@@ -100,8 +100,7 @@ Status no_such_tile(const LaunchParams& params) {
 template <class Element, int HeadDim, class Packed, class Kv = Element>
 Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
   const int heads = packed_heads(params, Packed::kBlockM);
-  if (params.schedule.packed_heads != heads ||
-      params.schedule.tile_rows != Packed::kBlockM / heads) {
+  if (params.plan.packed_heads != heads || params.plan.tile_rows != Packed::kBlockM / heads) {
     return no_such_tile<HeadDim>(params);
   }
   return GeneralTransform::needed(params) || LogitsTransform::needed(params)
@@ -130,8 +129,8 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDim>;
   static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
                 Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
-  const int rows = params.schedule.tile_rows;
-  if (params.schedule.packed_heads != 0 || params.schedule.split_tile_capacity != 0 ||
+  const int rows = params.plan.tile_rows;
+  if (params.plan.packed_heads != 0 || params.plan.split_tile_capacity != 0 ||
       (rows != Tiles::Small::kBlockM && rows != Tiles::Large::kBlockM)) {
     return no_such_tile<HeadDim>(params);
   }
@@ -151,7 +150,7 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
 
 template <class Element, int HeadDim>
 Status launch(const LaunchParams& params, cudaStream_t stream) {
-  switch (params.schedule.tile_kind) {
+  switch (params.plan.tile_kind) {
     case kPacked:
       return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::Packed>(params, stream);
     case kDecode:
@@ -171,16 +170,16 @@ template <class Element, class Kv, int HeadDim>
 Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
   using Tile = typename TileTable<HeadDim>::Fp8;
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
-  if (params.schedule.tile_kind == kDecode) {
+  if (params.plan.tile_kind == kDecode) {
     return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params,
                                                                                        stream);
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   const TileShape shape = packed_fp8_shape<HeadDim>(params, device);
-  const Schedule& schedule = params.schedule;
-  if (schedule.tile_kind != shape.kind || schedule.packed_heads != shape.packed_heads ||
-      schedule.tile_rows != shape.rows) {
+  const LaunchPlan& plan = params.plan;
+  if (plan.tile_kind != shape.kind || plan.packed_heads != shape.packed_heads ||
+      plan.tile_rows != shape.rows) {
     return no_such_tile<HeadDim>(params);
   }
   if (GeneralTransform::needed(params) || LogitsTransform::needed(params)) {

@@ -76,7 +76,7 @@ struct RowLoader {
   std::uint32_t relative;  // that row, counted from `begin`; wraps around to large values before it
   std::uint32_t extent;
   ColumnBytes<kElementBytes> columns;
-  std::uint32_t to[kPatterns];
+  std::uint32_t to[kPatterns];  // (step % kPatterns)
 
   // `base`: the tensor's first row for this head; rows [first, first + kRows) go to `shared`.
   CUTE_DEVICE RowLoader(std::uint32_t shared, const char* base, std::int64_t stride_token,

@@ -110,7 +110,7 @@ struct PageLoader {
   const char* rows[kAhead];
   int column_bytes;
   ColumnBytes<Tile::kKvBytes> columns;
-  std::uint32_t to[kPatterns];
+  std::uint32_t to[kPatterns];  // (step % kPatterns)
 
   CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim,
                          int thread)

@@ -136,7 +136,7 @@ struct GeneralLogits {
     transform.capped = capped;  // a constant here: one branch for all logits
     if constexpr (Tile::kPacked) {
       float logits_scale[2], slope[2];
-      int distance[2];
+      int distance[2];  // per half (2)
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         const int row = half * 8 + share.lane / 4;

@@ -100,7 +100,7 @@ struct PackedQ {
 
   int group;  // of 16 columns
   int first_row;
-  uint4 columns[kSteps][2];
+  uint4 columns[kSteps][2];  // (step, 8 columns each)
 
   CUTE_DEVICE explicit PackedQ(int thread) : group(thread % kGroups), first_row(thread / kGroups) {}
 

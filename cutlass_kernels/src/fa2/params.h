@@ -33,7 +33,7 @@ struct KernelParams {
   std::uint32_t num_pages;  // at most 2^31: as unsigned numbers, negative indices are not below it
   PagedMatrix paged[2];     // K, V
   std::uint32_t first_v_page;  // PageTable::v_offset
-  FastDivisor pack;            // by Schedule::packed_heads
+  FastDivisor pack;            // by LaunchPlan::packed_heads
   // The general variant.
   GeneralTransform general;
   bool transforms;  // whether it does anything to q.k

@@ -49,7 +49,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
     return;
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
-  bool no_key[kRows];
+  bool no_key[kRows];  // (row)
   bool any_without = false;
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {

@@ -37,7 +37,7 @@ struct TileWork {
     head = Tile::kPacked ? position.head * int(params.pack.divisor) : position.head;
     // Not a FastDivisor: ptxas then orders the main loop anew, which is 3 % slower.
     kv_head = head / params.group_size;
-    const int tile_rows = Tile::kPacked ? p.schedule.tile_rows : Tile::kBlockM;
+    const int tile_rows = Tile::kPacked ? p.plan.tile_rows : Tile::kBlockM;
     row_begin = item.tile * tile_rows;
     row_end = min(row_begin + tile_rows, item.qo_len);
     mask = IntervalMask::make(p, params.mask_divisors, item.qo_len, item.kv_len);
@@ -48,8 +48,8 @@ struct TileWork {
     bits_end = 0;
     request_bit = 0;
     if constexpr (kGeneral) {
-      if (p.schedule.mask_extents != nullptr) {
-        take_extent(p, static_cast<const MaskExtent*>(p.schedule.mask_extents)[position.rank]);
+      if (p.plan.mask_extents != nullptr) {
+        take_extent(p, static_cast<const MaskExtent*>(p.plan.mask_extents)[position.rank]);
       }
     }
     block_begin = key_begin / Tile::kBlockN;

@@ -15,7 +15,7 @@ namespace cutlass_kernels::fa3 {
 // Rows of a consumer warpgroup: the M of wgmma.
 constexpr int kWarpgroupRows = 64;
 
-// Schedule::tile_kind.
+// LaunchPlan::tile_kind.
 enum TileKind { kRows, kGeneral, kGather, kPacked };
 
 // ---- What a tile chooses. A tile of the table overrides the defaults in which it differs.

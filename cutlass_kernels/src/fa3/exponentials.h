@@ -64,7 +64,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max,
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_maximum(const ScoreFragment& s,
                                                                  RowFactors& factor) {
-  float row_max[2];
+  float row_max[2];  // (row)
   find_maximum(s, row_max);
   return raise_to(row_max, factor);
 }

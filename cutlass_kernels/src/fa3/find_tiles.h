@@ -18,7 +18,7 @@ class TileClaims {
   CUTE_DEVICE explicit TileClaims(const KernelParams& params)
       : params_(params),
         count_(params.order.tiles * params.heads),
-        counter_(reinterpret_cast<unsigned long long*>(params.attention.schedule.tile_counter)),
+        counter_(reinterpret_cast<unsigned long long*>(params.attention.plan.tile_counter)),
         index_(-1) {}
 
   // The next tile; false once there is none.
@@ -86,8 +86,7 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
     job.valid = found;
     if (found) {
       const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
-      const int tile_rows =
-          Tile::kPacked ? params.attention.schedule.tile_rows : int(Tile::kBlockM);
+      const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
       const int row_begin = work.tile * tile_rows;
       const int row_end = min(row_begin + tile_rows, work.qo_len);
       job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
@@ -107,9 +106,9 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
         job.has_hidden_keys = 1;
         job.unmasked_begin = 0;
         job.unmasked_end = params.attention.mask.words == nullptr ? work.kv_len : 0;
-        if (params.attention.schedule.mask_extents != nullptr) {
+        if (params.attention.plan.mask_extents != nullptr) {
           const MaskExtent extent =
-              static_cast<const MaskExtent*>(params.attention.schedule.mask_extents)[rank];
+              static_cast<const MaskExtent*>(params.attention.plan.mask_extents)[rank];
           job.has_hidden_keys = extent.hides;
           job.unmasked_begin = extent.all_begin;
           job.unmasked_end = extent.all_end;

@@ -43,7 +43,7 @@ struct FullyMaskedKeys {
   template <class Tile>
   CUTE_DEVICE void find(const KernelParams& params, const Job& job, int kv_block) {
     const int first_key = job.key_begin + kv_block * kRows;
-    const int tile_rows = Tile::kPacked ? params.attention.schedule.tile_rows : int(Tile::kBlockM);
+    const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
     const int rows = min(tile_rows, job.qo_len - job.row_begin);
     const IntervalMask mask = make_mask(params, job.qo_len, job.kv_len);
     std::uint32_t seen[kRows / 32] = {};  // (BLK_N / 32)

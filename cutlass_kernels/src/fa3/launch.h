@@ -26,14 +26,14 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   if (Status asked = current_device(&device); !asked.ok()) return asked;
   const int ctas = device.multiprocessors * Tile::kCtasPerSm;
 
-  const int tiles = p.schedule.tile_indices;
-  const int packed_heads = std::max(p.schedule.packed_heads, 1);
+  const int tiles = p.plan.tile_indices;
+  const int packed_heads = std::max(p.plan.packed_heads, 1);
   kernel_params.heads = p.num_qo_heads / packed_heads;
   kernel_params.packed.heads = FastDivisor(std::uint32_t(packed_heads));
   kernel_params.packed.tokens = kWarpgroupRows / packed_heads;
   kernel_params.packed.last_token = (kWarpgroupRows - 1) / packed_heads;
   // Without a counter, each CTA has fixed tile indices. They even out only in one order of lengths, without sections.
-  const bool fixed = p.schedule.tile_counter == nullptr;
+  const bool fixed = p.plan.tile_counter == nullptr;
   kernel_params.order =
       fixed ? TileOrder::make(p, tiles, std::int64_t(tiles) * kernel_params.heads, device,
                               std::numeric_limits<std::int64_t>::max())
@@ -67,8 +67,8 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
 }
 
 inline Status no_such_tile(const LaunchParams& params) {
-  return Status::invalid("The plan is for tiles of " + std::to_string(params.schedule.tile_rows) +
-                         " rows (kind " + std::to_string(params.schedule.tile_kind) +
+  return Status::invalid("The plan is for tiles of " + std::to_string(params.plan.tile_rows) +
+                         " rows (kind " + std::to_string(params.plan.tile_kind) +
                          "), but fa3 has none such for these head dimensions, this mask and these "
                          "pages: make_plan() makes a plan for these parameters.");
 }
@@ -80,7 +80,7 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
   using FewKeys = typename Tiles::FewKeys;
   using Small = typename Tiles::Small;
   static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
-  const int rows = params.schedule.tile_rows;
+  const int rows = params.plan.tile_rows;
   if (rows == Large::kBlockM) {
     if constexpr (kLogits == Logits::kPlain) {
       if (params.skip_softmax_factor > 0.0f) {
@@ -114,7 +114,7 @@ Status launch_gather(const LaunchParams& params, cudaStream_t stream) {
   using Gather = typename Tiles::Gather;
   using Small = typename Tiles::GatherSmall;
   using General = typename Tiles::GatherGeneral;
-  const int rows = params.schedule.tile_rows;
+  const int rows = params.plan.tile_rows;
   if (!GeneralTransform::needed(params)) {
     if (rows == Gather::kBlockM) return launch_capped<Element, Gather>(params, stream);
     if (rows == Small::kBlockM) return launch_capped<Element, Small>(params, stream);
@@ -125,16 +125,16 @@ Status launch_gather(const LaunchParams& params, cudaStream_t stream) {
 
 template <class Packed>
 bool is_packed_schedule(const LaunchParams& params) {
-  return params.schedule.tile_kind == kPacked &&
-         params.schedule.packed_heads == packed_heads(params, kWarpgroupRows) &&
-         params.schedule.tile_rows == packed_tile_rows<Packed>(params);
+  return params.plan.tile_kind == kPacked &&
+         params.plan.packed_heads == packed_heads(params, kWarpgroupRows) &&
+         params.plan.tile_rows == packed_tile_rows<Packed>(params);
 }
 
 template <class Element, int HeadDimQk, int HeadDimVo>
 Status launch(const LaunchParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
   const bool general = GeneralTransform::needed(params);
-  switch (params.schedule.tile_kind) {
+  switch (params.plan.tile_kind) {
     case kPacked:
       if (!is_packed_schedule<typename Tiles::Packed>(params)) return no_such_tile(params);
       return gathers(params) ? launch_logits<Element, typename Tiles::PackedGather>(params, stream)
@@ -143,7 +143,7 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
       if (!gathers(params)) return no_such_tile(params);
       return launch_gather<Element, Tiles>(params, stream);
     case kGeneral:
-      if (gathers(params) || params.schedule.tile_rows != Tiles::General::kBlockM) {
+      if (gathers(params) || params.plan.tile_rows != Tiles::General::kBlockM) {
         return no_such_tile(params);
       }
       return launch_tile<Element, typename Tiles::General, Logits::kGeneral>(params, stream);

@@ -13,7 +13,7 @@ Status launch_fp8_to(const LaunchParams& params, cudaStream_t stream) {
     return launch_logits<Element, typename Tiles::Packed>(params, stream);
   }
   using Large = typename Tiles::Large;
-  if (params.schedule.tile_kind != kRows || params.schedule.tile_rows != Large::kBlockM) {
+  if (params.plan.tile_kind != kRows || params.plan.tile_rows != Large::kBlockM) {
     return no_such_tile(params);
   }
   return LogitsTransform::needed(params) || params.logits_scale.data != nullptr

@@ -121,7 +121,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     const bool lazy = kLazyMax && !(masked && kLogits != Logits::kGeneral) && !last && !is_exact();
     bool raised = false;
     if constexpr (kSkipsNegligible) {
-      float row_max[2];
+      float row_max[2];  // (row)
       find_maximum(s, row_max);
       negligible = !last && are_negligible(row_max);
       if (!negligible) raised = raise_to(row_max, factor);

@@ -107,8 +107,8 @@ inline Status make_maps(const LaunchParams& p, int block_n, KernelParams* kernel
                        p.total_q, p.num_qo_heads,   p.head_dim_qk};
   const RowsOfTensor o{p.o.data,  p.o.stride_token, p.o.stride_head,
                        p.total_q, p.num_qo_heads,   p.head_dim_vo};
-  if (p.schedule.packed_heads > 0) {  // O is not written by TMA
-    return make_packed_tensor_map("q", q, p.q_dtype, p.schedule.packed_heads,
+  if (p.plan.packed_heads > 0) {  // O is not written by TMA
+    return make_packed_tensor_map("q", q, p.q_dtype, p.plan.packed_heads,
                                   kernel_params->packed.tokens, &kernel_params->q_map);
   }
   if (Status of_q = make_tensor_map("q", q, p.q_dtype, kWarpgroupRows, &kernel_params->q_map);

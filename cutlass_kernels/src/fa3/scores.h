@@ -27,7 +27,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::begin_tile() {
     first_row = job.row_begin + warpgroup * params.packed.tokens;
     last_row = first_row + params.packed.last_token;
     row = first_row;
-    has_rows = first_row < min(job.qo_len, job.row_begin + params.attention.schedule.tile_rows);
+    has_rows = first_row < min(job.qo_len, job.row_begin + params.attention.plan.tile_rows);
   } else {
     first_row = job.row_begin + warpgroup * kWarpgroupRows;
     last_row = first_row + kWarpgroupRows - 1;

@@ -43,8 +43,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   const int warp_row = job.row_begin + warpgroup * kWarpgroupRows + warp * 16;  // in the request
   const int head = job.head;
 
-  float scale[2];
-  bool no_key[2];
+  float scale[2];  // (row)
+  bool no_key[2];  // (row)
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float m, sum;

@@ -42,8 +42,8 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
   };
   const std::int64_t q_begin = std::int64_t(job.q_end) - job.qo_len + job.row_begin;
 
-  float scale[2] = {};
-  bool no_key[2];
+  float scale[2] = {};  // (row)
+  bool no_key[2];       // (row)
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     float m, sum;

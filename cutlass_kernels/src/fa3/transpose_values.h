@@ -61,7 +61,7 @@ CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int warp,
     const std::uint32_t target = to + d32 * (32 * 128);
     CUTE_UNROLL
     for (int first = 0; first < kGroups; first += kBatch) {
-      std::uint32_t x[kBatch][4];
+      std::uint32_t x[kBatch][4];  // (16 keys, fragment)
       CUTE_UNROLL
       for (int i = 0; i < kBatch; ++i) ldmatrix_x4_trans(x[i], source + (first + i) * (16 * 128));
       CUTE_UNROLL

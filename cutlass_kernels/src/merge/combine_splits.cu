@@ -36,38 +36,38 @@ __device__ bool is_inside(const LaunchParams& p, int q_begin, int q_end,
 
 // Of a batch without a list: tiles of the longest request, each for all requests.
 __device__ SplitsOfTile tile_of_batch(const LaunchParams& p, int index) {
-  const Schedule& schedule = p.schedule;
+  const LaunchPlan& plan = p.plan;
   const int tile = index / p.batch_size;
   const int batch = index - tile * p.batch_size;
   const int q_begin = p.qo_indptr[batch];
   const int q_end = p.qo_indptr[batch + 1];
   const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, batch);
-  const BatchSplits batch_splits(p, schedule.num_splits - p.batch_size);
+  const BatchSplits batch_splits(p, plan.num_splits - p.batch_size);
   const RequestSplits splits = batch_splits.find(batch_splits.begin(batch));
-  const int first_row = tile * schedule.tile_rows;
+  const int first_row = tile * plan.tile_rows;
   const bool is_split = splits.batch == batch && splits.count > 1 &&
                         is_inside(p, q_begin, q_end, keys) && first_row < q_end - q_begin;
   if (!is_split) return {};
-  return {q_begin + first_row, min(schedule.tile_rows, q_end - q_begin - first_row),
-          (tile * schedule.num_splits + splits.first) * rows_of_split(p), splits.count};
+  return {q_begin + first_row, min(plan.tile_rows, q_end - q_begin - first_row),
+          (tile * plan.num_splits + splits.first) * rows_of_split(p), splits.count};
 }
 
 __device__ SplitsOfTile tile_at(const LaunchParams& p, int index) {
-  const Schedule& schedule = p.schedule;
-  if (schedule.tile_list != nullptr) {
-    const SplitTile tile = static_cast<const SplitTile*>(schedule.split_tiles)[index];
+  const LaunchPlan& plan = p.plan;
+  if (plan.tile_list != nullptr) {
+    const SplitTile tile = static_cast<const SplitTile*>(plan.split_tiles)[index];
     if (!is_inside(p, tile.q_begin, tile.q_end, {tile.kv_begin, tile.kv_len})) return {};
     return {tile.q_begin, tile.rows, tile.partial_row, tile.num_splits};
   }
   if (p.qo_indptr != nullptr) return tile_of_batch(p, index);
-  const int first = index * schedule.tile_rows;
-  return {first, min(schedule.tile_rows, int(p.total_q) - first), first * schedule.num_splits,
-          schedule.num_splits};
+  const int first = index * plan.tile_rows;
+  return {first, min(plan.tile_rows, int(p.total_q) - first), first * plan.num_splits,
+          plan.num_splits};
 }
 
 __device__ int split_tile_count(const LaunchParams& p) {
-  if (p.schedule.tile_list == nullptr) return p.schedule.split_tile_capacity;
-  return (static_cast<const ScheduleHeader*>(p.schedule.tile_list) - 1)->split_tiles;
+  if (p.plan.tile_list == nullptr) return p.plan.split_tile_capacity;
+  return (static_cast<const TileListHeader*>(p.plan.tile_list) - 1)->num_split_tiles;
 }
 
 // A row of a head is combined by a warp, or (kShared) by all warps of a thread block, each some of the splits: one row
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   constexpr int kRowsOfBlock = kShared ? 1 : kWarps;
-  const int rows_of_tile = p.schedule.tile_rows * heads;  // at most
+  const int rows_of_tile = p.plan.tile_rows * heads;  // at most
   const std::int64_t count = std::int64_t(tiles) * rows_of_tile;
   for (std::int64_t item = std::int64_t(blockIdx.x) * kRowsOfBlock + (kShared ? 0 : warp);
        item < count; item += std::int64_t(gridDim.x) * kRowsOfBlock) {
@@ -170,8 +170,8 @@ Kernel kernel_for(DType dtype, bool shared) {
 Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  const std::int64_t most_rows = std::int64_t(params.schedule.split_tile_capacity) *
-                                 params.schedule.tile_rows * params.num_qo_heads;
+  const std::int64_t most_rows =
+      std::int64_t(params.plan.split_tile_capacity) * params.plan.tile_rows * params.num_qo_heads;
   const std::int64_t most_blocks = std::int64_t(device.multiprocessors) * kBlocksPerSm;
   // The two add up splits in different orders. With a fixed split size, results must not depend on the batch: only one
   // is used.

@@ -18,10 +18,10 @@ namespace cutlass_kernels {
 
 // Result `at` is that of row at / num_qo_heads and head at % num_qo_heads.
 CUTE_DEVICE float* partial_o(const LaunchParams& p, std::int64_t at) {
-  return p.schedule.partial_o + at * p.head_dim_vo;
+  return p.plan.partial_o + at * p.head_dim_vo;
 }
 CUTE_DEVICE float2* partial_max_sum(const LaunchParams& p, std::int64_t at) {
-  return reinterpret_cast<float2*>(p.schedule.partial_max_sum) + at;
+  return reinterpret_cast<float2*>(p.plan.partial_max_sum) + at;
 }
 
 }  // namespace cutlass_kernels

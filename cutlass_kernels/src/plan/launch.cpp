@@ -18,36 +18,36 @@ namespace cutlass_kernels {
 namespace {
 
 /// What the plan says, with the addresses of a call.
-Schedule schedule_of(const PlanState& plan, const Memory& memory) {
+LaunchPlan launch_plan(const PlanState& plan, const Memory& memory) {
   const WorkspaceLayout& layout = plan.layout;
-  Schedule schedule;
-  schedule.source = plan.source;
-  schedule.tile_indices = plan.tile_indices;
-  schedule.tile_rows = plan.tile.rows;
-  schedule.tile_kind = plan.tile.kind;
-  schedule.packed_heads = plan.tile.packed_heads;
-  schedule.num_splits = plan.num_splits;
-  schedule.least_split_keys = plan.tile.least_split_keys;
-  schedule.split_tile_capacity = plan.split_tile_capacity;
-  schedule.partial_o = layout.partial_o.in<float>(memory.scratch);
-  schedule.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
+  LaunchPlan launched;
+  launched.source = plan.source;
+  launched.tile_indices = plan.tile_indices;
+  launched.tile_rows = plan.tile.rows;
+  launched.tile_kind = plan.tile.kind;
+  launched.packed_heads = plan.tile.packed_heads;
+  launched.num_splits = plan.num_splits;
+  launched.least_split_keys = plan.tile.least_split_keys;
+  launched.split_tile_capacity = plan.split_tile_capacity;
+  launched.partial_o = layout.partial_o.in<float>(memory.scratch);
+  launched.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
   if (plan.source == TileSource::kList) {
-    schedule.tile_list = layout.tile_list.in<WorkItem>(memory.schedule);
-    schedule.split_tiles = layout.split_tiles.in<SplitTile>(memory.schedule);
-    schedule.tile_counter = &layout.header.in<ScheduleHeader>(memory.schedule)->tile_counter;
-    schedule.combine_counters = layout.combine_counters.in<std::int32_t>(memory.schedule);
-    schedule.num_combine_counters = plan.combine_counters;
-    return schedule;
+    launched.tile_list = layout.tile_list.in<WorkItem>(memory.schedule);
+    launched.split_tiles = layout.split_tiles.in<SplitTile>(memory.schedule);
+    launched.tile_counter = &layout.header.in<TileListHeader>(memory.schedule)->tile_counter;
+    launched.combine_counters = layout.combine_counters.in<std::int32_t>(memory.schedule);
+    launched.num_combine_counters = plan.combine_counters;
+    return launched;
   }
-  schedule.tile_counter = layout.tile_counter.in<std::uint64_t>(memory.scratch);
+  launched.tile_counter = layout.tile_counter.in<std::uint64_t>(memory.scratch);
   if (memory.call_counters != nullptr) {
-    schedule.tile_counter = reinterpret_cast<std::uint64_t*>(memory.call_counters);
+    launched.tile_counter = reinterpret_cast<std::uint64_t*>(memory.call_counters);
     if (plan.combine_counters > 0) {
-      schedule.combine_counters = memory.call_counters + kFirstCombineCallCounter;
-      schedule.num_combine_counters = kCombineCallCounters;
+      launched.combine_counters = memory.call_counters + kFirstCombineCallCounter;
+      launched.num_combine_counters = kCombineCallCounters;
     }
   }
-  return schedule;
+  return launched;
 }
 
 /// What of `params` the plan was not made for; empty if it fits.
@@ -131,7 +131,7 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
   }
   const WorkspaceLayout& layout = plan.layout;
   return launch_schedule(params, plan.tile.rows, plan.rule, plan.tile_indices,
-                         layout.header.in<ScheduleHeader>(schedule),
+                         layout.header.in<TileListHeader>(schedule),
                          layout.tile_list.in<WorkItem>(schedule),
                          layout.split_tiles.in<SplitTile>(schedule),
                          layout.combine_counters.in<std::int32_t>(schedule), stream);
@@ -147,14 +147,14 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
   }
   LaunchParams problem;
   static_cast<AttentionParams&>(problem) = params;
-  problem.schedule = schedule_of(plan, memory);
+  problem.plan = launch_plan(plan, memory);
   if (params.mask.words != nullptr) {  // it replaces these
     problem.causal = false;
     problem.chunk_size = 0;
   }
   if (plan.layout.tile_counter.bytes > 0 && memory.call_counters == nullptr) {
     const cudaError_t error =
-        cudaMemsetAsync(problem.schedule.tile_counter, 0, plan.layout.tile_counter.bytes, stream);
+        cudaMemsetAsync(problem.plan.tile_counter, 0, plan.layout.tile_counter.bytes, stream);
     if (error != cudaSuccess) return cuda_failure("Clearing the tile counter", error);
   }
   if (params.mask.words != nullptr && plan.kernel->uses_mask_extents) {
@@ -162,11 +162,11 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
     if (extents != nullptr) {
       Status status = launch_mask_extents(problem, extents, stream);
       if (!status.ok()) return status;
-      problem.schedule.mask_extents = extents;
+      problem.plan.mask_extents = extents;
     }
   }
   Status status = plan.kernel->launch(problem, stream);
-  const bool combines = splits && problem.schedule.combine_counters == nullptr;
+  const bool combines = splits && problem.plan.combine_counters == nullptr;
   return status.ok() && combines ? launch_combine_splits(problem, stream) : status;
 }
 

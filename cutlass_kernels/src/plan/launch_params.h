@@ -51,17 +51,17 @@ struct alignas(16) SplitTile {
 
 /// What the memory of a schedule begins with. The counter comes first: where another batch is planned into the same
 /// memory, captured kernels find it at the same address.
-struct alignas(16) ScheduleHeader {
+struct alignas(16) TileListHeader {
   std::uint64_t tile_counter;
-  std::int32_t split_tiles;  ///< entries of the list of split tiles
+  std::int32_t num_split_tiles;  ///< entries of the list of split tiles
   std::int32_t unused;
 };
 
-/// What the plan says, with addresses: what a launched kernel is given of it.
-struct Schedule {
+/// What a launched kernel is given of the plan, with addresses.
+struct LaunchPlan {
   TileSource source = TileSource::kSingleRequest;
   const void* tile_list =
-      nullptr;  ///< WorkItem[tile_indices], after a ScheduleHeader; null without a list
+      nullptr;  ///< WorkItem[tile_indices], after a TileListHeader; null without a list
   std::int32_t tile_indices = 0;  ///< per head (or pack of heads); some may map to no tile
   std::int32_t tile_rows = 0;     ///< TileShape::rows
   std::int32_t tile_kind = 0;     ///< TileShape::kind
@@ -85,10 +85,10 @@ struct Schedule {
 };
 
 struct LaunchParams : AttentionParams {
-  Schedule schedule;
+  LaunchPlan plan;
 };
 
-/// Which of Schedule::combine_counters belongs to a split tile and a pack of heads. Partial rows of two tiles begin at
+/// Which of LaunchPlan::combine_counters belongs to a split tile and a pack of heads. Partial rows of two tiles begin at
 /// least two rows apart, as each has two splits or more.
 CK_HOST_DEVICE inline int combine_counter(int partial_row, int pack, int packs) {
   return partial_row / 2 * packs + pack;

@@ -67,18 +67,19 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
   if (Status status = check_partial_rows(params, rule); !status.ok()) return status;
   plan->tile_indices = std::int32_t(tile_indices);
-  plan->split_tile_capacity = std::int32_t(rule.split_tiles);
+  plan->split_tile_capacity = std::int32_t(rule.split_tile_capacity);
   plan->combine_counters = std::int32_t(rule.combine_counters);
 
   WorkspaceLayout& layout = plan->layout;
   RegionStack schedule;
-  layout.header = schedule.add(sizeof(ScheduleHeader));
+  layout.header = schedule.add(sizeof(TileListHeader));
   layout.tile_list = schedule.add(tile_indices * sizeof(WorkItem));
-  layout.split_tiles = schedule.add(rule.split_tiles * sizeof(SplitTile));
+  layout.split_tiles = schedule.add(rule.split_tile_capacity * sizeof(SplitTile));
   layout.combine_counters = schedule.add(rule.combine_counters * sizeof(std::int32_t));
   layout.schedule_bytes = schedule.bytes();
   RegionStack scratch;
-  if (rule.split_tiles > 0) add_partial_results(params, rule.partial_rows, &scratch, &layout);
+  if (rule.split_tile_capacity > 0)
+    add_partial_results(params, rule.partial_rows, &scratch, &layout);
   add_mask_extents(params, options, plan, &scratch);
   layout.scratch_bytes = scratch.bytes();
   return Status::success();
@@ -92,8 +93,8 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
   WorkspaceLayout& layout = plan->layout;
   RegionStack scratch;
   if (plan->kernel->is_persistent && !options.call_counters &&
-      sizeof(ScheduleHeader) <= options.workspace_bytes) {
-    layout.tile_counter = scratch.add(sizeof(ScheduleHeader));
+      sizeof(TileListHeader) <= options.workspace_bytes) {
+    layout.tile_counter = scratch.add(sizeof(TileListHeader));
   }
 
   const SplitRule rule = split_rule(params, tile, plan->source, device);

@@ -33,9 +33,9 @@ struct PlanState {
   const KernelEntry* kernel = nullptr;  ///< null: there is nothing to compute
   TileShape tile;
   TileSource source = TileSource::kSingleRequest;
-  std::int32_t tile_indices = 0;         ///< Schedule::tile_indices
-  std::int32_t num_splits = 1;           ///< Schedule::num_splits
-  std::int32_t split_tile_capacity = 0;  ///< Schedule::split_tile_capacity
+  std::int32_t tile_indices = 0;         ///< LaunchPlan::tile_indices
+  std::int32_t num_splits = 1;           ///< LaunchPlan::num_splits
+  std::int32_t split_tile_capacity = 0;  ///< LaunchPlan::split_tile_capacity
   std::int32_t combine_counters = 0;  ///< > 0: the attention kernel combines partial results itself
   SplitRule rule;                     ///< by which make_schedule() splits the tiles of a list
   WorkspaceLayout layout;

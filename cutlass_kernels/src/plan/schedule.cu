@@ -48,7 +48,7 @@ struct ScheduleArgs {
   int tile_rows;
   SplitRule rule;
   int capacity;
-  ScheduleHeader* header;
+  TileListHeader* header;
   WorkItem* list;
   SplitTile* split_tiles;
   std::int32_t* combine_counters;
@@ -147,12 +147,12 @@ __global__ void __launch_bounds__(kThreads)
       const std::int64_t row =
           std::int64_t(atomicAdd(&partial_rows, (unsigned long long)(rows * num_splits)));
       // Requests that overlap, which offsets on the device may, have more tiles than there is room for: not computed.
-      const bool fits = index < args.rule.split_tiles &&
+      const bool fits = index < args.rule.split_tile_capacity &&
                         row + std::int64_t(rows) * num_splits <= args.rule.partial_rows &&
                         slot + num_splits <= args.capacity;
       if (!fits) item.kv_len = -1;
       item.partial_row = fits ? int(row) : 0;
-      if (index < args.rule.split_tiles) {
+      if (index < args.rule.split_tile_capacity) {
         args.split_tiles[index] = {
             item.q_begin + first_row,   fits ? rows : 0, item.partial_row, num_splits,
             item.q_begin + item.qo_len, item.kv_begin,   item.kv_len,      0};
@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(kThreads)
   });
   __syncthreads();
   if (thread == 0) {
-    args.header->split_tiles = int(min(std::int64_t(split_count), args.rule.split_tiles));
+    args.header->num_split_tiles =
+        int(min(std::int64_t(split_count), args.rule.split_tile_capacity));
   }
   WorkItem none{};
   none.batch = -1;
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
+                       std::int32_t capacity, TileListHeader* header, WorkItem* list,
                        SplitTile* split_tiles, std::int32_t* combine_counters,
                        cudaStream_t stream) {
   ScheduleArgs args{params.qo_indptr, params.kv_indptr, params.batch_size,

@@ -17,7 +17,7 @@ namespace cutlass_kernels {
 
 /// Enqueues the kernel that writes the header, `capacity` entries of the list, the split tiles and their counters.
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t capacity, ScheduleHeader* header, WorkItem* list,
+                       std::int32_t capacity, TileListHeader* header, WorkItem* list,
                        SplitTile* split_tiles, std::int32_t* combine_counters, cudaStream_t stream);
 
 /// The same list computed on the host from host lengths (for tests and for reading).

@@ -34,7 +34,7 @@ SplitRule fixed_rule(const AttentionParams& params, std::int64_t tiles) {
   rule.most_splits = int(std::clamp<std::int64_t>(splits, 1, 32767));  // 16 bits of a WorkItem
   if (rule.most_splits == 1) return rule;
   rule.extra_tiles = tiles * (rule.most_splits - 1);
-  rule.split_tiles = tiles;
+  rule.split_tile_capacity = tiles;
   rule.partial_rows = params.total_q * rule.most_splits;
   return rule;
 }
@@ -58,7 +58,7 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
   }
   if (rule.most_splits < 2) return {};
   rule.extra_tiles = rule.most_slots;
-  rule.split_tiles = std::min<std::int64_t>((rule.most_slots + 1) / 2, tiles);
+  rule.split_tile_capacity = std::min<std::int64_t>((rule.most_slots + 1) / 2, tiles);
   rule.partial_rows =
       std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_splits);
   return rule;

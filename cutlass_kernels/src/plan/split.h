@@ -24,7 +24,7 @@ struct SplitRule {
   std::int32_t fixed = 0;        ///< keys of a split; 0: by `wave`
   std::int32_t most_splits = 1;  ///< of a tile
   std::int64_t extra_tiles = 0;  ///< entries of the tile list beside one per tile
-  std::int64_t split_tiles = 0;
+  std::int64_t split_tile_capacity = 0;
   std::int64_t partial_rows = 0;
   std::int64_t combine_counters = 0;
 };

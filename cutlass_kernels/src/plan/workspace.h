@@ -39,8 +39,8 @@ class RegionStack {
 /// Two parts, which callers may keep apart: the schedule, which make_schedule() writes and every call reads, and
 /// scratch, which belongs to one call at a time.
 struct WorkspaceLayout {
-  // Schedule.
-  Region header;            ///< ScheduleHeader
+  // The schedule.
+  Region header;            ///< TileListHeader
   Region tile_list;         ///< WorkItem[tile_indices]
   Region split_tiles;       ///< SplitTile[split_tile_capacity]
   Region combine_counters;  ///< int32

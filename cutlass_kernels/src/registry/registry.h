@@ -17,12 +17,12 @@ struct KernelEntry {
   KernelInfo info;
   /// The tile this kernel uses for the problem on a device: a pure function of sizes, options and device facts.
   TileShape (*tile)(const AttentionParams& params, const Device& device) = nullptr;
-  /// Enqueues the kernel; params are validated and params.schedule is complete.
+  /// Enqueues the kernel; params are validated and params.plan is complete.
   Status (*launch)(const LaunchParams& params, cudaStream_t stream) = nullptr;
   /// Why this kernel cannot take tensors of such strides and sizes, which fit its KernelInfo; empty if it can. Null
   /// where the contract's rules are the only ones.
   std::string (*refusal)(const AttentionParams& params) = nullptr;
-  /// Whether thread blocks compute one tile after the other, fetched with Schedule::tile_counter.
+  /// Whether thread blocks compute one tile after the other, fetched with LaunchPlan::tile_counter.
   bool is_persistent = false;
   bool uses_mask_extents = false;
 };

@@ -60,7 +60,7 @@ ck::AttentionParams batch(ck::DType q_dtype, ck::DType kv_dtype, int head_dim, i
 }
 
 /// Regions of a workspace lie inside it, nothing on top of anything else, and the kernel was given their addresses.
-void check_layout(const ck::WorkspaceLayout& layout, const ck::Schedule& schedule,
+void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan,
                   const std::string& what) {
   struct Placed {
     std::size_t begin, end;
@@ -74,14 +74,14 @@ void check_layout(const ck::WorkspaceLayout& layout, const ck::Schedule& schedul
     regions.push_back({base + region.offset, base + region.offset + region.bytes, given, name});
   };
   const std::size_t scratch = layout.schedule_bytes;
-  add(layout.header, 0, schedule.tile_counter, "header");
-  add(layout.tile_list, 0, schedule.tile_list, "tile list");
-  add(layout.split_tiles, 0, schedule.split_tiles, "split tiles");
-  add(layout.combine_counters, 0, schedule.combine_counters, "combine counters");
-  add(layout.tile_counter, scratch, schedule.tile_counter, "tile counters");
-  add(layout.partial_o, scratch, schedule.partial_o, "partial O");
-  add(layout.partial_max_sum, scratch, schedule.partial_max_sum, "partial maxima and sums");
-  add(layout.mask_extents, scratch, schedule.mask_extents, "mask extents");
+  add(layout.header, 0, plan.tile_counter, "header");
+  add(layout.tile_list, 0, plan.tile_list, "tile list");
+  add(layout.split_tiles, 0, plan.split_tiles, "split tiles");
+  add(layout.combine_counters, 0, plan.combine_counters, "combine counters");
+  add(layout.tile_counter, scratch, plan.tile_counter, "tile counters");
+  add(layout.partial_o, scratch, plan.partial_o, "partial O");
+  add(layout.partial_max_sum, scratch, plan.partial_max_sum, "partial maxima and sums");
+  add(layout.mask_extents, scratch, plan.mask_extents, "mask extents");
   std::sort(regions.begin(), regions.end(),
             [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
   std::size_t end = 0;
@@ -156,9 +156,9 @@ void check_planned_calls() {
   for (int layer = 0; layer < 2; ++layer) {
     status = ck::attention(plan, params, at(kWorkspace), bytes, nullptr);
     require(status.ok(), status.message);
-    const ck::Schedule schedule = last_attention().schedule;
-    require(schedule.split_tile_capacity > 0, "the problem is one to split");
-    check_layout(layout_of(params), schedule, "a planned call");
+    const ck::LaunchPlan launched = last_attention().plan;
+    require(launched.split_tile_capacity > 0, "the problem is one to split");
+    check_layout(layout_of(params), launched, "a planned call");
   }
   ck::AttentionParams other = params;
   other.num_kv_heads = 4;
@@ -250,7 +250,7 @@ void check_promised_size(const ck::AttentionParams& params, std::size_t any) {
     ck::PlanState plan;
     require(ck::make_plan(params, ck::Backend::kAuto, device, options, &plan).ok(), what);
     require(plan.layout.bytes() <= given, what + ": the plan takes more");
-    check_layout(plan.layout, last_attention().schedule, what);
+    check_layout(plan.layout, last_attention().plan, what);
   }
 }
 
