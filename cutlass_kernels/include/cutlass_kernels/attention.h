@@ -40,8 +40,8 @@ CK_API std::vector<std::string> not_supported_reasons(Backend backend,
 /// Workspace size for full speed: tile list, partial results, counters. A batch that needs a tile list (attention()
 /// says so) fails without it. A single request without indptrs needs no workspace: if the size is not 0, passing one
 /// makes the kernel faster. Tensors may be null as yet, but what is optional (indptrs of a single request, mask, ALiBi,
-/// scales) counts if it is not null: set it to any address that is a multiple of 16. The answer is for the current device (without a GPU, the larger
-/// of an H200's and an A100's) and for every kernel of `backend`.
+/// scales) counts if it is not null: set it to any address that is a multiple of 16. The answer is for the current
+/// device (without a GPU, the larger of an H200's and an A100's) and for every kernel of `backend`.
 CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend = Backend::kAuto);
 
 /// Computes attention on `stream`. The workspace (device memory, 16-byte aligned) belongs to this call until the stream
@@ -69,9 +69,9 @@ class Plan {
 
 /// Plans for the current device. Mask, scales, lengths and tensors may change before attention(): a mask given here,
 /// and total_kv, only decide the tiles, and strides that fa3 cannot read (0, or 16 GiB from token to token) lead kAuto
-/// to fa2. Types, sizes, max_qo_len, the rule for splitting keys, and whether there are indptrs may not: attention() then
-/// refuses the plan. total_q may where the plan has a tile list; make_schedule() refuses more rows than were planned.
-/// Leaves `plan` as it was where it fails.
+/// to fa2. Types, sizes, max_qo_len, the rule for splitting keys, and whether there are indptrs may not: attention()
+/// then refuses the plan. total_q may where the plan has a tile list; make_schedule() refuses more rows than were
+/// planned. Leaves `plan` as it was where it fails.
 CK_API Status make_plan(const AttentionParams& params, Plan* plan,
                         Backend backend = Backend::kAuto);
 

@@ -88,8 +88,8 @@ struct LaunchParams : AttentionParams {
   LaunchPlan plan;
 };
 
-/// Which of LaunchPlan::combine_counters belongs to a split tile and a pack of heads. Partial rows of two tiles begin at
-/// least two rows apart, as each has two splits or more.
+/// Which of LaunchPlan::combine_counters belongs to a split tile and a pack of heads. Partial rows of two tiles begin
+/// at least two rows apart, as each has two splits or more.
 CK_HOST_DEVICE inline int combine_counter(int partial_row, int pack, int packs) {
   return partial_row / 2 * packs + pack;
 }

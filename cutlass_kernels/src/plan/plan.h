@@ -62,8 +62,9 @@ struct Memory {
   std::int32_t* call_counters = nullptr;
 };
 
-/// Plans `params`, which have been validated; leaves the plan as it was where that fails. Without a list, what does not fit into the workspace is left out:
-/// counters (tiles are dealt out beforehand), splits, mask extents (all keys are computed).
+/// Plans `params`, which have been validated; leaves the plan as it was where that fails. Without a list, what does not
+/// fit into the workspace is left out: counters (tiles are dealt out beforehand), splits, mask extents (all keys are
+/// computed).
 Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
                  const PlanOptions& options, PlanState* plan);
 
