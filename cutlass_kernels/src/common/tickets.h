@@ -32,6 +32,13 @@ constexpr Word inverse_of(Word odd) {
   return inverse;
 }
 
+// atomicAdd() of a thread that calls alone. The compiler does not know that it does: it would first add up what the lanes
+// of a warp add, by a vote and two shuffles, unless the values may differ (threadIdx.x >> 16 is 0).
+template <class Word>
+CUTE_DEVICE Word add_alone(Word* counter, Word value) {
+  return atomicAdd(counter, value + (threadIdx.x >> 16));
+}
+
 // Takes a ticket, of `tickets` that are taken in all; whoever has the last one leaves zero. `restarts`: false for a
 // thread that has had a ticket of this count. If it finds none then, calls that overlap in time share the counter,
 // against the contract; it returns `tickets`, since two calls could restart one another for ever.
@@ -40,7 +47,7 @@ CUTE_DEVICE Word take_ticket(Word* counter, Word tickets, bool restarts = true) 
   constexpr Word kStep = TicketStep<Word>::kValue;
   constexpr Word kInverse = inverse_of(kStep);
   static_assert(kStep * kInverse == 1);
-  Word held = atomicAdd(counter, kStep);
+  Word held = add_alone(counter, kStep);
   if (held * kInverse >= tickets) {
     if (!restarts) return tickets;
     // No count. One thread replaces what it and others have added to, and has ticket 0; the others then count on from
@@ -53,7 +60,7 @@ CUTE_DEVICE Word take_ticket(Word* counter, Word tickets, bool restarts = true) 
         break;
       }
       if (found * kInverse < tickets) {
-        held = atomicAdd(counter, kStep);
+        held = add_alone(counter, kStep);
         break;
       }
       now = found;
