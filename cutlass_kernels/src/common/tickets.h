@@ -32,8 +32,8 @@ constexpr Word inverse_of(Word odd) {
   return inverse;
 }
 
-// atomicAdd() of a thread that calls alone. The compiler does not know that it does: it would first add up what the lanes
-// of a warp add, by a vote and two shuffles, unless the values may differ (threadIdx.x >> 16 is 0).
+// atomicAdd() of a thread that calls alone. The compiler does not know that it does: it would first add up what the
+// lanes of a warp add, by a vote and two shuffles, unless the values may differ (threadIdx.x >> 16 is 0).
 template <class Word>
 CUTE_DEVICE Word add_alone(Word* counter, Word value) {
   return atomicAdd(counter, value + (threadIdx.x >> 16));
