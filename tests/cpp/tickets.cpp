@@ -58,6 +58,10 @@ void Lot::start() { (*lot.body_)(lot.running_); }
 
 }  // namespace
 
+struct {
+  unsigned x = 5;
+} constexpr threadIdx;
+
 template <class Word>
 Word atomicAdd(Word* at, Word value) {
   lot.draw();
