@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _cuda
+from cutlass_kernels import _C
 
 Lengths = list[tuple[int, int]]  # (queries, keys) per request
 
@@ -264,9 +264,7 @@ def every_decode(backend: str, head_dim: int) -> None:
 
 def every_counter(backend: str, head_dim: int) -> None:
     """Calls whose counters hold what is no count."""
-    counters = _cuda._counters(
-        torch.device("cuda", torch.cuda.current_device()), torch.cuda.current_stream().cuda_stream
-    )
+    counters = _C.counters(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
     for value in (-1, 1, 100, 2**31 - 1, -(2**31)):
         for heads, lengths in (((70, 70), [(300, 333)]), ((8, 2), [(1, 1500)]), ((8, 1), [(33, 3000)])):
             counters.fill_(value)

@@ -12,7 +12,6 @@ from problems import make_batch
 from public_calls import ATTENTION, public_call, several
 
 import cutlass_kernels as ck
-from cutlass_kernels import _found, single
 
 SENTENCE = "forward only, so it has no backward: train with torch.nn.functional.scaled_dot_product_attention"
 
@@ -160,14 +159,6 @@ def test_calls_that_were_made_without_gradients_before(target):
             assert not call()[0].requires_grad
         leaf = (call.tensors[0].clone().requires_grad_(), *call.tensors[1:])
         assert_raises_in_backward(*several(call.run(*leaf)))
-
-
-def test_calls_with_gradients_are_not_remembered(target, monkeypatch):
-    monkeypatch.setattr(single, "_calls", _found.Calls())
-    call = public_call("single_prefill", target)
-    for _ in range(2):
-        call.run(*with_grad(call, 0))
-    assert not single._calls
 
 
 @pytest.mark.parametrize("form", ["stacked", "tuple"])

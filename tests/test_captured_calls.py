@@ -14,7 +14,7 @@ from problems import Batch, Options, expect, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _fmha_calls
+from cutlass_kernels import _args, _fused
 
 CPU = torch.device("cpu")
 META = torch.device("meta")  # stands for a GPU
@@ -152,9 +152,9 @@ def test_the_first_call_with_slopes_may_be_captured(target, no_slopes, case):
 def test_index_tensors_in_pageable_memory_are_refused():
     offsets = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cum_seq_lens_q \(shape \(3,\)\) lies in pageable CPU memory.*cuda:0"):
-        _fmha_calls.captured("cum_seq_lens_q", offsets, torch.device("cuda:0"))
+        _fused.captured("cum_seq_lens_q", offsets, torch.device("cuda:0"))
     for other in (None, [0, 3], offsets.to(META)):
-        assert _fmha_calls.captured("block_tables", other, META) is other
+        assert _fused.captured("block_tables", other, META) is other
 
 
 @pytest.mark.gpu

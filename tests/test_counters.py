@@ -41,9 +41,10 @@ def dirty(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], object]:
 
 def counters() -> torch.Tensor:
     """Those of calls on the current stream."""
-    from cutlass_kernels import _cuda
+    from cutlass_kernels import _C
 
-    return _cuda._counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream)
+    made: torch.Tensor = _C.counters(0, torch.cuda.current_stream().cuda_stream)
+    return made
 
 
 def check(run: Callable[[], torch.Tensor], of_call: torch.Tensor, dirty: Callable[[torch.Tensor], object]) -> None:

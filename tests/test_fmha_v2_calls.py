@@ -26,7 +26,6 @@ from problems import Batch, indptr, make_batch
 from test_fmha_v2 import LAYOUTS, PAGE, Mode, block_table, call, check, expect, pack
 
 import cutlass_kernels as ck
-from cutlass_kernels import _fmha_calls, _found
 
 pytestmark = pytest.mark.usefixtures("the_targets_backend")
 
@@ -153,8 +152,8 @@ def test_paged_layouts_agree_bit_by_bit(target, lengths, mode, dtype):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_repeated_calls_follow_their_tensors(target, layout):
-    # The second call of a kind goes another way: other addresses, lengths and tables, the same sizes.
+def test_calls_follow_their_tensors(target, layout):
+    # Other addresses, lengths and tables, the same sizes.
     workspace = torch.zeros(16, dtype=torch.uint8, device=target.device)
     for qo_lens, past in (([20, 3, 41], [3, 40, 8]), ([1, 60, 3], [20, 30, 1]), ([64, 0, 0], [0, 7, 44])):
         kv_lens = qo_lens if layout == "PACKED_QKV" else [n + m for n, m in zip(qo_lens, past)]
@@ -173,24 +172,6 @@ def test_repeated_calls_follow_their_tensors(target, layout):
             check_stats(batch, layout, Mode(), qkv=qkv, tables=tables, out=out, **most)
             check_stats(batch, layout, Mode(), qkv=qkv, tables=tables, **most)
         assert torch.count_nonzero(workspace) == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("given", [False, True], ids=["new output", "given output"])
-def test_third_call_needs_no_key(target, layout, given, monkeypatch):
-    on_gpu(target)
-    if _found.API is None:
-        pytest.skip("this torch describes no tensors to compiled modules")
-    batch = batch_of(target, layout, "even")
-    qkv, tables = pack(batch, layout)
-    options = dict(qkv=qkv, tables=tables, workspace_buffer=torch.zeros(16, dtype=torch.uint8, device=target.device))
-    out = torch.full_like(batch.q, torch.nan) if given else None
-    want = [call(batch, layout, Mode(), out=out, **options).clone() for _ in range(2)]
-    monkeypatch.setattr(_fmha_calls, "look_up", lambda *args: pytest.fail("the compiled module did not find the call"))
-    if out is not None:
-        out.fill_(torch.nan)
-    got = call(batch, layout, Mode(), out=out, **options)
-    assert torch.equal(got, want[0]) and torch.equal(got, want[1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

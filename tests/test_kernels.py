@@ -206,11 +206,11 @@ class TestTileCounters:
     """fa3 counts its tiles in device memory, and leaves the counters as it found them."""
 
     def test_zero_after_every_call(self):
-        from cutlass_kernels import _cuda
+        from cutlass_kernels import _C
 
         batch = make_batch([700], [700], 32, 8, 64, device="cuda:0")
         attend("fa3", batch, Options(causal=True))
-        counters = _cuda._counters(batch.q.device, _cuda._stream(batch.q.device))
+        counters = _C.counters(0, torch.cuda.current_stream().cuda_stream)
         assert not counters.any()
         wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
             torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend="fa3"

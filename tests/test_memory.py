@@ -64,12 +64,13 @@ def test_long_prefill_in_bounded_memory(options):
     assert seen["worst"] < 1e-3 and seen["worst_lse"] < 1e-3, seen
 
 
-def test_counters_of_a_captured_call_belong_to_its_graph(monkeypatch):
+@pytest.mark.gpu
+def test_counters_of_a_captured_call_belong_to_its_graph():
     # They lie in the graph's memory pool. A reference of ours would keep the pool, 2 MB, as long as the process lives.
-    kernels = pytest.importorskip("cutlass_kernels._cuda", reason="there are no compiled kernels", exc_type=ImportError)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    counters = kernels._counters(torch.device("cpu"), 0)
-    assert counters.tolist() == [0] * kernels._C.call_counters
+    module = pytest.importorskip("cutlass_kernels._C", reason="there are no compiled kernels", exc_type=ImportError)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        counters = module.counters(0, torch.cuda.current_stream().cuda_stream)
+    assert counters.numel() == module.call_counters
     watched = weakref.ref(counters)
     del counters
     assert watched() is None

@@ -8,12 +8,11 @@ import pytest
 import torch
 from problems import graph_buffers, make_batch
 from public_calls import ATTENTION, PAGE, public_call
-from test_repeat import repeated  # noqa: F401
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _fmha_calls, _problem
+from cutlass_kernels import _dispatch, _native, _problem, _running
 
-REPEATED = ["single_prefill", "single_decode", "ragged", "paged", "paged tuple", "decode"]
+WRITING = ["single_prefill", "single_decode", "ragged", "paged", "paged tuple", "decode"]
 
 
 def assert_new_versions(call, *tensors: torch.Tensor) -> None:
@@ -28,31 +27,15 @@ def test_of_places(target, name):
     places = call.places()
     if not places:
         pytest.skip("this function writes to no tensor of the caller")
-    for _ in range(4):  # the later calls repeat the first
+    for _ in range(2):
         assert_new_versions(lambda: call(**places), *places.values())
     for x, place in places.items():
         for _ in range(4):
             assert_new_versions(lambda x=x, place=place: call(**{x: place}), place)
 
 
-@pytest.mark.parametrize("name", REPEATED)
-def test_of_places_in_repeated_calls(repeated, name):  # noqa: F811
-    call = public_call(name, SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
-    places = call.places()
-    for count in range(4):
-        assert_new_versions(lambda: call(**places), *places.values())
-        assert len(repeated) == count
-
-
 def workspace() -> torch.Tensor:
     return torch.zeros(1 << 20, dtype=torch.uint8)
-
-
-def test_of_places_in_repeated_fused_calls(monkeypatch):
-    call = public_call("fused paged", SimpleNamespace(device="cpu", backend="reference"))
-    places = call.places()
-    monkeypatch.setattr(_fmha_calls, "table", lambda: (lambda *args: args[4], None))
-    assert_new_versions(lambda: call(**places), places["out"])
 
 
 def test_of_results_that_kernels_compute(monkeypatch):
@@ -60,7 +43,7 @@ def test_of_results_that_kernels_compute(monkeypatch):
     lse = torch.zeros(5, 2)
     output = _problem.Output(out, lse)
     problem = _problem.Problem(q, _problem.RaggedKv(k, v), _problem.Logits(1.0), output)
-    monkeypatch.setattr(_dispatch, "_kernels", lambda: SimpleNamespace(compute=lambda *args: "call"))
+    monkeypatch.setattr(_dispatch, "_kernels", lambda: SimpleNamespace(compute=lambda *args: None))
     assert_new_versions(lambda: _dispatch.compute(problem, "fa2"), out, lse)
 
 
@@ -119,25 +102,30 @@ def test_saved_tensors_are_protected(target, name):
             product.sum().backward()
 
 
-def test_saved_tensors_are_protected_in_repeated_calls(repeated):  # noqa: F811
-    call = public_call("ragged", SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
-    out = call.places()["out"]
-    for count in range(3):
-        product = torch.ones_like(out).requires_grad_() * out
-        call(out=out)
-        assert len(repeated) == count
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            product.sum().backward()
-
-
-@pytest.mark.parametrize("name", REPEATED)
-def test_inference_tensors_have_none(repeated, name):  # noqa: F811
+@pytest.mark.parametrize("name", WRITING)
+def test_inference_tensors_have_none(name):
     call = public_call(name, SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
     with torch.inference_mode():
         places = call.places()
         for _ in range(2):
             call(**places)
-    assert len(repeated) == 1
-    with torch.no_grad():  # the first call below this mode computes, which torch refuses for such tensors on the CPU
-        call(**places)
-    assert len(repeated) == 2
+
+
+def test_of_places_that_direct_calls_write_to(monkeypatch):
+    for name in ("single_prefill", "single_decode", "fused_prefill"):
+        monkeypatch.setattr(_native, name, lambda *args: "done")
+    q, k, v = torch.zeros(3, 5, 2, 8).half().unbind(0)
+    out, lse = torch.zeros(5, 2, 8).half(), torch.zeros(5, 2)
+    assert_new_versions(lambda: ck.single_prefill_with_kv_cache(q, k, v, out=out, lse=lse), out, lse)
+    assert_new_versions(lambda: ck.single_decode_with_kv_cache(q[0], k, v, out=out[0], lse=lse[0]), out, lse)
+    lengths, offsets = torch.tensor([5]).int(), torch.tensor([0, 5]).int()
+    fused = ((q, k, v), "SEPARATE_Q_K_V", torch.zeros(16).byte(), lengths, 5, 5, 0.1, 1.0, 1, offsets, offsets)
+    assert_new_versions(lambda: ck.trtllm_fmha_v2_prefill(*fused, out=out), out)
+
+
+@pytest.mark.parametrize("name", ["ragged", "paged", "decode"])
+def test_of_places_that_direct_runs_write_to(name, monkeypatch):
+    monkeypatch.setattr(_running.RunsPlans, "_make_direct", lambda self, plan: lambda *args: "done")
+    call = public_call(name, SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
+    places = {x: y for x, y in call.places().items() if x != "lse" or y.size(0) > 4}
+    assert_new_versions(lambda: call.run(*call.tensors, **places), *places.values())

@@ -47,10 +47,13 @@ inline Backend backend_of(const std::string& name) {
 }
 
 void bind_append(pybind11::module_& m);   // append.cpp
-void bind_fmha_v2(pybind11::module_& m);  // fmha_v2.cpp
+void bind_batch(pybind11::module_& m);    // batch.cpp
+void bind_fused(pybind11::module_& m);    // fused.cpp
 void bind_indices(pybind11::module_& m);  // indices.cpp
 void bind_merge(pybind11::module_& m);    // merge.cpp
 void bind_prepare(pybind11::module_& m);  // prepare.cpp
-void bind_repeats(pybind11::module_& m);  // repeats.cpp
+void bind_run(pybind11::module_& m);      // run.cpp
+void bind_single(pybind11::module_& m);   // single.cpp
+void bind_torch(pybind11::module_& m);    // torch.cpp
 
 }  // namespace cutlass_kernels

@@ -16,16 +16,18 @@
 
 namespace cutlass_kernels {
 
-/// Calls `work` without the GIL and raises the Status that it returns. `work` touches nothing of Python. The caller
-/// holds references to all memory that `work` reads.
+/// Calls `work` without the GIL and returns its Status. `work` touches nothing of Python. The caller holds references
+/// to all memory that `work` reads.
+template <class Work>
+Status without_gil(Work work) {
+  pybind11::gil_scoped_release released;
+  return work();
+}
+
+/// The same, and raises the Status.
 template <class Work>
 void enqueue(Work work) {
-  Status status;
-  {
-    pybind11::gil_scoped_release released;
-    status = work();
-  }
-  raise_unless_ok(status);
+  raise_unless_ok(without_gil(std::move(work)));
 }
 
 /// The lock of a stream of the current device. Call this with the GIL, which guards the table.
@@ -40,13 +42,13 @@ inline std::mutex& lock_of(Address stream) {
   return locks[{device, stream}];
 }
 
-/// enqueue() for kernels that pass results to each other through a workspace. Wrappers may share one, also those of two
-/// threads on one stream: no kernel of another call comes between those of this one. Each stream has a lock of its own,
-/// as one stream may wait for what another thread launches on a second.
+/// without_gil() for kernels that pass results to each other through a workspace. Wrappers may share one, also those of
+/// two threads on one stream: no kernel of another call comes between those of this one. Each stream has a lock of its
+/// own, as one stream may wait for what another thread launches on a second.
 template <class Work>
-void enqueue_together(Address stream, Work work) {
+Status without_gil_in_turn(Address stream, Work work) {
   std::mutex& mutex = lock_of(stream);
-  enqueue([&] {
+  return without_gil([&] {
     const std::lock_guard lock(mutex);
     return work();
   });

@@ -19,7 +19,7 @@ from scikit_build_core import build as _base
 
 Settings = dict[str, Any] | None
 
-BUILD_PACKAGES = ["nvidia-cutlass>=4.2,<5", "pybind11>=2.13", "ninja"]
+BUILD_PACKAGES = ["nvidia-cutlass>=4.2,<5", "apache-tvm-ffi", "pybind11>=2.13", "ninja"]
 CUDA_PACKAGES = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl", "cuda-runtime")]
 MINIMUM_NVCC = (12, 4)
 

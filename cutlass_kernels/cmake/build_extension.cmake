@@ -1,5 +1,6 @@
 # The Python extension cutlass_kernels._C, from the same objects as the library. Installed as component `python`:
 #   cmake --install build --component python --prefix python      puts it into the source tree
+include("${CMAKE_CURRENT_LIST_DIR}/find_dlpack.cmake")
 set(PYBIND11_FINDPYTHON ON)
 set(CK_PYBIND11_PLACE "")  # the system's, where Python has none
 ck_locate(CK_PYBIND11 pybind11 pybind11)
@@ -10,10 +11,12 @@ endif()
 find_package(pybind11 2.13 CONFIG REQUIRED ${CK_PYBIND11_PLACE})
 
 pybind11_add_module(_C MODULE NO_EXTRAS
-  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/fmha_v2.cpp"
-  "${CK_DIR}/bindings/indices.cpp" "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp"
-  "${CK_DIR}/bindings/repeats.cpp")
+  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/batch.cpp"
+  "${CK_DIR}/bindings/direct.cpp" "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp"
+  "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/run.cpp"
+  "${CK_DIR}/bindings/single.cpp" "${CK_DIR}/bindings/torch.cpp")
 target_include_directories(_C PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
+target_include_directories(_C SYSTEM PRIVATE "${CK_DLPACK_INCLUDE}")
 target_compile_definitions(_C PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\""
   CK_ARCHS_MIN=${CK_ARCHS_MIN} CK_ARCHS_MAX=${CK_ARCHS_MAX}
   CK_PYBIND11_VERSION=${pybind11_VERSION})  # read by nobody, but makes objects of another out of date

@@ -31,11 +31,11 @@ class Copied:
 
     def __getstate__(self) -> dict[str, Any]:
         """What deep copies and pickles get."""
-        state, plan = self.__dict__ | {"_kinds": {}}, self._plan_info
+        state, plan = dict(self.__dict__), self._plan_info
         if plan is None:
             return state
         if plan.backend not in KERNEL_BACKENDS:
-            return state | {"_plan_info": plan.without_calls()}
+            return state | {"_plan_info": plan.without_memory()}
         state["_plan_info"] = None
         if not self._use_cuda_graph:  # else these are buffers, not vectors of the plan
             state["_stored"] = dict.fromkeys(self._stored)

@@ -471,11 +471,8 @@ def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> N
         raise ValueError(f"{what}={name!r} is not a backend of this library: use one of {', '.join(choices)}.")
 
 
-def compute(problem: Problem, backend: str, schedule: Any = None) -> Any:
-    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned.
-
-    Returns a call to be repeated (``_cuda.Call``), or None.
-    """
+def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
+    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned."""
     if backend == "reference":
         if problem.qo_indptr is not None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise BackendError(
@@ -483,10 +480,9 @@ def compute(problem: Problem, backend: str, schedule: Any = None) -> Any:
                 "use a request that a kernel serves (explain() says why one is not), or run it outside the capture."
             )
         _reference.compute(problem)
-        return None
-    call = _kernels().compute(problem, backend, schedule)
+        return
+    _kernels().compute(problem, backend, schedule)
     written(problem.output.out, problem.output.lse)
-    return call
 
 
 # --- explaining --------------------------------------------------------------------------------------------------

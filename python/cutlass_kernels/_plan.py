@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _found
+from . import _args, _dispatch
 from ._batch import MOST_KEYS, Batch
 from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
 
@@ -79,25 +79,13 @@ class Options:
     rope_theta: float | None
     fp16_qk_reduction: bool
 
-    def __hash__(self) -> int:  # of all fields, it would take 0.4 us
-        return hash((self.window_left, self.sm_scale))
-
     def replaced(self, field: str, value: Any) -> Options:
         """These with another value; themselves where it is the same one."""
         present = getattr(self, field)
         if type(value) is type(present) and type(value) in _args.PLAIN and value == present:
             return self
         values = [value if name == field else getattr(self, name) for name in Options.__slots__]
-        return (Options if _args.are_plain(*values) else ChangingOptions)(*values)
-
-
-class ChangingOptions(Options):
-    """Options with a tensor among them, or another thing that may change: never a part of a key."""
-
-    __slots__ = ()
-
-    def __hash__(self) -> int:
-        raise TypeError("options that may change are no key")
+        return Options(*values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +103,6 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Kind:
-    """What plans with the same sizes, dtypes and options have in common; ``choices`` are the facts and the backends of
-    those without masks of their own, by what else they were chosen by."""
-
-    shape: Shape
-    options: Options
-    choices: dict[Any, tuple[_dispatch.Request, str]] = field(default_factory=dict)
-    calls: _found.Calls = field(default_factory=_found.Calls)  # runs that a new plan may resume, see _repeat.Resumable
-
-
-@dataclass(slots=True)
 class Plan:
     """Everything plan() found out."""
 
@@ -140,16 +117,14 @@ class Plan:
     request: _dispatch.Request
     backend: str
     split: Split
-    kind: Kind
     schedule: Any = None
     # By backend, is_general() and reads_as_is(), for runs whose arguments ask for another than the plan foresaw.
     other_schedules: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
-    calls: _found.Calls = field(default_factory=_found.Calls)  # runs that may be repeated, see _repeat
+    direct: Any = None  # makes direct runs (_native), once there has been one
 
-    def without_calls(self) -> Plan:
-        """The same plan, of which nothing is known that runs and plans found out."""
-        kind = Kind(self.shape, self.options)
-        return replace(self, kind=kind, schedule=None, other_schedules={}, calls=_found.Calls())
+    def without_memory(self) -> Plan:
+        """The same plan without what lies in device memory."""
+        return replace(self, schedule=None, other_schedules={}, direct=None)
 
     @property
     def is_general(self) -> bool:

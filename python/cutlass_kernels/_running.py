@@ -1,4 +1,4 @@
-"""How a planned batch is run: checks of the tensors, the problem they make, and calls that repeat an earlier one."""
+"""How a planned batch is run: directly (_native), or by checks of the tensors and the problem that they make."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from . import _args, _dispatch, _plan, _repeat
+from . import _args, _dispatch, _native, _plan, _prepare
 from ._autograd import written
 from ._plan import KERNEL_BACKENDS, Options, Plan, Result, RunArgs
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 
 _LN2 = math.log(2.0)
+_MOST_ROWS = 1 << 30
 
 
 class Option:
@@ -99,43 +100,7 @@ class RunsPlans:
         """The arguments of run() behind q, from those that an operator takes."""
         return k, v
 
-    def _again(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        q_scale: Any,
-        k_scale: Any,
-        v_scale: Any,
-        out: Any,
-        lse: Any,
-        sinks: Any,
-        return_lse: bool,
-    ) -> Result | None:
-        """The results of a run like one that :meth:`_repeat_run` has found, of this plan or as the first of a plan like
-        that one; else None.
-
-        ``k`` may be a cache that holds the values too, or a pair, where ``v`` is None.
-        """
-        plan = self._plan_info
-        if plan is None:
-            return None
-        if sinks is None:
-            sinks = self._sinks
-        calls, others = plan.calls, (out, lse, sinks, return_lse, q_scale, k_scale, v_scale, self._options)
-        result: Result | None = calls.again(q, k, v, *others)
-        if result is None and not calls.has_found:
-            known = plan.kind.calls.find(q, k, v, *others)
-            repeat = None if known is None else self._resume(plan, known)
-            if repeat is not None:
-                if type(k) is tuple:
-                    k, v = k
-                result = repeat.found_in(calls, q, k, v, *others)
-        if result is not None and (out is not None or lse is not None):
-            written(out, lse)
-        return result
-
-    def _repeat_run(
+    def _direct_run(
         self,
         plan: Plan,
         q: Any,
@@ -145,63 +110,61 @@ class RunsPlans:
         out: Any,
         lse: Any,
         sinks: Any,
-        return_lse: bool,
-    ) -> tuple[Any, Result | None]:
-        """The key of a run, with all that it depends on beside its plan and addresses, and the results where an earlier
-        one can be repeated.
+        return_lse: Any,
+    ) -> Result | None:
+        """The results of a direct run (``_native``), None where there is none.
 
-        ``v`` is None where ``k`` is a cache that holds the values too. There is no key where arguments are not what
-        they should be.
+        ``k`` may be a cache that holds the values too, or a pair, where ``v`` is None.
         """
-        facts, options = _repeat.facts, self._options
-        try:
-            key = (
-                facts(q),
-                facts(k),
-                None if v is None else facts(v),
-                None if out is None else facts(out),
-                None if lse is None else facts(lse),
-                None if sinks is None else facts(sinks),
-                return_lse,
-                scales,
-                options,
-                type(options.window_left),  # a float that equals it is refused
-            )
-            repeat = plan.calls.get(key) if plan.calls else None
-            known = plan.kind.calls.get(key) if repeat is None else None
-        except (AttributeError, TypeError):  # no tensor, or no key: checks will say
-            return None, None
-        if known is not None and (repeat := self._resume(plan, known)) is not None:
-            _repeat.remember(plan.calls, key, repeat)
-            plan.kind.calls.found(known, None, q, k, v, out, lse, sinks, return_lse, *scales, options)
-        if repeat is None:
-            return key, None
-        result = repeat.found_in(plan.calls, q, k, v, out, lse, sinks, return_lse, *scales, options)
-        if result is not None:
+        direct = plan.direct
+        if direct is None:
+            direct = self._make_direct(plan)
+            if direct is None:
+                return None
+            plan.direct = direct
+        result: Result | None = direct(q, k, v, *scales, out, lse, sinks, return_lse, self._options)
+        if result is not None and (out is not None or lse is not None):
             written(out, lse)
-        return key, result
+        return result
 
-    def _resume(self, plan: Plan, known: _repeat.Resumable) -> _repeat.Repeat | None:
-        """The run to repeat where that of an earlier plan of the same kind would be the same but for the batch."""
-        if plan.schedule is None or not self._may_resume(plan):
+    def _make_direct(self, plan: Plan) -> Any:
+        """What makes direct runs of a plan; None while there is no tile list."""
+        schedule, batch, shape = plan.schedule, plan.batch, plan.shape
+        if schedule is None or shape.cast is not None:
+            return _native.not_direct
+        if _prepare.prepared_request(plan.request) is not None and not schedule.as_is:
+            return _native.not_direct  # runs compute from copies
+        if schedule.made is None:
             return None
-        repeat, *wanted, rows, keys = known
-        batch = plan.batch
-        needed = batch.page_bound if batch.page_size is not None else batch.kv.last
-        schedule = plan.schedule
-        if wanted != [plan.backend, schedule.general, schedule.as_is, batch.page_size] or rows != plan.total_q:
-            return None
-        if needed is None or needed > keys:
-            return None
-        return repeat.with_call(repeat.call.resumed(schedule, rows))
+        alibi = None
+        if plan.options.pos_encoding_mode == "ALIBI":
+            alibi = _args.alibi_slopes(shape.num_qo_heads, self.device)
+            if not _args.are_kept(alibi):
+                return None
+        most_rows, partials = self._max_total_num_rows, schedule.partials
+        description = _native.DirectRuns(
+            schedule=schedule,
+            plan=schedule.made,
+            device=schedule.workspace.device.index,
+            hnd=self._kv_layout == "HND",
+            rows=-1 if plan.total_q is None else plan.total_q,
+            most_rows=_MOST_ROWS if most_rows is None or not self._use_cuda_graph else most_rows,
+            least_kv=batch.page_bound if batch.page_size is not None else batch.kv.last or 0,
+            zero=self._use_cuda_graph or plan.total_q is None,
+            captured=schedule.offsets.total_q is None,
+            pos_encoding_mode=plan.options.pos_encoding_mode,
+            mask_is_causal=plan.mask_is_causal,
+            causal=plan.options.causal,
+            alibi=alibi,
+            bits=plan.bits,
+            bits_indptr=plan.bits_indptr,
+            scratch=partials.data_ptr(),
+            scratch_bytes=partials.nbytes,
+        )
+        return _native.direct_run(description)
 
-    def _may_resume(self, plan: Plan) -> bool:
-        """Whether runs depend on nothing of their plan but its kind and its batch, which the host knows."""
-        known = plan.total_q is not None and plan.batch.kv.last is not None
-        return known and not self._use_cuda_graph and plan.bits is None and plan.multi_item is None
-
-    def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs, key: Any) -> Result:
-        """Runs ``plan`` on checked tensors with the options in effect; with a ``key``, remembers how."""
+    def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Result:
+        """Runs ``plan`` on checked tensors with the options in effect."""
         values = self._options
         problem = self._problem(plan, q, kv, args, values)
         backend, request, schedule = plan.backend, plan.request, plan.schedule
@@ -220,9 +183,7 @@ class RunsPlans:
                 schedule = self._other_schedule(plan, backend, general, request, problem)
         if backend == "reference" and self.device.type == "cuda":
             _use_host_indices(problem, plan)
-        call = _dispatch.compute(problem, backend, schedule)
-        if call is not None and key is not None:
-            self._remember(plan, problem, args, values, call, schedule, key, usual)
+        _dispatch.compute(problem, backend, schedule)
         if self._use_cuda_graph and self._max_total_num_rows is None:  # planned from offsets on the device
             self._max_total_num_rows = q.size(0)
         out, lse = problem.output.out, problem.output.lse
@@ -235,41 +196,6 @@ class RunsPlans:
             else:
                 lse.copy_(torch.where(inside[:, None], lse * _LN2, lse))
         return (out, lse.t() if args.lse_layout == "HN" else lse) if args.return_lse else out
-
-    def _remember(
-        self,
-        plan: Plan,
-        problem: Problem,
-        args: RunArgs,
-        values: Options,
-        call: Any,
-        schedule: Any,
-        key: Any,
-        usual: bool,
-    ) -> None:
-        """Keeps a call, if one with an equal key would be the same; for later plans, too, if the plan's choice of a
-        backend was the ``usual`` one."""
-        planned = schedule is plan.schedule
-        sinks = self._sinks if args.sinks is None else args.sinks
-        if (
-            plan.shape.cast is not None  # tensors are not the caller's, but copies; so are sinks of other types
-            or problem.logits.sinks is not sinks
-            or not (planned or not self._use_cuda_graph)
-            or not _args.are_plain(*args.scales, values.causal, values.pos_encoding_mode, values.window_left)
-            or not _args.are_plain(values.logits_soft_cap, values.sm_scale, values.rope_scale, values.rope_theta)
-        ):
-            return
-        clear = self._use_cuda_graph or plan.total_q is None
-        outside_graphs = not planned or plan.total_q is None
-        if outside_graphs and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # its tile list exists only once the graph has run
-        repeat = _repeat.Repeat(call, problem, clear, outside_graphs)
-        _repeat.remember(plan.calls, key, repeat)
-        if usual and planned and schedule is not None and self._may_resume(plan):
-            kv, page_size = problem.kv, plan.batch.page_size
-            keys = kv.k.size(0) if isinstance(kv, RaggedKv) else kv.k_cache.size(0)
-            facts = (plan.backend, schedule.general, schedule.as_is, page_size, problem.q.size(0), keys)
-            _repeat.remember(plan.kind.calls, key, _repeat.Resumable(repeat.with_call(call.model()), *facts))
 
     def _other_schedule(
         self, plan: Plan, backend: str, general: bool, request: _dispatch.Request, problem: Problem

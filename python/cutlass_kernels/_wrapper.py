@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from . import _args, _dispatch, _masks, _ops, _plan, _repeat
+from . import _args, _dispatch, _masks, _ops, _plan
 from ._autograd import written
 from ._batch import Batch, Index
 from ._copying import Copied
-from ._plan import KERNEL_BACKENDS, Kind, Options, Plan, Result, Shape
+from ._plan import KERNEL_BACKENDS, Options, Plan, Result, Shape
 from ._problem import Mask, MultiItem, Offsets, Pages, Split, Vector
 from ._running import RunsPlans
 from ._tracing import is_traced
@@ -74,7 +74,6 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         self._max_total_num_rows: int | None = None
         self._plan_info: Plan | None = None
         self._sinks: torch.Tensor | None = None
-        self._kinds: dict[Any, Kind] = {}  # what plans with such arguments found out
         self._custom_mask_buf: torch.Tensor | None = None
         self._mask_indptr_buf: torch.Tensor | None = None
         self._graph_mask = False
@@ -127,7 +126,6 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         self._float_workspace_buffer, self._int_workspace_buffer = new_float, new_int
         self.device = new_float.device
         self._plan_info = None
-        self._kinds = {}
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -267,20 +265,6 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             raise ValueError(f"head_dim_qk={head_dim_qk} and head_dim_vo={vo} must be positive.")
         return Shape(num_qo_heads, num_kv_heads, head_dim_qk, vo, q_dtype, kv_dtype, o_dtype)
 
-    def _known_kind(self, arguments: tuple[Any, ...]) -> Kind | None:
-        """What an earlier plan with these arguments found out; they begin with the backend that is asked for, and with
-        the type of window_left, as a float that equals it is refused."""
-        try:
-            return self._kinds.get(arguments)
-        except TypeError:  # cannot be a key: checks will say
-            return None
-
-    def _new_kind(self, arguments: tuple[Any, ...], shape: Shape, values: Options) -> Kind:
-        kind = Kind(shape, values)
-        if _args.are_plain(*(x for x in arguments[2:] if type(x) is not torch.dtype)):
-            _repeat.remember(self._kinds, arguments, kind)
-        return kind
-
     def _check_batch(self, batch: int) -> None:
         if self._use_cuda_graph and batch != self._fixed_batch_size:
             raise ValueError(
@@ -290,7 +274,8 @@ class BatchPrefillWrapper(Copied, RunsPlans):
 
     def _prepare(
         self,
-        kind: Kind,
+        shape: Shape,
+        values: Options,
         batch: Batch,
         split: Split,
         custom_mask: torch.Tensor | None,
@@ -299,7 +284,6 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         seq_lens_q: torch.Tensor | None,
     ) -> Plan:
         """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
-        shape, values = kind.shape, kind.options
         _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         user_mask = custom_mask is not None or packed_custom_mask is not None
         told_rows = None
@@ -326,36 +310,33 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             else:
                 rule = _masks.keys_before if values.causal else _masks.every_key
                 bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, kv_lens)
-        request, backend = self._choose(kind, batch, split, total_q, bits is not None, items is not None)
+        request = self._facts(shape, values, batch, split, total_q, bits is not None, items is not None)
+        backend = _dispatch.select(self._requested_backend, request)
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
             _args.alibi_slopes(shape.num_qo_heads, self.device)  # so that captured runs need not compute them
-        return Plan(
-            shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend, split, kind
-        )
+        return Plan(shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend, split)
 
-    def _choose(
-        self, kind: Kind, batch: Batch, split: Split, total_q: int | None, masked: bool, multi_item: bool
-    ) -> tuple[_dispatch.Request, str]:
-        """The facts of a plan and its backend; remembered where there is nothing to warn of or to log."""
-        shape, requested, page_size = kind.shape, self._requested_backend, batch.page_size
-        layout = None
+    def _facts(
+        self,
+        shape: Shape,
+        values: Options,
+        batch: Batch,
+        split: Split,
+        total_q: int | None,
+        masked: bool,
+        multi_item: bool,
+    ) -> _dispatch.Request:
+        """What decides the backend of a plan."""
+        page_size, layout = batch.page_size, None
         if page_size is None and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:
             layout = _dispatch.Layout.of(total_q or 0, batch.kv.last or 0)
         short = self._graph_short
-        if short is None:  # depends on lengths: two plans of a kind may differ
+        if short is None:
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
             short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, split.alone)
-        asked = (requested, _dispatch.override_of(requested), page_size, short)
-        usual = not masked and not multi_item and layout is None and not _dispatch.is_logged()
-        if usual and (known := kind.choices.get(asked)) is not None:
-            return known
-        request = self._request(shape, kind.options, masked, multi_item, page_size, short, layout)
-        backend = _dispatch.select(requested, request)
-        if usual and backend in KERNEL_BACKENDS:
-            _repeat.remember(kind.choices, asked, (request, backend))
-        return request, backend
+        return self._request(shape, values, masked, multi_item, page_size, short, layout)
 
     def _pack(
         self,

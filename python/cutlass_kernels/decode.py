@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _dispatch, _found, _ops, _plan, _repeat
-from ._autograd import forward_only, needs_grad
+from . import _args, _dispatch, _native, _ops, _plan
+from ._autograd import forward_only, needs_grad, written
 from ._plan import Result
 from ._problem import Mask
 from ._tracing import have_own_dispatch, is_traced
@@ -17,7 +17,7 @@ from .decode_paged import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from .single import attend, keys_and_values, refuse_4bit, repeat_call
+from .single import attend, keys_and_values, refuse_4bit
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -90,7 +90,7 @@ def single_decode_with_kv_cache(
         >>> single_decode_with_kv_cache(q, k, v).shape
         torch.Size([32, 128])
     """
-    key, traced, grad = None, is_traced(), False
+    traced, grad = is_traced(), False
     if not traced and is_grad_enabled():
         grad = needs_grad(q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, q_scale, k_scale, v_scale)
     if (
@@ -100,24 +100,30 @@ def single_decode_with_kv_cache(
         and scale_v is None
         and o_dtype is None
         and kv_cache_sf is None
+        and pos_encoding_mode == "NONE"
         and not _dispatch.is_logged()
     ):
-        options = (
+        result: Result | None = _native.single_decode(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sinks,
+            return_lse,
+            False,
             kv_layout,
-            pos_encoding_mode,
-            q_scale,
-            k_scale,
-            v_scale,
             window_left,
             logits_soft_cap,
             sm_scale,
-            rope_scale,
-            rope_theta,
-            backend,
-            _dispatch.override_of(backend),
+            q_scale,
+            k_scale,
+            v_scale,
+            _dispatch.override_of(backend) or backend,
         )
-        key, result = repeat_call(_calls, q, k, v, out, lse, sinks, return_lse, options)
         if result is not None:
+            if out is not None or lse is not None:
+                written(out, lse)
             return result
     refuse_4bit(kv_cache_sf)
     rows = _args.tensor("q", q, 2).unsqueeze(0)
@@ -136,7 +142,7 @@ def single_decode_with_kv_cache(
         )
         return (result[0].squeeze(0), result[1].squeeze(0)) if return_lse else result.squeeze(0)
     k, v = keys_and_values(rows, k, v, kv_layout)
-    problem, call = attend(
+    problem = attend(
         rows,
         k,
         v,
@@ -157,8 +163,6 @@ def single_decode_with_kv_cache(
         lse=lse,
         q_scale=q_scale,
     )
-    if call is not None and key is not None and problem.logits.sinks is sinks and _args.are_plain(*options):
-        _repeat.remember(_calls, key, _repeat.Repeat(call, problem, first_row=True))
     new_out, new_lse = problem.output.out, problem.output.lse
     result = new_out.squeeze(0)
     if return_lse and new_lse is not None:
@@ -166,6 +170,3 @@ def single_decode_with_kv_cache(
     if grad:
         return forward_only(result, (out, lse), q, k, v, sinks, scale_q, scale_k, scale_v, q_scale, k_scale, v_scale)
     return result
-
-
-_calls = _found.Calls()  # calls that may be repeated

@@ -9,14 +9,12 @@ import threading
 from typing import Any
 
 import torch
-from torch import is_grad_enabled
 
 from . import _args, _plan
-from ._autograd import needs_grad
 from ._batch import Index
 from ._plan import Plan, Result
 from ._streams import PER_THREAD_STREAM, stream_of
-from ._tracing import cache_of_real_tensors, is_traced
+from ._tracing import cache_of_real_tensors
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 _MOST_ROWS = 2**31 - 1
@@ -192,9 +190,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 q_data_type = data_type
             if kv_data_type is None:
                 kv_data_type = data_type
-        arguments = (
-            self._requested_backend,
-            type(window_left),
+        shape = self._paged_shape(
             num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -202,17 +198,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             "float16" if q_data_type is None else q_data_type,
             kv_data_type,
             o_data_type,
-            q_len > 1,  # causal: a single row, at the last key, sees them all
-            pos_encoding_mode,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            False,
+        )
+        causal = q_len > 1  # a single row, at the last key, sees them all
+        values = _plan.options(
+            causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, False
         )
         split = _plan.split(batch, fixed_split_size, disable_split_kv, None)
-        self._commit_pages(self._prepare(self._kind_of(arguments), batch, split, None, None, None, None))
+        self._commit_pages(self._prepare(shape, values, batch, split, None, None, None, None))
 
     begin_forward = plan
 
@@ -284,12 +276,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """
         if q_len_per_req is not None and q_len_per_req != (planned := self._q_len(self._planned())):
             raise ValueError(f"q_len_per_req={q_len_per_req}, but {planned} is planned: pass it to plan().")
-        if not args and not more and window_left is None and not is_traced():
-            used_sinks, scales = self._sinks if sinks is None else sinks, (q_scale, k_scale, v_scale)
-            if not (is_grad_enabled() and needs_grad(q, paged_kv_cache, None, out, lse, used_sinks, *scales)):
-                result = self._again(q, paged_kv_cache, None, *scales, out, lse, sinks, return_lse)
-                if result is not None:
-                    return result
         return super().run(
             q,
             paged_kv_cache,

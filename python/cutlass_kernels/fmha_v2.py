@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _dispatch, _fmha_calls, _plan, _unplanned_ops
+from . import _args, _dispatch, _fused, _native, _plan, _unplanned_ops
 from ._autograd import forward_only, written
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
@@ -130,42 +130,38 @@ def trtllm_fmha_v2_prefill(
         ...                        64**-0.5, 1.0, 2, cum_q, cum_kv).shape
         torch.Size([6, 8, 64])
     """
-    key: Any = None
     traced, grad = is_traced(), False
     if isinstance(sinks, (list, tuple)) and len(sinks) == 1:
         sinks = sinks[0]
-    scaled = isinstance(bmm1_scale, torch.Tensor) or isinstance(bmm2_scale, torch.Tensor)
     if not traced and is_grad_enabled():
-        grad = _fmha_calls.needs_grad(qkv, out, None, sinks, bmm1_scale, bmm2_scale)
-    if not (traced or grad or scaled or _dispatch.is_logged()):
-        options: tuple[Any, ...] = (
+        grad = _fused.needs_grad(qkv, out, None, sinks, bmm1_scale, bmm2_scale)
+    if not (traced or grad) and pos_encoding_mode is None and not _dispatch.is_logged():
+        result = _native.fused_prefill(
+            qkv,
             input_layout,
             max_q_len,
             max_kv_len,
             bmm1_scale,
             bmm2_scale,
             batch_size,
-            pos_encoding_mode,
+            cum_seq_lens_q,
+            cum_seq_lens_kv,
+            block_tables,
+            out,
+            out_dtype,
+            sinks,
             logits_soft_cap_scale,
             mask_mode,
             window_left,
             chunked_attention_size,
             save_softmax_stats,
             skip_softmax_threshold_scale_factor,
+            _dispatch.override_of("auto") or "auto",
         )
-        # A float that equals a window is refused, a type of outputs is no number.
-        options += (type(window_left), out_dtype, _dispatch.override_of("auto"))
-        again, _ = _fmha_calls.table()
-        found: Any = again(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks, *options)
-        if found is not None:
+        if result is not None:
             if out is not None:
                 written(out)
-            return found
-        tensors = _fmha_calls.Tensors(qkv, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, sinks)
-        key, call = _fmha_calls.look_up(tensors, options)
-        if call is not None and (found := call.again(tensors, options)) is not None:
-            written(out)
-            return found
+            return result
     _check_layout(input_layout, qkv)
     q, k, v = _split(qkv, input_layout)
     group_heads, head_dim = q.size(1), q.size(2)
@@ -196,9 +192,9 @@ def trtllm_fmha_v2_prefill(
     for name, x in (("k", k), ("v", v)):
         _args.same_device(q.device, **{name: x})
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        cum_seq_lens_q = _fmha_calls.captured("cum_seq_lens_q", cum_seq_lens_q, q.device)
-        cum_seq_lens_kv = _fmha_calls.captured("cum_seq_lens_kv", cum_seq_lens_kv, q.device)
-        block_tables = _fmha_calls.captured("block_tables", block_tables, q.device)
+        cum_seq_lens_q = _fused.captured("cum_seq_lens_q", cum_seq_lens_q, q.device)
+        cum_seq_lens_kv = _fused.captured("cum_seq_lens_kv", cum_seq_lens_kv, q.device)
+        block_tables = _fused.captured("block_tables", block_tables, q.device)
     qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True)
     kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size)
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
@@ -206,11 +202,11 @@ def trtllm_fmha_v2_prefill(
     _check_longest("max_kv_len", max_kv_len, kv_indptr)
 
     kv: RaggedKv | PagedKv
-    tables: _fmha_calls.Tables | None = None
+    tables: _fused.Tables | None = None
     if input_layout.startswith("Q_PAGED"):
         separate = not isinstance(qkv[1], torch.Tensor)
         entries = _check_tables(block_tables, separate, batch_size)
-        tables = _fmha_calls.Tables(entries, _value_offset(k, v) if separate else 0)
+        tables = _fused.Tables(entries, _value_offset(k, v) if separate else 0)
         if not q.is_cuda or not (kv_indptr.is_cuda or tables.entries.is_cuda):
             kv = _paged(k, v, tables, kv_indptr)  # checks lengths and page numbers
         if q.is_cuda:  # of which nothing but the caches and the offsets is needed as yet
@@ -241,18 +237,15 @@ def trtllm_fmha_v2_prefill(
     selected = _dispatch.select("auto", request)
     longest = int(max_q_len) if qo_indptr.is_cuda or not batch_size else max(int(_args.lens(qo_indptr).max()), 1)
     returned = result if stats is None else (result, stats)
-    if not _fmha_calls.serves(problem, request, selected):
+    if not _fused.serves(problem, request, selected):
         if tables is not None and q.is_cuda:
             # Copies of fp8 pages, where they are needed, are of all entries: no more of them than any request uses.
             used = tables._replace(entries=tables.entries[..., : -(-int(max_kv_len) // k.size(1))])
             problem.kv = _paged(k, v, used, kv_indptr)
         _plan.compute_selected(problem, request, selected)
         return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
-    call = _fmha_calls.compute(problem, selected, tables, longest, int(max_kv_len))
+    _fused.compute(problem, selected, tables, longest, int(max_kv_len))
     written(out)
-    given = logits.sinks is sinks and qo_indptr is cum_seq_lens_q and kv_indptr is cum_seq_lens_kv
-    if call is not None and key is not None and given:
-        _fmha_calls.remember(key, call, tensors, problem)
     return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
 
 
@@ -398,7 +391,7 @@ def _check_room(table: torch.Tensor, page_size: int, kv_indptr: torch.Tensor) ->
         raise ValueError(f"a request has {longest} keys, but block_tables only {table.size(-1)} columns.")
 
 
-def _paged(k: torch.Tensor, v: torch.Tensor, tables: _fmha_calls.Tables, kv_indptr: torch.Tensor) -> PagedKv:
+def _paged(k: torch.Tensor, v: torch.Tensor, tables: _fused.Tables, kv_indptr: torch.Tensor) -> PagedKv:
     """The page table of a batch from its block tables, made on their device."""
     table, v_offset = tables
     separate, batch_size, page_size = table.dim() == 3, table.size(0), k.size(1)

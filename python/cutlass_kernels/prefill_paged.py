@@ -200,16 +200,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         """
         batch = self._read_batch(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         batch.take_lens(seq_lens)
-        arguments = (
-            self._requested_backend,
-            type(window_left),
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_vo,
-            q_data_type,
-            kv_data_type,
-            o_data_type,
+        shape = self._paged_shape(
+            num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_data_type, kv_data_type, o_data_type
+        )
+        values = _plan.options(
             causal,
             pos_encoding_mode,
             window_left,
@@ -219,26 +213,19 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             rope_theta,
             allow_fp16_qk_reduction,
         )
-        kind = self._kind_of(arguments)
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
-        plan = self._prepare(kind, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
+        plan = self._prepare(shape, values, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
         self._commit_pages(plan)
 
     begin_forward = plan
 
-    def _kind_of(self, arguments: tuple[Any, ...]) -> _plan.Kind:
-        """What plans with these arguments have in common: those of ``_known_kind``, then of ``_shape``, then of
-        ``_plan.options``."""
-        kind = self._known_kind(arguments)
-        if kind is None:
-            shape = self._shape(*arguments[2:9])
-            if shape.q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
-                raise AssertionError(
-                    f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'."
-                )
-            kind = self._new_kind(arguments, shape, _plan.options(*arguments[9:]))
-        return kind
+    def _paged_shape(self, *sizes_and_dtypes: Any) -> _plan.Shape:
+        """As ``_shape``; AssertionError for fp8 queries on fa2."""
+        shape = self._shape(*sizes_and_dtypes)
+        if shape.q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+            raise AssertionError(f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'.")
+        return shape
 
     def _commit_pages(self, plan: _plan.Plan) -> None:
         batch = plan.batch
@@ -368,7 +355,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
         plan = self._planned()
-        key, traced, grad = None, is_traced(), False
+        traced, grad = is_traced(), False
         used_sinks = self._sinks if sinks is None else sinks
         if not traced and is_grad_enabled():
             grad = needs_grad(q, paged_kv_cache, None, out, lse, used_sinks, q_scale, k_scale, v_scale, *args)
@@ -377,22 +364,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             and not args
             and lse_base == "log2"
             and lse_layout == "NH"
-            and (return_lse is True or return_lse is False)
             and window_left is None
             and kv_cache_sf is None
             and skip_softmax_threshold_scale_factor is None
             and use_fp16_softmax is None
             and uses_spcompress is None
         ):
-            result = self._again(q, paged_kv_cache, None, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
-            if result is not None:
-                return result
-            k: Any = paged_kv_cache
-            v: Any = None
-            if type(paged_kv_cache) is tuple and len(paged_kv_cache) == 2 and paged_kv_cache[1] is not None:
-                k, v = paged_kv_cache
-            scales = (q_scale, k_scale, v_scale)
-            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, used_sinks, return_lse)
+            result = self._direct_run(
+                plan, q, paged_kv_cache, None, (q_scale, k_scale, v_scale), out, lse, used_sinks, return_lse
+            )
             if result is not None:
                 return result
         _plan.unsupported(
@@ -423,7 +403,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         kv = PagedKv(
             k_cache, v_cache, self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
         )
-        result = self._run(plan, q, kv, run_args, key)
+        result = self._run(plan, q, kv, run_args)
         return forward_only(result, (out, lse), q, pair, scales, used_sinks) if grad else result
 
     def _run_tensors(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[Any, ...]:

@@ -183,16 +183,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         _plan.unsupported("plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr)
         batch = self._read_batch(qo_indptr, kv_indptr)
         batch.take_lens(seq_lens)
-        arguments = (
-            self._requested_backend,
-            type(window_left),
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_vo,
-            q_data_type,
-            kv_data_type,
-            o_data_type,
+        q_dtype = _args.dtype(q_data_type)
+        if o_data_type is None or _args.dtype(o_data_type) in _args.FP8_DTYPES:
+            o_data_type = torch.bfloat16 if q_dtype in _args.FP8_DTYPES else o_data_type
+        shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
+        if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+            # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
+            cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
+            shape = dataclasses.replace(shape, cast=cast)
+            warnings.warn(
+                f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({q_dtype}) to {cast}.",
+                _dispatch.PerformanceWarning,
+                stacklevel=3,
+            )
+        values = _plan.options(
             causal,
             pos_encoding_mode,
             window_left,
@@ -202,27 +206,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             rope_theta,
             allow_fp16_qk_reduction,
         )
-        kind = self._known_kind(arguments)
-        if kind is None:
-            q_dtype = _args.dtype(q_data_type)
-            if o_data_type is None or _args.dtype(o_data_type) in _args.FP8_DTYPES:
-                o_data_type = torch.bfloat16 if q_dtype in _args.FP8_DTYPES else o_data_type
-            shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
-            if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
-                # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
-                cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
-                shape = dataclasses.replace(shape, cast=cast)
-            kind = self._new_kind(arguments, shape, _plan.options(*arguments[9:]))
-        if kind.shape.cast is not None:
-            warnings.warn(
-                f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({kind.shape.q_dtype}) to "
-                f"{kind.shape.cast}.",
-                _dispatch.PerformanceWarning,
-                stacklevel=3,
-            )
         items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
-        plan = self._prepare(kind, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
+        plan = self._prepare(shape, values, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
         self._commit(plan, {"qo_indptr_buf": batch.qo, "kv_indptr_buf": batch.kv})
 
     begin_forward = plan
@@ -304,27 +290,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         plan = self._planned()
-        key, traced, grad = None, is_traced(), False
+        traced, grad = is_traced(), False
         used_sinks = self._sinks if sinks is None else sinks
         if not traced and is_grad_enabled():
             grad = needs_grad(q, k, v, out, lse, used_sinks, q_scale, k_scale, v_scale, *args)
         if (
             not (traced or grad)
             and not args
-            and v is not None  # a pair of k and v is none of this wrapper's arguments
             and lse_base == "log2"
             and lse_layout == "NH"
-            and (return_lse is True or return_lse is False)
             and window_left is None
             and kv_cache_sf is None
             and o_scale is None
             and skip_softmax_threshold_scale_factor is None
         ):
-            result = self._again(q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse)
-            if result is not None:
-                return result
-            scales = (q_scale, k_scale, v_scale)
-            key, result = self._repeat_run(plan, q, k, v, scales, out, lse, used_sinks, return_lse)
+            result = self._direct_run(plan, q, k, v, (q_scale, k_scale, v_scale), out, lse, used_sinks, return_lse)
             if result is not None:
                 return result
         _plan.unsupported(
@@ -350,7 +330,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         inputs = (q, k, v)
         if plan.shape.cast is not None:
             q, k, v = (x.to(plan.shape.cast) for x in inputs)
-        result = self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args, key)
+        result = self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args)
         return forward_only(result, (out, lse), inputs, scales, used_sinks) if grad else result
 
     @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")

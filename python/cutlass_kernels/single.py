@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _dispatch, _found, _masks, _ops, _plan, _repeat
+from . import _args, _dispatch, _masks, _native, _ops, _plan
 from ._autograd import forward_only, needs_grad, written
 from ._plan import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
@@ -99,7 +99,7 @@ def single_prefill_with_kv_cache(
         >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
         torch.Size([128, 32, 128])
     """
-    key, traced, grad = None, is_traced(), False
+    traced, grad = is_traced(), False
     if not traced and is_grad_enabled():
         grad = needs_grad(q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, k_scale, v_scale)
     if (
@@ -111,24 +111,30 @@ def single_prefill_with_kv_cache(
         and scale_v is None
         and o_dtype is None
         and kv_cache_sf is None
+        and pos_encoding_mode == "NONE"
         and not _dispatch.is_logged()
     ):
-        options = (
+        result = _native.single_prefill(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sinks,
+            return_lse,
             causal,
             kv_layout,
-            pos_encoding_mode,
-            sm_scale,
             window_left,
             logits_soft_cap,
-            rope_scale,
-            rope_theta,
+            sm_scale,
+            None,
             k_scale,
             v_scale,
-            backend,
-            _dispatch.override_of(backend),
+            _dispatch.override_of(backend) or backend,
         )
-        key, result = repeat_call(_calls, q, k, v, out, lse, sinks, return_lse, options)
         if result is not None:
+            if out is not None or lse is not None:
+                written(out, lse)
             return result
     refuse_4bit(kv_cache_sf)
     if traced or have_own_dispatch(q, k, v):
@@ -143,7 +149,7 @@ def single_prefill_with_kv_cache(
     mask = Mask(causal=bool(causal), window_left=_args.window(window_left))
     if packed_custom_mask is not None or custom_mask is not None:
         _set_bits(mask, custom_mask, packed_custom_mask, q, k.size(0))
-    problem, call = attend(
+    problem = attend(
         q,
         k,
         v,
@@ -163,8 +169,6 @@ def single_prefill_with_kv_cache(
         out=out,
         lse=lse,
     )
-    if call is not None and key is not None and problem.logits.sinks is sinks and _args.are_plain(*options):
-        _repeat.remember(_calls, key, _repeat.Repeat(call, problem))
     new_out, new_lse = problem.output.out, problem.output.lse
     result = (new_out, new_lse) if return_lse else new_out
     if grad:
@@ -222,59 +226,7 @@ def single_prefill_with_kv_cache_return_lse(
     return pair
 
 
-_calls = _found.Calls()  # calls that may be repeated
-
-
 # --- shared with decode ------------------------------------------------------------------------------------------
-
-
-def repeat_call(
-    calls: _found.Calls,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    sinks: Any,
-    return_lse: Any,
-    options: tuple[Any, ...],
-) -> tuple[Any, Result | None]:
-    """The key of a call, with all that it depends on beside addresses, and the results where an earlier one can be
-    repeated.
-
-    There is no key where arguments are not what they should be.
-    """
-    if v is None:  # a pair of k and v is no argument of such a call
-        return None, None
-    result = calls.again(q, k, v, out, lse, sinks, return_lse, *options)
-    if result is not None:
-        if out is not None or lse is not None:
-            written(out, lse)
-        return None, result
-    if type(return_lse) is not bool:
-        return None, None
-    facts = _repeat.facts
-    try:
-        key = (
-            facts(q),
-            facts(k),
-            facts(v),
-            None if out is None else facts(out),
-            None if lse is None else facts(lse),
-            None if sinks is None else facts(sinks),
-            return_lse,
-            options,
-            tuple(map(type, options)),  # whole floats may be refused
-        )
-        repeat = calls.get(key)
-    except (AttributeError, TypeError):  # no tensor, or no key: checks will say
-        return None, None
-    if repeat is None:
-        return key, None
-    result = repeat.found_in(calls, q, k, v, out, lse, sinks, return_lse, *options)
-    if result is not None:
-        written(out, lse)
-    return key, result
 
 
 def refuse_4bit(kv_cache_sf: Any) -> None:
@@ -339,10 +291,10 @@ def attend(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     q_scale: float | None = None,
-) -> tuple[Problem, Any]:
+) -> Problem:
     """Computes one request from token-major views; every check comes before the computation.
 
-    Returns the problem, which holds the results, and the call to be repeated, or None.
+    Returns the problem, which holds the results.
     """
     device, (rows, num_qo_heads, head_dim) = q.device, q.shape
     num_kv_heads, head_dim_vo = k.size(1), v.size(2)
@@ -369,5 +321,5 @@ def attend(
     if return_lse or lse is not None:
         lse = _args.lse_output(lse, (rows, num_qo_heads), device)
     problem = Problem(q, RaggedKv(k, v), logits, Output(out, lse, None, out_scale), mask)
-    call = _dispatch.compute(problem, _dispatch.select(backend, _dispatch.Request.from_problem(problem)))
-    return problem, call
+    _dispatch.compute(problem, _dispatch.select(backend, _dispatch.Request.from_problem(problem)))
+    return problem

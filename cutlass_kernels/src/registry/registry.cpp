@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/element_bytes.h"
 #include "cutlass_kernels/version.h"
 #include "registry/backends.h"
 #include "registry/fits.h"
+#include "registry/is_decode.h"
 #include "registry/reasons.h"
 #include "registry/validate.h"
 
@@ -41,16 +43,39 @@ bool serves(const KernelEntry& entry, const AttentionParams& params, int compute
          (entry.refusal == nullptr || entry.refusal(params).empty());
 }
 
+bool is_decode(const AttentionParams& params) {
+  constexpr std::int64_t kDecodeRows = 16;
+  const std::int64_t group_size = params.num_qo_heads / params.num_kv_heads;
+  const bool alone = params.fixed_split_size > 0 || params.disable_split_kv;
+  return params.q_dtype == params.kv_dtype && size_of(params.q_dtype) == 2 && !alone &&
+         params.head_dim_qk == params.head_dim_vo && group_size <= kDecodeRows &&
+         params.total_q * group_size <= kDecodeRows * params.batch_size;
+}
+
+namespace {
+
+/// The backends in the order in which kAuto asks them.
+std::vector<Backend> ranked(const AttentionParams& params) {
+  std::vector<Backend> order;
+  if (is_decode(params)) order.push_back(Backend::kFa2);
+  for (const BackendName& entry : backends()) {
+    if (order.empty() || entry.backend != order.front()) order.push_back(entry.backend);
+  }
+  return order;
+}
+
+}  // namespace
+
 const KernelEntry* choose(Backend backend, const AttentionParams& params, int compute_capability,
                           std::vector<std::string>* reasons) {
   const auto padded_dim = [](const KernelEntry* entry) {
     return entry->info.head_dim_qk + entry->info.head_dim_vo;
   };
-  for (const BackendName& candidate : backends()) {
-    if (backend != Backend::kAuto && backend != candidate.backend) continue;
+  for (const Backend candidate : ranked(params)) {
+    if (backend != Backend::kAuto && backend != candidate) continue;
     const KernelEntry* best = nullptr;  // of a backend, the least padding wins
     for (const KernelEntry& entry : registry()) {
-      if (entry.info.backend == candidate.backend && serves(entry, params, compute_capability) &&
+      if (entry.info.backend == candidate && serves(entry, params, compute_capability) &&
           (best == nullptr || padded_dim(&entry) < padded_dim(best))) {
         best = &entry;
       }

@@ -1,0 +1,141 @@
+// Direct calls: the compiled module reads the arguments of a public function itself, checks them, allocates the results
+// and launches. It makes the call only if every argument is exactly what a kernel takes. If one is not, it does nothing
+// and returns None: Python then says in a sentence what is wrong, converts, or computes. So each condition here has its
+// counterpart in Python, and a call has the same results and errors either way.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass_kernels/params.h"
+#include "torch.h"
+
+namespace cutlass_kernels {
+
+// --- Python's numbers: only the exact types, as others may not mean what they are converted to ---
+
+bool read_flag(PyObject* object, bool* flag);
+/// A finite number; None is `*number` as it was.
+bool read_number(PyObject* object, double* number);
+/// An integer; None is `*number` as it was.
+bool read_integer(PyObject* object, std::int64_t* number);
+bool is_text(PyObject* object, const char* text);
+/// kv_layout: "NHD" or "HND".
+bool read_layout(PyObject* object, bool* hnd);
+/// "auto" or a backend's name.
+bool read_backend(PyObject* object, Backend* backend);
+
+/// Options of every attention without a position encoding.
+struct DirectOptions {
+  bool causal = false;
+  std::int64_t window_left = -1;
+  double soft_cap = 0.0;
+  double sm_scale = 0.0;  // its default, before it is read
+
+  /// window_left, logits_soft_cap and sm_scale as users give them.
+  bool read(PyObject* window, PyObject* cap, PyObject* scale);
+  void fill(AttentionParams* params) const;
+};
+
+// --- tensors ---
+
+/// A [tokens, heads, dim] matrix of each head, as a kernel reads it: 16-byte aligned, contiguous in its last dimension,
+/// no stride of 0, and none of 2^30 elements or more, which not every kernel addresses.
+struct Matrix {
+  Address data = 0;
+  std::int64_t tokens = 0, heads = 0, dim = 0;
+  std::int64_t stride_token = 0, stride_head = 0;
+
+  ConstTensorView view() const { return {pointer<const void>(data), stride_token, stride_head}; }
+};
+/// `hnd`: the tensor is [heads, tokens, dim].
+bool read_matrix(const Tensor& tensor, bool hnd, Matrix* matrix);
+/// The same from [dims before, tokens, heads, dim] of a tensor, from dimension `first` on.
+bool read_matrix_at(const Tensor& tensor, int first, bool hnd, Matrix* matrix);
+
+/// Keys and values in pages: [pages, page_size, heads, dim].
+struct PagedCache {
+  std::int64_t pages = 0, page_size = 0, heads = 0, dim_qk = 0, dim_vo = 0;
+  std::int64_t k_stride_page = 0, v_stride_page = 0;
+  ConstTensorView k, v;
+  DType dtype{};
+  int device = 0;
+};
+/// One tensor with keys and values, or two in a tuple or (for `with_lists`) a list.
+bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache* cache);
+
+/// Sinks, fp32 [heads] on a device; none where they are None.
+bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int device,
+                const float** sinks);
+
+// --- results ---
+
+/// Output and LSE of `rows` query rows. `squeezed`: the results have no dimension of rows, as there is one.
+struct Results {
+  py::object out, lse;
+  bool return_lse = false;
+
+  py::object returned() const { return return_lse ? py::object(py::make_tuple(out, lse)) : out; }
+};
+
+/// What results must be, or are made like.
+struct ResultShape {
+  std::int64_t rows = 0, heads = 0, dim = 0;
+  DType dtype{};
+  int device = 0;
+  bool squeezed = false;
+  bool zero = false;  // new outputs have rows that no kernel writes
+};
+/// Reads the places that the caller gave (None: a new tensor is made), and fills params.o and params.lse.
+/// `like`: a tensor whose empty_like() is a new output; null where none is. Call this last: it allocates.
+bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out, PyObject* lse,
+                     PyObject* return_lse, PyObject* like, Results* results,
+                     AttentionParams* params);
+
+/// Plans and enqueues a problem without a plan of its own, on a device's current stream.
+Status launch_once(const Torch& torch, const AttentionParams& params, Backend backend, int device);
+
+/// False where it was refused; any other failure raises.
+bool is_launched(const Status& status);
+
+/// Makes a device the current one for as long as this lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int index);
+  ~CurrentDevice();
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int before_ = -1;  // negative: it was this one
+};
+
+// --- functions of Python: methods of a pybind11 class would take 0.5 us for their arguments ---
+
+template <class Function>
+PyObject* guarded(Function function) {
+  try {
+    return function().release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+inline PyMethodDef fast(const char* name, FastFunction function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+          METH_FASTCALL, nullptr};
+}
+
+inline void add_function(py::module_& m, PyMethodDef* def) {
+  PyObject* function = PyCFunction_New(def, nullptr);
+  if (function == nullptr) throw py::error_already_set();
+  m.attr(def->ml_name) = py::reinterpret_steal<py::object>(function);
+}
+
+}  // namespace cutlass_kernels
