@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import compilers
@@ -87,7 +86,7 @@ def on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     """The request that these tensors would make on such a GPU."""
     out = q.new_empty(q.size(0), q.size(1), v.size(2)) if out is None else out
     request = _dispatch.Request.from_problem(Problem(q, RaggedKv(k, v), Logits(1.0), Output(out)))
-    return dataclasses.replace(request, device_type="cuda", compute_capability=90)
+    return request._replace(device_type="cuda", compute_capability=90)
 
 
 def tensors(rows: int = 5, keys: int = 30, heads: int = 32, kv_heads: int = 2) -> list[torch.Tensor]:

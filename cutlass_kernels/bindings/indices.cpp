@@ -108,12 +108,11 @@ py::object read_pages(Address qo_indptr, Address kv_indptr, Address last_page_le
                         std::move(packed), address);
 }
 
-// Pageable memory: the driver has read it when this returns.
-void upload(Address from, std::size_t bytes, Address to, Address stream) {
+// `bytes`: a multiple of 4.
+void upload_vectors(Address from, std::size_t bytes, Address to, Address stream) {
   enqueue([&] {
-    const cudaError_t error = cudaMemcpyAsync(pointer<void>(to), pointer<const void>(from), bytes,
-                                              cudaMemcpyHostToDevice, pointer<CUstream_st>(stream));
-    return error == cudaSuccess ? Status::success() : cuda_failure("Copying index tensors", error);
+    return upload(pointer<const std::int32_t>(from), std::int64_t(bytes / 4),
+                  pointer<std::int32_t>(to), pointer<CUstream_st>(stream));
   });
 }
 
@@ -132,7 +131,7 @@ void bind_indices(py::module_& m) {
         "The same for pages: addresses of qo_indptr, kv_indptr, last_page_len and page numbers (0: "
         "on the device), batch_size, how many page numbers, page_size, whether to pack all of "
         "them.");
-  m.def("upload", &upload, "Copies to the device: address, bytes, address there, stream.");
+  m.def("upload", &upload_vectors, "Copies to the device: address, bytes, address there, stream.");
   m.def(
       "copy_vectors",
       [](const Copies& copies, Address stream) {

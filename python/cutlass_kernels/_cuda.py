@@ -75,7 +75,7 @@ def reasons(backend: str, request: Request) -> list[str]:
                 f"o_dtype={request.o_dtype} is not written by {backend} for q_dtype={request.q_dtype}: use float16 or "
                 "bfloat16, or backend='reference'."
             )
-            prepared = dataclasses.replace(prepared, o_dtype=prepared.q_dtype)
+            prepared = prepared._replace(o_dtype=prepared.q_dtype)
         request = prepared
     found += [
         f"{_WHY.get(feature, feature)} has no {backend} kernel in this version: backend='reference' computes it."

@@ -110,8 +110,7 @@ class Layout(NamedTuple):
         return cls(rows, keys, strides)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The facts that decide which backends can serve a problem.
 
     ``compute_capability`` is ``10 * major + minor``, or None without a CUDA device. ``features`` are elements of
@@ -178,6 +177,12 @@ class Request:
         if self.layout is not None:
             text += "".join(f", strides of {name} {token}/{head}" for name, token, head in self.layout.strides)
         return f"{text}, {' '.join(sorted(self.features))}" if self.features else text
+
+
+@functools.lru_cache(maxsize=4096)
+def feature_set(**used: bool) -> frozenset[str]:
+    """The names of those that are used."""
+    return frozenset(name for name, is_used in used.items() if is_used)
 
 
 def are_short(

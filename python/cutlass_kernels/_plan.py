@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -88,8 +88,7 @@ class Options:
         return Options(*values)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes and dtypes of a plan."""
 
     num_qo_heads: int

@@ -41,8 +41,7 @@ def prepared_request(request: Request) -> Request | None:
     if layout is not None:  # copies lie in memory as every kernel takes them
         copied = {"q": rope or fp8_q, "k": rope or fp8_kv, "v": fp8_kv, "o": rounded}
         layout = layout._replace(strides=tuple(x for x in layout.strides if not copied.get(x[0])))
-    return dataclasses.replace(
-        request,
+    return request._replace(
         q_dtype=dtype,
         kv_dtype=dtype if fp8_kv else request.kv_dtype,
         o_dtype=dtype if rounded else request.o_dtype,

@@ -9,7 +9,7 @@ logits are fields of :class:`Logits`. Nothing here checks user input (``_args``)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -91,8 +91,7 @@ class Pages:
     v_indices: Vector | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """How the keys of short queries may be split.
 
     ``fixed_size`` (keys per KV split; 0: chosen from the batch) or ``disabled`` make the results of a request

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -172,7 +171,7 @@ class RunsPlans:
         if not usual:
             request = _dispatch.Request.from_problem(problem, plan.split.alone)
             if "short_queries" not in plan.request.features:  # the plan's word, also where a later one has fewer rows
-                request = dataclasses.replace(request, features=request.features - {"short_queries"})
+                request = request._replace(features=request.features - {"short_queries"})
             backend = _dispatch.select(self._requested_backend, request)
         if backend in KERNEL_BACKENDS:
             general = _plan.is_general(problem)

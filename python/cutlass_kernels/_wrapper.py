@@ -389,19 +389,19 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         short: bool,
         layout: _dispatch.Layout | None,
     ) -> _dispatch.Request:
-        features = {
-            "custom_mask": masked and not multi_item,
-            "multi_item": multi_item,
-            "unsized": multi_item and not masked and self.device.type == "cuda",
-            "causal": values.causal and not masked and not multi_item,
-            "window": values.window_left >= 0,
-            "soft_cap": values.logits_soft_cap > 0.0,
-            "alibi": values.pos_encoding_mode == "ALIBI",
-            "rope": values.pos_encoding_mode == "ROPE_LLAMA",
-            "paged": page_size is not None,
-            "fp8_copies": shape.q_dtype in _args.FP8_DTYPES and (page_size or 0) % _dispatch.FP8_PAGE > 0,
-            "short_queries": short,
-        }
+        features = _dispatch.feature_set(
+            custom_mask=masked and not multi_item,
+            multi_item=multi_item,
+            unsized=multi_item and not masked and self.device.type == "cuda",
+            causal=values.causal and not masked and not multi_item,
+            window=values.window_left >= 0,
+            soft_cap=values.logits_soft_cap > 0.0,
+            alibi=values.pos_encoding_mode == "ALIBI",
+            rope=values.pos_encoding_mode == "ROPE_LLAMA",
+            paged=page_size is not None,
+            fp8_copies=shape.q_dtype in _args.FP8_DTYPES and (page_size or 0) % _dispatch.FP8_PAGE > 0,
+            short_queries=short,
+        )
         return _dispatch.Request(
             self.device.type,
             _dispatch.compute_capability(self.device),
@@ -412,7 +412,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             shape.num_kv_heads,
             shape.head_dim_qk,
             shape.head_dim_vo,
-            frozenset(name for name, used in features.items() if used),
+            features,
             layout,
         )
 

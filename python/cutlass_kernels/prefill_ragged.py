@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -190,7 +189,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
             # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
             cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
-            shape = dataclasses.replace(shape, cast=cast)
+            shape = shape._replace(cast=cast)
             warnings.warn(
                 f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({q_dtype}) to {cast}.",
                 _dispatch.PerformanceWarning,
