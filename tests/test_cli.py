@@ -63,11 +63,19 @@ def test_runs_as_a_module():
         assert name in done.stdout
 
 
-def test_says_what_to_install_where_typer_is_missing():
-    code = "import sys, runpy; sys.modules['typer'] = None; runpy.run_module('cutlass_kernels', run_name='__main__')"
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_says_in_one_sentence_what_to_install_where_a_package_is_missing(package):
+    code = (
+        f"import sys, runpy; sys.modules[{package!r}] = None\nrunpy.run_module('cutlass_kernels', run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "pip install typer" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"The command line needs {package}")
+    assert "pip install typer rich" in done.stderr and "cutlass_kernels[cli]" in done.stderr
+
+
+def test_prints_its_version():
+    assert invoke("--version") == f"cutlass_kernels {cutlass_kernels.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["info", "check", "explain"])

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import cutlass_kernels
-from cutlass_kernels import _matrix
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import support_matrix  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
-INSTANCES = (ROOT / _matrix.INSTANCES).read_text()
+INSTANCES = (ROOT / support_matrix.INSTANCES).read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -23,9 +25,9 @@ def blocks(language: str) -> list[str]:
 
 
 def test_matrix_is_up_to_date() -> None:
-    kernels = _matrix.parse_instances(INSTANCES)
-    assert _matrix.update(README, _matrix.render(kernels)) == README, (
-        "run `python -m cutlass_kernels._matrix --update README.md`"
+    kernels = support_matrix.parse_instances(INSTANCES)
+    assert support_matrix.update(README, support_matrix.render(kernels)) == README, (
+        "run `python tools/support_matrix.py --update README.md`"
     )
 
 
@@ -33,18 +35,18 @@ def test_update_rewrites_a_file(tmp_path: Path) -> None:
     (tmp_path / "cutlass_kernels").mkdir()
     (tmp_path / "cutlass_kernels" / "instances.cmake").write_text(INSTANCES)
     stale = tmp_path / "README.md"
-    stale.write_text(f"before\n{_matrix.BEGIN}\nold\n{_matrix.END}\nafter\n")
-    _matrix.main(["--update", str(stale)])
+    stale.write_text(f"before\n{support_matrix.BEGIN}\nold\n{support_matrix.END}\nafter\n")
+    support_matrix.main(["--update", str(stale)])
     text = stale.read_text()
-    assert text.startswith(f"before\n{_matrix.BEGIN}\n| ")
-    assert text.endswith(f"|\n{_matrix.END}\nafter\n")
+    assert text.startswith(f"before\n{support_matrix.BEGIN}\n| ")
+    assert text.endswith(f"|\n{support_matrix.END}\nafter\n")
     assert "old" not in text
     with pytest.raises(ValueError, match="put the two"):
-        _matrix.update("no markers", "")
+        support_matrix.update("no markers", "")
 
 
 def test_instances_and_registry_have_the_same_form() -> None:
-    parsed = _matrix.parse_instances(INSTANCES)
+    parsed = support_matrix.parse_instances(INSTANCES)
     assert len(parsed) == len(re.findall(r"^ck_instance", INSTANCES, re.MULTILINE))
     known = {kernel["name"]: kernel for kernel in parsed}
     for kernel in cutlass_kernels.list_kernels():  # an installation may have been built with less, never with more
@@ -61,7 +63,7 @@ def test_matrix_of_other_kernels() -> None:
 ck_instance(fa3 bfloat16 192 128 90 90 interval_mask telepathy)
 ck_instance(fa3 float16  64  64  90 90 interval_mask telepathy sinks)
 """
-    matrix = _matrix.render(_matrix.parse_instances(text))
+    matrix = support_matrix.render(support_matrix.parse_instances(text))
     assert "| runs on | CUDA, compute capability 9.0 | any device of PyTorch |" in matrix
     assert "| element types | bfloat16, float16 |" in matrix
     assert "| head dimensions | 192/128, 64; other" in matrix
@@ -71,7 +73,7 @@ ck_instance(fa3 float16  64  64  90 90 interval_mask telepathy sinks)
 
 
 def test_matrix_without_kernels_is_that_of_the_reference() -> None:
-    assert _matrix.render([]).splitlines()[0] == "|  | **reference** |"
+    assert support_matrix.render([]).splitlines()[0] == "|  | **reference** |"
 
 
 def test_python_examples_run() -> None:

@@ -6,13 +6,17 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line, or says what it lacks."""
+    """Runs the command line, or says which packages it needs."""
     try:
         from ._cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
-        sys.exit(f"the command line of cutlass_kernels needs {error.name}: install it with `pip install typer rich`.")
+        sys.exit(
+            f"The command line needs {package}, which is not installed: `pip install typer rich` installs "
+            "what the extra cutlass_kernels[cli] names."
+        )
     app(prog_name="python -m cutlass_kernels")
 
 

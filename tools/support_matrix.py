@@ -1,7 +1,7 @@
 """The support matrix of the README, rendered from the table of kernels.
 
-    python -m cutlass_kernels._matrix                       the matrix of this installation
-    python -m cutlass_kernels._matrix --update README.md    rewrites the one of the README, from instances.cmake
+    python tools/support_matrix.py                       the matrix of this installation
+    python tools/support_matrix.py --update README.md    rewrites the one of the README, from instances.cmake
 
 The README shows what the default build compiles, so it follows ``instances.cmake``; an installation may have less.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import _prepare, list_kernels
+from cutlass_kernels import _prepare, list_kernels
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 INSTANCES = Path("cutlass_kernels") / "instances.cmake"
@@ -137,7 +137,7 @@ def update(readme: str, matrix: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m cutlass_kernels._matrix", description="the support matrix")
+    parser = argparse.ArgumentParser(description="the support matrix")
     parser.add_argument("--update", type=Path, metavar="README", help="rewrite the matrix in this file")
     chosen = parser.parse_args(arguments)
     if chosen.update is None:
