@@ -14,35 +14,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import enum
-import gc
 import platform
+import random
 import re
-import shlex
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import check
 import report as reporting
 import torch
 import typer
-from peers import OPERATIONS, Backend, Operation
+from backend import Backend, Case, Operation
+from measure import Tick, environment, measure
+from operations import OPERATIONS, WORKLOADS, cases_of
 from report import UNITS, Report, Result
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from shapes import WORKLOADS, Case, cases_of
-from timing import BURST, SUSTAINED, Clock, DeviceClock, HostClock, Monitor, Settings, Timed, interleave
+from timing import BURST, SUSTAINED, Clock, DeviceClock, HostClock, Monitor
 
-import cutlass_kernels as ck
-
-ROOT = Path(__file__).resolve().parent.parent
-Tick = Callable[[str], None]
 stdout, stderr = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 
@@ -58,134 +49,8 @@ class Graph(str, enum.Enum):
     off = "off"
 
 
-# --- measuring ---------------------------------------------------------------------------------------------------
-
-
-def measure_case(
-    operation: Operation,
-    case: Case,
-    backends: list[Backend],
-    settings: Settings,
-    device: torch.device,
-    clock: Clock,
-    monitor: Monitor | None,
-    tick: Tick,
-) -> list[Result]:
-    """Checks, then times, every backend on one case; one result each."""
-    results = {b.name: Result(b.name, case.group, case.column, case.work, bytes=case.bytes) for b in backends}
-    willing = []
-    for backend in backends:
-        reason = backend.why_not(case, device)
-        if reason is None:
-            willing.append(backend)
-        else:
-            results[backend.name].reason = reason
-    if not willing:
-        return list(results.values())
-    inputs = operation.inputs(case, device)
-    expected = operation.expect(case, inputs)
-    calls: dict[str, Timed] = {}
-    for backend in willing:
-        with _failures(results[backend.name]):
-            timed = backend.make(case, inputs)
-            _call_and_check(timed, expected, results[backend.name])
-            calls[backend.name] = timed
-    for name, series in interleave(calls, settings, clock, monitor, tick).items():
-        with _failures(results[name]):
-            _call_and_check(calls[name], expected, results[name])  # still right after all those launches
-            results[name].series = series
-            results[name].figure = operation.figure(case, series.median)
-    return list(results.values())
-
-
-def _call_and_check(timed: Timed, expected: check.Expected, result: Result) -> None:
-    with warnings.catch_warnings(), timed.context():
-        warnings.simplefilter("ignore")  # torch warns why it has no kernel; the exception suffices
-        returned = timed.call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    if returned is None:  # plan() has no output
-        return
-    fault = check.fault(timed.output(returned), expected)
-    if fault is not None:
-        raise ArithmeticError(f"wrong result: {fault}")
-    result.checked = expected.coverage
-
-
 @contextlib.contextmanager
-def _failures(result: Result) -> Iterator[None]:
-    """Notes an exception in ``result``: a peer may fail in any way, and the others go on."""
-    try:
-        yield
-    except Exception as error:
-        result.failed = True
-        result.reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
-
-
-def measure(
-    operation: Operation,
-    cases: list[Case],
-    backends: list[Backend],
-    settings: Settings,
-    device: torch.device,
-    clock: Clock,
-    monitor: Monitor | None = None,
-    begin: Callable[[Case], Tick] = lambda case: lambda name: None,
-    end: Callable[[Case, list[Result]], None] = lambda case, results: None,
-) -> list[Result]:
-    """All results. ``begin`` hears of each case and returns what hears of its turns; ``end`` hears of its results."""
-    every: list[Result] = []
-    for case in cases:
-        tick = begin(case)
-        results = measure_case(operation, case, backends, settings, device, clock, monitor, tick)
-        end(case, results)
-        every += results
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return every
-
-
-# --- surroundings ------------------------------------------------------------------------------------------------
-
-
-def environment(settings: Settings, dtype: str, monitor: Monitor | None) -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
-    facts: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": _commit(),
-        "cutlass_kernels": ck.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "dtype": dtype,
-        "mode": settings.name,
-        "settings": dataclasses.asdict(settings),
-    }
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["cudnn"] = torch.backends.cudnn.version()
-        facts["driver"] = monitor.driver if monitor else "unknown"
-    for module in ("flashinfer", "flash_attn_interface"):
-        if module in sys.modules:
-            facts[module] = getattr(sys.modules[module], "__version__", "unknown")
-    return facts
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    with contextlib.suppress(OSError):
-        commit = git("rev-parse", "--short=12", "HEAD")
-        return f"{commit} with local changes" if commit and git("status", "--porcelain") else commit or "unknown"
-    return "unknown"
-
-
-@contextlib.contextmanager
-def progress(cases: list[Case], turns: int) -> Iterator[tuple[Callable[[Case], Tick], Callable[..., None]]]:
+def progress(cases: Sequence[Case], turns: int) -> Iterator[tuple[Callable[[Case], Tick], Callable[..., None]]]:
     """A bar on a terminal; elsewhere one line per case."""
     bar = Progress(
         TextColumn("{task.description}"),
@@ -238,7 +103,8 @@ def _show(report: Report, as_markdown: bool) -> None:
     else:
         header, rows = reporting.table(report)
         facts = report.environment
-        where = f"{facts.get('gpu', platform.processor())}, {facts['dtype']}, {facts['mode']}"
+        gpu, seed = facts.get("gpu", platform.processor()), facts["settings"]["seed"]
+        where = f"{gpu}, {facts['dtype']}, {facts['mode']}, seed {seed}"
         table = Table(title=f"{report.unit} on {where}", title_justify="left")
         for index, name in enumerate(header):
             table.add_column(name, justify="right" if index else "left", no_wrap=True)
@@ -254,7 +120,7 @@ def _show_gaps(report: Report) -> None:
         stderr.print(f"no figure: {sentence}", markup=False, highlight=False)
 
 
-def _dry_run(cases: list[Case], operation: Operation, backends: list[Backend]) -> None:
+def _dry_run(cases: Sequence[Case], operation: Operation, backends: list[Backend]) -> None:
     unit, scale = ("calls", 1.0) if operation.host_clock else ("GFLOP", 1e-9)
     width = max(len(case.label) for case in cases)
     for case in cases:
@@ -270,7 +136,7 @@ def _listing() -> str:
     lines = []
     for name, operation in OPERATIONS.items():
         lines += [f"{name}: {operation.about}", f"  backends: {', '.join(operation.backends)}", "  workloads:"]
-        lines += [f"    {key:12} {w.about}" for key, w in WORKLOADS.items() if w.operation == name]
+        lines += [f"    {key:12} {workload.about}" for key, workload in operation.workloads.items()]
     return "\n".join(lines)
 
 
@@ -291,6 +157,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="rounds, if not those of the mode")] = 0,
     round_ms: Annotated[float, typer.Option(help="measured time of a turn, if not that of the mode")] = 0.0,
     pause_ms: Annotated[float, typer.Option(help="pause before a turn, if not that of the mode")] = -1.0,
+    seed: Annotated[int, typer.Option(help="of the orders of turns; default: drawn, and noted in the report")] = -1,
     graph: Annotated[Graph, typer.Option(help="CUDA graphs: for calls below 100 us, always, never")] = Graph.auto,
     out: Annotated[Path | None, typer.Option(help="directory for CSV, JSON, Markdown and plot")] = None,
     name: Annotated[str, typer.Option(help="name of those files; default: operation and workloads")] = "",
@@ -301,7 +168,7 @@ def main(
         stdout.print(_listing(), markup=False, highlight=False)
         return
     (chosen,) = _choose("operation", [operation], OPERATIONS)
-    names = [part for item in workload or chosen.default_workloads for part in _list(item)]
+    names = [part for item in workload or [chosen.default_workload] for part in _list(item)]
     if dtype not in ("float16", "bfloat16", "float8_e4m3fn"):
         raise typer.BadParameter(f"dtype {dtype!r} is not measured: use float16, bfloat16 or float8_e4m3fn.")
     try:
@@ -331,6 +198,7 @@ def main(
         round_ms=round_ms or settings.round_ms,
         pause_ms=settings.pause_ms if pause_ms < 0 else pause_ms,
         graph=graph.value,
+        seed=seed if seed >= 0 else random.SystemRandom().randrange(1 << 32),
     )
     torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32
     device = torch.device("cuda", torch.cuda.current_device())

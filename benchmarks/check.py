@@ -8,12 +8,11 @@ rest is computed in fp16.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-from shapes import Inputs, Prefill
-from states import States
+from inputs import Inputs
+from problem import Problem
 
 FACTOR = 2.0
 ROWS = 512  # query rows computed at once
@@ -36,7 +35,7 @@ class Expected:
         return "all rows" if self.rows.numel() == self.total_rows else f"{self.rows.numel()} of {self.total_rows} rows"
 
 
-def expect(case: Prefill, inputs: Inputs) -> Expected:
+def expect(case: Problem, inputs: Inputs) -> Expected:
     """The exact rows of ``case``; where those are too many, blocks spread evenly, the first and the last among them."""
     blocks = _blocks(case)
     work = sum(count * case.kv_lens[request] for request, _, count in blocks) * case.num_qo_heads
@@ -60,7 +59,7 @@ def expect(case: Prefill, inputs: Inputs) -> Expected:
     return Expected(torch.cat(rows), torch.cat(exact), largest, rms, inputs.q.size(0))
 
 
-def _blocks(case: Prefill) -> list[tuple[int, int, int]]:
+def _blocks(case: Problem) -> list[tuple[int, int, int]]:
     """(request, first row, rows)."""
     return [
         (request, first, min(ROWS, qo_len - first))
@@ -69,12 +68,12 @@ def _blocks(case: Prefill) -> list[tuple[int, int, int]]:
     ]
 
 
-def naive(case: Prefill, inputs: Inputs, request: int, first: int, rows: int, arithmetic: torch.dtype) -> torch.Tensor:
+def naive(case: Problem, inputs: Inputs, request: int, first: int, rows: int, arithmetic: torch.dtype) -> torch.Tensor:
     """Attention of ``rows`` rows of a request, some heads at a time, scores and weights in ``arithmetic``."""
     qo, kv = int(inputs.qo_indptr[request]) + first, int(inputs.kv_indptr[request])
     position = first + case.kv_lens[request] - case.qo_lens[request]  # of the first of these rows
     length = case.kv_lens[request]
-    if case.causal:  # nobody sees more
+    if case.causal:  # no row sees more
         length = min(length, max(position + rows, 1))
     q = inputs.q[qo : qo + rows].transpose(0, 1)
     k, v = (x[kv : kv + length].transpose(0, 1) for x in (inputs.k, inputs.v))
@@ -114,23 +113,6 @@ def naive(case: Prefill, inputs: Inputs, request: int, first: int, rows: int, ar
         weights = (weights / total).masked_fill(total == 0, 0.0)
         out[:, heads] = torch.matmul(weights.to(arithmetic), values).transpose(0, 1)
     return out
-
-
-def expect_merged(states: States) -> Expected:
-    """What states merge to, all of it; plain PyTorch rounds weights and sums to the element type."""
-    weights = torch.softmax(states.s.double() * math.log(2.0), 1).float()[..., None]
-    tokens = states.v.size(0)
-    exact, largest, squares = [], 0.0, 0.0
-    for rows in torch.arange(tokens).split(max(1, ELEMENTS // max(states.v[0].numel(), 1))):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        out = (weights[part] * states.v[part].float()).sum(1)
-        error = (weights[part].to(states.v.dtype) * states.v[part]).sum(1).float() - out
-        largest = max(largest, float(error.abs().max()))
-        squares += float(error.double().square().sum())
-        exact.append(out)
-    merged = torch.cat(exact)
-    rms = (squares / max(merged.numel(), 1)) ** 0.5
-    return Expected(torch.arange(tokens, device=merged.device), merged, largest, rms, tokens)
 
 
 def _alibi_slopes(num_heads: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Measures several callables fairly: interleaved rounds in one process, each round long enough for the clock.
 
 One turn of one callable is: a pause, a warm-up, then a number of calls between two readings of the clock. All callables
-take a turn before the next round starts, so drifts of temperature and clock rates meet all of them. What is reported
-is the median over rounds; the spread says how much to believe.
+take a turn before the next round starts, in an order drawn anew, so drifts of temperature and clock rates, and what one
+leaves behind for the next, meet all of them. What is reported is the median over rounds; the spread says how much to
+believe.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +35,7 @@ class Settings:
     warm_ms: float
     round_ms: float
     graph: str = "auto"  # auto, on, off
+    seed: int = 0  # of the orders in which callables take their turns
 
 
 BURST = Settings("burst", rounds=7, pause_ms=50.0, warm_ms=10.0, round_ms=20.0)
@@ -200,23 +203,23 @@ def interleave(
     calls: dict[str, Timed],
     settings: Settings,
     clock: Clock,
+    order: random.Random,
     monitor: Monitor | None = None,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Series]:
-    """Measures ``calls`` in ``settings.rounds`` rounds; each has been called before. ``tick`` is told each turn.
+    """Measures ``calls`` in ``settings.rounds`` rounds; each has been called before.
 
-    A turn lasts ``round_ms`` or one call, whichever is longer. Where the fastest call is short, all are measured as
-    CUDA graphs, except those that cannot be captured.
+    ``order`` draws the order of every round; ``tick`` is told each turn. A turn lasts ``round_ms`` or one call,
+    whichever is longer. Where the fastest call is short, all are measured as CUDA graphs, except those that cannot be
+    captured.
     """
     cost = {name: _estimate(timed, timed.call, clock) for name, timed in calls.items()}
     if not cost:
         return {}
     graph = settings.graph == "on" or (settings.graph == "auto" and min(cost.values()) < GRAPH_BELOW)
     turns = {name: _prepare(timed, cost[name], settings, clock, graph) for name, timed in calls.items()}
-    names: Sequence[str] = list(calls)
-    for number in range(settings.rounds):
-        shift = number % len(names)  # nobody always opens the round
-        for name in (*names[shift:], *names[:shift]):
+    for _ in range(settings.rounds):
+        for name in order.sample(list(calls), len(calls)):
             _take(turns[name], settings, clock, monitor)
             tick(name)
     return {name: turn.series for name, turn in turns.items()}

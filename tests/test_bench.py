@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
+import itertools
 import math
+import random
 import sys
 import types
 from collections.abc import Callable
@@ -22,27 +22,33 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 typer_testing = pytest.importorskip("typer.testing")
 import bench  # noqa: E402
 import check  # noqa: E402
-import peers  # noqa: E402
+import measure  # noqa: E402
 import report as reporting  # noqa: E402
-import shapes  # noqa: E402
 import timing  # noqa: E402
-from fused import Fused  # noqa: E402
-from prefix import SharedPrefix  # noqa: E402
-from shapes import Prefill  # noqa: E402
-from states import Merge, make_states  # noqa: E402
+from backend import Backend, Case, module  # noqa: E402
+from inputs import Inputs, make_inputs  # noqa: E402
+from operations import OPERATIONS, WORKLOADS, fused, prefill  # noqa: E402
+from operations.fused import Fused  # noqa: E402
+from operations.host import Host  # noqa: E402
+from operations.merge import Merge, expect_merged, make_states  # noqa: E402
+from operations.shared_prefix import SharedPrefix  # noqa: E402
+from problem import Problem, random_mask, with_pages  # noqa: E402
+
+import cutlass_kernels as ck  # noqa: E402
 
 CPU = torch.device("cpu")
+PREFILL = OPERATIONS["prefill"].backends
 FAST = timing.Settings("test", rounds=3, pause_ms=0.0, warm_ms=0.0, round_ms=0.01)
-SMALL = Prefill("small", "one", (40,), (70,), 4, 2, 16, 16, window_left=9, soft_cap=5.0, sinks=True)
+SMALL = Problem("small", "one", (40,), (70,), 4, 2, 16, 16, window_left=9, soft_cap=5.0, sinks=True)
 
 
 # --- checking ----------------------------------------------------------------------------------------------------
 
 
-def full_mask(case: Prefill, request: int) -> torch.Tensor:
+def full_mask(case: Problem, request: int) -> torch.Tensor:
     qo, kv = case.qo_lens[request], case.kv_lens[request]
     if case.custom_mask == "random":
-        return shapes.random_mask(qo, kv)
+        return random_mask(qo, kv)
     causal = case.causal or case.custom_mask == "causal"
     return oracle.visible(qo, kv, causal=causal, window_left=case.window_left)
 
@@ -52,18 +58,18 @@ def full_mask(case: Prefill, request: int) -> torch.Tensor:
     "case",
     [
         SMALL,
-        Prefill("g", "batch", (3, 700, 20), (3, 900, 64), 4, 4, 32, 16),
-        Prefill("g", "full", (5,), (33,), 2, 1, 8, 8, causal=False),
-        Prefill("g", "bits", (600,), (700,), 4, 2, 8, 8, causal=False, custom_mask="causal"),
-        Prefill("g", "random bits", (600,), (700,), 4, 2, 8, 8, causal=False, custom_mask="random"),
-        Prefill("g", "alibi", (9, 530), (30, 600), 8, 2, 8, 8, alibi=True),
-        Prefill("g", "pages", (3, 1), (30, 600), 8, 2, 8, 8, page_size=5),
+        Problem("g", "batch", (3, 700, 20), (3, 900, 64), 4, 4, 32, 16),
+        Problem("g", "full", (5,), (33,), 2, 1, 8, 8, causal=False),
+        Problem("g", "bits", (600,), (700,), 4, 2, 8, 8, causal=False, custom_mask="causal"),
+        Problem("g", "random bits", (600,), (700,), 4, 2, 8, 8, causal=False, custom_mask="random"),
+        Problem("g", "alibi", (9, 530), (30, 600), 8, 2, 8, 8, alibi=True),
+        Problem("g", "pages", (3, 1), (30, 600), 8, 2, 8, 8, page_size=5),
     ],
     ids=lambda case: case.column,
 )
-def test_expected_result_is_that_of_the_oracle(case: Prefill, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_result_is_that_of_the_oracle(case: Problem, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "ELEMENTS", elements)
-    inputs = shapes.make_inputs(case, CPU)
+    inputs = make_inputs(case, CPU)
     expected = check.expect(case, inputs)
     qo, kv = inputs.qo_indptr.tolist(), inputs.kv_indptr.tolist()
     outs = []
@@ -92,10 +98,10 @@ def test_expected_merge_is_that_of_the_oracle(states: int, elements: int, monkey
     monkeypatch.setattr(check, "ELEMENTS", elements)
     case = Merge(7, states, 3, 16)
     inputs = make_states(case, CPU)
-    expected = check.expect_merged(inputs)
+    expected = expect_merged(inputs)
     torch.testing.assert_close(expected.out.double(), oracle.merge(inputs.v, inputs.s)[0], atol=2e-6, rtol=2e-6)
     for name in ("auto", "torch"):
-        timed = peers.MERGE[name].make(case, inputs)
+        timed = OPERATIONS["merge"].backends[name].make(case, inputs)
         assert check.fault(timed.output(timed.call()), expected) is None
     assert check.fault(inputs.v[:, 0], expected) is not None
     read = sum(x.numel() * x.element_size() for x in (inputs.v, inputs.s))
@@ -103,7 +109,7 @@ def test_expected_merge_is_that_of_the_oracle(states: int, elements: int, monkey
 
 
 def test_wrong_results_are_noticed() -> None:
-    inputs = shapes.make_inputs(SMALL, CPU)
+    inputs = make_inputs(SMALL, CPU)
     expected = check.expect(SMALL, inputs)
     right = expected.out.to(torch.bfloat16)
     assert check.fault(right, expected) is None
@@ -120,7 +126,7 @@ def test_wrong_results_are_noticed() -> None:
 def test_large_cases_are_checked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "ROWS", 8)
     monkeypatch.setattr(check, "PAIRS", 40 * 70 * 4 / 2)
-    expected = check.expect(SMALL, shapes.make_inputs(SMALL, CPU))
+    expected = check.expect(SMALL, make_inputs(SMALL, CPU))
     assert expected.coverage == "16 of 40 rows"
     assert expected.rows.tolist() == [*range(8), *range(32, 40)]
 
@@ -148,8 +154,8 @@ def test_turns_interleave_and_are_long_enough() -> None:
     turns: list[str] = []
     calls = {"slow": timing.Timed(lambda: 0.004), "quick": timing.Timed(lambda: 0.0005)}
     settings = timing.Settings("test", rounds=4, pause_ms=0.0, warm_ms=1.0, round_ms=5.0)
-    series = timing.interleave(calls, settings, FakeClock(), tick=turns.append)
-    assert turns == ["slow", "quick", "quick", "slow"] * 2
+    series = timing.interleave(calls, settings, FakeClock(), random.Random(0), tick=turns.append)
+    assert [set(turns[i : i + 2]) for i in range(0, 8, 2)] == [{"slow", "quick"}] * 4
     assert series["slow"].launches == 2
     assert series["quick"].launches == 10
     assert series["quick"].median == pytest.approx(0.0005)
@@ -158,16 +164,30 @@ def test_turns_interleave_and_are_long_enough() -> None:
     assert len(series["slow"].seconds) == 4
 
 
+def test_the_order_of_every_round_is_drawn() -> None:
+    def orders(seed: int) -> list[tuple[str, ...]]:
+        turns: list[str] = []
+        calls = {name: timing.Timed(lambda: 1e-3) for name in "abc"}
+        settings = timing.Settings("test", rounds=50, pause_ms=0.0, warm_ms=0.0, round_ms=1.0, graph="off")
+        timing.interleave(calls, settings, FakeClock(), random.Random(seed), tick=turns.append)
+        return [tuple(turns[i : i + 3]) for i in range(0, 150, 3)]
+
+    first = orders(1)
+    assert set(first) == set(itertools.permutations("abc"))
+    assert orders(1) == first
+    assert orders(2) != first
+
+
 def test_short_calls_are_measured_as_graphs() -> None:
     calls = {"short": timing.Timed(lambda: 1e-5), "other": timing.Timed(lambda: 1e-3)}
     settings = timing.Settings("test", rounds=2, pause_ms=0.0, warm_ms=0.0, round_ms=1.0)
-    series = timing.interleave(calls, settings, FakeClock())
+    series = timing.interleave(calls, settings, FakeClock(), random.Random(0))
     assert {name: s.mode for name, s in series.items()} == {"short": "graph", "other": "graph"}
     assert series["short"].median == pytest.approx(1e-5)
     assert series["short"].launches >= 100
-    refused = timing.interleave(calls, settings, FakeClock(captures=False))
+    refused = timing.interleave(calls, settings, FakeClock(captures=False), random.Random(0))
     assert refused["short"].mode == "launch"
-    off = timing.interleave(calls, dataclasses.replace(settings, graph="off"), FakeClock())
+    off = timing.interleave(calls, dataclasses.replace(settings, graph="off"), FakeClock(), random.Random(0))
     assert off["short"].mode == "launch"
 
 
@@ -182,33 +202,33 @@ def test_host_clock_counts_calls_only() -> None:
 # --- the whole way -----------------------------------------------------------------------------------------------
 
 
-def made_up(name: str, factor: float) -> peers.Backend:
+def made_up(name: str, factor: float) -> Backend:
     """A peer that computes the reference's result times ``factor``, and honours nothing but causal masks and GQA."""
 
-    def make(case: Prefill, x: shapes.Inputs) -> timing.Timed:
-        ours = peers.PREFILL["reference"].make(case, x)
+    def make(case: Problem, x: Inputs) -> timing.Timed:
+        ours = PREFILL["reference"].make(case, x)
         return timing.Timed(lambda: ours.call() * factor)
 
-    return peers.Backend(name, False, frozenset({"causal", "gqa"}), lambda device: None, make)
+    return Backend(name, False, frozenset({"causal", "gqa"}), lambda device: None, make)
 
 
-def run(cases: list[shapes.Case], backends: list[peers.Backend], operation: str = "prefill") -> reporting.Report:
+def run(cases: list[Case], backends: list[Backend], operation: str = "prefill") -> reporting.Report:
     settings, clock = FAST, timing.HostClock()
-    results = bench.measure(peers.OPERATIONS[operation], cases, backends, settings, CPU, clock)
-    op = peers.OPERATIONS[operation]
+    results = measure.measure(OPERATIONS[operation], cases, backends, settings, CPU, clock)
+    op = OPERATIONS[operation]
     names, ours = [b.name for b in backends], [b.name for b in backends if b.ours]
-    facts = {**bench.environment(settings, "bfloat16", None), "gpu": "none"}
+    facts = {**measure.environment(settings, "bfloat16", None), "gpu": "none"}
     return reporting.Report(op.unit, op.higher_is_better, names, ours, ["best", "good"], facts, results)
 
 
 def test_cases_are_measured_and_gaps_have_reasons() -> None:
-    plain = Prefill("small", "plain", (16, 16), (16, 16), 4, 2, 16, 16)
+    plain = Problem("small", "plain", (16, 16), (16, 16), 4, 2, 16, 16)
     backends = [
-        peers.PREFILL["reference"],
-        peers.PREFILL["fa2"],
+        PREFILL["reference"],
+        PREFILL["fa2"],
         made_up("good", 1.0),
         made_up("bad", 1.5),
-        peers.PREFILL["torch_fa2"],
+        PREFILL["torch_fa2"],
     ]
     report = run([plain, SMALL], backends)
     assert report.shown() == ["reference", "good"]
@@ -230,25 +250,25 @@ def test_cases_are_measured_and_gaps_have_reasons() -> None:
 
 
 def test_host_operation_measures_every_call() -> None:
-    hosts = [c for c in shapes.WORKLOADS["calls"].cases("bfloat16") if isinstance(c, shapes.Host) and c.indptr == "cpu"]
+    hosts = [c for c in WORKLOADS["calls"].cases("bfloat16") if isinstance(c, Host) and c.indptr == "cpu"]
     cases = [c for c in hosts if c.call.endswith("_plan") or c.batch <= 8]
-    report = run(list(cases), [peers.HOST["auto"]], "host")
+    report = run(list(cases), [OPERATIONS["host"].backends["auto"]], "host")
     figures = [report.figure(case, "auto") for case in report.cases()]
     assert len(figures) == len(cases) == 8
     assert all(figure is not None and figure > 0 for figure in figures)
 
 
 def test_pages_masks_and_alibi_are_measured() -> None:
-    plain = Prefill("small", "", (7, 1), (40, 33), 4, 2, 16, 16)
-    single = Prefill("small", "causal", (20,), (33,), 4, 2, 16, 16)
-    cases: list[shapes.Case] = [
-        *shapes.with_pages(plain, (1, 5)),
+    plain = Problem("small", "", (7, 1), (40, 33), 4, 2, 16, 16)
+    single = Problem("small", "causal", (20,), (33,), 4, 2, 16, 16)
+    cases: list[Case] = [
+        *with_pages(plain, (1, 5)),
         dataclasses.replace(plain, column="two tensors", head_dim_vo=8, page_size=16),
-        *shapes.with_pages(dataclasses.replace(single, group="one"), (16,)),
+        *with_pages(dataclasses.replace(single, group="one"), (16,)),
         *(dataclasses.replace(single, column=f"{m} bits", causal=False, custom_mask=m) for m in ("causal", "random")),
         dataclasses.replace(single, column="alibi", alibi=True),
     ]
-    report = run(cases, [peers.PREFILL["reference"], made_up("good", 1.0)])
+    report = run(cases, [PREFILL["reference"], made_up("good", 1.0)])
     assert [r.reason for r in report.results if r.backend == "reference"] == [""] * len(cases)
     assert all(report.figure(case, "reference") is not None for case in report.cases())
     assert "good, 2 of 9 cases: does not honour custom_mask" in report.reasons()
@@ -261,30 +281,40 @@ def test_pages_masks_and_alibi_are_measured() -> None:
 )
 def test_layouts_hold_the_problem(layout: str) -> None:
     heads, page_size = (4, 4) if layout == "PACKED_QKV" else (4, 2), 8 if "PAGED" in layout else 0
-    case = Fused(Prefill("g", "c", (7, 20), (7, 20), *heads, 16, 16, page_size=page_size), layout)
-    operation = peers.OPERATIONS["fused"]
+    case = Fused(Problem("g", "c", (7, 20), (7, 20), *heads, 16, 16, page_size=page_size), layout)
+    operation = OPERATIONS["fused"]
     inputs = operation.inputs(case, CPU)
-    timed = peers._fused(peers.ck, case, inputs)
+    timed = fused.fused(ck, case, inputs)
     assert check.fault(timed.output(timed.call()), operation.expect(case, inputs)) is None
 
 
 @pytest.mark.parametrize("name", ["levels", "shared", "plain", "copies"])
 def test_shared_prefixes_are_shared(name: str) -> None:
-    case = SharedPrefix(Prefill("g", "c", (1,) * 3, (43,) * 3, 4, 2, 16, 16, page_size=4), 32)
-    operation = peers.OPERATIONS["shared_prefix"]
+    case = SharedPrefix(Problem("g", "c", (1,) * 3, (43,) * 3, 4, 2, 16, 16, page_size=4), 32)
+    operation = OPERATIONS["shared_prefix"]
     inputs = operation.inputs(case, CPU)
     timed = operation.backends[name].make(case, inputs)
     assert check.fault(timed.output(timed.call()), operation.expect(case, inputs)) is None
     assert case.bytes == case.problem.bytes - 2 * 2 * 32 * 2 * 32
 
 
-@pytest.mark.parametrize("case", shapes.with_pages(Prefill("g", "", (7, 1), (40, 33), 4, 2, 16, 16), (5, 16)))
-def test_peers_get_the_same_problem(case: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("batch", "page_size"), [(1, 0), (3, 16)])
+def test_decode_has_a_token_per_request(batch: int, page_size: int) -> None:
+    case = Problem("g", "c", (1,) * batch, (40,) * batch, 4, 2, 16, 16, page_size=page_size)
+    operation = OPERATIONS["decode"]
+    inputs = operation.inputs(case, CPU)
+    timed = operation.backends["reference"].make(case, inputs)
+    for _ in range(2):  # the second call reads another copy of the pages
+        assert check.fault(timed.output(timed.call()), operation.expect(case, inputs)) is None
+
+
+@pytest.mark.parametrize("case", with_pages(Problem("g", "", (7, 1), (40, 33), 4, 2, 16, 16), (5, 16)))
+def test_peers_get_the_same_problem(case: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """With our library in the place of FlashInfer, and a FlashAttention that gathers pages."""
-    inputs = shapes.make_inputs(case, CPU)
+    inputs = make_inputs(case, CPU)
     expected = check.expect(case, inputs)
-    monkeypatch.setattr(peers, "_module", lambda name: peers.ck)
-    timed = peers._flashinfer("reference", case, inputs)
+    monkeypatch.setattr(prefill, "module", lambda name: ck)
+    timed = prefill.flashinfer("reference", case, inputs)
     assert check.fault(timed.output(timed.call()), expected) is None
     if not case.page_size:
         return
@@ -295,70 +325,27 @@ def test_peers_get_the_same_problem(case: Prefill, monkeypatch: pytest.MonkeyPat
         for b, length in enumerate(cache_seqlens.tolist()):
             keys, values = (x[page_table[b].long()].flatten(0, 1)[:length] for x in (k, v))
             rows = slice(*cu_seqlens_q[b : b + 2].tolist())
-            outs.append(peers.ck.single_prefill_with_kv_cache(q[rows], keys, values, causal=True))
+            outs.append(ck.single_prefill_with_kv_cache(q[rows], keys, values, causal=True))
         return torch.cat(outs)
 
     library = types.SimpleNamespace(flash_attn_with_kvcache=attend)
-    monkeypatch.setattr(peers, "_module", lambda name: library)
-    timed = peers._flash_attn_3(case, inputs)
+    monkeypatch.setattr(prefill, "module", lambda name: library)
+    timed = prefill.flash_attn_3(case, inputs)
     assert check.fault(timed.output(timed.call()), expected) is None
 
 
 def test_a_peer_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    peers._module.cache_clear()
-    case = Prefill("g", "", (7, 1), (40, 33), 4, 2, 16, 16, page_size=16)
-    reasons = [peers.PREFILL[f"flashinfer_{name}"].why_not(case, torch.device("cuda")) for name in ("fa2", "fa3")]
-    peers._module.cache_clear()
+    module.cache_clear()
+    case = Problem("g", "", (7, 1), (40, 33), 4, 2, 16, 16, page_size=16)
+    reasons = [PREFILL[f"flashinfer_{name}"].why_not(case, torch.device("cuda")) for name in ("fa2", "fa3")]
+    module.cache_clear()
     assert all(reason is not None and reason.startswith("flashinfer cannot be imported: ") for reason in reasons)
 
 
-# --- reports -----------------------------------------------------------------------------------------------------
-
-
-def example(higher: bool = True) -> reporting.Report:
-    def result(column: str, backend: str, figure: float | None, **more: Any) -> reporting.Result:
-        series = None if figure is None else timing.Series(4, "launch", [1.0, 1.1, 1.05])
-        return reporting.Result(backend, "hd64 full", column, 1e12, figure, series=series, **more)
-
-    results = [
-        result("1k", "fa2", 300.0),
-        result("1k", "torch_fa2", 200.0),
-        result("1k", "cudnn", 400.0),
-        result("2k", "fa2", 330.0),
-        result("2k", "torch_fa2", 300.0),
-        result("2k", "cudnn", None, reason="no such thing"),
-        result("4k", "fa2", None, reason="broken", failed=True),
-        result("4k", "torch_fa2", 310.0),
-        result("4k", "cudnn", None, reason="no such thing"),
-    ]
-    names = ["fa2", "torch_fa2", "cudnn"]
-    facts = {"gpu": "GPU", "dtype": "bfloat16", "mode": "burst"}
-    unit = "TFLOP/s" if higher else "us"
-    return reporting.Report(unit, higher, names, ["fa2"], ["best", "torch_fa2"], facts, results)
-
-
-def test_ratios() -> None:
-    report = example()
-    one, two, three = report.cases()
-    assert report.ratio(one, "fa2", "best") == pytest.approx(0.75)
-    assert report.ratio(one, "fa2", "torch_fa2") == pytest.approx(1.5)
-    assert report.ratio(one, "fa2", "torch_fa2+cudnn") == pytest.approx(0.75)
-    assert report.ratio(two, "fa2", "best") == pytest.approx(1.1)
-    assert report.ratio(three, "fa2", "best") is None
-    mean, least, count = report.mean_ratio("fa2", "torch_fa2")
-    assert (mean, least, count) == (pytest.approx(math.sqrt(1.5 * 1.1)), pytest.approx(1.1), 2)
-    assert report.means()[0] == "fa2 / the best peer: geometric mean 0.908, least 0.750, 2 cases"
-
-
-def test_ratio_above_one_is_better_for_times_too() -> None:
-    report = example(higher=False)
-    assert report.ratio(report.cases()[0], "fa2", "best") == pytest.approx(200 / 300)
-
-
 def test_units() -> None:
-    case = Prefill("small", "one", (16,), (40,), 4, 2, 16, 16)
-    report = run([case], [peers.PREFILL["reference"]])
+    case = Problem("small", "one", (16,), (40,), 4, 2, 16, 16)
+    report = run([case], [PREFILL["reference"]])
     assert report.unit == "TFLOP/s"
     ((key,), name) = report.cases(), "reference"
     result = report.result(key, name)
@@ -371,55 +358,6 @@ def test_units() -> None:
     assert (times.unit, times.higher_is_better, rates.higher_is_better) == ("us", False, True)
     assert reporting.cell(dataclasses.replace(result, figure=4321.9), "GB/s") == "4322"
     assert reporting.cell(dataclasses.replace(result, figure=4321.9), "us") == "4321.9"
-
-
-def test_table() -> None:
-    header, rows = reporting.table(example())
-    assert header == ["case", "fa2", "torch_fa2", "cudnn", "fa2 / best peer", "fa2 / torch_fa2", "spread"]
-    assert rows[0] == ["hd64 full 1k", "300", "200", "400", "0.75", "1.50", "9.5 %"]
-    assert rows[1][3:5] == ["-", "1.10"]
-    assert rows[2][1] == "failed"
-
-
-def test_markdown() -> None:
-    assert reporting.markdown(example()).splitlines() == [
-        "| TFLOP/s | | 1k | 2k | 4k |",
-        "|---|---|---|---|---|",
-        "| hd64 full | **fa2** | 300 | 330 | failed |",
-        "| hd64 full | torch_fa2 | 200 | 300 | 310 |",
-        "| hd64 full | cudnn | 400 | - | - |",
-        "| hd64 full | fa2 / best peer | 0.75 | 1.10 | - |",
-        "| hd64 full | fa2 / torch_fa2 | 1.50 | 1.10 | - |",
-        "",
-        "- fa2 / the best peer: geometric mean 0.908, least 0.750, 2 cases",
-        "- fa2 / torch_fa2: geometric mean 1.285, least 1.100, 2 cases",
-    ]
-
-
-def test_files(tmp_path: Path) -> None:
-    report = example()
-    written = reporting.write(report, tmp_path / "new", "run", [example(higher=False)])
-    assert [path.suffix for path in written][:3] == [".csv", ".json", ".md"]
-    with written[0].open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == len(report.results)
-    assert rows[0]["backend"] == "fa2"
-    assert float(rows[0]["figure"]) == 300.0
-    assert rows[5]["reason"] == "no such thing"
-    text = written[2].read_text()
-    assert text.index("| TFLOP/s |") < text.index("| us |")
-    loaded = json.loads(written[1].read_text())
-    assert loaded["environment"]["gpu"] == "GPU"
-    assert loaded["results"][0]["series"]["seconds"] == [1.0, 1.1, 1.05]
-
-
-def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    path = reporting.plot(example(), tmp_path / "run.png")
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert reporting.plot(example(), tmp_path / "none.png") is None
 
 
 # --- command line ------------------------------------------------------------------------------------------------
@@ -473,7 +411,7 @@ def test_dry_run_of_memory_bound_cases_lists_bytes() -> None:
 def test_list() -> None:
     result = invoke("list")
     assert result.exit_code == 0
-    for name in (*peers.OPERATIONS, *shapes.WORKLOADS, *peers.PREFILL):
+    for name in (*OPERATIONS, *WORKLOADS, *PREFILL):
         assert name in result.output
 
 

@@ -1,0 +1,45 @@
+"""What can be measured: a file per operation, with its cases, its workloads, and those who take part.
+
+To add a workload, write a function that returns cases for an element type, and enter it in the table of its operation.
+To add a peer, enter a ``Backend`` among the peers of an operation. To add an operation, write a file like these: a case
+(a ``Problem``, or a class with the members of ``Case``), a function per column that makes the call to time, workloads,
+and an ``OPERATION``, to be entered below.
+
+Layers, each importing from those before it: lengths, timing; problem, report; inputs; check; backend; api, measure;
+operations; bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend import Case, Operation, Workload
+
+from . import decode, fused, host, merge, prefill, shared_prefix
+
+OPERATIONS: dict[str, Operation] = {
+    "prefill": prefill.OPERATION,
+    "decode": decode.OPERATION,
+    "merge": merge.OPERATION,
+    "fused": fused.OPERATION,
+    "shared_prefix": shared_prefix.OPERATION,
+    "host": host.OPERATION,
+}
+WORKLOADS: dict[str, Workload] = {
+    name: workload for operation in OPERATIONS.values() for name, workload in operation.workloads.items()
+}
+
+
+def cases_of(operation: str, names: Sequence[str], dtype: str) -> list[Case]:
+    """The cases of the named workloads, of one operation.
+
+    Raises:
+        ValueError: a workload that does not exist, or belongs to another operation.
+    """
+    known = OPERATIONS[operation].workloads
+    cases: list[Case] = []
+    for name in names:
+        if name not in known:
+            raise ValueError(f"workload {name!r} is none of {operation}: use {', '.join(known)}.")
+        cases += known[name].cases(dtype)
+    return cases
