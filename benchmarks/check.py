@@ -1,9 +1,7 @@
-"""Whether a timed result is right: its error against fp32, measured by the error that plain PyTorch has in 16 bits.
+"""What a timed result must be: exact rows, computed in fp32, and the errors that plain PyTorch makes in them.
 
-A fixed tolerance is too loose for short rows or too tight for long ones. So the bound is relative: the largest and the
-root-mean-square error may be twice those of the same attention computed naively with scores, weights and output rounded
-to the element type, plus half a unit in the last place. Of fp8 the weights alone are rounded to the element type; the
-rest is computed in fp16.
+The bound is that of ``cutlass_kernels._compare``: twice the errors of the same attention computed with scores, weights
+and output rounded to the element type. For fp8 the weights alone are rounded to the element type, the rest to fp16.
 """
 
 from __future__ import annotations
@@ -14,9 +12,11 @@ import torch
 from inputs import Inputs
 from problem import Problem
 
-FACTOR = 2.0
+from cutlass_kernels import _compare
+from cutlass_kernels._compare import Errors
+
 ROWS = 512  # query rows computed at once
-ELEMENTS = 1 << 25  # scores, or elements of keys, computed at once
+ELEMENTS = _compare.ELEMENTS  # scores, or elements of keys, computed at once
 PAIRS = 4e10  # (row, key, head) triples above which only some blocks of rows are checked
 
 
@@ -26,8 +26,7 @@ class Expected:
 
     rows: torch.Tensor  # indices into the rows of the output
     out: torch.Tensor  # fp32
-    largest: float
-    rms: float
+    plain: Errors
     total_rows: int
 
     @property
@@ -56,7 +55,7 @@ def expect(case: Problem, inputs: Inputs) -> Expected:
         start = starts[request] + first
         rows.append(torch.arange(start, start + size, device=out.device))
     rms = (squares / max(count, 1)) ** 0.5
-    return Expected(torch.cat(rows), torch.cat(exact), largest, rms, inputs.q.size(0))
+    return Expected(torch.cat(rows), torch.cat(exact), Errors(largest, rms), inputs.q.size(0))
 
 
 def _blocks(case: Problem) -> list[tuple[int, int, int]]:
@@ -69,16 +68,13 @@ def _blocks(case: Problem) -> list[tuple[int, int, int]]:
 
 
 def naive(case: Problem, inputs: Inputs, request: int, first: int, rows: int, arithmetic: torch.dtype) -> torch.Tensor:
-    """Attention of ``rows`` rows of a request, some heads at a time, scores and weights in ``arithmetic``."""
+    """Attention of ``rows`` rows of a request, from row ``first`` on, computed in ``arithmetic``."""
     qo, kv = int(inputs.qo_indptr[request]) + first, int(inputs.kv_indptr[request])
     position = first + case.kv_lens[request] - case.qo_lens[request]  # of the first of these rows
     length = case.kv_lens[request]
     if case.causal:  # no row sees more
         length = min(length, max(position + rows, 1))
-    q = inputs.q[qo : qo + rows].transpose(0, 1)
-    k, v = (x[kv : kv + length].transpose(0, 1) for x in (inputs.k, inputs.v))
-    if case.fp8:  # not every version of PyTorch indexes fp8
-        q, k, v = q.half(), k.half(), v.half()
+    q, k, v = inputs.q[qo : qo + rows], inputs.k[kv : kv + length], inputs.v[kv : kv + length]
     p = torch.arange(position, position + rows, device=q.device)[:, None]
     j = torch.arange(length, device=q.device)
     hidden = torch.zeros(rows, length, dtype=torch.bool, device=q.device)
@@ -88,31 +84,18 @@ def naive(case: Problem, inputs: Inputs, request: int, first: int, rows: int, ar
         hidden |= j < p - case.window_left
     if inputs.mask is not None:
         hidden |= ~inputs.mask[first : first + rows]
-    out = torch.empty(rows, case.num_qo_heads, case.head_dim_vo, dtype=arithmetic, device=q.device)
-    at_once = max(1, ELEMENTS // max(length * max(rows, case.head_dim_qk), 1))
-    for heads in torch.arange(case.num_qo_heads, device=q.device).split(at_once):
-        readers = heads // (case.num_qo_heads // case.num_kv_heads)
-        keys, values = k[readers].to(arithmetic), v[readers].to(arithmetic)
-        scores = torch.matmul(q[heads].to(arithmetic), keys.mT).float() * case.head_dim_qk**-0.5
-        if case.alibi:
-            scores = scores + _alibi_slopes(case.num_qo_heads).to(q.device)[heads, None, None] * (j - p)
-        if case.soft_cap > 0:
-            scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        sinks = None if inputs.sinks is None else inputs.sinks[heads, None, None]
-        if sinks is not None:
-            top = top.maximum(sinks)
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        weights = torch.exp(scores - top)
-        total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + torch.exp(sinks - top)
-        if case.fp8 and arithmetic != torch.float32:
-            weights = (weights * 256).to(inputs.v.dtype).float() / 256
-        weights = (weights / total).masked_fill(total == 0, 0.0)
-        out[:, heads] = torch.matmul(weights.to(arithmetic), values).transpose(0, 1)
-    return out
+    return _compare.plain_attention(
+        q,
+        k,
+        v,
+        hidden,
+        arithmetic,
+        soft_cap=case.soft_cap,
+        sinks=inputs.sinks,
+        bias=(_alibi_slopes(case.num_qo_heads).to(q.device), j - p) if case.alibi else None,
+        weights_dtype=v.dtype if case.fp8 and arithmetic != torch.float32 else None,
+        elements=ELEMENTS,
+    )
 
 
 def _alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -125,15 +108,4 @@ def fault(actual: torch.Tensor, expected: Expected) -> str | None:
     """What is wrong with a result, or None."""
     if actual.size(0) != expected.total_rows or actual.shape[1:] != expected.out.shape[1:]:
         return f"shape {tuple(actual.shape)}, expected ({expected.total_rows}, ...) {tuple(expected.out.shape[1:])}"
-    error = actual[expected.rows].float() - expected.out
-    if not bool(torch.isfinite(error).all()):
-        return "not finite"
-    half_unit = 0.5 * torch.finfo(actual.dtype).eps
-    bounds = (
-        ("largest", float(error.abs().max()), expected.largest, float(expected.out.abs().max())),
-        ("rms", float(error.square().mean().sqrt()), expected.rms, float(expected.out.square().mean().sqrt())),
-    )
-    for name, ours, plain, size in bounds:
-        if ours > FACTOR * plain + half_unit * size:
-            return f"{name} error {ours:.2e} where plain PyTorch in {actual.dtype} has {plain:.2e}"
-    return None
+    return _compare.fault(actual[expected.rows], expected.out, plain=expected.plain)

@@ -1,4 +1,4 @@
-"""How results are compared: first what must be exact, then errors, against a baseline of the same precision.
+"""How results are compared: assertions over the comparator that the command line and the benchmarks use, too.
 
 A fixed tolerance is either too loose for short rows or too tight for long ones. So beside the contract's
 tolerances the error must stay within twice the error of a plain PyTorch computation in the same 16-bit type.
@@ -8,46 +8,7 @@ from __future__ import annotations
 
 import torch
 
-# Contract section 10, for inputs drawn from N(0, 1).
-OUT_TOLERANCE = {
-    torch.float32: (2e-5, 2e-5),
-    torch.float64: (1e-6, 1e-6),
-    torch.float16: (1e-3, 1e-3),
-    torch.bfloat16: (1e-2, 1e-2),
-    torch.float8_e4m3fn: (5e-2, 0.13),
-    torch.float8_e5m2: (1e-1, 0.26),
-}
-LSE_TOLERANCE = (1e-3, 1e-5)
-
-
-def _worst(error: torch.Tensor) -> tuple[int, ...]:
-    flat = int(error.reshape(-1).argmax())
-    place = []
-    for size in reversed(error.shape):
-        place.append(flat % size)
-        flat //= size
-    return tuple(reversed(place))
-
-
-def _positions(mask: torch.Tensor, limit: int = 4) -> str:
-    places = mask.nonzero()[:limit].tolist()
-    return ", ".join(str(tuple(p)) for p in places) + (" ..." if int(mask.sum()) > limit else "")
-
-
-def assert_same_nonfinite(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """NaN, +inf and -inf stand at exactly the same places."""
-    for label, test in (
-        ("NaN", torch.isnan),
-        ("+inf", lambda x: x == torch.inf),
-        ("-inf", lambda x: x == -torch.inf),
-    ):
-        ours, theirs = test(actual), test(expected)
-        if not torch.equal(ours, theirs):
-            extra, lacking = ours & ~theirs, theirs & ~ours
-            raise AssertionError(
-                f"{name}: {label} positions differ: {int(extra.sum())} unexpected at [{_positions(extra)}], "
-                f"{int(lacking.sum())} missing at [{_positions(lacking)}] of shape {tuple(actual.shape)}"
-            )
+from cutlass_kernels._compare import LSE_TOLERANCE, TOLERANCE, Errors, fault
 
 
 def assert_close(
@@ -70,47 +31,13 @@ def assert_close(
     """
     if dtype is not None and actual.dtype != dtype:
         raise AssertionError(f"{name}: dtype {actual.dtype}, expected {dtype}")
-    if tuple(actual.shape) != tuple(expected.shape):
-        raise AssertionError(f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    if actual.numel() == 0:
-        return
-    default = OUT_TOLERANCE.get(actual.dtype, (0.0, 0.0))
-    atol = default[0] if atol is None else atol
-    rtol = default[1] if rtol is None else rtol
-    unit = torch.finfo(actual.dtype).eps if actual.dtype.is_floating_point else 0.0
-    a, e = actual.detach().double(), expected.detach().double().to(actual.device)
-    assert_same_nonfinite(a, e, name)
-    if actual.dim() >= 2:
-        zero = (e == 0).all(dim=-1)
-        if bool((a[zero] != 0).any()):
-            wrong = zero & (a != 0).any(dim=-1)
-            raise AssertionError(f"{name}: rows without a visible key are not exactly 0 at [{_positions(wrong)}]")
-    finite = torch.isfinite(e)
-    a, e = torch.where(finite, a, 0.0), torch.where(finite, e, 0.0)
-    error = (a - e).abs()
-    excess = error - (atol + rtol * e.abs())
-    if allowed is not None:
-        excess = excess - allowed.to(excess.device)
-    if float(excess.max()) > 0:
-        at = _worst(excess)
-        raise AssertionError(
-            f"{name}: {int((excess > 0).sum())} of {error.numel()} elements beyond atol={atol:g} rtol={rtol:g}; "
-            f"worst at {at}: got {float(a[at]):.6g}, expected {float(e[at]):.6g}, error {float(error[at]):.3g}"
-        )
-    if baseline is not None:
-        theirs = (torch.where(finite, baseline.detach().double().to(actual.device), 0.0) - e).abs()
-        slack = 0.5 * unit * float(e.abs().max())
-        rms_slack = 0.5 * unit * float(e.pow(2).mean().sqrt())
-        checks = (
-            ("max error", float(error.max()), float(theirs.max()), slack),
-            ("rms error", float(error.pow(2).mean().sqrt()), float(theirs.pow(2).mean().sqrt()), rms_slack),
-        )
-        for label, ours, other, epsilon in checks:
-            if ours > factor * other + epsilon:
-                raise AssertionError(
-                    f"{name}: {label} {ours:.3g} exceeds {factor:g} x {other:.3g} (same-precision PyTorch) + "
-                    f"{epsilon:.3g}; worst at {_worst(error)}"
-                )
+    default = TOLERANCE.get(actual.dtype, (0.0, 0.0))
+    tolerance = (default[0] if atol is None else atol, default[1] if rtol is None else rtol)
+    exact = expected.detach().double().to(actual.device)
+    plain = None if baseline is None else Errors.of(baseline.detach().to(actual.device), exact)
+    found = fault(actual.detach(), exact, plain=plain, tolerance=tolerance, allowed=allowed, factor=factor)
+    if found is not None:
+        raise AssertionError(f"{name}: {found}")
 
 
 def assert_lse_close(

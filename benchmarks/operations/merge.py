@@ -13,6 +13,8 @@ from backend import Backend, Operation, Workload, module, needs_cuda, needs_modu
 from lengths import tokens
 from timing import Timed
 
+from cutlass_kernels._compare import Errors
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -89,7 +91,7 @@ def expect_merged(states: States) -> check.Expected:
         exact.append(out)
     merged = torch.cat(exact)
     rms = (squares / max(merged.numel(), 1)) ** 0.5
-    return check.Expected(torch.arange(tokens, device=merged.device), merged, largest, rms, tokens)
+    return check.Expected(torch.arange(tokens, device=merged.device), merged, Errors(largest, rms), tokens)
 
 
 # --- who merges --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 
 from .. import _dispatch
 from .._args import FP8_DTYPES
+from .._compare import plain_attention
 from .._problem import Logits, Mask, Output, Problem, RaggedKv
 from ..prefill import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 
@@ -140,6 +141,41 @@ def compute(case: Case, inputs: Inputs, backend: str) -> Pair:
 def expected(case: Case, inputs: Inputs) -> Pair:
     """The same by the reference, from inputs converted to float32."""
     return compute(case, Inputs(inputs.q.float(), inputs.k.float(), inputs.v.float(), inputs.sinks), "reference")
+
+
+def plain(case: Case, inputs: Inputs) -> torch.Tensor:
+    """The output by plain PyTorch in the type of the queries, which are of 16 bits."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    outs = []
+    for rows, keys, values in zip(q.split(case.qo_lens), k.split(case.kv_lens), v.split(case.kv_lens)):
+        outs.append(
+            plain_attention(
+                rows,
+                keys,
+                values,
+                _hidden(case, len(rows), len(keys)).to(q.device),
+                q.dtype,
+                sm_scale=case.options.get("sm_scale"),
+                soft_cap=case.options.get("logits_soft_cap", 0.0),
+                sinks=inputs.sinks,
+            )
+        )
+    return torch.cat(outs)
+
+
+def _hidden(case: Case, qo_len: int, kv_len: int) -> torch.Tensor:
+    """Bool ``[qo_len, kv_len]``: which keys a row does not see."""
+    position = torch.arange(qo_len)[:, None] + kv_len - qo_len
+    key = torch.arange(kv_len)
+    window_left = case.options.get("window_left", -1)
+    hidden = torch.zeros(qo_len, kv_len, dtype=torch.bool)
+    if case.options.get("causal", False) or case.chunk:
+        hidden |= key > position
+    if window_left >= 0:
+        hidden |= key < position - window_left
+    if case.chunk:
+        hidden |= key < position.div(case.chunk, rounding_mode="floor") * case.chunk
+    return hidden
 
 
 def _chunked(chunk: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dtype: torch.dtype, backend: str) -> Pair:

@@ -14,19 +14,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from .._compare import LSE_TOLERANCE, TOLERANCE, Errors, fault
 from . import _cases, _closed_forms, _info
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Comparison = tuple[Pair, Pair] | tuple[Pair, Pair, Errors]  # computed, known, errors of plain PyTorch
 
-# Largest error allowed against exact results, atol + rtol * |x|, for inputs drawn from N(0, 1).
-TOLERANCE = {
-    torch.float32: (2e-5, 2e-5),
-    torch.float16: (1e-3, 1e-3),
-    torch.bfloat16: (1e-2, 1e-2),
+# Of kernels that read fp8 queries, by the type of those.
+FP8_TOLERANCE = {
     torch.float8_e4m3fn: (1e-1, 0.13),  # probabilities are e4m3 too
     torch.float8_e5m2: (1e-1, 0.26),
 }
-LSE_TOLERANCE = (1e-3, 1e-5)
 LSE_TOLERANCE_FP8 = (5e-3, 1e-3)  # tensor cores add products of fp8 with about 14 bits
 
 
@@ -40,19 +38,24 @@ class Row:
     cases: int = 0
     out_error: float = 0.0
     lse_error: float = 0.0
+    plain_error: float | None = None  # of plain PyTorch in the same precision
     faults: list[str] = field(default_factory=list)
     skipped: str | None = None
 
-    def add(self, case: str, computed: Pair, known: Pair) -> None:
-        """Compares one result with what is known about it."""
+    def add(self, case: str, computed: Pair, known: Pair, plain: Errors | None = None) -> None:
+        """Compares one result with what is known about it, and its errors with those of plain PyTorch."""
         self.cases += 1
-        worst_out, out_fits = _compare(computed[0], known[0], self.tolerance)
-        worst_lse, lse_fits = _compare(computed[1], known[1], self.lse_tolerance)
-        self.out_error = max(self.out_error, worst_out)
-        self.lse_error = max(self.lse_error, worst_lse)
-        for what, worst, fits in (("output", worst_out, out_fits), ("LSE", worst_lse, lse_fits)):
-            if not fits:
-                self.faults.append(f"{self.name}, {case}: largest {what} error {worst:.3g}")
+        exact = [x if x.dtype == torch.float64 else x.float() for x in known]
+        self.out_error = max(self.out_error, _largest(computed[0], exact[0]))
+        self.lse_error = max(self.lse_error, _largest(computed[1], exact[1]))
+        if plain is not None:
+            self.plain_error = max(self.plain_error or 0.0, plain.largest)
+        found = {
+            "output": fault(computed[0], exact[0], plain=plain, tolerance=self.tolerance),
+            # 0 is an ordinary LSE: of no row of them is it required.
+            "LSE": fault(computed[1].flatten(), exact[1].flatten(), tolerance=self.lse_tolerance),
+        }
+        self.faults += [f"{self.name}, {case}: {what}: {text}" for what, text in found.items() if text is not None]
 
     def fail(self, case: str, error: Exception) -> None:
         """Counts a case that raised."""
@@ -67,7 +70,7 @@ class Job:
 
     row: Row
     name: str
-    run: Callable[[], Iterable[tuple[Pair, Pair]]]
+    run: Callable[[], Iterable[Comparison]]
 
 
 def command(
@@ -76,7 +79,8 @@ def command(
 ) -> None:
     """Check the reference against closed forms, and every compiled kernel of the GPU against the reference.
 
-    Exit code 1 if an error exceeds its tolerance.
+    Errors of a kernel have to stay within a tolerance, and within twice those of plain PyTorch in the same precision
+    plus half a unit in the last place (fp8 queries: a tolerance alone). Exit code 1 if one does not.
     """
     where = _device(device)
     console = Console()
@@ -97,11 +101,11 @@ def command(
     faults = [fault for row in rows for fault in row.faults]
     console.print(_table(rows))
     console.print()
-    for fault in faults:
-        console.print(f"[red]failed[/] {escape(fault)}", highlight=False, soft_wrap=True)
+    for sentence in faults:
+        console.print(f"[red]failed[/] {escape(sentence)}", highlight=False, soft_wrap=True)
     if faults:
         raise typer.Exit(1)
-    console.print(f"{sum(row.cases for row in rows)} cases, all within tolerance.", highlight=False)
+    console.print(f"{sum(row.cases for row in rows)} cases, all within their bounds.", highlight=False)
 
 
 def reference_jobs(device: torch.device, quick: bool = False) -> tuple[list[Row], list[Job]]:
@@ -124,7 +128,7 @@ def kernel_jobs(
     rows, jobs = [], []
     for kernel in kernels:
         dtype = getattr(torch, kernel["q_dtype"])
-        row = Row(_info.kernel_name(kernel), TOLERANCE[dtype])
+        row = Row(_info.kernel_name(kernel), (TOLERANCE | FP8_TOLERANCE)[dtype])
         if dtype.itemsize == 1:
             row.lse_tolerance = LSE_TOLERANCE_FP8
         rows.append(row)
@@ -133,16 +137,21 @@ def kernel_jobs(
             row.skipped = f"runs on {_info.capability_range(kernel)}"
             continue
         jobs += [
-            Job(row, case.name, lambda case=case, kernel=kernel: [_both(case, kernel, device)])  # type: ignore[misc]
+            Job(row, case.name, lambda case=case, kernel=kernel: [_compared(case, kernel, device)])  # type: ignore[misc]
             for case in _cases.CASES
             if case.quick or not quick
         ]
     return rows, jobs
 
 
-def _both(case: _cases.Case, kernel: dict[str, Any], device: torch.device) -> tuple[Pair, Pair]:
+def _compared(case: _cases.Case, kernel: dict[str, Any], device: torch.device) -> Comparison:
     inputs = _cases.draw(case, kernel, device)
-    return _cases.compute(case, inputs, kernel["backend"]), _cases.expected(case, inputs)
+    known, computed = _cases.expected(case, inputs), _cases.compute(case, inputs, kernel["backend"])
+    if inputs.q.dtype in FP8_TOLERANCE:
+        # Where a row sees few keys, one of them has most of the weight. Whether e4m3 holds that weight exactly depends
+        # on the scale that the order of keys gives it: errors of equally good computations differ by a factor of 7.
+        return computed, known
+    return computed, known, Errors.of(_cases.plain(case, inputs), known[0])
 
 
 def run_jobs(jobs: list[Job], console: Console) -> None:
@@ -153,43 +162,39 @@ def run_jobs(jobs: list[Job], console: Console) -> None:
         for job in jobs:
             progress.update(task, description=f"{escape(job.row.name)}: {escape(job.name)}")
             try:
-                for computed, known in job.run():
-                    job.row.add(job.name, computed, known)
+                for comparison in job.run():
+                    job.row.add(job.name, *comparison)
             except Exception as error:  # a kernel that raises is a row of the table, not the end of it
                 job.row.fail(job.name, error)
             progress.advance(task)
 
 
-def _compare(actual: torch.Tensor, known: torch.Tensor, tolerance: tuple[float, float]) -> tuple[float, bool]:
-    """Largest error, and whether all are within tolerance; infinite where shape, NaN or infinity differ."""
-    if actual.shape != known.shape:
-        return math.inf, False
-    if actual.numel() == 0:
-        return 0.0, True
-    actual, known = actual.double(), known.double()
-    same = actual == known  # equal infinities are no error, and have no difference
-    error = torch.where(same, 0.0, (actual - known).abs())
-    if bool(error.isnan().any()):
-        return math.inf, False
-    atol, rtol = tolerance
-    bound = atol + rtol * torch.where(same, 0.0, known.abs())
-    return float(error.max()), bool(((error <= bound) & error.isfinite()).all())
+def _largest(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest error; infinite where there is none to tell."""
+    if actual.shape != exact.shape:
+        return math.inf
+    largest = Errors.of(actual, exact).largest
+    return largest if math.isfinite(largest) else math.inf
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("kernel", "cases", "max abs error", "max LSE error", "tolerance"):
+    table = Table(box=None, pad_edge=False, collapse_padding=True)  # fits into 80 columns
+    for name in ("kernel", "cases", "max abs error", "of plain PyTorch", "max LSE error", "tolerance"):
         left = name == "kernel"
-        table.add_column(name, justify="left" if left else "right", no_wrap=left or name == "tolerance")
-    table.add_column("status", overflow="fold")
+        wide = left or name == "tolerance"
+        width = 7 if "max" in name or "plain" in name else None  # of 1.2e-03
+        table.add_column(name, justify="left" if left else "right", no_wrap=wide, min_width=width)
+    table.add_column("status", overflow="fold", min_width=6)
     for row in rows:
         if row.skipped is not None:
-            table.add_row(row.name, "0", "", "", "", f"[yellow]skipped[/]: {row.skipped}")
+            table.add_row(row.name, "0", "", "", "", "", f"[yellow]skipped[/]: {row.skipped}")
             continue
         atol, rtol = row.tolerance
         limits = f"{atol:g}+{rtol:g}|x|"
         status = f"[red]FAILED ({len(row.faults)})[/]" if row.faults else "[green]ok[/]"
-        table.add_row(row.name, str(row.cases), f"{row.out_error:.2e}", f"{row.lse_error:.2e}", limits, status)
+        plain = "" if row.plain_error is None else f"{row.plain_error:.1e}"
+        errors = (f"{row.out_error:.1e}", plain, f"{row.lse_error:.1e}")
+        table.add_row(row.name, str(row.cases), *errors, limits, status)
     return table
 
 
