@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import check
@@ -91,6 +91,11 @@ class Operation:
     def backends(self) -> dict[str, Backend]:
         """All columns: ours first."""
         return {backend.name: backend for backend in (*self.ours(ck), *self.peers)}
+
+    def twins(self, library: Any, names: Sequence[str]) -> dict[str, Backend]:
+        """By the names of columns of ours: the same columns of another build of this library."""
+        columns = {backend.name: backend for backend in self.ours(library)}
+        return {name: replace(columns[name], name=f"other_{name}", ours=False) for name in names}
 
     @property
     def unit(self) -> str:

@@ -5,6 +5,7 @@
     python benchmarks/bench.py prefill --workload append --unit us,GB/s --backends fa3,fa2
     python benchmarks/bench.py merge --dtype float16
     python benchmarks/bench.py host
+    python benchmarks/bench.py decode --against ../old/python            # beside another build of this library
     python benchmarks/bench.py prefill --workload paper --dry-run        # lists the cases; needs no GPU
 
 How to read the output, and what was measured so far: benchmarks/RESULTS.md.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import other_build
 import report as reporting
 import torch
 import typer
@@ -97,6 +99,20 @@ def _choose(what: str, names: list[str], known: dict[str, Any]) -> list[Any]:
     return [known[name] for name in names]
 
 
+def _ratios(items: list[str], operation: Operation) -> tuple[list[str], Path | None]:
+    """The items of --against, with "other" for a folder; and that folder."""
+
+    def is_folder(item: str) -> bool:
+        return item != "best" and not set(item.split("+")) & set(operation.backends) and Path(item).exists()
+
+    folders = [item for item in items if is_folder(item) or "/" in item]
+    if len(folders) > 1:
+        raise typer.BadParameter(
+            f"--against names the folders {', '.join(folders)}: one other build fits in a process."
+        )
+    return ["other" if item in folders else item for item in items], Path(folders[0]) if folders else None
+
+
 def _show(report: Report, as_markdown: bool) -> None:
     if as_markdown:
         stdout.print(reporting.markdown(report), markup=False, highlight=False)
@@ -146,7 +162,11 @@ def main(
     workload: Annotated[list[str] | None, typer.Option(help="named shapes; repeat it, or separate by commas")] = None,
     backends: Annotated[str, typer.Option(help="who takes part, in this order; default: everybody")] = "",
     against: Annotated[
-        str, typer.Option(help="ratios to show: to the best peer, to one, or to the best of several joined by +")
+        str,
+        typer.Option(
+            help="ratios to show: to the best peer, to one, to the best of several joined by +; or to another build of "
+            "this library, by the folder it is in, whose columns then are added (see other_build.py)"
+        ),
     ] = "best,torch_fa2",
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float8_e4m3fn")] = "bfloat16",
     unit: Annotated[
@@ -179,6 +199,14 @@ def main(
     _choose("unit", units, {name: UNITS[name] for name in chosen.units})
     chosen = dataclasses.replace(chosen, units=tuple(dict.fromkeys(units)))
     parties = _choose("backend", _list(backends) or list(chosen.default_backends), chosen.backends)
+    ratios, folder = _ratios(_list(against), chosen)
+    twins: dict[str, Backend] = {}
+    if folder is not None:
+        try:
+            twins = chosen.twins(other_build.load(folder), [party.name for party in parties if party.ours])
+        except ValueError as error:
+            raise typer.BadParameter(f"--against: {error}") from None
+        parties = [each for party in parties for each in (party, twins.get(party.name)) if each is not None]
     if not cases:
         raise typer.BadParameter(f"--only {only!r} leaves no case.")
     if dry_run:
@@ -211,9 +239,10 @@ def main(
         chosen.higher_is_better,
         [b.name for b in parties],
         [b.name for b in parties if b.ours],
-        _list(against),
-        environment(settings, dtype, monitor),
+        ratios,
+        environment(settings, dtype, monitor, folder),
         results,
+        {name: twin.name for name, twin in twins.items()},
     )
     reports = [report.in_unit(UNITS[item]) for item in chosen.units]
     for each in reports:

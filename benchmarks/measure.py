@@ -115,12 +115,12 @@ def measure(
     return every
 
 
-def environment(settings: Settings, dtype: str, monitor: Monitor | None) -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
+def environment(settings: Settings, dtype: str, monitor: Monitor | None, other: Path | None = None) -> dict[str, Any]:
+    """What a reader needs to repeat the run; ``other`` is where another build of this library comes from."""
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
-        "commit": _commit(),
+        "commit": _commit(ROOT),
         "cutlass_kernels": ck.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -133,18 +133,22 @@ def environment(settings: Settings, dtype: str, monitor: Monitor | None) -> dict
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["driver"] = monitor.driver if monitor else "unknown"
+    if other is not None:
+        facts["other"] = {"folder": str(other.resolve()), "commit": _commit(other)}
     for module in ("flashinfer", "flash_attn_interface"):
         if module in sys.modules:
             facts[module] = getattr(sys.modules[module], "__version__", "unknown")
     return facts
 
 
-def _commit() -> str:
+def _commit(folder: Path) -> str:
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     with contextlib.suppress(OSError):
+        if folder != ROOT and not git("ls-files", "cutlass_kernels/__init__.py"):
+            return "unknown"  # an installation, perhaps within a repository
         commit = git("rev-parse", "--short=12", "HEAD")
         return f"{commit} with local changes" if commit and git("status", "--porcelain") else commit or "unknown"
     return "unknown"

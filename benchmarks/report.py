@@ -68,9 +68,10 @@ class Report:
     higher_is_better: bool
     backends: list[str]
     ours: list[str]
-    against: list[str]  # "best", or peers joined by +
+    against: list[str]  # "best", peers joined by +, or "other": the column of another build
     environment: dict[str, Any]
     results: list[Result] = field(default_factory=list)
+    twins: dict[str, str] = field(default_factory=dict)  # columns of ours and those of another build
 
     def in_unit(self, unit: Unit) -> Report:
         """The same measurements in another unit."""
@@ -102,14 +103,16 @@ class Report:
 
     # --- ratios ---
 
-    def peers(self, against: str) -> list[str]:
-        names = [b for b in self.backends if b not in self.ours]
+    def peers(self, ours: str, against: str) -> list[str]:
+        if against == "other":
+            return [self.twins[ours]] if ours in self.twins else []
+        names = [b for b in self.backends if b not in self.ours and b not in self.twins.values()]
         return names if against == "best" else [b for b in against.split("+") if b in self.backends]
 
     def ratio(self, case: tuple[str, str], ours: str, against: str) -> float | None:
-        """How much better ours is than the best of the peers in ``against``; above 1 is better, whatever the unit."""
+        """How much better ours is than the best of those in ``against``; above 1 is better, whatever the unit."""
         figure = self.figure(case, ours)
-        found = [f for f in (self.figure(case, peer) for peer in self.peers(against)) if f is not None]
+        found = [f for f in (self.figure(case, peer) for peer in self.peers(ours, against)) if f is not None]
         if figure is None or not found:
             return None
         return figure / max(found) if self.higher_is_better else min(found) / figure

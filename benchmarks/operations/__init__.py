@@ -5,8 +5,8 @@ To add a peer, enter a ``Backend`` among the peers of an operation. To add an op
 (a ``Problem``, or a class with the members of ``Case``), a function per column that makes the call to time, workloads,
 and an ``OPERATION``, to be entered below.
 
-Layers, each importing from those before it: lengths, timing; problem, report; inputs; check; backend; api, measure;
-operations; bench.
+Layers, each importing from those before it: lengths, timing, other_build; problem, report; inputs; check; backend; api,
+measure; operations; bench.
 """
 
 from __future__ import annotations
