@@ -10,7 +10,7 @@ from compare import assert_bitwise
 from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _batch
+from cutlass_kernels import _args, _batch, _vectors
 from cutlass_kernels._batch import Index
 from cutlass_kernels._problem import Offsets, Split
 
@@ -20,7 +20,8 @@ LIKE = torch.empty(0, dtype=torch.uint8)
 @pytest.fixture(params=["torch", "compiled"])
 def checks(request, monkeypatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(_args, "_C", None)
+        for module in (_args, _vectors):
+            monkeypatch.setattr(module, "_C", None)
     elif _args._C is None:
         pytest.skip("cutlass_kernels is installed without compiled kernels")
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from . import _hints
+from ._hints import shown
 from ._tracing import without_modes
+from ._vectors import _C, INT32_MAX, enough_pages, index_vector, indptr, lens, page_bound, paged_kv_lens
 
-try:  # what takes torch many small steps, where there are compiled functions
-    from . import _C  # type: ignore[attr-defined]
-except ImportError:
-    _C = None
+__all__ = ["_C", "enough_pages", "index_vector", "indptr", "lens", "page_bound", "paged_kv_lens"]  # of _vectors
 
 Scale = float | torch.Tensor
 
@@ -29,8 +29,6 @@ POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
-_INT32_MAX = 2**31 - 1
 _DTYPE_ALIASES = {
     "fp16": torch.float16,
     "f16": torch.float16,
@@ -51,14 +49,16 @@ _DTYPE_ALIASES = {
 def kv_layout(value: str) -> str:
     """``value`` if it is ``"NHD"`` or ``"HND"``; KeyError otherwise."""
     if value not in LAYOUTS:
-        raise KeyError(f"kv_layout={value!r} is not a layout: use 'NHD' or 'HND'.")
+        raise KeyError(f"kv_layout={shown(value)} is not a layout: use 'NHD' or 'HND'.")
     return value
 
 
 def pos_encoding(value: str) -> str:
     """``value`` if it names a position encoding; KeyError otherwise."""
     if value not in POS_ENCODINGS:
-        raise KeyError(f"pos_encoding_mode={value!r} is not a position encoding: use 'NONE', 'ROPE_LLAMA' or 'ALIBI'.")
+        raise KeyError(
+            f"pos_encoding_mode={shown(value)} is not a position encoding: use 'NONE', 'ROPE_LLAMA' or 'ALIBI'."
+        )
     return value
 
 
@@ -67,7 +67,7 @@ def dtype(value: str | torch.dtype) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if not isinstance(value, str):
-        raise TypeError(f"a data type must be a torch.dtype or its name, not {value!r}.")
+        raise TypeError(f"a data type must be a torch.dtype or its name, not {shown(value)}.")
     name = value.removeprefix("torch.")
     found = _DTYPE_ALIASES.get(name, getattr(torch, name, None))
     if isinstance(found, torch.dtype):
@@ -80,7 +80,24 @@ def integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}: pass an integer.") from None
+        raise TypeError(f"{name}={shown(value)} is of type {type(value).__name__}: pass an integer.") from None
+
+
+def page_size(value: Any) -> int:
+    """``page_size`` as an int; TypeError for what is none, ValueError below 1."""
+    size = integer("page_size", value)
+    if size <= 0:
+        raise ValueError(f"page_size={size} must be positive: it is the number of tokens that a page holds.")
+    return size
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value`` as a bool: True, False, or a number that is 0 or 1; TypeError otherwise."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, (str, torch.Tensor)) and value in (0, 1):  # also numpy's bools
+        return bool(value)
+    raise TypeError(f"{name}={shown(value)} is of type {type(value).__name__}: pass True or False.")
 
 
 def heads(num_qo_heads: int, num_kv_heads: int) -> int:
@@ -93,6 +110,14 @@ def heads(num_qo_heads: int, num_kv_heads: int) -> int:
     return num_qo_heads // num_kv_heads
 
 
+def heads_of(q: torch.Tensor, k: torch.Tensor, layout: str) -> int:
+    """:func:`heads` of q and token-major keys, which the caller passed in ``layout``."""
+    try:
+        return heads(q.size(1), k.size(-2))
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}{_hints.other_heads(q, k, layout)}") from None
+
+
 def window(value: int | None) -> int:
     """``window_left``: keys a row sees to its left besides its own; -1 (any negative, None) is no limit.
 
@@ -103,8 +128,8 @@ def window(value: int | None) -> int:
     try:
         left = operator.index(value)
     except TypeError:
-        raise TypeError(f"window_left={value!r} is not a whole number: use -1 for no window.") from None
-    return min(left, _INT32_MAX) if left >= 0 else -1
+        raise TypeError(f"window_left={shown(value)} is not a whole number: use -1 for no window.") from None
+    return min(left, INT32_MAX) if left >= 0 else -1
 
 
 def sm_scale(value: Any, head_dim_qk: int) -> float:
@@ -187,7 +212,7 @@ def _number(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}={value!r} is not a number.") from None
+        raise TypeError(f"{name}={shown(value)} is not a number.") from None
     if not math.isfinite(number):
         raise ValueError(f"{name}={number} is not finite.")
     return number
@@ -205,9 +230,15 @@ def are_plain(*values: Any) -> bool:
 
 
 def element_types(
-    q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype | None = None, o_dtype: Any = None
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype | None = None,
+    o_dtype: Any = None,
+    keyword: str | None = "o_dtype",
 ) -> torch.dtype:
     """The output dtype of an attention over these dtypes (``o_dtype``, else that of q).
+
+    ``keyword`` is the caller's argument for ``o_dtype``, None where the called function has none.
 
     Keys and values have one dtype: that of q, or fp8 below a 16-bit (or wider) q. An fp8 q needs keys and values of the
     same dtype and an ``o_dtype``. ValueError otherwise.
@@ -227,105 +258,14 @@ def element_types(
         )
     if o_dtype is None:
         if q_dtype in FP8_DTYPES:
-            raise ValueError(f"q has dtype {q_dtype}: say the output's dtype, e.g. o_dtype=torch.bfloat16.")
+            if keyword is None:
+                raise ValueError(f"q has dtype {q_dtype}, which this function does not serve: use a 16-bit type.")
+            raise ValueError(f"q has dtype {q_dtype}: say the output's dtype, e.g. {keyword}=torch.bfloat16.")
         return q_dtype
     wanted = dtype(o_dtype)
     if wanted not in FP8_DTYPES and wanted not in FLOAT_DTYPES:
-        raise ValueError(f"o_dtype={wanted} is not served: use float16, bfloat16, float32 or an fp8 type.")
+        raise ValueError(f"{keyword}={wanted} is not served: use float16, bfloat16, float32 or an fp8 type.")
     return wanted
-
-
-# --- index tensors -----------------------------------------------------------------------------------------------
-
-
-def index_vector(name: str, tensor: torch.Tensor, length: int | None = None) -> torch.Tensor:
-    """A 1-D integer tensor as int32, contiguous, on its own device; ValueError for another rank, dtype or length."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor: pass a 1-D int32 tensor.")
-    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: it must be a 1-D int32 tensor."
-        )
-    if length is not None and tensor.size(0) != length:
-        raise ValueError(f"{name} has {tensor.size(0)} elements, but this batch needs {length}.")
-    if tensor.dtype == torch.int32 and tensor.is_contiguous():
-        return tensor
-    if tensor.dtype in (torch.int64, torch.uint32) and not tensor.is_cuda and tensor.numel():
-        largest = int(tensor.to(torch.int64).abs().max())
-        if largest > _INT32_MAX:
-            raise ValueError(f"{name} holds {largest}, which does not fit into int32: split the batch.")
-    return tensor.to(torch.int32).contiguous()
-
-
-def indptr(name: str, tensor: torch.Tensor, batch: int | None = None, *, from_zero: bool = False) -> torch.Tensor:
-    """Offsets ``[batch + 1]`` as int32 on their own device.
-
-    ValueError for another rank, dtype or length; RuntimeError where a CPU tensor is negative or decreases, or with
-    ``from_zero`` does not start at 0. (Offsets of keys may be a slice of those of a larger batch.)
-    """
-    offsets = index_vector(name, tensor, None if batch is None else batch + 1)
-    if offsets.size(0) == 0:
-        raise ValueError(f"{name} is empty: it needs batch_size + 1 elements, starting with 0.")
-    quick = _C is not None and offsets.is_cpu
-    if quick and _C.ascend(offsets.data_ptr(), offsets.numel()) and not (from_zero and int(offsets[0])):
-        return offsets
-    if not offsets.is_cuda:
-        first = int(offsets[0])
-        if first < 0 or (from_zero and first != 0):
-            raise RuntimeError(f"{name} starts at {first}: offsets start at 0.")
-        steps = offsets[1:] < offsets[:-1]
-        if bool(steps.any()):
-            at = int(steps.nonzero()[0])
-            raise RuntimeError(
-                f"{name} decreases from {int(offsets[at])} to {int(offsets[at + 1])} at request {at}: "
-                "offsets must not decrease."
-            )
-    return offsets
-
-
-def lens(offsets: torch.Tensor) -> torch.Tensor:
-    """Lengths (int64) of the requests that ``offsets`` delimits."""
-    wide = offsets.to(torch.int64)
-    return wide[1:] - wide[:-1]
-
-
-def paged_kv_lens(offsets: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Keys (int64) of every request of a page table; a request without pages has none.
-
-    CPU tensors are checked: RuntimeError where a request with pages has ``last_page_len`` outside [1, page_size].
-    """
-    pages = lens(offsets)
-    last = last_page_len.to(device=pages.device, dtype=torch.int64)
-    if not pages.is_cuda and not last_page_len.is_cuda:
-        wrong = (pages > 0) & ((last < 1) | (last > page_size))
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[0])
-            raise RuntimeError(
-                f"paged_kv_last_page_len[{at}]={int(last[at])} is not in [1, page_size={page_size}], "
-                f"although request {at} has {int(pages[at])} pages."
-            )
-    return torch.where(pages > 0, (pages - 1) * page_size + last, 0)
-
-
-def page_bound(name: str, ids: torch.Tensor) -> int:
-    """How many pages a cache needs for all of these page numbers to exist. ValueError where one is negative.
-
-    0 for numbers on a CUDA device, which are not read.
-    """
-    if ids.is_cuda or ids.numel() == 0:
-        return 0
-    lowest, highest = (int(x) for x in torch.aminmax(ids))
-    if lowest < 0:
-        raise ValueError(f"{name} holds the page number {lowest}: page numbers start at 0.")
-    return highest + 1
-
-
-def enough_pages(name: str, bound: int, cache: torch.Tensor) -> None:
-    """ValueError where ``cache`` ``[pages, ...]`` has fewer pages than ``bound``, which :func:`page_bound` found."""
-    if bound > cache.size(0):
-        raise ValueError(
-            f"{name} holds the page number {bound - 1}, but the cache has only {cache.size(0)} pages, numbered from 0."
-        )
 
 
 # --- tensors -----------------------------------------------------------------------------------------------------
@@ -347,7 +287,9 @@ def tensor(name: str, x: Any, rank: int) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
     if x.dim() != rank:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must have {rank} dimensions.")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}: it must have {rank} dimensions{_hints.form(name, rank, x)}."
+        )
     return last_dim_contiguous(name, x)
 
 

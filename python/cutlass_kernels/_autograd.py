@@ -9,7 +9,6 @@ backward of an operation that saved the old ones.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from torch import is_grad_enabled
 from torch.autograd.graph import increment_version
 
 from ._tracing import is_traced
+from ._warnings import warn
 
 R = TypeVar("R")
 
@@ -120,10 +120,10 @@ def without_grad(keys: Any, values: Any) -> tuple[Any, Any]:
     if not is_grad_enabled() or not (requires_grad(keys) or requires_grad(values)):
         return keys, values
     if not is_traced():
-        warnings.warn(
+        warn(
             "append_paged_kv_cache() got keys or values that require gradients, but a cache carries no gradients: for "
             "inference, use torch.no_grad().",
-            stacklevel=3,
+            UserWarning,
         )
     return keys.detach(), values.detach()
 

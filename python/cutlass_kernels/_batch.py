@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _dispatch
+from . import _args, _dispatch, _hints
 
 MOST_KEYS = (1 << 31) - 1024  # a hint beyond it says nothing that kernels could use
 _ALIGN = 4  # a vector starts at a multiple of so many elements, 16 bytes; kAlign in indices.cpp
@@ -163,6 +163,7 @@ class Batch:
 
     def take_lens(self, seq_lens: torch.Tensor | None) -> None:
         """Takes what the caller tells of the keys per request; ValueError where the page table contradicts."""
+        _hints.optional_tensor("seq_lens", seq_lens)
         if seq_lens is None or seq_lens.is_cuda or (self.longest is not None and self.page_size is None):
             return
         told = _args.index_vector("seq_lens", seq_lens, self.size).to(torch.int64)

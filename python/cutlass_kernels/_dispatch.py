@@ -16,7 +16,6 @@ import importlib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,10 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _args, _reference
+from . import _args, _hints, _reference
 from ._autograd import written
 from ._problem import Mask, PagedKv, Problem, RaggedKv
 from ._tracing import is_traced
+from ._warnings import warn
 
 BACKENDS = ("fa3", "fa2", "reference")  # as ck_backends() in instances.cmake, and the reference
 CHOICES = ("auto", *BACKENDS)
@@ -468,7 +468,7 @@ def _warn(request: Request, refused: tuple[str, ...]) -> None:
         return
     _warned.add(refused)
     text = f"no kernel serves this request ({request}), so PyTorch computes it, slowly: " + " ".join(refused)
-    warnings.warn(text, PerformanceWarning, stacklevel=4)
+    warn(text, PerformanceWarning)
 
 
 def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> None:
@@ -552,24 +552,28 @@ def explain(
         raise ValueError(f"features={sorted(unknown)} are not known: use some of {', '.join(sorted(FEATURES))}.")
     layout = None
     if q is not None:
+        if not isinstance(q, torch.Tensor) or q.dim() < 2:
+            raise TypeError(f"q is {_hints.shown(q)}: pass a tensor [tokens, num_qo_heads, head_dim_qk], or keywords.")
         if q.dim() == 3 and not is_ordinary(q):
             layout = Layout.of(q.size(0), 0, q=q)
         device = q.device if device is None else device
         q_dtype = q.dtype if q_dtype is None else q_dtype
         num_qo_heads = q.size(-2) if num_qo_heads is None else num_qo_heads
         head_dim_qk = q.size(-1) if head_dim_qk is None else head_dim_qk
+    compute_capability = _hints.compute_capability(compute_capability)
     if device is None:
         device = "cuda" if compute_capability is not None or torch.cuda.is_available() else "cpu"
     where = torch.device(device)
     if compute_capability is None:
+        _hints.cuda_device(where)
         compute_capability = _capability_of(where)
     q_type = _args.dtype("float16" if q_dtype is None else q_dtype)
     kv_type = q_type if kv_dtype is None else _args.dtype(kv_dtype)
     o_default = torch.bfloat16 if q_type in _args.FP8_DTYPES else q_type
-    qo_heads = 32 if num_qo_heads is None else num_qo_heads
-    kv_heads = qo_heads if num_kv_heads is None else num_kv_heads
+    qo_heads = 32 if num_qo_heads is None else _args.integer("num_qo_heads", num_qo_heads)
+    kv_heads = qo_heads if num_kv_heads is None else _args.integer("num_kv_heads", num_kv_heads)
     _args.heads(qo_heads, kv_heads)
-    dim = 128 if head_dim_qk is None else head_dim_qk
+    dim = 128 if head_dim_qk is None else _args.integer("head_dim_qk", head_dim_qk)
     request = Request(
         where.type,
         compute_capability,
@@ -579,7 +583,7 @@ def explain(
         qo_heads,
         kv_heads,
         dim,
-        dim if head_dim_vo is None else head_dim_vo,
+        dim if head_dim_vo is None else _args.integer("head_dim_vo", head_dim_vo),
         wanted,
         layout,
     )

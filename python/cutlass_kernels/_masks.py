@@ -26,7 +26,8 @@ def pack_mask(custom_mask: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> 
     """
     if not isinstance(custom_mask, torch.Tensor) or custom_mask.is_floating_point() or custom_mask.is_complex():
         what = custom_mask.dtype if isinstance(custom_mask, torch.Tensor) else type(custom_mask).__name__
-        raise ValueError(f"custom_mask is {what}: pass a bool tensor, True where a row sees a key.")
+        hint = " For the causal mask, pass causal=True by keyword." if isinstance(custom_mask, bool) else ""
+        raise ValueError(f"custom_mask is {what}: pass a bool tensor, True where a row sees a key.{hint}")
     sizes, rows, columns = _mask_sizes(qo_lens, kv_lens)
     if custom_mask.dim() == 2 and sizes.numel() == 1 and not sizes.is_cuda:
         if tuple(custom_mask.shape) != (int(rows[0]), int(columns[0])):
@@ -100,9 +101,10 @@ def check_packed_mask(bits: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) ->
     """
     if not isinstance(bits, torch.Tensor) or bits.dtype != torch.uint8 or bits.dim() != 1 or not bits.is_contiguous():
         what = f"{tuple(bits.shape)} {bits.dtype}" if isinstance(bits, torch.Tensor) else type(bits).__name__
+        hint = " For the causal mask, pass causal=True by keyword." if isinstance(bits, bool) else ""
         raise ValueError(
             f"packed_custom_mask is {what}: pass the contiguous 1-D uint8 tensor that packbits or segment_packbits "
-            "returns with bitorder='little'."
+            f"returns with bitorder='little'.{hint}"
         )
     sizes, _, _ = _mask_sizes(qo_lens, kv_lens)
     byte_offsets = _offsets((sizes + 7) // 8)
@@ -113,7 +115,25 @@ def check_packed_mask(bits: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) ->
                 f"packed_custom_mask has {bits.numel()} bytes, but the lengths say sum(ceil(qo_len * kv_len / 8)) = "
                 f"{needed}."
             )
+        if not bits.is_cuda:
+            _check_bit_order(bits, sizes, byte_offsets)
     return byte_offsets.to(torch.int32)
+
+
+def _check_bit_order(bits: torch.Tensor, sizes: torch.Tensor, byte_offsets: torch.Tensor) -> None:
+    """ValueError where the bits behind the last elements, which are 0, lie where big-endian packing leaves them.
+
+    That shows only where a size is no multiple of 8, and an element at the end is True.
+    """
+    ends = sizes % 8 > 0
+    used = sizes[ends] % 8
+    last = bits[byte_offsets[1:][ends] - 1].to(torch.int64)
+    behind_little, behind_big = last >> used, last & ((1 << (8 - used)) - 1)
+    if bool(behind_little.any()) and not bool(behind_big.any()):
+        raise ValueError(
+            "packed_custom_mask holds bits behind the last element of a mask, where big-endian packing puts elements: "
+            "pack it with bitorder='little', which is not the default of packbits and segment_packbits."
+        )
 
 
 def _mask_sizes(qo_lens: Lengths, kv_lens: Lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

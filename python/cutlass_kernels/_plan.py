@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch
+from . import _args, _dispatch, _hints
 from ._batch import MOST_KEYS, Batch
 from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
 
@@ -188,7 +188,7 @@ def _new_options(
         sm_scale = _args.sm_scale(sm_scale, 1)
     cap = _args.soft_cap(logits_soft_cap)
     return Options(
-        bool(causal),
+        _args.flag("causal", causal),
         pos_encoding_mode,
         _args.window(window_left),
         cap,
@@ -215,7 +215,9 @@ def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise ValueError(f"multi-item scoring needs {', '.join(given)} together; {', '.join(missing)} is missing.")
-    return MultiItem(prefix_len, token_pos, int(token_pos_len), max_item_len)
+    for name in ("prefix_len_ptr", "token_pos_in_items_ptr"):
+        _hints.optional_tensor(name, given[name])
+    return MultiItem(prefix_len, token_pos, _args.integer("token_pos_in_items_len", token_pos_len), max_item_len)
 
 
 def unsupported(owner: str, remedy: str, **arguments: Any) -> None:
@@ -285,8 +287,8 @@ def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, ma
 
     ValueError where nothing tells how many KV splits of a fixed size there may be.
     """
-    fixed = min(max(int(fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
-    told = 0 if max_sequence_kv is None else min(int(max_sequence_kv), MOST_KEYS)
+    fixed = min(max(_args.integer("fixed_split_size", fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
+    told = 0 if max_sequence_kv is None else min(_args.integer("max_sequence_kv", max_sequence_kv), MOST_KEYS)
     most = min(told or batch.longest or 0, MOST_KEYS)
     if fixed and batch.page_size is None and not told and batch.longest is None:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _dispatch, _native, _plan, _prepare
+from . import _args, _dispatch, _hints, _native, _plan, _prepare
 from ._autograd import written
 from ._plan import KERNEL_BACKENDS, Options, Plan, Result, RunArgs
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
@@ -93,6 +93,7 @@ class RunsPlans:
                 raise ValueError(
                     f"{name} has {x.size(-2)} heads of dimension {x.size(-1)} in kv_layout={self._kv_layout!r}, but "
                     f"the plan {shape.num_kv_heads} of {dim}."
+                    + _hints.other_layout(self._kv_layout, x.size(-3) == shape.num_kv_heads, " to the constructor")
                 )
 
     def _run_tensors(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[Any, ...]:

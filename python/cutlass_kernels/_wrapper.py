@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _dispatch, _masks, _ops, _plan
+from . import _args, _dispatch, _hints, _masks, _ops, _plan
 from ._autograd import written
 from ._batch import Batch, Index
 from ._copying import Copied
@@ -259,7 +259,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         _args.heads(num_qo_heads, num_kv_heads)
         q_dtype = _args.dtype(q_data_type)
         kv_dtype = q_dtype if kv_data_type is None else _args.dtype(kv_data_type)
-        o_dtype = _args.element_types(q_dtype, kv_dtype, None, o_data_type)
+        o_dtype = _args.element_types(q_dtype, kv_dtype, None, o_data_type, "o_data_type")
         vo = head_dim_qk if head_dim_vo is None else _args.integer("head_dim_vo", head_dim_vo)
         if head_dim_qk <= 0 or vo <= 0:
             raise ValueError(f"head_dim_qk={head_dim_qk} and head_dim_vo={vo} must be positive.")
@@ -286,6 +286,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
         _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         user_mask = custom_mask is not None or packed_custom_mask is not None
+        _hints.optional_tensor("seq_lens_q", seq_lens_q)
         told_rows = None
         total_q = batch.qo.last
         if total_q is None and seq_lens_q is not None and seq_lens_q.device.type == "cpu":

@@ -86,8 +86,8 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
             f"q has shape {tuple(q.shape)}, k_unique {tuple(k_unique.shape)} and v_unique {tuple(v_unique.shape)}: "
             "batch and head_dim must agree."
         )
-    _args.heads(num_qo_heads, k.size(2))
-    o_dtype = _args.element_types(q.dtype, k.dtype, v.dtype)
+    _args.heads_of(q, k, kv_layout)
+    o_dtype = _args.element_types(q.dtype, k.dtype, v.dtype, None, None)
     _args.same_device(q.device, k_unique=k, v_unique=v)
     shared = _attend_shared(q, k_shared, v_shared, kv_layout, sm_scale)
 
@@ -325,6 +325,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             _args.index_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch),
         )
         _args.heads(num_qo_heads, num_kv_heads)
+        page_size = None if page_size is None else _args.page_size(page_size)
         own = tuple(x if x.is_cuda else x.clone() for x in indices)
         self._begun = _Begun(own, (num_qo_heads, num_kv_heads, head_dim), page_size)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import _args
 from ._autograd import forward_only_as_a_whole
 from ._plan import Result, spellings
 from .merge import merge_state_in_place
@@ -68,7 +69,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Tensors | None = None,
         paged_kv_last_page_len_buf_arr: Tensors | None = None,
     ) -> None:
-        if num_levels < 1:
+        if _args.integer("num_levels", num_levels) < 1:
             raise ValueError(f"num_levels={num_levels} must be at least 1: a single level is a paged batch.")
         buffers: dict[str, Tensors | None] = {
             "qo_indptr_buf": qo_indptr_buf_arr,
@@ -169,7 +170,7 @@ class MultiLevelCascadeAttentionWrapper:
             >>> wrapper.plan([shared_qo_indptr, qo_indptr], [shared_kv_indptr, kv_indptr], [shared_pages, pages],
             ...              [shared_last_page_len, last_page_len], 32, 8, 128, 16, causal=True)
         """
-        count = len(self._levels)
+        count, causal = len(self._levels), _args.flag("causal", causal)
         tables = [
             _one_per_level(name, arr, count)
             for name, arr in (

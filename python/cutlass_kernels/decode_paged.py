@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _plan
+from . import _args, _hints, _plan
 from ._batch import Index
 from ._plan import Plan, Result
 from ._streams import PER_THREAD_STREAM, stream_of
@@ -59,6 +59,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         torch.Size([2, 8, 64])
     """
 
+    _index_arguments = ("last_page_len", "indptr", "indices", "last_page_len")
     _positions_of_run = ("q_scale", "k_scale", "v_scale", "return_lse")
     _rows_in_buffer: int | None = None  # those that the buffer of a CUDA graph divides among its requests
 
@@ -324,6 +325,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         The older form of :meth:`run`: an option left out takes its default here, not its planned value. Other keywords
         go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
         """
+        _hints.one_cache(paged_kv_cache, pos_encoding_mode)
         values = _plan.options(
             self._options.causal,
             pos_encoding_mode,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _dispatch, _fused, _native, _plan, _unplanned_ops
+from . import _args, _dispatch, _fused, _hints, _native, _plan, _unplanned_ops
 from ._autograd import forward_only, written
 from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
@@ -135,6 +135,7 @@ def trtllm_fmha_v2_prefill(
         sinks = sinks[0]
     if not traced and is_grad_enabled():
         grad = _fused.needs_grad(qkv, out, None, sinks, bmm1_scale, bmm2_scale)
+    _hints.optional_tensor("seq_lens", seq_lens)
     if not (traced or grad) and pos_encoding_mode is None and not _dispatch.is_logged():
         result = _native.fused_prefill(
             qkv,
@@ -165,6 +166,9 @@ def trtllm_fmha_v2_prefill(
     _check_layout(input_layout, qkv)
     q, k, v = _split(qkv, input_layout)
     group_heads, head_dim = q.size(1), q.size(2)
+    if not traced and not (type(max_q_len) is type(max_kv_len) is type(batch_size) is int):
+        for name, number in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len), ("batch_size", batch_size)):
+            _args.integer(name, number)
     _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
     if traced or have_own_dispatch(q, k, v):
         _check_scale(bmm1_scale)
@@ -195,8 +199,8 @@ def trtllm_fmha_v2_prefill(
         cum_seq_lens_q = _fused.captured("cum_seq_lens_q", cum_seq_lens_q, q.device)
         cum_seq_lens_kv = _fused.captured("cum_seq_lens_kv", cum_seq_lens_kv, q.device)
         block_tables = _fused.captured("block_tables", block_tables, q.device)
-    qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True)
-    kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size)
+    qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True, told_by="the call")
+    kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size, told_by="the call")
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
     _check_longest("max_q_len", max_q_len, qo_indptr)
     _check_longest("max_kv_len", max_kv_len, kv_indptr)
@@ -276,6 +280,9 @@ def fmha_v2_stats_to_lse(
         >>> out, stats = trtllm_fmha_v2_prefill(..., save_softmax_stats=True)
         >>> lse = fmha_v2_stats_to_lse(stats, head_dim=128, bmm1_scale=128**-0.5)
     """
+    if not isinstance(stats, torch.Tensor):
+        raise TypeError(f"stats is {type(stats).__name__}, not a tensor.")
+    head_dim = _args.integer("head_dim", head_dim)
     if stats.dim() == 0 or stats.size(-1) != 2:
         raise ValueError(f"stats has shape {tuple(stats.shape)}: its last dimension must hold the maximum and the sum.")
     unit: float | torch.Tensor = math.sqrt(head_dim)
@@ -336,7 +343,7 @@ def _split(qkv: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, max_q: int, max_kv: int) -> None:
-    _args.heads(q.size(1), k.size(-2))
+    _args.heads_of(q, k, layout)
     if k.size(-1) != q.size(-1) or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}: q and k must agree in "
@@ -493,5 +500,6 @@ def _output_dtype(q_dtype: torch.dtype, out: torch.Tensor | None, out_dtype: str
     served = (*_args.HALF_DTYPES, torch.float8_e4m3fn) if q_dtype in _args.FP8_DTYPES else (q_dtype,)
     if wanted not in served:
         names = ", ".join(str(d).removeprefix("torch.") for d in served)
-        raise ValueError(f"the output cannot be {wanted} where the queries are {q_dtype}: it can be {names}.")
+        name = "out_dtype" if out is None else "out.dtype"
+        raise ValueError(f"{name}={wanted} is not served where the queries are {q_dtype}: it can be {names}.")
     return wanted

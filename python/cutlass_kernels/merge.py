@@ -76,6 +76,8 @@ def merge_state_in_place(
         tensor([[[2., 2.]]])
     """
     _check_two(v, s, v_other, s_other, ("v", "s", "v_other", "s_other"))
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask is {type(mask).__name__}, not a tensor: pass a bool per token, or None.")
     if mask is not None and (mask.dim() != 1 or mask.size(0) != v.size(0)):
         raise RuntimeError(f"mask has shape {tuple(mask.shape)}: it must be [{v.size(0)}], one element per token.")
     kernels = _dispatch.memory_kernels(v, s, v_other, s_other)
@@ -153,6 +155,9 @@ def _check_two(
 
 
 def _check(v: torch.Tensor, s: torch.Tensor, rank: int, v_name: str, s_name: str) -> None:
+    for name, x in ((v_name, v), (s_name, s)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
     if v.dim() != rank or v.shape[:-1] != s.shape:
         layout = "[tokens, heads, head_dim]" if rank == 3 else "[tokens, states, heads, head_dim]"
         raise RuntimeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _args, _autograd, _dispatch
+from . import _args, _autograd, _dispatch, _hints
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -23,7 +23,9 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         int32 ``[batch]`` on the device of ``kv_indptr``.
 
     Raises:
-        ValueError: a tensor is not a vector of integers, or the two disagree about the batch size.
+        TypeError: ``page_size`` is not an integer.
+        ValueError: a tensor is not a vector of integers, the two disagree about the batch size, or ``page_size`` is
+            not positive.
 
     Example:
         >>> get_seq_lens(torch.tensor([0, 2, 2, 3]), torch.tensor([5, 0, 16]), 16)
@@ -31,7 +33,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     """
     indptr = _args.index_vector("kv_indptr", kv_indptr)
     last = _args.index_vector("kv_last_page_len", kv_last_page_len, max(indptr.numel() - 1, 0)).to(indptr.device)
-    return (indptr[1:] - indptr[:-1] - 1).clamp_(min=0) * page_size + last
+    return (indptr[1:] - indptr[:-1] - 1).clamp_(min=0) * _args.page_size(page_size) + last
 
 
 def get_batch_indices_positions(
@@ -67,8 +69,10 @@ def get_batch_indices_positions(
     batch = indptr.numel() - 1
     device = indptr.device
     lens = _args.index_vector("seq_lens", seq_lens, batch).to(device)
-    if not indptr.is_cuda and nnz < int(indptr[-1]):
-        raise ValueError(f"nnz={nnz} is smaller than append_indptr[-1]={int(indptr[-1])}: no token may be left out.")
+    nnz = _args.integer("nnz", nnz)
+    if nnz < 0 or (not indptr.is_cuda and nnz < int(indptr[-1])):
+        end = "0" if nnz < 0 else f"append_indptr[-1]={int(indptr[-1])}"
+        raise ValueError(f"nnz={nnz} is smaller than {end}: no token may be left out.")
     batch_indices = _int32_output("batch_indices", batch_indices, nnz, device)
     positions = _int32_output("positions", positions, nnz, device)
     kernels = _dispatch.memory_kernels(indptr)
@@ -123,28 +127,30 @@ def append_paged_kv_cache(
 
     Raises:
         KeyError: unknown ``kv_layout``, or ``paged_kv_cache`` is neither a tensor nor a tuple.
-        ValueError: shapes that do not fit together; page numbers on the CPU that the cache does not have.
+        TypeError: keys or values are not tensors.
+        ValueError: shapes that do not fit together; on the CPU, page numbers that the cache does not have, requests
+            that ``kv_indptr`` does not have, and positions behind the pages of their request.
 
     Example:
         >>> batch_indices, positions = get_batch_indices_positions(append_indptr, seq_lens, nnz)
         >>> append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
     """
     k_cache, v_cache = _args.paged_cache(paged_kv_cache, kv_layout)
+    for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
+        _check_new(name, new, cache, append_key, kv_layout)
     append_key, append_value = _autograd.without_grad(append_key, append_value)
     device = k_cache.device
     nnz = append_key.size(0)
-    for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
-        expected = (nnz, *cache.shape[2:])
-        if tuple(new.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(new.shape)}, but this cache takes {expected}.")
-        _args.same_device(device, **{name: new})
-    owner = _args.index_vector("batch_indices", batch_indices, nnz).to(device)
-    position = _args.index_vector("positions", positions, nnz).to(device)
+    owner = _args.index_vector("batch_indices", batch_indices, nnz, "token of append_key")
+    position = _args.index_vector("positions", positions, nnz, "token of append_key")
     indptr = _args.indptr("kv_indptr", kv_indptr)
     indices = _args.index_vector("kv_indices", kv_indices)
     _args.index_vector("kv_last_page_len", kv_last_page_len, indptr.numel() - 1)
+    if not (owner.is_cuda or position.is_cuda or indptr.is_cuda):
+        _check_places(owner, position, indptr, indices.numel(), k_cache.size(1))
     if nnz == 0 or indices.numel() == 0:
         return
+    owner, position = owner.to(device), position.to(device)
     kernels = _dispatch.memory_kernels(k_cache)
     if kernels is not None and not (indptr.is_cuda or indices.is_cuda):
         pages = indices[int(indptr[0]) : int(indptr[-1])]
@@ -168,6 +174,41 @@ def append_paged_kv_cache(
     for new, cache in ((append_key, k_cache), (append_value, v_cache)):
         target = _bits(cache)
         target[page, entry] = torch.where(any_used, _bits(new.to(cache.dtype))[token], target[page, entry])
+
+
+def _check_new(name: str, new: torch.Tensor, cache: torch.Tensor, keys: torch.Tensor, kv_layout: str) -> None:
+    """TypeError or ValueError where ``new`` is not what ``cache`` takes, for as many tokens as there are ``keys``."""
+    if not isinstance(new, torch.Tensor):
+        raise TypeError(f"{name} is {type(new).__name__}, not a tensor.")
+    expected = (keys.size(0) if keys.dim() else 0, *cache.shape[2:])
+    if tuple(new.shape) != expected:
+        swapped = new.dim() == 3 and new.shape[1:] == (cache.size(1), cache.size(3))
+        raise ValueError(
+            f"{name} has shape {tuple(new.shape)}, but this cache takes {expected} with kv_layout={kv_layout!r}."
+            + _hints.other_layout(kv_layout, swapped)
+        )
+    _args.same_device(cache.device, **{name: new})
+
+
+def _check_places(
+    owner: torch.Tensor, position: torch.Tensor, indptr: torch.Tensor, num_indices: int, page_size: int
+) -> None:
+    """ValueError where a token, of those that are not skipped, has no place in the pages of its request."""
+    batch, end = indptr.numel() - 1, int(indptr[-1])
+    if end > num_indices:
+        raise ValueError(f"kv_indptr ends at {end}, but kv_indices has {num_indices} pages.")
+    used = (owner >= 0) & (position >= 0)
+    if bool((used & (owner >= batch)).any()):
+        at = int((used & (owner >= batch)).nonzero()[0])
+        raise ValueError(f"batch_indices[{at}]={int(owner[at])}, but kv_indptr has only {batch} requests.")
+    room = _args.lens(indptr)[torch.where(used, owner, 0)] * page_size if batch else torch.zeros_like(owner)
+    if bool((used & (position >= room)).any()):
+        at = int((used & (position >= room)).nonzero()[0])
+        pages = int(room[at]) // page_size
+        raise ValueError(
+            f"positions[{at}]={int(position[at])}, but the {pages} pages of request {int(owner[at])} have room for "
+            f"{int(room[at])} tokens: add its new pages to kv_indptr and kv_indices first."
+        )
 
 
 def _int32_output(name: str, tensor: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:

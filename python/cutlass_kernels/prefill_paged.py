@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _batch, _ops, _plan, _wrapper
+from . import _args, _batch, _hints, _ops, _plan, _wrapper
 from ._autograd import forward_only, needs_grad
 from ._batch import Batch, Index
 from ._plan import Result, spellings
@@ -61,6 +61,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     _paged_kv_indptr_buf = IndexBuffer()
     _paged_kv_indices_buf = IndexBuffer()
     _paged_kv_last_page_len_buf = IndexBuffer()
+    # Arguments of plan() for messages: what tells the batch size, and the three of the page table.
+    _index_arguments = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
     _positions_of_run: tuple[str, ...] = ("k_scale", "v_scale", "return_lse")  # of arguments behind the cache
 
     @spellings(mask_indptr_buf="qk_indptr_buf")
@@ -262,14 +264,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
         count = qo.numel() - 1
         self._check_batch(count)
-        kv = _args.indptr("paged_kv_indptr", kv_indptr, count)
-        pages = _args.index_vector("paged_kv_indices", indices)
-        last = _args.index_vector("paged_kv_last_page_len", last_page_len, count)
-        if page_size <= 0:
-            raise ValueError(f"page_size={page_size} must be positive.")
+        page_size = _args.page_size(page_size)
+        teller, *names = self._index_arguments
+        kv = _args.indptr(names[0], kv_indptr, count, told_by=teller)
+        pages = _args.index_vector(names[1], indices)
+        last = _args.index_vector(names[2], last_page_len, count)
         first_page, end_page = (0, 0) if kv.is_cuda else (int(kv[0]), int(kv[-1]))
         if end_page > pages.numel():
-            raise ValueError(f"paged_kv_indptr ends at {end_page}, but paged_kv_indices has {pages.numel()} pages.")
+            raise ValueError(f"{names[0]} ends at {end_page}, but {names[1]} has {pages.numel()} pages.")
         if not kv.is_cuda and not graph:  # copies of a cache have a page per entry
             pages = pages[:end_page]
         if graph:
@@ -375,6 +377,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             )
             if result is not None:
                 return result
+        if args:
+            _hints.one_cache(paged_kv_cache, args[0])
         _plan.unsupported(
             f"{type(self).__name__}.run",
             "leave it out.",
@@ -397,6 +401,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             raise ValueError(
                 f"the pages of paged_kv_cache hold {k_cache.size(1)} tokens in kv_layout={self._kv_layout!r}, but "
                 f"page_size={plan.batch.page_size} is planned."
+                + _hints.other_layout(self._kv_layout, k_cache.size(2) == plan.batch.page_size, " to the constructor")
             )
         self._check_kv(k_cache, v_cache, plan)
         _args.enough_pages("paged_kv_indices", plan.batch.page_bound, k_cache)
@@ -431,6 +436,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         The older form of :meth:`run`: an option left out takes its default here, not its planned value. Other keywords
         go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
         """
+        _hints.one_cache(paged_kv_cache, causal)
         values = _plan.options(
             causal,
             pos_encoding_mode,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from ._batch import Batch
 from ._plan import Result, spellings
 from ._problem import Pages, RaggedKv, Vector
 from ._tracing import have_own_dispatch, is_traced
+from ._warnings import warn
 from ._wrapper import IndexBuffer
 
 
@@ -190,10 +190,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
             cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
             shape = shape._replace(cast=cast)
-            warnings.warn(
+            warn(
                 f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({q_dtype}) to {cast}.",
                 _dispatch.PerformanceWarning,
-                stacklevel=3,
             )
         values = _plan.options(
             causal,

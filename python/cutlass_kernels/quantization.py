@@ -16,6 +16,10 @@ _CHUNK_BYTES = 1 << 20
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Packs the elements of a vector into bits, eight to a byte (the meaning of ``numpy.packbits``).
 
+    Attention reads ``packed_custom_mask`` with ``bitorder="little"``, which is **not** the default here: the default is
+    that of ``numpy.packbits``. A mask packed with the default shows other keys, and mostly nothing can tell: only bits
+    behind the last element of a mask give it away, and only CPU masks are looked at.
+
     Args:
         x: 1-D tensor ``[n]``, bool or a number (nonzero is 1), on any device.
         bitorder: ``"big"`` (the first element is the highest bit of its byte) or ``"little"`` (the lowest).
@@ -25,6 +29,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
     Raises:
         RuntimeError: ``bitorder`` is unknown.
+        TypeError: ``x`` is not a tensor.
         ValueError: ``x`` is not one-dimensional.
 
     Example:
@@ -45,6 +50,8 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """Packs every segment of a vector into bits, each segment starting on a byte.
 
+    For ``packed_custom_mask`` use ``bitorder="little"``: see :func:`packbits`.
+
     Args:
         x: 1-D tensor ``[indptr[-1]]``, bool or a number (nonzero is 1), on any device.
         indptr: integer tensor ``[segments + 1]``; segment ``s`` is ``x[indptr[s]:indptr[s + 1]]``.
@@ -64,6 +71,8 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     """
     _is_little(bitorder)
     _check_vector(x)
+    if not isinstance(indptr, torch.Tensor):
+        raise TypeError(f"indptr is {type(indptr).__name__}, not a tensor: pass an integer vector [segments + 1].")
     if indptr.dim() != 1 or indptr.numel() == 0 or indptr.is_floating_point():
         raise ValueError(
             f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: it must be an integer vector "
@@ -147,5 +156,7 @@ def _is_little(bitorder: str) -> bool:
 
 
 def _check_vector(x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is {type(x).__name__}, not a tensor: pass a vector of bools.")
     if x.dim() != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}, but packing works on vectors: use x.reshape(-1).")

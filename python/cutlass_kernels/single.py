@@ -146,7 +146,7 @@ def single_prefill_with_kv_cache(
         return _ops.single(q, k, v, values, o_dtype, sinks, scales, masks, kv_layout, backend, out, lse, return_lse)
     _args.tensor("q", q, 3)
     k, v = keys_and_values(q, k, v, kv_layout)
-    mask = Mask(causal=bool(causal), window_left=_args.window(window_left))
+    mask = Mask(causal=_args.flag("causal", causal), window_left=_args.window(window_left))
     if packed_custom_mask is not None or custom_mask is not None:
         _set_bits(mask, custom_mask, packed_custom_mask, q, k.size(0))
     problem = attend(
@@ -241,7 +241,7 @@ def keys_and_values(
     """``k`` and ``v`` as ``[tokens, heads, dim]`` views that fit q ``[rows, heads, dim]``."""
     k = _args.token_major(_args.tensor("k", k, 3), kv_layout)
     v = _args.token_major(_args.tensor("v", v, 3), kv_layout)
-    (kv_len, num_kv_heads, head_dim), num_qo_heads = k.shape, q.size(1)
+    kv_len, num_kv_heads, head_dim = k.shape
     if v.size(0) != kv_len or v.size(1) != num_kv_heads:
         raise ValueError(
             f"k has {kv_len} tokens and {num_kv_heads} heads, but v has {v.size(0)} and {v.size(1)} "
@@ -249,7 +249,7 @@ def keys_and_values(
         )
     if head_dim != q.size(2):
         raise ValueError(f"q has head_dim {q.size(2)} and k {head_dim}: they must be equal.")
-    _args.heads(num_qo_heads, num_kv_heads)
+    _args.heads_of(q, k, kv_layout)
     if k.device != q.device or v.device != q.device:
         _args.same_device(q.device, k=k, v=v)
     return k, v
@@ -298,7 +298,7 @@ def attend(
     """
     device, (rows, num_qo_heads, head_dim) = q.device, q.shape
     num_kv_heads, head_dim_vo = k.size(1), v.size(2)
-    if o_dtype is None and out is not None:
+    if o_dtype is None and isinstance(out, torch.Tensor):
         o_dtype = out.dtype
     o_dtype = _args.element_types(q.dtype, k.dtype, v.dtype, o_dtype)
     rope = _args.rope(pos_encoding_mode, rope_scale, rope_theta)
