@@ -83,6 +83,8 @@ __all__ = [
 def list_kernels() -> list[Any]:
     """The kernels compiled into this installation, one entry each; empty for an installation without compiled code.
 
+    ``torch.compile`` cannot trace this function: call it outside of the compiled function.
+
     Example:
         >>> for kernel in list_kernels():
         ...     print(kernel)

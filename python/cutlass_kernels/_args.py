@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _hints
 from ._hints import shown
-from ._tracing import without_modes
+from ._tracing import is_traced, without_modes
 from ._vectors import _C, INT32_MAX, enough_pages, index_vector, indptr, lens, page_bound, paged_kv_lens
 
 __all__ = ["_C", "enough_pages", "index_vector", "indptr", "lens", "page_bound", "paged_kv_lens"]  # of _vectors
@@ -160,11 +160,11 @@ def skip_softmax(value: Any) -> float:
 def scale(value: Any, name: str = "scale") -> Scale:
     """A per-tensor scale: None is 1.0, numbers and CPU tensors become a float.
 
-    A one-element CUDA tensor is returned as an fp32 tensor, which is read on the device.
+    A one-element CUDA tensor, and a traced one, is returned as an fp32 tensor, which is read on the device.
     """
     if value is None:
         return 1.0
-    if isinstance(value, torch.Tensor) and value.is_cuda:
+    if isinstance(value, torch.Tensor) and (value.is_cuda or is_traced()):
         if value.numel() != 1:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, but it scales the whole tensor: pass one element."

@@ -527,6 +527,8 @@ def explain(
 ) -> Explanation:
     """Says which backend would compute an attention, and why not the others.
 
+    ``torch.compile`` cannot trace this function: call it outside of the compiled function.
+
     Args:
         q: queries ``[tokens, num_qo_heads, head_dim_qk]`` to take device, dtype, sizes and strides from; keywords
             win over it.

@@ -355,11 +355,22 @@ def define(name: str, arguments: str, implementation: Callable[..., Any], fake: 
 
 
 def _register(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # A later plan would not reach a captured run; counters and slopes outlive the graph's pool.
+    unsafe = [] if _UNSAFE is None else [_UNSAFE]
+    register(name, f"({arguments}) -> (Tensor, Tensor)", implementation, fake, unsafe)
+
+
+def register(
+    name: str,
+    signature: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> None:
+    """Registers an operator of any signature in one form. It has no backward."""
     # Kernels read strides, so a graph must pass tensors that lie in memory as those of the traced program.
-    tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag]
-    if _UNSAFE is not None:  # a later plan would not reach a captured run; counters and slopes outlive the graph's pool
-        tags.append(_UNSAFE)
-    _library.define(f"{name}({arguments}) -> (Tensor, Tensor)", tags=tags)
+    always = [torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag]
+    _library.define(f"{name}{signature}", tags=[*always, *tags])
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cutlass_kernels::{name}", fake, lib=_library)
 

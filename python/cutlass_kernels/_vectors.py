@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ._tracing import is_traced
+
 try:  # what takes torch many small steps, where there are compiled functions
     from . import _C  # type: ignore[attr-defined]
 except ImportError:
@@ -31,7 +33,8 @@ def index_vector(name: str, tensor: Any, length: int | None = None, per: str = "
         raise ValueError(f"{name} has {tensor.size(0)} elements, but this batch needs {length}: one per {per}.")
     if tensor.dtype == torch.int32 and tensor.is_contiguous():
         return tensor
-    if tensor.dtype in (torch.int64, torch.uint32) and not tensor.is_cuda and tensor.numel():
+    # The values of a traced tensor are not known.
+    if tensor.dtype in (torch.int64, torch.uint32) and not tensor.is_cuda and not is_traced() and tensor.numel():
         largest = int(tensor.to(torch.int64).abs().max())
         if largest > INT32_MAX:
             raise ValueError(f"{name} holds {largest}, which does not fit into int32: split the batch.")

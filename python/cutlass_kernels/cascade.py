@@ -190,6 +190,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> None:
         """Prepares forward() for a batch.
 
+        ``torch.compile`` cannot trace this method: call it outside of the compiled function.
+
         Args:
             unique_kv_indptr: int32 ``[batch + 1]``, offsets of the requests in ``unique_kv_indices``.
             unique_kv_indices: int32, page numbers.
@@ -299,6 +301,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         page_size: int | None = None,
     ) -> None:
         """Prepares forward() for a batch.
+
+        ``torch.compile`` cannot trace this method, nor the first forward() after it, which plans: call both outside of
+        the compiled function.
 
         Args:
             qo_indptr: int32 ``[batch + 1]``, offsets of the requests in the rows of q.

@@ -143,6 +143,8 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         """Prepares runs over a batch. A plan that fails leaves none in force.
 
+        ``torch.compile`` cannot trace this method: plan outside of the compiled function.
+
         Args:
             qo_indptr_arr: for each level, int32 ``[requests + 1]``, offsets of its requests in the rows of q; the last
                 one is the number of rows, and so the same in all levels.

@@ -141,7 +141,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
         Index tensors are int32, on the CPU or on the device, in any mix. CPU tensors are checked and copied before this
         returns; CUDA tensors are neither copied nor read by the host, so nothing synchronises. A plan that fails leaves
-        the previous one in force.
+        the previous one in force. ``torch.compile`` cannot trace this method: plan outside of the compiled function.
 
         Args:
             indptr: ``[batch + 1]``, offsets of the requests in ``indices``.
@@ -404,6 +404,7 @@ def fast_decode_plan(
             ``indptr`` is read on the device, as by plan().
 
     The other arguments, and what is raised, are those of plan(); they lack its ``o_data_type``, so their order differs.
+    ``torch.compile`` cannot trace this function: plan outside of the compiled function.
 
     Example:
         >>> wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)

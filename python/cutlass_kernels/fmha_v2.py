@@ -282,6 +282,8 @@ def fmha_v2_stats_to_lse(
     """
     if not isinstance(stats, torch.Tensor):
         raise TypeError(f"stats is {type(stats).__name__}, not a tensor.")
+    if isinstance(bmm1_scale, torch.Tensor) and is_traced():  # whose value cannot be read
+        bmm1_scale = bmm1_scale.to(stats.device)
     head_dim = _args.integer("head_dim", head_dim)
     if stats.dim() == 0 or stats.size(-1) != 2:
         raise ValueError(f"stats has shape {tuple(stats.shape)}: its last dimension must hold the maximum and the sum.")

@@ -1,14 +1,16 @@
 """Paged key/value caches: lengths, positions of new tokens, and writing them into their pages.
 
 Nothing here reads a value back from the device. On CUDA devices a kernel each says where new tokens belong and writes
-them; PyTorch does on other devices, for elements of more than 4 bytes, and in what ``torch.compile`` compiles.
+them; PyTorch does on other devices, and for elements of more than 4 bytes. A traced call is an operator of
+``_page_ops``.
 """
 
 from __future__ import annotations
 
 import torch
 
-from . import _args, _autograd, _dispatch, _hints
+from . import _args, _autograd, _dispatch, _hints, _page_ops
+from ._tracing import have_own_dispatch, is_traced
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -65,6 +67,8 @@ def get_batch_indices_positions(
         >>> get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 9]), 3)
         (tensor([0, 0, 1], dtype=torch.int32), tensor([3, 4, 8], dtype=torch.int32))
     """
+    if is_traced() or have_own_dispatch(append_indptr, seq_lens):
+        return _traced_positions(append_indptr, seq_lens, nnz, batch_indices, positions)
     indptr = _args.indptr("append_indptr", append_indptr)
     batch = indptr.numel() - 1
     device = indptr.device
@@ -136,6 +140,10 @@ def append_paged_kv_cache(
         >>> append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
     """
     k_cache, v_cache = _args.paged_cache(paged_kv_cache, kv_layout)
+    if is_traced() or have_own_dispatch(append_key, k_cache, positions):
+        appended, places = _autograd.without_grad(append_key, append_value), (batch_indices, positions)
+        _page_ops.append(appended, places, paged_kv_cache, (kv_indices, kv_indptr, kv_last_page_len), kv_layout)
+        return
     for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
         _check_new(name, new, cache, append_key, kv_layout)
     append_key, append_value = _autograd.without_grad(append_key, append_value)
@@ -201,7 +209,7 @@ def _check_places(
     if bool((used & (owner >= batch)).any()):
         at = int((used & (owner >= batch)).nonzero()[0])
         raise ValueError(f"batch_indices[{at}]={int(owner[at])}, but kv_indptr has only {batch} requests.")
-    room = _args.lens(indptr)[torch.where(used, owner, 0)] * page_size if batch else torch.zeros_like(owner)
+    room = _args.lens(indptr)[torch.where(used, owner, 0).long()] * page_size if batch else torch.zeros_like(owner)
     if bool((used & (position >= room)).any()):
         at = int((used & (position >= room)).nonzero()[0])
         pages = int(room[at]) // page_size
@@ -209,6 +217,18 @@ def _check_places(
             f"positions[{at}]={int(position[at])}, but the {pages} pages of request {int(owner[at])} have room for "
             f"{int(room[at])} tokens: add its new pages to kv_indptr and kv_indices first."
         )
+
+
+def _traced_positions(
+    indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, *given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    new = _page_ops.positions(indptr, seq_lens, nnz)
+    names = ("batch_indices", "positions")
+    owner, position = (
+        x if out is None else _int32_output(name, out, nnz, x.device).copy_(x)
+        for name, out, x in zip(names, given, new)
+    )
+    return owner, position
 
 
 def _int32_output(name: str, tensor: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:

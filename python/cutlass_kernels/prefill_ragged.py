@@ -132,7 +132,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
 
         Index tensors are int32, on the CPU or on the device, in any mix. CPU tensors are checked and copied before this
         returns; CUDA tensors are neither copied nor read by the host, so nothing synchronises. A plan that fails leaves
-        the previous one in force.
+        the previous one in force. ``torch.compile`` cannot trace this method: plan outside of the compiled function.
 
         Args:
             qo_indptr: ``[batch + 1]``, offsets of the requests in the rows of q.

@@ -60,6 +60,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     Returns:
         ``(packed, packed_indptr)``: the uint8 bytes, and the first byte of every segment, int32 ``[segments + 1]`` on
         the device of ``indptr``. The size of the result depends on ``indptr``, which is read back from the device once.
+        So ``torch.compile`` cannot trace this function: call it outside of the compiled function.
 
     Raises:
         RuntimeError: ``bitorder`` is unknown, or ``indptr`` decreases.

@@ -1,0 +1,76 @@
+"""Positions of new tokens, and writing them into paged caches, as operators: see ``_ops``.
+
+Their kernels keep nothing between calls, so ``mode="reduce-overhead"`` may capture them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _ops
+
+_APPEND = (
+    "(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor(a!) k_cache, "
+    "Tensor(b!)? v_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len, str kv_layout) -> ()"
+)
+_POSITIONS = "(Tensor append_indptr, Tensor seq_lens, SymInt nnz) -> (Tensor, Tensor)"
+
+
+def append(
+    new: tuple[torch.Tensor, torch.Tensor],
+    places: tuple[torch.Tensor, torch.Tensor],
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    table: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kv_layout: str,
+) -> None:
+    """``append_paged_kv_cache()`` in a graph."""
+    pair = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)
+    torch.ops.cutlass_kernels.append(*new, *places, *pair, *table, kv_layout)
+
+
+def positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``get_batch_indices_positions()`` in a graph, with new tensors."""
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.cutlass_kernels.positions(append_indptr, seq_lens, nnz)
+    return result
+
+
+# --- what graphs run ---------------------------------------------------------------------------------------------
+
+
+def _append(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    *table_and_layout: Any,
+) -> None:
+    from .page import append_paged_kv_cache
+
+    cache = k_cache if v_cache is None else (k_cache, v_cache)
+    append_paged_kv_cache(append_key, append_value, batch_indices, positions, cache, *table_and_layout)
+
+
+def _positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from .page import get_batch_indices_positions
+
+    return get_batch_indices_positions(append_indptr, seq_lens, nnz)
+
+
+# --- what graphs are told ----------------------------------------------------------------------------------------
+
+
+def _fake_append(*args: Any) -> None:
+    """Returns nothing: the cache is written in place."""
+
+
+def _fake_positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int) -> tuple[torch.Tensor, torch.Tensor]:
+    new = [append_indptr.new_empty((nnz,), dtype=torch.int32) for _ in range(2)]
+    return new[0], new[1]
+
+
+_ops.register("append", _APPEND, _append, _fake_append)
+_ops.register("positions", _POSITIONS, _positions, _fake_positions)

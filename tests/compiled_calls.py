@@ -1,0 +1,321 @@
+"""Calls of every public function for torch.compile, in several combinations of arguments: functions of tensors only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from problems import make_batch
+
+import cutlass_kernels as ck
+
+Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
+HEADS, PAGE = (4, 2, 64), 16
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+class Data:
+    """One request of 5 rows and 20 keys, which lie in tensors and in pages 1 and 2."""
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.device = target, target.device
+        batch = make_batch([5], [20], *HEADS, device=target.device)
+        self.q, self.k, self.v = self.qkv = batch.q, batch.k, batch.v
+        self.kv = torch.stack([batch.k, batch.v], 1)
+        self.cache = self.randn(4, 2, PAGE, 2, 64).half()
+        self.table = (ints(0, 2), ints(1, 2), ints(4))
+        self.sinks, self.one = self.randn(4), torch.rand(1).to(self.device)
+        self.state = (self.randn(5, 4, 64), self.randn(5, 4))
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(self.device)
+
+    def here(self, *numbers: int) -> torch.Tensor:
+        return ints(*numbers).to(self.device)
+
+    def wrapper(self, name: str, *sizes: Any) -> Any:
+        return getattr(ck, name)(*sizes, self.target.workspace())
+
+
+def _single_prefill(x: Data, function: Any = ck.single_prefill_with_kv_cache) -> list[Call]:
+    def call(*tensors: torch.Tensor, names: tuple[str, ...] = (), **options: Any) -> Any:
+        given = dict(zip(names, tensors[3:]))
+        return function(*tensors[:3], **given, **options, backend=x.target.backend)
+
+    def case(tensors: tuple[torch.Tensor, ...] = x.qkv, **options: Any) -> Call:
+        named = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+        rest = {name: value for name, value in options.items() if name not in named}
+        return lambda *t: call(*t, names=tuple(named), **rest), (*tensors, *named.values())
+
+    mask = torch.rand(5, 20).to(x.device) < 0.5
+    every = dict(k_scale=2.0, v_scale=0.7, window_left=3, logits_soft_cap=2.0, sm_scale=0.2, return_lse=True)
+    return [
+        case(),
+        case(**every, causal=True, pos_encoding_mode="ALIBI"),
+        case((x.q, x.k.transpose(0, 1), x.v.transpose(0, 1)), kv_layout="HND", pos_encoding_mode="ROPE_LLAMA"),
+        case(custom_mask=mask, sinks=x.sinks, o_dtype="float16"),
+        case(packed_custom_mask=ck.packbits(mask.flatten(), "little")),
+        case(scale_q=x.sinks.abs(), scale_k=x.sinks[:2].abs(), scale_v=x.sinks[:2].abs()),
+        case(out=torch.zeros_like(x.q), lse=x.randn(5, 4), return_lse=True),
+    ]
+
+
+def _single_decode(x: Data) -> list[Call]:
+    function = ck.single_decode_with_kv_cache
+    q, tensors = x.q[0], (x.q[0], x.k, x.v)
+    every = dict(q_scale=0.5, k_scale=2.0, v_scale=0.7, window_left=3, logits_soft_cap=2.0, return_lse=True)
+    swapped = (q, x.k.transpose(0, 1), x.v.transpose(0, 1))
+    return [
+        (function, tensors),
+        (lambda *t: function(*t, **every, pos_encoding_mode="ALIBI", backend=x.target.backend), tensors),
+        (lambda *t: function(*t, "HND", "ROPE_LLAMA", rope_theta=5e3), swapped),
+        (lambda *t: function(*t[:3], q_scale=t[3], k_scale=t[3], v_scale=t[3]), (*tensors, x.one)),
+        (lambda *t: function(*t[:3], sinks=t[3], out=t[4]), (*tensors, x.sinks, torch.zeros_like(q))),
+    ]
+
+
+def _fused(x: Data) -> list[Call]:
+    unread = x.target.workspace(16)
+    offsets = (x.here(0, 5), x.here(0, 20))
+
+    def call(qkv: Any, layout: str, q_len: int, kv_len: int, cum_q: Any, cum_kv: Any, *scales: Any, **more: Any) -> Any:
+        lengths = cum_kv[1:] - cum_kv[:-1]
+        scales = scales or (0.1, 1.0)
+        return ck.trtllm_fmha_v2_prefill(
+            qkv, layout, unread, lengths, q_len, kv_len, *scales, cum_q.numel() - 1, cum_q, cum_kv, **more
+        )
+
+    def contiguous(**options: Any) -> Call:
+        return lambda q, kv, *t: call((q, kv), "CONTIGUOUS_Q_KV", 5, 20, *t, **options), (x.q, x.kv, *offsets)
+
+    def separate(q, k, v, *t):
+        return call((q, k, v), "SEPARATE_Q_K_V", len(q), len(k), *t)
+
+    def scaled(q, kv, cum_q, cum_kv, scale, sinks):
+        return call((q, kv), "CONTIGUOUS_Q_KV", 5, 20, cum_q, cum_kv, scale, scale, sinks=[sinks])
+
+    def to_place(q, kv, cum_q, cum_kv, out):
+        return call((q, kv), "CONTIGUOUS_Q_KV", 5, 20, cum_q, cum_kv, out=out)
+
+    def paged(q, cache, cum_q, cum_kv, table):
+        return call((q, cache), "Q_PAGED_KV_NHD", 5, 20, cum_q, cum_kv, block_tables=table)
+
+    return [
+        contiguous(),
+        contiguous(save_softmax_stats=True, mask_mode="padding", pos_encoding_mode="alibi"),
+        contiguous(mask_mode="sliding_window", window_left=4, logits_soft_cap_scale=3.0, out_dtype="float16"),
+        contiguous(mask_mode="chunked", chunked_attention_size=8, skip_softmax_threshold_scale_factor=1e-3),
+        (lambda qkv, *t: call(qkv, "PACKED_QKV", 5, 5, *t), (torch.stack([x.q] * 3, 1), *[x.here(0, 5)] * 2)),
+        (separate, (*x.qkv, *offsets)),
+        (scaled, (x.q, x.kv, *offsets, x.one, x.sinks)),
+        (to_place, (x.q, x.kv, *offsets, torch.zeros_like(x.q))),
+        (paged, (x.q, x.cache, *offsets, x.here(1, 2)[None])),
+    ]
+
+
+def _padded(x: Data) -> list[Call]:
+    function = ck.batch_decode_with_shared_prefix_padded_kv_cache
+    own = [torch.stack([y] * 5) for y in (x.k, x.v)]
+    swapped = [y.transpose(-3, -2) for y in (x.k, x.v, *own)]
+    return [
+        (function, (x.q, x.k, x.v, *own)),
+        (lambda *t: function(*t, "HND", sm_scale=0.2), (x.q, *swapped)),
+    ]
+
+
+def _paged(x: Data) -> list[Call]:
+    w = x.wrapper("BatchPrefillWithPagedKVCacheWrapper")
+    w.plan(ints(0, 5), *x.table, *HEADS, PAGE, causal=True)
+    every = dict(k_scale=0.5, v_scale=2.0, return_lse=True, lse_layout="HN", lse_base="ln")
+    return [
+        (w.run, (x.q, x.cache)),
+        (lambda q, k, v: w.run_return_lse(q, (k, v)), (x.q, *(y.contiguous() for y in x.cache.unbind(1)))),
+        (lambda q, cache, sinks: w.run(q, cache, **every, sinks=sinks), (x.q, x.cache, x.sinks)),
+        (lambda q, cache, out: w.run(q, cache, 0.5, 2.0, out=out), (x.q, x.cache, torch.zeros_like(x.q))),
+        (lambda q, cache: w.forward(q, cache, causal=False, logits_soft_cap=2.0), (x.q, x.cache)),
+        (lambda q, cache: w.forward_return_lse(q, cache, causal=True), (x.q, x.cache)),
+    ]
+
+
+def _ragged(x: Data) -> list[Call]:
+    w = x.wrapper("BatchPrefillWithRaggedKVCacheWrapper")
+    w.plan(ints(0, 5), ints(0, 20), *HEADS, causal=True)
+    return [
+        (w.run, x.qkv),
+        (lambda q, k, v, s: w.run(q, k, v, s, s[:2], s[:2], return_lse=True), (*x.qkv, x.sinks.abs())),
+        (lambda q, k, v, lse: w.run(q, k, v, lse=lse, return_lse=True), (*x.qkv, x.randn(5, 4))),
+        (lambda q, k, v: w.forward(q, k, v, window_left=3, pos_encoding_mode="ALIBI"), x.qkv),
+    ]
+
+
+def _decode(x: Data, w: Any = None) -> list[Call]:
+    if w is None:
+        w = x.wrapper("BatchDecodeWithPagedKVCacheWrapper")
+    w.plan(*x.table, *HEADS, PAGE)
+    tensors = (x.q[:1], x.cache)
+    return [
+        (w.run, tensors),
+        (lambda q, cache: w.run(q, cache, 0.5, 0.5, 2.0, True), tensors),
+        (lambda q, cache: w.run(q, cache, q_len_per_req=1, window_left=-1), tensors),
+        (lambda q, cache: w.forward(q, cache, pos_encoding_mode="ALIBI"), tensors),
+    ]
+
+
+def _graph_decode(x: Data) -> list[Call]:
+    buffers = [torch.zeros(n, dtype=torch.int32, device=x.device) for n in (2, 4, 1)]
+    return _decode(x, ck.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(x.target.workspace(), *buffers))
+
+
+def _cascade(x: Data) -> list[Call]:
+    w = x.wrapper("MultiLevelCascadeAttentionWrapper", 2)
+    levels = zip((ints(0, 5), ints(0, 1), ints(0), ints(PAGE)), (ints(0, 5), *x.table))
+    w.plan(*map(list, levels), *HEADS, PAGE, causal=True)
+    return [
+        (lambda q, cache: w.run(q, cache, return_lse=True), (x.q, x.cache)),
+        (lambda q, cache, out: w.run(q, cache, out=out, k_scale=0.5), (x.q, x.cache, torch.zeros_like(x.q))),
+    ]
+
+
+def _shared_decode(x: Data) -> list[Call]:
+    w = x.wrapper("BatchDecodeWithSharedPrefixPagedKVCacheWrapper")
+    w.begin_forward(*x.table, *HEADS, PAGE)
+    return [
+        (w.forward, (x.q[:1], x.k, x.v, x.cache)),
+        (lambda *t: w.forward(*t, sm_scale=0.2), (x.q[:1], x.k, x.v, x.cache)),
+    ]
+
+
+def _shared_prefill(x: Data) -> list[Call]:
+    w = x.wrapper("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
+    w.begin_forward(ints(0, 5), *x.table, *HEADS, PAGE)
+    tensors = (x.q, x.k, x.v, x.cache)
+    w.forward(*tensors)
+    return [(w.forward, tensors), (lambda *t: w.forward(*t, causal=False, sm_scale=0.2), tensors)]
+
+
+def _append(x: Data) -> list[Call]:
+    places = (x.here(0, 0, -1), x.here(3, 17, 4))
+    table = (x.here(1, 2), x.here(0, 2), x.here(4))
+    new = (x.k[:3], x.v[:3])
+
+    def stacked(key, value, owner, position, cache, *table):
+        cache = cache.clone()
+        ck.append_paged_kv_cache(key, value, owner, position, cache, *table)
+        return cache
+
+    def swapped(key, value, owner, position, cache, *table):
+        ck.append_paged_kv_cache(key, value, owner, position, cache, *table, "HND")
+        return cache * 2
+
+    def pair(key, value, owner, position, cache, *table):
+        k_cache, v_cache = cache.unbind(1)  # two views, which the graph has to write to in place
+        ck.append_paged_kv_cache(key, value, owner, position, (k_cache, v_cache), *table)
+        return cache.clone()
+
+    wide = tuple(y.long() for y in places)
+    return [
+        (stacked, (*new, *places, x.cache, *table)),
+        (stacked, (*new, *wide, x.cache.float(), *table)),
+        (stacked, (*new, *places, x.cache.to(torch.float8_e4m3fn), *table)),
+        (swapped, (*new, *places, x.cache.transpose(2, 3).contiguous(), *table)),
+        (pair, (*new, *places, x.cache, *table)),
+    ]
+
+
+def _positions(x: Data) -> list[Call]:
+    function, offsets, lengths = ck.get_batch_indices_positions, x.here(0, 2, 5), x.here(7, 9)
+    places = (x.here(*range(6)), x.here(*range(6)))
+    return [
+        (lambda *t: function(*t, 5), (offsets, lengths)),
+        (lambda cum, lens, q: function(cum, lens, q.shape[0]), (offsets.long(), lengths.long(), x.q)),
+        (lambda cum, lens, *given: function(cum, lens, 6, *given), (offsets, lengths, *places)),
+    ]
+
+
+def _seq_lens(x: Data) -> list[Call]:
+    tensors = (x.here(0, 2, 5), x.here(7, 9))
+    return [(lambda *t: ck.get_seq_lens(*t, PAGE), y) for y in (tensors, tuple(z.long() for z in tensors))]
+
+
+def _merge_in_place(x: Data) -> list[Call]:
+    def call(v, s, *others):
+        ck.merge_state_in_place(v, s, *others)
+        return v.clone(), s.clone()
+
+    return [(call, (*x.state, *x.state)), (call, (*x.state, *x.state, x.sinks.new_tensor([1, 0, 1, 0, 1]).bool()))]
+
+
+def _stats(x: Data) -> list[Call]:
+    function, stats = ck.fmha_v2_stats_to_lse, torch.rand(5, 4, 2).to(x.device)
+    return [
+        (lambda stats: function(stats, 64, 0.1), (stats,)),
+        (lambda stats: function(stats, 64, 0, 2.0), (stats,)),
+        (lambda stats, scale: function(stats, 64, scale), (stats, x.one)),
+    ]
+
+
+def _packbits(x: Data) -> list[Call]:
+    bits = torch.rand(100).to(x.device) < 0.5
+    return [
+        (ck.packbits, (bits,)),
+        (lambda y: ck.packbits(y, "little"), (bits,)),
+        (ck.packbits, (x.here(*range(13)),)),
+    ]
+
+
+def _list_kernels(x: Data) -> list[Call]:
+    return [(lambda q: q + len(ck.list_kernels()), (x.q,))]
+
+
+def _explain(x: Data) -> list[Call]:
+    return [(lambda q: q + 1 if ck.explain(q).selected else q, (x.q,))]
+
+
+def _segment_packbits(x: Data) -> list[Call]:
+    return [(lambda y, z: ck.segment_packbits(y, z)[0] + 1, (torch.rand(100).to(x.device) < 0.5, ints(0, 3, 100)))]
+
+
+def _fast_decode_plan(x: Data) -> list[Call]:
+    w = x.wrapper("BatchDecodeWithPagedKVCacheWrapper")
+
+    def call(q, cache, *table):
+        ck.fast_decode_plan(w, *table, *HEADS, PAGE)
+        return w.run(q, cache)
+
+    return [(call, (x.q[:1], x.cache, *x.table))]
+
+
+def _return_lse(x: Data) -> list[Call]:
+    return _single_prefill(x, ck.single_prefill_with_kv_cache_return_lse)
+
+
+CALLS: dict[str, Callable[[Data], list[Call]]] = {
+    "single_prefill_with_kv_cache": _single_prefill,
+    "single_prefill_with_kv_cache_return_lse": _return_lse,
+    "single_decode_with_kv_cache": _single_decode,
+    "trtllm_fmha_v2_prefill": _fused,
+    "batch_decode_with_shared_prefix_padded_kv_cache": _padded,
+    "BatchPrefillWithPagedKVCacheWrapper": _paged,
+    "BatchPrefillWithRaggedKVCacheWrapper": _ragged,
+    "BatchDecodeWithPagedKVCacheWrapper": _decode,
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": _graph_decode,
+    "MultiLevelCascadeAttentionWrapper": _cascade,
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _shared_decode,
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _shared_prefill,
+    "append_paged_kv_cache": _append,
+    "get_batch_indices_positions": _positions,
+    "get_seq_lens": _seq_lens,
+    "merge_state": lambda x: [(ck.merge_state, (*x.state, *x.state))],
+    "merge_state_in_place": _merge_in_place,
+    "merge_states": lambda x: [(ck.merge_states, (x.randn(5, 3, 4, 64), x.randn(5, 3, 4)))],
+    "fmha_v2_stats_to_lse": _stats,
+    "packbits": _packbits,
+    "segment_packbits": _segment_packbits,
+    "fast_decode_plan": _fast_decode_plan,
+    "explain": _explain,
+    "list_kernels": _list_kernels,
+}
