@@ -291,13 +291,8 @@ def test_lengths_that_are_nonsense(calls):
 
 
 def test_append_outside_the_pages(calls):
-    refuse(
-        ValueError,
-        lambda: calls.append(positions=ints(3, 40)),
-        "positions[1]=40",
-        "the 2 pages of request 0 have room for 32 tokens",
-        "add its new pages",
-    )
+    words = ("positions[1]=40", "the 2 pages of request 0 have room for 32 tokens", "add its new pages")
+    refuse(ValueError, lambda: calls.append(positions=ints(3, 40)), *words)
     refuse(ValueError, lambda: calls.append(positions=ints(3, 32)), "positions[1]=32")
     refuse(ValueError, lambda: calls.append(batch_indices=ints(0, 7)), "batch_indices[1]=7", "only 1 requests")
     refuse(ValueError, lambda: calls.append(kv_indptr=ints(0, 9)), "kv_indptr ends at 9", "2 pages")

@@ -17,6 +17,7 @@ from . import _args, _dispatch, _hints, _masks, _ops, _plan
 from ._autograd import written
 from ._batch import Batch, Index
 from ._copying import Copied
+from ._describe import describe
 from ._plan import KERNEL_BACKENDS, Options, Plan, Result, Shape
 from ._problem import Mask, MultiItem, Offsets, Pages, Split, Vector
 from ._running import RunsPlans
@@ -92,6 +93,9 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         self._cached_o_data_type: torch.dtype | None = None
 
     # --- public, shared ---
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from . import _args, _plan, _unplanned_ops
 from ._autograd import forward_only_as_a_whole
+from ._describe import describe_several
 from ._plan import spellings
 from ._problem import Logits, Output, PagedKv, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
@@ -118,6 +119,9 @@ class _SharedPrefixWrapper:
 
     _kv_layout: str
     _unique: BatchPrefillWithPagedKVCacheWrapper
+
+    def __repr__(self) -> str:
+        return describe_several(self, {"keys of each request": self._unique} if hasattr(self, "_unique") else {})
 
     @spellings(float_workspace_buffer="new_workspace_buffer")
     def reset_workspace_buffer(

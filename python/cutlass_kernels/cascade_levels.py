@@ -14,6 +14,7 @@ import torch
 
 from . import _args
 from ._autograd import forward_only_as_a_whole
+from ._describe import describe_several
 from ._plan import Result, spellings
 from .merge import merge_state_in_place
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
@@ -90,6 +91,9 @@ class MultiLevelCascadeAttentionWrapper:
             )
             for level in range(num_levels)
         ]
+
+    def __repr__(self) -> str:
+        return describe_several(self, {f"level {i}": level for i, level in enumerate(getattr(self, "_levels", ()))})
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
