@@ -55,11 +55,7 @@ def command(
             features=features,
         )
     except (ValueError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from None
-    except AssertionError:  # torch without CUDA
-        raise typer.BadParameter(
-            f"--device {device}: torch has no CUDA support here. Add --compute-capability, e.g. 90, to ask about a GPU."
-        ) from None
+        raise typer.BadParameter(str(error).replace("compute_capability", "--compute-capability")) from None
     override = os.environ.get(_dispatch.ENVIRONMENT)
     if as_json:
         typer.echo(
