@@ -1,28 +1,19 @@
-"""Messages for the mistakes that callers make: they name the argument and the value, and say what to pass.
-
-:func:`test_no_argument_ends_in_a_fault_of_the_library` gives every argument of every function a senseless value.
-"""
+"""Messages for the mistakes that callers make: they name the argument and the value, and say what to pass."""
 
 from __future__ import annotations
 
-import inspect
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from problems import Batch, make_batch
+from problems import make_batch
+from small_calls import HEADS, PAGE, Calls, ints, qkv_of
 
 import cutlass_kernels as ck
 
 E4M3 = torch.float8_e4m3fn
-HEADS, PAGE = (4, 2, 64), 16
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def refuse(error: type[Exception], call: Callable[[], Any], *words: str) -> None:
@@ -31,85 +22,6 @@ def refuse(error: type[Exception], call: Callable[[], Any], *words: str) -> None
         call()
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"
-
-
-def qkv_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return batch.q, batch.k, batch.v
-
-
-class Calls:
-    """One request of 5 rows and 20 keys, and every function as a call on it with some arguments replaced."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-        batch = make_batch([5], [20], *HEADS, device=target.device)
-        self.batch, self.pages = batch, batch.paged(PAGE)
-        self.qkv = self.q, self.k, self.v = qkv_of(batch)
-        self.cache = self.pages.cache
-        self.plans = {
-            "paged": dict(zip(("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"), self.pages.table()))
-            | dict(qo_indptr=ints(0, 5), head_dim=64, page_size=PAGE),
-            "ragged": dict(qo_indptr=ints(0, 5), kv_indptr=ints(0, 20), head_dim_qk=64),
-            "decode": dict(zip(("indptr", "indices", "last_page_len"), self.pages.table()))
-            | dict(head_dim=64, page_size=PAGE),
-        }
-
-    def wrapper(self, kind: str, kv_layout: str = "NHD") -> Any:
-        names = {"paged": "PrefillWithPaged", "ragged": "PrefillWithRagged", "decode": "DecodeWithPaged"}
-        cls = getattr(ck, f"Batch{names[kind]}KVCacheWrapper")
-        return cls(self.target.workspace(), kv_layout, backend=self.target.backend)
-
-    def planned(self, kind: str, kv_layout: str = "NHD", **options: Any) -> Any:
-        wrapper = self.wrapper(kind, kv_layout)
-        wrapper.plan(**(dict(num_qo_heads=4, num_kv_heads=2) | self.plans[kind] | options))
-        return wrapper
-
-    def cascade(self, **options: Any) -> Any:
-        wrapper = ck.MultiLevelCascadeAttentionWrapper(1, self.target.workspace())
-        wrapper.plan([ints(0, 5)], *([x] for x in self.pages.table()), *HEADS, PAGE, **options)
-        return wrapper
-
-    def single(self, **options: Any) -> Any:
-        tensors = dict(q=self.q, k=self.k, v=self.v)
-        return ck.single_prefill_with_kv_cache(**(tensors | dict(backend=self.target.backend) | options))
-
-    def decode(self, **options: Any) -> Any:
-        tensors = dict(q=self.q[0], k=self.k, v=self.v)
-        return ck.single_decode_with_kv_cache(**(tensors | dict(backend=self.target.backend) | options))
-
-    def padded(self, **options: Any) -> Any:
-        tensors = dict(q=self.q[:1], k_shared=self.k, v_shared=self.v, k_unique=self.k[None], v_unique=self.v[None])
-        return ck.batch_decode_with_shared_prefix_padded_kv_cache(**(tensors | options))
-
-    def fused(self, layout: str = "SEPARATE_Q_K_V", **options: Any) -> Any:
-        given = dict(
-            qkv=(self.q, self.k, self.v),
-            input_layout=layout,
-            workspace_buffer=self.target.workspace(16),
-            seq_lens=ints(20),
-            max_q_len=5,
-            max_kv_len=20,
-            bmm1_scale=0.1,
-            bmm2_scale=1.0,
-            batch_size=1,
-            cum_seq_lens_q=ints(0, 5),
-            cum_seq_lens_kv=ints(0, 20),
-        )
-        return ck.trtllm_fmha_v2_prefill(**(given | options))
-
-    def append(self, **options: Any) -> Any:
-        indptr, indices, last = self.pages.table()
-        given = dict(
-            append_key=self.k[:2],
-            append_value=self.v[:2],
-            batch_indices=ints(0, 0),
-            positions=ints(3, 4),
-            paged_kv_cache=self.cache.clone(),
-            kv_indices=indices,
-            kv_indptr=indptr,
-            kv_last_page_len=last,
-        )
-        return ck.append_paged_kv_cache(**(given | options))
 
 
 @pytest.fixture
@@ -433,64 +345,3 @@ def test_a_warning_of_the_reference_points_at_its_caller(monkeypatch):
         monkeypatch.setattr(_dispatch, "_warned", set())
         places = warned_at(call)
         assert places and set(places) == {line_of(call)}
-
-
-# --- everything else ---------------------------------------------------------------------------------------------
-
-FUNCTIONS = {
-    "single_prefill_with_kv_cache": "single",
-    "single_decode_with_kv_cache": "decode",
-    "batch_decode_with_shared_prefix_padded_kv_cache": "padded",
-    "trtllm_fmha_v2_prefill": "fused",
-    "append_paged_kv_cache": "append",
-}
-FAULTS = "incompatible function arguments|unsupported operand|not supported between"
-NONSENSE = ["nonsense", 1.5, -3, [1], object(), torch.zeros(2, 3), {"a": 1}]
-
-
-def attempts(calls: Calls) -> list[tuple[str, Callable[..., Any], Callable[..., Any]]]:
-    """Names, functions whose parameters are to be replaced, and calls with replacements."""
-    state = (torch.ones(3, 4, 64), torch.ones(3, 4))
-    plain = {
-        ck.get_seq_lens: dict(kv_indptr=ints(0, 2), kv_last_page_len=ints(4), page_size=16),
-        ck.get_batch_indices_positions: dict(append_indptr=ints(0, 5), seq_lens=ints(5), nnz=5),
-        ck.merge_state: dict(v_a=state[0], s_a=state[1], v_b=state[0], s_b=state[1]),
-        ck.merge_states: dict(v=state[0][:, None], s=state[1][:, None]),
-        ck.merge_state_in_place: dict(v=state[0], s=state[1], v_other=state[0], s_other=state[1]),
-        ck.packbits: dict(x=torch.ones(5)),
-        ck.segment_packbits: dict(x=torch.ones(5), indptr=ints(0, 5)),
-        ck.fmha_v2_stats_to_lse: dict(stats=torch.ones(3, 4, 2), head_dim=64, bmm1_scale=1.0),
-        ck.explain: {},
-    }
-    every = [(name, getattr(ck, name), getattr(calls, method)) for name, method in FUNCTIONS.items()]
-    every += [(f.__name__, f, lambda f=f, given=given, **more: f(**(given | more))) for f, given in plain.items()]
-    for kind in calls.plans:
-        plan = calls.wrapper(kind).plan
-        every.append((f"{kind}.plan", plan, lambda kind=kind, **more: calls.planned(kind, **more)))
-        data = dict(q=calls.q[:1] if kind == "decode" else calls.q)
-        data |= dict(k=calls.k, v=calls.v) if kind == "ragged" else dict(paged_kv_cache=calls.cache)
-        run = calls.planned(kind).run
-        every.append((f"{kind}.run", run, lambda run=run, data=data, **more: run(**(data | more))))
-    every.append(("cascade.plan", calls.cascade().plan, calls.cascade))
-    return every
-
-
-def test_no_argument_ends_in_a_fault_of_the_library(calls):
-    """No bare assertion, no signature of a compiled function, and no error of an attribute or an index that a tensor or
-    a number would have had."""
-    faults = []
-    for name, function, call in attempts(calls):
-        for parameter, facts in inspect.signature(function).parameters.items():
-            if facts.kind in (facts.VAR_KEYWORD, facts.VAR_POSITIONAL):
-                continue
-            for value in NONSENSE:
-                try:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        call(**{parameter: value})
-                except Exception as error:
-                    text = str(error)
-                    fault = isinstance(error, (AttributeError, IndexError)) or " " not in text
-                    if fault or re.search(FAULTS, text):
-                        faults.append(f"{name}({parameter}={value!r}): {type(error).__name__}: {text[:100]}")
-    assert not faults, "\n".join(faults)

@@ -333,6 +333,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             _args.index_vector("paged_kv_indices", paged_kv_indices),
             _args.index_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch),
         )
+        num_qo_heads = _args.integer("num_qo_heads", num_qo_heads)
+        num_kv_heads = _args.integer("num_kv_heads", num_kv_heads)
         _args.heads(num_qo_heads, num_kv_heads)
         page_size = None if page_size is None else _args.page_size(page_size)
         own = tuple(x if x.is_cuda else x.clone() for x in indices)

@@ -276,7 +276,9 @@ class MultiLevelCascadeAttentionWrapper:
 
 
 def _one_per_level(name: str, arr: Tensors, num_levels: int) -> Tensors:
-    """``arr`` if it has a tensor for each level; ValueError otherwise."""
+    """``arr`` if it has a tensor for each level; TypeError or ValueError otherwise."""
+    if not isinstance(arr, (list, tuple, torch.Tensor)):
+        raise TypeError(f"{name} is {type(arr).__name__}: pass a list of tensors, one for each of {num_levels} levels.")
     if len(arr) != num_levels:
         raise ValueError(f"{name} has {len(arr)} tensors, but there are {num_levels} levels: give one for each.")
     return arr

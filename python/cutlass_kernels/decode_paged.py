@@ -409,6 +409,8 @@ def fast_decode_plan(
     Example:
         >>> wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)
     """
+    if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
+        raise TypeError(f"self is {type(self).__name__}: pass the BatchDecodeWithPagedKVCacheWrapper to plan.")
     BatchDecodeWithPagedKVCacheWrapper.plan(  # not self.plan, in the place of which this may have been put
         self,
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
