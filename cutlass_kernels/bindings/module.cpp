@@ -19,6 +19,7 @@
 #include "plan/plan.h"
 #include "plan/schedule.h"
 #include "registry/backends.h"
+#include "registry/is_decode.h"
 #include "registry/registry.h"
 #include "registry/validate.h"
 
@@ -152,6 +153,23 @@ PYBIND11_MODULE(_C, m) {
       py::arg("bit_mask"), py::arg("alibi"), py::arg("device_scales"), py::arg("stats"),
       py::arg("compute_capability"), py::arg("total_q") = 0, py::arg("total_kv") = 0,
       py::arg("strides") = std::vector<Strides>());
+  m.def(
+      "is_decode",
+      [](std::int64_t rows, int requests, int group_size, int head_dim_qk, int head_dim_vo,
+         bool alone) {
+        AttentionParams params;
+        params.num_qo_heads = group_size;
+        params.num_kv_heads = 1;
+        params.head_dim_qk = head_dim_qk;
+        params.head_dim_vo = head_dim_vo;
+        params.batch_size = requests;
+        params.total_q = rows;
+        params.disable_split_kv = alone;
+        return is_decode(params);
+      },
+      "Whether fa2 comes first under auto, of 16-bit keys and values. From: rows of all requests, "
+      "requests, query heads per key head, head dimensions, whether results must not depend on the "
+      "batch.");
   m.def(
       "schedule_on_host",
       [](const std::vector<std::int32_t>& qo_indptr, const std::vector<std::int32_t>& kv_indptr,

@@ -2,7 +2,7 @@
 
 A :class:`Request` holds the facts a choice depends on. ``reasons`` lists why a backend cannot serve a request;
 ``select`` takes the first of fa3, fa2, reference that has none, or of fa2, fa3, reference for short queries
-(:data:`DECODE_ROWS`, :data:`SHORT_ROWS`). The choice is made from facts only, so the same request always gets the same
+(:func:`are_short`). The choice is made from facts only, so the same request always gets the same
 backend.
 
 Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _args, _hints, _reference
+from . import _args, _hints, _native, _reference
 from ._autograd import written
 from ._problem import Mask, PagedKv, Problem, RaggedKv
 from ._tracing import is_traced
@@ -64,10 +64,6 @@ ORDINARY = 1 << 30
 # copies are made. An explicit backend is what it says, and the rule then decides only about copies. Up to 64 rows fa2
 # waits for memory, or nearly; of each 64 more it takes as long again, and copies two to three times as long as that.
 SHORT_ROWS = 128
-
-# 16-bit keys and values: up to so many query rows that share a key head, on average, fa2 has a tile for decode, which
-# waits for nothing but memory (1 to 128 requests: 4 to 40 % faster than fa3).
-DECODE_ROWS = 16
 
 # What os.environ looks things up in. It takes 1.5 us to say that something is not there: a tenth of a whole call.
 try:
@@ -194,7 +190,7 @@ def are_short(
     head_dims: tuple[int, int],
     alone: bool = False,
 ) -> bool:
-    """Whether a batch is for fa2 first: see :data:`SHORT_ROWS` for fp8 keys and values, :data:`DECODE_ROWS` for others.
+    """Whether a batch is for fa2 first: see :data:`SHORT_ROWS` for fp8 keys and values, is_decode.h for others.
 
     ``rows`` are those of all requests, None where they are unknown. Rows of an fp8 cache with other ``head_dims`` than
     multiples of 16 are rarely aligned as kernels that read it need them. ``alone`` means that results of a request must
@@ -203,9 +199,8 @@ def are_short(
     """
     if q_dtype not in _args.HALF_DTYPES:
         return False
-    if kv_dtype == q_dtype:  # fa3 has the dimensions 192/128, fa2 would pad them
-        few = rows is not None and rows * group_size <= DECODE_ROWS * requests
-        return few and not alone and group_size <= DECODE_ROWS and head_dims[0] == head_dims[1]
+    if kv_dtype == q_dtype:
+        return rows is not None and _native.is_decode(rows, requests, group_size, *head_dims, alone)
     few = alone or (rows is not None and rows * group_size <= SHORT_ROWS * requests)
     return few and kv_dtype in _args.FP8_DTYPES and not (head_dims[0] | head_dims[1]) % 16
 
