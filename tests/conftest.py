@@ -2,6 +2,9 @@
 
 A *target* is a device and a backend. A test that takes the ``target`` fixture states the contract once and runs on
 every target; the ones that need a GPU carry the ``gpu`` marker and skip, saying why, where there is none.
+
+A case runs the backend that it is named after and no other, or it fails. In place of ``backend="auto"`` stands the
+target's. What cannot be served is listed in ``UNSERVED`` and must be refused (``Target.attempt``).
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ran
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
@@ -22,9 +26,11 @@ from hypothesis import HealthCheck, Phase, settings
 # then require it: attempt() fails when a call that is listed as unserved goes through.
 UNSERVED: dict[str, frozenset[str]] = {
     "reference": frozenset(),
-    "fa2": frozenset({"fp8_batch"}),  # FlashInfer's callers expect the refusal (contract 0.8); single calls are served
-    "fa3": frozenset(),
+    # FlashInfer's callers expect the refusal of fp8 batches (contract 0.8); single calls are served.
+    "fa2": frozenset({"fp8_batch", "unaligned"}),
+    "fa3": frozenset({"unaligned", "stride_0"}),  # TMA cannot address a token stride of 0
 }
+BACKEND = "CUTLASS_KERNELS_BACKEND"
 REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
 WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
 
@@ -48,7 +54,9 @@ class Target:
         with pytest.raises(REFUSALS) as refusal:
             call(self.backend)
         assert self.backend in str(refusal.value), f"the refusal does not name the backend: {refusal.value}"
-        return call("auto")
+        with pytest.MonkeyPatch.context() as environment, ran.in_place_of_a_refusal():
+            environment.delenv(BACKEND, raising=False)
+            return call("auto")
 
     def workspace(self, size: int | None = None) -> torch.Tensor:
         size = WORKSPACE_BYTES[self.device.split(":")[0]] if size is None else size
@@ -93,6 +101,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device and compiled kernels")
     config.addinivalue_line("markers", "hopper: besides gpu, needs a device that fa3 runs on")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "also_runs(backends): besides the one it is named after, the case runs these")
+    config.addinivalue_line("markers", "runs_nothing(why): passes without computing attention in this process")
+    ran.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,6 +120,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # A test sees the same numbers alone and in the whole run.
     torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+
+
+def named_backend(fixtures: Mapping[str, Any]) -> str | None:
+    """The backend that a case is named after: its target's, or its ``kernel_backend``."""
+    targets = [x.backend for x in fixtures.values() if isinstance(x, Target)]
+    return targets[0] if targets else fixtures.get("kernel_backend")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A case that passes has run the backend that it is named after, and no other."""
+    named = named_backend(getattr(item, "funcargs", {}))
+    if named is None:
+        yield
+        return
+    also = item.get_closest_marker("also_runs")
+    with ran.recorded(named, () if also is None else also.args) as record:
+        yield
+    record.check(may_run_nothing=item.get_closest_marker("runs_nothing") is not None)
 
 
 @pytest.fixture(scope="session", params=TARGETS)
@@ -130,11 +160,12 @@ def extension() -> Path:
     return Path(spec.origin)
 
 
-@pytest.fixture
-def the_targets_backend(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's backend in place of "auto": for functions without an argument for it."""
-    if not target.is_reference:
-        monkeypatch.setenv("CUTLASS_KERNELS_BACKEND", target.backend)
+@pytest.fixture(autouse=True)
+def the_targets_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of "auto", which some functions take no other word for, stands the backend of the case."""
+    target = request.getfixturevalue("target") if "target" in request.fixturenames else None
+    if target is not None and not target.is_reference:
+        monkeypatch.setenv(BACKEND, target.backend)
 
 
 @pytest.fixture

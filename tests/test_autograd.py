@@ -161,6 +161,7 @@ def test_calls_that_were_made_without_gradients_before(target):
         assert_raises_in_backward(*several(call.run(*leaf)))
 
 
+@pytest.mark.runs_nothing("appends to a cache")
 @pytest.mark.parametrize("form", ["stacked", "tuple"])
 def test_appending_warns_that_a_cache_carries_no_gradients(target, form):
     batch = make_batch([1, 1], [20, 33], 4, 2, 64, device=target.device)

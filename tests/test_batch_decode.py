@@ -322,6 +322,7 @@ def ready(target):
     return planned(target, batch, paged), batch, paged
 
 
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
 def test_runs_that_do_not_fit_the_plan(target, ready):
     wrapper, batch, paged = ready
     run = functools.partial(wrapper.run, batch.q, paged.cache)
@@ -388,6 +389,7 @@ def test_plans_that_are_refused(target, ready):
         wrapper.run(batch.q, paged.cache)
 
 
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
 def test_constructors_that_are_refused(target):
     make, workspace = ck.BatchDecodeWithPagedKVCacheWrapper, target.workspace()
 

@@ -128,7 +128,6 @@ def fused(target, batch: Batch) -> Case:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("the_targets_backend")
 @pytest.mark.parametrize("case", [prefill, decode, forward, fused])
 def test_the_first_call_with_slopes_may_be_captured(target, no_slopes, case):
     if target.is_reference:
@@ -157,8 +156,8 @@ def test_index_tensors_in_pageable_memory_are_refused():
         assert _fused.captured("block_tables", other, META) is other
 
 
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
 @pytest.mark.gpu
-@pytest.mark.usefixtures("the_targets_backend")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["fp16", "e4m3"])
 def test_a_captured_call_refuses_offsets_in_pageable_memory(target, dtype):
     if target.is_reference:
@@ -173,7 +172,6 @@ def test_a_captured_call_refuses_offsets_in_pageable_memory(target, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("the_targets_backend")
 @pytest.mark.parametrize("mask_mode", ["causal", "padding"])
 def test_a_captured_call_follows_offsets_in_pinned_memory(target, mask_mode):
     if target.is_reference:
@@ -206,7 +204,6 @@ def test_a_captured_call_follows_offsets_in_pinned_memory(target, mask_mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("the_targets_backend")
 def test_a_shared_prefix_is_planned_before_the_capture(target):
     if target.is_reference:
         pytest.skip("a CUDA graph needs CUDA kernels")

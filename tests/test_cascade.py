@@ -19,6 +19,7 @@ def states(count: int, target, dtype=torch.float16, rows=17, heads=3, dim=64):
     return v, s
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_merge_state(target, dim, dtype):
@@ -31,6 +32,7 @@ def test_merge_state(target, dim, dtype):
     assert torch.equal(v, before[0]) and torch.equal(s, before[1])
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 8])
 def test_merge_states(target, count, dtype):
@@ -43,6 +45,7 @@ def test_merge_states(target, count, dtype):
         assert torch.equal(out, v[:, 0]) and torch.equal(lse, s[:, 0])
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 @pytest.mark.parametrize("mask", [None, "bool", "uint8"])
 def test_merge_state_in_place(target, mask):
     v, s = states(2, target)
@@ -60,6 +63,7 @@ def test_merge_state_in_place(target, mask):
     assert_lse_close(own_lse, want_lse, atol=1e-4)
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 def test_merge_in_place_writes_back_a_16_bit_lse(target):
     v, s = states(2, target)
     own, own_lse = v[:, 0].contiguous(), s[:, 0].half().contiguous()
@@ -70,6 +74,7 @@ def test_merge_in_place_writes_back_a_16_bit_lse(target):
     assert_close(own_lse, want_lse, atol=1e-2, rtol=1e-3)
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_lse_types_are_cast(target, dtype):
     v, s = states(2, target)
@@ -80,6 +85,7 @@ def test_other_lse_types_are_cast(target, dtype):
     assert_lse_close(lse, want_lse, atol=1e-4)
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 def test_states_without_keys(target):
     v, s = states(2, target)
     s[0], s[1, 0], s[2, 1] = -torch.inf, -torch.inf, -torch.inf
@@ -99,6 +105,7 @@ def test_states_without_keys(target):
         assert_lse_close(lse, want_lse, atol=1e-4)
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 def test_far_apart_states(target):
     v, s = states(2, target)
     s[:, 0] += 3000
@@ -232,12 +239,14 @@ def test_reset_workspace_with_one_or_two_buffers(target):
             assert_close(out, expect(whole).out, atol=2e-3)
 
 
+@pytest.mark.runs_nothing("constructs only")
 @pytest.mark.parametrize("kwarg", ["workspace_buffer", "float_workspace_buffer"])
 def test_constructor_keyword_of_both_eras(target, kwarg):
     for cls in (ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper):
         assert cls(**{kwarg: target.workspace()}, kv_layout="HND") is not None
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 def test_shapes_that_do_not_match(target):
     v, s = states(2, target)
     a, b, sa, sb = v[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 0].contiguous(), s[:, 1].contiguous()
@@ -254,6 +263,7 @@ def test_shapes_that_do_not_match(target):
         assert torch.equal(a, before)
 
 
+@pytest.mark.runs_nothing("merges states that no backend computed")
 def test_states_of_integers(target):
     v, s = torch.zeros(3, 2, 8, device=target.device), torch.zeros(3, 2, device=target.device)
     for wrong in ((v.int(), s, v.int(), s), (v, s.int(), v, s), (v, s, v, s.long())):

@@ -143,7 +143,6 @@ def test_copies_have_no_plan_of_kernels(compiled_plans, case, way):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("the_targets_backend")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_copies_on_a_gpu(target, case, way):

@@ -20,8 +20,6 @@ import cutlass_kernels as ck
 LAYOUTS = ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"]
 PAGE = 32
 
-pytestmark = pytest.mark.usefixtures("the_targets_backend")
-
 
 @dataclass
 class Mode:

@@ -19,8 +19,6 @@ from guards import Guarded
 from problems import Batch, make_batch
 from test_fmha_v2 import LAYOUTS, Mode, call, expect, pack
 
-pytestmark = pytest.mark.usefixtures("the_targets_backend")
-
 E4M3_MODES = {
     **MODES,
     "sinks": Mode(sinks=torch.tensor([-2.0, 0.5, 1.5, 6.0]), window_left=50),

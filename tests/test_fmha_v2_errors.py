@@ -9,6 +9,8 @@ from problems import make_batch
 from test_errors import refuse
 from test_fmha_v2 import LAYOUTS, PAGE, Mode, batch_for, block_table, call, pack
 
+pytestmark = pytest.mark.runs_nothing("calls are refused before a backend computes")
+
 
 @pytest.mark.parametrize("layout", ["packed_qkv", "Q_PAGED_KV", "SEPARATE"])
 def test_unknown_layout(target, layout):

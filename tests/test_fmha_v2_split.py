@@ -14,8 +14,6 @@ from test_fmha_v2 import LAYOUTS, Mode, call, check, expect, pack
 
 import cutlass_kernels as ck
 
-pytestmark = pytest.mark.usefixtures("the_targets_backend")
-
 # In PACKED_QKV no request has more keys than rows.
 LAYOUTS = [layout for layout in LAYOUTS if layout != "PACKED_QKV"]
 # Query lengths, and lengths of the keys before them. Four heads share a key head: up to 4 rows of a request are a tile

@@ -15,8 +15,6 @@ from fused_problems import (
 from problems import make_batch
 from test_fmha_v2 import LAYOUTS, Mode, block_table
 
-pytestmark = pytest.mark.usefixtures("the_targets_backend")
-
 STATS_MODES = {
     "causal": Mode(),
     "window": Mode(mask_mode="sliding_window", window_left=21),

@@ -265,6 +265,7 @@ def test_items_as_bits():
         assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)
 
 
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
 def test_positions_that_are_too_few_for_their_items(target):
     items = [item_positions(10, [4, 3])]
     kv_len = 10 + len(items[0].token_pos)
@@ -275,6 +276,7 @@ def test_positions_that_are_too_few_for_their_items(target):
         wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **given)
 
 
+@pytest.mark.also_runs("reference")
 def test_items_of_lengths_on_the_device(kernel_backend):
     # Their mask has no size that the host knows, unless it is told the lengths.
     items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]

@@ -184,6 +184,7 @@ def test_fixed_splits(target, rule):
     assert_bitwise(wrapper.run(tree.q, tree.cache), wrapper.run(tree.q, tree.cache))
 
 
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
 def test_what_is_refused(target):
     make, workspace, tree = ck.MultiLevelCascadeAttentionWrapper, target.workspace(), Tree(TWO, target.device)
     wrapper = make(2, workspace)
@@ -204,6 +205,7 @@ def test_what_is_refused(target):
         wrapper.run(tree.q[:5], tree.cache)
 
 
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
 def test_a_plan_that_fails_leaves_none(target):
     # Its levels would be of two batches.
     tree = Tree(TWO, target.device)

@@ -40,11 +40,6 @@ def check(target, batch: Batch, paged: Paged, options: Options | None = None, ne
     assert_lse_close(lse, want.lse)
 
 
-def auto(target) -> str:
-    """The backend for tests about the wrapper itself."""
-    return target.backend if target.serves(*NEEDS) else "auto"
-
-
 @pytest.mark.parametrize("form", ["stacked", "tuple"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64, 128])
@@ -140,7 +135,7 @@ def test_pages_shared_between_requests(target):
     requests = oracle.gather_pages(cache[:, 0], cache[:, 1], indptr, indices, last, "NHD")
     q = torch.randn(8, 4, dim).half().to(target.device)
     batch = Batch([3, 5], [10, 16], q, torch.cat([k for k, _ in requests]), torch.cat([v for _, v in requests]))
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=auto(target))
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=target.backend)
     # The index list is longer than the table needs; what follows is not a page number at all.
     table = torch.tensor([*indices, 10**6, -7], dtype=torch.int32)
     wrapper.plan(
@@ -164,7 +159,7 @@ def test_index_tensors_on_either_device(target, which):
     paged = batch.paged(16)
     tables = [batch.qo_indptr(), *paged.table()]
     tables = [t.to(target.device) if which == 4 or n == which else t for n, t in enumerate(tables)]
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=auto(target))
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=target.backend)
     wrapper.plan(*tables, *batch.heads, 16, causal=True, non_blocking=True)
     want = expect(batch, Options(causal=True))
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
@@ -191,7 +186,7 @@ def test_seq_lens_hint(target):
 def test_run_spellings(target):
     batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
     paged = batch.paged(16)
-    wrapper = planned(target, batch, paged, Options(causal=True), auto(target))
+    wrapper = planned(target, batch, paged, Options(causal=True), target.backend)
     plain = wrapper.run(batch.q, paged.cache)
     assert isinstance(plain, torch.Tensor)
     for out, lse in (
@@ -220,7 +215,7 @@ def test_q_scale(target):
 def test_out_and_lse_are_used(target):
     batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
     paged = batch.paged(16)
-    wrapper = planned(target, batch, paged, Options(causal=True), auto(target))
+    wrapper = planned(target, batch, paged, Options(causal=True), target.backend)
     out = torch.full_like(batch.q, torch.nan)
     lse = torch.full((14, 4), torch.nan, device=target.device)
     got = wrapper.run(batch.q, paged.cache, out=out, lse=lse, return_lse=True)
@@ -235,7 +230,7 @@ def test_out_and_lse_are_used(target):
 def test_lse_base_and_layout(target, base, layout):
     batch = make_batch([5, 9], [20, 0], 4, 2, 64, device=target.device)
     paged = batch.paged(16)
-    wrapper = planned(target, batch, paged, Options(causal=True), auto(target))
+    wrapper = planned(target, batch, paged, Options(causal=True), target.backend)
     want = expect(batch, Options(causal=True)).lse
     want = want * 0.6931471805599453 if base == "ln" else want
     want = want.T if layout == "HN" else want
@@ -281,13 +276,13 @@ def test_head_dim_keywords(target):
     paged = batch.paged(16)
     want = expect(batch)
     for names in ({"head_dim": 64}, {"head_dim_qk": 64, "head_dim_vo": 64}):
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=auto(target))
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
         wrapper.plan(batch.qo_indptr(), *paged.table(), num_qo_heads=4, num_kv_heads=2, page_size=16, **names)
         assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
 
 
 def test_replan_and_forward(target):
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=auto(target))
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=target.backend)
     for seed, (qo_lens, kv_lens, page) in enumerate(
         [([5, 9], [20, 9], 16), ([1] * 9, [4] * 9, 1), ([70], [90], 64), ([3, 0, 1], [3, 4, 50], 16)]
     ):
@@ -312,7 +307,7 @@ def test_two_wrappers_share_a_workspace(target):
     pages = [b.paged(16) for b in batches]
     wrappers = []
     for batch, paged in zip(batches, pages):
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=auto(target))
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=target.backend)
         wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, causal=True)
         wrappers.append(wrapper)
     for _ in range(2):
@@ -346,7 +341,7 @@ def test_workspace_size_is_enough(target):
     batch = make_batch([5, 9], [200, 90], 4, 2, 64, device=target.device)
     paged = batch.paged(16)
     plan = (batch.qo_indptr(), *paged.table(), *batch.heads, 16)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=auto(target))
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD", backend=target.backend)
     float_bytes, int_bytes = wrapper.workspace_size(*plan, causal=True)
     assert isinstance(float_bytes, int) and isinstance(int_bytes, int)
     wrapper.reset_workspace_buffer(target.workspace(max(float_bytes, 1)), target.workspace(max(int_bytes, 1)))
@@ -368,7 +363,7 @@ def test_fp16_flag_and_other_spellings(target, names):
     batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
     paged = batch.paged(16)
     flag = {"allow_fp16_qk_reduction" if names == "seed" else "use_fp16_qk_reduction": True}
-    wrapper = planned(target, batch, paged, Options(causal=True), "auto", **flag)
+    wrapper = planned(target, batch, paged, Options(causal=True), **flag)
     want = expect(batch, Options(causal=True))
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
     assert_close(wrapper.forward(batch.q, paged.cache, causal=True, **flag), want.out, want.baseline)
@@ -387,7 +382,7 @@ def test_value_head_dim_at_position_nine(target):
 def test_workspace_of_any_type(target, dtype):
     batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
     paged = batch.paged(16)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace().view(dtype), backend=auto(target))
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace().view(dtype), backend=target.backend)
     wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, causal=True)
     want = expect(batch, Options(causal=True))
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)

@@ -91,6 +91,7 @@ def append(device: str, backend: str) -> Call:
 
 
 CALLS = [single, scaled, rotated, run, plan, plan_of_a_graph, fused, merge, append]
+WITHOUT_ATTENTION = ["plan", "plan_of_a_graph", "merge", "append"]
 
 
 def workspace(device: str) -> torch.Tensor:
@@ -100,21 +101,26 @@ def workspace(device: str) -> torch.Tensor:
 def fill_the_queue(name: str, backend: str) -> None:
     """Makes more calls than the queue of a stream has room for, behind a host function in Python, in a process of its
     own."""
+    from cutlass_kernels import _C
+
     call = {x.__name__: x for x in CALLS}[name]("cuda:0", backend)
     for _ in range(3):
         call()
     torch.cuda.synchronize()
-    ran: list[int] = []
-    host_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: ran.append(1))
+    host_calls: list[int] = []
+    host_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: host_calls.append(1))
     torch.cuda._sleep(1 << 31)  # a second, in which the queue fills
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(stream, host_function, None) == 0
     for _ in range(5000):
         call()
     torch.cuda.synchronize()
-    assert ran == [1]
+    assert host_calls == [1]
+    launched = {x for x in _C.backends if _C.launch_count(x)}
+    assert launched == (set() if name in WITHOUT_ATTENTION else {backend}), f"{launched} ran"
 
 
+@pytest.mark.runs_nothing("calls in a process of its own, which counts them")
 @pytest.mark.parametrize("name", [x.__name__ for x in CALLS])
 def test_a_full_queue_does_not_keep_python_from_running(kernel_backend, name):
     code = f"import test_threads; test_threads.fill_the_queue({name!r}, {kernel_backend!r})"

@@ -77,6 +77,7 @@ def check_tensors_of_memory_kernels(device: str) -> None:
     assert_new_versions(lambda: ck.append_paged_kv_cache(*new, stacked, indices, kv_indptr, last), stacked)
 
 
+@pytest.mark.runs_nothing("plans only")
 @pytest.mark.gpu
 def test_of_the_buffers_of_a_graph(target):
     if target.is_reference:

@@ -122,6 +122,10 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compute_capabilities") = py::make_tuple(CK_ARCHS_MIN, CK_ARCHS_MAX);
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
   m.def(
+      "launch_count", [](const std::string& backend) { return launch_count(backend_of(backend)); },
+      "Attention kernels of this backend that the threads of this process have launched.",
+      py::arg("backend"));
+  m.def(
       "not_supported_reasons",
       [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
          const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,

@@ -1,6 +1,10 @@
 // Runs a plan: addresses are filled in, kernels enqueued.
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,6 +20,9 @@
 
 namespace cutlass_kernels {
 namespace {
+
+/// Indexed by Backend. One relaxed addition per launch.
+std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Backend::kFa3) + 1> launch_counts;
 
 /// What the plan says, with the addresses of a call.
 LaunchPlan launch_plan(const PlanState& plan, const Memory& memory) {
@@ -165,9 +172,15 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
       problem.plan.mask_extents = extents;
     }
   }
+  launch_counts.at(static_cast<std::size_t>(plan.kernel->info.backend))
+      .fetch_add(1, std::memory_order_relaxed);
   Status status = plan.kernel->launch(problem, stream);
   const bool combines = splits && problem.plan.combine_counters == nullptr;
   return status.ok() && combines ? launch_combine_splits(problem, stream) : status;
+}
+
+std::uint64_t launch_count(Backend backend) {
+  return launch_counts.at(static_cast<std::size_t>(backend)).load(std::memory_order_relaxed);
 }
 
 Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,

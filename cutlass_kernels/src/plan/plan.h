@@ -83,6 +83,10 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
 Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
            cudaStream_t stream);
 
+/// Attention kernels of `backend` that the threads of this process have launched, so that tests can prove which backend
+/// ran. A replay of a CUDA graph launches none.
+std::uint64_t launch_count(Backend backend);
+
 /// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be
 /// null.
 Status run_once(const AttentionParams& params, Backend backend, void* workspace,
