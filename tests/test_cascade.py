@@ -250,15 +250,15 @@ def test_constructor_keyword_of_both_eras(target, kwarg):
 def test_shapes_that_do_not_match(target):
     v, s = states(2, target)
     a, b, sa, sb = v[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 0].contiguous(), s[:, 1].contiguous()
-    for call in (
-        lambda: ck.merge_state(a, sa, b[:5], sb[:5]),
-        lambda: ck.merge_state(a, sa[:5], b, sb),
-        lambda: ck.merge_state(a, sa, b[..., :32].contiguous(), sb),
-        lambda: ck.merge_state_in_place(a, sa, b[:, :1].contiguous(), sb),
-        lambda: ck.merge_states(v, s[:, :1]),
+    for call, words in (
+        (lambda: ck.merge_state(a, sa, b[:5], sb[:5]), r"v_a .*\(17, 3, 64\).* v_b .*\(5, 3, 64\)"),
+        (lambda: ck.merge_state(a, sa[:5], b, sb), r"v_a .*\(17, 3, 64\).* s_a .*\(5, 3\)"),
+        (lambda: ck.merge_state(a, sa, b[..., :32].contiguous(), sb), r"v_a .*\(17, 3, 64\).* v_b .*\(17, 3, 32\)"),
+        (lambda: ck.merge_state_in_place(a, sa, b[:, :1].contiguous(), sb), r"v_other .*\(17, 1, 64\).* s_other"),
+        (lambda: ck.merge_states(v, s[:, :1]), r"v .*\(17, 2, 3, 64\).* s .*\(17, 1, 3\)"),
     ):
         before = a.clone()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match=words):
             call()
         assert torch.equal(a, before)
 
