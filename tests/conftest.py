@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ UNSERVED: dict[str, frozenset[str]] = {
     "fa3": frozenset({"unaligned", "stride_0"}),  # TMA cannot address a token stride of 0
 }
 BACKEND = "CUTLASS_KERNELS_BACKEND"
+SEED = "CK_TEST_SEED"  # of the random cases; every run draws its own
 REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
 WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
 
@@ -94,6 +96,7 @@ def _why_no_fa3() -> str | None:
     return " ".join(cutlass_kernels.explain(device="cuda:0").reasons["fa3"]) or None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     package = importlib.util.find_spec("cutlass_kernels")
     if package is None or package.origin is None:  # no origin: the folder of the C++ sources
@@ -104,6 +107,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "also_runs(backends): besides the one it is named after, the case runs these")
     config.addinivalue_line("markers", "runs_nothing(why): passes without computing attention in this process")
     ran.install()
+    if config.getoption("--hypothesis-seed") is None:  # hypothesis reads it behind this
+        seed = os.environ.get(SEED) or str(random.SystemRandom().randrange(2**32))
+        config.option.hypothesis_seed = os.environ[SEED] = seed  # the variable reaches the processes of xdist
+
+
+def _seed_of(config: pytest.Config) -> str:
+    seed = config.getoption("--hypothesis-seed")
+    return f"random cases are drawn with seed {seed}: {SEED}={seed} or --hypothesis-seed={seed} draws them again"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return _seed_of(config)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if terminalreporter.stats.get("failed"):  # also where the header is not shown
+        terminalreporter.write_line(_seed_of(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -179,8 +199,10 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Monkey
 
 _common: dict[str, Any] = dict(
     deadline=None,
+    derandomize=False,  # hypothesis sets it where the variable CI is set
+    print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("ci", max_examples=250, derandomize=True, database=None, **_common)
+settings.register_profile("ci", max_examples=250, database=None, **_common)
 settings.register_profile("long", max_examples=2500, phases=list(Phase), **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,4 +1,8 @@
-"""Random combinations of sizes, layouts, strides, masks and options over all kinds of calls."""
+"""Random combinations of sizes, layouts, strides, masks and options over all kinds of calls.
+
+Every run draws new ones with a seed that it prints (``conftest.py``). A failure prints its case: fix it, and keep the
+case as ``@example(case=Case(...))`` of that test.
+"""
 
 from __future__ import annotations
 
