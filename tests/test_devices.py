@@ -1,0 +1,130 @@
+"""The current device need not be that of the tensors: all runs where the tensors lie, and the current one stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close
+from conftest import Target
+from problems import Options, expect, graph_buffers, make_batch
+from public_calls import ATTENTION, NAMES, PAGE, public_call
+
+import cutlass_kernels as ck
+
+OTHER = "cuda:1"
+MERGES = pytest.mark.runs_nothing("merges states that no backend computed")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(Target(OTHER, "fa2"), id="cuda1-fa2", marks=pytest.mark.gpu),
+        pytest.param(Target(OTHER, "fa3"), id="cuda1-fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
+    ]
+)
+def target(request: pytest.FixtureRequest) -> Target:
+    """Tensors on the second GPU, while the first is the current device."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, but there is {torch.cuda.device_count()}")
+    torch.cuda.set_device(0)
+    return request.param
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *(pytest.param(x, marks=MERGES) for x in NAMES if x not in ATTENTION)])
+def test_every_function(target, name):
+    call = public_call(name, target)
+    got = [call() for _ in range(3)]  # the later ones may go a shorter way
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(1):
+        want = public_call(name, target)()
+    for results in got:
+        for a, b in zip(results, want, strict=True):
+            assert a.device == torch.device(OTHER)
+            assert_bitwise(a, b)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_places_on_the_other_device(target, name):
+    call = public_call(name, target)
+    places = call.places()
+    if not places:
+        pytest.skip("this function writes to no tensor of the caller")
+    want = call()
+    call(**places)
+    assert torch.cuda.current_device() == 0
+    assert_bitwise(places["out"], want[0])
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("where", ["cpu", OTHER])
+def test_plans_of_index_tensors_on_either_device(target, where, graph):
+    batch = make_batch([5, 3, 1], [20, 33, 900], 4, 2, 64, device=OTHER)
+    paged = batch.paged(PAGE)
+    buffers = graph_buffers(3, 100, OTHER) if graph else {}
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend, **buffers)
+    want = expect(batch, Options(causal=True))
+    for _ in range(3):
+        wrapper.plan(batch.qo_indptr(where), *paged.table(where), *batch.heads, PAGE, causal=True)
+        out = wrapper.run(batch.q, paged.cache)
+        assert out.device == torch.device(OTHER) and torch.cuda.current_device() == 0
+        assert_close(out, want.out, want.baseline)
+
+
+def test_the_current_stream_of_the_tensors_device(target):
+    """Not the current one of the current device: a kernel there would not wait for the copy, and see zeros."""
+    batch = make_batch([64], [512], 4, 2, 64, device=OTHER)
+    want = expect(batch, Options(causal=True))
+    q, stream = torch.zeros_like(batch.q), torch.cuda.Stream(OTHER)
+    torch.cuda.synchronize(OTHER)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        q.copy_(batch.q)
+        with torch.cuda.device(0):
+            out = ck.single_prefill_with_kv_cache(q, batch.k, batch.v, causal=True, backend=target.backend)
+            assert torch.cuda.current_device() == 0
+    stream.synchronize()
+    assert_close(out, want.out, want.baseline)
+
+
+def test_calls_on_both_devices_in_turn(target):
+    """What is kept between calls belongs to one device: counters, slopes, plans."""
+    options = Options(causal=True, pos_encoding_mode="ALIBI")
+    batches = [make_batch([9], [3000], 4, 2, 64, device=f"cuda:{n}", seed=n) for n in range(2)]
+    wanted = [expect(batch, options) for batch in batches]
+    for _ in range(3):
+        for batch, want in zip(batches, wanted):
+            out = ck.single_prefill_with_kv_cache(
+                batch.q, batch.k, batch.v, backend=target.backend, **options.plan_kwargs()
+            )
+            assert out.device == batch.q.device and torch.cuda.current_device() == 0
+            assert_close(out, want.out, want.baseline)
+
+
+@pytest.mark.runs_nothing("appends to a cache")
+def test_appending(target):
+    def append(device: str) -> tuple[torch.Tensor, ...]:
+        paged = make_batch([5, 3], [20, 33], 4, 2, 64, device=device).paged(PAGE, unused="zero")
+        new = make_batch([8], [8], 2, 2, 64, device=device)
+        offsets, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 5, 8], [20, 33]))
+        places = ck.get_batch_indices_positions(offsets, lens, 8)
+        indptr, indices, last = paged.table(device)
+        ck.append_paged_kv_cache(new.k, new.v, *places, paged.cache, indices, indptr, last)
+        return (*places, paged.cache)
+
+    got = append(OTHER)
+    assert torch.cuda.current_device() == 0
+    for a, b in zip(got, append("cpu"), strict=True):
+        assert a.device == torch.device(OTHER)
+        assert_bitwise(a.cpu(), b)
+
+
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
+def test_tensors_on_two_gpus_are_refused(target):
+    q, k, v = (torch.zeros(5, 2, 64, dtype=torch.float16, device=OTHER) for _ in range(3))
+    with pytest.raises((ValueError, RuntimeError), match=r"cuda:0.*cuda:1|cuda:1.*cuda:0"):
+        ck.single_prefill_with_kv_cache(q, k.to("cuda:0"), v, backend=target.backend)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    indptr = torch.tensor([0, 5], dtype=torch.int32)
+    wrapper.plan(indptr, indptr, 2, 2, 64)
+    with pytest.raises((ValueError, RuntimeError), match=r"cuda:0.*cuda:1|cuda:1.*cuda:0"):
+        wrapper.run(*(x.to("cuda:0") for x in (q, k, v)))

@@ -1,0 +1,126 @@
+"""The attention function that transformers calls, on every target, and whole models on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_close
+
+from cutlass_kernels.integrations import transformers as integration
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+DTYPES = {"cpu": [torch.float32], "cuda:0": [torch.float16, torch.bfloat16]}
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    """None is left from, or for, another test."""
+    integration._planned.cache_clear()
+    yield
+    integration._planned.cache_clear()
+
+
+def formula(q, k, v, *, scaling, is_causal, sliding_window=None, softcap=None, s_aux=None) -> torch.Tensor:
+    """``[batch, tokens, heads, dim]`` in the arithmetic of the tensors."""
+    rows, keys, group = q.size(2), k.size(2), q.size(1) // k.size(1)
+    scores = scaling * q @ k.repeat_interleave(group, 1).transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    if is_causal:
+        seen = seen.tril(keys - rows)
+    if sliding_window is not None:
+        seen = seen.triu(keys - rows - sliding_window + 1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.to(scores.dtype)[:, None, None].expand(len(q), -1, rows, 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., :keys]
+    return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": dict(is_causal=True),
+    "full": dict(is_causal=False),
+    "window": dict(is_causal=True, sliding_window=6),
+    "cap": dict(is_causal=True, softcap=1.5),
+    "sinks": dict(is_causal=True, s_aux=True),
+    "sinks, full": dict(is_causal=False, s_aux=True),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("rows, keys", [(1, 9), (5, 9), (70, 200), (1, 3000)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_attention_function(target, batch, rows, keys, head_dim, options):
+    generator = torch.Generator().manual_seed(rows)
+    given = dict(OPTIONS[options], scaling=0.3)
+    for dtype in DTYPES[target.device]:
+
+        def randn(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(target.device)
+
+        q, k, v = randn(batch, 6, rows, head_dim), *(randn(batch, 2, keys, head_dim) for _ in range(2))
+        if "s_aux" in given:
+            given["s_aux"] = randn(6)
+        for _ in range(2):  # the second goes by the first one's plan
+            out, weights = integration.attention(torch.nn.Module(), q, k, v, **given)
+            assert weights is None and out.dtype == dtype
+            want = formula(*(x.double() for x in (q, k, v)), **given)
+            assert_close(out, want, formula(q, k, v, **given).to(dtype), dtype=dtype)
+
+
+def test_views_of_a_cache(target):
+    """A dynamic cache hands over what it has concatenated; a model's queries are transposed projections."""
+    dtype = DTYPES[target.device][0]
+    projected = torch.randn(2, 30, 8, 64).to(dtype).to(target.device)
+    q, k, v = (x.transpose(1, 2) for x in projected.split([4, 2, 2], 2))
+    given = dict(scaling=0.125, is_causal=True)
+    for rows in (30, 7, 1):
+        queries = q[:, :, -rows:]
+        out, _ = integration.attention(torch.nn.Module(), queries, k, v, **given)
+        want = formula(*(x.double() for x in (queries, k, v)), **given)
+        assert_close(out, want, formula(queries, k, v, **given), dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(transformers is None, reason="transformers is not installed")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+@torch.inference_mode()
+def test_models(target, name, batch, dtype):
+    """A prompt at once, then in chunks and single tokens on a cache: as good as PyTorch's attention in that type."""
+    if target.is_reference:
+        pytest.skip("tests/test_examples.py has the models of the CPU")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=97, hidden_size=256, intermediate_size=96, num_hidden_layers=2)
+    more = dict(sliding_window=5) if name != "Llama" else {}
+    if name == "Gemma2":
+        more |= dict(attn_logit_softcapping=5.0, query_pre_attn_scalar=64)
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64, initializer_range=0.15, **more
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().to(target.device)
+    ids = torch.randint(97, (batch, 24), device=target.device)
+
+    def logits(implementation: str) -> torch.Tensor:
+        model.set_attn_implementation(implementation)
+        whole = model(ids).logits
+        cache = transformers.DynamicCache(config=config)
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([12, 8, 1, 1, 2], 1)]
+        return torch.stack([whole, torch.cat(parts, 1)])
+
+    exact = logits("eager").double()
+    model.to(dtype)
+    baseline = (logits("eager") - exact).abs().max()
+    ours = (logits(integration.register()) - exact).abs().max()
+    assert float(baseline) > 0  # there is something to compare with
+    assert float(ours) <= 2 * float(baseline) + 1e-3
