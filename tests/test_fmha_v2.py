@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from problems import Batch, make_batch
+from problems import Batch, make_batch, stack
 
 import cutlass_kernels as ck
 
@@ -36,9 +36,9 @@ class Mode:
 def pack(batch: Batch, layout: str) -> tuple[Any, torch.Tensor | None]:
     """``(qkv, block_tables)``; entries of the table that no request reaches are no page numbers."""
     if layout == "PACKED_QKV":
-        return torch.stack([batch.q, batch.k, batch.v], dim=1), None
+        return stack(batch.q, batch.k, batch.v), None
     if layout == "CONTIGUOUS_Q_KV":
-        return (batch.q, torch.stack([batch.k, batch.v], dim=1)), None
+        return (batch.q, stack(batch.k, batch.v)), None
     if layout == "SEPARATE_Q_K_V":
         return (batch.q, batch.k, batch.v), None
     paged = batch.paged(PAGE, layout[-3:])
