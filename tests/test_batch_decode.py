@@ -14,7 +14,7 @@ from decode_problems import check, decode_batch, plan, planned, wanted
 from problems import Batch, Options, Paged, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _reference, decode, decode_paged
+from cutlass_kernels import decode, decode_paged
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -51,6 +51,7 @@ def test_lengths(target, kv_lens, q_len):
     check(target, batch, batch.paged(16))
 
 
+@pytest.mark.runs_nothing("there are no rows")
 def test_no_requests(target):
     batch = decode_batch(target, [])
     paged = batch.paged(16)
@@ -425,47 +426,6 @@ def test_sinks_as_an_attribute(ready):
     out, lse = wrapper.run(batch.q, paged.cache, return_lse=True)
     assert_close(out, want.out, want.baseline)
     assert_lse_close(lse, want.lse)
-
-
-# --- calls that repeat an earlier one ----------------------------------------------------------------------------
-
-
-def test_equal_runs_are_repeated(monkeypatch):
-    log = []
-
-    class Watched:
-        """What a kernel's call is to its callers, for the reference: counts instead of computing."""
-
-        def is_possible(self, outside_graphs):
-            return True
-
-        def model(self):
-            return self
-
-        def direct(self, *facts):
-            return None
-
-        def again(self, *addresses):
-            log.append(addresses)
-
-    def compute(problem, backend, schedule=None):
-        _reference.compute(problem)
-        return Watched()
-
-    monkeypatch.setattr(_dispatch, "compute", compute)
-    batch = make_batch([2, 2], [20, 9], 4, 2, 64)
-    paged = batch.paged(16)
-    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
-    plan(wrapper, batch, paged)
-    wrapper.run(batch.q, paged.cache)
-    q = batch.q.clone()
-    out = wrapper.run(q, paged.cache, q_len_per_req=2)
-    assert log == [(q.data_ptr(), *log[0][1:3], out.data_ptr(), 0, 0)]
-    wrapper._sm_scale = 0.3
-    wrapper.run(q, paged.cache)
-    with pytest.raises(ValueError, match="3 rows"):
-        wrapper.run(q[:3], paged.cache)
-    assert len(log) == 1
 
 
 def test_offsets_of_rows_are_made_once():

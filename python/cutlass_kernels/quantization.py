@@ -44,7 +44,8 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     if missing:
         flat = torch.cat([flat, flat.new_zeros(missing)])
     weights = _weights(little, x.device)
-    return (flat.contiguous().view(torch.uint8).view(-1, 8) * weights).sum(-1, dtype=torch.uint8)[:size]
+    # Not view(torch.uint8): Inductor of torch 2.11 cannot compile that of a bool.
+    return (flat.to(torch.uint8).view(-1, 8) * weights).sum(-1, dtype=torch.uint8)[:size]
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:

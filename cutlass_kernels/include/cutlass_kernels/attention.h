@@ -45,7 +45,7 @@ CK_API std::vector<std::string> not_supported_reasons(Backend backend,
 CK_API std::size_t workspace_size(const AttentionParams& params, Backend backend = Backend::kAuto);
 
 /// Computes attention on `stream`. The workspace (device memory, 16-byte aligned) belongs to this call until the stream
-/// has passed it. `backend` kAuto takes the newest that serves the request (for decoding, kFa2 is faster: name it); any
+/// has passed it. `backend` kAuto takes the fastest that serves the request (kFa2 for decoding, else the newest); any
 /// other serves it or fails. Runs on the calling thread's current device, which the tensors and the stream belong to.
 CK_API Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
                         cudaStream_t stream, Backend backend = Backend::kAuto);

@@ -1,4 +1,5 @@
-// The backends, in the order in which kAuto asks them. Generated from ck_backends() in instances.cmake.
+// The backends, in the order in which kAuto asks them (but for decoding: is_decode.h). Generated from ck_backends() in
+// instances.cmake.
 #pragma once
 
 #include <vector>
