@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "cutlass_kernels"
 
 

@@ -166,6 +166,14 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
+@pytest.fixture
+def calls(target: Target) -> Any:
+    """Calls of every kind on the target, to be refused."""
+    from refusals import Calls
+
+    return Calls(target)
+
+
 @pytest.fixture(params=KERNELS)
 def kernel_backend(request: pytest.FixtureRequest) -> str:
     return request.param

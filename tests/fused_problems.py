@@ -1,15 +1,129 @@
-"""Layouts, masks and lengths that the tests of trtllm_fmha_v2_prefill on devices share."""
+"""trtllm_fmha_v2_prefill: calls in every layout, what they must give, and the masks and lengths that tests share."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from compare import assert_close
-from problems import Batch, make_batch
-from test_fmha_v2 import LAYOUTS, PAGE, Mode, block_table, call, expect
+from problems import Batch, make_batch, stack
+
+import cutlass_kernels as ck
+
+LAYOUTS = ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"]
+PAGE = 32
+
+
+@dataclass
+class Mode:
+    mask_mode: str = "causal"
+    window_left: int = -1
+    chunked_attention_size: int = 0
+    cap: float | None = None
+    alibi: bool = False
+    sinks: torch.Tensor | None = None
+    bmm1: float = 0.0
+    bmm2: float = 1.0
+
+
+def pack(batch: Batch, layout: str) -> tuple[Any, torch.Tensor | None]:
+    """``(qkv, block_tables)``; entries of the table that no request reaches are no page numbers."""
+    if layout == "PACKED_QKV":
+        return stack(batch.q, batch.k, batch.v), None
+    if layout == "CONTIGUOUS_Q_KV":
+        return (batch.q, stack(batch.k, batch.v)), None
+    if layout == "SEPARATE_Q_K_V":
+        return (batch.q, batch.k, batch.v), None
+    paged = batch.paged(PAGE, layout[-3:])
+    return (batch.q, paged.cache), block_table(paged).to(batch.device)
+
+
+def block_table(paged) -> torch.Tensor:
+    bounds, ids = paged.indptr.tolist(), paged.indices.tolist()
+    width = max(b - a for a, b in itertools.pairwise(bounds)) + 2
+    table = torch.full((len(bounds) - 1, width), 10**6, dtype=torch.int32)
+    for b in range(len(bounds) - 1):
+        mine = ids[bounds[b] : bounds[b + 1]]
+        table[b, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+    return table
+
+
+def call(batch: Batch, layout: str, mode: Mode, *, qkv=None, tables=None, **extra):
+    if qkv is None:
+        qkv, tables = pack(batch, layout)
+    device = batch.device
+
+    def given(name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return extra[name] if name in extra else make()  # nothing is made on the device for nobody
+
+    arguments: dict[str, Any] = dict(
+        qkv=qkv,
+        input_layout=layout,
+        workspace_buffer=given("workspace_buffer", lambda: torch.zeros(64 << 20, dtype=torch.uint8, device=device)),
+        seq_lens=given("seq_lens", lambda: torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)),
+        max_q_len=max(batch.qo_lens),
+        max_kv_len=max(batch.kv_lens),
+        bmm1_scale=mode.bmm1,
+        bmm2_scale=mode.bmm2,
+        batch_size=len(batch.qo_lens),
+        cum_seq_lens_q=given("cum_seq_lens_q", lambda: batch.qo_indptr(device)),
+        cum_seq_lens_kv=given("cum_seq_lens_kv", lambda: batch.kv_indptr(device)),
+        block_tables=tables,
+        mask_mode=mode.mask_mode,
+        window_left=mode.window_left,
+        chunked_attention_size=mode.chunked_attention_size,
+        logits_soft_cap_scale=mode.cap,
+        pos_encoding_mode="alibi" if mode.alibi else None,
+        sinks=mode.sinks,
+    )
+    return ck.trtllm_fmha_v2_prefill(**(arguments | extra))
+
+
+def expect(batch: Batch, mode: Mode) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(out, stats, baseline)``."""
+    results, bases = [], []
+    for q, k, v in batch.requests():
+        padding = mode.mask_mode.lower() == "padding"
+        mask = oracle.visible(
+            q.shape[0],
+            k.shape[0],
+            causal=not padding,
+            window_left=mode.window_left,
+            chunk_size=mode.chunked_attention_size,
+            device=q.device,
+        )
+        common: dict[str, Any] = dict(
+            mask=mask,
+            sm_scale=mode.bmm1 or None,
+            soft_cap=mode.cap,
+            alibi="after_cap" if mode.alibi else None,
+            sinks=mode.sinks,
+            sinks_in_lse=False,
+            out_scale=mode.bmm2,
+        )
+        results.append(oracle.attention(q, k, v, **common))
+        compute = q.dtype if q.dtype in (torch.float16, torch.bfloat16) else torch.float16
+        bases.append(oracle.attention(q, k, v, arithmetic=compute, **common).out)
+    return torch.cat([r.out for r in results]), torch.cat([r.stats for r in results]), torch.cat(bases)
+
+
+def check(batch: Batch, layout: str, mode: Mode, **extra) -> None:
+    out = call(batch, layout, mode, **extra)
+    want, _, base = expect(batch, mode)
+    assert_close(out, want, base.to(out.dtype), atol=2e-3 if mode.bmm2 != 1.0 else None, dtype=batch.q.dtype)
+
+
+def batch_for(layout: str, target, dtype=torch.float16, head_dim=64, heads=(4, 2)) -> Batch:
+    kv_lens = [70, 33, 9]
+    if layout == "PACKED_QKV":
+        return make_batch(kv_lens, kv_lens, heads[0], heads[0], head_dim, dtype=dtype, device=target.device)
+    return make_batch([20, 33, 1], kv_lens, *heads, head_dim, dtype=dtype, device=target.device)
+
 
 E4M3 = torch.float8_e4m3fn
 PAGED = ["Q_PAGED_KV_HND", "Q_PAGED_KV_NHD"]

@@ -1,0 +1,351 @@
+"""Visibility: causal, window, custom bits, multi-item scoring, and how they combine, in every kind of call."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from mask_problems import KINDS, batch_for, check, flat, packed_per_request, run
+from problems import Options, expect, indptr, make_batch, wrapper_of
+
+import cutlass_kernels as ck
+from cutlass_kernels import _masks
+from cutlass_kernels._problem import MultiItem
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", [-5, 0, 1, 16, 69, 70, 10**6])
+def test_window(target, kind, causal, window_left):
+    # Without causal only the left side is limited; any negative number means no limit.
+    check(target, kind, batch_for(kind, target), Options(causal=causal, window_left=window_left))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window_left", [-1, 0, 5])
+def test_causal_with_more_rows_than_keys(target, kind, window_left):
+    batch = batch_for(kind, target, (80, 7, 3), (30, 1, 3))
+    out, lse = run(target, kind, batch, Options(causal=True, window_left=window_left))
+    assert torch.count_nonzero(out[:50]) == 0 and bool((lse[:50] == -torch.inf).all())
+    want = expect(batch, Options(causal=True, window_left=window_left))
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", [-1, 12])
+def test_custom_mask(target, kind, packed, causal, window_left):
+    # The mask overrides causal; the window still applies. The lengths leave bits over in the last byte.
+    batch = batch_for(kind, target, (33, 1, 9), (71, 43, 9))
+    options = Options(causal=causal, window_left=window_left, custom_masks=batch.random_masks())
+    masks = options.custom_masks
+    given = {"packed_custom_mask": packed_per_request(masks)} if packed else {"custom_mask": flat(masks)}
+    check(target, kind, batch, options, needs=["custom_mask"], **given)
+
+
+def test_single_custom_mask_in_two_dimensions(target):
+    batch = batch_for("single", target)
+    options = Options(custom_masks=batch.random_masks())
+    check(target, "single", batch, options, needs=["custom_mask"], custom_mask=options.custom_masks[0])
+    transposed = options.custom_masks[0].T.contiguous().T
+    assert not transposed.is_contiguous()
+    check(target, "single", batch, options, needs=["custom_mask"], custom_mask=transposed)
+
+
+def test_seed_position_of_the_mask(target):
+    batch = batch_for("single", target)
+    options = Options(custom_masks=batch.random_masks())
+    want = expect(batch, options)
+    out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, options.custom_masks[0])
+    assert_close(out, want.out, want.baseline)
+    bits = oracle.pack_bits(options.custom_masks[0], "little").to(target.device)
+    out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, None, bits)
+    assert_close(out, want.out, want.baseline)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_mask_wins_over_plain(target, kind):
+    batch = batch_for(kind, target)
+    masks, others = batch.random_masks(), batch.random_masks(0.3)
+    both = dict(custom_mask=flat(others), packed_custom_mask=packed_per_request(masks))
+    check(target, kind, batch, Options(custom_masks=masks), needs=["custom_mask"], **both)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_made_by_packbits(target, kind):
+    batch = batch_for(kind, target)
+    masks = batch.random_masks()
+    lengths = [m.numel() for m in masks]
+    bits, _ = ck.segment_packbits(flat(masks), indptr(lengths, target.device), bitorder="little")
+    check(target, kind, batch, Options(custom_masks=masks), needs=["custom_mask"], packed_custom_mask=bits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_packed_mask_at_any_address(target, kind, first):
+    # Kernels read words of 32 bits. Here neither the address nor the end of the storage is a multiple of four bytes.
+    batch = batch_for(kind, target, (33, 1, 9), (71, 43, 9))
+    masks = batch.random_masks()
+    packed = packed_per_request(masks)
+    buffer = torch.full((first + packed.numel(),), 255, dtype=torch.uint8, device=target.device)
+    buffer[first:] = packed
+    options = Options(custom_masks=masks)
+    check(target, kind, batch, options, needs=["custom_mask"], packed_custom_mask=buffer[first:])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8])
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_whole_words(size, first):
+    buffer = torch.arange(first + size, dtype=torch.uint8)
+    bits = buffer[first:]
+    words = _masks.whole_words(bits)
+    assert words.data_ptr() % 4 == 0 and torch.equal(words[:size], bits)
+    readable = words.untyped_storage().nbytes() - words.storage_offset()
+    assert words.numel() > 0 and readable >= (words.numel() + 3) // 4 * 4
+    assert (words is bits) == (size > 0 and size % 4 == 0 and first % 4 == 0)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 32, 33, 100])
+def test_packed_masks_of_ours_are_whole_words(count):
+    bits = ck.packbits(torch.ones(count, dtype=torch.bool), bitorder="little")
+    assert _masks.whole_words(bits) is bits
+    bounds = torch.tensor([0, count, 2 * count])
+    bits, _ = ck.segment_packbits(torch.ones(2 * count, dtype=torch.bool), bounds, "little")
+    assert _masks.whole_words(bits) is bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_the_mask_blanks(target, kind):
+    batch = batch_for(kind, target)
+    masks = batch.random_masks()
+    masks[0][[0, 5, 32]] = False
+    masks[-1][:] = False
+    out, lse = run(target, kind, batch, Options(), needs=["custom_mask"], custom_mask=flat(masks))
+    want = expect(batch, Options(custom_masks=masks))
+    assert bool((lse[-1] == -torch.inf).all()) and torch.count_nonzero(out[-1]) == 0
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_masks_of_empty_requests(target, kind):
+    # Requests without keys or rows take no bits; the ones behind them must still find theirs.
+    batch = make_batch([3, 4, 0, 7], [0, 13, 5, 11], 4, 2, 64, device=target.device)
+    masks = batch.random_masks()
+    for given in ({"custom_mask": flat(masks)}, {"packed_custom_mask": packed_per_request(masks)}):
+        check(target, kind, batch, Options(custom_masks=masks), needs=["custom_mask"], **given)
+
+
+def test_paged_mask_where_an_empty_request_has_a_last_page_len(target):
+    # (0 - 1) * page + last_page_len must count as no keys, not as a negative number of them.
+    batch = make_batch([3, 4], [0, 13], 4, 2, 64, device=target.device)
+    paged = batch.paged(8)
+    paged.last_page_len[0] = 5
+    masks = batch.random_masks()
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "NHD")
+    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, custom_mask=flat(masks))
+    want = expect(batch, Options(custom_masks=masks))
+    out, lse = wrapper.run(batch.q, paged.cache, return_lse=True)
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_written_as_a_custom_mask(target, kind):
+    batch = batch_for(kind, target)
+    masks = []
+    for n, m in zip(batch.qo_lens, batch.kv_lens):
+        masks.append(torch.tril(torch.ones(n, m, dtype=torch.bool, device=target.device), diagonal=m - n))
+    by_mask = run(target, kind, batch, Options(), needs=["custom_mask"], custom_mask=flat(masks))
+    by_flag = run(target, kind, batch, Options(causal=True))
+    torch.testing.assert_close(by_mask[0], by_flag[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(by_mask[1], by_flag[1], rtol=1e-5, atol=1e-3)
+
+
+def item_positions(prefix: int, items: list[int]) -> oracle.MultiItem:
+    """A delimiter (0) before each item, then 1, 2, ... inside it, and a closing delimiter."""
+    places: list[int] = []
+    for length in items:
+        places += [0, *range(1, length + 1)]
+    return oracle.MultiItem(prefix, (*places, 0))
+
+
+def multi_item_arguments(items: list[oracle.MultiItem], device: str) -> dict:
+    width = max(len(x.token_pos) for x in items) + 2
+    table = torch.zeros(len(items), width, dtype=torch.int32)
+    for b, x in enumerate(items):
+        table[b, : len(x.token_pos)] = torch.tensor(x.token_pos, dtype=torch.int32)
+    longest = torch.tensor([max(x.token_pos) for x in items], dtype=torch.int32)
+    return dict(
+        prefix_len_ptr=torch.tensor([x.prefix_len for x in items], dtype=torch.int32).to(torch.uint32).to(device),
+        token_pos_in_items_ptr=table.reshape(-1).to(torch.uint16).to(device),
+        token_pos_in_items_len=width,
+        max_item_len_ptr=longest.to(torch.uint16).to(device),
+    )
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize("window_left", [-1, 6])
+@pytest.mark.parametrize("cached", [0, 5, 14])
+def test_multi_item_scoring(target, kind, window_left, cached):
+    # `cached` keys are already there, so the rows start inside the prefix, or behind it.
+    items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    batch = make_batch([m - cached for m in kv_lens], kv_lens, 4, 2, 64, device=target.device)
+    options = Options(causal=True, window_left=window_left, multi_items=items)
+    check(target, kind, batch, options, needs=["multi_item"], **multi_item_arguments(items, target.device))
+
+
+def test_items_as_bits():
+    items = [item_positions(10, [4, 3, 6]), item_positions(5, []), item_positions(0, [2]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    qo_lens = [kv_lens[0], 0, kv_lens[2], 7]
+    given = multi_item_arguments(items, "cpu")
+    rule = _masks.keys_of_items(
+        MultiItem(
+            given["prefix_len_ptr"],
+            given["token_pos_in_items_ptr"],
+            given["token_pos_in_items_len"],
+            given["max_item_len_ptr"],
+        )
+    )
+    bits, offsets = _masks.mask_of_rule(rule, torch.tensor(qo_lens), torch.tensor(kv_lens), 0, torch.device("cpu"))
+    for b, (n, m) in enumerate(zip(qo_lens, kv_lens)):
+        want = oracle.pack_bits(oracle.visible(n, m, multi_item=items[b]), "little")
+        assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)
+
+
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
+def test_positions_that_are_too_few_for_their_items(target):
+    items = [item_positions(10, [4, 3])]
+    kv_len = 10 + len(items[0].token_pos)
+    batch = make_batch([3], [kv_len], 2, 2, 64, device=target.device)
+    given = multi_item_arguments(items, "cpu") | {"token_pos_in_items_len": len(items[0].token_pos) - 1}
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    with pytest.raises(ValueError, match="pad token_pos_in_items"):
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **given)
+
+
+@pytest.mark.also_runs("reference")
+def test_items_of_lengths_on_the_device(kernel_backend):
+    # Their mask has no size that the host knows, unless it is told the lengths.
+    items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    batch = make_batch(kv_lens, kv_lens, 4, 2, 64, device="cuda:0")
+    want = expect(batch, Options(multi_items=items))
+    given = multi_item_arguments(items, "cuda:0")
+    indptrs = batch.qo_indptr("cuda:0"), batch.kv_indptr("cuda:0")
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    for backend, more in ((kernel_backend, dict(seq_lens=lens, seq_lens_q=lens)), ("auto", {})):
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+            torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=backend
+        )
+        wrapper.plan(*indptrs, *batch.heads, **given, **more)
+        assert wrapper._backend == ("reference" if backend == "auto" else backend)
+        assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=kernel_backend
+    )
+    with pytest.raises(ck.BackendError, match="seq_lens"):
+        wrapper.plan(*indptrs, *batch.heads, **given)
+
+
+@pytest.mark.parametrize("lengths_on", ["cpu", "cuda:0"])
+def test_plans_with_masks_do_not_synchronise(kernel_backend, lengths_on):
+    items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    batch = make_batch(kv_lens, kv_lens, 4, 2, 64, device="cuda:0")
+    masks = batch.random_masks()
+    plain, packed, positions = flat(masks), packed_per_request(masks), multi_item_arguments(items, "cuda:0")
+    want, want_items = expect(batch, Options(custom_masks=masks)).out, expect(batch, Options(multi_items=items)).out
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=kernel_backend
+    )
+    bounds = batch.qo_indptr(lengths_on), batch.kv_indptr(lengths_on)
+    given = [(dict(custom_mask=plain), want), (dict(packed_custom_mask=packed), want)]
+    if lengths_on == "cpu":
+        given.append((positions, want_items))
+    outs = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for kwargs, _ in given:
+            wrapper.plan(*bounds, *batch.heads, **kwargs)
+            outs.append(wrapper.run(batch.q, batch.k, batch.v))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for out, (_, expected) in zip(outs, given):
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_masks_come_and_go_with_plans(target, kind):
+    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
+    wrapper, table, rest, data = wrapper_of(kind, target, batch)
+    masked = (Options(custom_masks=batch.random_masks()) for _ in range(3))
+    for options in (Options(causal=True), next(masked), Options(), next(masked), next(masked), Options(causal=True)):
+        mask = {} if options.custom_masks is None else {"custom_mask": flat(options.custom_masks)}
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **options.plan_kwargs(), **mask)
+        want = expect(batch, options)
+        for _ in range(2):
+            out, lse = wrapper.run(batch.q, *data, return_lse=True)
+            assert_close(out, want.out, want.baseline)
+            assert_lse_close(lse, want.lse)
+
+
+def test_multi_item_replaces_the_custom_mask(target):
+    items = [item_positions(10, [4, 3])]
+    kv_len = 10 + len(items[0].token_pos)
+    batch = make_batch([kv_len], [kv_len], 2, 2, 64, device=target.device)
+    given = multi_item_arguments(items, target.device) | {"custom_mask": flat(batch.random_masks(0.2))}
+    check(target, "ragged", batch, Options(multi_items=items), needs=["multi_item"], **given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_rows_with_a_narrow_window(target, kind):
+    # Whole tiles on both sides of the band are invisible.
+    batch = batch_for(kind, target, (150, 3, 130), (700, 400, 130))
+    check(target, kind, batch, Options(causal=True, window_left=20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_custom_mask_over_many_tiles(target, kind):
+    # Rows of an odd number of bits, so that every row starts at another bit of a byte.
+    batch = batch_for(kind, target, (300, 5, 131), (203, 77, 131))
+    options = Options(window_left=150, custom_masks=batch.random_masks())
+    check(target, kind, batch, options, needs=["custom_mask"], custom_mask=flat(options.custom_masks))
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_plan_copies_what_it_gets_on_the_cpu(target, kind):
+    batch = make_batch([6, 5], [9, 5], 4, 2, 64, device=target.device)
+    paged = batch.paged(4)
+    if kind == "ragged":
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace())
+        table, rest, data = (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
+    else:
+        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
+        table, rest, data = paged.table(), (*batch.heads, 4), (paged.cache,)
+    # Pinned where there is a GPU: copies from such memory are still under way when plan() returns.
+    pin = target.device != "cpu"
+    masks = batch.random_masks()
+    bits = torch.cat([oracle.pack_bits(m, "little") for m in masks])
+    prefix = torch.tensor([3, 2]).to(torch.uint32)
+    positions = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 0, 0] * 2, dtype=torch.int32).to(torch.uint16)
+    longest = torch.tensor([2, 2]).to(torch.uint16)
+    bits, prefix, positions = (x.pin_memory() if pin else x for x in (bits, prefix, positions))
+    items = dict(
+        prefix_len_ptr=prefix, token_pos_in_items_ptr=positions, token_pos_in_items_len=10, max_item_len_ptr=longest
+    )
+    for given in (dict(packed_custom_mask=bits), items):
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **given)
+        want = wrapper.run(batch.q, *data)
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **given)
+        for x in given.values():
+            if isinstance(x, torch.Tensor):
+                x.view(torch.uint8).zero_()
+        assert torch.equal(wrapper.run(batch.q, *data), want)
+        wrapper.plan(batch.qo_indptr(), *table, *rest, **given)
+        assert not torch.equal(wrapper.run(batch.q, *data), want)

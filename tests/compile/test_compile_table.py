@@ -1,0 +1,184 @@
+"""The README's table of torch.compile: no row is missing, and each is tested with several combinations of arguments."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_bitwise
+from compiled_calls import CALLS, HEADS, PAGE, Data, ints
+from paths import ROOT
+from torch._dynamo.backends.registry import lookup_backend
+
+import cutlass_kernels as ck
+
+pytestmark = pytest.mark.runs_nothing("many functions compute no attention")
+README = ROOT / "README.md"
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """What the table says of each function: with fullgraph=True, and with mode="reduce-overhead"."""
+    table = README.read_text().partition("<!-- compile:begin -->")[2].partition("<!-- compile:end -->")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    return {name.strip("`"): (fullgraph, reduce_overhead) for name, fullgraph, reduce_overhead, _ in cells}
+
+
+ROWS = rows()
+TRACED = [name for name, (fullgraph, _) in ROWS.items() if fullgraph == "yes"]
+NOT_TRACED = [name for name in ROWS if name not in TRACED]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo(the_targets_backend):
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def data(target) -> Data:
+    return Data(target)
+
+
+def copies(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(x.clone(memory_format=torch.preserve_format) for x in tensors)
+
+
+def several(result: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Bitwise on the CPU. On a GPU kernels merge states, and PyTorch's operators in a graph: last bits may differ."""
+    got, want = several(got), several(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        assert a.stride() == b.stride()
+        if a.is_cuda and a.is_floating_point() and a.element_size() > 1:
+            torch.testing.assert_close(a, b)
+        else:
+            assert_bitwise(a, b)
+
+
+def test_the_table_has_a_row_for_every_function():
+    public = {name: getattr(ck, name) for name in ck.__all__ if callable(getattr(ck, name))}
+    functions = {name for name, x in public.items() if not (isinstance(x, type) and issubclass(x, Exception))}
+    assert set(ROWS) == functions == set(CALLS)
+    assert set(ROWS.values()) == {("yes", "between graphs"), ("yes", "captured"), ("no", "no")}
+
+
+def assert_marked(operators: list[Any], between_graphs: bool) -> None:
+    """Inductor knows which operators may not be captured."""
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # since torch 2.9
+    marked = {str(x): unsafe in getattr(x, "default", x).tags for x in operators}
+    if unsafe is not None and between_graphs:
+        assert marked and all(marked.values()), marked
+    else:
+        assert not any(marked.values()), marked
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", TRACED)
+def test_fullgraph(data, name, dynamic):
+    """One graph, which computes and writes what the call does."""
+    for function, tensors in CALLS[name](data):
+        operators = []
+
+        def backend(graph, inputs):
+            called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+            operators.extend(x for x in called if "cutlass_kernels" in str(x))
+            return lookup_backend("aot_eager")(graph, inputs)
+
+        torch._dynamo.reset()
+        ours, theirs = copies(tensors), copies(tensors)
+        got = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)(*ours)
+        assert_same(got, function(*theirs))
+        assert_same(ours, theirs)
+        assert_marked(operators, ROWS[name][1] == "between graphs")
+
+
+@pytest.mark.parametrize("name", NOT_TRACED)
+def test_what_breaks_the_graph(data, name):
+    """The docstring says so. Without fullgraph=True the results are the same."""
+    assert "``torch.compile`` cannot trace this" in getattr(ck, name).__doc__
+    for function, tensors in CALLS[name](data):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError):  # of several classes of torch
+            torch.compile(function, fullgraph=True, backend="aot_eager")(*copies(tensors))
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # dynamo's, about what it cannot trace
+            got = torch.compile(function, backend="aot_eager")(*copies(tensors))
+        assert_same(got, function(*copies(tensors)))
+
+
+@pytest.mark.parametrize("name", [name for name in TRACED if name.endswith("Wrapper")])
+def test_plans_say_that_they_break_the_graph(name):
+    cls = getattr(ck, name)
+    assert "``torch.compile`` cannot trace this method" in cls.plan.__doc__
+
+
+def test_a_plan_inside_breaks_the_graph_and_is_made(data):
+    wrapper = data.wrapper("BatchPrefillWithRaggedKVCacheWrapper")
+
+    def call(q, k, v, offsets):
+        wrapper.plan(offsets, ints(0, 20), *HEADS, causal=True)
+        return wrapper.run(q * 2, k, v) + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = torch.compile(call, backend="aot_eager")(*data.qkv, ints(0, 5))
+    assert_same(got, call(*data.qkv, ints(0, 5)))
+
+
+def test_new_tokens_reach_the_graph(data):
+    """A decode step in one graph: positions, appending, and attention over what was appended."""
+    wrapper = data.wrapper("BatchDecodeWithPagedKVCacheWrapper")
+
+    def step(q, key, value, cache, lengths):
+        owner, position = ck.get_batch_indices_positions(data.here(0, 1), lengths, q.shape[0])
+        ck.append_paged_kv_cache(key, value, owner, position, cache, data.here(1, 2), data.here(0, 2), data.here(4))
+        return wrapper.run(q, cache)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    ours, theirs = data.cache.clone(), data.cache.clone()
+    for length in (20, 21, 22):
+        wrapper.plan(ints(0, 2), ints(1, 2), ints(length - PAGE), *HEADS, PAGE)
+        q, key, value = (data.randn(1, heads, 64).half() for heads in (4, 2, 2))
+        want = step(q, key, value, theirs, data.here(length))
+        assert_same(compiled(q, key, value, ours, data.here(length)), want)
+        assert_same(ours, theirs)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_inductor_appends_in_place(data):
+    for function, tensors in CALLS["append_paged_kv_cache"](data)[::4]:
+        torch._dynamo.reset()
+        ours, theirs = copies(tensors), copies(tensors)
+        got, want = torch.compile(function, fullgraph=True)(*ours), function(*theirs)
+        for a, b in zip((*several(got), *ours), (*several(want), *theirs)):
+            torch.testing.assert_close(a.float(), b.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TRACED)
+def test_reduce_overhead(name):
+    """Several calls with new values at new addresses: the first warms up, the second records, the others replay."""
+    from conftest import Target
+
+    data = Data(Target("cuda:0", "auto"))
+    for function, tensors in CALLS[name](data):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
+        for turn in range(4):
+            ours = [
+                x * (1 + turn / 4) if x.is_floating_point() and x.element_size() > 1 else x for x in copies(tensors)
+            ]
+            theirs = [x.clone() for x in ours]
+            torch.compiler.cudagraph_mark_step_begin()
+            got, want = several(compiled(*ours)), several(function(*theirs))
+            for a, b in zip((*(x.clone() for x in got), *ours), (*want, *theirs)):
+                torch.testing.assert_close(a.float(), b.float(), rtol=2e-3, atol=2e-3, equal_nan=True)

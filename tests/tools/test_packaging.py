@@ -1,0 +1,122 @@
+"""What is installed, and what it drags in: nothing but the C++ runtime."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import files, requires, version
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+SYSTEM_LIBRARIES = re.compile(r"^(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-x86-64)\.so(\.\d+)?$")
+
+
+def binutils(*command: str | Path) -> str:
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+def test_extension_needs_only_system_libraries(extension: Path) -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", binutils("readelf", "-d", extension))
+    assert needed
+    foreign = [name for name in needed if not SYSTEM_LIBRARIES.match(name)]
+    assert not foreign, f"{extension.name} needs {foreign}: no torch, CUDA runtime or driver library may appear here"
+    assert "RUNPATH" not in binutils("readelf", "-d", extension)
+
+
+def test_extension_exports_only_its_entry_point(extension: Path) -> None:
+    symbols = [line.split()[-1] for line in binutils("nm", "-D", "--defined-only", extension).splitlines()]
+    assert symbols == ["PyInit__C"], "a second CUDA runtime in the process must not be able to bind to ours"
+
+
+def test_extension_imports_without_gpu_and_without_torch(extension: Path) -> None:
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_C", {str(extension)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert "torch" not in sys.modules
+print(module.version(), len(module.list_kernels()), module.cutlass_version)
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    extension_version, count, cutlass_version = done.stdout.split()
+    assert extension_version == version("cutlass_kernels")
+    assert int(count) > 0
+    assert re.fullmatch(r"[34]\.\d+\.\d+", cutlass_version)
+
+
+def test_launch_without_gpu_is_a_sentence(extension: Path) -> None:
+    program = """
+from cutlass_kernels import _C
+plan = _C.Plan("fa2", "float16", "float16", "float16", 1, 1, 64, 64, 1, 0, 0, 16)
+address = 1 << 20
+try:
+    plan.run(address, 64, 64, address, 64, 64, 0, address, 64, 64, 0, address, 64, 64, 0, 0, 0, 16, 16, 0,
+             True, -1, 0, 0, 0, 0, 1.0, 0.0, 0, True, False, 0, 1.0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0)
+except RuntimeError as error:
+    print(error)
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cudaError" in done.stdout
+
+
+def test_version_is_stated_once() -> None:
+    import cutlass_kernels
+
+    (stated,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version("cutlass_kernels") == stated
+    assert cutlass_kernels.__version__ == stated
+
+
+def test_the_library_requires_torch_alone() -> None:
+    required = requires("cutlass_kernels") or []
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.4"]
+    assert {line.split(";")[0] for line in required if 'extra == "cli"' in line} == {"typer", "rich"}
+
+
+def test_folder_of_the_sources_does_not_hide_the_package() -> None:
+    program = "import cutlass_kernels; print(cutlass_kernels.__file__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = Path(done.stdout.strip())
+    assert found.name == "__init__.py" and found.parent.parent != ROOT
+
+
+def test_nothing_is_installed_outside_the_package() -> None:
+    installed = [str(file) for file in files("cutlass_kernels") or []]
+    # An editable installation adds its redirection files (_cutlass_kernels_editable.*).
+    outside = [
+        name for name in installed if not re.match(r"(cutlass_kernels[/-]|_cutlass_kernels_editable|\.\./)", name)
+    ]
+    assert installed
+    assert not outside
+
+
+def test_wheel_without_kernels_is_pure_python(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core", reason="scikit-build-core is not installed")
+    # A process of its own: the backend works in the current directory.
+    program = f"""
+import sys
+sys.path.insert(0, "cutlass_kernels/cmake")
+import build_backend
+print(build_backend.build_wheel({str(tmp_path)!r}, {{"cmake.define.CK_BUILD_KERNELS": "OFF"}}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {f"cutlass_kernels/{path.name}" for path in (ROOT / "python/cutlass_kernels").glob("*.py")}
+    assert sources <= names
+    assert "cutlass_kernels/py.typed" in names
+    assert not [name for name in names if name.endswith((".so", ".a", ".cu", ".h"))]

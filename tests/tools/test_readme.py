@@ -1,0 +1,140 @@
+"""What the README says is so: its matrix, its examples, its build options, its links."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import cutlass_kernels
+
+sys.path.insert(0, str(ROOT / "tools"))
+import support_matrix
+
+README = (ROOT / "README.md").read_text()
+INSTANCES = (ROOT / support_matrix.INSTANCES).read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_matrix_is_up_to_date() -> None:
+    kernels = support_matrix.parse_instances(INSTANCES)
+    assert support_matrix.update(README, support_matrix.render(kernels)) == README, (
+        "run `python tools/support_matrix.py --update README.md`"
+    )
+
+
+def test_update_rewrites_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cutlass_kernels").mkdir()
+    (tmp_path / "cutlass_kernels" / "instances.cmake").write_text(INSTANCES)
+    stale = tmp_path / "README.md"
+    stale.write_text(f"before\n{support_matrix.BEGIN}\nold\n{support_matrix.END}\nafter\n")
+    support_matrix.main(["--update", str(stale)])
+    text = stale.read_text()
+    assert text.startswith(f"before\n{support_matrix.BEGIN}\n| ")
+    assert text.endswith(f"|\n{support_matrix.END}\nafter\n")
+    assert "old" not in text
+    with pytest.raises(ValueError, match="put the two"):
+        support_matrix.update("no markers", "")
+
+
+def test_instances_and_registry_have_the_same_form() -> None:
+    parsed = support_matrix.parse_instances(INSTANCES)
+    assert len(parsed) == len(re.findall(r"^ck_instance", INSTANCES, re.MULTILINE))
+    known = {kernel["name"]: kernel for kernel in parsed}
+    for kernel in cutlass_kernels.list_kernels():  # an installation may have been built with less, never with more
+        row = known[kernel["name"]]
+        assert kernel.keys() == row.keys()
+        for key in ("backend", "q_dtype", "kv_dtype", "head_dim_qk", "head_dim_vo"):
+            assert kernel[key] == row[key]
+        assert set(kernel["features"]) == set(row["features"])
+
+
+def test_matrix_of_other_kernels() -> None:
+    text = """
+    # ck_instance(fa9 float16 8 8 80 0 sinks)
+ck_instance(fa3 bfloat16 192 128 90 90 interval_mask telepathy)
+ck_instance(fa3 float16  64  64  90 90 interval_mask telepathy sinks)
+"""
+    matrix = support_matrix.render(support_matrix.parse_instances(text))
+    assert "| runs on | CUDA, compute capability 9.0 | any device of PyTorch |" in matrix
+    assert "| element types | bfloat16, float16 |" in matrix
+    assert "| head dimensions | 192/128, 64; other" in matrix
+    assert "| `telepathy` | yes | yes |" in matrix
+    assert "| attention sinks | - | yes |" in matrix  # one of them lacks sinks
+    assert "fa9" not in matrix
+
+
+def test_matrix_without_kernels_is_that_of_the_reference() -> None:
+    assert support_matrix.render([]).splitlines()[0] == "|  | **reference** |"
+
+
+def test_python_examples_run() -> None:
+    examples = blocks("python")
+    assert len(examples) == 2
+    program = "\n".join(examples) + "\nassert out.shape == (128, 32, 128)\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "selected" in done.stdout
+
+
+def test_cpp_example_compiles(tmp_path: Path) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("c++ is not installed")
+    (example,) = blocks("cpp")
+    source = tmp_path / "example.cpp"
+    source.write_text(example)
+    headers = ROOT / "cutlass_kernels" / "include"
+    command = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{headers}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_build_options_are_those_of_cmake() -> None:
+    stated = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*?) \|", README, re.MULTILINE))
+    source = (ROOT / "CMakeLists.txt").read_text()
+    options = dict(re.findall(r'^ck_option\((\w+) \w+ (\S+) "', source, re.MULTILINE))
+    assert set(stated) == set(options)
+    for name, default in options.items():
+        if "${" not in default:
+            assert stated[name].strip("`") == (default.strip('"') or "none"), name
+
+
+def test_extras_exist() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in re.findall(r"pip install '\.\[(\w+)\]'", README + (ROOT / "benchmarks" / "RESULTS.md").read_text()):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+
+
+def test_the_test_command_builds_nothing_and_is_what_ci_runs() -> None:
+    install, test = blocks("bash")[:2]
+    assert install.startswith("pip install -v . &&")
+    assert test == "pip install -r tests/requirements.txt && python -m pytest\n", (
+        "the package itself is installed already"
+    )
+    assert f"\n{test}" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_two_lists_of_test_packages_are_the_same() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^test = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    lines = (ROOT / "tests" / "requirements.txt").read_text().splitlines()
+    assert re.findall(r'^  "(.+)",$', extra, re.MULTILINE) == [line for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/RESULTS.md", "third_party/README.md"])
+def test_links_and_files_exist(name: str) -> None:
+    path = ROOT / name
+    text = path.read_text()
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    for target in targets:
+        assert (path.parent / target).exists(), f"{name} links to {target}"
+    for script in re.findall(r"python (\S+\.py)", text):
+        assert (ROOT / script).exists(), f"{name} runs {script}"
