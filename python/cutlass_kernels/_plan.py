@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -21,19 +21,21 @@ KERNEL_BACKENDS = _dispatch.BACKENDS[:-1]
 # What run() and its relatives return: out, or (out, lse) where the LSE is asked for. Any lets a type checker take the
 # one or the other without a cast.
 Result = torch.Tensor | Any
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Lets a method accept keywords by a second name, and ``head_dim_vo`` by position.
+def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Lets a method accept keywords by a second name, and ``head_dim_vo`` by position. Type checkers see its own
+    signature, which has the documented names alone.
 
     ``aliases`` maps the other name to the parameter's. ``head_dim_vo_at`` is the position (without self) where some
     callers pass an integer ``head_dim_vo`` before all that follows.
     """
 
-    def decorate(method: Callable[..., R]) -> Callable[..., R]:
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> R:
+        def call(self: Any, /, *args: Any, **kwargs: Any) -> R:
             at = head_dim_vo_at
             if at is not None and len(args) > at and args[at] is not None and _is_integer(args[at]):
                 if "head_dim_vo" in kwargs:
@@ -47,7 +49,7 @@ def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Ca
                     kwargs[name] = kwargs.pop(other)
             return method(self, *args, **kwargs)
 
-        return call
+        return call  # type: ignore[return-value]
 
     return decorate
 

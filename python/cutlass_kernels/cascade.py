@@ -176,6 +176,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         torch.Size([2, 8, 64])
     """
 
+    _unique: BatchDecodeWithPagedKVCacheWrapper
+
     @spellings(float_workspace_buffer="workspace_buffer")
     def __init__(self, workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         self._kv_layout = kv_layout
@@ -418,7 +420,8 @@ class _Begun:
                     "the first forward() after begin_forward() plans from index tensors on the CPU, which a CUDA graph "
                     "that is being captured cannot copy: run forward() once before the capture."
                 )
-            wrapper.plan(*self.indices, *self.sizes, wanted[0], q_data_type=q_dtype, kv_data_type=kv_dtype)
+            qo, kv, pages, last = self.indices
+            wrapper.plan(qo, kv, pages, last, *self.sizes, wanted[0], q_data_type=q_dtype, kv_data_type=kv_dtype)
             self.planned = wanted
 
 

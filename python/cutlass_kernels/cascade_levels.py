@@ -78,7 +78,7 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_indices_buf": paged_kv_indices_buf_arr,
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf_arr,
         }
-        given: dict[str, Tensors] = {}
+        given: dict[str, Any] = {}
         if use_cuda_graph:
             for name, arr in buffers.items():
                 if arr is None:

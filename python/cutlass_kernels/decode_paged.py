@@ -111,7 +111,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         self._rows_in_buffer = batch
         buffers["qo_indptr_buf"] = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
 
-    def plan(
+    def plan(  # type: ignore[override]  # FlashInfer's decode takes other arguments than its prefill
         self,
         indptr: torch.Tensor,
         indices: torch.Tensor,
@@ -207,7 +207,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         split = _plan.split(batch, fixed_split_size, disable_split_kv, None)
         self._commit_pages(self._prepare(shape, values, batch, split, None, None, None, None))
 
-    begin_forward = plan
+    begin_forward = plan  # type: ignore[assignment]
 
     def _rows_on_device(self, batch: int, q_len: int) -> Index | None:
         """Where the rows of each request begin, on the wrapper's CUDA device; None where it has to be copied there."""
@@ -305,7 +305,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             )
         super()._check_q(q, plan)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         q: torch.Tensor,
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

@@ -123,12 +123,12 @@ def _planned(
         )
     place = dict[str, Any](dtype=torch.uint8, device=device)
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(16, **place), "NHD")
-    indptrs = [torch.arange(lengths[0] + 1, dtype=torch.int32) * length for length in lengths[1:]]
-    *heads_and_dim, head_dim_vo = sizes
+    qo_indptr, kv_indptr = (torch.arange(lengths[0] + 1, dtype=torch.int32) * length for length in lengths[1:])
+    num_qo_heads, num_kv_heads, head_dim, head_dim_vo = sizes
     values = dict[str, Any](head_dim_vo=head_dim_vo, q_data_type=dtype, **dict(options))
-    needed = wrapper.workspace_size(*indptrs, *heads_and_dim, **values)
+    needed = wrapper.workspace_size(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, **values)
     wrapper.reset_workspace_buffer(*(torch.empty(max(size, 16), **place) for size in needed))
-    wrapper.plan(*indptrs, *heads_and_dim, **values)
+    wrapper.plan(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, **values)
     return wrapper
 
 
