@@ -14,20 +14,20 @@ import cutlass_kernels as ck
 INTERPRETER = "CK_TEST_OLDEST_TORCH"
 # One file of every kind of call; what other files test is above torch.
 FILES = [
-    "test_single_prefill.py",
-    "test_single_decode.py",
-    "test_ragged.py",
-    "test_paged.py",
-    "test_batch_decode.py",
-    "test_cascade.py",
-    "test_multi_level_cascade.py",
-    "test_fmha_v2.py",
-    "test_page.py",
-    "test_quantization.py",
-    "test_versions.py",
-    "test_engine_sequences.py",
-    "test_host_checks.py",
-    "test_concurrency.py",
+    "api/test_single_prefill.py",
+    "api/test_single_decode.py",
+    "api/test_ragged.py",
+    "api/test_paged.py",
+    "api/test_batch_decode.py",
+    "api/test_cascade.py",
+    "api/test_multi_level_cascade.py",
+    "fused/test_fmha_v2.py",
+    "api/test_page.py",
+    "api/test_quantization.py",
+    "api/test_versions.py",
+    "api/test_engine_sequences.py",
+    "backends/test_host_checks.py",
+    "api/test_concurrency.py",
 ]
 
 

@@ -110,22 +110,20 @@ class Uncopied(SimpleNamespace):
     """Like a compiled plan, cannot be copied."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("cannot pickle 'cutlass_kernels._C.Launch'")
+        raise TypeError("cannot pickle 'cutlass_kernels._C.BatchPlan'")
 
 
 @pytest.fixture
 def compiled_plans(monkeypatch) -> None:
-    """As if the reference were a kernel: its plans and the calls that they remember cannot be copied."""
+    """As if the reference were a kernel, whose plans cannot be copied."""
 
-    def compute(problem: Any, backend: str, schedule: Any = None) -> Any:
+    def compute(problem: Any, backend: str, schedule: Any = None) -> None:
         _reference.compute(problem)
-        model = Uncopied()
-        return Uncopied(model=lambda: model, is_possible=lambda outside_graphs: False)
 
     monkeypatch.setattr(_dispatch, "select", lambda requested, request: "fa2")
     monkeypatch.setattr(_dispatch, "compute", compute)
     monkeypatch.setattr(_plan, "reads_as_is", lambda backend, request: False)
-    monkeypatch.setattr(_plan, "make_schedule", lambda *args: Uncopied(general=True, as_is=False))
+    monkeypatch.setattr(_plan, "make_schedule", lambda *args: Uncopied(general=True, as_is=False, made=None))
 
 
 class OnCpu:

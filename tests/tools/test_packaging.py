@@ -57,11 +57,9 @@ print(module.version(), len(module.list_kernels()), module.cutlass_version)
 def test_launch_without_gpu_is_a_sentence(extension: Path) -> None:
     program = """
 from cutlass_kernels import _C
-plan = _C.Plan("fa2", "float16", "float16", "float16", 1, 1, 64, 64, 1, 0, 0, 16)
 address = 1 << 20
 try:
-    plan.run(address, 64, 64, address, 64, 64, 0, address, 64, 64, 0, address, 64, 64, 0, 0, 0, 16, 16, 0,
-             True, -1, 0, 0, 0, 0, 1.0, 0.0, 0, True, False, 0, 1.0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0)
+    _C.merge_states("float16", 1, 2, 1, 64, address, 128, 64, 64, address, 2, 1, 1, address, address, 0)
 except RuntimeError as error:
     print(error)
 """
