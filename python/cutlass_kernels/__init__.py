@@ -2,8 +2,8 @@
 
     import cutlass_kernels as flashinfer
 
-Importing needs no GPU and loads no compiled code. ``explain()`` says which backend would serve a call and why;
-``list_kernels()`` lists what is compiled into this installation. Every LSE is base 2.
+Importing needs no GPU. ``explain()`` says which backend would serve a call and why; ``list_kernels()`` lists what is
+compiled into this installation. Every LSE is base 2.
 """
 
 from __future__ import annotations

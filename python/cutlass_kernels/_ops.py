@@ -237,7 +237,7 @@ def _single(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from .single import single_prefill_with_kv_cache
+    from ._single import single_prefill_with_kv_cache
 
     scale_q, scale_k, scale_v, k_scale, v_scale = join_scales(factors, scales)
     result = single_prefill_with_kv_cache(

@@ -11,15 +11,15 @@ import torch
 
 from . import _args, _plan, _unplanned_ops
 from ._autograd import forward_only_as_a_whole
+from ._cascade_levels import MultiLevelCascadeAttentionWrapper
+from ._decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from ._describe import describe_several
+from ._merge import merge_state, merge_state_in_place, merge_states
 from ._plan import spellings
+from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._problem import Logits, Output, PagedKv, Problem, RaggedKv
+from ._single import single_prefill_with_kv_cache_return_lse
 from ._tracing import have_own_dispatch, is_traced
-from .cascade_levels import MultiLevelCascadeAttentionWrapper
-from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
-from .merge import merge_state, merge_state_in_place, merge_states
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .single import single_prefill_with_kv_cache_return_lse
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

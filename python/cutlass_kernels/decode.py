@@ -9,15 +9,15 @@ from torch import is_grad_enabled
 
 from . import _args, _dispatch, _native, _ops, _plan
 from ._autograd import forward_only, needs_grad, written
-from ._plan import Result
-from ._problem import Mask
-from ._tracing import have_own_dispatch, is_traced
-from .decode_paged import (
+from ._decode_paged import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from .single import attend, keys_and_values, refuse_4bit
+from ._plan import Result
+from ._problem import Mask
+from ._single import attend, keys_and_values, refuse_4bit
+from ._tracing import have_own_dispatch, is_traced
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",

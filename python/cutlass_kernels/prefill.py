@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ._prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ._single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 from .fmha_v2 import fmha_v2_stats_to_lse, trtllm_fmha_v2_prefill
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
-from .single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",

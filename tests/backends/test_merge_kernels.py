@@ -11,7 +11,7 @@ from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import Guarded, poison_
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, merge
+from cutlass_kernels import _dispatch, _merge
 
 DEVICE = "cuda:0"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -25,7 +25,7 @@ def no_torch(monkeypatch):
     def refuse(v, s):
         raise AssertionError(f"PyTorch merges states of shape {tuple(v.shape)}")
 
-    monkeypatch.setattr(merge, "_merge", refuse)
+    monkeypatch.setattr(_merge, "_merge", refuse)
 
 
 def states(tokens: int, count: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> State:

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, decode_paged
+from cutlass_kernels import _args, _decode_paged
 
 MERGES = pytest.mark.runs_nothing("merges states that no backend computed")
 
@@ -20,7 +20,7 @@ MERGES = pytest.mark.runs_nothing("merges states that no backend computed")
 def empty_caches():
     torch._dynamo.reset()
     _args._slopes.clear()
-    for cached in (decode_paged._offsets, decode_paged._offsets_on):
+    for cached in (_decode_paged._offsets, _decode_paged._offsets_on):
         cached.cache_clear()
     yield
     torch._dynamo.reset()
@@ -69,7 +69,7 @@ def test_plans_with_fake_tensors_leave_nothing_behind(target):
         table = [mode.from_tensor(x) for x in paged.table()]
         with pytest.raises((RuntimeError, AssertionError), match=r"(?i)fake"):
             wrapper.plan(*table, *batch.heads, PAGE, **options)
-    assert type(decode_paged._offsets(2, 1)) is torch.Tensor
+    assert type(_decode_paged._offsets(2, 1)) is torch.Tensor
     wrapper.plan(*paged.table(), *batch.heads, PAGE, **options)
     with FakeTensorMode():
         slopes = _args.alibi_slopes(8, torch.device("cpu"))

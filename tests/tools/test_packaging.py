@@ -118,3 +118,12 @@ print(build_backend.build_wheel({str(tmp_path)!r}, {{"cmake.define.CK_BUILD_KERN
     assert sources <= names
     assert "cutlass_kernels/py.typed" in names
     assert not [name for name in names if name.endswith((".so", ".a", ".cu", ".h"))]
+
+
+def test_public_modules_are_the_documented_ones() -> None:
+    import cutlass_kernels
+
+    folder = Path(cutlass_kernels.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    public = {name for name in modules if not name.startswith("_")}
+    assert public == {"cascade", "decode", "fmha_v2", "integrations", "page", "prefill", "quantization"}

@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from ..decode_paged import BatchDecodeWithPagedKVCacheWrapper
+from .._decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from ..page import append_paged_kv_cache
 from ..prefill import BatchPrefillWithPagedKVCacheWrapper
 from .transformers import no_mask

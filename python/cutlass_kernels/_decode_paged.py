@@ -13,9 +13,9 @@ import torch
 from . import _args, _hints, _plan
 from ._batch import Index
 from ._plan import Plan, Result
+from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._streams import PER_THREAD_STREAM, stream_of
 from ._tracing import cache_of_real_tensors
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 _MOST_ROWS = 2**31 - 1
 

@@ -15,9 +15,9 @@ import torch
 from . import _args
 from ._autograd import forward_only_as_a_whole
 from ._describe import describe_several
+from ._merge import merge_state_in_place
 from ._plan import Result, spellings
-from .merge import merge_state_in_place
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 # What the first plan of a level decides for all later ones, where runs may have been captured.
 _PINNED = ("_max_total_num_rows", "_graph_general", "_graph_short", "_graph_split")
