@@ -1,7 +1,7 @@
 """A second build of this library in the same process, under another name: old and new on the same tensors, in turns.
 
     python benchmarks/bench.py decode --backends fa2 --against ../old/python  # a checkout with its compiled extension
-    pip install --no-deps --target /tmp/old . && python benchmarks/bench.py host --against /tmp/old
+    pip install --no-deps --target ../installed . && python benchmarks/bench.py host --against ../installed
 
 load() imports a copy of the package in which everything is renamed that two builds would share in one process:
 

@@ -12,7 +12,8 @@ from importlib import metadata
 from typing import Any
 
 from . import cascade, decode, page, prefill, quantization
-from ._dispatch import BackendError, PerformanceWarning, explain
+from ._dispatch import BackendError, PerformanceWarning
+from ._explain import explain
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,

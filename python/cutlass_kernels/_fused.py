@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _autograd, _dispatch, _plan, _prepare
-from ._problem import Problem
+from . import _args, _autograd, _dispatch, _plan, _prepare
+from ._problem import PagedKv, Problem
 
 
 class Tables(NamedTuple):
@@ -89,3 +89,48 @@ def _on_device(
         both = torch.cat([qo_indptr, kv_indptr]).to(device, non_blocking=True)
         return both[: qo_indptr.numel()], both[qo_indptr.numel() :]
     return qo_indptr.to(device, non_blocking=True), kv_indptr.to(device, non_blocking=True)
+
+
+# --- page tables ---
+
+
+def check_room(table: torch.Tensor, page_size: int, kv_indptr: torch.Tensor) -> None:
+    """ValueError where a request is known to have more keys than its row of the table has room for."""
+    if kv_indptr.is_cuda or kv_indptr.numel() < 2:
+        return
+    longest = int(_args.lens(kv_indptr).max())
+    if longest > table.size(-1) * page_size:
+        raise ValueError(f"a request has {longest} keys, but block_tables only {table.size(-1)} columns.")
+
+
+def paged(k: torch.Tensor, v: torch.Tensor, tables: Tables, kv_indptr: torch.Tensor) -> PagedKv:
+    """The page table of a batch from its block tables, made on their device."""
+    table, v_offset = tables
+    separate, batch_size, page_size = table.dim() == 3, table.size(0), k.size(1)
+    kv_lens = _args.lens(kv_indptr)
+    if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
+        device = kv_lens.device if kv_lens.is_cuda else table.device
+        kv_lens, table = kv_lens.to(device), table.to(device)
+    check_room(table, page_size, kv_indptr)
+    pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(0, table.size(-1))
+    last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
+    indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
+    torch.cumsum(pages, 0, out=indptr[1:])
+    indices = _compact(table[:, 0] if separate else table, indptr, pages)
+    v_indices = _compact(table[:, 1] - v_offset, indptr, pages) if separate else None
+    if not table.is_cuda:
+        for what, cache, ids in (("keys", k, indices), ("values", v, v_indices)):
+            if ids is not None:
+                name = f"block_tables ({what}, counted from their own cache)" if separate else "block_tables"
+                _args.enough_pages(name, _args.page_bound(name, ids[: int(indptr[-1])]), cache)
+    return PagedKv(k, v, indptr.to(torch.int32), indices, last.to(torch.int32), v_indices)
+
+
+def _compact(table: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """The used entries of a padded table ``[batch, M]``, one request after the other, in a vector of its full size."""
+    batch, width = table.shape
+    column = torch.arange(width, device=table.device)
+    unused = batch * width
+    place = torch.where(column < pages[:, None], indptr[:-1, None] + column, unused)
+    result = torch.zeros(unused + 1, dtype=torch.int32, device=table.device)
+    return result.scatter_(0, place.reshape(-1), table.reshape(-1))[:unused]

@@ -300,6 +300,45 @@ def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, ma
     return Split(fixed, bool(disable_split_kv), most, told)
 
 
+def request_of(
+    device: torch.device,
+    shape: Shape,
+    values: Options,
+    masked: bool,
+    multi_item: bool,
+    page_size: int | None,
+    short: bool,
+    layout: _dispatch.Layout | None,
+) -> _dispatch.Request:
+    """The facts that decide the backend of a plan."""
+    features = _dispatch.feature_set(
+        custom_mask=masked and not multi_item,
+        multi_item=multi_item,
+        unsized=multi_item and not masked and device.type == "cuda",
+        causal=values.causal and not masked and not multi_item,
+        window=values.window_left >= 0,
+        soft_cap=values.logits_soft_cap > 0.0,
+        alibi=values.pos_encoding_mode == "ALIBI",
+        rope=values.pos_encoding_mode == "ROPE_LLAMA",
+        paged=page_size is not None,
+        fp8_copies=shape.q_dtype in _args.FP8_DTYPES and (page_size or 0) % _dispatch.FP8_PAGE > 0,
+        short_queries=short,
+    )
+    return _dispatch.Request(
+        device.type,
+        _dispatch.compute_capability(device),
+        shape.cast or shape.q_dtype,
+        shape.cast or shape.kv_dtype,
+        shape.o_dtype,
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim_qk,
+        shape.head_dim_vo,
+        features,
+        layout,
+    )
+
+
 def int_workspace(device: torch.device) -> torch.Tensor:
     """Room for a tile list on ``device``."""
     return torch.empty(INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)

@@ -341,7 +341,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
             short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, split.alone)
-        return self._request(shape, values, masked, multi_item, page_size, short, layout)
+        return _plan.request_of(self.device, shape, values, masked, multi_item, page_size, short, layout)
 
     def _pack(
         self,
@@ -383,43 +383,6 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         if self.device.type != "cuda" or self._requested_backend == "reference":
             return False
         return self._graph_mask or not (self._use_cuda_graph or qo_lens.is_cuda or kv_lens.is_cuda)
-
-    def _request(
-        self,
-        shape: Shape,
-        values: Options,
-        masked: bool,
-        multi_item: bool,
-        page_size: int | None,
-        short: bool,
-        layout: _dispatch.Layout | None,
-    ) -> _dispatch.Request:
-        features = _dispatch.feature_set(
-            custom_mask=masked and not multi_item,
-            multi_item=multi_item,
-            unsized=multi_item and not masked and self.device.type == "cuda",
-            causal=values.causal and not masked and not multi_item,
-            window=values.window_left >= 0,
-            soft_cap=values.logits_soft_cap > 0.0,
-            alibi=values.pos_encoding_mode == "ALIBI",
-            rope=values.pos_encoding_mode == "ROPE_LLAMA",
-            paged=page_size is not None,
-            fp8_copies=shape.q_dtype in _args.FP8_DTYPES and (page_size or 0) % _dispatch.FP8_PAGE > 0,
-            short_queries=short,
-        )
-        return _dispatch.Request(
-            self.device.type,
-            _dispatch.compute_capability(self.device),
-            shape.cast or shape.q_dtype,
-            shape.cast or shape.kv_dtype,
-            shape.o_dtype,
-            shape.num_qo_heads,
-            shape.num_kv_heads,
-            shape.head_dim_qk,
-            shape.head_dim_vo,
-            features,
-            layout,
-        )
 
     def _copies(self, indices: dict[str, Index]) -> tuple[list[tuple[int, int, int]], list[torch.Tensor]]:
         """Where the vectors of a plan are copied to in graph mode, from where, and how many elements of int32; and what

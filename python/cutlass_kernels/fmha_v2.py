@@ -212,9 +212,9 @@ def trtllm_fmha_v2_prefill(
         entries = _check_tables(block_tables, separate, batch_size)
         tables = _fused.Tables(entries, _value_offset(k, v) if separate else 0)
         if not q.is_cuda or not (kv_indptr.is_cuda or tables.entries.is_cuda):
-            kv = _paged(k, v, tables, kv_indptr)  # checks lengths and page numbers
+            kv = _fused.paged(k, v, tables, kv_indptr)  # checks lengths and page numbers
         if q.is_cuda:  # of which nothing but the caches and the offsets is needed as yet
-            _check_room(tables.entries, k.size(1), kv_indptr)
+            _fused.check_room(tables.entries, k.size(1), kv_indptr)
             kv = PagedKv(k, v, kv_indptr, tables.entries, kv_indptr)
     else:
         if block_tables is not None:
@@ -245,7 +245,7 @@ def trtllm_fmha_v2_prefill(
         if tables is not None and q.is_cuda:
             # Copies of fp8 pages, where they are needed, are of all entries: no more of them than any request uses.
             used = tables._replace(entries=tables.entries[..., : -(-int(max_kv_len) // k.size(1))])
-            problem.kv = _paged(k, v, used, kv_indptr)
+            problem.kv = _fused.paged(k, v, used, kv_indptr)
         _plan.compute_selected(problem, request, selected)
         return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
     _fused.compute(problem, selected, tables, longest, int(max_kv_len))
@@ -389,48 +389,6 @@ def _check_tables(block_tables: torch.Tensor | None, separate: bool, batch_size:
             f"batch_size={batch_size} it must be {shape}."
         )
     return table
-
-
-def _check_room(table: torch.Tensor, page_size: int, kv_indptr: torch.Tensor) -> None:
-    """ValueError where a request is known to have more keys than its row of the table has room for."""
-    if kv_indptr.is_cuda or kv_indptr.numel() < 2:
-        return
-    longest = int(_args.lens(kv_indptr).max())
-    if longest > table.size(-1) * page_size:
-        raise ValueError(f"a request has {longest} keys, but block_tables only {table.size(-1)} columns.")
-
-
-def _paged(k: torch.Tensor, v: torch.Tensor, tables: _fused.Tables, kv_indptr: torch.Tensor) -> PagedKv:
-    """The page table of a batch from its block tables, made on their device."""
-    table, v_offset = tables
-    separate, batch_size, page_size = table.dim() == 3, table.size(0), k.size(1)
-    kv_lens = _args.lens(kv_indptr)
-    if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
-        device = kv_lens.device if kv_lens.is_cuda else table.device
-        kv_lens, table = kv_lens.to(device), table.to(device)
-    _check_room(table, page_size, kv_indptr)
-    pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(0, table.size(-1))
-    last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
-    indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
-    torch.cumsum(pages, 0, out=indptr[1:])
-    indices = _compact(table[:, 0] if separate else table, indptr, pages)
-    v_indices = _compact(table[:, 1] - v_offset, indptr, pages) if separate else None
-    if not table.is_cuda:
-        for what, cache, ids in (("keys", k, indices), ("values", v, v_indices)):
-            if ids is not None:
-                name = f"block_tables ({what}, counted from their own cache)" if separate else "block_tables"
-                _args.enough_pages(name, _args.page_bound(name, ids[: int(indptr[-1])]), cache)
-    return PagedKv(k, v, indptr.to(torch.int32), indices, last.to(torch.int32), v_indices)
-
-
-def _compact(table: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """The used entries of a padded table ``[batch, M]``, one request after the other, in a vector of its full size."""
-    batch, width = table.shape
-    column = torch.arange(width, device=table.device)
-    unused = batch * width
-    place = torch.where(column < pages[:, None], indptr[:-1, None] + column, unused)
-    result = torch.zeros(unused + 1, dtype=torch.int32, device=table.device)
-    return result.scatter_(0, place.reshape(-1), table.reshape(-1))[:unused]
 
 
 def _value_offset(k: torch.Tensor, v: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import cutlass_kernels
-from cutlass_kernels import _cli, _dispatch
+from cutlass_kernels import _cli, _dispatch, _explain
 
 _cases, _check, _info = _cli._check._cases, _cli._check, _cli._info
 
@@ -265,7 +265,7 @@ def test_explain_of_a_gpu_that_is_not_here(capability):
 
 def test_explain_prints_reasons_as_they_are(monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request")
-    told = _dispatch.Explanation(request, None, {name: ["takes [64, 128] only"] for name in _dispatch.BACKENDS})
+    told = _explain.Explanation(request, None, {name: ["takes [64, 128] only"] for name in _dispatch.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: told)
     text = invoke("explain")
     assert text.count("takes [64, 128] only") == len(_dispatch.BACKENDS) and "cannot serve" in text

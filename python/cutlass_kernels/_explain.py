@@ -1,0 +1,112 @@
+"""Says which backend would compute an attention, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from . import _args, _hints
+from ._dispatch import BACKENDS, FEATURES, Layout, Request, is_ordinary, preferred, reasons
+from ._dispatch import compute_capability as _capability_of
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``backend='auto'`` selects for a request (None if nothing serves it), and the reasons against each."""
+
+    request: Request
+    selected: str | None
+    reasons: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [str(self.request)]
+        for backend in BACKENDS:
+            against = self.reasons[backend]
+            mark = "selected" if backend == self.selected else "can serve" if not against else "cannot serve"
+            lines.append(f"  {backend}: {mark}")
+            lines += [f"    - {reason}" for reason in against]
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor | None = None,
+    *,
+    device: str | torch.device | None = None,
+    compute_capability: int | None = None,
+    q_dtype: str | torch.dtype | None = None,
+    kv_dtype: str | torch.dtype | None = None,
+    o_dtype: str | torch.dtype | None = None,
+    num_qo_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim_qk: int | None = None,
+    head_dim_vo: int | None = None,
+    features: Iterable[str] = (),
+) -> Explanation:
+    """Says which backend would compute an attention, and why not the others.
+
+    ``torch.compile`` cannot trace this function: call it outside of the compiled function.
+
+    Args:
+        q: queries ``[tokens, num_qo_heads, head_dim_qk]`` to take device, dtype, sizes and strides from; keywords
+            win over it.
+        device: "cpu", "cuda", "cuda:1", ...; a CUDA device if there is one, unless said.
+        compute_capability: ``10 * major + minor``, e.g. 90, to ask about a GPU that is not here.
+        q_dtype, kv_dtype, o_dtype: dtypes or names; default float16, the dtype of q, the dtype of q (bfloat16 for fp8).
+        num_qo_heads, num_kv_heads: default 32, num_qo_heads.
+        head_dim_qk, head_dim_vo: default 128, head_dim_qk.
+        features: of "causal", "window", "chunk", "custom_mask", "multi_item", "soft_cap", "alibi", "rope", "sinks",
+            "paged", "short_queries", "stats", "head_scale", "tensor_scale", "unaligned", "unsized", "fp8_copies".
+
+    Returns:
+        An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``. The
+        environment's choice is not considered.
+
+    Example:
+        >>> explain(device="cpu").selected
+        'reference'
+    """
+    wanted = frozenset([features] if isinstance(features, str) else features)
+    unknown = wanted - FEATURES
+    if unknown:
+        raise ValueError(f"features={sorted(unknown)} are not known: use some of {', '.join(sorted(FEATURES))}.")
+    layout = None
+    if q is not None:
+        if not isinstance(q, torch.Tensor) or q.dim() < 2:
+            raise TypeError(f"q is {_hints.shown(q)}: pass a tensor [tokens, num_qo_heads, head_dim_qk], or keywords.")
+        if q.dim() == 3 and not is_ordinary(q):
+            layout = Layout.of(q.size(0), 0, q=q)
+        device = q.device if device is None else device
+        q_dtype = q.dtype if q_dtype is None else q_dtype
+        num_qo_heads = q.size(-2) if num_qo_heads is None else num_qo_heads
+        head_dim_qk = q.size(-1) if head_dim_qk is None else head_dim_qk
+    compute_capability = _hints.compute_capability(compute_capability)
+    if device is None:
+        device = "cuda" if compute_capability is not None or torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if compute_capability is None:
+        _hints.cuda_device(where)
+        compute_capability = _capability_of(where)
+    q_type = _args.dtype("float16" if q_dtype is None else q_dtype)
+    kv_type = q_type if kv_dtype is None else _args.dtype(kv_dtype)
+    o_default = torch.bfloat16 if q_type in _args.FP8_DTYPES else q_type
+    qo_heads = 32 if num_qo_heads is None else _args.integer("num_qo_heads", num_qo_heads)
+    kv_heads = qo_heads if num_kv_heads is None else _args.integer("num_kv_heads", num_kv_heads)
+    _args.heads(qo_heads, kv_heads)
+    dim = 128 if head_dim_qk is None else _args.integer("head_dim_qk", head_dim_qk)
+    request = Request(
+        where.type,
+        compute_capability,
+        q_type,
+        kv_type,
+        o_default if o_dtype is None else _args.dtype(o_dtype),
+        qo_heads,
+        kv_heads,
+        dim,
+        dim if head_dim_vo is None else _args.integer("head_dim_vo", head_dim_vo),
+        wanted,
+        layout,
+    )
+    against = {backend: reasons(backend, request) for backend in BACKENDS}
+    return Explanation(request, next((b for b in preferred(request) if not against[b]), None), against)
