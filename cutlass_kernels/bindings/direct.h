@@ -52,6 +52,9 @@ bool read_matrix(const Tensor& tensor, bool hnd, Matrix* matrix);
 /// The same from [dims before, tokens, heads, dim] of a tensor, from dimension `first` on.
 bool read_matrix_at(const Tensor& tensor, int first, bool hnd, Matrix* matrix);
 
+/// fp8 queries read pages of a multiple of so many tokens; _dispatch.FP8_PAGE.
+constexpr int kPagesOfFp8 = 8;
+
 /// Keys and values in pages: [pages, page_size, heads, dim].
 struct PagedCache {
   std::int64_t pages = 0, page_size = 0, heads = 0, dim_qk = 0, dim_vo = 0;

@@ -37,7 +37,6 @@ enum {
   kArguments
 };
 
-constexpr int kPagesOfFp8 = 8;  // _dispatch.FP8_PAGE
 constexpr std::int64_t kMostKeys = std::int64_t(1)
                                    << 30;  // in pages: an estimate, which needs to go no further
 

@@ -29,10 +29,6 @@ enum {
   kArguments
 };
 
-constexpr int kPagesOfFp8 =
-    8;  // fp8 queries read pages of a multiple of so many tokens; _dispatch.FP8_PAGE
-
-/// What the runs of a plan must be. Of the dataclass DirectRuns.
 class DirectRuns {
  public:
   explicit DirectRuns(const Fields& fields)
