@@ -29,6 +29,7 @@ enum {
   kArguments
 };
 
+/// What the runs of a plan must be. Of the dataclass DirectRuns.
 class DirectRuns {
  public:
   explicit DirectRuns(const Fields& fields)
