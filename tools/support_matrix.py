@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cutlass_kernels import _prepare, list_kernels
+from cutlass_kernels import _half_precision, list_kernels
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 INSTANCES = Path("cutlass_kernels") / "instances.cmake"
@@ -101,12 +101,13 @@ def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     wide = [kernel for kernel in kernels if not kernel["kv_dtype"].startswith("float8")]
     dims = dict.fromkeys((k["head_dim_qk"], k["head_dim_vo"]) for k in kernels)
     dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims)
+    copied = set(_half_precision.SERVED)
     return {
         "backend": backend,
         "runs on": _devices(kernels),
         "element types": types,
         "head dimensions": f"{dim_names}; other multiples of 8 below {max(qk for qk, _ in dims)} are zero-padded",
-        "served": set.intersection(*(set(kernel["features"]) for kernel in wide or kernels)).union(_prepare.SERVED),
+        "served": set.intersection(*(set(kernel["features"]) for kernel in wide or kernels)) | copied,
     }
 
 

@@ -1,4 +1,4 @@
-// Reads Python objects by the names of their fields: the dataclasses of _problem.py and _dispatch.Request.
+// Reads Python objects by the names of their fields: the dataclasses of _problem.py and _request.Request.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,56 +1,93 @@
-// _C.read_pages, _C.read_offsets, _C.ascend and _C.upload: a plan's index vectors, as far as they are on the host.
-// _C.copy_vectors: as far as they are copied on the device.
+// _C.read_offsets, _C.read_pages: a plan's index vectors, as far as they are on the host. _C.sizes_on_device,
+// _C.copy_vectors: as far as they are on the device.
 //
 // One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which
-// goes to the device in one copy. 128 requests take 1 us here, and 50 in torch, where every look at a vector costs 2 to
+// goes to the device in one copy. 128 requests take 5 us here, and 50 in torch, where every look at a vector costs 2 to
 // 5.
-#include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <limits>
+#include <stdexcept>
 
 #include "arguments.h"
 #include "copies.h"
-#include "cuda_failure.h"
+#include "direct.h"
 #include "enqueue.h"
-
-namespace py = pybind11;
 
 namespace cutlass_kernels {
 namespace {
 
 struct Vector {
-  Vector(Address address, std::int64_t count)
-      : data(pointer<const std::int32_t>(address)), count(count) {}
-  const std::int32_t* data;
-  std::int64_t count;
+  const std::int32_t* data = nullptr;
+  std::int64_t count = 0;
+
+  std::int32_t last() const { return data[count - 1]; }
 };
 
-constexpr std::int64_t kAlign = 4;  // a vector starts at a multiple of 16 bytes; _batch._ALIGN
-
-// The vectors one behind the other, in a bytearray: its memory stays where it is.
-py::object pack(std::initializer_list<Vector> vectors) {
-  std::int64_t total = 0;
-  for (const Vector& x : vectors) total += (x.count + kAlign - 1) / kAlign * kAlign;
-  PyObject* packed = PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(4 * total));
-  if (packed == nullptr) throw py::error_already_set();
-  char* to = PyByteArray_AS_STRING(packed);
-  for (const Vector& x : vectors) {
-    const std::int64_t bytes = 4 * x.count;
-    const std::int64_t padded = (bytes + 4 * kAlign - 1) / (4 * kAlign) * (4 * kAlign);
-    if (bytes > 0) std::memcpy(to, x.data, std::size_t(bytes));
-    std::memset(to + bytes, 0, std::size_t(padded - bytes));
-    to += padded;
+/// A contiguous vector of int32 on the host, or, with `device`, on that of this tensor, a GPU.
+bool read_vector(const Torch& torch, PyObject* object, const Tensor* device, Vector* vector) {
+  Tensor tensor;
+  if (!torch.read(object, &tensor) || tensor.ndim != 1 || !is_int32(tensor)) return false;
+  if (tensor.strides[0] != 1 && tensor.shape[0] > 1) return false;
+  if (device != nullptr ? !tensor.is_on_gpu(device->device.device_id)
+                        : tensor.device.device_type != kDLCPU) {
+    return false;
   }
-  return py::reinterpret_steal<py::object>(packed);
+  *vector = {pointer<const std::int32_t>(tensor.data), tensor.shape[0]};
+  return true;
 }
 
-Address address_of(const py::object& packed) {
-  return reinterpret_cast<Address>(PyByteArray_AS_STRING(packed.ptr()));
+bool read_like(const Torch& torch, PyObject* object, Tensor* like, bool* on_gpu) {
+  if (!torch.read(object, like)) return false;
+  *on_gpu = like->device.device_type == kDLCUDA;
+  return *on_gpu || like->device.device_type == kDLCPU;
+}
+
+constexpr std::int64_t kAlign = 4;  // a vector starts at a multiple of 16 bytes; _batch._ALIGN
+// Pageable memory of up to so many bytes is copied by the driver while it is asked to, in 4 us. More of it might wait
+// for the device, so Python copies more to pinned memory first, which takes 10 us longer.
+constexpr std::size_t kPageable = 32 << 10;
+
+/// The vectors one behind the other: (a bytearray, whose memory stays where it is; its address; the same on the device
+/// of `like`, or None where Python is to copy it; its address there, or 0).
+py::tuple pack(const Torch& torch, const Tensor& like, bool on_gpu,
+               std::initializer_list<Vector> vectors) {
+  std::int64_t total = 0;
+  for (const Vector& x : vectors) total += (x.count + kAlign - 1) / kAlign * kAlign;
+  const auto bytes = std::size_t(4 * total);
+  const auto packed =
+      py::reinterpret_steal<py::object>(PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(bytes)));
+  if (!packed) throw py::error_already_set();
+  char* begin = PyByteArray_AS_STRING(packed.ptr());
+  char* to = begin;
+  for (const Vector& x : vectors) {
+    const std::int64_t used = 4 * x.count;
+    const std::int64_t padded = (used + 4 * kAlign - 1) / (4 * kAlign) * (4 * kAlign);
+    if (used > 0) std::memcpy(to, x.data, std::size_t(used));
+    std::memset(to + used, 0, std::size_t(padded - used));
+    to += padded;
+  }
+  py::object uploaded = py::none();
+  Address address = 0;
+  if (on_gpu && bytes <= kPageable) {
+    const int device = like.device.device_id;
+    const Address stream = torch.stream(device);
+    if (!is_capturing(stream)) {  // a replay would read this memory again
+      uploaded = torch.int32_vector(total, device);
+      Tensor tensor;
+      if (!torch.read(uploaded.ptr(), &tensor)) throw std::runtime_error("No memory was made.");
+      address = tensor.data;
+      const CurrentDevice current(device);
+      enqueue([&] {
+        return upload(reinterpret_cast<const std::int32_t*>(begin), total,
+                      pointer<std::int32_t>(address), pointer<CUstream_st>(stream));
+      });
+    }
+  }
+  return py::make_tuple(packed, reinterpret_cast<Address>(begin), uploaded, address);
 }
 
 // Whether offsets never decrease, from a first that is not negative.
@@ -60,59 +97,99 @@ bool ascend(const Vector& x) {
   return fine;
 }
 
-// (qo_indptr[-1], kv_indptr[-1], most keys of a request, the vectors packed, address of these); None where the offsets
-// are not what they should be: why not is for torch to find.
-py::object read_offsets(Address qo_indptr, Address kv_indptr, std::int64_t batch_size) {
-  const Vector qo(qo_indptr, batch_size + 1), kv(kv_indptr, batch_size + 1);
-  if (qo.data[0] != 0 || !ascend(qo) || !ascend(kv)) return py::none();
-  std::int64_t longest = 0;
-  for (std::int64_t b = 0; b < batch_size; ++b) {
-    longest = std::max<std::int64_t>(longest, kv.data[b + 1] - kv.data[b]);
-  }
-  py::object packed = pack({qo, kv});
-  const Address address = address_of(packed);
-  return py::make_tuple(qo.data[batch_size], kv.data[batch_size], longest, std::move(packed),
-                        address);
+bool are_offsets(const Vector& qo, const Vector& kv) {
+  return qo.count > 0 && kv.count == qo.count && qo.data[0] == 0 && ascend(qo) && ascend(kv);
 }
 
-// The same for pages, and before the packed vectors one more than the highest page number. Packed are the page numbers
-// up to kv_indptr[-1], or all; none where their address is 0, as they are on the device.
-py::object read_pages(Address qo_indptr, Address kv_indptr, Address last_page_len, Address indices,
-                      std::int64_t batch_size, std::int64_t num_indices, std::int64_t page_size,
-                      bool all) {
-  const Vector qo(qo_indptr, batch_size + 1), kv(kv_indptr, batch_size + 1);
-  const Vector last(last_page_len, batch_size);
-  if (qo.data[0] != 0 || !ascend(qo) || !ascend(kv)) return py::none();
-  const std::int64_t begin = kv.data[0], end = kv.data[batch_size];
-  if (end > num_indices) return py::none();
+// (batch_size, qo_indptr[-1], kv_indptr[-1], most keys of a request, what pack() returns), from qo_indptr, kv_indptr
+// and a tensor on the plan's device. None where a vector is not one of int32 on the host, or the offsets are not what
+// they should be: why not is for Python to say.
+py::object read_offsets(PyObject* const* given) {
+  const Torch& torch = Torch::get();
+  Vector qo, kv;
+  Tensor like;
+  bool on_gpu = false;
+  if (!read_vector(torch, given[0], nullptr, &qo) || !read_vector(torch, given[1], nullptr, &kv) ||
+      !read_like(torch, given[2], &like, &on_gpu) || !are_offsets(qo, kv)) {
+    return py::none();
+  }
+  std::int64_t longest = 0;
+  for (std::int64_t b = 0; b + 1 < kv.count; ++b) {
+    longest = std::max<std::int64_t>(longest, kv.data[b + 1] - kv.data[b]);
+  }
+  return py::make_tuple(qo.count - 1, qo.last(), kv.last(), longest,
+                        pack(torch, like, on_gpu, {qo, kv}));
+}
+
+// The same for pages, from qo_indptr, kv_indptr, last_page_len, page numbers, page_size, whether to keep page numbers
+// beyond kv_indptr[-1], and a tensor on the plan's device. The page numbers may be there, too. The result has one more
+// than the highest page number, and how many of them are packed (-1: they are on the device) and given, before what
+// pack() returns.
+py::object read_pages(PyObject* const* given) {
+  const Torch& torch = Torch::get();
+  Vector qo, kv, last, indices;
+  Tensor like;
+  bool on_gpu = false, whole = false;
+  std::int64_t page_size = 0;
+  if (!read_vector(torch, given[0], nullptr, &qo) || !read_vector(torch, given[1], nullptr, &kv) ||
+      !read_vector(torch, given[2], nullptr, &last) || given[4] == Py_None ||
+      !read_integer(given[4], &page_size) || page_size <= 0 || !read_flag(given[5], &whole) ||
+      !read_like(torch, given[6], &like, &on_gpu)) {
+    return py::none();
+  }
+  const bool readable = read_vector(torch, given[3], nullptr, &indices);
+  if (!readable && !(on_gpu && read_vector(torch, given[3], &like, &indices))) return py::none();
+  if (!are_offsets(qo, kv) || last.count != qo.count - 1) return py::none();
+  const std::int64_t begin = kv.data[0], end = kv.last();
+  if (end > indices.count) return py::none();
   std::int64_t longest = 0;
   bool fine = true;
-  for (std::int64_t b = 0; b < batch_size; ++b) {
+  for (std::int64_t b = 0; b < last.count; ++b) {
     const std::int64_t pages = kv.data[b + 1] - kv.data[b];
     if (pages == 0) continue;
     fine &= last.data[b] >= 1 && last.data[b] <= page_size;
     longest = std::max(longest, (pages - 1) * page_size + last.data[b]);
   }
-  const std::int32_t* pages = pointer<const std::int32_t>(indices);
   std::int32_t lowest = 0, highest = -1;
-  const bool readable = pages != nullptr;
   for (std::int64_t i = begin; readable && i < end; ++i) {
-    lowest = std::min(lowest, pages[i]);
-    highest = std::max(highest, pages[i]);
+    lowest = std::min(lowest, indices.data[i]);
+    highest = std::max(highest, indices.data[i]);
   }
   if (!fine || lowest < 0) return py::none();
-  const std::int64_t packed_pages = readable ? (all ? num_indices : end) : 0;
-  py::object packed = pack({qo, kv, last, Vector(indices, packed_pages)});
-  const Address address = address_of(packed);
-  return py::make_tuple(qo.data[batch_size], end, longest, std::int64_t(highest) + 1,
-                        std::move(packed), address);
+  const std::int64_t given_pages = indices.count;
+  indices.count = readable ? (whole ? given_pages : end) : 0;
+  return py::make_tuple(qo.count - 1, qo.last(), end, longest, std::int64_t(highest) + 1,
+                        readable ? indices.count : std::int64_t(-1), given_pages,
+                        pack(torch, like, on_gpu, {qo, kv, last, indices}));
 }
 
-// `bytes`: a multiple of 4.
-void upload_vectors(Address from, std::size_t bytes, Address to, Address stream) {
-  enqueue([&] {
-    return upload(pointer<const std::int32_t>(from), std::int64_t(bytes / 4),
-                  pointer<std::int32_t>(to), pointer<CUstream_st>(stream));
+// The sizes of int32 vectors that are on the same GPU as the first tensor; None where one is not, or is no such vector.
+py::object sizes_on_device(PyObject* const* given, Py_ssize_t count) {
+  const Torch& torch = Torch::get();
+  Tensor like;
+  bool on_gpu = false;
+  if (!read_like(torch, given[0], &like, &on_gpu) || !on_gpu) return py::none();
+  py::tuple sizes(std::size_t(count - 1));
+  for (Py_ssize_t i = 1; i < count; ++i) {
+    Vector vector;
+    if (!read_vector(torch, given[i], &like, &vector)) return py::none();
+    sizes[std::size_t(i - 1)] = py::int_(vector.count);
+  }
+  return sizes;
+}
+
+template <py::object (*kRead)(PyObject* const*), int kCount>
+PyObject* read_exactly(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&] {
+    if (count != kCount) throw py::type_error("Wrong number of arguments.");
+    return kRead(given);
+  });
+}
+
+PyObject* read_sizes(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&] {
+    if (count < 1) throw py::type_error("Wrong number of arguments.");
+    return sizes_on_device(given, count);
   });
 }
 
@@ -121,17 +198,15 @@ void upload_vectors(Address from, std::size_t bytes, Address to, Address stream)
 void bind_indices(py::module_& m) {
   // Positional: keywords would take 7 us, positions take 0.4.
   m.def(
-      "ascend", [](Address offsets, std::int64_t count) { return ascend({offsets, count}); },
+      "ascend",
+      [](Address offsets, std::int64_t count) {
+        return ascend({pointer<const std::int32_t>(offsets), count});
+      },
       "Whether int32 offsets (address, count) never decrease, from a first that is not negative.");
-  m.def(
-      "read_offsets", &read_offsets,
-      "What the host needs to know of a ragged batch: addresses of int32 qo_indptr and kv_indptr, "
-      "batch_size.");
-  m.def("read_pages", &read_pages,
-        "The same for pages: addresses of qo_indptr, kv_indptr, last_page_len and page numbers (0: "
-        "on the device), batch_size, how many page numbers, page_size, whether to pack all of "
-        "them.");
-  m.def("upload", &upload_vectors, "Copies to the device: address, bytes, address there, stream.");
+  static PyMethodDef offsets_def = fast("read_offsets", &read_exactly<read_offsets, 3>);
+  static PyMethodDef pages_def = fast("read_pages", &read_exactly<read_pages, 7>);
+  static PyMethodDef sizes_def = fast("sizes_on_device", &read_sizes);
+  for (PyMethodDef* def : {&offsets_def, &pages_def, &sizes_def}) add_function(m, def);
   m.def(
       "copy_vectors",
       [](const Copies& copies, Address stream) {

@@ -11,8 +11,8 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import cascade, decode, page, prefill, quantization
-from ._dispatch import BackendError, PerformanceWarning
+from . import _kernels, cascade, decode, page, prefill, quantization
+from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -90,8 +90,4 @@ def list_kernels() -> list[Any]:
         >>> for kernel in list_kernels():
         ...     print(kernel)
     """
-    try:
-        from . import _cuda
-    except ImportError:
-        return []
-    return list(_cuda.kernels())
+    return list(_kernels.kernels())

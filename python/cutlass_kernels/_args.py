@@ -17,18 +17,14 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _hints
 from ._hints import shown
+from ._problem import FLOAT_DTYPES, FP8_DTYPES
 from ._tracing import is_traced, without_modes
-from ._vectors import _C, INT32_MAX, enough_pages, index_vector, indptr, lens, page_bound, paged_kv_lens
-
-__all__ = ["_C", "enough_pages", "index_vector", "indptr", "lens", "page_bound", "paged_kv_lens"]  # of _vectors
 
 Scale = float | torch.Tensor
 
 LAYOUTS = ("NHD", "HND")
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
+_INT32_MAX = 2**31 - 1
 _DTYPE_ALIASES = {
     "fp16": torch.float16,
     "f16": torch.float16,
@@ -129,7 +125,7 @@ def window(value: int | None) -> int:
         left = operator.index(value)
     except TypeError:
         raise TypeError(f"window_left={shown(value)} is not a whole number: use -1 for no window.") from None
-    return min(left, INT32_MAX) if left >= 0 else -1
+    return min(left, _INT32_MAX) if left >= 0 else -1
 
 
 def sm_scale(value: Any, head_dim_qk: int) -> float:

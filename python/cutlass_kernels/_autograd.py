@@ -16,8 +16,8 @@ import torch
 from torch import is_grad_enabled
 from torch.autograd.graph import increment_version
 
+from ._errors import warn
 from ._tracing import is_traced
-from ._warnings import warn
 
 R = TypeVar("R")
 

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from . import _args, _dispatch, _hints
+from . import _args, _hints, _native, _vectors
+from ._problem import Split
 
 MOST_KEYS = (1 << 31) - 1024  # a hint beyond it says nothing that kernels could use
 _ALIGN = 4  # a vector starts at a multiple of so many elements, 16 bytes; kAlign in indices.cpp
-# Pageable memory of up to so many bytes is copied by the driver while it is asked to, in 4 us; more of it might wait
-# for the device, so more is copied to pinned memory first, which takes 10 us longer.
-_PAGEABLE_BYTES = 32 << 10
 
 
 class Index:
@@ -75,22 +73,19 @@ class _Packed:
 
     __slots__ = ("address", "bytes", "host_address", "pinned", "tensor")
 
-    def __init__(self, packed: bytearray, host_address: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, like: torch.Tensor, packed: bytearray, host_address: int, tensor: torch.Tensor | None, address: int
+    ) -> None:
         self.bytes, self.host_address = packed, host_address
         self.pinned: torch.Tensor | None = None
+        if tensor is not None:
+            self.tensor, self.address = tensor, address
+            return
+        host = torch.frombuffer(packed, dtype=torch.int32)
         if like.is_cuda:
-            self._upload(like.device)
-        else:
-            self.tensor = torch.frombuffer(packed, dtype=torch.int32)
-        self.address = self.tensor.data_ptr()
-
-    def _upload(self, device: torch.device) -> None:
-        size = len(self.bytes)
-        self.tensor = torch.empty(size // 4, dtype=torch.int32, device=device)
-        if size > _PAGEABLE_BYTES or not _dispatch._kernels().upload(self.host_address, size, self.tensor):
-            self.pinned = torch.empty(size // 4, dtype=torch.int32, device="cpu", pin_memory=True)
-            self.pinned.copy_(torch.frombuffer(self.bytes, dtype=torch.int32))
-            self.tensor.copy_(self.pinned, non_blocking=True)
+            self.pinned = torch.empty(len(packed) // 4, dtype=torch.int32, device="cpu", pin_memory=True).copy_(host)
+            host = self.pinned.to(like.device, non_blocking=True)
+        self.tensor, self.address = host, host.data_ptr()
 
 
 class _Part(Index):
@@ -151,10 +146,10 @@ class Batch:
         if self.told_kv_lens is not None:
             return self.told_kv_lens
         if self.last_page_len is None or self.page_size is None:
-            return _args.lens(self.kv.known)
+            return _vectors.lens(self.kv.known)
         if self.longest is None:
-            return _args.paged_kv_lens(self.kv.tensor, self.last_page_len.tensor, self.page_size)
-        return _args.paged_kv_lens(self.kv.known, self.last_page_len.known, self.page_size)
+            return _vectors.paged_kv_lens(self.kv.tensor, self.last_page_len.tensor, self.page_size)
+        return _vectors.paged_kv_lens(self.kv.known, self.last_page_len.known, self.page_size)
 
     @property
     def total_kv(self) -> int:
@@ -166,7 +161,7 @@ class Batch:
         _hints.optional_tensor("seq_lens", seq_lens)
         if seq_lens is None or seq_lens.is_cuda or (self.longest is not None and self.page_size is None):
             return
-        told = _args.index_vector("seq_lens", seq_lens, self.size).to(torch.int64)
+        told = _vectors.index_vector("seq_lens", seq_lens, self.size).to(torch.int64)
         if self.longest is None:
             self.told_kv_lens = told
             self.longest = int(told.max()) if told.numel() else 0
@@ -177,16 +172,30 @@ class Batch:
                 "correct one of them, or leave seq_lens out."
             )
 
+    def split(self, fixed_split_size: int | None, disable_split_kv: bool, max_sequence_kv: int | None) -> Split:
+        """The rule by which keys are split. A size of 0 or -1 is none.
+
+        ValueError where nothing tells how many KV splits of a fixed size there may be.
+        """
+        fixed = _args.integer("fixed_split_size", fixed_split_size or 0)
+        fixed = min(max(fixed, 0) * (self.page_size or 1), MOST_KEYS)
+        told = 0 if max_sequence_kv is None else min(_args.integer("max_sequence_kv", max_sequence_kv), MOST_KEYS)
+        most = min(told or self.longest or 0, MOST_KEYS)
+        if fixed and self.page_size is None and not told and self.longest is None:
+            raise ValueError(
+                f"fixed_split_size={fixed_split_size} needs the lengths on the CPU (kv_indptr or seq_lens), or "
+                "max_sequence_kv."
+            )
+        return Split(fixed, bool(disable_split_kv), most, told)
+
 
 def read_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
     """A ragged batch on the device of ``like``; None where a vector is not int32 on the CPU, or is not right."""
-    if not (_is_readable(qo, kv) and (size := qo.numel() - 1) >= 0 and kv.numel() == size + 1):
-        return None
-    facts = _args._C.read_offsets(qo.data_ptr(), kv.data_ptr(), size)
+    facts = None if _native._C is None else _native._C.read_offsets(qo, kv, like)
     if facts is None:
         return None
-    total_q, total_kv, longest, packed, address = facts
-    all_of = _Packed(packed, address, like)
+    size, total_q, total_kv, longest, packed = facts
+    all_of = _Packed(like, *packed)
     begin = _next(0, size + 1)
     return Batch(size, _Part(all_of, 0, size + 1, total_q), _Part(all_of, begin, size + 1, total_kv), longest)
 
@@ -196,33 +205,20 @@ def read_pages(
 ) -> Batch | None:
     """A paged batch, as :func:`read_offsets`. Page numbers that no request uses are kept if ``whole``; they may be on
     the device of ``like``, where they are neither read nor copied."""
-    on_device = not _is_readable(qo, kv, last_page_len, indices)
-    if on_device and not (are_on(like, indices) and _is_readable(qo, kv, last_page_len)):
-        return None
-    if not (
-        (size := qo.numel() - 1) >= 0
-        and kv.numel() == size + 1
-        and last_page_len.numel() == size
-        and type(page_size) is int
-        and page_size > 0
-    ):
-        return None
-    count = indices.numel()
-    pages = 0 if on_device else indices.data_ptr()
-    facts = _args._C.read_pages(
-        qo.data_ptr(), kv.data_ptr(), last_page_len.data_ptr(), pages, size, count, page_size, whole
-    )
+    facts = None
+    if _native._C is not None:
+        facts = _native._C.read_pages(qo, kv, last_page_len, indices, page_size, whole, like)
     if facts is None:
         return None
-    total_q, end_page, longest, page_bound, packed, address = facts
-    all_of = _Packed(packed, address, like)
+    size, total_q, end_page, longest, page_bound, count, given, packed = facts
+    all_of = _Packed(like, *packed)
     begin_kv = _next(0, size + 1)
     begin_last = _next(begin_kv, size + 1)
     used: Index
-    if on_device:
-        used = Index(indices if whole or end_page == count else indices[:end_page], None)
+    if count < 0:
+        used = Index(indices if whole or end_page == given else indices[:end_page], None)
     else:
-        used = _Part(all_of, _next(begin_last, size), count if whole else end_page, None)
+        used = _Part(all_of, _next(begin_last, size), count, None)
     return Batch(
         size,
         _Part(all_of, 0, size + 1, total_q),
@@ -237,44 +233,27 @@ def read_pages(
 
 def take_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
     """A ragged batch of vectors that are on the device of ``like``; None where one is not, or they do not fit."""
-    if not (are_on(like, qo, kv) and (size := qo.numel() - 1) >= 0 and kv.numel() == size + 1):
+    sizes = sizes_on(like, qo, kv)
+    if sizes is None or not sizes[0] or sizes[1] != sizes[0]:
         return None
-    return Batch(size, Index(qo, None), Index(kv, None), None)
+    return Batch(sizes[0] - 1, Index(qo, None), Index(kv, None), None)
 
 
 def take_pages(
     qo: Index | None, kv: Any, last_page_len: Any, indices: Any, page_size: Any, like: torch.Tensor
 ) -> Batch | None:
     """A paged batch, as :func:`take_offsets`; None without ``qo``, too."""
-    if not (
-        qo is not None
-        and are_on(like, kv, last_page_len, indices)
-        and (size := qo.numel() - 1) >= 0
-        and kv.numel() == size + 1
-        and last_page_len.numel() == size
-        and type(page_size) is int
-        and page_size > 0
-    ):
+    sizes = None if qo is None else sizes_on(like, kv, last_page_len, indices)
+    if qo is None or sizes is None or not (type(page_size) is int and page_size > 0):
+        return None
+    size = qo.numel() - 1
+    if size < 0 or sizes[0] != size + 1 or sizes[1] != size:
         return None
     return Batch(size, qo, Index(kv, None), None, page_size, Index(last_page_len, None), Index(indices, None))
 
 
-def are_on(like: torch.Tensor, *vectors: Any) -> bool:
-    """Whether these are int32 vectors as kernels read them, on the device of ``like``, which is not the CPU."""
-    device = like.device
-    for x in vectors:
-        if not (type(x) is torch.Tensor and x.dtype is torch.int32 and not x.is_cpu and x.device == device):
-            return False
-        if x.dim() != 1 or not x.is_contiguous():
-            return False
-    return True
-
-
-def _is_readable(*vectors: Any) -> bool:
-    """Whether compiled functions can read these: there are such, and these are int32 vectors on the CPU."""
-    if _args._C is None:
-        return False
-    for x in vectors:
-        if not (type(x) is torch.Tensor and x.dtype is torch.int32 and x.is_cpu and x.dim() == 1 and x.is_contiguous()):
-            return False
-    return True
+def sizes_on(like: torch.Tensor, *vectors: Any) -> tuple[int, ...] | None:
+    """Sizes of int32 vectors that kernels can read as they are; None where one is not on the device of ``like``, which
+    is not the CPU."""
+    sizes: tuple[int, ...] | None = None if _native._C is None else _native._C.sizes_on_device(like, *vectors)
+    return sizes

@@ -16,8 +16,9 @@ from . import _args
 from ._autograd import forward_only_as_a_whole
 from ._describe import describe_several
 from ._merge import merge_state_in_place
-from ._plan import Result, spellings
+from ._options import Result
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ._spellings import spellings
 
 # What the first plan of a level decides for all later ones, where runs may have been captured.
 _PINNED = ("_max_total_num_rows", "_graph_general", "_graph_short", "_graph_split")
@@ -263,7 +264,9 @@ class MultiLevelCascadeAttentionWrapper:
         given = out is not None
         out, lse = last.run(q, paged_kv_cache, out=out, return_lse=True, **scales)
         # Rows of a caller's tensor that belong to no request are not written.
-        inside = last._rows_of_requests(last._planned(), q.size(0)) if given and shared else None
+        inside = None
+        if given and shared:
+            inside = last._planned().rows_of_requests(last._qo_indptr_buf, q.size(0))
         for level in shared:
             other, other_lse = level.run(q, paged_kv_cache, return_lse=True, **scales)
             merge_state_in_place(out, lse, other, other_lse, inside)

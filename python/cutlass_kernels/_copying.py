@@ -7,10 +7,13 @@ kernels: such a plan holds addresses of the buffers that it was made with. A pla
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _ops
-from ._plan import KERNEL_BACKENDS, Plan
+from ._select import KERNEL_BACKENDS
+
+if TYPE_CHECKING:
+    from ._plan import Plan
 
 W = TypeVar("W", bound="Copied")
 

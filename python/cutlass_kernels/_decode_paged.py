@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from . import _args, _hints, _plan
+from . import _args, _hints, _options, _vectors
 from ._batch import Index
-from ._plan import Plan, Result
+from ._native import PER_THREAD_STREAM, stream_of
+from ._options import Result
+from ._plan import Plan
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from ._streams import PER_THREAD_STREAM, stream_of
+from ._problem import FP8_DTYPES
 from ._tracing import cache_of_real_tensors
 
 _MOST_ROWS = 2**31 - 1
@@ -182,12 +184,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             >>> wrapper.plan(indptr, indices, last_page_len, 32, 8, 128, 16, q_data_type=torch.bfloat16)
         """
         q_len = _rows_per_request(q_len_per_req)
-        count = _args.index_vector("last_page_len", last_page_len).numel()
+        count = _vectors.index_vector("last_page_len", last_page_len).numel()
         rows = self._rows_on_device(count, q_len) if getattr(indptr, "is_cuda", False) else None
         batch = self._read_batch(_offsets(count, q_len), indptr, indices, last_page_len, page_size, rows)
         batch.take_lens(seq_lens)
         if data_type is not None:
-            if q_data_type is None and _args.dtype(data_type) not in _args.FP8_DTYPES:
+            if q_data_type is None and _args.dtype(data_type) not in FP8_DTYPES:
                 q_data_type = data_type
             if kv_data_type is None:
                 kv_data_type = data_type
@@ -201,10 +203,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             o_data_type,
         )
         causal = q_len > 1  # a single row, at the last key, sees them all
-        values = _plan.options(
+        values = _options.options(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, False
         )
-        split = _plan.split(batch, fixed_split_size, disable_split_kv, None)
+        split = batch.split(fixed_split_size, disable_split_kv, None)
         self._commit_pages(self._prepare(shape, values, batch, split, None, None, None, None))
 
     begin_forward = plan  # type: ignore[assignment]
@@ -326,7 +328,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
         """
         _hints.one_cache(paged_kv_cache, pos_encoding_mode)
-        values = _plan.options(
+        values = _options.options(
             self._options.causal,
             pos_encoding_mode,
             window_left,

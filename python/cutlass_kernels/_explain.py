@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from . import _args, _hints
-from ._dispatch import BACKENDS, FEATURES, Layout, Request, is_ordinary, preferred, reasons
-from ._dispatch import compute_capability as _capability_of
+from ._problem import FP8_DTYPES
+from ._request import FEATURES, Layout, Request, is_ordinary
+from ._request import compute_capability as _capability_of
+from ._select import BACKENDS, preferred, reasons
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def explain(
         compute_capability = _capability_of(where)
     q_type = _args.dtype("float16" if q_dtype is None else q_dtype)
     kv_type = q_type if kv_dtype is None else _args.dtype(kv_dtype)
-    o_default = torch.bfloat16 if q_type in _args.FP8_DTYPES else q_type
+    o_default = torch.bfloat16 if q_type in FP8_DTYPES else q_type
     qo_heads = 32 if num_qo_heads is None else _args.integer("num_qo_heads", num_qo_heads)
     kv_heads = qo_heads if num_kv_heads is None else _args.integer("num_kv_heads", num_kv_heads)
     _args.heads(qo_heads, kv_heads)

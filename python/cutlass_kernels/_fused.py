@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _args, _autograd, _dispatch, _plan, _prepare
+from . import _autograd, _half_precision, _kernels, _native, _request, _select, _vectors
 from ._problem import PagedKv, Problem
 
 
@@ -31,11 +31,11 @@ def needs_grad(qkv: Any, *others: Any) -> bool:
     return _autograd.needs_grad(q, k, None, *others)
 
 
-def serves(problem: Problem, request: _dispatch.Request, backend: str) -> bool:
+def serves(problem: Problem, request: _request.Request, backend: str) -> bool:
     """Whether a problem can be given to the ``backend`` that was selected for its facts as it is."""
-    if backend not in _plan.KERNEL_BACKENDS:
+    if backend not in _select.KERNEL_BACKENDS:
         return False
-    return not _prepare.is_needed(problem) or _plan.reads_as_is(backend, request)
+    return not _half_precision.is_needed(problem) or _kernels.reads_as_is(backend, request)
 
 
 def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: int, max_kv_len: int) -> None:
@@ -50,13 +50,12 @@ def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: in
         return
     if max_q_len <= 0:
         raise ValueError(f"max_q_len={max_q_len} must be positive: there are {q.size(0)} query tokens.")
-    kernels = _dispatch._kernels()
     entries = None if tables is None else _rows(tables.entries.to(device, non_blocking=True))
     qo_indptr, kv_indptr = _on_device(qo_indptr, kv_indptr, device)
     kv = dataclasses.replace(problem.kv, indptr=kv_indptr)
-    problem = kernels.with_device_scales(dataclasses.replace(problem, qo_indptr=qo_indptr, kv=kv))
+    problem = _kernels.with_device_scales(dataclasses.replace(problem, qo_indptr=qo_indptr, kv=kv))
     v_offset = 0 if tables is None else tables.v_offset
-    kernels._C.attend_fused(problem, backend, entries, v_offset, max_q_len, max_kv_len)
+    _native._C.attend_fused(problem, backend, entries, v_offset, max_q_len, max_kv_len)
 
 
 def captured(name: str, x: Any, device: torch.device) -> Any:
@@ -98,7 +97,7 @@ def check_room(table: torch.Tensor, page_size: int, kv_indptr: torch.Tensor) -> 
     """ValueError where a request is known to have more keys than its row of the table has room for."""
     if kv_indptr.is_cuda or kv_indptr.numel() < 2:
         return
-    longest = int(_args.lens(kv_indptr).max())
+    longest = int(_vectors.lens(kv_indptr).max())
     if longest > table.size(-1) * page_size:
         raise ValueError(f"a request has {longest} keys, but block_tables only {table.size(-1)} columns.")
 
@@ -107,7 +106,7 @@ def paged(k: torch.Tensor, v: torch.Tensor, tables: Tables, kv_indptr: torch.Ten
     """The page table of a batch from its block tables, made on their device."""
     table, v_offset = tables
     separate, batch_size, page_size = table.dim() == 3, table.size(0), k.size(1)
-    kv_lens = _args.lens(kv_indptr)
+    kv_lens = _vectors.lens(kv_indptr)
     if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
         device = kv_lens.device if kv_lens.is_cuda else table.device
         kv_lens, table = kv_lens.to(device), table.to(device)
@@ -122,7 +121,7 @@ def paged(k: torch.Tensor, v: torch.Tensor, tables: Tables, kv_indptr: torch.Ten
         for what, cache, ids in (("keys", k, indices), ("values", v, v_indices)):
             if ids is not None:
                 name = f"block_tables ({what}, counted from their own cache)" if separate else "block_tables"
-                _args.enough_pages(name, _args.page_bound(name, ids[: int(indptr[-1])]), cache)
+                _vectors.enough_pages(name, _vectors.page_bound(name, ids[: int(indptr[-1])]), cache)
     return PagedKv(k, v, indptr.to(torch.int32), indices, last.to(torch.int32), v_indices)
 
 

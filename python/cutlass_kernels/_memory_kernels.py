@@ -1,24 +1,49 @@
 """The compiled kernels that only move memory: merging of states, writing to caches. From tensors to launches.
 
-Importing this module raises ImportError where the installation has no compiled extension. Arguments have been checked;
-tensors become addresses and strides here. Nothing is allocated but results, and copies of tensors that lie in memory as
-no kernel reads them; nothing synchronises, and all of it can be captured into a CUDA graph.
+:func:`serve` tells whether they compute a call at all. Arguments have been checked; tensors become addresses and
+strides here. Nothing is allocated but results, and copies of tensors that lie in memory as no kernel reads them;
+nothing synchronises, and all of it can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from . import _C  # type: ignore[attr-defined]
-from ._streams import current_device as _current_device
-from ._streams import stream_of as _stream_of
-
-COMPUTE_CAPABILITIES: tuple[int, int] = _C.compute_capabilities  # of GPUs, from and to; to 0: all newer ones
+from . import _native
+from ._native import current_device as _current_device
+from ._native import stream_of as _stream_of
+from ._request import compute_capability
+from ._tracing import is_traced
 
 _STATES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _ROW_BYTES = 4096  # of a state, at most
 _NAME_OF_SIZE = {1: "float8_e4m3fn", 2: "float16", 4: "float32"}  # copies of elements need no more than their size
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def serve(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether kernels take these tensors; else PyTorch is to compute.
+
+    That is: on devices that the installation has no such kernels for, for subclasses of tensors (which stand for
+    others), for traced calls, whose graphs know PyTorch's operators, and where gradients are asked for.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)):
+        return False
+    if not x.is_cuda or is_traced() or type(x) not in _PLAIN_TENSORS:
+        return False
+    return _serve_device(x.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _serve_device(device: torch.device) -> bool:
+    capability = compute_capability(device)
+    if _native._C is None or capability is None:
+        return False
+    oldest, newest = _native._C.compute_capabilities  # newest 0: all newer ones
+    return bool(oldest <= capability and (not newest or capability <= newest))
 
 
 # --- merging -----------------------------------------------------------------------------------------------------
@@ -45,7 +70,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
             v = v.clone(memory_format=torch.contiguous_format)
             v_token, v_state, v_head, _ = v.stride()
         s_token, s_state, s_head = s.stride()
-        _C.merge_states(
+        _native._C.merge_states(
             _STATES[v.dtype],
             tokens,
             states,
@@ -112,7 +137,7 @@ def _merge_two(
     mask = None if mask is None else mask.contiguous()
     (a_token, a_head, _), (b_token, b_head, _), (out_token, out_head, _) = v_a.stride(), v_b.stride(), out.stride()
     (s_a_token, s_a_head), (s_b_token, s_b_head), (lse_token, lse_head) = s_a.stride(), s_b.stride(), lse.stride()
-    _C.merge_state(
+    _native._C.merge_state(
         _STATES[v_a.dtype],
         tokens,
         heads,
@@ -182,7 +207,7 @@ def get_batch_indices_positions(
         with torch.cuda.device(device):
             get_batch_indices_positions(indptr, lens, batch_indices, positions)
         return
-    _C.get_batch_indices_positions(
+    _native._C.get_batch_indices_positions(
         indptr.numel() - 1,
         positions.numel(),
         indptr.data_ptr(),
@@ -217,7 +242,7 @@ def append(
     tokens, heads, head_dim_qk = key.shape
     if not (tokens and heads and head_dim_qk and value.size(-1)):
         return False
-    _C.append_paged_kv_cache(
+    _native._C.append_paged_kv_cache(
         _NAME_OF_SIZE[k_cache.element_size()],
         heads,
         head_dim_qk,

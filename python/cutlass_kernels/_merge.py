@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from . import _dispatch
+from . import _memory_kernels
 from ._autograd import written
 
 
@@ -45,10 +45,8 @@ def merge_state(
     """
     _check_two(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
     v_b, s_a, s_b = _as(v_b, v_a.dtype), _as(s_a, torch.float32), _as(s_b, torch.float32)
-    kernels = _dispatch.memory_kernels(v_a, s_a, v_b, s_b)
-    if kernels is not None and kernels.merges(v_a):
-        merged: tuple[torch.Tensor, torch.Tensor] = kernels.merge_state(v_a, s_a, v_b, s_b)
-        return merged
+    if _memory_kernels.serve(v_a, s_a, v_b, s_b) and _memory_kernels.merges(v_a):
+        return _memory_kernels.merge_state(v_a, s_a, v_b, s_b)
     return _merge(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
 
 
@@ -80,10 +78,10 @@ def merge_state_in_place(
         raise TypeError(f"mask is {type(mask).__name__}, not a tensor: pass a bool per token, or None.")
     if mask is not None and (mask.dim() != 1 or mask.size(0) != v.size(0)):
         raise RuntimeError(f"mask has shape {tuple(mask.shape)}: it must be [{v.size(0)}], one element per token.")
-    kernels = _dispatch.memory_kernels(v, s, v_other, s_other)
-    if kernels is not None and s.dtype == torch.float32 and kernels.merges(v):
+    served = _memory_kernels.serve(v, s, v_other, s_other)
+    if served and s.dtype == torch.float32 and _memory_kernels.merges(v):
         other = _as(v_other, v.dtype), _as(s_other, torch.float32)
-        if kernels.merge_state_in_place(v, s, *other, mask):
+        if _memory_kernels.merge_state_in_place(v, s, *other, mask):
             written(v, s)
             return
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
@@ -116,10 +114,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     """
     _check(v, s, 4, "v", "s")
     s = _as(s, torch.float32)
-    kernels = _dispatch.memory_kernels(v, s)
-    if kernels is not None and kernels.merges(v):
-        merged: tuple[torch.Tensor, torch.Tensor] = kernels.merge_states(v, s)
-        return merged
+    if _memory_kernels.serve(v, s) and _memory_kernels.merges(v):
+        return _memory_kernels.merge_states(v, s)
     return _merge(v, s)
 
 

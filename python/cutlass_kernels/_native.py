@@ -1,4 +1,4 @@
-"""The compiled module, and what it is told of torch.
+"""The compiled module ``_C`` (None where the installation has none), and what it is told of torch.
 
 Direct calls: the compiled module reads the arguments of a public function itself, checks them, allocates the results
 and launches, in one crossing. It makes a call only if every argument is exactly what a kernel takes; else it returns
@@ -6,6 +6,9 @@ None, and nothing has happened. Python then checks each argument, with a sentenc
 be converted, or computes with PyTorch. So a call has the same results and errors whatever was called before.
 
 An installation without the compiled module has direct calls that always return None.
+
+The current CUDA device and its current stream are numbers here: torch.cuda.current_stream() makes a Stream object,
+which takes longer than a launch, and torch.cuda.current_device() asks first whether CUDA has started.
 """
 
 from __future__ import annotations
@@ -16,12 +19,32 @@ from typing import Any
 
 import torch
 
-from ._streams import stream_of
-
+_C: Any
 try:
-    from . import _C  # type: ignore[attr-defined]
-except ImportError:
+    from . import _C  # type: ignore[attr-defined,no-redef]
+
+    WHY_MISSING = ""
+except ImportError as error:
     _C = None
+    WHY_MISSING = str(error)
+
+PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for every thread
+
+current_device: Callable[[], int]
+stream_of: Callable[[int], int]  # handle of a device's current stream
+
+if hasattr(torch._C, "_cuda_getDevice"):
+    current_device = torch._C._cuda_getDevice
+else:
+    current_device = torch.cuda.current_device
+
+if hasattr(torch._C, "_cuda_getCurrentRawStream"):
+    stream_of = torch._C._cuda_getCurrentRawStream
+else:
+
+    def stream_of(index: int) -> int:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
 
 _DLPACK_CODES = {  # code and bits of DLDataType
     torch.float16: (2, 16),

@@ -7,6 +7,7 @@ that a traced function assigns to attributes, other than by forward(), come too 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import is_grad_enabled
 
 from . import _args, _autograd
-from ._plan import Options, Result, RunArgs
+from ._options import Options, Result, RunArgs
 
 _AS_PLANNED: Any = Options(False, None, -1, 0.0, None, None, None, False)  # type: ignore[arg-type]
 _wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -47,7 +48,6 @@ def run(
     wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, o_dtype: torch.dtype | None, args: RunArgs
 ) -> Result:
     """``wrapper.run()`` in a graph; ``v`` is None where ``k`` holds keys and values."""
-    sinks = wrapper._sinks if args.sinks is None else args.sinks
     values = wrapper._traced_options  # of forward()
     if values is None:
         values = _AS_PLANNED
@@ -60,7 +60,7 @@ def run(
             v,
             *_options(values),
             o_dtype,
-            _one(sinks),
+            _one(args.sinks),
             *split_scales(args.scales),
             args.return_lse,
             values.fp16_qk_reduction,
@@ -215,6 +215,7 @@ def _run(
 
 
 def _single(
+    attention: Callable[..., Any],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -237,10 +238,8 @@ def _single(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from ._single import single_prefill_with_kv_cache
-
     scale_q, scale_k, scale_v, k_scale, v_scale = join_scales(factors, scales)
-    result = single_prefill_with_kv_cache(
+    result = attention(
         q,
         k,
         v,
@@ -404,5 +403,10 @@ _library.define("no_backward(Tensor[] inputs, Tensor[] gradients) -> Tensor[]", 
 _library.impl("no_backward", _no_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("cutlass_kernels::no_backward", _fake_no_backward, lib=_library)
 
+
+def define_single(attention: Callable[..., Any]) -> None:
+    """Registers the operator of ``single_prefill_with_kv_cache``, which is ``attention``."""
+    define("single", _SINGLE, functools.partial(_single, attention), _fake_single)
+
+
 define("run", _BATCH, _run, _fake_run)
-define("single", _SINGLE, _single, _fake_single)

@@ -5,6 +5,7 @@ Their kernels keep nothing between calls, so ``mode="reduce-overhead"`` may capt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,30 +37,6 @@ def positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int) -> 
     return result
 
 
-# --- what graphs run ---------------------------------------------------------------------------------------------
-
-
-def _append(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    *table_and_layout: Any,
-) -> None:
-    from .page import append_paged_kv_cache
-
-    cache = k_cache if v_cache is None else (k_cache, v_cache)
-    append_paged_kv_cache(append_key, append_value, batch_indices, positions, cache, *table_and_layout)
-
-
-def _positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from .page import get_batch_indices_positions
-
-    return get_batch_indices_positions(append_indptr, seq_lens, nnz)
-
-
 # --- what graphs are told ----------------------------------------------------------------------------------------
 
 
@@ -72,5 +49,13 @@ def _fake_positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: in
     return new[0], new[1]
 
 
-_ops.register("append", _APPEND, _append, _fake_append)
-_ops.register("positions", _POSITIONS, _positions, _fake_positions)
+def define(append: Callable[..., None], positions: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Registers the operators of ``append_paged_kv_cache`` and ``get_batch_indices_positions``."""
+
+    def run_append(*args: Any) -> None:
+        *new, k_cache, v_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout = args
+        cache = k_cache if v_cache is None else (k_cache, v_cache)
+        append(*new, cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout)
+
+    _ops.register("append", _APPEND, run_append, _fake_append)
+    _ops.register("positions", _POSITIONS, positions, _fake_positions)

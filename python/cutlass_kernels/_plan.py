@@ -1,112 +1,42 @@
-"""The parts of a batch plan, and of the calls that make and run one."""
+"""A planned batch: everything that plan() found out, and how it is run.
+
+A run is direct (``_native``), or it checks the tensors, makes the problem that they stand for and has that computed.
+"""
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from . import _args, _dispatch, _hints
-from ._batch import MOST_KEYS, Batch
-from ._problem import MultiItem, Offsets, PagedKv, Pages, Problem, Split
+from . import _args, _half_precision, _hints, _kernels, _native, _request, _select
+from ._autograd import written
+from ._batch import Batch
+from ._options import Options, Result, RunArgs, Shape
+from ._problem import FP8_DTYPES, Logits, Mask, MultiItem, Output, PagedKv, Problem, RaggedKv, Split
+from ._select import KERNEL_BACKENDS
 
-INT_WORKSPACE_BYTES = 8 << 20
-KERNEL_BACKENDS = _dispatch.BACKENDS[:-1]
-
-# What run() and its relatives return: out, or (out, lse) where the LSE is asked for. Any lets a type checker take the
-# one or the other without a cast.
-Result = torch.Tensor | Any
-P = ParamSpec("P")
-R = TypeVar("R")
+_LN2 = math.log(2.0)
+_MOST_ROWS = 1 << 30
 
 
-def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a method accept keywords by a second name, and ``head_dim_vo`` by position. Type checkers see its own
-    signature, which has the documented names alone.
+@dataclass(slots=True)
+class Place:
+    """What a wrapper is, whatever it plans. ``graph``: its index data stay in the buffers of a CUDA graph."""
 
-    ``aliases`` maps the other name to the parameter's. ``head_dim_vo_at`` is the position (without self) where some
-    callers pass an integer ``head_dim_vo`` before all that follows.
-    """
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def call(self: Any, /, *args: Any, **kwargs: Any) -> R:
-            at = head_dim_vo_at
-            if at is not None and len(args) > at and args[at] is not None and _is_integer(args[at]):
-                if "head_dim_vo" in kwargs:
-                    raise TypeError("head_dim_vo is given twice, by position and by keyword.")
-                kwargs["head_dim_vo"] = operator.index(args[at])
-                args = (*args[:at], *args[at + 1 :])
-            for other, name in aliases.items():
-                if other in kwargs:
-                    if name in kwargs:
-                        raise TypeError(f"{name} and {other} are two names of one argument: give one of them.")
-                    kwargs[name] = kwargs.pop(other)
-            return method(self, *args, **kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
-def _is_integer(value: Any) -> bool:
-    """Whether ``value`` is an integer of Python or numpy; a tensor is a mask, and would have to be read back."""
-    if isinstance(value, (bool, torch.Tensor)):
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
-
-
-# --- parts of a plan ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a run may change without planning again."""
-
-    causal: bool
-    pos_encoding_mode: str
-    window_left: int
-    logits_soft_cap: float
-    sm_scale: float | None
-    rope_scale: float | None
-    rope_theta: float | None
-    fp16_qk_reduction: bool
-
-    def replaced(self, field: str, value: Any) -> Options:
-        """These with another value; themselves where it is the same one."""
-        present = getattr(self, field)
-        if type(value) is type(present) and type(value) in _args.PLAIN and value == present:
-            return self
-        values = [value if name == field else getattr(self, name) for name in Options.__slots__]
-        return Options(*values)
-
-
-class Shape(NamedTuple):
-    """Sizes and dtypes of a plan."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    o_dtype: torch.dtype
-    cast: torch.dtype | None = None  # dtype that q, k and v are converted to before the computation
+    device: torch.device
+    kv_layout: str
+    backend: str  # as asked for
+    graph: bool
 
 
 @dataclass(slots=True)
 class Plan:
     """Everything plan() found out."""
 
+    place: Place
     shape: Shape
     batch: Batch
     total_q: int | None
@@ -115,13 +45,13 @@ class Plan:
     bits_indptr: torch.Tensor | None
     multi_item: MultiItem | None
     mask_is_causal: bool  # the mask is not the user's, but stands for options.causal in the buffers of a CUDA graph
-    request: _dispatch.Request
+    request: _request.Request
     backend: str
     split: Split
-    schedule: Any = None
+    schedule: _kernels.Schedule | None = None
     # By backend, is_general() and reads_as_is(), for runs whose arguments ask for another than the plan foresaw.
-    other_schedules: dict[tuple[str, bool, bool], Any] = field(default_factory=dict)
-    direct: Any = None  # makes direct runs (_native), once there has been one
+    other_schedules: dict[tuple[str, bool, bool], _kernels.Schedule] = field(default_factory=dict)
+    direct: Any = None  # makes direct runs, once there has been one
 
     def without_memory(self) -> Plan:
         """The same plan without what lies in device memory."""
@@ -130,174 +60,249 @@ class Plan:
     @property
     def is_general(self) -> bool:
         """Whether its runs are expected to be so: those of fp8 tensors usually bring their scales as tensors."""
-        shape, fp8 = self.shape, _args.FP8_DTYPES
+        shape = self.shape
         alibi = self.options.pos_encoding_mode == "ALIBI"
-        return self.bits is not None or alibi or shape.q_dtype in fp8 or shape.kv_dtype in fp8
+        return self.bits is not None or alibi or shape.q_dtype in FP8_DTYPES or shape.kv_dtype in FP8_DTYPES
 
+    # --- direct runs ---
 
-@dataclass(slots=True)
-class RunArgs:
-    """Arguments that the run() of every wrapper has."""
+    def run_directly(
+        self,
+        options: Options,
+        most_rows: int | None,
+        q: Any,
+        k: Any,
+        v: Any,
+        scales: tuple[Any, Any, Any],
+        out: Any,
+        lse: Any,
+        sinks: Any,
+        return_lse: Any,
+    ) -> Result | None:
+        """The results of a direct run with the options in effect, None where there is none.
 
-    scales: tuple[Any, Any, Any]
-    out: torch.Tensor | None
-    lse: torch.Tensor | None
-    return_lse: bool
-    lse_base: str = "log2"
-    lse_layout: str = "NH"
-    sinks: Any = None
-    skip_softmax_factor: float = 0.0
+        ``k`` may be a cache that holds the values too, or a pair, where ``v`` is None. ``most_rows`` are those of a
+        CUDA graph.
+        """
+        direct = self.direct
+        if direct is None:
+            direct = self._make_direct(most_rows)
+            if direct is None:
+                return None
+            self.direct = direct
+        result: Result | None = direct(q, k, v, *scales, out, lse, sinks, return_lse, options)
+        if result is not None and (out is not None or lse is not None):
+            written(out, lse)
+        return result
 
-
-def options(
-    causal: bool,
-    pos_encoding_mode: str,
-    window_left: int,
-    logits_soft_cap: float | None,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-    fp16_qk_reduction: bool,
-) -> Options:
-    """Checked options, one object for equal numbers. KeyError for an unknown ``pos_encoding_mode``."""
-    given = (
-        causal,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        fp16_qk_reduction,
-    )
-    # Tensors may change, and while torch.compile traces, numbers may be symbols.
-    known = not is_dynamo_compiling() and _args.are_plain(*given)
-    return _known_options(*given) if known else _new_options(*given)
-
-
-def _new_options(
-    causal: bool,
-    pos_encoding_mode: str,
-    window_left: int,
-    logits_soft_cap: float | None,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-    fp16_qk_reduction: bool,
-) -> Options:
-    _args.rope(pos_encoding_mode, rope_scale, rope_theta)
-    if sm_scale is not None:
-        sm_scale = _args.sm_scale(sm_scale, 1)
-    cap = _args.soft_cap(logits_soft_cap)
-    return Options(
-        _args.flag("causal", causal),
-        pos_encoding_mode,
-        _args.window(window_left),
-        cap,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        bool(fp16_qk_reduction),
-    )
-
-
-_known_options = functools.lru_cache(maxsize=256, typed=True)(_new_options)
-
-
-def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len: Any) -> MultiItem | None:
-    """The arguments of multi-item scoring, None where ``prefix_len_ptr`` is; ValueError where they are incomplete."""
-    if prefix_len is None and token_pos is None and not token_pos_len and max_item_len is None:
-        return None
-    given = {
-        "prefix_len_ptr": prefix_len,
-        "token_pos_in_items_ptr": token_pos,
-        "token_pos_in_items_len": token_pos_len or None,
-        "max_item_len_ptr": max_item_len,
-    }
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
-        raise ValueError(f"multi-item scoring needs {', '.join(given)} together; {', '.join(missing)} is missing.")
-    for name in ("prefix_len_ptr", "token_pos_in_items_ptr"):
-        _hints.optional_tensor(name, given[name])
-    return MultiItem(prefix_len, token_pos, _args.integer("token_pos_in_items_len", token_pos_len), max_item_len)
-
-
-def unsupported(owner: str, remedy: str, **arguments: Any) -> None:
-    """NotImplementedError where one of ``arguments`` is set."""
-    for name, value in arguments.items():
-        if value is not None and value is not False and value != {}:
-            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise NotImplementedError(f"{owner} does not serve {name}={shown}: {remedy}")
-
-
-def run_scales(
-    args: tuple[Any, ...], named: tuple[str, ...], given: dict[str, Any], return_lse: bool
-) -> tuple[tuple[Any, Any, Any], bool]:
-    """Sorts the positional arguments behind the tensors of run(): ``((q_scale, k_scale, v_scale), return_lse)``.
-
-    Three tensors are the dequantization scales of q, k and v; anything else follows ``named``.
-    """
-    if len(args) == 3 and all(isinstance(x, torch.Tensor) for x in args):
-        named = ("q_scale", "k_scale", "v_scale")
-    elif len(args) > len(named):
-        raise TypeError(
-            f"run() takes at most {', '.join(named)} behind the tensors, or three tensors (scale_q, scale_k, scale_v); "
-            f"{len(args)} positional arguments were given."
+    def _make_direct(self, most_rows: int | None) -> Any:
+        """What makes direct runs; None while there is no tile list."""
+        place, schedule, batch, shape = self.place, self.schedule, self.batch, self.shape
+        if schedule is None or shape.cast is not None:
+            return _native.not_direct
+        if _half_precision.prepared_request(self.request) is not None and not schedule.as_is:
+            return _native.not_direct  # runs compute from copies
+        if schedule.made is None:
+            return None
+        alibi = None
+        if self.options.pos_encoding_mode == "ALIBI":
+            alibi = _args.alibi_slopes(shape.num_qo_heads, place.device)
+            if not _args.are_kept(alibi):
+                return None
+        partials = schedule.partials
+        assert partials is not None
+        description = _native.DirectRuns(
+            schedule=schedule,
+            plan=schedule.made,
+            device=schedule.workspace.device.index,
+            hnd=place.kv_layout == "HND",
+            rows=-1 if self.total_q is None else self.total_q,
+            most_rows=_MOST_ROWS if most_rows is None else most_rows,
+            least_kv=batch.page_bound if batch.page_size is not None else batch.kv.last or 0,
+            zero=self._has_other_rows,
+            captured=schedule.offsets.total_q is None,
+            pos_encoding_mode=self.options.pos_encoding_mode,
+            mask_is_causal=self.mask_is_causal,
+            causal=self.options.causal,
+            alibi=alibi,
+            bits=self.bits,
+            bits_indptr=self.bits_indptr,
+            scratch=partials.data_ptr(),
+            scratch_bytes=partials.nbytes,
         )
-    for name, value in zip(named, args):
-        if name == "return_lse":
-            return_lse = value
-        elif given.get(name) is not None:
-            raise TypeError(f"{name} is given twice, by position and by keyword.")
-        else:
-            given[name] = value
-    if not isinstance(return_lse, bool):  # a scale in the wrong place, which bool() might read from the device
-        raise TypeError(f"return_lse is {type(return_lse).__name__}, not a bool: pass True or False.")
-    return (given.get("q_scale"), given.get("k_scale"), given.get("v_scale")), return_lse
+        return _native.direct_run(description)
 
+    # --- checks ---
 
-def make_schedule(
-    backend: str,
-    request: _dispatch.Request,
-    offsets: Offsets,
-    workspace: torch.Tensor,
-    copies: Sequence[tuple[int, int, int]] = (),
-) -> Any:
-    """The tile list of a batch, written into ``workspace``; None for a backend that needs none.
+    def check_q(self, q: torch.Tensor, most_rows: int | None) -> None:
+        shape = self.shape
+        _args.tensor("q", q, 3)
+        _args.same_device(self.place.device, q=q)
+        if q.dtype != shape.q_dtype:
+            raise ValueError(f"q has dtype {q.dtype}, but the plan {shape.q_dtype}: say q_data_type in plan().")
+        if tuple(q.shape[1:]) != (shape.num_qo_heads, shape.head_dim_qk):
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}, but the plan num_qo_heads={shape.num_qo_heads} and "
+                f"head_dim_qk={shape.head_dim_qk}."
+            )
+        if self.total_q is not None and q.size(0) != self.total_q:
+            raise ValueError(f"q has {q.size(0)} rows, but the planned qo_indptr ends at {self.total_q}: plan again.")
+        if most_rows is not None and q.size(0) > most_rows:
+            raise ValueError(f"q has {q.size(0)} rows, but this wrapper was first used with {most_rows}: use no more.")
 
-    Runs with the result read the index tensors of ``offsets`` themselves. ``copies`` (to and from an address, and how
-    many elements) are what these are to hold: they are made once nothing can fail any more.
-    """
-    if backend not in KERNEL_BACKENDS:
-        return None
-    return _dispatch._kernels().Schedule(backend, request, offsets, workspace, copies)
+    def check_kv(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        shape, place = self.shape, self.place
+        for name, x, dim in (("k", k, shape.head_dim_qk), ("v", v, shape.head_dim_vo)):
+            if x.device != place.device:
+                raise ValueError(f"{name} is on {x.device}, but the workspace of this wrapper on {place.device}.")
+            if x.dtype != shape.kv_dtype:
+                raise ValueError(
+                    f"{name} has dtype {x.dtype}, but the plan {shape.kv_dtype}: pass kv_data_type={x.dtype} to plan()."
+                )
+            if tuple(x.shape[-2:]) != (shape.num_kv_heads, dim):
+                raise ValueError(
+                    f"{name} has {x.size(-2)} heads of dimension {x.size(-1)} in kv_layout={place.kv_layout!r}, but "
+                    f"the plan {shape.num_kv_heads} of {dim}."
+                    + _hints.other_layout(place.kv_layout, x.size(-3) == shape.num_kv_heads, " to the constructor")
+                )
 
+    # --- runs ---
 
-def reads_as_is(backend: str, request: _dispatch.Request) -> bool:
-    """Whether runs on a kernel backend read fp8 keys and values themselves, not copies."""
-    return bool(_dispatch._kernels().reads_as_is(backend, request))
+    def run(
+        self, options: Options, qo_indptr: torch.Tensor, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs
+    ) -> Result:
+        """Computes the plan on checked tensors with the options in effect."""
+        problem = self._problem(options, qo_indptr, q, kv, args)
+        backend, request, schedule = self.backend, self.request, self.schedule
+        if options != self.options or not _is_plain(problem):
+            request = _request.Request.from_problem(problem, self.split.alone)
+            if "short_queries" not in self.request.features:  # the plan's word, also where a later one has fewer rows
+                request = request._replace(features=request.features - {"short_queries"})
+            backend = _select.select(self.place.backend, request)
+        if backend in KERNEL_BACKENDS:
+            general = _kernels.is_general(problem)
+            if (
+                schedule is None
+                or backend != self.backend
+                or (general and not schedule.general)
+                or (request is not self.request and schedule.as_is != _kernels.reads_as_is(backend, request))
+            ):
+                schedule = self._other_schedule(backend, general, request, problem)
+        elif self.place.device.type == "cuda":
+            self._use_host_indices(problem)
+        _select.compute(problem, backend, schedule)
+        out, lse = problem.output.out, problem.output.lse
+        if lse is None:
+            return out
+        if args.lse_base == "ln":
+            inside = None if args.lse is None else self.rows_of_requests(qo_indptr, q.size(0))
+            if inside is None:
+                lse.mul_(_LN2)
+            else:
+                lse.copy_(torch.where(inside[:, None], lse * _LN2, lse))
+        return (out, lse.t() if args.lse_layout == "HN" else lse) if args.return_lse else out
 
+    def _other_schedule(
+        self, backend: str, general: bool, request: _request.Request, problem: Problem
+    ) -> _kernels.Schedule:
+        """The schedule for a backend, or for tiles, that the plan did not choose. Captured runs make their own, as
+        lengths change."""
+        make_anew = self.place.graph or torch.cuda.is_current_stream_capturing()
+        key = (backend, general, _kernels.reads_as_is(backend, request))
+        schedule = None if make_anew else self.other_schedules.get(key)
+        if schedule is None:
+            assert problem.qo_indptr is not None
+            offsets = _kernels.offsets_of(problem)
+            offsets.split = self.split
+            schedule = _kernels.Schedule(backend, request, offsets, _kernels.int_workspace(self.place.device))
+            if not make_anew:
+                self.other_schedules[key] = schedule
+        return schedule
 
-def workspace_size(backend: str, request: _dispatch.Request, offsets: Offsets) -> tuple[int, int]:
-    """Bytes of the float and of the int workspace that a tile list, and runs with it, need."""
-    sizes: tuple[int, int] = _dispatch._kernels().workspace_size(backend, request, offsets)
-    return sizes
-
-
-def split(batch: Batch, fixed_split_size: int | None, disable_split_kv: bool, max_sequence_kv: int | None) -> Split:
-    """The rule by which the keys of a batch are split. A size of 0 or -1 is none.
-
-    ValueError where nothing tells how many KV splits of a fixed size there may be.
-    """
-    fixed = min(max(_args.integer("fixed_split_size", fixed_split_size or 0), 0) * (batch.page_size or 1), MOST_KEYS)
-    told = 0 if max_sequence_kv is None else min(_args.integer("max_sequence_kv", max_sequence_kv), MOST_KEYS)
-    most = min(told or batch.longest or 0, MOST_KEYS)
-    if fixed and batch.page_size is None and not told and batch.longest is None:
-        raise ValueError(
-            f"fixed_split_size={fixed_split_size} needs the lengths on the CPU (kv_indptr or seq_lens), or "
-            "max_sequence_kv."
+    def _problem(
+        self, options: Options, qo_indptr: torch.Tensor, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs
+    ) -> Problem:
+        shape, device = self.shape, self.place.device
+        if args.lse_base not in ("log2", "ln"):
+            raise ValueError(f"lse_base={args.lse_base!r} is unknown: use 'log2' or 'ln'.")
+        if args.lse_layout not in ("NH", "HN"):
+            raise ValueError(f"lse_layout={args.lse_layout!r} is unknown: use 'NH' or 'HN'.")
+        if self.mask_is_causal and options.causal != self.options.causal:
+            raise ValueError(
+                f"causal={options.causal}, but causal={self.options.causal} is planned, and the mask buffers of this "
+                "wrapper hold a mask for that: pass causal to plan()."
+            )
+        scale_qk, head_scale, scale_v = _args.descale(*args.scales, shape.num_qo_heads, shape.num_kv_heads, device)
+        alibi = options.pos_encoding_mode == "ALIBI"
+        _args.rope_dim(options.pos_encoding_mode, shape.head_dim_qk)
+        logits = Logits(
+            sm_scale=_args.product(_args.sm_scale(options.sm_scale, shape.head_dim_qk), scale_qk),
+            soft_cap=_args.soft_cap(options.logits_soft_cap),
+            alibi=_args.alibi_slopes(shape.num_qo_heads, device) if alibi else None,
+            rope=_args.rope(options.pos_encoding_mode, options.rope_scale, options.rope_theta),
+            head_scale=head_scale,
+            sinks=_args.sinks(args.sinks, shape.num_qo_heads, device),
         )
-    return Split(fixed, bool(disable_split_kv), most, told)
+        mask = Mask(
+            causal=options.causal,
+            window_left=_args.window(options.window_left),
+            bits=self.bits,
+            bits_indptr=self.bits_indptr,
+            multi_item=self.multi_item,
+        )
+        rows, heads = q.size(0), shape.num_qo_heads
+        out_shape = (rows, heads, shape.head_dim_vo)
+        out = _args.output(args.out, out_shape, shape.o_dtype, device, zero=self._has_other_rows)
+        output = Output(out, lse=self._lse(args, rows, heads), scale=scale_v)
+        return Problem(q, kv, logits, output, mask, qo_indptr, args.skip_softmax_factor)
+
+    @property
+    def _has_other_rows(self) -> bool:
+        """Whether the host cannot exclude that q has rows of no request. These are not written: new results need
+        something there."""
+        return self.place.graph or self.total_q is None
+
+    def rows_of_requests(self, qo_indptr: torch.Tensor, rows: int) -> torch.Tensor | None:
+        """Which of so many rows belong to a request, bool ``[rows]``; None where the host knows that all do.
+
+        What is done to a caller's tensor after the kernel is done to these rows alone.
+        """
+        if not self._has_other_rows:
+            return None
+        return torch.arange(rows, device=self.place.device) < qo_indptr[-1]
+
+    def _lse(self, args: RunArgs, rows: int, heads: int) -> torch.Tensor | None:
+        """The LSE tensor seen as ``[rows, heads]``, None where nobody wants it."""
+        if args.lse is None and not args.return_lse:
+            return None
+        transposed = args.lse_layout == "HN"
+        lse = _args.lse_output(args.lse, (heads, rows) if transposed else (rows, heads), self.place.device)
+        if self._has_other_rows and args.lse is None:
+            lse.fill_(-math.inf)
+        if transposed and not lse.is_contiguous():
+            raise ValueError(f"lse has strides {lse.stride()}: with lse_layout='HN' it must be contiguous.")
+        return lse.t() if transposed else lse
+
+    def _use_host_indices(self, problem: Problem) -> None:
+        """Gives the reference, which reads lengths on the host, the copies that are there already."""
+        batch = self.batch
+        problem.qo_indptr, problem.kv.indptr = batch.qo.known, batch.kv.known
+        if isinstance(problem.kv, PagedKv) and batch.last_page_len is not None:
+            problem.kv.last_page_len = batch.last_page_len.known
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether the arguments of a run ask for nothing that its plan did not know, so that the plan's choice stands."""
+    kv, logits, output = problem.kv, problem.logits, problem.output
+    k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
+    return (
+        logits.sinks is None
+        and logits.head_scale is None
+        and isinstance(logits.sm_scale, float)
+        and isinstance(output.scale, float)
+        and _request.is_ordinary(problem.q, k, v, output.out)
+        and not _request.copies_fp8(problem)
+    )
 
 
 def request_of(
@@ -308,10 +313,10 @@ def request_of(
     multi_item: bool,
     page_size: int | None,
     short: bool,
-    layout: _dispatch.Layout | None,
-) -> _dispatch.Request:
+    layout: _request.Layout | None,
+) -> _request.Request:
     """The facts that decide the backend of a plan."""
-    features = _dispatch.feature_set(
+    features = _request.feature_set(
         custom_mask=masked and not multi_item,
         multi_item=multi_item,
         unsized=multi_item and not masked and device.type == "cuda",
@@ -321,12 +326,12 @@ def request_of(
         alibi=values.pos_encoding_mode == "ALIBI",
         rope=values.pos_encoding_mode == "ROPE_LLAMA",
         paged=page_size is not None,
-        fp8_copies=shape.q_dtype in _args.FP8_DTYPES and (page_size or 0) % _dispatch.FP8_PAGE > 0,
+        fp8_copies=shape.q_dtype in FP8_DTYPES and (page_size or 0) % _request.FP8_PAGE > 0,
         short_queries=short,
     )
-    return _dispatch.Request(
+    return _request.Request(
         device.type,
-        _dispatch.compute_capability(device),
+        _request.compute_capability(device),
         shape.cast or shape.q_dtype,
         shape.cast or shape.kv_dtype,
         shape.o_dtype,
@@ -337,60 +342,3 @@ def request_of(
         features,
         layout,
     )
-
-
-def int_workspace(device: torch.device) -> torch.Tensor:
-    """Room for a tile list on ``device``."""
-    return torch.empty(INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)
-
-
-def is_general(problem: Problem) -> bool:
-    """Whether a problem needs a tile list made for general ones (:class:`Offsets`), which then serves others too."""
-    logits = problem.logits
-    return (
-        problem.mask.bits is not None
-        or logits.alibi is not None
-        or logits.head_scale is not None
-        or isinstance(logits.sm_scale, torch.Tensor)
-        or isinstance(problem.output.scale, torch.Tensor)
-        or problem.output.stats is not None
-    )
-
-
-def offsets_of(problem: Problem) -> Offsets:
-    """The offsets of a problem that was not planned, on the device of its queries."""
-    device, kv, rows = problem.q.device, problem.kv, problem.q.size(0)
-    assert problem.qo_indptr is not None and kv.indptr is not None
-
-    def move(x: torch.Tensor) -> torch.Tensor:
-        return x.to(device, non_blocking=True)
-
-    pages = None
-    if isinstance(kv, PagedKv):
-        v_indices = None if kv.v_indices is None else move(kv.v_indices)
-        pages = Pages(move(kv.indices), move(kv.last_page_len), kv.k_cache.size(1), v_indices)
-    total_kv = 0 if isinstance(kv, PagedKv) else kv.k.size(0)
-    general = is_general(problem)
-    split = Split(disabled=problem.output.stats is not None)  # statistics of KV splits are not combined
-    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, 0, problem.mask, general, split)
-
-
-def compute_once(problem: Problem, backend: str = "auto") -> None:
-    """Computes a problem that was not planned."""
-    request = _dispatch.Request.from_problem(problem)
-    compute_selected(problem, request, _dispatch.select(backend, request))
-
-
-def compute_selected(problem: Problem, request: _dispatch.Request, selected: str) -> None:
-    """The same with the backend that was selected for its facts."""
-    schedule = None
-    if selected in KERNEL_BACKENDS and problem.qo_indptr is not None:
-        schedule = make_schedule(selected, request, offsets_of(problem), int_workspace(problem.q.device))
-    _dispatch.compute(problem, selected, schedule)
-
-
-def offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Where requests of these lengths start, int32 ``[batch + 1]``."""
-    result = torch.zeros(lens.numel() + 1, dtype=torch.int64, device=lens.device)
-    torch.cumsum(lens, 0, out=result[1:])
-    return result.to(torch.int32)

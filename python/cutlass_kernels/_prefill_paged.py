@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _batch, _hints, _ops, _plan, _wrapper
+from . import _args, _batch, _hints, _ops, _options, _spellings, _vectors, _wrapper
+from ._attributes import IndexBuffer
 from ._autograd import forward_only, needs_grad
 from ._batch import Batch, Index
-from ._plan import Result, spellings
-from ._problem import PagedKv, Pages, Vector
+from ._options import Result
+from ._plan import Plan
+from ._problem import FP8_DTYPES, PagedKv, Pages, Vector
+from ._spellings import spellings
 from ._tracing import have_own_dispatch, is_traced
-from ._wrapper import IndexBuffer
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
@@ -205,7 +207,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         shape = self._paged_shape(
             num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_data_type, kv_data_type, o_data_type
         )
-        values = _plan.options(
+        values = _options.options(
             causal,
             pos_encoding_mode,
             window_left,
@@ -215,21 +217,21 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             rope_theta,
             allow_fp16_qk_reduction,
         )
-        items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
+        items = _options.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        split = batch.split(fixed_split_size, disable_split_kv, max_sequence_kv)
         plan = self._prepare(shape, values, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
         self._commit_pages(plan)
 
     begin_forward = plan
 
-    def _paged_shape(self, *sizes_and_dtypes: Any) -> _plan.Shape:
+    def _paged_shape(self, *sizes_and_dtypes: Any) -> _options.Shape:
         """As ``_shape``; AssertionError for fp8 queries on fa2."""
         shape = self._shape(*sizes_and_dtypes)
-        if shape.q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+        if shape.q_dtype in FP8_DTYPES and self._requested_backend == "fa2":
             raise AssertionError(f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'.")
         return shape
 
-    def _commit_pages(self, plan: _plan.Plan) -> None:
+    def _commit_pages(self, plan: Plan) -> None:
         batch = plan.batch
         assert batch.indices is not None and batch.last_page_len is not None
         indices = {
@@ -253,7 +255,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         graph, like = self._use_cuda_graph, self._float_workspace_buffer
         batch = _batch.read_pages(qo_indptr, kv_indptr, last_page_len, indices, page_size, graph, like)
         if batch is None:
-            if rows is None and _batch.are_on(like, qo_indptr):
+            if rows is None and _batch.sizes_on(like, qo_indptr) is not None:
                 rows = Index(qo_indptr, None)
             batch = _batch.take_pages(rows, kv_indptr, last_page_len, indices, page_size, like)
         if batch is not None:
@@ -261,14 +263,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             if graph:
                 self._check_room_for_pages(indices)
             return batch
-        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
+        qo = _vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
         count = qo.numel() - 1
         self._check_batch(count)
         page_size = _args.page_size(page_size)
         teller, *names = self._index_arguments
-        kv = _args.indptr(names[0], kv_indptr, count, told_by=teller)
-        pages = _args.index_vector(names[1], indices)
-        last = _args.index_vector(names[2], last_page_len, count)
+        kv = _vectors.indptr(names[0], kv_indptr, count, told_by=teller)
+        pages = _vectors.index_vector(names[1], indices)
+        last = _vectors.index_vector(names[2], last_page_len, count)
         first_page, end_page = (0, 0) if kv.is_cuda else (int(kv[0]), int(kv[-1]))
         if end_page > pages.numel():
             raise ValueError(f"{names[0]} ends at {end_page}, but {names[1]} has {pages.numel()} pages.")
@@ -276,10 +278,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             pages = pages[:end_page]
         if graph:
             self._check_room_for_pages(pages)
-        bound = _args.page_bound("paged_kv_indices", pages[first_page:end_page])
+        bound = _vectors.page_bound("paged_kv_indices", pages[first_page:end_page])
         longest = None
         if not kv.is_cuda and not last.is_cuda:
-            lens = _args.paged_kv_lens(kv, last, page_size)
+            lens = _vectors.paged_kv_lens(kv, last, page_size)
             longest = int(lens.max()) if count else 0
         converted = _batch.read_pages(qo, kv, last, pages, page_size, graph, like)
         if converted is not None:
@@ -294,7 +296,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 f"{self._paged_kv_indices_buf.numel()}: make the buffer larger."
             )
 
-    def _vectors(self, plan: _plan.Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
+    def _vectors(self, plan: Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
         assert plan.batch.page_size is not None
         pages = Pages(stored["paged_kv_indices_buf"], stored["paged_kv_last_page_len_buf"], plan.batch.page_size)
         return stored["qo_indptr_buf"], stored["paged_kv_indptr_buf"], pages
@@ -372,14 +374,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             and use_fp16_softmax is None
             and uses_spcompress is None
         ):
-            result = self._direct_run(
-                plan, q, paged_kv_cache, None, (q_scale, k_scale, v_scale), out, lse, used_sinks, return_lse
+            scales = (q_scale, k_scale, v_scale)
+            result = plan.run_directly(
+                self._options, self._most_rows, q, paged_kv_cache, None, scales, out, lse, used_sinks, return_lse
             )
             if result is not None:
                 return result
         if args:
             _hints.one_cache(paged_kv_cache, args[0])
-        _plan.unsupported(
+        _spellings.unsupported(
             f"{type(self).__name__}.run",
             "leave it out.",
             kv_cache_sf=kv_cache_sf,
@@ -387,10 +390,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             uses_spcompress=uses_spcompress,
         )
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        scales, return_lse = _plan.run_scales(args, self._positions_of_run, given, return_lse)
+        scales, return_lse = _spellings.run_scales(args, self._positions_of_run, given, return_lse)
         self._check_window(window_left)
         skip = _args.skip_softmax(skip_softmax_threshold_scale_factor)
-        run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
+        run_args = _options.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, used_sinks, skip)
         pair = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)
         if traced or have_own_dispatch(q, *pair):
             k, v = pair
@@ -403,8 +406,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 f"page_size={plan.batch.page_size} is planned."
                 + _hints.other_layout(self._kv_layout, k_cache.size(2) == plan.batch.page_size, " to the constructor")
             )
-        self._check_kv(k_cache, v_cache, plan)
-        _args.enough_pages("paged_kv_indices", plan.batch.page_bound, k_cache)
+        plan.check_kv(k_cache, v_cache)
+        _vectors.enough_pages("paged_kv_indices", plan.batch.page_bound, k_cache)
         kv = PagedKv(
             k_cache, v_cache, self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
         )
@@ -437,7 +440,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
         """
         _hints.one_cache(paged_kv_cache, causal)
-        values = _plan.options(
+        values = _options.options(
             causal,
             pos_encoding_mode,
             window_left,

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _batch, _dispatch, _ops, _plan, _wrapper
+from . import _args, _batch, _ops, _options, _spellings, _vectors, _wrapper
+from ._attributes import IndexBuffer
 from ._autograd import forward_only, needs_grad
 from ._batch import Batch
-from ._plan import Result, spellings
-from ._problem import Pages, RaggedKv, Vector
+from ._errors import PerformanceWarning, warn
+from ._options import Result
+from ._plan import Plan
+from ._problem import FP8_DTYPES, HALF_DTYPES, Pages, RaggedKv, Vector
+from ._spellings import spellings
 from ._tracing import have_own_dispatch, is_traced
-from ._warnings import warn
-from ._wrapper import IndexBuffer
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
@@ -179,22 +181,24 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         Example:
             >>> wrapper.plan(qo_indptr, kv_indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16)
         """
-        _plan.unsupported("plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr)
+        _spellings.unsupported(
+            "plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr
+        )
         batch = self._read_batch(qo_indptr, kv_indptr)
         batch.take_lens(seq_lens)
         q_dtype = _args.dtype(q_data_type)
-        if o_data_type is None or _args.dtype(o_data_type) in _args.FP8_DTYPES:
-            o_data_type = torch.bfloat16 if q_dtype in _args.FP8_DTYPES else o_data_type
+        if o_data_type is None or _args.dtype(o_data_type) in FP8_DTYPES:
+            o_data_type = torch.bfloat16 if q_dtype in FP8_DTYPES else o_data_type
         shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
-        if q_dtype in _args.FP8_DTYPES and self._requested_backend == "fa2":
+        if q_dtype in FP8_DTYPES and self._requested_backend == "fa2":
             # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
-            cast = shape.o_dtype if shape.o_dtype in _args.HALF_DTYPES else torch.float16
+            cast = shape.o_dtype if shape.o_dtype in HALF_DTYPES else torch.float16
             shape = shape._replace(cast=cast)
             warn(
                 f"backend='fa2' has no fp8 tensor cores: every run converts q, k and v ({q_dtype}) to {cast}.",
-                _dispatch.PerformanceWarning,
+                PerformanceWarning,
             )
-        values = _plan.options(
+        values = _options.options(
             causal,
             pos_encoding_mode,
             window_left,
@@ -204,8 +208,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             rope_theta,
             allow_fp16_qk_reduction,
         )
-        items = _plan.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        split = _plan.split(batch, fixed_split_size, disable_split_kv, max_sequence_kv)
+        items = _options.multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        split = batch.split(fixed_split_size, disable_split_kv, max_sequence_kv)
         plan = self._prepare(shape, values, batch, split, custom_mask, packed_custom_mask, items, seq_lens_q)
         self._commit(plan, {"qo_indptr_buf": batch.qo, "kv_indptr_buf": batch.kv})
 
@@ -218,19 +222,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         if batch is not None:
             self._check_batch(batch.size)
             return batch
-        qo = _args.indptr("qo_indptr", qo_indptr, from_zero=True)
+        qo = _vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
         count = qo.numel() - 1
         self._check_batch(count)
-        kv = _args.indptr("kv_indptr", kv_indptr, count)
+        kv = _vectors.indptr("kv_indptr", kv_indptr, count)
         converted = _batch.read_offsets(qo, kv, like)
         if converted is not None:
             return converted
         longest = None
         if not kv.is_cuda:
-            longest = int(_args.lens(kv).max()) if count else 0
+            longest = int(_vectors.lens(kv).max()) if count else 0
         return Batch(count, self._index(qo), self._index(kv), longest)
 
-    def _vectors(self, plan: _plan.Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
+    def _vectors(self, plan: Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
         return stored["qo_indptr_buf"], stored["kv_indptr_buf"], None
 
     def run(
@@ -302,23 +306,26 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             and o_scale is None
             and skip_softmax_threshold_scale_factor is None
         ):
-            result = self._direct_run(plan, q, k, v, (q_scale, k_scale, v_scale), out, lse, used_sinks, return_lse)
+            scales = (q_scale, k_scale, v_scale)
+            result = plan.run_directly(
+                self._options, self._most_rows, q, k, v, scales, out, lse, used_sinks, return_lse
+            )
             if result is not None:
                 return result
-        _plan.unsupported(
+        _spellings.unsupported(
             "BatchPrefillWithRaggedKVCacheWrapper.run", "leave it out.", kv_cache_sf=kv_cache_sf, o_scale=o_scale
         )
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        scales, return_lse = _plan.run_scales(args, ("return_lse",), given, return_lse)
+        scales, return_lse = _spellings.run_scales(args, ("return_lse",), given, return_lse)
         self._check_window(window_left)
         skip = _args.skip_softmax(skip_softmax_threshold_scale_factor)
-        run_args = _plan.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, sinks, skip)
+        run_args = _options.RunArgs(scales, out, lse, return_lse, lse_base, lse_layout, used_sinks, skip)
         if traced or have_own_dispatch(q, k, v):
             return _ops.run(self, q, k, v, self._cached_o_data_type, run_args)
         self._check_q(q, plan)
         k = _args.token_major(_args.tensor("k", k, 3), self._kv_layout)
         v = _args.token_major(_args.tensor("v", v, 3), self._kv_layout)
-        self._check_kv(k, v, plan)
+        plan.check_kv(k, v)
         needed = plan.batch.kv.last
         if k.size(0) != v.size(0) or (needed is not None and k.size(0) < needed):
             raise ValueError(
@@ -352,7 +359,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         The older form of :meth:`run`: an option left out takes its default here, not its planned value. Other keywords
         go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
         """
-        values = _plan.options(
+        values = _options.options(
             causal,
             pos_encoding_mode,
             window_left,

@@ -3,7 +3,7 @@
 Every public function turns its arguments into a :class:`Problem`; every backend computes one. Layouts have
 become token-major views (strides say the rest), masks are fields of :class:`Mask`, and options that change the
 logits are fields of :class:`Logits`. Nothing here checks user input (``_args``) or computes (``_reference``,
-``_cuda``).
+``_kernels``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
 @dataclass(slots=True)

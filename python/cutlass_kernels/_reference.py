@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._args import FP8_DTYPES, HALF_DTYPES
-from ._problem import Mask, PagedKv, Problem, RaggedKv
+from ._problem import FP8_DTYPES, HALF_DTYPES, Mask, PagedKv, Problem, RaggedKv
 
 LOG2E = 1.4426950408889634
 _ROWS = 128  # query rows of a block, at most

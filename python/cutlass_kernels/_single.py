@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _dispatch, _masks, _native, _ops, _plan
+from . import _args, _masks, _native, _ops, _options, _request, _select
 from ._autograd import forward_only, needs_grad, written
-from ._plan import Result
+from ._options import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
 
@@ -112,7 +112,7 @@ def single_prefill_with_kv_cache(
         and o_dtype is None
         and kv_cache_sf is None
         and pos_encoding_mode == "NONE"
-        and not _dispatch.is_logged()
+        and not _select.is_logged()
     ):
         result = _native.single_prefill(
             q,
@@ -130,7 +130,7 @@ def single_prefill_with_kv_cache(
             None,
             k_scale,
             v_scale,
-            _dispatch.override_of(backend) or backend,
+            _select.override_of(backend) or backend,
         )
         if result is not None:
             if out is not None or lse is not None:
@@ -138,7 +138,7 @@ def single_prefill_with_kv_cache(
             return result
     refuse_4bit(kv_cache_sf)
     if traced or have_own_dispatch(q, k, v):
-        values = _plan.options(
+        values = _options.options(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, False
         )
         scales = (scale_q, scale_k, scale_v, k_scale, v_scale)
@@ -321,5 +321,8 @@ def attend(
     if return_lse or lse is not None:
         lse = _args.lse_output(lse, (rows, num_qo_heads), device)
     problem = Problem(q, RaggedKv(k, v), logits, Output(out, lse, None, out_scale), mask)
-    _dispatch.compute(problem, _dispatch.select(backend, _dispatch.Request.from_problem(problem)))
+    _select.compute(problem, _select.select(backend, _request.Request.from_problem(problem)))
     return problem
+
+
+_ops.define_single(single_prefill_with_kv_cache)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import _ops
-from ._plan import Result
+from ._options import Result
 
 _FUSED = (
     "Tensor[] qkv, str input_layout, SymInt max_q_len, SymInt max_kv_len, float[] factors, Tensor?[] scales, "
@@ -45,6 +46,7 @@ def shared_prefix(*args: Any) -> torch.Tensor:
 
 
 def _fused(
+    prefill: Callable[..., Any],
     parts: Sequence[torch.Tensor],
     input_layout: str,
     max_q_len: int,
@@ -67,14 +69,12 @@ def _fused(
     out: torch.Tensor | None = None,
     _: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from .fmha_v2 import trtllm_fmha_v2_prefill
-
     qkv: Any = parts[0] if len(parts) == 1 else tuple(parts)
     if len(parts) == 3 and input_layout.startswith("Q_PAGED"):
         qkv = (parts[0], (parts[1], parts[2]))
     unread: Any = None  # workspace_buffer and seq_lens
     bmm1_scale, bmm2_scale = _ops.join_scales(factors, scales)
-    result = trtllm_fmha_v2_prefill(
+    result = prefill(
         qkv,
         input_layout,
         unread,
@@ -102,6 +102,7 @@ def _fused(
 
 
 def _shared_prefix(
+    decode: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k_shared: torch.Tensor,
     v_shared: torch.Tensor,
@@ -111,11 +112,7 @@ def _shared_prefix(
     sm_scale: float | None,
     *_: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from .cascade import batch_decode_with_shared_prefix_padded_kv_cache
-
-    result = batch_decode_with_shared_prefix_padded_kv_cache(
-        q, k_shared, v_shared, k_unique, v_unique, kv_layout, sm_scale=sm_scale
-    )
+    result = decode(q, k_shared, v_shared, k_unique, v_unique, kv_layout, sm_scale=sm_scale)
     return _ops.new_results(result, q, False, None, None)
 
 
@@ -139,5 +136,12 @@ def _fake_shared_prefix(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torc
 
 _NAMES = [argument.split()[1] for argument in _FUSED.split(", ")]
 
-_ops.define("fused", _FUSED, _fused, _fake_fused)
-_ops.define("shared_prefix", _SHARED_PREFIX, _shared_prefix, _fake_shared_prefix)
+
+def define_fused(prefill: Callable[..., Any]) -> None:
+    """Registers the operator of ``trtllm_fmha_v2_prefill``, which is ``prefill``."""
+    _ops.define("fused", _FUSED, functools.partial(_fused, prefill), _fake_fused)
+
+
+def define_shared_prefix(decode: Callable[..., torch.Tensor]) -> None:
+    """Registers the operator of ``batch_decode_with_shared_prefix_padded_kv_cache``, which is ``decode``."""
+    _ops.define("shared_prefix", _SHARED_PREFIX, functools.partial(_shared_prefix, decode), _fake_shared_prefix)

@@ -1,4 +1,4 @@
-"""Checks of index vectors: lengths, offsets of requests, page numbers. ``_args`` has them, too.
+"""Checks of index vectors: lengths, offsets of requests, page numbers.
 
 Values on a CUDA device are never read back, so nothing here synchronises.
 """
@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 
+from . import _native
 from ._tracing import is_traced
-
-try:  # what takes torch many small steps, where there are compiled functions
-    from . import _C  # type: ignore[attr-defined]
-except ImportError:
-    _C = None
 
 INT32_MAX = 2**31 - 1
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
@@ -57,8 +53,8 @@ def indptr(
         )
     if offsets.size(0) == 0:
         raise ValueError(f"{name} is empty: it needs batch_size + 1 elements, starting with 0.")
-    quick = _C is not None and offsets.is_cpu
-    if quick and _C.ascend(offsets.data_ptr(), offsets.numel()) and not (from_zero and int(offsets[0])):
+    quick = _native._C is not None and offsets.is_cpu
+    if quick and _native._C.ascend(offsets.data_ptr(), offsets.numel()) and not (from_zero and int(offsets[0])):
         return offsets
     if not offsets.is_cuda:
         first = int(offsets[0])
@@ -119,3 +115,10 @@ def enough_pages(name: str, bound: int, cache: torch.Tensor) -> None:
         raise ValueError(
             f"{name} holds the page number {bound - 1}, but the cache has only {cache.size(0)} pages, numbered from 0."
         )
+
+
+def offsets(lens: torch.Tensor) -> torch.Tensor:
+    """Where requests of these lengths start, int32 ``[batch + 1]``."""
+    result = torch.zeros(lens.numel() + 1, dtype=torch.int64, device=lens.device)
+    torch.cumsum(lens, 0, out=result[1:])
+    return result.to(torch.int32)

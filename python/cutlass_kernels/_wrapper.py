@@ -13,37 +13,30 @@ from typing import Any
 
 import torch
 
-from . import _args, _dispatch, _hints, _masks, _ops, _plan
+from . import _args, _hints, _kernels, _masks, _ops, _request, _select, _spellings, _vectors
+from ._attributes import IndexBuffer, Option
 from ._autograd import written
 from ._batch import Batch, Index
 from ._copying import Copied
 from ._describe import describe
-from ._plan import KERNEL_BACKENDS, Options, Plan, Result, Shape
-from ._problem import Mask, MultiItem, Offsets, Pages, Split, Vector
-from ._running import RunsPlans
+from ._options import Options, Result, RunArgs, Shape
+from ._plan import Place, Plan, request_of
+from ._problem import Mask, MultiItem, Offsets, PagedKv, Pages, RaggedKv, Split, Vector
+from ._select import KERNEL_BACKENDS
 from ._tracing import is_traced
 
 
-class IndexBuffer:
-    """An attribute of a wrapper that is an index tensor: a slice of the packed ones is made for who reads it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name.removeprefix("_")
-
-    def __get__(self, wrapper: BatchPrefillWrapper | None, owner: type | None = None) -> Any:
-        if wrapper is None:
-            return self
-        stored = wrapper._stored.get(self._name)
-        return stored.tensor if isinstance(stored, Index) else stored
-
-    def __set__(self, wrapper: BatchPrefillWrapper, tensor: torch.Tensor | None) -> None:
-        wrapper._check_replacement(self._name, tensor)
-        wrapper._stored = {**wrapper._stored, self._name: tensor}
-
-
-class BatchPrefillWrapper(Copied, RunsPlans):
+class BatchPrefillWrapper(Copied):
     """Base of the paged and the ragged wrapper. Attributes with an underscore are read by serving engines."""
 
+    _causal = Option()
+    _pos_encoding_mode = Option()
+    _window_left = Option()
+    _logits_soft_cap = Option()
+    _sm_scale = Option()
+    _rope_scale = Option()
+    _rope_theta = Option()
+    _use_fp16_qk_reduction = Option("fp16_qk_reduction")
     _dry_run = False  # plan without writing anything; see workspace_size
     _needed = (0, 0)  # what a dry run found
     _qo_indptr_buf = IndexBuffer()
@@ -59,13 +52,13 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         backend: str,
         jit: dict[str, Any],
     ) -> None:
-        _plan.unsupported(type(self).__name__, "nothing is compiled at run time; leave it out.", **jit)
-        if backend not in _dispatch.CHOICES:
-            raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(_dispatch.CHOICES)}.")
+        _spellings.unsupported(type(self).__name__, "nothing is compiled at run time; leave it out.", **jit)
+        if backend not in _select.CHOICES:
+            raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(_select.CHOICES)}.")
         self._kv_layout = _args.kv_layout(kv_layout)
         self._float_workspace_buffer = _args.workspace("float_workspace_buffer", float_workspace_buffer)
         self.device = self._float_workspace_buffer.device
-        self._int_workspace_buffer = _plan.int_workspace(self.device)
+        self._int_workspace_buffer = _kernels.int_workspace(self.device)
         self._number = _ops.number_of(self)
         self._traced_options: Options | None = None
         self._requested_backend = backend
@@ -121,7 +114,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         elif new_float.device == self.device:
             new_int = self._int_workspace_buffer
         else:
-            new_int = _plan.int_workspace(new_float.device)
+            new_int = _kernels.int_workspace(new_float.device)
         if new_int.device != new_float.device:
             raise ValueError(
                 f"int_workspace_buffer is on {new_int.device} and float_workspace_buffer on {new_float.device}: "
@@ -177,6 +170,34 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         except BaseException:
             self._options = before
             raise
+
+    def _planned(self) -> Plan:
+        if self._plan_info is None:
+            raise RuntimeError(f"{type(self).__name__} has no plan: call plan() before run().")
+        return self._plan_info
+
+    @property
+    def _most_rows(self) -> int | None:
+        """Rows that q may have under CUDA graphs; None: the plan knows."""
+        return self._max_total_num_rows if self._use_cuda_graph else None
+
+    def _check_q(self, q: torch.Tensor, plan: Plan) -> None:
+        plan.check_q(q, self._most_rows)
+
+    def _check_window(self, window_left: int | None) -> None:
+        if window_left is not None and _args.window(window_left) != _args.window(self._window_left):
+            raise AssertionError(f"window_left={window_left}, but {self._window_left} is planned: pass it to plan().")
+
+    def _run(self, plan: Plan, q: torch.Tensor, kv: RaggedKv | PagedKv, args: RunArgs) -> Result:
+        """Runs ``plan`` on checked tensors with the options in effect."""
+        result = plan.run(self._options, self._qo_indptr_buf, q, kv, args)
+        if self._use_cuda_graph and self._max_total_num_rows is None:  # planned from offsets on the device
+            self._max_total_num_rows = q.size(0)
+        return result
+
+    def _run_tensors(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[Any, ...]:
+        """The arguments of run() behind q, from those that an operator takes."""
+        return k, v
 
     # --- buffers ---
 
@@ -294,7 +315,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         told_rows = None
         total_q = batch.qo.last
         if total_q is None and seq_lens_q is not None and seq_lens_q.device.type == "cpu":
-            told_rows = _args.index_vector("seq_lens_q", seq_lens_q, batch.size).to(torch.int64)
+            told_rows = _vectors.index_vector("seq_lens_q", seq_lens_q, batch.size).to(torch.int64)
             total_q = int(told_rows.sum())
         limit = self._max_total_num_rows
         if self._use_cuda_graph and total_q is not None and limit is not None and total_q > limit:
@@ -304,7 +325,7 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             )
         bits, bits_indptr = None, None
         if items is not None or user_mask or self._graph_mask:  # lengths are read for masks alone
-            qo_lens = _args.lens(batch.qo.known) if told_rows is None else told_rows
+            qo_lens = _vectors.lens(batch.qo.known) if told_rows is None else told_rows
             kv_lens = batch.kv_lens
             if items is not None:
                 _masks.check_items(items, qo_lens, kv_lens)
@@ -316,11 +337,14 @@ class BatchPrefillWrapper(Copied, RunsPlans):
                 rule = _masks.keys_before if values.causal else _masks.every_key
                 bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, kv_lens)
         request = self._facts(shape, values, batch, split, total_q, bits is not None, items is not None)
-        backend = _dispatch.select(self._requested_backend, request)
+        backend = _select.select(self._requested_backend, request)
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
             _args.alibi_slopes(shape.num_qo_heads, self.device)  # so that captured runs need not compute them
-        return Plan(shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend, split)
+        place = Place(self.device, self._kv_layout, self._requested_backend, self._use_cuda_graph)
+        return Plan(
+            place, shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend, split
+        )
 
     def _facts(
         self,
@@ -331,17 +355,17 @@ class BatchPrefillWrapper(Copied, RunsPlans):
         total_q: int | None,
         masked: bool,
         multi_item: bool,
-    ) -> _dispatch.Request:
+    ) -> _request.Request:
         """What decides the backend of a plan."""
         page_size, layout = batch.page_size, None
-        if page_size is None and max(total_q or 0, batch.kv.last or 0) > _dispatch.ORDINARY:
-            layout = _dispatch.Layout.of(total_q or 0, batch.kv.last or 0)
+        if page_size is None and max(total_q or 0, batch.kv.last or 0) > _request.ORDINARY:
+            layout = _request.Layout.of(total_q or 0, batch.kv.last or 0)
         short = self._graph_short
         if short is None:
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
-            short = _dispatch.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, split.alone)
-        return _plan.request_of(self.device, shape, values, masked, multi_item, page_size, short, layout)
+            short = _request.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, split.alone)
+        return request_of(self.device, shape, values, masked, multi_item, page_size, short, layout)
 
     def _pack(
         self,
@@ -406,14 +430,14 @@ class BatchPrefillWrapper(Copied, RunsPlans):
             if plan.backend in KERNEL_BACKENDS:
                 # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
                 read = self._stored if self._use_cuda_graph else indices
-                self._needed = _plan.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
+                self._needed = _kernels.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
             return
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
         copies, apart = self._copies(indices) if self._use_cuda_graph else ([], [])
         if plan.backend in KERNEL_BACKENDS:
             offsets = self._planned_offsets(plan, stored)
             workspace = self._int_workspace_buffer
-            plan.schedule = _plan.make_schedule(plan.backend, plan.request, offsets, workspace, copies)
+            plan.schedule = _kernels.Schedule(plan.backend, plan.request, offsets, workspace, copies)
             del apart  # in the order of the stream
             if copies:
                 written(*(stored[name] for name in indices))

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from . import _args, _plan, _unplanned_ops
+from . import _args, _select, _unplanned_ops, _vectors
 from ._autograd import forward_only_as_a_whole
 from ._cascade_levels import MultiLevelCascadeAttentionWrapper
 from ._decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from ._describe import describe_several
 from ._merge import merge_state, merge_state_in_place, merge_states
-from ._plan import spellings
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._problem import Logits, Output, PagedKv, Problem, RaggedKv
 from ._single import single_prefill_with_kv_cache_return_lse
+from ._spellings import spellings
 from ._tracing import have_own_dispatch, is_traced
 
 __all__ = [
@@ -101,7 +101,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         Output(out, lse),
         qo_indptr=torch.arange(batch + 1, dtype=torch.int32, device=q.device),
     )
-    _plan.compute_once(problem)
+    _select.compute_once(problem)
     return merge_state(*shared, out, lse)[0]
 
 
@@ -327,13 +327,13 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         Example:
             >>> wrapper.begin_forward(qo_indptr, kv_indptr, kv_indices, last_page_len, 32, 8, 128)
         """
-        qo = _args.indptr("qo_indptr", qo_indptr)
+        qo = _vectors.indptr("qo_indptr", qo_indptr)
         batch = qo.numel() - 1
         indices = (
             qo,
-            _args.indptr("paged_kv_indptr", paged_kv_indptr, batch),
-            _args.index_vector("paged_kv_indices", paged_kv_indices),
-            _args.index_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch),
+            _vectors.indptr("paged_kv_indptr", paged_kv_indptr, batch),
+            _vectors.index_vector("paged_kv_indices", paged_kv_indices),
+            _vectors.index_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch),
         )
         num_qo_heads = _args.integer("num_qo_heads", num_qo_heads)
         num_kv_heads = _args.integer("num_kv_heads", num_kv_heads)
@@ -431,3 +431,6 @@ def _attend_shared(
     """The state (output, base-2 LSE) of all rows over all shared keys."""
     out, lse = single_prefill_with_kv_cache_return_lse(q, k, v, kv_layout=kv_layout, sm_scale=sm_scale)
     return out, lse
+
+
+_unplanned_ops.define_shared_prefix(batch_decode_with_shared_prefix_padded_kv_cache)

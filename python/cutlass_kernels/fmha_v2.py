@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _dispatch, _fused, _hints, _native, _plan, _unplanned_ops
+from . import _args, _fused, _hints, _native, _options, _request, _select, _unplanned_ops, _vectors
 from ._autograd import forward_only, written
-from ._problem import Logits, Mask, Output, PagedKv, Problem, RaggedKv
+from ._problem import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, PagedKv, Problem, RaggedKv
 from ._tracing import have_own_dispatch, is_traced
 
 LOG2E = 1.4426950408889634
@@ -46,7 +46,7 @@ def trtllm_fmha_v2_prefill(
     chunked_attention_size: int = 0,
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
-) -> _plan.Result:
+) -> _options.Result:
     """Prefill attention of a batch: ``O = bmm2_scale * softmax(cap(bmm1_scale * Q K^T) + bias) V``.
 
     Row ``i`` of a request stands at position ``p = i + kv_len - q_len``. Its keys are ``j <= p`` (causal),
@@ -136,7 +136,7 @@ def trtllm_fmha_v2_prefill(
     if not traced and is_grad_enabled():
         grad = _fused.needs_grad(qkv, out, None, sinks, bmm1_scale, bmm2_scale)
     _hints.optional_tensor("seq_lens", seq_lens)
-    if not (traced or grad) and pos_encoding_mode is None and not _dispatch.is_logged():
+    if not (traced or grad) and pos_encoding_mode is None and not _select.is_logged():
         result = _native.fused_prefill(
             qkv,
             input_layout,
@@ -157,7 +157,7 @@ def trtllm_fmha_v2_prefill(
             chunked_attention_size,
             save_softmax_stats,
             skip_softmax_threshold_scale_factor,
-            _dispatch.override_of("auto") or "auto",
+            _select.override_of("auto") or "auto",
         )
         if result is not None:
             if out is not None:
@@ -199,8 +199,8 @@ def trtllm_fmha_v2_prefill(
         cum_seq_lens_q = _fused.captured("cum_seq_lens_q", cum_seq_lens_q, q.device)
         cum_seq_lens_kv = _fused.captured("cum_seq_lens_kv", cum_seq_lens_kv, q.device)
         block_tables = _fused.captured("block_tables", block_tables, q.device)
-    qo_indptr = _args.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True, told_by="the call")
-    kv_indptr = _args.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size, told_by="the call")
+    qo_indptr = _vectors.indptr("cum_seq_lens_q", cum_seq_lens_q, batch_size, from_zero=True, told_by="the call")
+    kv_indptr = _vectors.indptr("cum_seq_lens_kv", cum_seq_lens_kv, batch_size, told_by="the call")
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
     _check_longest("max_q_len", max_q_len, qo_indptr)
     _check_longest("max_kv_len", max_kv_len, kv_indptr)
@@ -237,16 +237,16 @@ def trtllm_fmha_v2_prefill(
     stats = torch.empty((*shape[:2], 2), dtype=torch.float32, device=q.device) if save_softmax_stats else None
     output = Output(result, stats=stats, scale=_args.scale(bmm2_scale, "bmm2_scale"))
     problem = Problem(q, kv, logits, output, mask, qo_indptr, skip)
-    request = _dispatch.Request.from_problem(problem)
-    selected = _dispatch.select("auto", request)
-    longest = int(max_q_len) if qo_indptr.is_cuda or not batch_size else max(int(_args.lens(qo_indptr).max()), 1)
+    request = _request.Request.from_problem(problem)
+    selected = _select.select("auto", request)
+    longest = int(max_q_len) if qo_indptr.is_cuda or not batch_size else max(int(_vectors.lens(qo_indptr).max()), 1)
     returned = result if stats is None else (result, stats)
     if not _fused.serves(problem, request, selected):
         if tables is not None and q.is_cuda:
             # Copies of fp8 pages, where they are needed, are of all entries: no more of them than any request uses.
             used = tables._replace(entries=tables.entries[..., : -(-int(max_kv_len) // k.size(1))])
             problem.kv = _fused.paged(k, v, used, kv_indptr)
-        _plan.compute_selected(problem, request, selected)
+        _select.compute_selected(problem, request, selected)
         return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
     _fused.compute(problem, selected, tables, longest, int(max_kv_len))
     written(out)
@@ -367,7 +367,7 @@ def _check_longest(name: str, most: int, indptr: torch.Tensor) -> None:
     """ValueError where a request is known to be longer than its bound."""
     if indptr.is_cuda or indptr.numel() < 2:
         return
-    longest = int(_args.lens(indptr).max())
+    longest = int(_vectors.lens(indptr).max())
     if longest > most:
         raise ValueError(f"{name}={most}, but there is a request of length {longest}: pass an upper bound.")
 
@@ -457,9 +457,12 @@ def _output_dtype(q_dtype: torch.dtype, out: torch.Tensor | None, out_dtype: str
     if out is not None and not isinstance(out, torch.Tensor):
         raise TypeError(f"out is {type(out).__name__}, not a tensor.")
     wanted = out.dtype if out is not None else q_dtype if out_dtype is None else _args.dtype(out_dtype)
-    served = (*_args.HALF_DTYPES, torch.float8_e4m3fn) if q_dtype in _args.FP8_DTYPES else (q_dtype,)
+    served = (*HALF_DTYPES, torch.float8_e4m3fn) if q_dtype in FP8_DTYPES else (q_dtype,)
     if wanted not in served:
         names = ", ".join(str(d).removeprefix("torch.") for d in served)
         name = "out_dtype" if out is None else "out.dtype"
         raise ValueError(f"{name}={wanted} is not served where the queries are {q_dtype}: it can be {names}.")
     return wanted
+
+
+_unplanned_ops.define_fused(trtllm_fmha_v2_prefill)

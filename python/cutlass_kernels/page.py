@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from . import _args, _autograd, _dispatch, _hints, _page_ops
+from . import _args, _autograd, _hints, _memory_kernels, _page_ops, _vectors
+from ._problem import FP8_DTYPES
 from ._tracing import have_own_dispatch, is_traced
 
 
@@ -33,8 +34,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         >>> get_seq_lens(torch.tensor([0, 2, 2, 3]), torch.tensor([5, 0, 16]), 16)
         tensor([21,  0, 16], dtype=torch.int32)
     """
-    indptr = _args.index_vector("kv_indptr", kv_indptr)
-    last = _args.index_vector("kv_last_page_len", kv_last_page_len, max(indptr.numel() - 1, 0)).to(indptr.device)
+    indptr = _vectors.index_vector("kv_indptr", kv_indptr)
+    last = _vectors.index_vector("kv_last_page_len", kv_last_page_len, max(indptr.numel() - 1, 0)).to(indptr.device)
     return (indptr[1:] - indptr[:-1] - 1).clamp_(min=0) * _args.page_size(page_size) + last
 
 
@@ -69,19 +70,18 @@ def get_batch_indices_positions(
     """
     if is_traced() or have_own_dispatch(append_indptr, seq_lens):
         return _traced_positions(append_indptr, seq_lens, nnz, batch_indices, positions)
-    indptr = _args.indptr("append_indptr", append_indptr)
+    indptr = _vectors.indptr("append_indptr", append_indptr)
     batch = indptr.numel() - 1
     device = indptr.device
-    lens = _args.index_vector("seq_lens", seq_lens, batch).to(device)
+    lens = _vectors.index_vector("seq_lens", seq_lens, batch).to(device)
     nnz = _args.integer("nnz", nnz)
     if nnz < 0 or (not indptr.is_cuda and nnz < int(indptr[-1])):
         end = "0" if nnz < 0 else f"append_indptr[-1]={int(indptr[-1])}"
         raise ValueError(f"nnz={nnz} is smaller than {end}: no token may be left out.")
     batch_indices = _int32_output("batch_indices", batch_indices, nnz, device)
     positions = _int32_output("positions", positions, nnz, device)
-    kernels = _dispatch.memory_kernels(indptr)
-    if kernels is not None:
-        kernels.get_batch_indices_positions(indptr, lens, batch_indices, positions)
+    if _memory_kernels.serve(indptr):
+        _memory_kernels.get_batch_indices_positions(indptr, lens, batch_indices, positions)
         _autograd.written(batch_indices, positions)
         return batch_indices, positions
     if batch == 0:
@@ -149,24 +149,22 @@ def append_paged_kv_cache(
     append_key, append_value = _autograd.without_grad(append_key, append_value)
     device = k_cache.device
     nnz = append_key.size(0)
-    owner = _args.index_vector("batch_indices", batch_indices, nnz, "token of append_key")
-    position = _args.index_vector("positions", positions, nnz, "token of append_key")
-    indptr = _args.indptr("kv_indptr", kv_indptr)
-    indices = _args.index_vector("kv_indices", kv_indices)
-    _args.index_vector("kv_last_page_len", kv_last_page_len, indptr.numel() - 1)
+    owner = _vectors.index_vector("batch_indices", batch_indices, nnz, "token of append_key")
+    position = _vectors.index_vector("positions", positions, nnz, "token of append_key")
+    indptr = _vectors.indptr("kv_indptr", kv_indptr)
+    indices = _vectors.index_vector("kv_indices", kv_indices)
+    _vectors.index_vector("kv_last_page_len", kv_last_page_len, indptr.numel() - 1)
     if not (owner.is_cuda or position.is_cuda or indptr.is_cuda):
         _check_places(owner, position, indptr, indices.numel(), k_cache.size(1))
     if nnz == 0 or indices.numel() == 0:
         return
     owner, position = owner.to(device), position.to(device)
-    kernels = _dispatch.memory_kernels(k_cache)
-    if kernels is not None and not (indptr.is_cuda or indices.is_cuda):
+    served = _memory_kernels.serve(k_cache)
+    if served and not (indptr.is_cuda or indices.is_cuda):
         pages = indices[int(indptr[0]) : int(indptr[-1])]
-        _args.enough_pages("kv_indices", _args.page_bound("kv_indices", pages), k_cache)
+        _vectors.enough_pages("kv_indices", _vectors.page_bound("kv_indices", pages), k_cache)
     indptr, indices = indptr.to(device), indices.to(device)
-    if kernels is not None and kernels.append(
-        append_key, append_value, owner, position, k_cache, v_cache, indices, indptr
-    ):
+    if served and _memory_kernels.append(append_key, append_value, owner, position, k_cache, v_cache, indices, indptr):
         _autograd.written(k_cache, v_cache)
         return
 
@@ -177,7 +175,7 @@ def append_paged_kv_cache(
     page_size = k_cache.size(1)
     page = indices[(indptr[owner] + position // page_size).to(torch.int64)].to(torch.int64)
     entry = (position % page_size).to(torch.int64)
-    _args.enough_pages("kv_indices", _args.page_bound("kv_indices", page), k_cache)
+    _vectors.enough_pages("kv_indices", _vectors.page_bound("kv_indices", page), k_cache)
     any_used = used.any()
     for new, cache in ((append_key, k_cache), (append_value, v_cache)):
         target = _bits(cache)
@@ -209,7 +207,7 @@ def _check_places(
     if bool((used & (owner >= batch)).any()):
         at = int((used & (owner >= batch)).nonzero()[0])
         raise ValueError(f"batch_indices[{at}]={int(owner[at])}, but kv_indptr has only {batch} requests.")
-    room = _args.lens(indptr)[torch.where(used, owner, 0).long()] * page_size if batch else torch.zeros_like(owner)
+    room = _vectors.lens(indptr)[torch.where(used, owner, 0).long()] * page_size if batch else torch.zeros_like(owner)
     if bool((used & (position >= room)).any()):
         at = int((used & (position >= room)).nonzero()[0])
         pages = int(room[at]) // page_size
@@ -237,4 +235,7 @@ def _int32_output(name: str, tensor: torch.Tensor | None, size: int, device: tor
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """``x``, with fp8 elements seen as bytes: not every torch release can index fp8."""
-    return x.view(torch.uint8) if x.dtype in _args.FP8_DTYPES else x
+    return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
+
+
+_page_ops.define(append_paged_kv_cache, get_batch_indices_positions)

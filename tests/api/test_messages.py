@@ -330,7 +330,7 @@ def test_a_warning_of_a_plan_points_at_its_caller():
 
 @pytest.mark.gpu
 def test_a_warning_of_the_reference_points_at_its_caller(monkeypatch):
-    from cutlass_kernels import _dispatch
+    from cutlass_kernels import _select
 
     q, k, v = (torch.zeros(3, 2, 64, dtype=torch.float64, device="cuda") for _ in range(3))
 
@@ -344,6 +344,6 @@ def test_a_warning_of_the_reference_points_at_its_caller(monkeypatch):
         ck.batch_decode_with_shared_prefix_padded_kv_cache(q, k, v, k[:, None], v[:, None])
 
     for call in (prefill, decode, padded):
-        monkeypatch.setattr(_dispatch, "_warned", set())
+        monkeypatch.setattr(_select, "_warned", set())
         places = warned_at(call)
         assert places and set(places) == {line_of(call)}

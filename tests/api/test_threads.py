@@ -16,7 +16,7 @@ from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
 
-HERE = str(TESTS)
+HERE = os.pathsep.join([os.path.dirname(__file__), str(TESTS)])  # of this module, and of what it imports
 SECONDS = 120  # loading torch takes 10 of them, the calls 1 to 2
 Call = Callable[[], object]
 

@@ -10,7 +10,7 @@ from problems import graph_buffers, make_batch
 from public_calls import ATTENTION, PAGE, public_call
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _native, _problem, _running
+from cutlass_kernels import _kernels, _memory_kernels, _native, _plan, _problem, _select
 
 WRITING = ["single_prefill", "single_decode", "ragged", "paged", "paged tuple", "decode"]
 
@@ -43,16 +43,14 @@ def test_of_results_that_kernels_compute(monkeypatch):
     lse = torch.zeros(5, 2)
     output = _problem.Output(out, lse)
     problem = _problem.Problem(q, _problem.RaggedKv(k, v), _problem.Logits(1.0), output)
-    monkeypatch.setattr(_dispatch, "_kernels", lambda: SimpleNamespace(compute=lambda *args: None))
-    assert_new_versions(lambda: _dispatch.compute(problem, "fa2"), out, lse)
+    monkeypatch.setattr(_kernels, "compute", lambda *args: None)
+    assert_new_versions(lambda: _select.compute(problem, "fa2"), out, lse)
 
 
 def test_of_tensors_that_memory_kernels_write_to(monkeypatch):
     does = lambda *args: True  # noqa: E731
-    kernels = SimpleNamespace(
-        merges=does, merge_state_in_place=does, append=does, get_batch_indices_positions=lambda *args: None
-    )
-    monkeypatch.setattr(_dispatch, "memory_kernels", lambda *tensors: kernels)
+    for function in ("serve", "merges", "merge_state_in_place", "append", "get_batch_indices_positions"):
+        monkeypatch.setattr(_memory_kernels, function, does)
     check_tensors_of_memory_kernels("cpu")
 
 
@@ -126,7 +124,7 @@ def test_of_places_that_direct_calls_write_to(monkeypatch):
 
 @pytest.mark.parametrize("name", ["ragged", "paged", "decode"])
 def test_of_places_that_direct_runs_write_to(name, monkeypatch):
-    monkeypatch.setattr(_running.RunsPlans, "_make_direct", lambda self, plan: lambda *args: "done")
+    monkeypatch.setattr(_plan.Plan, "_make_direct", lambda self, most_rows: lambda *args: "done")
     call = public_call(name, SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
     places = {x: y for x, y in call.places().items() if x != "lse" or y.size(0) > 4}
     assert_new_versions(lambda: call.run(*call.tensors, **places), *places.values())

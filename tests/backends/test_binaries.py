@@ -65,9 +65,9 @@ def instructions(cuobjdump: str, extension: Path) -> Iterator[tuple[str, str, se
 
 
 def test_backends_are_known_to_both_languages_in_the_same_order(extension: Path) -> None:
-    from cutlass_kernels import _C, _dispatch
+    from cutlass_kernels import _C, _select
 
-    assert (*_C.backends, "reference") == _dispatch.BACKENDS
+    assert (*_C.backends, "reference") == _select.BACKENDS
 
 
 def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, extension: Path) -> None:

@@ -15,7 +15,7 @@ from compare import assert_bitwise
 from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _plan, _reference
+from cutlass_kernels import _kernels, _reference, _select
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda wrapper: pickle.loads(pickle.dumps(wrapper))}
 
@@ -120,10 +120,10 @@ def compiled_plans(monkeypatch) -> None:
     def compute(problem: Any, backend: str, schedule: Any = None) -> None:
         _reference.compute(problem)
 
-    monkeypatch.setattr(_dispatch, "select", lambda requested, request: "fa2")
-    monkeypatch.setattr(_dispatch, "compute", compute)
-    monkeypatch.setattr(_plan, "reads_as_is", lambda backend, request: False)
-    monkeypatch.setattr(_plan, "make_schedule", lambda *args: Uncopied(general=True, as_is=False, made=None))
+    monkeypatch.setattr(_select, "select", lambda requested, request: "fa2")
+    monkeypatch.setattr(_select, "compute", compute)
+    monkeypatch.setattr(_kernels, "reads_as_is", lambda backend, request: False)
+    monkeypatch.setattr(_kernels, "Schedule", lambda *args: Uncopied(general=True, as_is=False, made=None))
 
 
 class OnCpu:

@@ -12,7 +12,7 @@ from problems import make_batch
 from public_calls import ATTENTION, public_call, several
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _native
+from cutlass_kernels import _native, _select
 
 HALF, E4M3, INTS = torch.float16, torch.float8_e4m3fn, torch.int32
 
@@ -414,7 +414,7 @@ def test_usual_calls_are_direct(target, kind, monkeypatch):
         want = [several(run(**more)) for more in given]
     if kind not in ("single", "decode"):
         wrapper._plan_info.direct = None
-    monkeypatch.setattr(_dispatch, "compute", lambda *args: pytest.fail("the call was left to Python"))
+    monkeypatch.setattr(_select, "compute", lambda *args: pytest.fail("the call was left to Python"))
     for more, results in zip(given, want):
         for a, b in zip(several(run(**more)), results):
             assert_bitwise(a, b)

@@ -12,13 +12,13 @@ from guards import poison_
 from problems import Batch, Options, expect, graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch
+from cutlass_kernels import _request
 
 DEVICE = "cuda:0"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF = [torch.float16, torch.bfloat16]
 FP8 = [E4M3, E5M2]
-MOST = _dispatch.SHORT_ROWS
+MOST = _request.SHORT_ROWS
 
 
 # --- who reads them ----------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ MOST = _dispatch.SHORT_ROWS
     ],
 )
 def test_short_queries(types, rows, requests, group_size, dims, short):
-    assert _dispatch.are_short(*types, rows, requests, group_size, dims) == short
+    assert _request.are_short(*types, rows, requests, group_size, dims) == short
 
 
 def native_dims() -> set[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,25 +12,25 @@ from compare import assert_bitwise
 from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _batch, _vectors
+from cutlass_kernels import _batch, _kernels, _native, _vectors
 from cutlass_kernels._batch import Index
 from cutlass_kernels._problem import Offsets, Split
 
 LIKE = torch.empty(0, dtype=torch.uint8)
+PAGEABLE = 32 << 10  # bytes of vectors that go to the device at once; kPageable in indices.cpp
 
 
 @pytest.fixture(params=["torch", "compiled"])
 def checks(request, monkeypatch) -> None:
     if request.param == "torch":
-        for module in (_args, _vectors):
-            monkeypatch.setattr(module, "_C", None)
-    elif _args._C is None:
+        monkeypatch.setattr(_native, "_C", None)
+    elif _native._C is None:
         pytest.skip("cutlass_kernels is installed without compiled kernels")
 
 
 @pytest.fixture
 def compiled() -> None:
-    if _args._C is None:
+    if _native._C is None:
         pytest.skip("cutlass_kernels is installed without compiled kernels")
 
 
@@ -38,9 +40,9 @@ def vector(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 3, 3, 9], [0, 2**31 - 1]])
 def test_offsets_that_are_taken(checks, offsets):
-    assert _args.indptr("x", vector(*offsets), from_zero=True).tolist() == offsets
+    assert _vectors.indptr("x", vector(*offsets), from_zero=True).tolist() == offsets
     shifted = [min(x + 5, 2**31 - 1) for x in offsets]
-    assert _args.indptr("x", vector(*shifted)).tolist() == shifted
+    assert _vectors.indptr("x", vector(*shifted)).tolist() == shifted
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_offsets_that_are_taken(checks, offsets):
 )
 def test_offsets_that_are_refused(checks, offsets, from_zero, message):
     with pytest.raises(RuntimeError, match=message):
-        _args.indptr("x", vector(*offsets), from_zero=from_zero)
+        _vectors.indptr("x", vector(*offsets), from_zero=from_zero)
 
 
 def test_lengths_of_a_page_table():
@@ -62,16 +64,16 @@ def test_lengths_of_a_page_table():
     want = [0, 1, 80, (2**20 - 1) * 16 + 7]
     for step in (1, 2):  # contiguous, and not
         strided = last.repeat_interleave(step)[::step]
-        lens = _args.paged_kv_lens(offsets, strided, 16)
+        lens = _vectors.paged_kv_lens(offsets, strided, 16)
         assert lens.dtype == torch.int64 and lens.tolist() == want
     offsets, last = vector(0, 2**31 - 1), vector(9)  # more keys than int32 counts
-    assert _args.paged_kv_lens(offsets, last, 1 << 20).tolist() == [(2**31 - 2) * 2**20 + 9]
+    assert _vectors.paged_kv_lens(offsets, last, 1 << 20).tolist() == [(2**31 - 2) * 2**20 + 9]
 
 
 @pytest.mark.parametrize("last,wrong", [([0, 0], 1), ([3, 17], 1), ([3, -1], 1)])
 def test_last_pages_that_are_refused(last, wrong):
     with pytest.raises(RuntimeError, match=rf"paged_kv_last_page_len\[{wrong}\]={last[wrong]} is not in"):
-        _args.paged_kv_lens(vector(0, 0, 2), vector(*last), 16)
+        _vectors.paged_kv_lens(vector(0, 0, 2), vector(*last), 16)
 
 
 def test_what_is_read_of_a_ragged_batch(compiled):
@@ -99,11 +101,26 @@ def test_what_is_read_of_a_paged_batch(compiled, whole):
         assert index.data_ptr() == index.tensor.data_ptr() and index.data_ptr() % 16 == 0
 
 
-ON_DEVICE = torch.empty(0, dtype=torch.uint8, device="meta")  # stands for a GPU: nothing there can be read
+ON_DEVICE = torch.empty(0, dtype=torch.uint8, device="meta")
+
+
+@pytest.fixture
+def meta_is_a_gpu(compiled, monkeypatch) -> Iterator[None]:
+    """The compiled module takes tensors of the meta device for tensors of a GPU: nothing there can be read."""
+    if torch.cuda.is_available():
+        pytest.skip("where there is a GPU, vectors would be copied to it")
+    described: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(_native._C, "use_torch", lambda api, functions: described.append(functions))
+        _native._describe_torch()
+    monkeypatch.setattr(_native, "_DLPACK_DEVICES", {"cpu": 1, "meta": 2})
+    _native._C.use_torch(None, described[0] | {"stream_of": lambda index: 0})
+    yield
+    _native._describe_torch()
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_page_numbers_on_the_device_are_used_as_they_are(compiled, whole):
+def test_page_numbers_on_the_device_are_used_as_they_are(meta_is_a_gpu, whole):
     host = vector(0, 3, 3, 9), vector(1, 3, 3, 4), vector(5, 0, 16)
     pages = torch.zeros(5, dtype=torch.int32, device="meta")
     batch = _batch.read_pages(*host, pages, 16, whole, ON_DEVICE)
@@ -120,7 +137,7 @@ def test_page_numbers_on_the_device_are_used_as_they_are(compiled, whole):
         assert _batch.read_pages(*host[:i], wrong, *host[i + 1 :], pages, 16, whole, ON_DEVICE) is None
 
 
-def test_vectors_on_the_device_are_used_as_they_are():
+def test_vectors_on_the_device_are_used_as_they_are(meta_is_a_gpu):
     qo, kv, last, pages = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (4, 4, 3, 9))
     batch = _batch.take_offsets(qo, kv, ON_DEVICE)
     assert batch.qo.tensor is qo and batch.kv.tensor is kv and batch.size == 3
@@ -256,21 +273,20 @@ def test_a_plan_that_fails_leaves_the_buffers_of_a_graph(target):
 @pytest.mark.parametrize("fixed, room, refused", [(1, 8000, True), (1, 8192, False), (0, 8000, False)])
 def test_a_plan_of_fixed_splits_asks_for_the_room_of_one_row(extension, monkeypatch, fixed, room, refused):
     """Where only the device knows how many there are. Long queries are not split, but where the size is fixed."""
-    from cutlass_kernels import _cuda
 
     def plan_of(backend, request, offsets, rows, *others):
         assert fixed and rows == 1
         return None, 48 * rows, 8192 * rows
 
     copied = []
-    monkeypatch.setattr(_cuda, "_plan_of", plan_of)
-    monkeypatch.setattr(_cuda, "_copy", lambda copies, device: copied.extend(copies))
-    monkeypatch.setattr(_cuda, "reads_as_is", lambda *facts: False)
+    monkeypatch.setattr(_kernels, "_plan_of", plan_of)
+    monkeypatch.setattr(_kernels, "_copy", lambda copies, device: copied.extend(copies))
+    monkeypatch.setattr(_kernels, "reads_as_is", lambda *facts: False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     indptr, partials = torch.tensor([0, 5]), torch.empty(room, dtype=torch.uint8)
     offsets = Offsets(indptr, indptr, None, split=Split(fixed_size=fixed), partials=partials)
     with pytest.raises(RuntimeError, match=r"8000 bytes.* at least 8192") if refused else contextlib.nullcontext():
-        _cuda.Schedule("fa2", None, offsets, torch.empty(48, dtype=torch.uint8), [(1, 2, 3)])
+        _kernels.Schedule("fa2", None, offsets, torch.empty(48, dtype=torch.uint8), [(1, 2, 3)])
     assert copied == ([] if refused else [(1, 2, 3)])  # what fails writes nothing
 
 
@@ -286,7 +302,7 @@ def test_plan_copies_index_vectors(target, whose, empty):
     else:
         wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
         vectors, sizes, kv = (batch.qo_indptr(), batch.kv_indptr()), batch.heads, (batch.k, batch.v)
-    assert (4 * sum(x.numel() for x in vectors) > 2 * _batch._PAGEABLE_BYTES) == (empty > 0)
+    assert (4 * sum(x.numel() for x in vectors) > 2 * PAGEABLE) == (empty > 0)
     wrapper.plan(*vectors, *sizes)
     want = wrapper.run(batch.q, *kv)
     gpu = target.device != "cpu"

@@ -11,7 +11,7 @@ from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import Guarded, poison_
 
 import cutlass_kernels as ck
-from cutlass_kernels import _dispatch, _merge
+from cutlass_kernels import _memory_kernels, _merge
 
 DEVICE = "cuda:0"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -283,8 +283,6 @@ def test_types_that_are_converted(no_torch, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens,heads,dim", [(1, 1, 8), (13, 3, 72), (40, 5, 512)])
 def test_nothing_else_is_written(no_torch, tokens, heads, dim, dtype):
-    from cutlass_kernels import _memory_kernels
-
     v, s = states(tokens, 2, heads, dim, dtype)
     out = Guarded((tokens, heads, dim), dtype, DEVICE, strides=(heads * (dim + 8), dim + 8, 1))
     lse = Guarded((tokens, heads), torch.float32, DEVICE, strides=(2 * heads, 2))
@@ -329,8 +327,8 @@ def test_where_torch_computes():
         pass
 
     x = torch.zeros(2, 3)
-    assert _dispatch.memory_kernels(x) is None
-    assert _dispatch.memory_kernels(x.as_subclass(Subclass)) is None
+    assert not _memory_kernels.serve(x)
+    assert not _memory_kernels.serve(x.as_subclass(Subclass))
 
 
 @pytest.mark.gpu
@@ -339,13 +337,13 @@ def test_where_kernels_compute():
         pass
 
     x = torch.zeros(2, 3, device=DEVICE)
-    assert _dispatch.memory_kernels(x) is not None
-    assert _dispatch.memory_kernels(torch.nn.Parameter(x, requires_grad=False)) is not None
+    assert _memory_kernels.serve(x)
+    assert _memory_kernels.serve(torch.nn.Parameter(x, requires_grad=False))
     wanted = torch.nn.Parameter(x)  # gradients are PyTorch's
-    assert _dispatch.memory_kernels(wanted) is None and _dispatch.memory_kernels(x, wanted) is None
+    assert not _memory_kernels.serve(wanted) and not _memory_kernels.serve(x, wanted)
     with torch.no_grad():
-        assert _dispatch.memory_kernels(wanted) is not None
-    assert _dispatch.memory_kernels(x.as_subclass(Subclass)) is None
+        assert _memory_kernels.serve(wanted)
+    assert not _memory_kernels.serve(x.as_subclass(Subclass))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)])

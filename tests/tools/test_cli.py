@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import cutlass_kernels
-from cutlass_kernels import _cli, _dispatch, _explain
+from cutlass_kernels import _cli, _explain, _select
 
 _cases, _check, _info = _cli._check._cases, _cli._check, _cli._info
 
@@ -105,10 +105,10 @@ def test_info_prints_the_same():
 
 
 def test_info_shows_the_override(clean_environment):
-    clean_environment.setenv(_dispatch.ENVIRONMENT, "reference")
+    clean_environment.setenv(_select.ENVIRONMENT, "reference")
     facts = json.loads(invoke("info", "--json"))
-    assert facts["override"] == {"variable": _dispatch.ENVIRONMENT, "backend": "reference"}
-    assert f"{_dispatch.ENVIRONMENT}=reference" in invoke("info")
+    assert facts["override"] == {"variable": _select.ENVIRONMENT, "backend": "reference"}
+    assert f"{_select.ENVIRONMENT}=reference" in invoke("info")
 
 
 def test_info_tables_of_gpus_and_kernels(monkeypatch):
@@ -251,7 +251,7 @@ def test_check_of_every_kernel_of_this_gpu(options):
 def test_explain_json():
     told = json.loads(invoke("explain", "--device", "cpu", "--json"))
     assert told["selected"] == "reference"
-    assert list(told["reasons"]) == list(_dispatch.BACKENDS)
+    assert list(told["reasons"]) == list(_select.BACKENDS)
     assert told["reasons"]["reference"] == [] and told["reasons"]["fa2"]
 
 
@@ -265,15 +265,15 @@ def test_explain_of_a_gpu_that_is_not_here(capability):
 
 def test_explain_prints_reasons_as_they_are(monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request")
-    told = _explain.Explanation(request, None, {name: ["takes [64, 128] only"] for name in _dispatch.BACKENDS})
+    told = _explain.Explanation(request, None, {name: ["takes [64, 128] only"] for name in _select.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: told)
     text = invoke("explain")
-    assert text.count("takes [64, 128] only") == len(_dispatch.BACKENDS) and "cannot serve" in text
+    assert text.count("takes [64, 128] only") == len(_select.BACKENDS) and "cannot serve" in text
 
 
 def test_explain_mentions_the_override(clean_environment):
-    clean_environment.setenv(_dispatch.ENVIRONMENT, "reference")
-    assert f"{_dispatch.ENVIRONMENT}=reference" in invoke("explain", "--device", "cpu")
+    clean_environment.setenv(_select.ENVIRONMENT, "reference")
+    assert f"{_select.ENVIRONMENT}=reference" in invoke("explain", "--device", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import _dispatch
+from .. import _request, _select
 from .._args import FP8_DTYPES
 from .._compare import plain_attention
 from .._problem import Logits, Mask, Output, Problem, RaggedKv
@@ -183,7 +183,7 @@ def _chunked(chunk: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dt
     out = torch.empty(q.size(0), q.size(1), v.size(2), dtype=o_dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     problem = Problem(q, RaggedKv(k, v), Logits(q.size(2) ** -0.5), Output(out, lse), Mask(chunk_size=chunk))
-    _dispatch.compute(problem, _dispatch.select(backend, _dispatch.Request.from_problem(problem)))
+    _select.compute(problem, _select.select(backend, _request.Request.from_problem(problem)))
     return out, lse
 
 

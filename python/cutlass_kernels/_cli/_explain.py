@@ -12,9 +12,9 @@ from rich.markup import escape
 
 import cutlass_kernels
 
-from .. import _dispatch
+from .. import _request, _select
 
-_FEATURES = ", ".join(sorted(_dispatch.FEATURES))
+_FEATURES = ", ".join(sorted(_request.FEATURES))
 
 
 def command(
@@ -56,7 +56,7 @@ def command(
         )
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error).replace("compute_capability", "--compute-capability")) from None
-    override = os.environ.get(_dispatch.ENVIRONMENT)
+    override = os.environ.get(_select.ENVIRONMENT)
     if as_json:
         typer.echo(
             json.dumps(
@@ -72,7 +72,7 @@ def command(
         return
     console = Console(soft_wrap=True)
     console.print(f"[bold]{escape(str(explained.request))}[/]", highlight=False)
-    for backend in _dispatch.BACKENDS:
+    for backend in _select.BACKENDS:
         against = explained.reasons[backend]
         if backend == explained.selected:
             mark = "[bold green]selected[/]"
@@ -83,7 +83,7 @@ def command(
             console.print(f"    - {escape(reason)}", highlight=False)
     if override:
         console.print(
-            f"{_dispatch.ENVIRONMENT}={override} is set: it stands for every backend='auto'.",
+            f"{_select.ENVIRONMENT}={override} is set: it stands for every backend='auto'.",
             highlight=False,
             markup=False,
         )

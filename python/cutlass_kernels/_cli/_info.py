@@ -19,7 +19,7 @@ from rich.table import Table
 
 import cutlass_kernels
 
-from .. import _dispatch
+from .. import _select
 
 
 def command(
@@ -36,7 +36,7 @@ def command(
 def collect() -> dict[str, Any]:
     """Everything ``info`` tells, in types that JSON has."""
     kernels, missing = compiled_kernels()
-    override = os.environ.get(_dispatch.ENVIRONMENT) or None
+    override = os.environ.get(_select.ENVIRONMENT) or None
     return {
         "cutlass_kernels": cutlass_kernels.__version__,
         "python": platform.python_version(),
@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
         "kernels": kernels,
         "why_no_kernels": missing,
         "default_backend": default_backends(),
-        "override": None if override is None else {"variable": _dispatch.ENVIRONMENT, "backend": override},
+        "override": None if override is None else {"variable": _select.ENVIRONMENT, "backend": override},
     }
 
 
@@ -139,7 +139,7 @@ def _nvcc() -> dict[str, str] | None:
 
 def _print(facts: dict[str, Any], console: Console) -> None:
     nvcc, cutlass = facts["nvcc"], facts["cutlass"]
-    override = facts["override"] or {"variable": _dispatch.ENVIRONMENT, "backend": "(not set)"}
+    override = facts["override"] or {"variable": _select.ENVIRONMENT, "backend": "(not set)"}
     rows = [
         ("cutlass_kernels", facts["cutlass_kernels"]),
         ("Python", f"{facts['python']} on {facts['platform']}"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._streams import PER_THREAD_STREAM
+from .._native import PER_THREAD_STREAM
 from .._tracing import cache_of_real_tensors
 from ..prefill import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 

@@ -2,7 +2,7 @@
 
 A rotary embedding, fp8 keys and values below 16-bit queries, and attention that is fp8 throughout reach the kernels as
 a plain 16-bit problem: one pass over memory (``prepare.h``) writes rotated or converted copies into temporaries first.
-fp8 tensors that a kernel reads as they are (``_cuda.reads_as_is``) are no matter of this module.
+fp8 tensors that a kernel reads as they are (``_kernels.reads_as_is``) are no matter of this module.
 
 The copy of a paged cache has a page per entry of the page table, as a page that requests share stands at another
 position in each. The same pass writes the page tables that belong to it: so nothing of this has to be planned, and what
@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._args import FP8_DTYPES, HALF_DTYPES
-from ._problem import Offsets, Output, PagedKv, Problem, RaggedKv
+from ._problem import FP8_DTYPES, HALF_DTYPES, Offsets, Output, PagedKv, Problem, RaggedKv
 
 if TYPE_CHECKING:
-    from ._dispatch import Request
+    from ._request import Request
 
 # What copies make a kernel serve, in the words of the support matrix.
 SERVED = ("rope", "fp8", "e4m3_output")

@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the caller, however deep in the package they arise."""
+"""What the package raises beyond Python's own errors, and warnings that point at the line of the caller."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import torch
 
 # Between a caller and this package may be frames of torch: compiled functions, operators, modules.
 _OWN = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
+
+
+class BackendError(ValueError, RuntimeError):
+    """The requested backend cannot serve the request; the message holds every reason."""
+
+
+class QueryTypeError(BackendError, AssertionError):
+    """A :class:`BackendError` about fp8 queries, which callers of FlashInfer expect as an AssertionError."""
+
+
+class PerformanceWarning(UserWarning):
+    """A request on a CUDA device is computed by PyTorch, because no kernel serves it."""
 
 
 def warn(text: str, category: type[Warning]) -> None:

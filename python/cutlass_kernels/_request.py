@@ -1,35 +1,18 @@
-"""Chooses who computes an attention problem, and can say why.
+"""The facts that decide who can compute an attention problem.
 
-A :class:`Request` holds the facts a choice depends on. ``reasons`` lists why a backend cannot serve a request;
-``select`` takes the first of fa3, fa2, reference that has none, or of fa2, fa3, reference for short queries
-(:func:`are_short`). The choice is made from facts only, so the same request always gets the same
-backend.
-
-Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``.
+A :class:`Request` holds them. The choice is made from facts only, so the same request always gets the same backend.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import logging
-import os
-import sys
-from collections.abc import Iterable
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from . import _args, _native, _reference
-from ._autograd import written
-from ._problem import Mask, PagedKv, Problem, RaggedKv
-from ._tracing import is_traced
-from ._warnings import warn
+from . import _native
+from ._problem import FP8_DTYPES, HALF_DTYPES, Mask, PagedKv, Problem, RaggedKv
 
-BACKENDS = ("fa3", "fa2", "reference")  # as ck_backends() in instances.cmake, and the reference
-CHOICES = ("auto", *BACKENDS)
 FEATURES = frozenset(
     {
         "causal",
@@ -51,7 +34,6 @@ FEATURES = frozenset(
         "fp8_copies",
     }
 )
-ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
 
 # Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
 ORDINARY = 1 << 30
@@ -63,28 +45,6 @@ ORDINARY = 1 << 30
 # copies are made. An explicit backend is what it says, and the rule then decides only about copies. Up to 64 rows fa2
 # waits for memory, or nearly; of each 64 more it takes as long again, and copies two to three times as long as that.
 SHORT_ROWS = 128
-
-# What os.environ looks things up in. It takes 1.5 us to say that something is not there: a tenth of a whole call.
-try:
-    _ENVIRONMENT: Any = os.environ._data  # type: ignore[attr-defined]
-    _ENVIRONMENT_KEY: Any = os.environ.encodekey(ENVIRONMENT)
-except AttributeError:  # another Python's
-    _ENVIRONMENT, _ENVIRONMENT_KEY = os.environ, ENVIRONMENT
-
-_log = logging.getLogger("cutlass_kernels")
-_warned: set[tuple[str, ...]] = set()
-
-
-class BackendError(ValueError, RuntimeError):
-    """The requested backend cannot serve the request; the message holds every reason."""
-
-
-class QueryTypeError(BackendError, AssertionError):
-    """A :class:`BackendError` about fp8 queries, which callers of FlashInfer expect as an AssertionError."""
-
-
-class PerformanceWarning(UserWarning):
-    """A request on a CUDA device is computed by PyTorch, because no kernel serves it."""
 
 
 class Layout(NamedTuple):
@@ -196,12 +156,12 @@ def are_short(
     not depend on the others of its batch: then their rows do not count. Of fp8 caches fa2 reads all, since copies would
     cost decoding more than they gain prompts, and fa3 takes all of 16 bits.
     """
-    if q_dtype not in _args.HALF_DTYPES:
+    if q_dtype not in HALF_DTYPES:
         return False
     if kv_dtype == q_dtype:
         return rows is not None and _native.is_decode(rows, requests, group_size, *head_dims, alone)
     few = alone or (rows is not None and rows * group_size <= SHORT_ROWS * requests)
-    return few and kv_dtype in _args.FP8_DTYPES and not (head_dims[0] | head_dims[1]) % 16
+    return few and kv_dtype in FP8_DTYPES and not (head_dims[0] | head_dims[1]) % 16
 
 
 def mask_features(mask: Mask) -> set[str]:
@@ -314,171 +274,6 @@ def compute_capability(device: torch.device) -> int | None:
 def _cuda_capability(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
-
-
-# --- choosing ----------------------------------------------------------------------------------------------------
-
-
-def reasons(backend: str, request: Request) -> list[str]:
-    """Why ``backend`` ("fa2", "fa3" or "reference") cannot serve ``request``: sentences, none if it can."""
-    _check_name(backend, BACKENDS)
-    if backend == "reference":
-        return _reference_reasons(request)
-    if request.device_type != "cuda":
-        return [
-            f"backend={backend!r} needs CUDA tensors, but these are on the {request.device_type} device: use "
-            "backend='auto' or 'reference', or move the tensors."
-        ]
-    try:
-        kernels = _kernels()
-    except ImportError as error:
-        return [
-            f"backend={backend!r} is not part of this installation, which has no compiled kernels ({error}): install a "
-            "wheel of cutlass_kernels built with CUDA, or build it with `pip install .` where nvcc is available; "
-            "backend='reference' serves any device."
-        ]
-    return list(kernels.reasons(backend, request))
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    """The module that talks to the compiled kernels; ImportError where the installation has none."""
-    return importlib.import_module("._cuda", __package__)
-
-
-def memory_kernels(x: torch.Tensor, *others: torch.Tensor) -> ModuleType | None:
-    """The module of the kernels that only move memory, for tensors that they take; None where PyTorch is to compute.
-
-    That is: on devices that the installation has no such kernels for, for subclasses of tensors (which stand for
-    others), for traced calls, whose graphs know PyTorch's operators, and where gradients are asked for.
-    """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)):
-        return None
-    if not x.is_cuda or is_traced() or type(x) not in _PLAIN_TENSORS:
-        return None
-    return _memory_kernels(x.device)
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-@functools.lru_cache(maxsize=64)
-def _memory_kernels(device: torch.device) -> ModuleType | None:
-    try:
-        module = importlib.import_module("._memory_kernels", __package__)
-    except ImportError:
-        return None
-    capability, (low, high) = compute_capability(device), module.COMPUTE_CAPABILITIES
-    served = capability is not None and low <= capability and (not high or capability <= high)
-    return module if served else None
-
-
-def _reference_reasons(request: Request) -> list[str]:
-    known = (*_args.FLOAT_DTYPES, *_args.FP8_DTYPES)
-    return [
-        f"{name}={dtype} is not served by backend='reference': use a floating-point or fp8 type."
-        for name, dtype in (("q_dtype", request.q_dtype), ("kv_dtype", request.kv_dtype), ("o_dtype", request.o_dtype))
-        if dtype not in known
-    ]
-
-
-def reads_as_is(backend: str, request: Request) -> bool:
-    """Whether ``backend`` has a kernel that reads the fp8 queries, keys and values of ``request`` as they are."""
-    if request.q_dtype not in _args.FP8_DTYPES or backend == "reference":
-        return False
-    return bool(_kernels().reads_as_is(backend, request))
-
-
-def select(requested: str, request: Request) -> str:
-    """The backend that serves ``request``: the requested one, or for "auto" the first of :func:`preferred`.
-
-    Raises:
-        ValueError: ``requested`` (or the environment's choice) is not a backend.
-        BackendError: the named backend cannot serve the request; an explicit choice never falls back.
-    """
-    _check_name(requested, CHOICES)
-    override = override_of(requested)
-    if override:
-        _check_name(override, CHOICES, f"the environment variable {ENVIRONMENT}")
-        requested = override
-    selected, refused = _resolve(requested, request)
-    if refused and requested == "auto" and request.device_type == "cuda":
-        _warn(request, refused)
-    if is_logged():
-        _log.info(
-            "backend %s (asked for %s%s): %s", selected, requested, " by environment" if override else "", request
-        )
-    return selected
-
-
-def override_of(requested: str) -> str | None:
-    """What the environment says in place of ``"auto"``: always the same object for the same word."""
-    if requested != "auto" or _ENVIRONMENT_KEY not in _ENVIRONMENT:
-        return None
-    return sys.intern(os.environ.get(ENVIRONMENT, ""))
-
-
-def is_logged() -> bool:
-    """Whether every choice of a backend leaves a line in the log."""
-    return _log.isEnabledFor(logging.INFO)
-
-
-@functools.lru_cache(maxsize=4096)
-def _resolve(requested: str, request: Request) -> tuple[str, tuple[str, ...]]:
-    """The backend, and the reasons against the kernels where "auto" ends at the reference."""
-    if requested != "auto":
-        against = reasons(requested, request)
-        if against:
-            error = QueryTypeError if request.q_dtype in _args.FP8_DTYPES else BackendError
-            raise error(_sentences(requested, request, against))
-        return requested, ()
-    refused: list[str] = []
-    for backend in preferred(request):
-        against = reasons(backend, request)
-        if not against:
-            return backend, tuple(refused) if backend == "reference" else ()
-        refused += against
-    raise BackendError(_sentences("auto", request, refused))
-
-
-def preferred(request: Request) -> tuple[str, ...]:
-    """The backends in the order in which "auto" asks them."""
-    if request.device_type == "cuda" and "short_queries" in request.features:
-        with contextlib.suppress(ImportError):
-            if request.kv_dtype not in _args.FP8_DTYPES or _kernels().reads_as_is("fa2", request):
-                return ("fa2", *(name for name in BACKENDS if name != "fa2"))
-    return BACKENDS
-
-
-def _sentences(backend: str, request: Request, against: Iterable[str]) -> str:
-    return f"backend={backend!r} cannot serve this request ({request}): " + " ".join(against)
-
-
-def _warn(request: Request, refused: tuple[str, ...]) -> None:
-    if refused in _warned:
-        return
-    _warned.add(refused)
-    text = f"no kernel serves this request ({request}), so PyTorch computes it, slowly: " + " ".join(refused)
-    warn(text, PerformanceWarning)
-
-
-def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> None:
-    if name not in choices:
-        raise ValueError(f"{what}={name!r} is not a backend of this library: use one of {', '.join(choices)}.")
-
-
-def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
-    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned."""
-    if backend == "reference":
-        if problem.qo_indptr is not None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise BackendError(
-                "backend='reference' works from lengths on the host, so a batch cannot be captured in a CUDA graph: "
-                "use a request that a kernel serves (explain() says why one is not), or run it outside the capture."
-            )
-        _reference.compute(problem)
-        return
-    _kernels().compute(problem, backend, schedule)
-    written(problem.output.out, problem.output.lse)
 
 
 def _short(dtype: torch.dtype) -> str:

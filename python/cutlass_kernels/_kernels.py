@@ -1,7 +1,7 @@
 """The compiled kernels: what they serve, and the way from a :class:`Problem` to a launch.
 
-Importing this module raises ImportError where the installation has no compiled extension. Tensors become addresses and
-strides here; nothing below synchronises or copies more than a few scales.
+An installation without the compiled module serves nothing here. Nothing below synchronises or copies more than a few
+scales.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from . import _C, _prepare  # type: ignore[attr-defined]
-from ._args import FP8_DTYPES
-from ._dispatch import Request
-from ._problem import Offsets, PagedKv, Problem
-from ._streams import current_device as _current_device
-from ._streams import stream_of as _stream_of
+from . import _half_precision, _native
+from ._native import current_device as _current_device
+from ._native import stream_of as _stream_of
+from ._problem import FP8_DTYPES, Offsets, PagedKv, Pages, Problem, Split
+from ._request import Request
+
+_INT_WORKSPACE_BYTES = 8 << 20  # enough for the tile list of every plan
 
 # What this module passes on, if the registry says that a kernel has it.
 _SERVED = frozenset(
@@ -55,11 +56,17 @@ _WHY = {
 @functools.cache
 def kernels() -> list[dict[str, Any]]:
     """The compiled kernels, in the order of instances.cmake."""
-    return list(_C.list_kernels())
+    return [] if _native._C is None else list(_native._C.list_kernels())
 
 
 def reasons(backend: str, request: Request) -> list[str]:
     """Why no compiled kernel of ``backend`` serves ``request``; empty if one does."""
+    if _native._C is None:
+        return [
+            f"backend={backend!r} is not part of this installation, which has no compiled kernels "
+            f"({_native.WHY_MISSING}): install a wheel of cutlass_kernels built with CUDA, or build it with "
+            "`pip install .` where nvcc is available; backend='reference' serves any device."
+        ]
     if reads_as_is(backend, request):
         return []
     built = {kernel["backend"] for kernel in kernels()}
@@ -68,7 +75,7 @@ def reasons(backend: str, request: Request) -> list[str]:
             f"backend={backend!r} has no kernels in this build (it has {', '.join(sorted(built)) or 'none'}): "
             "use backend='auto'."
         ]
-    found, prepared = [], _prepare.prepared_request(request)
+    found, prepared = [], _half_precision.prepared_request(request)
     if prepared is not None:
         if prepared.o_dtype in FP8_DTYPES:
             found.append(
@@ -94,7 +101,7 @@ def _registry_reasons(backend: str, request: Request) -> list[str]:
     """What the registry has against a request as it is, without copies."""
     features = request.features
     return list(
-        _C.not_supported_reasons(
+        _native._C.not_supported_reasons(
             backend,
             *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
             request.num_qo_heads,
@@ -116,7 +123,7 @@ def _registry_reasons(backend: str, request: Request) -> list[str]:
 
 def reads_as_is(backend: str, request: Request) -> bool:
     """Whether a kernel of ``backend`` is to read the fp8 tensors of ``request`` themselves, not copies."""
-    return request.kv_dtype in FP8_DTYPES and _reads_fp8(backend, request)
+    return request.kv_dtype in FP8_DTYPES and _native._C is not None and _reads_fp8(backend, request)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -231,8 +238,8 @@ def _plan_of(
     """A compiled plan, and the bytes that its tile list and the results of split keys take. The list is made where
     there is room for both, after ``copies``."""
     if not reads_as_is(backend, request):
-        request = _prepare.prepared_request(request) or request
-    planned: tuple[Any, int, int] = _C.plan_batch(
+        request = _half_precision.prepared_request(request) or request
+    planned: tuple[Any, int, int] = _native._C.plan_batch(
         backend, request, offsets, total_q, workspace, workspace_bytes, partial_room, copies, stream
     )
     return planned
@@ -243,7 +250,7 @@ def _copy(copies: Copies, device: torch.device) -> None:
         with torch.cuda.device(device):
             _copy(copies, device)
     else:
-        _C.copy_vectors(copies, _stream(device))
+        _native._C.copy_vectors(copies, _stream(device))
 
 
 def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:
@@ -261,14 +268,40 @@ def _sizes_of(backend: str, request: Request, offsets: Offsets, rows: int) -> tu
     return list_bytes, partial_bytes
 
 
-def upload(address: int, size: int, tensor: torch.Tensor) -> bool:
-    """Copies bytes of pageable host memory to ``tensor`` on the current stream; they may change at once. False where
-    another device is current, or a graph captured, which would read them when it is replayed."""
-    device = tensor.device
-    if device.index != _current_device() or torch.cuda.is_current_stream_capturing():
-        return False
-    _C.upload(address, size, tensor.data_ptr(), _stream(device))
-    return True
+def int_workspace(device: torch.device) -> torch.Tensor:
+    """Room for a tile list on ``device``."""
+    return torch.empty(_INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)
+
+
+def is_general(problem: Problem) -> bool:
+    """Whether a problem needs a tile list made for general ones (:class:`Offsets`), which then serves others too."""
+    logits = problem.logits
+    return (
+        problem.mask.bits is not None
+        or logits.alibi is not None
+        or logits.head_scale is not None
+        or isinstance(logits.sm_scale, torch.Tensor)
+        or isinstance(problem.output.scale, torch.Tensor)
+        or problem.output.stats is not None
+    )
+
+
+def offsets_of(problem: Problem) -> Offsets:
+    """The offsets of a problem that was not planned, on the device of its queries."""
+    device, kv, rows = problem.q.device, problem.kv, problem.q.size(0)
+    assert problem.qo_indptr is not None and kv.indptr is not None
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, non_blocking=True)
+
+    pages = None
+    if isinstance(kv, PagedKv):
+        v_indices = None if kv.v_indices is None else move(kv.v_indices)
+        pages = Pages(move(kv.indices), move(kv.last_page_len), kv.k_cache.size(1), v_indices)
+    total_kv = 0 if isinstance(kv, PagedKv) else kv.k.size(0)
+    general = is_general(problem)
+    split = Split(disabled=problem.output.stats is not None)  # statistics of KV splits are not combined
+    return Offsets(move(problem.qo_indptr), move(kv.indptr), rows, total_kv, pages, 0, problem.mask, general, split)
 
 
 def _stream(device: torch.device) -> int:
@@ -300,7 +333,7 @@ def with_device_scales(problem: Problem) -> Problem:
 def compute(problem: Problem, backend: str, schedule: Schedule | None = None) -> None:
     """Enqueues the kernel that computes ``problem`` on the current stream of its device.
 
-    A schedule must be for this backend, ``general`` where the problem is (``_plan.is_general``), ``as_is`` where fp8
+    A schedule must be for this backend, ``general`` where the problem is (``is_general``), ``as_is`` where fp8
     keys and values are to be read so, and of keys that are not split where statistics are wanted.
     """
     q, wanted, rows = problem.q, problem.output.out, problem.q.size(0)
@@ -311,18 +344,20 @@ def compute(problem: Problem, backend: str, schedule: Schedule | None = None) ->
         with torch.cuda.device(device):
             compute(problem, backend, schedule)
         return
-    prepared = _prepare.is_needed(problem)
+    prepared = _half_precision.is_needed(problem)
     keys = problem.kv.k_cache if isinstance(problem.kv, PagedKv) else problem.kv.k
     if prepared and keys.dtype in FP8_DTYPES:
         as_is = reads_as_is(backend, Request.from_problem(problem)) if schedule is None else schedule.as_is
         prepared = not as_is
     if prepared:
-        problem = _prepare.prepare(problem, None if schedule is None else schedule.offsets, _C, _stream(device))
+        problem = _half_precision.prepare(
+            problem, None if schedule is None else schedule.offsets, _native._C, _stream(device)
+        )
     problem = with_device_scales(problem)
     if problem.qo_indptr is None:
-        _C.attend(problem, backend)
+        _native._C.attend(problem, backend)
     else:
         assert schedule is not None
-        _C.attend(problem, backend, schedule.plan(rows), schedule.partials)
+        _native._C.attend(problem, backend, schedule.plan(rows), schedule.partials)
     if problem.output.out is not wanted:
-        _prepare.round_output(problem.output.out, wanted, _C, _stream(device))
+        _half_precision.round_output(problem.output.out, wanted, _native._C, _stream(device))

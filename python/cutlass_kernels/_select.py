@@ -1,0 +1,168 @@
+"""Chooses who computes an attention problem, can say why, and computes it.
+
+``reasons`` lists why a backend cannot serve a :class:`~._request.Request`; ``select`` takes the first of fa3, fa2,
+reference that has none, or of fa2, fa3, reference for short queries (``_request.are_short``).
+
+Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import _kernels, _reference
+from ._autograd import written
+from ._errors import BackendError, PerformanceWarning, QueryTypeError, warn
+from ._problem import FLOAT_DTYPES, FP8_DTYPES, Problem
+from ._request import Request
+
+BACKENDS = ("fa3", "fa2", "reference")  # as ck_backends() in instances.cmake, and the reference
+CHOICES = ("auto", *BACKENDS)
+KERNEL_BACKENDS = BACKENDS[:-1]
+ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
+
+# What os.environ looks things up in. It takes 1.5 us to say that something is not there: a tenth of a whole call.
+try:
+    _ENVIRONMENT: Any = os.environ._data  # type: ignore[attr-defined]
+    _ENVIRONMENT_KEY: Any = os.environ.encodekey(ENVIRONMENT)
+except AttributeError:  # another Python's
+    _ENVIRONMENT, _ENVIRONMENT_KEY = os.environ, ENVIRONMENT
+
+_log = logging.getLogger("cutlass_kernels")
+_warned: set[tuple[str, ...]] = set()
+
+
+def reasons(backend: str, request: Request) -> list[str]:
+    """Why ``backend`` ("fa2", "fa3" or "reference") cannot serve ``request``: sentences, none if it can."""
+    _check_name(backend, BACKENDS)
+    if backend == "reference":
+        return _reference_reasons(request)
+    if request.device_type != "cuda":
+        return [
+            f"backend={backend!r} needs CUDA tensors, but these are on the {request.device_type} device: use "
+            "backend='auto' or 'reference', or move the tensors."
+        ]
+    return _kernels.reasons(backend, request)
+
+
+def _reference_reasons(request: Request) -> list[str]:
+    known = (*FLOAT_DTYPES, *FP8_DTYPES)
+    return [
+        f"{name}={dtype} is not served by backend='reference': use a floating-point or fp8 type."
+        for name, dtype in (("q_dtype", request.q_dtype), ("kv_dtype", request.kv_dtype), ("o_dtype", request.o_dtype))
+        if dtype not in known
+    ]
+
+
+def select(requested: str, request: Request) -> str:
+    """The backend that serves ``request``: the requested one, or for "auto" the first of :func:`preferred`.
+
+    Raises:
+        ValueError: ``requested`` (or the environment's choice) is not a backend.
+        BackendError: the named backend cannot serve the request; an explicit choice never falls back.
+    """
+    _check_name(requested, CHOICES)
+    override = override_of(requested)
+    if override:
+        _check_name(override, CHOICES, f"the environment variable {ENVIRONMENT}")
+        requested = override
+    selected, refused = _resolve(requested, request)
+    if refused and requested == "auto" and request.device_type == "cuda":
+        _warn(request, refused)
+    if is_logged():
+        _log.info(
+            "backend %s (asked for %s%s): %s", selected, requested, " by environment" if override else "", request
+        )
+    return selected
+
+
+def override_of(requested: str) -> str | None:
+    """What the environment says in place of ``"auto"``: always the same object for the same word."""
+    if requested != "auto" or _ENVIRONMENT_KEY not in _ENVIRONMENT:
+        return None
+    return sys.intern(os.environ.get(ENVIRONMENT, ""))
+
+
+def is_logged() -> bool:
+    """Whether every choice of a backend leaves a line in the log."""
+    return _log.isEnabledFor(logging.INFO)
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(requested: str, request: Request) -> tuple[str, tuple[str, ...]]:
+    """The backend, and the reasons against the kernels where "auto" ends at the reference."""
+    if requested != "auto":
+        against = reasons(requested, request)
+        if against:
+            error = QueryTypeError if request.q_dtype in FP8_DTYPES else BackendError
+            raise error(_sentences(requested, request, against))
+        return requested, ()
+    refused: list[str] = []
+    for backend in preferred(request):
+        against = reasons(backend, request)
+        if not against:
+            return backend, tuple(refused) if backend == "reference" else ()
+        refused += against
+    raise BackendError(_sentences("auto", request, refused))
+
+
+def preferred(request: Request) -> tuple[str, ...]:
+    """The backends in the order in which "auto" asks them."""
+    short = request.device_type == "cuda" and "short_queries" in request.features
+    if short and (request.kv_dtype not in FP8_DTYPES or _kernels.reads_as_is("fa2", request)):
+        return ("fa2", *(name for name in BACKENDS if name != "fa2"))
+    return BACKENDS
+
+
+def _sentences(backend: str, request: Request, against: Iterable[str]) -> str:
+    return f"backend={backend!r} cannot serve this request ({request}): " + " ".join(against)
+
+
+def _warn(request: Request, refused: tuple[str, ...]) -> None:
+    if refused in _warned:
+        return
+    _warned.add(refused)
+    text = f"no kernel serves this request ({request}), so PyTorch computes it, slowly: " + " ".join(refused)
+    warn(text, PerformanceWarning)
+
+
+def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> None:
+    if name not in choices:
+        raise ValueError(f"{what}={name!r} is not a backend of this library: use one of {', '.join(choices)}.")
+
+
+def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
+    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned."""
+    if backend == "reference":
+        if problem.qo_indptr is not None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "backend='reference' works from lengths on the host, so a batch cannot be captured in a CUDA graph: "
+                "use a request that a kernel serves (explain() says why one is not), or run it outside the capture."
+            )
+        _reference.compute(problem)
+        return
+    _kernels.compute(problem, backend, schedule)
+    written(problem.output.out, problem.output.lse)
+
+
+def compute_once(problem: Problem, backend: str = "auto") -> None:
+    """Computes a problem that was not planned."""
+    request = Request.from_problem(problem)
+    compute_selected(problem, request, select(backend, request))
+
+
+def compute_selected(problem: Problem, request: Request, selected: str) -> None:
+    """The same with the backend that was selected for its facts."""
+    schedule = None
+    if selected in KERNEL_BACKENDS and problem.qo_indptr is not None:
+        schedule = _kernels.Schedule(
+            selected, request, _kernels.offsets_of(problem), _kernels.int_workspace(problem.q.device)
+        )
+    compute(problem, selected, schedule)
