@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _dispatch, _native, _ops, _plan
+from . import _args, _dispatch, _native, _ops, _plan, _signatures
 from ._autograd import forward_only, needs_grad, written
 from ._decode_paged import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -16,6 +16,7 @@ from ._decode_paged import (
 )
 from ._plan import Result
 from ._problem import Mask
+from ._signatures import typed_as
 from ._single import attend, keys_and_values, refuse_4bit
 from ._tracing import have_own_dispatch, is_traced
 
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 
+@typed_as(_signatures.single_decode_with_kv_cache)
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
