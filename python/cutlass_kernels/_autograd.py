@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import is_grad_enabled
@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from ._errors import warn
 from ._tracing import is_traced
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 NO_BACKWARD = (
@@ -97,7 +98,7 @@ def forward_only(result: Any, places: tuple[torch.Tensor | None, ...], *inputs: 
     return result
 
 
-def forward_only_as_a_whole(function: Callable[..., R]) -> Callable[..., R]:
+def forward_only_as_a_whole(function: Callable[P, R]) -> Callable[P, R]:
     """For functions that merge results of several calls. They run without autograd: merge kernels refuse tensors that
     require gradients."""
 

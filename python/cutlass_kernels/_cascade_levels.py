@@ -18,6 +18,7 @@ from ._describe import describe_several
 from ._merge import merge_state_in_place
 from ._options import Result
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ._signatures import Cascade, typed_as
 from ._spellings import spellings
 
 # What the first plan of a level decides for all later ones, where runs may have been captured.
@@ -226,6 +227,7 @@ class MultiLevelCascadeAttentionWrapper:
         if len({count for count in rows if count is not None}) > 1:
             raise ValueError(f"qo_indptr_arr ends at {rows} in its levels: each of them holds all rows of q.")
 
+    @typed_as(Cascade.run)
     @forward_only_as_a_whole
     def run(
         self,

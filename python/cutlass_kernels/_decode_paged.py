@@ -6,7 +6,7 @@ It is the attention of :mod:`.prefill_paged` with as many rows for each request,
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from ._options import Result
 from ._plan import Plan
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._problem import FP8_DTYPES
+from ._signatures import PagedDecode, typed_as
 from ._tracing import cache_of_real_tensors
 
 _MOST_ROWS = 2**31 - 1
@@ -228,7 +229,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         if not self._dry_run:
             self._rows_in_buffer = plan.total_q
 
-    def run(
+    @typed_as(PagedDecode.run)
+    def run(  # type: ignore[override]
         self,
         q: torch.Tensor,
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -279,7 +281,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """
         if q_len_per_req is not None and q_len_per_req != (planned := self._q_len(self._planned())):
             raise ValueError(f"q_len_per_req={q_len_per_req}, but {planned} is planned: pass it to plan().")
-        return super().run(
+        return super().run(  # type: ignore[call-overload, misc]  # *args may be those of any overload
             q,
             paged_kv_cache,
             *args,
@@ -307,6 +309,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             )
         super()._check_q(q, plan)
 
+    @typed_as(PagedDecode.forward)
     def forward(  # type: ignore[override]
         self,
         q: torch.Tensor,
@@ -340,6 +343,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         )
         run_args |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return self._forward(values, lambda: self.run(q, paged_kv_cache, **run_args))
+
+    if TYPE_CHECKING:  # those of the base class, which take any arguments
+
+        @typed_as(PagedDecode.run_return_lse)
+        def run_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
+
+        @typed_as(PagedDecode.forward_return_lse)
+        def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

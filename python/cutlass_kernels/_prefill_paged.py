@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import is_grad_enabled
@@ -15,6 +15,7 @@ from ._batch import Batch, Index
 from ._options import Result
 from ._plan import Plan
 from ._problem import FP8_DTYPES, PagedKv, Pages, Vector
+from ._signatures import PagedPrefill, typed_as
 from ._spellings import spellings
 from ._tracing import have_own_dispatch, is_traced
 
@@ -301,6 +302,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         pages = Pages(stored["paged_kv_indices_buf"], stored["paged_kv_last_page_len_buf"], plan.batch.page_size)
         return stored["qo_indptr_buf"], stored["paged_kv_indptr_buf"], pages
 
+    @typed_as(PagedPrefill.run)
     def run(
         self,
         q: torch.Tensor,
@@ -417,6 +419,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     def _run_tensors(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[Any, ...]:
         return (k,) if v is None else ((k, v),)
 
+    @typed_as(PagedPrefill.forward)
     @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")
     def forward(
         self,
@@ -451,3 +454,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             allow_fp16_qk_reduction,
         )
         return self._forward(values, lambda: self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, **run_args))
+
+    if TYPE_CHECKING:  # those of the base class, which take any arguments
+
+        @typed_as(PagedPrefill.run_return_lse)
+        def run_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        @typed_as(PagedPrefill.forward_return_lse)
+        def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...

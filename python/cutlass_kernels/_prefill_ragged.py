@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import is_grad_enabled
@@ -16,6 +16,7 @@ from ._errors import PerformanceWarning, warn
 from ._options import Result
 from ._plan import Plan
 from ._problem import FP8_DTYPES, HALF_DTYPES, Pages, RaggedKv, Vector
+from ._signatures import RaggedPrefill, typed_as
 from ._spellings import spellings
 from ._tracing import have_own_dispatch, is_traced
 
@@ -237,6 +238,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     def _vectors(self, plan: Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
         return stored["qo_indptr_buf"], stored["kv_indptr_buf"], None
 
+    @typed_as(RaggedPrefill.run)
     def run(
         self,
         q: torch.Tensor,
@@ -338,6 +340,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         result = self._run(plan, q, RaggedKv(k, v, self._kv_indptr_buf), run_args)
         return forward_only(result, (out, lse), inputs, scales, used_sinks) if grad else result
 
+    @typed_as(RaggedPrefill.forward)
     @spellings(use_fp16_qk_reduction="allow_fp16_qk_reduction")
     def forward(
         self,
@@ -370,3 +373,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             allow_fp16_qk_reduction,
         )
         return self._forward(values, lambda: self.run(q, k, v, **run_args))
+
+    if TYPE_CHECKING:  # those of the base class, which take any arguments
+
+        @typed_as(RaggedPrefill.run_return_lse)
+        def run_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        @typed_as(RaggedPrefill.forward_return_lse)
+        def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _masks, _native, _ops, _options, _request, _select
+from . import _args, _masks, _native, _ops, _options, _request, _select, _signatures
 from ._autograd import forward_only, needs_grad, written
 from ._options import Result
 from ._problem import Logits, Mask, Output, Problem, RaggedKv
+from ._signatures import typed_as
 from ._tracing import have_own_dispatch, is_traced
 
 
+@typed_as(_signatures.single_prefill_with_kv_cache)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -176,6 +178,7 @@ def single_prefill_with_kv_cache(
     return result
 
 
+@typed_as(_signatures.single_prefill_with_kv_cache_return_lse)
 def single_prefill_with_kv_cache_return_lse(
     q: torch.Tensor,
     k: torch.Tensor,

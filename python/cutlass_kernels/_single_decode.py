@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _native, _ops, _options, _select
+from . import _args, _native, _ops, _options, _select, _signatures
 from ._autograd import forward_only, needs_grad, written
 from ._options import Result
 from ._problem import Mask
+from ._signatures import typed_as
 from ._single import attend, keys_and_values, refuse_4bit
 from ._tracing import have_own_dispatch, is_traced
 
 
+@typed_as(_signatures.single_decode_with_kv_cache)
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -7,6 +7,8 @@ two states merge by their base-2 LSEs into the attention over both (Juravsky et 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import _args, _select, _unplanned_ops, _vectors
@@ -147,7 +149,7 @@ class _SharedPrefixWrapper:
         v_shared: torch.Tensor,
         unique: Cache,
         sm_scale: float | None,
-        **options: bool,
+        **options: Any,
     ) -> torch.Tensor:
         out, lse = self._unique.forward_return_lse(q, unique, sm_scale=sm_scale, **options)
         return merge_state(*_attend_shared(q, k_shared, v_shared, self._kv_layout, sm_scale), out, lse)[0]

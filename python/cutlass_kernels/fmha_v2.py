@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _fused, _hints, _native, _options, _request, _select, _unplanned_ops, _vectors
+from . import _args, _fused, _hints, _native, _options, _request, _select, _signatures, _unplanned_ops, _vectors
 from ._autograd import forward_only, written
 from ._problem import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, PagedKv, Problem, RaggedKv
+from ._signatures import typed_as
 from ._tracing import have_own_dispatch, is_traced
 
 LOG2E = 1.4426950408889634
@@ -23,6 +24,7 @@ MASK_MODES = ("causal", "padding", "sliding_window", "chunked")
 Tensors = torch.Tensor | tuple[Any, ...] | list[Any]
 
 
+@typed_as(_signatures.trtllm_fmha_v2_prefill)
 def trtllm_fmha_v2_prefill(
     qkv: Tensors,
     input_layout: str,

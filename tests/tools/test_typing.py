@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import typing_extensions
 
 import cutlass_kernels as ck
+from cutlass_kernels import _signatures
 
 # A line that must be refused ends in "# wrong".
 PROGRAM = """
 import torch
+from torch import Tensor
+from typing_extensions import assert_type
 import cutlass_kernels as ck
 
 workspace = torch.empty(1 << 20, dtype=torch.uint8)
 x = torch.zeros(4, 2, 64)
 ints = torch.tensor([0, 4], dtype=torch.int32)
+flag = bool(x.numel())
+Pair = tuple[Tensor, Tensor]
 
-out: torch.Tensor = ck.single_prefill_with_kv_cache(x, x, x, causal=True, sm_scale=0.1, backend="fa2")
-both: tuple[torch.Tensor, torch.Tensor] = ck.single_prefill_with_kv_cache_return_lse(x, x, x)
+assert_type(ck.single_prefill_with_kv_cache(x, x, x, causal=True, sm_scale=0.1, backend="fa2"), Tensor)
+assert_type(ck.single_prefill_with_kv_cache(x, x, x, None, None, True, return_lse=True, sinks=x), Pair)
+assert_type(ck.single_prefill_with_kv_cache(x, x, x, return_lse=flag), Tensor | Pair)
+assert_type(ck.single_prefill_with_kv_cache_return_lse(x, x, x, None, None, True, k_scale=2, out=x), Pair)
+ck.single_prefill_with_kv_cache_return_lse(x, x, x, return_lse=False)  # wrong
+ck.single_prefill_with_kv_cache_return_lse(x, x, x, nonsense=1)  # wrong
+ck.single_prefill_with_kv_cache_return_lse(x, x, x, scale_q="1")  # wrong
+both: Pair = ck.single_prefill_with_kv_cache(x, x, x)  # wrong
+out: Tensor = ck.single_prefill_with_kv_cache(x, x, x, return_lse=True)  # wrong
+ck.single_prefill_with_kv_cache(x, x, x, return_lse=True).shape  # wrong
+ck.single_prefill_with_kv_cache(x, x, x, return_lse=True, out="x")  # wrong
+ck.single_prefill_with_kv_cache(x, x, x, None, None, True, "NHD", "NONE", False, "0.1")  # wrong
 ck.single_prefill_with_kv_cache(x, x, x, causal="yes")  # wrong
 ck.single_prefill_with_kv_cache(x, x)  # wrong
 ck.single_prefill_with_kv_cache(x, x, x, nonsense=1)  # wrong
-ck.single_decode_with_kv_cache(x[0], x, x, window_left=3, sinks=None)
+assert_type(ck.single_decode_with_kv_cache(x[0], x, x, window_left=3, sinks=None), Tensor)
+assert_type(ck.single_decode_with_kv_cache(x[0], x, x, return_lse=True, o_dtype="float16"), Pair)
+options = ("NHD", "NONE", False, 1.0, 1.0, 1.0, -1, None, None, None, None)
+assert_type(ck.single_decode_with_kv_cache(x[0], x, x, *options, True), Pair)
+assert_type(ck.single_decode_with_kv_cache(x[0], x, x, return_lse=flag), Tensor | Pair)
+ck.single_decode_with_kv_cache(x[0], x, x, causal=True)  # wrong
+ck.single_decode_with_kv_cache(x[0], x, x, *options, 1)  # wrong
+ck.single_decode_with_kv_cache(x[0], x, x, return_lse=True).shape  # wrong
 ck.single_decode_with_kv_cache(x[0], x, x, window_left="3")  # wrong
 
 paged = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="auto")
@@ -35,28 +63,125 @@ ck.BatchPrefillWithPagedKVCacheWrapper(3)  # wrong
 paged.plan(ints, ints, ints, ints, 2, 2, 64, 16, causal=True, q_data_type=torch.float16, kv_data_type="float16")
 paged.plan(ints, ints, ints, ints, 2, 2, 64, "16")  # wrong
 paged.plan(ints, ints, ints, ints, 2, 2, 64, 16, casual=True)  # wrong
-paged.run(x, (x, x), k_scale=0.5, return_lse=True)
+assert_type(paged.run(x, x), Tensor)
+assert_type(paged.run(x, (x, x), k_scale=0.5, return_lse=True, window_left=-1), Pair)
+assert_type(paged.run(x, x, q_scale=x, return_lse=flag), Tensor | Pair)
+assert_type(paged.run(x, x, 0.5, 0.5), Tensor)
+assert_type(paged.run(x, x, 0.5, 0.5, True), Pair)
+assert_type(paged.run(x, x, 0.5, 0.5, flag), Tensor | Pair)
+assert_type(paged.run(x, x, x, x, x, out=x), Tensor)
+assert_type(paged.run(x, x, x, x, x, return_lse=True), Pair)
+assert_type(paged.run(x, x, x, x, x, return_lse=flag), Tensor | Pair)
+assert_type(paged.run_return_lse(x, x, 0.5, lse_base="ln"), Pair)
+assert_type(paged.run_return_lse(x, (x, x), x, x, x), Pair)
 paged.run(x, x, return_lse="yes")  # wrong
-paged.forward(x, x, causal=True)
+paged.run(x, x, x)[0] + paged.run(x, x, x, 0.5, 0.5)  # wrong
+paged.run(x, x, nonsense=1)  # wrong
+paged.run(x, [x, x])  # wrong
+paged.run(x, x, lse_layout=1, return_lse=True)  # wrong
+paged.run(x, x, x, x, x, x)  # wrong
+paged.run_return_lse(x)  # wrong
+paged.run_return_lse(x, x, return_lse=True)  # wrong
+paged.run_return_lse(x, x, o_scale=0.5)  # wrong
+assert_type(paged.forward(x, x, causal=True), Tensor)
+assert_type(paged.forward(x, x, True, "NONE", out=x, return_lse=True), Pair)
+assert_type(paged.forward(x, x, return_lse=flag), Tensor | Pair)
+assert_type(paged.forward_return_lse(x, x, True, sinks=x), Pair)
 paged.forward(x, x, causal="yes")  # wrong
+paged.forward(x, x, nonsense=1)  # wrong
+paged.forward(x, x, return_lse=True).shape  # wrong
+paged.forward_return_lse(x, x, causal="yes")  # wrong
+paged.forward_return_lse(x, x, x)  # wrong
 sizes: tuple[int, int] = paged.workspace_size(ints, ints, ints, ints, 2, 2, 64, 16)
 
 ragged = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace)
 ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, layout="NHD")  # wrong
 ragged.plan(ints, ints, 2, 2, 64, window_left=3)
 ragged.plan(ints, ints, 2.0, 2, 64)  # wrong
-ragged.run(x, x, x, out=x)
+assert_type(ragged.run(x, x, x, out=x), Tensor)
+assert_type(ragged.run(x, x, x, return_lse=True, v_scale=0.5), Pair)
+assert_type(ragged.run(x, x, x, True), Pair)
+assert_type(ragged.run(x, x, x, False), Tensor)
+assert_type(ragged.run(x, x, x, flag), Tensor | Pair)
+assert_type(ragged.run(x, x, x, x, x, x), Tensor)
+assert_type(ragged.run(x, x, x, x, x, x, return_lse=True), Pair)
+assert_type(ragged.run(x, x, x, x, x, x, return_lse=flag), Tensor | Pair)
+assert_type(ragged.run_return_lse(x, x, x, lse_layout="HN"), Pair)
+assert_type(ragged.run_return_lse(x, x, x, x, x, x), Pair)
 ragged.run(x, x, x, out="x")  # wrong
+ragged.run(x, x, x, 0.5)  # wrong
+ragged.run(x, x, x, x)  # wrong
+ragged.run(x, x, x, nonsense=1)  # wrong
+ragged.run(x, x, x, return_lse=True).shape  # wrong
+ragged.run_return_lse(x, x)  # wrong
+ragged.run_return_lse(x, x, x, use_fp16_softmax=True)  # wrong
+assert_type(ragged.forward(x, x, x, True), Tensor)
+assert_type(ragged.forward(x, x, x, causal=True, return_lse=True, k_scale=x), Pair)
+assert_type(ragged.forward(x, x, x, return_lse=flag), Tensor | Pair)
+assert_type(ragged.forward_return_lse(x, x, x, False, "ALIBI"), Pair)
+ragged.forward(x, x, x, causal=x)  # wrong
+ragged.forward(x, x, x, return_lse=True, lse_base=2)  # wrong
+ragged.forward_return_lse(x, x, x, nonsense=1)  # wrong
 
 decode = ck.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)
 decode.plan(ints, ints, ints, 2, 2, 64, 16, q_data_type="bfloat16")
 decode.plan(ints, ints, ints, 2, 2, 64, 16, causal=True)  # wrong
-decode.run(x, x, q_len_per_req=1)
+assert_type(decode.run(x, x, q_len_per_req=1), Tensor)
+assert_type(decode.run(x, (x, x), return_lse=True, lse_base="ln"), Pair)
+assert_type(decode.run(x, x, 0.5, x, None, True), Pair)
+assert_type(decode.run(x, x, 0.5, 0.5, 0.5, flag), Tensor | Pair)
+assert_type(decode.run(x, x, x, x, x, return_lse=flag), Tensor | Pair)
+assert_type(decode.run_return_lse(x, x, sinks=x), Pair)
+decode.run(x, x, q_len_per_req=1.5)  # wrong
+decode.run(x, x, 0.5, 0.5, 0.5, 0.5)  # wrong
+decode.run(x, x, nonsense=1)  # wrong
+decode.run(x, x, return_lse=True).shape  # wrong
+decode.run_return_lse(x, x, sinks=0.5)  # wrong
+assert_type(decode.forward(x, x, "NONE", q_len_per_req=1), Tensor)
+assert_type(decode.forward(x, x, window_left=3, return_lse=True), Pair)
+assert_type(decode.forward(x, x, return_lse=flag), Tensor | Pair)
+assert_type(decode.forward_return_lse(x, x, "NONE", 0.5), Pair)
+decode.forward(x, x, True)  # wrong
+decode.forward(x, x, causal=True)  # wrong
+decode.forward_return_lse(x, x, causal=True)  # wrong
+graphed = ck.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, ints, ints, ints)
+assert_type(graphed.run(x, x, return_lse=True), Pair)
+graphed.run(x, x, return_lse=2)  # wrong
 decode.begin_forward(ints, ints, ints, 2, 2, 64, "16")  # wrong
 
 levels = ck.MultiLevelCascadeAttentionWrapper(2, workspace)
 levels.plan([ints], [ints], [ints], [ints], 2, 2, 64, 16)
 levels.plan([ints], [ints], [ints], [ints], 2, 2, 64, None)  # wrong
+assert_type(levels.run(x, x), Tensor)
+assert_type(levels.run(x, (x, x), return_lse=True, k_scale=0.5), Pair)
+assert_type(levels.run(x, x, return_lse=flag), Tensor | Pair)
+assert_type(levels.forward(x, x, return_lse=True), Pair)
+levels.run(x, x, lse=x)  # wrong
+levels.run(x, x, True)  # wrong
+levels.forward(x, x, out=1)  # wrong
+
+shared = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace)
+assert_type(shared.forward(x, x, x, (x, x), causal=False), Tensor)
+shared.forward(x, x, x, x, return_lse=True)  # wrong
+shared.run(x, x, x, x, causal="yes")  # wrong
+shared_decode = ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace)
+assert_type(shared_decode.run(x, x, x, x, sm_scale=0.1), Tensor)
+shared_decode.forward(x, x, x, x, causal=True)  # wrong
+assert_type(ck.batch_decode_with_shared_prefix_padded_kv_cache(x, x, x, x, x, "HND"), Tensor)
+ck.batch_decode_with_shared_prefix_padded_kv_cache(x, x, x, x)  # wrong
+ck.batch_decode_with_shared_prefix_padded_kv_cache(x, x, x, x, x, nonsense=1)  # wrong
+
+def fused(save: bool) -> None:
+    batch = ("SEPARATE_Q_K_V", workspace, ints, 4, 4, 0.1, 1.0, 1, ints, ints)
+    assert_type(ck.trtllm_fmha_v2_prefill((x, x, x), *batch, out=x), Tensor)
+    assert_type(ck.trtllm_fmha_v2_prefill([x, x, x], *batch, mask_mode="padding", save_softmax_stats=True), Pair)
+    assert_type(ck.trtllm_fmha_v2_prefill(x, *batch, save_softmax_stats=save), Tensor | Pair)
+    options = (None, None, None, None, None, None, "causal", -1, 0)
+    assert_type(ck.trtllm_fmha_v2_prefill(x, *batch, *options, True, 0.5), Pair)
+    ck.trtllm_fmha_v2_prefill(x, *batch, save_softmax_stats=True).shape  # wrong
+    ck.trtllm_fmha_v2_prefill(x, *batch, save_softmax_stats="yes")  # wrong
+    ck.trtllm_fmha_v2_prefill(x, *batch, return_lse=True)  # wrong
+    ck.trtllm_fmha_v2_prefill(x, "PACKED_QKV", workspace, ints, 4)  # wrong
 
 ck.merge_state(x, x[..., 0], x, x[..., 0])[0].float()
 ck.merge_state(x, x[..., 0], x)  # wrong
@@ -83,3 +208,101 @@ def test_right_and_wrong_calls(tmp_path: Path) -> None:
     refused = {int(line) for line in re.findall(r"^program\.py:(\d+): error", done.stdout, re.M)}
     wrong = {n for n, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
     assert refused == wrong, done.stdout + done.stderr
+
+
+# What type checkers see of each function, the function, and those that its keywords (``**more``) go to.
+PAGED, RAGGED = ck.BatchPrefillWithPagedKVCacheWrapper, ck.BatchPrefillWithRaggedKVCacheWrapper
+DECODE, CASCADE = ck.BatchDecodeWithPagedKVCacheWrapper, ck.MultiLevelCascadeAttentionWrapper
+TYPED: list[tuple[Callable, ...]] = [
+    (_signatures.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache),
+    (
+        _signatures.single_prefill_with_kv_cache_return_lse,
+        ck.single_prefill_with_kv_cache_return_lse,
+        ck.single_prefill_with_kv_cache,
+    ),
+    (_signatures.single_decode_with_kv_cache, ck.single_decode_with_kv_cache),
+    (_signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
+    (_signatures.PagedPrefill.run, PAGED.run),
+    (_signatures.PagedPrefill.run_return_lse, PAGED.run),
+    (_signatures.PagedPrefill.forward, PAGED.forward, PAGED.run),
+    (_signatures.PagedPrefill.forward_return_lse, PAGED.forward, PAGED.run),
+    (_signatures.RaggedPrefill.run, RAGGED.run),
+    (_signatures.RaggedPrefill.run_return_lse, RAGGED.run),
+    (_signatures.RaggedPrefill.forward, RAGGED.forward, RAGGED.run),
+    (_signatures.RaggedPrefill.forward_return_lse, RAGGED.forward, RAGGED.run),
+    (_signatures.PagedDecode.run, DECODE.run, PAGED.run),
+    (_signatures.PagedDecode.run_return_lse, DECODE.run, PAGED.run),
+    (_signatures.PagedDecode.forward, DECODE.forward, DECODE.run, PAGED.run),
+    (_signatures.PagedDecode.forward_return_lse, DECODE.forward, DECODE.run, PAGED.run),
+    (_signatures.Cascade.run, CASCADE.run),
+]
+RESULTS = [
+    (typing.Literal[False], torch.Tensor),
+    (typing.Literal[True], tuple[torch.Tensor, torch.Tensor]),
+    (bool, torch.Tensor | tuple[torch.Tensor, torch.Tensor]),
+]
+SCALES = ["scale_q", "scale_k", "scale_v"]  # three tensors by position, which have no keywords
+
+
+def _types(function: Callable) -> dict[str, Any]:
+    """What the result and each argument may be, those of a TypedDict included."""
+    hints = typing.get_type_hints(function, localns={"Unpack": typing_extensions.Unpack})
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "self":
+            hints.pop(name, None)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            del hints[name]
+        elif parameter.kind is parameter.VAR_KEYWORD and (options := hints.pop(name)) is not Any:
+            hints |= typing.get_type_hints(*typing_extensions.get_args(options))
+    return hints
+
+
+def _positions(function: Callable) -> list[str]:
+    """The names of arguments that may be given by position, those of ``*args`` included."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) and x.name != "self"]
+    if any(x.kind is x.VAR_POSITIONAL for x in parameters):
+        owner = getattr(ck, function.__qualname__.split(".")[0])
+        names += getattr(owner, "_positions_of_run", ("return_lse",))
+    return names
+
+
+def test_no_function_with_two_results_is_left_out() -> None:
+    public = [getattr(ck, name) for name in ck.__all__]
+    functions = [x for x in public if inspect.isfunction(x)]
+    for owner in filter(inspect.isclass, public):
+        functions += [x for name, x in inspect.getmembers(owner, inspect.isfunction) if not name.startswith("_")]
+    flagged = [x for x in functions if {"return_lse", "save_softmax_stats"} & inspect.signature(x).parameters.keys()]
+    assert flagged
+    assert not {x.__qualname__ for x in flagged} - {row[1].__qualname__ for row in TYPED}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not keep overloads")
+@pytest.mark.parametrize("row", TYPED, ids=lambda row: row[0].__qualname__)
+def test_signatures_are_those_of_the_functions(row: tuple[Callable, ...]) -> None:
+    seen, *functions = row
+    expected: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for function in reversed(functions):
+        expected |= _types(function)
+        defaults |= {x.name: x.default for x in inspect.signature(function).parameters.values()}
+    flag = "return_lse" if "return_lse" in expected else "save_softmax_stats"
+    del expected["return"], expected[flag]
+    results = []
+    for overload in typing.get_overloads(seen) or [seen]:
+        types, positions = _types(overload), _positions(overload)
+        results.append((types.pop(flag, None), types.pop("return")))
+        if positions[-3:] == SCALES:
+            wanted = [x for x in _positions(functions[0]) if x not in (*PAGED._positions_of_run, flag)] + SCALES
+            types = {name: type for name, type in types.items() if name not in SCALES}
+            assert types == {name: type for name, type in expected.items() if name in types}
+            assert expected.keys() - types.keys() <= {"k_scale", "v_scale"}
+        else:
+            wanted = [x for x in _positions(functions[0]) if x in inspect.signature(overload).parameters]
+            assert types == expected
+        assert positions == wanted
+        for name, parameter in inspect.signature(overload).parameters.items():
+            if name in types and name not in ("self", flag):
+                assert parameter.default == defaults[name], name
+    pair = RESULTS[1]
+    assert results in (RESULTS, RESULTS * 2, [pair], [(None, pair[1])], [(None, pair[1])] * 2)

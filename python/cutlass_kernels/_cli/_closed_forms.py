@@ -154,7 +154,7 @@ def _ragged(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pa
     heads = (_QO_HEADS, _KV_HEADS, _DIM)
     wrapper.plan(_offsets(_QO_LENS), _offsets(_KV_LENS), *heads, causal=True, q_data_type=dtype)
     v = torch.cat(values)
-    yield wrapper.run(q, torch.ones_like(v), v, return_lse=True), known  # type: ignore[misc]
+    yield wrapper.run(q, torch.ones_like(v), v, return_lse=True), known
 
 
 def _paged(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pair]]:
@@ -174,7 +174,7 @@ def _paged(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pai
         table = (_offsets(tuple(pages)), order.to(torch.int32), last)
         heads = (_QO_HEADS, _KV_HEADS, _DIM)
         wrapper.plan(_offsets(_QO_LENS), *table, *heads, page_size, causal=True, q_data_type=dtype)
-        yield wrapper.run(q, cache, return_lse=True), known  # type: ignore[misc]
+        yield wrapper.run(q, cache, return_lse=True), known
 
 
 def _decode(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Pair, Pair]]:
