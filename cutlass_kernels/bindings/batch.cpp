@@ -45,18 +45,20 @@ AttentionParams planned_params(const Fields& request, const Fields& offsets, std
   params.num_kv_heads = request.as<int>("num_kv_heads");
   params.head_dim_qk = request.as<int>("head_dim_qk");
   params.head_dim_vo = request.as<int>("head_dim_vo");
-  params.batch_size = int(offsets.length("qo_indptr") - 1);
+  const IndexVector rows = offsets.vector("qo_indptr");
+  params.batch_size = int(rows.count - 1);
   params.total_q = total_q;
   params.total_kv = offsets.as<std::int64_t>("total_kv");
-  params.qo_indptr = pointer<const std::int32_t>(offsets.vector("qo_indptr"));
-  params.kv_indptr = pointer<const std::int32_t>(offsets.vector("kv_indptr"));
+  params.qo_indptr = rows.data;
+  params.kv_indptr = offsets.vector("kv_indptr").data;
   params.qo_indptr_host = pointer<const std::int32_t>(offsets.as<Address>("qo_indptr_host"));
   if (const Fields pages = offsets.at("pages"); !pages.is_none()) {
-    params.pages.indices = pointer<const std::int32_t>(pages.vector("indices"));
-    params.pages.v_indices = pointer<const std::int32_t>(pages.vector("v_indices"));
-    params.pages.last_page_len = pointer<const std::int32_t>(pages.vector("last_page_len"));
+    const IndexVector numbers = pages.vector("indices");
+    params.pages.indices = numbers.data;
+    params.pages.v_indices = pages.vector("v_indices").data;
+    params.pages.last_page_len = pages.vector("last_page_len").data;
     params.pages.page_size = pages.as<int>("page_size");
-    params.pages.num_indices = pages.length("indices");
+    params.pages.num_indices = numbers.count;
   }
   const Fields split = offsets.at("split");
   params.fixed_split_size = split.as<int>("fixed_size");

@@ -22,6 +22,11 @@ inline PyObject* interned(const char* literal) {
   return string;
 }
 
+struct IndexVector {
+  const std::int32_t* data = nullptr;
+  std::int64_t count = 0;
+};
+
 /// All names are literals.
 class Fields {
  public:
@@ -49,21 +54,17 @@ class Fields {
     const py::object field = object(name);
     return field.is_none() ? 0 : tensor_of(field, name).data;
   }
-  /// Address of an index vector, which may be no tensor, but has the method data_ptr(); 0 for None.
-  Address vector(const char* name) const {
+  /// An index vector: a tensor, or what has an address and a size (_batch.Index); nothing for None.
+  IndexVector vector(const char* name) const {
     const py::object field = object(name);
-    return field.is_none() ? 0 : Fields(field).call("data_ptr").cast<Address>();
-  }
-  /// Elements of an index vector.
-  std::int64_t length(const char* name) const {
-    return at(name).call("numel").cast<std::int64_t>();
-  }
-
-  /// Calls a method without arguments.
-  py::object call(const char* name) const {
-    PyObject* result = PyObject_CallMethodNoArgs(object_.ptr(), interned(name));
-    if (result == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(result);
+    if (field.is_none()) return {};
+    Tensor tensor;
+    if (Torch::get().read(field.ptr(), &tensor)) {
+      return {pointer<const std::int32_t>(tensor.data), tensor.shape[0]};
+    }
+    const Fields index(field);
+    return {pointer<const std::int32_t>(index.as<Address>("address")),
+            index.as<std::int64_t>("size")};
   }
 
  private:

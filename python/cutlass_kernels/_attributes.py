@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import _buffers
 from ._batch import Index
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ class IndexBuffer:
         return stored.tensor if isinstance(stored, Index) else stored
 
     def __set__(self, wrapper: BatchPrefillWrapper, tensor: torch.Tensor | None) -> None:
-        wrapper._check_replacement(self._name, tensor)
+        present = wrapper._stored.get(self._name)
+        if wrapper._use_cuda_graph and isinstance(present, torch.Tensor):
+            _buffers.check_replacement(self._name, present, tensor)
         wrapper._stored = {**wrapper._stored, self._name: tensor}
 
 

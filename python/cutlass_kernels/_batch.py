@@ -23,15 +23,17 @@ _ALIGN = 4  # a vector starts at a multiple of so many elements, 16 bytes; kAlig
 class Index:
     """An index vector on the wrapper's device, and a private host copy where it came from the CPU.
 
-    Like a tensor, it has an address, a size and a device.
+    Like a tensor, it has a device, a size and an address; the compiled module reads the latter two as attributes.
+    ``last`` is the last element, where the host knows that.
     """
 
-    __slots__ = ("_host", "_tensor", "last")
+    __slots__ = ("_host", "_tensor", "address", "last", "size")
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor | None) -> None:
         self._tensor: torch.Tensor | None = tensor
         self._host = host
-        self.last = int(host[-1]) if host is not None and host.numel() else None  # where the host knows it
+        self.address, self.size = tensor.data_ptr(), tensor.numel()
+        self.last = int(host[-1]) if host is not None and host.numel() else None
 
     def __reduce__(self) -> Any:  # a copy has tensors, and so addresses, of its own
         return Index, (self.tensor, self.host)
@@ -48,6 +50,11 @@ class Index:
         return self._host
 
     @property
+    def host_address(self) -> int:
+        """Address of the host copy, 0 where there is none."""
+        return 0 if self._host is None else self._host.data_ptr()
+
+    @property
     def known(self) -> torch.Tensor:
         """The host copy where there is one."""
         host = self.host
@@ -58,14 +65,10 @@ class Index:
         return self.tensor.device
 
     def numel(self) -> int:
-        return self.tensor.numel()
+        return self.size
 
     def data_ptr(self) -> int:
-        return self.tensor.data_ptr()
-
-    def host_ptr(self) -> int:
-        """Address of the host copy, 0 where there is none."""
-        return 0 if self._host is None else self._host.data_ptr()
+        return self.address
 
 
 class _Packed:
@@ -91,32 +94,28 @@ class _Packed:
 class _Part(Index):
     """One of the vectors of :class:`_Packed`."""
 
-    __slots__ = ("_begin", "_packed", "_size")
+    __slots__ = ("_begin", "_packed")
 
     def __init__(self, packed: _Packed, begin: int, size: int, last: int | None) -> None:
-        self._packed, self._begin, self._size, self.last = packed, begin, size, last
+        self._packed, self._begin, self.size, self.last = packed, begin, size, last
+        self.address = packed.address + 4 * begin
         self._tensor = self._host = None
 
     @property
     def tensor(self) -> torch.Tensor:
         if self._tensor is None:
-            self._tensor = self._packed.tensor[self._begin : self._begin + self._size]
+            self._tensor = self._packed.tensor[self._begin : self._begin + self.size]
         return self._tensor
 
     @property
     def host(self) -> torch.Tensor:
         if self._host is None:
             host = torch.frombuffer(self._packed.bytes, dtype=torch.int32)
-            self._host = host[self._begin : self._begin + self._size]
+            self._host = host[self._begin : self._begin + self.size]
         return self._host
 
-    def numel(self) -> int:
-        return self._size
-
-    def data_ptr(self) -> int:
-        return self._packed.address + 4 * self._begin
-
-    def host_ptr(self) -> int:
+    @property
+    def host_address(self) -> int:
         return self._packed.host_address + 4 * self._begin
 
 
@@ -246,7 +245,7 @@ def take_pages(
     sizes = None if qo is None else sizes_on(like, kv, last_page_len, indices)
     if qo is None or sizes is None or not (type(page_size) is int and page_size > 0):
         return None
-    size = qo.numel() - 1
+    size = qo.size - 1
     if size < 0 or sizes[0] != size + 1 or sizes[1] != size:
         return None
     return Batch(size, qo, Index(kv, None), None, page_size, Index(last_page_len, None), Index(indices, None))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _args, _hints, _options, _vectors
+from . import _args, _buffers, _hints, _options, _vectors
 from ._batch import Index
 from ._native import PER_THREAD_STREAM, stream_of
 from ._options import Result
@@ -99,7 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     def _check_buffers(self, buffers: dict[str, torch.Tensor | None]) -> None:
         """Checks what the caller gave, by its names here, and adds the buffer of what the caller need not give."""
         del buffers["qo_indptr_buf"]
-        self._check_index_buffers({f"{name}fer": buffer for name, buffer in buffers.items()})
+        _buffers.check_indices({f"{name}fer": buffer for name, buffer in buffers.items()}, self.device)
         offsets, last = buffers["paged_kv_indptr_buf"], buffers["paged_kv_last_page_len_buf"]
         assert offsets is not None and last is not None
         batch = offsets.numel() - 1

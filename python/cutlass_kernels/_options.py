@@ -17,8 +17,7 @@ from ._problem import MultiItem
 Result = torch.Tensor | Any
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """What a run may change without planning again."""
 
     causal: bool
@@ -35,8 +34,7 @@ class Options:
         present = getattr(self, field)
         if type(value) is type(present) and type(value) in _args.PLAIN and value == present:
             return self
-        values = [value if name == field else getattr(self, name) for name in Options.__slots__]
-        return Options(*values)
+        return self._replace(**{field: value})
 
 
 class Shape(NamedTuple):

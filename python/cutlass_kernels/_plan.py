@@ -5,9 +5,10 @@ A run is direct (``_native``), or it checks the tensors, makes the problem that 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +23,7 @@ _LN2 = math.log(2.0)
 _MOST_ROWS = 1 << 30
 
 
-@dataclass(slots=True)
-class Place:
+class Place(NamedTuple):
     """What a wrapper is, whatever it plans. ``graph``: its index data stay in the buffers of a CUDA graph."""
 
     device: torch.device
@@ -305,6 +305,7 @@ def _is_plain(problem: Problem) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def request_of(
     device: torch.device,
     shape: Shape,
@@ -316,19 +317,19 @@ def request_of(
     layout: _request.Layout | None,
 ) -> _request.Request:
     """The facts that decide the backend of a plan."""
-    features = _request.feature_set(
-        custom_mask=masked and not multi_item,
-        multi_item=multi_item,
-        unsized=multi_item and not masked and device.type == "cuda",
-        causal=values.causal and not masked and not multi_item,
-        window=values.window_left >= 0,
-        soft_cap=values.logits_soft_cap > 0.0,
-        alibi=values.pos_encoding_mode == "ALIBI",
-        rope=values.pos_encoding_mode == "ROPE_LLAMA",
-        paged=page_size is not None,
-        fp8_copies=shape.q_dtype in FP8_DTYPES and (page_size or 0) % _request.FP8_PAGE > 0,
-        short_queries=short,
-    )
+    used = {
+        "custom_mask": masked and not multi_item,
+        "multi_item": multi_item,
+        "unsized": multi_item and not masked and device.type == "cuda",
+        "causal": values.causal and not masked and not multi_item,
+        "window": values.window_left >= 0,
+        "soft_cap": values.logits_soft_cap > 0.0,
+        "alibi": values.pos_encoding_mode == "ALIBI",
+        "rope": values.pos_encoding_mode == "ROPE_LLAMA",
+        "paged": page_size is not None,
+        "fp8_copies": shape.q_dtype in FP8_DTYPES and (page_size or 0) % _request.FP8_PAGE > 0,
+        "short_queries": short,
+    }
     return _request.Request(
         device.type,
         _request.compute_capability(device),
@@ -339,6 +340,6 @@ def request_of(
         shape.num_kv_heads,
         shape.head_dim_qk,
         shape.head_dim_vo,
-        features,
+        frozenset(name for name, is_used in used.items() if is_used),
         layout,
     )

@@ -134,12 +134,6 @@ class Request(NamedTuple):
         return f"{text}, {' '.join(sorted(self.features))}" if self.features else text
 
 
-@functools.lru_cache(maxsize=4096)
-def feature_set(**used: bool) -> frozenset[str]:
-    """The names of those that are used."""
-    return frozenset(name for name, is_used in used.items() if is_used)
-
-
 def are_short(
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _hints, _kernels, _masks, _ops, _request, _select, _spellings, _vectors
+from . import _args, _buffers, _hints, _kernels, _masks, _ops, _request, _select, _spellings, _vectors
 from ._attributes import IndexBuffer, Option
 from ._autograd import written
 from ._batch import Batch, Index
@@ -202,45 +202,19 @@ class BatchPrefillWrapper(Copied):
     # --- buffers ---
 
     def _check_buffers(self, buffers: dict[str, torch.Tensor | None]) -> None:
-        self._check_index_buffers(buffers)
+        _buffers.check_indices(buffers, self.device)
         batch = buffers["qo_indptr_buf"].numel() - 1  # type: ignore[union-attr]
         if batch < 0:
             raise ValueError("qo_indptr_buf is empty: it must have batch_size + 1 elements.")
         self._fixed_batch_size = batch
-
-    def _check_index_buffers(self, buffers: Mapping[str, torch.Tensor | None]) -> None:
-        for name, buffer in buffers.items():
-            if not isinstance(buffer, torch.Tensor):
-                raise ValueError(f"use_cuda_graph=True needs {name}, an int32 tensor on {self.device}, not {buffer!r}.")
-            self._check_buffer(name, buffer, torch.int32)
-
-    def _check_replacement(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Of a buffer of a CUDA graph, to which plans will copy without looking: ValueError where it has no room."""
-        present = self._stored.get(name)
-        if not self._use_cuda_graph or not isinstance(present, torch.Tensor):
-            return
-        if tensor is None or tensor.numel() < present.numel():
-            size = None if tensor is None else tensor.numel()
-            raise ValueError(
-                f"_{name} of a wrapper for CUDA graphs holds {present.numel()} elements and cannot be replaced by "
-                f"{size}: make a tensor as large, or another wrapper."
-            )
-        self._check_buffer(name, tensor, torch.int32)
-
-    def _check_buffer(self, name: str, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        if buffer.dtype != dtype or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != self.device:
-            raise ValueError(
-                f"{name} is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}: it must be a contiguous 1-D "
-                f"{dtype} tensor on {self.device}."
-            )
 
     def _take_mask_buffers(self, bits: torch.Tensor | None, indptr: torch.Tensor | None) -> None:
         if (bits is None) != (indptr is None):
             raise ValueError("custom_mask_buf and mask_indptr_buf (qk_indptr_buf) go together: give both or none.")
         if bits is None or indptr is None:
             return
-        self._check_buffer("custom_mask_buf", bits, torch.uint8)
-        self._check_buffer("mask_indptr_buf", indptr, torch.int32)
+        _buffers.check("custom_mask_buf", bits, torch.uint8, self.device)
+        _buffers.check("mask_indptr_buf", indptr, torch.int32, self.device)
         if indptr.numel() != self._fixed_batch_size + 1:
             raise ValueError(
                 f"mask_indptr_buf has {indptr.numel()} elements, but qo_indptr_buf {self._fixed_batch_size + 1}: they "
@@ -341,10 +315,23 @@ class BatchPrefillWrapper(Copied):
         mask_is_causal = bits is not None and not user_mask and items is None
         if values.pos_encoding_mode == "ALIBI":
             _args.alibi_slopes(shape.num_qo_heads, self.device)  # so that captured runs need not compute them
-        place = Place(self.device, self._kv_layout, self._requested_backend, self._use_cuda_graph)
         return Plan(
-            place, shape, batch, total_q, values, bits, bits_indptr, items, mask_is_causal, request, backend, split
+            self._place(),
+            shape,
+            batch,
+            total_q,
+            values,
+            bits,
+            bits_indptr,
+            items,
+            mask_is_causal,
+            request,
+            backend,
+            split,
         )
+
+    def _place(self) -> Place:
+        return Place(self.device, self._kv_layout, self._requested_backend, self._use_cuda_graph)
 
     def _facts(
         self,
@@ -408,21 +395,6 @@ class BatchPrefillWrapper(Copied):
             return False
         return self._graph_mask or not (self._use_cuda_graph or qo_lens.is_cuda or kv_lens.is_cuda)
 
-    def _copies(self, indices: dict[str, Index]) -> tuple[list[tuple[int, int, int]], list[torch.Tensor]]:
-        """Where the vectors of a plan are copied to in graph mode, from where, and how many elements of int32; and what
-        has to live until then: copies of vectors that lie in some buffer, which one kernel would write as it reads."""
-        copies, apart = [], []
-        buffers = [(x.data_ptr(), 4 * x.numel()) for x in self._stored.values() if isinstance(x, torch.Tensor)]
-        for name, index in indices.items():
-            to, given, count = self._stored[name].data_ptr(), index.data_ptr(), index.numel()
-            if to == given:  # engines write to the buffers themselves
-                continue
-            if any(given < begin + size and begin < given + 4 * count for begin, size in buffers):
-                apart.append(index.tensor.clone())
-                given = apart[-1].data_ptr()
-            copies.append((to, given, count))
-        return copies, apart
-
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
         """Makes ``plan`` the one that runs use. ``indices`` are stored by name, in graph mode by copying."""
         self._check_split(plan)
@@ -433,7 +405,7 @@ class BatchPrefillWrapper(Copied):
                 self._needed = _kernels.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
             return
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
-        copies, apart = self._copies(indices) if self._use_cuda_graph else ([], [])
+        copies, apart = _buffers.copies(self._stored, indices) if self._use_cuda_graph else ([], [])
         if plan.backend in KERNEL_BACKENDS:
             offsets = self._planned_offsets(plan, stored)
             workspace = self._int_workspace_buffer
@@ -495,7 +467,7 @@ class BatchPrefillWrapper(Copied):
         qo, kv, pages = self._vectors(plan, stored)
         if not self._use_cuda_graph:
             mask = Mask(plan.options.causal, plan.options.window_left)
-            total_kv, host = plan.batch.total_kv, plan.batch.qo.host_ptr()
+            total_kv, host = plan.batch.total_kv, plan.batch.qo.host_address
             room = self._float_workspace_buffer
             return Offsets(qo, kv, plan.total_q, total_kv, pages, host, mask, plan.is_general, plan.split, room)
         # What a captured run was told stays the same, whatever is planned later.
