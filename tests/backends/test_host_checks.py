@@ -12,7 +12,7 @@ from compare import assert_bitwise
 from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _batch, _kernels, _native, _vectors
+from cutlass_kernels import _batch, _buffers, _kernels, _native, _vectors
 from cutlass_kernels._batch import Index
 from cutlass_kernels._problem import Offsets, Split
 
@@ -86,7 +86,7 @@ def test_what_is_read_of_a_ragged_batch(compiled):
         given.zero_()  # the batch has a copy
         assert index.tensor.tolist() == index.host.tolist() == want
         assert index.numel() == 4 and index.data_ptr() == index.tensor.data_ptr() and index.data_ptr() % 16 == 0
-        assert index.host_ptr() == index.host.data_ptr()
+        assert index.host_address == index.host.data_ptr()
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -343,7 +343,7 @@ def test_vectors_in_the_buffers_of_a_graph_are_copied_apart():
         "paged_kv_indices_buf": indices[2:6],
         "paged_kv_last_page_len_buf": last,  # lies where it is wanted
     }
-    copies, apart = wrapper._copies({name: Index(x, None) for name, x in vectors.items()})
+    copies, apart = _buffers.copies(wrapper._stored, {name: Index(x, None) for name, x in vectors.items()})
     assert [to for to, _, _ in copies] == [x.data_ptr() for x in (qo_indptr, kv_indptr, indices)]
     assert [count for *_, count in copies] == [3, 3, 4]
     assert [given for _, given, _ in copies] == [own.data_ptr(), *(x.data_ptr() for x in apart)]
