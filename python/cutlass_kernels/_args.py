@@ -214,12 +214,12 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-PLAIN = (type(None), bool, int, float, str)
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 def are_plain(*values: Any) -> bool:
     """Whether these say the same whenever they are equal, as tensors do not."""
-    return all(type(value) in PLAIN for value in values)
+    return PLAIN.issuperset(map(type, values))
 
 
 # --- data types --------------------------------------------------------------------------------------------------

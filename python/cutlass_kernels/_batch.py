@@ -155,10 +155,10 @@ class Batch:
         """Keys of all requests, rounded up to pages; 0 where the host does not know."""
         return min((self.kv.last or 0) * (self.page_size or 1), MOST_KEYS)
 
-    def take_lens(self, seq_lens: torch.Tensor | None) -> None:
+    def take_lens(self, seq_lens: torch.Tensor) -> None:
         """Takes what the caller tells of the keys per request; ValueError where the page table contradicts."""
-        _hints.optional_tensor("seq_lens", seq_lens)
-        if seq_lens is None or seq_lens.is_cuda or (self.longest is not None and self.page_size is None):
+        _hints.tensor("seq_lens", seq_lens)
+        if seq_lens.is_cuda or (self.longest is not None and self.page_size is None):
             return
         told = _vectors.index_vector("seq_lens", seq_lens, self.size).to(torch.int64)
         if self.longest is None:
@@ -176,8 +176,10 @@ class Batch:
 
         ValueError where nothing tells how many KV splits of a fixed size there may be.
         """
-        fixed = _args.integer("fixed_split_size", fixed_split_size or 0)
-        fixed = min(max(fixed, 0) * (self.page_size or 1), MOST_KEYS)
+        fixed = 0
+        if fixed_split_size:
+            size = _args.integer("fixed_split_size", fixed_split_size)
+            fixed = min(max(size, 0) * (self.page_size or 1), MOST_KEYS)
         told = 0 if max_sequence_kv is None else min(_args.integer("max_sequence_kv", max_sequence_kv), MOST_KEYS)
         most = min(told or self.longest or 0, MOST_KEYS)
         if fixed and self.page_size is None and not told and self.longest is None:

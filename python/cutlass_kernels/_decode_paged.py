@@ -188,7 +188,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         count = _vectors.index_vector("last_page_len", last_page_len).numel()
         rows = self._rows_on_device(count, q_len) if getattr(indptr, "is_cuda", False) else None
         batch = self._read_batch(_offsets(count, q_len), indptr, indices, last_page_len, page_size, rows)
-        batch.take_lens(seq_lens)
+        if seq_lens is not None:
+            batch.take_lens(seq_lens)
         if data_type is not None:
             if q_data_type is None and _args.dtype(data_type) not in FP8_DTYPES:
                 q_data_type = data_type

@@ -1,6 +1,6 @@
 """What a caller probably meant: hints that end the messages of ``_args``, and checks that only find such mistakes.
 
-Nothing here is reached by a call that is right, but for :func:`one_cache` and :func:`optional_tensor`.
+Nothing here is reached by a call that is right, but for :func:`one_cache` and :func:`tensor`.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def one_cache(paged_kv_cache: Any, behind: Any) -> None:
             )
 
 
-def optional_tensor(name: str, value: Any) -> None:
-    """TypeError unless ``value`` is a tensor or None: for arguments that are not always read."""
-    if value is not None and not isinstance(value, torch.Tensor):
+def tensor(name: str, value: Any) -> None:
+    """TypeError unless ``value``, which may have been None, is a tensor: for arguments that are not always read."""
+    if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}={shown(value)} is of type {type(value).__name__}: pass an int32 tensor or None.")
 
 

@@ -64,6 +64,46 @@ class RunArgs:
     skip_softmax_factor: float = 0.0
 
 
+def shape(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int | None,
+    q_data_type: str | torch.dtype,
+    kv_data_type: str | torch.dtype | None,
+    o_data_type: str | torch.dtype | None,
+) -> Shape:
+    """Checked sizes and dtypes; RuntimeError for heads that do not divide, ValueError for others that do not fit."""
+    given = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
+    return _known_shape(*given) if _args.PLAIN.issuperset(map(type, given)) else _new_shape(*given)
+
+
+def _new_shape(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int | None,
+    q_data_type: str | torch.dtype,
+    kv_data_type: str | torch.dtype | None,
+    o_data_type: str | torch.dtype | None,
+) -> Shape:
+    num_qo_heads = _args.integer("num_qo_heads", num_qo_heads)
+    num_kv_heads = _args.integer("num_kv_heads", num_kv_heads)
+    head_dim_qk = _args.integer("head_dim_qk", head_dim_qk)
+    _args.heads(num_qo_heads, num_kv_heads)
+    q_dtype = _args.dtype(q_data_type)
+    kv_dtype = q_dtype if kv_data_type is None else _args.dtype(kv_data_type)
+    o_dtype = _args.element_types(q_dtype, kv_dtype, None, o_data_type, "o_data_type")
+    vo = head_dim_qk if head_dim_vo is None else _args.integer("head_dim_vo", head_dim_vo)
+    if head_dim_qk <= 0 or vo <= 0:
+        raise ValueError(f"head_dim_qk={head_dim_qk} and head_dim_vo={vo} must be positive.")
+    return Shape(num_qo_heads, num_kv_heads, head_dim_qk, vo, q_dtype, kv_dtype, o_dtype)
+
+
+# Pure functions of numbers and names: True, 1 and 1.0 are other arguments.
+_known_shape = functools.lru_cache(maxsize=256, typed=True)(_new_shape)
+
+
 def options(
     causal: bool,
     pos_encoding_mode: str,
@@ -86,7 +126,7 @@ def options(
         fp16_qk_reduction,
     )
     # Tensors may change, and while torch.compile traces, numbers may be symbols.
-    known = not is_dynamo_compiling() and _args.are_plain(*given)
+    known = not is_dynamo_compiling() and _args.PLAIN.issuperset(map(type, given))
     return _known_options(*given) if known else _new_options(*given)
 
 
@@ -133,5 +173,5 @@ def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len
     if missing:
         raise ValueError(f"multi-item scoring needs {', '.join(given)} together; {', '.join(missing)} is missing.")
     for name in ("prefix_len_ptr", "token_pos_in_items_ptr"):
-        _hints.optional_tensor(name, given[name])
+        _hints.tensor(name, given[name])
     return MultiItem(prefix_len, token_pos, _args.integer("token_pos_in_items_len", token_pos_len), max_item_len)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _args, _half_precision, _hints, _kernels, _native, _request, _select
-from ._autograd import written
 from ._batch import Batch
 from ._options import Options, Result, RunArgs, Shape
 from ._problem import FP8_DTYPES, Logits, Mask, MultiItem, Output, PagedKv, Problem, RaggedKv, Split
@@ -66,37 +65,18 @@ class Plan:
 
     # --- direct runs ---
 
-    def run_directly(
-        self,
-        options: Options,
-        most_rows: int | None,
-        q: Any,
-        k: Any,
-        v: Any,
-        scales: tuple[Any, Any, Any],
-        out: Any,
-        lse: Any,
-        sinks: Any,
-        return_lse: Any,
-    ) -> Result | None:
-        """The results of a direct run with the options in effect, None where there is none.
+    def direct_run(self, most_rows: int | None) -> Any:
+        """What makes direct runs; None while there is no tile list.
 
-        ``k`` may be a cache that holds the values too, or a pair, where ``v`` is None. ``most_rows`` are those of a
-        CUDA graph.
+        ``(q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse, options in effect)`` give the results, or
+        None. ``k`` may be a cache that holds the values too, or a pair, where ``v`` is None. ``most_rows`` are those of
+        a CUDA graph.
         """
-        direct = self.direct
-        if direct is None:
-            direct = self._make_direct(most_rows)
-            if direct is None:
-                return None
-            self.direct = direct
-        result: Result | None = direct(q, k, v, *scales, out, lse, sinks, return_lse, options)
-        if result is not None and (out is not None or lse is not None):
-            written(out, lse)
-        return result
+        if self.direct is None:
+            self.direct = self._make_direct(most_rows)
+        return self.direct
 
     def _make_direct(self, most_rows: int | None) -> Any:
-        """What makes direct runs; None while there is no tile list."""
         place, schedule, batch, shape = self.place, self.schedule, self.batch, self.shape
         if schedule is None or shape.cast is not None:
             return _native.not_direct

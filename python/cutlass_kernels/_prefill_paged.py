@@ -10,7 +10,7 @@ from torch import is_grad_enabled
 
 from . import _args, _batch, _hints, _ops, _options, _spellings, _vectors, _wrapper
 from ._attributes import IndexBuffer
-from ._autograd import forward_only, needs_grad
+from ._autograd import forward_only, needs_grad, written
 from ._batch import Batch, Index
 from ._options import Result
 from ._plan import Plan
@@ -204,7 +204,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             ...              q_data_type=torch.bfloat16)
         """
         batch = self._read_batch(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
-        batch.take_lens(seq_lens)
+        if seq_lens is not None:
+            batch.take_lens(seq_lens)
         shape = self._paged_shape(
             num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_data_type, kv_data_type, o_data_type
         )
@@ -227,7 +228,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
 
     def _paged_shape(self, *sizes_and_dtypes: Any) -> _options.Shape:
         """As ``_shape``; AssertionError for fp8 queries on fa2."""
-        shape = self._shape(*sizes_and_dtypes)
+        shape = _options.shape(*sizes_and_dtypes)
         if shape.q_dtype in FP8_DTYPES and self._requested_backend == "fa2":
             raise AssertionError(f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'.")
         return shape
@@ -360,7 +361,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         Example:
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
-        plan = self._planned()
+        plan = self._plan_info or self._planned()
         traced, grad = is_traced(), False
         used_sinks = self._sinks if sinks is None else sinks
         if not traced and is_grad_enabled():
@@ -376,12 +377,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             and use_fp16_softmax is None
             and uses_spcompress is None
         ):
-            scales = (q_scale, k_scale, v_scale)
-            result = plan.run_directly(
-                self._options, self._most_rows, q, paged_kv_cache, None, scales, out, lse, used_sinks, return_lse
-            )
-            if result is not None:
-                return result
+            direct = plan.direct or plan.direct_run(self._most_rows)
+            if direct is not None:
+                scales = (q_scale, k_scale, v_scale)
+                result = direct(q, paged_kv_cache, None, *scales, out, lse, used_sinks, return_lse, self._options)
+                if result is not None:
+                    if out is not None or lse is not None:
+                        written(out, lse)
+                    return result
         if args:
             _hints.one_cache(paged_kv_cache, args[0])
         _spellings.unsupported(

@@ -182,15 +182,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         Example:
             >>> wrapper.plan(qo_indptr, kv_indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16)
         """
-        _spellings.unsupported(
-            "plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr
-        )
+        if v_indptr is not None or o_indptr is not None:
+            _spellings.unsupported(
+                "plan()", "keys, values and outputs share offsets.", v_indptr=v_indptr, o_indptr=o_indptr
+            )
         batch = self._read_batch(qo_indptr, kv_indptr)
-        batch.take_lens(seq_lens)
+        if seq_lens is not None:
+            batch.take_lens(seq_lens)
         q_dtype = _args.dtype(q_data_type)
         if o_data_type is None or _args.dtype(o_data_type) in FP8_DTYPES:
             o_data_type = torch.bfloat16 if q_dtype in FP8_DTYPES else o_data_type
-        shape = self._shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
+        shape = _options.shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
         if q_dtype in FP8_DTYPES and self._requested_backend == "fa2":
             # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
             cast = shape.o_dtype if shape.o_dtype in HALF_DTYPES else torch.float16
@@ -293,7 +295,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         Example:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
-        plan = self._planned()
+        plan = self._plan_info or self._planned()
         traced, grad = is_traced(), False
         used_sinks = self._sinks if sinks is None else sinks
         if not traced and is_grad_enabled():
@@ -308,12 +310,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             and o_scale is None
             and skip_softmax_threshold_scale_factor is None
         ):
-            scales = (q_scale, k_scale, v_scale)
-            result = plan.run_directly(
-                self._options, self._most_rows, q, k, v, scales, out, lse, used_sinks, return_lse
-            )
-            if result is not None:
-                return result
+            direct = plan.direct or plan.direct_run(self._most_rows)
+            if direct is not None:
+                scales = (q_scale, k_scale, v_scale)
+                result = direct(q, k, v, *scales, out, lse, used_sinks, return_lse, self._options)
+                if result is not None:
+                    if out is not None or lse is not None:
+                        written(out, lse)
+                    return result
         _spellings.unsupported(
             "BatchPrefillWithRaggedKVCacheWrapper.run", "leave it out.", kv_cache_sf=kv_cache_sf, o_scale=o_scale
         )

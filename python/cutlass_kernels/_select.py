@@ -68,7 +68,8 @@ def select(requested: str, request: Request) -> str:
         ValueError: ``requested`` (or the environment's choice) is not a backend.
         BackendError: the named backend cannot serve the request; an explicit choice never falls back.
     """
-    _check_name(requested, CHOICES)
+    if requested not in CHOICES:
+        _check_name(requested, CHOICES)
     override = override_of(requested)
     if override:
         _check_name(override, CHOICES, f"the environment variable {ENVIRONMENT}")
@@ -76,7 +77,7 @@ def select(requested: str, request: Request) -> str:
     selected, refused = _resolve(requested, request)
     if refused and requested == "auto" and request.device_type == "cuda":
         _warn(request, refused)
-    if is_logged():
+    if _log.isEnabledFor(logging.INFO):
         _log.info(
             "backend %s (asked for %s%s): %s", selected, requested, " by environment" if override else "", request
         )

@@ -24,6 +24,8 @@ def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Ca
     callers pass an integer ``head_dim_vo`` before all that follows.
     """
 
+    others = frozenset(aliases)
+
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def call(self: Any, /, *args: Any, **kwargs: Any) -> R:
@@ -33,8 +35,9 @@ def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Ca
                     raise TypeError("head_dim_vo is given twice, by position and by keyword.")
                 kwargs["head_dim_vo"] = operator.index(args[at])
                 args = (*args[:at], *args[at + 1 :])
-            for other, name in aliases.items():
-                if other in kwargs:
+            if not others.isdisjoint(kwargs):
+                for other in others.intersection(kwargs):
+                    name = aliases[other]
                     if name in kwargs:
                         raise TypeError(f"{name} and {other} are two names of one argument: give one of them.")
                     kwargs[name] = kwargs.pop(other)

@@ -64,6 +64,7 @@ class BatchPrefillWrapper(Copied):
         self._requested_backend = backend
         self._backend = backend
         self._use_cuda_graph = bool(use_cuda_graph)
+        self._place = Place(self.device, self._kv_layout, backend, self._use_cuda_graph)
         self._fixed_batch_size = 0
         self._max_total_num_rows: int | None = None
         self._plan_info: Plan | None = None
@@ -122,6 +123,7 @@ class BatchPrefillWrapper(Copied):
             )
         self._float_workspace_buffer, self._int_workspace_buffer = new_float, new_int
         self.device = new_float.device
+        self._place = self._place._replace(device=self.device)
         self._plan_info = None
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
@@ -242,28 +244,6 @@ class BatchPrefillWrapper(Copied):
 
     # --- plan ---
 
-    def _shape(
-        self,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int | None,
-        q_data_type: str | torch.dtype,
-        kv_data_type: str | torch.dtype | None,
-        o_data_type: str | torch.dtype | None,
-    ) -> Shape:
-        num_qo_heads = _args.integer("num_qo_heads", num_qo_heads)
-        num_kv_heads = _args.integer("num_kv_heads", num_kv_heads)
-        head_dim_qk = _args.integer("head_dim_qk", head_dim_qk)
-        _args.heads(num_qo_heads, num_kv_heads)
-        q_dtype = _args.dtype(q_data_type)
-        kv_dtype = q_dtype if kv_data_type is None else _args.dtype(kv_data_type)
-        o_dtype = _args.element_types(q_dtype, kv_dtype, None, o_data_type, "o_data_type")
-        vo = head_dim_qk if head_dim_vo is None else _args.integer("head_dim_vo", head_dim_vo)
-        if head_dim_qk <= 0 or vo <= 0:
-            raise ValueError(f"head_dim_qk={head_dim_qk} and head_dim_vo={vo} must be positive.")
-        return Shape(num_qo_heads, num_kv_heads, head_dim_qk, vo, q_dtype, kv_dtype, o_dtype)
-
     def _check_batch(self, batch: int) -> None:
         if self._use_cuda_graph and batch != self._fixed_batch_size:
             raise ValueError(
@@ -283,9 +263,11 @@ class BatchPrefillWrapper(Copied):
         seq_lens_q: torch.Tensor | None,
     ) -> Plan:
         """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
-        _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
+        if values.pos_encoding_mode != "NONE":
+            _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         user_mask = custom_mask is not None or packed_custom_mask is not None
-        _hints.optional_tensor("seq_lens_q", seq_lens_q)
+        if seq_lens_q is not None:
+            _hints.tensor("seq_lens_q", seq_lens_q)
         told_rows = None
         total_q = batch.qo.last
         if total_q is None and seq_lens_q is not None and seq_lens_q.device.type == "cpu":
@@ -316,7 +298,7 @@ class BatchPrefillWrapper(Copied):
         if values.pos_encoding_mode == "ALIBI":
             _args.alibi_slopes(shape.num_qo_heads, self.device)  # so that captured runs need not compute them
         return Plan(
-            self._place(),
+            self._place,
             shape,
             batch,
             total_q,
@@ -329,9 +311,6 @@ class BatchPrefillWrapper(Copied):
             backend,
             split,
         )
-
-    def _place(self) -> Place:
-        return Place(self.device, self._kv_layout, self._requested_backend, self._use_cuda_graph)
 
     def _facts(
         self,
@@ -397,7 +376,8 @@ class BatchPrefillWrapper(Copied):
 
     def _commit(self, plan: Plan, indices: dict[str, Index]) -> None:
         """Makes ``plan`` the one that runs use. ``indices`` are stored by name, in graph mode by copying."""
-        self._check_split(plan)
+        if self._use_cuda_graph:
+            self._check_split(plan)
         if self._dry_run:
             if plan.backend in KERNEL_BACKENDS:
                 # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
@@ -450,8 +430,6 @@ class BatchPrefillWrapper(Copied):
 
     def _check_split(self, plan: Plan) -> None:
         """ValueError where captured runs, which count on one rule for splitting keys, would find another's list."""
-        if not self._use_cuda_graph:
-            return
         if self._graph_split not in (None, self._graph_rule(plan)):
             raise ValueError(
                 "fixed_split_size, disable_split_kv and max_sequence_kv differ from the first plan of this wrapper, "
