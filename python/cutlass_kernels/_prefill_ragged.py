@@ -10,7 +10,7 @@ from torch import is_grad_enabled
 
 from . import _args, _batch, _ops, _options, _spellings, _vectors, _wrapper
 from ._attributes import IndexBuffer
-from ._autograd import forward_only, needs_grad
+from ._autograd import forward_only, needs_grad, written
 from ._batch import Batch
 from ._errors import PerformanceWarning, warn
 from ._options import Result
