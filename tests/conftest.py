@@ -3,6 +3,9 @@
 A *target* is a device and a backend. A test that takes the ``target`` fixture states the contract once and runs on
 every target; the ones that need a GPU carry the ``gpu`` marker and skip, saying why, where there is none.
 
+Where tests stack many parameters and are marked ``pairwise``, the CPU runs a sample of their cases, in which every two
+values that occur together still do; ``--every-case`` runs all.
+
 A case runs the backend that it is named after and no other, or it fails. In place of ``backend="auto"`` stands the
 target's. What cannot be served is listed in ``UNSERVED`` and must be refused (``Target.attempt``).
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 import ran
 import torch
@@ -105,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "hopper: besides gpu, needs a device that fa3 runs on")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line("markers", "also_runs(backends): besides the one it is named after, the case runs these")
+    config.addinivalue_line("markers", "pairwise: on the CPU a sample of the cases runs (tests/pairs.py)")
     config.addinivalue_line("markers", "runs_nothing(why): passes without computing attention in this process")
     ran.install()
     if config.getoption("--hypothesis-seed") is None:  # hypothesis reads it behind this
@@ -126,8 +131,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(_seed_of(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="no samples of tests that are marked pairwise")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = _why_no_gpu()
+    if not config.getoption("--every-case"):
+        # On a GPU all cases run: of three parameters together depend a kernel, its tile and how it reads pages.
+        left_out = {x for x in pairs.outside_of_samples(items) if reason is not None or not x.get_closest_marker("gpu")}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     mark, what = ("gpu", "needs a GPU") if reason is not None else ("hopper", "needs fa3")
     if reason is None:
         reason = _why_no_fa3()

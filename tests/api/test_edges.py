@@ -13,6 +13,7 @@ import cutlass_kernels as ck
 NO_ROWS = pytest.mark.runs_nothing("without query rows, no kernel is launched")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "qo_len,kv_len",
@@ -44,6 +45,7 @@ def test_batch_of_none(target, kind):
     assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("extra", [1, 3, 64, 200])

@@ -74,6 +74,7 @@ def check(got: tuple[torch.Tensor, ...], batch: Batch, options: Options) -> None
     assert_lse_close(got[1], torch.cat([x.lse for x in states]))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("how", [ragged, paged])
@@ -84,6 +85,7 @@ def test_few_keys(target, level, dim, how):
         check(how(target, batch, options), batch, options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -93,6 +95,7 @@ def test_long_queries(target, dtype, level, dim):
     check(ragged(target, batch, Options(causal=True)), batch, Options(causal=True))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -104,6 +107,7 @@ def test_short_queries(kernels, dtype, level, dim, split):
     check(paged(kernels, batch, options, **split), batch, options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -116,6 +120,7 @@ def test_decode(kernels, dtype, level, dim, split):
     check(wrapper.run(batch.q, pages.cache, return_lse=True), batch, Options())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [1, 17, 100])
@@ -156,6 +161,7 @@ def test_sinks_of_the_same_size(target, level, dim):
     check_sinks(level, ([150], [700]), dim, target)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("split", SPLITS, ids=str)

@@ -14,6 +14,7 @@ from problems import Batch, Options, expect, make_batch, wrapper_of
 import cutlass_kernels as ck
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("cap", [0.5, 1.0, 30.0, 50.0])
@@ -38,6 +39,7 @@ def test_soft_cap_comes_after_the_scale_and_before_the_mask(target, kind):
     check(target, kind, batch, Options(causal=True, window_left=7, logits_soft_cap=2.0, sm_scale=1.5))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 3), (12, 4)])
 @pytest.mark.parametrize("causal", [False, True])
@@ -53,6 +55,7 @@ def test_alibi_then_soft_cap(target, kind):
     check(target, kind, batch_for(kind, target), options, needs=["alibi"])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "scale,theta", [(None, None), (1.0, 1e4), (8.0, 5e5), (0.5, 1e4)], ids=["default", "named", "llama3", "half"]
@@ -160,6 +163,7 @@ def scaled(batch: Batch, scales: dict[str, torch.Tensor | float]) -> Batch:
     return batch.dequantized(*(x.expand(count) for x, count in zip(given, heads)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["one", "heads", "mixed", "value"])
 @pytest.mark.parametrize("cap", [None, 3.0])

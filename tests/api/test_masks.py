@@ -14,6 +14,7 @@ from cutlass_kernels import _masks
 from cutlass_kernels._problem import MultiItem
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", [-5, 0, 1, 16, 69, 70, 10**6])
@@ -33,6 +34,7 @@ def test_causal_with_more_rows_than_keys(target, kind, window_left):
     assert_lse_close(lse, want.lse)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("causal", [False, True])

@@ -40,6 +40,7 @@ def check(target, batch: Batch, paged: Paged, options: Options | None = None, ne
     assert_lse_close(lse, want.lse)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", ["stacked", "tuple"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64, 128])

@@ -27,6 +27,7 @@ def check(batch: Batch, options: Options | None = None, **kwargs) -> None:
     assert_lse_close(lse, want.lse[0])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tensor_cores", [False, True])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kv_len", [1, 2, 63, 64, 257, 1025])

@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("rows, keys", [(1, 9), (5, 9), (70, 200), (1, 3000)])

@@ -94,6 +94,7 @@ def all_places() -> tuple[torch.Tensor, torch.Tensor]:
 # --- places ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("append", [[], [0], [0, 0, 0], [5], [0, 1, 0, 0, 2], [1] * 300, [700, 0, 1]])
 @pytest.mark.parametrize("more", [0, 3])
@@ -126,6 +127,7 @@ def test_offsets_that_make_no_sense_are_survived():
 # --- appending ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 5, 16])

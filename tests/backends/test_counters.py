@@ -64,6 +64,7 @@ def check(run: Callable[[], torch.Tensor], of_call: torch.Tensor, dirty: Callabl
         of_call.zero_()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_of_a_single_call(kernel_backend, dirty, head_dim, causal):
@@ -96,6 +97,7 @@ def test_split_keys_of_a_single_call(kernel_backend, dirty, rows, keys):
 FUSED = {"split keys": ([1, 1, 1], [2500, 20, 2500], 8, 2), "tiles": ([300, 200, 1], [400, 900, 300], 72, 8)}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lengths", FUSED)
 @pytest.mark.parametrize("layout", ["CONTIGUOUS_Q_KV", "Q_PAGED_KV_NHD"])
 def test_fused_prefill(kernel_backend, dirty, monkeypatch, layout, lengths):

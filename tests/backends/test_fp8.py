@@ -143,6 +143,7 @@ def test_ragged(dim, name):
     check(*attend(batch, OPTIONS[name]), batch, OPTIONS[name])
 
 
+@pytest.mark.pairwise
 @gpu
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("page_size,layout", [(8, "NHD"), (16, "HND"), (24, "NHD"), (64, "NHD"), (256, "HND")])
@@ -172,6 +173,7 @@ def test_nan_beside_a_request(dim):
     check(out, lse, dataclasses.replace(wide, q=batch.q.float()), options)
 
 
+@pytest.mark.pairwise
 @gpu
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("causal", [False, True])

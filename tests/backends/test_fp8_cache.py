@@ -105,6 +105,7 @@ def run_ragged(batch: Batch, options: Options, run_kwargs: dict[str, Any] | None
 LENS = ([1, 7, 0, 20], [300, 7, 5, 130])
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("fp8", FP8, ids=str)
@@ -120,6 +121,7 @@ def test_types_and_head_dims(page_size, dtype, fp8, dim):
 MORE_LENS = ([16, 33, 1, 0, 20], [300, 70, 5, 9, 640])
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("fp8", FP8, ids=str)
@@ -185,6 +187,7 @@ def test_every_finite_number(dim, dtype, fp8):
     torch.testing.assert_close(lse, (want * 1.4426950408889634).expand_as(lse), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -214,6 +217,7 @@ MODES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("dim", [64, 128])

@@ -58,6 +58,7 @@ def check(
     assert_lse_close(lse, want.lse)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dims", [*DIMS, *BETWEEN], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("lens", [([97], [133]), ([70, 0, 1, 130], [200, 3, 40, 130])], ids=["single", "ragged"])
@@ -67,6 +68,7 @@ def test_head_dims(target, dims, name, lens):
     check(target.backend, batch, OPTIONS[name], sinks)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
@@ -80,6 +82,7 @@ def test_large_tiles(kernel_backend, dims, name, lens):
     check(kernel_backend, batch, OPTIONS[name])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", ["mask", "mask, window, cap and sinks", "mask and alibi", "alibi", "alibi and cap"])
 @pytest.mark.parametrize("page_size", [None, 1, 5, 16])
@@ -121,6 +124,7 @@ def test_masks_for_many_tiles(kernel_backend, dims):
         assert_bitwise(lse_again, lse, "lse")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", ["causal", "window", "cap"])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 64, 128])

@@ -48,6 +48,7 @@ def check(got: State, v: torch.Tensor, s: torch.Tensor) -> None:
 # --- sizes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 72, 128, 192, 512])

@@ -25,6 +25,7 @@ def torch_attention(q, k, v, bias, scale=None):
     return scaled_dot_product_attention(*args, attn_mask=bias, scale=scale).transpose(0, 1)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("n,m", [(1, 1), (5, 9), (9, 9)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window_left": 3}, {"window_left": 2}])
 @pytest.mark.parametrize("scale", [None, 0.0, 0.7])

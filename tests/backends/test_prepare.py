@@ -203,6 +203,7 @@ def test_rows_that_no_kernel_wrote_are_not_rounded(shape, gap):
 LENS = ([5, 0, 70, 3], [9, 4, 33, 1])  # with a request without rows, and rows at negative positions
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [8, 16, 40, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -340,6 +341,7 @@ class PagedCase:
         return (pages - 1) * self.page_size + self.last[request] if pages else 0
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("own_values", [False, True], ids=["one table", "two tables"])
 @pytest.mark.parametrize("kv_dtype", [torch.float16, *FP8], ids=str)

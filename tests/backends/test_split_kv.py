@@ -34,6 +34,7 @@ def check(got: tuple[torch.Tensor, ...], batch: Batch, options: Options) -> None
     assert_lse_close(got[1], want.lse)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("page_size", [5, 16])
@@ -136,6 +137,7 @@ def test_rows_without_keys_in_split_tiles(target):
         check(ragged(target, batch, given, fixed_split_size=256), batch, given)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("heads", [(8, 2), (7, 1), (3, 3)], ids=str)
 @pytest.mark.parametrize("lens", [([40, 3], [3000, 700]), ([5], [1300]), ([1100, 7], [8192, 900])], ids=str)
 @pytest.mark.parametrize("how", ["ragged", "paged", "single"])

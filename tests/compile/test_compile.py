@@ -93,6 +93,7 @@ def test_one_function_serves_all_wrappers(target):
         assert_same(run(layer.wrapper, batch.q, layer.kv), layer.wrapper.run(batch.q, *layer.kv))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lse_layout", ["NH", "HN"])
 @pytest.mark.parametrize("given", [(), ("out",), ("lse",), ("out", "lse")])
 @pytest.mark.parametrize("return_lse", [False, True])

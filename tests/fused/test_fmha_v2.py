@@ -15,6 +15,7 @@ from problems import make_batch
 import cutlass_kernels as ck
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask_mode", ["causal", "padding", "CAUSAL"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

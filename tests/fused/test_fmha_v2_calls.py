@@ -91,6 +91,7 @@ def test_offsets_on_either_device(target, layout, device):
         )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", PAGED)
 @pytest.mark.parametrize("page", [8, 16, 12, 1, 128])
 @pytest.mark.parametrize("mode", ["causal", "window"])
@@ -143,6 +144,7 @@ def test_layouts_agree_bit_by_bit(target, lengths, mode):
         assert torch.equal(outputs[0], other)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("mode", ["causal", "window", "cap"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
@@ -226,6 +228,7 @@ NONSENSE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("wrong", NONSENSE)
 @pytest.mark.parametrize("which", ["q", "kv", "both"])
@@ -390,6 +393,7 @@ def test_captured_calls_follow_lengths_and_tables(target, layout, mode):
             assert bool(torch.isnan(captured.out).all())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("stats", [False, True], ids=["", "stats"])

@@ -75,6 +75,7 @@ def test_e4m3_output(target, layout, lengths, mode):
     check_e4m3(batch_of(target, layout, lengths, E4M3, 128), layout, E4M3_MODES[mode], target)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 112, 256])
 @pytest.mark.parametrize("lengths", ["even", "decode"])
@@ -90,6 +91,7 @@ def test_e4m3_output_with_scales_in_tensors(target, layout, lengths):
     check_e4m3(batch, layout, mode, target, bmm1_scale=scales["1"], bmm2_scale=scales["2"])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", ["even", "decode"])
 @pytest.mark.parametrize("alibi,bmm2", [(False, 1e4), (False, -1e9), (True, 1e9)])
@@ -104,6 +106,7 @@ def test_e4m3_output_saturates(target, layout, lengths, alibi, bmm2):
     assert torch.equal(out.float()[beyond], 448 * want.exact[beyond].sign().float())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "PACKED_QKV"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("alibi", [False, True])
@@ -115,6 +118,7 @@ def test_e4m3_rows_without_keys_are_zero(target, layout, head_dim, alibi):
         assert bool(empty.any()) and bool((out.float()[empty] == 0).all())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", ["even", "decode"])
 @pytest.mark.parametrize("alibi", [False, True])
@@ -135,6 +139,7 @@ def test_e4m3_output_of_split_keys(target, layout, head_dim):
         check_e4m3(batch, layout, mode, target)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", ["uneven", "decode"])
 @pytest.mark.parametrize("mode,head_dim", [("causal", 80), ("causal", 128), ("alibi", 64)])

@@ -52,6 +52,7 @@ def short_batch(target, lengths: str = "few rows", dtype=torch.float16, head_dim
     return make_batch(qo_lens, kv_lens, 8, 2, head_dim, dtype=dtype, device=target.device)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", SHORT)
 @pytest.mark.parametrize("mode", ["causal", "padding", "window"])
@@ -59,6 +60,7 @@ def test_lengths(target, layout, lengths, mode):
     check(short_batch(target, lengths), layout, MODES[mode])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lengths", ["decode", "two tiles"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sinks", [False, True])
@@ -70,6 +72,7 @@ def test_masks_and_head_dims(target, lengths, mode, sinks, dtype, head_dim):
     check(batch, "Q_PAGED_KV_NHD", mode)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", ["CONTIGUOUS_Q_KV", "Q_PAGED_KV_HND"])
 @pytest.mark.parametrize("lengths", ["decode", "few rows", "two tiles"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["numbers", "tensors"])
@@ -92,6 +95,7 @@ def test_statistics_are_of_whole_rows(target, layout, lengths):
     check_stats(short_batch(target, lengths), layout, Mode())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", ["decode", "few rows", "two tiles"])
 @pytest.mark.parametrize("most", [(64, 10_000), (64, 10**6), (5000, 10_000), (10**6, 10**6)])
@@ -137,6 +141,7 @@ NONSENSE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("wrong", NONSENSE)
 @pytest.mark.parametrize("which", ["q", "kv", "both"])

@@ -29,6 +29,7 @@ STATS_MODES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", STATS_MODES)
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
@@ -37,6 +38,7 @@ def test_stats_of_every_mode(target, layout, mode, with_sinks):
     check_stats(batch_of(target, layout), layout, dataclasses.replace(STATS_MODES[mode], sinks=sinks))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("head_dim,dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16)])
@@ -44,6 +46,7 @@ def test_stats_of_every_head_dim(target, layout, lengths, head_dim, dtype):
     check_stats(batch_of(target, layout, lengths, dtype, head_dim), layout, Mode(window_left=150))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -53,6 +56,7 @@ def test_stats_of_e4m3(target, layout, lengths, head_dim, mode):
     check_stats(batch, layout, STATS_MODES[mode], out_dtype=torch.float16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("cap", [None, 2.0])
@@ -64,6 +68,7 @@ def test_stats_with_scales_in_tensors(target, layout, dtype, cap, factor):
     check_stats(batch, layout, mode, **scales)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
@@ -75,6 +80,7 @@ def test_stats_of_rows_without_keys(target, layout, head_dim, dtype):
         check_stats(batch, layout, mode, max_kv_len=70, out_dtype=torch.float16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("heads", [(8, 1), (8, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("lengths", [([1, 1], [3000, 700]), ([1, 2, 0, 1], [2500, 40, 7, 1300]), ([40], [2000])])
@@ -94,6 +100,7 @@ def test_stats_of_large_tiles(target, head_dim, mask_mode):
     check_stats(batch, "CONTIGUOUS_Q_KV", Mode(mask_mode=mask_mode))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", PAGED)
 @pytest.mark.parametrize("page", [1, 12, 16])
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -103,6 +110,7 @@ def test_stats_of_pages(target, layout, page, lengths):
     check_stats(batch, layout, Mode(), qkv=(batch.q, paged.cache), tables=block_table(paged).to(target.device))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lengths", [([1, 5], [700, 600]), ([64, 3], [500, 100]), ([150, 130], [400, 450])], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("step", [1e-3, -1e-3, 0.02, -0.02])
