@@ -7,6 +7,7 @@
 
 namespace stand_in {
 Device device;
+int current_device = 64;
 std::vector<Launch> launches;
 bool has_driver = true;
 
@@ -66,10 +67,13 @@ cudaError_t cudaMemsetAsync(void* destination, int, std::size_t bytes, cudaStrea
 
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int index) {
+  stand_in::current_device = index;
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetDevice(int* index) {
-  *index = 64;  // beyond those whose facts the library remembers: tests change them
+  *index = stand_in::current_device;
   return cudaSuccess;
 }
 

@@ -18,6 +18,9 @@ struct Device {
 };
 extern Device device;
 
+/// 64 as long as nobody sets it: beyond those whose facts the library remembers, as tests change them.
+extern int current_device;
+
 /// A kernel launch, or a memset (whose kernel is "memset").
 struct Launch {
   std::string kernel;  ///< mangled name
