@@ -31,6 +31,7 @@ DLPACK = {  # code and bits of DLDataType
     torch.float64: (2, 64),
     torch.float8_e4m3fn: (10, 8),
     torch.float8_e5m2: (12, 8),
+    torch.int16: (0, 16),
     torch.int32: (0, 32),
     torch.int64: (0, 64),
     torch.uint8: (1, 8),
@@ -99,7 +100,8 @@ class Gpu:
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
-        self.changed: dict[int, dict[str, Any]] = {}  # by id of a tensor: what else than the truth is told of it
+        # By id of a tensor: the tensor, so that its id stays its own, and what else than the truth is told of it.
+        self.changed: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         self.made: list[tuple[str, torch.Tensor]] = []  # by which function of torch
         functions = {
             "Tensor": torch.Tensor,
@@ -116,7 +118,7 @@ class Gpu:
 
     def _facts(self, x: torch.Tensor) -> tuple[Any, ...]:
         told = dict(data=x.data_ptr(), device=(CUDA, 0), dtype=x.dtype, shape=tuple(x.shape), strides=x.stride())
-        told |= self.changed.get(id(x), {})
+        told |= self.changed.get(id(x), (x, {}))[1]
         return told["data"], *told["device"], *DLPACK[told["dtype"]], told["shape"], told["strides"]
 
     def _making(self, name: str) -> Callable[..., torch.Tensor]:
@@ -128,7 +130,7 @@ class Gpu:
 
     def tell(self, x: torch.Tensor, **facts: Any) -> torch.Tensor:
         """The tensor, presented with other facts: ``data``, ``device``, ``dtype``, ``shape`` or ``strides``."""
-        self.changed[id(x)] = facts
+        self.changed[id(x)] = x, facts
         return x
 
     def launched(self) -> dict[str, Any]:
@@ -136,12 +138,15 @@ class Gpu:
         (launch,) = self.module.take_launches()
         return launch
 
-    def accepts(self, call: Callable[..., Any], *arguments: Any) -> bool:
-        """Whether a direct call launches; if not, it returns None."""
+    def accepts(self, call: Callable[..., Any], *arguments: Any, planned: bool = False) -> bool:
+        """Whether a direct call launches. If not, it returns None, and has asked for no memory unless it was refused
+        by the plan: then ``planned``."""
+        self.made.clear()
         results = call(*arguments)
         launches = self.module.take_launches()
         assert len(launches) == (results is not None)
-        return results is not None
+        assert launches or planned or not self.made
+        return bool(launches)
 
 
 def view(x: torch.Tensor) -> tuple[int, int, int]:
@@ -167,7 +172,7 @@ def faults_of_matrix(x: torch.Tensor, first: int = 0, hnd: bool = False) -> dict
         "address": dict(data=x.data_ptr() + 8),
         "elements apart": strides(first + 2, 2),
         "one dimension less": dict(shape=tuple(x.shape[1:]), strides=x.stride()[1:]),
-        "one dimension more": dict(shape=(1, *x.shape), strides=(x.stride(0), *x.stride())),
+        "one dimension more": dict(shape=(*x.shape, 1), strides=(*x.stride(), 1)),
     }
     for name, at in (("tokens", token), ("heads", head)):
         faults |= {

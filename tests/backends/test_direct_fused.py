@@ -192,10 +192,12 @@ def test_separate_caches(gpu: Gpu, pool_of: str) -> None:
         (k, v, v),
         [k, v],
         (k[:, 0], v[:, 0]),
+        (k, v[..., :32]),
     ):
         assert not accepts(gpu, layout, qkv=(q, wrong), block_tables=tables)
     assert not accepts(gpu, layout, qkv=(q, (k, v)), block_tables=tables[:, 0])
     assert not accepts(gpu, layout, qkv=(q, (k, v)), block_tables=torch.zeros(2, 3, 3, dtype=INTS))
+    assert not accepts(gpu, layout, qkv=(q, (k, v)), block_tables=torch.zeros(2, 2, 3, 1, dtype=INTS))
     assert not accepts(gpu, layout, qkv=(q, (k, v)), block_tables=gpu.tell(tables, strides=(10, -5, 1)))
     # The tokens, the heads and the pages of each are where block tables expect them.
     for x in (k, v):
@@ -220,7 +222,8 @@ def test_fp8(gpu: Gpu) -> None:
             assert call["dtypes"] == ("float8_e4m3fn", "float8_e4m3fn", o_dtype)
         assert not accepts(gpu, layout, E4M3, out_dtype=torch.float32)
         assert not accepts(gpu, layout, E4M3, out_dtype=torch.float8_e5m2)
-        assert not accepts(gpu, layout, torch.float8_e5m2)
+        e5m2 = fused(layout, torch.float8_e5m2)
+        assert not gpu.accepts(gpu.module.fused_prefill, *e5m2.values(), planned=True)
     for page, accepted in ((8, True), (12, False), (16, True)):
         assert accepts(gpu, "Q_PAGED_KV_NHD", E4M3, page) == accepted
         assert accepts(gpu, "Q_PAGED_KV_NHD", HALF, page)
@@ -246,6 +249,11 @@ def test_an_output_like_the_queries(gpu: Gpu, layout: str) -> None:
     assert gpu.module.fused_prefill(*of_bytes.values()).dtype == HALF and gpu.made[0][0] == "empty"
 
 
+def test_what_no_plan_is_made_for(gpu: Gpu) -> None:
+    for change in (dict(bmm1_scale=1e300), dict(bmm2_scale=1e300)):
+        assert not gpu.accepts(gpu.module.fused_prefill, *fused("SEPARATE_Q_K_V", **change).values(), planned=True)
+
+
 def test_another_number_of_arguments(gpu: Gpu) -> None:
     for wrong in (list(fused(LAYOUTS[0]).values())[:-1], [*fused(LAYOUTS[0]).values(), None]):
         with pytest.raises(TypeError, match="number of arguments"):
@@ -266,12 +274,10 @@ LEFT_TO_PYTHON = {
     "no scale of the output": dict(bmm2_scale=None),
     "bmm1_scale in a tensor": dict(bmm1_scale=torch.ones(1)),
     "bmm2_scale in a tensor": dict(bmm2_scale=torch.ones(1)),
-    "scale beyond a float": dict(bmm1_scale=1e300),
     "cap that is no number": dict(logits_soft_cap_scale="30"),
     "requests in a float": dict(batch_size=2.0),
     "no requests": dict(batch_size=0),
     "other requests": dict(batch_size=3),
-    "too many requests": dict(batch_size=2**31 - 1),
     "no indptr of queries": dict(cum_seq_lens_q=None),
     "no indptr of keys": dict(cum_seq_lens_kv=None),
     "int64 indptr of queries": dict(cum_seq_lens_q=torch.zeros(3, dtype=torch.int64)),
@@ -321,21 +327,21 @@ QKV_LEFT_TO_PYTHON = [
     ("PACKED_QKV", rows_of(8, 2, 4, 64)),
     ("PACKED_QKV", rows_of(8, 4, 4, 64)),
     ("PACKED_QKV", rows_of(8, 3, 64)),
-    ("PACKED_QKV", rows_of(1, 8, 3, 4, 64)),
+    ("PACKED_QKV", rows_of(8, 3, 4, 64)[..., None]),
     ("PACKED_QKV", (Q, Q, Q)),
     ("PACKED_QKV", rows_of(0, 3, 4, 64)),
     ("PACKED_QKV", rows_of(8, 3, 0, 64)),
-    ("PACKED_QKV", torch.zeros(8, 3, 4, 64, dtype=INTS)),
+    ("PACKED_QKV", torch.zeros(8, 3, 4, 64, dtype=torch.int16)),
     ("PACKED_QKV", torch.zeros(8, 776, dtype=HALF).as_strided((8, 3, 4, 64), (776, 260, 64, 1))),  # unaligned k
     ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 3, 2, 64))),
     ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 64))),
-    ("CONTIGUOUS_Q_KV", (Q, rows_of(1, 30, 2, 2, 64))),
+    ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 2, 64)[..., None])),
     ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 3, 64))),
     ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 0, 64))),
     ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 2, 128))),
     ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 2, 64, dtype=BF16))),
-    ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 2, 64, dtype=INTS))),
-    ("CONTIGUOUS_Q_KV", (Q.int(), rows_of(30, 2, 2, 64))),
+    ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 2, 64, dtype=torch.int16))),
+    ("CONTIGUOUS_Q_KV", (Q.short(), rows_of(30, 2, 2, 64))),
     ("CONTIGUOUS_Q_KV", (Q[:0], rows_of(30, 2, 2, 64))),
     ("CONTIGUOUS_Q_KV", (Q[:, :0], rows_of(30, 2, 2, 64))),
     ("CONTIGUOUS_Q_KV", (Q, None)),
@@ -348,8 +354,8 @@ QKV_LEFT_TO_PYTHON = [
     ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 128), rows_of(30, 2, 64))),
     ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64, dtype=BF16), rows_of(30, 2, 64))),
     ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64), rows_of(30, 2, 64, dtype=BF16))),
-    ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64).int(), rows_of(30, 2, 64))),
-    ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64), rows_of(30, 2, 64).int())),
+    ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64).short(), rows_of(30, 2, 64))),
+    ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64), rows_of(30, 2, 64).short())),
     ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64), None)),
     ("SEPARATE_Q_K_V", (Q, None, rows_of(30, 2, 64))),
     ("SEPARATE_Q_K_V", (None, rows_of(30, 2, 64), rows_of(30, 2, 64))),
@@ -372,6 +378,12 @@ def test_tensors_that_are_left_to_python(gpu: Gpu, layout: str, qkv: Any) -> Non
     assert not accepts(gpu, layout, qkv=qkv)
 
 
+def test_keys_of_an_unaligned_address(gpu: Gpu) -> None:
+    kv = torch.zeros(30, 264, dtype=HALF).as_strided((30, 2, 2, 64), (264, 132, 64, 1))
+    gpu.tell(kv, data=kv.data_ptr() + 8)  # the values are aligned
+    assert not accepts(gpu, "CONTIGUOUS_Q_KV", qkv=(Q, kv))
+
+
 @pytest.mark.parametrize(
     "tables,accepted",
     [
@@ -384,6 +396,7 @@ def test_tensors_that_are_left_to_python(gpu: Gpu, layout: str, qkv: Any) -> Non
         (torch.zeros(2, 3, dtype=torch.int64), False),
         (torch.zeros(2, 2, 3, dtype=INTS), False),
         (torch.zeros(6, dtype=INTS), False),
+        (torch.zeros(2, 3, 1, dtype=INTS), False),
         (torch.zeros(3, 2, dtype=INTS).t(), False),
         (torch.zeros(2, 6, dtype=INTS)[:, ::2], False),
         (torch.zeros(1, 3, dtype=INTS).expand(2, 3), False),
@@ -404,6 +417,17 @@ def test_the_table_of_one_request_may_have_any_stride(gpu: Gpu) -> None:
         gpu, "Q_PAGED_KV_NHD", **one, block_tables=torch.zeros(1, 0, dtype=INTS).as_strided((1, 0), (0, 1))
     )
     assert empty["pages"]["table_stride"] == 1 and empty["pages"]["table_width"] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_many_requests(gpu: Gpu, layout: str) -> None:
+    for requests, accepted in ((0, False), (1, True), (2**31 - 1, False)):
+        given = fused(layout, batch_size=requests)
+        for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+            gpu.tell(given[name], shape=(requests + 1,))
+        if layout.startswith("Q_PAGED"):
+            gpu.tell(given["block_tables"], shape=(requests, 3))
+        assert gpu.accepts(gpu.module.fused_prefill, *given.values()) == accepted
 
 
 def test_packed_tensors_have_as_many_keys_as_rows(gpu: Gpu) -> None:

@@ -80,8 +80,8 @@ CACHES_LEFT_TO_PYTHON = {
     "another type": dict(k=pair(dtypes=(BF16, BF16))),
     "k of another type": dict(k=pair(dtypes=(BF16, HALF))),
     "v of another type": dict(k=pair(dtypes=(HALF, BF16))),
-    "k of integers": dict(k=pair(dtypes=(torch.int32, HALF))),
-    "v of integers": dict(k=pair(dtypes=(HALF, torch.int32))),
+    "k of integers": dict(k=pair(dtypes=(torch.int16, HALF))),
+    "v of integers": dict(k=pair(dtypes=(HALF, torch.int16))),
     "fewer pages": dict(k=pair(pages=(7, 7))),
     "keys without tokens": dict(k=(pair()[0][:, 0], pair()[1])),
     "both without tokens": dict(k=tuple(x[:, 0] for x in pair())),
@@ -145,6 +145,19 @@ def test_pages_of_one_token_as_no_kernel_reads_them(gpu: Gpu) -> None:
             gpu.tell(x, **facts)
             assert not gpu.accepts(run, *given.values()), facts
         gpu.tell(x)
+
+
+def test_pages_of_one_token_in_other_dimensions(gpu: Gpu) -> None:
+    batch = Batch(gpu, page_size=1)
+    k, v = rows_of(PAGES, 2, 64), rows_of(PAGES, 2, 128)
+    for cache, accepted in (
+        ((k, v), True),
+        ((k[:, None], v[:, None]), True),
+        ((k, v[:, None]), False),
+        ((k[:, None], v), False),
+        ((k[..., None, None], v[..., None, None]), False),
+    ):
+        assert batch.accepts(k=cache) == accepted
 
 
 @pytest.mark.parametrize("device", [(CUDA, 1), (CPU, 0)], ids=["another GPU", "the CPU"])

@@ -111,7 +111,6 @@ def test_new_lse(ragged: Batch) -> None:
 def test_lse_of_rows_that_no_kernel_writes(ragged: Batch) -> None:
     """They are -inf, which Python writes; a caller's own LSE is left as it is."""
     assert not ragged.accepts(dict(zero=True), return_lse=True)
-    assert not ragged.gpu.made
     assert ragged.accepts(dict(zero=True), return_lse=True, lse=torch.zeros(8, 4))
 
 
@@ -199,7 +198,6 @@ LEFT_TO_PYTHON = {
     "q_scale in a text": dict(q_scale="1"),
     "k_scale in a tensor": dict(k_scale=torch.ones(1)),
     "v_scale in a tensor": dict(v_scale=torch.ones(1)),
-    "v_scale beyond a float": dict(v_scale=1e300),
     "list of sinks": dict(sinks=[torch.zeros(4)]),
     "sinks of another size": dict(sinks=torch.zeros(2)),
     "return_lse that is no bool": dict(return_lse=1),
@@ -227,6 +225,11 @@ def test_options_that_are_left_to_python(ragged: Batch, change: str) -> None:
     for name, value in OPTIONS_LEFT_TO_PYTHON[change].items():
         setattr(ragged.options, name, value)
     assert not ragged.accepts()
+
+
+def test_a_run_that_is_refused(ragged: Batch) -> None:
+    given = ragged.arguments(v_scale=1e300)
+    assert not ragged.gpu.accepts(ragged.run(), *given.values(), planned=True)
 
 
 def test_an_encoding_that_cannot_be_compared(ragged: Batch) -> None:

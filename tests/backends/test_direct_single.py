@@ -196,9 +196,9 @@ LEFT_TO_PYTHON = {
     "q of another type": dict(q=rows_of(5, 4, 64, dtype=BF16)),
     "k of another type": dict(k=rows_of(20, 2, 64, dtype=BF16)),
     "v of another type": dict(v=rows_of(20, 2, 128, dtype=BF16)),
-    "integers for q": dict(q=torch.zeros(5, 4, 64, dtype=torch.int32)),
-    "integers for k": dict(k=torch.zeros(20, 2, 64, dtype=torch.int32)),
-    "integers for v": dict(v=torch.zeros(20, 2, 128, dtype=torch.int32)),
+    "integers for q": single(BF16, q=torch.zeros(5, 4, 64, dtype=torch.int16)),
+    "integers for k": single(BF16, k=torch.zeros(20, 2, 64, dtype=torch.int16)),
+    "integers for v": dict(v=torch.zeros(20, 2, 128, dtype=torch.int16)),
     "fp8": single(E4M3),
     "fp8 keys": dict(k=rows_of(20, 2, 64, dtype=E4M3), v=rows_of(20, 2, 128, dtype=E4M3)),
     "fewer values": dict(v=rows_of(19, 2, 128)),
@@ -207,8 +207,6 @@ LEFT_TO_PYTHON = {
     "heads that do not divide": dict(k=rows_of(20, 3, 64), v=rows_of(20, 3, 128)),
     "no query heads": dict(q=torch.zeros(5, 0, 64, dtype=HALF)),
     "no key heads": dict(k=torch.zeros(20, 0, 64, dtype=HALF), v=torch.zeros(20, 0, 128, dtype=HALF)),
-    "head dimension that no kernel has": dict(v=rows_of(20, 2, 512)),
-    "head dimension of no whole vectors": dict(q=rows_of(5, 4, 60, wide=4), k=rows_of(20, 2, 60, wide=4)),
     "unknown layout": dict(kv_layout="DHN"),
     "layout that is no text": dict(kv_layout=1),
     "layout of a subclass": dict(kv_layout=Text("NHD")),
@@ -221,7 +219,6 @@ LEFT_TO_PYTHON = {
     "cap that is not finite": dict(logits_soft_cap=float("nan")),
     "scale that is not finite": dict(sm_scale=float("inf")),
     "scale beyond a double": dict(sm_scale=10**400),
-    "scale beyond a float": dict(sm_scale=1e300),
     "scale that is a bool": dict(sm_scale=True),
     "q_scale in a text": dict(q_scale="1"),
     "k_scale in a tensor": dict(k_scale=torch.ones(1)),
@@ -261,7 +258,20 @@ def test_what_is_left_to_python(gpu: Gpu, change: str) -> None:
 @pytest.mark.parametrize("change", PLACES_LEFT_TO_PYTHON)
 def test_places_are_checked_before_memory_is_asked_for(gpu: Gpu, change: str) -> None:
     assert not accepts(gpu, return_lse="lse" not in change, **PLACES_LEFT_TO_PYTHON[change])
-    assert not gpu.made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(v=rows_of(20, 2, 512)),
+        dict(q=rows_of(5, 4, 60, wide=4), k=rows_of(20, 2, 60, wide=4)),
+        dict(sm_scale=1e300),
+        dict(v_scale=1e300),
+    ],
+    ids=["no such head dimension", "no whole vectors", "scale beyond a float", "v_scale beyond a float"],
+)
+def test_what_no_plan_is_made_for(gpu: Gpu, change: dict[str, Any]) -> None:
+    assert not gpu.accepts(gpu.module.single_prefill, *single(**change).values(), planned=True)
 
 
 MATRICES = {
@@ -319,9 +329,11 @@ def test_the_device_of_all_tensors(gpu: Gpu) -> None:
     "change",
     [
         dict(q=rows_of(1, 4, 64)),
+        dict(q=rows_of(4, 64)[..., None]),
         dict(q=torch.zeros(64, dtype=HALF)),
         dict(q=rows_of(4, 128)[:, ::2]),
         dict(out=rows_of(1, 4, 128)),
+        dict(out=rows_of(4, 128)[..., None]),
         dict(out=rows_of(2, 128)),
         dict(out=rows_of(4, 64)),
         dict(out=rows_of(4, 256)[:, ::2]),
@@ -340,7 +352,7 @@ def test_decode_that_is_left_to_python(gpu: Gpu, change: dict[str, Any]) -> None
 
 
 def test_the_address_of_a_row(gpu: Gpu) -> None:
-    given = decode(out=rows_of(4, 128))
+    given = decode(out=rows_of(4, 128), return_lse=True)
     gpu.tell(given["out"], data=given["out"].data_ptr() + 8)
     assert not gpu.accepts(gpu.module.single_decode, *given.values())
 
