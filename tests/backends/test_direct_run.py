@@ -118,6 +118,10 @@ def test_fp8(gpu: Gpu) -> None:
     batch = Batch(gpu, dtype=E4M3)
     assert batch.run()(*batch.arguments().values()).dtype == HALF
     assert gpu.launched()["dtypes"] == ("float8_e4m3fn", "float8_e4m3fn", "float16")
+    batch.request.head_dim_vo = 64  # an output as wide as the queries, but not of their type
+    alike = batch.arguments(q=rows_of(8, 4, 64, dtype=E4M3), v=rows_of(30, 2, 64, dtype=E4M3))
+    assert batch.run()(*alike.values()).dtype == HALF
+    assert gpu.launched()["dtypes"][2] == "float16"
     for page_size, accepted in ((8, True), (12, False), (16, True)):
         assert Batch(gpu, page_size, E4M3).accepts() == accepted
         assert Batch(gpu, page_size, HALF).accepts()
@@ -176,6 +180,11 @@ def test_fewer_rows_than_the_most(ragged: Batch) -> None:
 def test_rows_and_pages_of_keys(request: pytest.FixtureRequest, batch: str, held: int) -> None:
     for least, accepted in ((held, True), (held + 1, False), (0, True)):
         assert request.getfixturevalue(batch).accepts(dict(least_kv=least)) == accepted
+
+
+def test_more_keys_than_are_planned(ragged: Batch) -> None:
+    ragged.run()(*ragged.arguments(k=rows_of(31, 2, 64), v=rows_of(31, 2, 128)).values())
+    assert ragged.gpu.launched()["totals"] == (8, 31)
 
 
 LEFT_TO_PYTHON = {

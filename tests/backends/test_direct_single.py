@@ -19,6 +19,10 @@ class Text(str):
     """A subclass, too."""
 
 
+class Number(float):
+    """And another."""
+
+
 def single(dtype: torch.dtype = HALF, **changes: Any) -> dict[str, Any]:
     """Arguments of ``single_prefill`` in their order: all that can lie apart does."""
     arguments = dict(
@@ -142,6 +146,17 @@ def test_decode_as_it_is_launched(gpu: Gpu) -> None:
     assert gpu.launched()["lse"] == (lse.data_ptr(), 4, 1)
 
 
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_counters_of_a_call(gpu: Gpu, backend: str) -> None:
+    """They are kept for the next call: the tile counter in 16 bytes, and then those of tiles whose keys are split."""
+    gpu.module.single_decode(*decode(k=rows_of(5000, 2, 64), v=rows_of(5000, 2, 128), backend=backend).values())
+    call, counters = gpu.launched(), gpu.module.counters(0, 64)
+    (first, count), end = call["combine_counters"], counters.data_ptr() + counters.nbytes
+    assert call["splits"] > 0 and call["partial_o"] > 0
+    assert call["tile_counter"] == counters.data_ptr()
+    assert first >= counters.data_ptr() + 16 and count > 0 and first + 4 * count == end
+
+
 def test_no_rows(gpu: Gpu) -> None:
     out = gpu.module.single_prefill(*single(q=torch.zeros(0, 4, 64, dtype=HALF)).values())
     assert out.shape == (0, 4, 128) and not gpu.module.take_launches()
@@ -220,6 +235,7 @@ LEFT_TO_PYTHON = {
     "scale that is not finite": dict(sm_scale=float("inf")),
     "scale beyond a double": dict(sm_scale=10**400),
     "scale that is a bool": dict(sm_scale=True),
+    "scale of a subclass": dict(sm_scale=Number(1.0)),
     "q_scale in a text": dict(q_scale="1"),
     "k_scale in a tensor": dict(k_scale=torch.ones(1)),
     "v_scale in a tensor": dict(v_scale=torch.ones(1)),

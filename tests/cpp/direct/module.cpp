@@ -43,6 +43,7 @@ KernelEntry entry() {
     TileShape tile;
     tile.rows = 16;
     tile.packed_heads = 1;  // so that keys are split
+    tile.combines = true;
     return tile;
   };
   made.launch = &record<backend>;
@@ -139,6 +140,8 @@ py::dict facts(const Recorded& call) {
   of_call["pages"] = of_pages;
   of_call["splits"] = p.plan.split_tile_capacity;
   of_call["partial_o"] = address(p.plan.partial_o);
+  of_call["combine_counters"] =
+      py::make_tuple(address(p.plan.combine_counters), p.plan.num_combine_counters);
   of_call["tile_counter"] = address(p.plan.tile_counter);
   of_call["tile_list"] = address(p.plan.tile_list);
   return of_call;

@@ -43,6 +43,9 @@ struct Launch {
 };
 extern std::vector<Launch> launches;
 
+/// How many launches and memsets succeed until one fails; negative: none fails.
+extern int launches_until_failure;
+
 /// Driver functions cannot be found until this is set again: a driver that is being loaded, say.
 extern bool has_driver;
 
