@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pairs
@@ -200,6 +201,22 @@ def extension() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("cutlass_kernels is installed without compiled kernels")
     return Path(spec.origin)
+
+
+@pytest.fixture(scope="session")
+def recording_module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    from recorded_calls import load_module
+
+    folder = tmp_path_factory.getbasetemp()
+    return load_module(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
+
+
+@pytest.fixture
+def gpu(recording_module: ModuleType) -> Any:
+    """A stand-in for a GPU, which records what the bindings of attention launch."""
+    from recorded_calls import Gpu
+
+    return Gpu(recording_module)
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,7 @@ def test_shared_library_hides_everything_but_the_api(build_directory: Path) -> N
 
 
 def test_host_code_on_a_stand_in_for_the_cuda_runtime(build_directory: Path) -> None:
-    """Workspaces of exactly the promised size, and where in them everything lies: tests/cpp/host/main.cu."""
+    """Workspaces of exactly the promised size, where in them everything lies, and what is refused: tests/cpp/host."""
     if os.environ.get("CK_TEST_INSTALL_PREFIX"):
         pytest.skip("CK_TEST_INSTALL_PREFIX may hold a shared library")
     prefix, sources = install(build_directory, shared=False), ROOT / "tests" / "cpp" / "host"
@@ -118,7 +118,7 @@ def test_host_code_on_a_stand_in_for_the_cuda_runtime(build_directory: Path) -> 
     flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DNDEBUG", "-arch=sm_80", "-cudart=none"]
     (library,) = (prefix / "lib").glob("libcutlass_kernels.a")
     program = build_directory / "host_checks"
-    units = [sources / "main.cu", sources / "stand_in_cuda.cpp"]
+    units = [*sources.glob("*.cu"), sources / "stand_in_cuda.cpp"]
     run(compilers.nvcc(), *flags, *folders, *units, library, "-o", program)
     assert run(program).rstrip().endswith("OK")
 

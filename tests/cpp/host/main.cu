@@ -5,59 +5,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
+#include <limits>
 #include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "cutlass_kernels/attention.h"
-#include "fa2/params.h"
-#include "fa3/params.h"
+#include "checks.h"
 #include "mask_extents.h"
-#include "plan/plan.h"
-#include "stand_in_cuda.h"
-
-namespace ck = cutlass_kernels;
 
 namespace {
-
-void require(bool condition, const std::string& what) {
-  if (condition) return;
-  std::printf("FAILED: %s\n", what.c_str());
-  std::exit(1);
-}
-
-void require_refusal(const ck::Status& status, const std::string& fragment) {
-  require(status.code == ck::StatusCode::kInvalidArgument &&
-              status.message.find(fragment) != std::string::npos,
-          "a refusal that says '" + fragment + "', not '" + status.message + "'");
-}
-
-constexpr std::uintptr_t kWorkspace = std::uintptr_t(1) << 40;  // addresses are never read
-void* at(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-
-/// A batch of requests of equal lengths with all its tensors.
-ck::AttentionParams batch(ck::DType q_dtype, ck::DType kv_dtype, int head_dim, int heads,
-                          int kv_heads, int requests, int rows, int keys) {
-  ck::AttentionParams params;
-  params.q_dtype = params.o_dtype = q_dtype;
-  params.kv_dtype = kv_dtype;
-  if (kv_dtype == q_dtype && q_dtype == ck::DType::kFloat8E4M3)
-    params.o_dtype = ck::DType::kFloat16;
-  params.num_qo_heads = heads;
-  params.num_kv_heads = kv_heads;
-  params.head_dim_qk = params.head_dim_vo = head_dim;
-  params.batch_size = requests;
-  params.total_q = std::int64_t(requests) * rows;
-  params.total_kv = std::int64_t(requests) * keys;
-  params.qo_indptr = static_cast<const std::int32_t*>(at(std::uintptr_t(2) << 40));
-  params.kv_indptr = static_cast<const std::int32_t*>(at(std::uintptr_t(3) << 40));
-  params.q = {at(std::uintptr_t(4) << 40), heads * head_dim, head_dim};
-  params.k = {at(std::uintptr_t(5) << 40), kv_heads * head_dim, head_dim};
-  params.v = {at(std::uintptr_t(6) << 40), kv_heads * head_dim, head_dim};
-  params.o = {at(std::uintptr_t(7) << 40), heads * head_dim, head_dim};
-  return params;
-}
 
 /// Regions of a workspace lie inside it, nothing on top of anything else, and the kernel was given their addresses.
 void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan,
@@ -94,34 +51,6 @@ void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan,
     end = region.end;
   }
   require(end <= layout.bytes(), what + ": the workspace ends before its regions");
-}
-
-/// The parameters of the attention kernel that was enqueued last.
-ck::LaunchParams last_attention() {
-  for (auto launch = stand_in::launches.rbegin(); launch != stand_in::launches.rend(); ++launch) {
-    if (!launch->is("attention_kernel")) continue;
-    return launch->is("fa3") ? launch->argument<ck::fa3::KernelParams>().attention
-                             : launch->argument<ck::fa2::KernelParams>().attention;
-  }
-  require(false, "no attention kernel was enqueued");
-  return {};
-}
-
-std::string describe(const ck::AttentionParams& p) {
-  return std::string(ck::to_string(p.q_dtype)) + "/" + ck::to_string(p.kv_dtype) + ", hd" +
-         std::to_string(p.head_dim_qk) + ", " + std::to_string(p.num_qo_heads) + "/" +
-         std::to_string(p.num_kv_heads) + " heads, " + std::to_string(p.batch_size) +
-         " requests, total_q=" + std::to_string(p.total_q) +
-         ", total_kv=" + std::to_string(p.total_kv);
-}
-
-ck::WorkspaceLayout layout_of(const ck::AttentionParams& params) {
-  ck::Device device;
-  ck::PlanState plan;
-  require(ck::current_device(&device).ok() &&
-              ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok(),
-          "there is a plan");
-  return plan.layout;
 }
 
 /// A plan's list, partial results and counters have a place each in one workspace, which is exactly as large as it
@@ -166,54 +95,197 @@ void check_planned_calls() {
                   "num_kv_heads=4, but the plan is for 2");
 }
 
-/// What a plan was not made for is refused, not computed in part. A plan that cannot be made leaves the one before.
-void check_refused_plans() {
-  ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, 40, 20000);
-  ck::Plan plan;
-  require(ck::make_plan(params, &plan, ck::Backend::kFa3).code == ck::StatusCode::kUnsupported,
-          "fa3 has no kernel for e4m3 keys under float16 queries");
-  require_refusal(ck::attention(plan, params, at(kWorkspace), 1 << 20, nullptr), "plan is empty");
-  require(ck::make_plan(params, &plan).ok(), "fa2 has one");
-  const std::string kernel = plan.kernel();
-  const std::size_t bytes = plan.workspace_size();
-  require(!ck::make_plan(params, &plan, ck::Backend::kFa3).ok() && plan.kernel() == kernel &&
-              plan.workspace_size() == bytes,
-          "a plan that cannot be made leaves the one before");
-
-  stand_in::launches.clear();
-  const auto refused = [&](const auto& change, const char* fragment) {
-    ck::AttentionParams other = params;
-    change(other);
-    require_refusal(ck::make_schedule(plan, other, at(kWorkspace), 1 << 30, nullptr), fragment);
-    require_refusal(ck::attention(plan, other, at(kWorkspace), 1 << 30, nullptr), fragment);
+/// Partial results, counters and lists have room for all that kernels write: of every split a row for each row of its
+/// tile, and of every tile an entry.
+void check_room(const ck::AttentionParams& params, const ck::PlanState& plan) {
+  const ck::WorkspaceLayout& layout = plan.layout;
+  const std::int64_t heads = params.num_qo_heads;
+  const auto holds = [&](const ck::Region& region, std::int64_t elements, std::size_t bytes,
+                         const char* name) {
+    require(region.bytes >= std::size_t(elements) * bytes,
+            describe(params) + ": " + name + " have no room");
   };
-  refused([](auto& p) { p.max_qo_len = 50; }, "max_qo_len=50, but the plan is for 0");
-  refused([](auto& p) { p.fixed_split_size = 512; }, "fixed_split_size=512, but the plan is for 0");
-  refused([](auto& p) { p.disable_split_kv = true; }, "disable_split_kv=1, but");
-  ck::AttentionParams more = params;
-  more.total_q *= 4;
-  require_refusal(ck::make_schedule(plan, more, at(kWorkspace), 1 << 30, nullptr),
-                  "may make more tiles than fit the list");
-  more = params;
-  more.total_q /= 2;
-  require(ck::make_schedule(plan, more, at(kWorkspace), 1 << 30, nullptr).ok(), "fewer rows fit");
+  if (plan.source == ck::TileSource::kList) {
+    holds(layout.tile_list, plan.tile_indices, sizeof(ck::WorkItem), "tiles");
+    holds(layout.split_tiles, plan.split_tile_capacity, sizeof(ck::SplitTile), "split tiles");
+  }
+  if (layout.mask_extents.bytes > 0) {
+    holds(layout.mask_extents, plan.tile_indices, sizeof(ck::MaskExtent), "extents of a mask");
+  }
+  const bool listed = plan.source == ck::TileSource::kList;
+  const bool may_split = plan.tile.packed_heads > 0 && !params.disable_split_kv &&
+                         params.stats == nullptr &&
+                         (listed || !ck::is_batch(params) || plan.tile.splits_without_list);
+  std::int64_t fixed_splits = 1;
+  if (params.fixed_split_size > 0 && may_split) {
+    const std::int64_t keys = listed && params.max_kv_len > 0 ? params.max_kv_len : params.total_kv;
+    fixed_splits =
+        std::clamp<std::int64_t>((keys + params.fixed_split_size - 1) / params.fixed_split_size, 1,
+                                 std::numeric_limits<std::int16_t>::max());
+    const int splits = listed ? plan.rule.most_splits : plan.num_splits;
+    require(splits == fixed_splits || (!listed && params.max_kv_len > 0),
+            describe(params) + ": another number of fixed splits");
+  }
+  require(plan.combine_counters == 0 || (may_split && plan.tile.combines),
+          describe(params) + ": the kernel does not combine");
+  if (plan.split_tile_capacity == 0) return;
+  require(may_split, describe(params) + ": keys are split");
+  const std::int64_t tile_rows = std::min<std::int64_t>(plan.tile.rows, params.total_q);
+  std::int64_t rows = 0;
+  if (plan.source == ck::TileSource::kSingleRequest) {
+    rows = params.total_q * plan.num_splits;
+  } else if (plan.source == ck::TileSource::kBatchByLength) {
+    rows = ck::tiles_of_longest(params, plan.tile.rows) * plan.num_splits * tile_rows;
+  } else {
+    rows = params.fixed_split_size > 0 ? params.total_q * fixed_splits : 0;
+    // Each tile that is split takes two entries or more.
+    const std::int64_t tiles = plan.tile_indices - plan.rule.extra_tiles;
+    require(params.fixed_split_size > 0 ||
+                plan.split_tile_capacity >= std::min<std::int64_t>(plan.rule.most_slots / 2, tiles),
+            describe(params) + ": split tiles have no room");
+  }
+  holds(layout.partial_o, rows * heads * params.head_dim_vo, sizeof(float), "partial O");
+  holds(layout.partial_max_sum, rows * heads * 2, sizeof(float), "partial maxima and sums");
+  if (!listed || plan.combine_counters == 0) return;
+  const int packs = params.num_qo_heads / plan.tile.packed_heads;
+  const int last = int(layout.partial_max_sum.bytes / (heads * 2 * sizeof(float))) - 2;
+  holds(layout.combine_counters, ck::combine_counter(last, packs - 1, packs) + 1,
+        sizeof(std::int32_t), "combine counters");
+}
 
-  ck::AttentionParams one = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 1, 40, 20000);
+/// What a call enqueues beside attention: counters are cleared before it, and partial results combined behind it.
+void check_helpers(const ck::PlanState& plan, const std::string& what) {
+  const ck::Region& counter = plan.layout.tile_counter;
+  const auto clears = [&](const stand_in::Launch& launch) {
+    return launch.is("memset") && launch.bytes == counter.bytes &&
+           launch.destination == at(kWorkspace + plan.layout.schedule_bytes + counter.offset);
+  };
+  const auto& launches = stand_in::launches;
+  require(counter.bytes == 0 || std::any_of(launches.begin(), launches.end() - 1, clears),
+          what + ": the tile counter is not cleared");
+  const bool combines =
+      plan.split_tile_capacity > 0 && last_attention().plan.combine_counters == nullptr;
+  require(launches.back().is("combine") == combines,
+          what + ": partial results are combined where there are some");
+}
+
+/// A list has an entry for every tile, whatever the lengths; exactly so many where the host knows them.
+void check_tiles_of_lists() {
+  ck::AttentionParams params =
+      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 5, 0, 20000);
+  ck::Device device;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  const std::vector<std::vector<int>> batches = {
+      {1, 1, 1, 1, 1}, {0, 0, 0, 0, 1}, {700, 1, 64, 65, 1}};
+  for (const std::vector<int>& lengths : batches) {
+    std::vector<std::int32_t> indptr = {0};
+    for (const int length : lengths) indptr.push_back(indptr.back() + length);
+    params.total_q = indptr.back();
+    for (const bool known : {false, true}) {
+      params.qo_indptr_host = known ? indptr.data() : nullptr;
+      ck::PlanState plan;
+      require(ck::make_plan(params, ck::Backend::kFa2, device, {}, &plan).ok(), "there is a plan");
+      std::int64_t tiles = 0;
+      for (const int length : lengths) tiles += (length + plan.tile.rows - 1) / plan.tile.rows;
+      const std::int64_t room = plan.tile_indices - plan.rule.extra_tiles;
+      require(known ? room == tiles : room >= tiles, "an entry for every tile");
+    }
+  }
+  const std::int32_t none[2] = {0, 0};
+  params.batch_size = 1;
+  params.qo_indptr_host = none;
+  params.total_q = 5;  // rows of q that belong to no request
+  ck::PlanState plan;
+  require(ck::make_plan(params, ck::Backend::kFa2, device, {}, &plan).ok() &&
+              plan.tile_indices == plan.rule.extra_tiles + 1,
+          "a list of no tiles has an entry that says so");
+}
+
+/// The number of fixed splits follows from the pages of a request, not from an estimate of all keys.
+void check_fixed_splits_of_pages() {
+  ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 2, 1, 100);
+  params.pages.page_size = 16;
+  params.pages.num_pages = 5000;
+  params.pages.k_stride_page = params.pages.v_stride_page = 16 * 2 * 64;
+  params.pages.indices = params.pages.last_page_len = params.kv_indptr;
+  params.fixed_split_size = 100;
+  ck::Device device;
+  ck::PlanState plan;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  params.pages.num_indices = 1001;
+  require(ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok() &&
+              plan.rule.most_splits == 161,
+          "1001 pages of 16 keys are 161 splits of 100");
+  params.pages.table_stride = params.pages.table_width = 626;
+  require(ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok() &&
+              plan.rule.most_splits == 101,
+          "626 pages of 16 keys are 101 splits of 100");
+}
+
+/// Extents of a custom mask are computed before kernels that use them.
+void check_mask_extents() {
+  ck::AttentionParams params =
+      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 8, 3, 300, 300);
+  for (const bool masked : {false, true}) {
+    if (masked) {
+      params.mask.words = static_cast<const std::uint32_t*>(at(std::uintptr_t(8) << 40));
+      params.mask.indptr = static_cast<const std::int32_t*>(at(std::uintptr_t(9) << 40));
+      params.mask.num_words = 1 << 20;
+    }
+    ck::Plan plan;
+    require(ck::make_plan(params, &plan, ck::Backend::kFa3).ok(), "fa3 has a plan");
+    stand_in::launches.clear();
+    const ck::Status status = ck::attention(plan, params, at(kWorkspace), 1 << 30, nullptr);
+    require(status.ok(), status.message);
+    require((last_attention().plan.mask_extents != nullptr) == masked &&
+                stand_in::launches.front().is("mask_extents") == masked,
+            "extents for a mask, and for nothing else");
+  }
+}
+
+/// Decoding takes fa2 first, unless results must not depend on the batch: its rows are the batch's.
+void check_decoding() {
+  const auto kernel = [](const auto& change) {
+    ck::AttentionParams params =
+        batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 3, 1, 20000);
+    change(params);
+    ck::Plan plan;
+    require(ck::make_plan(params, &plan).ok(), "there is a plan");
+    return std::string(plan.kernel()).substr(0, 3);
+  };
+  require(kernel([](auto&) {}) == "fa2", "fa2 decodes");
+  require(kernel([](auto& p) { p.total_q = 13; }) == "fa3", "52 rows are more than 16 for each");
+  require(kernel([](auto& p) { p.disable_split_kv = true; }) == "fa3", "without splits fa3");
+  require(kernel([](auto& p) { p.fixed_split_size = 512; }) == "fa3", "with fixed splits fa3");
+
+  ck::AttentionParams one = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 1, 1, 20000);
   one.qo_indptr = one.kv_indptr = nullptr;
-  require(ck::make_plan(one, &plan).ok(), "a single request has a plan");
-  params = one;
-  refused([](auto& p) { p.qo_indptr = p.kv_indptr = static_cast<const int*>(at(8 << 20)); },
-          "qo_indptr is given, but the plan is for a problem without");
+  require(layout_of(one).partial_o.bytes > 0, "the keys of one row are split");
+}
 
-  ck::AttentionParams paged =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
-  paged.pages.page_size = 16;
-  paged.pages.num_pages = 10000;
-  paged.pages.k_stride_page = paged.pages.v_stride_page = 16 * 2 * 64;
-  require(ck::make_plan(paged, &plan).ok(), "pages have a plan");
-  require_refusal(ck::make_schedule(plan, paged, at(kWorkspace), 1 << 30, nullptr),
-                  "num_indices is not set");
+/// A failure of anything that is enqueued is the call's failure, and nothing is enqueued behind it.
+void check_failures() {
+  ck::AttentionParams params =
+      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 8, 1, 300, 20000);
+  params.qo_indptr = params.kv_indptr = nullptr;
+  params.mask.words = static_cast<const std::uint32_t*>(at(std::uintptr_t(8) << 40));
+  params.mask.num_words = 1 << 20;
+  ck::AttentionParams few = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 1, 4, 20000);
+  few.qo_indptr = few.kv_indptr = nullptr;
+  for (const ck::AttentionParams& called : {params, few}) {
+    for (int before = 0;; ++before) {
+      stand_in::launches.clear();
+      stand_in::launches_until_failure = before;
+      const ck::Status status = ck::attention(called, at(kWorkspace), 1 << 30, nullptr);
+      stand_in::launches_until_failure = -1;
+      require(int(stand_in::launches.size()) <= before, "a failure ends a call");
+      if (status.ok()) {
+        require(before == int(stand_in::launches.size()) && before >= 2, "several are enqueued");
+        break;
+      }
+      require(status.code == ck::StatusCode::kCudaError, "a failure is told");
+    }
+  }
 }
 
 /// Whether attention() may refuse a workspace that is too small, in place of doing without.
@@ -251,6 +323,8 @@ void check_promised_size(const ck::AttentionParams& params, std::size_t any) {
     require(ck::make_plan(params, ck::Backend::kAuto, device, options, &plan).ok(), what);
     require(plan.layout.bytes() <= given, what + ": the plan takes more");
     check_layout(plan.layout, last_attention().plan, what);
+    check_room(params, plan);
+    check_helpers(plan, what);
   }
 }
 
@@ -320,7 +394,12 @@ void check_promised_sizes_of_random_problems() {
 
 int main() {
   check_planned_calls();
-  check_refused_plans();
+  check_refusals();
+  check_tiles_of_lists();
+  check_fixed_splits_of_pages();
+  check_mask_extents();
+  check_failures();
+  check_decoding();
   check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7),
                       0);
   check_promised_sizes_of_random_problems();

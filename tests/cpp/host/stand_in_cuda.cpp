@@ -4,10 +4,13 @@
 #include <cuda_runtime_api.h>
 
 #include <map>
+#include <utility>
 
 namespace stand_in {
 Device device;
+int current_device = 64;
 std::vector<Launch> launches;
+int launches_until_failure = -1;
 bool has_driver = true;
 
 namespace {
@@ -18,6 +21,12 @@ std::map<const void*, std::string>& kernel_names() {
 }
 
 CUresult encode_nothing(...) { return CUDA_SUCCESS; }
+
+cudaError_t record(Launch launch) {
+  if (launches_until_failure >= 0 && launches_until_failure-- == 0) return cudaErrorLaunchFailure;
+  launches.push_back(std::move(launch));
+  return cudaSuccess;
+}
 
 }  // namespace
 }  // namespace stand_in
@@ -51,8 +60,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   launch.blocks = config->gridDim.x;
   const char* first = static_cast<const char*>(arguments[0]);
   launch.params.assign(first, first + stand_in::Launch::kParamBytes);
-  stand_in::launches.push_back(std::move(launch));
-  return cudaSuccess;
+  return stand_in::record(std::move(launch));
 }
 
 cudaError_t cudaMemsetAsync(void* destination, int, std::size_t bytes, cudaStream_t) {
@@ -60,16 +68,18 @@ cudaError_t cudaMemsetAsync(void* destination, int, std::size_t bytes, cudaStrea
   launch.kernel = "memset";
   launch.destination = destination;
   launch.bytes = bytes;
-  stand_in::launches.push_back(std::move(launch));
-  return cudaSuccess;
+  return stand_in::record(std::move(launch));
 }
 
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int index) {
+  stand_in::current_device = index;
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetDevice(int* index) {
-  *index = 64;  // beyond those whose facts the library remembers: tests change them
+  *index = stand_in::current_device;
   return cudaSuccess;
 }
 

@@ -18,6 +18,9 @@ struct Device {
 };
 extern Device device;
 
+/// 64 as long as nobody sets it: beyond those whose facts the library remembers, as tests change them.
+extern int current_device;
+
 /// A kernel launch, or a memset (whose kernel is "memset").
 struct Launch {
   std::string kernel;  ///< mangled name
@@ -39,6 +42,9 @@ struct Launch {
   static constexpr std::size_t kParamBytes = 2048;
 };
 extern std::vector<Launch> launches;
+
+/// How many launches and memsets succeed until one fails; negative: none fails.
+extern int launches_until_failure;
 
 /// Driver functions cannot be found until this is set again: a driver that is being loaded, say.
 extern bool has_driver;

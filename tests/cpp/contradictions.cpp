@@ -1,0 +1,243 @@
+// registry/validate.cpp: every contradiction of a problem is refused in its sentence, alone, and the limits themselves
+// are served. Exit status 0 if so.
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "registry/validate.h"
+
+namespace {
+
+using namespace cutlass_kernels;
+
+constexpr std::int64_t kMostTokens = std::numeric_limits<std::int32_t>::max() - 1023;
+constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+alignas(16) char memory[32];  // never read
+const std::int32_t indptr[3] = {0, 3, 8};
+
+float* floats(int offset = 0) { return reinterpret_cast<float*>(memory + offset); }
+
+/// Two requests of fp16, with all that they need.
+AttentionParams ragged() {
+  AttentionParams p;
+  p.q_dtype = p.kv_dtype = p.o_dtype = DType::kFloat16;
+  p.num_qo_heads = 4;
+  p.num_kv_heads = 2;
+  p.head_dim_qk = 64;
+  p.head_dim_vo = 128;
+  p.batch_size = 2;
+  p.total_q = 8;
+  p.total_kv = 30;
+  p.qo_indptr = p.kv_indptr = indptr;
+  p.q = {memory, 256, 64};
+  p.k = {memory, 128, 64};
+  p.v = {memory, 256, 128};
+  p.o = {memory, 512, 128};
+  p.lse = floats();
+  p.lse_stride_token = 4;
+  p.lse_stride_head = 1;
+  return p;
+}
+
+AttentionParams paged() {
+  AttentionParams p = ragged();
+  p.pages.indices = p.pages.last_page_len = indptr;
+  p.pages.page_size = 16;
+  p.pages.num_indices = 3;
+  p.pages.num_pages = 10;
+  p.pages.k_stride_page = p.pages.v_stride_page = 4096;
+  return p;
+}
+
+AttentionParams block_table() {
+  AttentionParams p = paged();
+  p.pages.last_page_len = nullptr;
+  p.pages.num_indices = kNotSet;
+  p.pages.table_stride = 4;
+  p.pages.table_width = 3;
+  return p;
+}
+
+AttentionParams single() {
+  AttentionParams p = ragged();
+  p.batch_size = 1;
+  p.qo_indptr = p.kv_indptr = nullptr;
+  return p;
+}
+
+using Problem = AttentionParams (*)();
+using Change = std::function<void(AttentionParams&)>;
+
+struct Case {
+  Problem problem;
+  Change change;
+  const char* fragment;  // null: served
+  bool needs_tensors = false;
+};
+
+/// What is wrong with sizes, whether or not there are tensors.
+std::vector<Case> sizes() {
+  static const std::int32_t decreasing[3] = {0, 8, 3}, negative[3] = {-1, 3, 8},
+                            long_rows[3] = {0, 3, 9};
+  std::vector<Case> cases;
+  const auto add = [&](Problem problem, const char* fragment, Change change) {
+    cases.push_back({problem, std::move(change), fragment});
+  };
+  for (const Problem problem : {ragged, paged, block_table, single}) {
+    add(problem, nullptr, [](auto&) {});
+  }
+  for (const std::int32_t value : {0, -4}) {
+    add(ragged, "num_qo_heads=", [=](auto& p) { p.num_qo_heads = value; });
+    add(ragged, "num_kv_heads=", [=](auto& p) { p.num_kv_heads = value; });
+    add(ragged, "head_dim_qk=", [=](auto& p) { p.head_dim_qk = value; });
+    add(ragged, "head_dim_vo=", [=](auto& p) { p.head_dim_vo = value; });
+    add(ragged, "batch_size=", [=](auto& p) { p.batch_size = value; });
+  }
+  add(ragged, "is not a multiple of num_kv_heads=3", [](auto& p) { p.num_kv_heads = 3; });
+  add(ragged, "must be multiples of 8", [](auto& p) { p.head_dim_qk = 60; });
+  add(ragged, "must be multiples of 8", [](auto& p) { p.head_dim_vo = 60; });
+  add(ragged, nullptr, [](auto& p) { p.head_dim_qk = p.head_dim_vo = 56; });
+  const auto fp8 = [](AttentionParams& p) { p.kv_dtype = DType::kFloat8E4M3; };
+  add(ragged, nullptr, fp8);
+  add(ragged, "must be multiples of 16", [=](auto& p) { fp8(p), p.head_dim_vo = 56; });
+  add(ragged, "must be multiples of 16", [=](auto& p) { fp8(p), p.head_dim_qk = 56; });
+  add(ragged, "total_q is not set", [](auto& p) { p.total_q = kNotSet; });
+  add(ragged, "total_kv is not set", [](auto& p) { p.total_kv = kNotSet; });
+  add(paged, nullptr, [](auto& p) { p.total_kv = kNotSet; });
+  add(ragged, nullptr, [](auto& p) { p.total_q = p.total_kv = kMostTokens; });
+  add(ragged, "must lie between 0 and", [](auto& p) { p.total_q = kMostTokens + 1; });
+  add(ragged, "must lie between 0 and", [](auto& p) { p.total_kv = kMostTokens + 1; });
+  add(ragged, "must lie between 0 and", [](auto& p) { p.total_q = -2; });
+  add(paged, "must lie between 0 and", [](auto& p) { p.total_kv = -2; });
+  add(ragged, "sm_scale=", [](auto& p) { p.sm_scale = kInfinity; });
+  add(ragged, "logits_soft_cap=", [](auto& p) { p.logits_soft_cap = -kInfinity; });
+  add(ragged, "v_scale=", [](auto& p) { p.v_scale = kInfinity - kInfinity; });
+  add(ragged, "skip_softmax_factor=", [](auto& p) { p.skip_softmax_factor = kInfinity; });
+  add(ragged, "skip_softmax_factor=", [](auto& p) { p.skip_softmax_factor = -1.0f; });
+  add(ragged, nullptr, [](auto& p) { p.qo_indptr_host = indptr; });
+  add(ragged, "offsets start at 0", [](auto& p) { p.qo_indptr_host = decreasing; });
+  add(ragged, "offsets start at 0", [](auto& p) { p.qo_indptr_host = negative; });
+  add(ragged, "qo_indptr_host ends at 9", [](auto& p) { p.qo_indptr_host = long_rows; });
+  const auto mask = [](AttentionParams& p) {
+    p.mask.words = reinterpret_cast<std::uint32_t*>(memory);
+  };
+  add(ragged, "mask.indptr is null", mask);
+  add(single, nullptr, mask);
+  add(ragged, nullptr, [=](auto& p) { mask(p), p.mask.indptr = indptr; });
+  add(ragged, "page_size=-1", [](auto& p) { p.pages.page_size = -1; });
+  add(ragged, "page_size=0", [](auto& p) { p.pages.indices = indptr; });
+  add(block_table, "table_stride=-4 with batch_size=2", [](auto& p) { p.pages.table_stride = -4; });
+  add(block_table, nullptr, [](auto& p) { p.pages.table_stride = kMost / 2; });
+  add(block_table, "makes a page table of more than",
+      [](auto& p) { p.pages.table_stride = kMost / 2 + 1; });
+  add(block_table, nullptr, [](auto& p) { p.pages.table_width = 4; });
+  add(block_table, nullptr, [](auto& p) { p.pages.table_width = 0; });
+  add(block_table, "table_width=5", [](auto& p) { p.pages.table_width = 5; });
+  add(block_table, "table_width=-1", [](auto& p) { p.pages.table_width = -1; });
+  add(block_table, nullptr, [](auto& p) { p.pages.v_offset = kMost - 10; });
+  add(block_table, "v_offset=", [](auto& p) { p.pages.v_offset = kMost - 9; });
+  add(block_table, "v_offset=-1", [](auto& p) { p.pages.v_offset = -1; });
+  add(paged, "k_stride_page=4100", [](auto& p) { p.pages.k_stride_page += 4; });
+  add(paged, "v_stride_page=4100", [](auto& p) { p.pages.v_stride_page += 4; });
+  add(paged, "k_stride_page=4104", [=](auto& p) { fp8(p), p.pages.k_stride_page += 8; });
+  add(ragged, "max_qo_len=-1", [](auto& p) { p.max_qo_len = -1; });
+  add(ragged, "chunk_size=-1", [](auto& p) { p.chunk_size = -1; });
+  add(ragged, "q has a token stride of 520 bytes", [](auto& p) { p.q.stride_token += 4; });
+  add(ragged, "q has a head stride of 136 bytes", [](auto& p) { p.q.stride_head += 4; });
+  add(ragged, "k has a token stride of 264 bytes", [](auto& p) { p.k.stride_token += 4; });
+  add(ragged, "k has a head stride of 136 bytes", [](auto& p) { p.k.stride_head += 4; });
+  add(ragged, "v has a token stride of 520 bytes", [](auto& p) { p.v.stride_token += 4; });
+  add(ragged, "v has a head stride of 264 bytes", [](auto& p) { p.v.stride_head += 4; });
+  add(ragged, "o has a token stride of 1032 bytes", [](auto& p) { p.o.stride_token += 4; });
+  add(ragged, "o has a head stride of 264 bytes", [](auto& p) { p.o.stride_head += 4; });
+  add(ragged, "k has a token stride of 136 bytes", [=](auto& p) { fp8(p), p.k.stride_token += 8; });
+  add(ragged, "v has a token stride of 264 bytes", [=](auto& p) { fp8(p), p.v.stride_token += 8; });
+  return cases;
+}
+
+/// What is wrong with tensors. Sizes alone are served.
+std::vector<Case> tensors() {
+  std::vector<Case> cases;
+  const auto add = [&](Problem problem, const char* fragment, Change change) {
+    cases.push_back({problem, std::move(change), fragment, true});
+  };
+  add(ragged, "q starts at", [](auto& p) { p.q.data = memory + 8; });
+  add(ragged, "k starts at", [](auto& p) { p.k.data = memory + 8; });
+  add(ragged, "v starts at", [](auto& p) { p.v.data = memory + 8; });
+  add(ragged, "o starts at", [](auto& p) { p.o.data = memory + 8; });
+  add(ragged, "q is null although total_q=8", [](auto& p) { p.q.data = nullptr; });
+  add(ragged, "o is null although total_q=8", [](auto& p) { p.o.data = nullptr; });
+  add(ragged, "k is null although total_kv=30", [](auto& p) { p.k.data = nullptr; });
+  add(ragged, "v is null although total_kv=30", [](auto& p) { p.v.data = nullptr; });
+  add(paged, "k is null although num_pages=10", [](auto& p) { p.k.data = nullptr; });
+  add(paged, "v is null although num_pages=10", [](auto& p) { p.v.data = nullptr; });
+  add(ragged, nullptr, [](auto& p) { p.total_q = 0, p.q.data = p.o.data = nullptr; });
+  add(ragged, nullptr, [](auto& p) { p.total_kv = 0, p.k.data = p.v.data = nullptr; });
+  add(paged, nullptr, [](auto& p) { p.pages.num_pages = 0, p.k.data = p.v.data = nullptr; });
+  const char* both = "needs qo_indptr and kv_indptr";
+  for (const Problem problem : {ragged, single}) {
+    const bool batch = problem == Problem(ragged);
+    add(problem, both, [=](auto& p) { p.qo_indptr = batch ? nullptr : indptr; });
+    add(problem, both, [=](auto& p) { p.kv_indptr = batch ? nullptr : indptr; });
+  }
+  add(ragged, both, [](auto& p) { p.qo_indptr = p.kv_indptr = nullptr; });
+  add(single, nullptr, [](auto& p) { p.qo_indptr = p.kv_indptr = indptr; });
+  add(paged, "A paged cache needs qo_indptr", [](auto& p) {
+    p.batch_size = 1;
+    p.qo_indptr = p.kv_indptr = nullptr;
+  });
+  add(ragged, "o has a stride of 0", [](auto& p) { p.o.stride_token = 0; });
+  add(ragged, "o has a stride of 0", [](auto& p) { p.o.stride_head = 0; });
+  add(ragged, "lse has a stride of 0", [](auto& p) { p.lse_stride_token = 0; });
+  add(ragged, "lse has a stride of 0", [](auto& p) { p.lse_stride_head = 0; });
+  add(ragged, nullptr, [](auto& p) { p.total_q = 1, p.o.stride_token = p.lse_stride_token = 0; });
+  add(ragged, nullptr, [](auto& p) {
+    p.num_qo_heads = p.num_kv_heads = 1;
+    p.o.stride_head = p.lse_stride_head = 0;
+  });
+  add(ragged, nullptr,
+      [](auto& p) { p.lse = nullptr, p.lse_stride_token = p.lse_stride_head = 0; });
+  add(ragged, nullptr, [](auto& p) { p.k.stride_token = p.v.stride_head = 0; });
+  add(ragged, nullptr, [](auto& p) { p.stats = floats(8); });
+  add(ragged, "stats starts at", [](auto& p) { p.stats = floats(4); });
+  add(paged, "num_pages is not set", [](auto& p) { p.pages.num_pages = kNotSet; });
+  add(paged, "num_indices is not set", [](auto& p) { p.pages.num_indices = kNotSet; });
+  add(paged, "num_indices=3 pages, but", [](auto& p) { p.pages.indices = nullptr; });
+  add(paged, "num_indices=3 pages, but", [](auto& p) { p.pages.last_page_len = nullptr; });
+  add(paged, nullptr, [](auto& p) {
+    p.pages.num_indices = 0;
+    p.pages.indices = p.pages.last_page_len = nullptr;
+  });
+  add(block_table, "table_width=3 pages, but", [](auto& p) { p.pages.indices = nullptr; });
+  add(block_table, nullptr, [](auto& p) { p.pages.table_width = 0, p.pages.indices = nullptr; });
+  return cases;
+}
+
+void check(const Case& entry, int number, bool with_tensors) {
+  AttentionParams params = entry.problem();
+  entry.change(params);
+  const std::string text = contradiction(params, with_tensors);
+  const bool served = entry.fragment == nullptr || (entry.needs_tensors && !with_tensors);
+  if (served ? text.empty() : text.find(entry.fragment) != std::string::npos) return;
+  std::printf("Case %d %s tensors: '%s' instead of '%s'\n", number,
+              with_tensors ? "with" : "without", text.c_str(), served ? "" : entry.fragment);
+  std::exit(1);
+}
+
+}  // namespace
+
+int main() {
+  int number = 0;
+  for (const std::vector<Case>& cases : {sizes(), tensors()}) {
+    for (const Case& entry : cases) {
+      for (const bool with_tensors : {false, true}) check(entry, number, with_tensors);
+      ++number;
+    }
+  }
+  std::printf("%d cases\n", number);
+  return 0;
+}

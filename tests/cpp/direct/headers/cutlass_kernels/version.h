@@ -1,0 +1,3 @@
+// In place of the header that the build generates.
+#pragma once
+#define CK_VERSION "0"

@@ -1,0 +1,3 @@
+// torch brings this header under another path.
+#pragma once
+#include <ATen/dlpack.h>

@@ -1,0 +1,177 @@
+// The bindings of attention as a Python module of its own, on a stand-in for the CUDA runtime (tests/cpp/host) and with
+// kernels that record what they are given. So a test sees, on any machine, which calls are accepted and with which
+// parameters a kernel is launched. tests/recorded_calls.py builds and loads it.
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "../host/stand_in_cuda.h"
+#include "arguments.h"
+#include "copy_vectors.h"
+#include "mask_extents.h"
+#include "merge/combine_splits.h"
+#include "plan/schedule.h"
+#include "registry/registry.h"
+
+namespace py = pybind11;
+
+namespace cutlass_kernels {
+namespace {
+
+struct Recorded {
+  Backend backend;
+  LaunchParams params;
+  int device;
+  Address stream;
+};
+std::vector<Recorded> recorded;
+bool capturing = false;
+
+template <Backend backend>
+Status record(const LaunchParams& params, cudaStream_t stream) {
+  recorded.push_back(
+      {backend, params, stand_in::current_device, reinterpret_cast<Address>(stream)});
+  return Status::success();
+}
+
+template <Backend backend>
+KernelEntry entry() {
+  KernelEntry made;
+  made.tile = [](const AttentionParams&, const Device&) {
+    TileShape tile;
+    tile.rows = 16;
+    tile.packed_heads = 1;  // so that keys are split
+    tile.combines = true;
+    return tile;
+  };
+  made.launch = &record<backend>;
+  made.is_persistent = backend == Backend::kFa3;
+  return made;
+}
+
+/// Two head dimensions of every pair of types that is compiled, with every feature.
+std::vector<RegistryRow> all_rows() {
+  constexpr std::uint32_t kAllFeatures = (1u << 9) - 1;
+  std::vector<RegistryRow> rows;
+  const auto add = [&](Backend backend, DType q, DType kv, KernelEntry (*made)()) {
+    for (const int dim : {64, 256}) {
+      rows.push_back({{"recording", backend, q, kv, dim, dim, kAllFeatures, 80, 0}, made});
+    }
+  };
+  for (const DType q : {DType::kFloat16, DType::kBFloat16}) {
+    for (const DType kv : {q, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+      add(Backend::kFa2, q, kv, &entry<Backend::kFa2>);
+    }
+    add(Backend::kFa3, q, q, &entry<Backend::kFa3>);
+  }
+  add(Backend::kFa3, DType::kFloat8E4M3, DType::kFloat8E4M3, &entry<Backend::kFa3>);
+  return rows;
+}
+
+}  // namespace
+
+const std::vector<BackendName>& backends() {
+  static const std::vector<BackendName> in_order = {{Backend::kFa3, "fa3"}, {Backend::kFa2, "fa2"}};
+  return in_order;
+}
+
+const std::vector<RegistryRow>& registry_rows() {
+  static const std::vector<RegistryRow> rows = all_rows();
+  return rows;
+}
+
+// What is enqueued beside attention kernels does nothing.
+Status launch_schedule(const AttentionParams&, std::int32_t, const SplitRule&, std::int32_t,
+                       TileListHeader*, WorkItem*, SplitTile*, std::int32_t*, cudaStream_t) {
+  return Status::success();
+}
+Status copy_vectors(const VectorCopies&, cudaStream_t) { return Status::success(); }
+Status upload(const std::int32_t*, std::int64_t, std::int32_t*, cudaStream_t) {
+  return Status::success();
+}
+Status launch_mask_extents(const LaunchParams&, MaskExtent*, cudaStream_t) {
+  return Status::success();
+}
+Status launch_combine_splits(const LaunchParams&, cudaStream_t) { return Status::success(); }
+
+namespace {
+
+Address address(const void* data) { return reinterpret_cast<Address>(data); }
+
+template <class View>
+py::tuple tuple_of(const View& view) {
+  return py::make_tuple(address(view.data), view.stride_token, view.stride_head);
+}
+
+py::dict facts(const Recorded& call) {
+  const LaunchParams& p = call.params;
+  const PageTable& pages = p.pages;
+  using namespace pybind11::literals;
+  py::dict of_pages("indices"_a = address(pages.indices), "v_indices"_a = address(pages.v_indices),
+                    "last_page_len"_a = address(pages.last_page_len),
+                    "page_size"_a = pages.page_size, "num_indices"_a = pages.num_indices,
+                    "table_stride"_a = pages.table_stride, "table_width"_a = pages.table_width,
+                    "v_offset"_a = pages.v_offset, "num_pages"_a = pages.num_pages,
+                    "k_stride_page"_a = pages.k_stride_page,
+                    "v_stride_page"_a = pages.v_stride_page);
+  py::dict of_call(
+      "backend"_a = to_string(call.backend), "device"_a = call.device, "stream"_a = call.stream,
+      "dtypes"_a =
+          py::make_tuple(to_string(p.q_dtype), to_string(p.kv_dtype), to_string(p.o_dtype)),
+      "heads"_a = py::make_tuple(p.num_qo_heads, p.num_kv_heads),
+      "head_dims"_a = py::make_tuple(p.head_dim_qk, p.head_dim_vo), "batch_size"_a = p.batch_size,
+      "totals"_a = py::make_tuple(p.total_q, p.total_kv),
+      "most"_a = py::make_tuple(p.max_qo_len, p.max_kv_len),
+      "indptrs"_a = py::make_tuple(address(p.qo_indptr), address(p.kv_indptr)),
+      "q"_a = tuple_of(p.q), "k"_a = tuple_of(p.k), "v"_a = tuple_of(p.v), "o"_a = tuple_of(p.o),
+      "lse"_a = py::make_tuple(address(p.lse), p.lse_stride_token, p.lse_stride_head),
+      "stats"_a = address(p.stats), "sinks"_a = address(p.sinks));
+  of_call["causal"] = p.causal;
+  of_call["window_left"] = p.window_left;
+  of_call["chunk_size"] = p.chunk_size;
+  of_call["mask"] = py::make_tuple(address(p.mask.words), address(p.mask.indptr), p.mask.num_words);
+  of_call["scales"] = py::make_tuple(p.sm_scale, p.logits_soft_cap, p.v_scale);
+  of_call["skip_softmax_factor"] = p.skip_softmax_factor;
+  of_call["alibi"] = address(p.alibi.slopes);
+  of_call["device_scales"] =
+      py::make_tuple(address(p.logits_scale.data), address(p.output_scale.data));
+  of_call["pages"] = of_pages;
+  of_call["splits"] = p.plan.split_tile_capacity;
+  of_call["partial_o"] = address(p.plan.partial_o);
+  of_call["combine_counters"] =
+      py::make_tuple(address(p.plan.combine_counters), p.plan.num_combine_counters);
+  of_call["tile_counter"] = address(p.plan.tile_counter);
+  of_call["tile_list"] = address(p.plan.tile_list);
+  return of_call;
+}
+
+}  // namespace
+}  // namespace cutlass_kernels
+
+extern "C" cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status =
+      cutlass_kernels::capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+PYBIND11_MODULE(recorded_calls, m) {
+  using namespace cutlass_kernels;
+  bind_batch(m);
+  bind_fused(m);
+  bind_run(m);
+  bind_single(m);
+  bind_torch(m);
+  m.def("current_device", [] { return stand_in::current_device; });
+  m.def("set_capturing", [](bool value) { capturing = value; });
+  m.def(
+      "take_launches",
+      [] {
+        py::list taken;
+        for (const Recorded& call : recorded) taken.append(facts(call));
+        recorded.clear();
+        return taken;
+      },
+      "What kernels were given since the last call of this function.");
+}
