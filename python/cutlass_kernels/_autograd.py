@@ -47,7 +47,7 @@ def needs_grad(q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, *scales: 
     except (AttributeError, ValueError):  # a list of tensors, or a wrong argument: later checks raise
         return requires_grad((q, k, v, out, lse, sinks, scales))
     for x in scales:  # noqa: SIM110, a generator takes 0.2 us more
-        if x is not None and requires_grad(x):
+        if x is not None and type(x) is not float and requires_grad(x):
             return True
     return False
 

@@ -137,7 +137,7 @@ def trtllm_fmha_v2_prefill(
         sinks = sinks[0]
     if not traced and is_grad_enabled():
         grad = _fused.needs_grad(qkv, out, None, sinks, bmm1_scale, bmm2_scale)
-    if seq_lens is not None:
+    if seq_lens is not None and type(seq_lens) is not torch.Tensor:
         _hints.tensor("seq_lens", seq_lens)
     if not (traced or grad) and pos_encoding_mode is None and not _select.is_logged():
         result = _native.fused_prefill(
