@@ -112,6 +112,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "also_runs(backends): besides the one it is named after, the case runs these")
     config.addinivalue_line("markers", "pairwise: on the CPU a sample of the cases runs (tests/pairs.py)")
     config.addinivalue_line("markers", "runs_nothing(why): passes without computing attention in this process")
+    # Threads that share an operation wait actively: for tensors of this size longer than they compute, and beside other
+    # processes many times as long.
+    torch.set_num_threads(1)
     ran.install()
     if config.getoption("--hypothesis-seed") is None:  # hypothesis reads it behind this
         seed = os.environ.get(SEED) or str(random.SystemRandom().randrange(2**32))
