@@ -54,17 +54,24 @@ class Fields {
     const py::object field = object(name);
     return field.is_none() ? 0 : tensor_of(field, name).data;
   }
-  /// An index vector: a tensor, or what has an address and a size (_batch.Index); nothing for None.
+  /// An index vector: a tensor, of a subclass too, or a _batch.Index; nothing for None.
   IndexVector vector(const char* name) const {
     const py::object field = object(name);
     if (field.is_none()) return {};
     Tensor tensor;
-    if (Torch::get().read(field.ptr(), &tensor)) {
+    if (Torch::get().read(field.ptr(), &tensor) && tensor.ndim == 1) {
       return {pointer<const std::int32_t>(tensor.data), tensor.shape[0]};
     }
     const Fields index(field);
-    return {pointer<const std::int32_t>(index.as<Address>("address")),
-            index.as<std::int64_t>("size")};
+    return {pointer<const std::int32_t>(index.call("data_ptr").cast<Address>()),
+            index.call("numel").cast<std::int64_t>()};
+  }
+
+  /// Calls a method without arguments.
+  py::object call(const char* name) const {
+    PyObject* result = PyObject_CallMethodNoArgs(object_.ptr(), interned(name));
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
   }
 
  private:

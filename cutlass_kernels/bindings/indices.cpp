@@ -1,5 +1,5 @@
-// _C.read_offsets, _C.read_pages: a plan's index vectors, as far as they are on the host. _C.sizes_on_device,
-// _C.copy_vectors: as far as they are on the device.
+// _C.read_offsets, _C.read_pages, _C.ascend: a plan's index vectors, as far as they are on the host.
+// _C.sizes_on_device, _C.copy_vectors: as far as they are on the device, where they are not read.
 //
 // One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which
 // goes to the device in one copy. 128 requests take 5 us here, and 50 in torch, where every look at a vector costs 2 to

@@ -214,12 +214,8 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
+# Values of these types say the same whenever they are equal, as tensors do not.
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
-
-
-def are_plain(*values: Any) -> bool:
-    """Whether these say the same whenever they are equal, as tensors do not."""
-    return PLAIN.issuperset(map(type, values))
 
 
 # --- data types --------------------------------------------------------------------------------------------------

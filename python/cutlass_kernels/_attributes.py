@@ -28,7 +28,7 @@ class IndexBuffer:
     def __set__(self, wrapper: BatchPrefillWrapper, tensor: torch.Tensor | None) -> None:
         present = wrapper._stored.get(self._name)
         if wrapper._use_cuda_graph and isinstance(present, torch.Tensor):
-            _buffers.check_replacement(self._name, present, tensor)
+            _buffers.check_replacement(self._name, present, tensor, wrapper.device)
         wrapper._stored = {**wrapper._stored, self._name: tensor}
 
 

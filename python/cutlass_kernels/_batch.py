@@ -23,8 +23,7 @@ _ALIGN = 4  # a vector starts at a multiple of so many elements, 16 bytes; kAlig
 class Index:
     """An index vector on the wrapper's device, and a private host copy where it came from the CPU.
 
-    Like a tensor, it has a device, a size and an address; the compiled module reads the latter two as attributes.
-    ``last`` is the last element, where the host knows that.
+    Like a tensor, it has a device, a size and an address. ``last`` is the last element, where the host knows that.
     """
 
     __slots__ = ("_host", "_tensor", "address", "last", "size")

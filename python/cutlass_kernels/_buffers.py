@@ -27,7 +27,7 @@ def check_indices(buffers: Mapping[str, torch.Tensor | None], device: torch.devi
         check(name, buffer, torch.int32, device)
 
 
-def check_replacement(name: str, present: torch.Tensor, tensor: torch.Tensor | None) -> None:
+def check_replacement(name: str, present: torch.Tensor, tensor: torch.Tensor | None, device: torch.device) -> None:
     """ValueError where ``tensor`` has no room for what plans copy to the buffer in its place, without looking."""
     if tensor is None or tensor.numel() < present.numel():
         size = None if tensor is None else tensor.numel()
@@ -35,7 +35,7 @@ def check_replacement(name: str, present: torch.Tensor, tensor: torch.Tensor | N
             f"_{name} of a wrapper for CUDA graphs holds {present.numel()} elements and cannot be replaced by "
             f"{size}: make a tensor as large, or another wrapper."
         )
-    check(name, tensor, torch.int32, present.device)
+    check(name, tensor, torch.int32, device)
 
 
 def copies(

@@ -75,7 +75,8 @@ def shape(
 ) -> Shape:
     """Checked sizes and dtypes; RuntimeError for heads that do not divide, ValueError for others that do not fit."""
     given = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
-    return _known_shape(*given) if _args.PLAIN.issuperset(map(type, given)) else _new_shape(*given)
+    known = not is_dynamo_compiling() and _args.PLAIN.issuperset(map(type, given))
+    return _known_shape(*given) if known else _new_shape(*given)
 
 
 def _new_shape(

@@ -289,23 +289,26 @@ def _is_plain(problem: Problem) -> bool:
 def request_of(
     device: torch.device,
     shape: Shape,
-    values: Options,
+    pos_encoding_mode: str,
+    causal: bool,
+    window: bool,
+    soft_cap: bool,
     masked: bool,
     multi_item: bool,
     page_size: int | None,
     short: bool,
     layout: _request.Layout | None,
 ) -> _request.Request:
-    """The facts that decide the backend of a plan."""
+    """The facts that decide the backend of a plan. ``window`` and ``soft_cap``: whether there is one."""
     used = {
         "custom_mask": masked and not multi_item,
         "multi_item": multi_item,
         "unsized": multi_item and not masked and device.type == "cuda",
-        "causal": values.causal and not masked and not multi_item,
-        "window": values.window_left >= 0,
-        "soft_cap": values.logits_soft_cap > 0.0,
-        "alibi": values.pos_encoding_mode == "ALIBI",
-        "rope": values.pos_encoding_mode == "ROPE_LLAMA",
+        "causal": causal and not masked and not multi_item,
+        "window": window,
+        "soft_cap": soft_cap,
+        "alibi": pos_encoding_mode == "ALIBI",
+        "rope": pos_encoding_mode == "ROPE_LLAMA",
         "paged": page_size is not None,
         "fp8_copies": shape.q_dtype in FP8_DTYPES and (page_size or 0) % _request.FP8_PAGE > 0,
         "short_queries": short,

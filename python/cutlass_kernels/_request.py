@@ -1,6 +1,6 @@
 """The facts that decide who can compute an attention problem.
 
-A :class:`Request` holds them. The choice is made from facts only, so the same request always gets the same backend.
+A :class:`Request` holds them. ``_select`` chooses from nothing else, so the same request always gets the same backend.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def indptr(
         )
     if offsets.size(0) == 0:
         raise ValueError(f"{name} is empty: it needs batch_size + 1 elements, starting with 0.")
-    quick = _native._C is not None and offsets.is_cpu
+    quick = _native._C is not None and offsets.is_cpu and type(offsets) is torch.Tensor
     if quick and _native._C.ascend(offsets.data_ptr(), offsets.numel()) and not (from_zero and int(offsets[0])):
         return offsets
     if not offsets.is_cuda:

@@ -331,7 +331,9 @@ class BatchPrefillWrapper(Copied):
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
             short = _request.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, split.alone)
-        return request_of(self.device, shape, values, masked, multi_item, page_size, short, layout)
+        window, cap = values.window_left >= 0, values.logits_soft_cap > 0.0
+        mode, causal = values.pos_encoding_mode, values.causal
+        return request_of(self.device, shape, mode, causal, window, cap, masked, multi_item, page_size, short, layout)
 
     def _pack(
         self,

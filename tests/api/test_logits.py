@@ -81,6 +81,15 @@ def test_rope_with_more_rows_than_keys(target, kind):
     check(target, kind, batch, Options(pos_encoding_mode="ROPE_LLAMA"), needs=["rope"])
 
 
+@pytest.mark.runs_nothing("plans only")
+def test_rope_numbers_of_numpy(target):
+    numpy = pytest.importorskip("numpy")
+    batch = make_batch([2], [50], 2, 1, 64, device=target.device)
+    wrapper, offsets, sizes, _ = wrapper_of("ragged", target, batch)
+    numbers = {"rope_scale": numpy.array(0.5), "rope_theta": numpy.float32(1e4)}
+    wrapper.plan(batch.qo_indptr(), *offsets, *sizes, pos_encoding_mode="ROPE_LLAMA", **numbers)
+
+
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_rope_at_a_far_position(target, kind):
     batch = make_batch([2], [5000], 2, 1, 64, device=target.device)

@@ -8,6 +8,7 @@ from compare import assert_bitwise
 from problems import make_batch
 from public_calls import ATTENTION, NAMES, PAGE, public_call, several
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cutlass_kernels as ck
@@ -175,3 +176,12 @@ def test_attention_of_transformers(target):
     want = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True).transpose(1, 2)
     assert fake.shape == want.shape
     torch.testing.assert_close(attend(*tensors), want, atol=2e-3, rtol=2e-3)
+
+
+def test_vectors_without_values_are_no_plan():
+    """Their addresses are none that the compiled module could read."""
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    with FakeTensorMode():
+        offsets = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(DataDependentOutputException):
+        wrapper.plan(offsets, offsets, 4, 2, 64)
