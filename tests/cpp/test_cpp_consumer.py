@@ -21,7 +21,7 @@ from paths import ROOT
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 EXAMPLES = ["hello_attention", "fmha_v2_plugin"]
 KERNELS = ("fa2_float16_hd64", "fa3_float16_hd64")  # that these programs call
-NARROW = ("-DCK_HEAD_DIMS=64", "-DCK_DTYPES=float16", "-DCK_ARCHS=90")
+NARROW = ("-DCK_HEAD_DIMS=64", "-DCK_DTYPES=float16,float8_e4m3fn", "-DCK_ARCHS=90")
 pytestmark = pytest.mark.slow
 
 
