@@ -265,6 +265,11 @@ def test_mask_of_another_size(calls):
         refuse((ValueError, RuntimeError), plan, "packed_custom_mask", 3, 24)
     refuse((ValueError, RuntimeError), lambda: calls.single(custom_mask=short), "custom_mask", 7, 14 * 29)
     refuse((ValueError, RuntimeError), lambda: calls.single(packed_custom_mask=bits), "packed_custom_mask", 3, 51)
+    other = torch.ones(29, 14, dtype=torch.bool, device=calls.target.device)  # as many elements as [14, 29]
+    refuse(ValueError, lambda: calls.single(custom_mask=other), "custom_mask", 29, 14)
+    offsets = torch.tensor([0, 1 << 20], dtype=torch.int32)
+    huge = dict(bounds=(offsets, offsets), packed_custom_mask=bits)
+    refuse(ValueError, lambda: calls.ragged(**huge), 1 << 37, "int32 offsets")
 
 
 def test_not_implemented(calls):

@@ -96,6 +96,13 @@ def test_rope_at_a_far_position(target, kind):
     check(target, kind, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"), needs=["rope"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rope_of_many_rows(target, kind):
+    # More than a tile, or a block of the reference, has.
+    batch = batch_for(kind, target, (150, 3, 131), (170, 9, 131))
+    check(target, kind, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"), needs=["rope"])
+
+
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 9])
@@ -183,6 +190,20 @@ def test_scales_in_tensors(target, kind, form, cap):
     given = {names.format(name): x for name, x in scales.items()}
     out, lse = run(target, kind, batch, Options(causal=True, logits_soft_cap=cap), run_kwargs=given)
     want = expect(scaled(batch, scales), Options(causal=True, logits_soft_cap=cap))
+    assert_close(out, want.out, atol=2e-3)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_heads_that_are_0_or_negative(target, kind):
+    # The logits of a factor of 0 are all 0, also beside hidden keys.
+    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
+    factors = {"q": torch.tensor([0.5, 0.0, -1.5, 1.0]), "k": torch.tensor([1.0, -0.8])}
+    scales = {name: x.to(target.device) for name, x in factors.items()}
+    names = "scale_{}" if kind == "single" else "{}_scale"
+    given = {names.format(name): x for name, x in scales.items()}
+    out, lse = run(target, kind, batch, Options(causal=True), run_kwargs=given)
+    want = expect(scaled(batch, scales), Options(causal=True))
     assert_close(out, want.out, atol=2e-3)
     assert_lse_close(lse, want.lse)
 

@@ -57,6 +57,20 @@ def test_single_custom_mask_in_two_dimensions(target):
     check(target, "single", batch, options, needs=["custom_mask"], custom_mask=transposed)
 
 
+def test_a_mask_of_numbers_shows_what_is_not_0(target):
+    batch = batch_for("single", target)
+    options = Options(custom_masks=batch.random_masks())
+    numbers = options.custom_masks[0].to(torch.int32) * 6
+    check(target, "single", batch, options, needs=["custom_mask"], custom_mask=numbers)
+
+
+def test_custom_mask_of_many_heads(target):
+    # The reference then takes other blocks of rows, which begin at any bit of a byte.
+    batch = make_batch([100], [9], 192, 192, 16, device=target.device)
+    options = Options(custom_masks=batch.random_masks())
+    check(target, "single", batch, options, needs=["custom_mask"], custom_mask=options.custom_masks[0])
+
+
 def test_seed_position_of_the_mask(target):
     batch = batch_for("single", target)
     options = Options(custom_masks=batch.random_masks())
@@ -220,15 +234,44 @@ def test_items_as_bits():
         assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)
 
 
+def test_rows_behind_their_items_as_bits():
+    """They count as delimiters, which see the prefix only, and not as rows of the next request."""
+    positions = torch.tensor([0, 1, 2, 0, 5, 6, 7, 0]).to(torch.uint16)  # four of each request
+    items = MultiItem(torch.tensor([3, 2]).to(torch.uint32), positions, 4, torch.tensor([2, 7]).to(torch.uint16))
+    lens = torch.tensor([9, 6])
+    bits, offsets = _masks.mask_of_rule(_masks.keys_of_items(items), lens, lens, 0, torch.device("cpu"))
+    for b, (prefix, places) in enumerate(((3, (0, 1, 2, 0, 0, 0)), (2, (5, 6, 7, 0)))):
+        want = oracle.visible(int(lens[b]), int(lens[b]), multi_item=oracle.MultiItem(prefix, places))
+        assert torch.equal(bits[offsets[b] : offsets[b + 1]], oracle.pack_bits(want, "little"))
+
+
+def test_plain_masks_as_bits():
+    qo_lens, kv_lens = torch.tensor([3, 0, 7, 5]), torch.tensor([9, 4, 7, 2])
+    for rule, causal in ((_masks.every_key, False), (_masks.keys_before, True)):
+        bits, offsets = _masks.mask_of_rule(rule, qo_lens, kv_lens, 0, torch.device("cpu"))
+        for b, (n, m) in enumerate(zip(qo_lens.tolist(), kv_lens.tolist())):
+            want = oracle.pack_bits(oracle.visible(n, m, causal=causal), "little")
+            assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)
+
+
 @pytest.mark.runs_nothing("calls are refused before a backend computes")
 def test_positions_that_are_too_few_for_their_items(target):
     items = [item_positions(10, [4, 3])]
-    kv_len = 10 + len(items[0].token_pos)
-    batch = make_batch([3], [kv_len], 2, 2, 64, device=target.device)
-    given = multi_item_arguments(items, "cpu") | {"token_pos_in_items_len": len(items[0].token_pos) - 1}
+    needed = len(items[0].token_pos)
+    batch = make_batch([3, 0], [10 + needed, 50], 2, 2, 64, device=target.device)  # no row of the second has a position
     wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
+    given = multi_item_arguments(items * 2, "cpu")
+
+    def plan(**changes):
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **(given | changes))
+
+    plan(token_pos_in_items_len=needed)
     with pytest.raises(ValueError, match="pad token_pos_in_items"):
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **given)
+        plan(token_pos_in_items_len=needed - 1)
+    with pytest.raises(ValueError, match=f"need {2 * 100}"):
+        plan(token_pos_in_items_len=100)
+    with pytest.raises(ValueError, match="but there are 2 requests"):
+        plan(prefix_len_ptr=given["prefix_len_ptr"][:1])
 
 
 @pytest.mark.also_runs("reference")

@@ -215,6 +215,17 @@ def test_large_logits_do_not_overflow(target):
     assert_lse_close(lse, want.lse, atol=0.05)
 
 
+def test_the_reference_computes_double_precision():
+    batch = make_batch([7], [20], 4, 2, 64, dtype=torch.float64)
+    out, lse = ck.single_prefill_with_kv_cache(
+        batch.q, batch.k, batch.v, causal=True, return_lse=True, backend="reference"
+    )
+    want = expect(batch, Options(causal=True))
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out, want.out, rtol=0, atol=1e-13)
+    assert_lse_close(lse, want.lse)
+
+
 def test_inputs_are_left_alone(target):
     batch = make_batch([20], [40], 2, 1, 64, device=target.device)
     before = [x.clone() for x in (batch.q, batch.k, batch.v)]

@@ -52,6 +52,17 @@ def test_values_of_hidden_keys_alone(target, kind):
     check(target, kind, batch, Options(causal=True, window_left=4))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_a_row_sees_reach_it(target, kind):
+    batch = batch_for(kind, target, (5, 3, 9), (70, 40, 20))
+    for _, _, v in batch.requests():
+        v[-1, 0] = torch.nan  # only the last row sees it
+    out, lse = run(target, kind, batch, Options(causal=True))
+    last = out[torch.tensor(batch.qo_lens).cumsum(0) - 1]
+    assert bool(torch.isnan(last[:, :2]).all()) and bool(torch.isfinite(last[:, 2:]).all())
+    assert_lse_close(lse, expect(batch, Options(causal=True)).lse)
+
+
 @pytest.mark.parametrize(
     "options", [Options(causal=True), Options(logits_soft_cap=3.0), Options(causal=True, window_left=3)]
 )

@@ -244,9 +244,13 @@ def test_an_output_like_the_queries(gpu: Gpu, layout: str) -> None:
         out = gpu.module.fused_prefill(*(given | dict(qkv=(queries, *others))).values())
         assert [name for name, _ in gpu.made if name != "zeros"] == ["empty_like" if like else "empty"]
         assert out.shape == (8, 4, 64) and out.is_contiguous()
-    gpu.made.clear()
+    # Of another width, or of another type.
+    if layout == "SEPARATE_Q_K_V":
+        wide = fused(layout, qkv=(q, rows_of(30, 2, 64), rows_of(30, 2, 128)))
+        assert gpu.module.fused_prefill(*wide.values()).shape == (8, 4, 128)
     of_bytes = fused(layout, E4M3, out_dtype=HALF)
-    assert gpu.module.fused_prefill(*of_bytes.values()).dtype == HALF and gpu.made[0][0] == "empty"
+    of_bytes["qkv"] = (q.to(E4M3), *of_bytes["qkv"][1:])
+    assert gpu.module.fused_prefill(*of_bytes.values()).dtype == HALF
 
 
 def test_what_no_plan_is_made_for(gpu: Gpu) -> None:
