@@ -54,7 +54,9 @@ class Batch:
 
     def plan(self, backend: str = "auto") -> Any:
         memory = self.workspace.data_ptr(), self.workspace.nbytes, self.scratch.nbytes
-        made, _, self.scratch_bytes = self.gpu.module.plan_batch(backend, self.request, self.offsets, 8, *memory, [], 0)
+        made, _, self.scratch_bytes = self.gpu.module.plan_batch(
+            backend, self.request, self.offsets, 8, *memory, [], [], 0
+        )
         return made
 
     def run(self, backend: str = "auto", **changes: Any) -> Callable[..., Any]:

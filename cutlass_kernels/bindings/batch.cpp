@@ -70,11 +70,13 @@ AttentionParams planned_params(const Fields& request, const Fields& offsets, std
 
 // The plan of a batch, with the bytes of its schedule and of its scratch. The schedule is written if it fits into the
 // workspace, and the scratch into `room`; else the caller says what is missing, or has asked for the sizes only. The
-// mask, as far as it is known, decides the size of tiles; runs may have another. `copies` are made before the schedule,
-// which is made from what they write, and after all checks: a plan that cannot be made changes nothing.
+// mask, as far as it is known, decides the size of tiles; runs may have another. `uploads` of vectors on the host and
+// `copies` of others are made before the schedule, which is made from what they write, and after all checks: a plan that
+// cannot be made changes nothing.
 py::tuple plan_batch(const std::string& backend, py::object request, py::object offsets_object,
                      std::int64_t total_q, Address workspace, std::size_t workspace_bytes,
-                     std::size_t room, const Copies& copies, Address stream) {
+                     std::size_t room, const Copies& uploads, const Copies& copies,
+                     Address stream) {
   const Fields offsets(std::move(offsets_object));
   auto plan = std::make_unique<BatchPlan>();
   plan->backend = backend_of(backend);
@@ -97,12 +99,12 @@ py::tuple plan_batch(const std::string& backend, py::object request, py::object 
     if (layout.schedule_bytes > 0) {
       raise_unless_ok(check_aligned("The workspace", plan->schedule));
     }
-    const VectorCopies vectors = vector_copies(copies);
+    const VectorCopies on_host = vector_copies(uploads), on_device = vector_copies(copies);
     enqueue([&] {
       auto* cuda_stream = pointer<CUstream_st>(stream);
-      Status status = copy_vectors(vectors, cuda_stream);
-      return status.ok() ? write_schedule(plan->state, planned, plan->schedule, cuda_stream)
-                         : status;
+      Status status = copy_vectors(on_device, cuda_stream);
+      if (!status.ok()) return status;
+      return write_schedule(plan->state, planned, plan->schedule, cuda_stream, on_host);
     });
   }
   params.qo_indptr_host = nullptr;  // the caller's, only until here
@@ -254,7 +256,7 @@ void bind_batch(py::module_& m) {
   m.def("plan_batch", &plan_batch,
         "A plan, and the bytes that its tile list and its scratch take. From: backend, Request, "
         "Offsets, rows of q, "
-        "workspace and its bytes, room for scratch, copies, stream.");
+        "workspace and its bytes, room for scratch, uploads, copies, stream.");
   m.def("attend", &attend,
         "Computes a Problem: with a backend, and for a batch with its plan and scratch.",
         py::arg("problem"), py::arg("backend"), py::arg("plan") = nullptr,

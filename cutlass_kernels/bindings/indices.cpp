@@ -1,9 +1,9 @@
 // _C.read_offsets, _C.read_pages, _C.ascend: a plan's index vectors, as far as they are on the host.
 // _C.sizes_on_device, _C.copy_vectors: as far as they are on the device, where they are not read.
 //
-// One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which
-// goes to the device in one copy. 128 requests take 5 us here, and 50 in torch, where every look at a vector costs 2 to
-// 5.
+// One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which the
+// caller may not change any more. 128 requests take 0.5 us here, and 50 in torch, where every look at a vector costs 2
+// to 5.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -47,22 +47,15 @@ bool read_like(const Torch& torch, PyObject* object, Tensor* like, bool* on_gpu)
 }
 
 constexpr std::int64_t kAlign = 4;  // a vector starts at a multiple of 16 bytes; _batch._ALIGN
-// Pageable memory of up to so many bytes is copied by the driver while it is asked to, in 4 us. More of it might wait
-// for the device, so Python copies more to pinned memory first, which takes 10 us longer.
-constexpr std::size_t kPageable = 32 << 10;
 
-/// The vectors one behind the other: (a bytearray, whose memory stays where it is; its address; the same on the device
-/// of `like`, or None where Python is to copy it; its address there, or 0).
-py::tuple pack(const Torch& torch, const Tensor& like, bool on_gpu,
-               std::initializer_list<Vector> vectors) {
+/// The vectors one behind the other: a bytearray, and its address, which stays the same.
+py::tuple pack(std::initializer_list<Vector> vectors) {
   std::int64_t total = 0;
   for (const Vector& x : vectors) total += (x.count + kAlign - 1) / kAlign * kAlign;
-  const auto bytes = std::size_t(4 * total);
-  const auto packed =
-      py::reinterpret_steal<py::object>(PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(bytes)));
+  const auto packed = py::reinterpret_steal<py::object>(
+      PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(4 * total)));
   if (!packed) throw py::error_already_set();
-  char* begin = PyByteArray_AS_STRING(packed.ptr());
-  char* to = begin;
+  char* to = PyByteArray_AS_STRING(packed.ptr());
   for (const Vector& x : vectors) {
     const std::int64_t used = 4 * x.count;
     const std::int64_t padded = (used + 4 * kAlign - 1) / (4 * kAlign) * (4 * kAlign);
@@ -70,24 +63,7 @@ py::tuple pack(const Torch& torch, const Tensor& like, bool on_gpu,
     std::memset(to + used, 0, std::size_t(padded - used));
     to += padded;
   }
-  py::object uploaded = py::none();
-  Address address = 0;
-  if (on_gpu && bytes <= kPageable) {
-    const int device = like.device.device_id;
-    const Address stream = torch.stream(device);
-    if (!is_capturing(stream)) {  // a replay would read this memory again
-      uploaded = torch.int32_vector(total, device);
-      Tensor tensor;
-      if (!torch.read(uploaded.ptr(), &tensor)) throw std::runtime_error("No memory was made.");
-      address = tensor.data;
-      const CurrentDevice current(device);
-      enqueue([&] {
-        return upload(reinterpret_cast<const std::int32_t*>(begin), total,
-                      pointer<std::int32_t>(address), pointer<CUstream_st>(stream));
-      });
-    }
-  }
-  return py::make_tuple(packed, reinterpret_cast<Address>(begin), uploaded, address);
+  return py::make_tuple(packed, reinterpret_cast<Address>(PyByteArray_AS_STRING(packed.ptr())));
 }
 
 // Whether offsets never decrease, from a first that is not negative.
@@ -101,24 +77,21 @@ bool are_offsets(const Vector& qo, const Vector& kv) {
   return qo.count > 0 && kv.count == qo.count && qo.data[0] == 0 && ascend(qo) && ascend(kv);
 }
 
-// (batch_size, qo_indptr[-1], kv_indptr[-1], most keys of a request, what pack() returns), from qo_indptr, kv_indptr
-// and a tensor on the plan's device. None where a vector is not one of int32 on the host, or the offsets are not what
+// (batch_size, qo_indptr[-1], kv_indptr[-1], most keys of a request, what pack() returns), from qo_indptr and kv_indptr.
+// None where a vector is not one of int32 on the host, or the offsets are not what
 // they should be: why not is for Python to say.
 py::object read_offsets(PyObject* const* given) {
   const Torch& torch = Torch::get();
   Vector qo, kv;
-  Tensor like;
-  bool on_gpu = false;
   if (!read_vector(torch, given[0], nullptr, &qo) || !read_vector(torch, given[1], nullptr, &kv) ||
-      !read_like(torch, given[2], &like, &on_gpu) || !are_offsets(qo, kv)) {
+      !are_offsets(qo, kv)) {
     return py::none();
   }
   std::int64_t longest = 0;
   for (std::int64_t b = 0; b + 1 < kv.count; ++b) {
     longest = std::max<std::int64_t>(longest, kv.data[b + 1] - kv.data[b]);
   }
-  return py::make_tuple(qo.count - 1, qo.last(), kv.last(), longest,
-                        pack(torch, like, on_gpu, {qo, kv}));
+  return py::make_tuple(qo.count - 1, qo.last(), kv.last(), longest, pack({qo, kv}));
 }
 
 // The same for pages, from qo_indptr, kv_indptr, last_page_len, page numbers, page_size, whether to keep page numbers
@@ -160,7 +133,7 @@ py::object read_pages(PyObject* const* given) {
   indices.count = readable ? (whole ? given_pages : end) : 0;
   return py::make_tuple(qo.count - 1, qo.last(), end, longest, std::int64_t(highest) + 1,
                         readable ? indices.count : std::int64_t(-1), given_pages,
-                        pack(torch, like, on_gpu, {qo, kv, last, indices}));
+                        pack({qo, kv, last, indices}));
 }
 
 // The sizes of int32 vectors that are on the same GPU as the first tensor; None where one is not, or is no such vector.
@@ -203,17 +176,22 @@ void bind_indices(py::module_& m) {
         return ascend({pointer<const std::int32_t>(offsets), count});
       },
       "Whether int32 offsets (address, count) never decrease, from a first that is not negative.");
-  static PyMethodDef offsets_def = fast("read_offsets", &read_exactly<read_offsets, 3>);
+  static PyMethodDef offsets_def = fast("read_offsets", &read_exactly<read_offsets, 2>);
   static PyMethodDef pages_def = fast("read_pages", &read_exactly<read_pages, 7>);
   static PyMethodDef sizes_def = fast("sizes_on_device", &read_sizes);
   for (PyMethodDef* def : {&offsets_def, &pages_def, &sizes_def}) add_function(m, def);
   m.def(
       "copy_vectors",
-      [](const Copies& copies, Address stream) {
-        const VectorCopies vectors = vector_copies(copies);
-        enqueue([&] { return copy_vectors(vectors, pointer<CUstream_st>(stream)); });
+      [](const Copies& uploads, const Copies& copies, Address stream) {
+        const VectorCopies on_host = vector_copies(uploads), on_device = vector_copies(copies);
+        enqueue([&] {
+          auto* cuda_stream = pointer<CUstream_st>(stream);
+          Status status = copy_vectors(on_device, cuda_stream);
+          return status.ok() ? upload(on_host, cuda_stream) : status;
+        });
       },
-      "Copies int32 vectors on the device: (to, from, elements) each, stream.");
+      "Copies int32 vectors to the device, (to, from, elements) each: from the host, from the "
+      "device; stream.");
 }
 
 }  // namespace cutlass_kernels

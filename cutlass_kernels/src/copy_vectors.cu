@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "cuda_failure.h"
 
@@ -25,48 +24,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Kernels take 4 KB of parameters.
-template <int kCount>
-struct Words {
-  std::int32_t* to;
-  int count;
-  std::int32_t words[kCount];
-};
-
-template <int kCount>
-__global__ void __launch_bounds__(kThreads)
-    store_kernel(const __grid_constant__ Words<kCount> given) {
-  for (int i = int(threadIdx.x); i < given.count; i += kThreads) given.to[i] = given.words[i];
-}
-
-template <int kCount>
-cudaError_t store(const std::int32_t* from, std::int64_t count, std::int32_t* to,
-                  cudaStream_t stream) {
-  Words<kCount> given;
-  given.to = to;
-  given.count = int(count);
-  std::memcpy(given.words, from, std::size_t(count) * sizeof(std::int32_t));
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, store_kernel<kCount>, given);
-}
-
 }  // namespace
 
-Status upload(const std::int32_t* from, std::int64_t count, std::int32_t* to, cudaStream_t stream) {
-  constexpr int kFew = 120, kMany = 1000;
-  cudaError_t error = cudaSuccess;
-  if (count <= kFew) {
-    error = store<kFew>(from, count, to, stream);
-  } else if (count <= kMany) {
-    error = store<kMany>(from, count, to, stream);
-  } else {
-    error = cudaMemcpyAsync(to, from, std::size_t(count) * sizeof(std::int32_t),
-                            cudaMemcpyHostToDevice, stream);
+Status upload(const VectorCopies& vectors, cudaStream_t stream) {
+  for (int i = 0; i < vectors.count; ++i) {
+    const VectorCopy& vector = vectors.vectors[i];
+    const cudaError_t error =
+        cudaMemcpyAsync(vector.to, vector.from, std::size_t(vector.count) * sizeof(std::int32_t),
+                        cudaMemcpyHostToDevice, stream);
+    if (error != cudaSuccess) return cuda_failure("Copying index tensors", error);
   }
-  return error == cudaSuccess ? Status::success() : cuda_failure("Copying index tensors", error);
+  return Status::success();
 }
 
 Status copy_vectors(const VectorCopies& copies, cudaStream_t stream) {

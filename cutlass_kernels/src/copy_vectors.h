@@ -1,4 +1,4 @@
-// Copies of a few int32 vectors: on the device by one kernel, and from the host to the device.
+// Copies of a few int32 vectors: on the device by one kernel, or from the host to the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,9 +24,7 @@ struct VectorCopies {
 /// One kernel on `stream`, for the current device; none where there is nothing to copy. Vectors must not overlap.
 Status copy_vectors(const VectorCopies& copies, cudaStream_t stream);
 
-/// Copies `count` int32 of pageable host memory, which may change when this returns. Up to 4000 bytes travel as the
-/// parameters of a kernel: behind a kernel in the same stream that takes less than cudaMemcpyAsync() does,
-/// which changes from one engine of the GPU to another and back.
-Status upload(const std::int32_t* from, std::int64_t count, std::int32_t* to, cudaStream_t stream);
+/// Copies from pageable host memory, which may change when this returns, one by one: 4 us each.
+Status upload(const VectorCopies& vectors, cudaStream_t stream);
 
 }  // namespace cutlass_kernels

@@ -1,9 +1,10 @@
 """The requests of a plan: its index vectors, on the device and where the host has them, and what it knows of them.
 
 Vectors on the CPU are read once, by compiled functions (``bindings/indices.cpp``) that check them and pack them into
-one buffer, which is copied to the device as one tensor. In torch that took half of a plan: 2 to 5 us for every slice
-and every number. Slices are made when somebody needs a tensor; kernels take addresses. Vectors on the device are used
-as they are: engines keep page numbers there, which are most of a batch, or all of its vectors.
+one buffer. The kernel that makes the tile list brings them to the device, to the end of the int workspace, so a plan of
+128 requests is one launch and allocates nothing. In torch that took half of a plan: 2 to 5 us for every slice and every
+number. Slices are made when somebody needs a tensor; kernels take addresses. Vectors on the device are used as they
+are: engines keep page numbers there, which are most of a batch, or all of its vectors.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from ._problem import Split
 
 MOST_KEYS = (1 << 31) - 1024  # a hint beyond it says nothing that kernels could use
 _ALIGN = 4  # a vector starts at a multiple of so many elements, 16 bytes; kAlign in indices.cpp
+_MOST_PARAMETERS = 3600  # bytes that kernels take as parameters; kMany in schedule.cu
+# Pageable memory of up to so many bytes is copied by the driver while it is asked to, in 4 us. More of it might wait
+# for the device, so it goes through pinned memory, which takes 10 us longer.
+_MOST_PAGEABLE = 32 << 10
 
 
 class Index:
@@ -26,12 +31,12 @@ class Index:
     Like a tensor, it has a device, a size and an address. ``last`` is the last element, where the host knows that.
     """
 
-    __slots__ = ("_host", "_tensor", "address", "last", "size")
+    __slots__ = ("_host", "_tensor", "last", "size")
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor | None) -> None:
         self._tensor: torch.Tensor | None = tensor
         self._host = host
-        self.address, self.size = tensor.data_ptr(), tensor.numel()
+        self.size = tensor.numel()
         self.last = int(host[-1]) if host is not None and host.numel() else None
 
     def __reduce__(self) -> Any:  # a copy has tensors, and so addresses, of its own
@@ -67,38 +72,95 @@ class Index:
         return self.size
 
     def data_ptr(self) -> int:
-        return self.address
+        return self.tensor.data_ptr()
+
+    @property
+    def packed(self) -> Packed | None:
+        """What it is a part of."""
+        return None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is on the host alone, for a plan to copy it."""
+        return self.packed is not None and self.packed.waits
 
 
-class _Packed:
-    """Vectors one behind the other: on the device, and in host memory (a bytearray and its address)."""
+class Packed:
+    """Vectors one behind the other: on the host (a bytearray and its address), and on the device once a plan has given
+    them a place there, or somebody wants a tensor."""
 
-    __slots__ = ("address", "bytes", "host_address", "pinned", "tensor")
+    __slots__ = ("_address", "_pinned", "_tensor", "_workspace", "bytes", "device", "host_address")
 
-    def __init__(
-        self, like: torch.Tensor, packed: bytearray, host_address: int, tensor: torch.Tensor | None, address: int
-    ) -> None:
-        self.bytes, self.host_address = packed, host_address
-        self.pinned: torch.Tensor | None = None
-        if tensor is not None:
-            self.tensor, self.address = tensor, address
-            return
-        host = torch.frombuffer(packed, dtype=torch.int32)
-        if like.is_cuda:
-            self.pinned = torch.empty(len(packed) // 4, dtype=torch.int32, device="cpu", pin_memory=True).copy_(host)
-            host = self.pinned.to(like.device, non_blocking=True)
-        self.tensor, self.address = host, host.data_ptr()
+    def __init__(self, device: torch.device, packed: bytearray, host_address: int) -> None:
+        self.device, self.bytes, self.host_address = device, packed, host_address
+        self._address = 0
+        self._tensor: torch.Tensor | None = None
+        self._pinned: torch.Tensor | None = None
+        self._workspace: torch.Tensor | None = None
+        if device.type == "cpu":
+            self._tensor, self._address = torch.frombuffer(packed, dtype=torch.int32), host_address
+
+    @property
+    def waits(self) -> bool:
+        """Whether they are on the host alone, for a plan to copy them. A captured copy would read their memory again
+        when the graph is replayed, if they are too many for the parameters of a kernel."""
+        size = len(self.bytes)
+        if self._address or size > _MOST_PAGEABLE:
+            return False
+        return size <= _MOST_PARAMETERS or not torch.cuda.is_current_stream_capturing()
+
+    def place(self, workspace: torch.Tensor) -> int:
+        """Gives those that wait the end of a workspace on their device, where a plan is to copy them. Returns how many
+        of its bytes that takes, also where it has fewer."""
+        if not self.waits:
+            return 0
+        size = len(self.bytes)
+        begin = (workspace.nbytes - size) // 16 * 16
+        if begin < 0:
+            return size
+        self._workspace, self._address = workspace, workspace.data_ptr() + begin
+        return workspace.nbytes - begin
+
+    @property
+    def address(self) -> int:
+        """Address on the device."""
+        return self._address or self.tensor.data_ptr()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of them on the device."""
+        if self._tensor is None:
+            if self._workspace is None:
+                host = torch.frombuffer(self.bytes, dtype=torch.int32)
+                self._pinned = torch.empty_like(host, pin_memory=self.device.type == "cuda").copy_(host)
+                self._tensor = self._pinned.to(self.device, non_blocking=True)
+                self._address = self._tensor.data_ptr()
+            else:
+                begin = self._address - self._workspace.data_ptr()
+                place = self._workspace.view(-1).view(torch.uint8)[begin : begin + len(self.bytes)]
+                self._tensor = place.view(torch.int32)
+        return self._tensor
 
 
-class _Part(Index):
-    """One of the vectors of :class:`_Packed`."""
+class Part(Index):
+    """One of the vectors of :class:`Packed`."""
 
     __slots__ = ("_begin", "_packed")
 
-    def __init__(self, packed: _Packed, begin: int, size: int, last: int | None) -> None:
+    def __init__(self, packed: Packed, begin: int, size: int, last: int | None) -> None:
         self._packed, self._begin, self.size, self.last = packed, begin, size, last
-        self.address = packed.address + 4 * begin
         self._tensor = self._host = None
+
+    def data_ptr(self) -> int:
+        return self._packed.address + 4 * self._begin
+
+    @property
+    def packed(self) -> Packed:
+        return self._packed
+
+    @property
+    def device(self) -> torch.device:
+        return self._packed.device
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -137,6 +199,11 @@ class Batch:
     indices: Index | None = None
     page_bound: int = 0
     told_kv_lens: torch.Tensor | None = None
+
+    @property
+    def packed(self) -> Packed | None:
+        """What its vectors are parts of; None where kernels take the vectors that they are given."""
+        return self.kv.packed
 
     @property
     def kv_lens(self) -> torch.Tensor:
@@ -191,13 +258,13 @@ class Batch:
 
 def read_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
     """A ragged batch on the device of ``like``; None where a vector is not int32 on the CPU, or is not right."""
-    facts = None if _native._C is None else _native._C.read_offsets(qo, kv, like)
+    facts = None if _native._C is None else _native._C.read_offsets(qo, kv)
     if facts is None:
         return None
     size, total_q, total_kv, longest, packed = facts
-    all_of = _Packed(like, *packed)
-    begin = _next(0, size + 1)
-    return Batch(size, _Part(all_of, 0, size + 1, total_q), _Part(all_of, begin, size + 1, total_kv), longest)
+    all_of = Packed(like.device, *packed)
+    qo_part, kv_part = Part(all_of, 0, size + 1, total_q), Part(all_of, _next(0, size + 1), size + 1, total_kv)
+    return Batch(size, qo_part, kv_part, longest)
 
 
 def read_pages(
@@ -211,21 +278,21 @@ def read_pages(
     if facts is None:
         return None
     size, total_q, end_page, longest, page_bound, count, given, packed = facts
-    all_of = _Packed(like, *packed)
+    all_of = Packed(like.device, *packed)
     begin_kv = _next(0, size + 1)
     begin_last = _next(begin_kv, size + 1)
     used: Index
     if count < 0:
         used = Index(indices if whole or end_page == given else indices[:end_page], None)
     else:
-        used = _Part(all_of, _next(begin_last, size), count, None)
+        used = Part(all_of, _next(begin_last, size), count, None)
     return Batch(
         size,
-        _Part(all_of, 0, size + 1, total_q),
-        _Part(all_of, begin_kv, size + 1, end_page),
+        Part(all_of, 0, size + 1, total_q),
+        Part(all_of, begin_kv, size + 1, end_page),
         longest,
         page_size,
-        _Part(all_of, begin_last, size, None),
+        Part(all_of, begin_last, size, None),
         used,
         page_bound,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ._batch import Index
+from ._problem import Copies
 
 
 def check(name: str, buffer: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,19 +39,21 @@ def check_replacement(name: str, present: torch.Tensor, tensor: torch.Tensor | N
     check(name, tensor, torch.int32, device)
 
 
-def copies(
-    stored: Mapping[str, Any], indices: Mapping[str, Index]
-) -> tuple[list[tuple[int, int, int]], list[torch.Tensor]]:
-    """Where the vectors of a plan are copied to, from where, and how many elements of int32; and what has to live until
-    then: copies of vectors that lie in some buffer, which one kernel would write as it reads."""
-    copies, apart = [], []
+def copies(stored: Mapping[str, Any], indices: Mapping[str, Index]) -> tuple[Copies, list[torch.Tensor]]:
+    """How the vectors of a plan get to their buffers, and what has to live until then: copies of vectors that lie in
+    some buffer, which one kernel would write as it reads."""
+    from_host, on_device, apart = [], [], []
     buffers = [(x.data_ptr(), 4 * x.numel()) for x in stored.values() if isinstance(x, torch.Tensor)]
     for name, index in indices.items():
-        to, given, count = stored[name].data_ptr(), index.data_ptr(), index.numel()
+        to, count = stored[name].data_ptr(), index.numel()
+        if index.waits:
+            from_host.append((to, index.host_address, count))
+            continue
+        given = index.data_ptr()
         if to == given:  # engines write to the buffers themselves
             continue
         if any(given < begin + size and begin < given + 4 * count for begin, size in buffers):
             apart.append(index.tensor.clone())
             given = apart[-1].data_ptr()
-        copies.append((to, given, count))
-    return copies, apart
+        on_device.append((to, given, count))
+    return Copies(from_host, on_device), apart

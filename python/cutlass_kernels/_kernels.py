@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +15,12 @@ import torch
 from . import _half_precision, _native
 from ._native import current_device as _current_device
 from ._native import stream_of as _stream_of
-from ._problem import FP8_DTYPES, Offsets, PagedKv, Pages, Problem, Split
+from ._problem import FP8_DTYPES, Copies, Offsets, PagedKv, Pages, Problem, Split
 from ._request import Request
 
 _INT_WORKSPACE_BYTES = 8 << 20  # enough for the tile list of every plan
+_MOST_BYTES = (1 << 63) - 1
+_NO_COPIES = Copies()
 
 # What this module passes on, if the registry says that a kernel has it.
 _SERVED = frozenset(
@@ -137,9 +138,6 @@ def _reads_fp8(backend: str, request: Request) -> bool:
     return fits and not _registry_reasons(backend, request)
 
 
-Copies = Sequence[tuple[int, int, int]]  # of int32 vectors on the device: to and from an address, how many elements
-
-
 class Schedule:
     """The tile list of a planned batch, and the counters with which the blocks of a running kernel share out its tiles.
 
@@ -148,11 +146,18 @@ class Schedule:
     Where the host does not know the number of rows (offsets on the device), the list is made by the first run, which
     knows it from q; a captured run makes its own. The constructor then refuses what has no room for a single row.
 
-    ``copies`` to the vectors of ``offsets`` are made first: all of them, or none where the constructor raises.
+    ``copies`` to the vectors of ``offsets`` are made first: all of them, or none where the constructor raises. The last
+    ``tail`` bytes of the workspace are those of vectors.
     """
 
     def __init__(
-        self, backend: str, request: Request, offsets: Offsets, workspace: torch.Tensor, copies: Copies = ()
+        self,
+        backend: str,
+        request: Request,
+        offsets: Offsets,
+        workspace: torch.Tensor,
+        copies: Copies = _NO_COPIES,
+        tail: int = 0,
     ) -> None:
         self.backend = backend
         self.request = request
@@ -161,6 +166,7 @@ class Schedule:
         self.general = offsets.general
         self.as_is = reads_as_is(backend, request)  # fp8 tensors
         self.partials = offsets.partials
+        self._tail = tail
         self._plan: Any = None
         if offsets.total_q:
             self._plan = self._make(offsets.total_q, copies)
@@ -168,7 +174,7 @@ class Schedule:
         # Of a fixed size, the splits of a row are known, and more rows need more. Else long queries may need none.
         if offsets.total_q is None and offsets.split.fixed_size:
             self._check_room(*_sizes_of(backend, request, offsets, 1), "at least ")
-        if copies:
+        if copies != _NO_COPIES:
             _copy(copies, workspace.device)
 
     @property
@@ -184,7 +190,7 @@ class Schedule:
             self._plan = self._make(rows)
         return self._plan
 
-    def _make(self, total_q: int, copies: Copies = ()) -> Any:
+    def _make(self, total_q: int, copies: Copies = _NO_COPIES) -> Any:
         device = self.workspace.device
         if device.index != _current_device():
             with torch.cuda.device(device):
@@ -195,7 +201,7 @@ class Schedule:
             self.offsets,
             total_q,
             self.workspace.data_ptr(),
-            self.workspace.nbytes,
+            max(self.workspace.nbytes - self._tail, 0),
             _MOST_BYTES if self.partials is None else self.partials.nbytes,
             copies,
             _stream(device),
@@ -207,10 +213,10 @@ class Schedule:
 
     def _check_room(self, list_bytes: int, partial_bytes: int, bound: str = "") -> None:
         """RuntimeError where the workspaces have no room for these."""
-        if list_bytes > self.workspace.nbytes:
+        if list_bytes + self._tail > self.workspace.nbytes:
             raise RuntimeError(
                 f"int_workspace_buffer has {self.workspace.nbytes} bytes, but the tile list of this batch needs "
-                f"{bound}{list_bytes}: pass a larger one to reset_workspace_buffer()."
+                f"{bound}{list_bytes + self._tail}: pass a larger one to reset_workspace_buffer()."
             )
         if self.partials is not None and partial_bytes > self.partials.nbytes:
             fixed = "a larger fixed_split_size or " if self.offsets.split.fixed_size else ""
@@ -221,9 +227,6 @@ class Schedule:
             )
 
 
-_MOST_BYTES = (1 << 63) - 1
-
-
 def _plan_of(
     backend: str,
     request: Request,
@@ -232,7 +235,7 @@ def _plan_of(
     workspace: int = 0,
     workspace_bytes: int = 0,
     partial_room: int = 0,
-    copies: Copies = (),
+    copies: Copies = _NO_COPIES,
     stream: int = 0,
 ) -> tuple[Any, int, int]:
     """A compiled plan, and the bytes that its tile list and the results of split keys take. The list is made where
@@ -240,7 +243,7 @@ def _plan_of(
     if not reads_as_is(backend, request):
         request = _half_precision.prepared_request(request) or request
     planned: tuple[Any, int, int] = _native._C.plan_batch(
-        backend, request, offsets, total_q, workspace, workspace_bytes, partial_room, copies, stream
+        backend, request, offsets, total_q, workspace, workspace_bytes, partial_room, *copies, stream
     )
     return planned
 
@@ -250,7 +253,7 @@ def _copy(copies: Copies, device: torch.device) -> None:
         with torch.cuda.device(device):
             _copy(copies, device)
     else:
-        _native._C.copy_vectors(copies, _stream(device))
+        _native._C.copy_vectors(*copies, _stream(device))
 
 
 def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:

@@ -63,6 +63,11 @@ class Plan:
         alibi = self.options.pos_encoding_mode == "ALIBI"
         return self.bits is not None or alibi or shape.q_dtype in FP8_DTYPES or shape.kv_dtype in FP8_DTYPES
 
+    def place_vectors(self, workspace: torch.Tensor) -> int:
+        """Gives vectors that are on the host alone a place at the end of an int workspace. Returns its bytes."""
+        packed = self.batch.packed
+        return packed.place(workspace) if packed is not None and self.total_q else 0
+
     # --- direct runs ---
 
     def direct_run(self, most_rows: int | None) -> Any:

@@ -8,6 +8,7 @@ logits are fields of :class:`Logits`. Nothing here checks user input (``_args``)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -83,6 +84,13 @@ class Vector(Protocol):
     def device(self) -> Any: ...
     def numel(self) -> int: ...
     def data_ptr(self) -> int: ...
+
+
+class Copies(NamedTuple):
+    """Copies of int32 vectors to the device: ``(to, from, elements)`` each."""
+
+    from_host: Sequence[tuple[int, int, int]] = ()
+    on_device: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from ._copying import Copied
 from ._describe import describe
 from ._options import Options, Result, RunArgs, Shape
 from ._plan import Place, Plan, request_of
-from ._problem import Mask, MultiItem, Offsets, PagedKv, Pages, RaggedKv, Split, Vector
+from ._problem import Copies, Mask, MultiItem, Offsets, PagedKv, Pages, RaggedKv, Split, Vector
 from ._select import KERNEL_BACKENDS
 from ._tracing import is_traced
 
@@ -380,21 +380,18 @@ class BatchPrefillWrapper(Copied):
         """Makes ``plan`` the one that runs use. ``indices`` are stored by name, in graph mode by copying."""
         if self._use_cuda_graph:
             self._check_split(plan)
-        if self._dry_run:
-            if plan.backend in KERNEL_BACKENDS:
-                # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
-                read = self._stored if self._use_cuda_graph else indices
-                self._needed = _kernels.workspace_size(plan.backend, plan.request, self._planned_offsets(plan, read))
-            return
+        # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
-        copies, apart = _buffers.copies(self._stored, indices) if self._use_cuda_graph else ([], [])
         if plan.backend in KERNEL_BACKENDS:
+            tail = 0 if self._use_cuda_graph else plan.place_vectors(self._int_workspace_buffer)
             offsets = self._planned_offsets(plan, stored)
-            workspace = self._int_workspace_buffer
-            plan.schedule = _kernels.Schedule(plan.backend, plan.request, offsets, workspace, copies)
-            del apart  # in the order of the stream
-            if copies:
-                written(*(stored[name] for name in indices))
+            if self._dry_run:
+                partial_bytes, list_bytes = _kernels.workspace_size(plan.backend, plan.request, offsets)
+                self._needed = partial_bytes, list_bytes + tail
+                return
+            self._make_schedule(plan, offsets, indices, tail)
+        elif self._dry_run:
+            return
         elif self._use_cuda_graph:
             for name, index in indices.items():
                 stored[name][: index.numel()].copy_(index.tensor, non_blocking=True)
@@ -421,6 +418,20 @@ class BatchPrefillWrapper(Copied):
         self._options = plan.options
         self._backend = plan.backend
         self._plan_info = plan
+
+    def _make_schedule(self, plan: Plan, offsets: Offsets, indices: dict[str, Index], tail: int) -> None:
+        """Enqueues the tile list, and before it the copies of the vectors that it is made from."""
+        packed, copies = plan.batch.packed, Copies()
+        apart: list[torch.Tensor] = []
+        if self._use_cuda_graph:
+            copies, apart = _buffers.copies(self._stored, indices)
+        elif tail and packed is not None:
+            copies = Copies([(packed.address, packed.host_address, len(packed.bytes) // 4)])
+        workspace = self._int_workspace_buffer
+        plan.schedule = _kernels.Schedule(plan.backend, plan.request, offsets, workspace, copies, tail)
+        del apart  # in the order of the stream
+        if self._use_cuda_graph and any(copies):
+            written(*(self._stored[name] for name in indices))
 
     def _vectors(self, plan: Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
         """qo_indptr, kv_indptr and the page tables that runs will read."""

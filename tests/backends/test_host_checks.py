@@ -13,7 +13,7 @@ from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
 from cutlass_kernels import _batch, _buffers, _kernels, _native, _vectors
-from cutlass_kernels._batch import Index
+from cutlass_kernels._batch import Index, Packed, Part
 from cutlass_kernels._problem import Offsets, Split
 
 LIKE = torch.empty(0, dtype=torch.uint8)
@@ -117,6 +117,51 @@ def meta_is_a_gpu(compiled, monkeypatch) -> Iterator[None]:
     _native._C.use_torch(None, described[0] | {"stream_of": lambda index: 0})
     yield
     _native._describe_torch()
+
+
+def packed_for_a_gpu(count: int = 5) -> Packed:
+    """So many vectors' elements on the host, which are for a GPU."""
+    host = bytearray(vector(*range(count)).numpy().tobytes())
+    return Packed(torch.device("cuda"), host, torch.frombuffer(host, dtype=torch.int32).data_ptr())
+
+
+@pytest.mark.parametrize("room,begin", [(20, 0), (32, 0), (40, 16), (4096, 4064)])
+def test_vectors_lie_at_the_end_of_a_workspace(room, begin):
+    packed, workspace = packed_for_a_gpu(), torch.zeros(room, dtype=torch.uint8)
+    assert packed.waits and packed.place(workspace) == room - begin
+    assert packed.address == workspace.data_ptr() + begin
+    assert not packed.waits and packed.place(workspace) == 0  # a second plan has vectors of its own
+    workspace.view(torch.int32)[begin // 4 : begin // 4 + 5] = torch.arange(5, dtype=torch.int32)  # as the plan copies
+    assert packed.tensor.tolist() == [0, 1, 2, 3, 4] and packed.tensor.data_ptr() == packed.address
+
+
+def test_a_workspace_that_is_too_small_for_vectors():
+    packed = packed_for_a_gpu()
+    assert packed.place(torch.zeros(19, dtype=torch.uint8)) == 20 and packed.waits
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_a_plan_copies_from_the_host(monkeypatch, capturing):
+    """Not what might wait for the device, nor into a graph what would be read again when that is replayed."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for count, waits in ((900, True), (901, not capturing), (8192, not capturing), (8193, False)):
+        packed = packed_for_a_gpu(count)
+        assert packed.waits == waits
+        assert (packed.place(torch.zeros(1 << 16, dtype=torch.uint8)) > 0) == waits
+
+
+def test_vectors_of_the_host_go_to_the_buffers_of_a_graph():
+    wrapper, buffers = graph_wrapper()
+    packed = packed_for_a_gpu(18)
+    begins = dict(zip(wrapper._stored, (0, 3, 6, 15)))
+    parts = {
+        name: Part(packed, begins[name], x.numel(), None) for (name, x) in zip(wrapper._stored, buffers, strict=True)
+    }
+    (from_host, on_device), apart = _buffers.copies(wrapper._stored, parts)
+    assert not on_device and not apart
+    assert from_host == [
+        (x.data_ptr(), packed.host_address + 4 * begin, x.numel()) for x, begin in zip(buffers, begins.values())
+    ]
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -343,7 +388,8 @@ def test_vectors_in_the_buffers_of_a_graph_are_copied_apart():
         "paged_kv_indices_buf": indices[2:6],
         "paged_kv_last_page_len_buf": last,  # lies where it is wanted
     }
-    copies, apart = _buffers.copies(wrapper._stored, {name: Index(x, None) for name, x in vectors.items()})
+    (from_host, copies), apart = _buffers.copies(wrapper._stored, {name: Index(x, None) for name, x in vectors.items()})
+    assert not from_host
     assert [to for to, _, _ in copies] == [x.data_ptr() for x in (qo_indptr, kv_indptr, indices)]
     assert [count for *_, count in copies] == [3, 3, 4]
     assert [given for _, given, _ in copies] == [own.data_ptr(), *(x.data_ptr() for x in apart)]

@@ -115,8 +115,8 @@ Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with
 }
 
 Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
-                      cudaStream_t stream) {
-  if (plan.source != TileSource::kList || plan.kernel == nullptr) return Status::success();
+                      cudaStream_t stream, const VectorCopies& uploads) {
+  if (plan.source != TileSource::kList || plan.kernel == nullptr) return upload(uploads, stream);
   if (params.qo_indptr == nullptr || params.kv_indptr == nullptr) {
     return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
                            " requests needs qo_indptr and kv_indptr.");
@@ -141,7 +141,7 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
                          layout.header.in<TileListHeader>(schedule),
                          layout.tile_list.in<WorkItem>(schedule),
                          layout.split_tiles.in<SplitTile>(schedule),
-                         layout.combine_counters.in<std::int32_t>(schedule), stream);
+                         layout.combine_counters.in<std::int32_t>(schedule), uploads, stream);
 }
 
 Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,

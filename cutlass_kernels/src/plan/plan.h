@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "copy_vectors.h"
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "plan/launch_params.h"
@@ -71,9 +72,9 @@ Status make_plan(const AttentionParams& params, Backend backend, const Device& d
 /// Whether `params` are valid (their pointers only if `with_tensors`), and what the plan was made for.
 Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with_tensors);
 
-/// Enqueues what writes the schedule of a plan with a list.
+/// Enqueues `uploads` of index vectors, and what writes the schedule of a plan with a list.
 Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
-                      cudaStream_t stream);
+                      cudaStream_t stream, const VectorCopies& uploads = {});
 
 /// Enqueues the kernels of validated `params`, for which the plan was made.
 Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "common/keys_of_request.h"
 #include "cuda_failure.h"
@@ -55,8 +56,34 @@ struct ScheduleArgs {
   PageTable pages;
 };
 
+/// Vectors that come as parameters of the kernel.
+template <int kWords>
+struct Carried {
+  struct Vector {
+    std::int32_t* to;
+    int begin, count;
+  };
+  Vector vectors[VectorCopies::kMost];
+  int count = 0;
+  std::int32_t words[kWords];
+
+  /// Takes a vector along; false where there is no room.
+  bool add(const VectorCopy& vector) {
+    const int begin = count == 0 ? 0 : vectors[count - 1].begin + vectors[count - 1].count;
+    if (vector.count > kWords - begin) return false;
+    vectors[count++] = {vector.to, begin, int(vector.count)};
+    std::memcpy(words + begin, vector.from, std::size_t(vector.count) * sizeof(std::int32_t));
+    return true;
+  }
+};
+
+constexpr int kNone = 1, kMany = 900;  // words
+static_assert(sizeof(ScheduleArgs) + sizeof(Carried<kMany>) <= 4096, "parameters of a kernel");
+
+template <int kWords>
 __global__ void __launch_bounds__(kThreads)
-    schedule_kernel(__grid_constant__ const ScheduleArgs args) {
+    schedule_kernel(__grid_constant__ const ScheduleArgs args,
+                    __grid_constant__ const Carried<kWords> carried) {
   __shared__ int position[kBuckets];
   __shared__ int warp_total[32];
   __shared__ int max_kv_len;
@@ -74,6 +101,12 @@ __global__ void __launch_bounds__(kThreads)
     max_kv_len = split_count = 0;
     work = tile_total = partial_rows = 0;
     args.header->tile_counter = 0;
+  }
+  for (int i = 0; i < carried.count; ++i) {
+    const auto& vector = carried.vectors[i];
+    for (int j = thread; j < vector.count; j += kThreads) {
+      vector.to[j] = carried.words[vector.begin + j];
+    }
   }
   __syncthreads();
   for (int batch = thread; batch < args.batch_size; batch += kThreads) {
@@ -173,21 +206,33 @@ __global__ void __launch_bounds__(kThreads)
   for (int slot = total + thread; slot < args.capacity; slot += kThreads) args.list[slot] = none;
 }
 
+template <int kWords>
+cudaError_t launch(const ScheduleArgs& args, const Carried<kWords>& carried, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, schedule_kernel<kWords>, args, carried);
+}
+
 }  // namespace
 
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
                        std::int32_t capacity, TileListHeader* header, WorkItem* list,
                        SplitTile* split_tiles, std::int32_t* combine_counters,
-                       cudaStream_t stream) {
+                       const VectorCopies& uploads, cudaStream_t stream) {
   ScheduleArgs args{params.qo_indptr, params.kv_indptr, params.batch_size,
                     params.total_q,   tile_rows,        rule,
                     capacity,         header,           list,
                     split_tiles,      combine_counters, params.pages};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(&config, schedule_kernel, args);
+  Carried<kMany> carried;
+  VectorCopies others;
+  for (int i = 0; i < uploads.count; ++i) {
+    if (!carried.add(uploads.vectors[i])) others.vectors[others.count++] = uploads.vectors[i];
+  }
+  if (Status status = upload(others, stream); !status.ok()) return status;
+  const cudaError_t error =
+      carried.count > 0 ? launch(args, carried, stream) : launch(args, Carried<kNone>{}, stream);
   return error == cudaSuccess ? Status::success()
                               : cuda_failure("Launching the schedule kernel", error);
 }

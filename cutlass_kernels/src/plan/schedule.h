@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "copy_vectors.h"
 #include "cutlass_kernels/status.h"
 #include "plan/launch_params.h"
 #include "plan/split.h"
@@ -16,9 +17,12 @@
 namespace cutlass_kernels {
 
 /// Enqueues the kernel that writes the header, `capacity` entries of the list, the split tiles and their counters.
+/// `uploads`, from pageable host memory, are made first, as parameters of that kernel as far as they fit: a plan of 128
+/// requests is one launch.
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
                        std::int32_t capacity, TileListHeader* header, WorkItem* list,
-                       SplitTile* split_tiles, std::int32_t* combine_counters, cudaStream_t stream);
+                       SplitTile* split_tiles, std::int32_t* combine_counters,
+                       const VectorCopies& uploads, cudaStream_t stream);
 
 /// The same list computed on the host from host lengths (for tests and for reading).
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
