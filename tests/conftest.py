@@ -42,6 +42,15 @@ REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
 WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of ``-n auto``: one per core, as far as the GPU has 8 GiB for each."""
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available():
+        return cores
+    return max(1, min(cores, torch.cuda.get_device_properties(0).total_memory >> 33))
+
+
 @dataclass(frozen=True)
 class Target:
     device: str

@@ -116,7 +116,7 @@ def test_extras_exist() -> None:
 def test_the_test_command_builds_nothing_and_is_what_ci_runs() -> None:
     install, test = blocks("bash")[:2]
     assert install.startswith("pip install -v . &&")
-    assert test == "pip install -r tests/requirements.txt && python -m pytest\n", (
+    assert test == "pip install -r tests/requirements.txt && python -m pytest -n auto\n", (
         "the package itself is installed already"
     )
     assert f"\n{test}" in (ROOT / ".ci" / "run").read_text()

@@ -21,7 +21,7 @@ extern Device device;
 /// 64 as long as nobody sets it: beyond those whose facts the library remembers, as tests change them.
 extern int current_device;
 
-/// A kernel launch, or a memset (whose kernel is "memset").
+/// A kernel launch, or what is enqueued beside kernels: "memset", "memcpy".
 struct Launch {
   std::string kernel;  ///< mangled name
   unsigned blocks = 0;
