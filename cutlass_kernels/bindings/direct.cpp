@@ -1,14 +1,11 @@
 #include "direct.h"
 
-#include <cuda_runtime_api.h>
-
 #include <cmath>
 #include <limits>
 #include <string>
 #include <utility>
 
 #include "common/element_bytes.h"
-#include "cuda_failure.h"
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "enqueue.h"
@@ -263,15 +260,14 @@ bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out
 // --- launching ---
 
 CurrentDevice::CurrentDevice(int index) {
-  int present = 0;
-  if (cudaGetDevice(&present) != cudaSuccess || present == index) return;
+  const int present = current_device_index();
+  if (present == index) return;
   before_ = present;
-  const cudaError_t error = cudaSetDevice(index);
-  if (error != cudaSuccess) raise_unless_ok(cuda_failure("Selecting the tensors' GPU", error));
+  raise_unless_ok(set_current_device(index));
 }
 
 CurrentDevice::~CurrentDevice() {
-  if (before_ >= 0) cudaSetDevice(before_);
+  if (before_ >= 0) static_cast<void>(set_current_device(before_));
 }
 
 bool is_launched(const Status& status) {

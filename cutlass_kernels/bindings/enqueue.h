@@ -5,7 +5,6 @@
 // then waits for ever. Releasing it takes 0.1 us.
 #pragma once
 
-#include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 
 #include <map>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "arguments.h"
+#include "device.h"
 
 namespace cutlass_kernels {
 
@@ -37,9 +37,8 @@ inline std::mutex& lock_of(Address stream) {
   if (stream == kPerThread) return own;
   // Never destroyed: threads may run until the process ends. Stream handles are few and are used again.
   static auto& locks = *new std::map<std::pair<int, Address>, std::mutex>;
-  int device = 0;  // the default stream of every device has the handle 0
-  cudaGetDevice(&device);
-  return locks[{device, stream}];
+  // The default stream of every device has the handle 0.
+  return locks[{current_device_index(), stream}];
 }
 
 /// without_gil() for kernels that pass results to each other through a workspace. Wrappers may share one, also those of

@@ -6,6 +6,7 @@
 
 #include "batch_plan.h"
 #include "common/element_bytes.h"
+#include "device.h"
 #include "direct.h"
 #include "enqueue.h"
 #include "fields.h"
@@ -87,7 +88,7 @@ class DirectRuns {
       return no;
     }
     const Address stream = torch.stream(device_);
-    if (captured_ && is_capturing(stream)) return no;
+    if (captured_ && is_capturing(pointer<CUstream_st>(stream))) return no;
 
     const ResultShape shape{
         queries.tokens, queries.heads, params.head_dim_vo, params.o_dtype, device_, false, zero_};

@@ -1,7 +1,5 @@
 #include "torch.h"
 
-#include <cuda_runtime_api.h>
-
 #include <map>
 #include <memory>
 #include <string>
@@ -9,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "device.h"
 #include "plan/plan.h"
 
 namespace cutlass_kernels {
@@ -41,12 +40,6 @@ constexpr std::pair<int, int> kCodes[] = {{kDLFloat, 16},
                                           {kDLFloat8_e5m2, 8}};  // code and bits, by DType
 
 }  // namespace
-
-bool is_capturing(Address stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(pointer<CUstream_st>(stream), &status) != cudaSuccess ||
-         status != cudaStreamCaptureStatusNone;
-}
 
 bool dtype_of(const Tensor& tensor, DType* dtype) {
   for (int i = 0; i < int(std::size(kCodes)); ++i) {
@@ -179,7 +172,8 @@ Scratch Torch::scratch(std::size_t bytes, int device) const {
 
 py::object Torch::counters(int device, Address stream) const {
   constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
-  if (is_capturing(stream)) return make(zeros_, {kCallCounters}, int32_, device);
+  if (is_capturing(pointer<CUstream_st>(stream)))
+    return make(zeros_, {kCallCounters}, int32_, device);
   using Key = std::tuple<int, Address, std::thread::id>;
   static auto& kept = *new std::map<Key, py::object>;
   const Key key{device, stream,

@@ -112,6 +112,4 @@ inline bool is_int32(const Tensor& tensor) {
   return tensor.dtype.code == kDLInt && tensor.dtype.bits == 32 && tensor.dtype.lanes == 1;
 }
 
-bool is_capturing(Address stream);
-
 }  // namespace cutlass_kernels

@@ -1,7 +1,8 @@
-# The Python extension cutlass_kernels._C, from the same objects as the library. Installed as component `python`:
-#   cmake --install build --component python --prefix python      puts it into the source tree
+# The Python extension cutlass_kernels._C: a thin layer over the shared library, which lies beside it. Installed as
+# component `python`:
+#   cmake --install build --component python --prefix python      puts both into the source tree
 include("${CMAKE_CURRENT_LIST_DIR}/find_dlpack.cmake")
-set(PYBIND11_FINDPYTHON ON)
+set(PYBIND11_NOPYTHON ON)  # headers are all it takes
 set(CK_PYBIND11_PLACE "")  # the system's, where Python has none
 ck_locate(CK_PYBIND11 pybind11 pybind11)
 if(CK_PYBIND11)
@@ -10,22 +11,48 @@ if(CK_PYBIND11)
 endif()
 find_package(pybind11 2.13 CONFIG REQUIRED ${CK_PYBIND11_PLACE})
 
-pybind11_add_module(_C MODULE NO_EXTRAS
-  "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/batch.cpp"
-  "${CK_DIR}/bindings/direct.cpp" "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp"
-  "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/run.cpp"
-  "${CK_DIR}/bindings/single.cpp" "${CK_DIR}/bindings/torch.cpp")
-target_include_directories(_C PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
-target_include_directories(_C SYSTEM PRIVATE "${CK_DLPACK_INCLUDE}")
-target_compile_definitions(_C PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\""
-  CK_ARCHS_MIN=${CK_ARCHS_MIN} CK_ARCHS_MAX=${CK_ARCHS_MAX}
-  CK_PYBIND11_VERSION=${pybind11_VERSION})  # read by nobody, but makes objects of another out of date
-target_compile_options(_C PRIVATE ${CK_COMPILE_OPTIONS})
-target_link_libraries(_C PRIVATE cutlass_kernels_objects CUDA::cudart_static)
-# libstdc++ and libgcc are the system's, everything else of ours is inside; only PyInit__C is visible.
-target_link_options(_C PRIVATE "LINKER:--version-script=${CMAKE_CURRENT_LIST_DIR}/extension.map" "LINKER:--no-undefined-version")
-set_target_properties(_C PROPERTIES LINKER_LANGUAGE CXX LINK_DEPENDS "${CMAKE_CURRENT_LIST_DIR}/extension.map")
-if(CMAKE_STRIP)
-  add_custom_command(TARGET _C POST_BUILD COMMAND "${CMAKE_STRIP}" --strip-unneeded $<TARGET_FILE:_C>)
-endif()
-install(TARGETS _C DESTINATION cutlass_kernels COMPONENT python)
+# ck_add_extension(NAME PYTHON): the extension for one interpreter, of which it needs the headers and the file suffix.
+function(ck_add_extension name python)
+  execute_process(
+    COMMAND "${python}" -c
+      "import sysconfig as s; print(s.get_path('include'), s.get_config_var('EXT_SUFFIX'), sep=';', end='')"
+    OUTPUT_VARIABLE facts COMMAND_ERROR_IS_FATAL ANY)
+  list(GET facts 0 include)
+  list(GET facts 1 suffix)
+  if(NOT EXISTS "${include}/Python.h")
+    message(FATAL_ERROR "${python} has no headers (${include}/Python.h): install them (python3-dev).")
+  endif()
+  add_library(${name} MODULE
+    "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/batch.cpp"
+    "${CK_DIR}/bindings/direct.cpp" "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp"
+    "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/run.cpp"
+    "${CK_DIR}/bindings/single.cpp" "${CK_DIR}/bindings/torch.cpp")
+  target_include_directories(${name} PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
+  target_include_directories(${name} SYSTEM PRIVATE
+    "${include}" "${pybind11_INCLUDE_DIR}" "${CK_DLPACK_INCLUDE}")
+  target_compile_definitions(${name} PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\""
+    CK_ARCHS_MIN=${CK_ARCHS_MIN} CK_ARCHS_MAX=${CK_ARCHS_MAX}
+    CK_PYBIND11_VERSION=${pybind11_VERSION})  # read by nobody, but makes objects of another out of date
+  target_compile_options(${name} PRIVATE ${CK_COMPILE_OPTIONS})
+  target_link_libraries(${name} PRIVATE cutlass_kernels_shared ck_old_runtime)
+  target_link_options(${name} PRIVATE
+    "LINKER:--version-script=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/extension.map" "LINKER:--no-undefined-version")
+  set_target_properties(${name} PROPERTIES PREFIX "" OUTPUT_NAME _C SUFFIX "${suffix}" LINKER_LANGUAGE CXX
+    BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN"
+    LINK_DEPENDS "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/extension.map")
+  ck_strip(${name})
+  install(TARGETS ${name} DESTINATION cutlass_kernels COMPONENT python)
+endfunction()
+
+ck_add_extension(_C "${Python_EXECUTABLE}")
+add_custom_target(cutlass_kernels_python DEPENDS _C)
+set(CK_COUNT 0)
+foreach(python IN LISTS CK_EXTENSION_PYTHONS)
+  math(EXPR CK_COUNT "${CK_COUNT} + 1")
+  ck_add_extension(_C_${CK_COUNT} "${python}")
+  add_dependencies(cutlass_kernels_python _C_${CK_COUNT})
+endforeach()
+# Under the name by which the extension asks for it: a wheel holds no links.
+install(FILES $<TARGET_FILE:cutlass_kernels_shared> DESTINATION cutlass_kernels COMPONENT python
+  RENAME $<TARGET_SONAME_FILE_NAME:cutlass_kernels_shared>
+  PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE GROUP_READ GROUP_EXECUTE WORLD_READ WORLD_EXECUTE)

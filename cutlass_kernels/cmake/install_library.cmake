@@ -11,6 +11,13 @@ if(BUILD_SHARED_LIBS)
   set(CK_DEFAULT_LINKAGE shared)
 endif()
 
+# ck_strip(TARGET): without symbols that nothing outside needs.
+function(ck_strip target)
+  if(CMAKE_STRIP)
+    add_custom_command(TARGET ${target} POST_BUILD COMMAND "${CMAKE_STRIP}" --strip-unneeded $<TARGET_FILE:${target}>)
+  endif()
+endfunction()
+
 function(ck_add_library linkage)
   set(library cutlass_kernels_${linkage})
   string(TOUPPER ${linkage} type)
@@ -29,8 +36,12 @@ function(ck_add_library linkage)
   target_link_libraries(${library} PRIVATE CUDA::cudart_static)
   set_target_properties(${library} PROPERTIES OUTPUT_NAME cutlass_kernels EXPORT_NAME cutlass_kernels
     LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
-  # The CUDA runtime's symbols stay ours: another copy in the process, of another version, must not mix with them.
-  target_link_options(${library} PRIVATE "LINKER:--exclude-libs,ALL")
+  if(linkage STREQUAL "shared")
+    # The CUDA runtime's symbols stay ours: another copy in the process, of another version, must not mix with them.
+    target_link_options(${library} PRIVATE "LINKER:--exclude-libs,ALL")
+    target_link_libraries(${library} PRIVATE $<BUILD_INTERFACE:ck_old_runtime>)
+    ck_strip(${library})
+  endif()
 
   set(rule COMPONENT ${linkage} ${unless_asked})
   install(TARGETS ${library} EXPORT ${library} ${rule})

@@ -22,9 +22,9 @@ struct VectorCopies {
 };
 
 /// One kernel on `stream`, for the current device; none where there is nothing to copy. Vectors must not overlap.
-Status copy_vectors(const VectorCopies& copies, cudaStream_t stream);
+CK_API Status copy_vectors(const VectorCopies& copies, cudaStream_t stream);
 
 /// Copies from pageable host memory, which may change when this returns, one by one: 4 us each.
-Status upload(const VectorCopies& vectors, cudaStream_t stream);
+CK_API Status upload(const VectorCopies& vectors, cudaStream_t stream);
 
 }  // namespace cutlass_kernels

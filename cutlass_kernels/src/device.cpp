@@ -54,4 +54,21 @@ Status current_device(Device* device) {
   return Status::success();
 }
 
+int current_device_index() {
+  int index = 0;
+  return cudaGetDevice(&index) == cudaSuccess ? index : 0;
+}
+
+Status set_current_device(int index) {
+  const cudaError_t error = cudaSetDevice(index);
+  return error == cudaSuccess ? Status::success()
+                              : cuda_failure("Selecting the tensors' GPU", error);
+}
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
+         status != cudaStreamCaptureStatusNone;
+}
+
 }  // namespace cutlass_kernels

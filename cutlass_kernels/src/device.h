@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cutlass_kernels/status.h"
+#include "cutlass_kernels/types.h"
 
 namespace cutlass_kernels {
 
@@ -17,6 +18,12 @@ struct Device {
 inline constexpr Device kH200{0, 90, 132, 227 << 10, 60 << 20};
 inline constexpr Device kA100{0, 80, 108, 163 << 10, 40 << 20};
 
-Status current_device(Device* device);
+CK_API Status current_device(Device* device);
+
+/// Index of the current device, 0 where there is none.
+CK_API int current_device_index();
+CK_API Status set_current_device(int index);
+/// Whether a stream is being captured, or cannot be asked.
+CK_API bool is_capturing(cudaStream_t stream);
 
 }  // namespace cutlass_kernels

@@ -6,7 +6,7 @@
 // The CUDA runtime's stream handle, declared here so that a consumer needs no CUDA header.
 typedef struct CUstream_st* cudaStream_t;
 
-// Functions of the API: the only symbols that a shared library of ours exports.
+// Functions that the shared library exports: the API, and what the Python extension calls beside it.
 #define CK_API __attribute__((visibility("default")))
 
 namespace cutlass_kernels {

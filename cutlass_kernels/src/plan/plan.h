@@ -66,34 +66,34 @@ struct Memory {
 /// Plans `params`, which have been validated; leaves the plan as it was where that fails. Without a list, what does not
 /// fit into the workspace is left out: counters (tiles are dealt out beforehand), splits, mask extents (all keys are
 /// computed).
-Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
-                 const PlanOptions& options, PlanState* plan);
+CK_API Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
+                        const PlanOptions& options, PlanState* plan);
 
 /// Whether `params` are valid (their pointers only if `with_tensors`), and what the plan was made for.
 Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with_tensors);
 
 /// Enqueues `uploads` of index vectors, and what writes the schedule of a plan with a list.
-Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
-                      cudaStream_t stream, const VectorCopies& uploads = {});
+CK_API Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
+                             cudaStream_t stream, const VectorCopies& uploads = {});
 
 /// Enqueues the kernels of validated `params`, for which the plan was made.
-Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,
-              cudaStream_t stream);
+CK_API Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,
+                     cudaStream_t stream);
 
 /// The same for any `params`: refuses those that are invalid or do not fit the plan.
-Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
-           cudaStream_t stream);
+CK_API Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
+                  cudaStream_t stream);
 
 /// Attention kernels of `backend` that the threads of this process have launched, so that tests can prove which backend
 /// ran. A replay of a CUDA graph launches none.
-std::uint64_t launch_count(Backend backend);
+CK_API std::uint64_t launch_count(Backend backend);
 
 /// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be
 /// null.
 Status run_once(const AttentionParams& params, Backend backend, void* workspace,
                 std::size_t workspace_bytes, std::int32_t* call_counters, cudaStream_t stream);
 
-Status workspace_too_small(const char* what, const AttentionParams& params, std::size_t needed,
-                           std::size_t got);
+CK_API Status workspace_too_small(const char* what, const AttentionParams& params,
+                                  std::size_t needed, std::size_t got);
 
 }  // namespace cutlass_kernels

@@ -25,8 +25,8 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
                        const VectorCopies& uploads, cudaStream_t stream);
 
 /// The same list computed on the host from host lengths (for tests and for reading).
-std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
-                                       const std::vector<std::int32_t>& kv_indptr,
-                                       std::int32_t tile_rows);
+CK_API std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
+                                              const std::vector<std::int32_t>& kv_indptr,
+                                              std::int32_t tile_rows);
 
 }  // namespace cutlass_kernels

@@ -14,6 +14,6 @@ struct BackendName {
 };
 
 /// Those that were not compiled, too: they have reasons.
-const std::vector<BackendName>& backends();
+CK_API const std::vector<BackendName>& backends();
 
 }  // namespace cutlass_kernels

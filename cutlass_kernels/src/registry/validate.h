@@ -8,6 +8,6 @@
 namespace cutlass_kernels {
 
 /// A sentence with the value and the remedy; empty if nothing is wrong. Pointers are looked at only if `with_tensors`.
-std::string contradiction(const AttentionParams& params, bool with_tensors);
+CK_API std::string contradiction(const AttentionParams& params, bool with_tensors);
 
 }  // namespace cutlass_kernels

@@ -1,0 +1,28 @@
+# CK_ARCHS=auto: the GPUs of this machine, or all that have kernels of their own.
+if(CK_ARCHS STREQUAL "auto")
+  set(CK_ARCHS 80 90 ptx)
+  find_program(CK_NVIDIA_SMI nvidia-smi NO_CACHE)
+  set(found "")
+  if(CK_NVIDIA_SMI)
+    execute_process(COMMAND "${CK_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE found ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]" found "${found}")
+  endif()
+  if(found)
+    set(CK_ARCHS "")
+    foreach(capability IN LISTS found)
+      if(capability MATCHES "^8\\.")
+        list(APPEND CK_ARCHS 80)  # its machine code runs on 8.6 and 8.9
+      elseif(capability MATCHES "^9\\.")
+        list(APPEND CK_ARCHS 90)
+      else()
+        list(APPEND CK_ARCHS ptx)
+      endif()
+    endforeach()
+    list(REMOVE_DUPLICATES CK_ARCHS)
+    list(JOIN found ", " found)
+    list(JOIN CK_ARCHS ";" archs)
+    message(STATUS "CK_ARCHS=auto: this machine has compute capability ${found}, so CK_ARCHS=${archs}. "
+      "For others, set CK_ARCHS, for example to 80;90;ptx.")
+  endif()
+endif()
