@@ -8,8 +8,8 @@ load() imports a copy of the package in which everything is renamed that two bui
 - the package's name, in all its sources. Modules go by it, and so do the operators that torch.library registers.
 - the name under which pybind11 keeps its table of types, in the bytes of the extension. Extensions of one ABI share the
   table, and a type that is in it already cannot be registered again.
-
-The compiled code itself needs nothing: an extension exports its entry point alone.
+- the name of the shared library with the kernels, in its own bytes and in those of the extension. The loader gives an
+  extension the library of that name that is loaded already.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from types import ModuleType
 
 PACKAGE = "cutlass_kernels"
 NAME = f"{PACKAGE}_other"
+_LIBRARY, _OTHER_LIBRARY = b"libcutlass_kernels.so", b"libcutlass_kernelo.so"  # of the same length
 _TABLE_OF_TYPES = re.compile(rb"(__pybind11_(?:internals|module_local))_v(\d+_)")
 
 
@@ -48,8 +49,11 @@ def load(folder: Path, name: str = NAME) -> ModuleType:
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for path in copy.rglob("*.py"):
         path.write_text(path.read_text().replace(PACKAGE, name))
-    for path in copy.glob("_C*.so"):
-        path.write_bytes(_TABLE_OF_TYPES.sub(rb"\1_o\2", path.read_bytes()))  # of the same length
+    for path in [*copy.glob("*.so"), *copy.glob("*.so.*")]:
+        renamed = _TABLE_OF_TYPES.sub(rb"\1_o\2", path.read_bytes())  # of the same length
+        path.unlink()
+        path = copy / path.name.replace(_LIBRARY.decode(), _OTHER_LIBRARY.decode())
+        path.write_bytes(renamed.replace(_LIBRARY, _OTHER_LIBRARY))
     spec = importlib.util.spec_from_file_location(name, copy / "__init__.py", submodule_search_locations=[str(copy)])
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -216,6 +216,13 @@ def extension() -> Path:
 
 
 @pytest.fixture(scope="session")
+def library(extension: Path) -> Path:
+    """The shared library with the kernels, beside the compiled module."""
+    (found,) = extension.parent.glob("libcutlass_kernels.so.*")
+    return found
+
+
+@pytest.fixture(scope="session")
 def recording_module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     from recorded_calls import load_module
 

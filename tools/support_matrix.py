@@ -1,9 +1,9 @@
-"""The support matrix of the README, rendered from the table of kernels.
+"""The support matrix of the documentation, rendered from the table of kernels.
 
     python tools/support_matrix.py                       the matrix of this installation
-    python tools/support_matrix.py --update README.md    rewrites the one of the README, from instances.cmake
+    python tools/support_matrix.py --update docs/backends.md    rewrites the one of that page, from instances.cmake
 
-The README shows what the default build compiles, so it follows ``instances.cmake``; an installation may have less.
+The page shows what the default build compiles, so it follows ``instances.cmake``; an installation may have less.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def update(readme: str, matrix: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="the support matrix")
-    parser.add_argument("--update", type=Path, metavar="README", help="rewrite the matrix in this file")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="rewrite the matrix in this file")
     chosen = parser.parse_args(arguments)
     if chosen.update is None:
         print(render(list_kernels()), end="")

@@ -113,6 +113,8 @@ PYBIND11_MODULE(_C, m) {
       "Compiled attention kernels. Addresses and strides (in elements) stand for tensors; see "
       "params.h.";
   m.def("version", &version);
+  m.def("driver_problem", &driver_problem,
+        "A sentence where the CUDA driver is too old for this module; else empty.");
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
   m.attr("call_counters") = kCallCounters;
   py::list names;

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <string>
 #include <utility>
 
 #include "cuda_failure.h"
@@ -12,6 +13,17 @@ namespace cutlass_kernels {
 namespace {
 
 constexpr int kRememberedDevices = 64;  // one of a higher index is asked every time
+
+std::string cuda_version(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+Status no_device(cudaError_t error) {
+  std::string problem = error == cudaErrorInsufficientDriver ? driver_problem() : "";
+  if (problem.empty()) return cuda_failure("Asking for the current GPU", error);
+  cudaGetLastError();  // not left behind for the caller's own error check
+  return {StatusCode::kCudaError, std::move(problem)};
+}
 
 Status ask(int index, Device* device) {
   int major = 0, minor = 0;
@@ -32,6 +44,18 @@ Status ask(int index, Device* device) {
 
 }  // namespace
 
+std::string driver_problem() {
+  int driver = 0, runtime = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 ||
+      cudaRuntimeGetVersion(&runtime) != cudaSuccess || driver / 1000 >= runtime / 1000) {
+    return "";
+  }
+  return "The NVIDIA driver supports CUDA " + cuda_version(driver) +
+         ", but cutlass_kernels was built with CUDA " + cuda_version(runtime) +
+         ": install a newer driver, or build cutlass_kernels with a CUDA toolkit as old as the "
+         "driver (12.4 or newer).";
+}
+
 Status current_device(Device* device) {
   static Device remembered[kRememberedDevices];
   static std::atomic<bool> is_known[kRememberedDevices];
@@ -39,7 +63,7 @@ Status current_device(Device* device) {
 
   int index = 0;
   const cudaError_t error = cudaGetDevice(&index);
-  if (error != cudaSuccess) return cuda_failure("Asking for the current GPU", error);
+  if (error != cudaSuccess) return no_device(error);
   if (index >= kRememberedDevices) return ask(index, device);
   if (!is_known[index].load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(asking);

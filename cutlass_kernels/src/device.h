@@ -1,6 +1,8 @@
 // The facts of a device that heuristics are given. A device is asked once: its answers never change.
 #pragma once
 
+#include <string>
+
 #include "cutlass_kernels/status.h"
 #include "cutlass_kernels/types.h"
 
@@ -19,6 +21,10 @@ inline constexpr Device kH200{0, 90, 132, 227 << 10, 60 << 20};
 inline constexpr Device kA100{0, 80, 108, 163 << 10, 40 << 20};
 
 CK_API Status current_device(Device* device);
+
+/// A sentence where the driver is too old for the CUDA runtime that is linked; else empty. Within one major version,
+/// older drivers serve newer runtimes.
+CK_API std::string driver_problem();
 
 /// Index of the current device, 0 where there is none.
 CK_API int current_device_index();

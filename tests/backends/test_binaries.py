@@ -1,4 +1,4 @@
-"""What the compiler made of the kernels, read from the built extension: right instructions, nothing in local memory."""
+"""What the compiler made of the kernels, read from the built library: right instructions, nothing in local memory."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def backend_of(symbol: str) -> str | None:
     return match[1] if match else None
 
 
-def instructions(cuobjdump: str, extension: Path) -> Iterator[tuple[str, str, set[str]]]:
+def instructions(cuobjdump: str, library: Path) -> Iterator[tuple[str, str, set[str]]]:
     """(GPU, kernel, mnemonics without their modifiers) of each compiled kernel."""
-    run = subprocess.Popen([cuobjdump, "-sass", str(extension)], stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen([cuobjdump, "-sass", str(library)], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     gpu, kernel, seen = "", "", set[str]()
     instruction = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
@@ -70,12 +70,12 @@ def test_backends_are_known_to_both_languages_in_the_same_order(extension: Path)
     assert (*_C.backends, "reference") == _select.BACKENDS
 
 
-def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, extension: Path) -> None:
+def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, library: Path) -> None:
     from cutlass_kernels import _C
 
     seen: dict[str, int] = {}
     missing = []
-    for gpu, kernel, mnemonics in instructions(cuobjdump, extension):
+    for gpu, kernel, mnemonics in instructions(cuobjdump, library):
         backend = backend_of(kernel)
         if backend is None:
             continue
@@ -93,8 +93,8 @@ def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, 
     assert all(seen[name] >= sum(row["backend"] == name for row in _C.list_kernels()) for name in listed)
 
 
-def test_no_kernel_keeps_more_than_a_few_values_in_local_memory(cuobjdump: str, extension: Path) -> None:
-    text = subprocess.run([cuobjdump, "-res-usage", str(extension)], capture_output=True, text=True, check=True).stdout
+def test_no_kernel_keeps_more_than_a_few_values_in_local_memory(cuobjdump: str, library: Path) -> None:
+    text = subprocess.run([cuobjdump, "-res-usage", str(library)], capture_output=True, text=True, check=True).stdout
     usage = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     assert usage
     heavy = [

@@ -1,4 +1,4 @@
-"""The README's table of torch.compile: no row is missing, and each is tested with several combinations of arguments."""
+"""The table of docs/torch-compile.md: no row is missing, and each is tested with several combinations of arguments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch._dynamo.backends.registry import lookup_backend
 import cutlass_kernels as ck
 
 pytestmark = pytest.mark.runs_nothing("many functions compute no attention")
-README = ROOT / "README.md"
+DOCUMENT = ROOT / "docs" / "torch-compile.md"
 
 
 def rows() -> dict[str, tuple[str, str]]:
     """What the table says of each function: with fullgraph=True, and with mode="reduce-overhead"."""
-    table = README.read_text().partition("<!-- compile:begin -->")[2].partition("<!-- compile:end -->")[0]
+    table = DOCUMENT.read_text().partition("<!-- compile:begin -->")[2].partition("<!-- compile:end -->")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
     return {name.strip("`"): (fullgraph, reduce_overhead) for name, fullgraph, reduce_overhead, _ in cells}
 

@@ -23,12 +23,23 @@ def binutils(*command: str | Path) -> str:
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
 
 
-def test_extension_needs_only_system_libraries(extension: Path) -> None:
-    needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", binutils("readelf", "-d", extension))
+def needed_by(file: Path) -> set[str]:
+    """Libraries that are not the system's."""
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", binutils("readelf", "-d", file))
     assert needed
-    foreign = [name for name in needed if not SYSTEM_LIBRARIES.match(name)]
-    assert not foreign, f"{extension.name} needs {foreign}: no torch, CUDA runtime or driver library may appear here"
-    assert "RUNPATH" not in binutils("readelf", "-d", extension)
+    return {name for name in needed if not SYSTEM_LIBRARIES.match(name)}
+
+
+def test_no_torch_cuda_runtime_or_driver_is_needed(extension: Path, library: Path) -> None:
+    assert needed_by(extension) == {library.name}
+    assert not needed_by(library)
+    paths = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", binutils("readelf", "-d", extension))
+    assert paths == ["$ORIGIN"]
+    assert not re.search(r"\((RUNPATH|RPATH)\)", binutils("readelf", "-d", library))
+
+
+def test_kernels_are_stored_once(extension: Path, library: Path) -> None:
+    assert extension.stat().st_size < 2 << 20 < library.stat().st_size
 
 
 def test_extension_exports_only_its_entry_point(extension: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the README says is so: its matrix, its examples, its build options, its links."""
+"""What the README and the pages of docs/ say is so: the matrix, the examples, the build options, the links."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ sys.path.insert(0, str(ROOT / "tools"))
 import support_matrix
 
 README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs"
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md", "third_party/README.md"]
+PAGES += sorted(str(path.relative_to(ROOT)) for path in DOCS.glob("*.md"))
 INSTANCES = (ROOT / support_matrix.INSTANCES).read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def test_matrix_is_up_to_date() -> None:
     kernels = support_matrix.parse_instances(INSTANCES)
-    assert support_matrix.update(README, support_matrix.render(kernels)) == README, (
-        "run `python tools/support_matrix.py --update README.md`"
+    page = (DOCS / "backends.md").read_text()
+    assert support_matrix.update(page, support_matrix.render(kernels)) == page, (
+        "run `python tools/support_matrix.py --update docs/backends.md`"
     )
 
 
@@ -76,19 +81,22 @@ def test_matrix_without_kernels_is_that_of_the_reference() -> None:
     assert support_matrix.render([]).splitlines()[0] == "|  | **reference** |"
 
 
-def test_python_examples_run() -> None:
-    examples = blocks("python")
-    assert len(examples) == 2
-    program = "\n".join(examples) + "\nassert out.shape == (128, 32, 128)\n"
+def test_readme_is_two_screens() -> None:
+    assert len(README.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", page)])
+def test_python_examples_run(page: str) -> None:
+    program = "\n".join(blocks("python", page)) + "\nassert out.shape == (128, 32, 128)\n"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "selected" in done.stdout
+    assert page != "README.md" or "selected" in done.stdout
 
 
 def test_cpp_example_compiles(tmp_path: Path) -> None:
     if shutil.which("c++") is None:
         pytest.skip("c++ is not installed")
-    (example,) = blocks("cpp")
+    (example,) = blocks("cpp", "docs/cpp.md")
     source = tmp_path / "example.cpp"
     source.write_text(example)
     headers = ROOT / "cutlass_kernels" / "include"
@@ -98,7 +106,7 @@ def test_cpp_example_compiles(tmp_path: Path) -> None:
 
 
 def test_build_options_are_those_of_cmake() -> None:
-    stated = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*?) \|", README, re.MULTILINE))
+    stated = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*?) \|", (DOCS / "install.md").read_text(), re.MULTILINE))
     source = (ROOT / "CMakeLists.txt").read_text()
     options = dict(re.findall(r'^ck_option\((\w+) \w+ (\S+) "', source, re.MULTILINE))
     assert set(stated) == set(options)
@@ -109,7 +117,7 @@ def test_build_options_are_those_of_cmake() -> None:
 
 def test_extras_exist() -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    for extra in re.findall(r"pip install '\.\[(\w+)\]'", README + (ROOT / "benchmarks" / "RESULTS.md").read_text()):
+    for extra in re.findall(r"pip install '\.\[(\w+)\]'", "".join((ROOT / page).read_text() for page in PAGES)):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
 
@@ -129,7 +137,7 @@ def test_the_two_lists_of_test_packages_are_the_same() -> None:
     assert re.findall(r'^  "(.+)",$', extra, re.MULTILINE) == [line for line in lines if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("name", ["README.md", "benchmarks/RESULTS.md", "third_party/README.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_links_and_files_exist(name: str) -> None:
     path = ROOT / name
     text = path.read_text()

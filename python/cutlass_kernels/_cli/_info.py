@@ -46,6 +46,7 @@ def collect() -> dict[str, Any]:
         "cutlass": _cutlass(),
         "nvcc": _nvcc(),
         "gpus": gpus(),
+        "driver_problem": driver_problem(),
         "kernels": kernels,
         "why_no_kernels": missing,
         "default_backend": default_backends(),
@@ -65,6 +66,15 @@ def compiled_kernels() -> tuple[list[dict[str, Any]], str | None]:
     except ImportError as error:  # e.g. built for another Python, or a C++ runtime that is too old
         return [], f"the compiled extension does not load: {error}"
     return [], "the compiled extension contains no kernel"
+
+
+def driver_problem() -> str | None:
+    """Why kernels cannot start although there may be a GPU, None where they can."""
+    try:
+        extension: Any = importlib.import_module("cutlass_kernels._C")
+    except ImportError:
+        return None
+    return extension.driver_problem() or None
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -160,6 +170,8 @@ def _print(facts: dict[str, Any], console: Console) -> None:
         console.print(_gpu_table(facts["gpus"]))
     else:
         console.print("\nNo CUDA device: backend='reference' computes everything.")
+    if facts["driver_problem"]:
+        console.print(f"\n{facts['driver_problem']}", markup=False)
     if facts["kernels"]:
         console.print(_kernel_table(facts["kernels"]))
     else:

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "checks.h"
+#include "device.h"
 
 namespace {
 
@@ -150,10 +151,26 @@ void check_no_rows_and_too_many() {
   require_refusal(ck::make_plan(params, &plan), "tiles, more than the");
 }
 
+/// A driver that is older than the CUDA runtime, which is linked statically.
+void check_old_driver() {
+  const ck::AttentionParams params =
+      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
+  ck::Plan plan;
+  stand_in::driver_version = 12080;
+  const ck::Status status = ck::make_plan(params, &plan);
+  require(status.code == ck::StatusCode::kCudaError &&
+              status.message.find("driver supports CUDA 12.8") != std::string::npos &&
+              status.message.find("built with CUDA 13.0") != std::string::npos,
+          status.message);
+  stand_in::driver_version = 13000;
+  require(ck::driver_problem().empty() && ck::make_plan(params, &plan).ok(), "the driver serves");
+}
+
 }  // namespace
 
 void check_refusals() {
   check_refused_plans();
   check_misfits();
   check_no_rows_and_too_many();
+  check_old_driver();
 }

@@ -12,6 +12,7 @@ int current_device = 64;
 std::vector<Launch> launches;
 int launches_until_failure = -1;
 bool has_driver = true;
+int driver_version = 13000;
 
 namespace {
 
@@ -87,9 +88,19 @@ cudaError_t cudaSetDevice(int index) {
   return cudaSuccess;
 }
 
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = stand_in::driver_version;
+  return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDevice(int* index) {
   *index = stand_in::current_device;
-  return cudaSuccess;
+  return stand_in::driver_version < 13000 ? cudaErrorInsufficientDriver : cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
