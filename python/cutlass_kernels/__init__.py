@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import _kernels, cascade, decode, page, prefill, quantization
+from . import _kernels, _native, cascade, decode, page, prefill, quantization
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
 from .cascade import (
@@ -42,8 +42,8 @@ from .quantization import packbits, segment_packbits
 
 try:
     __version__ = metadata.version("cutlass_kernels")
-except metadata.PackageNotFoundError:  # a source tree on the path
-    __version__ = "0.0.0"
+except metadata.PackageNotFoundError:  # a source tree on the path, or a kernel of the hub
+    __version__ = "0.0.0" if _native._C is None else str(_native._C.version())
 
 __all__ = [
     "BackendError",
