@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cutlass_kernels/status.h"
+#include "cutlass_kernels/types.h"
 
 namespace cutlass_kernels {
 
