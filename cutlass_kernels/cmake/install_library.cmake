@@ -40,6 +40,8 @@ function(ck_add_library linkage)
     # The CUDA runtime's symbols stay ours: another copy in the process, of another version, must not mix with them.
     target_link_options(${library} PRIVATE "LINKER:--exclude-libs,ALL")
     target_link_libraries(${library} PRIVATE $<BUILD_INTERFACE:ck_old_runtime>)
+    # The stubs of CK_MANYLINUX must not be found when a program runs.
+    set_target_properties(${library} PROPERTIES BUILD_WITH_INSTALL_RPATH ON)
     ck_strip(${library})
   endif()
 

@@ -7,16 +7,22 @@ if(NOT CK_MANYLINUX)
   return()
 endif()
 
-# ck_stub(SONAME VERSION SYMBOL...)
-function(ck_stub soname version)
+# ck_stub(SONAME VERSION,SYMBOL,...  VERSION,SYMBOL,...)
+function(ck_stub soname)
   set(folder "${PROJECT_BINARY_DIR}/old_runtime")
   set(source "")
-  foreach(symbol IN LISTS ARGN)
-    string(APPEND source ".globl ${symbol}\n.type ${symbol}, @function\n${symbol}:\n")
+  set(map "")
+  foreach(symbols IN LISTS ARGN)
+    string(REPLACE "," ";" symbols "${symbols}")
+    list(POP_FRONT symbols version)
+    foreach(symbol IN LISTS symbols)
+      string(APPEND source ".globl ${symbol}\n.type ${symbol}, @function\n${symbol}:\n")
+    endforeach()
+    list(JOIN symbols "; " symbols)
+    string(APPEND map "${version} { global: ${symbols}; };\n")
   endforeach()
-  list(JOIN ARGN "; " symbols)
   file(WRITE "${folder}/${soname}.s" ".text\n${source}")
-  file(WRITE "${folder}/${soname}.map" "${version} { global: ${symbols}; };\n")
+  file(WRITE "${folder}/${soname}.map" "${map}")
   execute_process(
     COMMAND "${CMAKE_CXX_COMPILER}" -shared -nostdlib "-Wl,-soname,${soname}"
       "-Wl,--version-script=${folder}/${soname}.map" "${folder}/${soname}.s" -o "${folder}/${soname}"
@@ -33,12 +39,13 @@ set(CK_PTHREAD_SYMBOLS
   pthread_rwlockattr_init pthread_rwlockattr_setpshared pthread_setspecific pthread_spin_destroy pthread_spin_init
   pthread_spin_lock pthread_spin_trylock pthread_spin_unlock sem_destroy sem_init sem_post sem_timedwait sem_trywait
   sem_wait)
-ck_stub(libpthread.so.0 GLIBC_2.2.5 ${CK_PTHREAD_SYMBOLS})
-ck_stub(libdl.so.2 GLIBC_2.2.5 dlclose dlerror dlopen dlsym dlvsym)
-ck_stub(librt.so.1 GLIBC_2.2.5 shm_open shm_unlink)
-ck_stub(libm.so.6 GLIBC_2.2.5 exp exp2 log log2 pow)
-ck_stub(libstdc++.so.6 CXXABI_1.3.3
-  _ZNSt15__exception_ptr13exception_ptr9_M_addrefEv _ZNSt15__exception_ptr13exception_ptr10_M_releaseEv)
+list(JOIN CK_PTHREAD_SYMBOLS "," CK_PTHREAD_SYMBOLS)
+ck_stub(libpthread.so.0 GLIBC_2.2.5,${CK_PTHREAD_SYMBOLS})
+ck_stub(libdl.so.2 GLIBC_2.2.5,dlclose,dlerror,dlopen,dlsym,dlvsym GLIBC_2.3.4,dlmopen)
+ck_stub(librt.so.1 GLIBC_2.2.5,shm_open,shm_unlink)
+ck_stub(libm.so.6 GLIBC_2.2.5,exp,exp2,log,log2,pow)
+ck_stub(libstdc++.so.6
+  CXXABI_1.3.3,_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv,_ZNSt15__exception_ptr13exception_ptr10_M_releaseEv)
 # What older runtimes do not have at all.
 add_library(ck_newer_runtime OBJECT "${CMAKE_CURRENT_SOURCE_DIR}/cutlass_kernels/cmake/newer_runtime.cpp")
 target_link_libraries(ck_old_runtime INTERFACE $<TARGET_OBJECTS:ck_newer_runtime>)
