@@ -44,8 +44,6 @@ ck_stub(libpthread.so.0 GLIBC_2.2.5,${CK_PTHREAD_SYMBOLS})
 ck_stub(libdl.so.2 GLIBC_2.2.5,dlclose,dlerror,dlopen,dlsym,dlvsym GLIBC_2.3.4,dlmopen)
 ck_stub(librt.so.1 GLIBC_2.2.5,shm_open,shm_unlink)
 ck_stub(libm.so.6 GLIBC_2.2.5,exp,exp2,log,log2,pow)
-ck_stub(libstdc++.so.6
-  CXXABI_1.3.3,_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv,_ZNSt15__exception_ptr13exception_ptr10_M_releaseEv)
 # What older runtimes do not have at all.
 add_library(ck_newer_runtime OBJECT "${CMAKE_CURRENT_SOURCE_DIR}/cutlass_kernels/cmake/newer_runtime.cpp")
 target_link_libraries(ck_old_runtime INTERFACE $<TARGET_OBJECTS:ck_newer_runtime>)
