@@ -89,11 +89,11 @@ class Packed:
     """Vectors one behind the other: on the host (a bytearray and its address), and on the device once a plan has given
     them a place there, or somebody wants a tensor."""
 
-    __slots__ = ("_address", "_pinned", "_tensor", "_workspace", "bytes", "device", "host_address")
+    __slots__ = ("_address", "_begin", "_pinned", "_tensor", "_workspace", "bytes", "device", "host_address")
 
     def __init__(self, device: torch.device, packed: bytearray, host_address: int) -> None:
         self.device, self.bytes, self.host_address = device, packed, host_address
-        self._address = 0
+        self._address = self._begin = 0
         self._tensor: torch.Tensor | None = None
         self._pinned: torch.Tensor | None = None
         self._workspace: torch.Tensor | None = None
@@ -118,7 +118,8 @@ class Packed:
         begin = (workspace.nbytes - size) // 16 * 16
         if begin < 0:
             return size
-        self._workspace, self._address = workspace, workspace.data_ptr() + begin
+        self._workspace, self._begin = workspace, begin
+        self._address = workspace.data_ptr() + begin
         return workspace.nbytes - begin
 
     @property
@@ -136,8 +137,8 @@ class Packed:
                 self._tensor = self._pinned.to(self.device, non_blocking=True)
                 self._address = self._tensor.data_ptr()
             else:
-                begin = self._address - self._workspace.data_ptr()
-                place = self._workspace.view(-1).view(torch.uint8)[begin : begin + len(self.bytes)]
+                # torch.compile traces this: it knows no addresses.
+                place = self._workspace.view(-1).view(torch.uint8)[self._begin : self._begin + len(self.bytes)]
                 self._tensor = place.view(torch.int32)
         return self._tensor
 

@@ -135,6 +135,15 @@ def test_vectors_lie_at_the_end_of_a_workspace(room, begin):
     assert packed.tensor.tolist() == [0, 1, 2, 3, 4] and packed.tensor.data_ptr() == packed.address
 
 
+def test_vectors_in_a_workspace_are_traced():
+    packed, workspace = packed_for_a_gpu(), torch.zeros(64, dtype=torch.uint8)
+    packed.place(workspace)
+    workspace.view(torch.int32)[8:13] = 7
+    part = Part(packed, 2, 3, None)
+    compiled = torch.compile(lambda x: x + part.tensor, backend="eager", fullgraph=True)
+    assert compiled(torch.arange(3, dtype=torch.int32)).tolist() == [7, 8, 9]
+
+
 def test_a_workspace_that_is_too_small_for_vectors():
     packed = packed_for_a_gpu()
     assert packed.place(torch.zeros(19, dtype=torch.uint8)) == 20 and packed.waits
