@@ -89,10 +89,11 @@ class Packed:
     """Vectors one behind the other: on the host (a bytearray and its address), and on the device once a plan has given
     them a place there, or somebody wants a tensor."""
 
-    __slots__ = ("_address", "_begin", "_pinned", "_tensor", "_workspace", "bytes", "device", "host_address")
+    __slots__ = ("_address", "_begin", "_pinned", "_tensor", "_workspace", "bytes", "device", "host_address", "size")
 
     def __init__(self, device: torch.device, packed: bytearray, host_address: int) -> None:
         self.device, self.bytes, self.host_address = device, packed, host_address
+        self.size = len(packed)  # in bytes
         self._address = self._begin = 0
         self._tensor: torch.Tensor | None = None
         self._pinned: torch.Tensor | None = None
@@ -104,20 +105,18 @@ class Packed:
     def waits(self) -> bool:
         """Whether they are on the host alone, for a plan to copy them. A captured copy would read their memory again
         when the graph is replayed, if they are too many for the parameters of a kernel."""
-        size = len(self.bytes)
-        if self._address or size > _MOST_PAGEABLE:
+        if self._address or self.size > _MOST_PAGEABLE:
             return False
-        return size <= _MOST_PARAMETERS or not torch.cuda.is_current_stream_capturing()
+        return self.size <= _MOST_PARAMETERS or not torch.cuda.is_current_stream_capturing()
 
     def place(self, workspace: torch.Tensor) -> int:
         """Gives those that wait the end of a workspace on their device, where a plan is to copy them. Returns how many
         of its bytes that takes, also where it has fewer."""
         if not self.waits:
             return 0
-        size = len(self.bytes)
-        begin = (workspace.nbytes - size) // 16 * 16
+        begin = (workspace.nbytes - self.size) // 16 * 16
         if begin < 0:
-            return size
+            return self.size
         self._workspace, self._begin = workspace, begin
         self._address = workspace.data_ptr() + begin
         return workspace.nbytes - begin
@@ -137,8 +136,8 @@ class Packed:
                 self._tensor = self._pinned.to(self.device, non_blocking=True)
                 self._address = self._tensor.data_ptr()
             else:
-                # torch.compile traces this: it knows no addresses.
-                place = self._workspace.view(-1).view(torch.uint8)[self._begin : self._begin + len(self.bytes)]
+                # torch.compile traces this: it knows neither addresses nor bytearrays.
+                place = self._workspace.view(-1).view(torch.uint8)[self._begin : self._begin + self.size]
                 self._tensor = place.view(torch.int32)
         return self._tensor
 

@@ -426,7 +426,7 @@ class BatchPrefillWrapper(Copied):
         if self._use_cuda_graph:
             copies, apart = _buffers.copies(self._stored, indices)
         elif tail and packed is not None:
-            copies = Copies([(packed.address, packed.host_address, len(packed.bytes) // 4)])
+            copies = Copies([(packed.address, packed.host_address, packed.size // 4)])
         workspace = self._int_workspace_buffer
         plan.schedule = _kernels.Schedule(plan.backend, plan.request, offsets, workspace, copies, tail)
         del apart  # in the order of the stream
