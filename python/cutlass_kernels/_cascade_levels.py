@@ -93,6 +93,7 @@ class MultiLevelCascadeAttentionWrapper:
             )
             for level in range(num_levels)
         ]
+        self._last_qo_indptr: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return describe_several(self, {f"level {i}": level for i, level in enumerate(getattr(self, "_levels", ()))})
@@ -218,6 +219,8 @@ class MultiLevelCascadeAttentionWrapper:
                 for name, value in values.items():
                     setattr(level, name, value)
             raise
+        # A slice of the int workspace, which torch.compile cannot make for plans of other sizes.
+        self._last_qo_indptr = self._levels[-1]._qo_indptr_buf
 
     begin_forward = plan
 
@@ -268,7 +271,8 @@ class MultiLevelCascadeAttentionWrapper:
         # Rows of a caller's tensor that belong to no request are not written.
         inside = None
         if given and shared:
-            inside = last._planned().rows_of_requests(last._qo_indptr_buf, q.size(0))
+            assert self._last_qo_indptr is not None
+            inside = last._planned().rows_of_requests(self._last_qo_indptr, q.size(0))
         for level in shared:
             other, other_lse = level.run(q, paged_kv_cache, return_lse=True, **scales)
             merge_state_in_place(out, lse, other, other_lse, inside)

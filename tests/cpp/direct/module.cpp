@@ -27,7 +27,6 @@ struct Recorded {
   Address stream;
 };
 std::vector<Recorded> recorded;
-bool capturing = false;
 
 template <Backend backend>
 Status record(const LaunchParams& params, cudaStream_t stream) {
@@ -149,12 +148,6 @@ py::dict facts(const Recorded& call) {
 }  // namespace
 }  // namespace cutlass_kernels
 
-extern "C" cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status =
-      cutlass_kernels::capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
 PYBIND11_MODULE(recorded_calls, m) {
   using namespace cutlass_kernels;
   bind_batch(m);
@@ -163,7 +156,7 @@ PYBIND11_MODULE(recorded_calls, m) {
   bind_single(m);
   bind_torch(m);
   m.def("current_device", [] { return stand_in::current_device; });
-  m.def("set_capturing", [](bool value) { capturing = value; });
+  m.def("set_capturing", [](bool value) { stand_in::is_capturing = value; });
   m.def(
       "take_launches",
       [] {

@@ -13,6 +13,7 @@ std::vector<Launch> launches;
 int launches_until_failure = -1;
 bool has_driver = true;
 int driver_version = 13000;
+bool is_capturing = false;
 
 namespace {
 
@@ -85,6 +86,11 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return c
 
 cudaError_t cudaSetDevice(int index) {
   stand_in::current_device = index;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = stand_in::is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 

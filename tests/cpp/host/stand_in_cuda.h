@@ -49,6 +49,9 @@ extern int launches_until_failure;
 /// Driver functions cannot be found until this is set again: a driver that is being loaded, say.
 extern bool has_driver;
 
+/// Of every stream.
+extern bool is_capturing;
+
 /// As cudaDriverGetVersion() tells it; the runtime is 13000.
 extern int driver_version;
 
