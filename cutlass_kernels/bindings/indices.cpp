@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <stdexcept>
 
 #include "arguments.h"
 #include "copies.h"

@@ -142,10 +142,6 @@ py::object Torch::empty(std::initializer_list<std::int64_t> shape, DType dtype, 
   return make(empty_, shape, dtypes_[std::size_t(dtype)], device);
 }
 
-py::object Torch::int32_vector(std::int64_t count, int device) const {
-  return make(empty_, {count}, int32_, device);
-}
-
 py::object Torch::zeros(std::initializer_list<std::int64_t> shape, DType dtype, int device) const {
   return make(zeros_, shape, dtypes_[std::size_t(dtype)], device);
 }

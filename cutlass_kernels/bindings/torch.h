@@ -72,7 +72,6 @@ class Torch {
 
   py::object empty_like(PyObject* tensor) const;
   py::object empty(std::initializer_list<std::int64_t> shape, DType dtype, int device) const;
-  py::object int32_vector(std::int64_t count, int device) const;
   py::object zeros(std::initializer_list<std::int64_t> shape, DType dtype, int device) const;
   /// Uninitialised device memory; none for 0 bytes.
   Scratch scratch(std::size_t bytes, int device) const;

@@ -174,7 +174,7 @@ class Schedule:
         # Of a fixed size, the splits of a row are known, and more rows need more. Else long queries may need none.
         if offsets.total_q is None and offsets.split.fixed_size:
             self._check_room(*_sizes_of(backend, request, offsets, 1), "at least ")
-        if copies != _NO_COPIES:
+        if any(copies):
             _copy(copies, workspace.device)
 
     @property

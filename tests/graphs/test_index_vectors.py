@@ -63,17 +63,14 @@ class Vectors:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_vectors_of_the_host(backend: str, graph: bool, paged: bool, batch: int) -> None:
-    if backend == "fa3" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("fa3 needs compute capability 9.0")
+def test_vectors_of_the_host(kernel_backend: str, graph: bool, paged: bool, batch: int) -> None:
     vectors = Vectors(batch, paged)
-    wrapper = vectors.wrapper(backend, graph)
+    wrapper = vectors.wrapper(kernel_backend, graph)
     wrapper._int_workspace_buffer.fill_(255)
     vectors.plan(wrapper, "cpu")
     for name, want in zip(vectors.names, vectors.given):
         assert getattr(wrapper, f"_{name}_buf").tolist() == want.tolist(), name
-    other = vectors.wrapper(backend, graph)
+    other = vectors.wrapper(kernel_backend, graph)
     vectors.plan(other, "cuda")
     assert_bitwise(vectors.run(wrapper), vectors.run(other))
 
