@@ -107,7 +107,7 @@ def heads(num_qo_heads: int, num_kv_heads: int) -> int:
 
 
 def heads_of(q: torch.Tensor, k: torch.Tensor, layout: str) -> int:
-    """:func:`heads` of q and token-major keys, which the caller passed in ``layout``."""
+    """``heads`` of q and token-major keys, which the caller passed in ``layout``."""
     try:
         return heads(q.size(1), k.size(-2))
     except RuntimeError as error:
@@ -399,7 +399,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     ``2 ** (-8 (j + 1/2) / n)`` for the j-th head after them (Press et al., "Train Short, Test Long", 2022).
 
     A CUDA graph that is being captured can copy nothing from host memory. It computes slopes that are not there yet
-    itself, at every replay, and they are not kept: see :func:`are_kept`.
+    itself, at every replay, and they are not kept: see ``are_kept``.
     """
     kept = _slopes.get((num_heads, device))
     if kept is not None:
@@ -420,7 +420,7 @@ def _slopes_on(num_heads: int, device: torch.device) -> torch.Tensor:
 
 
 def are_kept(slopes: torch.Tensor) -> bool:
-    """Whether :func:`alibi_slopes` keeps these, so that other calls may read them, too."""
+    """Whether ``alibi_slopes`` keeps these, so that other calls may read them, too."""
     return _slopes.get((slopes.numel(), slopes.device)) is slopes
 
 
@@ -444,7 +444,7 @@ def sinks(value: Any, num_qo_heads: int, device: torch.device) -> torch.Tensor |
 def per_head(name: str, value: Any, num_heads: int, group: int, device: torch.device) -> Scale:
     """A dequantization scale given per tensor or per head.
 
-    None, numbers and one-element tensors behave as in :func:`scale`; a tensor ``[num_heads]`` becomes fp32
+    None, numbers and one-element tensors behave as in ``scale``; a tensor ``[num_heads]`` becomes fp32
     ``[num_heads * group]`` on ``device``, one element per query head.
     """
     if not isinstance(value, torch.Tensor) or value.numel() == 1:

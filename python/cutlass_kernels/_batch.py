@@ -143,7 +143,7 @@ class Packed:
 
 
 class Part(Index):
-    """One of the vectors of :class:`Packed`."""
+    """One of the vectors of ``Packed``."""
 
     __slots__ = ("_begin", "_packed")
 
@@ -270,7 +270,7 @@ def read_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
 def read_pages(
     qo: Any, kv: Any, last_page_len: Any, indices: Any, page_size: Any, whole: bool, like: torch.Tensor
 ) -> Batch | None:
-    """A paged batch, as :func:`read_offsets`. Page numbers that no request uses are kept if ``whole``; they may be on
+    """A paged batch, as ``read_offsets``. Page numbers that no request uses are kept if ``whole``; they may be on
     the device of ``like``, where they are neither read nor copied."""
     facts = None
     if _native._C is not None:
@@ -309,7 +309,7 @@ def take_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:
 def take_pages(
     qo: Index | None, kv: Any, last_page_len: Any, indices: Any, page_size: Any, like: torch.Tensor
 ) -> Batch | None:
-    """A paged batch, as :func:`take_offsets`; None without ``qo``, too."""
+    """A paged batch, as ``take_offsets``; None without ``qo``, too."""
     sizes = None if qo is None else sizes_on(like, kv, last_page_len, indices)
     if qo is None or sizes is None or not (type(page_size) is int and page_size > 0):
         return None

@@ -169,7 +169,7 @@ class MultiLevelCascadeAttentionWrapper:
             q_data_type, kv_data_type: dtypes (or names) of q and of the cache; None is that of q.
             o_data_type: dtype of the output; None is that of q.
             fixed_split_size, disable_split_kv: as in
-                :meth:`~cutlass_kernels.BatchPrefillWithPagedKVCacheWrapper.plan`, of every level.
+                ``plan``, of every level.
 
         Raises:
             ValueError: not one tensor for each level, or levels of different numbers of rows; else as of that plan().
@@ -249,7 +249,7 @@ class MultiLevelCascadeAttentionWrapper:
             q: ``[rows, num_qo_heads, head_dim]``.
             paged_kv_cache: the cache of all levels, ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
                 ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or a tuple (k_cache, v_cache).
-            q_scale, k_scale, v_scale: as in :meth:`~cutlass_kernels.BatchPrefillWithPagedKVCacheWrapper.run`.
+            q_scale, k_scale, v_scale: as in ``run``.
             out: ``[rows, num_qo_heads, head_dim]`` to write to. Rows beyond the last request keep what they hold.
             return_lse: return ``(out, lse)``, the LSE fp32 ``[rows, num_qo_heads]`` in base 2.
 

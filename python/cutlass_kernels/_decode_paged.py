@@ -1,6 +1,6 @@
 """Decode attention of a batch over a paged key/value cache: the newest tokens of every request, one or a few.
 
-It is the attention of :mod:`.prefill_paged` with as many rows for each request, so that there are no offsets of rows.
+It is the attention of ``prefill_paged`` with as many rows for each request, so that there are no offsets of rows.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             window_left, q_len_per_req: if given, must be the planned ones.
             sinks: float32 ``[num_qo_heads]``; ``exp(sinks[h])`` joins the denominator of head h, and so the LSE.
             **more: ``lse_base``, ``lse_layout``, ``enable_pdl``, ``skip_softmax_threshold_scale_factor`` and
-                ``kv_cache_sf``, as in :meth:`~cutlass_kernels.BatchPrefillWithPagedKVCacheWrapper.run`.
+                ``kv_cache_sf``, as in ``run``.
 
         Returns:
             ``out``, or ``(out, lse)``.
@@ -328,8 +328,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     ) -> Result:
         """Runs with these options, which replace those of the plan for this run and later ones.
 
-        The older form of :meth:`run`: an option left out takes its default here, not its planned value. Other keywords
-        go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
+        The older form of ``run``: an option left out takes its default here, not its planned value. Other keywords
+        go to ``run``. Returns and raises as ``run``, and KeyError for an unknown ``pos_encoding_mode``.
         """
         _hints.one_cache(paged_kv_cache, pos_encoding_mode)
         values = _options.options(
@@ -355,7 +355,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """:class:`BatchDecodeWithPagedKVCacheWrapper` for CUDA graphs: capture a run once, then plan and replay.
+    """``BatchDecodeWithPagedKVCacheWrapper`` for CUDA graphs: capture a run once, then plan and replay.
 
     Args:
         workspace_buffer: scratch tensor, 16-byte aligned; its device is the wrapper's.
@@ -366,7 +366,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         use_tensor_cores: accepted; every kernel uses them.
 
     Raises:
-        KeyError, ValueError: as :class:`BatchDecodeWithPagedKVCacheWrapper`.
+        KeyError, ValueError: as ``BatchDecodeWithPagedKVCacheWrapper``.
 
     Example:
         >>> buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (9, 4096, 8)]
@@ -410,7 +410,7 @@ def fast_decode_plan(
     disable_split_kv: bool = False,
     global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:
-    """:meth:`BatchDecodeWithPagedKVCacheWrapper.plan`, for engines that bind this function to a wrapper in its place.
+    """``BatchDecodeWithPagedKVCacheWrapper.plan``, for engines that bind this function to a wrapper in its place.
 
     Args:
         self: the wrapper.

@@ -18,7 +18,7 @@ class BackendError(ValueError, RuntimeError):
 
 
 class QueryTypeError(BackendError, AssertionError):
-    """A :class:`BackendError` about fp8 queries, which callers of FlashInfer expect as an AssertionError."""
+    """A ``BackendError`` about fp8 queries, which callers of FlashInfer expect as an AssertionError."""
 
 
 class PerformanceWarning(UserWarning):

@@ -39,7 +39,7 @@ def serves(problem: Problem, request: _request.Request, backend: str) -> bool:
 
 
 def compute(problem: Problem, backend: str, tables: Tables | None, max_q_len: int, max_kv_len: int) -> None:
-    """Computes a batch that :func:`serves` is true for, whose requests have at most so many rows and keys.
+    """Computes a batch that ``serves`` is true for, whose requests have at most so many rows and keys.
 
     Of a paged ``problem`` nothing is read but the caches and ``kv.indptr``, which counts tokens.
     """

@@ -30,7 +30,7 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def prepared_request(request: Request) -> Request | None:
-    """The facts of the problem that :func:`prepare` makes of one with these facts; None where no copy is needed."""
+    """The facts of the problem that ``prepare`` makes of one with these facts; None where no copy is needed."""
     rope = "rope" in request.features
     fp8_q, fp8_kv = request.q_dtype in FP8_DTYPES, request.kv_dtype in FP8_DTYPES
     if not (rope or fp8_q or fp8_kv):
@@ -60,7 +60,7 @@ def _copy_dtype(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_rounded(q_dtype: torch.dtype, o_dtype: torch.dtype) -> bool:
-    """Whether a kernel writes float16 in place of the output, from which :func:`round_output` makes it."""
+    """Whether a kernel writes float16 in place of the output, from which ``round_output`` makes it."""
     return q_dtype == _E4M3 and o_dtype == _E4M3
 
 
@@ -92,7 +92,7 @@ def prepare(problem: Problem, offsets: Offsets | None, module: Any, stream: int)
 
     ``offsets`` are those that the runs of a batch read, None for a single request; ``module`` is ``_C``. In what is
     returned, a paged cache has page tables for keys and for values: with a page number of -1 where the cache has no
-    such page. Its output is another where :func:`round_output` is to follow the kernel.
+    such page. Its output is another where ``round_output`` is to follow the kernel.
     """
     q, kv, rope = problem.q, problem.kv, problem.logits.rope
     device, dtype = q.device, _copy_dtype(q.dtype, problem.output.out.dtype)

@@ -1,6 +1,6 @@
 """What a caller probably meant: hints that end the messages of ``_args``, and checks that only find such mistakes.
 
-Nothing here is reached by a call that is right, but for :func:`one_cache` and :func:`tensor`.
+Nothing here is reached by a call that is right, but for ``one_cache`` and ``tensor``.
 """
 
 from __future__ import annotations

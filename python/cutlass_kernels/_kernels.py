@@ -1,4 +1,4 @@
-"""The compiled kernels: what they serve, and the way from a :class:`Problem` to a launch.
+"""The compiled kernels: what they serve, and the way from a ``Problem`` to a launch.
 
 An installation without the compiled module serves nothing here. Nothing below synchronises or copies more than a few
 scales.
@@ -277,7 +277,7 @@ def int_workspace(device: torch.device) -> torch.Tensor:
 
 
 def is_general(problem: Problem) -> bool:
-    """Whether a problem needs a tile list made for general ones (:class:`Offsets`), which then serves others too."""
+    """Whether a problem needs a tile list made for general ones (``Offsets``), which then serves others too."""
     logits = problem.logits
     return (
         problem.mask.bits is not None

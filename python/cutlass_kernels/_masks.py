@@ -64,7 +64,7 @@ def mask_of_rule(
     room: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask of a rule, as :func:`pack_mask` returns masks, on ``device``.
+    """The mask of a rule, as ``pack_mask`` returns masks, on ``device``.
 
     ``sees(request, position, key)`` (int64 tensors that broadcast) tells whether a row at a position sees a key. Where
     the lengths are on a CUDA device, the result has ``room`` bytes. ValueError where it has more than int32 counts.
@@ -95,7 +95,7 @@ def whole_words(bits: torch.Tensor) -> torch.Tensor:
 
 
 def check_packed_mask(bits: torch.Tensor, qo_lens: Lengths, kv_lens: Lengths) -> torch.Tensor:
-    """The first byte of every request (int32 ``[batch + 1]``) in bits packed as by :func:`pack_mask`.
+    """The first byte of every request (int32 ``[batch + 1]``) in bits packed as by ``pack_mask``.
 
     ValueError where ``bits`` is not a 1-D contiguous uint8 tensor or holds fewer bytes than the lengths say.
     """
@@ -165,17 +165,17 @@ def _check_bytes(total: int) -> int:
 
 
 def every_key(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A rule for :func:`mask_of_rule`: rows see all keys."""
+    """A rule for ``mask_of_rule``: rows see all keys."""
     return torch.ones_like(key, dtype=torch.bool)
 
 
 def keys_before(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A rule for :func:`mask_of_rule`: the causal mask."""
+    """A rule for ``mask_of_rule``: the causal mask."""
     return key <= position
 
 
 def keys_of_items(items: MultiItem) -> Rule:
-    """The rule of multi-item scoring, for :func:`mask_of_rule`; the tensors of ``items`` are on its device.
+    """The rule of multi-item scoring, for ``mask_of_rule``; the tensors of ``items`` are on its device.
 
     A row behind the end of its request's token positions counts as a delimiter, which sees the prefix only.
     """

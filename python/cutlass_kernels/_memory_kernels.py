@@ -1,6 +1,6 @@
 """The compiled kernels that only move memory: merging of states, writing to caches. From tensors to launches.
 
-:func:`serve` tells whether they compute a call at all. Arguments have been checked; tensors become addresses and
+``serve`` tells whether they compute a call at all. Arguments have been checked; tensors become addresses and
 strides here. Nothing is allocated but results, and copies of tensors that lie in memory as no kernel reads them;
 nothing synchronises, and all of it can be captured into a CUDA graph.
 """

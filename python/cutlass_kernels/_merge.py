@@ -57,7 +57,7 @@ def merge_state_in_place(
     s_other: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> None:
-    """Merges a second state into ``(v, s)``, as :func:`merge_state` does.
+    """Merges a second state into ``(v, s)``, as ``merge_state`` does.
 
     Args:
         v, s: the state to update: ``[tokens, heads, head_dim]`` and base-2 LSE ``[tokens, heads]``.

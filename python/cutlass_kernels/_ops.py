@@ -117,7 +117,7 @@ def single(
 def call(
     name: str, args: tuple[Any, ...], out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
 ) -> Result:
-    """Calls an operator in the form that fits: see :func:`define`."""
+    """Calls an operator in the form that fits: see ``define``."""
     operators = torch.ops.cutlass_kernels
     inputs = _autograd.with_grad((*args, out, lse)) if is_grad_enabled() else []
     if inputs:
@@ -295,7 +295,7 @@ def _outputs(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tensors of the shapes and types that :func:`new_results` returns."""
+    """New tensors of the shapes and types that ``new_results`` returns."""
     rows, heads = q.shape[0], q.shape[1]
     wanted = return_lse and lse is None
     lse_shape = (heads, rows) if transposed else (rows, heads)

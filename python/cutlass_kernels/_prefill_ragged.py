@@ -281,7 +281,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             window_left: if given, must be the planned one.
             sinks: float32 ``[num_qo_heads]``; ``exp(sinks[h])`` joins the denominator of head h, and so the LSE.
             skip_softmax_threshold_scale_factor: permission to skip key tiles of negligible weight, see
-                :func:`trtllm_fmha_v2_prefill`.
+                ``trtllm_fmha_v2_prefill``.
 
         Returns:
             ``out``, or ``(out, lse)``.
@@ -363,8 +363,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     ) -> Result:
         """Runs with these options, which replace those of the plan for this run and later ones.
 
-        The older form of :meth:`run`: an option left out takes its default here, not its planned value. Other keywords
-        go to :meth:`run`. Returns and raises as :meth:`run`, and KeyError for an unknown ``pos_encoding_mode``.
+        The older form of ``run``: an option left out takes its default here, not its planned value. Other keywords
+        go to ``run``. Returns and raises as ``run``, and KeyError for an unknown ``pos_encoding_mode``.
         """
         values = _options.options(
             causal,

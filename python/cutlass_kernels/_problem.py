@@ -1,8 +1,8 @@
 """The one description of an attention problem inside the package.
 
-Every public function turns its arguments into a :class:`Problem`; every backend computes one. Layouts have
-become token-major views (strides say the rest), masks are fields of :class:`Mask`, and options that change the
-logits are fields of :class:`Logits`. Nothing here checks user input (``_args``) or computes (``_reference``,
+Every public function turns its arguments into a ``Problem``; every backend computes one. Layouts have
+become token-major views (strides say the rest), masks are fields of ``Mask``, and options that change the
+logits are fields of ``Logits``. Nothing here checks user input (``_args``) or computes (``_reference``,
 ``_kernels``).
 """
 
@@ -95,7 +95,7 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class Pages:
-    """The page tables of a batch, on its device; see :class:`PagedKv`."""
+    """The page tables of a batch, on its device; see ``PagedKv``."""
 
     indices: Vector
     last_page_len: Vector

@@ -1,6 +1,6 @@
 """The facts that decide who can compute an attention problem.
 
-A :class:`Request` holds them. ``_select`` chooses from nothing else, so the same request always gets the same backend.
+A ``Request`` holds them. ``_select`` chooses from nothing else, so the same request always gets the same backend.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Request(NamedTuple):
     """The facts that decide which backends can serve a problem.
 
     ``compute_capability`` is ``10 * major + minor``, or None without a CUDA device. ``features`` are elements of
-    :data:`FEATURES`: what the mask, the logits, the output and the tensors ask for beyond plain attention.
+    ``FEATURES``: what the mask, the logits, the output and the tensors ask for beyond plain attention.
     ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
     scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
-    ``short_queries`` that fa2 comes first, and reads fp8 keys and values as they are (:func:`are_short`),
-    ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (:func:`copies_fp8`).
+    ``short_queries`` that fa2 comes first, and reads fp8 keys and values as they are (``are_short``),
+    ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (``copies_fp8``).
     ``layout`` is None where every kernel takes such numbers of rows and strides.
     """
 
@@ -91,7 +91,7 @@ class Request(NamedTuple):
 
     @classmethod
     def from_problem(cls, problem: Problem, alone: bool = False) -> Request:
-        """The facts of a problem; for ``alone`` see :func:`are_short`."""
+        """The facts of a problem; for ``alone`` see ``are_short``."""
         q, kv, out = problem.q, problem.kv, problem.output.out
         k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
         features, layout = _features(problem), None
@@ -143,7 +143,7 @@ def are_short(
     head_dims: tuple[int, int],
     alone: bool = False,
 ) -> bool:
-    """Whether a batch is for fa2 first: see :data:`SHORT_ROWS` for fp8 keys and values, is_decode.h for others.
+    """Whether a batch is for fa2 first: see ``SHORT_ROWS`` for fp8 keys and values, is_decode.h for others.
 
     ``rows`` are those of all requests, None where they are unknown. Rows of an fp8 cache with other ``head_dims`` than
     multiples of 16 are rarely aligned as kernels that read it need them. ``alone`` means that results of a request must

@@ -1,6 +1,6 @@
 """Chooses who computes an attention problem, can say why, and computes it.
 
-``reasons`` lists why a backend cannot serve a :class:`~._request.Request`; ``select`` takes the first of fa3, fa2,
+``reasons`` lists why a backend cannot serve a ``Request``; ``select`` takes the first of fa3, fa2,
 reference that has none, or of fa2, fa3, reference for short queries (``_request.are_short``).
 
 Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``.
@@ -62,7 +62,7 @@ def _reference_reasons(request: Request) -> list[str]:
 
 
 def select(requested: str, request: Request) -> str:
-    """The backend that serves ``request``: the requested one, or for "auto" the first of :func:`preferred`.
+    """The backend that serves ``request``: the requested one, or for "auto" the first of ``preferred``.
 
     Raises:
         ValueError: ``requested`` (or the environment's choice) is not a backend.
@@ -140,7 +140,7 @@ def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> N
 
 
 def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
-    """Computes ``problem`` with a backend that :func:`select` returned; ``schedule`` is what the kernels planned."""
+    """Computes ``problem`` with a backend that ``select`` returned; ``schedule`` is what the kernels planned."""
     if backend == "reference":
         if problem.qo_indptr is not None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise BackendError(

@@ -198,7 +198,7 @@ def single_prefill_with_kv_cache_return_lse(
     return_lse: bool = True,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`single_prefill_with_kv_cache` with ``return_lse=True``: returns ``(out, lse)``, the LSE in base 2.
+    """``single_prefill_with_kv_cache`` with ``return_lse=True``: returns ``(out, lse)``, the LSE in base 2.
 
     ``more`` are the keyword-only arguments of that function.
 

@@ -63,7 +63,7 @@ def single_decode_with_kv_cache(
         rope_scale, rope_theta: position divisor (default 1) and base (default 1e4) of "ROPE_LLAMA".
         return_lse: whether to return the LSE too.
         scale_q, scale_k, scale_v, o_dtype, backend, kv_cache_sf, sinks: as in
-            :func:`~cutlass_kernels.single_prefill_with_kv_cache`.
+            ``single_prefill_with_kv_cache``.
         out, lse: tensors to write to instead of new ones.
 
     Returns:
@@ -72,7 +72,7 @@ def single_decode_with_kv_cache(
 
     Raises:
         KeyError, ValueError, RuntimeError, NotImplementedError: as in
-            :func:`~cutlass_kernels.single_prefill_with_kv_cache`.
+            ``single_prefill_with_kv_cache``.
 
     Example:
         >>> q = torch.randn(32, 128, dtype=torch.float16)

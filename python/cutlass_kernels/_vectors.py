@@ -110,7 +110,7 @@ def page_bound(name: str, ids: torch.Tensor) -> int:
 
 
 def enough_pages(name: str, bound: int, cache: torch.Tensor) -> None:
-    """ValueError where ``cache`` ``[pages, ...]`` has fewer pages than ``bound``, which :func:`page_bound` found."""
+    """ValueError where ``cache`` ``[pages, ...]`` has fewer pages than ``bound``, which ``page_bound`` found."""
     if bound > cache.size(0):
         raise ValueError(
             f"{name} holds the page number {bound - 1}, but the cache has only {cache.size(0)} pages, numbered from 0."

@@ -1,6 +1,6 @@
 """What the batch wrappers share: planning, CUDA-graph buffers, and running with the options in effect.
 
-``plan()`` has two halves. Preparing checks all arguments and builds a :class:`Plan` without touching the wrapper;
+``plan()`` has two halves. Preparing checks all arguments and builds a ``Plan`` without touching the wrapper;
 committing stores it. So a plan that fails leaves the previous one in force. A plan depends on lengths and sizes only:
 mask, scale, cap, window and encoding are attributes of the wrapper that take effect when it runs.
 """
@@ -103,7 +103,7 @@ class BatchPrefillWrapper(Copied):
 
         Args:
             float_workspace_buffer: contiguous, 16-byte aligned; its device becomes the wrapper's.
-            int_workspace_buffer: the same for index data (8 MiB serve every plan; :meth:`workspace_size` says how much
+            int_workspace_buffer: the same for index data (8 MiB serve every plan; ``workspace_size`` says how much
                 one needs). None keeps the present one.
 
         Raises:
@@ -144,14 +144,14 @@ class BatchPrefillWrapper(Copied):
         return probe._needed
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`run` with ``return_lse=True``."""
+        """``run`` with ``return_lse=True``."""
         return self.run(*args, return_lse=True, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`forward` with ``return_lse=True``."""
+        """``forward`` with ``return_lse=True``."""
         return self.forward(*args, return_lse=True, **kwargs)
 
     def end_forward(self) -> None:

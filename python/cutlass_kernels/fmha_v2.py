@@ -115,7 +115,7 @@ def trtllm_fmha_v2_prefill(
         ``sum_j exp(logit_j - max_j logit_j)`` (natural exponent, without sinks). m is in units of
         ``1 / (bmm1_scale * sqrt(head_dim))``: the largest logit is ``m * sqrt(head_dim) * bmm1_scale``, or
         ``m * sqrt(head_dim)`` with a soft cap. Rows without keys hold the lowest float32 and 0.
-        :func:`fmha_v2_stats_to_lse` converts them into the base-2 LSE of the other functions.
+        ``fmha_v2_stats_to_lse`` converts them into the base-2 LSE of the other functions.
 
     Raises:
         ValueError: unknown layout or mask mode, shapes or dtypes that contradict the layout, a missing or malformed
@@ -262,7 +262,7 @@ def fmha_v2_stats_to_lse(
     bmm1_scale: float | torch.Tensor,
     logits_soft_cap_scale: float | None = None,
 ) -> torch.Tensor:
-    """The base-2 LSE of rows whose statistics :func:`trtllm_fmha_v2_prefill` saved.
+    """The base-2 LSE of rows whose statistics ``trtllm_fmha_v2_prefill`` saved.
 
     ``LSE = log2(e) * (max * sqrt(head_dim) * bmm1_scale + ln(sum))``, without ``bmm1_scale`` where a soft cap was in
     effect. Sinks are not included.
@@ -274,7 +274,7 @@ def fmha_v2_stats_to_lse(
         logits_soft_cap_scale: as in that call.
 
     Returns:
-        float32 ``[T, num_qo_heads]``, base 2; -inf for rows without keys. For :func:`merge_state` and its relatives.
+        float32 ``[T, num_qo_heads]``, base 2; -inf for rows without keys. For ``merge_state`` and its relatives.
 
     Raises:
         ValueError: ``stats`` does not end in a dimension of 2.

@@ -52,13 +52,13 @@ def get_batch_indices_positions(
 
     Args:
         append_indptr: int32 ``[batch + 1]``, offsets of the new tokens.
-        seq_lens: int32 ``[batch]``, keys of every request including the new tokens (see :func:`get_seq_lens`).
+        seq_lens: int32 ``[batch]``, keys of every request including the new tokens (see ``get_seq_lens``).
         nnz: number of entries to return, at least ``append_indptr[-1]``.
         batch_indices, positions: int32 ``[nnz]`` tensors to write to; allocated where None.
 
     Returns:
         ``(batch_indices, positions)``, int32 ``[nnz]``. Entries behind ``append_indptr[-1]`` are -1, which
-        :func:`append_paged_kv_cache` skips.
+        ``append_paged_kv_cache`` skips.
 
     Raises:
         ValueError: a tensor has another rank, dtype or length, or ``nnz`` is smaller than a CPU ``append_indptr[-1]``.
@@ -114,7 +114,7 @@ def append_paged_kv_cache(
     Args:
         append_key: ``[nnz, num_kv_heads, head_dim_qk]``, converted to the dtype of the cache.
         append_value: ``[nnz, num_kv_heads, head_dim_vo]``.
-        batch_indices, positions: int32 ``[nnz]`` (see :func:`get_batch_indices_positions`); tokens with a negative
+        batch_indices, positions: int32 ``[nnz]`` (see ``get_batch_indices_positions``); tokens with a negative
             batch index or position are skipped.
         paged_kv_cache: ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
             ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or a tuple (k_cache, v_cache) without the 2.

@@ -51,12 +51,12 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """Packs every segment of a vector into bits, each segment starting on a byte.
 
-    For ``packed_custom_mask`` use ``bitorder="little"``: see :func:`packbits`.
+    For ``packed_custom_mask`` use ``bitorder="little"``: see ``packbits``.
 
     Args:
         x: 1-D tensor ``[indptr[-1]]``, bool or a number (nonzero is 1), on any device.
         indptr: integer tensor ``[segments + 1]``; segment ``s`` is ``x[indptr[s]:indptr[s + 1]]``.
-        bitorder: ``"big"`` or ``"little"``, as in :func:`packbits`.
+        bitorder: ``"big"`` or ``"little"``, as in ``packbits``.
 
     Returns:
         ``(packed, packed_indptr)``: the uint8 bytes, and the first byte of every segment, int32 ``[segments + 1]`` on
@@ -98,7 +98,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 def pack_segments(
     flat: torch.Tensor, elements: torch.Tensor, packed: torch.Tensor, total: int, bitorder: str
 ) -> torch.Tensor:
-    """Packs segments of the bool vector ``flat``; the inner part of :func:`segment_packbits`.
+    """Packs segments of the bool vector ``flat``; the inner part of ``segment_packbits``.
 
     ``elements`` and ``packed`` (int64 ``[segments + 1]``) say where every segment starts in ``flat`` and in the result;
     ``total`` is the size of the result and may exceed ``packed[-1]``. Reads nothing back from a device.
@@ -127,7 +127,7 @@ def pack_rule(
     """Packs segments of ``sizes`` (int64 ``[segments]``) elements, of which ``bit(segment, element)`` tells the values.
 
     ``bit`` gets int64 tensors that broadcast, and returns bools; what it says of elements behind the end of a segment
-    is not used. ``packed`` and ``total`` are as in :func:`pack_segments`. Reads nothing back from a device.
+    is not used. ``packed`` and ``total`` are as in ``pack_segments``. Reads nothing back from a device.
     """
     device = sizes.device
     result = torch.empty((total + 3) // 4 * 4, dtype=torch.uint8, device=device)[:total]  # whole words of storage

@@ -14,12 +14,13 @@ from paths import ROOT
 import cutlass_kernels
 
 sys.path.insert(0, str(ROOT / "tools"))
+import draw_speed
 import support_matrix
 
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md", "third_party/README.md"]
-PAGES += sorted(str(path.relative_to(ROOT)) for path in DOCS.glob("*.md"))
+PAGES += sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))
 INSTANCES = (ROOT / support_matrix.INSTANCES).read_text()
 
 
@@ -34,6 +35,24 @@ def test_matrix_is_up_to_date() -> None:
     assert support_matrix.update(page, support_matrix.render(kernels)) == page, (
         "run `python tools/support_matrix.py --update docs/backends.md`"
     )
+
+
+def test_tables_of_speed_are_those_of_the_benchmark() -> None:
+    page = draw_speed.PAGE.read_text()
+    assert draw_speed.update(page, draw_speed.section(*draw_speed.read())) == page, "run `python tools/draw_speed.py`"
+
+
+def test_names_of_flashinfer() -> None:
+    """The table says of each name whether it is here."""
+    table = (DOCS / "migrate" / "flashinfer.md").read_text().split("names:begin -->\n")[1].split("<!--")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+    said = {name.strip("`"): word for name, word, _ in rows}
+    assert set(said.values()) == {"same", "differs", "missing"}
+    for name, word in said.items():
+        assert hasattr(cutlass_kernels, name) == (word != "missing"), name
+    ours = {"explain", "list_kernels", "fmha_v2_stats_to_lse", "BackendError", "PerformanceWarning", "__version__"}
+    modules = {"cascade", "decode", "page", "prefill", "quantization"}
+    assert set(cutlass_kernels.__all__) - ours - modules == {name for name, word in said.items() if word != "missing"}
 
 
 def test_update_rewrites_a_file(tmp_path: Path) -> None:
