@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,11 @@ def summary(figures: Figures, ours: str) -> str:
     mean = math.exp(sum(math.log(ratio) for ratio in every) / len(every))
     _, *peers = (name for name, _ in PICTURES[ours].values())
     behind = sum(ratio < 1 for ratio in every)
-    return (
+    text = (
         f"Relative to the faster of {' and '.join(peers)}: geometric mean {mean:.2f}, least {min(every):.2f}, "
         f"slower in {behind or 'none'} of the {len(every)} cells."
     )
+    return textwrap.fill(text, 120)
 
 
 def section(environment: dict[str, Any], figures: Figures) -> str:

@@ -1,12 +1,11 @@
 // _C.append_paged_kv_cache and _C.get_batch_indices_positions: the kernels of append.h.
 #include "cutlass_kernels/append.h"
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <string>
 
 #include "arguments.h"
+#include "bind.h"
 #include "enqueue.h"
 
 namespace cutlass_kernels {

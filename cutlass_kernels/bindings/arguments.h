@@ -1,7 +1,7 @@
 // What all bindings share: addresses and names from Python, errors to Python.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <pybind11/pytypes.h>
 
 #include <cstdint>
 #include <stdexcept>
@@ -45,15 +45,5 @@ inline Backend backend_of(const std::string& name) {
   throw pybind11::value_error("backend '" + name + "' is not compiled code: use 'auto' or one of " +
                               names + ".");
 }
-
-void bind_append(pybind11::module_& m);   // append.cpp
-void bind_batch(pybind11::module_& m);    // batch.cpp
-void bind_fused(pybind11::module_& m);    // fused.cpp
-void bind_indices(pybind11::module_& m);  // indices.cpp
-void bind_merge(pybind11::module_& m);    // merge.cpp
-void bind_prepare(pybind11::module_& m);  // prepare.cpp
-void bind_run(pybind11::module_& m);      // run.cpp
-void bind_single(pybind11::module_& m);   // single.cpp
-void bind_torch(pybind11::module_& m);    // torch.cpp
 
 }  // namespace cutlass_kernels

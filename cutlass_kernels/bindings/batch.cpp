@@ -1,7 +1,4 @@
 // _C.plan_batch, _C.attend: plans of batches, and problems that Python has checked.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -15,6 +12,7 @@
 #include "direct.h"
 #include "enqueue.h"
 #include "fields.h"
+#include "functions.h"
 #include "plan/plan.h"
 #include "registry/validate.h"
 
@@ -68,6 +66,8 @@ AttentionParams planned_params(const Fields& request, const Fields& offsets, std
   return params;
 }
 
+}  // namespace
+
 // The plan of a batch, with the bytes of its schedule and of its scratch. The schedule is written if it fits into the
 // workspace, and the scratch into `room`; else the caller says what is missing, or has asked for the sizes only. The
 // mask, as far as it is known, decides the size of tiles; runs may have another. `uploads` of vectors on the host and
@@ -111,6 +111,8 @@ py::tuple plan_batch(const std::string& backend, py::object request, py::object 
   const std::size_t schedule_bytes = layout.schedule_bytes, scratch_bytes = layout.scratch_bytes;
   return py::make_tuple(std::move(plan), schedule_bytes, scratch_bytes);
 }
+
+namespace {
 
 // --- a problem ---
 
@@ -189,6 +191,8 @@ void read_keys(const Fields& kv, bool paged, AttentionParams* params) {
   }
 }
 
+}  // namespace
+
 // Computes a Problem that Python has checked, on the current stream of its device. A batch brings its plan, and its
 // scratch.
 void attend(py::object object, const std::string& backend, const BatchPlan* plan,
@@ -212,8 +216,6 @@ void attend(py::object object, const std::string& backend, const BatchPlan* plan
   for (int d = 0; d < memory.ndim; ++d) bytes *= std::size_t(memory.shape[std::size_t(d)]);
   raise_unless_ok(run_batch(*plan, params, device, torch.stream(device), memory.data, bytes));
 }
-
-}  // namespace
 
 void read_problem(const Fields& problem, AttentionParams* params) {
   const Tensor q = problem.tensor("q");
@@ -249,18 +251,6 @@ Status run_batch(const BatchPlan& plan, const AttentionParams& params, int devic
   const Memory memory{plan.schedule, pointer<void>(scratch), nullptr};
   const auto work = [&] { return run(plan.state, params, memory, pointer<CUstream_st>(stream)); };
   return scratch == 0 ? without_gil(work) : without_gil_in_turn(stream, work);
-}
-
-void bind_batch(py::module_& m) {
-  py::class_<BatchPlan>(m, "BatchPlan");
-  m.def("plan_batch", &plan_batch,
-        "A plan, and the bytes that its tile list and its scratch take. From: backend, Request, "
-        "Offsets, rows of q, "
-        "workspace and its bytes, room for scratch, uploads, copies, stream.");
-  m.def("attend", &attend,
-        "Computes a Problem: with a backend, and for a batch with its plan and scratch.",
-        py::arg("problem"), py::arg("backend"), py::arg("plan") = nullptr,
-        py::arg("scratch") = py::none());
 }
 
 }  // namespace cutlass_kernels

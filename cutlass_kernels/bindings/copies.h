@@ -1,8 +1,6 @@
 // Copies of index vectors that a plan makes, from Python: (address to copy to, address to copy from, elements) each.
 #pragma once
 
-#include <pybind11/stl.h>
-
 #include <cstdint>
 #include <string>
 #include <tuple>

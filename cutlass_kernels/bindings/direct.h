@@ -135,10 +135,10 @@ inline PyMethodDef fast(const char* name, FastFunction function) {
           METH_FASTCALL, nullptr};
 }
 
-inline void add_function(py::module_& m, PyMethodDef* def) {
+inline void add_function(const py::object& module, PyMethodDef* def) {
   PyObject* function = PyCFunction_New(def, nullptr);
   if (function == nullptr) throw py::error_already_set();
-  m.attr(def->ml_name) = py::reinterpret_steal<py::object>(function);
+  module.attr(def->ml_name) = py::reinterpret_steal<py::object>(function);
 }
 
 }  // namespace cutlass_kernels

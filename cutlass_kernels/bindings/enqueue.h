@@ -5,7 +5,7 @@
 // then waits for ever. Releasing it takes 0.1 us.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <pybind11/gil.h>
 
 #include <map>
 #include <mutex>

@@ -1,7 +1,7 @@
 // Reads Python objects by the names of their fields: the dataclasses of _problem.py and _request.Request.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <pybind11/cast.h>
 
 #include <cstdint>
 #include <string>

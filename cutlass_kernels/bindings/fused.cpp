@@ -8,6 +8,7 @@
 #include "common/element_bytes.h"
 #include "direct.h"
 #include "fields.h"
+#include "functions.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -314,6 +315,12 @@ py::object fused_prefill(PyObject* const* given, Py_ssize_t count) {
 
 // --- a problem that Python has checked ---
 
+PyObject* fused(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&] { return fused_prefill(given, count); });
+}
+
+}  // namespace
+
 // Block tables as read_tables() takes them: `tables` is None without pages. kv.indptr counts tokens.
 void attend_fused(py::object object, const std::string& backend, const py::object& tables,
                   std::int64_t v_offset, std::int64_t max_q_len, std::int64_t max_kv_len) {
@@ -341,19 +348,9 @@ void attend_fused(py::object object, const std::string& backend, const py::objec
   raise_unless_ok(launch_once(torch, params, backend_of(backend), device));
 }
 
-PyObject* fused(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] { return fused_prefill(given, count); });
-}
-
-}  // namespace
-
-void bind_fused(py::module_& m) {
+void add_fused(const py::object& module) {
   static PyMethodDef fused_def = fast("fused_prefill", &fused);
-  add_function(m, &fused_def);
-  m.def("attend_fused", &attend_fused,
-        "Computes a Problem whose indptrs and block tables kernels read on the device. From: "
-        "problem, backend, block "
-        "tables or None, the page number of the first value page, bounds of the lengths.");
+  add_function(module, &fused_def);
 }
 
 }  // namespace cutlass_kernels

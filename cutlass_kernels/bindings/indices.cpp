@@ -4,8 +4,6 @@
 // One pass over each vector checks it and finds what plans need to know; then all are packed into one buffer, which the
 // caller may not change any more. 128 requests take 0.5 us here, and 50 in torch, where every look at a vector costs 2
 // to 5.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -15,6 +13,7 @@
 #include "copies.h"
 #include "direct.h"
 #include "enqueue.h"
+#include "functions.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -167,30 +166,24 @@ PyObject* read_sizes(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 }  // namespace
 
-void bind_indices(py::module_& m) {
-  // Positional: keywords would take 7 us, positions take 0.4.
-  m.def(
-      "ascend",
-      [](Address offsets, std::int64_t count) {
-        return ascend({pointer<const std::int32_t>(offsets), count});
-      },
-      "Whether int32 offsets (address, count) never decrease, from a first that is not negative.");
+bool ascends(Address offsets, std::int64_t count) {
+  return ascend({pointer<const std::int32_t>(offsets), count});
+}
+
+void copy_index_vectors(const Copies& uploads, const Copies& copies, Address stream) {
+  const VectorCopies on_host = vector_copies(uploads), on_device = vector_copies(copies);
+  enqueue([&] {
+    auto* cuda_stream = pointer<CUstream_st>(stream);
+    Status status = copy_vectors(on_device, cuda_stream);
+    return status.ok() ? upload(on_host, cuda_stream) : status;
+  });
+}
+
+void add_indices(const py::object& module) {
   static PyMethodDef offsets_def = fast("read_offsets", &read_exactly<read_offsets, 2>);
   static PyMethodDef pages_def = fast("read_pages", &read_exactly<read_pages, 7>);
   static PyMethodDef sizes_def = fast("sizes_on_device", &read_sizes);
-  for (PyMethodDef* def : {&offsets_def, &pages_def, &sizes_def}) add_function(m, def);
-  m.def(
-      "copy_vectors",
-      [](const Copies& uploads, const Copies& copies, Address stream) {
-        const VectorCopies on_host = vector_copies(uploads), on_device = vector_copies(copies);
-        enqueue([&] {
-          auto* cuda_stream = pointer<CUstream_st>(stream);
-          Status status = copy_vectors(on_device, cuda_stream);
-          return status.ok() ? upload(on_host, cuda_stream) : status;
-        });
-      },
-      "Copies int32 vectors to the device, (to, from, elements) each: from the host, from the "
-      "device; stream.");
+  for (PyMethodDef* def : {&offsets_def, &pages_def, &sizes_def}) add_function(module, def);
 }
 
 }  // namespace cutlass_kernels

@@ -1,12 +1,11 @@
 // _C.merge_state and _C.merge_states: the kernels of merge.h, for tensors that Python allocates.
 #include "cutlass_kernels/merge.h"
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <string>
 
 #include "arguments.h"
+#include "bind.h"
 #include "enqueue.h"
 
 namespace cutlass_kernels {

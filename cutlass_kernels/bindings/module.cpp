@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "bind.h"
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "plan/plan.h"
@@ -216,13 +217,8 @@ PYBIND11_MODULE(_C, m) {
       py::arg("dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
       py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"),
       py::arg("compute_capability"), py::arg("multiprocessors"), py::arg("general") = false);
+  bind_attention(m);
   bind_append(m);
-  bind_batch(m);
-  bind_fused(m);
-  bind_indices(m);
   bind_merge(m);
   bind_prepare(m);
-  bind_run(m);
-  bind_single(m);
-  bind_torch(m);
 }

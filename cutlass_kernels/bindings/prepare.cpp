@@ -1,14 +1,13 @@
 // _C.prepare and _C.round_output: the copies of prepare.h, for temporaries that Python allocates.
 #include "cutlass_kernels/prepare.h"
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
 
 #include "arguments.h"
+#include "bind.h"
 #include "enqueue.h"
 
 namespace cutlass_kernels {

@@ -10,6 +10,7 @@
 #include "direct.h"
 #include "enqueue.h"
 #include "fields.h"
+#include "functions.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -197,6 +198,8 @@ PyObject* run(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
   });
 }
 
+}  // namespace
+
 /// A function that makes direct runs of a plan. It holds what it needs.
 py::object direct_run(py::object description) {
   static PyMethodDef run_def = fast("direct_run", &run);
@@ -210,15 +213,6 @@ py::object direct_run(py::object description) {
   PyObject* function = PyCFunction_New(&run_def, held.ptr());
   if (function == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(function);
-}
-
-}  // namespace
-
-void bind_run(py::module_& m) {
-  m.def("direct_run", &direct_run,
-        "The function (q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse, options) "
-        "that makes direct "
-        "runs of a plan: their results, or None where the call is one for Python.");
 }
 
 }  // namespace cutlass_kernels

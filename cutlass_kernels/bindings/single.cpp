@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "direct.h"
+#include "functions.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -111,11 +112,11 @@ PyObject* single_decode(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 }  // namespace
 
-void bind_single(py::module_& m) {
+void add_single(const py::object& module) {
   static PyMethodDef prefill_def = fast("single_prefill", &single_prefill);
   static PyMethodDef decode_def = fast("single_decode", &single_decode);
-  add_function(m, &prefill_def);
-  add_function(m, &decode_def);
+  add_function(module, &prefill_def);
+  add_function(module, &decode_def);
 }
 
 }  // namespace cutlass_kernels

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "device.h"
+#include "functions.h"
 #include "plan/plan.h"
 
 namespace cutlass_kernels {
@@ -206,18 +207,10 @@ DType Torch::dtype(const py::object& object) const {
   return dtype;
 }
 
-void bind_torch(py::module_& m) {
-  m.def(
-      "use_torch",
-      [](const py::object& exchange_api, const py::dict& functions) {
-        instance() = std::make_unique<Torch>(exchange_api, functions);
-      },
-      "Says how tensors are read and made. exchange_api: DLPack's capsule of torch.Tensor, or "
-      "None, "
-      "and then functions['facts'] reads a tensor.");
-  m.def(
-      "counters", [](int device, Address stream) { return Torch::get().counters(device, stream); },
-      "The call counters of a device and a stream.");
+void use_torch(const py::object& exchange_api, const py::dict& functions) {
+  instance() = std::make_unique<Torch>(exchange_api, functions);
 }
+
+py::object counters_of(int device, Address stream) { return Torch::get().counters(device, stream); }
 
 }  // namespace cutlass_kernels

@@ -5,7 +5,7 @@
 #pragma once
 
 #include <dlpack/dlpack.h>
-#include <pybind11/pybind11.h>
+#include <pybind11/cast.h>
 
 #include <array>
 #include <cstddef>

@@ -18,13 +18,6 @@ std::string cuda_version(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-Status no_device(cudaError_t error) {
-  std::string problem = error == cudaErrorInsufficientDriver ? driver_problem() : "";
-  if (problem.empty()) return cuda_failure("Asking for the current GPU", error);
-  cudaGetLastError();  // not left behind for the caller's own error check
-  return {StatusCode::kCudaError, std::move(problem)};
-}
-
 Status ask(int index, Device* device) {
   int major = 0, minor = 0;
   const std::pair<cudaDeviceAttr, int*> questions[] = {
@@ -56,6 +49,16 @@ std::string driver_problem() {
          "driver (12.4 or newer).";
 }
 
+Status cuda_failure(const char* what, cudaError_t error) {
+  cudaGetLastError();  // not left behind for the caller's own error check
+  std::string problem = error == cudaErrorInsufficientDriver ? driver_problem() : "";
+  if (problem.empty()) {
+    problem = std::string(what) + " failed: " + cudaGetErrorName(error) + " (" +
+              cudaGetErrorString(error) + ").";
+  }
+  return {StatusCode::kCudaError, std::move(problem)};
+}
+
 Status current_device(Device* device) {
   static Device remembered[kRememberedDevices];
   static std::atomic<bool> is_known[kRememberedDevices];
@@ -63,7 +66,7 @@ Status current_device(Device* device) {
 
   int index = 0;
   const cudaError_t error = cudaGetDevice(&index);
-  if (error != cudaSuccess) return no_device(error);
+  if (error != cudaSuccess) return cuda_failure("Asking for the current GPU", error);
   if (index >= kRememberedDevices) return ask(index, device);
   if (!is_known[index].load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(asking);

@@ -106,7 +106,9 @@ def test_readme_is_two_screens() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", page)])
 def test_python_examples_run(page: str) -> None:
-    program = "\n".join(blocks("python", page)) + "\nassert out.shape == (128, 32, 128)\n"
+    program = "\n".join(blocks("python", page))
+    if "transformers" in program:
+        pytest.importorskip("transformers", reason="the example needs pip install '.[hf]'")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert page != "README.md" or "selected" in done.stdout

@@ -21,8 +21,36 @@ namespace cutlass_kernels::fa2 {
 // much longer over its keys than fa3's (hd128, 8k causal: 1.17 times torch's speed, with 32 MB 1.14).
 constexpr std::int64_t kTailBytes = std::int64_t(1) << 40;
 
-template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
-Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
+// What a launch needs to know of a kernel.
+struct KernelFacts {
+  void (*kernel)(KernelParams);
+  int threads;
+  int shared_bytes;
+  int kv_bytes;  // of an element of K and V
+  bool decodes;
+  bool general;  // Logits::kGeneral
+};
+
+inline void set_pages(int kv_bytes, KernelParams* kernel_params) {
+  const LaunchParams& p = kernel_params->attention;
+  const PageTable& pages = p.pages;
+  const auto matrix = [&](const ConstTensorView& view, const std::int32_t* indices,
+                          std::int64_t stride_page) {
+    return PagedMatrix{indices, static_cast<const char*>(view.data), kv_bytes * stride_page,
+                       kv_bytes * view.stride_token, kv_bytes * view.stride_head};
+  };
+  kernel_params->page_size = FastDivisor(std::uint32_t(pages.page_size));
+  kernel_params->num_pages =
+      std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
+  kernel_params->paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
+  const std::int32_t* v_indices = pages.v_indices != nullptr ? pages.v_indices : pages.indices;
+  kernel_params->paged[1] = matrix(p.v, v_indices, pages.v_stride_page);
+  kernel_params->first_v_page = std::uint32_t(pages.v_offset);
+}
+
+// No template: it is compiled once, not once per kernel.
+inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& params,
+                             cudaStream_t stream, DoneOnDevices* allowed) {
   Device device;
   if (Status asked = current_device(&device); !asked.ok()) return asked;
   KernelParams kernel_params{};
@@ -32,51 +60,45 @@ Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
   kernel_params.general = GeneralTransform::make(params);
   kernel_params.stats = RowStats::make(params);
   kernel_params.transforms = GeneralTransform::changes(params);
-  if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
+  if (facts.general) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.mask_divisors = MaskDivisors(p);
   kernel_params.group_size = p.num_qo_heads / p.num_kv_heads;
   kernel_params.rows = RowTiles::make(p);
   const int packed_heads = std::max(p.plan.packed_heads, 1);
   kernel_params.pack = FastDivisor(std::uint32_t(packed_heads));
   const int tiles = p.plan.tile_indices;
+  const int heads = p.num_qo_heads / packed_heads;
   // Packed heads share their keys already: sections would only put entries of the list without a tile between the
   // others.
-  const std::int64_t tail_tiles =
-      Tile::kDecodes ? std::int64_t(tiles) * (p.num_qo_heads / packed_heads) : two_waves(device);
+  const std::int64_t tail_tiles = facts.decodes ? std::int64_t(tiles) * heads : two_waves(device);
   kernel_params.order = TileOrder::make(p, tiles, tail_tiles, device, kTailBytes);
-  if constexpr (kPaged) {
-    const PageTable& pages = p.pages;
-    kernel_params.page_size = FastDivisor(std::uint32_t(pages.page_size));
-    kernel_params.num_pages =
-        std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
-    auto matrix = [](const ConstTensorView& view, const std::int32_t* indices,
-                     std::int64_t stride_page) {
-      constexpr std::int64_t kBytes = Tile::kKvBytes;
-      return PagedMatrix{indices, static_cast<const char*>(view.data), kBytes * stride_page,
-                         kBytes * view.stride_token, kBytes * view.stride_head};
-    };
-    const std::int32_t* v_indices = pages.v_indices != nullptr ? pages.v_indices : pages.indices;
-    kernel_params.paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
-    kernel_params.paged[1] = matrix(p.v, v_indices, pages.v_stride_page);
-    kernel_params.first_v_page = std::uint32_t(pages.v_offset);
-  }
+  if (p.pages.page_size > 0) set_pages(facts.kv_bytes, &kernel_params);
 
-  auto* kernel = &attention_kernel<Element, Kv, Tile, kLogits, kPaged>;
-  constexpr int kBytes = kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(tiles) * unsigned(p.num_qo_heads / packed_heads));
-  config.blockDim = dim3(Tile::kThreads);
-  config.dynamicSmemBytes = kBytes;
+  config.gridDim = dim3(unsigned(tiles) * unsigned(heads));
+  config.blockDim = dim3(unsigned(facts.threads));
+  config.dynamicSmemBytes = std::size_t(facts.shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
-  config.numAttrs = Tile::kDecodes && has_dependent_launch(device.compute_capability) ? 1 : 0;
-  static DoneOnDevices allowed;  // this kernel, so much shared memory
+  config.numAttrs = facts.decodes && has_dependent_launch(device.compute_capability) ? 1 : 0;
   const cudaError_t error =
-      launch_with_shared_memory(config, kernel, kernel_params, device.index, &allowed);
+      launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
+}
+
+template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
+Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
+  static DoneOnDevices allowed;  // this kernel, so much shared memory
+  const KernelFacts facts{&attention_kernel<Element, Kv, Tile, kLogits, kPaged>,
+                          Tile::kThreads,
+                          kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes,
+                          Tile::kKvBytes,
+                          Tile::kDecodes,
+                          kLogits == Logits::kGeneral};
+  return enqueue_kernel(facts, params, stream, &allowed);
 }
 
 template <class Element, class Tile, Logits kLogits, class Kv = Element>

@@ -17,14 +17,25 @@
 
 namespace cutlass_kernels::fa3 {
 
-template <class Element, class Tile, Logits kLogits>
-Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
+// What a launch needs to know of a kernel.
+struct KernelFacts {
+  void (*kernel)(KernelParams);
+  int threads;
+  int shared_bytes;
+  int block_n;
+  int ctas_per_sm;
+  bool general;  // Logits::kGeneral
+};
+
+// No template: it is compiled once, not once per kernel.
+inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& params,
+                             cudaStream_t stream, DoneOnDevices* allowed) {
   KernelParams kernel_params;
   kernel_params.attention = params;
   const LaunchParams& p = kernel_params.attention;
   Device device;
   if (Status asked = current_device(&device); !asked.ok()) return asked;
-  const int ctas = device.multiprocessors * Tile::kCtasPerSm;
+  const int ctas = device.multiprocessors * facts.ctas_per_sm;
 
   const int tiles = p.plan.tile_indices;
   const int packed_heads = std::max(p.plan.packed_heads, 1);
@@ -42,28 +53,38 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   kernel_params.general = GeneralTransform::make(params);
   kernel_params.stats = RowStats::make(params);
   kernel_params.changes_logits = GeneralTransform::changes(params);
-  if (kLogits == Logits::kGeneral) kernel_params.transform.scale = kernel_params.general.scale;
+  if (facts.general) kernel_params.transform.scale = kernel_params.general.scale;
   kernel_params.mask_divisors = MaskDivisors(p);
   kernel_params.group_size = FastDivisor(std::uint32_t(p.num_qo_heads / p.num_kv_heads));
   kernel_params.rows = RowTiles::make(p);
 
-  if (Status made = make_maps(p, Tile::kBlockN, &kernel_params); !made.ok()) return made;
+  if (Status made = make_maps(p, facts.block_n, &kernel_params); !made.ok()) return made;
 
-  auto* kernel = &attention_kernel<Element, Tile, kLogits>;
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(unsigned(std::min<std::int64_t>(ctas, std::int64_t(tiles) * kernel_params.heads)));
+  config.blockDim = dim3(unsigned(facts.threads));
+  config.dynamicSmemBytes = std::size_t(facts.shared_bytes);
+  config.stream = stream;
+  const cudaError_t error =
+      launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);
+}
+
+template <class Element, class Tile, Logits kLogits>
+Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<Tile>);
   static_assert(kBytes * Tile::kCtasPerSm <= (227 << 10) - 1024 * (Tile::kCtasPerSm - 1),
                 "fa3: the shared memory of an SM is 227 KB for one CTA, and 1 KB less for each "
                 "further one.");
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(unsigned(std::min<std::int64_t>(ctas, std::int64_t(tiles) * kernel_params.heads)));
-  config.blockDim = dim3(Tile::kThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
   static DoneOnDevices allowed;  // this kernel to use kBytes
-  const cudaError_t error =
-      launch_with_shared_memory(config, kernel, kernel_params, device.index, &allowed);
-  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);
+  const KernelFacts facts{&attention_kernel<Element, Tile, kLogits>,
+                          Tile::kThreads,
+                          kBytes,
+                          Tile::kBlockN,
+                          Tile::kCtasPerSm,
+                          kLogits == Logits::kGeneral};
+  return enqueue_kernel(facts, params, stream, &allowed);
 }
 
 inline Status no_such_tile(const LaunchParams& params) {

@@ -9,6 +9,7 @@
 
 #include "../host/stand_in_cuda.h"
 #include "arguments.h"
+#include "bind.h"
 #include "copy_vectors.h"
 #include "mask_extents.h"
 #include "merge/combine_splits.h"
@@ -150,11 +151,7 @@ py::dict facts(const Recorded& call) {
 
 PYBIND11_MODULE(recorded_calls, m) {
   using namespace cutlass_kernels;
-  bind_batch(m);
-  bind_fused(m);
-  bind_run(m);
-  bind_single(m);
-  bind_torch(m);
+  bind_attention(m);
   m.def("current_device", [] { return stand_in::current_device; });
   m.def("set_capturing", [](bool value) { stand_in::is_capturing = value; });
   m.def(

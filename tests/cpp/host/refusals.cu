@@ -3,6 +3,7 @@
 #include <string>
 
 #include "checks.h"
+#include "cuda_failure.h"
 #include "device.h"
 
 namespace {
@@ -162,7 +163,12 @@ void check_old_driver() {
               status.message.find("driver supports CUDA 12.8") != std::string::npos &&
               status.message.find("built with CUDA 13.0") != std::string::npos,
           status.message);
+  const auto launch = [](cudaError_t error) {
+    return ck::cuda_failure("Launching a kernel", error).message;
+  };
+  require(launch(cudaErrorInsufficientDriver) == status.message, "every call says the same");
   stand_in::driver_version = 13000;
+  require(launch(cudaErrorInvalidValue).find("Launching a kernel failed: ") == 0, "other errors");
   require(ck::driver_problem().empty() && ck::make_plan(params, &plan).ok(), "the driver serves");
 }
 
