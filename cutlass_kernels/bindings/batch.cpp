@@ -1,4 +1,6 @@
 // _C.plan_batch, _C.attend: plans of batches, and problems that Python has checked.
+#include <pybind11/pybind11.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -121,7 +123,7 @@ ConstTensorView view_of(const Tensor& tensor, int first) {
           tensor.strides[std::size_t(first + 1)]};
 }
 
-DType dtype_of(const Tensor& tensor, const char* name) {
+DType element_type(const Tensor& tensor, const char* name) {
   DType dtype{};
   if (!dtype_of(tensor, &dtype)) {
     throw py::value_error(std::string(name) + " has elements of a type that no kernel reads.");
@@ -156,7 +158,7 @@ void read_logits(const Fields& logits, AttentionParams* params) {
 
 void read_output(const Fields& output, AttentionParams* params) {
   const Tensor out = output.tensor("out");
-  params->o_dtype = dtype_of(out, "out");
+  params->o_dtype = element_type(out, "out");
   params->o = {pointer<void>(out.data), out.strides[0], out.strides[1]};
   if (!output.at("lse").is_none()) {
     const Tensor lse = output.tensor("lse");
@@ -170,7 +172,7 @@ void read_output(const Fields& output, AttentionParams* params) {
 
 void read_keys(const Fields& kv, bool paged, AttentionParams* params) {
   const Tensor k = kv.tensor(paged ? "k_cache" : "k"), v = kv.tensor(paged ? "v_cache" : "v");
-  params->kv_dtype = dtype_of(k, "k");
+  params->kv_dtype = element_type(k, "k");
   params->num_kv_heads = int(k.shape[std::size_t(k.ndim - 2)]);
   params->head_dim_vo = int(v.shape[std::size_t(v.ndim - 1)]);
   params->k = view_of(k, paged);
@@ -219,7 +221,7 @@ void attend(py::object object, const std::string& backend, const BatchPlan* plan
 
 void read_problem(const Fields& problem, AttentionParams* params) {
   const Tensor q = problem.tensor("q");
-  params->q_dtype = dtype_of(q, "q");
+  params->q_dtype = element_type(q, "q");
   params->total_q = q.shape[0];
   params->num_qo_heads = int(q.shape[1]);
   params->head_dim_qk = int(q.shape[2]);

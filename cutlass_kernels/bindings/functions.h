@@ -1,5 +1,5 @@
-// The functions of attention that attention.cpp registers, by the file that has them. Those files do not include
-// pybind11.h: it takes 8 seconds to compile, what they need of it 2.
+// The functions of attention that attention.cpp registers, by the file that has them. Files that make no object of a
+// registered class do not include pybind11.h: it takes 8 seconds to compile, what they need of it 2.
 #pragma once
 
 #include <pybind11/pytypes.h>
