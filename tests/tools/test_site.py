@@ -64,7 +64,7 @@ def test_pages_in_a_browser(site: Path, address: str) -> None:
     anchors: dict[str, set[str]] = {}
     links: list[tuple[str, str]] = []
     with playwright.sync_playwright() as run:
-        browser = run.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = run.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         page = browser.new_page()
         page.on("response", lambda r: r.status >= 400 and faults.append(f"{r.url}: {r.status}"))
         page.on("requestfailed", lambda r: faults.append(f"{r.url}: {r.failure}"))
