@@ -26,6 +26,7 @@ import pairs
 import pytest
 import ran
 import torch
+from environment import choose_backend
 from hypothesis import HealthCheck, Phase, settings
 
 # What each backend refuses when asked for by name. A feature that starts to work is removed here, and the same tests
@@ -36,7 +37,6 @@ UNSERVED: dict[str, frozenset[str]] = {
     "fa2": frozenset({"fp8_batch", "unaligned"}),
     "fa3": frozenset({"unaligned", "stride_0"}),  # TMA cannot address a token stride of 0
 }
-BACKEND = "CUTLASS_KERNELS_BACKEND"
 SEED = "CK_TEST_SEED"  # of the random cases; every run draws its own
 REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
 WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
@@ -71,7 +71,7 @@ class Target:
             call(self.backend)
         assert self.backend in str(refusal.value), f"the refusal does not name the backend: {refusal.value}"
         with pytest.MonkeyPatch.context() as environment, ran.in_place_of_a_refusal():
-            environment.delenv(BACKEND, raising=False)
+            choose_backend(environment)
             return call("auto")
 
     def workspace(self, size: int | None = None) -> torch.Tensor:
@@ -243,12 +243,13 @@ def the_targets_backend(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """In place of "auto", which some functions take no other word for, stands the backend of the case."""
     target = request.getfixturevalue("target") if "target" in request.fixturenames else None
     if target is not None and not target.is_reference:
-        monkeypatch.setenv(BACKEND, target.backend)
+        choose_backend(monkeypatch, target.backend)
 
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No variable of ours leaks in from the caller's shell."""
+    choose_backend(monkeypatch)
     for name in list(os.environ):
         if name.startswith(("CUTLASS_KERNELS_", "CK_")):
             monkeypatch.delenv(name)

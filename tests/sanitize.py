@@ -14,14 +14,13 @@ backend) and to give blocks of fa3 several, rows and warps without keys, and til
 from __future__ import annotations
 
 import argparse
-import os
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _C
+from cutlass_kernels import _C, _select
 
 Lengths = list[tuple[int, int]]  # (queries, keys) per request
 
@@ -141,7 +140,7 @@ def decode(
 def every_fused(backend: str, head_dim: int) -> None:
     """Batches without a tile list: tiles of one head, packed heads and decode, split keys, statistics, tiles that may
     be skipped, block tables, outputs of 8 bits."""
-    os.environ["CUTLASS_KERNELS_BACKEND"] = backend  # this function has no argument for it
+    _select.environment = _select.Environment(auto=backend)  # this function has no argument for it
     for heads, lengths in (
         ((4, 2), [(1, 300), (0, 5), (40, 0), (130, 170), (65, 200)]),
         ((70, 70), [(300, 333), (5, 700)]),
@@ -156,7 +155,7 @@ def every_fused(backend: str, head_dim: int) -> None:
         if head_dim in (64, 128, 256):
             fused(heads, lengths, head_dim, torch.float8_e4m3fn, "causal")
             fused(heads, lengths, head_dim, torch.float8_e4m3fn, "padding", 16, out_dtype=torch.bfloat16)
-    del os.environ["CUTLASS_KERNELS_BACKEND"]
+    _select.environment = _select.Environment()
 
 
 def fused(

@@ -408,14 +408,16 @@ def fast_decode_plan(
     non_blocking: bool = True,
     fixed_split_size: int | None = None,
     disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
     global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:
     """``BatchDecodeWithPagedKVCacheWrapper.plan``, for engines that bind this function to a wrapper in its place.
 
     Args:
         self: the wrapper.
-        global_override_indptr_cpu: a copy of ``indptr`` on the CPU, from which the plan is made. Without it a CUDA
-            ``indptr`` is read on the device, as by plan().
+        q_len_per_req: as of plan().
+        global_override_indptr_cpu: ``indptr`` on the CPU, or a bound of it. Nothing here needs it: a CUDA ``indptr`` is
+            read on the device.
 
     The other arguments, and what is raised, are those of plan(); they lack its ``o_data_type``, so their order differs.
     ``torch.compile`` cannot trace this function: plan outside of the compiled function.
@@ -425,9 +427,11 @@ def fast_decode_plan(
     """
     if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
         raise TypeError(f"self is {type(self).__name__}: pass the BatchDecodeWithPagedKVCacheWrapper to plan.")
+    if global_override_indptr_cpu is not None:
+        _hints.tensor("global_override_indptr_cpu", global_override_indptr_cpu)
     BatchDecodeWithPagedKVCacheWrapper.plan(  # not self.plan, in the place of which this may have been put
         self,
-        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indptr,
         indices,
         last_page_len,
         num_qo_heads,
@@ -446,6 +450,7 @@ def fast_decode_plan(
         non_blocking=non_blocking,
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
     )
 
 

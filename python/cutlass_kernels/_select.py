@@ -3,7 +3,8 @@
 ``reasons`` lists why a backend cannot serve a ``Request``; ``select`` takes the first of fa3, fa2,
 reference that has none, or of fa2, fa3, reference for short queries (``_request.are_short``).
 
-Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``.
+Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``;
+``CUTLASS_KERNELS_FORCE_BACKEND`` overrides every backend, for engines that always name one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,17 +27,33 @@ from ._request import Request
 BACKENDS = ("fa3", "fa2", "reference")  # as ck_backends() in instances.cmake, and the reference
 CHOICES = ("auto", *BACKENDS)
 KERNEL_BACKENDS = BACKENDS[:-1]
-ENVIRONMENT = "CUTLASS_KERNELS_BACKEND"
-
-# What os.environ looks things up in. It takes 1.5 us to say that something is not there: a tenth of a whole call.
-try:
-    _ENVIRONMENT: Any = os.environ._data  # type: ignore[attr-defined]
-    _ENVIRONMENT_KEY: Any = os.environ.encodekey(ENVIRONMENT)
-except AttributeError:  # another Python's
-    _ENVIRONMENT, _ENVIRONMENT_KEY = os.environ, ENVIRONMENT
+VARIABLES = ("CUTLASS_KERNELS_BACKEND", "CUTLASS_KERNELS_FORCE_BACKEND")
 
 _log = logging.getLogger("cutlass_kernels")
 _warned: set[tuple[str, ...]] = set()
+
+
+class Environment(NamedTuple):
+    """What the environment puts in place of "auto", and of every backend."""
+
+    auto: str | None = None
+    forced: str | None = None
+
+    def shown(self) -> dict[str, str]:
+        """The variables that are set."""
+        return {name: word for name, word in zip(VARIABLES, self) if word is not None}
+
+
+def _read_environment() -> Environment:
+    environment = Environment(*(sys.intern(os.environ[name]) if os.environ.get(name) else None for name in VARIABLES))
+    if environment.auto:
+        _log.info("%s=%s replaces backend='auto'.", VARIABLES[0], environment.auto)
+    if environment.forced:
+        _log.warning("%s=%s replaces every backend that is asked for.", VARIABLES[1], environment.forced)
+    return environment
+
+
+environment = _read_environment()  # once: it takes 1.5 us to ask for a variable that is not there
 
 
 def reasons(backend: str, request: Request) -> list[str]:
@@ -70,10 +87,11 @@ def select(requested: str, request: Request) -> str:
     """
     if requested not in CHOICES:
         _check_name(requested, CHOICES)
-    override = override_of(requested)
-    if override:
-        _check_name(override, CHOICES, f"the environment variable {ENVIRONMENT}")
-        requested = override
+    chosen = asked_for(requested)
+    if chosen not in CHOICES:
+        name = VARIABLES[chosen == environment.forced]
+        _check_name(chosen, CHOICES, f"the environment variable {name}")
+    override, requested = chosen != requested, chosen
     selected, refused = _resolve(requested, request)
     if refused and requested == "auto" and request.device_type == "cuda":
         _warn(request, refused)
@@ -84,11 +102,12 @@ def select(requested: str, request: Request) -> str:
     return selected
 
 
-def override_of(requested: str) -> str | None:
-    """What the environment says in place of ``"auto"``: always the same object for the same word."""
-    if requested != "auto" or _ENVIRONMENT_KEY not in _ENVIRONMENT:
-        return None
-    return sys.intern(os.environ.get(ENVIRONMENT, ""))
+def asked_for(requested: str) -> str:
+    """The backend that the environment puts in place of ``requested``, or that itself."""
+    auto, forced = environment
+    if forced is not None and requested in CHOICES:
+        requested = forced
+    return auto if auto is not None and requested == "auto" else requested
 
 
 def is_logged() -> bool:

@@ -132,7 +132,7 @@ def single_prefill_with_kv_cache(
             None,
             k_scale,
             v_scale,
-            _select.override_of(backend) or backend,
+            _select.asked_for(backend),
         )
         if result is not None:
             if out is not None or lse is not None:

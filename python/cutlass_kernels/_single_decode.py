@@ -109,7 +109,7 @@ def single_decode_with_kv_cache(
             q_scale,
             k_scale,
             v_scale,
-            _select.override_of(backend) or backend,
+            _select.asked_for(backend),
         )
         if result is not None:
             if out is not None or lse is not None:

@@ -160,7 +160,7 @@ def trtllm_fmha_v2_prefill(
             chunked_attention_size,
             save_softmax_stats,
             skip_softmax_threshold_scale_factor,
-            _select.override_of("auto") or "auto",
+            _select.asked_for("auto"),
         )
         if result is not None:
             if out is not None:

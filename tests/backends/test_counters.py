@@ -13,6 +13,7 @@ import compilers
 import pytest
 import torch
 from compare import assert_bitwise
+from environment import choose_backend
 from fused_problems import Mode, call
 from guards import Guarded
 from problems import make_batch
@@ -101,7 +102,7 @@ FUSED = {"split keys": ([1, 1, 1], [2500, 20, 2500], 8, 2), "tiles": ([300, 200,
 @pytest.mark.parametrize("lengths", FUSED)
 @pytest.mark.parametrize("layout", ["CONTIGUOUS_Q_KV", "Q_PAGED_KV_NHD"])
 def test_fused_prefill(kernel_backend, dirty, monkeypatch, layout, lengths):
-    monkeypatch.setenv("CUTLASS_KERNELS_BACKEND", kernel_backend)
+    choose_backend(monkeypatch, kernel_backend)
     batch = make_batch(*FUSED[lengths], 64, device="cuda:0")
 
     def run() -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -9,11 +10,12 @@ import warnings
 import pytest
 import torch
 from compare import assert_close
+from environment import choose_backend
 from problems import Options, expect, make_batch
 
 import cutlass_kernels as ck
 
-VARIABLE = "CUTLASS_KERNELS_BACKEND"
+VARIABLE, FORCED = "CUTLASS_KERNELS_BACKEND", "CUTLASS_KERNELS_FORCE_BACKEND"
 KERNELS = ["fa2", "fa3"]
 
 
@@ -64,30 +66,61 @@ def test_explicit_kernels_refuse_cpu_tensors(backend, clean_environment):
 
 def test_environment_stands_for_auto(clean_environment):
     batch = make_batch([5], [9], device="cpu")
-    clean_environment.setenv(VARIABLE, "reference")
+    choose_backend(clean_environment, "reference")
     out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
     assert_close(out, expect(batch).out)
-    clean_environment.setenv(VARIABLE, "fa2")
+    choose_backend(clean_environment, "fa2")
     with pytest.raises((ValueError, RuntimeError), match="backend='fa2' needs CUDA tensors"):
         ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
     # An explicit choice is not overridden.
     ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="reference")
-    clean_environment.setenv(VARIABLE, "fa17")
+    choose_backend(clean_environment, "fa17")
     with pytest.raises(ValueError, match=f"(?s)(fa17.*{VARIABLE}|{VARIABLE}.*fa17)"):
         ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+
+
+def test_a_forced_backend_replaces_a_named_one(clean_environment):
+    batch = make_batch([5], [9], device="cpu")
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8), backend="fa2")
+    for auto, forced in ((None, "auto"), (None, "reference"), ("reference", "auto"), ("fa2", "reference")):
+        choose_backend(clean_environment, auto, forced)
+        out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa3")
+        assert_close(out, expect(batch).out)
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
+        assert_close(wrapper.run(batch.q, batch.k, batch.v), expect(batch).out)
+    with pytest.raises(ValueError, match="'fa17' is not a backend"):
+        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa17")
+    for auto, forced, name in ((None, "fa17", FORCED), ("fa17", "auto", VARIABLE)):
+        choose_backend(clean_environment, auto, forced)
+        with pytest.raises(ValueError, match=f"environment variable {name}='fa17' is not"):
+            ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa2")
+
+
+def test_the_environment_is_read_once():
+    """Before the first call, and a forced backend is named."""
+    program = """
+import os, torch, cutlass_kernels as ck
+os.environ["CUTLASS_KERNELS_FORCE_BACKEND"] = "fa17"
+q = torch.zeros(2, 1, 64, dtype=torch.float16)
+ck.single_prefill_with_kv_cache(q, q, q, backend="fa2")
+"""
+    environment = {**os.environ, FORCED: "reference", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"{FORCED}=reference replaces every backend") == 1, done.stderr
 
 
 def test_auto_is_not_sticky(clean_environment):
     batch = make_batch([5], [9], device="cpu")
     wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8))
-    clean_environment.setenv(VARIABLE, "reference")
+    choose_backend(clean_environment, "reference")
     wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
     assert wrapper._backend == "reference"
-    clean_environment.setenv(VARIABLE, "fa2")
+    choose_backend(clean_environment, "fa2")
     with pytest.raises((ValueError, RuntimeError), match="backend='fa2' needs CUDA tensors"):
         wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
         wrapper.run(batch.q, batch.k, batch.v)
-    clean_environment.delenv(VARIABLE)
+    choose_backend(clean_environment)
     wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
     assert_close(wrapper.run(batch.q, batch.k, batch.v), expect(batch, Options(causal=True)).out)
 
@@ -173,7 +206,7 @@ def test_fa3_names_what_it_lacks(feature, extension, clean_environment):
 
 
 def test_explain_ignores_the_environment(clean_environment):
-    clean_environment.setenv(VARIABLE, "fa3")
+    choose_backend(clean_environment, "fa3")
     assert ck.explain(device="cpu").selected == "reference"
 
 

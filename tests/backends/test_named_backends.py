@@ -30,6 +30,7 @@ def call(device: str = "cpu", backend: str = "auto") -> torch.Tensor:
 CASES = """
 import pytest
 from conftest import Target
+from environment import choose_backend
 from test_named_backends import call
 
 fa2 = pytest.mark.parametrize("target", [Target("cpu", "fa2")], ids=["fa2"])
@@ -43,7 +44,7 @@ def test_passes(target):
 
 @fa2
 def test_another_ran(target, monkeypatch):
-    monkeypatch.delenv("CUTLASS_KERNELS_BACKEND")
+    choose_backend(monkeypatch)
     call()
 
 

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
+from environment import choose_backend
 from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
@@ -210,7 +211,7 @@ def test_large_factors_over_long_keys(kernel_backend, causal):
 @pytest.mark.gpu
 def test_later_calls_have_their_own_factor(kernel_backend, monkeypatch):
     """Nothing of a call is left for the next."""
-    monkeypatch.setenv("CUTLASS_KERNELS_BACKEND", kernel_backend)  # of the fused prefill
+    choose_backend(monkeypatch, kernel_backend)  # of the fused prefill
     batch = leveled([1200], [1408], [0.0] * 6 + [20.0], head_dim=128, heads=(32, 4), device="cuda:0")
     batch.v[:BLOCK] = 1e30
     for kind in KINDS:

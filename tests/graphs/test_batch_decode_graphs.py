@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_close, assert_lse_close
 from decode_problems import decode_batch, plan, q_len_of, wanted
-from problems import Batch, Options, indptr
+from problems import Batch, Options, expect, indptr, make_batch
 
 import cutlass_kernels as ck
 
@@ -261,7 +261,8 @@ def test_fast_decode_plan_in_the_place_of_plan(target, bind, name, graph_mode):
     for step in range(3):
         batch = graphed.batch(step)
         paged = batch.paged(PAGE)
-        for override in (None, paged.table()[0]):
+        bound = torch.arange(len(batch.kv_lens) + 1, dtype=torch.int32) * 4096
+        for override in (None, paged.table()[0], bound):
             options = dict(sm_scale=0.2, window_left=50, non_blocking=True)
             getattr(wrapper, name)(
                 *paged.table(target.device),
@@ -276,6 +277,28 @@ def test_fast_decode_plan_in_the_place_of_plan(target, bind, name, graph_mode):
             assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
     wrapper.workspace_size(*paged.table(), *batch.heads, PAGE, sm_scale=9.0)
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)  # nothing was planned
+
+
+def test_fast_decode_plan_of_several_rows(target):
+    """As speculative decoding plans: rows of every request, and a bound in the place of the indptr's copy."""
+    q_len, kv_lens = 3, [20, 9, 40]
+    batch = make_batch([q_len] * 3, kv_lens, 4, 2, 64, device=target.device)
+    paged = batch.paged(16)
+    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
+    bound = torch.arange(4, dtype=torch.int32) * 100
+    ck.fast_decode_plan(
+        wrapper,
+        *paged.table(target.device),
+        *batch.heads,
+        16,
+        q_data_type=torch.float16,
+        q_len_per_req=q_len,
+        global_override_indptr_cpu=bound,
+    )
+    want = expect(batch, Options(causal=True))
+    assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+    with pytest.raises(TypeError, match="global_override_indptr_cpu=7"):
+        ck.fast_decode_plan(wrapper, *paged.table(), *batch.heads, 16, global_override_indptr_cpu=7)
 
 
 def test_positional_fast_decode_plan(target):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from environment import choose_backend
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -96,7 +97,7 @@ def test_info_json_holds_all_facts(clean_environment):
     assert bool(facts["kernels"]) == (facts["why_no_kernels"] is None)
     assert len(facts["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert facts["default_backend"]["cpu"] == "reference"
-    assert facts["override"] is None
+    assert facts["environment"] == {}
 
 
 def test_info_prints_the_same():
@@ -105,10 +106,10 @@ def test_info_prints_the_same():
 
 
 def test_info_shows_the_override(clean_environment):
-    clean_environment.setenv(_select.ENVIRONMENT, "reference")
+    choose_backend(clean_environment, "reference", "auto")
     facts = json.loads(invoke("info", "--json"))
-    assert facts["override"] == {"variable": _select.ENVIRONMENT, "backend": "reference"}
-    assert f"{_select.ENVIRONMENT}=reference" in invoke("info")
+    assert facts["environment"] == dict(zip(_select.VARIABLES, ("reference", "auto")))
+    assert "_BACKEND=reference" in invoke("info") and "FORCE_BACKEND=auto" in invoke("info")
 
 
 def test_info_tables_of_gpus_and_kernels(monkeypatch):
@@ -272,8 +273,10 @@ def test_explain_prints_reasons_as_they_are(monkeypatch):
 
 
 def test_explain_mentions_the_override(clean_environment):
-    clean_environment.setenv(_select.ENVIRONMENT, "reference")
-    assert f"{_select.ENVIRONMENT}=reference" in invoke("explain", "--device", "cpu")
+    choose_backend(clean_environment, "reference", "auto")
+    text = invoke("explain", "--device", "cpu")
+    assert "CUTLASS_KERNELS_BACKEND=reference is set: it replaces backend='auto'." in text
+    assert "CUTLASS_KERNELS_FORCE_BACKEND=auto is set: it replaces every backend." in text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Annotated
 
 import typer
@@ -56,7 +55,6 @@ def command(
         )
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error).replace("compute_capability", "--compute-capability")) from None
-    override = os.environ.get(_select.ENVIRONMENT)
     if as_json:
         typer.echo(
             json.dumps(
@@ -64,7 +62,7 @@ def command(
                     "request": str(explained.request),
                     "selected": explained.selected,
                     "reasons": explained.reasons,
-                    "override": override or None,
+                    "environment": _select.environment.shown(),
                 },
                 indent=2,
             )
@@ -81,12 +79,9 @@ def command(
         console.print(f"  {backend}: {mark}", highlight=False)
         for reason in against:
             console.print(f"    - {escape(reason)}", highlight=False)
-    if override:
-        console.print(
-            f"{_select.ENVIRONMENT}={override} is set: it stands for every backend='auto'.",
-            highlight=False,
-            markup=False,
-        )
+    for name, word in _select.environment.shown().items():
+        what = "backend='auto'" if name == _select.VARIABLES[0] else "every backend"
+        console.print(f"{name}={word} is set: it replaces {what}.", highlight=False, markup=False)
 
 
 def _capability(text: str | None) -> int | None:

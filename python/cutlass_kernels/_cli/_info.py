@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -36,7 +35,6 @@ def command(
 def collect() -> dict[str, Any]:
     """Everything ``info`` tells, in types that JSON has."""
     kernels, missing = compiled_kernels()
-    override = os.environ.get(_select.ENVIRONMENT) or None
     return {
         "cutlass_kernels": cutlass_kernels.__version__,
         "python": platform.python_version(),
@@ -50,7 +48,7 @@ def collect() -> dict[str, Any]:
         "kernels": kernels,
         "why_no_kernels": missing,
         "default_backend": default_backends(),
-        "override": None if override is None else {"variable": _select.ENVIRONMENT, "backend": override},
+        "environment": _select.environment.shown(),
     }
 
 
@@ -149,7 +147,7 @@ def _nvcc() -> dict[str, str] | None:
 
 def _print(facts: dict[str, Any], console: Console) -> None:
     nvcc, cutlass = facts["nvcc"], facts["cutlass"]
-    override = facts["override"] or {"variable": _select.ENVIRONMENT, "backend": "(not set)"}
+    override = ", ".join(f"{name}={word}" for name, word in facts["environment"].items())
     rows = [
         ("cutlass_kernels", facts["cutlass_kernels"]),
         ("Python", f"{facts['python']} on {facts['platform']}"),
@@ -158,7 +156,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
         ("CUTLASS wheel", cutlass["installed_wheel"] or "not installed (only builds need it)"),
         ("nvcc on PATH", f"{nvcc['version']} ({nvcc['path']})" if nvcc else "none (only builds need it)"),
         ("default backend", ", ".join(f"{where}: {name}" for where, name in facts["default_backend"].items())),
-        ("override", f"{override['variable']}={override['backend']}"),
+        ("environment", override or "(no backend is set)"),
     ]
     versions = Table(show_header=False, box=None, pad_edge=False)
     versions.add_column(style="bold", no_wrap=True)
