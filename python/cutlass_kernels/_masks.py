@@ -5,6 +5,7 @@ Values on a CUDA device are never read back, so nothing here synchronises.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -177,19 +178,29 @@ def keys_before(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor
 def keys_of_items(items: MultiItem) -> Rule:
     """The rule of multi-item scoring, for ``mask_of_rule``; the tensors of ``items`` are on its device.
 
-    A row behind the end of its request's token positions counts as a delimiter, which sees the prefix only.
+    A row behind the end of its request's token positions counts as a delimiter, which sees the prefix only. Rows whose
+    positions would lie behind the end of the whole tensor are causal.
     """
     prefix_len, length = items.prefix_len.to(torch.int64), items.token_pos_len
-    token_pos = torch.nn.functional.pad(items.token_pos.to(torch.int64), (0, 1))
+    token_pos, end = torch.nn.functional.pad(items.token_pos.to(torch.int64), (0, 1)), items.token_pos.numel()
 
     def sees(request: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         prefix = prefix_len[request]
         entry = position - prefix
-        place = torch.where((entry >= 0) & (entry < length), request * length + entry, token_pos.numel() - 1)
-        back = token_pos[place.clamp_(max=token_pos.numel() - 1)]
+        place = request * length + entry
+        inside = (entry >= 0) & (entry < length)
+        back = token_pos[torch.where(inside, place, end).clamp_(max=end)]
+        back = torch.where(inside & (place >= end), entry + 1, back)
         return (key <= position) & ((entry < 0) | (key < prefix) | (key > position - back))
 
     return sees
+
+
+def of_requests(items: MultiItem, count: int) -> MultiItem:
+    """``items`` with a prefix length for each request; one of no dimensions is that of all."""
+    if items.prefix_len.dim() > 0:
+        return items
+    return dataclasses.replace(items, prefix_len=items.prefix_len.view(1).expand(count).contiguous())
 
 
 def check_items(items: MultiItem, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> None:
@@ -197,11 +208,6 @@ def check_items(items: MultiItem, qo_lens: torch.Tensor, kv_lens: torch.Tensor) 
     count = kv_lens.numel()
     if items.prefix_len.shape != kv_lens.shape:
         raise ValueError(f"prefix_len_ptr has shape {tuple(items.prefix_len.shape)}, but there are {count} requests.")
-    if items.token_pos.numel() < count * items.token_pos_len:
-        raise ValueError(
-            f"token_pos_in_items_ptr has {items.token_pos.numel()} elements, but {count} requests with "
-            f"token_pos_in_items_len={items.token_pos_len} need {count * items.token_pos_len}."
-        )
     if items.prefix_len.is_cuda or qo_lens.is_cuda or kv_lens.is_cuda:
         return
     rows = torch.where(qo_lens > 0, kv_lens - items.prefix_len.to(torch.int64), 0)

@@ -381,13 +381,15 @@ class _BlockMask:
         prefix, length = args.prefix_len[index], args.multi_item.token_pos_len
         position = torch.arange(self.first_position, self.last_position + 1, device=args.device)
         entry = position - prefix
-        if self.last_position - prefix >= length or (index + 1) * length > args.token_pos.numel():
+        if self.last_position - prefix >= length:
             raise ValueError(
                 f"token_pos_in_items has {length} entries for request {index}, but its last row is number "
                 f"{self.last_position - prefix} behind a prefix of {prefix}: pad token_pos_in_items."
             )
         token_pos = args.token_pos[index * length : (index + 1) * length]
-        back = token_pos[entry.clamp(min=0)] if length > 0 else torch.zeros_like(position)
+        back = torch.arange(1, length + 1, device=args.device)  # causal, where the tensor has ended
+        back[: token_pos.numel()] = token_pos
+        back = back[entry.clamp(min=0)] if length > 0 else torch.zeros_like(position)
         keys = torch.arange(self.kv_len, device=args.device)
         return (entry < 0)[:, None] | (keys < prefix) | (keys > (position - back)[:, None])
 

@@ -284,6 +284,7 @@ class BatchPrefillWrapper(Copied):
             qo_lens = _vectors.lens(batch.qo.known) if told_rows is None else told_rows
             kv_lens = batch.kv_lens
             if items is not None:
+                items = _masks.of_requests(items, kv_lens.numel())
                 _masks.check_items(items, qo_lens, kv_lens)
                 tensors = (self._index(items.prefix_len).tensor, self._index(items.token_pos).tensor)
                 items = MultiItem(*tensors, items.token_pos_len, items.max_item_len)

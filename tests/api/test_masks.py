@@ -268,10 +268,23 @@ def test_positions_that_are_too_few_for_their_items(target):
     plan(token_pos_in_items_len=needed)
     with pytest.raises(ValueError, match="pad token_pos_in_items"):
         plan(token_pos_in_items_len=needed - 1)
-    with pytest.raises(ValueError, match=f"need {2 * 100}"):
-        plan(token_pos_in_items_len=100)
     with pytest.raises(ValueError, match="but there are 2 requests"):
         plan(prefix_len_ptr=given["prefix_len_ptr"][:1])
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize("told", ["once", "each"])
+def test_positions_end_early(target, kind, told):
+    """Requests whose positions lie behind the end of the tensor are causal; one prefix length may be that of all."""
+    behind = 9
+    items = [item_positions(10, [4, 3, 6]), oracle.MultiItem(10, tuple(range(1, behind + 1)))]
+    kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
+    batch = make_batch([m - 5 for m in kv_lens], kv_lens, 4, 2, 64, device=target.device)
+    given = multi_item_arguments(items[:1], target.device)
+    given["token_pos_in_items_ptr"] = given["token_pos_in_items_ptr"][: len(items[0].token_pos)].clone()
+    prefix = torch.tensor(10, dtype=torch.int32).to(torch.uint32).to(target.device)
+    given["prefix_len_ptr"] = prefix if told == "once" else prefix.view(1).expand(2).contiguous()
+    check(target, kind, batch, Options(causal=True, multi_items=items), needs=["multi_item"], **given)
 
 
 @pytest.mark.also_runs("reference")
