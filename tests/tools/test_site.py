@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import os
@@ -80,9 +81,13 @@ def test_pages_in_a_browser(site: Path, address: str) -> None:
             anchors[url] = set(page.eval_on_selector_all("[id]", "all => all.map(e => e.id)"))
             links += [(url, to) for to in page.eval_on_selector_all("a[href]", "all => all.map(e => e.href)")]
         page.goto(address + "index.html")
-        page.click("input.md-search__input")
-        page.fill("input.md-search__input", "return_lse")
-        page.wait_for_selector(".md-search-result__item a", timeout=30_000)
+        results = page.locator(".md-search-result__item a")
+        for _ in range(20):  # what is typed before the scripts listen is lost
+            page.fill("input.md-search__input", "")
+            page.locator("input.md-search__input").press_sequentially("return_lse")
+            with contextlib.suppress(playwright.TimeoutError):
+                results.first.wait_for(timeout=5_000)
+                break
         found = page.inner_text(".md-search-result__list")
         browser.close()
     for url, target in links:
