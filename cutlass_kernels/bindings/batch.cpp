@@ -30,7 +30,7 @@ void read_mask(const Fields& mask, AttentionParams* params) {
 }
 
 /// Makes a problem one that needs general tiles, whichever way its runs will: never read.
-void set_general(AttentionParams* params) {
+void make_general(AttentionParams* params) {
   static const float factor = 1.0f;
   params->logits_scale.data = &factor;
 }
@@ -87,7 +87,7 @@ py::tuple plan_batch(const std::string& backend, py::object request, py::object 
   plan->schedule = pointer<void>(workspace);
   AttentionParams& params = plan->params;
   AttentionParams planned = params;
-  if (plan->general) set_general(&planned);
+  if (plan->general) make_general(&planned);
   if (std::string fault = contradiction(planned, /*with_tensors=*/false); !fault.empty()) {
     throw py::value_error(fault);
   }

@@ -50,8 +50,8 @@ std::string driver_problem() {
 }
 
 Status cuda_failure(const char* what, cudaError_t error) {
-  cudaGetLastError();  // not left behind for the caller's own error check
   std::string problem = error == cudaErrorInsufficientDriver ? driver_problem() : "";
+  cudaGetLastError();  // not left behind for the caller's own error check
   if (problem.empty()) {
     problem = std::string(what) + " failed: " + cudaGetErrorName(error) + " (" +
               cudaGetErrorString(error) + ").";

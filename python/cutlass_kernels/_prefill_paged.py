@@ -230,7 +230,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     def _paged_shape(self, *sizes_and_dtypes: Any) -> _options.Shape:
         """As ``_options.shape``; AssertionError for fp8 queries on fa2."""
         shape = _options.shape(*sizes_and_dtypes)
-        if shape.q_dtype in FP8_DTYPES and self._requested_backend == "fa2":
+        if shape.q_dtype in FP8_DTYPES and self._asked_backend == "fa2":
             raise AssertionError(f"backend='fa2' has no fp8 tensor cores, but q_data_type={shape.q_dtype}: use 'auto'.")
         return shape
 

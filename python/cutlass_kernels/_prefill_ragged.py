@@ -194,7 +194,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         if o_data_type is None or _args.dtype(o_data_type) in FP8_DTYPES:
             o_data_type = torch.bfloat16 if q_dtype in FP8_DTYPES else o_data_type
         shape = _options.shape(num_qo_heads, num_kv_heads, head_dim, head_dim_vo, q_dtype, kv_data_type, o_data_type)
-        if q_dtype in FP8_DTYPES and self._requested_backend == "fa2":
+        if q_dtype in FP8_DTYPES and self._asked_backend == "fa2":
             # Both 16-bit types hold every fp8 number; that of the output spares a conversion of the result.
             cast = shape.o_dtype if shape.o_dtype in HALF_DTYPES else torch.float16
             shape = shape._replace(cast=cast)

@@ -91,14 +91,17 @@ def select(requested: str, request: Request) -> str:
     if chosen not in CHOICES:
         name = VARIABLES[chosen == environment.forced]
         _check_name(chosen, CHOICES, f"the environment variable {name}")
-    override, requested = chosen != requested, chosen
-    selected, refused = _resolve(requested, request)
-    if refused and requested == "auto" and request.device_type == "cuda":
+    replaced = "" if chosen == requested else f"the environment puts {chosen!r} in place of backend={requested!r}"
+    try:
+        selected, refused = _resolve(chosen, request)
+    except BackendError as error:
+        if not replaced:
+            raise
+        raise type(error)(f"{error} ({replaced})") from None
+    if refused and chosen == "auto" and request.device_type == "cuda":
         _warn(request, refused)
     if _log.isEnabledFor(logging.INFO):
-        _log.info(
-            "backend %s (asked for %s%s): %s", selected, requested, " by environment" if override else "", request
-        )
+        _log.info("backend %s (asked for %s): %s", selected, replaced or requested, request)
     return selected
 
 

@@ -92,6 +92,11 @@ class BatchPrefillWrapper(Copied):
         return describe(self)
 
     @property
+    def _asked_backend(self) -> str:
+        """What the constructor was told, or what the environment puts in its place."""
+        return _select.asked_for(self._requested_backend)
+
+    @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether index data is kept in the buffers given to the constructor."""
         return self._use_cuda_graph
@@ -373,7 +378,7 @@ class BatchPrefillWrapper(Copied):
     def _makes_bits_of_items(self, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> bool:
         """Whether multi-item scoring becomes the mask that kernels need: not where its size, or its place in a CUDA
         graph, is unknown."""
-        if self.device.type != "cuda" or self._requested_backend == "reference":
+        if self.device.type != "cuda" or self._asked_backend == "reference":
             return False
         return self._graph_mask or not (self._use_cuda_graph or qo_lens.is_cuda or kv_lens.is_cuda)
 

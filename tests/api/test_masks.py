@@ -245,6 +245,21 @@ def test_rows_behind_their_items_as_bits():
         assert torch.equal(bits[offsets[b] : offsets[b + 1]], oracle.pack_bits(want, "little"))
 
 
+@pytest.mark.parametrize("known", range(9))
+def test_positions_that_end_early_as_bits(known):
+    """Rows whose positions lie behind the end of the tensor are causal, wherever it ends."""
+    places = [0, 1, 2, 0, 5, 6, 7, 0]  # four of each request
+    positions = torch.tensor(places[:known], dtype=torch.int32).to(torch.uint16)
+    items = MultiItem(torch.tensor(3).to(torch.uint32), positions, 4, torch.tensor([2, 7]).to(torch.uint16))
+    lens = torch.tensor([7, 7])
+    rule = _masks.keys_of_items(_masks.of_requests(items, 2))
+    bits, offsets = _masks.mask_of_rule(rule, lens, lens, 0, torch.device("cpu"))
+    for b in range(2):
+        own = [places[4 * b + i] if 4 * b + i < known else i + 1 for i in range(4)]
+        want = oracle.visible(7, 7, multi_item=oracle.MultiItem(3, tuple(own)))
+        assert torch.equal(bits[offsets[b] : offsets[b + 1]], oracle.pack_bits(want, "little"))
+
+
 def test_plain_masks_as_bits():
     qo_lens, kv_lens = torch.tensor([3, 0, 7, 5]), torch.tensor([9, 4, 7, 2])
     for rule, causal in ((_masks.every_key, False), (_masks.keys_before, True)):

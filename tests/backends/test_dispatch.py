@@ -96,6 +96,27 @@ def test_a_forced_backend_replaces_a_named_one(clean_environment):
             ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa2")
 
 
+def test_a_forced_backend_decides_about_fp8_queries(clean_environment):
+    """fa2 has no kernel for them: paged wrappers refuse, ragged ones convert. What is forced counts, not the name."""
+    batch = make_batch([5], [9], device="cpu")
+    e4m3 = dict(q_data_type=torch.float8_e4m3fn, kv_data_type=torch.float8_e4m3fn, o_data_type=torch.float16)
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8)
+    choose_backend(clean_environment, forced="reference")
+    paged = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend="fa2")
+    paged.plan(batch.qo_indptr(), *batch.paged(16).table(), *batch.heads, 16, **e4m3)
+    ragged = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ragged.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **e4m3)
+    assert ragged._plan_info.shape.cast is None
+    choose_backend(clean_environment, forced="fa2")
+    auto = ck.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    with pytest.raises(AssertionError, match="backend='fa2' has no fp8 tensor cores"):
+        auto.plan(batch.qo_indptr(), *batch.paged(16).table(), *batch.heads, 16, **e4m3)
+    with pytest.raises(ck.BackendError, match="the environment puts 'fa2' in place of backend='fa3'"):
+        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa3")
+
+
 def test_the_environment_is_read_once():
     """Before the first call, and a forced backend is named."""
     program = """

@@ -17,7 +17,7 @@ from urllib.parse import urldefrag
 import pytest
 from paths import ROOT
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_pages_in_a_browser(site: Path, address: str) -> None:
             url = address + file.relative_to(site).as_posix()
             if file.name == "404.html":
                 continue
-            page.goto(url)
+            page.goto(url, wait_until="networkidle")
             broken = "pictures => pictures.filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
             faults += [f"{url}: no picture {source}" for source in page.eval_on_selector_all("img", broken)]
             anchors[url] = set(page.eval_on_selector_all("[id]", "all => all.map(e => e.id)"))
