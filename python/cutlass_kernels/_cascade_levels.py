@@ -168,8 +168,7 @@ class MultiLevelCascadeAttentionWrapper:
             rope_scale, rope_theta: of ROPE_LLAMA; None is 1 and 1e4.
             q_data_type, kv_data_type: dtypes (or names) of q and of the cache; None is that of q.
             o_data_type: dtype of the output; None is that of q.
-            fixed_split_size, disable_split_kv: as in
-                ``plan``, of every level.
+            fixed_split_size, disable_split_kv: as in ``BatchPrefillWithPagedKVCacheWrapper.plan``, of every level.
 
         Raises:
             ValueError: not one tensor for each level, or levels of different numbers of rows; else as of that plan().
@@ -249,7 +248,7 @@ class MultiLevelCascadeAttentionWrapper:
             q: ``[rows, num_qo_heads, head_dim]``.
             paged_kv_cache: the cache of all levels, ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
                 ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or a tuple (k_cache, v_cache).
-            q_scale, k_scale, v_scale: as in ``run``.
+            q_scale, k_scale, v_scale: as in ``BatchPrefillWithPagedKVCacheWrapper.run``.
             out: ``[rows, num_qo_heads, head_dim]`` to write to. Rows beyond the last request keep what they hold.
             return_lse: return ``(out, lse)``, the LSE fp32 ``[rows, num_qo_heads]`` in base 2.
 

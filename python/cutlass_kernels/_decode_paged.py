@@ -1,6 +1,6 @@
 """Decode attention of a batch over a paged key/value cache: the newest tokens of every request, one or a few.
 
-It is the attention of ``prefill_paged`` with as many rows for each request, so that there are no offsets of rows.
+It is the attention of ``_prefill_paged`` with as many rows for each request, so that there are no offsets of rows.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             window_left, q_len_per_req: if given, must be the planned ones.
             sinks: float32 ``[num_qo_heads]``; ``exp(sinks[h])`` joins the denominator of head h, and so the LSE.
             **more: ``lse_base``, ``lse_layout``, ``enable_pdl``, ``skip_softmax_threshold_scale_factor`` and
-                ``kv_cache_sf``, as in ``run``.
+                ``kv_cache_sf``, as in ``BatchPrefillWithPagedKVCacheWrapper.run``.
 
         Returns:
             ``out``, or ``(out, lse)``.
