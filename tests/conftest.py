@@ -34,8 +34,8 @@ from hypothesis import HealthCheck, Phase, settings
 UNSERVED: dict[str, frozenset[str]] = {
     "reference": frozenset(),
     # FlashInfer's callers expect the refusal of fp8 batches (contract 0.8); single calls are served.
-    "fa2": frozenset({"fp8_batch", "unaligned"}),
-    "fa3": frozenset({"unaligned", "stride_0"}),  # TMA cannot address a token stride of 0
+    "fa2": frozenset({"fp8_batch", "unaligned", "qv"}),
+    "fa3": frozenset({"unaligned", "stride_0", "qv"}),  # TMA cannot address a token stride of 0
 }
 SEED = "CK_TEST_SEED"  # of the random cases; every run draws its own
 REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)

@@ -62,9 +62,10 @@ def visible(
     custom_mask: torch.Tensor | None = None,
     multi_item: MultiItem | None = None,
     chunk_size: int = 0,
+    window_right: int = -1,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Bool ``[n, m]``: which key each row sees. Multi-item > custom > causal > none; the window always applies."""
+    """Bool ``[n, m]``: which key each row sees. Multi-item > custom > causal > none; windows always apply."""
     pos = (torch.arange(n, device=device) + m - n)[:, None]
     key = torch.arange(m, device=device)[None, :]
     mask = torch.ones(n, m, dtype=torch.bool, device=device)
@@ -77,12 +78,14 @@ def visible(
                 mask[i] &= (key[0] < multi_item.prefix_len) | (key[0] > p - t)
     elif custom_mask is not None:
         mask &= custom_mask.to(device).bool().reshape(n, m)
-    elif causal or chunk_size > 0:
+    elif causal:
         mask &= key <= pos
     if window_left >= 0:
         mask &= key >= pos - window_left
+    if window_right >= 0:
+        mask &= key <= pos + window_right
     if chunk_size > 0:
-        mask &= key >= torch.div(pos, chunk_size, rounding_mode="floor") * chunk_size
+        mask &= torch.div(key, chunk_size, rounding_mode="floor") == torch.div(pos, chunk_size, rounding_mode="floor")
     return mask
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from backend import Case, Operation, Workload
 
-from . import decode, fused, host, merge, prefill, shared_prefix
+from . import decode, fused, host, merge, plan_free, prefill, shared_prefix
 
 OPERATIONS: dict[str, Operation] = {
     "prefill": prefill.OPERATION,
@@ -24,6 +24,7 @@ OPERATIONS: dict[str, Operation] = {
     "fused": fused.OPERATION,
     "shared_prefix": shared_prefix.OPERATION,
     "host": host.OPERATION,
+    "plan_free": plan_free.OPERATION,
 }
 WORKLOADS: dict[str, Workload] = {
     name: workload for operation in OPERATIONS.values() for name, workload in operation.workloads.items()

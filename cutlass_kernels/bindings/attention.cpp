@@ -40,6 +40,7 @@ void bind_attention(py::module_& m) {
   add_fused(m);
   add_indices(m);
   add_single(m);
+  add_unplanned(m);
 }
 
 }  // namespace cutlass_kernels

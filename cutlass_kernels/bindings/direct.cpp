@@ -1,5 +1,6 @@
 #include "direct.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -22,13 +23,12 @@ bool is_ordinary(std::int64_t stride, int item_bytes) {
   return stride > 0 && stride <= kOrdinary && stride * item_bytes % 16 == 0;
 }
 
+}  // namespace
+
 std::int32_t limited(std::int64_t value) {
-  // More keys than there can be is no limit.
-  constexpr std::int64_t kAll = std::numeric_limits<std::int32_t>::max();
+  constexpr std::int64_t kAll = std::numeric_limits<std::int32_t>::max() - 1023;
   return std::int32_t(std::min(value, kAll));
 }
-
-}  // namespace
 
 // --- Python's numbers ---
 
@@ -135,33 +135,18 @@ bool read_pages(const Tensor& tensor, int first, bool hnd, std::int64_t* pages,
          is_ordinary(matrix->stride_head, tensor.item_bytes());
 }
 
-}  // namespace
-
-bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache* cache) {
-  Tensor k, v;
+/// Both caches; `first` is the first dimension inside a page.
+bool read_caches(const Tensor& k, const Tensor& v, int first, bool hnd, PagedCache* cache) {
   Matrix keys, values;
   std::int64_t v_pages = 0;
-  if (PyTuple_CheckExact(object)) {
-    if (PyTuple_GET_SIZE(object) != 2 || !torch.read(PyTuple_GET_ITEM(object, 0), &k) ||
-        !torch.read(PyTuple_GET_ITEM(object, 1), &v) || k.ndim != v.ndim) {
-      return false;
-    }
-    if (!read_pages(k, 1, hnd, &cache->pages, &cache->k_stride_page, &keys) ||
-        !read_pages(v, 1, hnd, &v_pages, &cache->v_stride_page, &values)) {
-      return false;
-    }
-  } else {
-    if (!torch.read(object, &k) || k.ndim < 4 || k.shape[1] != 2) return false;
-    v = k;
-    v.data += Address(k.strides[1] * k.item_bytes());
-    if (!read_pages(k, 2, hnd, &cache->pages, &cache->k_stride_page, &keys) ||
-        !read_pages(v, 2, hnd, &v_pages, &cache->v_stride_page, &values)) {
-      return false;
-    }
-  }
   DType v_dtype{};
-  if (!dtype_of(k, &cache->dtype) || !dtype_of(v, &v_dtype) || cache->dtype != v_dtype)
+  if (!read_pages(k, first, hnd, &cache->pages, &cache->k_stride_page, &keys) ||
+      !read_pages(v, first, hnd, &v_pages, &cache->v_stride_page, &values)) {
     return false;
+  }
+  if (!dtype_of(k, &cache->dtype) || !dtype_of(v, &v_dtype) || cache->dtype != v_dtype) {
+    return false;
+  }
   if (k.device.device_type != kDLCUDA || !v.is_on_gpu(k.device.device_id)) return false;
   if (cache->pages != v_pages || keys.tokens != values.tokens || keys.heads != values.heads) {
     return false;
@@ -173,6 +158,59 @@ bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache
   cache->k = keys.view();
   cache->v = values.view();
   cache->device = k.device.device_id;
+  return true;
+}
+
+}  // namespace
+
+bool read_paged_cache(const Tensor& k, const Tensor& v, bool hnd, PagedCache* cache) {
+  return k.ndim == v.ndim && read_caches(k, v, 1, hnd, cache);
+}
+
+bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache* cache) {
+  Tensor k, v;
+  if (PyTuple_CheckExact(object)) {
+    if (PyTuple_GET_SIZE(object) != 2 || !torch.read(PyTuple_GET_ITEM(object, 0), &k) ||
+        !torch.read(PyTuple_GET_ITEM(object, 1), &v)) {
+      return false;
+    }
+    return read_paged_cache(k, v, hnd, cache);
+  }
+  if (!torch.read(object, &k) || k.ndim < 4 || k.shape[1] != 2) return false;
+  v = k;
+  v.data += Address(k.strides[1] * k.item_bytes());
+  return read_caches(k, v, 2, hnd, cache);
+}
+
+bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int device,
+                  const std::int32_t** lengths) {
+  Tensor tensor;
+  if (!torch.read(object, &tensor) || tensor.ndim != 1 || tensor.shape[0] != count ||
+      (tensor.strides[0] != 1 && count != 1) || !is_int32(tensor) || !tensor.is_on_gpu(device)) {
+    return false;
+  }
+  *lengths = pointer<const std::int32_t>(tensor.data);
+  return true;
+}
+
+bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTable* pages) {
+  const int last = separate ? 2 : 1;
+  if (tables.ndim != last + 1 || tables.shape[0] != batch || (separate && tables.shape[1] != 2) ||
+      !is_int32(tables)) {
+    return false;
+  }
+  const std::int64_t width = tables.shape[std::size_t(last)];
+  if (width > 1 && tables.strides[std::size_t(last)] != 1) return false;
+  if (tables.strides[0] < width && batch != 1) return false;
+  pages->indices = pointer<const std::int32_t>(tables.data);
+  if (separate) {
+    if (tables.strides[1] < 0) return false;
+    pages->v_indices = pages->indices + tables.strides[1];
+  }
+  // Of a single row the stride may be anything.
+  pages->table_stride = std::max({tables.strides[0], width, std::int64_t(1)});
+  pages->table_width =
+      std::int32_t(std::min<std::int64_t>(width, std::numeric_limits<std::int32_t>::max()));
   return true;
 }
 
@@ -306,7 +344,7 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
   }
   const Memory memory{pointer<void>(workspace.data()),
                       pointer<char>(workspace.data()) + plan.layout.schedule_bytes,
-                      pointer<std::int32_t>(counter_tensor.data)};
+                      pointer<std::uint64_t>(counter_tensor.data)};
   return without_gil([&] {
     auto* cuda_stream = pointer<CUstream_st>(stream);
     Status status = write_schedule(plan, params, memory.schedule, cuda_stream);

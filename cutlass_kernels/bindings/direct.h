@@ -66,6 +66,22 @@ struct PagedCache {
 /// One tensor with keys and values, or two in a tuple or (for `with_lists`) a list.
 bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache* cache);
 
+/// The same of two tensors.
+bool read_paged_cache(const Tensor& k, const Tensor& v, bool hnd, PagedCache* cache);
+
+/// Indptrs or lengths, int32 [count] on a device.
+bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int device,
+                  const std::int32_t** lengths);
+
+/// A page table [batch, width], or [batch, 2, width] of separate caches. Rows do not overlap, their entries lie side by
+/// side.
+bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTable* pages);
+
+constexpr std::int64_t kMostKeys = std::int64_t(1)
+                                   << 30;  // in pages: an estimate, which needs to go no further
+/// A bound of lengths: more than there can be is no limit.
+std::int32_t limited(std::int64_t value);
+
 /// Sinks, fp32 [heads] on a device; none where they are None.
 bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int device,
                 const float** sinks);

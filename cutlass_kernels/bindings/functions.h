@@ -39,6 +39,9 @@ py::object direct_run(py::object description);
 // single.cpp
 void add_single(const py::object& module);
 
+// unplanned.cpp
+void add_unplanned(const py::object& module);
+
 // torch.cpp
 void use_torch(const py::object& exchange_api, const py::dict& functions);
 py::object counters_of(int device, Address stream);

@@ -38,15 +38,6 @@ enum {
   kArguments
 };
 
-constexpr std::int64_t kMostKeys = std::int64_t(1)
-                                   << 30;  // in pages: an estimate, which needs to go no further
-
-/// More than there can be is no limit.
-std::int32_t limited(std::int64_t value) {
-  return std::int32_t(
-      std::min<std::int64_t>(value, std::numeric_limits<std::int32_t>::max() - 1023));
-}
-
 /// Queries, keys and values of a layout.
 struct Layout {
   Matrix q;
@@ -145,40 +136,6 @@ bool read_value_offset(const PagedCache& cache, bool hnd, std::int64_t* offset) 
   return true;
 }
 
-/// Indptrs [batch + 1] on the device.
-bool read_indptr(const Torch& torch, PyObject* object, std::int64_t batch, int device,
-                 const std::int32_t** indptr) {
-  Tensor tensor;
-  if (!torch.read(object, &tensor) || tensor.ndim != 1 || tensor.shape[0] != batch + 1 ||
-      tensor.strides[0] != 1 || !is_int32(tensor) || !tensor.is_on_gpu(device)) {
-    return false;
-  }
-  *indptr = pointer<const std::int32_t>(tensor.data);
-  return true;
-}
-
-/// [batch, width], or [batch, 2, width] of separate caches. Rows do not overlap, their entries lie side by side.
-bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTable* pages) {
-  const int last = separate ? 2 : 1;
-  if (tables.ndim != last + 1 || tables.shape[0] != batch || (separate && tables.shape[1] != 2) ||
-      !is_int32(tables)) {
-    return false;
-  }
-  const std::int64_t width = tables.shape[std::size_t(last)];
-  if (width > 0 && tables.strides[std::size_t(last)] != 1) return false;
-  if (tables.strides[0] < width && batch != 1) return false;
-  pages->indices = pointer<const std::int32_t>(tables.data);
-  if (separate) {
-    if (tables.strides[1] < 0) return false;
-    pages->v_indices = pages->indices + tables.strides[1];
-  }
-  // Of a single row the stride may be anything.
-  pages->table_stride = std::max({tables.strides[0], width, std::int64_t(1)});
-  pages->table_width =
-      std::int32_t(std::min<std::int64_t>(width, std::numeric_limits<std::int32_t>::max()));
-  return true;
-}
-
 bool read_mask(PyObject* const* given, AttentionParams* params) {
   std::int64_t window = -1, chunk = 0;
   if (!read_integer(given[kWindow], &window) || !read_integer(given[kChunk], &chunk)) return false;
@@ -239,8 +196,8 @@ py::object fused_prefill(PyObject* const* given, Py_ssize_t count) {
   params.batch_size = int(batch);
   params.max_qo_len = limited(max_q);
   params.max_kv_len = limited(max_kv);
-  if (!read_indptr(torch, given[kCumSeqLensQ], batch, layout.device, &params.qo_indptr) ||
-      !read_indptr(torch, given[kCumSeqLensKv], batch, layout.device, &params.kv_indptr)) {
+  if (!read_lengths(torch, given[kCumSeqLensQ], batch + 1, layout.device, &params.qo_indptr) ||
+      !read_lengths(torch, given[kCumSeqLensKv], batch + 1, layout.device, &params.kv_indptr)) {
     return no;
   }
 

@@ -117,7 +117,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("driver_problem", &driver_problem,
         "A sentence where the CUDA driver is too old for this module; else empty.");
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
-  m.attr("call_counters") = kCallCounters;
+  m.attr("call_counters") = kCallCounterWords;
   py::list names;
   for (const BackendName& entry : backends()) names.append(entry.name);
   m.attr("backends") = py::tuple(names);  // in the order of kAuto

@@ -170,13 +170,13 @@ Scratch Torch::scratch(std::size_t bytes, int device) const {
 py::object Torch::counters(int device, Address stream) const {
   constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
   if (is_capturing(pointer<CUstream_st>(stream)))
-    return make(zeros_, {kCallCounters}, int32_, device);
+    return make(empty_, {kCallCounterWords}, int32_, device);
   using Key = std::tuple<int, Address, std::thread::id>;
   static auto& kept = *new std::map<Key, py::object>;
   const Key key{device, stream,
                 stream == kPerThread ? std::this_thread::get_id() : std::thread::id()};
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
-  py::object made = make(zeros_, {kCallCounters}, int32_, device);
+  py::object made = make(zeros_, {kCallCounterWords}, int32_, device);
   return kept.emplace(key, std::move(made)).first->second;  // another thread's, if it was faster
 }
 

@@ -75,7 +75,7 @@ class Torch {
   py::object zeros(std::initializer_list<std::int64_t> shape, DType dtype, int device) const;
   /// Uninitialised device memory; none for 0 bytes.
   Scratch scratch(std::size_t bytes, int device) const;
-  /// The call counters of a device and a stream (kCallCounters of int32, all zero between calls). A captured call has
+  /// The call counters of a device and a stream (kCallCounters, all zero between calls, as int32). A captured call has
   /// its own, in the memory pool of its graph: the graph may be replayed beside others captured on the same stream.
   py::object counters(int device, Address stream) const;
 

@@ -31,7 +31,8 @@ function(ck_add_extension name python)
   add_library(${name} MODULE
     ${CK_PYBIND11_SOURCES}
     "${CK_DIR}/bindings/direct.cpp" "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp"
-    "${CK_DIR}/bindings/run.cpp" "${CK_DIR}/bindings/single.cpp" "${CK_DIR}/bindings/torch.cpp")
+    "${CK_DIR}/bindings/run.cpp" "${CK_DIR}/bindings/single.cpp" "${CK_DIR}/bindings/torch.cpp"
+    "${CK_DIR}/bindings/unplanned.cpp")
   target_include_directories(${name} PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
   target_include_directories(${name} SYSTEM PRIVATE
     "${include}" "${pybind11_INCLUDE_DIR}" "${CK_DLPACK_INCLUDE}")

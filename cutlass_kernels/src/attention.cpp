@@ -18,7 +18,7 @@ namespace cutlass_kernels {
 namespace {
 
 Memory memory_in(void* workspace, const WorkspaceLayout& layout,
-                 std::int32_t* call_counters = nullptr) {
+                 std::uint64_t* call_counters = nullptr) {
   return {workspace, static_cast<char*>(workspace) + layout.schedule_bytes, call_counters};
 }
 
@@ -39,7 +39,7 @@ Status attention(const AttentionParams& params, void* workspace, std::size_t wor
 }
 
 Status run_once(const AttentionParams& params, Backend backend, void* workspace,
-                std::size_t workspace_bytes, std::int32_t* call_counters, cudaStream_t stream) {
+                std::size_t workspace_bytes, std::uint64_t* call_counters, cudaStream_t stream) {
   std::string fault = contradiction(params, /*with_tensors=*/true);
   if (!fault.empty()) return Status::invalid(std::move(fault));
   if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;

@@ -49,13 +49,19 @@ __global__ void __launch_bounds__(32 * kWarps)
   __shared__ std::uint32_t by_some[kWords], by_all[kWords];
   __shared__ std::uint32_t full_words[kWords / 32];  // a bit per word of by_all: no zero in it
   __shared__ int begin, end, count;
+  __shared__ SplitTable splits;
   if (threadIdx.x == 0) {
     begin = 0x7fffffff;
     end = count = 0;
   }
   LongestRun seen_by_all;  // in words; thread 0's
   WorkItem work;
-  if (find_work<true, true, true>(p, rows, blockIdx.x, work)) {
+  if (splits_batch(p)) {
+    if (threadIdx.x < 32) splits.fill(p);
+    __syncthreads();
+  }
+  const auto find_split = [&](int split) { return splits.find(p, split); };
+  if (find_work<true, true, true>(p, rows, find_split, blockIdx.x, work)) {
     const int first_row = work.tile * p.plan.tile_rows;
     const int end_row = min(first_row + p.plan.tile_rows, work.qo_len);
     const IntervalMask window = IntervalMask::make(p, divisors, work.qo_len, work.kv_len);
@@ -83,7 +89,7 @@ __global__ void __launch_bounds__(32 * kWarps)
           for (int i = 0; i < kRowsAhead; ++i) {
             const int row = min(row0 + i * kWarps, end_row - 1);
             all &= bits[i];
-            some |= bits[i] & bits_between(window.lo(row) - key, window.hi(row) - key);
+            some |= bits[i] & bits_between(window.lo(row) - key, window.hi<true>(row) - key);
           }
         }
         atomicOr(&by_some[word], some);

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from . import _kernels, _native, cascade, decode, page, prefill, quantization
+from ._attention import attention
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
 from .cascade import (
@@ -29,7 +30,12 @@ from .decode import (
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
-from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from .page import (
+    append_paged_kv_cache,
+    append_paged_kv_cache_by_slot,
+    get_batch_indices_positions,
+    get_seq_lens,
+)
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -57,6 +63,8 @@ __all__ = [
     "PerformanceWarning",
     "__version__",
     "append_paged_kv_cache",
+    "append_paged_kv_cache_by_slot",
+    "attention",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "cascade",
     "decode",

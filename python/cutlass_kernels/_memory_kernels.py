@@ -14,6 +14,7 @@ import torch
 from . import _native
 from ._native import current_device as _current_device
 from ._native import stream_of as _stream_of
+from ._problem import FP8_DTYPES, HALF_DTYPES
 from ._request import compute_capability
 from ._tracing import is_traced
 
@@ -214,6 +215,58 @@ def get_batch_indices_positions(
         lens.data_ptr(),
         batch_indices.data_ptr(),
         positions.data_ptr(),
+        _stream_of(device.index),
+    )
+
+
+_SLOT_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+}
+_ScaleOf = tuple[float, int, int]  # a number; address and stride of factors by head, 0 for none
+
+
+def appends_by_slot(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    """Whether the kernel writes keys and values of ``dtype`` to caches of ``cache_dtype``."""
+    return dtype in HALF_DTYPES and (cache_dtype == dtype or cache_dtype in FP8_DTYPES)
+
+
+def append_by_slot(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: _ScaleOf,
+    v_scale: _ScaleOf,
+) -> None:
+    """Writes ``[tokens, heads, dim]`` to caches ``[pages, page_size, heads, dim]``, where ``appends_by_slot``.
+    ``slots`` are int32 or int64, contiguous and on the device of the caches."""
+    device = k_cache.device
+    if device.index != _current_device():
+        with torch.cuda.device(device):
+            append_by_slot(key, value, k_cache, v_cache, slots, k_scale, v_scale)
+        return
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    _native._C.append_by_slot(
+        _SLOT_NAMES[key.dtype],
+        _SLOT_NAMES[k_cache.dtype],
+        key.size(1),
+        key.size(2),
+        value.size(2),
+        slots.numel(),
+        slots.data_ptr(),
+        slots.dtype == torch.int64,
+        k_cache.size(1),
+        k_cache.size(0),
+        (key.data_ptr(), key.stride(0), key.stride(1)),
+        (value.data_ptr(), value.stride(0), value.stride(1)),
+        (k_cache.data_ptr(), *k_cache.stride()[:3]),
+        (v_cache.data_ptr(), *v_cache.stride()[:3]),
+        k_scale,
+        v_scale,
         _stream_of(device.index),
     )
 

@@ -96,12 +96,14 @@ def not_direct(*args: Any) -> None:
 single_prefill: Callable[..., Any] = not_direct
 single_decode: Callable[..., Any] = not_direct
 fused_prefill: Callable[..., Any] = not_direct
+attention: Callable[..., Any] = not_direct
 direct_run: Callable[[Any], Callable[..., Any]] = lambda description: not_direct  # noqa: E731
 is_decode: Callable[..., bool] = lambda *sizes: False  # noqa: E731
 if _C is not None:
     _describe_torch()
     direct_run, is_decode = _C.direct_run, _C.is_decode
     single_prefill, single_decode, fused_prefill = _C.single_prefill, _C.single_decode, _C.fused_prefill
+    attention = _C.attention
 
 
 @dataclass(slots=True)

@@ -16,6 +16,10 @@ _APPEND = (
     "(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor(a!) k_cache, "
     "Tensor(b!)? v_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len, str kv_layout) -> ()"
 )
+_BY_SLOT = (
+    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, float[] factors, "
+    "Tensor?[] scales, str kv_layout) -> ()"
+)
 _POSITIONS = "(Tensor append_indptr, Tensor seq_lens, SymInt nnz) -> (Tensor, Tensor)"
 
 
@@ -29,6 +33,17 @@ def append(
     """``append_paged_kv_cache()`` in a graph."""
     pair = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)
     torch.ops.cutlass_kernels.append(*new, *places, *pair, *table, kv_layout)
+
+
+def append_by_slot(
+    new: tuple[torch.Tensor, torch.Tensor],
+    caches: tuple[torch.Tensor, torch.Tensor],
+    slot_mapping: torch.Tensor,
+    scales: tuple[Any, Any],
+    kv_layout: str,
+) -> None:
+    """``append_paged_kv_cache_by_slot()`` in a graph."""
+    torch.ops.cutlass_kernels.append_by_slot(*new, *caches, slot_mapping, *_ops.split_scales(scales), kv_layout)
 
 
 def positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,3 +74,13 @@ def define(append: Callable[..., None], positions: Callable[..., tuple[torch.Ten
 
     _ops.register("append", _APPEND, run_append, _fake_append)
     _ops.register("positions", _POSITIONS, positions, _fake_positions)
+
+
+def define_by_slot(append: Callable[..., None]) -> None:
+    """Registers the operator of ``append_paged_kv_cache_by_slot``."""
+
+    def run(*args: Any) -> None:
+        *tensors, factors, scales, kv_layout = args
+        append(*tensors, *_ops.join_scales(factors, scales), kv_layout)
+
+    _ops.register("append_by_slot", _BY_SLOT, run, _fake_append)

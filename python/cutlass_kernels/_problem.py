@@ -64,9 +64,9 @@ class Mask:
     """Which keys a row sees; everything given is ANDed with ``0 <= key < kv_len``.
 
     ``bits`` (packed little-endian uint8, one byte-aligned segment per request starting at ``bits_indptr[b]`` bytes) and
-    ``multi_item`` replace ``causal``; ``window_left`` always applies; ``chunk_size`` implies causal. Where both are
-    given, ``bits`` are those of ``multi_item``: kernels need them, in words (``_masks.whole_words``) and with offsets
-    on the same device.
+    ``multi_item`` replace ``causal``; windows always apply. Without ``causal``, rows see all of their chunk. Where both
+    are given, ``bits`` are those of ``multi_item``: kernels need them, in words (``_masks.whole_words``) and with
+    offsets on the same device.
     """
 
     causal: bool = False
@@ -75,6 +75,7 @@ class Mask:
     bits: torch.Tensor | None = None
     bits_indptr: torch.Tensor | None = None
     multi_item: MultiItem | None = None
+    window_right: int = -1
 
 
 class Vector(Protocol):

@@ -264,12 +264,12 @@ class _KeyReader:
         first, last = begin // page_size, (end - 1) // page_size + 1
         pages = slice(request.kv0 + first, request.kv0 + last)
         tokens = slice(begin - first * page_size, end - first * page_size)
-        k = _gather(kv.k_cache, self.k_pages[pages]).flatten(0, 1)[tokens]
-        v = _gather(kv.v_cache, self.v_pages[pages]).flatten(0, 1)[tokens]
+        k = gather(kv.k_cache, self.k_pages[pages]).flatten(0, 1)[tokens]
+        v = gather(kv.v_cache, self.v_pages[pages]).flatten(0, 1)[tokens]
         return k.to(self.dtype), v.to(self.dtype)
 
 
-def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     if cache.dtype in FP8_DTYPES:  # indexing copies bytes: it need not know the type
         return cache.view(torch.uint8)[pages].view(cache.dtype)
     return cache[pages]
@@ -307,10 +307,12 @@ class _MaskArgs:
         self.device = device
         self.window_left = mask.window_left
         self.chunk_size = mask.chunk_size
+        self.window_right = mask.window_right
         self.bits = mask.bits
         self.multi_item = mask.multi_item
         replaced = mask.bits is not None or mask.multi_item is not None
-        self.upper = mask.chunk_size > 0 or mask.multi_item is not None or (mask.causal and not replaced)
+        if mask.multi_item is not None or (mask.causal and not replaced):
+            self.window_right = 0
         if mask.multi_item is not None:
             self.bits = None
             self.prefix_len = mask.multi_item.prefix_len.to(torch.int64).tolist()
@@ -334,7 +336,12 @@ class _MaskArgs:
 
     def upper_bound(self, position: int, kv_len: int) -> int:
         """The key behind the last that a row at ``position`` may see. Both bounds grow with the position."""
-        return max(0, min(kv_len, position + 1)) if self.upper else kv_len
+        bound = kv_len
+        if self.window_right >= 0:
+            bound = min(bound, position + self.window_right + 1)
+        if self.chunk_size > 0:
+            bound = min(bound, (position // self.chunk_size + 1) * self.chunk_size)
+        return max(0, bound)
 
 
 class _BlockMask:
@@ -365,13 +372,13 @@ class _BlockMask:
             return visible
         keys = torch.arange(begin, end, device=args.device)
         position = torch.arange(self.first_position, self.last_position + 1, device=args.device)[:, None]
-        if above:
-            visible = _both(visible, keys <= position)
+        if above and args.window_right >= 0:
+            visible = _both(visible, keys <= position + args.window_right)
         if below and args.window_left >= 0:
             visible = _both(visible, keys >= position - args.window_left)
-        if below and args.chunk_size > 0:
-            chunk = torch.div(position, args.chunk_size, rounding_mode="floor") * args.chunk_size
-            visible = _both(visible, keys >= chunk)
+        if args.chunk_size > 0:
+            first = torch.div(position, args.chunk_size, rounding_mode="floor") * args.chunk_size
+            visible = _both(visible, (keys >= first) & (keys < first + args.chunk_size))
         return visible
 
     def _multi_item(self, index: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import _args, _autograd, _hints, _memory_kernels, _page_ops, _vectors
+from ._append_by_slot import append_paged_kv_cache_by_slot as append_paged_kv_cache_by_slot
 from ._problem import FP8_DTYPES
 from ._tracing import have_own_dispatch, is_traced
 

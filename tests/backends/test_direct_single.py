@@ -154,7 +154,7 @@ def test_counters_of_a_call(gpu: Gpu, backend: str) -> None:
     (first, count), end = call["combine_counters"], counters.data_ptr() + counters.nbytes
     assert call["splits"] > 0 and call["partial_o"] > 0
     assert call["tile_counter"] == counters.data_ptr()
-    assert first >= counters.data_ptr() + 16 and count > 0 and first + 4 * count == end
+    assert first >= counters.data_ptr() + 16 and count > 0 and first + 8 * count == end
 
 
 def test_no_rows(gpu: Gpu) -> None:

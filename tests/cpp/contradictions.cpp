@@ -178,17 +178,19 @@ std::vector<Case> tensors() {
   add(ragged, nullptr, [](auto& p) { p.total_q = 0, p.q.data = p.o.data = nullptr; });
   add(ragged, nullptr, [](auto& p) { p.total_kv = 0, p.k.data = p.v.data = nullptr; });
   add(paged, nullptr, [](auto& p) { p.pages.num_pages = 0, p.k.data = p.v.data = nullptr; });
-  const char* both = "needs qo_indptr and kv_indptr";
-  for (const Problem problem : {ragged, single}) {
-    const bool batch = problem == Problem(ragged);
-    add(problem, both, [=](auto& p) { p.qo_indptr = batch ? nullptr : indptr; });
-    add(problem, both, [=](auto& p) { p.kv_indptr = batch ? nullptr : indptr; });
-  }
-  add(ragged, both, [](auto& p) { p.qo_indptr = p.kv_indptr = nullptr; });
-  add(single, nullptr, [](auto& p) { p.qo_indptr = p.kv_indptr = indptr; });
-  add(paged, "A paged cache needs qo_indptr", [](auto& p) {
-    p.batch_size = 1;
+  add(ragged, "qo_indptr is null, so every request has", [](auto& p) { p.qo_indptr = nullptr; });
+  add(ragged, "kv_indptr is null, so k and v have", [](auto& p) { p.kv_indptr = nullptr; });
+  add(single, "kv_indptr is null, so k and v have", [](auto& p) { p.qo_indptr = indptr; });
+  add(ragged, nullptr, [](auto& p) {  // every request is as long
     p.qo_indptr = p.kv_indptr = nullptr;
+    p.max_qo_len = int(p.total_q) / p.batch_size;
+    p.max_kv_len = int(p.total_kv) / p.batch_size;
+  });
+  add(single, nullptr, [](auto& p) { p.qo_indptr = p.kv_indptr = indptr; });
+  add(paged, "kv_indptr is null: a paged cache", [](auto& p) { p.kv_indptr = nullptr; });
+  add(paged, nullptr, [](auto& p) {
+    p.seqused_k = indptr;
+    p.pages.last_page_len = nullptr;
   });
   add(ragged, "o has a stride of 0", [](auto& p) { p.o.stride_token = 0; });
   add(ragged, "o has a stride of 0", [](auto& p) { p.o.stride_head = 0; });
@@ -214,6 +216,14 @@ std::vector<Case> tensors() {
   });
   add(block_table, "table_width=3 pages, but", [](auto& p) { p.pages.indices = nullptr; });
   add(block_table, nullptr, [](auto& p) { p.pages.table_width = 0, p.pages.indices = nullptr; });
+  add(block_table, "neither kv_indptr nor seqused_k", [](auto& p) {
+    p.kv_indptr = nullptr;
+    p.max_kv_len = 0;
+  });
+  add(block_table, nullptr, [](auto& p) {
+    p.kv_indptr = nullptr;
+    p.seqused_k = indptr;
+  });
   return cases;
 }
 

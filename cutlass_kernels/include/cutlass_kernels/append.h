@@ -50,4 +50,36 @@ struct AppendParams {
 /// a CUDA graph.
 CK_API Status append_paged_kv_cache(const AppendParams& params, cudaStream_t stream);
 
+/// Token i goes to entry slots[i] % page_size of page slots[i] / page_size. Tokens of a negative slot, or of one that the
+/// cache does not have, are skipped. What is stored is the value over its scale, rounded to nearest in the type of the
+/// cache; in 8 bits, what lies beyond the largest finite number becomes that number, and NaN stays NaN.
+struct AppendBySlotParams {
+  DType dtype = DType::kBFloat16;        ///< of k and v: kFloat16 or kBFloat16
+  DType cache_dtype = DType::kBFloat16;  ///< that of k and v, kFloat8E4M3 or kFloat8E5M2
+  std::int32_t num_kv_heads = 0;
+  std::int32_t head_dim_qk = 0;
+  std::int32_t head_dim_vo = 0;
+  std::int64_t num_tokens = kNotSet;
+  const void* slots = nullptr;  ///< [num_tokens], device
+  bool slots_are_64_bit = true;
+  // [num_tokens, num_kv_heads, head_dim], and the cache as in PageTable. Any strides and addresses of whole elements:
+  // slower where 16 bytes do not divide those of k and v, and 8 elements those of the cache.
+  ConstTensorView k;
+  ConstTensorView v;
+  TensorView k_cache;
+  TensorView v_cache;
+  std::int32_t page_size = 0;
+  std::int64_t num_pages = kNotSet;
+  std::int64_t k_stride_page = 0;
+  std::int64_t v_stride_page = 0;
+  // Factors that dequantise: k_scale * k_scales.data[head * k_scales.stride], of which either may be left at 1.
+  float k_scale = 1.0f;
+  float v_scale = 1.0f;
+  DeviceScale k_scales;  ///< by KV head
+  DeviceScale v_scales;
+};
+
+/// See append_paged_kv_cache().
+CK_API Status append_paged_kv_cache_by_slot(const AppendBySlotParams& params, cudaStream_t stream);
+
 }  // namespace cutlass_kernels

@@ -105,7 +105,7 @@ struct FmhaV2Params {
 /// A counter that was not cleared never leads out of memory. A call restarts it, and its results are right, unless the
 /// value happens to look like a count: at most one in 10^6 random values does, and no integer of either sign below
 /// 2^20. (A call does not clear them itself, since that would take 2 us.)
-constexpr std::size_t kFmhaV2CounterBytes = 8192;
+constexpr std::size_t kFmhaV2CounterBytes = 16384;
 
 /// Bytes of workspace for calls of these sizes (tensors, offsets and tables may be null as yet): counters, and what
 /// split keys and lists need. Calls that overlap in time need one each, others may share one, as large as the largest.

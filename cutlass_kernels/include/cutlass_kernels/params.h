@@ -4,7 +4,8 @@
 //
 // Row i of a request with qo_len queries and kv_len keys stands at absolute position
 // p = i + kv_len - qo_len (bottom-right alignment). It sees keys [lo(p), hi(p)):
-//   hi = p + 1 if causal or chunk_size > 0, else kv_len
+//   hi = p + 1 if causal; p + window_right + 1 if window_right >= 0; else kv_len; with chunk_size > 0 no more than
+//        (floor(p / chunk_size) + 1) * chunk_size
 //   lo = max(0, p - window_left) if window_left >= 0; floor(p / chunk_size) * chunk_size if chunk_size > 0
 // A row that sees no key gets output 0 and LSE -inf (with a sink: LSE = sink * log2 e).
 #pragma once
@@ -40,8 +41,8 @@ struct TensorView {
 /// cache is not read, its keys and values count as zeros.
 ///
 /// With a table_stride, `indices` is a table with a row per request: request b owns the table_width entries from b *
-/// table_stride on, kv_indptr counts tokens, and last_page_len is not used. A request with more tokens than its row has
-/// room for is not computed.
+/// table_stride on, last_page_len is not used, and kv_indptr, if there is one, counts tokens. A request with more tokens
+/// than its row has room for is not computed.
 struct PageTable {
   const std::int32_t* indices = nullptr;        ///< page numbers, device
   const std::int32_t* v_indices = nullptr;      ///< of v, where v has other pages than k
@@ -76,10 +77,13 @@ struct Alibi {
   bool after_cap = false;         ///< whether the bias is added to the capped logit
 };
 
-/// A factor that only the device knows: one for all query heads, or one for each.
+/// A factor that only the device knows: request b and query head h have
+/// data[b * stride_request + h / heads_per_entry * stride].
 struct DeviceScale {
-  const float* data = nullptr;  ///< device; null: 1
-  std::int32_t stride = 0;      ///< from one query head to the next: 0 or 1
+  const float* data = nullptr;       ///< device; null: 1
+  std::int32_t stride = 0;           ///< from one entry to the next; 0: one for all heads
+  std::int32_t heads_per_entry = 1;  ///< the group size, where entries are those of KV heads
+  std::int64_t stride_request = 0;   ///< 0: one for all requests
 };
 
 struct AttentionParams {
@@ -99,10 +103,17 @@ struct AttentionParams {
   // Requests. Lengths live on the device; the host knows only the totals. A request whose offsets do not
   // lie inside the totals is not computed, its output not written.
   std::int32_t batch_size = 1;
-  const std::int32_t* qo_indptr =
-      nullptr;  ///< [batch_size + 1], device; null only if batch_size is 1
-  const std::int32_t* kv_indptr =
-      nullptr;  ///< [batch_size + 1], device; in tokens, or in pages; null only if batch_size is 1
+  /// [batch_size + 1], device: cu_seqlens_q. Null: every request has max_qo_len rows, and total_q is batch_size times
+  /// that. (A single request with neither indptrs nor seqused is as long as q and k.)
+  const std::int32_t* qo_indptr = nullptr;
+  /// [batch_size + 1], device; in tokens, or in entries of pages.indices. Null: k and v have max_kv_len rows for every
+  /// request; of a page table with a row per request it may always be null.
+  const std::int32_t* kv_indptr = nullptr;
+  /// Optional [batch_size], device: how many rows and keys of a request are used, from its first on, instead of all
+  /// that the indptrs leave room for. With seqused_k, only the first batch_size entries of kv_indptr are read, and
+  /// last_page_len is not.
+  const std::int32_t* seqused_q = nullptr;
+  const std::int32_t* seqused_k = nullptr;
   /// Optional copy of qo_indptr on the host, read by make_plan() and attention() while they run. With it a tile list
   /// has an entry per tile; without, up to batch_size more, each a thread block that starts only to end.
   const std::int32_t* qo_indptr_host = nullptr;
@@ -114,28 +125,34 @@ struct AttentionParams {
   /// none at all, results of a request do not depend on the others of its batch, bit by bit.
   std::int32_t fixed_split_size = 0;  ///< 0: chosen from the batch
   bool disable_split_kv = false;
-  /// Largest KV length of a request, if known: bounds the number of KV splits.
+  /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which
+  /// the size of the workspace bounds. Unlike the two above, tiles then still depend on the batch.
+  std::int32_t num_splits = 0;
+  /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the rows of k and v
+  /// that every request has.
   std::int32_t max_kv_len = 0;
   /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and for 8-bit keys
-  /// under queries of another type: one kernel reads the indptrs itself. Where it splits keys, which takes a workspace,
+  /// under more than a few queries of another type: one kernel reads the lengths itself. Where it splits keys, which takes a workspace,
   /// a second kernel may combine the partial results. With lengths that differ much, a list can still be faster; it is
   /// then made by the call if the workspace holds it. Rows of a request beyond so many need not be computed, nor the
   /// requests around where qo_indptr or kv_indptr decreases.
   std::int32_t max_qo_len = 0;
 
   // Tensors.
-  ConstTensorView q;     ///< [total_q, num_qo_heads, head_dim_qk]
-  ConstTensorView k;     ///< [total_kv, num_kv_heads, head_dim_qk]
-  ConstTensorView v;     ///< [total_kv, num_kv_heads, head_dim_vo]
-  TensorView o;          ///< [total_q, num_qo_heads, head_dim_vo]
-  float* lse = nullptr;  ///< optional, base 2
+  ConstTensorView q;       ///< [total_q, num_qo_heads, head_dim_qk]
+  ConstTensorView k;       ///< [total_kv, num_kv_heads, head_dim_qk]
+  ConstTensorView v;       ///< [total_kv, num_kv_heads, head_dim_vo]
+  TensorView o;            ///< [total_q, num_qo_heads, head_dim_vo]
+  float* lse = nullptr;    ///< optional
+  float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
   std::int64_t lse_stride_token = 0;
   std::int64_t lse_stride_head = 0;
 
   // Mask.
   bool causal = false;
-  std::int32_t window_left = -1;  ///< negative: no window
-  std::int32_t chunk_size = 0;    ///< 0: not chunked
+  std::int32_t window_left = -1;   ///< negative: no window
+  std::int32_t window_right = -1;  ///< negative: none; 0 is causal
+  std::int32_t chunk_size = 0;     ///< 0: not chunked
   BitMask mask;
 
   // Logits and output.
@@ -149,9 +166,11 @@ struct AttentionParams {
   /// largest so far, are below skip_softmax_factor / kv_len. Kernels without such a variant compute all. 0: off.
   float skip_softmax_factor = 0.0f;
   DeviceScale logits_scale;  ///< multiplies sm_scale
+  DeviceScale keys_scale;    ///< multiplies sm_scale, too
   DeviceScale output_scale;  ///< multiplies the output
 
-  /// Optional, device: [total_q, num_qo_heads, 2], contiguous, 8-byte aligned. Of each row the maximum of its logits
+  /// Optional, device: [total_q, num_qo_heads, 2], contiguous, 8-byte aligned; not with scales that differ between
+  /// requests. Of each row the maximum of its logits
   /// over sm_scale * logits_scale * sqrt(head_dim_qk), or with a soft cap over sqrt(head_dim_qk), and the sum of
   /// exp(logit - maximum), without sinks; -FLT_MAX and 0 where it sees no key. Keys are then not split.
   float* stats = nullptr;

@@ -1,78 +1,212 @@
 // KV splits of a batch without a tile list: how the splits of all requests together are dealt out to requests.
+//
+// Requests get splits in proportion to their keys, and each gets at least one: splits are about equally long. A warp adds up the lengths, a chunk of requests per lane. It can then find a split by itself (find()), or leave the sums
+// of the chunks in shared memory, where single threads search them (SplitTable). For up to 32 requests, a find takes
+// one load of lengths and ten shuffles; a tile list would take a kernel of 4 us.
+//
+// Rounding is spelled out: the kernel that combines partial results finds the same splits, whatever it is compiled with.
 #pragma once
 
 #include <cute/config.hpp>
 
 #include <cstdint>
 
+#include "common/requests.h"
 #include "plan/launch_params.h"
 
 namespace cutlass_kernels {
 
-// A request's share of the splits: `count` from `first` on.
-struct RequestSplits {
-  int batch;
-  int first;
-  int count;
-};
-
-// Every request has one split and, of the `extra` others, a share like that of its keys. So splits are about equally
-// long, and a thread block finds its own by a search in kv_indptr, which takes a fifth of the time of a list. Rounding
-// is spelled out: the kernel that combines partial results finds the same splits, whatever it is compiled with.
-class BatchSplits {
- public:
-  CUTE_DEVICE BatchSplits(const LaunchParams& p, int extra)
-      : kv_indptr_(p.kv_indptr), requests_(p.batch_size), first_(float(p.kv_indptr[0])) {
-    const bool in_pages = p.pages.page_size > 0 && p.pages.table_stride == 0;
-    const float keys = __fsub_rn(float(p.kv_indptr[requests_]), first_);
-    const float unit = in_pages ? float(p.pages.page_size) : 1.0f;
-    const float most = __fdividef(__fmul_rn(keys, unit), float(p.plan.least_split_keys));
-    extra_ = fmaxf(fminf(float(extra), floorf(most)), 0.0f);
-    per_key_ = keys > 0.0f ? __fdividef(extra_, keys) : 0.0f;
-  }
-
-  // A request's first split, in [batch, batch + extra]. Never less than that of one before it, if kv_indptr does not
-  // decrease: every step rounds monotonically. The quotient of what divides evenly may be a little less than whole.
-  CUTE_DEVICE int begin(int batch) const {
-    constexpr float kLittle = 1.0f / 512;
-    const float before = __fmul_rn(__fsub_rn(float(kv_indptr_[batch]), first_), per_key_);
-    return batch + int(fminf(fmaxf(__fadd_rn(before, kLittle), 0.0f), extra_));
-  }
-
-  // The request that a split belongs to; a count of 0 where there is none. All splits that lead to a request take the
-  // same way, on which kv_indptr must agree that they are its own: where it decreases, all splits of a request find it,
-  // or none.
-  CUTE_DEVICE RequestSplits find(int split) const {
-    int batch = 0, end = requests_;
-    int first = 0, next = requests_ + int(extra_);
-    int at_least = first, below = next;
-    CUTE_NO_UNROLL
-    while (end - batch > 1) {
-      const int middle = batch + (end - batch) / 2;
-      const int value = begin(middle);
-      if (value <= split) {
-        batch = middle;
-        first = value;
-        at_least = max(at_least, value);
-      } else {
-        end = middle;
-        next = value;
-        below = min(below, value);
-      }
-    }
-    const bool agree = at_least <= first && next <= below && split < next;
-    return {batch, first, agree ? next - first : 0};
-  }
-
- private:
-  const std::int32_t* kv_indptr_;
-  int requests_;
-  float first_, extra_, per_key_;
-};
+// Whether the keys of a batch without a list are split.
+CK_HOST_DEVICE inline bool splits_batch(const LaunchParams& p) {
+  return p.plan.source == TileSource::kBatchByLength && p.plan.num_splits > p.batch_size;
+}
 
 // Rows that the partial results of a split have room for.
 CUTE_DEVICE int rows_of_split(const LaunchParams& p) {
   return min(p.plan.tile_rows, int(p.total_q));
 }
+
+// A request's share of the splits: `count` from `first` on.
+struct RequestSplits {
+  int batch;
+  int first;
+  int count;  // 0: there is no such request
+  KeysOfRequest keys;
+};
+
+// How many splits are shared out, and how many of them there are for each key. A request whose share is less than one has
+// one more: plan.num_splits counts these, too, but of a single request, whose share is all. No more of a request's keys count than its rows see.
+struct SplitShares {
+  int extra;  // at most
+  float per_key;
+
+  CUTE_DEVICE static float weight(const LaunchParams& p, const KeysOfRequest& keys) {
+    return float(std::uint32_t(min(max(keys.length, 0), p.plan.most_split_keys)));
+  }
+
+  SplitShares() = default;
+  CUTE_DEVICE static int splits_to_share(const LaunchParams& p) {
+    return p.batch_size == 1 ? p.plan.num_splits : p.plan.num_splits - p.batch_size;
+  }
+  CUTE_DEVICE SplitShares(const LaunchParams& p, float keys) {
+    const float most = __fdividef(keys, float(p.plan.least_split_keys));
+    extra = max(int(fminf(float(splits_to_share(p)), most)), 0);
+    per_key = keys > 0.0f ? __fdividef(float(extra), keys) : 0.0f;
+  }
+
+  // Beside the first one. The quotient of what divides evenly may be a little less than whole.
+  CUTE_DEVICE int of(float weight) const {
+    constexpr float kLittle = 1.0f / 512;
+    return max(int(__fadd_rn(__fmul_rn(weight, per_key), kLittle)) - 1, 0);
+  }
+};
+
+// A number of all lanes of a warp, added up to each lane and with it.
+CUTE_DEVICE int inclusive_sum(int value) {
+  CUTE_UNROLL
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, value, step);
+    if (int(threadIdx.x % 32) >= step) value += other;
+  }
+  return value;
+}
+
+// By all lanes of a warp. Lane i has requests [i * chunk, (i + 1) * chunk).
+class BatchSplits {
+ public:
+  CUTE_DEVICE explicit BatchSplits(const LaunchParams& p)
+      : chunk_((unsigned(p.batch_size) + 31) / 32), begin_(int(threadIdx.x % 32) * chunk_) {
+    const int end = min(begin_ + chunk_, p.batch_size);
+    if (begin_ < end) first_keys_ = keys_of_request(p, begin_);
+    float keys = SplitShares::weight(p, first_keys_);
+    CUTE_NO_UNROLL
+    for (int batch = begin_ + 1; batch < end; ++batch) {
+      keys = __fadd_rn(keys, SplitShares::weight(p, keys_of_request(p, batch)));
+    }
+    float all = keys;
+    CUTE_UNROLL
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      all = __fadd_rn(all, __shfl_xor_sync(0xffffffffu, all, lanes));
+    }
+    shares_ = SplitShares(p, all);
+    int own = shares_.of(SplitShares::weight(p, first_keys_));
+    CUTE_NO_UNROLL
+    for (int batch = begin_ + 1; batch < end; ++batch) {
+      own = min(own + shares_.of(SplitShares::weight(p, keys_of_request(p, batch))), shares_.extra);
+    }
+    if (begin_ >= end) own = 0;
+    const int inclusive = inclusive_sum(own);
+    before_ = min(inclusive - own, shares_.extra);
+    after_ = min(inclusive, shares_.extra);
+  }
+
+  // Of a single request.
+  CUTE_DEVICE static RequestSplits find_in_one(const LaunchParams& p, int split) {
+    const KeysOfRequest keys = keys_of_request(p, 0);
+    const float weight = SplitShares::weight(p, keys);
+    const int count = 1 + SplitShares(p, weight).of(weight);
+    return {0, 0, split < count ? count : 0, keys};
+  }
+
+  // The request that a split belongs to; by all lanes, and the same split.
+  CUTE_DEVICE RequestSplits find(const LaunchParams& p, int split) const {
+    RequestSplits found{begin_, begin_ + before_, chunk_ + after_ - before_, first_keys_};
+    int before = before_;
+    int source = lane_with(p, found, split);
+    if (source < 0) return {0, 0, 0, {}};
+    if (chunk_ > 1) {  // 32 requests of that lane's chunk at a time
+      int batch = __shfl_sync(0xffffffffu, begin_, source);
+      const int end = min(batch + chunk_, p.batch_size);
+      before = __shfl_sync(0xffffffffu, before, source);
+      CUTE_NO_UNROLL
+      do {
+        found = {batch + int(threadIdx.x % 32), 0, 0, {}};
+        int own = 0;
+        if (found.batch < end) {
+          found.keys = keys_of_request(p, found.batch);
+          own = shares_.of(SplitShares::weight(p, found.keys));
+        }
+        const int inclusive = before + inclusive_sum(own);
+        const int own_before = min(inclusive - own, shares_.extra);
+        found.first = found.batch + own_before;
+        found.count = found.batch < end ? 1 + min(inclusive, shares_.extra) - own_before : 0;
+        source = lane_with(p, found, split);
+        before = __shfl_sync(0xffffffffu, min(inclusive, shares_.extra), 31);
+        batch += 32;
+      } while (source < 0 && batch < end);
+      if (source < 0) return {0, 0, 0, {}};
+    }
+    return {__shfl_sync(0xffffffffu, found.batch, source),
+            __shfl_sync(0xffffffffu, found.first, source),
+            __shfl_sync(0xffffffffu, found.count, source),
+            {__shfl_sync(0xffffffffu, found.keys.begin, source),
+             __shfl_sync(0xffffffffu, found.keys.length, source)}};
+  }
+
+ private:
+  friend class SplitTable;
+
+  // The lane whose splits contain this one, or -1.
+  CUTE_DEVICE static int lane_with(const LaunchParams& p, const RequestSplits& own, int split) {
+    const bool contains =
+        own.batch < p.batch_size && own.first <= split && split < own.first + own.count;
+    return __ffs(__ballot_sync(0xffffffffu, contains)) - 1;
+  }
+
+  int chunk_;
+  int begin_;                        // the lane's first request
+  KeysOfRequest first_keys_{0, -1};  // of that one
+  SplitShares shares_;
+  int before_, after_;  // extra splits of the requests before the lane's, and with them
+};
+
+// In shared memory.
+class SplitTable {
+ public:
+  // By all lanes of a warp. Other threads may use the table after a barrier.
+  CUTE_DEVICE void fill(const LaunchParams& p) {
+    const BatchSplits splits(p);
+    before_[threadIdx.x % 32] = splits.before_;
+    if (threadIdx.x % 32 == 0) {
+      chunk_ = splits.chunk_;
+      shares_ = splits.shares_;
+    }
+  }
+
+  // By one thread.
+  CUTE_DEVICE RequestSplits find(const LaunchParams& p, int split) const {
+    int chunk = 0;  // the last one whose first split is not behind this one
+    CUTE_UNROLL
+    for (int step = 16; step > 0; step /= 2) {
+      const int next = chunk + step;
+      if (next * chunk_ < p.batch_size && next * chunk_ + before_[next] <= split) chunk = next;
+    }
+    return walk(p, chunk, [&](int, int end) { return split < end; });
+  }
+  CUTE_DEVICE RequestSplits of(const LaunchParams& p, int request) const {
+    return walk(p, request / chunk_, [&](int batch, int) { return batch == request; });
+  }
+
+ private:
+  template <class IsFound>
+  CUTE_DEVICE RequestSplits walk(const LaunchParams& p, int chunk, IsFound is_found) const {
+    const int end = min((chunk + 1) * chunk_, p.batch_size);
+    int before = before_[chunk];
+    CUTE_NO_UNROLL
+    for (int batch = chunk * chunk_; batch < end; ++batch) {
+      const KeysOfRequest keys = keys_of_request(p, batch);
+      const int after = min(before + shares_.of(SplitShares::weight(p, keys)), shares_.extra);
+      if (is_found(batch, batch + 1 + after)) {
+        return {batch, batch + before, 1 + after - before, keys};
+      }
+      before = after;
+    }
+    return {0, 0, 0, {}};
+  }
+
+  int before_[32];  // extra splits of the requests before each chunk
+  int chunk_;       // requests of a chunk
+  SplitShares shares_;
+};
 
 }  // namespace cutlass_kernels

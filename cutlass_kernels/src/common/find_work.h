@@ -8,7 +8,7 @@
 
 #include "common/batch_splits.h"
 #include "common/fast_divisor.h"
-#include "common/keys_of_request.h"
+#include "common/requests.h"
 #include "plan/launch_params.h"
 
 namespace cutlass_kernels {
@@ -38,7 +38,8 @@ struct RowTiles {
 CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int index,
                                WorkItem& work) {
   const auto first_index = [&](int batch) {
-    return int(rows.tile_rows.divide(__ldg(p.qo_indptr + batch))) + batch;
+    const int row = p.qo_indptr == nullptr ? batch * p.max_qo_len : __ldg(p.qo_indptr + batch);
+    return int(rows.tile_rows.divide(row)) + batch;
   };
   int end = p.batch_size;
   work.batch = 0;
@@ -59,10 +60,11 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
 //
 // kPaged, kInOrder: whether there may be pages, and kBatchInOrder. In a kernel of fa2, which has no warp of its own
 // for this, a few instructions more here, or a call, make ptxas order the main loop anew.
-// kSplits: whether keys of a batch may be split without a list.
+// kSplits: whether keys of a batch may be split without a list. find_split(split) then finds the request.
 // kBatches: whether a batch may come without a list.
-template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true>
-CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank, WorkItem& work) {
+template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true, class FindSplit>
+CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
+                           [[maybe_unused]] FindSplit find_split, int rank, WorkItem& work) {
   if (p.plan.tile_list != nullptr) {
     work = static_cast<const WorkItem*>(p.plan.tile_list)[rank];
     if (work.batch < 0) return false;
@@ -79,33 +81,33 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, int rank
     work.split = std::int16_t(repeat);
     work.num_splits = std::int16_t(repeats);
     [[maybe_unused]] int first_split = -1;  // of the request, in a batch that is split
-    if (kBatches && p.qo_indptr != nullptr) {
+    if (kBatches && p.plan.source != TileSource::kSingleRequest) {
+      KeysOfRequest keys;
       work.batch = repeat;
       work.split = 0;
       work.num_splits = 1;
       if constexpr (kSplits) {
         if (repeats > p.batch_size) {
-          const RequestSplits own = BatchSplits(p, repeats - p.batch_size).find(repeat);
+          const RequestSplits own = find_split(repeat);
           if (own.count == 0) return false;
           work.batch = own.batch;
           work.split = std::int16_t(repeat - own.first);
           work.num_splits = std::int16_t(own.count);
           first_split = own.first;
+          keys = own.keys;
         }
       }
       if constexpr (kInOrder) {
         if (rows.tiles == 0) find_in_order(p, rows, p.plan.tile_indices - 1 - rank, work);
       }
-      work.q_begin = p.qo_indptr[work.batch];
-      work.qo_len = p.qo_indptr[work.batch + 1] - work.q_begin;
-      if constexpr (kPaged) {
-        const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, work.batch);
-        work.kv_begin = keys.begin;
-        work.kv_len = keys.length;
-      } else {
-        work.kv_begin = p.kv_indptr[work.batch];
-        work.kv_len = p.kv_indptr[work.batch + 1] - work.kv_begin;
+      const RowsOfRequest own_rows = rows_of_request(p, work.batch);
+      work.q_begin = own_rows.begin;
+      work.qo_len = own_rows.length;
+      if (!kSplits || first_split < 0) {
+        keys = kPaged ? keys_of_request(p, work.batch) : keys_in_rows(p, work.batch);
       }
+      work.kv_begin = keys.begin;
+      work.kv_len = keys.length;
       // In 64 bits: the length was never checked.
       if (work.tile < 0 || std::int64_t(work.tile) * p.plan.tile_rows >= work.qo_len) {
         return false;

@@ -10,6 +10,7 @@
 //                   the tanh
 #pragma once
 
+#include "common/mask.h"
 #include "common/numeric.h"
 #include "cutlass_kernels/params.h"
 
@@ -60,13 +61,24 @@ enum class Logits {
   kSkipping,     // nothing, but blocks of keys of negligible weight are skipped
 };
 
-// The factor of a query head.
-CUTE_DEVICE float scale_of(const DeviceScale& scale, int head) {
-  return scale.data == nullptr ? 1.0f : __ldg(scale.data + head * scale.stride);
+// The factor of a request and query head.
+CUTE_DEVICE float scale_of(const DeviceScale& scale, int batch, int head) {
+  if (scale.data == nullptr) return 1.0f;
+  const int entry = scale.heads_per_entry > 1 ? head / scale.heads_per_entry : head;
+  return __ldg(scale.data + batch * scale.stride_request + entry * scale.stride);
+}
+
+// Of logits: both factors.
+CUTE_DEVICE float logits_scale_of(const AttentionParams& params, int batch, int head) {
+  return scale_of(params.logits_scale, batch, head) * scale_of(params.keys_scale, batch, head);
+}
+
+inline bool has_logits_scale(const AttentionParams& params) {
+  return params.logits_scale.data != nullptr || params.keys_scale.data != nullptr;
 }
 
 struct GeneralTransform {
-  float multiplier;   // of q.k, beside logits_scale; in units of 2 log2 e where capped
+  float multiplier;   // of q.k, beside device scales; in units of 2 log2 e where capped
   float bias_before;  // of slope * distance, before tanh, in the same units
   float bias_after;   // and after it
   bool capped;
@@ -74,13 +86,13 @@ struct GeneralTransform {
 
   static bool needed(const AttentionParams& params) {
     return params.alibi.slopes != nullptr || params.mask.words != nullptr ||
-           params.logits_scale.data != nullptr || params.output_scale.data != nullptr ||
-           params.stats != nullptr;
+           has_logits_scale(params) || params.output_scale.data != nullptr ||
+           params.stats != nullptr || has_general_end(params);
   }
 
   // Whether q.k is changed at all: masks and statistics leave it as it is.
   static bool changes(const AttentionParams& params) {
-    return params.alibi.slopes != nullptr || params.logits_scale.data != nullptr ||
+    return params.alibi.slopes != nullptr || has_logits_scale(params) ||
            LogitsTransform::needed(params);
   }
 

@@ -31,7 +31,7 @@ struct RowStats {
                          float sum) const {
     float2 stats{-FLT_MAX, 0.0f};
     if (!has_no_key(m, sum)) {
-      const float known = p.logits_soft_cap > 0.0f ? 1.0f : scale_of(p.logits_scale, head);
+      const float known = p.logits_soft_cap > 0.0f ? 1.0f : logits_scale_of(p, 0, head);
       stats = {__fdividef(m * unit, known), sum};
     }
     reinterpret_cast<float2*>(p.stats)[row * p.num_qo_heads + head] = stats;

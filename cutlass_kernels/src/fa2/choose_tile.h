@@ -131,6 +131,7 @@ TileShape packed_fp8_shape(const AttentionParams& params, const Device& device) 
       Tile::kBlockM / heads, kPacked, heads,
       is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(device) : blocks_per_sm_on<Tile>(device)};
   shape.most_waves = 4;
+  shape.needs_list = true;  // there are no registers to find tiles otherwise
   return shape;
 }
 

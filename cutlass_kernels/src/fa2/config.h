@@ -145,9 +145,9 @@ struct TileTable<64> {
     static constexpr int kBlockN = 64, kStepN = 16, kStages = 4;
     static constexpr int kAhead = 1, kBlocksPerSm = 4;
   };
-  struct DecodeFp8 : DecodeFp8Tile<64> {
-    static constexpr int kBlockN = 64, kStepN = 16, kStages = 4;
-    static constexpr int kAhead = 1, kBlocksPerSm = 4;
+  struct DecodeFp8 : DecodeFp8Tile<64> {  // a fourth thread block per SM would spill
+    static constexpr int kBlockN = 64, kStepN = 16, kStages = 5;
+    static constexpr int kAhead = 1, kBlocksPerSm = 3;
   };
   struct Fp8Wide : Fp8Tile<64> {
     static constexpr int kRowTiles = 2;

@@ -132,8 +132,8 @@ struct DecodeRows {
         float sink_weight = 1.0f;
         const FinishedRow finished =
             finish_row(m, sum, p.sinks, of_head, [&](float weight) { sink_weight = weight; });
-        const float scale =
-            finished.scale(sink_weight) * (p.v_scale * scale_of(p.output_scale, of_head));
+        const float scale = finished.scale(sink_weight) *
+                            (p.v_scale * scale_of(p.output_scale, work.batch, of_head));
         CUTE_UNROLL
         for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= scale;
         const std::int64_t at = std::int64_t(work.q_begin) + first_token + token;
@@ -149,7 +149,8 @@ struct DecodeRows {
           }
         }
         if (p.lse != nullptr && lane == 0) {
-          p.lse[at * p.lse_stride_token + of_head * p.lse_stride_head] = finished.lse();
+          p.lse[at * p.lse_stride_token + of_head * p.lse_stride_head] =
+              finished.lse() * p.lse_scale;
         }
       }
     }
@@ -162,13 +163,14 @@ struct DecodeRows {
     volatile int* is_last = reinterpret_cast<int*>(shared_memory);  // where Q was
     __syncthreads();
     if (threadIdx.x == 0) {
-      const unsigned last = work.num_splits - 1;
+      const unsigned long long last = work.num_splits - 1;
       const int counter = combine_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
       // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block:
       // combine_splits() reads past the L1 cache, so one thread's fences are enough.
       __threadfence();
-      *is_last = take_ticket(reinterpret_cast<unsigned*>(p.plan.combine_counters + counter),
-                             last + 1) == last;
+      *is_last =
+          take_ticket(reinterpret_cast<unsigned long long*>(p.plan.combine_counters + counter),
+                      last + 1) == last;
       __threadfence();
     }
     __syncthreads();
@@ -179,7 +181,7 @@ struct DecodeRows {
       const int of_head = head + row - token * heads;
       store_row<Element>(
           p, combine_splits<kPanels, kLoads>(p, splits, token, of_head, 0, work.num_splits),
-          std::int64_t(work.q_begin) + first_token + token, of_head);
+          work.batch, std::int64_t(work.q_begin) + first_token + token, of_head);
     }
   }
 };

@@ -84,8 +84,12 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   // ---- Which tile of which head, and where its keys and values come from. ----
   const TileOrder::Position position = params.order(blockIdx.x);
   TileWork tile;
-  if (!find_work<kPaged, false, Tile::kDecodes, !Warp::kFp8>(p, params.rows, position.rank,
-                                                             tile.item)) {
+  constexpr bool kBatches = !Warp::kFp8 || Tile::kDecodes;
+  const auto find_split = [&](int split) {
+    return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
+  };
+  if (!find_work<kPaged, false, Tile::kDecodes, kBatches>(p, params.rows, find_split, position.rank,
+                                                          tile.item)) {
     return;
   }
   tile.begin<Tile, Warp::kGeneral>(params, position);
@@ -96,9 +100,10 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   // ---- This warp's rows, and which keys they see. ----
   const WarpShare<Tile> share(params, tile, threadIdx.x);
   const IntervalMask mask = tile.mask;
-  const VisibleRange range{
-      share.has_rows ? mask.lo(share.first_row) : 0, share.has_rows ? mask.hi(share.last_row) : 0,
-      share.has_rows ? mask.lo(share.last_row) : 0, share.has_rows ? mask.hi(share.first_row) : 0};
+  const VisibleRange range{share.has_rows ? mask.lo(share.first_row) : 0,
+                           share.has_rows ? mask.hi<Warp::kGeneral>(share.last_row) : 0,
+                           share.has_rows ? mask.lo(share.last_row) : 0,
+                           share.has_rows ? mask.hi<Warp::kGeneral>(share.first_row) : 0};
   typename Warp::Transform logits(params, tile, share, range);
 
   // ---- What it computes: O, and the running maximum and sum of each row. ----

@@ -39,11 +39,13 @@ struct SeenKeys {
     CUTE_NO_UNROLL
     for (int row = row_begin + int(threadIdx.x % 32); row < row_end; row += 32) {
       const std::int64_t bit = request_bit + std::int64_t(row) * interval.kv_len + first_key;
-      const bool windowed = interval.hides_first_keys();
+      const bool windowed = interval.hides_keys();
       CUTE_UNROLL
       for (int w = 0; w < kWords; ++w) {
-        const int before = windowed ? interval.lo(row) - first_key - 32 * w : 0;
-        words[w] |= bits_at(bit_mask, bit + 32 * w) & ~low_bits(before);
+        const int key = first_key + 32 * w;
+        const std::uint32_t inside =
+            windowed ? bits_between(interval.lo(row) - key, interval.hi<true>(row) - key) : ~0u;
+        words[w] |= bits_at(bit_mask, bit + 32 * w) & inside;
       }
     }
     CUTE_UNROLL

@@ -72,7 +72,7 @@ struct IntervalLogits {
         // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
         const int lo = mask.lo(row);
         const std::uint32_t from_lo = key0 - lo;
-        const std::uint32_t extent = max(mask.hi(row) - lo, 0);
+        const std::uint32_t extent = max(mask.template hi<false>(row) - lo, 0);
         CUTE_UNROLL
         for (int n = 0; n < kTilesN; ++n) {
           CUTE_UNROLL
@@ -93,6 +93,7 @@ struct GeneralLogits {
 
   const KernelParams& params;
   WarpShare<Tile> share;
+  int batch;
   int head;  // of packed heads the first
   VisibleKeys<Tile> visible;
   std::uint32_t found = 0;  // keys of the step that the lane found (visible_keys.h)
@@ -101,6 +102,7 @@ struct GeneralLogits {
                             const WarpShare<Tile>& share_, const VisibleRange&)
       : params(params_),
         share(share_),
+        batch(tile.item.batch),
         head(tile.head),
         visible{params_.attention.mask,
                 tile.mask,
@@ -141,14 +143,14 @@ struct GeneralLogits {
       for (int half = 0; half < 2; ++half) {
         const int row = half * 8 + share.lane / 4;
         const int of_head = head + share.row_at.pack_head(row);
-        logits_scale[half] = scale_of(p.logits_scale, of_head);
+        logits_scale[half] = logits_scale_of(p, batch, of_head);
         slope[half] = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + of_head);
         distance[half] =
             first_key + share.lane % 4 * 2 - (p.alibi.relative ? share.row_at(row) : 0);
       }
       transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s), logits_scale, slope, distance);
     } else {
-      const float logits_scale = scale_of(p.logits_scale, head);
+      const float logits_scale = logits_scale_of(p, batch, head);
       const float slope = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + head);
       CUTE_UNROLL
       for (int m = 0; m < Tile::kRowTiles; ++m) {

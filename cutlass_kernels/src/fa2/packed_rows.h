@@ -210,10 +210,10 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
                                             of_head, [&](float weight) { factor *= weight; });
     if (!partial) {
       factor *= p.v_scale;
-      if constexpr (kGeneral) factor *= scale_of(p.output_scale, of_head);
+      if constexpr (kGeneral) factor *= scale_of(p.output_scale, work.batch, of_head);
     }
     const float scale = finished.scale(factor);
-    const float lse = finished.lse();
+    const float lse = finished.lse() * p.lse_scale;
     if (partial) {
       if (token >= row_end) continue;
       const std::int64_t at =

@@ -96,7 +96,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
       }
     }
   }
-  [[maybe_unused]] const float output_scale = kGeneral ? scale_of(p.output_scale, head) : 1.0f;
+  [[maybe_unused]] const float output_scale =
+      kGeneral ? scale_of(p.output_scale, work.batch, head) : 1.0f;
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     const FinishedRow finished = finish_row(row_m[r], row_sum[r], p.sinks, head, [&](float weight) {
@@ -119,7 +120,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
     }
     if (p.lse != nullptr && part == 0 && lane % 4 == 0 && row_begin + row < row_end) {
       p.lse[(work.q_begin + std::int64_t(row_begin + row)) * p.lse_stride_token +
-            head * p.lse_stride_head] = finished.lse();
+            head * p.lse_stride_head] = finished.lse() * p.lse_scale;
     }
   }
   __syncwarp();

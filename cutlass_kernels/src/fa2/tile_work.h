@@ -42,7 +42,7 @@ struct TileWork {
     row_end = min(row_begin + tile_rows, item.qo_len);
     mask = IntervalMask::make(p, params.mask_divisors, item.qo_len, item.kv_len);
     key_begin = mask.lo(row_begin);
-    key_end = mask.hi(row_end - 1);
+    key_end = mask.hi<kGeneral>(row_end - 1);
     hides = p.mask.words != nullptr;
     bits_begin = 0;
     bits_end = 0;
@@ -69,7 +69,7 @@ struct TileWork {
     key_begin = max(key_begin, extent.begin);
     key_end = max(min(key_end, extent.end), key_begin);
     hides = extent.hides != 0;
-    if (!mask.hides_first_keys()) {
+    if (!mask.hides_keys()) {
       bits_begin = extent.all_begin;
       bits_end = extent.all_end;
     }

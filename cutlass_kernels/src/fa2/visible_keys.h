@@ -97,7 +97,8 @@ struct VisibleKeys {
         __funnelshift_r(low, high, std::uint32_t(own.bit)) & low_bits(interval.kv_len - own.key);
     if (interval.hides_keys()) {
       __syncwarp();  // keeps this a branch
-      bits &= low_bits(interval.hi(own.row) - own.key) & ~low_bits(interval.lo(own.row) - own.key);
+      bits &= low_bits(interval.hi<true>(own.row) - own.key) &
+              ~low_bits(interval.lo(own.row) - own.key);
     }
     return own.row < row_end ? bits & kAll : 0u;
   }

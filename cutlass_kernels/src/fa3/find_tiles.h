@@ -15,8 +15,9 @@ namespace cutlass_kernels::fa3 {
 template <bool kSplits>
 class TileClaims {
  public:
-  CUTE_DEVICE explicit TileClaims(const KernelParams& params)
+  CUTE_DEVICE TileClaims(const KernelParams& params, const SplitTable* splits)
       : params_(params),
+        splits_(splits),
         count_(params.order.tiles * params.heads),
         counter_(reinterpret_cast<unsigned long long*>(params.attention.plan.tile_counter)),
         index_(-1) {}
@@ -40,13 +41,16 @@ class TileClaims {
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       rank = position.rank;
-      found = find_work<true, true, kSplits>(params_.attention, params_.rows, position.rank, work);
+      const LaunchParams& p = params_.attention;
+      const auto find_split = [&](int split) { return splits_->find(p, split); };
+      found = find_work<true, true, kSplits>(p, params_.rows, find_split, position.rank, work);
     }
     return true;
   }
 
  private:
   const KernelParams& params_;
+  const SplitTable* const splits_;
   const int count_;
   unsigned long long* const counter_;
   int index_;
@@ -71,7 +75,9 @@ CUTE_DEVICE void take_split(const WorkItem& work, Job& job) {
 template <class Tile, bool kHides>
 CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
   Ring<kJobSlots> jobs;
-  TileClaims<Tile::kPacked> claims(params);
+  const SplitTable* splits = nullptr;
+  if constexpr (Tile::kPacked) splits = &shared.splits;
+  TileClaims<Tile::kPacked> claims(params, splits);
   WorkItem work;
   int head, rank;
   bool found;
@@ -91,6 +97,7 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
       const int row_end = min(row_begin + tile_rows, work.qo_len);
       job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
       job.kv_head = int(params.group_size.divide(job.head));
+      job.batch = work.batch;
       job.row_begin = row_begin;
       job.q_end = work.q_begin + work.qo_len;
       job.qo_len = work.qo_len;
@@ -101,7 +108,7 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
       // Only keys of this range are loaded, the rest of the last KV block is zeros: other keys may hold anything, and
       // 0 * inf is not 0.
       job.visible_begin = mask.lo(row_begin);
-      job.visible_end = mask.hi(row_end - 1);
+      job.visible_end = mask.hi<kHides>(row_end - 1);
       if constexpr (kHides) {
         job.has_hidden_keys = 1;
         job.unmasked_begin = 0;

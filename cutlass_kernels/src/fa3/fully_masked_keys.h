@@ -55,7 +55,7 @@ struct FullyMaskedKeys {
       for (int w = 0; w < kRows / 32; ++w) {
         const int key = first_key + 32 * w;
         seen[w] |= bits_at(params.attention.mask, bit + 32 * w) &
-                   bits_between(mask.lo(row) - key, mask.hi(row) - key);
+                   bits_between(mask.lo(row) - key, mask.hi<true>(row) - key);
       }
     }
     const StageRows visible = visible_rows<kRows>(job, first_key);

@@ -12,6 +12,7 @@ struct alignas(16) Job {
   int valid;  // 0: no more tiles
   int head;   // query head; the first one of a pack
   int kv_head;
+  int batch;
   int row_begin;  // first row of the tile, in its request
   int q_end;      // end of the request's rows, in the tensor
   int qo_len;

@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   if (threadIdx.x == 0) init_barriers<Tile>(shared, k_lanes, v_lanes);
   if constexpr (Tile::kPacked) {
     allow_next_kernel();  // which combines the partial results of KV splits
+    if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
     // Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima: clear them.
     if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {
       auto* q = reinterpret_cast<uint4*>(shared.q);

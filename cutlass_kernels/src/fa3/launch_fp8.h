@@ -16,7 +16,7 @@ Status launch_fp8_to(const LaunchParams& params, cudaStream_t stream) {
   if (params.plan.tile_kind != kRows || params.plan.tile_rows != Large::kBlockM) {
     return no_such_tile(params);
   }
-  return LogitsTransform::needed(params) || params.logits_scale.data != nullptr
+  return LogitsTransform::needed(params) || has_logits_scale(params)
              ? launch_tile<Element, Large, Logits::kTransformed>(params, stream)
              : launch_tile<Element, Large, Logits::kPlain>(params, stream);
 }

@@ -24,7 +24,7 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::transform(ScoreFragment& s) c
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int head = shared.jobs[jobs.index].head + pack_head(r);
-      factor[r] = scale_of(params.attention.logits_scale, head);
+      factor[r] = logits_scale_of(params.attention, shared.jobs[jobs.index].batch, head);
       slope[r] = alibi.slopes == nullptr ? 0.0f : __ldg(alibi.slopes + head);
       distance[r] = block_begin + lane % 4 * 2 - (alibi.relative ? token(r) : 0);
     }
@@ -44,14 +44,14 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::apply_mask(ScoreFragment& s) 
   const IntervalMask mask = make_mask(params, qo_len, kv_len);
   if (has_bits()) {
     apply_bits(s);
-    if (!mask.hides_first_keys() && block_begin + kN <= kv_len) return;
+    if (!mask.hides_keys() && block_begin + kN <= kv_len) return;
   }
   const int key0 = block_begin + lane % 4 * 2;
   const bool below = block_begin < unmasked_begin;  // hides keys at the block's low end, too
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     const int lo = mask.lo(token(r));
-    const int hi = mask.hi(token(r));
+    const int hi = mask.hi<kLogits == Logits::kGeneral>(token(r));
     if (below) {
       // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
       const std::uint32_t from_lo = key0 - lo;

@@ -34,18 +34,19 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::begin_tile() {
     row = first_row + warpgroup_row(0);
   }
   unmasked_begin = mask.lo(last_row);
-  unmasked_end = mask.hi(first_row);
+  unmasked_end = mask.hi<kLogits == Logits::kGeneral>(first_row);
   if constexpr (kLogits == Logits::kGeneral) {
     unmasked_begin = max(unmasked_begin, job.unmasked_begin);
     unmasked_end = min(unmasked_end, job.unmasked_end);
   }
-  skips_block = kSkips && block_begin > key_begin && block_begin >= mask.hi(last_row);
+  skips_block = kSkips && block_begin > key_begin &&
+                block_begin >= mask.hi<kLogits == Logits::kGeneral>(last_row);
   qo_len = job.qo_len;
   kv_len = job.kv_len;
   if constexpr (kFoldsScale) {
     const LaunchParams& p = params.attention;
-    head_transform =
-        LogitsTransform::make(p.sm_scale * scale_of(p.logits_scale, job.head), p.logits_soft_cap);
+    head_transform = LogitsTransform::make(p.sm_scale * logits_scale_of(p, job.batch, job.head),
+                                           p.logits_soft_cap);
   }
   if constexpr (kSkipsNegligible) {
     // At most 1: with few keys, the factor must not hide what would be a new maximum.

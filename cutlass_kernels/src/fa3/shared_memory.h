@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/batch_splits.h"
 #include "fa3/config.h"
 #include "fa3/job.h"
 #include "fa3/mbarrier.h"
@@ -115,6 +116,7 @@ struct Shared : StagedValues<Tile> {
   std::conditional_t<Tile::kGather,
                      RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
       row_offsets;  // (K and V, copying warps)
+  std::conditional_t<Tile::kPacked, SplitTable, Nothing> splits;
 };
 
 }  // namespace cutlass_kernels::fa3

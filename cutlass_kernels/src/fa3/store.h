@@ -58,7 +58,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     no_key[r] = has_no_key(m, sum);
     float factor = p.v_scale;
     if constexpr (kLogits == Logits::kGeneral || Element::kBytes == 1) {
-      factor *= scale_of(p.output_scale, head);
+      factor *= scale_of(p.output_scale, job.batch, head);
     }
     const FinishedRow finished =
         finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
@@ -66,7 +66,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
       p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +
-            head * p.lse_stride_head] = finished.lse();
+            head * p.lse_stride_head] = finished.lse() * p.lse_scale;
     }
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.

@@ -61,13 +61,13 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       }
       continue;
     }
-    float factor = p.v_scale * scale_of(p.output_scale, place.head);
+    float factor = p.v_scale * scale_of(p.output_scale, job.batch, place.head);
     const FinishedRow finished =
         finish_row(m, sum, p.sinks, place.head, [&](float weight) { factor *= weight; });
     scale[r] = finished.fast_scale(factor);
     if (p.lse != nullptr && place.token >= 0 && lane % 4 == 0) {
       p.lse[(q_begin + place.token) * p.lse_stride_token + place.head * p.lse_stride_head] =
-          finished.lse();
+          finished.lse() * p.lse_scale;
     }
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.

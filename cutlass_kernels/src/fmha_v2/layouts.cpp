@@ -266,7 +266,7 @@ Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspac
                 " bytes or more, got " + number(workspace_bytes) +
                 "; fmha_v2_workspace_size() tells how many it can use."};
   }
-  auto* counters = static_cast<std::int32_t*>(workspace);
+  auto* counters = static_cast<std::uint64_t*>(workspace);
   if (workspace == nullptr) return run_once(problem, backend, nullptr, 0, counters, stream);
   return run_once(problem, backend, static_cast<char*>(workspace) + kFmhaV2CounterBytes,
                   workspace_bytes - kFmhaV2CounterBytes, counters, stream);

@@ -105,12 +105,12 @@ CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const Spl
   return combined;
 }
 
-// Writes a row of the output, by a warp.
+// Writes a row of the output, of request `batch`, by a warp.
 template <class Element, int kPanels>
-CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& combined,
+CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& combined, int batch,
                            std::int64_t token, int head) {
   const int lane = threadIdx.x % 32;
-  float factor = p.v_scale * scale_of(p.output_scale, head);
+  float factor = p.v_scale * scale_of(p.output_scale, batch, head);
   const FinishedRow finished =
       finish_row(combined.m, combined.sum, p.sinks, head, [&](float weight) { factor *= weight; });
   const float scale = finished.scale(factor);
@@ -131,7 +131,7 @@ CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& co
     }
   }
   if (p.lse != nullptr && lane == 0) {
-    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse();
+    p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
   }
 }
 

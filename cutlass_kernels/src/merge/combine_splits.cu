@@ -19,11 +19,12 @@ constexpr int kBlocksPerSm = 4;   // that run at once and share out the rows
 constexpr int kFirstTiles = 512;  // that each block looks up beforehand
 
 // A tile whose keys are split; without rows, one that was not computed, or whose keys are not split.
-struct alignas(16) SplitsOfTile {
+struct SplitsOfTile {
   int q_begin;  // first row, in the tensor
   int rows;
   int partial_row;
   int num_splits;
+  int batch;
 };
 
 // As in find_work(): a request outside the tensors is not computed.
@@ -35,34 +36,34 @@ __device__ bool is_inside(const LaunchParams& p, int q_begin, int q_end,
 }
 
 // Of a batch without a list: tiles of the longest request, each for all requests.
-__device__ SplitsOfTile tile_of_batch(const LaunchParams& p, int index) {
+__device__ SplitsOfTile tile_of_batch(const LaunchParams& p, const SplitTable& batch_splits,
+                                      int index) {
   const LaunchPlan& plan = p.plan;
   const int tile = index / p.batch_size;
   const int batch = index - tile * p.batch_size;
-  const int q_begin = p.qo_indptr[batch];
-  const int q_end = p.qo_indptr[batch + 1];
-  const KeysOfRequest keys = keys_of_request(p.kv_indptr, p.pages, batch);
-  const BatchSplits batch_splits(p, plan.num_splits - p.batch_size);
-  const RequestSplits splits = batch_splits.find(batch_splits.begin(batch));
+  const RowsOfRequest rows = rows_of_request(p, batch);
+  const RequestSplits splits = batch_splits.of(p, batch);
   const int first_row = tile * plan.tile_rows;
-  const bool is_split = splits.batch == batch && splits.count > 1 &&
-                        is_inside(p, q_begin, q_end, keys) && first_row < q_end - q_begin;
+  const bool is_split =
+      splits.count > 1 &&
+      is_inside(p, rows.begin, rows.begin + rows.length, keys_of_request(p, batch)) &&
+      first_row < rows.length;
   if (!is_split) return {};
-  return {q_begin + first_row, min(plan.tile_rows, q_end - q_begin - first_row),
-          (tile * plan.num_splits + splits.first) * rows_of_split(p), splits.count};
+  return {rows.begin + first_row, min(plan.tile_rows, rows.length - first_row),
+          (tile * plan.num_splits + splits.first) * rows_of_split(p), splits.count, batch};
 }
 
-__device__ SplitsOfTile tile_at(const LaunchParams& p, int index) {
+__device__ SplitsOfTile tile_at(const LaunchParams& p, const SplitTable& batch_splits, int index) {
   const LaunchPlan& plan = p.plan;
   if (plan.tile_list != nullptr) {
     const SplitTile tile = static_cast<const SplitTile*>(plan.split_tiles)[index];
     if (!is_inside(p, tile.q_begin, tile.q_end, {tile.kv_begin, tile.kv_len})) return {};
-    return {tile.q_begin, tile.rows, tile.partial_row, tile.num_splits};
+    return {tile.q_begin, tile.rows, tile.partial_row, tile.num_splits, tile.batch};
   }
-  if (p.qo_indptr != nullptr) return tile_of_batch(p, index);
+  if (plan.source != TileSource::kSingleRequest) return tile_of_batch(p, batch_splits, index);
   const int first = index * plan.tile_rows;
   return {first, min(plan.tile_rows, int(p.total_q) - first), first * plan.num_splits,
-          plan.num_splits};
+          plan.num_splits, 0};
 }
 
 __device__ int split_tile_count(const LaunchParams& p) {
@@ -80,9 +81,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   __shared__ float2 others_sum[kWarps];  // with its maximum
   // While the attention kernel runs: it does not write any of this, and has not started before whatever did had ended.
   __shared__ SplitsOfTile first_tiles[kFirstTiles];
+  __shared__ SplitTable batch_splits;
+  if (splits_batch(p)) {
+    if (threadIdx.x < 32) batch_splits.fill(p);
+    __syncthreads();
+  }
   const int tiles = split_tile_count(p);
   for (int i = threadIdx.x; i < min(tiles, kFirstTiles); i += 32 * kWarps) {
-    first_tiles[i] = tile_at(p, i);
+    first_tiles[i] = tile_at(p, batch_splits, i);
   }
   __syncthreads();
   await_previous_kernel();
@@ -99,8 +105,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int in_tile = int(item - std::int64_t(index_of_tile) * rows_of_tile);
     const int row = in_tile / heads;
     const int head = in_tile - row * heads;
-    const SplitsOfTile tile =
-        index_of_tile < kFirstTiles ? first_tiles[index_of_tile] : tile_at(p, index_of_tile);
+    const SplitsOfTile tile = index_of_tile < kFirstTiles ? first_tiles[index_of_tile]
+                                                          : tile_at(p, batch_splits, index_of_tile);
     if (row >= tile.rows) continue;
     const SplitRows splits{tile.q_begin, tile.rows, tile.partial_row, tile.num_splits};
     if constexpr (kShared) {
@@ -134,13 +140,13 @@ __global__ void __launch_bounds__(32 * kWarps)
             combined.o[c][3] = combined.o[c][3] * weight + x.w * their_weight;
           }
         }
-        store_row<Element>(p, combined, tile.q_begin + row, head);
+        store_row<Element>(p, combined, tile.batch, tile.q_begin + row, head);
       }
       __syncthreads();
     } else {
       store_row<Element>(p,
                          combine_splits<kPanels, kLoads>(p, splits, row, head, 0, tile.num_splits),
-                         tile.q_begin + row, head);
+                         tile.batch, tile.q_begin + row, head);
     }
   }
 }

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/mask.h"
+#include "common/requests.h"
 #include "cuda_failure.h"
 #include "mask_extents.h"
 #include "merge/combine_splits.h"
@@ -25,7 +27,7 @@ namespace {
 std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Backend::kFa3) + 1> launch_counts;
 
 /// What the plan says, with the addresses of a call.
-LaunchPlan launch_plan(const PlanState& plan, const Memory& memory) {
+LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, const Memory& memory) {
   const WorkspaceLayout& layout = plan.layout;
   LaunchPlan launched;
   launched.source = plan.source;
@@ -34,7 +36,9 @@ LaunchPlan launch_plan(const PlanState& plan, const Memory& memory) {
   launched.tile_kind = plan.tile.kind;
   launched.packed_heads = plan.tile.packed_heads;
   launched.num_splits = plan.num_splits;
-  launched.least_split_keys = plan.tile.least_split_keys;
+  launched.least_split_keys = params.num_splits > 1 ? 1 : plan.tile.least_split_keys;
+  launched.most_split_keys =
+      std::int32_t(std::min<std::int64_t>(most_keys_of_rows(params, plan.tile.rows), kMaxKeys));
   launched.split_tile_capacity = plan.split_tile_capacity;
   launched.partial_o = layout.partial_o.in<float>(memory.scratch);
   launched.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
@@ -42,13 +46,13 @@ LaunchPlan launch_plan(const PlanState& plan, const Memory& memory) {
     launched.tile_list = layout.tile_list.in<WorkItem>(memory.schedule);
     launched.split_tiles = layout.split_tiles.in<SplitTile>(memory.schedule);
     launched.tile_counter = &layout.header.in<TileListHeader>(memory.schedule)->tile_counter;
-    launched.combine_counters = layout.combine_counters.in<std::int32_t>(memory.schedule);
+    launched.combine_counters = layout.combine_counters.in<std::uint64_t>(memory.schedule);
     launched.num_combine_counters = plan.combine_counters;
     return launched;
   }
   launched.tile_counter = layout.tile_counter.in<std::uint64_t>(memory.scratch);
   if (memory.call_counters != nullptr) {
-    launched.tile_counter = reinterpret_cast<std::uint64_t*>(memory.call_counters);
+    launched.tile_counter = memory.call_counters;
     if (plan.combine_counters > 0) {
       launched.combine_counters = memory.call_counters + kFirstCombineCallCounter;
       launched.num_combine_counters = kCombineCallCounters;
@@ -90,6 +94,7 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
         std::tuple("page_size", given.page_size, planned.page_size),
         std::tuple("max_qo_len", given.max_qo_len, planned.max_qo_len),
         std::tuple("fixed_split_size", given.fixed_split_size, planned.fixed_split_size),
+        std::tuple("num_splits", given.num_splits, planned.num_splits),
         std::tuple("disable_split_kv", int(given.disable_split_kv),
                    int(planned.disable_split_kv))}) {
     if (value != of_plan) return differs(name, value, of_plan);
@@ -117,31 +122,20 @@ Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with
 Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
                       cudaStream_t stream, const VectorCopies& uploads) {
   if (plan.source != TileSource::kList || plan.kernel == nullptr) return upload(uploads, stream);
-  if (params.qo_indptr == nullptr || params.kv_indptr == nullptr) {
-    return Status::invalid("A schedule of " + std::to_string(params.batch_size) +
-                           " requests needs qo_indptr and kv_indptr.");
-  }
   if (params.total_q > plan.planned_for.total_q) {
     return Status::invalid("total_q=" + std::to_string(params.total_q) +
                            " may make more tiles than fit the list of a plan for total_q=" +
                            std::to_string(plan.planned_for.total_q) + ": make another plan.");
   }
-  const PageTable& pages = params.pages;
-  if (pages.page_size > 0 && pages.table_stride == 0 && pages.num_indices < 0) {
-    return Status::invalid(
-        "pages.num_indices is not set: it counts the entries of pages.indices, 0 where there are "
-        "none.");
-  }
-  if (pages.page_size > 0 && pages.table_stride == 0 && pages.num_indices > 0 &&
-      (pages.indices == nullptr || pages.last_page_len == nullptr)) {
-    return Status::invalid("A schedule of pages needs indices and last_page_len.");
+  if (std::string fault = unknown_lengths(params); !fault.empty()) {
+    return Status::invalid(std::move(fault));
   }
   const WorkspaceLayout& layout = plan.layout;
   return launch_schedule(params, plan.tile.rows, plan.rule, plan.tile_indices,
                          layout.header.in<TileListHeader>(schedule),
                          layout.tile_list.in<WorkItem>(schedule),
                          layout.split_tiles.in<SplitTile>(schedule),
-                         layout.combine_counters.in<std::int32_t>(schedule), uploads, stream);
+                         layout.combine_counters.in<std::uint64_t>(schedule), uploads, stream);
 }
 
 Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,
@@ -154,11 +148,14 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
   }
   LaunchParams problem;
   static_cast<AttentionParams&>(problem) = params;
-  problem.plan = launch_plan(plan, memory);
+  problem.plan = launch_plan(plan, params, memory);
   if (params.mask.words != nullptr) {  // it replaces these
     problem.causal = false;
     problem.chunk_size = 0;
   }
+  // Kernels look at either.
+  if (problem.causal) problem.window_right = 0;
+  problem.causal = problem.window_right == 0;
   if (plan.layout.tile_counter.bytes > 0 && memory.call_counters == nullptr) {
     const cudaError_t error =
         cudaMemsetAsync(problem.plan.tile_counter, 0, plan.layout.tile_counter.bytes, stream);

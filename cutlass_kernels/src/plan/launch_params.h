@@ -46,7 +46,7 @@ struct alignas(16) SplitTile {
   std::int32_t q_end;
   std::int32_t kv_begin;
   std::int32_t kv_len;
-  std::int32_t unused;
+  std::int32_t batch;
 };
 
 /// What the memory of a schedule begins with. The counter comes first: where another batch is planned into the same
@@ -66,16 +66,17 @@ struct LaunchPlan {
   std::int32_t tile_rows = 0;     ///< TileShape::rows
   std::int32_t tile_kind = 0;     ///< TileShape::kind
   std::int32_t packed_heads = 0;  ///< TileShape::packed_heads
-  /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, the rest in proportion to
+  /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, others in proportion to
   /// KV length, but no more than one per least_split_keys keys.
   std::int32_t num_splits = 1;
   std::int32_t least_split_keys = 1;
+  std::int32_t most_split_keys = 0;  ///< no more of a request's keys count for its share of splits
   /// A counter from which persistent thread blocks claim tiles (common/tickets.h). Zero it once: every call leaves it
   /// zero, and restarts it where it holds anything else. Null: tiles are dealt out beforehand.
   std::uint64_t* tile_counter = nullptr;
   /// Counters with which the last thread block of a split tile knows that it is, and combines the partial results.
   /// Null: a second kernel combines them.
-  std::int32_t* combine_counters = nullptr;
+  std::uint64_t* combine_counters = nullptr;
   std::int32_t num_combine_counters = 0;
   std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
   const void* split_tiles = nullptr;     ///< SplitTile[], with a list
@@ -94,9 +95,10 @@ CK_HOST_DEVICE inline int combine_counter(int partial_row, int pack, int packs) 
   return partial_row / 2 * packs + pack;
 }
 
-/// Whether requests have indptrs. A single request without them starts at 0 and is as long as the tensors.
+/// Whether there are requests. Else there is one, which starts at 0 and is as long as the tensors.
 inline bool is_batch(const AttentionParams& params) {
-  return params.batch_size > 1 || params.qo_indptr != nullptr;
+  return params.batch_size > 1 || params.qo_indptr != nullptr || params.seqused_q != nullptr ||
+         params.seqused_k != nullptr || params.pages.page_size > 0;
 }
 
 /// Tiles of a batch's longest request.

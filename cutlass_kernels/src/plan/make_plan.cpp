@@ -42,7 +42,7 @@ bool may_be_masked(const AttentionParams& params, const PlanOptions& options) {
   if (params.mask.words != nullptr) return true;
   return options.masked_later &&
          (params.alibi.slopes != nullptr || params.logits_scale.data != nullptr ||
-          params.output_scale.data != nullptr);
+          params.keys_scale.data != nullptr || params.output_scale.data != nullptr);
 }
 
 /// The last region: without room for it all keys are computed.
@@ -75,7 +75,7 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   layout.header = schedule.add(sizeof(TileListHeader));
   layout.tile_list = schedule.add(tile_indices * sizeof(WorkItem));
   layout.split_tiles = schedule.add(rule.split_tile_capacity * sizeof(SplitTile));
-  layout.combine_counters = schedule.add(rule.combine_counters * sizeof(std::int32_t));
+  layout.combine_counters = schedule.add(rule.combine_counters * sizeof(std::uint64_t));
   layout.schedule_bytes = schedule.bytes();
   RegionStack scratch;
   if (rule.split_tile_capacity > 0)
@@ -165,6 +165,7 @@ PlannedFor PlannedFor::make(const AttentionParams& params) {
   made.page_size = params.pages.page_size;
   made.max_qo_len = params.max_qo_len;
   made.fixed_split_size = params.fixed_split_size;
+  made.num_splits = params.num_splits;
   made.total_q = params.total_q;
   made.disable_split_kv = params.disable_split_kv;
   made.has_indptrs = is_batch(params);

@@ -21,7 +21,7 @@ struct PlannedFor {
   DType q_dtype, kv_dtype;
   std::int32_t num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, batch_size;
   std::int32_t page_size;  ///< 0: no pages
-  std::int32_t max_qo_len, fixed_split_size;
+  std::int32_t max_qo_len, fixed_split_size, num_splits;
   std::int64_t total_q;
   bool disable_split_kv, has_indptrs, has_block_table;
 
@@ -42,11 +42,12 @@ struct PlanState {
   WorkspaceLayout layout;
 };
 
-/// Counters for a call without a list, int32: the tile counter, then combine counters. 8 KB are enough for the keys of
-/// 16 rows of 8 heads in 60 splits.
+/// Counters for a call without a list: the tile counter, then combine counters, enough for the keys of 16 rows of 8 heads
+/// in 60 splits. Of 64 bits, so that memory which nobody has cleared is never taken for a count (common/tickets.h).
 constexpr int kCallCounters = 2048;
-constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::int32_t);
-constexpr int kFirstCombineCallCounter = 4;  // 16-byte aligned
+constexpr int kCallCounterWords = 2 * kCallCounters;  // of 32 bits
+constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::uint64_t);
+constexpr int kFirstCombineCallCounter = 2;  // 16-byte aligned
 constexpr int kCombineCallCounters = kCallCounters - kFirstCombineCallCounter;
 
 /// What a plan may count on.
@@ -60,7 +61,7 @@ struct PlanOptions {
 struct Memory {
   void* schedule = nullptr;
   void* scratch = nullptr;
-  std::int32_t* call_counters = nullptr;
+  std::uint64_t* call_counters = nullptr;
 };
 
 /// Plans `params`, which have been validated; leaves the plan as it was where that fails. Without a list, what does not
@@ -91,7 +92,7 @@ CK_API std::uint64_t launch_count(Backend backend);
 /// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be
 /// null.
 Status run_once(const AttentionParams& params, Backend backend, void* workspace,
-                std::size_t workspace_bytes, std::int32_t* call_counters, cudaStream_t stream);
+                std::size_t workspace_bytes, std::uint64_t* call_counters, cudaStream_t stream);
 
 CK_API Status workspace_too_small(const char* what, const AttentionParams& params,
                                   std::size_t needed, std::size_t got);

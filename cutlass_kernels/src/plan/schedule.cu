@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "common/keys_of_request.h"
+#include "common/requests.h"
 #include "cuda_failure.h"
 
 namespace cutlass_kernels {
@@ -22,28 +22,24 @@ __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int t
 
 // Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can
 // neither make the sums below overflow nor push others out of the list.
-__host__ __device__ inline int tile_count(int begin, int end, std::int64_t total_q, int tile_rows) {
-  return 0 <= begin && begin <= end && end <= total_q ? (end - begin + tile_rows - 1) / tile_rows
-                                                      : 0;
+__host__ __device__ inline int tile_count(int begin, int length, std::int64_t total_q,
+                                          int tile_rows) {
+  return 0 <= begin && 0 <= length && begin + std::int64_t(length) <= total_q
+             ? (length + tile_rows - 1) / tile_rows
+             : 0;
 }
 
 // Costs share a bucket when they agree to `shift` bits; buckets are numbered from the most expensive.
 __device__ inline int bucket_of(int cost, int shift) { return kBuckets - 1 - (cost >> shift); }
 
-// Calls visit(batch, tile) for every tile, spread over the block: one warp per request, its lanes over tiles.
-template <class Visit>
-__device__ void for_each_tile(const int* qo_indptr, int batch_size, std::int64_t total_q,
-                              int tile_rows, Visit&& visit) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int batch = warp; batch < batch_size; batch += kThreads / 32) {
-    const int tiles = tile_count(qo_indptr[batch], qo_indptr[batch + 1], total_q, tile_rows);
-    for (int tile = lane; tile < tiles; tile += 32) visit(batch, tile);
-  }
-}
-
 struct ScheduleArgs {
-  const int* qo_indptr;
-  const int* kv_indptr;
+  // Of AttentionParams.
+  const std::int32_t* qo_indptr;
+  const std::int32_t* kv_indptr;
+  const std::int32_t* seqused_q;
+  const std::int32_t* seqused_k;
+  std::int32_t max_qo_len;
+  std::int32_t max_kv_len;
   int batch_size;
   std::int64_t total_q;
   int tile_rows;
@@ -52,9 +48,20 @@ struct ScheduleArgs {
   TileListHeader* header;
   WorkItem* list;
   SplitTile* split_tiles;
-  std::int32_t* combine_counters;
+  std::uint64_t* combine_counters;
   PageTable pages;
 };
+
+// Calls visit(batch, tile) for every tile, spread over the block: one warp per request, its lanes over tiles.
+template <class Visit>
+__device__ void for_each_tile(const ScheduleArgs& args, Visit&& visit) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int batch = warp; batch < args.batch_size; batch += kThreads / 32) {
+    const auto [begin, length] = rows_of_request(args, batch);
+    const int tiles = tile_count(begin, length, args.total_q, args.tile_rows);
+    for (int tile = lane; tile < tiles; tile += 32) visit(batch, tile);
+  }
+}
 
 /// Vectors that come as parameters of the kernel.
 template <int kWords>
@@ -90,8 +97,6 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int split_count;
   __shared__ unsigned long long work, tile_total, partial_rows;  // of the batch
 
-  const int* const qo_indptr = args.qo_indptr;
-  const int* const kv_indptr = args.kv_indptr;
   const int thread = threadIdx.x;
   position[thread] = 0;
   for (std::int64_t i = thread; i < args.rule.combine_counters; i += kThreads) {
@@ -110,19 +115,17 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   for (int batch = thread; batch < args.batch_size; batch += kThreads) {
-    atomicMax(&max_kv_len, keys_of_request(kv_indptr, args.pages, batch).length);
+    atomicMax(&max_kv_len, keys_of_request(args, batch).length);
   }
   __syncthreads();
   int shift = 0;
   while ((max_kv_len >> shift) >= kBuckets) ++shift;
 
   auto cost_of = [&](int batch, int tile) {
-    return tile_cost(qo_indptr[batch + 1] - qo_indptr[batch],
-                     keys_of_request(kv_indptr, args.pages, batch).length, tile, args.tile_rows);
+    return tile_cost(rows_of_request(args, batch).length, keys_of_request(args, batch).length, tile,
+                     args.tile_rows);
   };
-  auto for_all = [&](auto&& visit) {
-    for_each_tile(qo_indptr, args.batch_size, args.total_q, args.tile_rows, visit);
-  };
+  auto for_all = [&](auto&& visit) { for_each_tile(args, visit); };
   if (args.rule.wave > 0) {
     unsigned long long own_work = 0, own_tiles = 0;
     for_all([&](int batch, int tile) {
@@ -166,9 +169,10 @@ __global__ void __launch_bounds__(kThreads)
     WorkItem item{};
     item.batch = batch;
     item.tile = tile;
-    item.q_begin = qo_indptr[batch];
-    item.qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
-    const KeysOfRequest keys = keys_of_request(kv_indptr, args.pages, batch);
+    const RowsOfRequest rows_of = rows_of_request(args, batch);
+    item.q_begin = rows_of.begin;
+    item.qo_len = rows_of.length;
+    const KeysOfRequest keys = keys_of_request(args, batch);
     item.kv_begin = keys.begin;
     item.kv_len = keys.length;
     item.num_splits = std::int16_t(num_splits);
@@ -188,7 +192,7 @@ __global__ void __launch_bounds__(kThreads)
       if (index < args.rule.split_tile_capacity) {
         args.split_tiles[index] = {
             item.q_begin + first_row,   fits ? rows : 0, item.partial_row, num_splits,
-            item.q_begin + item.qo_len, item.kv_begin,   item.kv_len,      0};
+            item.q_begin + item.qo_len, item.kv_begin,   item.kv_len,      batch};
       }
     }
     for (int split = 0; split < num_splits && slot + split < args.capacity; ++split) {
@@ -219,12 +223,24 @@ cudaError_t launch(const ScheduleArgs& args, const Carried<kWords>& carried, cud
 
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
                        std::int32_t capacity, TileListHeader* header, WorkItem* list,
-                       SplitTile* split_tiles, std::int32_t* combine_counters,
+                       SplitTile* split_tiles, std::uint64_t* combine_counters,
                        const VectorCopies& uploads, cudaStream_t stream) {
-  ScheduleArgs args{params.qo_indptr, params.kv_indptr, params.batch_size,
-                    params.total_q,   tile_rows,        rule,
-                    capacity,         header,           list,
-                    split_tiles,      combine_counters, params.pages};
+  ScheduleArgs args{params.qo_indptr,
+                    params.kv_indptr,
+                    params.seqused_q,
+                    params.seqused_k,
+                    params.max_qo_len,
+                    params.max_kv_len,
+                    params.batch_size,
+                    params.total_q,
+                    tile_rows,
+                    rule,
+                    capacity,
+                    header,
+                    list,
+                    split_tiles,
+                    combine_counters,
+                    params.pages};
   Carried<kMany> carried;
   VectorCopies others;
   for (int i = 0; i < uploads.count; ++i) {

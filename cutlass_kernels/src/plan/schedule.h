@@ -21,7 +21,7 @@ namespace cutlass_kernels {
 /// requests is one launch.
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
                        std::int32_t capacity, TileListHeader* header, WorkItem* list,
-                       SplitTile* split_tiles, std::int32_t* combine_counters,
+                       SplitTile* split_tiles, std::uint64_t* combine_counters,
                        const VectorCopies& uploads, cudaStream_t stream);
 
 /// The same list computed on the host from host lengths (for tests and for reading).

@@ -51,6 +51,11 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
   rule.wave = thread_blocks / (params.num_qo_heads / tile.packed_heads);
   rule.most_waves = tile.most_waves;
   rule.least_split_keys = tile.least_split_keys;
+  if (params.num_splits > 1) {
+    rule.wave = int(std::min<std::int64_t>(tiles * params.num_splits, kMostThreadBlocks));
+    rule.most_waves = 1;
+    rule.least_split_keys = 1;
+  }
   rule.most_slots = int(std::min<std::int64_t>(std::int64_t(rule.most_waves) * rule.wave, room));
   rule.most_splits = rule.most_slots;
   if (keys > 0) {
@@ -68,7 +73,10 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
 
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
                      const Device& device) {
-  if (tile.packed_heads == 0 || params.disable_split_kv || params.stats != nullptr) return {};
+  if (tile.packed_heads == 0 || params.disable_split_kv || params.num_splits == 1 ||
+      params.stats != nullptr) {
+    return {};
+  }
   const bool batch_without_list = is_batch(params) && source != TileSource::kList;
   if (batch_without_list && (!tile.splits_without_list || wastes_tile_indices(params, tile.rows))) {
     return {};
@@ -102,8 +110,9 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
   if (rule.wave <= 0 || tiles == 0) return requests;
   std::int64_t splits = slots_for(rule, tiles * requests) / tiles;
   splits = std::min(splits, requests * rule.most_splits);
-  if (requests == 1) splits = combined_at_once(splits);
-  return std::max(splits, requests);
+  if (requests == 1) return std::max<std::int64_t>(combined_at_once(splits), 1);
+  // In proportion to their keys, all but the longest requests may get none: these have one more.
+  return rule.most_splits > 1 ? splits + requests : requests;
 }
 
 std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,

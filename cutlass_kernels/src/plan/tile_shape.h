@@ -13,6 +13,7 @@ struct TileShape {
   int least_split_keys = 256;
   bool combines = false;             ///< whether its last thread block can combine partial results
   bool splits_without_list = false;  ///< whether a batch's keys can be split without a tile list
+  bool needs_list = false;  ///< whether the kernel finds the tiles of a batch in a list alone
 };
 
 }  // namespace cutlass_kernels

@@ -10,10 +10,9 @@ namespace cutlass_kernels {
 namespace {
 
 /// Whether a batch cannot do without a list. Tiles of one whose longest query is known follow from their indices
-/// (common/find_work.h), but not with a fixed_split_size, and not for 8-bit keys under queries of another type, whose
-/// kernels have no registers for that.
-bool needs_list(const AttentionParams& params) {
-  return params.max_qo_len <= 0 || params.fixed_split_size > 0 || params.kv_dtype != params.q_dtype;
+/// (common/find_work.h), but not with a fixed_split_size.
+bool needs_list(const AttentionParams& params, const TileShape& tile) {
+  return params.max_qo_len <= 0 || params.fixed_split_size > 0 || tile.needs_list;
 }
 
 std::int64_t indices_by_length(const AttentionParams& params, int tile_rows) {
@@ -44,7 +43,7 @@ std::int64_t tiles_of_list(const AttentionParams& params, int tile_rows) {
 TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
                        const TileShape& tile) {
   if (!is_batch(params)) return TileSource::kSingleRequest;
-  if (needs_list(params)) return TileSource::kList;
+  if (needs_list(params, tile)) return TileSource::kList;
   // An index without a tile costs a persistent thread block up to half a microsecond: no more than one in five.
   const std::int64_t by_length = indices_by_length(params, tile.rows);
   const std::int64_t in_order = indices_in_order(params, tile.rows);

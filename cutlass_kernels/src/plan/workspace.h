@@ -43,7 +43,7 @@ struct WorkspaceLayout {
   Region header;            ///< TileListHeader
   Region tile_list;         ///< WorkItem[tile_indices]
   Region split_tiles;       ///< SplitTile[split_tile_capacity]
-  Region combine_counters;  ///< int32
+  Region combine_counters;  ///< uint64
   std::size_t schedule_bytes = 0;
 
   // Scratch.

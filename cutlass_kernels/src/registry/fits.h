@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/element_bytes.h"
+#include "common/mask.h"
 #include "cutlass_kernels/attention.h"
 
 namespace cutlass_kernels {
@@ -14,9 +15,10 @@ inline std::uint32_t needed_features(const AttentionParams& params) {
   bits |= params.pages.page_size > 0 ? kFeaturePagedKv : kFeatureRaggedKv;
   if (params.logits_soft_cap > 0.0f) bits |= kFeatureSoftCap;
   if (params.sinks != nullptr) bits |= kFeatureSinks;
-  if (params.mask.words != nullptr) bits |= kFeatureBitMask;
+  if (params.mask.words != nullptr || has_general_end(params)) bits |= kFeatureBitMask;
   if (params.alibi.slopes != nullptr) bits |= kFeatureAlibi;
-  if (params.logits_scale.data != nullptr || params.output_scale.data != nullptr) {
+  if (params.logits_scale.data != nullptr || params.keys_scale.data != nullptr ||
+      params.output_scale.data != nullptr) {
     bits |= kFeatureDeviceScales;
   }
   if (params.stats != nullptr) bits |= kFeatureStats;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/element_bytes.h"
+#include "plan/launch_params.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -36,7 +37,49 @@ std::string misaligned(const char* name, const ConstTensorView& view, int item_b
   return "";
 }
 
+std::string unknown_pages(const AttentionParams& params) {
+  const PageTable& pages = params.pages;
+  if (pages.table_stride > 0) {
+    if (pages.table_width > 0 && pages.indices == nullptr) {
+      return "table_width=" + number(pages.table_width) + " pages, but indices is null.";
+    }
+    if (params.kv_indptr == nullptr && params.seqused_k == nullptr && params.max_kv_len == 0) {
+      return "A page table needs lengths, but there is neither kv_indptr nor seqused_k, nor a "
+             "max_kv_len that every request has.";
+    }
+    return "";
+  }
+  if (params.kv_indptr == nullptr) {
+    return "kv_indptr is null: a paged cache needs it, or a table_stride for a page table with a "
+           "row per request.";
+  }
+  if (pages.num_indices < 0) return not_set("num_indices", "the entries of indices");
+  if (pages.num_indices > 0 && (pages.indices == nullptr ||
+                                (pages.last_page_len == nullptr && params.seqused_k == nullptr))) {
+    return "num_indices=" + number(pages.num_indices) +
+           " pages, but indices or last_page_len is null.";
+  }
+  return "";
+}
+
 }  // namespace
+
+std::string unknown_lengths(const AttentionParams& params) {
+  if (!is_batch(params)) return "";
+  const std::int64_t requests = params.batch_size;
+  if (params.qo_indptr == nullptr && requests * params.max_qo_len != params.total_q) {
+    return "qo_indptr is null, so every request has max_qo_len=" + number(params.max_qo_len) +
+           " rows, but " + number(requests) + " requests have total_q=" + number(params.total_q) +
+           ": pass qo_indptr.";
+  }
+  if (params.pages.page_size > 0) return unknown_pages(params);
+  if (params.kv_indptr == nullptr && requests * params.max_kv_len != params.total_kv) {
+    return "kv_indptr is null, so k and v have max_kv_len=" + number(params.max_kv_len) +
+           " rows for every request, but " + number(requests) +
+           " requests have total_kv=" + number(params.total_kv) + ": pass kv_indptr.";
+  }
+  return "";
+}
 
 std::string contradiction(const AttentionParams& params, bool with_tensors) {
   const auto not_positive = [](const char* name, std::int64_t value) {
@@ -69,9 +112,10 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " must lie between 0 and " + number(kMaxTokens) +
            ": the offsets in qo_indptr and kv_indptr are 32-bit.";
   }
-  for (const auto& [name, value] : {std::pair("sm_scale", params.sm_scale),
-                                    std::pair("logits_soft_cap", params.logits_soft_cap),
-                                    std::pair("v_scale", params.v_scale)}) {
+  for (const auto& [name, value] :
+       {std::pair("sm_scale", params.sm_scale),
+        std::pair("logits_soft_cap", params.logits_soft_cap),
+        std::pair("lse_scale", params.lse_scale), std::pair("v_scale", params.v_scale)}) {
     if (!std::isfinite(value)) {
       return std::string(name) + "=" + std::to_string(value) + " must be finite.";
     }
@@ -102,9 +146,6 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   }
   if (paged && with_tensors) {
     if (pages.num_pages < 0) return not_set("num_pages", "the pages of k and of v");
-    if (pages.table_stride == 0 && pages.num_indices < 0) {
-      return not_set("num_indices", "the entries of indices");
-    }
   }
   if (pages.table_stride != 0) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
@@ -133,6 +174,31 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (params.max_qo_len < 0) {
     return "max_qo_len=" + number(params.max_qo_len) + " must not be negative; 0 means not known.";
   }
+  if (params.max_kv_len < 0) {
+    return "max_kv_len=" + number(params.max_kv_len) + " must not be negative; 0 means not known.";
+  }
+  if (params.num_splits < 0) {
+    return "num_splits=" + number(params.num_splits) +
+           " must not be negative; 0 lets the library choose.";
+  }
+  // Rows, keys and a right window are added up in 32 bits.
+  constexpr std::int32_t kMaxWindow = 1 << 29;
+  if (params.window_right > kMaxWindow) {
+    return "window_right=" + number(params.window_right) + " must be at most " +
+           number(kMaxWindow) + ": use -1 for no limit.";
+  }
+  for (const auto& [name, scale] :
+       {std::pair("logits_scale", params.logits_scale), std::pair("keys_scale", params.keys_scale),
+        std::pair("output_scale", params.output_scale)}) {
+    if (scale.heads_per_entry <= 0) {
+      return std::string(name) + ".heads_per_entry=" + number(scale.heads_per_entry) +
+             " must be positive.";
+    }
+    if (scale.stride_request != 0 && params.stats != nullptr) {
+      return std::string(name) +
+             " differs between requests, which stats do not allow for: ask for an LSE instead.";
+    }
+  }
   if (params.chunk_size < 0) {
     return "chunk_size=" + number(params.chunk_size) +
            " must not be negative; 0 means not chunked.";
@@ -149,13 +215,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
                        with_tensors);
   if (!fault.empty() || !with_tensors) return fault;
 
-  const bool offsets = params.qo_indptr != nullptr && params.kv_indptr != nullptr;
-  const bool none = params.qo_indptr == nullptr && params.kv_indptr == nullptr;
-  if (!offsets && !(none && params.batch_size == 1)) {
-    return "batch_size=" + number(params.batch_size) +
-           " needs qo_indptr and kv_indptr; only a single request may leave them out, both of "
-           "them.";
-  }
+  if (fault = unknown_lengths(params); !fault.empty()) return fault;
   const auto missing = [](const char* name, const char* total, std::int64_t value) {
     return std::string(name) + " is null although " + total + "=" + number(value) + ".";
   };
@@ -178,16 +238,6 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
     return "stats starts at an address that is not a multiple of 8 bytes.";
   }
   if (pages.page_size > 0) {
-    if (pages.table_stride > 0) {
-      if (pages.table_width > 0 && pages.indices == nullptr) {
-        return "table_width=" + number(pages.table_width) + " pages, but indices is null.";
-      }
-    } else if (pages.num_indices > 0 &&
-               (pages.indices == nullptr || pages.last_page_len == nullptr)) {
-      return "num_indices=" + number(pages.num_indices) +
-             " pages, but indices or last_page_len is null.";
-    }
-    if (params.kv_indptr == nullptr) return "A paged cache needs qo_indptr and kv_indptr.";
     if (pages.num_pages > 0 && params.k.data == nullptr) {
       return missing("k", "num_pages", pages.num_pages);
     }

@@ -150,7 +150,7 @@ void check_room(const ck::AttentionParams& params, const ck::PlanState& plan) {
   const int packs = params.num_qo_heads / plan.tile.packed_heads;
   const int last = int(layout.partial_max_sum.bytes / (heads * 2 * sizeof(float))) - 2;
   holds(layout.combine_counters, ck::combine_counter(last, packs - 1, packs) + 1,
-        sizeof(std::int32_t), "combine counters");
+        sizeof(std::uint64_t), "combine counters");
 }
 
 /// What a call enqueues beside attention: counters are cleared before it, and partial results combined behind it.

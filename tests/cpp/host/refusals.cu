@@ -1,6 +1,7 @@
 // What plans and calls refuse: other sizes than were planned, and what cannot be enqueued.
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "checks.h"
 #include "cuda_failure.h"
@@ -100,11 +101,12 @@ void check_misfits() {
   // What a list is made from.
   ck::Plan plan;
   require(ck::make_plan(listed, &plan).ok() && plan.needs_schedule(), "a batch has a list");
-  for (auto indptr : {&ck::AttentionParams::qo_indptr, &ck::AttentionParams::kv_indptr}) {
+  for (const auto& [indptr, fragment] :
+       {std::pair(&ck::AttentionParams::qo_indptr, "qo_indptr is null"),
+        std::pair(&ck::AttentionParams::kv_indptr, "kv_indptr is null")}) {
     ck::AttentionParams other = listed;
     other.*indptr = nullptr;
-    require_refusal(ck::make_schedule(plan, other, at(kWorkspace), 1 << 30, nullptr),
-                    "needs qo_indptr and kv_indptr");
+    require_refusal(ck::make_schedule(plan, other, at(kWorkspace), 1 << 30, nullptr), fragment);
   }
   paged.max_qo_len = 0;
   require(ck::make_plan(paged, &plan).ok() && plan.needs_schedule(), "pages have a list");
@@ -112,7 +114,7 @@ void check_misfits() {
     ck::AttentionParams other = paged;
     other.pages.*vector = nullptr;
     require_refusal(ck::make_schedule(plan, other, at(kWorkspace), 1 << 30, nullptr),
-                    "needs indices and last_page_len");
+                    "indices or last_page_len is null");
   }
   unlisted.max_qo_len = 0;
   unlisted.batch_size = 1;

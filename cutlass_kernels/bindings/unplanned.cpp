@@ -1,0 +1,382 @@
+// _C.attention: attention without a plan, as a direct call (direct.h). Kernels read lengths and page tables on the
+// device.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "common/element_bytes.h"
+#include "direct.h"
+#include "functions.h"
+
+namespace cutlass_kernels {
+namespace {
+
+// Arguments, in this order.
+enum {
+  kQ,
+  kK,
+  kV,
+  kCuSeqlensQ,
+  kCuSeqlensK,
+  kSequsedQ,
+  kSequsedK,
+  kMaxSeqlenQ,
+  kMaxSeqlenK,
+  kPageTable,
+  kKvIndptr,
+  kKvIndices,
+  kKvLastPageLen,
+  kLayout,
+  kCausal,
+  kWindowLeft,
+  kWindowRight,
+  kChunkSize,
+  kMask,
+  kMaskIndptr,
+  kSoftCap,
+  kSmScale,
+  kSinks,
+  kAlibiSlopes,
+  kQDescale,
+  kKDescale,
+  kVDescale,
+  kODtype,
+  kOut,
+  kLseForm,
+  kNumSplits,
+  kBatchInvariant,
+  kBackend,
+  kArguments
+};
+
+// The LSE: whether it is returned, natural instead of in base 2, and with the heads as its first dimension.
+enum LseForm { kReturned = 1, kNatural = 2, kHeadsFirst = 4 };
+
+constexpr double kLn2 = 0.6931471805599453;
+
+/// [rows, heads, dim] of queries or of an output, or [batch, rows, heads, dim] whose rows follow one another.
+bool read_rows(const Tensor& tensor, Matrix* matrix) {
+  if (tensor.ndim == 3) return read_matrix(tensor, /*hnd=*/false, matrix);
+  if (tensor.ndim != 4) return false;
+  Tensor rows = tensor;
+  const std::int64_t batch = tensor.shape[0], each = tensor.shape[1];
+  const std::int64_t stride = each == 1 ? tensor.strides[0] : tensor.strides[1];
+  if (batch > 1 && each > 1 && tensor.strides[0] != each * stride) return false;
+  rows.ndim = 3;
+  rows.shape = {batch * each, tensor.shape[2], tensor.shape[3]};
+  rows.strides = {batch * each == 1 ? tensor.shape[2] * tensor.shape[3] : stride, tensor.strides[2],
+                  tensor.strides[3]};
+  return read_matrix(rows, /*hnd=*/false, matrix);
+}
+
+/// [batch, tokens, heads, dim] of keys or values as rows that follow one another; `hnd`: [batch, heads, tokens, dim].
+bool read_dense_keys(const Tensor& tensor, bool hnd, Matrix* matrix) {
+  const auto token = std::size_t(1 + hnd);
+  const std::int64_t batch = tensor.shape[0], each = tensor.shape[token];
+  if (batch > 1 && tensor.strides[0] != each * tensor.strides[token]) return false;
+  if (!read_matrix_at(tensor, 1, hnd, matrix)) return false;
+  matrix->tokens = batch * each;
+  return true;
+}
+
+struct Call {
+  const Torch& torch;
+  PyObject* const* given;
+  AttentionParams params;
+  Tensor q, k, v;
+  Matrix queries;
+  int device = 0;
+  bool hnd = false;
+
+  bool is_given(int argument) const { return given[argument] != Py_None; }
+
+  bool read_lengths_of(int argument, std::int64_t count, const std::int32_t** lengths) const {
+    return !is_given(argument) || read_lengths(torch, given[argument], count, device, lengths);
+  }
+
+  /// Queries, and how many requests there are.
+  bool read_queries() {
+    if (!torch.read(given[kQ], &q) || !torch.read(given[kK], &k) || !torch.read(given[kV], &v) ||
+        !read_layout(given[kLayout], &hnd) || !read_rows(q, &queries)) {
+      return false;
+    }
+    device = q.device.device_id;
+    if (!q.is_on_gpu(device) || !k.is_on_gpu(device) || !v.is_on_gpu(device)) return false;
+    DType v_dtype{};
+    if (!dtype_of(q, &params.q_dtype) || !dtype_of(k, &params.kv_dtype) || !dtype_of(v, &v_dtype) ||
+        v_dtype != params.kv_dtype) {
+      return false;
+    }
+    params.num_qo_heads = int(queries.heads);
+    params.head_dim_qk = int(queries.dim);
+    params.total_q = queries.tokens;
+    params.q = queries.view();
+    std::int64_t batch = 1, most_rows = queries.tokens;
+    if (q.ndim == 4) {
+      if (is_given(kCuSeqlensQ)) return false;
+      batch = q.shape[0];
+      most_rows = q.shape[1];
+    } else if (is_given(kCuSeqlensQ)) {
+      Tensor indptr;
+      if (!torch.read(given[kCuSeqlensQ], &indptr) || indptr.ndim != 1) return false;
+      batch = indptr.shape[0] - 1;
+      std::int64_t told = most_rows;
+      if (!read_integer(given[kMaxSeqlenQ], &told) || told < 0) return false;
+      most_rows = std::min(most_rows, told);
+    }
+    if (batch < 1 || batch > kMostKeys || queries.tokens < 1 || most_rows < 1) return false;
+    params.batch_size = int(batch);
+    params.max_qo_len = limited(most_rows);
+    return read_lengths_of(kCuSeqlensQ, batch + 1, &params.qo_indptr) &&
+           read_lengths_of(kSequsedQ, batch, &params.seqused_q) &&
+           read_lengths_of(kSequsedK, batch, &params.seqused_k);
+  }
+
+  bool set_keys(std::int64_t heads, std::int64_t dim_qk, std::int64_t dim_vo) {
+    if (dim_qk != queries.dim || heads <= 0 || queries.heads % heads != 0) return false;
+    params.num_kv_heads = int(heads);
+    params.head_dim_vo = int(dim_vo);
+    return true;
+  }
+
+  bool read_pages(std::int64_t max_kv) {
+    PagedCache cache;
+    if (k.ndim != 4 || !read_paged_cache(k, v, hnd, &cache) ||
+        !set_keys(cache.heads, cache.dim_qk, cache.dim_vo)) {
+      return false;
+    }
+    if (size_of(params.q_dtype) == 1 && cache.page_size % kPagesOfFp8 != 0) return false;
+    PageTable& pages = params.pages;
+    pages.page_size = int(cache.page_size);
+    pages.num_pages = cache.pages;
+    pages.k_stride_page = cache.k_stride_page;
+    pages.v_stride_page = cache.v_stride_page;
+    params.k = cache.k;
+    params.v = cache.v;
+    const std::int64_t batch = params.batch_size;
+    std::int64_t room = 0;
+    if (is_given(kPageTable)) {
+      Tensor table;
+      if (is_given(kKvIndptr) || !torch.read(given[kPageTable], &table) ||
+          !table.is_on_gpu(device) || !read_tables(table, /*separate=*/false, batch, &pages) ||
+          !(is_given(kSequsedK) || is_given(kCuSeqlensK)) ||
+          !read_lengths_of(kCuSeqlensK, batch + 1, &params.kv_indptr)) {
+        return false;
+      }
+      room = std::int64_t(pages.table_width) * pages.page_size;
+    } else {
+      Tensor indices;
+      if (is_given(kCuSeqlensK) || !torch.read(given[kKvIndices], &indices) || indices.ndim != 1 ||
+          !read_lengths(torch, given[kKvIndices], indices.shape[0], device, &pages.indices) ||
+          !read_lengths(torch, given[kKvIndptr], batch + 1, device, &params.kv_indptr) ||
+          !(is_given(kSequsedK) || is_given(kKvLastPageLen)) ||
+          !read_lengths_of(kKvLastPageLen, batch, &pages.last_page_len)) {
+        return false;
+      }
+      pages.num_indices = indices.shape[0];
+      room = pages.num_indices * pages.page_size;
+    }
+    max_kv = std::min({max_kv < 0 ? room : max_kv, room, kMostKeys - 1});
+    params.max_kv_len = limited(max_kv);
+    params.total_kv =
+        std::min({max_kv * batch, is_given(kPageTable) ? kMostKeys : room,
+                  std::max<std::int64_t>(cache.pages * cache.page_size, 1) * batch, kMostKeys});
+    return true;
+  }
+
+  bool read_keys() {
+    std::int64_t max_kv = -1;
+    if (!read_integer(given[kMaxSeqlenK], &max_kv)) return false;
+    if (is_given(kPageTable) || is_given(kKvIndptr)) return read_pages(max_kv);
+    if (is_given(kKvIndices) || is_given(kKvLastPageLen) || k.ndim != v.ndim) return false;
+    const std::int64_t batch = params.batch_size;
+    Matrix keys, values;
+    std::int64_t each = 0;
+    if (k.ndim == 3) {
+      if (!read_matrix(k, hnd, &keys) || !read_matrix(v, hnd, &values)) return false;
+      if (!is_given(kCuSeqlensK)) {
+        if (batch != 1) return false;
+        each = keys.tokens;
+      } else if (!read_lengths_of(kCuSeqlensK, batch + 1, &params.kv_indptr)) {
+        return false;
+      }
+    } else {
+      if (k.ndim != 4 || is_given(kCuSeqlensK) || k.shape[0] != batch || v.shape[0] != batch ||
+          !read_dense_keys(k, hnd, &keys) || !read_dense_keys(v, hnd, &values)) {
+        return false;
+      }
+      each = keys.tokens / batch;
+    }
+    if (keys.tokens != values.tokens || keys.heads != values.heads ||
+        !set_keys(keys.heads, keys.dim, values.dim)) {
+      return false;
+    }
+    params.k = keys.view();
+    params.v = values.view();
+    params.total_kv = keys.tokens;
+    if (params.kv_indptr == nullptr) {
+      params.max_kv_len = limited(each);
+    } else if (max_kv > 0) {
+      params.max_kv_len = limited(std::min(max_kv, keys.tokens));
+    }
+    return true;
+  }
+
+  bool read_mask() {
+    std::int64_t left = -1, right = -1, chunk = 0;
+    if (!read_flag(given[kCausal], &params.causal) || !read_integer(given[kWindowLeft], &left) ||
+        !read_integer(given[kWindowRight], &right) || !read_integer(given[kChunkSize], &chunk) ||
+        chunk < 0) {
+      return false;
+    }
+    constexpr std::int64_t kNoLimit = 1 << 29;
+    params.window_left = left < 0 ? -1 : limited(left);
+    params.window_right = right < 0 || right > kNoLimit ? -1 : std::int32_t(right);
+    params.chunk_size = limited(chunk);
+    if (!is_given(kMask)) return true;
+    Tensor bits;
+    if (!torch.read(given[kMask], &bits) || bits.ndim != 1 || bits.strides[0] != 1 ||
+        bits.dtype.bits != 8 || bits.data % 4 != 0 || !bits.is_on_gpu(device) ||
+        (params.batch_size > 1 && !is_given(kMaskIndptr)) ||
+        !read_lengths_of(kMaskIndptr, params.batch_size + 1, &params.mask.indptr)) {
+      return false;
+    }
+    params.mask.words = pointer<const std::uint32_t>(bits.data);
+    params.mask.num_words = bits.shape[0] / 4;
+    return bits.shape[0] % 4 == 0;  // Python pads them
+  }
+
+  /// A descale: a number, which multiplies `*number`, or fp32 on the device: of one element, [heads] or [batch, heads].
+  bool read_descale(int argument, double* number, DeviceScale* scale) const {
+    PyObject* object = given[argument];
+    double factor = 1.0;
+    if (read_number(object, &factor)) {
+      *number *= factor;
+      return true;
+    }
+    Tensor tensor;
+    if (!torch.read(object, &tensor) || !has_dtype(tensor, DType::kFloat32) ||
+        !tensor.is_on_gpu(device) || tensor.ndim > 2) {
+      return false;
+    }
+    scale->data = pointer<const float>(tensor.data);
+    std::int64_t heads = 1, stride = 0;
+    if (tensor.ndim > 0) {
+      const auto last = std::size_t(tensor.ndim - 1);
+      heads = tensor.shape[last];
+      stride = tensor.strides[last];
+    }
+    if (tensor.ndim == 2) {
+      if (tensor.shape[0] != params.batch_size && tensor.shape[0] != 1) return false;
+      scale->stride_request = tensor.shape[0] == 1 ? 0 : tensor.strides[0];
+    }
+    if (heads == params.num_kv_heads || heads == params.num_qo_heads) {
+      scale->heads_per_entry = params.num_qo_heads / int(heads);
+    } else if (heads == 1) {
+      stride = 0;
+    } else {
+      return false;
+    }
+    scale->stride = std::int32_t(stride);
+    return stride <= kMostKeys;
+  }
+
+  bool read_logits() {
+    double cap = 0.0, scale = 1.0 / std::sqrt(double(queries.dim)), v_scale = 1.0;
+    std::int64_t splits = 0;
+    if (!read_number(given[kSoftCap], &cap) || !read_number(given[kSmScale], &scale) ||
+        !read_integer(given[kNumSplits], &splits) || splits < 0 ||
+        !read_sinks(torch, given[kSinks], queries.heads, device, &params.sinks) ||
+        !read_sinks(torch, given[kAlibiSlopes], queries.heads, device, &params.alibi.slopes) ||
+        !read_descale(kQDescale, &scale, &params.logits_scale) ||
+        !read_descale(kKDescale, &scale, &params.keys_scale) ||
+        !read_descale(kVDescale, &v_scale, &params.output_scale) ||
+        !read_flag(given[kBatchInvariant], &params.disable_split_kv)) {
+      return false;
+    }
+    params.logits_soft_cap = float(std::max(cap, 0.0));
+    params.sm_scale = float(scale);
+    params.v_scale = float(v_scale);
+    params.num_splits = limited(splits);
+    return true;
+  }
+
+  /// The output, and the LSE. The last to be read: it allocates.
+  bool prepare(Results* results) {
+    params.o_dtype = size_of(params.q_dtype) == 1 ? DType::kBFloat16 : params.q_dtype;
+    if (is_given(kODtype) && !torch.find_dtype(given[kODtype], &params.o_dtype)) return false;
+    std::int64_t form = 0;
+    if (!read_integer(given[kLseForm], &form)) return false;
+    const std::int64_t rows = queries.tokens, heads = queries.heads, dim = params.head_dim_vo;
+    Tensor out;
+    Matrix matrix;
+    if (is_given(kOut)) {
+      if (!torch.read(given[kOut], &out) || !dtype_of(out, &params.o_dtype) ||
+          !out.is_on_gpu(device) || out.ndim != q.ndim ||
+          (q.ndim == 4 && out.shape[0] != q.shape[0])) {
+        return false;
+      }
+      results->out = py::reinterpret_borrow<py::object>(given[kOut]);
+    } else {
+      const bool like_q = dim == queries.dim && params.o_dtype == params.q_dtype &&
+                          queries.stride_head == dim && queries.stride_token == heads * dim;
+      if (like_q) {
+        results->out = torch.empty_like(given[kQ]);
+      } else if (q.ndim == 4) {
+        results->out = torch.empty({q.shape[0], q.shape[1], heads, dim}, params.o_dtype, device);
+      } else {
+        results->out = torch.empty({rows, heads, dim}, params.o_dtype, device);
+      }
+      if (!torch.read(results->out.ptr(), &out)) return false;
+    }
+    if (!read_rows(out, &matrix) || matrix.tokens != rows || matrix.heads != heads ||
+        matrix.dim != dim) {
+      return false;
+    }
+    params.o = {pointer<void>(matrix.data), matrix.stride_token, matrix.stride_head};
+    if ((form & kReturned) == 0) return true;
+    results->return_lse = true;
+    const bool heads_first = (form & kHeadsFirst) != 0;
+    if (heads_first) {
+      results->lse = torch.empty({heads, rows}, DType::kFloat32, device);
+    } else if (q.ndim == 4) {
+      results->lse = torch.empty({q.shape[0], q.shape[1], heads}, DType::kFloat32, device);
+    } else {
+      results->lse = torch.empty({rows, heads}, DType::kFloat32, device);
+    }
+    Tensor lse;
+    if (!torch.read(results->lse.ptr(), &lse)) return false;
+    params.lse = pointer<float>(lse.data);
+    params.lse_stride_token = heads_first ? 1 : heads;
+    params.lse_stride_head = heads_first ? rows : 1;
+    params.lse_scale = (form & kNatural) != 0 ? float(kLn2) : 1.0f;
+    return true;
+  }
+};
+
+py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
+  if (count != kArguments) throw py::type_error("Wrong number of arguments.");
+  Call call{Torch::get(), given, {}, {}, {}, {}, {}};
+  Backend backend{};
+  Results results;
+  if (!read_backend(given[kBackend], &backend) || !call.read_queries() || !call.read_keys() ||
+      !call.read_mask() || !call.read_logits() || !call.prepare(&results)) {
+    return py::none();
+  }
+  return is_launched(launch_once(call.torch, call.params, backend, call.device))
+             ? results.returned()
+             : py::object(py::none());
+}
+
+PyObject* attention_without_plan(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&] { return attend_unplanned(given, count); });
+}
+
+}  // namespace
+
+void add_unplanned(const py::object& module) {
+  static PyMethodDef attention_def = fast("attention", &attention_without_plan);
+  add_function(module, &attention_def);
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,83 @@
+// Where the rows and keys of a request are, from indptrs and lengths on the device that nobody has checked.
+//
+// P: AttentionParams, or another struct with the fields of that name.
+#pragma once
+
+#include "plan/launch_params.h"
+
+namespace cutlass_kernels {
+
+/// Of a request, so that the end of a KV block is a 32-bit number, too.
+constexpr int kMaxKeys = (1 << 30) - 1;
+
+struct RowsOfRequest {
+  std::int32_t begin;   ///< in the tensor
+  std::int32_t length;  ///< negative if the lengths make no sense
+};
+
+template <class P>
+CK_HOST_DEVICE inline RowsOfRequest rows_of_request(const P& p, int batch) {
+  RowsOfRequest rows{batch * p.max_qo_len, p.max_qo_len};
+  if (p.qo_indptr != nullptr) {
+    rows.begin = p.qo_indptr[batch];
+    rows.length = p.qo_indptr[batch + 1] - rows.begin;
+  }
+  if (p.seqused_q != nullptr) {
+    const std::int32_t used = p.seqused_q[batch];
+    if (used < rows.length) rows.length = used;
+  }
+  return rows;
+}
+
+struct KeysOfRequest {
+  std::int32_t begin;   ///< in the tensor, or among the entries of its page table
+  std::int32_t length;  ///< -1: the lengths or the page table's sizes make no sense
+};
+
+// In consecutive rows of k and v.
+template <class P>
+CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const P& p, int batch) {
+  const std::int32_t begin = p.kv_indptr == nullptr ? batch * p.max_kv_len : p.kv_indptr[batch];
+  if (p.seqused_k != nullptr) {
+    const std::int32_t used = p.seqused_k[batch];
+    return {begin, p.kv_indptr == nullptr && used > p.max_kv_len ? -1 : used};
+  }
+  return {begin, p.kv_indptr == nullptr ? p.max_kv_len : p.kv_indptr[batch + 1] - begin};
+}
+
+// In a page table with a row per request.
+template <class P>
+CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const P& p, int batch) {
+  const PageTable& pages = p.pages;
+  std::int32_t begin = 0, end = p.max_kv_len;
+  if (p.seqused_k != nullptr) {
+    end = p.seqused_k[batch];
+  } else if (p.kv_indptr != nullptr) {
+    begin = p.kv_indptr[batch];
+    end = p.kv_indptr[batch + 1];
+  }
+  const std::int64_t room = std::int64_t(pages.table_width) * pages.page_size;
+  const bool fits = 0 <= begin && begin <= end && end - begin <= room && end - begin <= kMaxKeys;
+  return {std::int32_t(batch * pages.table_stride), fits ? end - begin : -1};
+}
+
+template <class P>
+CK_HOST_DEVICE inline KeysOfRequest keys_of_request(const P& p, int batch) {
+  const PageTable& pages = p.pages;
+  if (pages.page_size == 0) return keys_in_rows(p, batch);
+  if (pages.table_stride > 0) return keys_in_table(p, batch);
+  const std::int32_t begin = p.kv_indptr[batch], end = p.kv_indptr[batch + 1];
+  if (begin < 0 || begin > end || end > pages.num_indices) return {begin, -1};
+  const std::int64_t room = std::int64_t(end - begin) * pages.page_size;
+  if (p.seqused_k != nullptr) {
+    const std::int32_t used = p.seqused_k[batch];
+    return {begin, 0 <= used && used <= room && used <= kMaxKeys ? used : -1};
+  }
+  if (begin == end) return {begin, 0};
+  const std::int32_t last = pages.last_page_len[batch];
+  const std::int64_t length = room - pages.page_size + last;
+  const bool fits = 1 <= last && last <= pages.page_size && length <= kMaxKeys;
+  return {begin, fits ? std::int32_t(length) : -1};
+}
+
+}  // namespace cutlass_kernels

@@ -1,0 +1,144 @@
+"""New keys and values written to slots of a paged cache, converted to its type."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _args, _autograd, _memory_kernels, _page_ops
+from ._problem import FP8_DTYPES
+from ._tracing import have_own_dispatch, is_traced
+
+Scale = float | torch.Tensor | None
+
+
+def append_paged_kv_cache_by_slot(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes new keys and values to slots of a paged cache, in place: what vLLM calls reshape_and_cache_flash.
+
+    Token ``i`` goes to entry ``slot_mapping[i] % page_size`` of page ``slot_mapping[i] // page_size``. Stored is
+    ``key / k_scale`` and ``value / v_scale``, rounded to nearest in the type of the cache. In an fp8 cache, what lies
+    beyond the largest finite number becomes that number, and NaN stays NaN. Attention over the cache then takes
+    ``k_descale=k_scale`` and ``v_descale=v_scale``. On a GPU this is one kernel, which a CUDA graph can capture.
+
+    Args:
+        key: ``[tokens, num_kv_heads, head_dim_qk]``, any strides. Rows behind the last slot are not read.
+        value: ``[tokens, num_kv_heads, head_dim_vo]``, of the same dtype.
+        key_cache, value_cache: ``[pages, page_size, num_kv_heads, head_dim]`` (NHD), or num_kv_heads before page_size
+            (HND), any strides: the dtype of the keys, float8_e4m3fn or float8_e5m2.
+        slot_mapping: int64 or int32 ``[n]``, ``n <= tokens``. Tokens of a negative slot are skipped; on a GPU, those of
+            a slot that the cache does not have, too.
+        k_scale, v_scale: numbers, or fp32 tensors with one element or one per head; default 1.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        KeyError: unknown ``kv_layout``.
+        TypeError: an argument is no tensor.
+        ValueError: shapes, dtypes or devices that do not fit together; on the CPU, slots behind the cache.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 8, 16, 4, 64).to(torch.float8_e4m3fn)
+        >>> k, v = torch.randn(2, 3, 4, 64, dtype=torch.bfloat16)
+        >>> append_paged_kv_cache_by_slot(k, v, k_cache, v_cache, torch.tensor([17, 18, -1]), k_scale=0.5)
+    """
+    _args.kv_layout(kv_layout)
+    if is_traced() or have_own_dispatch(key, key_cache, slot_mapping):
+        new = _autograd.without_grad(key, value)
+        _page_ops.append_by_slot(new, (key_cache, value_cache), slot_mapping, (k_scale, v_scale), kv_layout)
+        return
+    k_cache, v_cache = _args.paged_cache((key_cache, value_cache), kv_layout)
+    _check(key, value, k_cache, v_cache, slot_mapping)
+    key, value = _autograd.without_grad(key, value)
+    count, device = slot_mapping.size(0), k_cache.device
+    slots = slot_mapping.to(device, non_blocking=True).contiguous()
+    scales = [_scale(name, x, k_cache.size(2), device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))]
+    if count == 0 or k_cache.numel() == 0:
+        return
+    if _memory_kernels.serve(k_cache) and _memory_kernels.appends_by_slot(key.dtype, k_cache.dtype):
+        k_place, v_place = (_place(x) for x in scales)
+        _memory_kernels.append_by_slot(key[:count], value[:count], k_cache, v_cache, slots, k_place, v_place)
+        _autograd.written(key_cache, value_cache)
+        return
+    _write(key[:count], k_cache, slots.long(), scales[0])
+    _write(value[:count], v_cache, slots.long(), scales[1])
+
+
+def _check(
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
+        if not isinstance(new, torch.Tensor):
+            raise TypeError(f"{name} is {type(new).__name__}, not a tensor.")
+        if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
+            raise ValueError(
+                f"{name} has shape {tuple(new.shape)}, but the cache holds {cache.size(2)} heads of {cache.size(3)} "
+                "columns: it must be [tokens, heads, columns]."
+            )
+        _args.same_device(k_cache.device, **{name: new, f"{name}_cache": cache})
+        if cache.dtype != new.dtype and cache.dtype not in FP8_DTYPES:
+            raise ValueError(f"{name} has dtype {new.dtype} and its cache {cache.dtype}: use the same, or fp8 caches.")
+    if key.dtype != value.dtype or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"key and value have dtypes {key.dtype} and {value.dtype}, their caches {k_cache.dtype} and "
+            f"{v_cache.dtype}: each pair must have one."
+        )
+    if not isinstance(slots, torch.Tensor):
+        raise TypeError(f"slot_mapping is {type(slots).__name__}, not a tensor.")
+    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"slot_mapping has shape {tuple(slots.shape)} and dtype {slots.dtype}: it must be 1-D, int64 or int32."
+        )
+    if not slots.size(0) <= min(key.size(0), value.size(0)):
+        raise ValueError(
+            f"slot_mapping has {slots.size(0)} entries, but key and value {key.size(0)} and {value.size(0)} tokens."
+        )
+    room = k_cache.size(0) * k_cache.size(1)
+    if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= room:
+        raise ValueError(f"slot_mapping holds {int(slots.max())}, but the cache has {room} slots.")
+
+
+def _scale(name: str, value: Scale, heads: int, device: torch.device) -> float | torch.Tensor:
+    """A number, or fp32 factors ``[1]`` or ``[heads]`` on the device."""
+    if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.device.type == "cpu"):
+        return _args.scale(value, name)
+    if value.numel() not in (1, heads) or value.dim() > 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: pass one number, or one per head, [{heads}].")
+    _args.same_device(device, **{name: value})
+    return value.reshape(-1).to(torch.float32)
+
+
+def _place(scale: float | torch.Tensor) -> tuple[float, int, int]:
+    if not isinstance(scale, torch.Tensor):
+        return scale, 0, 0
+    return 1.0, scale.data_ptr(), 0 if scale.numel() == 1 else scale.stride(0)
+
+
+def _write(new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float | torch.Tensor) -> None:
+    if isinstance(scale, torch.Tensor):
+        scale = scale.view(1, -1, 1)
+    wide = (new.double() if new.dtype == torch.float64 else new.float()) / scale
+    if cache.dtype in FP8_DTYPES:
+        limit = torch.finfo(cache.dtype).max
+        wide = wide.clamp(-limit, limit)
+    page_size, room = cache.size(1), cache.size(0) * cache.size(1)
+    # Nothing is read back: skipped tokens repeat the write of the first that is not skipped, or write what is there.
+    inside = (slots >= 0) & (slots < room)
+    token = torch.where(inside, torch.arange(slots.numel(), device=slots.device), inside.to(torch.int32).argmax())
+    slots = slots[token].clamp(0, room - 1)
+    page, entry = slots // page_size, slots % page_size
+    target = _bytes(cache)
+    target[page, entry] = torch.where(inside.any(), _bytes(wide.to(cache.dtype))[token], target[page, entry])
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
+
+
+_page_ops.define_by_slot(append_paged_kv_cache_by_slot)

@@ -1,0 +1,147 @@
+"""Caches as FlashAttention addresses them: entries by batch index, padding on the left, new keys, rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._append_by_slot import append_paged_kv_cache_by_slot
+
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def refuse_training(dropout_p: float) -> None:
+    """ValueError for arguments that mean training."""
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p} is for training, and this library computes attention forward only: 0.")
+
+
+def with_values(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Queries and keys whose products are ``q . k + qv . v``, and the softmax scale."""
+    q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    return q, k, q.size(-1) ** -0.5 if scale is None else scale
+
+
+def cache_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    places: tuple[Any, ...],
+    new: tuple[Any, ...],
+    rotary: tuple[Any, ...],
+    cu_seqlens_q: torch.Tensor | None,
+    is_local: bool,
+) -> tuple[torch.Tensor, Found]:
+    """q (rotated), and the keys that it sees: keys, values, ``cu_seqlens_k``, ``seqused_k`` and page table.
+
+    ``places``: cache_seqlens, cache_batch_idx, cache_leftpad, page_table. ``new``: k, v, cu_seqlens_k_new, which are
+    appended. ``rotary``: cos, sin, rotary_seqlens, interleaved.
+    """
+    cache_seqlens, batch_idx, leftpad, page_table = places
+    k, v, cu_new = new
+    batch = q.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    size = k_cache.size(1) if page_table is None else k_cache.size(1) * page_table.size(1)  # tokens of a request
+    lens = _lens(cache_seqlens, batch, size, k_cache.device)
+    if page_table is not None and batch_idx is not None:
+        page_table = page_table[batch_idx.long()]
+    entry = batch_idx if page_table is None else None
+    if k is not None:
+        rotated_at = lens if rotary[2] is None else rotary[2]
+        owner, place = _owners(k, cu_new, batch)
+        if rotary[0] is not None:
+            k = _rotate(k.flatten(0, -3), rotated_at[owner] + place, rotary).view(k.shape)
+            q = _rotated_queries(q, rotated_at, rotary, cu_seqlens_q, is_local)
+        _append(k, v, k_cache, v_cache, owner, lens[owner] + place, entry, page_table)
+        count = k.size(1) if cu_new is None else cu_new[1:] - cu_new[:-1]
+        lens = lens + count
+    lens = lens.to(torch.int32)
+    if page_table is not None:
+        return q, _in_pages(k_cache, v_cache, page_table, leftpad, lens)
+    if leftpad is None:
+        if entry is None:
+            return q, (k_cache[:batch], v_cache[:batch], None, lens, None)
+        return q, (k_cache, v_cache, None, lens, entry.to(torch.int32).unsqueeze(1))  # pages of `size` tokens
+    entry = torch.arange(batch, device=lens.device) if entry is None else entry.long()
+    begins = torch.zeros(batch + 1, dtype=torch.int32, device=lens.device)
+    begins[:batch] = entry * size + leftpad
+    rows = [x.contiguous().flatten(0, 1) for x in (k_cache, v_cache)]
+    return q, (*rows, begins, lens - leftpad.to(torch.int32), None)
+
+
+def _lens(value: Any, batch: int, size: int, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return torch.full((batch,), size if value is None else int(value), dtype=torch.int32, device=device)
+
+
+def _owners(x: torch.Tensor, cu_seqlens: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request of every token, and its place there. Behind the last request, a place that no cache has."""
+    if cu_seqlens is None:
+        rows = torch.arange(batch * x.size(1), device=x.device)
+        return rows // x.size(1), rows % x.size(1)
+    rows = torch.arange(x.size(0), device=x.device)
+    owner = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
+    inside = owner < batch
+    owner = owner.clamp(max=batch - 1)
+    return owner, torch.where(inside, rows - cu_seqlens.long()[owner], -(1 << 40))
+
+
+def _rotate(x: torch.Tensor, positions: torch.Tensor, rotary: tuple[Any, ...]) -> torch.Tensor:
+    """``x [tokens, heads, dim]`` with its first ``rotary_dim`` columns rotated."""
+    cos, sin, _, interleaved = rotary
+    positions = positions.long().clamp(0, cos.size(0) - 1)
+    c, s = (t[positions].float().unsqueeze(1) for t in (cos, sin))  # [tokens, 1, rotary_dim / 2]
+    dim = 2 * cos.size(-1)
+    head, rest = x[..., :dim].float(), x[..., dim:]
+    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
+    first, second = a * c - b * s, b * c + a * s
+    turned = torch.stack([first, second], -1).flatten(-2) if interleaved else torch.cat([first, second], -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def _rotated_queries(
+    q: torch.Tensor, begins: torch.Tensor, rotary: tuple[Any, ...], cu_seqlens_q: torch.Tensor | None, is_local: bool
+) -> torch.Tensor:
+    owner, place = _owners(q, cu_seqlens_q, begins.numel())
+    positions = begins[owner] + place if is_local else begins[owner]
+    return _rotate(q.flatten(0, -3), positions, rotary).view(q.shape)
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    owner: torch.Tensor,
+    position: torch.Tensor,
+    entry: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+) -> None:
+    """Writes new keys and values to their positions in the cache; those behind its end are dropped."""
+    page_size = k_cache.size(1)
+    room = page_size * (1 if page_table is None else page_table.size(1))
+    inside = (position >= 0) & (position < room)
+    position = torch.where(inside, position, 0)
+    if page_table is not None:
+        page = page_table[owner, position // page_size].long()
+    else:
+        page = owner if entry is None else entry.long()[owner]
+    slot = torch.where(inside, page * page_size + position % page_size, -1)
+    append_paged_kv_cache_by_slot(k.flatten(0, -3), v.flatten(0, -3), k_cache, v_cache, slot)
+
+
+def _in_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, leftpad: torch.Tensor | None, lens: torch.Tensor
+) -> Found:
+    """Keys in pages. Without the first ``leftpad`` of them, in pages of one token."""
+    if leftpad is None:
+        return k_cache, v_cache, None, lens, table
+    size = k_cache.size(1)
+    token = torch.arange(table.size(1) * size, device=table.device) + leftpad.long().unsqueeze(1)
+    page = table.gather(1, (token // size).clamp(max=table.size(1) - 1)).long()
+    tokens = (page * size + token % size).to(torch.int32)
+    caches = [x.flatten(0, 1).unsqueeze(1) for x in (k_cache, v_cache)]
+    return caches[0], caches[1], None, lens - leftpad.to(torch.int32), tokens

@@ -1,0 +1,460 @@
+"""What ``attention()`` does where the direct call is not made: checks, conversions, and the reference.
+
+Arguments are checked and brought into the form that kernels take: index tensors as int32 on the device of the queries,
+keys and values of odd strides as pages. The direct call is then made after all; where it still cannot be, PyTorch
+computes request by request, from lengths on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import is_grad_enabled
+
+from . import _args, _fused, _masks, _native, _reference, _request, _select, _vectors
+from ._autograd import forward_only, needs_grad, written
+from ._errors import BackendError
+from ._options import Result
+from ._problem import FP8_DTYPES, Logits, Mask, Output, Problem, RaggedKv
+
+RETURNED, NATURAL, HEADS_FIRST = 1, 2, 4  # of Call.lse_form
+LN2 = math.log(2.0)
+
+
+class Call(NamedTuple):
+    """The arguments of ``attention()``, in the order of the direct call. ``lse_form`` says whether an LSE is returned,
+    natural instead of in base 2, and as ``[Hq, rows]``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    page_table: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    kv_last_page_len: torch.Tensor | None = None
+    kv_layout: str = "NHD"
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    chunk_size: int = 0
+    packed_custom_mask: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    q_descale: float | torch.Tensor | None = None
+    k_descale: float | torch.Tensor | None = None
+    v_descale: float | torch.Tensor | None = None
+    o_dtype: torch.dtype | None = None
+    out: torch.Tensor | None = None
+    lse_form: int = 0
+    num_splits: int = 0
+    batch_invariant: bool = False
+    backend: str = "auto"
+
+
+SINKS, OUT = Call._fields.index("sinks"), Call._fields.index("out")
+
+
+def window(value: Any) -> tuple[int, int]:
+    """``(left, right)`` of a window; ValueError for anything else than two integers."""
+    if not isinstance(value, (tuple, list, torch.Tensor)) or len(value) != 2:
+        raise ValueError(f"window={value!r} is not a pair: pass (left, right), -1 for no limit.")
+    left, right = (max(_args.integer("window", int(x)), -1) for x in value)
+    return left, right
+
+
+def compute(call: Call) -> Result:
+    """Computes a call of any arguments, or says what is wrong with them."""
+    grad = is_grad_enabled() and needs_grad(call.q, call.k, call.v, call.out, None, call.sinks)
+    ready = _checked(call)
+    with torch.no_grad():
+        result = _compute(ready, call.out)
+    if grad:
+        return forward_only(result, (call.out,), call.q, call.k, call.v, call.sinks)
+    return result
+
+
+def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
+    result = None
+    if call.q.is_cuda and call.q.numel() and call.backend != "reference":
+        result = _native.attention(*call[:-1], _select.asked_for(call.backend))
+    if result is None:
+        result = _by_reference(call)
+    if call.out is not None and wanted is not None:
+        if call.out is not wanted:
+            wanted.copy_(call.out)
+        written(wanted)
+        return (wanted, result[1]) if isinstance(result, tuple) else wanted
+    return result
+
+
+# --- checks and conversions --------------------------------------------------------------------------------------
+
+
+def _checked(call: Call) -> Call:
+    """The call as kernels take it; ValueError, TypeError or RuntimeError where it makes no sense."""
+    _args.kv_layout(call.kv_layout)
+    q = _tensor("q", call.q, (3, 4))
+    k, v = _tensor("k", call.k, (3, 4)), _tensor("v", call.v, (3, 4))
+    if q.dim() == 4 and call.cu_seqlens_q is not None:
+        raise ValueError(f"q has shape {tuple(q.shape)}: with cu_seqlens_q it must be [rows, num_qo_heads, head_dim].")
+    batch = q.size(0) if q.dim() == 4 else 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
+    if batch < 0:
+        raise ValueError("cu_seqlens_q is empty: it needs batch_size + 1 elements, starting with 0.")
+    heads = 2 if call.kv_layout == "NHD" or k.dim() == 3 else 1
+    heads = (1 if call.kv_layout == "NHD" else 0) if k.dim() == 3 else heads
+    tokens = 1 - heads if k.dim() == 3 else 3 - heads
+    if k.dim() != v.dim() or k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: they may differ in head_dim alone.")
+    if k.size(-1) != q.size(-1):
+        raise ValueError(f"q has head_dim {q.size(-1)} and k {k.size(-1)}: they must be equal.")
+    _args.heads(q.size(-2), k.size(heads))
+    _args.same_device(q.device, k=k, v=v)
+    o_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else call.o_dtype
+    if o_dtype is None and q.dtype in FP8_DTYPES:
+        o_dtype = torch.bfloat16
+    o_dtype = _args.element_types(q.dtype, k.dtype, v.dtype, o_dtype)
+    index = _Indices(q.device)
+    lens: dict[str, Any] = dict(
+        cu_seqlens_q=index("cu_seqlens_q", call.cu_seqlens_q, batch + 1),
+        cu_seqlens_k=index("cu_seqlens_k", call.cu_seqlens_k, batch + 1),
+        seqused_q=index("seqused_q", call.seqused_q, batch),
+        seqused_k=index("seqused_k", call.seqused_k, batch),
+        kv_indptr=index("kv_indptr", call.kv_indptr, batch + 1),
+        kv_indices=index("kv_indices", call.kv_indices, None),
+        kv_last_page_len=index("kv_last_page_len", call.kv_last_page_len, batch),
+        page_table=index.table(call.page_table, batch),
+        mask_indptr=index("mask_indptr", call.mask_indptr, batch + 1),
+    )
+    call = call._replace(q=_joined(q), k=k, v=v, o_dtype=o_dtype, **lens)
+    _check_where_keys_are(call, batch, tokens)
+    call = _with_scales(call, batch, k.size(heads))
+    call = call._replace(
+        causal=_args.flag("causal", call.causal),
+        window_left=_args.window(call.window_left),
+        chunk_size=_nonnegative("chunk_size", call.chunk_size),
+        num_splits=_nonnegative("num_splits", call.num_splits),
+        batch_invariant=_args.flag("batch_invariant", call.batch_invariant),
+        logits_soft_cap=_args.soft_cap(call.logits_soft_cap),
+        sm_scale=_args.sm_scale(call.sm_scale, q.size(-1)),
+        sinks=_args.sinks(call.sinks, q.size(-2), q.device),
+        alibi_slopes=_slopes(call.alibi_slopes, q.size(-2), q.device),
+        packed_custom_mask=_bits(call, batch),
+        out=_output(call, (*q.shape[:-1], v.size(-1)), o_dtype),
+    )
+    return _as_pages(call, batch, tokens)
+
+
+def _tensor(name: str, x: Any, ranks: tuple[int, ...]) -> torch.Tensor:
+    if isinstance(x, torch.Tensor) and x.dim() not in ranks:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must have {' or '.join(map(str, ranks))} dimensions.")
+    return _args.tensor(name, x, x.dim() if isinstance(x, torch.Tensor) else ranks[0])
+
+
+def _nonnegative(name: str, value: Any) -> int:
+    number = _args.integer(name, value)
+    if number < 0:
+        raise ValueError(f"{name}={number} must not be negative.")
+    return number
+
+
+class _Indices:
+    """Index tensors as int32 on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def __call__(self, name: str, x: Any, length: int | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        x = _vectors.index_vector(name, x)
+        if length is not None and x.numel() != length:
+            raise ValueError(f"{name} has {x.numel()} elements, but this batch needs {length}.")
+        return self._moved(name, x)
+
+    def table(self, x: Any, batch: int) -> torch.Tensor | None:
+        if x is None:
+            return None
+        if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.size(0) != batch or x.is_floating_point():
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"page_table is {shape}: it must be an int32 tensor [{batch}, pages of a request].")
+        x = self._moved("page_table", x.to(torch.int32))
+        apart = x.stride(1) == 1 and x.stride(0) >= x.size(1)
+        return x if apart else x.contiguous()
+
+    def _moved(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.captured:
+            x = _fused.captured(name, x, self.device)
+        return x.to(self.device, non_blocking=True)
+
+
+def _check_where_keys_are(call: Call, batch: int, tokens: int) -> None:
+    """ValueError where it is not clear which keys are whose."""
+    k = call.k
+    if call.page_table is not None or call.kv_indptr is not None:
+        if k.dim() != 4:
+            raise ValueError(f"k has shape {tuple(k.shape)}: pages are [pages, page_size, num_kv_heads, head_dim].")
+        if call.page_table is not None and call.kv_indptr is not None:
+            raise ValueError("page_table and kv_indptr are given: pass one of them.")
+        if call.page_table is not None and call.seqused_k is None and call.cu_seqlens_k is None:
+            raise ValueError("page_table is given without lengths: pass seqused_k, the number of keys of each request.")
+        if call.kv_indptr is not None and call.kv_indices is None:
+            raise ValueError("kv_indptr is given without kv_indices, the page numbers that it divides up.")
+        if call.kv_indptr is not None and call.kv_last_page_len is None and call.seqused_k is None:
+            raise ValueError("kv_indptr is given without lengths: pass kv_last_page_len or seqused_k.")
+    elif k.dim() == 4:
+        if call.cu_seqlens_k is not None:
+            raise ValueError(f"k has shape {tuple(k.shape)}: with cu_seqlens_k it must be [tokens, heads, head_dim].")
+        if k.size(0) != batch:
+            raise ValueError(
+                f"k holds {k.size(0)} requests (shape {tuple(k.shape)}), but q {batch}: pass a page_table where k is a "
+                "paged cache."
+            )
+    elif call.cu_seqlens_k is None and batch != 1:
+        raise ValueError(f"k has shape {tuple(k.shape)} for {batch} requests: pass cu_seqlens_k.")
+
+
+def _joined(x: torch.Tensor) -> torch.Tensor:
+    """``[B, n, H, D]`` whose rows follow one another; a copy where they do not."""
+    if x.dim() == 4 and x.size(0) > 1 and x.size(1) > 1 and x.stride(0) != x.size(1) * x.stride(1):
+        return x.contiguous()
+    return x
+
+
+def _output(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    if call.out is None:
+        return None
+    out = _args.output(call.out, shape, dtype, call.q.device)
+    return out if _joined(out) is out else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def _slopes(value: Any, heads: int, device: torch.device) -> torch.Tensor | None:
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != (heads,):
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"alibi_slopes is {shape}: it must be a float32 tensor [{heads}], one slope per query head.")
+    _args.same_device(device, alibi_slopes=value)
+    return value.to(torch.float32).contiguous()
+
+
+def _bits(call: Call, batch: int) -> torch.Tensor | None:
+    bits = call.packed_custom_mask
+    if bits is None:
+        return None
+    if not isinstance(bits, torch.Tensor) or bits.dtype != torch.uint8 or bits.dim() != 1:
+        raise ValueError("packed_custom_mask must be a 1-D uint8 tensor, a bit per row and key.")
+    if batch > 1 and call.mask_indptr is None:
+        raise ValueError(f"packed_custom_mask holds masks of {batch} requests: pass mask_indptr, where each begins.")
+    _args.same_device(call.q.device, packed_custom_mask=bits)
+    return _masks.whole_words(bits)
+
+
+def _with_scales(call: Call, batch: int, num_kv_heads: int) -> Call:
+    num_qo_heads, device = call.q.size(-2), call.q.device
+
+    def scale(name: str, value: Any, heads: tuple[int, ...]) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, torch.Tensor):
+            return _args.scale(value, name)
+        if value.numel() == 1:
+            if value.is_cuda or device.type == "cpu":
+                return value.reshape(1).to(torch.float32)
+            return _args.scale(value, name)
+        fits = value.dim() in (1, 2) and value.size(-1) in heads and (value.dim() == 1 or value.size(0) in (1, batch))
+        if not fits:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}: pass a number, [{heads[0]}] or [{batch}, {heads[0]}], one per "
+                "head, or per request and head."
+            )
+        _args.same_device(device, **{name: value})
+        return value.to(torch.float32)
+
+    return call._replace(
+        q_descale=scale("q_descale", call.q_descale, (num_kv_heads, num_qo_heads)),
+        k_descale=scale("k_descale", call.k_descale, (num_kv_heads,)),
+        v_descale=scale("v_descale", call.v_descale, (num_kv_heads,)),
+    )
+
+
+def _as_pages(call: Call, batch: int, tokens: int) -> Call:
+    """Keys ``[B, S, ...]`` whose requests do not follow one another, as pages of S tokens."""
+    k, v = call.k, call.v
+    paged = call.page_table is not None or call.kv_indptr is not None
+    if paged or k.dim() == 3 or batch < 2 or k.size(tokens) == 0:
+        return call
+    if all(x.stride(0) == x.size(tokens) * x.stride(tokens) for x in (k, v)):
+        return call
+    if k.stride(0) == 0 and v.stride(0) == 0:  # all requests share their keys
+        k, v = (x[:1].as_strided((1, *x.shape[1:]), (x.size(1) * x.stride(1), *x.stride()[1:])) for x in (k, v))
+        table = torch.zeros(batch, 1, dtype=torch.int32, device=k.device)
+    else:
+        k, v = (x.contiguous() if x.stride(0) == 0 else x for x in (k, v))
+        table = torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
+    lens = call.seqused_k
+    if lens is None:
+        lens = torch.full((batch,), k.size(tokens), dtype=torch.int32, device=k.device)
+    return call._replace(k=k, v=v, page_table=table, seqused_k=lens)
+
+
+# --- the reference -----------------------------------------------------------------------------------------------
+
+
+def _by_reference(call: Call) -> Result:
+    """Computes with PyTorch, a request at a time. Raises where a kernel was asked for by name."""
+    q, k, v = call.q, call.k, call.v
+    hnd = call.kv_layout == "HND"
+    if hnd:
+        k, v = k.transpose(-3, -2), v.transpose(-3, -2)
+    empty = q.numel() == 0
+    if not empty:
+        _choose_reference(call, k, v)
+    if not empty and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            "backend='reference' works from lengths on the host, so this call cannot be captured in a CUDA graph: "
+            "explain() says why no kernel serves it."
+        )
+    assert call.o_dtype is not None
+    out = call.out
+    if out is None:
+        out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=call.o_dtype)
+    rows, places = q.flatten(0, -3), out.flatten(0, -3)
+    lse = torch.full(rows.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+    for index, (begin, count, keys, values) in enumerate(() if empty else _requests(call, rows, k, v)):
+        mine = slice(begin, begin + count)
+        problem = Problem(
+            rows[mine],
+            RaggedKv(keys, values),
+            _logits(call, index, keys.size(1)),
+            Output(places[mine], lse[mine], None, _scale(call.v_descale, index, rows.size(1))),
+            _mask(call, index),
+        )
+        _reference.compute(problem)
+    if not call.lse_form & RETURNED:
+        return out
+    if call.lse_form & NATURAL:
+        lse *= LN2
+    if call.lse_form & HEADS_FIRST:
+        return out, lse.t().contiguous()
+    return out, lse.view(q.shape[:-1])
+
+
+def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Asks for a backend as every call does, which warns or raises where the reference is not what was asked for."""
+    q = call.q.flatten(0, -3)
+    logits = Logits(1.0, call.logits_soft_cap or 0.0, alibi=call.alibi_slopes, sinks=call.sinks)
+    mask = Mask(call.causal, call.window_left, call.chunk_size, call.packed_custom_mask)
+    out = q.new_empty((1, 1, v.size(-1)), dtype=call.o_dtype)
+    problem = Problem(q, RaggedKv(k.flatten(0, -3)[:1], v.flatten(0, -3)[:1]), logits, Output(out), mask)
+    backend = "auto" if _select.asked_for(call.backend) == "auto" else call.backend
+    selected = _select.select(backend, _request.Request.from_problem(problem))
+    if selected != "reference" and backend != "auto":
+        raise BackendError(f"backend={backend!r} cannot serve this call: use backend='auto' or 'reference'.")
+    # (Under "auto", kernels that serve plain tensors of this kind may still not read these: see RESULTS.md.)
+
+
+def _requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """First row, number of rows, keys and values of every request; none of those whose lengths make no sense."""
+    batch = call.q.size(0) if call.q.dim() == 4 else 1
+    each = rows.size(0) // max(batch, 1)
+    begins = [b * each for b in range(batch + 1)]
+    if call.cu_seqlens_q is not None:
+        begins = call.cu_seqlens_q.tolist()
+        batch = len(begins) - 1
+    used_q = None if call.seqused_q is None else call.seqused_q.tolist()
+    keys_of = _KeysOf(call, k, v, batch)
+    for b in range(batch):
+        count = begins[b + 1] - begins[b]
+        if used_q is not None:
+            count = min(count, used_q[b])
+        found = keys_of(b)
+        if found is None or begins[b] < 0 or count < 0 or begins[b] + count > rows.size(0):
+            found, count = (k.flatten(0, -3)[:0], v.flatten(0, -3)[:0]), 0
+        yield begins[b], count, *found
+
+
+class _KeysOf:
+    """Keys and values of a request, ``[tokens, heads, dim]``; None where its lengths make no sense."""
+
+    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor, batch: int) -> None:
+        self.k, self.v, self.batch = k, v, batch
+        self.used = None if call.seqused_k is None else call.seqused_k.tolist()
+        self.begins = None if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
+        self.table = None if call.page_table is None else call.page_table.to(torch.int64)
+        self.indptr = None if call.kv_indptr is None else call.kv_indptr.tolist()
+        self.indices = None if call.kv_indices is None else call.kv_indices.to(torch.int64)
+        self.last = None if call.kv_last_page_len is None else call.kv_last_page_len.tolist()
+
+    def __call__(self, b: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        used = None if self.used is None else self.used[b]
+        if self.table is not None:
+            return self._of_pages(self.table[b], self._length(b) if used is None else used)
+        if self.indptr is not None and self.indices is not None:
+            pages = self.indices[self.indptr[b] : self.indptr[b + 1]]
+            if used is None and self.last is not None:
+                used = (pages.numel() - 1) * self.k.size(1) + self.last[b] if pages.numel() else 0
+            return self._of_pages(pages, used)
+        k, v = self.k, self.v
+        if k.dim() == 4:
+            k, v, begin, length = k[b], v[b], 0, k.size(1)
+        else:
+            begin = 0 if self.begins is None else self.begins[b]
+            length = k.size(0) if self.begins is None else self._length(b)
+        length = length if used is None else used
+        if begin < 0 or length < 0 or begin + length > k.size(0):
+            return None
+        return k[begin : begin + length], v[begin : begin + length]
+
+    def _length(self, b: int) -> int:
+        assert self.begins is not None
+        return int(self.begins[b + 1] - self.begins[b])
+
+    def _of_pages(self, pages: torch.Tensor, length: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        page_size = self.k.size(1)
+        if length is None or not 0 <= length <= pages.numel() * page_size:
+            return None
+        mine = pages[: (length + page_size - 1) // page_size]
+        return tuple(_reference.gather(x, mine).flatten(0, 1)[:length] for x in (self.k, self.v))  # type: ignore
+
+
+def _mask(call: Call, index: int) -> Mask:
+    mask = Mask(call.causal, call.window_left, call.chunk_size, window_right=call.window_right)
+    if call.packed_custom_mask is not None:
+        mask.chunk_size = 0
+        begin = 0 if call.mask_indptr is None else int(call.mask_indptr[index])
+        mask.bits = call.packed_custom_mask[begin:]
+    return mask
+
+
+def _logits(call: Call, index: int, num_kv_heads: int) -> Logits:
+    num_qo_heads = call.q.size(-2)
+    assert call.sm_scale is not None
+    logits = Logits(call.sm_scale, call.logits_soft_cap or 0.0, alibi=call.alibi_slopes, sinks=call.sinks)
+    for descale in (call.q_descale, call.k_descale):
+        factor = _scale(descale, index, num_qo_heads)
+        if not isinstance(factor, torch.Tensor):
+            logits.sm_scale = logits.sm_scale * factor
+        else:
+            logits.head_scale = factor if logits.head_scale is None else logits.head_scale * factor
+    return logits
+
+
+def _scale(value: float | torch.Tensor | None, index: int, num_qo_heads: int) -> float | torch.Tensor:
+    """A descale of a request: a number, or one factor per query head."""
+    if not isinstance(value, torch.Tensor):
+        return 1.0 if value is None else value
+    if value.dim() == 2:
+        value = value[index if value.size(0) > 1 else 0]
+    return value.repeat_interleave(num_qo_heads // value.numel())

@@ -1,0 +1,489 @@
+"""FlashAttention's functions on this library's kernels.
+
+    from cutlass_kernels.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Argument order and conventions are those of FlashAttention-3 (Shah et al., "FlashAttention-3", 2024): the LSE is natural
+and has the heads first. Keywords of vLLM's fork and of FlashAttention-2 are accepted beside them. Everything is
+forward only. ``cutlass_kernels.attention`` says what is computed, and serves more.
+
+What decides speed in FlashAttention is decided here by the library: ``pack_gqa``, ``sm_margin``,
+``scheduler_metadata`` and ``fa_version`` have no effect, and ``deterministic`` has none since results always are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _args
+from ._attention import attend
+from ._flash_cache import Found, cache_of, refuse_training, with_values
+from ._merge import merge_states
+from ._plan_free import HEADS_FIRST, LN2, NATURAL, RETURNED
+from ._plan_free import window as as_window
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_LSE = RETURNED | NATURAL | HEADS_FIRST
+Scale = float | torch.Tensor | None
+Window = tuple[int, int] | list[int] | torch.Tensor | None
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | Pair:
+    """Attention of a batch of equal lengths.
+
+    Args:
+        q: ``[B, n, Hq, D]``; float16, bfloat16 or float8_e4m3fn.
+        k, v: ``[B, S, Hkv, D]``; v may have another head dimension.
+        softmax_scale: default ``1 / sqrt(D)``, with ``qv`` ``1 / sqrt(D + Dv)``.
+        causal: aligned to the last key: row i sees keys up to ``i + S - n``.
+        qv: ``[B, n, Hq, Dv]``, adds ``qv . v`` to the logits; computed by PyTorch, with a warning.
+        q_descale, k_descale, v_descale: fp32 ``[B, Hkv]``, dequantisation factors.
+        window_size: ``(left, right)``, -1 is no limit.
+        attention_chunk: rows see the keys of their chunk of so many; 0 is none.
+        softcap: c > 0 replaces a logit s by ``c tanh(s / c)``.
+        num_splits: KV splits of short queries; 0 lets the library choose (FlashAttention's default is 1, none).
+        return_attn_probs: whether to return the LSE too.
+        dropout_p: must be 0.
+        alibi_slopes: fp32 ``[Hq]``, adds ``slope * (j - i)``.
+        out: where to write the output.
+
+    Returns:
+        The output ``[B, n, Hq, Dv]``, or the pair of it and the natural LSE, fp32 ``[B, Hq, n]``. Of fp8 inputs the
+        output is bfloat16.
+
+    Raises:
+        ValueError, RuntimeError: as ``cutlass_kernels.attention``; arguments that mean training.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 16, 8, 64, dtype=torch.float16)
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
+    refuse_training(dropout_p)
+    if qv is not None:
+        q, k, softmax_scale = with_values(q, k, v, qv, softmax_scale)
+    left, right = _window(window_size)
+    call = (
+        q,
+        k,
+        v,
+        None,  # cu_seqlens_q
+        None,  # cu_seqlens_k
+        None,  # seqused_q
+        None,  # seqused_k
+        None,  # max_seqlen_q
+        None,  # max_seqlen_k
+        None,  # page_table
+        None,  # kv_indptr
+        None,  # kv_indices
+        None,  # kv_last_page_len
+        "NHD",  # kv_layout
+        causal,
+        left,  # window_left
+        right,  # window_right
+        attention_chunk,  # chunk_size
+        None,  # packed_custom_mask
+        None,  # mask_indptr
+        softcap,  # logits_soft_cap
+        softmax_scale,  # sm_scale
+        None,  # sinks
+        alibi_slopes,
+        q_descale,
+        k_descale,
+        v_descale,
+        None,  # o_dtype
+        out,
+        _LSE if return_attn_probs else 0,  # lse_form
+        num_splits,
+        False,  # batch_invariant
+    )
+    return _of_batch(attend(call), q)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor | Pair:
+    """``flash_attn_func`` of ``qkv`` ``[B, n, 3, H, D]``, or with ``num_heads_q`` ``[B, n, Hq + 2 Hkv, D]``.
+
+    Nothing is copied: kernels read q, k and v where they are.
+
+    Example:
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 8, 64, dtype=torch.float16)).shape
+        torch.Size([2, 16, 8, 64])
+    """
+    if num_heads_q is None:
+        _args.tensor("qkv", qkv, 5)
+        q, k, v = qkv.unbind(2)
+    else:
+        _args.tensor("qkv", qkv, 4)
+        num_heads_k = (qkv.size(2) - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        return_attn_probs=return_attn_probs,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    scheduler_metadata: torch.Tensor | None = None,
+    fa_version: int | None = None,
+    q_v: torch.Tensor | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: torch.Tensor | None = None,
+) -> torch.Tensor | Pair:
+    """Attention of a batch of any lengths, over ragged keys or a paged cache.
+
+    Args:
+        q: ``[rows, Hq, D]``, the requests one after the other.
+        k, v: ``[tokens, Hkv, D]``; with ``block_table`` caches ``[pages, P, Hkv, D]`` of any page size.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, offsets of the requests. With a ``block_table``, ``seqused_k`` or
+            ``cu_seqlens_k`` tells the lengths.
+        max_seqlen_q, max_seqlen_k: bounds of the lengths.
+        seqused_q, seqused_k: int32 ``[B]``, how many rows and keys of each request are used.
+        block_table: int32 ``[B, M]``, the pages of each request.
+        return_softmax_lse, return_attn_probs: whether to return the LSE too.
+        s_aux: ``[Hq]``, attention sinks: adds ``exp(s)`` to the denominator.
+        cp_world_size, cp_rank, cp_tot_seqused_k: context parallelism of vLLM, which is refused.
+
+    The other arguments are those of ``flash_attn_func``.
+
+    Returns:
+        The output ``[rows, Hq, Dv]``, or the pair of it and the natural LSE, fp32 ``[Hq, rows]``.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 10, 8, 64, dtype=torch.float16)
+        >>> offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 6, 6, causal=True).shape
+        torch.Size([10, 8, 64])
+    """
+    refuse_training(dropout_p)
+    if cp_world_size != 1:
+        raise ValueError(f"cp_world_size={cp_world_size} is not served: split the keys and merge states yourself.")
+    qv = q_v if qv is None else qv
+    if qv is not None:
+        q, k, softmax_scale = with_values(q, k, v, qv, softmax_scale)
+    left, right = _window(window_size)
+    call = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k if block_table is None or seqused_k is None else None,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        block_table,  # page_table
+        None,  # kv_indptr
+        None,  # kv_indices
+        None,  # kv_last_page_len
+        "NHD",  # kv_layout
+        causal,
+        left,  # window_left
+        right,  # window_right
+        attention_chunk,  # chunk_size
+        None,  # packed_custom_mask
+        None,  # mask_indptr
+        softcap,  # logits_soft_cap
+        softmax_scale,  # sm_scale
+        s_aux,  # sinks
+        alibi_slopes,
+        q_descale,
+        k_descale,
+        v_descale,
+        None,  # o_dtype
+        out,
+        _LSE if return_attn_probs or return_softmax_lse else 0,  # lse_form
+        num_splits,
+        False,  # batch_invariant
+    )
+    return attend(call)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    gqa_parallel: bool | None = None,
+    max_seqlen_k_hint: int | None = None,
+    descale_q: Scale = None,
+    descale_k: Scale = None,
+    descale_v: Scale = None,
+) -> torch.Tensor | Pair:
+    """Attention over a cache, to which new keys and values can be appended first.
+
+    Without ``k`` this is one kernel, and a second one where keys are split. Appending and rotating take kernels of
+    their own before it.
+
+    Args:
+        q: ``[B, n, Hq, D]``, or with ``cu_seqlens_q`` (and ``max_seqlen_q``) ``[rows, Hq, D]``.
+        k_cache, v_cache: ``[B_cache, S, Hkv, D]``, or with ``page_table`` (or ``block_table``) ``[pages, P, Hkv, D]``.
+        k, v: new keys and values ``[B, n_new, Hkv, D]``, or with ``cu_seqlens_k_new`` ``[tokens, Hkv, D]``: written to
+            the cache from position ``cache_seqlens`` on, and then seen by q.
+        qv: see ``flash_attn_func``.
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: k is rotated at its positions, q at ``cache_seqlens +
+            i`` under a causal mask or a window, else at ``cache_seqlens``. ``rotary_interleaved`` pairs neighbours,
+            else halves. ``rotary_seqlens`` replaces ``cache_seqlens`` there.
+        cache_seqlens: int32 ``[B]`` or a number: keys of each request in the cache, without the new ones.
+        cache_batch_idx: int32 ``[B]``: which entry of the cache (or row of the page table) is a request's.
+        cache_leftpad: int32 ``[B]``: the first keys of the cache that are not the request's.
+        page_table: int32 ``[B, M]``.
+        return_softmax_lse: whether to return the LSE too.
+        descale_q, descale_k, descale_v, gqa_parallel, max_seqlen_k_hint: older names; the last two have no effect.
+
+    The other arguments are those of ``flash_attn_func``.
+
+    Returns:
+        The output, shaped as q; or the pair of it and the natural LSE, fp32 ``[B, Hq, n]`` (or ``[Hq, rows]``).
+
+    Example:
+        >>> q = torch.randn(2, 1, 8, 64, dtype=torch.float16)
+        >>> k_cache, v_cache = torch.randn(2, 2, 128, 2, 64, dtype=torch.float16)
+        >>> lens = torch.tensor([100, 7], dtype=torch.int32)
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, causal=True).shape
+        torch.Size([2, 1, 8, 64])
+    """
+    page_table = block_table if page_table is None else page_table
+    left, right = _window(window_size)
+    plain = k is None and cache_batch_idx is None and cache_leftpad is None and rotary_cos is None
+    if plain and isinstance(cache_seqlens, torch.Tensor):
+        found: Found = (k_cache, v_cache, None, cache_seqlens, page_table)
+    else:
+        is_local = causal or left >= 0 or right >= 0
+        places = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+        new = (k, v, cu_seqlens_k_new)
+        rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
+        q, found = cache_of(q, k_cache, v_cache, places, new, rotary, cu_seqlens_q, is_local)
+    keys, values, begins, lens, page_table = found
+    if qv is not None:
+        q, keys, softmax_scale = with_values(q, keys, values, qv, softmax_scale)
+    call = (
+        q,
+        keys,
+        values,
+        cu_seqlens_q,
+        begins,  # cu_seqlens_k
+        None,  # seqused_q
+        lens,  # seqused_k
+        max_seqlen_q,
+        None,  # max_seqlen_k
+        page_table,
+        None,  # kv_indptr
+        None,  # kv_indices
+        None,  # kv_last_page_len
+        "NHD",  # kv_layout
+        causal,
+        left,  # window_left
+        right,  # window_right
+        attention_chunk,  # chunk_size
+        None,  # packed_custom_mask
+        None,  # mask_indptr
+        softcap,  # logits_soft_cap
+        softmax_scale,  # sm_scale
+        s_aux,  # sinks
+        alibi_slopes,
+        descale_q if q_descale is None else q_descale,  # q_descale
+        descale_k if k_descale is None else k_descale,  # k_descale
+        descale_v if v_descale is None else v_descale,  # v_descale
+        None,  # o_dtype
+        out,
+        _LSE if return_softmax_lse else 0,  # lse_form
+        num_splits,
+        False,  # batch_invariant
+    )
+    return _of_batch(attend(call), q)
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Pair:
+    """Merges partial results over disjoint keys.
+
+    Args:
+        out_partial: ``[splits, B, n, H, D]`` or ``[splits, rows, H, D]``, float32.
+        lse_partial: their natural LSEs, fp32, the same shape without D.
+        out: where to write the output.
+        out_dtype: dtype of the output; default that of ``out``, or float32.
+
+    Returns:
+        The output ``[B, n, H, D]`` (or ``[rows, H, D]``) and its natural LSE, fp32, the same shape without D. Where all
+        partial LSEs are -inf they are 0 and -inf.
+
+    Example:
+        >>> out, lse = flash_attn_combine(torch.randn(3, 2, 5, 8, 64), torch.randn(3, 2, 5, 8))
+        >>> out.shape, lse.shape
+        (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 8]))
+    """
+    if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
+        raise ValueError(
+            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}: they must "
+            "be [splits, B, n, H, D] and the same without D."
+        )
+    states = out_partial.movedim(0, -3).flatten(0, -4)  # [tokens, splits, H, D]
+    merged, lse = merge_states(states, (lse_partial.movedim(0, -2).flatten(0, -3) / LN2).contiguous())
+    merged, lse = merged.view(out_partial.shape[1:]), lse.view(lse_partial.shape[1:]) * LN2
+    if out is not None:
+        out.copy_(merged)
+        return out, lse
+    return merged if out_dtype is None else merged.to(out_dtype), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """What FlashAttention-3 computes beforehand for ``scheduler_metadata``: kernels here find their work themselves, so
+    this is an int32 tensor ``[1]`` that nobody reads. Other arguments are FlashAttention's.
+
+    Example:
+        >>> get_scheduler_metadata(2, 1, 128, 8, 2, 64, torch.tensor([100, 7], dtype=torch.int32))
+        tensor([0], dtype=torch.int32)
+    """
+    return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _window(size: Window) -> tuple[int, int]:
+    if type(size) is tuple and len(size) == 2:
+        return size  # the call checks the numbers
+    return (-1, -1) if size is None else as_window(size)
+
+
+def _of_batch(result: Any, q: torch.Tensor) -> Any:
+    """An LSE ``[Hq, B * n]`` as ``[B, Hq, n]``."""
+    if q.dim() != 4 or not isinstance(result, tuple):
+        return result
+    out, lse = result
+    return out, lse.view(lse.size(0), q.size(0), q.size(1)).transpose(0, 1)

@@ -1,0 +1,254 @@
+"""attention(): lengths and tables on the device, no plan."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close, assert_lse_close
+from plan_free_problems import FORMS, Mask, Options, check, expect, keys, queries, random_batch, random_mask
+from problems import make_batch, randn
+
+import cutlass_kernels as ck
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_form_of_keys(target, form, layout, causal):
+    kv_lens = [50, 50, 50] if form == "dense" else [50, 0, 33]
+    batch = make_batch([20, 3, 33], kv_lens, device=target.device)
+    check(batch, target, form, Mask(causal=causal), layout=layout)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_calls(target, seed):
+    rng = random.Random(seed)
+    dtype = rng.choice([torch.float16, torch.bfloat16])
+    dims = rng.choice([(64, 64), (64, 64), (128, 128), (256, 256), (80, 80), (192, 128)])
+    batch, dense = random_batch(rng, target.device, dtype, head_dim=dims[0], head_dim_vo=dims[1])
+    mask = random_mask(rng, batch)
+    options = Options(soft_cap=rng.choice([None, None, None, 20.0]), alibi=rng.random() < 0.15)
+    if rng.random() < 0.2:
+        options.sinks = torch.randn(batch.num_qo_heads, device=target.device)
+    if rng.random() < 0.15:
+        shape = (len(batch.qo_lens), batch.num_kv_heads)
+        options.descales = {x: torch.rand(shape, device=target.device) + 0.5 for x in ("k_descale", "v_descale")}
+    options.extra = dict(num_splits=rng.choice([0, 0, 1, 3, 7]))
+    form = rng.choice(FORMS)
+    layout = rng.choice(["NHD", "HND"])
+    side_by_side = layout == "NHD" and rng.random() < 0.3
+    page_size = rng.choice([1, 5, 16, 64, 128])
+    given = dict(layout=layout, side_by_side=side_by_side, page_size=page_size, dense=dense)
+    check(batch, target, form, mask, options, **given)
+
+
+@pytest.mark.parametrize("form", ["table", "dense"])
+@pytest.mark.parametrize("kv_dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("rows", [1, 30])
+def test_8_bit_caches_under_16_bit_queries(target, form, kv_dtype, rows):
+    if target.backend == "fa3":
+        pytest.skip("fa2 reads such caches")
+    batch = make_batch([rows] * 3, [90, 7, 200], 8, 2, 128, kv_dtype=kv_dtype, device=target.device)
+    scales = torch.rand(3, 2, device=target.device) + 0.5
+    for descales in ({}, dict(k_descale=0.5, v_descale=2.0), dict(k_descale=scales, v_descale=scales[:1])):
+        options = Options(descales=descales)
+        if descales and isinstance(descales["v_descale"], torch.Tensor):
+            options = Options(descales=dict(k_descale=scales, v_descale=scales[0]))
+        check(batch, target, form, Mask(causal=True), options, dense=True)
+
+
+@pytest.mark.parametrize("form", ["table", "dense", "ragged"])
+def test_8_bit_queries(target, form):
+    if target.backend == "fa2":
+        pytest.skip("fa3 computes with them")
+    batch = make_batch([30, 1, 64], [90, 7, 200], 8, 2, 128, dtype=E4M3, device=target.device)
+    scales = torch.rand(3, 2, device=target.device) + 0.5
+    for descales in ({}, dict(q_descale=scales, k_descale=scales.flip(0), v_descale=scales.flip(1))):
+        flat = check(batch, target, form, Mask(causal=True), Options(descales=descales))
+        assert flat.dtype == torch.bfloat16
+
+
+def test_used_rows(target):
+    batch = make_batch([20, 3, 33], [50, 9, 70], device=target.device)
+    q, whose = queries(batch, dense=False)
+    used = torch.tensor([7, 0, 33], dtype=torch.int32, device=target.device)
+    k, v, more = keys(batch, "ragged", "NHD", 16, False)
+    out = torch.full_like(q, 7.0)
+    ck.attention(q, k, v, seqused_q=used, out=out, backend=target.backend, causal=True, **whose, **more)
+    shorter = make_batch([7, 33], [50, 70])
+    first = batch.qo_indptr().tolist()
+    shorter.q = torch.cat([batch.q[:7], batch.q[first[2] :]])
+    shorter.k, shorter.v = (torch.cat([x[:50], x[59:]]) for x in (batch.k, batch.v))
+    want, _, base = expect(shorter, Mask(causal=True), Options())
+    assert_close(torch.cat([out[:7], out[first[2] :]]), want, base)
+    assert bool((out[7 : first[2]] == 7.0).all())
+
+
+def test_rows_behind_the_last_request_are_not_written(target):
+    batch = make_batch([4, 5], [30, 40], device=target.device)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    q = torch.cat([batch.q, batch.q])
+    out = torch.full_like(q, 7.0)
+    given = dict(cu_seqlens_q=batch.qo_indptr(target.device), max_seqlen_q=5, backend=target.backend)
+    ck.attention(q, k, v, out=out, **given, **more)
+    assert bool((out[9:] == 7.0).all()) and not bool((out[:9] == 7.0).all(-1).any())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_lse_in_both_bases(target, dense):
+    batch = make_batch([6, 6], [30, 40], device=target.device)
+    q, whose = queries(batch, dense)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    lses = [
+        ck.attention(q, k, v, return_lse=True, lse_base=base, backend=target.backend, **whose, **more)[1]
+        for base in (2, math.e)
+    ]
+    assert_lse_close(lses[1] / math.log(2.0), lses[0].double())
+
+
+@pytest.mark.parametrize("splits", [0, 1, 2, 5, 40])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_splits(target, splits, rows):
+    batch = make_batch([rows] * 3, [900, 17, 300], 8, 1, 128, device=target.device)
+    check(batch, target, "table", Mask(causal=True), Options(extra=dict(num_splits=splits)), dense=True)
+
+
+@pytest.mark.parametrize("form", ["table", "ragged"])
+def test_batch_invariance(target, form):
+    """A request has the same bits alone and in any batch."""
+    lens = [300, 40, 900, 7, 512, 100]
+    for rows in (1, 20):
+        batch = make_batch([rows] * 6, lens, 8, 2, 128, device=target.device)
+        k, v, more = keys(batch, form, "NHD", 16, False)
+        options = dict(batch_invariant=True, causal=True, backend=target.backend, kv_layout="NHD")
+        q, whose = queries(batch, dense=False)
+        together = ck.attention(q, k, v, **whose, **{**more, **options}).split(batch.qo_lens)
+        for b in range(6):
+            alone = q[b * rows : (b + 1) * rows]
+            mine = {x: more[x][b : b + 1] for x in ("page_table", "seqused_k") if x in more}
+            key, value = k, v
+            if form == "ragged":
+                key, value = (x.split(lens)[b] for x in (k, v))
+            assert_bitwise(ck.attention(alone, key, value, **mine, **options), together[b])
+
+
+def test_a_single_request_needs_no_lengths(target):
+    batch = make_batch([30], [50], device=target.device)
+    out = ck.attention(batch.q, batch.k, batch.v, causal=True, backend=target.backend)
+    want, _, base = expect(batch, Mask(causal=True), Options())
+    assert_close(out, want, base)
+
+
+def test_strides(target):
+    """q of a packed projection, out inside a larger tensor, rows of a batch that do not follow one another."""
+    generator = torch.Generator().manual_seed(3)
+    qkv = randn((3, 8, 6, 64), torch.float16, target.device, generator)  # [B, n, 4 + 1 + 1 heads, D]
+    q, k, v = qkv[:, :, :4], qkv[:, :, 4:5], qkv[:, :, 5:]
+    batch = make_batch([8] * 3, [8] * 3, 4, 1)
+    batch.q, batch.k, batch.v = (x.reshape(24, -1, 64) for x in (q, k, v))
+    want, _, base = expect(batch, Mask(causal=True), Options())
+    out = ck.attention(q, k, v, causal=True, backend=target.backend)
+    assert_close(out.flatten(0, 1), want, base)
+    room = torch.full((3, 9, 4, 64), 7.0, dtype=torch.float16, device=target.device)
+    returned = ck.attention(q, k, v, causal=True, out=room[:, :8], backend=target.backend)
+    assert_bitwise(returned, out)
+    assert bool((room[:, 8] == 7.0).all()) and returned.data_ptr() == room.data_ptr()
+    rows = qkv.transpose(0, 1)[:, :, :4]  # [n, B, ...]: requests of 3 rows
+    twisted = ck.attention(rows, k[:1].expand(8, -1, -1, -1), v[:1].expand(8, -1, -1, -1), backend=target.backend)
+    straight = [ck.attention(rows[b], k[0], v[0], backend=target.backend) for b in range(8)]
+    assert_close(twisted, torch.stack(straight).double(), atol=2e-3)
+
+
+def test_index_tensors_may_be_of_64_bits_and_on_the_cpu(target):
+    batch = make_batch([4, 5], [30, 40], device=target.device)
+    q, whose = queries(batch, dense=False)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    out = ck.attention(q, k, v, backend=target.backend, **whose, **more)
+    for change in (lambda x: x.long(), lambda x: x.cpu()):
+        changed = {n: change(x) if isinstance(x, torch.Tensor) else x for n, x in {**whose, **more}.items()}
+        assert_bitwise(ck.attention(q, k, v, backend=target.backend, **changed), out)
+
+
+@pytest.mark.runs_nothing("there are no rows")
+def test_empty_calls(target):
+    batch = make_batch([2, 3], [30, 40], device=target.device)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    out, lse = ck.attention(
+        batch.q[:0],
+        k,
+        v,
+        cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device=target.device),
+        return_lse=True,
+        backend="auto",
+        **more,
+    )
+    assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
+
+
+WRONG = [
+    ("q has head_dim 64 and k 128", dict(k=torch.zeros(2, 9, 2, 128).half(), v=torch.zeros(2, 9, 2, 128).half())),
+    ("k holds 3 requests", dict(k=torch.zeros(3, 9, 2, 64).half(), v=torch.zeros(3, 9, 2, 64).half())),
+    ("they may differ in head_dim alone", dict(v=torch.zeros(2, 8, 2, 64).half())),
+    ("page_table is", dict(page_table=torch.zeros(3, 4).int())),
+    ("without lengths", dict(page_table=torch.zeros(2, 4).int())),
+    ("without kv_indices", dict(kv_indptr=torch.zeros(3).int())),
+    ("pass one of them", dict(kv_indptr=torch.zeros(3).int(), page_table=torch.zeros(2, 4).int())),
+    ("seqused_k has 3 elements", dict(seqused_k=torch.zeros(3).int())),
+    ("it must be a 1-D int32 tensor", dict(seqused_k=torch.zeros(2))),
+    ("with cu_seqlens_q it must be", dict(cu_seqlens_q=torch.zeros(3).int())),
+    ("with cu_seqlens_k it must be", dict(cu_seqlens_k=torch.zeros(3).int())),
+    ("is not a pair", dict(window=3)),
+    ("chunk_size=-1", dict(chunk_size=-1)),
+    ("num_splits=-2", dict(num_splits=-2)),
+    ("lse_base=10", dict(lse_base=10, return_lse=True)),
+    ("k_descale has shape", dict(k_descale=torch.ones(5))),
+    ("alibi_slopes is", dict(alibi_slopes=torch.ones(5))),
+    ("sinks has shape", dict(sinks=torch.ones(5))),
+    ("pass mask_indptr", dict(packed_custom_mask=torch.zeros(9).byte())),
+    ("must be a 1-D uint8", dict(packed_custom_mask=torch.zeros(9), mask_indptr=torch.zeros(3).int())),
+    ("is not a backend", dict(backend="fa9")),
+    ("out has shape", dict(out=torch.zeros(2, 4, 4, 32).half())),
+    ("the dtype of q", dict(q=torch.zeros(2, 4, 4, 64).bfloat16())),
+    ("last dimension, which must be contiguous", dict(q=torch.zeros(2, 4, 64, 4).half().transpose(2, 3))),
+]
+
+
+@pytest.mark.parametrize("message,change", WRONG, ids=[x[0] for x in WRONG])
+def test_what_makes_no_sense_is_refused_in_a_sentence(message, change):
+    kv = torch.zeros(2, 9, 2, 64).half()
+    given = dict(q=torch.zeros(2, 4, 4, 64).half(), k=kv, v=kv) | change
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        ck.attention(**given)
+
+
+def test_gradients_are_refused_not_dropped(target):
+    batch = make_batch([4], [30], device=target.device)
+    q = batch.q.clone().requires_grad_()
+    out = ck.attention(q, batch.k, batch.v, backend=target.backend)
+    with pytest.raises(RuntimeError, match="forward only"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_compiled(target, dense, with_out):
+    batch = make_batch([6, 6], [30, 40], device=target.device)
+    q, whose = queries(batch, dense)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    scales = torch.rand(2, 2, device=target.device) + 0.5
+
+    def call(q, k, v, whose, more, out):
+        return ck.attention(
+            q, k, v, causal=True, return_lse=True, v_descale=scales, out=out, backend=target.backend, **whose, **more
+        )
+
+    want = call(q, k, v, whose, more, None)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = compiled(q, k, v, whose, more, torch.empty_like(q) if with_out else None)
+    assert_bitwise(found[0], want[0])
+    assert_bitwise(found[1], want[1], "lse")

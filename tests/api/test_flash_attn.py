@@ -1,0 +1,248 @@
+"""FlashAttention's functions: names, argument order and conventions of FlashAttention-3."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from plan_free_problems import Mask, Options, expect, keys
+from problems import Batch, make_batch, randn
+
+from cutlass_kernels.flash_attn import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+
+LN2 = math.log(2.0)
+
+
+def ints(values: Any, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None, mask: Mask | None = None, **options: Any):
+    """``out`` as rows, ``lse`` as FlashAttention returns it."""
+    want, want_lse, base = expect(batch, mask or Mask(), Options(**options))
+    assert_close(out.flatten(0, -3), want, base.to(out.dtype))
+    if lse is not None:
+        lse = lse.transpose(-1, -2).flatten(0, -2)
+        assert_lse_close(lse / LN2, want_lse)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_lengths(target, causal):
+    batch = make_batch([12] * 3, [40] * 3, 6, 2, device=target.device)
+    q, k, v = (x.unflatten(0, (3, -1)) for x in (batch.q, batch.k, batch.v))
+    out, lse = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    assert out.shape == (3, 12, 6, 64) and lse.shape == (3, 6, 12)
+    check(batch, out, lse, Mask(causal=causal))
+    windowed = flash_attn_func(q, k, v, None, False, None, None, None, None, (5, 3), 0, 20.0)
+    check(batch, windowed, None, Mask(window=(5, 3)), soft_cap=20.0)
+    check(batch, flash_attn_func(q, k, v, attention_chunk=7), None, Mask(chunk_size=7))
+
+
+def test_packed(target):
+    batch = make_batch([12] * 2, [12] * 2, 4, 4, device=target.device)
+    qkv = torch.stack([x.unflatten(0, (2, -1)) for x in (batch.q, batch.k, batch.v)], 2)
+    check(batch, flash_attn_qkvpacked_func(qkv, causal=True), None, Mask(causal=True))
+    grouped = make_batch([12] * 2, [12] * 2, 4, 2, device=target.device)
+    qkv = torch.cat([x.unflatten(0, (2, -1)) for x in (grouped.q, grouped.k, grouped.v)], 2)
+    check(grouped, flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4), None, Mask(causal=True))
+
+
+def test_any_lengths(target):
+    batch = make_batch([12, 1, 30], [40, 9, 30], device=target.device)
+    offsets = batch.qo_indptr(target.device), batch.kv_indptr(target.device)
+    out, lse = flash_attn_varlen_func(batch.q, batch.k, batch.v, *offsets, 30, 40, causal=True, return_attn_probs=True)
+    assert lse.shape == (4, 43)
+    check(batch, out, lse, Mask(causal=True))
+
+
+@pytest.mark.parametrize("lengths", ["seqused_k", "cu_seqlens_k", "both"])
+def test_vllms_form(target, lengths):
+    batch = make_batch([12, 1, 30], [40, 9, 30], device=target.device)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    sinks = torch.randn(4, device=target.device)
+    given: dict[str, Any] = dict(seqused_k=more["seqused_k"], cu_seqlens_k=batch.kv_indptr(target.device))
+    out = torch.empty_like(batch.q)
+    returned = flash_attn_varlen_func(
+        q=batch.q,
+        k=k,
+        v=v,
+        out=out,
+        cu_seqlens_q=batch.qo_indptr(target.device),
+        max_seqlen_q=30,
+        max_seqlen_k=40,
+        softmax_scale=0.125,
+        causal=True,
+        alibi_slopes=None,
+        window_size=[-1, -1],
+        block_table=more["page_table"],
+        softcap=0,
+        scheduler_metadata=get_scheduler_metadata(3, 30, 40, 4, 2, 64, more["seqused_k"], causal=True),
+        fa_version=3,
+        q_descale=None,
+        num_splits=0,
+        s_aux=sinks.bfloat16(),
+        **{name: x for name, x in given.items() if lengths in (name, "both")},
+    )
+    assert returned.data_ptr() == out.data_ptr()
+    check(batch, out, None, Mask(causal=True), sinks=sinks.bfloat16().float())
+
+
+def dense_cache(batch: Batch, entries: int, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caches ``[entries, room, heads, dim]`` that hold NaN but for the keys of the batch, and which entry is whose."""
+    index = torch.randperm(entries)[: len(batch.kv_lens)]
+    caches = []
+    for x in (batch.k, batch.v):
+        cache = torch.full((entries, room, *x.shape[1:]), math.nan, dtype=x.dtype, device=x.device)
+        for b, part in enumerate(x.split(batch.kv_lens)):
+            cache[index[b], : part.size(0)] = part
+        caches.append(cache)
+    return caches[0], caches[1], index.to(torch.int32).to(batch.device)
+
+
+def test_cache_of_one_length(target):
+    batch = make_batch([3] * 2, [17] * 2, device=target.device)
+    q, k, v = (x.unflatten(0, (2, -1)) for x in (batch.q, batch.k, batch.v))
+    room = torch.full((2, 13, 2, 64), math.nan, dtype=k.dtype, device=target.device)
+    caches = [torch.cat([x, room], 1) for x in (k, v)]
+    out, lse = flash_attn_with_kvcache(q, *caches, cache_seqlens=17, causal=True, return_softmax_lse=True)
+    assert lse.shape == (2, 4, 3)
+    check(batch, out, lse, Mask(causal=True))
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+def test_cache(target, page_size):
+    batch = make_batch([3] * 3, [40, 9, 33], device=target.device)
+    q, lens = batch.q.unflatten(0, (3, -1)), ints(batch.kv_lens, target.device)
+    if page_size is None:
+        k, v, index = dense_cache(batch, 5, 48)
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_batch_idx=index, causal=True)
+    else:
+        k, v, more = keys(batch, "table", "NHD", page_size, False)
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=more["page_table"], causal=True)
+    check(batch, out, None, Mask(causal=True))
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+def test_padding_on_the_left(target, page_size):
+    padded = make_batch([3] * 3, [40, 9, 33], device=target.device)
+    pad = [7, 0, 32]
+    q, lens = padded.q.unflatten(0, (3, -1)), ints(padded.kv_lens, target.device)
+    given: dict[str, Any] = dict(cache_seqlens=lens, cache_leftpad=ints(pad, target.device), causal=True)
+    if page_size is None:
+        k, v, given["cache_batch_idx"] = dense_cache(padded, 5, 48)
+    else:
+        k, v, more = keys(padded, "table", "NHD", page_size, False)
+        given["page_table"] = more["page_table"]
+    out = flash_attn_with_kvcache(q, k, v, **given)
+    seen = [torch.cat([y[p:] for y, p in zip(x.split(padded.kv_lens), pad)]) for x in (padded.k, padded.v)]
+    batch = Batch(padded.qo_lens, [m - p for m, p in zip(padded.kv_lens, pad)], padded.q, *seen)
+    check(batch, out, None, Mask(causal=True))
+
+
+def rotated(x: torch.Tensor, first: int, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, step: int = 1):
+    """``x [tokens, heads, dim]`` at positions first, first + step, ...: one pair of columns at a time."""
+    result = x.double().clone()
+    half = cos.size(-1)
+    for t in range(x.size(0)):
+        for d in range(half):
+            i, j = (2 * d, 2 * d + 1) if interleaved else (d, d + half)
+            c, s = float(cos[first + t * step, d]), float(sin[first + t * step, d])
+            a, b = x[t, :, i].double(), x[t, :, j].double()
+            result[t, :, i], result[t, :, j] = a * c - b * s, a * s + b * c
+    return result.to(x.dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_new_keys_are_appended(target, page_size, ragged, rotary, causal):
+    device, old, rows, new = target.device, [20, 0, 13], [3, 3, 3], [4, 2, 3] if ragged else [3, 3, 3]
+    batch = make_batch(rows, [m + n for m, n in zip(old, new)], device=device)
+    generator = torch.Generator().manual_seed(5)
+    angle = torch.rand(48, 16, generator=generator) * 6.3
+    cos, sin = (f(angle).to(torch.float16).to(device) for f in (torch.cos, torch.sin))
+    # What the cache holds afterwards, and what is passed: the new keys without rotation.
+    q = batch.q.clone()
+    k_new = torch.cat([x[m:] for x, m in zip(batch.k.split(batch.kv_lens), old)])
+    v_new = torch.cat([x[m:] for x, m in zip(batch.v.split(batch.kv_lens), old)])
+    if rotary is not None:
+        turned, at = batch.k.clone(), 0
+        for b, (m, n) in enumerate(zip(old, new)):
+            part = slice(at + m, at + m + n)
+            turned[part] = rotated(batch.k[part].cpu(), m, cos.cpu(), sin.cpu(), rotary == "interleaved").to(device)
+            mine = slice(3 * b, 3 * b + 3)
+            step = 1 if causal else 0
+            batch.q[mine] = rotated(q[mine].cpu(), m, cos.cpu(), sin.cpu(), rotary == "interleaved", step).to(device)
+            at += m + n
+        batch.k = turned
+    given: dict[str, Any] = dict(cache_seqlens=ints(old, device), causal=causal)
+    if rotary is not None:
+        given |= dict(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=rotary == "interleaved")
+    if ragged:
+        given["cu_seqlens_k_new"] = ints([0, 4, 6, 9], device)
+    else:
+        k_new, v_new = (x.unflatten(0, (3, -1)) for x in (k_new, v_new))
+    if page_size is None:
+        k, v, given["cache_batch_idx"] = dense_cache(batch, 5, 30)
+    else:
+        k, v, more = keys(batch, "table", "NHD", page_size, False)
+        given["page_table"] = more["page_table"]
+    full = [x.clone() for x in (k, v)]
+    for b, (m, n) in enumerate(zip(old, new)):  # forget the new keys
+        for x in (k, v):
+            for p in range(m, m + n):
+                if page_size is None:
+                    x[int(given["cache_batch_idx"][b]), p] = math.nan
+                else:
+                    x[int(given["page_table"][b, p // 16]), p % 16] = math.nan
+    out = flash_attn_with_kvcache(q.unflatten(0, (3, -1)), k, v, k_new, v_new, **given)
+    for x, want in zip((k, v), full):
+        assert torch.equal(x.isnan(), want.isnan())
+        assert_close(x.nan_to_num(), want.nan_to_num().double(), atol=2e-3, rtol=2e-3)
+    check(batch, out, None, Mask(causal=causal))
+
+
+@pytest.mark.runs_nothing("merging is no attention")
+def test_combine(target):
+    generator = torch.Generator().manual_seed(1)
+    parts = randn((5, 2, 7, 4, 64), torch.float32, target.device, generator).transpose(2, 3).transpose(2, 3)
+    lse = randn((5, 2, 4, 7), torch.float32, target.device, generator).transpose(-1, -2)
+    lse[3:, :1] = -math.inf
+    lse[:, 1, 2] = -math.inf
+    out, merged = flash_attn_combine(parts, lse, out_dtype=torch.bfloat16)
+    want_lse = torch.logsumexp(lse.double(), 0)
+    weight = torch.exp(lse.double() - want_lse).nan_to_num(0.0)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, (weight.unsqueeze(-1) * parts.double()).sum(0))
+    assert_lse_close(merged, want_lse)
+    place = torch.empty(2, 7, 4, 64, device=target.device)
+    assert flash_attn_combine(parts, lse, place)[0] is place
+
+
+def test_values_in_the_logits(target):
+    batch = make_batch([5] * 2, [9] * 2, 4, 2, 64, head_dim_vo=256, device=target.device)
+    q, k, v = (x.unflatten(0, (2, -1)) for x in (batch.q, batch.k, batch.v))
+    qv = randn((2, 5, 4, 256), torch.float16, target.device, torch.Generator().manual_seed(2))
+    out = target.attempt(lambda backend: flash_attn_func(q, k, v, qv=qv, causal=True), {"qv"})
+    wide = Batch(batch.qo_lens, batch.kv_lens, torch.cat([q, qv], -1).flatten(0, 1), None, batch.v)
+    wide.k = torch.cat([k, v], -1).flatten(0, 1)
+    check(wide, out, None, Mask(causal=True))
+
+
+def test_what_means_training_is_refused():
+    q = torch.zeros(1, 2, 2, 64).half()
+    with pytest.raises(ValueError, match=r"dropout_p=0\.1 is for training"):
+        flash_attn_func(q, q, q, dropout_p=0.1)
+    with pytest.raises(ValueError, match="cp_world_size=2 is not served"):
+        flash_attn_varlen_func(q[0], q[0], q[0], ints([0, 2], "cpu"), ints([0, 2], "cpu"), 2, 2, cp_world_size=2)
