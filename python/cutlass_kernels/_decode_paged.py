@@ -64,6 +64,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     _index_arguments = ("last_page_len", "indptr", "indices", "last_page_len")
     _positions_of_run = ("q_scale", "k_scale", "v_scale", "return_lse")
+    _cached_module = None  # fast_decode_plan() needs none
     _rows_in_buffer: int | None = None  # those that the buffer of a CUDA graph divides among its requests
 
     def __init__(

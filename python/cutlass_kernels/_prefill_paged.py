@@ -12,6 +12,7 @@ from . import _args, _batch, _hints, _ops, _options, _spellings, _vectors, _wrap
 from ._attributes import IndexBuffer
 from ._autograd import forward_only, needs_grad, written
 from ._batch import Batch, Index
+from ._cached_module import CachedModule
 from ._options import Result
 from ._plan import Plan
 from ._problem import FP8_DTYPES, PagedKv, Pages, Vector
@@ -64,6 +65,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
     _paged_kv_indptr_buf = IndexBuffer()
     _paged_kv_indices_buf = IndexBuffer()
     _paged_kv_last_page_len_buf = IndexBuffer()
+    _cached_module = CachedModule()
     # Arguments of plan() for messages: what tells the batch size, and the three of the page table.
     _index_arguments = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
     _positions_of_run: tuple[str, ...] = ("k_scale", "v_scale", "return_lse")  # of arguments behind the cache

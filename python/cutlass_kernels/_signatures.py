@@ -7,6 +7,7 @@ kept apart from the functions, since three long lists above each would hide the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, overload
 
@@ -30,6 +31,19 @@ def typed_as(signature: S) -> Callable[[Callable[..., Any]], S]:
 
     def decorate(function: Any) -> Any:
         return function
+
+    return decorate
+
+
+def declares(implementation: Callable[..., Any]) -> Callable[[S], S]:
+    """Puts ``implementation`` in the place of a function, under its name, signature and documentation.
+
+    For an implementation that takes more than the documented signature. Pages made from the sources, ``help()`` and
+    ``inspect.signature`` show the function.
+    """
+
+    def decorate(function: Any) -> Any:
+        return functools.update_wrapper(implementation, function)
 
     return decorate
 

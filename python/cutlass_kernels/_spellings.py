@@ -15,6 +15,15 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Positional arguments of single_prefill_with_kv_cache behind q, k and v: the documented order, and FlashInfer's newer
+# one, which has the scales in front.
+_MASKS = ("custom_mask", "packed_custom_mask", "causal", "kv_layout", "pos_encoding_mode")
+_NUMBERS = ("sm_scale", "window_left", "logits_soft_cap", "rope_scale", "rope_theta")
+_ORDER = (*_MASKS, "allow_fp16_qk_reduction", *_NUMBERS)
+_SCALES = ("scale_q", "scale_k", "scale_v", "o_dtype")
+_LAST = ("backend", "return_lse", "kv_cache_sf", "k_scale", "v_scale")
+_NEWER_ORDER = (*_SCALES, *_MASKS, "use_fp16_qk_reduction", *_NUMBERS, *_LAST)
+
 
 def spellings(head_dim_vo_at: int | None = None, **aliases: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Lets a method accept keywords by a second name, and ``head_dim_vo`` by position. Type checkers see its own
@@ -83,6 +92,43 @@ def run_scales(
     if not isinstance(return_lse, bool):  # a scale in the wrong place, which bool() might read from the device
         raise TypeError(f"return_lse is {type(return_lse).__name__}, not a bool: pass True or False.")
     return (given.get("q_scale"), given.get("k_scale"), given.get("v_scale")), return_lse
+
+
+def single_prefill_positions(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of single_prefill_with_kv_cache by name, from those by position behind q, k and v and those by
+    keyword, of which None and ``...`` are not given.
+
+    TypeError for too many positions, or for an argument that is given by position and by keyword.
+    """
+    order = _NEWER_ORDER if _has_scales(args) else _ORDER
+    if len(args) > len(order):
+        raise TypeError(
+            f"single_prefill_with_kv_cache() takes from 3 to {3 + len(order)} positional arguments, but "
+            f"{3 + len(args)} were given: pass the others by keyword."
+        )
+    given = {name: value for name, value in keywords.items() if value is not None and value is not ...}
+    for name, value in zip(order, args):
+        if name in given:
+            raise TypeError(
+                f"single_prefill_with_kv_cache() got multiple values for argument {name!r}, by position and by "
+                "keyword: give it once."
+            )
+        given[name] = value
+    return given
+
+
+def _has_scales(args: tuple[Any, ...]) -> bool:
+    """Whether positional arguments behind q, k and v begin with scales, and not with a mask.
+
+    The first one decides, if it is a tensor: scales are floating, masks are not. Else a floating tensor among the
+    other scales does, or an ``o_dtype`` or a mask where the documented order has neither tensors nor dtypes.
+    """
+    if isinstance(args[0], torch.Tensor):
+        return args[0].is_floating_point()
+    scales, behind = args[1:3], args[3:6]
+    return any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in scales) or any(
+        isinstance(x, (torch.Tensor, torch.dtype)) for x in behind
+    )
 
 
 def unsupported(owner: str, remedy: str, **arguments: Any) -> None:

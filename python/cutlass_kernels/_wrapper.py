@@ -40,6 +40,7 @@ class BatchPrefillWrapper(Copied):
     _dry_run = False  # plan without writing anything; see workspace_size
     _needed = (0, 0)  # what a dry run found
     _qo_indptr_buf = IndexBuffer()
+    _pin_memory_int_workspace_buffer: torch.Tensor | None = None  # FlashInfer's plans need one; engines pass it on
 
     def __init__(
         self,
@@ -266,8 +267,12 @@ class BatchPrefillWrapper(Copied):
         packed_custom_mask: torch.Tensor | None,
         items: MultiItem | None,
         seq_lens_q: torch.Tensor | None,
+        keep_mask: bool = False,
     ) -> Plan:
-        """Checks what all wrappers check and chooses the backend; writes nothing but new tensors."""
+        """Checks what all wrappers check and chooses the backend; writes nothing but new tensors.
+
+        ``keep_mask``: the mask buffers of a CUDA graph hold the mask, and stay as they are.
+        """
         if values.pos_encoding_mode != "NONE":
             _args.rope_dim(values.pos_encoding_mode, shape.head_dim_qk)
         user_mask = custom_mask is not None or packed_custom_mask is not None
@@ -285,7 +290,10 @@ class BatchPrefillWrapper(Copied):
                 "or run, for which the CUDA graph was captured."
             )
         bits, bits_indptr = None, None
-        if items is not None or user_mask or self._graph_mask:  # lengths are read for masks alone
+        keep_mask = keep_mask and self._graph_mask and items is None
+        if keep_mask:
+            bits, bits_indptr = self._custom_mask_buf, self._mask_indptr_buf
+        elif items is not None or user_mask or self._graph_mask:  # lengths are read for masks alone
             qo_lens = _vectors.lens(batch.qo.known) if told_rows is None else told_rows
             kv_lens = batch.kv_lens
             if items is not None:
@@ -300,7 +308,7 @@ class BatchPrefillWrapper(Copied):
                 bits, bits_indptr = self._pack(custom_mask, packed_custom_mask, rule, qo_lens, kv_lens)
         request = self._facts(shape, values, batch, split, total_q, bits is not None, items is not None)
         backend = _select.select(self._requested_backend, request)
-        mask_is_causal = bits is not None and not user_mask and items is None
+        mask_is_causal = bits is not None and not (user_mask or keep_mask) and items is None
         if values.pos_encoding_mode == "ALIBI":
             _args.alibi_slopes(shape.num_qo_heads, self.device)  # so that captured runs need not compute them
         return Plan(
@@ -404,8 +412,9 @@ class BatchPrefillWrapper(Copied):
         self._stored = stored
         if self._graph_mask and plan.bits is not None:
             assert self._custom_mask_buf is not None and self._mask_indptr_buf is not None
-            self._custom_mask_buf[: plan.bits.numel()].copy_(plan.bits, non_blocking=True)
-            self._mask_indptr_buf.copy_(plan.bits_indptr, non_blocking=True)  # type: ignore[arg-type]
+            if plan.bits is not self._custom_mask_buf:  # else it is kept
+                self._custom_mask_buf[: plan.bits.numel()].copy_(plan.bits, non_blocking=True)
+                self._mask_indptr_buf.copy_(plan.bits_indptr, non_blocking=True)  # type: ignore[arg-type]
             assert self._graph_mask_words is not None
             if self._graph_mask_words is not self._custom_mask_buf:
                 self._graph_mask_words[: self._custom_mask_buf.numel()].copy_(self._custom_mask_buf)

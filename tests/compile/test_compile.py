@@ -224,6 +224,18 @@ def test_single_with_mask_sinks_and_places(target):
     assert other.any()
 
 
+def test_single_with_positional_scales(target):
+    batch = make_batch([9], [30], 4, 2, 64, device=target.device)
+    scales = [torch.rand(n, device=target.device) + 0.5 for n in (4, 2, 2)]
+
+    def call(q, scale_q, scale_k, scale_v):
+        return ck.single_prefill_with_kv_cache_return_lse(q, batch.k, batch.v, scale_q, scale_k, scale_v, causal=True)
+
+    assert_same(compiled(call)(batch.q, *scales), call(batch.q, *scales))
+    documented = lambda q: ck.single_prefill_with_kv_cache(q, batch.k, batch.v, None, None, True, "NHD", backend="auto")  # noqa: E731
+    assert_same(compiled(documented)(batch.q), documented(batch.q))
+
+
 def test_single_return_lse_alias(target):
     batch = make_batch([9], [20], 4, 2, 64, device=target.device)
     call = lambda q: ck.single_prefill_with_kv_cache_return_lse(q, batch.k, batch.v, backend=target.backend)  # noqa: E731
