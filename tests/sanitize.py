@@ -253,6 +253,19 @@ def every_append() -> None:
             ck.append_paged_kv_cache(k, v, owner + 3, position * 7, cache, indices, starts, last)
             wrong = indices * 2 - 3
             ck.append_paged_kv_cache(k, v, owner, position, cache, wrong, starts, last)
+        every_append_by_slot(pages, page_size, owner.numel())
+
+
+def every_append_by_slot(pages: int, page_size: int, tokens: int) -> None:
+    """Slots on both sides of the cache, too, in units of 8 elements and of 1."""
+    slots = torch.arange(-3, tokens - 3, device="cuda") * (pages * page_size + 9) // tokens
+    for heads, head_dim in ((2, 64), (40, 192), (3, 20), (3, 5)):
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+            k, v = torch.randn(2, tokens + 2, heads, head_dim, device="cuda").to(torch.bfloat16)
+            cache = torch.zeros(pages, 2, page_size, heads, head_dim, device="cuda").to(dtype)
+            scale = torch.rand(heads, device="cuda") + 0.5
+            ck.append_paged_kv_cache_by_slot(k, v, cache[:, 0], cache[:, 1], slots, 0.5, scale)
+            ck.append_paged_kv_cache_by_slot(k, v, cache[:, 0], cache[:, 1], slots.int())
 
 
 def every_decode(backend: str, head_dim: int) -> None:

@@ -93,3 +93,8 @@ class Calls:
             kv_last_page_len=last,
         )
         return ck.append_paged_kv_cache(**(given | options))
+
+    def append_by_slot(self, **options: Any) -> Any:
+        k_cache, v_cache = self.cache.clone().unbind(1)
+        given = dict(key=self.k[:2], value=self.v[:2], key_cache=k_cache, value_cache=v_cache, slot_mapping=ints(3, 17))
+        return ck.append_paged_kv_cache_by_slot(**(given | options))

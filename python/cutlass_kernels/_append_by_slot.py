@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+
 import torch
 
-from . import _args, _autograd, _memory_kernels, _page_ops
+from . import _args, _autograd, _hints, _memory_kernels, _page_ops
 from ._problem import FP8_DTYPES
 from ._tracing import have_own_dispatch, is_traced
 
 Scale = float | torch.Tensor | None
+
+_NAME = "append_paged_kv_cache_by_slot"
 
 
 def append_paged_kv_cache_by_slot(
@@ -26,7 +31,8 @@ def append_paged_kv_cache_by_slot(
     Token ``i`` goes to entry ``slot_mapping[i] % page_size`` of page ``slot_mapping[i] // page_size``. Stored is
     ``key / k_scale`` and ``value / v_scale``, rounded to nearest in the type of the cache. In an fp8 cache, what lies
     beyond the largest finite number becomes that number, and NaN stays NaN. Attention over the cache then takes
-    ``k_descale=k_scale`` and ``v_descale=v_scale``. On a GPU this is one kernel, which a CUDA graph can capture.
+    ``k_descale=k_scale`` and ``v_descale=v_scale``. On a GPU this is one kernel, which a CUDA graph can capture. On the
+    CPU, PyTorch stores the same bits.
 
     Args:
         key: ``[tokens, num_kv_heads, head_dim_qk]``, any strides. Rows behind the last slot are not read.
@@ -35,13 +41,17 @@ def append_paged_kv_cache_by_slot(
             (HND), any strides: the dtype of the keys, float8_e4m3fn or float8_e5m2.
         slot_mapping: int64 or int32 ``[n]``, ``n <= tokens``. Tokens of a negative slot are skipped; on a GPU, those of
             a slot that the cache does not have, too.
-        k_scale, v_scale: numbers, or fp32 tensors with one element or one per head; default 1.
+        k_scale, v_scale: numbers other than 0, or fp32 tensors with one element or one per head; default 1. Tensors on
+            a GPU are read there.
         kv_layout: "NHD" or "HND".
+
+    A cache carries no gradient: where keys or values require one, a warning says so.
 
     Raises:
         KeyError: unknown ``kv_layout``.
-        TypeError: an argument is no tensor.
-        ValueError: shapes, dtypes or devices that do not fit together; on the CPU, slots behind the cache.
+        TypeError: an argument is no tensor, or a scale no number.
+        ValueError: shapes, dtypes or devices that do not fit together; a number of 0 as scale; on the CPU, slots behind
+            the cache.
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 8, 16, 4, 64).to(torch.float8_e4m3fn)
@@ -50,12 +60,13 @@ def append_paged_kv_cache_by_slot(
     """
     _args.kv_layout(kv_layout)
     if is_traced() or have_own_dispatch(key, key_cache, slot_mapping):
-        new = _autograd.without_grad(key, value)
+        new = _autograd.without_grad(key, value, _NAME)
         _page_ops.append_by_slot(new, (key_cache, value_cache), slot_mapping, (k_scale, v_scale), kv_layout)
         return
-    k_cache, v_cache = _args.paged_cache((key_cache, value_cache), kv_layout)
-    _check(key, value, k_cache, v_cache, slot_mapping)
-    key, value = _autograd.without_grad(key, value)
+    k_cache, v_cache = _caches(key_cache, value_cache, kv_layout)
+    _check_new(key, value, k_cache, v_cache, kv_layout)
+    _check_slots(slot_mapping, min(key.size(0), value.size(0)), k_cache)
+    key, value = _autograd.without_grad(key, value, _NAME)
     count, device = slot_mapping.size(0), k_cache.device
     slots = slot_mapping.to(device, non_blocking=True).contiguous()
     scales = [_scale(name, x, k_cache.size(2), device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))]
@@ -70,47 +81,72 @@ def append_paged_kv_cache_by_slot(
     _write(value[:count], v_cache, slots.long(), scales[1])
 
 
-def _check(
-    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both caches as ``[pages, page_size, heads, dim]``."""
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if not isinstance(cache, torch.Tensor):
+            raise TypeError(f"{name} is {type(cache).__name__}, not a tensor.")
+    return _args.paged_cache((key_cache, value_cache), kv_layout, names=("key_cache", "value_cache"))
+
+
+def _check_new(
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_layout: str
 ) -> None:
     for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
         if not isinstance(new, torch.Tensor):
             raise TypeError(f"{name} is {type(new).__name__}, not a tensor.")
         if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
+            swapped = new.dim() == 3 and new.shape[1:] == (cache.size(1), cache.size(3))
             raise ValueError(
-                f"{name} has shape {tuple(new.shape)}, but the cache holds {cache.size(2)} heads of {cache.size(3)} "
-                "columns: it must be [tokens, heads, columns]."
+                f"{name} has shape {tuple(new.shape)}, but this cache takes [tokens, {cache.size(2)}, {cache.size(3)}] "
+                f"with kv_layout={kv_layout!r}." + _hints.other_layout(kv_layout, swapped)
             )
-        _args.same_device(k_cache.device, **{name: new, f"{name}_cache": cache})
-        if cache.dtype != new.dtype and cache.dtype not in FP8_DTYPES:
-            raise ValueError(f"{name} has dtype {new.dtype} and its cache {cache.dtype}: use the same, or fp8 caches.")
+        _args.same_device(k_cache.device, "key_cache is", **{name: new, f"{name}_cache": cache})
+        if not new.is_floating_point() or (cache.dtype != new.dtype and cache.dtype not in FP8_DTYPES):
+            raise ValueError(
+                f"{name} has dtype {new.dtype} and its cache {cache.dtype}: use float16 or bfloat16 for both, or fp8 "
+                "caches."
+            )
     if key.dtype != value.dtype or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"key and value have dtypes {key.dtype} and {value.dtype}, their caches {k_cache.dtype} and "
             f"{v_cache.dtype}: each pair must have one."
         )
+
+
+def _check_slots(slots: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"slot_mapping is {type(slots).__name__}, not a tensor.")
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"slot_mapping has shape {tuple(slots.shape)} and dtype {slots.dtype}: it must be 1-D, int64 or int32."
         )
-    if not slots.size(0) <= min(key.size(0), value.size(0)):
+    if slots.size(0) > tokens:
         raise ValueError(
-            f"slot_mapping has {slots.size(0)} entries, but key and value {key.size(0)} and {value.size(0)} tokens."
+            f"slot_mapping has {slots.size(0)} entries, but key and value have only {tokens} tokens: pass one slot per "
+            "token."
         )
-    room = k_cache.size(0) * k_cache.size(1)
+    room = cache.size(0) * cache.size(1)
     if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= room:
-        raise ValueError(f"slot_mapping holds {int(slots.max())}, but the cache has {room} slots.")
+        raise ValueError(
+            f"slot_mapping holds {int(slots.max())}, but the cache has {room} slots, pages * page_size. Tokens to skip "
+            "have slot -1."
+        )
 
 
 def _scale(name: str, value: Scale, heads: int, device: torch.device) -> float | torch.Tensor:
     """A number, or fp32 factors ``[1]`` or ``[heads]`` on the device."""
     if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.device.type == "cpu"):
-        return _args.scale(value, name)
+        factor = _args.scale(value, name)
+        if not isinstance(factor, torch.Tensor) and ctypes.c_float(factor).value in (0.0, math.inf, -math.inf):
+            raise ValueError(
+                f"{name}={factor} is {ctypes.c_float(factor).value} in fp32, and no value can be divided by it: pass 1 "
+                "for no scale."
+            )
+        return factor
     if value.numel() not in (1, heads) or value.dim() > 1:
         raise ValueError(f"{name} has shape {tuple(value.shape)}: pass one number, or one per head, [{heads}].")
-    _args.same_device(device, **{name: value})
+    _args.same_device(device, "key_cache is", **{name: value})
     return value.reshape(-1).to(torch.float32)
 
 
@@ -128,17 +164,23 @@ def _write(new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: f
         limit = torch.finfo(cache.dtype).max
         wide = wide.clamp(-limit, limit)
     page_size, room = cache.size(1), cache.size(0) * cache.size(1)
+    stored = _bits(wide.to(cache.dtype))
+    if stored.dtype != cache.dtype:
+        # The NaN of a GPU's conversions. Those of CPUs keep the sign, or not, depending on the length of a row.
+        stored = stored.masked_fill(wide.isnan(), torch.iinfo(stored.dtype).max)
     # Nothing is read back: skipped tokens repeat the write of the first that is not skipped, or write what is there.
     inside = (slots >= 0) & (slots < room)
     token = torch.where(inside, torch.arange(slots.numel(), device=slots.device), inside.to(torch.int32).argmax())
     slots = slots[token].clamp(0, room - 1)
     page, entry = slots // page_size, slots % page_size
-    target = _bytes(cache)
-    target[page, entry] = torch.where(inside.any(), _bytes(wide.to(cache.dtype))[token], target[page, entry])
+    target = _bits(cache)
+    target[page, entry] = torch.where(inside.any(), stored[token], target[page, entry])
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """``x``, with elements of 8 and 16 bits seen as integers: not every torch release can index fp8."""
+    integers = {1: torch.int8, 2: torch.int16}
+    return x.view(integers[x.element_size()]) if x.element_size() in integers else x
 
 
 _page_ops.define_by_slot(append_paged_kv_cache_by_slot)

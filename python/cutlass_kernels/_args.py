@@ -293,13 +293,15 @@ def token_major(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def paged_cache(
-    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], layout: str
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    layout: str,
+    names: tuple[str, str] = ("k_cache", "v_cache"),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a paged cache, both as ``[pages, page_size, num_kv_heads, head_dim]`` views.
 
     The cache is one tensor, ``[pages, 2, page_size, heads, dim]`` (NHD) or ``[pages, 2, heads, page_size, dim]`` (HND),
     or a tuple of two tensors without the second dimension. With pages of one token, the page_size dimension may be
-    missing. KeyError for another container, ValueError for other shapes.
+    missing. KeyError for another container, ValueError for other shapes, whose message calls the two by ``names``.
     """
     kv_layout(layout)
     if isinstance(paged_kv_cache, torch.Tensor):
@@ -321,14 +323,14 @@ def paged_cache(
     if k.dim() != v.dim() or k.dim() not in (3, 4) or k.shape[:-1] != v.shape[:-1]:
         form = "[pages, page_size, heads, dim]" if layout == "NHD" else "[pages, heads, page_size, dim]"
         raise ValueError(
-            f"k_cache has shape {tuple(k.shape)} and v_cache {tuple(v.shape)}, {k.dim()} and {v.dim()} dimensions: "
-            f"both must be {form} with equal pages, page_size and heads (without page_size where it is 1)."
+            f"{names[0]} has shape {tuple(k.shape)} and {names[1]} {tuple(v.shape)}, {k.dim()} and {v.dim()} "
+            f"dimensions: both must be {form} with equal pages, page_size and heads (without page_size where it is 1)."
         )
     if k.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
     elif layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    return last_dim_contiguous("k_cache", k), last_dim_contiguous("v_cache", v)
+    return last_dim_contiguous(names[0], k), last_dim_contiguous(names[1], v)
 
 
 def last_dim_contiguous(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -340,11 +342,11 @@ def last_dim_contiguous(name: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def same_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """ValueError where one of ``tensors`` (None is skipped) is not on ``device``."""
+def same_device(device: torch.device, others: str = "the queries are", /, **tensors: torch.Tensor | None) -> None:
+    """ValueError where one of ``tensors`` (None is skipped) is not on ``device``, the one of ``others``."""
     for name, x in tensors.items():
         if x is not None and x.device != device:
-            raise ValueError(f"{name} is on {x.device}, but the queries are on {device}: move it there.")
+            raise ValueError(f"{name} is on {x.device}, but {others} on {device}: move it there.")
 
 
 def output(

@@ -194,7 +194,7 @@ def _check_new(name: str, new: torch.Tensor, cache: torch.Tensor, keys: torch.Te
             f"{name} has shape {tuple(new.shape)}, but this cache takes {expected} with kv_layout={kv_layout!r}."
             + _hints.other_layout(kv_layout, swapped)
         )
-    _args.same_device(cache.device, **{name: new})
+    _args.same_device(cache.device, "the cache is", **{name: new})
 
 
 def _check_places(

@@ -98,6 +98,61 @@ def test_what_fp8_cannot_hold(device, dtype):
     assert math.isnan(found[4]) and found[5:] == [0.0, 0.0, 3.0]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_device_stores_the_same_nan(device, dtype):
+    """CPUs keep the sign of some NaNs, depending on the type and on the length of a row."""
+    for count in (1, 7, 8, 64):
+        key = torch.full((1, 1, count), math.nan, dtype=dtype)
+        key.view(torch.int16)[..., ::2] |= -(1 << 15)
+        for cache_dtype in (dtype, *FP8):
+            cache = torch.zeros(1, 1, 1, count).to(cache_dtype).to(device)
+            slots = torch.zeros(1, dtype=torch.int32, device=device)
+            ck.append_paged_kv_cache_by_slot(key.to(device), key.to(device), cache, cache.clone(), slots)
+            bits = cache.cpu().view(torch.int8 if cache_dtype in FP8 else torch.int16)
+            assert set(bits.flatten().tolist()) == {torch.iinfo(bits.dtype).max}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_subnormal_numbers_are_kept(device):
+    key = torch.tensor([1e-40, -1e-40, 1e-39, -0.0] * 2, dtype=torch.bfloat16, device=device).view(1, 1, 8)
+    cache = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16, device=device)
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    ck.append_paged_kv_cache_by_slot(key, key, cache, cache.clone(), slots)
+    assert_bitwise(cache.cpu(), key.cpu().view(1, 1, 1, 8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cache_dtype", [torch.float16, *FP8])
+def test_nothing_is_written_for_padding(device, cache_dtype):
+    key = torch.ones(3, 2, 64, dtype=torch.float16, device=device)
+    caches = [torch.zeros(2, 4, 2, 64, device=device).to(cache_dtype) for _ in range(2)]
+    for slots in ([-1, -1, -1], [-1, -(2**31), -7], []):
+        mapping = torch.tensor(slots, dtype=torch.int32, device=device)
+        ck.append_paged_kv_cache_by_slot(key, key, *caches, mapping)
+    least = torch.full((3,), -(2**63), dtype=torch.int64, device=device)
+    ck.append_paged_kv_cache_by_slot(key, key, *caches, least)
+    assert not any(x.float().count_nonzero() for x in caches)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [0.5, "one element", "0-d", "per head", "strided"])
+def test_forms_of_scales(device, value):
+    """Numbers, tensors of one element and tensors per head, of any stride."""
+    factors = torch.tensor([0.5, 9.0, 0.25, 9.0], device=device)
+    scale, want = {
+        "one element": (factors[:1], [2, 2]),
+        "0-d": (factors[0], [2, 2]),
+        "per head": (factors[::2].contiguous(), [2, 4]),
+        "strided": (factors[::2], [2, 4]),
+    }.get(value, (value, [2, 2]))
+    key = torch.ones(1, 2, 8, dtype=torch.bfloat16, device=device)
+    caches = [torch.zeros(1, 1, 2, 8, device=device).bfloat16() for _ in range(2)]
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    ck.append_paged_kv_cache_by_slot(key, key, *caches, slots, v_scale=scale)
+    assert caches[0][0, 0, :, 0].tolist() == [1, 1] and caches[1][0, 0, :, 0].tolist() == want
+
+
 @pytest.mark.gpu
 def test_slots_behind_the_cache_are_skipped():
     key = torch.ones(3, 2, 64, dtype=torch.float16, device="cuda")
@@ -123,33 +178,46 @@ def test_graphs_follow_new_slots():
 
 
 WRONG = [
-    ("must be \\[tokens, heads, columns\\]", dict(key=torch.zeros(2, 3, 64).half())),
-    ("is str, not a tensor", dict(value="v")),
-    ("use the same, or fp8 caches", dict(key_cache=torch.zeros(2, 4, 2, 64), value_cache=torch.zeros(2, 4, 2, 64))),
+    ("this cache takes \\[tokens, 2, 64\\] with kv_layout='NHD'\\.$", dict(key=torch.zeros(2, 3, 64).half())),
+    ("kv_layout='HND' fits", dict(value=torch.zeros(2, 4, 64).half())),
+    ("value is str, not a tensor", dict(value="v")),
+    ("key_cache is NoneType, not a tensor", dict(key_cache=None)),
+    ("key_cache has stride 2 in its last dimension", dict(key_cache=torch.zeros(2, 4, 2, 128).half()[..., ::2])),
+    ("value_cache \\(3, 4, 2, 64\\)", dict(value_cache=torch.zeros(3, 4, 2, 64).half())),
+    ("value is on meta, but key_cache is on cpu", dict(value=torch.zeros(2, 2, 64, device="meta").half())),
+    ("or fp8 caches", dict(key_cache=torch.zeros(2, 4, 2, 64), value_cache=torch.zeros(2, 4, 2, 64))),
+    ("has dtype torch.int16", dict(key=torch.zeros(2, 2, 64).short(), key_cache=torch.zeros(2, 4, 2, 64).short())),
     (
         "each pair must have one",
         dict(value=torch.zeros(2, 2, 64).bfloat16(), value_cache=torch.zeros(2, 4, 2, 64).bfloat16()),
     ),
     ("1-D, int64 or int32", dict(slot_mapping=torch.zeros(2))),
-    ("slot_mapping has 3 entries", dict(slot_mapping=torch.zeros(3).long())),
+    ("slot_mapping has 3 entries, but key and value have only 2", dict(slot_mapping=torch.zeros(3).long())),
     ("slot_mapping holds 8, but the cache has 8 slots", dict(slot_mapping=torch.tensor([0, 8]))),
     ("k_scale has shape", dict(k_scale=torch.ones(3))),
+    ("v_scale has shape", dict(v_scale=torch.ones(2, 1))),
+    ("k_scale=0.0 is 0.0 in fp32", dict(k_scale=0.0)),
+    ("v_scale=1e-50 is 0.0 in fp32", dict(v_scale=1e-50)),
+    ("v_scale=1e\\+50 is inf in fp32", dict(v_scale=torch.tensor(1e50, dtype=torch.float64))),
+    ("k_scale=nan is not finite", dict(k_scale=math.nan)),
+    ("v_scale='x' is not a number", dict(v_scale="x")),
+    ("kv_layout='NDH' is not a layout", dict(kv_layout="NDH")),
 ]
 
 
 @pytest.mark.parametrize("message,change", WRONG, ids=[x[0] for x in WRONG])
 def test_what_makes_no_sense_is_refused(message, change):
-    new, cache = torch.zeros(2, 2, 64).half(), torch.zeros(2, 4, 2, 64).half()
-    given = dict(key=new, value=new, key_cache=cache, value_cache=cache.clone(), slot_mapping=torch.tensor([0, 1]))
-    with pytest.raises((ValueError, TypeError), match=message):
+    new, caches = torch.ones(2, 2, 64).half(), torch.zeros(2, 2, 4, 2, 64).half().unbind()
+    given = dict(key=new, value=new, key_cache=caches[0], value_cache=caches[1], slot_mapping=torch.tensor([0, 1]))
+    with pytest.raises((ValueError, TypeError, KeyError), match=message):
         ck.append_paged_kv_cache_by_slot(**(given | change))
+    assert not any(x.count_nonzero() for x in caches)
 
 
-def test_compiled():
-    new, cache = torch.randn(2, 2, 64).half(), torch.zeros(2, 4, 2, 64).half()
-    caches = [cache.clone(), cache.clone()]
-    slots = torch.tensor([5, -1])
-    compiled = torch.compile(ck.append_paged_kv_cache_by_slot, fullgraph=True, backend="aot_eager")
-    compiled(new, new, *caches, slots, 0.5)
-    ck.append_paged_kv_cache_by_slot(new, new, cache, cache.clone(), slots, 0.5)
-    assert torch.equal(caches[0], cache)
+def test_a_warning_says_that_a_cache_carries_no_gradients():
+    new, caches = torch.ones(1, 2, 64, requires_grad=True), [torch.zeros(1, 4, 2, 64) for _ in range(2)]
+    with pytest.warns(
+        UserWarning, match="append_paged_kv_cache_by_slot\\(\\) got keys or values that require gradients"
+    ):
+        ck.append_paged_kv_cache_by_slot(new, new, *caches, torch.tensor([2]))
+    assert bool((caches[0][0, 2] == 1).all()) and not caches[0].requires_grad

@@ -109,7 +109,10 @@ def test_appending(target):
         places = ck.get_batch_indices_positions(offsets, lens, 8)
         indptr, indices, last = paged.table(device)
         ck.append_paged_kv_cache(new.k, new.v, *places, paged.cache, indices, indptr, last)
-        return (*places, paged.cache)
+        slots = torch.arange(7, -1, -1, device=device)
+        k_cache, v_cache = (torch.zeros(1, 8, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        ck.append_paged_kv_cache_by_slot(new.k, new.v, k_cache, v_cache, slots, 0.5)
+        return (*places, paged.cache, k_cache, v_cache)
 
     got = append(OTHER)
     assert torch.cuda.current_device() == 0

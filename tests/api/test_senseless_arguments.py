@@ -40,6 +40,7 @@ def functions(calls: Calls) -> Iterator[Attempt]:
         ("batch_decode_with_shared_prefix_padded_kv_cache", calls.padded),
         ("trtllm_fmha_v2_prefill", calls.fused),
         ("append_paged_kv_cache", calls.append),
+        ("append_paged_kv_cache_by_slot", calls.append_by_slot),
     ):
         yield name, getattr(ck, name), call
     v, s = torch.ones(3, 4, 64), torch.ones(3, 4)

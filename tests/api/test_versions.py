@@ -49,7 +49,14 @@ def test_of_results_that_kernels_compute(monkeypatch):
 
 def test_of_tensors_that_memory_kernels_write_to(monkeypatch):
     does = lambda *args: True  # noqa: E731
-    for function in ("serve", "merges", "merge_state_in_place", "append", "get_batch_indices_positions"):
+    for function in (
+        "serve",
+        "merges",
+        "merge_state_in_place",
+        "append",
+        "append_by_slot",
+        "get_batch_indices_positions",
+    ):
         monkeypatch.setattr(_memory_kernels, function, does)
     check_tensors_of_memory_kernels("cpu")
 
@@ -73,6 +80,9 @@ def check_tensors_of_memory_kernels(device: str) -> None:
     pair = stacked[:, 0].clone(), stacked[:, 1].clone()
     assert_new_versions(lambda: ck.append_paged_kv_cache(*new, pair, indices, kv_indptr, last), *pair)
     assert_new_versions(lambda: ck.append_paged_kv_cache(*new, stacked, indices, kv_indptr, last), stacked)
+    for caches in (pair, stacked.unbind(1), [x.half() for x in pair]):
+        key, value = (x.to(caches[0].dtype) for x in new[:2])
+        assert_new_versions(lambda: ck.append_paged_kv_cache_by_slot(key, value, *caches, ints(0, 17)), *caches)
 
 
 @pytest.mark.runs_nothing("plans only")
