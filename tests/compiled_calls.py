@@ -226,6 +226,32 @@ def _append(x: Data) -> list[Call]:
     ]
 
 
+def _append_by_slot(x: Data) -> list[Call]:
+    function, slots = ck.append_paged_kv_cache_by_slot, x.here(35, -1, 18)
+    new, scales = (x.k[:3], x.v[:3]), (x.one + 1, x.randn(2).abs() + 1)
+
+    def halves(key, value, cache, slots):
+        function(key, value * 2, *cache.unbind(1), slots, 0.5)
+        return cache.clone()
+
+    def side_by_side(key, value, cache, slots, k_scale, v_scale):
+        function(key, value, *cache.transpose(1, 2).chunk(2, -1), slots, k_scale, v_scale, "HND")
+        return cache * 2
+
+    separate = (x.cache[:, 0].clone(), x.cache[:, 1].clone())
+    return [
+        (halves, (*new, x.cache, slots)),
+        (halves, (*new, x.cache.to(torch.float8_e4m3fn), slots)),
+        (side_by_side, (*new, torch.cat(separate, -1), slots.long(), *scales)),
+        (lambda *t: several_written(function, *t), (*new, *separate, slots)),
+    ]
+
+
+def several_written(function: Callable[..., None], key: Any, value: Any, *rest: torch.Tensor) -> torch.Tensor:
+    function(key, value, *rest)
+    return rest[0] + rest[1]
+
+
 def _positions(x: Data) -> list[Call]:
     function, offsets, lengths = ck.get_batch_indices_positions, x.here(0, 2, 5), x.here(7, 9)
     places = (x.here(*range(6)), x.here(*range(6)))
@@ -307,6 +333,7 @@ CALLS: dict[str, Callable[[Data], list[Call]]] = {
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _shared_decode,
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _shared_prefill,
     "append_paged_kv_cache": _append,
+    "append_paged_kv_cache_by_slot": _append_by_slot,
     "get_batch_indices_positions": _positions,
     "get_seq_lens": _seq_lens,
     "merge_state": lambda x: [(ck.merge_state, (*x.state, *x.state))],

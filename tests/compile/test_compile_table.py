@@ -154,8 +154,9 @@ def test_new_tokens_reach_the_graph(data):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-def test_inductor_appends_in_place(data):
-    for function, tensors in CALLS["append_paged_kv_cache"](data)[::4]:
+@pytest.mark.parametrize("name,step", [("append_paged_kv_cache", 4), ("append_paged_kv_cache_by_slot", 1)])
+def test_inductor_appends_in_place(data, name, step):
+    for function, tensors in CALLS[name](data)[::step]:
         torch._dynamo.reset()
         ours, theirs = copies(tensors), copies(tensors)
         got, want = torch.compile(function, fullgraph=True)(*ours), function(*theirs)
