@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cutlass_kernels/append.h"
+#include "appending.h"
 #include "cutlass_kernels/attention.h"
 #include "cutlass_kernels/merge.h"
 #include "cutlass_kernels/prepare.h"
@@ -66,29 +66,6 @@ ck::MergeStateParams merge_in_place(float* v, float* s, const float* v_other,
   return params;
 }
 
-/// Five new tokens of one head with eight elements, for a request that has seven, in pages of four.
-ck::AppendParams append(void* tokens, void* cache, const std::int32_t* batch_indices,
-                        const std::int32_t* positions, const std::int32_t* kv_indptr,
-                        const std::int32_t* indices) {
-  ck::AppendParams params;
-  params.dtype = ck::DType::kFloat32;
-  params.num_kv_heads = 1;
-  params.head_dim_qk = params.head_dim_vo = 8;
-  params.batch_size = 1;
-  params.num_tokens = 5;
-  params.batch_indices = batch_indices;
-  params.positions = positions;
-  params.kv_indptr = kv_indptr;
-  params.k = params.v = {tokens, 8, 8};
-  params.k_cache = params.v_cache = {cache, 8, 8};
-  params.pages.indices = indices;
-  params.pages.page_size = 4;
-  params.pages.num_indices = 2;
-  params.pages.num_pages = 3;
-  params.pages.k_stride_page = params.pages.v_stride_page = 32;
-  return params;
-}
-
 void check_memory_kernels_without_gpu() {
   ck::MergeStateParams two = merge_in_place(nullptr, nullptr, nullptr, nullptr);
   require_refusal(ck::merge_state(two, nullptr), "v_a is null");
@@ -104,19 +81,7 @@ void check_memory_kernels_without_gpu() {
   require_refusal(ck::merge_states(many, nullptr), "head_dim=12");
   many.sizes.dtype = ck::DType::kFloat8E4M3;
   require_refusal(ck::merge_states(many, nullptr), "dtype=float8_e4m3fn");
-
-  ck::AppendParams pages = append(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
-  require_refusal(ck::append_paged_kv_cache(pages, nullptr), "one of them is null");
-  pages.pages.page_size = 0;
-  require_refusal(ck::append_paged_kv_cache(pages, nullptr), "pages.page_size=0");
-  ck::BatchIndicesPositionsParams places;
-  require_refusal(ck::get_batch_indices_positions(places, nullptr), "batch_size=-1");
-  places.batch_size = 0;
-  require_refusal(ck::get_batch_indices_positions(places, nullptr), "num_tokens=-1");
-  places.num_tokens = 0;
-  require(ck::get_batch_indices_positions(places, nullptr).ok(), "there are no tokens");
-  places.num_tokens = 5;
-  require_refusal(ck::get_batch_indices_positions(places, nullptr), "one of them is null");
+  check_appending_without_gpu();
 }
 
 /// Addresses that are no multiples of what they must be: always kInvalidArgument, whatever the sizes.
@@ -391,41 +356,6 @@ void check_merging_on_gpu() {
   s.copy_to(lse.data(), 8);
   for (const float x : merged) require(x == 2.0f, "equal weights give the mean");
   for (const float x : lse) require(x == 1.0f, "two equal sums give twice the sum");
-}
-
-void check_appending_on_gpu() {
-  const std::int32_t indices[] = {2, 0}, kv_indptr[] = {0, 2}, append_indptr[] = {0, 5}, len = 7;
-  std::vector<float> tokens(5 * 8), cache(3 * 4 * 8, -1.0f);
-  for (int i = 0; i < 5 * 8; ++i) tokens[i] = float(i / 8);
-  const Buffer dev_tokens(5 * 32), dev_cache(3 * 4 * 32), dev_indices(8), dev_indptr(8);
-  const Buffer dev_append(8), dev_len(4), owners(20), positions(20);
-  dev_tokens.copy_from(tokens.data(), 5 * 32);
-  dev_cache.copy_from(cache.data(), 3 * 4 * 32);
-  dev_indices.copy_from(indices, 8);
-  dev_indptr.copy_from(kv_indptr, 8);
-  dev_append.copy_from(append_indptr, 8);
-  dev_len.copy_from(&len, 4);
-  ck::BatchIndicesPositionsParams places;
-  places.batch_size = 1;
-  places.num_tokens = 5;
-  places.append_indptr = static_cast<std::int32_t*>(dev_append.data);
-  places.seq_lens = static_cast<std::int32_t*>(dev_len.data);
-  places.batch_indices = static_cast<std::int32_t*>(owners.data);
-  places.positions = static_cast<std::int32_t*>(positions.data);
-  ck::Status status = ck::get_batch_indices_positions(places, nullptr);
-  require(status.ok(), status.message);
-  status = ck::append_paged_kv_cache(
-      append(dev_tokens.data, dev_cache.data, places.batch_indices, places.positions,
-             static_cast<std::int32_t*>(dev_indptr.data),
-             static_cast<std::int32_t*>(dev_indices.data)),
-      nullptr);
-  require(status.ok(), status.message);
-  dev_cache.copy_to(cache.data(), 3 * 4 * 32);
-  // Tokens 2, 3 of the request stand in page 2, tokens 4 to 6 in page 0.
-  const float expected[] = {2, 3, 4, -1, -1, -1, -1, -1, -1, -1, 0, 1};
-  for (int i = 0; i < 3 * 4 * 8; ++i) {
-    require(cache[i] == expected[i / 8], "tokens stand where they belong, and nowhere else");
-  }
 }
 
 void check_on_gpu_if_any() {
