@@ -17,6 +17,8 @@ ck_instance(fa2     float16                128  128  80  0        interval_mask 
 ck_instance(fa2     bfloat16               128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa2     float16                256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa2     bfloat16               256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
+ck_instance(fa2     float16                512  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
+ck_instance(fa2     bfloat16               512  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa2     float16/float8_e4m3fn  64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
 ck_instance(fa2     float16/float8_e5m2    64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
 ck_instance(fa2     bfloat16/float8_e4m3fn 64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)

@@ -19,7 +19,7 @@ from lengths import tokens
 from problem import Problem
 from timing import Timed
 
-from . import prefill
+from .prefill import page_table
 
 
 def _lengths(case: Problem, x: Inputs) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def attention(library: Any, case: Problem, x: Inputs) -> Timed:
             library.attention, x.q, x.k, x.v, cu_seqlens_k=x.kv_indptr_device, max_seqlen_k=max(case.kv_lens), **options
         )
         return Timed(call)
-    options |= {"page_table": prefill.page_table(x.pages).to(x.q.device), "seqused_k": x.kv_indptr_device.diff()}
+    options |= {"page_table": page_table(x.pages).to(x.q.device), "seqused_k": x.kv_indptr_device.diff()}
     if set(case.qo_lens) == {1}:  # a decode step
         q = x.q.unsqueeze(1)
         del options["cu_seqlens_q"], options["max_seqlen_q"]
@@ -77,7 +77,7 @@ def flash_attn_3(case: Problem, x: Inputs) -> Timed:
         lengths = {"cu_seqlens_k": x.kv_indptr_device, "max_seqlen_k": max(case.kv_lens)}
         call = functools.partial(library.flash_attn_varlen_func, x.q, x.k, x.v, **lengths, **options)
         return Timed(call, output=_first)
-    options |= {"page_table": prefill.page_table(x.pages).to(x.q.device), "cache_seqlens": x.kv_indptr_device.diff()}
+    options |= {"page_table": page_table(x.pages).to(x.q.device), "cache_seqlens": x.kv_indptr_device.diff()}
     q = x.q
     if set(case.qo_lens) == {1}:
         q = q.unsqueeze(1)

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _attention_op, _native, _plan_free, _select
+from . import _attention_op, _native, _plan_free, _select, _signatures
 from ._autograd import needs_grad, written
 from ._options import Result
 from ._plan_free import NATURAL, OUT, RETURNED, SINKS, Call
+from ._signatures import typed_as
 from ._tracing import have_own_dispatch, is_traced
 
 
+@typed_as(_signatures.attention)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -51,6 +51,38 @@ def declares(implementation: Callable[..., Any]) -> Callable[[S], S]:
 # --- keywords that several signatures share ----------------------------------------------------------------------
 
 
+class AttentionOptions(TypedDict, total=False):
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    page_table: Tensor | None
+    kv_indptr: Tensor | None
+    kv_indices: Tensor | None
+    kv_last_page_len: Tensor | None
+    kv_layout: str
+    causal: bool
+    window: tuple[int, int]
+    chunk_size: int
+    packed_custom_mask: Tensor | None
+    mask_indptr: Tensor | None
+    logits_soft_cap: Number
+    sm_scale: Number
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    q_descale: Scale
+    k_descale: Scale
+    v_descale: Scale
+    o_dtype: torch.dtype | None
+    out: Tensor | None
+    lse_base: float
+    num_splits: int
+    batch_invariant: bool
+    backend: str
+
+
 class SingleOptions(TypedDict, total=False):
     scale_q: Scale
     scale_k: Scale
@@ -184,6 +216,21 @@ def single_decode_with_kv_cache(
     rope_theta: Number = None, return_lse: bool = ..., **options: Unpack[SingleOptions],
 ) -> Either: ...
 def single_decode_with_kv_cache(*args: Any, **kwargs: Any) -> Any: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True] = ..., **options: Unpack[AttentionOptions]
+) -> Pair: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., **options: Unpack[AttentionOptions]
+) -> Either: ...
+def attention(*args: Any, **kwargs: Any) -> Any: ...
 
 
 @overload

@@ -50,7 +50,7 @@ def test_scales_by_position(target, dtype):
 
 
 def test_every_position_of_the_newer_order(target):
-    batch = make_batch([9], [30], 4, 2, 64, device=target.device)
+    batch = make_batch([9], [30], 4, 2, 64, dtype=torch.bfloat16, device=target.device)
     args = (batch.q, batch.k, batch.v, *scales_of(batch), torch.bfloat16, None, None, *BEHIND_MASKS)
     check(ck.single_prefill_with_kv_cache(*args, target.backend, True), batch, OPTIONS, torch.bfloat16)
     check(ck.single_prefill_with_kv_cache_return_lse(*args), batch, OPTIONS, torch.bfloat16)

@@ -95,8 +95,12 @@ def test_multi_item_mask():
 
 
 def test_chunked_mask():
-    mask = oracle.visible(4, 6, chunk_size=4)
-    assert ["".join(str(int(x)) for x in row) for row in mask] == ["111000", "111100", "000010", "000011"]
+    for causal, expected in [
+        (True, ["111000", "111100", "000010", "000011"]),
+        (False, ["111100", "111100", "000011", "000011"]),
+    ]:
+        mask = oracle.visible(4, 6, causal=causal, chunk_size=4)
+        assert ["".join(str(int(x)) for x in row) for row in mask] == expected
 
 
 def test_merging_parts_gives_the_whole():

@@ -22,7 +22,7 @@ class Buffers:
 
     def __init__(self, requests: int, rows: int, heads: tuple[int, int], ragged: bool) -> None:
         self.heads, self.ragged = heads, ragged
-        self.cache = torch.zeros(2, requests * WIDTH, PAGE, heads[1], 128, dtype=torch.bfloat16, device=DEVICE)
+        self.cache = torch.zeros(2, requests * WIDTH + 8, PAGE, heads[1], 128, dtype=torch.bfloat16, device=DEVICE)
         self.table = torch.zeros(requests, WIDTH, dtype=torch.int32, device=DEVICE)
         self.lens = torch.zeros(requests, dtype=torch.int32, device=DEVICE)
         self.offsets = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)

@@ -221,6 +221,7 @@ TYPED: list[tuple[Callable, ...]] = [
         ck.single_prefill_with_kv_cache,
     ),
     (_signatures.single_decode_with_kv_cache, ck.single_decode_with_kv_cache),
+    (_signatures.attention, ck.attention),
     (_signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
     (_signatures.PagedPrefill.run, PAGED.run),
     (_signatures.PagedPrefill.run_return_lse, PAGED.run),

@@ -1,8 +1,9 @@
 // KV splits of a batch without a tile list: how the splits of all requests together are dealt out to requests.
 //
-// Requests get splits in proportion to their keys, and each gets at least one: splits are about equally long. A warp adds up the lengths, a chunk of requests per lane. It can then find a split by itself (find()), or leave the sums
-// of the chunks in shared memory, where single threads search them (SplitTable). For up to 32 requests, a find takes
-// one load of lengths and ten shuffles; a tile list would take a kernel of 4 us.
+// Requests get splits in proportion to their keys, and each gets at least one: splits are about equally long. A warp
+// adds up the lengths, a chunk of requests per lane. It can then find a split by itself (find()), or leave the sums of
+// the chunks in shared memory, where single threads search them (SplitTable). For up to 32 requests, a find takes one
+// load of lengths, one sum and five shuffles; a tile list would take a kernel of 4 us.
 //
 // Rounding is spelled out: the kernel that combines partial results finds the same splits, whatever it is compiled with.
 #pragma once
@@ -21,9 +22,9 @@ CK_HOST_DEVICE inline bool splits_batch(const LaunchParams& p) {
   return p.plan.source == TileSource::kBatchByLength && p.plan.num_splits > p.batch_size;
 }
 
-// Rows that the partial results of a split have room for.
+// Rows that the partial results of a split have room for: those of a request beyond max_qo_len are not computed.
 CUTE_DEVICE int rows_of_split(const LaunchParams& p) {
-  return min(p.plan.tile_rows, int(p.total_q));
+  return min(min(p.plan.tile_rows, p.max_qo_len), int(p.total_q));
 }
 
 // A request's share of the splits: `count` from `first` on.
@@ -34,30 +35,34 @@ struct RequestSplits {
   KeysOfRequest keys;
 };
 
-// How many splits are shared out, and how many of them there are for each key. A request whose share is less than one has
-// one more: plan.num_splits counts these, too, but of a single request, whose share is all. No more of a request's keys count than its rows see.
+// How many splits are shared out, and how many of them there are for each unit of keys. A request whose share is less
+// than one has one more: plan.num_splits counts these, too, but of a single request, whose share is all. No more of a
+// request's keys count than its rows see.
 struct SplitShares {
-  int extra;  // at most
-  float per_key;
+  static constexpr unsigned kUnit = 16;  // keys: the sum of all requests is a number of 32 bits
 
-  CUTE_DEVICE static float weight(const LaunchParams& p, const KeysOfRequest& keys) {
-    return float(std::uint32_t(min(max(keys.length, 0), p.plan.most_split_keys)));
+  int extra;  // at most
+  float per_unit;
+
+  CUTE_DEVICE static unsigned units(const LaunchParams& p, const KeysOfRequest& keys) {
+    return (unsigned(min(max(keys.length, 0), p.plan.most_split_keys)) + kUnit - 1) / kUnit;
   }
 
   SplitShares() = default;
   CUTE_DEVICE static int splits_to_share(const LaunchParams& p) {
     return p.batch_size == 1 ? p.plan.num_splits : p.plan.num_splits - p.batch_size;
   }
-  CUTE_DEVICE SplitShares(const LaunchParams& p, float keys) {
-    const float most = __fdividef(keys, float(p.plan.least_split_keys));
+  CUTE_DEVICE SplitShares(const LaunchParams& p, unsigned units) {
+    const float all = float(units);
+    const float most = __fdividef(__fmul_rn(all, float(kUnit)), float(p.plan.least_split_keys));
     extra = max(int(fminf(float(splits_to_share(p)), most)), 0);
-    per_key = keys > 0.0f ? __fdividef(float(extra), keys) : 0.0f;
+    per_unit = units > 0 ? __fdividef(float(extra), all) : 0.0f;
   }
 
   // Beside the first one. The quotient of what divides evenly may be a little less than whole.
-  CUTE_DEVICE int of(float weight) const {
+  CUTE_DEVICE int of(unsigned units) const {
     constexpr float kLittle = 1.0f / 512;
-    return max(int(__fadd_rn(__fmul_rn(weight, per_key), kLittle)) - 1, 0);
+    return max(int(__fadd_rn(__fmul_rn(float(units), per_unit), kLittle)) - 1, 0);
   }
 };
 
@@ -78,21 +83,16 @@ class BatchSplits {
       : chunk_((unsigned(p.batch_size) + 31) / 32), begin_(int(threadIdx.x % 32) * chunk_) {
     const int end = min(begin_ + chunk_, p.batch_size);
     if (begin_ < end) first_keys_ = keys_of_request(p, begin_);
-    float keys = SplitShares::weight(p, first_keys_);
+    unsigned units = SplitShares::units(p, first_keys_);
     CUTE_NO_UNROLL
     for (int batch = begin_ + 1; batch < end; ++batch) {
-      keys = __fadd_rn(keys, SplitShares::weight(p, keys_of_request(p, batch)));
+      units += SplitShares::units(p, keys_of_request(p, batch));
     }
-    float all = keys;
-    CUTE_UNROLL
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-      all = __fadd_rn(all, __shfl_xor_sync(0xffffffffu, all, lanes));
-    }
-    shares_ = SplitShares(p, all);
-    int own = shares_.of(SplitShares::weight(p, first_keys_));
+    shares_ = SplitShares(p, __reduce_add_sync(0xffffffffu, units));
+    int own = shares_.of(SplitShares::units(p, first_keys_));
     CUTE_NO_UNROLL
     for (int batch = begin_ + 1; batch < end; ++batch) {
-      own = min(own + shares_.of(SplitShares::weight(p, keys_of_request(p, batch))), shares_.extra);
+      own = min(own + shares_.of(SplitShares::units(p, keys_of_request(p, batch))), shares_.extra);
     }
     if (begin_ >= end) own = 0;
     const int inclusive = inclusive_sum(own);
@@ -103,8 +103,8 @@ class BatchSplits {
   // Of a single request.
   CUTE_DEVICE static RequestSplits find_in_one(const LaunchParams& p, int split) {
     const KeysOfRequest keys = keys_of_request(p, 0);
-    const float weight = SplitShares::weight(p, keys);
-    const int count = 1 + SplitShares(p, weight).of(weight);
+    const unsigned units = SplitShares::units(p, keys);
+    const int count = 1 + SplitShares(p, units).of(units);
     return {0, 0, split < count ? count : 0, keys};
   }
 
@@ -124,7 +124,7 @@ class BatchSplits {
         int own = 0;
         if (found.batch < end) {
           found.keys = keys_of_request(p, found.batch);
-          own = shares_.of(SplitShares::weight(p, found.keys));
+          own = shares_.of(SplitShares::units(p, found.keys));
         }
         const int inclusive = before + inclusive_sum(own);
         const int own_before = min(inclusive - own, shares_.extra);
@@ -195,7 +195,7 @@ class SplitTable {
     CUTE_NO_UNROLL
     for (int batch = chunk * chunk_; batch < end; ++batch) {
       const KeysOfRequest keys = keys_of_request(p, batch);
-      const int after = min(before + shares_.of(SplitShares::weight(p, keys)), shares_.extra);
+      const int after = min(before + shares_.of(SplitShares::units(p, keys)), shares_.extra);
       if (is_found(batch, batch + 1 + after)) {
         return {batch, batch + before, 1 + after - before, keys};
       }

@@ -117,6 +117,7 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
     if constexpr (kSplits) {
       if (first_split >= 0) {
         work.partial_row = (work.tile * repeats + first_split) * rows_of_split(p);
+        work.qo_len = min(work.qo_len, p.max_qo_len);
       }
     }
   }

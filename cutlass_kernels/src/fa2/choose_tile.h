@@ -33,16 +33,16 @@ bool has_shared_memory_for(const Device& device) {
 
 // What launches take for granted: a device without the memory for one tile has it for another that serves the same
 // rows.
+template <class... Tile>
+constexpr bool fit_every_device() {
+  return ((SharedLayout<Tile>::kPagedBytes <= kLeastSharedBytes) && ...);
+}
+
 template <class Tiles>
 constexpr bool serves_every_device() {
-  const auto fit = [](auto... bytes) { return ((bytes <= kLeastSharedBytes) && ...); };
   static_assert(
-      fit(SharedLayout<typename Tiles::Small>::kPagedBytes,
-          SharedLayout<typename Tiles::Packed>::kPagedBytes,
-          SharedLayout<typename Tiles::DecodeSmall>::kPagedBytes,
-          SharedLayout<typename Tiles::Fp8>::kPagedBytes,
-          SharedLayout<typename Tiles::Fp8Wide>::kPagedBytes,
-          SharedLayout<typename Tiles::DecodeFp8>::kPagedBytes),
+      fit_every_device<typename Tiles::Small, typename Tiles::Packed,
+                       typename Tiles::DecodeSmall>(),
       "fa2: 99 KB, the shared memory of compute capability 8.6, must be enough for these.");
   static_assert(std::max(SharedLayout<typename Tiles::Medium>::kPagedBytes,
                          SharedLayout<typename Tiles::Capped>::kPagedBytes) <=

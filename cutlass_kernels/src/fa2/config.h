@@ -14,7 +14,7 @@
 // Two row tiles halve the shared-memory traffic per product: a K or V fragment read by ldmatrix feeds two mma.sync.
 // One row tile reads 128 bytes of shared memory per clock and SM at full tensor rate, which is all there is. Three
 // row tiles (or two at head dimension 256) do not fit 255 registers. At head dimension 256 two warps share 32 rows
-// instead, each with half of the output's columns (row_sharing.h).
+// instead, each with half of the output's columns, at 512 four (row_sharing.h).
 #pragma once
 
 #include "merge/combine_splits.h"
@@ -29,7 +29,8 @@ struct OneHeadTile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kSharers = 1;      // warps that share rows: 1 or 2
+  static constexpr int kSharers = 1;      // warps that share rows: 1, 2 or 4
+  static constexpr int kColumnParts = 1;  // of O, by warps that compute the same keys
   static constexpr bool kPacked = false;  // whether rows are those of several heads (packed_rows.h)
   static constexpr bool kSharesKeys =
       false;  // whether warps share rows and split the keys (key_sharing.h)
@@ -73,16 +74,18 @@ constexpr bool is_consistent() {
   static_assert(Tile::kHeadDim % 64 == 0,
                 "fa2: the swizzle exchanges the eight chunks of 64 columns; a row that ends within "
                 "them would be written beyond its end.");
-  static_assert(32 % (Tile::kHeadDim / 8) == 0,
-                "fa2: the 32 lanes of a warp copy whole rows, 8 columns each: head dimensions are "
-                "64, 128 and 256.");
+  static_assert(
+      32 % (Tile::kHeadDim / 8) == 0 || Tile::kHeadDim / 8 % 32 == 0,
+      "fa2: the 32 lanes of a warp copy whole rows, or whole warps a row, 8 columns each: "
+      "head dimensions are 64, 128, 256 and 512.");
   static_assert(!Tile::kPacked || Tile::kHeadDim <= kMostCombinedColumns,
                 "fa2: partial results have more columns than the kernels that combine them.");
   constexpr int kWarpRows = 16 * Tile::kRowTiles;
   return (Tile::kSharesKeys ? Tile::kRowTiles <= 2 && Tile::kWarps == 4 && Tile::kPacked
                             : Tile::kBlockM == kWarpRows * Tile::kWarps / Tile::kSharers) &&
-         (Tile::kSharers == 1 || (Tile::kSharers == 2 && Tile::kStages == 1 &&
-                                  Tile::kStepN == Tile::kBlockN && !Tile::kPacked)) &&
+         (Tile::kSharers == 1 || ((Tile::kSharers == 2 || Tile::kSharers == 4) &&
+                                  Tile::kStages == 1 && Tile::kStepN == Tile::kBlockN)) &&
+         (Tile::kColumnParts == 1 || (Tile::kDecodes && Tile::kWarps % Tile::kColumnParts == 0)) &&
          (Tile::kKvBytes == 2 || (Tile::kKvBytes == 1 && Tile::kSharesKeys)) &&
          (!Tile::kDecodes || (Tile::kBlockM == 16 && Tile::kSharesKeys));
 }
@@ -237,6 +240,44 @@ struct TileTable<256> {
   };
   using Fp8Wide = Fp8;  // two row tiles do not fit 255 registers
   // No kFewTiles: Large and Small have as many rows.
+};
+
+// Q of 64 rows takes 64 KB, and O of 16 rows 256 registers of a warp: warps share rows, or keys.
+template <>
+struct TileTable<512> {
+  struct Large : OneHeadTile<512> {  // 202 KB of shared memory
+    static constexpr int kWarps = 8, kThreads = 256, kSharers = 4;
+    static constexpr int kBlockM = 64, kRowTiles = 2;
+    static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
+    static constexpr int kAhead = 4, kBlocksPerSm = 1;
+  };
+  using Medium = Large;
+  using Capped = Large;
+  struct Small : OneHeadTile<512> {  // 98.5 KB
+    static constexpr int kSharers = 2;
+    static constexpr int kBlockM = 32, kRowTiles = 1;
+    static constexpr int kBlockN = 32, kStepN = 32, kStages = 1;
+    static constexpr int kAhead = 4, kBlocksPerSm = 2;
+  };
+  struct Packed : PackedTile<512> {  // the same
+    static constexpr int kSharers = 2;
+    static constexpr int kBlockM = 32, kRowTiles = 1;
+    static constexpr int kBlockN = 32, kStepN = 32, kStages = 1;
+    static constexpr int kAhead = 4, kBlocksPerSm = 2;
+  };
+  struct Decode : DecodeTile<512> {  // 112 KB
+    static constexpr int kColumnParts = 2;
+    static constexpr int kBlockN = 16, kStepN = 16, kStages = 3;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
+  struct DecodeSmall : DecodeTile<512> {  // 80 KB
+    static constexpr int kColumnParts = 2;
+    static constexpr int kBlockN = 16, kStepN = 16, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+  };
+  // Large tiles run one to an SM.
+  static constexpr int kFewTiles = 100;
+  static constexpr int kFewTilesCausal = 200;
 };
 
 }  // namespace cutlass_kernels::fa2

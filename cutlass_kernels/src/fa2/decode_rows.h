@@ -27,33 +27,37 @@ namespace cutlass_kernels::fa2 {
 template <class Element, class Tile, bool kGeneral>
 struct DecodeRows {
   using Layout = SharedLayout<Tile>;
-  static constexpr int kTilesD = Tile::kHeadDim / 8;
+  static constexpr int kParts = Tile::kColumnParts;
+  static constexpr int kTilesD = Tile::kHeadDim / 8 / kParts;
   static constexpr int kRows = Tile::kBlockM;
-  static constexpr int kWarps = KeySharing<Tile>::kMaxGroups;
+  static constexpr int kGroups = KeySharing<Tile>::kMaxGroups;
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
   // Loads of partial results in flight: 128 registers, or 64.
   static constexpr int kLoads = Tile::kBlocksPerSm <= 2 ? 32 : 16;
-  // Floats [warp][row][column], where K and V were; then (m, sum) [warp][row]. Rows are eight floats apart in their
+  // Floats [group][row][column], where K and V were; then (m, sum) [group][row]. Rows are eight floats apart in their
   // banks: the threads of a warp write 32 different pairs of banks, or two to each.
   static constexpr int kPitch = Tile::kHeadDim + 8;
-  static constexpr int kOfRows = Layout::kK + kWarps * kRows * kPitch * 4;
-  static_assert(kOfRows + kWarps * kRows * 8 <= Layout::kBytes);
+  static constexpr int kOfRows = Layout::kK + kGroups * kRows * kPitch * 4;
+  static_assert(kOfRows + kGroups * kRows * 8 <= Layout::kBytes);
 
   const KernelParams& params;
   const WorkItem& work;
   char* shared_memory;
   int first_token;  // of the tile, in its request
   int tokens;
-  int head;  // the pack's first
-  int warp;
-  int warps;  // that share the keys
+  int head;   // the pack's first
+  int group;  // of the keys
+  int part;   // of the columns
 
-  CUTE_DEVICE float* columns(int of_warp, int row) const {
-    return reinterpret_cast<float*>(shared_memory + Layout::kK) + (of_warp * kRows + row) * kPitch;
+  CUTE_DEVICE float* columns(int of_group, int row) const {
+    return reinterpret_cast<float*>(shared_memory + Layout::kK) + (of_group * kRows + row) * kPitch;
   }
-  CUTE_DEVICE float2& maximum_and_sum(int of_warp, int row) const {
-    return reinterpret_cast<float2*>(shared_memory + kOfRows)[of_warp * kRows + row];
+  CUTE_DEVICE float2& maximum_and_sum(int of_group, int row) const {
+    return reinterpret_cast<float2*>(shared_memory + kOfRows)[of_group * kRows + row];
   }
+  // Rows are dealt to the warps.
+  CUTE_DEVICE int first_row() const { return part * kGroups + group; }
+  static constexpr int kRowsAtOnce = kGroups * kParts;
 
   // Called by all warps that have a part of the keys, when no one reads K or V any more.
   CUTE_DEVICE void store(const float (&o)[1][kTilesD][4], const float (&row_m)[2],
@@ -66,7 +70,8 @@ struct DecodeRows {
     for (int r = 0; r < 2; ++r) {
       const int row = r * 8 + lane / 4;
       if (row >= rows) continue;
-      float* to = columns(warp, row) + lane % 4 * (Tile::kKvBytes == 1 ? 4 : 2);
+      float* to =
+          columns(group, row) + part * kTilesD * 8 + lane % 4 * (Tile::kKvBytes == 1 ? 4 : 2);
       if constexpr (Tile::kKvBytes == 1) {  // of two tiles one has the even columns (fp8.h)
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; d += 2) {
@@ -79,28 +84,29 @@ struct DecodeRows {
           *reinterpret_cast<float2*>(to + d * 8) = {o[0][d][2 * r], o[0][d][2 * r + 1]};
         }
       }
-      if (lane % 4 == 0) maximum_and_sum(warp, row) = {row_m[r], row_sum[r]};
+      if (lane % 4 == 0 && part == 0) maximum_and_sum(group, row) = {row_m[r], row_sum[r]};
     }
     __syncthreads();
     const bool partial = work.num_splits > 1;
-    for (int row = warp; row < rows; row += warps) {
+    for (int row = first_row(); row < rows; row += kRowsAtOnce) {
       const int token = int(params.pack.divide(row));
       const int of_head = head + row - token * heads;
       float m = -INFINITY;
-      for (int w = 0; w < warps; ++w) m = fmaxf(m, maximum_and_sum(w, row).x);
+      for (int g = 0; g < kGroups; ++g) m = fmaxf(m, maximum_and_sum(g, row).x);
       float sum = 0.0f;
       float result[kPanels][4] = {};  // (panel of 128 columns, the lane's four)
-      for (int w = 0; w < warps; ++w) {
-        const float2 of_warp = maximum_and_sum(w, row);
+      CUTE_NO_UNROLL
+      for (int g = 0; g < kGroups; ++g) {
+        const float2 of_group = maximum_and_sum(g, row);
         // Masked keys have p = 0, but their V may be infinite: what saw no key does not count.
-        if (has_no_key(of_warp.x, of_warp.y)) continue;
-        const float weight = of_warp.x == m ? 1.0f : exp2_approx(of_warp.x - m);
-        sum = fmaf(of_warp.y, weight, sum);
+        if (has_no_key(of_group.x, of_group.y)) continue;
+        const float weight = of_group.x == m ? 1.0f : exp2_approx(of_group.x - m);
+        sum = fmaf(of_group.y, weight, sum);
         CUTE_UNROLL
         for (int c = 0; c < kPanels; ++c) {
           const int column = c * 128 + lane * 4;
           if (column < Tile::kHeadDim) {
-            const float4 x = *reinterpret_cast<const float4*>(columns(w, row) + column);
+            const float4 x = *reinterpret_cast<const float4*>(columns(g, row) + column);
             result[c][0] = fmaf(x.x, weight, result[c][0]);
             result[c][1] = fmaf(x.y, weight, result[c][1]);
             result[c][2] = fmaf(x.z, weight, result[c][2]);
@@ -176,7 +182,7 @@ struct DecodeRows {
     __syncthreads();
     if (!*is_last) return;
     const SplitRows splits{work.q_begin + first_token, tokens, work.partial_row, work.num_splits};
-    for (int row = warp; row < rows; row += warps) {
+    for (int row = first_row(); row < rows; row += kRowsAtOnce) {
       const int token = int(params.pack.divide(row));
       const int of_head = head + row - token * heads;
       store_row<Element>(

@@ -16,7 +16,7 @@ struct Fragments {
   static constexpr int kRowTiles = Tile::kRowTiles;
   // Tiles of S along the keys of a step, and of O along the head dimension.
   static constexpr int kTilesN = Tile::kStepN / 8 / Tile::kSharers;
-  static constexpr int kTilesD = Tile::kHeadDim / 8 / Tile::kSharers;
+  static constexpr int kTilesD = Tile::kHeadDim / 8 / Tile::kSharers / Tile::kColumnParts;
   static constexpr int kRows = 2 * kRowTiles;  // rows of which a thread holds elements
 
   using S = float[kRowTiles][kTilesN][4];  // (row tile, key tile, fragment)
@@ -34,7 +34,8 @@ struct OperandAddresses {
   std::uint32_t q, k, v;
   int swizzle_q, swizzle_k, swizzle_v;
 
-  CUTE_DEVICE OperandAddresses(std::uint32_t shared, int lane, int warp_row, int sharer) {
+  // part: of the columns of O.
+  CUTE_DEVICE OperandAddresses(std::uint32_t shared, int lane, int warp_row, int sharer, int part) {
     const int lane_row = lane % 16;
     const int lane_chunk = lane / 16;
     const int k_row = (lane % 8) + (lane / 16) * 8;
@@ -44,8 +45,7 @@ struct OperandAddresses {
     swizzle_v = lane_chunk ^ Layout::kv_swizzle(lane_row);
     q = shared + Layout::kQ + (warp_row + lane_row) * Layout::kRowBytes;
     k = shared + Layout::kK + (sharer * Fragments<Tile>::kTilesN * 8 + k_row) * Layout::kKvRowBytes;
-    v = shared + Layout::kV + lane_row * Layout::kKvRowBytes +
-        sharer * Fragments<Tile>::kTilesD * 16;
+    v = shared + Layout::kV + lane_row * Layout::kKvRowBytes + part * Fragments<Tile>::kTilesD * 16;
   }
 };
 

@@ -10,8 +10,8 @@
 //            +------------------------------------------------------+
 //
 // Each warp has whole rows of its own, so the softmax needs no exchange between warps. The two or three warps of a
-// scheduler overlap the softmax of one with the products of another. There are two exceptions: at head dimension 256
-// two warps share rows and split the columns (row_sharing.h has that drawing), and in tiles of few rows warps share
+// scheduler overlap the softmax of one with the products of another. There are two exceptions: from head dimension 256
+// on warps share rows and split the columns (row_sharing.h has that drawing), and in tiles of few rows warps share
 // rows and split the keys (key_sharing.h).
 //
 //   tile_work.h   which tile, which keys          scores.h        S = Q K^T
@@ -35,6 +35,7 @@
 #include <type_traits>
 
 #include "common/dependent_launch.h"
+#include "common/fetch_parameters.h"
 #include "common/find_work.h"
 #include "common/logits.h"
 #include "common/mask.h"
@@ -78,7 +79,10 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
 
   // Decode tiles use counters, which the previous kernel may write. Then the next kernel may start: all that it reads
   // before this kernel ends was written before this kernel began.
-  if constexpr (Tile::kDecodes) await_previous_kernel();
+  if constexpr (Tile::kDecodes) {
+    fetch_parameters(params);
+    await_previous_kernel();
+  }
   if constexpr (Tile::kPacked) allow_next_kernel();
 
   // ---- Which tile of which head, and where its keys and values come from. ----
@@ -107,7 +111,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   typename Warp::Transform logits(params, tile, share, range);
 
   // ---- What it computes: O, and the running maximum and sum of each row. ----
-  const OperandAddresses<Tile> at(shared, share.lane, share.warp_row, share.sharer);
+  const OperandAddresses<Tile> at(shared, share.lane, share.warp_row, share.sharer, share.part);
   float o[Warp::kRowTiles][Warp::kTilesD][4];  // (row tile, d tile, fragment)
   CUTE_UNROLL
   for (int m = 0; m < Warp::kRowTiles; ++m) {
@@ -146,7 +150,11 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   if (!share.has_rows) return;
   if constexpr (Tile::kSharers > 1) {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) row_sum[r] += neighbour.read_row(r);
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int other = 1; other < Tile::kSharers; ++other)
+        row_sum[r] += neighbour.read_row(r, other);
+    }
   } else {
     finish_softmax();
   }

@@ -32,12 +32,12 @@ template <class Tile>
 struct KeySharing<Tile, true> {
   using Layout = SharedLayout<Tile>;
   static constexpr int kSteps = Tile::kBlockN / Tile::kStepN;  // of a KV block
-  static constexpr int kTilesD = Tile::kHeadDim / 8;
+  static constexpr int kTilesD = Tile::kHeadDim / 8 / Tile::kColumnParts;
   static constexpr int kBarrier = 1;  // of the warps that have keys; __syncthreads() is barrier 0
 
   static constexpr int kRowTiles = Tile::kRowTiles;
-  static constexpr int kMaxGroups =
-      Tile::kWarps / kRowTiles < kSteps ? Tile::kWarps / kRowTiles : kSteps;
+  static constexpr int kWarps = Tile::kWarps / Tile::kColumnParts;
+  static constexpr int kMaxGroups = kWarps / kRowTiles < kSteps ? kWarps / kRowTiles : kSteps;
 
   int row_groups;  // 1, 2 or 4
   int groups;      // that the steps are dealt to
@@ -54,7 +54,7 @@ struct KeySharing<Tile, true> {
       groups = min(Tile::kWarps / row_groups, kMaxGroups);
     }
     row_group = warp & (row_groups - 1);
-    group = warp / row_groups;
+    group = warp % kWarps / row_groups;
   }
 
   CUTE_DEVICE bool has_part() const { return group < groups; }

@@ -214,13 +214,16 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
 
 template <class Element, class Kv, int HeadDim>
 KernelEntry kernel_entry() {
-  static_assert(serves_every_device<TileTable<HeadDim>>());
+  using Tiles = TileTable<HeadDim>;
   KernelEntry entry;
   entry.uses_mask_extents = true;
   if constexpr (std::is_same_v<Element, Kv>) {
+    static_assert(serves_every_device<Tiles>());
     entry.tile = &tile_shape<HeadDim>;
     entry.launch = &launch<Element, HeadDim>;
   } else {
+    static_assert(fit_every_device<typename Tiles::Fp8, typename Tiles::Fp8Wide,
+                                   typename Tiles::DecodeFp8>());
     entry.tile = &fp8_tile_shape<HeadDim>;
     entry.launch = &launch_fp8<Element, Kv, HeadDim>;
   }

@@ -23,9 +23,12 @@ namespace cutlass_kernels::fa2 {
 template <class Tile>
 struct PageRows {
   using Loader = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes>;
-  static constexpr int kStepRows = 32 / Loader::kChunks;    // of a warp
-  static constexpr int kRows = Loader::kSteps * kStepRows;  // of a warp, of K or of V
-  static_assert(kStepRows * Tile::kWarps == Loader::kRowStep && 2 * kRows <= 32,
+  static constexpr int kLanes = Loader::kChunks < 32 ? Loader::kChunks : 32;  // that copy a row
+  static constexpr int kPieces = Loader::kChunks / kLanes;                    // of a row
+  static constexpr int kStepRows = 32 / kLanes;                               // of a warp
+  static constexpr int kRowStep = kStepRows * Tile::kWarps;
+  static constexpr int kRows = Tile::kBlockN / Tile::kWarps;  // of a warp, of K or of V
+  static_assert(kRows % kStepRows == 0 && 2 * kRows <= 32,
                 "A warp copies whole rows, and a lane looks up one of its rows of K or of V.");
 
   const KernelParams& params;
@@ -48,7 +51,7 @@ struct PageRows {
   // This lane's row, in its KV block, and the key.
   CUTE_DEVICE static int row_of_block(int thread) {
     const int index = thread % kRows;
-    return index / kStepRows * Loader::kRowStep + thread / 32 * kStepRows + index % kStepRows;
+    return index / kStepRows * kRowStep + thread / 32 * kStepRows + index % kStepRows;
   }
   CUTE_DEVICE static int key(int k_block, int v_block, int thread) {
     return (is_v(thread) ? v_block : k_block) * Tile::kBlockN + row_of_block(thread);
@@ -91,34 +94,40 @@ struct PageRows {
 
   // A thread's first entry of K; those of V are kRows further on.
   CUTE_DEVICE const char* const* entries(int thread) const {
-    return table + thread / 32 * (2 * kRows) + thread % 32 / Loader::kChunks;
+    return table + thread / 32 * (2 * kRows) + thread % 32 / kLanes;
   }
 };
 
-// RowLoader's twin for rows of pages. Addresses are read kAhead steps before their loads.
+// RowLoader's twin for rows of pages. Addresses are read kAhead rows before their loads. A row of more than 512 bytes
+// is loaded in pieces.
 template <class Tile>
 struct PageLoader {
   using Layout = SharedLayout<Tile>;
   using Rows = PageRows<Tile>;
-  static constexpr int kSteps = Rows::Loader::kSteps;
-  static constexpr int kRowStep = Rows::Loader::kRowStep;
-  static constexpr int kChunks = Rows::Loader::kChunks;
-  static constexpr int kPatterns = Rows::Loader::kPatterns;
+  static constexpr int kPieces = Rows::kPieces;
+  static constexpr int kPieceBytes = Rows::kLanes * 16;
+  static constexpr int kRowSteps = Rows::kRows / Rows::kStepRows;
+  static constexpr int kSteps = kRowSteps * kPieces;
+  static constexpr int kRowStep = Rows::kRowStep;
+  static constexpr int kPatterns = kRowStep < 8 ? 8 / kRowStep : 1;
   static constexpr int kAhead = 2;
 
   const char* const* entries;
   const char* rows[kAhead];
   int column_bytes;
-  ColumnBytes<Tile::kKvBytes> columns;
-  std::uint32_t to[kPatterns];  // (step % kPatterns)
+  ColumnBytes<Tile::kKvBytes> columns[kPieces];
+  std::uint32_t to[kPatterns];  // (row step % kPatterns)
 
   CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim,
                          int thread)
       : entries(entries_) {
-    const int thread_row = thread / kChunks;
-    const int chunk = thread % kChunks;
+    const int thread_row = thread / Rows::kLanes;
+    const int chunk = thread % Rows::kLanes;
     column_bytes = chunk * 16;
-    columns = ColumnBytes<Tile::kKvBytes>(chunk, head_dim);
+    CUTE_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      columns[i] = ColumnBytes<Tile::kKvBytes>(chunk + i * Rows::kLanes, head_dim);
+    }
     CUTE_UNROLL
     for (int i = 0; i < kPatterns; ++i) {
       int row = thread_row + i * kRowStep;
@@ -137,15 +146,22 @@ struct PageLoader {
 
   CUTE_DEVICE void begin() {
     CUTE_UNROLL
-    for (int i = 0; i < kAhead; ++i) rows[i] = entries[i * Rows::kStepRows];
+    for (int i = 0; i < kAhead; ++i) {
+      if (i < kRowSteps) rows[i] = entries[i * Rows::kStepRows];
+    }
   }
 
-  CUTE_DEVICE void issue(int i) {
+  CUTE_DEVICE void issue(int step) {
+    const int i = step / kPieces;
+    const int piece = step % kPieces;
     const char* row = rows[i % kAhead];
-    if (i + kAhead < kSteps) rows[i % kAhead] = entries[(i + kAhead) * Rows::kStepRows];
-    columns.template copy<Tile::kDecodes>(
-        to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes,
-        row + column_bytes, row != nullptr);
+    if (piece + 1 == kPieces && i + kAhead < kRowSteps) {
+      rows[i % kAhead] = entries[(i + kAhead) * Rows::kStepRows];
+    }
+    columns[piece].template copy<Tile::kDecodes>(
+        to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes +
+            piece * kPieceBytes,
+        row + column_bytes + piece * kPieceBytes, row != nullptr);
   }
 
   CUTE_DEVICE void issue_all() {

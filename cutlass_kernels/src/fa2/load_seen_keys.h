@@ -17,7 +17,7 @@ namespace cutlass_kernels::fa2 {
 // hold anything, NaN too, and 0 * NaN is not 0.
 template <class Tile>
 struct SeenKeys {
-  static constexpr int kWords = Tile::kBlockN / 32;
+  static constexpr int kWords = (Tile::kBlockN + 31) / 32;
 
   const BitMask& bit_mask;
   IntervalMask interval;

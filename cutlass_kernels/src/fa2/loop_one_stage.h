@@ -1,4 +1,4 @@
-// The main loop with one stage, of warps that share rows in pairs: V of a KV block is loaded in a burst during Q K^T,
+// The main loop with one stage, of warps that share rows: V of a KV block is loaded in a burst during Q K^T,
 // K of the next one during P V. The letters are those of the drawing in row_sharing.h.
 #pragma once
 
@@ -75,7 +75,10 @@ CUTE_DEVICE void one_stage_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
       __syncthreads();
       CUTE_UNROLL
       for (int r = 0; r < Warp::kRows; ++r) {
-        thread_max[r] = fmaxf(thread_max[r], warp.neighbour.read_row(r));
+        CUTE_UNROLL
+        for (int other = 1; other < Tile::kSharers; ++other) {
+          thread_max[r] = fmaxf(thread_max[r], warp.neighbour.read_row(r, other));
+        }
       }
       warp.raise(thread_max);
     }

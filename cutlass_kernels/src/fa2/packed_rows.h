@@ -186,11 +186,13 @@ struct PackedQ {
 // of a KV split as they are, in fp32: all else is left to the merge.
 template <class Element, class Tile, bool kGeneral>
 CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, char* shared_memory,
-                              const WarpRows<Tile>& row_at, int row_end, int head,
-                              const float (&o)[1][Tile::kHeadDim / 8][4], const float (&row_m)[2],
-                              const float (&row_sum)[2]) {
+                              const WarpRows<Tile>& row_at, int row_end, int head, int sharer,
+                              const float (&o)[1][Tile::kHeadDim / 8 / Tile::kSharers][4],
+                              const float (&row_m)[2], const float (&row_sum)[2]) {
   using Layout = SharedLayout<Tile>;
-  constexpr int kTilesD = Tile::kHeadDim / 8;
+  constexpr int kTilesD = Tile::kHeadDim / 8 / Tile::kSharers;
+  const int first_d = Tile::kSharers > 1 ? sharer * kTilesD : 0;
+  const bool is_first = Tile::kSharers == 1 || sharer == 0;  // which writes what rows have once
   const LaunchParams& p = params.attention;
   const int lane = threadIdx.x % 32;
   const bool partial = work.num_splits > 1;
@@ -201,7 +203,7 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     const int token = row_at(row);
     const int of_head = head + row_at.pack_head(row);
     if constexpr (kGeneral && Tile::kKvBytes == 2) {
-      if (p.stats != nullptr && lane % 4 == 0 && token < row_end) {
+      if (p.stats != nullptr && is_first && lane % 4 == 0 && token < row_end) {
         params.stats.store(p, std::int64_t(work.q_begin) + token, of_head, row_m[r], row_sum[r]);
       }
     }
@@ -230,15 +232,15 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
           }
         }
       } else {
-        float* out = partial_o(p, at) + lane % 4 * 2;
+        float* out = partial_o(p, at) + first_d * 8 + lane % 4 * 2;
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; ++d) {
-          if (d * 8 < p.head_dim_vo) {
+          if ((first_d + d) * 8 < p.head_dim_vo) {
             *reinterpret_cast<float2*>(out + d * 8) = {o[0][d][r * 2], o[0][d][r * 2 + 1]};
           }
         }
       }
-      if (lane % 4 == 0) *partial_max_sum(p, at) = {row_m[r], row_sum[r]};
+      if (is_first && lane % 4 == 0) *partial_max_sum(p, at) = {row_m[r], row_sum[r]};
     } else {
       char* shared_q = shared_memory + Layout::kQ;
       if constexpr (Tile::kKvBytes == 1) {
@@ -252,12 +254,12 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
       } else {
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; ++d) {
-          *reinterpret_cast<std::uint32_t*>(shared_q + Layout::offset(row_at.warp_row + row, d) +
-                                            lane % 4 * 4) =
+          *reinterpret_cast<std::uint32_t*>(
+              shared_q + Layout::offset(row_at.warp_row + row, first_d + d) + lane % 4 * 4) =
               Element::pack(o[0][d][r * 2] * scale, o[0][d][r * 2 + 1] * scale);
         }
       }
-      if (p.lse != nullptr && lane % 4 == 0 && token < row_end) {
+      if (p.lse != nullptr && is_first && lane % 4 == 0 && token < row_end) {
         p.lse[(std::int64_t(work.q_begin) + token) * p.lse_stride_token +
               of_head * p.lse_stride_head] = lse;
       }
@@ -265,11 +267,12 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
   }
   if (partial) return;
   __syncwarp();
-  constexpr int kRowsPerStep = 32 / Layout::kChunks;
-  const int chunk = lane % Layout::kChunks;
+  constexpr int kOwnChunks = Layout::kChunks / Tile::kSharers;
+  constexpr int kRowsPerStep = 32 / kOwnChunks;
+  const int chunk = first_d + lane % kOwnChunks;
   CUTE_UNROLL
   for (int i = 0; i < 16 / kRowsPerStep; ++i) {
-    const int row = i * kRowsPerStep + lane / Layout::kChunks;
+    const int row = i * kRowsPerStep + lane / kOwnChunks;
     const int token = row_at(row);
     if (token < row_end && chunk * 8 < p.head_dim_vo) {
       const std::int64_t at = (std::int64_t(work.q_begin) + token) * p.o.stride_token +

@@ -1,9 +1,11 @@
-// Two warps that share rows: how head dimension 256 gets two row tiles.
+// Warps that share rows: two give head dimension 256 two row tiles, four 512.
 //
 // A warp has registers for the output of 16 rows of 256 columns, and with 16 rows every fragment of K and V read from
 // shared memory feeds one product. Here a pair of warps has 32 rows: of S each computes 32 of a KV block's 64 keys,
 // of O 128 of the 256 columns, so that a fragment feeds two products. Each has P of half the keys and needs all of
-// it: the halves are handed over as fragments, through shared memory.
+// it: the halves are handed over as fragments, through shared memory. At head dimension 512 four warps have a quarter
+// each, 16 keys of S and 128 columns of O; where the device has shared memory for few rows only, two warps have halves
+// of 16 rows.
 //
 //            +------------------------------- KV block j --------------------------------+
 //  tensor    | S = Q K(j)^T, own 32 keys |               | O += P V(j), own 128 columns  |
@@ -34,24 +36,26 @@ namespace cutlass_kernels::fa2 {
 
 // Hardware barriers. __syncthreads() is barrier 0: all warps arrive and wait.
 enum Barrier {
-  // + warp: that warp arrives when its P is written, the one that shares its rows waits.
+  // Of two warps that share rows, + warp: that warp arrives when its P is written, the other waits. Of four, + their
+  // rows: each arrives when its P is written, and waits.
   kPBarrier = 1,
 };
 
-// What a warp exchanges with the one that shares its rows, its neighbour. P is written anew after A and B of the next
-// block, when the other has read it; row values after A or B of a later one, or, after the last block, by a warp that
-// has waited for the other's P, which the other announces after reading them.
+// What a warp exchanges with those that share its rows, its neighbours. P is written anew after A and B of the next
+// block, when the others have read it; row values after A or B of a later one, or, after the last block, by a warp that
+// has waited for the others' P, which these announce after reading them.
 template <class Tile>
 struct RowSharing {
   using Layout = SharedLayout<Tile>;
   static constexpr int kRowTiles = Tile::kRowTiles;
   static constexpr int kRows = 2 * kRowTiles;  // rows of which a thread holds elements
+  static constexpr int kSharers = Tile::kSharers;
 
   int warp;
   int lane;
-  uint4* own_p;  // fragments [step][row tile][lane]
-  const uint4* other_p;
-  float* row_values;  // [row][sharer]
+  uint4* own_p;          // fragments [step][row tile][lane]
+  const uint4* other_p;  // of warp ^ 1
+  float* row_values;     // [row][sharer]
 
   CUTE_DEVICE RowSharing(char* shared_memory, int warp_, int lane_) : warp(warp_), lane(lane_) {
     char* p = shared_memory + Layout::kP;
@@ -67,13 +71,25 @@ struct RowSharing {
       own_p[(step * kRowTiles + m) * 32 + lane] = make_uint4(p[m][0], p[m][1], p[m][2], p[m][3]);
     }
   }
-  CUTE_DEVICE void p_is_written() const { named_barrier_arrive(kPBarrier + warp, 64); }
+  CUTE_DEVICE void p_is_written() const {
+    if constexpr (kSharers == 2) named_barrier_arrive(kPBarrier + warp, 64);
+  }
 
-  CUTE_DEVICE void await_p() const { named_barrier_wait(kPBarrier + (warp ^ 1), 64); }
-  CUTE_DEVICE void read_p(int step, std::uint32_t (&p)[kRowTiles][4]) const {
+  CUTE_DEVICE void await_p() const {
+    if constexpr (kSharers == 2) {
+      named_barrier_wait(kPBarrier + (warp ^ 1), 64);
+    } else {
+      named_barrier_wait(kPBarrier + warp / kSharers, 32 * kSharers);
+    }
+  }
+  // Of warp ^ other, one of those that share its rows.
+  CUTE_DEVICE void read_p(int other, int step, std::uint32_t (&p)[kRowTiles][4]) const {
+    constexpr int kOfWarp = Layout::kPWarpBytes / 16;
+    const uint4* fragments =
+        other == 1 ? other_p : other_p + ((warp ^ other) - (warp ^ 1)) * kOfWarp;
     CUTE_UNROLL
     for (int m = 0; m < kRowTiles; ++m) {
-      const uint4 fragment = other_p[(step * kRowTiles + m) * 32 + lane];
+      const uint4 fragment = fragments[(step * kRowTiles + m) * 32 + lane];
       p[m][0] = fragment.x;
       p[m][1] = fragment.y;
       p[m][2] = fragment.z;
@@ -83,8 +99,8 @@ struct RowSharing {
 
   // One number per row, which all threads of a quad know. Between writing and reading lies a barrier.
   CUTE_DEVICE float& row_value(int r, int of_warp) const {
-    const int row = warp / 2 * (kRowTiles * 16) + r / 2 * 16 + r % 2 * 8 + lane / 4;
-    return row_values[row * 2 + of_warp % 2];
+    const int row = warp / kSharers * (kRowTiles * 16) + r / 2 * 16 + r % 2 * 8 + lane / 4;
+    return row_values[row * kSharers + of_warp % kSharers];
   }
   CUTE_DEVICE void write_rows(const float (&values)[kRows]) const {
     CUTE_UNROLL
@@ -92,7 +108,7 @@ struct RowSharing {
       if (lane % 4 == 0) row_value(r, warp) = values[r];
     }
   }
-  CUTE_DEVICE float read_row(int r) const { return row_value(r, warp ^ 1); }
+  CUTE_DEVICE float read_row(int r, int other) const { return row_value(r, warp ^ other); }
 };
 
 }  // namespace cutlass_kernels::fa2

@@ -43,8 +43,14 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
   const int row_begin = tile.row_begin;
   const int row_end = tile.row_end;
   if constexpr (Tile::kDecodes) {
-    DecodeRows<Element, Tile, kGeneral>{params, work, shared_memory, row_begin, row_end - row_begin,
-                                        head,   warp, keys.groups}
+    DecodeRows<Element, Tile, kGeneral>{params,
+                                        work,
+                                        shared_memory,
+                                        row_begin,
+                                        row_end - row_begin,
+                                        head,
+                                        warp % KeySharing<Tile>::kWarps,
+                                        warp / KeySharing<Tile>::kWarps}
         .store(o, row_m, row_sum);
     return;
   }
@@ -65,20 +71,20 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
       }
     }
   }
-  if constexpr (Tile::kSharesKeys) {
+  if constexpr (Tile::kSharesKeys && !Tile::kDecodes) {
     if (!keys.merge(shared_memory, lane, o, row_m, row_sum)) return;
   }
-  if constexpr (Tile::kPacked) {
+  if constexpr (Tile::kPacked && !Tile::kDecodes) {
     if constexpr (kRowTiles == 1) {
-      store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head, o,
-                                            row_m, row_sum);
+      store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head,
+                                            part, o, row_m, row_sum);
     } else {
       static_assert(!kGeneral);
       CUTE_UNROLL
       for (int m = 0; m < kRowTiles; ++m) {
         const WarpRows<Tile> rows{row_begin, warp_row + m * 16, params.pack};
         store_packed<Element, Tile, kGeneral>(
-            params, work, shared_memory, rows, row_end, head,
+            params, work, shared_memory, rows, row_end, head, part,
             reinterpret_cast<const float (&)[1][kTilesD][4]>(o[m]),
             {row_m[2 * m], row_m[2 * m + 1]}, {row_sum[2 * m], row_sum[2 * m + 1]});
       }

@@ -36,7 +36,7 @@ struct TileWork {
     const LaunchParams& p = params.attention;
     head = Tile::kPacked ? position.head * int(params.pack.divisor) : position.head;
     // Not a FastDivisor: ptxas then orders the main loop anew, which is 3 % slower.
-    kv_head = head / params.group_size;
+    kv_head = int(unsigned(head) / unsigned(params.group_size));
     const int tile_rows = Tile::kPacked ? p.plan.tile_rows : Tile::kBlockM;
     row_begin = item.tile * tile_rows;
     row_end = min(row_begin + tile_rows, item.qo_len);

@@ -15,8 +15,8 @@ namespace cutlass_kernels::fa2 {
 
 // o += P V. make_p(k, i) gives register i % 4 of the fragment of P for row tile i / 4 and keys 16 k on. P of the next
 // 16 keys is computed between the products of these, and fragments of V are read kAhead steps, of 16 keys and 16
-// columns, before their products. Of two warps that share rows each has P of half the keys: its own products come
-// first, then those with P of the other.
+// columns, before their products. Of warps that share rows each has P of some of the keys: its own products come first,
+// then those with P of the others.
 template <class Element, class Tile, int kTilesN, int kTilesD, class MakeP>
 CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32_t values,
                             int swizzle_v, int sharer, const RowSharing<Tile>& other,
@@ -25,14 +25,13 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32
   constexpr int kSharers = Tile::kSharers;
   constexpr int kOwnSteps = kTilesN / 2;  // of 16 keys and this warp's P; the other's follow
   constexpr int kStepsK = kOwnSteps * kSharers;
-  static_assert(kSharers == 1 || kOwnSteps > 1);
   constexpr int kStepsD = kTilesD / 2;
   constexpr int kSlots = Tile::kAhead + 1;
   std::uint32_t b[kSlots][4];  // V: (slot, two fragments of one d tile each)
   auto read_v = [&](int step) {
     if (step < kStepsK * kStepsD) {
       const int k = step / kStepsD;
-      const int of_sharer = k < kOwnSteps ? sharer : sharer ^ 1;
+      const int of_sharer = sharer ^ k / kOwnSteps;
       const int key = (of_sharer * kOwnSteps + k % kOwnSteps) * 16;
       ldmatrix_x4_trans(b[step % kSlots], values + key * Layout::kRowBytes +
                                               Layout::chunk_offset(swizzle_v, step % kStepsD * 2));
@@ -46,14 +45,17 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32
   CUTE_UNROLL
   for (int pack = 0; pack < kPacks; ++pack) a[0][pack / 4][pack % 4] = make_p(0, pack);
   if constexpr (kSharers > 1) other.write_p(0, a[0]);
+  if constexpr (kSharers > 1 && kOwnSteps == 1) other.p_is_written();
   CUTE_UNROLL
   for (int k = 0; k < kStepsK; ++k) {
     if constexpr (kSharers > 1) {
       if (k == kOwnSteps) {
         other.await_p();
-        other.read_p(0, a[k % 2]);
+        other.read_p(1, 0, a[k % 2]);
       }
-      if (k >= kOwnSteps && k + 1 < kStepsK) other.read_p(k + 1 - kOwnSteps, a[(k + 1) % 2]);
+      if (k >= kOwnSteps && k + 1 < kStepsK) {
+        other.read_p((k + 1) / kOwnSteps, (k + 1) % kOwnSteps, a[(k + 1) % 2]);
+      }
     }
     CUTE_UNROLL
     for (int pair = 0; pair < kStepsD; ++pair) {

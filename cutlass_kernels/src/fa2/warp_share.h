@@ -17,7 +17,8 @@ struct WarpShare {
   int thread;
   int lane;
   int warp;
-  int sharer;  // of two warps that share rows: which keys of a step in Q K^T, which columns in P V (row_sharing.h)
+  int sharer;             // of warps that share rows: which keys of a step in Q K^T (row_sharing.h)
+  int part;               // which columns in P V
   KeySharing<Tile> keys;  // which steps of a KV block (key_sharing.h)
   int warp_row;           // the warp's first row in the tile, where it has kRows of them
   WarpRows<Tile> row_at;  // the same as rows of the request
@@ -30,6 +31,7 @@ struct WarpShare {
         lane(thread_ % 32),
         warp(thread_ / 32),
         sharer(warp % Tile::kSharers),
+        part(Tile::kColumnParts > 1 ? warp / (Tile::kWarps / Tile::kColumnParts) : sharer),
         keys((tile.row_end - tile.row_begin) * int(params.pack.divisor), warp),
         warp_row(keys.row_group * kRows),
         row_at{tile.row_begin, warp_row, params.pack},

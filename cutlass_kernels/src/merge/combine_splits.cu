@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/dependent_launch.h"
+#include "common/fetch_parameters.h"
 #include "common/find_work.h"
 #include "cuda_failure.h"
 #include "device.h"
@@ -41,7 +42,8 @@ __device__ SplitsOfTile tile_of_batch(const LaunchParams& p, const SplitTable& b
   const LaunchPlan& plan = p.plan;
   const int tile = index / p.batch_size;
   const int batch = index - tile * p.batch_size;
-  const RowsOfRequest rows = rows_of_request(p, batch);
+  RowsOfRequest rows = rows_of_request(p, batch);
+  rows.length = min(rows.length, p.max_qo_len);
   const RequestSplits splits = batch_splits.of(p, batch);
   const int first_row = tile * plan.tile_rows;
   const bool is_split =
@@ -77,6 +79,7 @@ template <class Element, int kPanels, bool kShared>
 __global__ void __launch_bounds__(32 * kWarps)
     combine_splits_kernel(__grid_constant__ const LaunchParams p) {
   constexpr int kLoads = 16;
+  fetch_parameters(p);
   __shared__ float4 others_o[kShared ? kWarps - 1 : 1][kPanels][32];
   __shared__ float2 others_sum[kWarps];  // with its maximum
   // While the attention kernel runs: it does not write any of this, and has not started before whatever did had ended.
@@ -182,10 +185,11 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   // The two add up splits in different orders. With a fixed split size, results must not depend on the batch: only one
   // is used.
   const bool shared = params.fixed_split_size == 0 && most_rows <= most_blocks;
-  static_assert(kMostCombinedColumns <= 2 * 128,
-                "Columns beyond those of two panels of 128 would never be combined.");
-  const Kernel kernel = params.head_dim_vo <= 128 ? kernel_for<1>(params.o_dtype, shared)
-                                                  : kernel_for<2>(params.o_dtype, shared);
+  static_assert(kMostCombinedColumns <= 4 * 128,
+                "Columns beyond those of four panels of 128 would never be combined.");
+  const Kernel kernel = params.head_dim_vo <= 128   ? kernel_for<1>(params.o_dtype, shared)
+                        : params.head_dim_vo <= 256 ? kernel_for<2>(params.o_dtype, shared)
+                                                    : kernel_for<4>(params.o_dtype, shared);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(
       shared ? most_rows : std::min<std::int64_t>((most_rows + kWarps - 1) / kWarps, most_blocks)));

@@ -7,7 +7,7 @@
 namespace cutlass_kernels {
 
 /// Columns of O that the kernels have registers for. Tiles whose keys may be split assert that they have no more.
-constexpr int kMostCombinedColumns = 256;
+constexpr int kMostCombinedColumns = 512;
 
 /// Enqueues the kernel that combines the partial results (partial_results.h) of all split tiles into params.o and
 /// params.lse.

@@ -260,9 +260,8 @@ std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indpt
   for (std::size_t batch = 0; batch + 1 < qo_indptr.size(); ++batch) {
     const int qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
     const int kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
-    for (int tile = 0;
-         tile < tile_count(qo_indptr[batch], qo_indptr[batch + 1], qo_indptr.back(), tile_rows);
-         ++tile) {
+    const int tiles = tile_count(qo_indptr[batch], qo_len, qo_indptr.back(), tile_rows);
+    for (int tile = 0; tile < tiles; ++tile) {
       list.push_back(
           {int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0});
     }

@@ -39,11 +39,15 @@ SplitRule fixed_rule(const AttentionParams& params, std::int64_t tiles) {
   return rule;
 }
 
-/// Splits that fill the device.
+/// Rows of a split in a batch without a list: batch_splits.h.
+std::int64_t rows_of_split(const AttentionParams& params, const TileShape& tile) {
+  return std::min({std::int64_t(tile.rows), std::int64_t(params.max_qo_len), params.total_q});
+}
+
+/// Splits that fill the device, of up to `rows` rows each.
 SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles,
-                       std::int64_t keys, const Device& device) {
+                       std::int64_t rows, std::int64_t keys, const Device& device) {
   SplitRule rule;
-  const std::int64_t rows = std::min<std::int64_t>(tile.rows, params.total_q);
   const std::int64_t room =
       kMostPartialBytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
   const int thread_blocks =
@@ -90,7 +94,10 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
   } else {
     std::int64_t keys = most_keys(params);
     if (batch_without_list) keys = std::min(keys, most_keys_of_rows(params, tile.rows));
-    rule = filling_rule(params, tile, tiles, keys, device);
+    const std::int64_t rows = batch_without_list
+                                  ? rows_of_split(params, tile)
+                                  : std::min<std::int64_t>(tile.rows, params.total_q);
+    rule = filling_rule(params, tile, tiles, rows, keys, device);
   }
   if (rule.most_splits < 2) return rule;
   if (combines_in_kernel(params, tile, rule.wave / std::max<std::int64_t>(tiles, 1))) {
@@ -118,7 +125,7 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
 std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,
                                        TileSource source, std::int64_t splits) {
   if (source == TileSource::kSingleRequest) return splits > 1 ? params.total_q * splits : 0;
-  const std::int64_t rows = std::min<std::int64_t>(tile.rows, params.total_q);
+  const std::int64_t rows = rows_of_split(params, tile);
   return splits > params.batch_size ? tiles_of_longest(params, tile.rows) * splits * rows : 0;
 }
 
