@@ -286,6 +286,7 @@ def test_a_workspace_of_the_size_that_is_told_is_enough(target, heads, requests,
     told = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
     types = dict(q_data_type=batch.q.dtype, q_len_per_req=q_len)
     sizes = told.workspace_size(*paged.table(), *batch.heads, 16, **types)
+    assert min(sizes) >= 16
     wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(max(sizes[0], 1)), backend=target.backend)
     wrapper.reset_workspace_buffer(*(target.workspace(max(size, 1)) for size in sizes))
     wrapper.plan(*paged.table(), *batch.heads, 16, **types)

@@ -81,35 +81,39 @@ def test_nothing_stays_in_a_pool_of_the_caller(name, no_slopes):
     assert live_bytes(pool) == 0
 
 
-@torch.library.custom_op("cutlass_kernels_tests::decode", mutates_args=())
-def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str) -> torch.Tensor:
-    return ck.single_decode_with_kv_cache(q, k, v, pos_encoding_mode=pos_encoding_mode)
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str) -> torch.Tensor:
+    if q.dim() == 2:
+        return ck.single_decode_with_kv_cache(q, k, v, pos_encoding_mode=pos_encoding_mode)
+    return ck.single_prefill_with_kv_cache(q, k, v, causal=True, pos_encoding_mode=pos_encoding_mode)
 
 
-@decode.register_fake
+operator = torch.library.custom_op("cutlass_kernels_tests::attend", attend, mutates_args=())
+
+
+@operator.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str) -> torch.Tensor:
     return torch.empty_like(q)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys", [20, 5000])
+@pytest.mark.parametrize("shape", ["decode", "long decode", "prompt", "long prompt"])
 @pytest.mark.parametrize("pos_encoding_mode", ["NONE", "ALIBI"])
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "between graphs"])
-def test_decode_in_a_compiled_graph(no_slopes, captured, pos_encoding_mode, keys):
+def test_calls_in_a_compiled_graph(no_slopes, captured, pos_encoding_mode, shape):
     """An engine's own operator is captured with the call inside. A call by itself runs between two graphs."""
+    rows, keys = {"decode": (1, 256), "long decode": (1, 5000), "prompt": (128, 128), "long prompt": (3000, 3000)}[
+        shape
+    ]
 
     def step(q, k, v):
-        if captured:
-            out = decode(q * 2, k, v, pos_encoding_mode)
-        else:
-            out = ck.single_decode_with_kv_cache(q * 2, k, v, pos_encoding_mode=pos_encoding_mode)
-        return out + 1
+        call = operator if captured else attend
+        return call(q * 2, k, v, pos_encoding_mode) + 1
 
-    batch = make_batch([1], [keys], *HEADS, device="cuda:0")
+    batch = make_batch([rows], [keys], *HEADS, device="cuda:0")
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     for turn in range(4):  # the first call warms up, the second records, the others replay
-        q = batch.q[0] * (1 + turn / 4)
+        q = (batch.q[0] if rows == 1 else batch.q) * (1 + turn / 4)
         torch.compiler.cudagraph_mark_step_begin()
         got = compiled(q, batch.k, batch.v).clone()
         torch.testing.assert_close(got, step(q, batch.k, batch.v), rtol=2e-3, atol=2e-3)
