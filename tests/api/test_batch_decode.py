@@ -273,7 +273,9 @@ def test_properties(target):
     wrapper.reset_workspace_buffer(target.workspace(max(float_bytes, 1)), target.workspace(max(int_bytes, 1)))
     with pytest.raises(RuntimeError, match="no plan"):
         wrapper.run(batch.q, paged.cache)
+    assert wrapper.resolved_backend in (target.backend, "auto")
     plan(wrapper, batch, paged)
+    assert wrapper.resolved_backend == wrapper._backend != "auto"
     assert_close(wrapper.run(batch.q, paged.cache), wanted(batch).out, wanted(batch).baseline)
 
 

@@ -373,6 +373,20 @@ def test_workspace_size_of_vectors_on_the_device(target, fixed, graph):
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
 
 
+@pytest.mark.runs_nothing("nothing is there to be compiled")
+def test_nothing_needs_prewarming(target):
+    wrappers = [
+        ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace()),
+        ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace()),
+        ck.MultiLevelCascadeAttentionWrapper(2, target.workspace()),
+        ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace()),
+    ]
+    for wrapper in wrappers:
+        wrapper.prewarm_paged_kv_stride_variant()
+        with pytest.raises(ValueError, match="variant='equal' is unknown"):
+            wrapper.prewarm_paged_kv_stride_variant("equal")
+
+
 def test_last_page_len_of_an_empty_request_does_not_matter(target):
     batch = make_batch([3, 4], [0, 13], 4, 2, 64, device=target.device)
     paged = batch.paged(8)
