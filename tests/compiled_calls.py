@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,24 @@ def _fused(x: Data) -> list[Call]:
         (scaled, (x.q, x.kv, *offsets, x.one, x.sinks)),
         (to_place, (x.q, x.kv, *offsets, torch.zeros_like(x.q))),
         (paged, (x.q, x.cache, *offsets, x.here(1, 2)[None])),
+    ]
+
+
+def _attention(x: Data) -> list[Call]:
+    every = dict(window=(3, 2), logits_soft_cap=2.0, sm_scale=0.2, return_lse=True, lse_base=math.e)
+    dense = tuple(y.unsqueeze(0) for y in x.qkv)
+
+    def varlen(q, k, v, cum_q, cum_kv, **options):
+        return ck.attention(q, k, v, cu_seqlens_q=cum_q, cu_seqlens_k=cum_kv, max_seqlen_q=5, **options)
+
+    def paged(q, cache, used, table, sinks, out):
+        k, v = cache.unbind(1)
+        return ck.attention(q, k, v, seqused_k=used, page_table=table, causal=True, sinks=sinks, out=out)
+
+    return [
+        (lambda *t: ck.attention(*t, causal=True), dense),
+        (lambda *t: varlen(*t, **every), (*x.qkv, x.here(0, 5), x.here(0, 20))),
+        (paged, (dense[0], x.cache, x.here(20), x.here(1, 2)[None], x.sinks, torch.zeros_like(dense[0]))),
     ]
 
 
@@ -324,6 +343,7 @@ CALLS: dict[str, Callable[[Data], list[Call]]] = {
     "single_prefill_with_kv_cache_return_lse": _return_lse,
     "single_decode_with_kv_cache": _single_decode,
     "trtllm_fmha_v2_prefill": _fused,
+    "attention": _attention,
     "batch_decode_with_shared_prefix_padded_kv_cache": _padded,
     "BatchPrefillWithPagedKVCacheWrapper": _paged,
     "BatchPrefillWithRaggedKVCacheWrapper": _ragged,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import _hints
+from . import _hints, _kept
 from ._hints import shown
 from ._problem import FLOAT_DTYPES, FP8_DTYPES
 from ._tracing import is_traced, without_modes
@@ -409,7 +409,10 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     captured = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
     with without_modes():
         slopes = _slopes_on(num_heads, device if captured else torch.device("cpu"))
-        return slopes if captured else _slopes.setdefault((num_heads, device), slopes.to(device))
+        if captured:
+            return slopes
+        made = _kept.empty(num_heads, torch.float32, device).copy_(slopes)
+        return _slopes.setdefault((num_heads, device), made)
 
 
 def _slopes_on(num_heads: int, device: torch.device) -> torch.Tensor:

@@ -122,6 +122,11 @@ class MultiLevelCascadeAttentionWrapper:
         for level, buffer in zip(self._levels, own):
             level.reset_workspace_buffer(float_workspace_buffer, buffer)
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing, as in ``BatchPrefillWithPagedKVCacheWrapper``."""
+        for level in self._levels:
+            level.prewarm_paged_kv_stride_variant(variant)
+
     @spellings(allow_fp16_qk_reduction="use_fp16_qk_reduction")
     def plan(
         self,

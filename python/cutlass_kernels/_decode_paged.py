@@ -93,6 +93,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         )
 
     @property
+    def resolved_backend(self) -> str:
+        """The backend of the latest plan; what the constructor was given, before the first one."""
+        return self._backend
+
+    @property
     def use_tensor_cores(self) -> bool:
         """What the constructor was told."""
         return self._use_tensor_cores

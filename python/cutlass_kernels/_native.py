@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from . import _kept
+
 _C: Any
 try:
     from . import _C  # type: ignore[attr-defined,no-redef]
@@ -75,7 +77,7 @@ def _describe_torch() -> None:
         "facts": _facts,
         "empty_like": torch.empty_like,
         "empty": torch.empty,
-        "zeros": torch.zeros,
+        "zeros": _kept.zeros,
         "device": torch.device,
         "stream_of": stream_of,
         "uint8": torch.uint8,

@@ -354,7 +354,7 @@ def define(name: str, arguments: str, implementation: Callable[..., Any], fake: 
 
 
 def _register(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    # A later plan would not reach a captured run; counters and slopes outlive the graph's pool.
+    # A later plan would not reach a captured run.
     unsafe = [] if _UNSAFE is None else [_UNSAFE]
     register(name, f"({arguments}) -> (Tensor, Tensor)", implementation, fake, unsafe)
 

@@ -301,6 +301,18 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 f"{self._paged_kv_indices_buf.numel()}: make the buffer larger."
             )
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: kernels read K and V of different strides, and nothing is compiled at run time.
+
+        Args:
+            variant: "independent".
+
+        Raises:
+            ValueError: another ``variant``.
+        """
+        if variant != "independent":
+            raise ValueError(f"variant={variant!r} is unknown: use 'independent', the only one.")
+
     def _vectors(self, plan: Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
         assert plan.batch.page_size is not None
         pages = Pages(stored["paged_kv_indices_buf"], stored["paged_kv_last_page_len_buf"], plan.batch.page_size)

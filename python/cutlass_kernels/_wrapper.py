@@ -25,6 +25,8 @@ from ._problem import Copies, Mask, MultiItem, Offsets, PagedKv, Pages, RaggedKv
 from ._select import KERNEL_BACKENDS
 from ._tracing import is_traced
 
+_LEAST_WORKSPACE = 16  # bytes: no plan is told that it needs an empty buffer
+
 
 class BatchPrefillWrapper(Copied):
     """Base of the paged and the ragged wrapper. Attributes with an underscore are read by serving engines."""
@@ -38,7 +40,7 @@ class BatchPrefillWrapper(Copied):
     _rope_theta = Option()
     _use_fp16_qk_reduction = Option("fp16_qk_reduction")
     _dry_run = False  # plan without writing anything; see workspace_size
-    _needed = (0, 0)  # what a dry run found
+    _needed = (_LEAST_WORKSPACE, _LEAST_WORKSPACE)  # what a dry run found
     _qo_indptr_buf = IndexBuffer()
     _pin_memory_int_workspace_buffer: torch.Tensor | None = None  # FlashInfer's plans need one; engines pass it on
 
@@ -141,8 +143,10 @@ class BatchPrefillWrapper(Copied):
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Bytes ``(float_workspace, int_workspace)`` that plan() with the same arguments, and its runs, need.
 
-        The float workspace holds the results of split keys. Where only the device knows the number of rows, both are 0:
-        runs find out. Nothing is planned or written.
+        The float workspace holds the partial results of KV splits. Both sizes are at least 16, so that a buffer of this
+        size has an address. Nothing is planned or written.
+
+        If qo_indptr is a CUDA tensor, its last element is read back: unlike plan(), this waits for the device.
         """
         probe = copy.copy(self)
         probe._dry_run = True
@@ -400,8 +404,11 @@ class BatchPrefillWrapper(Copied):
             tail = 0 if self._use_cuda_graph else plan.place_vectors(self._int_workspace_buffer)
             offsets = self._planned_offsets(plan, stored)
             if self._dry_run:
+                if offsets.total_q is None:
+                    # The rows of the vector that was given: the buffers of a CUDA graph do not hold it yet.
+                    offsets.total_q = int(indices["qo_indptr_buf"].tensor[-1])
                 partial_bytes, list_bytes = _kernels.workspace_size(plan.backend, plan.request, offsets)
-                self._needed = partial_bytes, list_bytes + tail
+                self._needed = max(partial_bytes, _LEAST_WORKSPACE), max(list_bytes + tail, _LEAST_WORKSPACE)
                 return
             self._make_schedule(plan, offsets, indices, tail)
         elif self._dry_run:

@@ -346,11 +346,16 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     plan = begin_forward
 
+    @spellings(float_workspace_buffer="new_workspace_buffer")
     def reset_workspace_buffer(
         self, new_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
         super().reset_workspace_buffer(new_workspace_buffer, int_workspace_buffer)
         self._begun = None
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing, as in ``BatchPrefillWithPagedKVCacheWrapper``."""
+        self._unique.prewarm_paged_kv_stride_variant(variant)
 
     def end_forward(self) -> None:
         """Drops what begin_forward() prepared."""

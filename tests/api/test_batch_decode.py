@@ -273,7 +273,9 @@ def test_properties(target):
     wrapper.reset_workspace_buffer(target.workspace(max(float_bytes, 1)), target.workspace(max(int_bytes, 1)))
     with pytest.raises(RuntimeError, match="no plan"):
         wrapper.run(batch.q, paged.cache)
+    assert wrapper.resolved_backend in (target.backend, "auto")
     plan(wrapper, batch, paged)
+    assert wrapper.resolved_backend == wrapper._backend != "auto"
     assert_close(wrapper.run(batch.q, paged.cache), wanted(batch).out, wanted(batch).baseline)
 
 
@@ -286,6 +288,7 @@ def test_a_workspace_of_the_size_that_is_told_is_enough(target, heads, requests,
     told = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
     types = dict(q_data_type=batch.q.dtype, q_len_per_req=q_len)
     sizes = told.workspace_size(*paged.table(), *batch.heads, 16, **types)
+    assert min(sizes) >= 16
     wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace(max(sizes[0], 1)), backend=target.backend)
     wrapper.reset_workspace_buffer(*(target.workspace(max(size, 1)) for size in sizes))
     wrapper.plan(*paged.table(), *batch.heads, 16, **types)

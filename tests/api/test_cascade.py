@@ -237,6 +237,7 @@ def test_reset_workspace_with_one_or_two_buffers(target):
             wrapper.begin_forward(*first, *paged.table(), *unique.heads, 8)
             out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
             assert_close(out, expect(whole).out, atol=2e-3)
+        wrapper.reset_workspace_buffer(float_workspace_buffer=target.workspace(), int_workspace_buffer=None)
 
 
 @pytest.mark.runs_nothing("constructs only")

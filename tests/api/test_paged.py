@@ -351,6 +351,42 @@ def test_workspace_size_is_enough(target):
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("fixed", [None, 16])
+def test_workspace_size_of_vectors_on_the_device(target, fixed, graph):
+    """As FlashInfer's callers use it: exact buffers, never empty, for vectors that the host does not know."""
+    batch = make_batch([64] * 3, [1024] * 3, 16, 4, 128, device=target.device)
+    paged = batch.paged(16)
+    table = [x.to(target.device) for x in (batch.qo_indptr(), *paged.table())]
+    names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    buffers = {name: torch.full_like(x, -7) for name, x in zip(names, table)} if graph else {}
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(
+        target.workspace(), use_cuda_graph=graph, backend=target.backend, **buffers
+    )
+    sizes = wrapper.workspace_size(*table, *batch.heads, 16, fixed_split_size=fixed)
+    assert min(sizes) >= 16 and all(bool((x == -7).all()) for x in buffers.values())
+    if fixed and target.backend == "fa2":
+        assert sizes[0] > 4 * 3 * 64 * 16 * 128  # partial results in fp32, of every split of 256 keys
+    wrapper.reset_workspace_buffer(*(target.workspace(size) for size in sizes))
+    wrapper.plan(*table, *batch.heads, 16, fixed_split_size=fixed)
+    want = expect(batch)
+    assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)
+
+
+@pytest.mark.runs_nothing("nothing is there to be compiled")
+def test_nothing_needs_prewarming(target):
+    wrappers = [
+        ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace()),
+        ck.BatchDecodeWithPagedKVCacheWrapper(target.workspace()),
+        ck.MultiLevelCascadeAttentionWrapper(2, target.workspace()),
+        ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace()),
+    ]
+    for wrapper in wrappers:
+        wrapper.prewarm_paged_kv_stride_variant()
+        with pytest.raises(ValueError, match="variant='equal' is unknown"):
+            wrapper.prewarm_paged_kv_stride_variant("equal")
+
+
 def test_last_page_len_of_an_empty_request_does_not_matter(target):
     batch = make_batch([3, 4], [0, 13], 4, 2, 64, device=target.device)
     paged = batch.paged(8)
