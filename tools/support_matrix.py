@@ -144,7 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.update is None:
         print(render(list_kernels()), end="")
         return
-    instances = chosen.update.resolve().parent / INSTANCES
+    above = [folder / INSTANCES for folder in chosen.update.resolve().parents]
+    instances = next((path for path in above if path.is_file()), above[0])
     text = update(chosen.update.read_text(), render(parse_instances(instances.read_text())))
     chosen.update.write_text(text)
 

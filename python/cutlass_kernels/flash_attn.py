@@ -68,7 +68,8 @@ def flash_attn_func(
         k, v: ``[B, S, Hkv, D]``; v may have another head dimension.
         softmax_scale: default ``1 / sqrt(D)``, with ``qv`` ``1 / sqrt(D + Dv)``.
         causal: aligned to the last key: row i sees keys up to ``i + S - n``.
-        qv: ``[B, n, Hq, Dv]``, adds ``qv . v`` to the logits; computed by PyTorch, with a warning.
+        qv: ``[B, n, Hq, Dv]``, adds ``qv . v`` to the logits: joined with q, as v with k. Beyond ``D + Dv = 512``,
+            PyTorch computes, with a warning.
         q_descale, k_descale, v_descale: fp32 ``[B, Hkv]``, dequantisation factors.
         window_size: ``(left, right)``, -1 is no limit.
         attention_chunk: rows see the keys of their chunk of so many; 0 is none.

@@ -297,7 +297,7 @@ def test_8_bit_queries_need_a_16_bit_output(target):
     refuse((ValueError, RuntimeError), lambda: calls.single(), "o_dtype")
 
 
-@pytest.mark.parametrize("head_dim", [100, 320])
+@pytest.mark.parametrize("head_dim", [100, 520])
 def test_head_dim_without_kernel(kernel_backend, head_dim):
     q, k, v = (torch.zeros(5, 2, head_dim, dtype=torch.float16, device="cuda:0") for _ in range(3))
     call = ck.single_prefill_with_kv_cache

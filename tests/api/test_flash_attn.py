@@ -231,9 +231,9 @@ def test_combine(target):
 
 
 def test_values_in_the_logits(target):
-    batch = make_batch([5] * 2, [9] * 2, 4, 2, 64, head_dim_vo=256, device=target.device)
+    batch = make_batch([5] * 2, [9] * 2, 4, 2, 64, head_dim_vo=512, device=target.device)
     q, k, v = (x.unflatten(0, (2, -1)) for x in (batch.q, batch.k, batch.v))
-    qv = randn((2, 5, 4, 256), torch.float16, target.device, torch.Generator().manual_seed(2))
+    qv = randn((2, 5, 4, 512), torch.float16, target.device, torch.Generator().manual_seed(2))
     out = target.attempt(lambda backend: flash_attn_func(q, k, v, qv=qv, causal=True), {"qv"})
     wide = Batch(batch.qo_lens, batch.kv_lens, torch.cat([q, qv], -1).flatten(0, 1), None, batch.v)
     wide.k = torch.cat([k, v], -1).flatten(0, 1)

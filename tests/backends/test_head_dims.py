@@ -24,7 +24,7 @@ FA3 = {
     "panel of o": ("TileDefaults<128, 96>", "", "panels of 64 columns"),
     "panel of o of e4m3": ("Fp8Defaults<96>", "", "panels of 64 columns"),
     "wide o": ("TileDefaults<512>", "", "at most 256"),
-    "combined columns": ("Packing<TileDefaults<512>>", "", "than the kernels that combine them"),
+    "combined columns": ("Packing<TileDefaults<1024>>", "", "than the kernels that combine them"),
     "keys": ("TileDefaults<128>", "static constexpr int kBlockN = 80;", "32 keys at a time"),
 }
 FA2_ROWS = """
@@ -33,9 +33,9 @@ static constexpr int kBlocksPerSm = 2;
 """
 FA2 = {
     "swizzle": ("OneHeadTile<80>", FA2_ROWS, "eight chunks of 64 columns"),
-    "lanes": ("OneHeadTile<192>", FA2_ROWS, "64, 128 and 256"),
-    "wide": ("OneHeadTile<512>", FA2_ROWS, "64, 128 and 256"),
-    "combined columns": ("PackedTile<512>", FA2_ROWS, "than the kernels that combine them"),
+    "lanes": ("OneHeadTile<192>", FA2_ROWS, "64, 128, 256 and 512"),
+    "wide": ("OneHeadTile<384>", FA2_ROWS, "64, 128, 256 and 512"),
+    "combined columns": ("PackedTile<1024>", FA2_ROWS, "than the kernels that combine them"),
 }
 USES = {"fa3": "template struct Tile<Wrong>;", "fa2": "static_assert(is_consistent<Wrong>());"}
 WRONG = [
