@@ -268,12 +268,12 @@ struct TileTable<512> {
   struct Decode : DecodeTile<512> {  // 112 KB
     static constexpr int kColumnParts = 2;
     static constexpr int kBlockN = 16, kStepN = 16, kStages = 3;
-    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+    static constexpr int kAhead = 3, kBlocksPerSm = 2;
   };
   struct DecodeSmall : DecodeTile<512> {  // 80 KB
     static constexpr int kColumnParts = 2;
     static constexpr int kBlockN = 16, kStepN = 16, kStages = 2;
-    static constexpr int kAhead = 2, kBlocksPerSm = 2;
+    static constexpr int kAhead = 3, kBlocksPerSm = 2;
   };
   // Large tiles run one to an SM.
   static constexpr int kFewTiles = 100;

@@ -32,8 +32,8 @@ struct DecodeRows {
   static constexpr int kRows = Tile::kBlockM;
   static constexpr int kGroups = KeySharing<Tile>::kMaxGroups;
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
-  // Loads of partial results in flight: 128 registers, or 64.
-  static constexpr int kLoads = Tile::kBlocksPerSm <= 2 ? 32 : 16;
+  // Loads of partial results in flight: 128 registers, or 64. With four panels 128 would leave the main loop too few.
+  static constexpr int kLoads = Tile::kBlocksPerSm <= 2 && kPanels <= 2 ? 32 : 16;
   // Floats [group][row][column], where K and V were; then (m, sum) [group][row]. Rows are eight floats apart in their
   // banks: the threads of a warp write 32 different pairs of banks, or two to each.
   static constexpr int kPitch = Tile::kHeadDim + 8;

@@ -35,7 +35,6 @@
 #include <type_traits>
 
 #include "common/dependent_launch.h"
-#include "common/fetch_parameters.h"
 #include "common/find_work.h"
 #include "common/logits.h"
 #include "common/mask.h"
@@ -79,10 +78,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
 
   // Decode tiles use counters, which the previous kernel may write. Then the next kernel may start: all that it reads
   // before this kernel ends was written before this kernel began.
-  if constexpr (Tile::kDecodes) {
-    fetch_parameters(params);
-    await_previous_kernel();
-  }
+  if constexpr (Tile::kDecodes) await_previous_kernel();
   if constexpr (Tile::kPacked) allow_next_kernel();
 
   // ---- Which tile of which head, and where its keys and values come from. ----

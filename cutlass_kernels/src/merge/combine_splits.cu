@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "common/dependent_launch.h"
-#include "common/fetch_parameters.h"
 #include "common/find_work.h"
 #include "cuda_failure.h"
 #include "device.h"
@@ -79,7 +78,6 @@ template <class Element, int kPanels, bool kShared>
 __global__ void __launch_bounds__(32 * kWarps)
     combine_splits_kernel(__grid_constant__ const LaunchParams p) {
   constexpr int kLoads = 16;
-  fetch_parameters(p);
   __shared__ float4 others_o[kShared ? kWarps - 1 : 1][kPanels][32];
   __shared__ float2 others_sum[kWarps];  // with its maximum
   // While the attention kernel runs: it does not write any of this, and has not started before whatever did had ended.
