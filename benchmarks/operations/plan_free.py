@@ -70,7 +70,8 @@ def planned(library: Any, case: Problem, x: Inputs) -> Timed:
     return Timed(lambda: wrapper.run(x.q, next(caches)))
 
 
-def flash_attn_3(case: Problem, x: Inputs) -> Timed:
+def flash_attn_3(case: Problem, x: Inputs, schedules_once: bool = False) -> Timed:
+    """`schedules_once`: get_scheduler_metadata() is called beforehand, as vLLM does once per step for all layers."""
     library = loaded("flash_attn_interface")
     options = _lengths(case, x)
     if x.pages is None:
@@ -82,6 +83,17 @@ def flash_attn_3(case: Problem, x: Inputs) -> Timed:
     if set(case.qo_lens) == {1}:
         q = q.unsqueeze(1)
         del options["cu_seqlens_q"], options["max_seqlen_q"]
+    if schedules_once:
+        sizes = (len(case.qo_lens), max(case.qo_lens), options["page_table"].size(1) * case.page_size)
+        heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk)
+        options["scheduler_metadata"] = library.get_scheduler_metadata(
+            *sizes,
+            *heads,
+            options["cache_seqlens"],
+            cu_seqlens_q=options.get("cu_seqlens_q"),
+            page_size=case.page_size,
+            causal=case.causal,
+        )
     caches = _caches(x)
     return Timed(
         lambda: library.flash_attn_with_kvcache(q, *next(caches), **options),
@@ -152,12 +164,22 @@ OPERATION = Operation(
     "attention() and the planned wrappers, which compute the same",
     ("us", "TFLOP/s"),
     _ours,
-    [Backend("flash_attn_3", False, ALL, needs_module("flash_attn_interface"), flash_attn_3)],
+    [
+        Backend("flash_attn_3", False, ALL, needs_module("flash_attn_interface"), flash_attn_3),
+        Backend(
+            "flash_attn_3_scheduled",
+            False,
+            ALL,
+            needs_module("flash_attn_interface"),
+            functools.partial(flash_attn_3, schedules_once=True),
+            lambda case, device: None if case.page_size else "flash_attn_varlen_func takes no scheduler metadata",
+        ),
+    ],
     {
         "plan_free": Workload("decode steps over pages of 16 and 64", decodes),
         "plan_free_mixtures": Workload("appends; a prompt beside decoding requests", mixtures),
         "plan_free_prompts": Workload("long prompts, with pages and without", prompts, ("TFLOP/s", "us")),
     },
     "plan_free",
-    ("attention", "planned", "flash_attn_3"),
+    ("attention", "planned", "flash_attn_3", "flash_attn_3_scheduled"),
 )
