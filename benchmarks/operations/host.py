@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import api
@@ -14,6 +14,7 @@ from problem import Problem
 from timing import Timed
 
 from .fused import Fused, fused
+from .plan_free import attention
 from .prefill import sdpa
 
 
@@ -21,7 +22,7 @@ from .prefill import sdpa
 class Host:
     """One call of the API on a problem so small that the host's share of the time is what is left."""
 
-    call: str  # single_prefill, fmha_v2, ragged_run, ragged_plan, paged_run, paged_plan
+    call: str  # single_prefill, fmha_v2, attention, ragged_run, ragged_plan, paged_run, paged_plan
     batch: int
     indptr: str = "cpu"  # where the index tensors given to plan() are
     group: str = "host"
@@ -39,6 +40,8 @@ class Host:
             return f"{kind}plan() of {self.batch}, {self.indptr} {'indices' if self.paged else 'offsets'}"
         if self.call == "fmha_v2":
             return f"trtllm_fmha_v2_prefill of {self.batch}"
+        if self.call == "attention":
+            return f"attention() of {self.batch}"
         return f"{kind}run() of {self.batch}" if self.call.endswith("_run") else self.call
 
     @property
@@ -48,7 +51,7 @@ class Host:
 
     @property
     def paged(self) -> bool:
-        return self.call.startswith("paged_")
+        return self.call.startswith(("paged_", "attention"))
 
     @property
     def features(self) -> frozenset[str]:
@@ -65,6 +68,8 @@ def call(library: Any, name: str, case: Host, x: Inputs) -> Timed:
     problem = case.problem
     if case.call == "fmha_v2":
         return fused(library, Fused(problem, "CONTIGUOUS_Q_KV"), x)
+    if case.call == "attention":
+        return attention(library, problem, x, name)
     if case.call == "single_prefill":
         return Timed(functools.partial(library.single_prefill_with_kv_cache, x.q, x.k, x.v, backend=name, causal=True))
     wrapper = api.wrapper(library, problem, x, name)
@@ -83,6 +88,10 @@ def _torch(case: Host, x: Inputs) -> Timed:
     return sdpa([torch.nn.attention.SDPBackend.FLASH_ATTENTION], case.problem, x)
 
 
+def _has(case: Host, device: torch.device) -> str | None:
+    return "has no such call" if case.call == "attention" else None
+
+
 def _only_single(case: Host, device: torch.device) -> str | None:
     return None if case.call == "single_prefill" else "has no such call"
 
@@ -98,6 +107,8 @@ def calls(dtype: str) -> list[Host]:
         Host("ragged_plan", 256),
         Host("paged_run", 8),
         Host("paged_run", 128),
+        Host("attention", 8),
+        Host("attention", 128),
         Host("paged_plan", 128),
         Host("paged_plan", 128, "cuda"),
     ]
@@ -109,9 +120,9 @@ OPERATION = Operation(
     api.our_columns(call),
     [
         Backend("torch_fa2", False, frozenset({"causal", "gqa"}), needs_cuda, _torch, _only_single),
-        *api.flashinfer_columns(_flashinfer),
+        *(replace(column, refuses=_has) for column in api.flashinfer_columns(_flashinfer)),
     ],
-    {"calls": Workload("host time of single_prefill, run() and plan()", calls)},
+    {"calls": Workload("host time of single_prefill, attention(), run() and plan()", calls)},
     "calls",
     ("auto", "torch_fa2", "flashinfer_fa2", "flashinfer_fa3"),
     host_clock=True,

@@ -34,9 +34,9 @@ def _caches(x: Inputs) -> Any:
     return itertools.cycle(pairs)
 
 
-def attention(library: Any, case: Problem, x: Inputs) -> Timed:
+def attention(library: Any, case: Problem, x: Inputs, backend: str = "auto") -> Timed:
     """attention(), with lengths and page table on the device."""
-    options = _lengths(case, x)
+    options = _lengths(case, x) | {"backend": backend}
     if x.pages is None:
         call = functools.partial(
             library.attention, x.q, x.k, x.v, cu_seqlens_k=x.kv_indptr_device, max_seqlen_k=max(case.kv_lens), **options

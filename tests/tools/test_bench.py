@@ -254,7 +254,7 @@ def test_host_operation_measures_every_call() -> None:
     cases = [c for c in hosts if c.call.endswith("_plan") or c.batch <= 8]
     report = run(list(cases), [OPERATIONS["host"].backends["auto"]], "host")
     figures = [report.figure(case, "auto") for case in report.cases()]
-    assert len(figures) == len(cases) == 8
+    assert len(figures) == len(cases) == 9
     assert all(figure is not None and figure > 0 for figure in figures)
 
 

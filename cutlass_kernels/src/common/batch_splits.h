@@ -100,6 +100,11 @@ class BatchSplits {
     after_ = min(inclusive, shares_.extra);
   }
 
+  // Of up to 32 requests, the lane's.
+  CUTE_DEVICE RequestSplits own() const {
+    return {begin_, begin_ + before_, 1 + after_ - before_, first_keys_};
+  }
+
   // Of a single request.
   CUTE_DEVICE static RequestSplits find_in_one(const LaunchParams& p, int split) {
     const KeysOfRequest keys = keys_of_request(p, 0);

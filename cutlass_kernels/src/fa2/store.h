@@ -133,7 +133,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
   char* out = static_cast<char*>(p.o.data) +
               2 * (std::int64_t(work.q_begin) * p.o.stride_token + head * p.o.stride_head);
   constexpr int kPartChunks = Layout::kChunks / kSharers;
-  constexpr int kRowsPerStep = 32 / kPartChunks;
+  constexpr int kRowsPerStep =
+      Tile::kPacked ? 1 : 32 / kPartChunks;  // packed rows are stored above
   const int out_chunk = part * kPartChunks + lane % kPartChunks;
   CUTE_UNROLL
   for (int i = 0; i < kRowTiles * 16 / kRowsPerStep; ++i) {

@@ -35,23 +35,26 @@ __device__ bool is_inside(const LaunchParams& p, int q_begin, int q_end,
          (p.pages.page_size > 0 || std::int64_t(keys.begin) + keys.length <= p.total_kv);
 }
 
-// Of a batch without a list: tiles of the longest request, each for all requests.
-__device__ SplitsOfTile tile_of_batch(const LaunchParams& p, const SplitTable& batch_splits,
-                                      int index) {
+// Of a request of a batch without a list, which has these rows and splits.
+__device__ SplitsOfTile tile_of_request(const LaunchParams& p, RowsOfRequest rows,
+                                        const RequestSplits& splits, int tile) {
   const LaunchPlan& plan = p.plan;
-  const int tile = index / p.batch_size;
-  const int batch = index - tile * p.batch_size;
-  RowsOfRequest rows = rows_of_request(p, batch);
   rows.length = min(rows.length, p.max_qo_len);
-  const RequestSplits splits = batch_splits.of(p, batch);
   const int first_row = tile * plan.tile_rows;
-  const bool is_split =
-      splits.count > 1 &&
-      is_inside(p, rows.begin, rows.begin + rows.length, keys_of_request(p, batch)) &&
-      first_row < rows.length;
+  const bool is_split = splits.count > 1 &&
+                        is_inside(p, rows.begin, rows.begin + rows.length, splits.keys) &&
+                        first_row < rows.length;
   if (!is_split) return {};
   return {rows.begin + first_row, min(plan.tile_rows, rows.length - first_row),
-          (tile * plan.num_splits + splits.first) * rows_of_split(p), splits.count, batch};
+          (tile * plan.num_splits + splits.first) * rows_of_split(p), splits.count, splits.batch};
+}
+
+// Tiles of a batch without a list: those of the longest request, each for all requests.
+__device__ SplitsOfTile tile_of_batch(const LaunchParams& p, const SplitTable& batch_splits,
+                                      int index) {
+  const int tile = index / p.batch_size;
+  const int batch = index - tile * p.batch_size;
+  return tile_of_request(p, rows_of_request(p, batch), batch_splits.of(p, batch), tile);
 }
 
 __device__ SplitsOfTile tile_at(const LaunchParams& p, const SplitTable& batch_splits, int index) {
@@ -83,13 +86,26 @@ __global__ void __launch_bounds__(32 * kWarps)
   // While the attention kernel runs: it does not write any of this, and has not started before whatever did had ended.
   __shared__ SplitsOfTile first_tiles[kFirstTiles];
   __shared__ SplitTable batch_splits;
-  if (splits_batch(p)) {
-    if (threadIdx.x < 32) batch_splits.fill(p);
-    __syncthreads();
-  }
   const int tiles = split_tile_count(p);
-  for (int i = threadIdx.x; i < min(tiles, kFirstTiles); i += 32 * kWarps) {
-    first_tiles[i] = tile_at(p, batch_splits, i);
+  if (splits_batch(p) && p.batch_size <= 32 && tiles <= kFirstTiles) {
+    // A lane of one warp has each request: its lengths are loaded once.
+    if (threadIdx.x < 32) {
+      const int batch = int(threadIdx.x);
+      RowsOfRequest rows{};
+      if (batch < p.batch_size) rows = rows_of_request(p, batch);
+      const BatchSplits splits(p);
+      for (int i = batch; batch < p.batch_size && i < tiles; i += p.batch_size) {
+        first_tiles[i] = tile_of_request(p, rows, splits.own(), i / p.batch_size);
+      }
+    }
+  } else {
+    if (splits_batch(p)) {
+      if (threadIdx.x < 32) batch_splits.fill(p);
+      __syncthreads();
+    }
+    for (int i = threadIdx.x; i < min(tiles, kFirstTiles); i += 32 * kWarps) {
+      first_tiles[i] = tile_at(p, batch_splits, i);
+    }
   }
   __syncthreads();
   await_previous_kernel();

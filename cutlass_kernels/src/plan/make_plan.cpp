@@ -115,8 +115,10 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
       plan->num_splits = std::int32_t(splits);
       plan->split_tile_capacity = std::int32_t(longest * params.batch_size);
       const std::int64_t counters = combine_counters(params, tile, rows);
+      // Of a batch, one per request more than are shared out.
+      const std::int64_t of_request = splits / params.batch_size - (params.batch_size > 1 ? 1 : 0);
       if (options.call_counters && counters <= kCombineCallCounters &&
-          combines_in_kernel(params, tile, splits / params.batch_size)) {
+          combines_in_kernel(params, tile, of_request)) {
         plan->combine_counters = std::int32_t(counters);
       }
     } else if (rule.fixed > 0) {

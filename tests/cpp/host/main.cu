@@ -135,7 +135,9 @@ void check_room(const ck::AttentionParams& params, const ck::PlanState& plan) {
   if (plan.source == ck::TileSource::kSingleRequest) {
     rows = params.total_q * plan.num_splits;
   } else if (plan.source == ck::TileSource::kBatchByLength) {
-    rows = ck::tiles_of_longest(params, plan.tile.rows) * plan.num_splits * tile_rows;
+    // Rows of a request beyond max_qo_len are not computed.
+    rows = ck::tiles_of_longest(params, plan.tile.rows) * plan.num_splits *
+           std::min<std::int64_t>(tile_rows, params.max_qo_len);
   } else {
     rows = params.fixed_split_size > 0 ? params.total_q * fixed_splits : 0;
     // Each tile that is split takes two entries or more.
