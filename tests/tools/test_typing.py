@@ -17,7 +17,7 @@ import torch
 import typing_extensions
 
 import cutlass_kernels as ck
-from cutlass_kernels import _signatures
+from cutlass_kernels import _signatures, _signatures_trtllm
 
 # A line that must be refused ends in "# wrong".
 PROGRAM = """
@@ -213,6 +213,7 @@ def test_right_and_wrong_calls(tmp_path: Path) -> None:
 # What type checkers see of each function, the function, and those that its keywords (``**more``) go to.
 PAGED, RAGGED = ck.BatchPrefillWithPagedKVCacheWrapper, ck.BatchPrefillWithRaggedKVCacheWrapper
 DECODE, CASCADE = ck.BatchDecodeWithPagedKVCacheWrapper, ck.MultiLevelCascadeAttentionWrapper
+SINK = ck.BatchAttentionWithAttentionSinkWrapper
 TYPED: list[tuple[Callable, ...]] = [
     (_signatures.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache),
     (
@@ -223,6 +224,9 @@ TYPED: list[tuple[Callable, ...]] = [
     (_signatures.single_decode_with_kv_cache, ck.single_decode_with_kv_cache),
     (_signatures.attention, ck.attention),
     (_signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
+    (_signatures_trtllm.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_decode_with_kv_cache),
+    (_signatures_trtllm.trtllm_batch_context_with_kv_cache, ck.trtllm_batch_context_with_kv_cache),
+    (_signatures_trtllm.SinkPrefill.run, SINK.run, PAGED.run),
     (_signatures.PagedPrefill.run, PAGED.run),
     (_signatures.PagedPrefill.run_return_lse, PAGED.run),
     (_signatures.PagedPrefill.forward, PAGED.forward, PAGED.run),
