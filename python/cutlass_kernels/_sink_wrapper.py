@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -105,3 +105,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             return run(q, paged_kv_cache, sinks=sinks, **options)
         values = self._options.replaced("sm_scale", _args.sm_scale(sm_scale, q.size(-1)))
         return self._forward(values, lambda: run(q, paged_kv_cache, sinks=sinks, **options))
+
+    if TYPE_CHECKING:  # that of the base class, which takes any arguments
+
+        @typed_as(_signatures_trtllm.SinkPrefill.run_return_lse)
+        def run_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]

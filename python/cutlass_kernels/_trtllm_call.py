@@ -124,7 +124,8 @@ def _caches(kv_cache: Any) -> tuple[Any, Any]:
             f"kv_cache has shape {tuple(kv_cache.shape)}: one tensor must be [pages, 2, ...] with 5 dimensions, keys "
             "first, or [pages, 1, ...] where keys and values are the same."
         )
-    return kv_cache[:, 0], kv_cache[:, -1]
+    halves = kv_cache.unbind(1)
+    return halves[0], halves[-1]
 
 
 def _signed(x: torch.Tensor) -> torch.Tensor:

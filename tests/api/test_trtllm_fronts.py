@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import math
@@ -556,6 +557,13 @@ def test_the_number_of_multiprocessors():
     properties = torch.cuda.get_device_properties(0)
     for device in ("cuda", 0, torch.device("cuda:0")):
         assert ck.utils.get_device_sm_count(device) == properties.multi_processor_count
+
+
+@pytest.mark.parametrize("module", ["_trtllm", "_sink_wrapper", "utils"])
+def test_examples_of_the_documentation(module):
+    found = importlib.import_module(f"cutlass_kernels.{module}")
+    failed, attempted = doctest.testmod(found, extraglobs={"torch": torch})
+    assert attempted and not failed
 
 
 # --- the wrapper with sinks ---

@@ -75,6 +75,17 @@ assert_type(paged.run(x, x, x, x, x, return_lse=flag), Tensor | Pair)
 assert_type(paged.run_return_lse(x, x, 0.5, lse_base="ln"), Pair)
 assert_type(paged.run_return_lse(x, (x, x), x, x, x), Pair)
 paged.run(x, x, return_lse="yes")  # wrong
+sinks = ck.BatchAttentionWithAttentionSinkWrapper(workspace, "NHD", window_left=3)
+assert_type(sinks.run(x, x, x, 0.1, out=x), Tensor)
+assert_type(sinks.run(x, x, x, 0.1, return_lse=True), Pair)
+assert_type(sinks.run_return_lse(x, x, x, 0.1), Pair)
+sinks.run(x, x, 0.1, x)  # wrong
+assert_type(ck.trtllm_batch_decode_with_kv_cache(x, x, x, ints, ints, 4, x, 1.0, sinks=[x]), Tensor)
+assert_type(ck.trtllm_batch_decode_with_kv_cache(x, (x, x), x, ints, ints, 4, return_lse=True), Pair)
+assert_type(ck.xqa_batch_decode_with_kv_cache(x, x, x, ints, ints, 4, mask=None), Tensor)
+ck.trtllm_batch_decode_with_kv_cache(x, x, x, ints, ints, 4, nonsense=1)  # wrong
+lengths = (3, 4, 0.1, 1.0, 1, ints, ints)
+assert_type(ck.trtllm_batch_context_with_kv_cache(x, x, x, ints, ints, *lengths, return_lse=flag), Tensor | Pair)
 paged.run(x, x, x)[0] + paged.run(x, x, x, 0.5, 0.5)  # wrong
 paged.run(x, x, nonsense=1)  # wrong
 paged.run(x, [x, x])  # wrong
@@ -227,6 +238,7 @@ TYPED: list[tuple[Callable, ...]] = [
     (_signatures_trtllm.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_decode_with_kv_cache),
     (_signatures_trtllm.trtllm_batch_context_with_kv_cache, ck.trtllm_batch_context_with_kv_cache),
     (_signatures_trtllm.SinkPrefill.run, SINK.run, PAGED.run),
+    (_signatures_trtllm.SinkPrefill.run_return_lse, SINK.run, PAGED.run),
     (_signatures.PagedPrefill.run, PAGED.run),
     (_signatures.PagedPrefill.run_return_lse, PAGED.run),
     (_signatures.PagedPrefill.forward, PAGED.forward, PAGED.run),
