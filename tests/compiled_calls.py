@@ -136,6 +136,53 @@ def _attention(x: Data) -> list[Call]:
     ]
 
 
+def _trtllm_decode(x: Data) -> list[Call]:
+    function, unread = ck.trtllm_batch_decode_with_kv_cache, x.target.workspace(16)
+    tensors = (x.q, x.cache, x.here(1, 2)[None], x.here(20))
+
+    def call(q, cache, table, used, *scales, **options):
+        scales = scales or (0.2,)
+        return function(q, cache, unread, table, used, 20, *scales, q_len_per_req=5, kv_layout="NHD", **options)
+
+    def to_place(q, cache, table, used, sinks, out):
+        return call(q, cache, table, used, sinks=[sinks], out=out)
+
+    def of_offsets(q, cache, table, used, cum_q):
+        return call(q, cache, table, used, cum_seq_lens_q=cum_q, max_q_len=5, out_dtype="bfloat16")
+
+    return [
+        (call, tensors),
+        (lambda *t: call(*t, 0.5, window_left=3, return_lse=True), (*tensors, x.one)),
+        (to_place, (*tensors, x.sinks, torch.zeros_like(x.q))),
+        (of_offsets, (*tensors, x.here(0, 5))),
+    ]
+
+
+def _xqa_decode(x: Data) -> list[Call]:
+    function, unread = ck.xqa_batch_decode_with_kv_cache, x.target.workspace(16)
+    tensors = (x.q, x.cache, x.here(1, 2)[None], x.here(20))
+
+    def call(q, cache, table, used, mask=None, **options):
+        return function(q, cache, unread, table, used, 20, 0.2, 0.5, q_len_per_req=5, mask=mask, **options)
+
+    return [(call, tensors), (call, (*tensors, torch.randint(0, 32, (1, 5, 4)).to(torch.uint8).to(x.device)))]
+
+
+def _trtllm_context(x: Data) -> list[Call]:
+    function, unread = ck.trtllm_batch_context_with_kv_cache, x.target.workspace(16)
+    tensors = (x.q, x.cache, x.here(1, 2)[None], x.here(20), x.here(0, 5), x.here(0, 20))
+
+    def call(q, cache, table, used, cum_q, cum_kv, bmm1=0.2, out=None, **options):
+        lengths = (5, 20, bmm1, 1.0, 1, cum_q, cum_kv)
+        return function(q, cache, unread, table, used, *lengths, out=out, kv_layout="NHD", **options)
+
+    return [
+        (call, tensors),
+        (lambda *t: call(*t, causal=False, window_left=3, return_lse=True), (*tensors, x.one)),
+        (lambda *t: call(*t[:6], 0.2, t[6]), (*tensors, torch.zeros_like(x.q))),
+    ]
+
+
 def _padded(x: Data) -> list[Call]:
     function = ck.batch_decode_with_shared_prefix_padded_kv_cache
     own = [torch.stack([y] * 5) for y in (x.k, x.v)]
@@ -157,6 +204,17 @@ def _paged(x: Data) -> list[Call]:
         (lambda q, cache, out: w.run(q, cache, 0.5, 2.0, out=out), (x.q, x.cache, torch.zeros_like(x.q))),
         (lambda q, cache: w.forward(q, cache, causal=False, logits_soft_cap=2.0), (x.q, x.cache)),
         (lambda q, cache: w.forward_return_lse(q, cache, causal=True), (x.q, x.cache)),
+    ]
+
+
+def _with_sinks(x: Data) -> list[Call]:
+    w = x.wrapper("BatchAttentionWithAttentionSinkWrapper")
+    w.plan(ints(0, 5), *x.table, *HEADS, PAGE, causal=True)
+    tensors = (x.q, x.cache, x.sinks)
+    return [
+        (w.run, tensors),
+        (lambda *t: w.run(*t, 0.2, return_lse=True), tensors),
+        (lambda *t: w.run(*t[:3], out=t[3]), (*tensors, torch.zeros_like(x.q))),
     ]
 
 
@@ -344,8 +402,12 @@ CALLS: dict[str, Callable[[Data], list[Call]]] = {
     "single_decode_with_kv_cache": _single_decode,
     "trtllm_fmha_v2_prefill": _fused,
     "attention": _attention,
+    "trtllm_batch_decode_with_kv_cache": _trtllm_decode,
+    "xqa_batch_decode_with_kv_cache": _xqa_decode,
+    "trtllm_batch_context_with_kv_cache": _trtllm_context,
     "batch_decode_with_shared_prefix_padded_kv_cache": _padded,
     "BatchPrefillWithPagedKVCacheWrapper": _paged,
+    "BatchAttentionWithAttentionSinkWrapper": _with_sinks,
     "BatchPrefillWithRaggedKVCacheWrapper": _ragged,
     "BatchDecodeWithPagedKVCacheWrapper": _decode,
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": _graph_decode,

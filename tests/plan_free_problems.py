@@ -92,7 +92,7 @@ def keys(batch: Batch, form: str, layout: str, page_size: int, side_by_side: boo
         if form == "indices":
             given = dict(zip(("kv_indptr", "kv_indices", "kv_last_page_len"), table))
         else:
-            given = dict(page_table=_page_table(paged, len(batch.kv_lens)).to(device), seqused_k=lens)
+            given = dict(page_table=page_table(paged, len(batch.kv_lens)).to(device), seqused_k=lens)
     if side_by_side:
         both = torch.cat([x.view(torch.uint8) for x in (k, v)], -1).view(k.dtype)
         k, v = both[..., : k.size(-1)], both[..., k.size(-1) :]
@@ -108,7 +108,7 @@ def _padded(batch: Batch, x: torch.Tensor, room: int) -> torch.Tensor:
     return padded
 
 
-def _page_table(paged: Any, batch: int) -> torch.Tensor:
+def page_table(paged: Any, batch: int) -> torch.Tensor:
     """Entries that no key refers to are no page numbers."""
     bounds, ids = paged.indptr.tolist(), paged.indices
     width = max(bounds[b + 1] - bounds[b] for b in range(batch)) + 1

@@ -11,10 +11,11 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import _kernels, _native, cascade, decode, page, prefill, quantization
+from . import _kernels, _native, cascade, decode, page, prefill, quantization, utils
 from ._attention import attention
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
+from ._sink_wrapper import BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -29,6 +30,8 @@ from .decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
     single_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
 )
 from .page import (
     append_paged_kv_cache,
@@ -36,12 +39,19 @@ from .page import (
     get_batch_indices_positions,
     get_seq_lens,
 )
+from .page import (
+    nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache,
+)
+from .page import (
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     fmha_v2_stats_to_lse,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
+    trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
 )
 from .quantization import packbits, segment_packbits
@@ -53,6 +63,7 @@ except metadata.PackageNotFoundError:  # a source tree on the path, or a kernel 
 
 __all__ = [
     "BackendError",
+    "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -85,7 +96,11 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "trtllm_fmha_v2_prefill",
+    "utils",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 

@@ -6,10 +6,15 @@ from ._decode_paged import (
     fast_decode_plan,
 )
 from ._single_decode import single_decode_with_kv_cache
+from ._trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from .page import get_seq_lens as get_seq_lens  # engines import the two here
+from .utils import _get_range_buf as _get_range_buf
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]

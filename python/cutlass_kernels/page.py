@@ -11,6 +11,10 @@ import torch
 
 from . import _args, _autograd, _hints, _memory_kernels, _page_ops, _vectors
 from ._append_by_slot import append_paged_kv_cache_by_slot as append_paged_kv_cache_by_slot
+from ._blackwell import nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache
+from ._blackwell import (
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+)
 from ._problem import FP8_DTYPES
 from ._tracing import have_own_dispatch, is_traced
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from ._trtllm import trtllm_batch_context_with_kv_cache
 from .fmha_v2 import fmha_v2_stats_to_lse, trtllm_fmha_v2_prefill
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "fmha_v2_stats_to_lse",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
 ]

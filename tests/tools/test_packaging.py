@@ -137,4 +137,14 @@ def test_public_modules_are_the_documented_ones() -> None:
     folder = Path(cutlass_kernels.__file__).parent
     modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     public = {name for name in modules if not name.startswith("_")}
-    assert public == {"cascade", "decode", "flash_attn", "fmha_v2", "integrations", "page", "prefill", "quantization"}
+    assert public == {
+        "cascade",
+        "decode",
+        "flash_attn",
+        "fmha_v2",
+        "integrations",
+        "page",
+        "prefill",
+        "quantization",
+        "utils",
+    }

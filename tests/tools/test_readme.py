@@ -47,14 +47,19 @@ def test_names_of_flashinfer() -> None:
     table = (DOCS / "migrate" / "flashinfer.md").read_text().split("names:begin -->\n")[1].split("<!--")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
     said = {name.strip("`"): word for name, word, _ in rows}
-    assert set(said.values()) == {"same", "differs", "missing"}
+    assert set(said.values()) == {"same", "differs", "missing", "raises"}
     for name, word in said.items():
         assert hasattr(cutlass_kernels, name) == (word != "missing"), name
+        if word == "raises":
+            with pytest.raises(NotImplementedError, match=name):
+                getattr(cutlass_kernels, name)()
     ours = {"explain", "list_kernels", "fmha_v2_stats_to_lse", "BackendError", "PerformanceWarning", "__version__"}
     ours |= {"append_paged_kv_cache_by_slot"}  # vLLM's reshape_and_cache_flash
     ours |= {"attention"}  # FlashAttention-3's interface
-    modules = {"cascade", "decode", "page", "prefill", "quantization"}
-    assert set(cutlass_kernels.__all__) - ours - modules == {name for name, word in said.items() if word != "missing"}
+    modules = {"cascade", "decode", "page", "prefill", "quantization", "utils"}
+    assert set(cutlass_kernels.__all__) - ours - modules == {
+        name for name, word in said.items() if word in ("same", "differs")
+    }
 
 
 def test_update_rewrites_a_file(tmp_path: Path) -> None:

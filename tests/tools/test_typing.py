@@ -17,7 +17,7 @@ import torch
 import typing_extensions
 
 import cutlass_kernels as ck
-from cutlass_kernels import _signatures
+from cutlass_kernels import _signatures, _signatures_trtllm
 
 # A line that must be refused ends in "# wrong".
 PROGRAM = """
@@ -75,6 +75,17 @@ assert_type(paged.run(x, x, x, x, x, return_lse=flag), Tensor | Pair)
 assert_type(paged.run_return_lse(x, x, 0.5, lse_base="ln"), Pair)
 assert_type(paged.run_return_lse(x, (x, x), x, x, x), Pair)
 paged.run(x, x, return_lse="yes")  # wrong
+sinks = ck.BatchAttentionWithAttentionSinkWrapper(workspace, "NHD", window_left=3)
+assert_type(sinks.run(x, x, x, 0.1, out=x), Tensor)
+assert_type(sinks.run(x, x, x, 0.1, return_lse=True), Pair)
+assert_type(sinks.run_return_lse(x, x, x, 0.1), Pair)
+sinks.run(x, x, 0.1, x)  # wrong
+assert_type(ck.trtllm_batch_decode_with_kv_cache(x, x, x, ints, ints, 4, x, 1.0, sinks=[x]), Tensor)
+assert_type(ck.trtllm_batch_decode_with_kv_cache(x, (x, x), x, ints, ints, 4, return_lse=True), Pair)
+assert_type(ck.xqa_batch_decode_with_kv_cache(x, x, x, ints, ints, 4, mask=None), Tensor)
+ck.trtllm_batch_decode_with_kv_cache(x, x, x, ints, ints, 4, nonsense=1)  # wrong
+lengths = (3, 4, 0.1, 1.0, 1, ints, ints)
+assert_type(ck.trtllm_batch_context_with_kv_cache(x, x, x, ints, ints, *lengths, return_lse=flag), Tensor | Pair)
 paged.run(x, x, x)[0] + paged.run(x, x, x, 0.5, 0.5)  # wrong
 paged.run(x, x, nonsense=1)  # wrong
 paged.run(x, [x, x])  # wrong
@@ -213,6 +224,7 @@ def test_right_and_wrong_calls(tmp_path: Path) -> None:
 # What type checkers see of each function, the function, and those that its keywords (``**more``) go to.
 PAGED, RAGGED = ck.BatchPrefillWithPagedKVCacheWrapper, ck.BatchPrefillWithRaggedKVCacheWrapper
 DECODE, CASCADE = ck.BatchDecodeWithPagedKVCacheWrapper, ck.MultiLevelCascadeAttentionWrapper
+SINK = ck.BatchAttentionWithAttentionSinkWrapper
 TYPED: list[tuple[Callable, ...]] = [
     (_signatures.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache),
     (
@@ -223,6 +235,10 @@ TYPED: list[tuple[Callable, ...]] = [
     (_signatures.single_decode_with_kv_cache, ck.single_decode_with_kv_cache),
     (_signatures.attention, ck.attention),
     (_signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
+    (_signatures_trtllm.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_decode_with_kv_cache),
+    (_signatures_trtllm.trtllm_batch_context_with_kv_cache, ck.trtllm_batch_context_with_kv_cache),
+    (_signatures_trtllm.SinkPrefill.run, SINK.run, PAGED.run),
+    (_signatures_trtllm.SinkPrefill.run_return_lse, SINK.run, PAGED.run),
     (_signatures.PagedPrefill.run, PAGED.run),
     (_signatures.PagedPrefill.run_return_lse, PAGED.run),
     (_signatures.PagedPrefill.forward, PAGED.forward, PAGED.run),
