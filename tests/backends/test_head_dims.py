@@ -21,7 +21,7 @@ def says(output: str, sentence: str) -> bool:
 
 FA3 = {
     "row of q": ("TileDefaults<72, 64>", "", "takes 16 columns per wgmma"),
-    "panel of o": ("TileDefaults<128, 96>", "", "panels of 64 columns"),
+    "columns of o": ("TileDefaults<128, 72>", "", "16 columns at a time"),
     "panel of o of e4m3": ("Fp8Defaults<96>", "", "panels of 64 columns"),
     "wide o": ("TileDefaults<512>", "", "at most 256"),
     "combined columns": ("Packing<TileDefaults<1024>>", "", "than the kernels that combine them"),

@@ -13,8 +13,9 @@ from problems import Batch, Options, expect, make_batch
 import cutlass_kernels as ck
 
 # Head dimensions of queries and values: compiled for a backend, or between those that are.
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
-BETWEEN = [(16, 64), (72, 72), (80, 112), (128, 64), (64, 128), (160, 128), (192, 192), (200, 40)]
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+BETWEEN = [(16, 64), (72, 72), (80, 80), (80, 112), (96, 64), (64, 96), (128, 64), (64, 128), (160, 128), (160, 160)]
+BETWEEN += [(128, 192), (200, 40)]
 OPTIONS = {
     "full": Options(),
     "causal": Options(causal=True),

@@ -25,7 +25,7 @@ def check(out: torch.Tensor, lse: torch.Tensor, batch: Batch, options: Options) 
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("dims", [(40, 40), (72, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(40, 40), (72, 64), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
 @pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA"])
 def test_fp8_keys_of_any_head_dim(kernel_backend, mode, dims, dtype):
     # Rows of 40 and 72 bytes are aligned to 8.

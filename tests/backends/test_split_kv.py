@@ -13,7 +13,7 @@ from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
 
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+DIMS = [(64, 64), (96, 96), (80, 80), (128, 128), (192, 128), (192, 192), (160, 160), (256, 256)]
 OPTIONS = {
     "causal": Options(causal=True),
     "full": Options(),

@@ -17,12 +17,13 @@ def tile_rows(head_dim: int, total_q: int, heads: int, multiprocessors: int) -> 
     return _C.tile_rows("fa3", "bfloat16", heads, heads, head_dim, head_dim, 1, total_q, 90, multiprocessors)
 
 
+@pytest.mark.parametrize("head_dim", [96, 128])
 @pytest.mark.parametrize("multiprocessors", SMS)
-def test_one_warpgroup_tiles_up_to_half_as_many_large_tiles_as_sms(extension, multiprocessors):
-    """hd128: tiles of 64 rows where tiles of 128 rows would leave more than half of the SMs idle."""
+def test_one_warpgroup_tiles_up_to_half_as_many_large_tiles_as_sms(extension, multiprocessors, head_dim):
+    """hd96 and hd128: tiles of 64 rows where tiles of 128 rows would leave more than half of the SMs idle."""
     half = multiprocessors // 2
-    assert tile_rows(128, 128 * half, 1, multiprocessors) == 64
-    assert tile_rows(128, 128 * (half + 1), 1, multiprocessors) == 128
+    assert tile_rows(head_dim, 128 * half, 1, multiprocessors) == 64
+    assert tile_rows(head_dim, 128 * (half + 1), 1, multiprocessors) == 128
 
 
 @pytest.mark.parametrize("multiprocessors", SMS)

@@ -41,7 +41,9 @@ def test_stats_of_every_mode(target, layout, mode, with_sinks):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("head_dim,dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16)])
+@pytest.mark.parametrize(
+    "head_dim,dtype", [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (256, torch.float16)]
+)
 def test_stats_of_every_head_dim(target, layout, lengths, head_dim, dtype):
     check_stats(batch_of(target, layout, lengths, dtype, head_dim), layout, Mode(window_left=150))
 
@@ -49,7 +51,7 @@ def test_stats_of_every_head_dim(target, layout, lengths, head_dim, dtype):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mode", ["causal", "alibi and cap"])
 def test_stats_of_e4m3(target, layout, lengths, head_dim, mode):
     batch = batch_of(target, layout, lengths, torch.float8_e4m3fn, head_dim)
@@ -70,7 +72,7 @@ def test_stats_with_scales_in_tensors(target, layout, dtype, cap, factor):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_stats_of_rows_without_keys(target, layout, head_dim, dtype):
     batch = make_batch([20, 70, 3, 5], [4, 40, 0, 1], 4, 2, head_dim, dtype=dtype, device=target.device)
@@ -91,7 +93,7 @@ def test_keys_of_short_queries_are_not_split(target, layout, heads, lengths):
     check_stats(fp8, layout, Mode(), out_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask_mode", ["causal", "padding"])
 def test_stats_of_large_tiles(target, head_dim, mask_mode):
     if target.is_reference:
@@ -112,7 +114,7 @@ def test_stats_of_pages(target, layout, page, lengths):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("lengths", [([1, 5], [700, 600]), ([64, 3], [500, 100]), ([150, 130], [400, 450])], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("step", [1e-3, -1e-3, 0.02, -0.02])
 def test_maxima_rise_little_by_little(target, lengths, head_dim, step):
     # From block to block by less, or by more, than the headroom of a softmax that need not know the maximum.

@@ -141,7 +141,7 @@ def test_the_error_is_bounded(target, kind, mask):
     check(kind, batch, [1e-3, 0.3, 100.0], MASKS[mask], target.backend)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=lambda dims: str(dims[0]))
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
 def test_head_dims(target, dims):
     levels = [0.0, -12.0, 1.0, -12.0, -3.0]
     heads = (32, 4) if dims[0] == 64 else (8, 4)  # enough tiles for fa3 to take the large ones
@@ -170,7 +170,7 @@ def test_what_is_refused(kind, factor):
         run(kind, batch, factor, Options(), "reference")
 
 
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 SKIPPING = [(kind, dims) for kind, dims in itertools.product(KINDS, DIMS) if kind != "paged" or dims[0] == dims[1]]
 
 

@@ -80,9 +80,9 @@ struct Tile : Choices {
   using Choices::kConsumers, Choices::kProducers, Choices::kCtasPerSm, Choices::kTransposers;
   static_assert(Choices::kHeadDimQk % 16 == 0,
                 "fa3: Q K^T takes 16 columns per wgmma; those beyond the last 16 would not count.");
-  static_assert(Choices::kHeadDimVo % 64 == 0,
-                "fa3: O is stored in panels of 64 columns; those beyond the last whole panel would "
-                "never be written.");
+  static_assert(Choices::kHeadDimVo % (Choices::kElementBytes == 2 ? 16 : 64) == 0,
+                "fa3: O is stored 16 columns at a time, O of e4m3 in panels of 64 columns; those "
+                "beyond the last whole ones would never be written.");
   static_assert(Choices::kHeadDimVo <= 256, "fa3: one wgmma makes all columns of O, at most 256.");
   static_assert(!Choices::kPacked || Choices::kHeadDimVo <= kMostCombinedColumns,
                 "fa3: partial results have more columns than the kernels that combine them.");
@@ -158,9 +158,28 @@ struct Hd128Small : Hd128FewKeys {
   static constexpr bool kPingPong = false;
 };
 
+// 128 x 128, 209 KB, 40 / 232: S 64, P 32, O 48 and Q 24 registers. Panels are of 64 columns: of the second one, half is
+// used.
+struct Hd96FewKeys : TileDefaults<96> {};
+struct Hd96Large : Hd96FewKeys {
+  static constexpr bool kQInRegisters = true;
+};
+// 64 x 128, 169 KB, 40 / 240.
+struct Hd96Small : Hd96FewKeys {
+  static constexpr int kConsumers = 1;
+  static constexpr int kQBuffers = 2;
+  static constexpr bool kPingPong = false;
+};
+
 // 128 x 128, 225 KB, 40 / 232. No second Q buffer fits: Q of a tile arrives after the last product with the previous
 // one's.
 struct Hd192Large : TileDefaults<192, 128> {
+  static constexpr int kQBuffers = 2;
+};
+
+// 128 x 96, 209 KB, 40 / 232: S 48, P 24 and O 96 registers. Of 128 keys, two stages of K and V are 192 KB.
+struct Hd192Square : TileDefaults<192> {
+  static constexpr int kBlockN = 96;
   static constexpr int kQBuffers = 2;
 };
 
@@ -246,6 +265,21 @@ struct TileTable<64, 64> {
 };
 
 template <>
+struct TileTable<96, 96> {
+  using Large = Tile<Hd96Large>;
+  using FewKeys = Large;
+  using Small = Tile<Hd96Small>;
+  using General = Tile<Hd96FewKeys>;
+  using Gather = Tile<GatheringByTwo<Hd96FewKeys>>;
+  using GatherSmall = Gather;
+  using GatherGeneral = Tile<Gathering<Hd96FewKeys>>;
+  using Packed = Tile<Packing<Hd96FewKeys>>;
+  using PackedGather = Tile<Gathering<Packing<Hd96FewKeys>>>;
+  static constexpr int few_tiles(int multiprocessors) { return multiprocessors / 2 + 1; }
+  static constexpr int kSmallUpToKeys = 0;
+};
+
+template <>
 struct TileTable<128, 128> {
   using Large = Tile<Hd128Large>;
   using FewKeys = Tile<Hd128FewKeys>;
@@ -272,6 +306,22 @@ struct TileTable<192, 128> {
   using GatherGeneral = Tile<Gathering<Hd192Large>>;
   using Packed = Tile<Packing<Hd192Large>>;
   using PackedGather = Tile<Gathering<Packing<Hd192Large>>>;
+  static constexpr int few_tiles(int) { return 0; }
+  static constexpr int kSmallUpToKeys = 0;
+};
+
+template <>
+struct TileTable<192, 192> {
+  using Large = Tile<Hd192Square>;
+  using FewKeys = Large;
+  using Small = Large;
+  using General = Large;
+  // One producer warpgroup: each of two would have 48 rows, and rows are looked up 32 at a time.
+  using Gather = Tile<Gathering<Hd192Square>>;
+  using GatherSmall = Gather;
+  using GatherGeneral = Gather;
+  using Packed = Tile<Packing<Hd192Square>>;
+  using PackedGather = Tile<Gathering<Packing<Hd192Square>>>;
   static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };

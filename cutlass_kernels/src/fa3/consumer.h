@@ -62,7 +62,7 @@ struct Consumer {
   // Four lanes (a quad) share a row. Of a custom mask, lane l of a quad reads the bits of 32 keys, from key
   // 32 (l % kQuadWords) of the KV block on, for the whole quad.
   static constexpr int kQuadWords = kN / 32;
-  static_assert(kLogits != Logits::kGeneral || kQuadWords == 4 || kQuadWords == 2);
+  static_assert(kLogits != Logits::kGeneral || kQuadWords <= 4);
 
   const KernelParams& params;
   Layout& shared;

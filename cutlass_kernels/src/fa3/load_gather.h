@@ -53,8 +53,9 @@ struct PageEntries {
 };
 
 // Copies a warp's kRows rows, eight lanes per row of a panel, four rows at a time. offsets[i] belongs to the lane's
-// row in the i-th four, and `to` is the lane's 16 bytes of the first. kComplete: no row and no column is to be zeros.
-template <bool kComplete, int kRows, int kPanels, int kPanelBytes>
+// row in the i-th four, and `to` is the lane's 16 bytes of the first. kComplete: no row and no column of kColumns is to
+// be zeros.
+template <bool kComplete, int kRows, int kColumns, int kPanelBytes>
 CUTE_DEVICE void gather_rows(const std::uint32_t* offsets, const char* data, std::uint32_t unit,
                              int head_dim, std::uint32_t to) {
   const int column = threadIdx.x % 8 * 8;
@@ -75,7 +76,9 @@ CUTE_DEVICE void gather_rows(const std::uint32_t* offsets, const char* data, std
       // Rows four apart differ in the bit of 64 bytes of their swizzle.
       const std::uint32_t to_row = (to ^ (j % 2 * 64)) + (4 * i + j) * (4 * 128);
       CUTE_UNROLL
-      for (int panel = 0; panel < kPanels; ++panel) {
+      for (int panel = 0; panel < (kColumns + 63) / 64; ++panel) {
+        // Nobody reads the other columns of a panel of which not all are used.
+        if (panel * 64 + 64 > kColumns && panel * 64 + column >= kColumns) break;
         if constexpr (kComplete) {
           cp_async_16(to_row + panel * kPanelBytes, from + panel * 128);
         } else {
@@ -105,6 +108,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   static_assert(kOwnRows % 32 == 0);
   const int lane = threadIdx.x % 32;
   const int first_row = Tile::kCopyWarps == 1 ? 0 : copy_warp * kOwnRows;
+  constexpr int kColumns = kIsK ? Tile::kHeadDimQk : Tile::kHeadDimVo;
   const int head_dim = kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo;
   const std::uint32_t to = cute::cast_smem_ptr_to_uint(stages) + (first_row + lane / 8) * 128 +
                            ((lane % 8 ^ lane / 8) << 4);
@@ -129,7 +133,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
         if (params.attention.mask.words != nullptr && job.has_hidden_keys != 0)
           masked.template find<Tile>(params, job, kv_block);
       }
-      bool complete = head_dim == 64 * kPanels;
+      bool complete = head_dim == kColumns;
       CUTE_UNROLL
       for (int i = 0; i < kOwnRows / 32; ++i) {
         std::uint32_t offset = entries.offset(params, key, i);
@@ -150,11 +154,11 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
       const std::uint32_t to_stage = to + ring.index * (kPanels * kPanelBytes);
       std::uint32_t unit = (kIsK ? params.k_units : params.v_units).bytes;
       if (complete) {
-        gather_rows<true, kOwnRows, kPanels, kPanelBytes>(offsets.of[lane / 8], data, unit,
-                                                          head_dim, to_stage);
-      } else {
-        gather_rows<false, kOwnRows, kPanels, kPanelBytes>(offsets.of[lane / 8], data, unit,
+        gather_rows<true, kOwnRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, unit,
                                                            head_dim, to_stage);
+      } else {
+        gather_rows<false, kOwnRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, unit,
+                                                            head_dim, to_stage);
       }
       arrive_when_landed(full[ring.index]);
       ring.advance();

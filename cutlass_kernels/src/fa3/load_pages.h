@@ -16,10 +16,11 @@
 
 namespace cutlass_kernels::fa3 {
 
-// Looks up the pages of a tile's boxes, 32 boxes at a time, one per lane, and one batch ahead of its use. Boxes are
+// Looks up the pages of a tile's boxes, kBatch boxes at a time, one per lane, and one batch ahead of its use. Boxes are
 // counted from the tile's key_begin, and used from the last to the first.
 //
 // Consumers need nearly every issue slot: 20 instructions of the two warps per KV block cost 1 % (hd128).
+template <int kBatch>
 struct BoxLookup {
   const KernelParams& params;
   const PagesOfMatrix& pages;
@@ -38,11 +39,14 @@ struct BoxLookup {
     count = job.visible_begin < job.visible_end
                 ? (job.visible_end - key_begin + params.box_rows - 1) >> params.box_rows_log2
                 : 0;
-    batch = last_box / kBoxBatch;
+    batch = last_box / kBatch;
     read();
   }
 
-  CUTE_DEVICE int lane_box() const { return batch * kBoxBatch + int(threadIdx.x % 32); }
+  CUTE_DEVICE static int in_batch(int box) {
+    return kBatch == kBoxBatch ? box & (kBoxBatch - 1) : int(unsigned(box) % kBatch);
+  }
+  CUTE_DEVICE int lane_box() const { return batch * kBatch + int(threadIdx.x % 32); }
   CUTE_DEVICE int first_key(int box) const { return key_begin + (box << params.box_rows_log2); }
   CUTE_DEVICE void read() {
     page = kNoPage;
@@ -82,6 +86,9 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   const int lane = threadIdx.x % 32;
   const int per_block = kRows >> params.box_rows_log2;
+  // Boxes that are looked up together: as many as the lanes have of whole KV blocks, in boxes of 8 rows (of 128 keys
+  // 2 x 16, of 96 2 x 12). Then no KV block of larger boxes lies in two batches either.
+  using Lookup = BoxLookup<kBoxBatch / (kRows / 8) * (kRows / 8)>;
   BoxSource* const sources = shared.boxes[kIsK ? 0 : 1];  // (32)
   JobReader jobs(shared);
   Ring<kStages> ring;
@@ -90,13 +97,12 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
   for (; jobs.next(); jobs.release()) {
     const Job& job = jobs.job();
     const int kv_blocks = job.kv_blocks;
-    BoxLookup lookup(params, kIsK ? params.k_pages : params.v_pages, job,
-                     kv_blocks * per_block - 1);
+    Lookup lookup(params, kIsK ? params.k_pages : params.v_pages, job, kv_blocks * per_block - 1);
     CUTE_NO_UNROLL
     for (int kv_block = kv_blocks - 1; kv_block >= 0; --kv_block) {
       // All that needs no stage is done before waiting for one: from then on consumers may be waiting.
       const int first_box = kv_block * per_block;
-      if (kv_block == kv_blocks - 1 || ((first_box + per_block) & (kBoxBatch - 1)) == 0)
+      if (kv_block == kv_blocks - 1 || Lookup::in_batch(first_box + per_block) == 0)
         lookup.publish(sources);
       const int count = min(max(lookup.count - first_box, 0), per_block);
       [[maybe_unused]] FullyMaskedKeys<kRows> masked;
@@ -125,7 +131,7 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
         signal.arrive_and_expect((count << params.box_rows_log2) * (128 * kPanels));
         const int head = job.kv_head;
         char* to = stage;
-        const BoxSource* of_block = sources + (first_box & (kBoxBatch - 1));
+        const BoxSource* of_block = sources + Lookup::in_batch(first_box);
         CUTE_NO_UNROLL
         for (int i = 0; i < count; ++i) {
           const BoxSource source = of_block[i];

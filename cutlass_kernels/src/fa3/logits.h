@@ -84,7 +84,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::has_bits() const {
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE std::int64_t Consumer<Element, Tile, kLogits>::first_bit(int r) const {
   return std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 + std::int64_t(token(r)) * kv_len +
-         block_begin + lane % kQuadWords * 32;
+         block_begin + lane % 4 % kQuadWords * 32;
 }
 
 // Reads the bits of the KV block at block_begin, while its S is being computed.

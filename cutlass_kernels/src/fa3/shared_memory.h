@@ -60,7 +60,7 @@ struct Shared : StagedValues<Tile> {
   static constexpr int kPanelBytesKv = Tile::kBlockN * 128;
   static constexpr int kPanelsQk = (Tile::kHeadDimQk + kColumns - 1) / kColumns;
   static constexpr int kPanelsVo = (Tile::kHeadDimVo + kColumns - 1) / kColumns;
-  static constexpr int kPanelsO = Tile::kHeadDimVo / 64;
+  static constexpr int kPanelsO = (Tile::kHeadDimVo + 63) / 64;
   static constexpr int kPanelBytesVt = Tile::kHeadDimVo * 128;
   static constexpr int kQBytes = kPanelBytesQ * kPanelsQk;
   static constexpr int kKBytes = kPanelBytesKv * kPanelsQk;

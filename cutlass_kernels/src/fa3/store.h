@@ -106,7 +106,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     if (lane == 0) cute::tma_store_wait<0>();  // the previous pass, or tile, has been read
     __syncwarp();
     CUTE_UNROLL
-    for (int i = 0; i < Tile::kOPanels * 4; ++i) {  // 16 columns
+    for (int i = 0; i < Tile::kOPanels * 4; ++i) {         // 16 columns
+      if ((pass * 4 + i) * 16 >= Tile::kHeadDimVo) break;  // TMA writes none of those beyond
       const float* x = &o[8 * (pass * 4 + i)];
       const int chunk = i % 4 * 2 + lane / 16;
       stmatrix_x4(row_base + i / 4 * Layout::kPanelBytesQ + ((chunk ^ (stage_row & 7)) << 4),

@@ -120,7 +120,8 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
   for (int panel = 0; panel < Layout::kPanelsO; ++panel) {
     __syncwarp();  // the previous panel has been read
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {  // 16 columns
+    for (int i = 0; i < 4; ++i) {                           // 16 columns
+      if ((panel * 4 + i) * 16 >= Tile::kHeadDimVo) break;  // never read
       const float* x = &o[8 * (panel * 4 + i)];
       const int chunk = i * 2 + lane / 16;
       stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4),
