@@ -33,8 +33,14 @@ static constexpr int kBlocksPerSm = 2;
 """
 FA2 = {
     "swizzle": ("OneHeadTile<80>", FA2_ROWS, "eight chunks of 64 columns"),
-    "lanes": ("OneHeadTile<192>", FA2_ROWS, "64, 128, 256 and 512"),
-    "wide": ("OneHeadTile<384>", FA2_ROWS, "64, 128, 256 and 512"),
+    "lanes": ("OneHeadTile<192>", FA2_ROWS, "64, 128, 256 or 512 columns"),
+    "wide": ("OneHeadTile<384>", FA2_ROWS, "64, 128, 256 or 512 columns"),
+    "columns of a product": ("Narrow<OneHeadTile<128>, 72>", FA2_ROWS, "products take 16 columns"),
+    "shared columns": (
+        "Narrow<OneHeadTile<256>, 192>",
+        FA2_ROWS + "static constexpr int kSharers = 2;",
+        "share columns",
+    ),
     "combined columns": ("PackedTile<1024>", FA2_ROWS, "than the kernels that combine them"),
 }
 USES = {"fa3": "template struct Tile<Wrong>;", "fa2": "static_assert(is_consistent<Wrong>());"}

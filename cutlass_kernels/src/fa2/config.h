@@ -26,7 +26,8 @@ namespace cutlass_kernels::fa2 {
 // Query rows of one head. Each warp has rows of its own.
 template <int HeadDim>
 struct OneHeadTile {
-  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kHeadDim = HeadDim;  // columns of a row in shared memory
+  static constexpr int kColumns = HeadDim;  // that are computed, from the first on
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kSharers = 1;      // warps that share rows: 1, 2 or 4
@@ -68,6 +69,13 @@ struct DecodeFp8Tile : DecodeTile<HeadDim> {
   static constexpr int kKvBytes = 1;
 };
 
+// The same tile for fewer columns. Rows take as much shared memory, and zeros fill them, but products are as many as
+// columns.
+template <class Base, int Columns>
+struct Narrow : Base {
+  static constexpr int kColumns = Columns;
+};
+
 // What the kernel takes for granted.
 template <class Tile>
 constexpr bool is_consistent() {
@@ -77,7 +85,12 @@ constexpr bool is_consistent() {
   static_assert(
       32 % (Tile::kHeadDim / 8) == 0 || Tile::kHeadDim / 8 % 32 == 0,
       "fa2: the 32 lanes of a warp copy whole rows, or whole warps a row, 8 columns each: "
-      "head dimensions are 64, 128, 256 and 512.");
+      "rows are of 64, 128, 256 or 512 columns, of which Narrow computes fewer.");
+  static_assert(Tile::kColumns % 16 == 0 && Tile::kColumns <= Tile::kHeadDim &&
+                    (Tile::kColumns == Tile::kHeadDim ||
+                     (Tile::kSharers == 1 && Tile::kColumnParts == 1 && Tile::kKvBytes == 2)),
+                "fa2: products take 16 columns; warps that share columns, and keys of 8 bits, take "
+                "all of a row.");
   static_assert(!Tile::kPacked || Tile::kHeadDim <= kMostCombinedColumns,
                 "fa2: partial results have more columns than the kernels that combine them.");
   constexpr int kWarpRows = 16 * Tile::kRowTiles;
@@ -203,6 +216,22 @@ struct TileTable<128> {
   };
   static constexpr int kFewTiles = 80;
   static constexpr int kFewTilesCausal = 320;
+};
+
+// The tiles of 128, three quarters of whose columns are computed. One for decode, which waits for memory: it fits every
+// device.
+template <>
+struct TileTable<96> {
+  using Wide = TileTable<128>;
+  using Large = Narrow<Wide::Large, 96>;
+  using Medium = Large;
+  using Capped = Large;
+  using Small = Narrow<Wide::Small, 96>;
+  using Packed = Narrow<Wide::Packed, 96>;
+  using Decode = Narrow<Wide::DecodeSmall, 96>;
+  using DecodeSmall = Decode;
+  static constexpr int kFewTiles = Wide::kFewTiles;
+  static constexpr int kFewTilesCausal = Wide::kFewTilesCausal;
 };
 
 template <>

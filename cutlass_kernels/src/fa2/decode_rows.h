@@ -28,7 +28,7 @@ template <class Element, class Tile, bool kGeneral>
 struct DecodeRows {
   using Layout = SharedLayout<Tile>;
   static constexpr int kParts = Tile::kColumnParts;
-  static constexpr int kTilesD = Tile::kHeadDim / 8 / kParts;
+  static constexpr int kTilesD = Tile::kColumns / 8 / kParts;
   static constexpr int kRows = Tile::kBlockM;
   static constexpr int kGroups = KeySharing<Tile>::kMaxGroups;
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
@@ -105,7 +105,7 @@ struct DecodeRows {
         CUTE_UNROLL
         for (int c = 0; c < kPanels; ++c) {
           const int column = c * 128 + lane * 4;
-          if (column < Tile::kHeadDim) {
+          if (column < Tile::kColumns) {
             const float4 x = *reinterpret_cast<const float4*>(columns(g, row) + column);
             result[c][0] = fmaf(x.x, weight, result[c][0]);
             result[c][1] = fmaf(x.y, weight, result[c][1]);

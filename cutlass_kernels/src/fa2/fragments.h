@@ -16,7 +16,7 @@ struct Fragments {
   static constexpr int kRowTiles = Tile::kRowTiles;
   // Tiles of S along the keys of a step, and of O along the head dimension.
   static constexpr int kTilesN = Tile::kStepN / 8 / Tile::kSharers;
-  static constexpr int kTilesD = Tile::kHeadDim / 8 / Tile::kSharers / Tile::kColumnParts;
+  static constexpr int kTilesD = Tile::kColumns / 8 / Tile::kSharers / Tile::kColumnParts;
   static constexpr int kRows = 2 * kRowTiles;  // rows of which a thread holds elements
 
   using S = float[kRowTiles][kTilesN][4];  // (row tile, key tile, fragment)

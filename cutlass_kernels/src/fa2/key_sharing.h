@@ -32,7 +32,7 @@ template <class Tile>
 struct KeySharing<Tile, true> {
   using Layout = SharedLayout<Tile>;
   static constexpr int kSteps = Tile::kBlockN / Tile::kStepN;  // of a KV block
-  static constexpr int kTilesD = Tile::kHeadDim / 8 / Tile::kColumnParts;
+  static constexpr int kTilesD = Tile::kColumns / 8 / Tile::kColumnParts;
   static constexpr int kBarrier = 1;  // of the warps that have keys; __syncthreads() is barrier 0
 
   static constexpr int kRowTiles = Tile::kRowTiles;

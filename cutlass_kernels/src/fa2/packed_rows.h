@@ -187,10 +187,10 @@ struct PackedQ {
 template <class Element, class Tile, bool kGeneral>
 CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, char* shared_memory,
                               const WarpRows<Tile>& row_at, int row_end, int head, int sharer,
-                              const float (&o)[1][Tile::kHeadDim / 8 / Tile::kSharers][4],
+                              const float (&o)[1][Tile::kColumns / 8 / Tile::kSharers][4],
                               const float (&row_m)[2], const float (&row_sum)[2]) {
   using Layout = SharedLayout<Tile>;
-  constexpr int kTilesD = Tile::kHeadDim / 8 / Tile::kSharers;
+  constexpr int kTilesD = Tile::kColumns / 8 / Tile::kSharers;
   const int first_d = Tile::kSharers > 1 ? sharer * kTilesD : 0;
   const bool is_first = Tile::kSharers == 1 || sharer == 0;  // which writes what rows have once
   const LaunchParams& p = params.attention;

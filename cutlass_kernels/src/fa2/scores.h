@@ -17,7 +17,7 @@ template <class Element, class Tile, int kTilesN>
 CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows,
                             int swizzle_q, std::uint32_t keys, int swizzle_k) {
   using Layout = SharedLayout<Tile>;
-  constexpr int kStepsK = Tile::kHeadDim / 16;
+  constexpr int kStepsK = Tile::kColumns / 16;
   constexpr int kStepsN = kTilesN / 2;  // a step is one pair of key tiles
   constexpr int kSlots = Tile::kAhead + 1;
   std::uint32_t a[2][Tile::kRowTiles][4];  // Q: (slot, row tile, fragment)
