@@ -25,10 +25,11 @@ enum NamedBarrier : int {
 };
 
 // Offsets of the rows that a warp gathers (load_gather.h): row r at [r % 4][r / 4]. A lane reads four words at once,
-// those of every fourth row; the gap puts the words of a warp in different banks.
+// those of every fourth row; the gap puts the words of a warp in different banks (of 96 rows 8 words more
+// would make 32, the same banks again).
 template <int kRows>
 struct RowOffsets {
-  alignas(16) std::uint32_t of[4][kRows / 4 + 8];
+  alignas(16) std::uint32_t of[4][kRows / 4 + (kRows % 128 == 96 ? 16 : 8)];
 };
 struct Nothing {};
 
