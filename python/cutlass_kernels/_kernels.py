@@ -49,8 +49,8 @@ _DTYPE_NAMES = {
 }
 _WHY = {
     "unaligned": "addresses or strides that are no multiple of 16 bytes (8 in fp8)",
-    "unsized": "multi-item scoring (prefix_len_ptr) without lengths on the CPU (offsets, or seq_lens and seq_lens_q), "
-    "or under CUDA graphs without mask buffers,",
+    "unsized": "multi-item scoring (prefix_len_ptr) under CUDA graphs without mask buffers, or captured without "
+    "lengths on the CPU (offsets, or seq_lens and seq_lens_q),",
 }
 
 

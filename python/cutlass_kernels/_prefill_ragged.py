@@ -161,8 +161,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr: multi-item scoring, all
                 four together: uint32 ``[batch]`` or of no dimensions, uint16 ``[batch * token_pos_in_items_len]``, a
                 number, uint16 ``[batch]``. Requests whose positions lie behind the end are causal. Replaces ``causal``
-                and custom masks. Kernels need lengths that the host knows (offsets, or ``seq_lens`` and
-                ``seq_lens_q``, on the CPU), or mask buffers; else the reference computes it.
+                and custom masks. Lengths on the GPU are read back, which waits for it: pass offsets, or ``seq_lens``
+                and ``seq_lens_q``, on the CPU. CUDA graphs need mask buffers, else PyTorch computes it.
             fixed_split_size, disable_split_kv: keys per KV split, or no KV splits. With either, results of a request
                 are bitwise the same in every batch. By default the keys of short queries are split to fill the device.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things

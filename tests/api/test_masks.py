@@ -302,28 +302,21 @@ def test_positions_end_early(target, kind, told):
     check(target, kind, batch, Options(causal=True, multi_items=items), needs=["multi_item"], **given)
 
 
-@pytest.mark.also_runs("reference")
-def test_items_of_lengths_on_the_device(kernel_backend):
-    # Their mask has no size that the host knows, unless it is told the lengths.
+@pytest.mark.parametrize("told", [False, True])
+def test_items_of_lengths_on_the_device(kernel_backend, told):
+    # Their mask has no size that the host knows: lengths are read back, unless it is told them.
     items = [item_positions(10, [4, 3, 6]), item_positions(12, [1, 9])]
     kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
     batch = make_batch(kv_lens, kv_lens, 4, 2, 64, device="cuda:0")
-    want = expect(batch, Options(multi_items=items))
-    given = multi_item_arguments(items, "cuda:0")
-    indptrs = batch.qo_indptr("cuda:0"), batch.kv_indptr("cuda:0")
     lens = torch.tensor(kv_lens, dtype=torch.int32)
-    for backend, more in ((kernel_backend, dict(seq_lens=lens, seq_lens_q=lens)), ("auto", {})):
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
-            torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=backend
-        )
-        wrapper.plan(*indptrs, *batch.heads, **given, **more)
-        assert wrapper._backend == ("reference" if backend == "auto" else backend)
-        assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
     wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
         torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend=kernel_backend
     )
-    with pytest.raises(ck.BackendError, match="seq_lens"):
-        wrapper.plan(*indptrs, *batch.heads, **given)
+    indptrs = batch.qo_indptr("cuda:0"), batch.kv_indptr("cuda:0")
+    more = dict(seq_lens=lens, seq_lens_q=lens) if told else {}
+    wrapper.plan(*indptrs, *batch.heads, **multi_item_arguments(items, "cuda:0"), **more)
+    want = expect(batch, Options(multi_items=items))
+    assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
 
 
 @pytest.mark.parametrize("lengths_on", ["cpu", "cuda:0"])
