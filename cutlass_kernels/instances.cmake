@@ -45,6 +45,8 @@ ck_instance(fa3     float16                192  192  90  90       interval_mask 
 ck_instance(fa3     bfloat16               192  192  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa3     float16                256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa3     bfloat16               256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
+ck_instance(fa3     float16                512  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
+ck_instance(fa3     bfloat16               512  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa3     float8_e4m3fn          64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
 ck_instance(fa3     float8_e4m3fn          128  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
 ck_instance(fa3     float8_e4m3fn          256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)

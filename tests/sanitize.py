@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--backends", nargs="*", default=[b for b in ("fa2", "fa3") if not ck.explain().reasons[b]])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="of what a backend has")
-    parser.add_argument("--head-dims", type=int, nargs="*", default=[64, 80, 128, 160, 192, 256])
+    parser.add_argument("--head-dims", type=int, nargs="*", default=[64, 80, 128, 160, 192, 256, 512])
     args = parser.parse_args()
     torch.manual_seed(0)
     for _ in range(args.rounds):

@@ -1,4 +1,5 @@
-"""Head dimension 512, which fa2 has: tiles whose warps share rows in fours and pairs, or halves of the columns."""
+"""Head dimension 512: in fa2 tiles whose warps share rows in fours and pairs, or halves of the columns; in fa3 pairs of
+thread blocks that have half of the columns each."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from problems import Options, expect, make_batch
+from ran import counts
 from test_kernels import OPTIONS, check
 
 import cutlass_kernels as ck
@@ -34,21 +36,21 @@ DIMS = [(512, 512), (320, 320), (264, 512), (512, 256), (64, 512)]
     ],
     ids=["few", "many", "ragged", "append", "split", "short"],
 )
-def test_tiles(dims, name, dtype, page_size, heads, lens):
+def test_tiles(kernel_backend, dims, name, dtype, page_size, heads, lens):
     batch = make_batch(*lens, *heads, dims[0], head_dim_vo=dims[1], dtype=dtype, device=DEVICE)
-    check("fa2", batch, OPTIONS[name], page_size=page_size)
+    check(kernel_backend, batch, OPTIONS[name], page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 @pytest.mark.parametrize("heads,rows", [((4, 2), 97), ((70, 10), 300), ((16, 2), 5), ((4, 2), 1)])
-def test_masks(page_size, heads, rows):
+def test_masks(kernel_backend, page_size, heads, rows):
     batch = make_batch([rows, 1, rows], [203, 77, 500], *heads, 512, dtype=torch.bfloat16, device=DEVICE)
     masks = batch.random_masks(0.3)
     masks[0][0] = False
     masks[-1][:, -70:] = False  # whole blocks of keys that no row sees
     options = Options(custom_masks=masks, logits_soft_cap=4.0)
-    check("fa2", batch, options, torch.linspace(-2.0, 4.0, heads[0], device=DEVICE), page_size)
-    check("fa2", batch, dataclasses.replace(options, window_left=90), page_size=page_size)
+    check(kernel_backend, batch, options, torch.linspace(-2.0, 4.0, heads[0], device=DEVICE), page_size)
+    check(kernel_backend, batch, dataclasses.replace(options, window_left=90), page_size=page_size)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8), (16, 1), (4, 2)])
@@ -68,12 +70,12 @@ def test_decode(heads, lens):
         assert_close(single[None], want.out, want.baseline)
 
 
-def test_rotary_embedding():
+def test_rotary_embedding(kernel_backend):
     batch = make_batch([40, 1], [300, 77], 8, 2, 512, device=DEVICE)
-    check("fa2", batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"))
+    check(kernel_backend, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"))
 
 
-def test_fixed_splits_do_not_depend_on_the_batch():
+def test_fixed_splits_do_not_depend_on_the_batch(kernel_backend):
     batch = make_batch([5, 33, 1], [900, 2000, 4000], 8, 2, 512, device=DEVICE)
     workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)
 
@@ -85,7 +87,7 @@ def test_fixed_splits_do_not_depend_on_the_batch():
         part.q, part.k, part.v = (
             torch.cat([x[at] for at in places]) for x, places in ((batch.q, rows), (batch.k, keys), (batch.v, keys))
         )
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernel_backend)
         wrapper.plan(part.qo_indptr(), part.kv_indptr(), *batch.heads, causal=True, fixed_split_size=512)
         return list(wrapper.run(part.q, part.k, part.v).split(lens[0]))
 
@@ -94,6 +96,10 @@ def test_fixed_splits_do_not_depend_on_the_batch():
         assert_bitwise(run([b])[0], together[b])
 
 
-def test_auto_takes_fa2():
-    said = ck.explain(device=DEVICE, head_dim_qk=512, num_qo_heads=8, num_kv_heads=2)
-    assert said.selected == "fa2"
+@pytest.mark.hopper
+def test_auto():
+    assert ck.explain(device=DEVICE, head_dim_qk=512, num_qo_heads=8, num_kv_heads=2).selected == "fa3"
+    batch = make_batch([1], [700], 8, 2, 512, dtype=torch.bfloat16, device=DEVICE)
+    start = counts()
+    ck.single_decode_with_kv_cache(batch.q[0], batch.k, batch.v)
+    assert (counts() - start).keys() == {"fa2"}

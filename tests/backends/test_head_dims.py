@@ -98,18 +98,11 @@ struct Stages : TileDefaults<128> {
 template Status launch_tile<bf16, Tile<Stages>, Logits::kPlain>(const LaunchParams&, cudaStream_t);
 }  // namespace cutlass_kernels::fa3
 """
-THREE_PANELS = """
-#include "merge/combine_row.h"
-namespace cutlass_kernels {
-template __device__ CombinedRow<3> combine_splits<3, 16>(const LaunchParams&, const SplitRows&, int, int, int, int);
-}  // namespace cutlass_kernels
-"""
 UNITS = {
     "wider values of fa2": (lambda: row("fa2", "fp16", 64, 128), "wider values would lose columns"),
     "wider values of e4m3": (lambda: row("fa3", "e4m3", 64, 128, "attention_fp8.cu.in"), "one head dimension"),
     "memory of a small device": (lambda: SMALL_DEVICE, "99 KB, the shared memory of compute capability 8.6"),
     "memory of fa3's CTA": (lambda: LARGE_BLOCK, "227 KB for one CTA"),
-    "combined panels": (lambda: THREE_PANELS, "one split in 32"),
 }
 
 

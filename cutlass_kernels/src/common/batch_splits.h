@@ -5,7 +5,7 @@
 // the chunks in shared memory, where single threads search them (SplitTable). For up to 32 requests, a find takes one
 // load of lengths, one sum and five shuffles; a tile list would take a kernel of 4 us.
 //
-// Rounding is spelled out: the kernel that combines partial results finds the same splits, whatever it is compiled with.
+// Rounding is spelled out: all kernels find the same splits, whatever they are compiled with.
 #pragma once
 
 #include <cute/config.hpp>
@@ -100,11 +100,6 @@ class BatchSplits {
     after_ = min(inclusive, shares_.extra);
   }
 
-  // Of up to 32 requests, the lane's.
-  CUTE_DEVICE RequestSplits own() const {
-    return {begin_, begin_ + before_, 1 + after_ - before_, first_keys_};
-  }
-
   // Of a single request.
   CUTE_DEVICE static RequestSplits find_in_one(const LaunchParams& p, int split) {
     const KeysOfRequest keys = keys_of_request(p, 0);
@@ -186,29 +181,19 @@ class SplitTable {
       const int next = chunk + step;
       if (next * chunk_ < p.batch_size && next * chunk_ + before_[next] <= split) chunk = next;
     }
-    return walk(p, chunk, [&](int, int end) { return split < end; });
-  }
-  CUTE_DEVICE RequestSplits of(const LaunchParams& p, int request) const {
-    return walk(p, request / chunk_, [&](int batch, int) { return batch == request; });
-  }
-
- private:
-  template <class IsFound>
-  CUTE_DEVICE RequestSplits walk(const LaunchParams& p, int chunk, IsFound is_found) const {
     const int end = min((chunk + 1) * chunk_, p.batch_size);
     int before = before_[chunk];
     CUTE_NO_UNROLL
     for (int batch = chunk * chunk_; batch < end; ++batch) {
       const KeysOfRequest keys = keys_of_request(p, batch);
       const int after = min(before + shares_.of(SplitShares::units(p, keys)), shares_.extra);
-      if (is_found(batch, batch + 1 + after)) {
-        return {batch, batch + before, 1 + after - before, keys};
-      }
+      if (split < batch + 1 + after) return {batch, batch + before, 1 + after - before, keys};
       before = after;
     }
     return {0, 0, 0, {}};
   }
 
+ private:
   int before_[32];  // extra splits of the requests before each chunk
   int chunk_;       // requests of a chunk
   SplitShares shares_;

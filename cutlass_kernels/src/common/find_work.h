@@ -55,6 +55,24 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
   work.tile = index - first_index(work.batch);
 }
 
+// Describes a tile of a batch without a list to the kernel that combines partial results (merge/combine_splits.cu), by
+// one thread of a thread block that has the tile's first split, whether keys are split or not.
+CUTE_DEVICE void describe_split_tile(const LaunchParams& p, const WorkItem& work, int first_split,
+                                     int repeats) {
+  const int first_row = work.tile * p.plan.tile_rows;
+  SplitTile tile;
+  tile.q_begin = work.q_begin + first_row;
+  tile.rows = min(p.plan.tile_rows, work.qo_len - first_row);
+  tile.partial_row = (work.tile * repeats + first_split) * rows_of_split(p);
+  tile.num_splits = work.num_splits;
+  tile.q_end = work.q_begin + work.qo_len;
+  tile.kv_begin = work.kv_begin;
+  tile.kv_len = work.q_begin < 0 ? -1 : work.kv_len;  // such a request is not computed
+  tile.batch = work.batch;
+  const_cast<SplitTile*>(static_cast<const SplitTile*>(
+      p.plan.split_tiles))[work.tile * p.batch_size + work.batch] = tile;
+}
+
 // The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not
 // lie inside the tensors (indptrs on the device were never checked), which is not computed.
 //
@@ -108,6 +126,14 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
       }
       work.kv_begin = keys.begin;
       work.kv_len = keys.length;
+      if constexpr (kSplits) {
+        if (first_split >= 0) {
+          work.qo_len = min(work.qo_len, p.max_qo_len);
+          if (p.plan.split_tiles != nullptr && work.split == 0 && threadIdx.x == 0) {
+            describe_split_tile(p, work, first_split, repeats);
+          }
+        }
+      }
       // In 64 bits: the length was never checked.
       if (work.tile < 0 || std::int64_t(work.tile) * p.plan.tile_rows >= work.qo_len) {
         return false;
@@ -117,7 +143,6 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
     if constexpr (kSplits) {
       if (first_split >= 0) {
         work.partial_row = (work.tile * repeats + first_split) * rows_of_split(p);
-        work.qo_len = min(work.qo_len, p.max_qo_len);
       }
     }
   }

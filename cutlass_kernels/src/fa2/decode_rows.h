@@ -32,8 +32,9 @@ struct DecodeRows {
   static constexpr int kRows = Tile::kBlockM;
   static constexpr int kGroups = KeySharing<Tile>::kMaxGroups;
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
-  // Loads of partial results in flight: 128 registers, or 64. With four panels 128 would leave the main loop too few.
-  static constexpr int kLoads = Tile::kBlocksPerSm <= 2 && kPanels <= 2 ? 32 : 16;
+  // 64 registers for their partial results. The second kernel, with fewer ahead, rounds otherwise: with a fixed split
+  // size, where results must not depend on the batch, no tile combines here.
+  static constexpr int kSplitsAhead = 16 / kPanels;
   // Floats [group][row][column], where K and V were; then (m, sum) [group][row]. Rows are eight floats apart in their
   // banks: the threads of a warp write 32 different pairs of banks, or two to each.
   static constexpr int kPitch = Tile::kHeadDim + 8;
@@ -121,9 +122,7 @@ struct DecodeRows {
       }
       if (partial) {
         const std::int64_t at =
-            (std::int64_t(work.partial_row) + std::int64_t(work.split) * tokens + token) *
-                p.num_qo_heads +
-            of_head;
+            TilePartials{work.partial_row, work.num_splits}.at(p, token, of_head, work.split);
         float* to = partial_o(p, at);
         CUTE_UNROLL
         for (int c = 0; c < kPanels; ++c) {
@@ -181,13 +180,12 @@ struct DecodeRows {
     }
     __syncthreads();
     if (!*is_last) return;
-    const SplitRows splits{work.q_begin + first_token, tokens, work.partial_row, work.num_splits};
+    const TilePartials partials{work.partial_row, work.num_splits};
     for (int row = first_row(); row < rows; row += kRowsAtOnce) {
       const int token = int(params.pack.divide(row));
       const int of_head = head + row - token * heads;
-      store_row<Element>(
-          p, combine_splits<kPanels, kLoads>(p, splits, token, of_head, 0, work.num_splits),
-          work.batch, std::int64_t(work.q_begin) + first_token + token, of_head);
+      store_row<Element>(p, combine_splits<kPanels, kSplitsAhead>(p, partials, token, of_head),
+                         work.batch, std::int64_t(work.q_begin) + first_token + token, of_head);
     }
   }
 };

@@ -196,7 +196,6 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
   const LaunchParams& p = params.attention;
   const int lane = threadIdx.x % 32;
   const bool partial = work.num_splits > 1;
-  const int rows = row_end - row_at.row_begin;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     const int row = r * 8 + lane / 4;
@@ -218,10 +217,8 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     const float lse = finished.lse() * p.lse_scale;
     if (partial) {
       if (token >= row_end) continue;
-      const std::int64_t at =
-          (std::int64_t(work.partial_row) + work.split * rows + token - row_at.row_begin) *
-              p.num_qo_heads +
-          of_head;
+      const std::int64_t at = TilePartials{work.partial_row, work.num_splits}.at(
+          p, token - row_at.row_begin, of_head, work.split);
       if constexpr (Tile::kKvBytes == 1) {  // four columns of 16 are this lane's
         float* out = partial_o(p, at) + lane % 4 * 4;
         CUTE_UNROLL

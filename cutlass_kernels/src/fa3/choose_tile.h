@@ -39,6 +39,7 @@ template <class Packed>
 TileShape packed_tile_shape(const AttentionParams& params, int heads) {
   TileShape shape{packed_tile_rows<Packed>(params), kPacked, heads, Packed::kCtasPerSm};
   shape.splits_without_list = true;
+  shape.blocks_per_tile = Packed::kCtasPerTile;
   return shape;
 }
 
@@ -46,7 +47,9 @@ template <int HeadDimQk, int HeadDimVo>
 TileShape tile_shape(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
   const int heads = packed_heads(params, kWarpgroupRows);
-  if (packs(params, heads, Tiles::Large::kBlockM, device)) {
+  Device for_tiles = device;  // as many SMs as it computes tiles at once
+  for_tiles.multiprocessors /= Tiles::Large::kCtasPerTile;
+  if (packs(params, heads, Tiles::Large::kBlockM, for_tiles)) {
     return packed_tile_shape<typename Tiles::Packed>(params, heads);
   }
   const bool general = GeneralTransform::needed(params);

@@ -3,6 +3,7 @@
 // This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h) calls them in this
 // order:
 //   scores.h        begins a tile; S = Q K^T of a KV block
+//   exchange.h      of a pair of CTAs: the other one's part of S
 //   logits.h        from S to logits: scales, soft cap, ALiBi, masks
 //   exponentials.h  the reference m of the softmax, P = 2^(logits - m), row sums
 //   values.h        O += P V; hands the finished rows to store.h or store_packed.h
@@ -93,7 +94,8 @@ struct Consumer {
 
   Ring<Tile::kKStages> k_ring;
   Ring<Tile::kVStages> v_ring;
-  OnlineSoftmax<2> softmax;  // of the two rows
+  std::uint32_t exchange_phase = 0;  // of a pair of CTAs
+  OnlineSoftmax<2> softmax;          // of the two rows
 
   CUTE_DEVICE Consumer(const KernelParams& params_, Layout& shared_, int warpgroup_)
       : params(params_),
@@ -139,6 +141,10 @@ struct Consumer {
   CUTE_DEVICE void take_exponentials(const ScoreFragment& s, ProbabilityFragment& p,
                                      RowFactors& sum) const;
   CUTE_DEVICE static bool holds(const RowFactors& sum, const ProbabilityFragment& p);
+
+  // exchange.h
+  CUTE_DEVICE void return_receive_buffer() const;
+  CUTE_DEVICE void add_peer_scores(ScoreFragment& s);
 
   // values.h
   CUTE_DEVICE void issue_output(OutputFragment& o, ProbabilityFragment& p, bool accumulate);

@@ -4,6 +4,7 @@
 #include "common/find_work.h"
 #include "common/mask.h"
 #include "common/tickets.h"
+#include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "mask_extents.h"
@@ -11,8 +12,9 @@
 namespace cutlass_kernels::fa3 {
 
 // Claims tiles for this CTA: the first by its own index. With a counter in device memory, it claims each further one
-// when it is about to need it; without, every gridDim.x-th index is its own.
-template <bool kSplits>
+// when it is about to need it; without, every gridDim.x-th index is its own. A pair of CTAs
+// counts as one, in gridDim.x, too: the first claims its tiles, and tells the second (pair.h).
+template <bool kSplits, int kCtasPerTile>
 class TileClaims {
  public:
   CUTE_DEVICE TileClaims(const KernelParams& params, const SplitTable* splits)
@@ -20,39 +22,46 @@ class TileClaims {
         splits_(splits),
         count_(params.order.tiles * params.heads),
         counter_(reinterpret_cast<unsigned long long*>(params.attention.plan.tile_counter)),
+        claimers_(int(gridDim.x) / kCtasPerTile),
         index_(-1) {}
 
   // The next tile; false once there is none.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
-    for (bool found = false; !found;) {
+    do {
       if (index_ < 0) {
-        index_ = blockIdx.x;
+        index_ = int(blockIdx.x) / kCtasPerTile;
       } else if (counter_ == nullptr) {
-        index_ += int(gridDim.x);
+        index_ += claimers_;
       } else {
         // As many tickets as there are tile indices: one for each but the CTAs' first, and one with which each CTA is
         // refused.
-        const bool is_first = index_ < int(gridDim.x);
-        index_ =
-            int(gridDim.x) + int(take_ticket(counter_, (unsigned long long)(count_), is_first));
+        const bool is_first = index_ < claimers_;
+        index_ = claimers_ + int(take_ticket(counter_, (unsigned long long)(count_), is_first));
       }
       // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
       if (unsigned(index_) >= unsigned(count_)) return false;
-      const TileOrder::Position position = params_.order(index_);
-      head = position.head;
-      rank = position.rank;
-      const LaunchParams& p = params_.attention;
-      const auto find_split = [&](int split) { return splits_->find(p, split); };
-      found = find_work<true, true, kSplits>(p, params_.rows, find_split, position.rank, work);
-    }
+    } while (!find(index_, work, head, rank));
     return true;
   }
+
+  // The tile with an index that the other CTA of the pair has claimed.
+  CUTE_DEVICE bool find(int index, WorkItem& work, int& head, int& rank) const {
+    if (unsigned(index) >= unsigned(count_)) return false;
+    const TileOrder::Position position = params_.order(index);
+    head = position.head;
+    rank = position.rank;
+    const LaunchParams& p = params_.attention;
+    const auto find_split = [&](int split) { return splits_->find(p, split); };
+    return find_work<true, true, kSplits>(p, params_.rows, find_split, position.rank, work);
+  }
+  CUTE_DEVICE int index() const { return index_; }
 
  private:
   const KernelParams& params_;
   const SplitTable* const splits_;
   const int count_;
   unsigned long long* const counter_;
+  const int claimers_;
   int index_;
 };
 
@@ -77,7 +86,7 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
   Ring<kJobSlots> jobs;
   const SplitTable* splits = nullptr;
   if constexpr (Tile::kPacked) splits = &shared.splits;
-  TileClaims<Tile::kPacked> claims(params, splits);
+  TileClaims<Tile::kPacked, Tile::kCtasPerTile> claims(params, splits);
   WorkItem work;
   int head, rank;
   bool found;
@@ -86,8 +95,21 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
     // Late, so that tiles go to the CTAs that are free first; early enough to hide the latency.
     shared.job_wanted.wait(wanted.phase);
     wanted.advance();
-    found = claims.claim(work, head, rank);
-    shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
+    if (Tile::kCtasPerTile == 1 || rank_in_pair() == 0) {
+      found = claims.claim(work, head, rank);
+      shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
+      if constexpr (Tile::kCtasPerTile == 2) {
+        // Not before this slot's last job is done: then the other CTA has read the index that it had.
+        send(address_in_peer(cute::cast_smem_ptr_to_uint(&shared.tile_index[jobs.index])),
+             address_in_peer(shared.tile_claimed[jobs.index].address()), claims.index());
+      }
+    } else {
+      shared.tile_claimed[jobs.index].arrive_and_expect(sizeof(int));
+      shared.tile_claimed[jobs.index].wait(jobs.phase);
+      found =
+          claims.find(*const_cast<volatile int*>(&shared.tile_index[jobs.index]), work, head, rank);
+      shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
+    }
     Job& job = shared.jobs[jobs.index];
     job.valid = found;
     if (found) {
@@ -127,11 +149,10 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
           params.box_rows > 0 ? job.visible_begin & -params.box_rows : job.visible_begin;
       job.kv_blocks = max((job.visible_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
       if constexpr (Tile::kPacked) {
-        job.partial_row = -1;
-        if (work.num_splits > 1) {
-          job.partial_row = work.partial_row + work.split * (row_end - row_begin);
-          take_split<Tile>(work, job);
-        }
+        job.partial_row = work.partial_row;
+        job.split = work.split;
+        job.num_splits = work.num_splits;
+        if (work.num_splits > 1) take_split<Tile>(work, job);
       }
     }
     shared.job_full[jobs.index].arrive();

@@ -25,8 +25,10 @@ struct alignas(16) Job {
   int visible_begin;  // keys outside [visible_begin, visible_end) are seen by no row of the tile
   int visible_end;
   int key_begin;  // first key of KV block 0: visible_begin, or the first key of the TMA box that contains it
-  int kv_blocks;  // from key_begin on; at least 1: a tile without keys has one, all masked
-  int partial_row;  // row of the partial results where a KV split writes its own; -1: the keys are not split
+  int kv_blocks;    // from key_begin on; at least 1: a tile without keys has one, all masked
+  int partial_row;  // first row of the tile's partial results
+  int split;        // which of its KV splits
+  int num_splits;   // 1: the keys are not split
 };
 constexpr int kJobSlots = 4;
 

@@ -31,6 +31,8 @@
 // warps 4 and 5, may help. Of e4m3, warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V
 // (transpose_values.h).
 //
+// Of head dimension 512, a pair of CTAs computes a tile, each half of its columns (pair.h).
+//
 // Numbers of hd128, as an example (config.h has them for every tile). Shared memory: Q 4 x 16 KB, K and V 2 x 32 KB
 // each, O 2 x 16 KB, 225 KB of 227 in all. Registers: 168 per thread at launch, after setmaxnreg 40 per producer and
 // 232 per consumer thread, of which S takes 64, P 32, O 64 and Q 32. Why two consumer warpgroups: they share each
@@ -48,6 +50,7 @@
 #include "fa3/load_masked_values.h"
 #include "fa3/load_pages.h"
 #include "fa3/main_loop.h"
+#include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "fa3/transpose_values.h"
@@ -86,6 +89,13 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
       shared.staged_full[i].init(1);
       shared.staged_empty[i].init(Tile::kTransposers);
     }
+  }
+  if constexpr (Layout::kPair) {
+    for (int i = 0; i < Tile::kConsumers; ++i) {
+      shared.s_full[i].init(1);
+      shared.s_empty[i].init(4);
+    }
+    for (int i = 0; i < kJobSlots; ++i) shared.tile_claimed[i].init(1);
   }
   fence_barrier_init();
 }
@@ -184,7 +194,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
       fence_proxy_async();
     }
   }
-  __syncthreads();
+  if constexpr (Layout::kPair) {
+    sync_pair();
+  } else {
+    __syncthreads();
+  }
 
   if (warpgroup < Tile::kProducers) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::producer_registers(kHides)>();

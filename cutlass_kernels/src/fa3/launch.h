@@ -24,6 +24,7 @@ struct KernelFacts {
   int shared_bytes;
   int block_n;
   int ctas_per_sm;
+  int ctas_per_tile;
   bool general;  // Logits::kGeneral
 };
 
@@ -35,7 +36,8 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   const LaunchParams& p = kernel_params.attention;
   Device device;
   if (Status asked = current_device(&device); !asked.ok()) return asked;
-  const int ctas = device.multiprocessors * facts.ctas_per_sm;
+  // CTAs, or pairs of them, that run at once.
+  const int ctas = device.multiprocessors * facts.ctas_per_sm / facts.ctas_per_tile;
 
   const int tiles = p.plan.tile_indices;
   const int packed_heads = std::max(p.plan.packed_heads, 1);
@@ -62,10 +64,16 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
 
   cudaLaunchConfig_t config{};
   config.gridDim =
-      dim3(unsigned(std::min<std::int64_t>(ctas, std::int64_t(tiles) * kernel_params.heads)));
+      dim3(unsigned(std::min<std::int64_t>(ctas, std::int64_t(tiles) * kernel_params.heads) *
+                    facts.ctas_per_tile));
   config.blockDim = dim3(unsigned(facts.threads));
   config.dynamicSmemBytes = std::size_t(facts.shared_bytes);
   config.stream = stream;
+  cudaLaunchAttribute pairs{};
+  pairs.id = cudaLaunchAttributeClusterDimension;
+  pairs.val.clusterDim = {unsigned(facts.ctas_per_tile), 1, 1};
+  config.attrs = &pairs;
+  config.numAttrs = facts.ctas_per_tile > 1 ? 1 : 0;
   const cudaError_t error =
       launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);
@@ -83,6 +91,7 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
                           kBytes,
                           Tile::kBlockN,
                           Tile::kCtasPerSm,
+                          Tile::kCtasPerTile,
                           kLogits == Logits::kGeneral};
   return enqueue_kernel(facts, params, stream, &allowed);
 }

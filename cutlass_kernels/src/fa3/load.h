@@ -4,6 +4,7 @@
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "fa3/tensor_map.h"
@@ -16,13 +17,13 @@ using CacheHint = cute::TMA::CacheHintSm90;
 // rows past its end lie outside the tensor map (tensor_map.h).
 template <int kPanels, int kPanelBytes, int kColumns = 64>
 CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, int row, int length,
-                           int head, int end, CacheHint hint) {
+                           int head, int end, CacheHint hint, int column = 0) {
   full.arrive_and_expect(kPanels * kPanelBytes);
   CUTE_UNROLL
   for (int panel = 0; panel < kPanels; ++panel) {
     cute::SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
                                  static_cast<std::uint64_t>(hint), shared + panel * kPanelBytes,
-                                 panel * kColumns, kMapRows - length + row, head, end,
+                                 column + panel * kColumns, kMapRows - length + row, head, end,
                                  int(kMapRows));
   }
 }
@@ -36,11 +37,11 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, const Job& job, Barri
                          int(params.packed.heads.divisor));
   CUTE_UNROLL
   for (int panel = 0; panel < Shared<Tile>::kPanelsQk; ++panel) {
-    cute::SM90_TMA_LOAD_5D::copy(&params.q_map, reinterpret_cast<std::uint64_t*>(&full),
-                                 static_cast<std::uint64_t>(CacheHint::EVICT_FIRST),
-                                 q + panel * Shared<Tile>::kPanelBytesQ,
-                                 panel * Shared<Tile>::kColumns, job.head,
-                                 kMapRows - job.qo_len + token, job.q_end, int(kMapRows));
+    cute::SM90_TMA_LOAD_5D::copy(
+        &params.q_map, reinterpret_cast<std::uint64_t*>(&full),
+        static_cast<std::uint64_t>(CacheHint::EVICT_FIRST), q + panel * Shared<Tile>::kPanelBytesQ,
+        first_column<Tile>(Tile::kHeadDimQk) + panel * Shared<Tile>::kColumns, job.head,
+        kMapRows - job.qo_len + token, job.q_end, int(kMapRows));
   }
 }
 
@@ -49,12 +50,13 @@ template <class Tile>
 CUTE_DEVICE void load_q_of_tile(const KernelParams& params, Shared<Tile>& shared, const Job& job,
                                 Ring<Tile::kQBuffers>& ring) {
   using Layout = Shared<Tile>;
+  const int column = first_column<Tile>(Tile::kHeadDimQk);
   if constexpr (Tile::kQBuffers < 2 * Tile::kConsumers && !Tile::kPacked) {
     // No buffer is free for the next tile's Q before the last product with this tile's: at least bring it to L2.
     for (int wg = 0; wg < Tile::kConsumers; ++wg) {
       for (int panel = 0; panel < Layout::kPanelsQk; ++panel) {
         cute::SM90_TMA_LOAD_5D::PREFETCH::copy(
-            &params.q_map, panel * Layout::kColumns,
+            &params.q_map, column + panel * Layout::kColumns,
             kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head, job.q_end,
             int(kMapRows));
       }
@@ -69,7 +71,7 @@ CUTE_DEVICE void load_q_of_tile(const KernelParams& params, Shared<Tile>& shared
       load_rows<Layout::kPanelsQk, Layout::kPanelBytesQ, Layout::kColumns>(
           &params.q_map, shared.q_full[ring.index], shared.q[ring.index],
           job.row_begin + wg * kWarpgroupRows, job.qo_len, job.head, job.q_end,
-          CacheHint::EVICT_FIRST);
+          CacheHint::EVICT_FIRST, column);
     }
     ring.advance();
   }
@@ -104,7 +106,7 @@ CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, con
       load_rows<kPanels, kPanelBytes>(
           map, full[ring.index], stages + ring.index * (kPanels * kPanelBytes),
           job.key_begin + kv_block * Tile::kBlockN, job.visible_end, job.kv_head,
-          job.kv_begin + job.visible_end, CacheHint::EVICT_LAST);
+          job.kv_begin + job.visible_end, CacheHint::EVICT_LAST, first_column<Tile>(64 * kPanels));
       ring.advance();
     }
   }

@@ -4,6 +4,7 @@
 
 #include "common/ptx/cp_async.h"
 #include "fa3/fully_masked_keys.h"
+#include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 
@@ -109,7 +110,9 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   const int lane = threadIdx.x % 32;
   const int first_row = Tile::kCopyWarps == 1 ? 0 : copy_warp * kOwnRows;
   constexpr int kColumns = kIsK ? Tile::kHeadDimQk : Tile::kHeadDimVo;
-  const int head_dim = kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo;
+  const int column = first_column<Tile>(kColumns);
+  const int head_dim =  // from the CTA's first column on
+      (kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo) - column;
   const std::uint32_t to = cute::cast_smem_ptr_to_uint(stages) + (first_row + lane / 8) * 128 +
                            ((lane % 8 ^ lane / 8) << 4);
   RowOffsets<kOwnRows>& offsets = shared.row_offsets[kIsK ? 0 : 1][copy_warp];
@@ -120,7 +123,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
     const Job& job = jobs.job();
     const ConstTensorView& view = kIsK ? params.attention.k : params.attention.v;
     const char* data = kept(static_cast<const char*>(view.data) +
-                            2 * (job.kv_head * view.stride_head) + lane % 8 * 16);
+                            2 * (job.kv_head * view.stride_head + column) + lane % 8 * 16);
     const std::int32_t* table =
         kept((kIsK ? params.k_pages : params.v_pages).indices + job.kv_begin);
     int key = job.key_begin + (job.kv_blocks - 1) * kRows + first_row;  // of the warp's first row
@@ -133,7 +136,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
         if (params.attention.mask.words != nullptr && job.has_hidden_keys != 0)
           masked.template find<Tile>(params, job, kv_block);
       }
-      bool complete = head_dim == kColumns;
+      bool complete = head_dim >= kColumns;
       CUTE_UNROLL
       for (int i = 0; i < kOwnRows / 32; ++i) {
         std::uint32_t offset = entries.offset(params, key, i);

@@ -11,30 +11,35 @@
 
 namespace cutlass_kernels::fa3 {
 
-// V of one head of one request, whose keys lie one after the other.
+// V of one head of one request, whose keys lie one after the other, from the CTA's first column on.
 struct RaggedValues {
   const LaunchParams& p;
+  const int first_column;
   const char* data;
 
-  CUTE_DEVICE RaggedValues(const KernelParams& params, const Job& job)
+  CUTE_DEVICE RaggedValues(const KernelParams& params, const Job& job, int first_column_)
       : p(params.attention),
+        first_column(first_column_),
         data(static_cast<const char*>(p.v.data) +
-             2 * (job.kv_begin * p.v.stride_token + job.kv_head * p.v.stride_head)) {}
+             2 * (job.kv_begin * p.v.stride_token + job.kv_head * p.v.stride_head + first_column)) {
+  }
   CUTE_DEVICE std::int64_t offset_of(int key) const { return 2 * (key * p.v.stride_token); }
-  CUTE_DEVICE bool has_column(int column) const { return column < p.head_dim_vo; }
+  CUTE_DEVICE bool has_column(int column) const { return first_column + column < p.head_dim_vo; }
 };
 
-// V of one head of one request, in pages.
+// The same, in pages.
 struct PagedValues {
   const KernelParams& params;
+  const int first_column;
   const std::int32_t* indices;  // page table of the request
   const char* data;             // of the head
 
-  CUTE_DEVICE PagedValues(const KernelParams& params_, const Job& job)
+  CUTE_DEVICE PagedValues(const KernelParams& params_, const Job& job, int first_column_)
       : params(params_),
+        first_column(first_column_),
         indices(params.v_pages.indices + job.kv_begin),
         data(static_cast<const char*>(params.attention.v.data) +
-             2 * (job.kv_head * params.attention.v.stride_head)) {}
+             2 * (job.kv_head * params.attention.v.stride_head + first_column)) {}
 
   // Bytes from `data` to the row of a key; -1 if its page lies outside the cache.
   CUTE_DEVICE std::int64_t offset_of(int key) const {
@@ -46,7 +51,9 @@ struct PagedValues {
                : -1;
   }
 
-  CUTE_DEVICE bool has_column(int column) const { return column < params.attention.head_dim_vo; }
+  CUTE_DEVICE bool has_column(int column) const {
+    return first_column + column < params.attention.head_dim_vo;
+  }
 };
 
 // Copies 32 rows from first_row on to the stage at `to`. Lane l brings the offset of row first_row + l in `offset`;
@@ -98,6 +105,7 @@ CUTE_DEVICE void load_masked_values(const KernelParams& params, Shared<Tile>& sh
   constexpr int kRows = Tile::kBlockN;
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   const int lane = threadIdx.x % 32;
+  const int column = first_column<Tile>(64 * kPanels);
   JobReader jobs(shared);
   Ring<kStages> ring;
   for (; jobs.next(); jobs.release()) {
@@ -107,14 +115,14 @@ CUTE_DEVICE void load_masked_values(const KernelParams& params, Shared<Tile>& sh
       if (job.has_hidden_keys != 0) masked.template find<Tile>(params, job, kv_block);
       shared.v_empty[ring.index].wait(ring.phase ^ 1);
       if (masked.any()) {
-        copy_visible_values<Tile, kPanels>(RaggedValues(params, job), job, kv_block, masked,
+        copy_visible_values<Tile, kPanels>(RaggedValues(params, job, column), job, kv_block, masked,
                                            shared.v[ring.index]);
         if (lane == 0) shared.v_full[ring.index].arrive();
       } else if (lane == 0) {
-        load_rows<kPanels, kPanelBytes>(&params.v_map, shared.v_full[ring.index],
-                                        shared.v[ring.index], job.key_begin + kv_block * kRows,
-                                        job.visible_end, job.kv_head,
-                                        job.kv_begin + job.visible_end, CacheHint::EVICT_LAST);
+        load_rows<kPanels, kPanelBytes>(
+            &params.v_map, shared.v_full[ring.index], shared.v[ring.index],
+            job.key_begin + kv_block * kRows, job.visible_end, job.kv_head,
+            job.kv_begin + job.visible_end, CacheHint::EVICT_LAST, column);
       }
       __syncwarp();
       ring.advance();

@@ -85,6 +85,7 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
   constexpr int kRows = Tile::kBlockN;
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   const int lane = threadIdx.x % 32;
+  const int column = first_column<Tile>(64 * kPanels);
   const int per_block = kRows >> params.box_rows_log2;
   // Boxes that are looked up together: as many as the lanes have of whole KV blocks, in boxes of 8 rows (of 128 keys
   // 2 x 16, of 96 2 x 12). Then no KV block of larger boxes lies in two batches either.
@@ -119,8 +120,8 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
       char* stage = stages + ring.index * (kPanels * kPanelBytes);  // (BLK_N, 64, panels)
       if constexpr (kHides) {
         if (masked.any()) {
-          copy_visible_values<Tile, kPanels>(PagedValues(params, job), job, kv_block, masked,
-                                             stage);
+          copy_visible_values<Tile, kPanels>(PagedValues(params, job, column), job, kv_block,
+                                             masked, stage);
           if (lane == 0) full[ring.index].arrive();
           ring.advance();
           continue;
@@ -139,8 +140,8 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
           for (int panel = 0; panel < kPanels; ++panel) {
             cute::SM90_TMA_LOAD_4D::copy(map, reinterpret_cast<std::uint64_t*>(&signal),
                                          static_cast<std::uint64_t>(CacheHint::EVICT_LAST),
-                                         to + panel * kPanelBytes, panel * 64, source.slot, head,
-                                         source.page);
+                                         to + panel * kPanelBytes, column + panel * 64, source.slot,
+                                         head, source.page);
           }
           to += 128 << params.box_rows_log2;
         }

@@ -10,6 +10,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "fa3/consumer.h"
+#include "fa3/exchange.h"
 #include "fa3/exponentials.h"
 #include "fa3/logits.h"
 #include "fa3/scores.h"
@@ -64,11 +65,13 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
 
   // S and P of the first KV block.
   shared.k_full[k_ring.index].wait(k_ring.phase);
+  return_receive_buffer();
   issue_scores(s);
   read_bits();
   wgmma_wait<0>();
   pin(s);
   end_scores(true);
+  add_peer_scores(s);
   transform(s);
   if (needs_mask()) apply_mask(s);
   raise_maximum(s, factor);
@@ -95,6 +98,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
 
     // The products: S of the next KV block, and P V of this one.
     shared.k_full[k_ring.index].wait(k_ring.phase);
+    return_receive_buffer();
     wait_turn();
     issue_scores(s);
     if (kSkipsNegligible && negligible) {
@@ -111,10 +115,12 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     read_bits();
     wgmma_wait<1>();
     pin(s);
+    if constexpr (Layout::kPair) end_scores(last);
+    add_peer_scores(s);
     transform(s);
     const bool masked = needs_mask();
     if (unlikely(masked)) apply_mask(s);
-    end_scores(last);
+    if constexpr (!Layout::kPair) end_scores(last);
     // Not lazy in the first KV block of a tile. Later, a row that has seen no key so far gets an infinite sum from its
     // first one, and the block is done again with its maximum: right under any mask, but only custom masks, which may
     // mask every block, gain from it.

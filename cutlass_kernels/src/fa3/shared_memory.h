@@ -81,7 +81,8 @@ struct Shared : StagedValues<Tile> {
   char k[Tile::kKStages][kKBytes];
   // V: (BLK_N, C, D_VO / C), PIPE_V of them; of e4m3, transposed: (D_VO, 128, BLK_N / 128).
   char v[Tile::kVStages][kVBytes];
-  // O: (64, 64, kOPanels) of 16 bits per warpgroup. Each warp uses its own 16 rows.
+  // O: (64, 64, kOPanels) of 16 bits per warpgroup. Each warp uses its own 16 rows. Of a pair of CTAs, also the partial
+  // sums of S that the warpgroup receives: a warp's in the memory of its own rows.
   char o[Tile::kConsumers][kOBytes];
 
   Job jobs[kJobSlots];
@@ -100,6 +101,13 @@ struct Shared : StagedValues<Tile> {
   // v_empty     all consumer warps                               V warp
   // v_landed    V warp, with the bytes of TMA                    V warp, to clear rows before it arrives at v_full
   //
+  // Of a pair of CTAs (pair.h):
+  // s_full        thread 0 of the warpgroup, with the bytes that     the warpgroup, to add them
+  //               the other CTA sends
+  // s_empty       the 4 warps of the other CTA's warpgroup           the warpgroup, to send
+  // tile_claimed  scheduler warp of CTA 1, with the bytes that CTA   the same, to read tile_index
+  //               0 sends
+  //
   // Of e4m3, the loading warp stands for the Q and K warps, and the transposing warps for the V warp. Where rows are
   // gathered from small pages, every lane that copies arrives at k_full and v_full.
   Barrier job_wanted;
@@ -112,6 +120,12 @@ struct Shared : StagedValues<Tile> {
   Barrier v_full[Tile::kVStages];
   Barrier v_empty[Tile::kVStages];
   Barrier v_landed;
+  static constexpr bool kPair = Tile::kCtasPerTile == 2;
+  static_assert(!kPair || kOBytes == kWarpgroupRows * Tile::kBlockN * int(sizeof(float)));
+  Barrier s_full[kPair ? Tile::kConsumers : 1];
+  Barrier s_empty[kPair ? Tile::kConsumers : 1];
+  Barrier tile_claimed[kPair ? kJobSlots : 1];
+  int tile_index[kPair ? kJobSlots : 1];
 
   BoxSource boxes[2][kBoxBatch];  // (K and V, 32)
   std::conditional_t<Tile::kGather,

@@ -6,6 +6,7 @@
 
 #include "common/finish_row.h"
 #include "common/softmax.h"
+#include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "fa3/store_e4m3.h"
@@ -42,6 +43,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   const int lane = threadIdx.x % 32;
   const int warp_row = job.row_begin + warpgroup * kWarpgroupRows + warp * 16;  // in the request
   const int head = job.head;
+  const int column = first_column<Tile>(Tile::kHeadDimVo);
+  const bool writes_rows = lane % 4 == 0 && writes_row_results<Tile>();
 
   float scale[2];  // (row)
   bool no_key[2];  // (row)
@@ -51,7 +54,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     softmax.finish(r, m, sum);
     if constexpr (kLogits == Logits::kGeneral && Element::kBytes == 2) {
       const int row = warp_row + r * 8 + lane / 4;
-      if (p.stats != nullptr && lane % 4 == 0 && row < job.qo_len) {
+      if (p.stats != nullptr && writes_rows && row < job.qo_len) {
         params.stats.store(p, std::int64_t(job.q_end) - job.qo_len + row, head, m, sum);
       }
     }
@@ -64,7 +67,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
         finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
     scale[r] = finished.fast_scale(factor);
     const int row = warp_row + r * 8 + lane / 4;
-    if (p.lse != nullptr && lane % 4 == 0 && row < job.qo_len) {
+    if (p.lse != nullptr && writes_rows && row < job.qo_len) {
       p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +
             head * p.lse_stride_head] = finished.lse() * p.lse_scale;
     }
@@ -122,8 +125,9 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       if (warp_row < job.qo_len) {
         CUTE_UNROLL
         for (int panel = 0; panel < Tile::kOPanels; ++panel) {
-          store_panel(&params.o_map, warp_base + panel * Layout::kPanelBytesQ, (pass + panel) * 64,
-                      kMapRows - job.qo_len + warp_row, head, job.q_end);
+          store_panel(&params.o_map, warp_base + panel * Layout::kPanelBytesQ,
+                      column + (pass + panel) * 64, kMapRows - job.qo_len + warp_row, head,
+                      job.q_end);
         }
       }
       cute::tma_store_arrive();

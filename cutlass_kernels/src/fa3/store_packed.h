@@ -4,6 +4,7 @@
 
 #include "common/finish_row.h"
 #include "common/softmax.h"
+#include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "fa3/store.h"
@@ -23,9 +24,11 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
   const PackedRows& packed = params.packed;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
-  const bool partial = job.partial_row >= 0;
+  const bool partial = job.num_splits > 1;
   const int first_token = warpgroup * packed.tokens;  // of the warpgroup, in the tile
   const int tokens = min(packed.tokens, job.qo_len - job.row_begin - first_token);
+  const int own_column = first_column<Tile>(Tile::kHeadDimVo);
+  const bool writes_rows = lane % 4 == 0 && writes_row_results<Tile>();
 
   // A row of the warpgroup, as token (in the tile) and head; token -1 if the row is unused.
   struct Place {
@@ -38,7 +41,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
             job.head + row - token * int(packed.heads.divisor)};
   };
   auto partial_at = [&](const Place& place) {
-    return std::int64_t(job.partial_row + place.token) * p.num_qo_heads + place.head;
+    return TilePartials{job.partial_row, job.num_splits}.at(p, place.token, place.head, job.split);
   };
   const std::int64_t q_begin = std::int64_t(job.q_end) - job.qo_len + job.row_begin;
 
@@ -51,12 +54,12 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
     no_key[r] = has_no_key(m, sum);
     const Place place = place_of(warp * 16 + r * 8 + lane / 4);
     if constexpr (kHasStats) {
-      if (p.stats != nullptr && place.token >= 0 && lane % 4 == 0) {
+      if (p.stats != nullptr && place.token >= 0 && writes_rows) {
         params.stats.store(p, q_begin + place.token, place.head, m, sum);
       }
     }
     if (partial) {
-      if (place.token >= 0 && lane % 4 == 0) {
+      if (place.token >= 0 && writes_rows) {
         *partial_max_sum(p, partial_at(place)) = {m, sum};
       }
       continue;
@@ -65,7 +68,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
     const FinishedRow finished =
         finish_row(m, sum, p.sinks, place.head, [&](float weight) { factor *= weight; });
     scale[r] = finished.fast_scale(factor);
-    if (p.lse != nullptr && place.token >= 0 && lane % 4 == 0) {
+    if (p.lse != nullptr && place.token >= 0 && writes_rows) {
       p.lse[(q_begin + place.token) * p.lse_stride_token + place.head * p.lse_stride_head] =
           finished.lse() * p.lse_scale;
     }
@@ -86,10 +89,10 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
     for (int r = 0; r < 2; ++r) {
       const Place place = place_of(warp * 16 + r * 8 + lane / 4);
       if (place.token < 0) continue;
-      float* out = partial_o(p, partial_at(place)) + lane % 4 * 2;
+      float* out = partial_o(p, partial_at(place)) + own_column + lane % 4 * 2;
       CUTE_UNROLL
       for (int i = 0; i < Tile::kHeadDimVo / 8; ++i) {
-        if (i * 8 < p.head_dim_vo) {
+        if (own_column + i * 8 < p.head_dim_vo) {
           *reinterpret_cast<float2*>(out + i * 8) = {o[4 * i + 2 * r], o[4 * i + 2 * r + 1]};
         }
       }
@@ -136,7 +139,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       const int row = i * 4 + lane / 8;
       const int chunk = lane % 8;
       const Place place = place_of(warp * 16 + row);
-      const int column = panel * 64 + chunk * 8;
+      const int column = own_column + panel * 64 + chunk * 8;
       if (place.token >= 0 && column < p.head_dim_vo) {
         const uint4 value =
             *reinterpret_cast<const uint4*>(warp_staging + row * 128 + ((chunk ^ (row & 7)) << 4));

@@ -14,93 +14,76 @@
 
 namespace cutlass_kernels {
 
-// Where a tile's partial results are: those of row r of split i in row partial_row + i * rows + r.
-struct SplitRows {
-  int q_begin;  // first row, in the tensor
-  int rows;
-  int partial_row;
-  int count;
-};
-
 // What some of the splits give: a lane has four columns of each of kPanels times 128.
 template <int kPanels>
 struct CombinedRow {
   float m = -INFINITY;  // the largest of theirs
   float sum = 0.0f;     // relative to 2^m, as is o
   float o[kPanels][4] = {};
-};
 
-// Combines splits [begin, end) of a row. kLoads: registers for loads that are in flight together, a float4 each: one at
-// a time, a row would take a microsecond per split. The first loads do not wait for the maxima that weigh them. Reads
-// past the L1 cache, which may hold what was there before other thread blocks of the same kernel wrote.
-template <int kPanels, int kLoads>
-CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const SplitRows& splits,
-                                                int row, int head, int begin, int end) {
-  constexpr int kAhead = kLoads / kPanels;  // splits
-  static_assert(kAhead > 0 && 32 % kAhead == 0,
-                "A lane holds the weight of one split in 32: loads must begin at each 32nd.");
-  const int lane = threadIdx.x % 32;
-  // Splits of this row and head lie `step` rows of one head apart.
-  const std::int64_t step = std::int64_t(splits.rows) * p.num_qo_heads;
-  const std::int64_t first_at =
-      (std::int64_t(splits.partial_row) + row) * p.num_qo_heads + head + begin * step;
-  const float2* max_sums = partial_max_sum(p, first_at);
-  const float* values = partial_o(p, first_at) + lane * 4;
-  const int count = end - begin;
-  auto max_sum_of = [&](int i) {
-    return i < count ? __ldcg(max_sums + i * step) : float2{-INFINITY, 0.0f};
-  };
-  CombinedRow<kPanels> combined;
-  float2 own = max_sum_of(lane);
-  float own_weight = 0.0f;
-  CUTE_NO_UNROLL
-  for (int first = 0; first < count; first += kAhead) {
-    float4 loaded[kAhead][kPanels];
+  // Makes `top`, which is no less than m, the new m. Returns what 2^top is in weights: 1 where there is no key, so that
+  // -inf is at a distance from it.
+  CUTE_DEVICE float raise(float top) {
+    const float reference = top == -INFINITY ? 0.0f : top;
+    const float weight = exp2_approx(m - reference);
+    m = top;
+    sum *= weight;
     CUTE_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      if (i % 8 == 0 && first + i >= count) break;
-      CUTE_UNROLL
-      for (int c = 0; c < kPanels; ++c) {
-        loaded[i][c] = {};
-        if (first + i < count && c * 128 + lane * 4 < p.head_dim_vo) {
-          loaded[i][c] = __ldcg(reinterpret_cast<const float4*>(values + c * 128));
-        }
-      }
-      values += step * p.head_dim_vo;
-    }
-    if (first == 0) {
-      combined.m = own.x;
-      bool has_key = own.y != 0.0f;
-      for (int i = lane + 32; i < count; i += 32) {
-        const float2 another = max_sum_of(i);
-        combined.m = fmaxf(combined.m, another.x);
-        has_key |= another.y != 0.0f;
-      }
-      for (int lanes = 16; lanes > 0; lanes /= 2) {
-        combined.m = fmaxf(combined.m, __shfl_xor_sync(0xffffffffu, combined.m, lanes));
-      }
-      if (!__any_sync(0xffffffffu, has_key)) break;
-    }
-    if (first % 32 == 0) {
-      if (first > 0) own = max_sum_of(first + lane);
-      own_weight = exp2_approx(own.x - combined.m);
-      combined.sum = fmaf(own_weight, own.y, combined.sum);
-    }
+    for (int i = 0; i < kPanels * 4; ++i) o[i / 4][i % 4] *= weight;
+    return reference;
+  }
+  // Adds (m, sum) and o that are relative to 2^their_m, where the own m is raised to theirs already.
+  CUTE_DEVICE void add(float reference, const float2& max_sum, const float4 (&their_o)[kPanels]) {
+    const float weight = exp2_approx(max_sum.x - reference);
+    sum = fmaf(weight, max_sum.y, sum);
     CUTE_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      if (i % 8 == 0 && first + i >= count) break;
-      const float weight = __shfl_sync(0xffffffffu, own_weight, first % 32 + i);
-      CUTE_UNROLL
-      for (int c = 0; c < kPanels; ++c) {
-        combined.o[c][0] = fmaf(weight, loaded[i][c].x, combined.o[c][0]);
-        combined.o[c][1] = fmaf(weight, loaded[i][c].y, combined.o[c][1]);
-        combined.o[c][2] = fmaf(weight, loaded[i][c].z, combined.o[c][2]);
-        combined.o[c][3] = fmaf(weight, loaded[i][c].w, combined.o[c][3]);
-      }
+    for (int c = 0; c < kPanels; ++c) {
+      o[c][0] = fmaf(weight, their_o[c].x, o[c][0]);
+      o[c][1] = fmaf(weight, their_o[c].y, o[c][1]);
+      o[c][2] = fmaf(weight, their_o[c].z, o[c][2]);
+      o[c][3] = fmaf(weight, their_o[c].w, o[c][3]);
     }
   }
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    combined.sum += __shfl_xor_sync(0xffffffffu, combined.sum, lanes);
+};
+
+// Combines the `part`-th of `parts` shares of a row's splits: kAhead of them in turn, whose loads are in flight
+// together. Every lane reads the maxima and sums of all, which takes fewer instructions than to hand them round: the
+// kernel that combines waits for instructions longer than for data. Reads past the L1 cache, which may hold what was
+// there before other thread blocks of the same kernel wrote.
+template <int kPanels, int kAhead>
+CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const TilePartials& partials,
+                                                int row, int head, int part = 0, int parts = 1) {
+  const std::int64_t at = partials.at(p, row, head, part * kAhead);
+  const auto* max_sums = reinterpret_cast<const float2*>(partial_max_sum(p, at));
+  const float* values = partial_o(p, at) + threadIdx.x % 32 * 4;
+  CombinedRow<kPanels> combined;
+  CUTE_NO_UNROLL
+  for (int first = part * kAhead; first < partials.num_splits; first += parts * kAhead) {
+    float2 max_sum[kAhead];
+    float4 o[kAhead][kPanels];
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      max_sum[i] = {-INFINITY, 0.0f};
+      CUTE_UNROLL
+      for (int c = 0; c < kPanels; ++c) o[i][c] = {};
+      if (first + i < partials.num_splits) {
+        max_sum[i] = __ldcg(max_sums + i);
+        CUTE_UNROLL
+        for (int c = 0; c < kPanels; ++c) {
+          if (c * 128 + int(threadIdx.x % 32) * 4 < p.head_dim_vo) {
+            o[i][c] = __ldcg(reinterpret_cast<const float4*>(values + i * p.head_dim_vo + c * 128));
+          }
+        }
+      }
+    }
+    float top = combined.m;
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) top = fmaxf(top, max_sum[i].x);
+    const float reference = combined.raise(top);
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) combined.add(reference, max_sum[i], o[i]);
+    max_sums += parts * kAhead;
+    values += std::int64_t(parts * kAhead) * p.head_dim_vo;
   }
   return combined;
 }

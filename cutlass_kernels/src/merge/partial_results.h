@@ -12,11 +12,22 @@
 
 #include <cstdint>
 
-#include "cutlass_kernels/params.h"
+#include "plan/launch_params.h"
 
 namespace cutlass_kernels {
 
-// Result `at` is that of row at / num_qo_heads and head at % num_qo_heads.
+// The results of a tile, of `rows` rows of num_qo_heads heads in num_splits splits, begin at row `first_row`. Those of
+// one row and head lie one after the other, so that what combines them reads few pages of memory.
+struct TilePartials {
+  int first_row;
+  int num_splits;
+
+  CUTE_DEVICE std::int64_t at(const LaunchParams& p, int row, int head, int split) const {
+    return (std::int64_t(first_row) + row * num_splits) * p.num_qo_heads + head * num_splits +
+           split;
+  }
+};
+
 CUTE_DEVICE float* partial_o(const LaunchParams& p, std::int64_t at) {
   return p.plan.partial_o + at * p.head_dim_vo;
 }

@@ -40,6 +40,7 @@ LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, con
   launched.most_split_keys =
       std::int32_t(std::min<std::int64_t>(most_keys_of_rows(params, plan.tile.rows), kMaxKeys));
   launched.split_tile_capacity = plan.split_tile_capacity;
+  launched.likely_splits = plan.likely_splits;
   launched.partial_o = layout.partial_o.in<float>(memory.scratch);
   launched.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
   if (plan.source == TileSource::kList) {
@@ -50,6 +51,7 @@ LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, con
     launched.num_combine_counters = plan.combine_counters;
     return launched;
   }
+  launched.split_tiles = layout.split_tiles.in<SplitTile>(memory.scratch);
   launched.tile_counter = layout.tile_counter.in<std::uint64_t>(memory.scratch);
   if (memory.call_counters != nullptr) {
     launched.tile_counter = memory.call_counters;
@@ -164,7 +166,9 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
   if (params.mask.words != nullptr && plan.kernel->uses_mask_extents) {
     auto* extents = plan.layout.mask_extents.in<MaskExtent>(memory.scratch);
     if (extents != nullptr) {
-      Status status = launch_mask_extents(problem, extents, stream);
+      LaunchParams of_mask = problem;
+      of_mask.plan.split_tiles = nullptr;  // find_work() describes no tiles
+      Status status = launch_mask_extents(of_mask, extents, stream);
       if (!status.ok()) return status;
       problem.plan.mask_extents = extents;
     }

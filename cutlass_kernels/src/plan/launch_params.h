@@ -36,7 +36,7 @@ struct alignas(16) WorkItem {
   std::int32_t partial_row;  ///< first row of the tile's partial results
 };
 
-/// A tile whose keys are split: partial results of row r of split i are row partial_row + i * rows + r.
+/// A tile whose keys are split. Its partial results have rows * num_splits rows: merge/partial_results.h.
 struct alignas(16) SplitTile {
   std::int32_t q_begin;  ///< first row, in the tensor
   std::int32_t rows;
@@ -79,10 +79,13 @@ struct LaunchPlan {
   std::uint64_t* combine_counters = nullptr;
   std::int32_t num_combine_counters = 0;
   std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
-  const void* split_tiles = nullptr;     ///< SplitTile[], with a list
-  float* partial_o = nullptr;            ///< [rows, num_qo_heads, head_dim_vo]
-  float* partial_max_sum = nullptr;      ///< [rows, num_qo_heads, 2]: merge/partial_results.h
-  const void* mask_extents = nullptr;    ///< MaskExtent[tile_indices], or null
+  std::int32_t likely_splits = 1;        ///< of such a tile, if all are alike
+  /// SplitTile[split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
+  /// [t * batch_size + b]. Null without a list where no second kernel combines, or there is one request.
+  const void* split_tiles = nullptr;
+  float* partial_o = nullptr;          ///< [rows, num_qo_heads, head_dim_vo]
+  float* partial_max_sum = nullptr;    ///< [rows, num_qo_heads, 2]: merge/partial_results.h
+  const void* mask_extents = nullptr;  ///< MaskExtent[tile_indices], or null
 };
 
 struct LaunchParams : AttentionParams {

@@ -23,11 +23,11 @@ Status check_tiles(const AttentionParams& params, std::int64_t tile_indices) {
                          " of one call: split the batch.");
 }
 
-Status check_partial_rows(const AttentionParams& params, const SplitRule& rule) {
-  if (rule.partial_rows <= std::numeric_limits<std::int32_t>::max()) return Status::success();
+Status check_partial_rows(const AttentionParams& params, std::int64_t rows) {
+  if (rows <= std::numeric_limits<std::int32_t>::max()) return Status::success();
   return Status::invalid("fixed_split_size=" + std::to_string(params.fixed_split_size) +
                          " splits total_q=" + std::to_string(params.total_q) + " rows into " +
-                         std::to_string(rule.partial_rows) + ", too many to count: enlarge it.");
+                         std::to_string(rows) + ", too many to count: enlarge it.");
 }
 
 void add_partial_results(const AttentionParams& params, std::int64_t rows, RegionStack* stack,
@@ -62,10 +62,11 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   plan->source = TileSource::kList;
   plan->rule = split_rule(params, plan->tile, plan->source, device);
   const SplitRule& rule = plan->rule;
-  const std::int64_t tile_indices =
-      tile_index_count(plan->source, params, plan->tile.rows) + rule.extra_tiles;
+  const std::int64_t tiles = tile_index_count(plan->source, params, plan->tile.rows);
+  const std::int64_t tile_indices = tiles + rule.extra_tiles;
+  if (rule.wave > 0) plan->likely_splits = std::int32_t(slots_for(rule, tiles) / tiles);
   if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
-  if (Status status = check_partial_rows(params, rule); !status.ok()) return status;
+  if (Status status = check_partial_rows(params, rule.partial_rows); !status.ok()) return status;
   plan->tile_indices = std::int32_t(tile_indices);
   plan->split_tile_capacity = std::int32_t(rule.split_tile_capacity);
   plan->combine_counters = std::int32_t(rule.combine_counters);
@@ -100,27 +101,32 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
   const SplitRule rule = split_rule(params, tile, plan->source, device);
   const std::int64_t splits = splits_without_list(rule, params, tile, plan->source);
   const std::int64_t rows = partial_rows_without_list(params, tile, plan->source, splits);
+  if (Status status = check_partial_rows(params, rows); !status.ok()) return status;
   if (rows > 0) {
     RegionStack with_partials = scratch;
     WorkspaceLayout split_layout = layout;
     add_partial_results(params, rows, &with_partials, &split_layout);
+    const std::int64_t longest =
+        is_batch(params) ? tiles_of_longest(params, tile.rows) : tile_indices;
+    // Of a batch, one per request more than are shared out.
+    const std::int64_t of_request = splits / params.batch_size - (params.batch_size > 1 ? 1 : 0);
+    const std::int64_t counters = combine_counters(params, tile, rows);
+    const bool combines = options.call_counters && counters <= kCombineCallCounters &&
+                          combines_in_kernel(params, tile, of_request);
+    if (params.batch_size > 1 && !combines) {
+      split_layout.split_tiles =
+          with_partials.add(std::size_t(longest) * params.batch_size * sizeof(SplitTile));
+    }
     if (with_partials.bytes() <= options.workspace_bytes) {
       scratch = with_partials;
       layout = split_layout;
-      const std::int64_t longest =
-          is_batch(params) ? tiles_of_longest(params, tile.rows) : tile_indices;
       if (is_batch(params)) plan->source = TileSource::kBatchByLength;
       tile_indices = longest * splits;
       if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
       plan->num_splits = std::int32_t(splits);
+      plan->likely_splits = std::int32_t(of_request);
       plan->split_tile_capacity = std::int32_t(longest * params.batch_size);
-      const std::int64_t counters = combine_counters(params, tile, rows);
-      // Of a batch, one per request more than are shared out.
-      const std::int64_t of_request = splits / params.batch_size - (params.batch_size > 1 ? 1 : 0);
-      if (options.call_counters && counters <= kCombineCallCounters &&
-          combines_in_kernel(params, tile, of_request)) {
-        plan->combine_counters = std::int32_t(counters);
-      }
+      plan->combine_counters = combines ? std::int32_t(counters) : 0;
     } else if (rule.fixed > 0) {
       return workspace_too_small("Splitting the keys", params, with_partials.bytes(),
                                  options.workspace_bytes);

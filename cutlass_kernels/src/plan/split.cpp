@@ -50,8 +50,8 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
   SplitRule rule;
   const std::int64_t room =
       kMostPartialBytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
-  const int thread_blocks =
-      std::min(device.multiprocessors * tile.blocks_per_sm, kMostThreadBlocks);
+  const int thread_blocks = std::min(
+      device.multiprocessors * tile.blocks_per_sm / tile.blocks_per_tile, kMostThreadBlocks);
   rule.wave = thread_blocks / (params.num_qo_heads / tile.packed_heads);
   rule.most_waves = tile.most_waves;
   rule.least_split_keys = tile.least_split_keys;
@@ -130,13 +130,12 @@ std::int64_t partial_rows_without_list(const AttentionParams& params, const Tile
 }
 
 bool combines_in_kernel(const AttentionParams& params, const TileShape& tile, std::int64_t splits) {
-  // A warp of the thread block combines a row. With more rows than warps, or many splits, a second kernel with a thread
-  // block per row is faster: for 64/8 heads, 64 x 4k takes 247.5 us with the 8 rows combined in the kernel and 252.4
-  // with a second one, 1 x 4k takes 13.9 and 12.4.
+  // A warp of the thread block combines a row. With more rows than warps, or many splits, a second kernel is faster,
+  // where up to eight warps share a row.
   const std::int64_t rows =
       (params.total_q + params.batch_size - 1) / params.batch_size * tile.packed_heads;
   const bool few = rows <= 4 ? splits <= 64 : rows <= 8 && splits <= 16 && params.batch_size > 1;
-  return tile.combines && few;
+  return tile.combines && few && params.fixed_split_size == 0;
 }
 
 std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile,

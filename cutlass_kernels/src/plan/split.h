@@ -31,7 +31,8 @@ struct SplitRule {
 
 constexpr int kCombinedAtOnce = 32;
 
-/// Fewer splits, where the last few would be combined after all others, in the same time again.
+/// Fewer splits, where the last few would be combined after all others, in the same time again: a warp of the kernel
+/// that combines loads eight at once, and up to eight warps share a row.
 CK_HOST_DEVICE inline std::int64_t combined_at_once(std::int64_t splits) {
   return splits % kCombinedAtOnce <= splits / 8 ? splits - splits % kCombinedAtOnce : splits;
 }

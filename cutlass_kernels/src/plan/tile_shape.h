@@ -4,11 +4,12 @@
 namespace cutlass_kernels {
 
 struct TileShape {
-  int rows = 0;           ///< query rows of each head
-  int kind = 0;           ///< which of the kernel's tiles
-  int packed_heads = 0;   ///< query heads whose rows share a tile; 0: a tile is of one head
-  int blocks_per_sm = 1;  ///< thread blocks that run at once on an SM
-  int most_waves = 2;     ///< waves of thread blocks that KV splits may add to fill the last one
+  int rows = 0;             ///< query rows of each head
+  int kind = 0;             ///< which of the kernel's tiles
+  int packed_heads = 0;     ///< query heads whose rows share a tile; 0: a tile is of one head
+  int blocks_per_sm = 1;    ///< thread blocks that run at once on an SM
+  int blocks_per_tile = 1;  ///< thread blocks that compute a tile together
+  int most_waves = 2;       ///< waves of thread blocks that KV splits may add to fill the last one
   /// Keys of the smallest KV split: fewer cost more to start and to combine than they take.
   int least_split_keys = 256;
   bool combines = false;             ///< whether its last thread block can combine partial results

@@ -42,7 +42,7 @@ struct WorkspaceLayout {
   // The schedule.
   Region header;            ///< TileListHeader
   Region tile_list;         ///< WorkItem[tile_indices]
-  Region split_tiles;       ///< SplitTile[split_tile_capacity]
+  Region split_tiles;       ///< SplitTile[split_tile_capacity]; without a list, of scratch
   Region combine_counters;  ///< uint64
   std::size_t schedule_bytes = 0;
 

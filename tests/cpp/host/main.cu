@@ -33,7 +33,7 @@ void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan,
   const std::size_t scratch = layout.schedule_bytes;
   add(layout.header, 0, plan.tile_counter, "header");
   add(layout.tile_list, 0, plan.tile_list, "tile list");
-  add(layout.split_tiles, 0, plan.split_tiles, "split tiles");
+  add(layout.split_tiles, plan.tile_list == nullptr ? scratch : 0, plan.split_tiles, "split tiles");
   add(layout.combine_counters, 0, plan.combine_counters, "combine counters");
   add(layout.tile_counter, scratch, plan.tile_counter, "tile counters");
   add(layout.partial_o, scratch, plan.partial_o, "partial O");
@@ -107,6 +107,9 @@ void check_room(const ck::AttentionParams& params, const ck::PlanState& plan) {
   };
   if (plan.source == ck::TileSource::kList) {
     holds(layout.tile_list, plan.tile_indices, sizeof(ck::WorkItem), "tiles");
+  }
+  if (plan.source == ck::TileSource::kList ||
+      (params.batch_size > 1 && plan.combine_counters == 0)) {
     holds(layout.split_tiles, plan.split_tile_capacity, sizeof(ck::SplitTile), "split tiles");
   }
   if (layout.mask_extents.bytes > 0) {
