@@ -4,13 +4,12 @@
 
 #include <algorithm>
 
-#include "common/batch_splits.h"
 #include "common/dependent_launch.h"
 #include "common/fast_divisor.h"
-#include "common/requests.h"
 #include "cuda_failure.h"
 #include "device.h"
 #include "merge/combine_row.h"
+#include "merge/split_tiles.h"
 #include "plan/launch_params.h"
 
 namespace cutlass_kernels {
@@ -23,73 +22,6 @@ struct CombineParams : LaunchParams {
   FastDivisor blocks_per_tile;
   int sharing_log2;  // 1 << this many warps share a row
 };
-
-// As in find_work(): a request outside the tensors is not computed.
-CUTE_DEVICE bool is_inside(const LaunchParams& p, const SplitTile& tile) {
-  return min(tile.q_begin, tile.kv_begin) >= 0 && tile.q_begin <= tile.q_end &&
-         tile.q_end <= p.total_q && tile.kv_len >= 0 &&
-         (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
-}
-
-// Of a call with one request, which nobody describes.
-CUTE_DEVICE SplitTile tile_of_one(const LaunchParams& p, int index) {
-  const LaunchPlan& plan = p.plan;
-  RowsOfRequest rows{0, int(p.total_q)};
-  RequestSplits splits{0, 0, plan.num_splits, {0, int(p.total_kv)}};
-  int split_rows = plan.tile_rows;
-  if (plan.source == TileSource::kBatchByLength) {
-    rows = rows_of_request(p, 0);
-    rows.length = min(rows.length, p.max_qo_len);
-    splits = BatchSplits::find_in_one(p, 0);
-    split_rows = rows_of_split(p);
-  }
-  if (rows.begin < 0) return {};
-  const int first_row = index * plan.tile_rows;
-  return {rows.begin + first_row,
-          min(plan.tile_rows, rows.length - first_row),
-          index * plan.num_splits * split_rows,
-          splits.count,
-          rows.begin + rows.length,
-          splits.keys.begin,
-          splits.keys.length,
-          0};
-}
-
-// Whether the attention kernel describes tiles: those of a batch without a list.
-CUTE_DEVICE bool is_described_by_kernel(const LaunchPlan& plan) {
-  return plan.split_tiles != nullptr && plan.tile_list == nullptr;
-}
-
-// Whether the attention kernel may have described a tile so. Where calls that overlap in time share a counter, against
-// the contract, it may have missed the tile: what is read then must not lead out of memory.
-CUTE_DEVICE bool is_possible(const LaunchParams& p, const SplitTile& tile, int index) {
-  const LaunchPlan& plan = p.plan;
-  const std::int64_t all_rows =
-      std::int64_t(plan.split_tile_capacity / p.batch_size) * plan.num_splits * rows_of_split(p);
-  return tile.batch == index % p.batch_size && tile.rows <= plan.tile_rows &&
-         std::int64_t(tile.q_begin) + tile.rows <= tile.q_end && tile.partial_row >= 0 &&
-         tile.num_splits <= plan.num_splits &&
-         tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= all_rows;
-}
-
-// The tile with this index; without rows, if there is none.
-CUTE_DEVICE SplitTile tile_at(const LaunchParams& p, int index) {
-  const LaunchPlan& plan = p.plan;
-  SplitTile tile;
-  if (plan.split_tiles == nullptr) {
-    tile = tile_of_one(p, index);
-  } else {
-    const int4* words = reinterpret_cast<const int4*>(plan.split_tiles) + 2 * index;
-    reinterpret_cast<int4*>(&tile)[0] = __ldcg(words);
-    reinterpret_cast<int4*>(&tile)[1] = __ldcg(words + 1);
-    const auto* header = static_cast<const TileListHeader*>(plan.tile_list) - 1;
-    const bool is_there = plan.tile_list == nullptr ? is_possible(p, tile, index)
-                                                    : index < __ldcg(&header->num_split_tiles);
-    if (!is_there) tile.rows = 0;
-  }
-  if (!is_inside(p, tile)) tile.rows = 0;
-  return tile;
-}
 
 constexpr int kWarps = 8;
 constexpr int kBlocksPerSm = 8;

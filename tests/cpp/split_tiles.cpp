@@ -1,0 +1,198 @@
+// merge/split_tiles.h on the host: the kernel that combines partial results finds the very tiles that find_work() has
+// given to attention, with requests that make no sense among them; and what nobody has described leads nowhere.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+// What the headers take from CUDA. Of a warp there is one lane: this file finds the splits of a batch by itself.
+struct int4 {
+  int x, y, z, w;
+};
+static struct {
+  unsigned x = 0;
+} threadIdx;
+template <class T>
+T __ldg(const T* at) {
+  return *at;
+}
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fdividef(float a, float b) { return a / b; }
+static int __shfl_up_sync(unsigned, int value, int) { return value; }
+static int __shfl_sync(unsigned, int value, int) { return value; }
+static unsigned __ballot_sync(unsigned, bool value) { return value; }
+static unsigned __reduce_add_sync(unsigned, unsigned value) { return value; }
+static int __ffs(int value) { return __builtin_ffs(value); }
+using std::max;
+using std::min;
+
+#include "common/find_work.h"
+#include "merge/split_tiles.h"
+
+namespace {
+
+using namespace cutlass_kernels;
+
+std::mt19937 generator(1);
+
+int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(generator); }
+bool one_in(int n) { return draw(1, n) == 1; }
+
+struct Batch {
+  std::vector<std::int32_t> qo_indptr, seqused_k;
+  std::vector<SplitTile> tiles;  // as many as longest * requests
+  LaunchParams params;
+  int longest = 0;  // tiles of the longest request
+
+  // False if there is nothing to split.
+  bool make() {
+    const int requests = draw(1, 9);
+    int rows = 0, most_rows = 0;
+    for (int b = 0; b < requests; ++b) {
+      const int own = one_in(4) ? 0 : draw(0, 90);
+      qo_indptr.push_back(rows);
+      seqused_k.push_back(one_in(6) ? 0 : draw(0, 5000));
+      rows += own;
+      most_rows = std::max(most_rows, own);
+    }
+    qo_indptr.push_back(rows);
+    if (rows == 0) return false;
+    if (one_in(8)) spoil(draw(0, requests - 1));
+    params.batch_size = requests;
+    params.total_q = rows;
+    params.max_qo_len = one_in(4) ? std::max(1, most_rows / 2) : most_rows + draw(0, 5);
+    params.qo_indptr = qo_indptr.data();
+    params.seqused_k = seqused_k.data();
+    params.pages.page_size = 16;
+    params.pages.table_stride = params.pages.table_width = 400;
+    LaunchPlan& plan = params.plan;
+    plan.source = TileSource::kBatchByLength;
+    plan.tile_rows = draw(1, 40);
+    plan.num_splits = draw(2, 60) + (requests > 1 ? requests : 0);
+    plan.least_split_keys = one_in(2) ? 256 : 64;
+    plan.most_split_keys = kMaxKeys;
+    longest = int(tiles_of_longest(params, plan.tile_rows));
+    plan.tile_indices = longest * plan.num_splits;
+    plan.split_tile_capacity = longest * requests;
+    tiles.resize(std::size_t(plan.split_tile_capacity));
+    fill_tiles(false);
+    if (requests > 1) plan.split_tiles = tiles.data();
+    return true;
+  }
+
+  // Lengths that make no sense.
+  void spoil(int request) {
+    switch (draw(0, 3)) {
+      case 0:
+        qo_indptr[std::size_t(request)] = -draw(1, 50);
+        break;
+      case 1:
+        qo_indptr[std::size_t(request)] += 1000;
+        break;
+      default:
+        seqused_k[std::size_t(request)] = one_in(2) ? -1 : 100000000;
+    }
+  }
+
+  void fill_tiles(bool with_small_numbers) {
+    for (SplitTile& tile : tiles) {
+      auto* words = reinterpret_cast<std::uint32_t*>(&tile);
+      for (std::size_t i = 0; i < sizeof(SplitTile) / 4; ++i) {
+        words[i] = std::uint32_t(generator());
+        if (with_small_numbers && !one_in(8)) words[i] %= 200;
+      }
+    }
+  }
+
+  // The request that a split belongs to, counted one after the other.
+  RequestSplits find(int split) const {
+    if (params.batch_size == 1) return BatchSplits::find_in_one(params, split);
+    unsigned units = 0;
+    for (int b = 0; b < params.batch_size; ++b) {
+      units += SplitShares::units(params, keys_of_request(params, b));
+    }
+    const SplitShares shares(params, units);
+    for (int b = 0, before = 0; b < params.batch_size; ++b) {
+      const KeysOfRequest keys = keys_of_request(params, b);
+      const int after =
+          std::min(before + shares.of(SplitShares::units(params, keys)), shares.extra);
+      if (split < b + 1 + after) return {b, b + before, 1 + after - before, keys};
+      before = after;
+    }
+    return {0, 0, 0, {}};
+  }
+};
+
+int failures = 0;
+
+void require(bool holds, const char* what, int round, int index) {
+  if (!holds && ++failures < 20) std::printf("batch %d, tile %d: %s\n", round, index, what);
+}
+
+// Returns how many tiles are to be combined.
+int check_batch(Batch& batch, int round) {
+  const LaunchParams& p = batch.params;
+  std::vector<WorkItem> computed(batch.tiles.size(), WorkItem{});  // num_splits 0: is not
+  const auto find_split = [&](int split) { return batch.find(split); };
+  for (int rank = 0; rank < p.plan.tile_indices; ++rank) {
+    WorkItem work;
+    if (find_work<true, true, true>(p, RowTiles::make(p), find_split, rank, work)) {
+      computed[std::size_t(work.tile * p.batch_size + work.batch)] = work;
+    }
+  }
+  int combined = 0;
+  for (int index = 0; index < int(computed.size()); ++index) {
+    const WorkItem& work = computed[std::size_t(index)];
+    const SplitTile tile = tile_at(p, index);
+    const bool is_split = work.num_splits > 1;
+    require((tile.num_splits > 1 && tile.rows > 0) == is_split, "whether it is split", round,
+            index);
+    if (!is_split) continue;
+    const int first_row = work.tile * p.plan.tile_rows;
+    require(tile.q_begin == work.q_begin + first_row &&
+                tile.rows == std::min(p.plan.tile_rows, work.qo_len - first_row) &&
+                tile.partial_row == work.partial_row && tile.num_splits == work.num_splits &&
+                tile.batch == work.batch,
+            "another description", round, index);
+    ++combined;
+  }
+  return combined;
+}
+
+// Tiles that were not described in this call.
+void check_garbage(Batch& batch, int round) {
+  const LaunchParams& p = batch.params;
+  if (p.batch_size == 1) return;
+  batch.fill_tiles(true);
+  const std::int64_t partial_rows =
+      std::int64_t(batch.longest) * p.plan.num_splits * rows_of_split(p);
+  for (int index = 0; index < int(batch.tiles.size()); ++index) {
+    const SplitTile tile = tile_at(p, index);
+    if (tile.rows <= 0 || tile.num_splits <= 1) continue;
+    require(tile.q_begin >= 0 && tile.q_begin + tile.rows <= p.total_q, "rows", round, index);
+    require(tile.partial_row >= 0 &&
+                tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= partial_rows,
+            "partial results", round, index);
+    require(tile.batch == index % p.batch_size, "request", round, index);
+  }
+}
+
+}  // namespace
+
+int main() {
+  int combined = 0;
+  for (int round = 0; round < 5000; ++round) {
+    Batch batch;
+    if (!batch.make()) continue;
+    combined += check_batch(batch, round);
+    check_garbage(batch, round);
+  }
+  if (combined < 10000) std::printf("only %d tiles were split\n", combined);
+  std::printf(failures == 0 && combined >= 10000 ? "OK\n" : "FAILED\n");
+}
