@@ -203,6 +203,14 @@ def of_requests(items: MultiItem, count: int) -> MultiItem:
     return dataclasses.replace(items, prefix_len=items.prefix_len.view(1).expand(count).contiguous())
 
 
+def lens_on_host(qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lengths on the CPU, for a mask whose size the host must know. To read CUDA lengths back waits for the GPU;
+    while a stream is captured they stay where they are."""
+    if not (qo_lens.is_cuda or kv_lens.is_cuda) or torch.cuda.is_current_stream_capturing():
+        return qo_lens, kv_lens
+    return qo_lens.cpu(), kv_lens.cpu()
+
+
 def check_items(items: MultiItem, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> None:
     """ValueError where sizes do not fit, or where the host knows that a row has no entry in ``token_pos``."""
     count = kv_lens.numel()

@@ -301,7 +301,8 @@ class BatchPrefillWrapper(Copied):
             qo_lens = _vectors.lens(batch.qo.known) if told_rows is None else told_rows
             kv_lens = batch.kv_lens
             if items is not None:
-                qo_lens, kv_lens = self._lens_of_items(qo_lens, kv_lens)
+                if not self._use_cuda_graph and self._asked_backend != "reference":
+                    qo_lens, kv_lens = _masks.lens_on_host(qo_lens, kv_lens)
                 items = _masks.of_requests(items, kv_lens.numel())
                 _masks.check_items(items, qo_lens, kv_lens)
                 tensors = (self._index(items.prefix_len).tensor, self._index(items.token_pos).tensor)
@@ -387,15 +388,6 @@ class BatchPrefillWrapper(Copied):
                 )
             return bits[:room], offsets  # of lengths on the device, its size is an upper bound
         return _masks.whole_words(bits), offsets
-
-    def _lens_of_items(self, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The lengths, for multi-item scoring on the CPU: its mask needs memory of a size that the host must know. To
-        read CUDA lengths back waits for the GPU. The buffers of CUDA graphs have room for any lengths."""
-        if self._use_cuda_graph or self._asked_backend == "reference" or not (qo_lens.is_cuda or kv_lens.is_cuda):
-            return qo_lens, kv_lens
-        if torch.cuda.is_current_stream_capturing():
-            return qo_lens, kv_lens
-        return qo_lens.cpu(), kv_lens.cpu()
 
     def _makes_bits_of_items(self, qo_lens: torch.Tensor, kv_lens: torch.Tensor) -> bool:
         """Whether multi-item scoring becomes the mask that kernels need: not where its size, or its place in a CUDA

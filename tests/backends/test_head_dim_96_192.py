@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from problems import Options, expect, make_batch
-from test_kernels import OPTIONS, attend, check
+from test_kernels import OPTIONS, attend, check, check_masks, every_kind_of_tile, masked_heads_and_rows
 
 import cutlass_kernels as ck
 
@@ -22,18 +20,7 @@ DIMS = [(96, 96), (80, 80), (96, 48), (192, 192), (160, 160), (136, 184)]
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("page_size", [None, 1, 5, 8, 16, 24, 64])
-@pytest.mark.parametrize(
-    "heads,lens",
-    [
-        ((4, 2), ([97], [133])),  # small tiles
-        ((70, 10), ([300], [333])),  # large tiles
-        ((70, 10), ([200, 0, 390, 1, 250], [200, 7, 900, 50, 0])),
-        ((16, 2), ([7, 0, 3, 20], [900, 33, 5, 40])),  # packed heads
-        ((16, 1), ([9], [5000])),  # packed heads, split keys
-        ((8, 8), ([2, 1, 2], [700, 64, 3])),  # short queries
-    ],
-    ids=["few", "many", "ragged", "append", "split", "short"],
-)
+@every_kind_of_tile
 def test_tiles(kernel_backend, dims, name, dtype, page_size, heads, lens):
     batch = make_batch(*lens, *heads, dims[0], head_dim_vo=dims[1], dtype=dtype, device=DEVICE)
     check(kernel_backend, batch, OPTIONS[name], page_size=page_size)
@@ -41,17 +28,10 @@ def test_tiles(kernel_backend, dims, name, dtype, page_size, heads, lens):
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("page_size", [None, 1, 8, 16])
-@pytest.mark.parametrize("heads,rows", [((4, 2), 97), ((70, 10), 300), ((16, 2), 5), ((4, 2), 1)])
+@masked_heads_and_rows
 def test_masks(kernel_backend, dims, page_size, heads, rows):
     # A lane reads the bits of 32 keys: of blocks of 96 keys, three lanes of four.
-    lens = [rows, 1, rows], [203, 77, 500]
-    batch = make_batch(*lens, *heads, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, device=DEVICE)
-    masks = batch.random_masks(0.3)
-    masks[0][0] = False
-    masks[-1][:, -110:] = False  # whole blocks of keys that no row sees
-    options = Options(custom_masks=masks, logits_soft_cap=4.0)
-    check(kernel_backend, batch, options, torch.linspace(-2.0, 4.0, heads[0], device=DEVICE), page_size)
-    check(kernel_backend, batch, dataclasses.replace(options, window_left=90), page_size=page_size)
+    check_masks(kernel_backend, heads, rows, dims, 110, page_size)
 
 
 @pytest.mark.parametrize("dims", [(96, 96), (192, 192)], ids=str)

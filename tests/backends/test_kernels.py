@@ -27,6 +27,23 @@ OPTIONS = {
 }
 
 
+every_kind_of_tile = pytest.mark.parametrize(
+    "heads,lens",
+    [
+        ((4, 2), ([97], [133])),  # small tiles
+        ((70, 10), ([300], [333])),  # large tiles
+        ((70, 10), ([200, 0, 390, 1, 250], [200, 7, 900, 50, 0])),
+        ((16, 2), ([7, 0, 3, 20], [900, 33, 5, 40])),  # packed heads
+        ((16, 1), ([9], [5000])),  # packed heads, split keys
+        ((8, 8), ([2, 1, 2], [700, 64, 3])),  # decode tiles
+    ],
+    ids=["few", "many", "ragged", "append", "split", "short"],
+)
+masked_heads_and_rows = pytest.mark.parametrize(
+    "heads,rows", [((4, 2), 97), ((70, 10), 300), ((16, 2), 5), ((4, 2), 1)]
+)
+
+
 def attend(
     backend: str, batch: Batch, options: Options, sinks: torch.Tensor | None = None, page_size: int | None = None
 ):
@@ -57,6 +74,20 @@ def check(
     want = expect(batch, dataclasses.replace(options, sinks=sinks))
     assert_close(out, want.out, want.baseline)
     assert_lse_close(lse, want.lse)
+
+
+def check_masks(
+    backend: str, heads: tuple[int, int], rows: int, dims: tuple[int, int], hidden: int, page_size: int | None
+) -> None:
+    """Custom masks that hide all keys from a row, and the last ``hidden`` of a request from all: whole KV blocks."""
+    lens = [rows, 1, rows], [203, 77, 500]
+    batch = make_batch(*lens, *heads, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, device="cuda:0")
+    masks = batch.random_masks(0.3)
+    masks[0][0] = False
+    masks[-1][:, -hidden:] = False
+    options = Options(custom_masks=masks, logits_soft_cap=4.0)
+    check(backend, batch, options, torch.linspace(-2.0, 4.0, heads[0], device="cuda:0"), page_size)
+    check(backend, batch, dataclasses.replace(options, window_left=90), page_size=page_size)
 
 
 @pytest.mark.pairwise

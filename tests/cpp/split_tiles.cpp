@@ -174,6 +174,7 @@ void check_garbage(Batch& batch, int round) {
       std::int64_t(batch.longest) * p.plan.num_splits * rows_of_split(p);
   for (int index = 0; index < int(batch.tiles.size()); ++index) {
     const SplitTile tile = tile_at(p, index);
+    require(tile.rows >= 0, "rows are counted", round, index);
     if (tile.rows <= 0 || tile.num_splits <= 1) continue;
     require(tile.q_begin >= 0 && tile.q_begin + tile.rows <= p.total_q, "rows", round, index);
     require(tile.partial_row >= 0 &&

@@ -319,52 +319,31 @@ struct TileTable<192, 128> {
   static constexpr int kSmallUpToKeys = 0;
 };
 
-template <>
-struct TileTable<192, 192> {
-  using Large = Tile<Hd192Square>;
+// One tile for all kinds, with one producer warpgroup where rows are gathered.
+template <class Choices>
+struct OneTile {
+  using Large = Tile<Choices>;
   using FewKeys = Large;
   using Small = Large;
   using General = Large;
-  // One producer warpgroup: each of two would have 48 rows, and rows are looked up 32 at a time.
-  using Gather = Tile<Gathering<Hd192Square>>;
+  using Gather = Tile<Gathering<Choices>>;
   using GatherSmall = Gather;
   using GatherGeneral = Gather;
-  using Packed = Tile<Packing<Hd192Square>>;
-  using PackedGather = Tile<Gathering<Packing<Hd192Square>>>;
+  using Packed = Tile<Packing<Choices>>;
+  using PackedGather = Tile<Gathering<Packing<Choices>>>;
   static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };
 
+// Each of two producer warpgroups would have 48 rows, and rows are looked up 32 at a time.
 template <>
-struct TileTable<256, 256> {
-  using Large = Tile<Hd256Large>;
-  using FewKeys = Large;
-  using Small = Large;
-  using General = Large;
-  // One producer warpgroup: a product of 256 columns needs more registers than 512 threads are launched with.
-  using Gather = Tile<Gathering<Hd256Large>>;
-  using GatherSmall = Gather;
-  using GatherGeneral = Gather;
-  using Packed = Tile<Packing<Hd256Large>>;
-  using PackedGather = Tile<Gathering<Packing<Hd256Large>>>;
-  static constexpr int few_tiles(int) { return 0; }
-  static constexpr int kSmallUpToKeys = 0;
-};
+struct TileTable<192, 192> : OneTile<Hd192Square> {};
 
+// A product of 256 columns needs more registers than 512 threads are launched with.
 template <>
-struct TileTable<512, 512> {
-  using Large = Tile<Hd512Large>;
-  using FewKeys = Large;
-  using Small = Large;
-  using General = Large;
-  using Gather = Tile<Gathering<Hd512Large>>;
-  using GatherSmall = Gather;
-  using GatherGeneral = Gather;
-  using Packed = Tile<Packing<Hd512Large>>;
-  using PackedGather = Tile<Gathering<Packing<Hd512Large>>>;
-  static constexpr int few_tiles(int) { return 0; }
-  static constexpr int kSmallUpToKeys = 0;
-};
+struct TileTable<256, 256> : OneTile<Hd256Large> {};
+template <>
+struct TileTable<512, 512> : OneTile<Hd512Large> {};
 
 // The tiles of e4m3. Problems that need another tile are computed from copies of 16 bits.
 template <int HeadDim>

@@ -53,7 +53,7 @@ CUTE_DEVICE bool is_possible(const LaunchParams& p, const SplitTile& tile, int i
   const LaunchPlan& plan = p.plan;
   const std::int64_t all_rows =
       std::int64_t(plan.split_tile_capacity / p.batch_size) * plan.num_splits * rows_of_split(p);
-  return tile.batch == index % p.batch_size && tile.rows <= plan.tile_rows &&
+  return tile.batch == index % p.batch_size && 0 < tile.rows && tile.rows <= plan.tile_rows &&
          std::int64_t(tile.q_begin) + tile.rows <= tile.q_end && tile.partial_row >= 0 &&
          tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= all_rows;
 }
