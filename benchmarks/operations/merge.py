@@ -112,14 +112,14 @@ def _torch(case: Merge, x: States) -> Timed:
     return Timed(call, output=lambda returned: returned[0])
 
 
-def _no_kernels(library: Any, device: torch.device) -> str | None:
+def no_kernels(library: Any, device: torch.device) -> str | None:
     if device.type != "cuda" or library.list_kernels():
         return needs_cuda(device)
-    return "this installation has no compiled kernels, so PyTorch would merge"
+    return "this installation has no compiled kernels, so PyTorch would compute"
 
 
 def ours(library: Any) -> list[Backend]:
-    missing = functools.partial(_no_kernels, library)
+    missing = functools.partial(no_kernels, library)
     return [Backend("auto", True, frozenset(), missing, functools.partial(_merge, library))]
 
 

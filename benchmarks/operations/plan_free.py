@@ -34,9 +34,9 @@ def _caches(x: Inputs) -> Any:
     return itertools.cycle(pairs)
 
 
-def attention(library: Any, case: Problem, x: Inputs, backend: str = "auto") -> Timed:
+def attention(library: Any, case: Problem, x: Inputs, backend: str = "auto", batch_invariant: bool = False) -> Timed:
     """attention(), with lengths and page table on the device."""
-    options = _lengths(case, x) | {"backend": backend}
+    options = _lengths(case, x) | {"backend": backend, "batch_invariant": batch_invariant}
     if x.pages is None:
         call = functools.partial(
             library.attention, x.q, x.k, x.v, cu_seqlens_k=x.kv_indptr_device, max_seqlen_k=max(case.kv_lens), **options
@@ -156,7 +156,11 @@ def prompts(dtype: str) -> list[Problem]:
 def _ours(library: Any) -> list[Backend]:
     return [
         Backend(name, True, ALL | ONLY_OURS, needs_nothing, functools.partial(make, library))
-        for name, make in (("attention", attention), ("planned", planned))
+        for name, make in (
+            ("attention", attention),
+            ("planned", planned),
+            ("batch_invariant", functools.partial(attention, batch_invariant=True)),
+        )
     ]
 
 

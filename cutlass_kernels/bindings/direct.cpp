@@ -326,29 +326,25 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
   if (Status status = current_device(&device); !status.ok()) return status;
   PlanOptions options;
   options.call_counters = true;
-  PlanState plan;
-  if (Status status = make_plan(params, backend, device, options, &plan); !status.ok()) {
+  CallPlan plan;
+  if (Status status = plan_call(params, backend, device, options, &plan); !status.ok()) {
     return status;
   }
-  if (plan.kernel == nullptr) return Status::success();
+  if (plan.is_empty()) return Status::success();
 
   const Address stream = torch.stream(device_index);
-  const Scratch workspace = torch.scratch(plan.layout.bytes(), device_index);
+  const Scratch workspace = torch.scratch(plan.workspace_bytes(), device_index);
   py::object counters;  // of a captured call, they belong to nobody else
   Tensor counter_tensor;
-  if (plan.kernel->is_persistent || plan.combine_counters > 0) {
+  if (plan.needs_counters()) {
     counters = torch.counters(device_index, stream);
     if (!torch.read(counters.ptr(), &counter_tensor)) {
       throw std::runtime_error("torch made no counters.");
     }
   }
-  const Memory memory{pointer<void>(workspace.data()),
-                      pointer<char>(workspace.data()) + plan.layout.schedule_bytes,
-                      pointer<std::uint64_t>(counter_tensor.data)};
   return without_gil([&] {
-    auto* cuda_stream = pointer<CUstream_st>(stream);
-    Status status = write_schedule(plan, params, memory.schedule, cuda_stream);
-    return status.ok() ? launch(plan, params, memory, cuda_stream) : status;
+    return launch_call(plan, pointer<void>(workspace.data()),
+                       pointer<std::uint64_t>(counter_tensor.data), pointer<CUstream_st>(stream));
   });
 }
 

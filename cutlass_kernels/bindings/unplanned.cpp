@@ -291,7 +291,7 @@ struct Call {
         !read_descale(kQDescale, &scale, &params.logits_scale) ||
         !read_descale(kKDescale, &scale, &params.keys_scale) ||
         !read_descale(kVDescale, &v_scale, &params.output_scale) ||
-        !read_flag(given[kBatchInvariant], &params.disable_split_kv)) {
+        !read_flag(given[kBatchInvariant], &params.batch_invariant)) {
       return false;
     }
     params.logits_soft_cap = float(std::max(cap, 0.0));

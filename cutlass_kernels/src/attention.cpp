@@ -50,15 +50,14 @@ Status run_once(const AttentionParams& params, Backend backend, void* workspace,
   PlanOptions options;
   options.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
   options.call_counters = call_counters != nullptr;
-  PlanState plan;
-  Status status = make_plan(params, backend, device, options, &plan);
+  CallPlan plan;
+  Status status = plan_call(params, backend, device, options, &plan);
   if (!status.ok()) return status;
-  if (plan.layout.bytes() > options.workspace_bytes) {
-    return workspace_too_small("Attention", params, plan.layout.bytes(), options.workspace_bytes);
+  if (plan.workspace_bytes() > options.workspace_bytes) {
+    return workspace_too_small("Attention", params, plan.workspace_bytes(),
+                               options.workspace_bytes);
   }
-  const Memory memory = memory_in(workspace, plan.layout, call_counters);
-  status = write_schedule(plan, params, memory.schedule, stream);
-  return status.ok() ? launch(plan, params, memory, stream) : status;
+  return launch_call(plan, workspace, call_counters, stream);
 }
 
 std::size_t workspace_size(const AttentionParams& params, Backend backend) {
@@ -68,9 +67,9 @@ std::size_t workspace_size(const AttentionParams& params, Backend backend) {
     // Strides, which may not be known yet, can lead to any backend.
     for (const BackendName& candidate : backends()) {
       if (backend != Backend::kAuto && backend != candidate.backend) continue;
-      PlanState plan;
-      if (!make_plan(params, candidate.backend, device, {}, &plan).ok()) continue;
-      most = std::max(most, plan.layout.bytes());
+      CallPlan plan;
+      if (!plan_call(params, candidate.backend, device, {}, &plan).ok()) continue;
+      most = std::max(most, plan.workspace_bytes());
     }
   }
   return most;

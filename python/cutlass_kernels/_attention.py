@@ -115,9 +115,11 @@ def attention(
         lse_base: 2, or ``math.e`` for the natural logarithm.
         num_splits: KV splits of short queries. 0 chooses from shapes and device facts, 1 splits none, n asks for n on
             average.
-        batch_invariant: the bits of a request's result then depend on nothing but the request and the head counts.
-            Keys are not split, which takes 1.0 to 1.2 times as long for prompts and from 16 decoding requests on, but
-            8 times for a single one over 32k keys.
+        batch_invariant: the bits of a request's result then depend on nothing but the request, the head counts, the
+            options and the device. The length of a request decides its kernel and its KV splits, so that a batch of
+            short and long queries takes up to three kernels. ``num_splits=1`` still means no splits; other numbers are
+            not used. Most calls take 1.0 to 1.15 times as long, but a few requests of 16 to 512 rows over long keys 1.4
+            to 4 times: they are hardly split.
         backend: "auto", "fa3", "fa2" or "reference". "auto" takes the fastest that serves all arguments.
 
     Returns:

@@ -145,6 +145,12 @@ std::vector<Case> sizes() {
   add(paged, "v_stride_page=4100", [](auto& p) { p.pages.v_stride_page += 4; });
   add(paged, "k_stride_page=4104", [=](auto& p) { fp8(p), p.pages.k_stride_page += 8; });
   add(ragged, "max_qo_len=-1", [](auto& p) { p.max_qo_len = -1; });
+  const auto invariant = [](AttentionParams& p) { p.batch_invariant = true; };
+  add(ragged, nullptr, [=](auto& p) { invariant(p), p.least_rows = p.most_rows = 3; });
+  add(ragged, "most_rows=2", [=](auto& p) { invariant(p), p.least_rows = 3, p.most_rows = 2; });
+  add(ragged, "least_rows=-1", [=](auto& p) { invariant(p), p.least_rows = -1; });
+  add(ragged, "need batch_invariant", [](auto& p) { p.least_rows = 1; });
+  add(ragged, "need batch_invariant", [](auto& p) { p.most_rows = 64; });
   add(ragged, "chunk_size=-1", [](auto& p) { p.chunk_size = -1; });
   add(ragged, "q has a token stride of 520 bytes", [](auto& p) { p.q.stride_token += 4; });
   add(ragged, "q has a head stride of 136 bytes", [](auto& p) { p.q.stride_head += 4; });

@@ -1,18 +1,72 @@
 // merge/split_tiles.h on the host: the kernel that combines partial results finds the very tiles that find_work() has
-// given to attention, with requests that make no sense among them; and what nobody has described leads nowhere.
+// given to attention, with requests that make no sense among them; and what nobody has described leads nowhere. And
+// where requests have splits of their own, each tile and split is found once.
 #include <algorithm>
+#include <array>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
+#include <map>
+#include <mutex>
 #include <random>
+#include <thread>
+#include <tuple>
 #include <vector>
 
-// What the headers take from CUDA. Of a warp there is one lane: this file finds the splits of a batch by itself.
+// What the headers take from CUDA. Of a warp there is one lane, which then finds the splits of a batch by itself, or
+// there are 32 threads (run_warp).
 struct int4 {
   int x, y, z, w;
 };
-static struct {
+static thread_local struct {
   unsigned x = 0;
 } threadIdx;
+
+class Warp {
+ public:
+  // What every lane gives.
+  std::array<int, 32> exchange(int value) {
+    values_[threadIdx.x] = value;
+    wait();
+    const std::array<int, 32> all = values_;
+    wait();
+    return all;
+  }
+
+ private:
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int round = round_;
+    if (++waiting_ == 32) {
+      waiting_ = 0;
+      ++round_;
+      all_here_.notify_all();
+    } else {
+      all_here_.wait(lock, [&] { return round_ != round; });
+    }
+  }
+
+  std::array<int, 32> values_;
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  int waiting_ = 0, round_ = 0;
+};
+static thread_local Warp* warp = nullptr;
+
+template <class Function>
+void run_warp(Function function) {
+  Warp of_all;
+  std::vector<std::thread> lanes;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    lanes.emplace_back([&, lane] {
+      threadIdx.x = lane;
+      warp = &of_all;
+      function();
+    });
+  }
+  for (std::thread& lane : lanes) lane.join();
+}
+
 template <class T>
 T __ldg(const T* at) {
   return *at;
@@ -24,10 +78,19 @@ T __ldcg(const T* at) {
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fdividef(float a, float b) { return a / b; }
-static int __shfl_up_sync(unsigned, int value, int) { return value; }
+static int __shfl_up_sync(unsigned, int value, int step) {
+  if (warp == nullptr) return value;
+  const std::array<int, 32> all = warp->exchange(value);
+  return int(threadIdx.x) < step ? value : all[threadIdx.x - unsigned(step)];
+}
 static int __shfl_sync(unsigned, int value, int) { return value; }
 static unsigned __ballot_sync(unsigned, bool value) { return value; }
-static unsigned __reduce_add_sync(unsigned, unsigned value) { return value; }
+static unsigned __reduce_add_sync(unsigned, unsigned value) {
+  if (warp == nullptr) return value;
+  unsigned sum = 0;
+  for (const int one : warp->exchange(int(value))) sum += unsigned(one);
+  return sum;
+}
 static int __ffs(int value) { return __builtin_ffs(value); }
 using std::max;
 using std::min;
@@ -80,6 +143,7 @@ struct Batch {
     longest = int(tiles_of_longest(params, plan.tile_rows));
     plan.tile_indices = longest * plan.num_splits;
     plan.split_tile_capacity = longest * requests;
+    plan.partial_rows = longest * plan.num_splits * rows_of_split(params);
     tiles.resize(std::size_t(plan.split_tile_capacity));
     fill_tiles(false);
     if (requests > 1) plan.split_tiles = tiles.data();
@@ -170,18 +234,96 @@ void check_garbage(Batch& batch, int round) {
   const LaunchParams& p = batch.params;
   if (p.batch_size == 1) return;
   batch.fill_tiles(true);
-  const std::int64_t partial_rows =
-      std::int64_t(batch.longest) * p.plan.num_splits * rows_of_split(p);
   for (int index = 0; index < int(batch.tiles.size()); ++index) {
     const SplitTile tile = tile_at(p, index);
     require(tile.rows >= 0, "rows are counted", round, index);
     if (tile.rows <= 0 || tile.num_splits <= 1) continue;
     require(tile.q_begin >= 0 && tile.q_begin + tile.rows <= p.total_q, "rows", round, index);
     require(tile.partial_row >= 0 &&
-                tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= partial_rows,
+                tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= p.plan.partial_rows,
             "partial results", round, index);
     require(tile.batch == index % p.batch_size, "request", round, index);
   }
+}
+
+// Makes the requests of a batch have splits of their own, in slots or not, and leaves some to other kernels.
+void give_own_splits(Batch& batch, bool in_slots) {
+  LaunchParams& p = batch.params;
+  LaunchPlan& plan = p.plan;
+  if (!in_slots) plan.tile_rows = p.max_qo_len;  // requests of one tile
+  if (one_in(3)) p.least_rows = draw(1, 40);
+  if (one_in(3)) p.most_rows = p.least_rows + draw(0, 40);
+  OwnSplits& own = plan.own_splits;
+  own.most = draw(2, 40);
+  own.tile_rows = plan.tile_rows;
+  own.least_keys = 256;
+  own.keys_per_row = draw(1, 30);
+  own.most_keys = one_in(4) ? 700 : kMaxKeys;
+  own.partial_rows = draw(20, 200);
+  own.most = own.of(1, kMaxKeys);
+  plan.partial_rows = p.batch_size * std::min(rows_of_split(p) * own.most, own.partial_rows);
+  plan.wanted_slots = draw(1, 80);
+  plan.source = in_slots ? TileSource::kBatchInSlots : TileSource::kBatchBySplit;
+  const int tiles = int(p.total_q) / plan.tile_rows + p.batch_size;
+  plan.num_splits =
+      in_slots ? tiles + std::min(plan.wanted_slots, p.batch_size * (own.most - 1)) : own.most;
+  plan.tile_indices = in_slots ? plan.num_splits : own.most * p.batch_size;
+  plan.split_tile_capacity = p.batch_size;
+  // What an earlier call may have left: a split tile of each request.
+  batch.tiles.clear();
+  for (int b = 0; b < p.batch_size; ++b) batch.tiles.push_back({0, 1, 0, 2, 1, 0, 100, b});
+  plan.split_tiles = batch.tiles.data();
+}
+
+// Returns how many splits there are.
+int check_own_splits(Batch& batch, int round) {
+  const LaunchParams& p = batch.params;
+  const bool in_slots = p.plan.source == TileSource::kBatchInSlots;
+  SlotTable slots;
+  if (in_slots) {
+    run_warp([&] {
+      slots.fill(p);
+      describe_other_requests(p);
+    });
+    require(slots.count() <= p.plan.num_splits, "more slots than there is room for", round, 0);
+  }
+  std::map<std::tuple<int, int, int>, int> found;  // (request, tile, split): how often
+  const int indices = in_slots ? slots.count() : p.plan.tile_indices;
+  for (int rank = 0; rank < indices; ++rank) {
+    WorkItem work;
+    int splits = 1;
+    if (!(in_slots ? find_slot(p, slots, rank, work, splits)
+                   : find_own_split(p, RowTiles::make(p), rank, work))) {
+      continue;
+    }
+    for (; splits > 0; --splits, ++work.split) ++found[{work.batch, work.tile, work.split}];
+  }
+  int count = 0;
+  for (int b = 0; b < p.batch_size; ++b) {
+    const RowsOfRequest rows = rows_of_request(p, b);
+    const KeysOfRequest keys = keys_of_request(p, b);
+    const int length = std::min(rows.length, p.max_qo_len);
+    const bool is_computed = is_in_part(p, rows.length) && rows.begin >= 0 && length > 0 &&
+                             rows.begin + length <= p.total_q && keys.length >= 0;
+    const int tiles = is_computed ? (length + p.plan.tile_rows - 1) / p.plan.tile_rows : 0;
+    const int splits = tiles == 1 ? p.plan.own_splits.of(length, keys.length) : 1;
+    for (int tile = 0; tile < tiles; ++tile) {
+      for (int split = 0; split < splits; ++split, ++count) {
+        require(found[{b, tile, split}] == 1, "a split is not found once", round, b);
+        found.erase({b, tile, split});
+      }
+    }
+    const SplitTile tile = tile_at(p, b);
+    const bool is_combined = tile.rows > 0 && tile.num_splits > 1;
+    require(is_combined == (is_computed && splits > 1), "whether it is split", round, b);
+    if (!is_combined) continue;
+    require(tile.q_begin == rows.begin && tile.rows == length && tile.num_splits == splits &&
+                tile.partial_row == b * (p.plan.partial_rows / p.batch_size) &&
+                length * splits <= p.plan.partial_rows / p.batch_size,
+            "another description", round, b);
+  }
+  require(found.empty(), "a split that does not exist", round, 0);
+  return count;
 }
 
 }  // namespace
@@ -194,6 +336,15 @@ int main() {
     combined += check_batch(batch, round);
     check_garbage(batch, round);
   }
+  int own = 0;
+  for (int round = 0; round < 600; ++round) {
+    Batch batch;
+    if (!batch.make()) continue;
+    const bool in_slots = round % 2 == 0;
+    give_own_splits(batch, in_slots);
+    own += check_own_splits(batch, round);
+  }
+  if (own < 2000) std::printf("only %d splits of requests' own\n", own);
   if (combined < 10000) std::printf("only %d tiles were split\n", combined);
-  std::printf(failures == 0 && combined >= 10000 ? "OK\n" : "FAILED\n");
+  std::printf(failures == 0 && combined >= 10000 && own >= 2000 ? "OK\n" : "FAILED\n");
 }

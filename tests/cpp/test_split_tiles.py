@@ -18,5 +18,5 @@ def test_tiles_to_combine_are_those_that_attention_has_split(tmp_path: Path) -> 
     sources = compilers.SOURCES
     folders = [f"-I{tmp_path}", f"-I{sources / 'src'}", f"-I{sources / 'include'}"]
     source = compilers.ROOT / "tests/cpp/split_tiles.cpp"
-    compilers.run(compilers.host_compiler(), "-std=c++17", "-O1", *folders, source, "-o", program)
+    compilers.run(compilers.host_compiler(), "-std=c++17", "-O1", "-pthread", *folders, source, "-o", program)
     assert compilers.run(program).strip() == "OK"

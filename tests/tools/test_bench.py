@@ -28,6 +28,7 @@ import timing  # noqa: E402
 from backend import Backend, Case, module  # noqa: E402
 from inputs import Inputs, make_inputs  # noqa: E402
 from operations import OPERATIONS, WORKLOADS, fused, prefill  # noqa: E402
+from operations.append import Append, expect_stored, make_entries  # noqa: E402
 from operations.fused import Fused  # noqa: E402
 from operations.host import Host  # noqa: E402
 from operations.merge import Merge, expect_merged, make_states  # noqa: E402
@@ -274,6 +275,17 @@ def test_pages_masks_and_alibi_are_measured() -> None:
     assert "good, 2 of 9 cases: does not honour custom_mask" in report.reasons()
     assert "good, 1 of 9 cases: does not honour alibi, append" in report.reasons()
     assert "good, 2 of 9 cases: does not honour append, paged, ragged" in report.reasons()
+
+
+@pytest.mark.parametrize("cache", ["float16", "float8_e4m3fn"])
+def test_expected_appends_are_what_both_store(cache: str) -> None:
+    case = Append(37, 2, 64, cache, "float16")
+    for name in ("auto", "torch"):
+        inputs = make_entries(case, CPU)
+        timed = OPERATIONS["append"].backends[name].make(case, inputs)
+        assert check.fault(timed.output(timed.call()), expect_stored(inputs)) is None, name
+        inputs.key_cache.view(torch.uint8)[0, 0, 0, 0] ^= 0x40
+        assert check.fault(inputs.stored(), expect_stored(inputs)) is not None
 
 
 @pytest.mark.parametrize(

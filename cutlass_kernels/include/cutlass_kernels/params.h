@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "cutlass_kernels/types.h"
 
@@ -125,8 +126,15 @@ struct AttentionParams {
   /// none at all, results of a request do not depend on the others of its batch, bit by bit.
   std::int32_t fixed_split_size = 0;  ///< 0: chosen from the batch
   bool disable_split_kv = false;
+  /// The bits of a request's result depend on nothing but the request: its own lengths decide how its keys are split
+  /// (common/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not used.
+  bool batch_invariant = false;
+  /// With batch_invariant, requests of fewer or more rows are not computed: attention() makes parts of a batch, each
+  /// with the kernel for its rows (plan/row_ranges.h).
+  std::int32_t least_rows = 0;
+  std::int32_t most_rows = std::numeric_limits<std::int32_t>::max();
   /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which
-  /// the size of the workspace bounds. Unlike the two above, tiles then still depend on the batch.
+  /// the size of the workspace bounds. Unlike the three above, tiles then still depend on the batch.
   std::int32_t num_splits = 0;
   /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the rows of k and v
   /// that every request has.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/batch_slots.h"
 #include "common/batch_splits.h"
 #include "common/fast_divisor.h"
 #include "common/requests.h"
@@ -19,6 +20,8 @@ namespace cutlass_kernels {
 //                    batch
 //   kBatchInOrder    in the order of rows, last request first: a request whose rows begin at q has the indices from
 //                    q / tile_rows + (requests before it) on, up to one more than it needs
+//   kBatchBySplit    as many KV splits for each request as one can have: find_own_split()
+//   kBatchInSlots    those of request 0, last rows first, then of request 1: find_slot()
 struct RowTiles {
   FastDivisor repeats;    // of a tile: KV splits, or requests
   FastDivisor tile_rows;  // of kBatchInOrder
@@ -27,7 +30,8 @@ struct RowTiles {
   static RowTiles make(const LaunchParams& p) {
     const LaunchPlan& plan = p.plan;
     const bool in_order = plan.source == TileSource::kBatchInOrder;
-    const int repeats = std::max(plan.num_splits, is_batch(p) ? p.batch_size : 1);
+    const bool by_split = plan.source == TileSource::kBatchBySplit;
+    const int repeats = std::max(plan.num_splits, is_batch(p) && !by_split ? p.batch_size : 1);
     return {FastDivisor(std::uint32_t(repeats)),
             FastDivisor(std::uint32_t(std::max(plan.tile_rows, 1))),
             in_order ? 0 : plan.tile_indices / repeats};
@@ -57,20 +61,92 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
 
 // Describes a tile of a batch without a list to the kernel that combines partial results (merge/combine_splits.cu), by
 // one thread of a thread block that has the tile's first split, whether keys are split or not.
-CUTE_DEVICE void describe_split_tile(const LaunchParams& p, const WorkItem& work, int first_split,
-                                     int repeats) {
+CUTE_DEVICE void describe_split_tile(const LaunchParams& p, const WorkItem& work, int partial_row,
+                                     int index) {
   const int first_row = work.tile * p.plan.tile_rows;
   SplitTile tile;
   tile.q_begin = work.q_begin + first_row;
   tile.rows = min(p.plan.tile_rows, work.qo_len - first_row);
-  tile.partial_row = (work.tile * repeats + first_split) * rows_of_split(p);
+  tile.partial_row = partial_row;
   tile.num_splits = work.num_splits;
   tile.q_end = work.q_begin + work.qo_len;
   tile.kv_begin = work.kv_begin;
   tile.kv_len = work.q_begin < 0 ? -1 : work.kv_len;  // such a request is not computed
   tile.batch = work.batch;
-  const_cast<SplitTile*>(static_cast<const SplitTile*>(
-      p.plan.split_tiles))[work.tile * p.batch_size + work.batch] = tile;
+  const_cast<SplitTile*>(static_cast<const SplitTile*>(p.plan.split_tiles))[index] = tile;
+}
+
+// Whether a request lies inside the tensors. Entries of a page table have been checked: keys_of_request().
+CUTE_DEVICE bool lies_inside(const LaunchParams& p, const WorkItem& work) {
+  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
+      std::int64_t(work.q_begin) + work.qo_len > p.total_q) {
+    return false;
+  }
+  return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
+}
+
+// The first split of the last tile of a request, of which this kernel computes all or nothing: false then, and where the
+// request does not lie inside the tensors.
+CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOfRequest& keys,
+                                  WorkItem& work) {
+  const RowsOfRequest rows = rows_of_request(p, batch);
+  const int tile_rows = p.plan.tile_rows;
+  const bool is_here = is_in_part(p, rows.length);
+  work.batch = batch;
+  work.q_begin = rows.begin;
+  work.qo_len = min(rows.length, p.max_qo_len);
+  work.kv_begin = keys.begin;
+  work.kv_len = keys.length;
+  work.tile = work.qo_len > tile_rows ? int(unsigned(work.qo_len - 1) / unsigned(tile_rows)) : 0;
+  work.split = 0;
+  work.num_splits = std::int16_t(is_here ? p.plan.own_splits.of(work.qo_len, work.kv_len) : 1);
+  // Each request has room for the same number of rows.
+  work.partial_row = batch * (p.plan.partial_rows / p.batch_size);
+  return is_here && work.qo_len > 0 && lies_inside(p, work);
+}
+
+// kBatchInSlots: the tile in a slot, and how many of its KV splits, from work.split on. False as in find_work().
+CUTE_DEVICE bool find_slot(const LaunchParams& p, const SlotTable& slots, int slot, WorkItem& work,
+                           int& splits) {
+  const RequestSlots own = slots.find(p, slot);
+  if (own.count == 0) return false;
+  const bool is_computed = begin_own_splits(p, own.batch, own.keys, work);
+  if (own.index == 0 && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
+    describe_split_tile(p, work, work.partial_row, own.batch);
+  }
+  splits = 1;
+  if (work.qo_len > p.plan.tile_rows) {
+    work.tile = own.count - 1 - own.index;
+  } else {
+    const int first = own.index * work.num_splits / own.count;
+    splits = (own.index + 1) * work.num_splits / own.count - first;
+    work.split = std::int16_t(first);
+  }
+  return is_computed;
+}
+
+// Says of the requests that this kernel leaves to others that they have no splits, by all lanes of a warp.
+CUTE_DEVICE void describe_other_requests(const LaunchParams& p) {
+  for (int batch = threadIdx.x % 32; batch < p.batch_size; batch += 32) {
+    if (is_in_part(p, rows_of_request(p, batch).length)) continue;
+    WorkItem work{};
+    work.batch = batch;
+    work.num_splits = 1;
+    describe_split_tile(p, work, 0, batch);
+  }
+}
+
+// kBatchBySplit: the KV split of a rank.
+CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int rank,
+                                WorkItem& work) {
+  const int batch = int(rows.repeats.divide(rank));
+  const bool is_computed = begin_own_splits(p, batch, keys_of_request(p, batch), work);
+  const int split = rank - batch * int(rows.repeats.divisor);
+  if (split == 0 && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
+    describe_split_tile(p, work, work.partial_row, batch);
+  }
+  work.split = std::int16_t(split);
+  return is_computed && work.tile == 0 && split < work.num_splits;
 }
 
 // The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not
@@ -130,7 +206,8 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
         if (first_split >= 0) {
           work.qo_len = min(work.qo_len, p.max_qo_len);
           if (p.plan.split_tiles != nullptr && work.split == 0 && threadIdx.x == 0) {
-            describe_split_tile(p, work, first_split, repeats);
+            describe_split_tile(p, work, (work.tile * repeats + first_split) * rows_of_split(p),
+                                work.tile * p.batch_size + work.batch);
           }
         }
       }
@@ -146,12 +223,7 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
       }
     }
   }
-  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
-      std::int64_t(work.q_begin) + work.qo_len > p.total_q) {
-    return false;
-  }
-  // Entries of a page table have been checked: keys_of_request().
-  return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
+  return lies_inside(p, work);
 }
 
 // KV blocks [begin, end) of a tile's `kv_blocks` that belong to its split: none where there are fewer of them than

@@ -21,22 +21,29 @@ inline int packed_heads(const AttentionParams& params, int rows) {
   return heads;
 }
 
-// Whether all rows of a request, on average, that share a key head fit a tile of kDecodeRows rows. Not where results
-// must not depend on the batch: see packs().
+// Whether results of a request must not depend on the others of its batch: then no tile may.
+inline bool is_alone(const AttentionParams& params) {
+  return params.batch_invariant || params.disable_split_kv || params.fixed_split_size > 0;
+}
+
+// Whether all rows of a request, on average, that share a key head fit a tile of kDecodeRows rows. Where results must
+// not depend on the batch, all requests of the part (row_ranges.h).
 constexpr int kDecodeRows = 16;
 
 inline bool decodes(const AttentionParams& params) {
   const int group_size = params.num_qo_heads / params.num_kv_heads;
-  return !params.disable_split_kv && params.fixed_split_size == 0 && group_size <= kDecodeRows &&
+  if (group_size > kDecodeRows) return false;
+  if (params.batch_invariant) return params.most_rows <= kDecodeRows / group_size;
+  return !is_alone(params) &&
          params.total_q * group_size <= std::int64_t(kDecodeRows) * params.batch_size;
 }
 
 // Whether tiles of one head, of `tile_rows` rows, would be half empty, or fewer than the device has SMs while there
 // are keys worth splitting. Where results must not depend on the batch, a tile must not depend on it either: the
-// packed one is right for all.
+// packed one is right for all, or for all of its part.
 inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows,
                   const Device& device) {
-  if (params.disable_split_kv || params.fixed_split_size > 0) return true;
+  if (is_alone(params)) return params.least_rows <= kPackedUpToRows;
   const std::int64_t rows = params.total_q / params.batch_size;
   if (rows <= kPackedUpToRows && packed_heads > 1) return true;
   if (params.stats != nullptr) return false;                      // keys are not split

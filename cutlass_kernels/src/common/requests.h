@@ -29,6 +29,12 @@ CK_HOST_DEVICE inline RowsOfRequest rows_of_request(const P& p, int batch) {
   return rows;
 }
 
+/// Whether this call computes a request of so many rows.
+template <class P>
+CK_HOST_DEVICE inline bool is_in_part(const P& p, int rows) {
+  return p.least_rows <= rows && rows <= p.most_rows;
+}
+
 struct KeysOfRequest {
   std::int32_t begin;   ///< in the tensor, or among the entries of its page table
   std::int32_t length;  ///< -1: the lengths or the page table's sizes make no sense

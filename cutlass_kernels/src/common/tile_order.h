@@ -30,9 +30,19 @@ struct TileOrder {
   };
 
   CUTE_HOST_DEVICE Position operator()(int index) const {
-    int section = int(per_section.divide(index));
+    return at(index, int(per_section.divide(index)), int(per_section.divisor));
+  }
+
+  // The same where only the device knows how many tiles there are, no more than `tiles`.
+  CUTE_DEVICE Position among(int actual_tiles, int index) const {
+    const int each = actual_tiles * int(section_heads.divisor);
+    return at(index, sections == 1 ? 0 : int(unsigned(index) / unsigned(each)), each);
+  }
+
+  // In a section of `each` tiles.
+  CUTE_HOST_DEVICE Position at(int index, int section, int each) const {
     if (section > sections - 1) section = sections - 1;
-    const int in_section = index - section * int(per_section.divisor);
+    const int in_section = index - section * each;
     const FastDivisor heads = section == sections - 1 ? last_heads : section_heads;
     const int rank = int(heads.divide(in_section));
     return {rank, section * int(section_heads.divisor) + in_section - rank * int(heads.divisor)};

@@ -85,7 +85,7 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   using Packed = typename Tiles::Packed;
   if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
   const int heads = packed_heads(params, Packed::kBlockM);
-  if (packs(params, heads, Large::kBlockM, device)) {
+  if (is_alone(params) || packs(params, heads, Large::kBlockM, device)) {
     return {Packed::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Packed>(device)};
   }
   if constexpr (kEqualRows<Tiles>) {
@@ -114,8 +114,8 @@ constexpr std::int64_t kFp8NarrowRows = 32;
 
 inline bool is_fp8_wide(const AttentionParams& params, int packed_heads) {
   // The two sum in different orders: where results must not depend on the batch, there is one.
-  const bool invariant = params.disable_split_kv || params.fixed_split_size > 0;
-  return !invariant && !GeneralTransform::needed(params) && !LogitsTransform::needed(params) &&
+  return !is_alone(params) && !GeneralTransform::needed(params) &&
+         !LogitsTransform::needed(params) &&
          params.total_q * packed_heads > kFp8NarrowRows * params.batch_size;
 }
 

@@ -55,9 +55,10 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   const bool general = GeneralTransform::needed(params);
   const bool small =
       device.compute_capability == 0 ||  // an unknown device: the smallest
-      params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
-      (hides_keys(params) && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
-      tile_count<typename Tiles::Large>(params) < Tiles::few_tiles(device.multiprocessors);
+      (!is_alone(params) &&
+       (params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
+        (hides_keys(params) && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
+        tile_count<typename Tiles::Large>(params) < Tiles::few_tiles(device.multiprocessors)));
   if (gathers(params)) {
     return {general ? Tiles::GatherGeneral::kBlockM
             : small ? Tiles::GatherSmall::kBlockM

@@ -13,23 +13,32 @@ namespace cutlass_kernels::fa3 {
 
 // Claims tiles for this CTA: the first by its own index. With a counter in device memory, it claims each further one
 // when it is about to need it; without, every gridDim.x-th index is its own. A pair of CTAs
-// counts as one, in gridDim.x, too: the first claims its tiles, and tells the second (pair.h).
-template <bool kSplits, int kCtasPerTile>
+// counts as one, in gridDim.x, too: the first claims its tiles, and sends them to the second (pair.h).
+template <class Tile>
 class TileClaims {
  public:
-  CUTE_DEVICE TileClaims(const KernelParams& params, const SplitTable* splits)
+  CUTE_DEVICE TileClaims(const KernelParams& params, const Shared<Tile>& shared)
       : params_(params),
-        splits_(splits),
-        count_(params.order.tiles * params.heads),
+        shared_(shared),
         counter_(reinterpret_cast<unsigned long long*>(params.attention.plan.tile_counter)),
-        claimers_(int(gridDim.x) / kCtasPerTile),
-        index_(-1) {}
+        claimers_(int(gridDim.x) / Tile::kCtasPerTile),
+        index_(-1) {
+    int tiles = params.order.tiles;
+    if constexpr (Tile::kPacked) {
+      if (is_in_slots(params.attention)) tiles = shared.slots.count();
+    }
+    count_ = tiles * params.heads;
+  }
 
-  // The next tile; false once there is none.
+  // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
+    if (Tile::kPacked && --splits_left_ > 0) {
+      ++work.split;
+      return true;
+    }
     do {
       if (index_ < 0) {
-        index_ = int(blockIdx.x) / kCtasPerTile;
+        index_ = int(blockIdx.x) / Tile::kCtasPerTile;
       } else if (counter_ == nullptr) {
         index_ += claimers_;
       } else {
@@ -40,30 +49,62 @@ class TileClaims {
       }
       // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
       if (unsigned(index_) >= unsigned(count_)) return false;
-    } while (!find(index_, work, head, rank));
+    } while (!find(work, head, rank));
     return true;
   }
 
-  // The tile with an index that the other CTA of the pair has claimed.
-  CUTE_DEVICE bool find(int index, WorkItem& work, int& head, int& rank) const {
-    if (unsigned(index) >= unsigned(count_)) return false;
-    const TileOrder::Position position = params_.order(index);
+ private:
+  // The tile with the claimed index.
+  CUTE_DEVICE bool find(WorkItem& work, int& head, int& rank) {
+    const LaunchParams& p = params_.attention;
+    if constexpr (Tile::kPacked) {
+      if (is_in_slots(p)) {
+        const TileOrder::Position position = params_.order.among(shared_.slots.count(), index_);
+        head = position.head;
+        rank = position.rank;
+        return find_slot(p, shared_.slots, rank, work, splits_left_);
+      }
+    }
+    const TileOrder::Position position = params_.order(index_);
     head = position.head;
     rank = position.rank;
-    const LaunchParams& p = params_.attention;
-    const auto find_split = [&](int split) { return splits_->find(p, split); };
-    return find_work<true, true, kSplits>(p, params_.rows, find_split, position.rank, work);
+    const auto find_split = [&](int split) {
+      if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
+      return RequestSplits{};
+    };
+    return find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work) &&
+           is_in_part(p, work.qo_len);
   }
-  CUTE_DEVICE int index() const { return index_; }
 
- private:
   const KernelParams& params_;
-  const SplitTable* const splits_;
-  const int count_;
+  const Shared<Tile>& shared_;
+  int count_;  // tile indices of all heads
   unsigned long long* const counter_;
   const int claimers_;
   int index_;
+  int splits_left_ = 0;  // of the slot, with the last one claimed
 };
+
+// Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. Both CTAs are at
+// the same tile, as each needs the other's part of S: when the last job of a slot is done in CTA 0, CTA 1 has read it.
+constexpr int kJobWords = sizeof(Job) / sizeof(int4);
+static_assert(sizeof(Job) % sizeof(int4) == 0);
+
+CUTE_DEVICE void send_job(const Job& job, Job& sent, Barrier& barrier) {
+  const std::uint32_t to = address_in_peer(cute::cast_smem_ptr_to_uint(&sent));
+  const std::uint32_t peer_barrier = address_in_peer(barrier.address());
+  CUTE_NO_UNROLL
+  for (int i = 0; i < kJobWords; ++i) {
+    send(to + i * std::uint32_t(sizeof(int4)), peer_barrier,
+         reinterpret_cast<const int4*>(&job)[i]);
+  }
+}
+CUTE_DEVICE void copy_job(const Job& sent, Job& job) {
+  CUTE_NO_UNROLL
+  for (int i = 0; i < kJobWords; ++i) {
+    reinterpret_cast<int4*>(&job)[i] = reinterpret_cast<const int4*>(&sent)[i];
+  }
+}
 
 // Restricts a job to the KV blocks of one KV split.
 template <class Tile>
@@ -80,13 +121,58 @@ CUTE_DEVICE void take_split(const WorkItem& work, Job& job) {
   job.kv_blocks = end - begin;
 }
 
-// Publishes the jobs of this CTA, by one thread. kHides: a custom mask may hide keys from all rows of a tile.
+// The job of a tile. kHides: a custom mask may hide keys from all rows of a tile.
+template <class Tile, bool kHides>
+CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, int head, int rank,
+                              Job& job) {
+  const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
+  const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
+  const int row_begin = work.tile * tile_rows;
+  const int row_end = min(row_begin + tile_rows, work.qo_len);
+  job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
+  job.kv_head = int(params.group_size.divide(job.head));
+  job.batch = work.batch;
+  job.row_begin = row_begin;
+  job.q_end = work.q_begin + work.qo_len;
+  job.qo_len = work.qo_len;
+  job.kv_begin = work.kv_begin;
+  job.kv_len = work.kv_len;
+  const std::int32_t* mask_indptr = params.attention.mask.indptr;
+  job.mask_begin = mask_indptr == nullptr ? 0 : mask_indptr[work.batch];
+  // Only keys of this range are loaded, the rest of the last KV block is zeros: other keys may hold anything, and
+  // 0 * inf is not 0.
+  job.visible_begin = mask.lo(row_begin);
+  job.visible_end = mask.hi<kHides>(row_end - 1);
+  if constexpr (kHides) {
+    job.has_hidden_keys = 1;
+    job.unmasked_begin = 0;
+    job.unmasked_end = params.attention.mask.words == nullptr ? work.kv_len : 0;
+    if (params.attention.plan.mask_extents != nullptr) {
+      const MaskExtent extent =
+          static_cast<const MaskExtent*>(params.attention.plan.mask_extents)[rank];
+      job.has_hidden_keys = extent.hides;
+      job.unmasked_begin = extent.all_begin;
+      job.unmasked_end = extent.all_end;
+      job.visible_begin = max(job.visible_begin, extent.begin);
+      job.visible_end = max(min(job.visible_end, extent.end), job.visible_begin);
+    }
+  }
+  job.key_begin = params.box_rows > 0 ? job.visible_begin & -params.box_rows : job.visible_begin;
+  job.kv_blocks = max((job.visible_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
+  if constexpr (Tile::kPacked) {
+    job.partial_row = work.partial_row;
+    job.split = work.split;
+    job.num_splits = work.num_splits;
+    if (work.num_splits > 1) take_split<Tile>(work, job);
+  }
+}
+
+// Publishes the jobs of this CTA, by one thread.
 template <class Tile, bool kHides>
 CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
+  constexpr bool kPair = Shared<Tile>::kPair;
   Ring<kJobSlots> jobs;
-  const SplitTable* splits = nullptr;
-  if constexpr (Tile::kPacked) splits = &shared.splits;
-  TileClaims<Tile::kPacked, Tile::kCtasPerTile> claims(params, splits);
+  TileClaims<Tile> claims(params, shared);
   WorkItem work;
   int head, rank;
   bool found;
@@ -95,65 +181,19 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
     // Late, so that tiles go to the CTAs that are free first; early enough to hide the latency.
     shared.job_wanted.wait(wanted.phase);
     wanted.advance();
-    if (Tile::kCtasPerTile == 1 || rank_in_pair() == 0) {
+    Job& job = shared.jobs[jobs.index];
+    if (!kPair || rank_in_pair() == 0) {
       found = claims.claim(work, head, rank);
       shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
-      if constexpr (Tile::kCtasPerTile == 2) {
-        // Not before this slot's last job is done: then the other CTA has read the index that it had.
-        send(address_in_peer(cute::cast_smem_ptr_to_uint(&shared.tile_index[jobs.index])),
-             address_in_peer(shared.tile_claimed[jobs.index].address()), claims.index());
-      }
-    } else {
-      shared.tile_claimed[jobs.index].arrive_and_expect(sizeof(int));
-      shared.tile_claimed[jobs.index].wait(jobs.phase);
-      found =
-          claims.find(*const_cast<volatile int*>(&shared.tile_index[jobs.index]), work, head, rank);
+      job.valid = found;
+      if (found) describe_job<Tile, kHides>(params, work, head, rank, job);
+      if constexpr (kPair) send_job(job, shared.sent_jobs[jobs.index], shared.job_sent[jobs.index]);
+    } else if constexpr (kPair) {
+      shared.job_sent[jobs.index].arrive_and_expect(sizeof(Job));
+      shared.job_sent[jobs.index].wait(jobs.phase);
       shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
-    }
-    Job& job = shared.jobs[jobs.index];
-    job.valid = found;
-    if (found) {
-      const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
-      const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
-      const int row_begin = work.tile * tile_rows;
-      const int row_end = min(row_begin + tile_rows, work.qo_len);
-      job.head = Tile::kPacked ? head * int(params.packed.heads.divisor) : head;
-      job.kv_head = int(params.group_size.divide(job.head));
-      job.batch = work.batch;
-      job.row_begin = row_begin;
-      job.q_end = work.q_begin + work.qo_len;
-      job.qo_len = work.qo_len;
-      job.kv_begin = work.kv_begin;
-      job.kv_len = work.kv_len;
-      const std::int32_t* mask_indptr = params.attention.mask.indptr;
-      job.mask_begin = mask_indptr == nullptr ? 0 : mask_indptr[work.batch];
-      // Only keys of this range are loaded, the rest of the last KV block is zeros: other keys may hold anything, and
-      // 0 * inf is not 0.
-      job.visible_begin = mask.lo(row_begin);
-      job.visible_end = mask.hi<kHides>(row_end - 1);
-      if constexpr (kHides) {
-        job.has_hidden_keys = 1;
-        job.unmasked_begin = 0;
-        job.unmasked_end = params.attention.mask.words == nullptr ? work.kv_len : 0;
-        if (params.attention.plan.mask_extents != nullptr) {
-          const MaskExtent extent =
-              static_cast<const MaskExtent*>(params.attention.plan.mask_extents)[rank];
-          job.has_hidden_keys = extent.hides;
-          job.unmasked_begin = extent.all_begin;
-          job.unmasked_end = extent.all_end;
-          job.visible_begin = max(job.visible_begin, extent.begin);
-          job.visible_end = max(min(job.visible_end, extent.end), job.visible_begin);
-        }
-      }
-      job.key_begin =
-          params.box_rows > 0 ? job.visible_begin & -params.box_rows : job.visible_begin;
-      job.kv_blocks = max((job.visible_end - job.key_begin + Tile::kBlockN - 1) / Tile::kBlockN, 1);
-      if constexpr (Tile::kPacked) {
-        job.partial_row = work.partial_row;
-        job.split = work.split;
-        job.num_splits = work.num_splits;
-        if (work.num_splits > 1) take_split<Tile>(work, job);
-      }
+      copy_job(shared.sent_jobs[jobs.index], job);
+      found = job.valid != 0;
     }
     shared.job_full[jobs.index].arrive();
     jobs.advance();

@@ -95,7 +95,7 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
       shared.s_full[i].init(1);
       shared.s_empty[i].init(4);
     }
-    for (int i = 0; i < kJobSlots; ++i) shared.tile_claimed[i].init(1);
+    for (int i = 0; i < kJobSlots; ++i) shared.job_sent[i].init(1);
   }
   fence_barrier_init();
 }
@@ -187,6 +187,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   if constexpr (Tile::kPacked) {
     allow_next_kernel();  // which combines the partial results of KV splits
     if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
+    if (warp == 0 && is_in_slots(params.attention)) {
+      shared.slots.fill(params.attention);
+      if (blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
+        describe_other_requests(params.attention);
+      }
+    }
     // Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima: clear them.
     if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {
       auto* q = reinterpret_cast<uint4*>(shared.q);

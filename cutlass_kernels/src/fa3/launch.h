@@ -117,8 +117,9 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
         return launch_tile<Element, Large, Logits::kSkipping>(params, stream);
       }
     }
-    return few_keys(params) ? launch_tile<Element, FewKeys, kLogits>(params, stream)
-                            : launch_tile<Element, Large, kLogits>(params, stream);
+    return few_keys(params) && !is_alone(params)
+               ? launch_tile<Element, FewKeys, kLogits>(params, stream)
+               : launch_tile<Element, Large, kLogits>(params, stream);
   }
   return rows == Small::kBlockM ? launch_tile<Element, Small, kLogits>(params, stream)
                                 : no_such_tile(params);

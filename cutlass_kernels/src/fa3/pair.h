@@ -60,10 +60,11 @@ CUTE_DEVICE std::uint32_t address_in_peer(std::uint32_t address) {
 }
 
 // Stores in the peer's shared memory. What is stored counts as transferred bytes at its barrier.
-CUTE_DEVICE void send(std::uint32_t to, std::uint32_t barrier, int value) {
+CUTE_DEVICE void send(std::uint32_t to, std::uint32_t barrier, const int4& words) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %2, [%1];" ::"r"(to),
-      "r"(barrier), "r"(value)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
+      "[%1];" ::"r"(to),
+      "r"(barrier), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
       : "memory");
 }
 CUTE_DEVICE void send(std::uint32_t to, std::uint32_t barrier, float a, float b, float c, float d) {

@@ -57,6 +57,7 @@ template <class Tile>
 struct Shared : StagedValues<Tile> {
   static constexpr bool kTransposed = Tile::kTransposers > 0;
   static constexpr int kColumns = 128 / Tile::kElementBytes;  // C
+  static constexpr bool kPair = Tile::kCtasPerTile == 2;
   static constexpr int kPanelBytesQ = kWarpgroupRows * 128;
   static constexpr int kPanelBytesKv = Tile::kBlockN * 128;
   static constexpr int kPanelsQk = (Tile::kHeadDimQk + kColumns - 1) / kColumns;
@@ -86,6 +87,7 @@ struct Shared : StagedValues<Tile> {
   char o[Tile::kConsumers][kOBytes];
 
   Job jobs[kJobSlots];
+  Job sent_jobs[kPair ? kJobSlots : 1];
 
   //             arrives                                          waits
   // job_wanted  K warp, one KV block before the end of its tile; scheduler warp
@@ -105,7 +107,7 @@ struct Shared : StagedValues<Tile> {
   // s_full        thread 0 of the warpgroup, with the bytes that     the warpgroup, to add them
   //               the other CTA sends
   // s_empty       the 4 warps of the other CTA's warpgroup           the warpgroup, to send
-  // tile_claimed  scheduler warp of CTA 1, with the bytes that CTA   the same, to read tile_index
+  // job_sent      scheduler warp of CTA 1, with the bytes that CTA   the same, to read sent_jobs
   //               0 sends
   //
   // Of e4m3, the loading warp stands for the Q and K warps, and the transposing warps for the V warp. Where rows are
@@ -120,18 +122,17 @@ struct Shared : StagedValues<Tile> {
   Barrier v_full[Tile::kVStages];
   Barrier v_empty[Tile::kVStages];
   Barrier v_landed;
-  static constexpr bool kPair = Tile::kCtasPerTile == 2;
   static_assert(!kPair || kOBytes == kWarpgroupRows * Tile::kBlockN * int(sizeof(float)));
   Barrier s_full[kPair ? Tile::kConsumers : 1];
   Barrier s_empty[kPair ? Tile::kConsumers : 1];
-  Barrier tile_claimed[kPair ? kJobSlots : 1];
-  int tile_index[kPair ? kJobSlots : 1];
+  Barrier job_sent[kPair ? kJobSlots : 1];
 
   BoxSource boxes[2][kBoxBatch];  // (K and V, 32)
   std::conditional_t<Tile::kGather,
                      RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
       row_offsets;  // (K and V, copying warps)
   std::conditional_t<Tile::kPacked, SplitTable, Nothing> splits;
+  std::conditional_t<Tile::kPacked, SlotTable, Nothing> slots;
 };
 
 }  // namespace cutlass_kernels::fa3

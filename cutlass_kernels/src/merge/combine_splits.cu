@@ -122,7 +122,7 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   const std::int64_t tiles = plan.split_tile_capacity;
   std::int64_t rows = std::min<std::int64_t>(plan.tile_rows, params.total_q);
   // A list may be written anew, with longer requests, for a captured call.
-  if (plan.source == TileSource::kBatchByLength) {
+  if (plan.source != TileSource::kList && plan.source != TileSource::kSingleRequest) {
     rows = std::min<std::int64_t>(rows, params.max_qo_len);
   }
   rows *= params.num_qo_heads;  // of a tile, of one head each

@@ -41,6 +41,9 @@ LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, con
       std::int32_t(std::min<std::int64_t>(most_keys_of_rows(params, plan.tile.rows), kMaxKeys));
   launched.split_tile_capacity = plan.split_tile_capacity;
   launched.likely_splits = plan.likely_splits;
+  launched.partial_rows = plan.partial_rows;
+  launched.own_splits = plan.own_splits;
+  launched.wanted_slots = plan.wanted_slots;
   launched.partial_o = layout.partial_o.in<float>(memory.scratch);
   launched.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
   if (plan.source == TileSource::kList) {
@@ -97,8 +100,10 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
         std::tuple("max_qo_len", given.max_qo_len, planned.max_qo_len),
         std::tuple("fixed_split_size", given.fixed_split_size, planned.fixed_split_size),
         std::tuple("num_splits", given.num_splits, planned.num_splits),
-        std::tuple("disable_split_kv", int(given.disable_split_kv),
-                   int(planned.disable_split_kv))}) {
+        std::tuple("disable_split_kv", int(given.disable_split_kv), int(planned.disable_split_kv)),
+        std::tuple("least_rows", given.least_rows, planned.least_rows),
+        std::tuple("most_rows", given.most_rows, planned.most_rows),
+        std::tuple("batch_invariant", int(given.batch_invariant), int(planned.batch_invariant))}) {
     if (value != of_plan) return differs(name, value, of_plan);
   }
   if (given.has_indptrs != planned.has_indptrs) return appears("qo_indptr", given.has_indptrs);

@@ -25,9 +25,12 @@ Status check_tiles(const AttentionParams& params, std::int64_t tile_indices) {
 
 Status check_partial_rows(const AttentionParams& params, std::int64_t rows) {
   if (rows <= std::numeric_limits<std::int32_t>::max()) return Status::success();
-  return Status::invalid("fixed_split_size=" + std::to_string(params.fixed_split_size) +
-                         " splits total_q=" + std::to_string(params.total_q) + " rows into " +
-                         std::to_string(rows) + ", too many to count: enlarge it.");
+  const std::string what = params.fixed_split_size > 0
+                               ? "fixed_split_size=" + std::to_string(params.fixed_split_size)
+                               : std::string("The plan");
+  return Status::invalid(what + " splits total_q=" + std::to_string(params.total_q) +
+                         " rows into " + std::to_string(rows) + ", too many to count: " +
+                         (params.fixed_split_size > 0 ? "enlarge it." : "split the batch."));
 }
 
 void add_partial_results(const AttentionParams& params, std::int64_t rows, RegionStack* stack,
@@ -65,10 +68,12 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   const std::int64_t tiles = tile_index_count(plan->source, params, plan->tile.rows);
   const std::int64_t tile_indices = tiles + rule.extra_tiles;
   if (rule.wave > 0) plan->likely_splits = std::int32_t(slots_for(rule, tiles) / tiles);
+  if (rule.own.most > 1) plan->likely_splits = rule.own.most;
   if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
   if (Status status = check_partial_rows(params, rule.partial_rows); !status.ok()) return status;
   plan->tile_indices = std::int32_t(tile_indices);
   plan->split_tile_capacity = std::int32_t(rule.split_tile_capacity);
+  plan->partial_rows = std::int32_t(rule.partial_rows);
   plan->combine_counters = std::int32_t(rule.combine_counters);
 
   WorkspaceLayout& layout = plan->layout;
@@ -124,15 +129,58 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
       tile_indices = longest * splits;
       if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
       plan->num_splits = std::int32_t(splits);
-      plan->likely_splits = std::int32_t(of_request);
+      plan->likely_splits = rule.own.most > 1 ? rule.own.most : std::int32_t(of_request);
+      plan->partial_rows = std::int32_t(rows);
       plan->split_tile_capacity = std::int32_t(longest * params.batch_size);
       plan->combine_counters = combines ? std::int32_t(counters) : 0;
-    } else if (rule.fixed > 0) {
+    } else if (rule.fixed > 0 || rule.own.most > 1) {
       return workspace_too_small("Splitting the keys", params, with_partials.bytes(),
                                  options.workspace_bytes);
     }
   }
   plan->tile_indices = std::int32_t(tile_indices);
+  add_mask_extents(params, options, plan, &scratch);
+  layout.scratch_bytes = scratch.bytes();
+  return Status::success();
+}
+
+/// Of a batch without a list whose requests have splits of their own.
+Status plan_own_splits(const AttentionParams& params, const Device& device,
+                       const PlanOptions& options, PlanState* plan) {
+  const SplitRule rule = split_rule(params, plan->tile, plan->source, device);
+  const OwnBounds bounds = own_bounds(rule, params, plan->tile, plan->source);
+  if (Status status = check_tiles(params, bounds.tile_indices); !status.ok()) return status;
+  // Sums of 32 numbers of slots fit 32 bits.
+  if (bounds.tile_indices > 1 << 25) {
+    return Status::invalid("total_q=" + std::to_string(params.total_q) + " makes " +
+                           std::to_string(bounds.tile_indices) +
+                           " tiles, too many for batch_invariant: split the batch.");
+  }
+  if (Status status = check_partial_rows(params, bounds.partial_rows); !status.ok()) return status;
+  WorkspaceLayout& layout = plan->layout;
+  RegionStack scratch;
+  if (bounds.partial_rows > 0) {
+    add_partial_results(params, bounds.partial_rows, &scratch, &layout);
+    layout.split_tiles = scratch.add(std::size_t(params.batch_size) * sizeof(SplitTile));
+    plan->own_splits = rule.own;
+    plan->own_splits.most =
+        rule.most_splits;  // so that no length, whatever it is, exceeds the room
+    plan->wanted_slots = bounds.wanted_slots;
+    plan->likely_splits = rule.own.most;
+    plan->partial_rows = std::int32_t(bounds.partial_rows);
+    plan->split_tile_capacity = params.batch_size;
+  }
+  if (scratch.bytes() > options.workspace_bytes) {
+    return workspace_too_small("Splitting the keys", params, scratch.bytes(),
+                               options.workspace_bytes);
+  }
+  if (plan->kernel->is_persistent && !options.call_counters &&
+      scratch.bytes() + sizeof(TileListHeader) <= options.workspace_bytes) {
+    layout.tile_counter = scratch.add(sizeof(TileListHeader));
+  }
+  plan->tile_indices = std::int32_t(bounds.tile_indices);
+  plan->num_splits = plan->source == TileSource::kBatchBySplit ? std::max(rule.most_splits, 1)
+                                                               : plan->tile_indices;
   add_mask_extents(params, options, plan, &scratch);
   layout.scratch_bytes = scratch.bytes();
   return Status::success();
@@ -148,7 +196,11 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
   plan->tile = kernel->tile(params, device);
   plan->source = tile_source(params, *kernel, plan->tile);
   if (plan->source == TileSource::kList) return plan_with_list(params, device, options, plan);
-  if (is_batch(params) && list_pays(params, *kernel, plan->tile, device)) {
+  if (plan->source == TileSource::kBatchBySplit || plan->source == TileSource::kBatchInSlots) {
+    return plan_own_splits(params, device, options, plan);
+  }
+  if (is_batch(params) && !params.batch_invariant &&
+      list_pays(params, *kernel, plan->tile, device)) {
     PlanState listed = *plan;
     if (plan_with_list(params, device, options, &listed).ok() &&
         listed.layout.bytes() <= options.workspace_bytes) {
@@ -176,6 +228,9 @@ PlannedFor PlannedFor::make(const AttentionParams& params) {
   made.num_splits = params.num_splits;
   made.total_q = params.total_q;
   made.disable_split_kv = params.disable_split_kv;
+  made.batch_invariant = params.batch_invariant;
+  made.least_rows = params.least_rows;
+  made.most_rows = params.most_rows;
   made.has_indptrs = is_batch(params);
   made.has_block_table = params.pages.table_stride > 0;
   return made;

@@ -2,6 +2,7 @@
 // everything lies in the workspace. A pure function of sizes, options and device facts; holds no address.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 
@@ -9,6 +10,7 @@
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "plan/launch_params.h"
+#include "plan/row_ranges.h"
 #include "plan/split.h"
 #include "plan/tile_shape.h"
 #include "plan/workspace.h"
@@ -21,9 +23,9 @@ struct PlannedFor {
   DType q_dtype, kv_dtype;
   std::int32_t num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, batch_size;
   std::int32_t page_size;  ///< 0: no pages
-  std::int32_t max_qo_len, fixed_split_size, num_splits;
+  std::int32_t max_qo_len, fixed_split_size, num_splits, least_rows, most_rows;
   std::int64_t total_q;
-  bool disable_split_kv, has_indptrs, has_block_table;
+  bool disable_split_kv, batch_invariant, has_indptrs, has_block_table;
 
   static PlannedFor make(const AttentionParams& params);
 };
@@ -38,6 +40,9 @@ struct PlanState {
   std::int32_t num_splits = 1;           ///< LaunchPlan::num_splits
   std::int32_t split_tile_capacity = 0;  ///< LaunchPlan::split_tile_capacity
   std::int32_t likely_splits = 1;        ///< LaunchPlan::likely_splits
+  std::int32_t partial_rows = 0;         ///< LaunchPlan::partial_rows
+  OwnSplits own_splits;                  ///< LaunchPlan::own_splits
+  std::int32_t wanted_slots = 1;         ///< LaunchPlan::wanted_slots
   std::int32_t combine_counters = 0;  ///< > 0: the attention kernel combines partial results itself
   SplitRule rule;                     ///< by which make_schedule() splits the tiles of a list
   WorkspaceLayout layout;
@@ -85,6 +90,24 @@ CK_API Status launch(const PlanState& plan, const AttentionParams& params, const
 /// The same for any `params`: refuses those that are invalid or do not fit the plan.
 CK_API Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
                   cudaStream_t stream);
+
+/// A single call: the plan of each of its parts. They run one after the other, in the same memory.
+struct CallPlan {
+  RowRanges ranges;
+  std::array<PlanState, RowRanges::kMost> plans;
+
+  CK_API std::size_t workspace_bytes() const;
+  CK_API bool needs_counters() const;
+  CK_API bool is_empty() const;  ///< there is nothing to compute
+};
+
+/// Plans a single call of validated `params`.
+CK_API Status plan_call(const AttentionParams& params, Backend backend, const Device& device,
+                        const PlanOptions& options, CallPlan* call);
+
+/// Enqueues the kernels of a planned call. `workspace` has its workspace_bytes(); `call_counters` may be null.
+CK_API Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters,
+                          cudaStream_t stream);
 
 /// Attention kernels of `backend` that the threads of this process have launched, so that tests can prove which backend
 /// ran. A replay of a CUDA graph launches none.

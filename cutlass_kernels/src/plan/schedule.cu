@@ -40,6 +40,8 @@ struct ScheduleArgs {
   const std::int32_t* seqused_k;
   std::int32_t max_qo_len;
   std::int32_t max_kv_len;
+  std::int32_t least_rows;
+  std::int32_t most_rows;
   int batch_size;
   std::int64_t total_q;
   int tile_rows;
@@ -58,7 +60,8 @@ __device__ void for_each_tile(const ScheduleArgs& args, Visit&& visit) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int batch = warp; batch < args.batch_size; batch += kThreads / 32) {
     const auto [begin, length] = rows_of_request(args, batch);
-    const int tiles = tile_count(begin, length, args.total_q, args.tile_rows);
+    const int tiles =
+        is_in_part(args, length) ? tile_count(begin, length, args.total_q, args.tile_rows) : 0;
     for (int tile = lane; tile < tiles; tile += 32) visit(batch, tile);
   }
 }
@@ -137,11 +140,13 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
   const std::int64_t all_tiles = tile_total, all_work = work;
-  auto splits_of_cost = [&](int cost) { return splits_of(args.rule, cost, all_tiles, all_work); };
+  auto splits_of_tile = [&](int batch, int cost) {
+    return splits_of(args.rule, cost, rows_of_request(args, batch).length, all_tiles, all_work);
+  };
 
   for_all([&](int batch, int tile) {
     const int cost = cost_of(batch, tile);
-    const int num_splits = splits_of_cost(cost);
+    const int num_splits = splits_of_tile(batch, cost);
     // By the cost of what a thread block does: one split.
     atomicAdd(&position[bucket_of(cost / num_splits, shift)], num_splits);
   });
@@ -165,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
 
   for_all([&](int batch, int tile) {
     const int cost = cost_of(batch, tile);
-    const int num_splits = splits_of_cost(cost);
+    const int num_splits = splits_of_tile(batch, cost);
     WorkItem item{};
     item.batch = batch;
     item.tile = tile;
@@ -231,6 +236,8 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
                     params.seqused_k,
                     params.max_qo_len,
                     params.max_kv_len,
+                    params.least_rows,
+                    params.most_rows,
                     params.batch_size,
                     params.total_q,
                     tile_rows,

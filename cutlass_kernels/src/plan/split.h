@@ -21,7 +21,8 @@ struct SplitRule {
   std::int32_t most_waves = 1;
   std::int32_t most_slots = 0;  ///< most (tile, split) pairs of one head that `wave` leads to
   std::int32_t least_split_keys = 1;
-  std::int32_t fixed = 0;        ///< keys of a split; 0: by `wave`
+  std::int32_t fixed = 0;        ///< keys of a split; 0: by `own` or `wave`
+  OwnSplits own;                 ///< by the lengths of the request alone
   std::int32_t most_splits = 1;  ///< of a tile
   std::int64_t extra_tiles = 0;  ///< entries of the tile list beside one per tile
   std::int64_t split_tile_capacity = 0;
@@ -48,12 +49,15 @@ CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t
   return slots > rule.most_slots ? rule.most_slots : slots;
 }
 
-/// KV splits of a tile that sees `cost` keys, in a batch (of one head) of `tiles` tiles that see `work` keys together.
-CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, std::int64_t tiles,
-                                    std::int64_t work) {
+/// KV splits of a tile that sees `cost` keys, of a request of `rows` rows, in a batch (of one head) of `tiles` tiles that
+/// see `work` keys together.
+CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, std::int32_t rows,
+                                    std::int64_t tiles, std::int64_t work) {
   std::int64_t count = 1;
   if (rule.fixed > 0) {
     count = (cost + rule.fixed - 1) / rule.fixed;
+  } else if (rule.own.most > 1) {
+    count = rule.own.of(rows, std::int32_t(cost));
   } else if (rule.wave > 0 && work > 0 && tiles > 0) {
     count = cost * slots_for(rule, tiles) / work;
     if (count > cost / rule.least_split_keys) count = cost / rule.least_split_keys;
@@ -71,6 +75,16 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
 /// the longest, one per request and the rest in proportion to KV length (common/batch_splits.h).
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
                                  const TileShape& tile, TileSource source);
+
+/// Of a batch without a list whose requests have splits of their own: how many tile indices and rows of partial results
+/// there are at most, the rows the same number for each request; 0 if nothing is split.
+struct OwnBounds {
+  std::int64_t tile_indices;
+  std::int64_t partial_rows = 0;
+  std::int32_t wanted_slots = 1;  ///< LaunchPlan::wanted_slots
+};
+OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile,
+                     TileSource source);
 
 /// Rows of partial results of so many splits; 0 if nothing is split.
 std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,

@@ -44,6 +44,15 @@ TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
                        const TileShape& tile) {
   if (!is_batch(params)) return TileSource::kSingleRequest;
   if (needs_list(params, tile)) return TileSource::kList;
+  if (params.batch_invariant && tile.packed_heads > 0) {
+    if (!tile.splits_without_list) return TileSource::kList;
+    return kernel.is_persistent ? TileSource::kBatchInSlots : TileSource::kBatchBySplit;
+  }
+  // Requests that are left to other kernels have indices, too. Behind the last tile of a list they cost less.
+  if (params.batch_invariant &&
+      4 * indices_in_order(params, tile.rows) > 5 * (params.total_q / tile.rows)) {
+    return TileSource::kList;
+  }
   // An index without a tile costs a persistent thread block up to half a microsecond: no more than one in five.
   const std::int64_t by_length = indices_by_length(params, tile.rows);
   const std::int64_t in_order = indices_in_order(params, tile.rows);
@@ -59,7 +68,10 @@ std::int64_t tile_index_count(TileSource source, const AttentionParams& params, 
       return (params.total_q + tile_rows - 1) / tile_rows;
     case TileSource::kBatchByLength:
       return indices_by_length(params, tile_rows);
+    case TileSource::kBatchBySplit:
+      return params.batch_size;
     case TileSource::kBatchInOrder:
+    case TileSource::kBatchInSlots:
       return indices_in_order(params, tile_rows);
   }
   return 0;

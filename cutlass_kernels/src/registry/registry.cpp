@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/element_bytes.h"
+#include "common/packing.h"
 #include "cutlass_kernels/version.h"
 #include "registry/backends.h"
 #include "registry/fits.h"
@@ -44,12 +45,8 @@ bool serves(const KernelEntry& entry, const AttentionParams& params, int compute
 }
 
 bool is_decode(const AttentionParams& params) {
-  constexpr std::int64_t kDecodeRows = 16;
-  const std::int64_t group_size = params.num_qo_heads / params.num_kv_heads;
-  const bool alone = params.fixed_split_size > 0 || params.disable_split_kv;
-  return params.q_dtype == params.kv_dtype && size_of(params.q_dtype) == 2 && !alone &&
-         params.head_dim_qk == params.head_dim_vo && group_size <= kDecodeRows &&
-         params.total_q * group_size <= kDecodeRows * params.batch_size;
+  return params.q_dtype == params.kv_dtype && size_of(params.q_dtype) == 2 &&
+         params.head_dim_qk == params.head_dim_vo && decodes(params);
 }
 
 namespace {

@@ -177,6 +177,13 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (params.max_kv_len < 0) {
     return "max_kv_len=" + number(params.max_kv_len) + " must not be negative; 0 means not known.";
   }
+  if (params.least_rows < 0 || params.most_rows < params.least_rows ||
+      (!params.batch_invariant &&
+       (params.least_rows > 0 || params.most_rows != std::numeric_limits<std::int32_t>::max()))) {
+    return "least_rows=" + number(params.least_rows) +
+           " and most_rows=" + number(params.most_rows) +
+           " must be a range of row counts, and need batch_invariant: leave them as they are.";
+  }
   if (params.num_splits < 0) {
     return "num_splits=" + number(params.num_splits) +
            " must not be negative; 0 lets the library choose.";

@@ -49,7 +49,7 @@ CASES = (
     Case("causal window", (300,), (300,), options={"causal": True, "window_left": 31}, quick=True),
     Case("window", (70,), (300,), group=2, options={"window_left": 100}),
     Case("window of one", (128,), (200,), options={"causal": True, "window_left": 0}),
-    Case("chunks", (300,), (420,), chunk=64),
+    Case("causal chunks", (300,), (420,), chunk=64),
     Case("soft cap", (90,), (150,), options={"logits_soft_cap": 2.0, "causal": True}, quick=True),
     Case("scale", (90,), (150,), options={"sm_scale": 0.5}),
     Case("sinks", (90,), (150,), group=4, options={"causal": True}, sinks=True, quick=True),
@@ -179,10 +179,12 @@ def _hidden(case: Case, qo_len: int, kv_len: int) -> torch.Tensor:
 
 
 def _chunked(chunk: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dtype: torch.dtype, backend: str) -> Pair:
-    """Chunked masks of a chosen backend, which no public function offers."""
+    """Causal chunks of a chosen backend, which no public function offers."""
     out = torch.empty(q.size(0), q.size(1), v.size(2), dtype=o_dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    problem = Problem(q, RaggedKv(k, v), Logits(q.size(2) ** -0.5), Output(out, lse), Mask(chunk_size=chunk))
+    problem = Problem(
+        q, RaggedKv(k, v), Logits(q.size(2) ** -0.5), Output(out, lse), Mask(causal=True, chunk_size=chunk)
+    )
     _select.compute(problem, _select.select(backend, _request.Request.from_problem(problem)))
     return out, lse
 

@@ -1,0 +1,150 @@
+"""attention(batch_invariant=True): the bits of a request depend on nothing but the request."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_bitwise
+from plan_free_problems import Mask, Options, check, keys, queries, random_mask
+from problems import Batch, make_batch
+
+import cutlass_kernels as ck
+
+HEADS = [(8, 2), (4, 4), (8, 1), (40, 2), (6, 2), (64, 1)]
+# Rows that a tile for decoding holds, that packed heads do, and more than these.
+ROWS = [0, 1, 1, 2, 3, 7, 16, 17, 40, 64, 65, 130, 300]
+KEYS = [0, 1, 127, 255, 256, 600, 1024, 1025, 2500, 5000]
+
+
+def draw(rng: random.Random, device: str, **sizes: Any) -> Batch:
+    count = rng.choice([2, 3, 6, 24])
+    most = rng.choice([1, 4, 64, 300])
+    rows = [min(rng.choice(ROWS), most) for _ in range(count)]
+    rows[0] = max(rows[0], 1)
+    lens = [rng.choice(KEYS) if rng.random() < 0.8 else rng.randint(0, 3000) for _ in range(count)]
+    if sum(lens) == 0:
+        lens[0] = 900
+    return make_batch(rows, lens, *rng.choice(HEADS), device=device, seed=rng.randrange(1 << 30), **sizes)
+
+
+def together_and_alone(batch: Batch, form: str, some: list[int], **options: Any) -> None:
+    """The requests of ``some`` have the same bits alone as in the batch."""
+    k, v, given = keys(batch, form, "NHD", 16, False)
+    q, whose = queries(batch, dense=False)
+    options = dict(options, batch_invariant=True, return_lse=True)
+    out, lse = (x.split(batch.qo_lens) for x in ck.attention(q, k, v, **whose, **given, **options))
+    rows = q.split(batch.qo_lens)
+    for b in some:
+        if batch.qo_lens[b] == 0:
+            continue
+        mine = {name: x[b : b + 1] for name, x in given.items() if name in ("page_table", "seqused_k")}
+        mine["kv_layout"] = "NHD"
+        key, value = (x.split(batch.kv_lens)[b] if form == "ragged" else x for x in (k, v))
+        alone = ck.attention(rows[b], key, value, **mine, **options)
+        assert_bitwise(alone[0], out[b])
+        assert_bitwise(alone[1], lse[b])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_request_has_the_same_bits_alone(target, seed):
+    rng = random.Random(seed)
+    dims = rng.choice([(128, 128), (128, 128), (64, 64), (256, 256), (72, 72), (192, 128)])
+    dtype = rng.choice([torch.bfloat16, torch.float16])
+    batch = draw(rng, target.device, head_dim=dims[0], head_dim_vo=dims[1], dtype=dtype)
+    backend = "auto" if rng.random() < 0.6 else target.backend
+    options: dict[str, Any] = dict(
+        causal=rng.random() < 0.7, window=(rng.choice([-1, -1, 300]), -1), logits_soft_cap=rng.choice([0.0, 0.0, 20.0])
+    )
+    some = rng.sample(range(len(batch.qo_lens)), min(6, len(batch.qo_lens)))
+    together_and_alone(batch, rng.choice(["table", "ragged"]), some, backend=backend, **options)
+
+
+@pytest.mark.parametrize("head_dim", [96, 192, 512])
+@pytest.mark.parametrize("rows", [[1, 5, 80], [1, 1, 1]])
+def test_other_head_dims(target, head_dim, rows):
+    batch = make_batch(rows, [700, 2100, 300], 8, 2, head_dim, device=target.device)
+    together_and_alone(batch, "table", [0, 1, 2], backend="auto", causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("rows", [[1, 5, 80], [2, 1, 1]])
+def test_fp8_caches(kv_dtype, rows):
+    batch = make_batch(rows, [700, 2100, 300], 8, 2, 128, device="cuda:0", kv_dtype=kv_dtype)
+    together_and_alone(batch, "table", [0, 1, 2], backend="auto", causal=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_results(target, seed):
+    rng = random.Random(1000 + seed)
+    batch = draw(rng, target.device, head_dim=rng.choice([64, 128, 256]))
+    extra = dict(batch_invariant=True, num_splits=rng.choice([0, 0, 0, 1]))
+    form = rng.choice(["table", "indices", "ragged", "used"])
+    if form == "used" and max(batch.kv_lens) > 1100:
+        form = "table"
+    auto = type(target)(target.device, "auto") if rng.random() < 0.6 else target
+    check(batch, auto, form, random_mask(rng, batch), Options(alibi=rng.random() < 0.2, extra=extra))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_dense_queries_have_the_bits_of_ragged_ones(target, rows):
+    batch = make_batch([rows] * 3, [900, 17, 2300], 8, 2, 128, device=target.device)
+    k, v, given = keys(batch, "table", "NHD", 16, False)
+    options: dict[str, Any] = dict(causal=True, batch_invariant=True, backend="auto")
+    results = []
+    for dense in (False, True):
+        q, whose = queries(batch, dense)
+        results.append(ck.attention(q, k, v, **whose, **given, **options).reshape(batch.q.shape))
+    assert_bitwise(*results)
+
+
+def test_bounds_of_lengths_change_no_bit(target):
+    batch = make_batch([1, 30, 2, 90], [900, 2000, 17, 2300], 8, 2, 128, device=target.device)
+    k, v, given = keys(batch, "table", "NHD", 16, False)
+    q, whose = queries(batch, dense=False)
+    options: dict[str, Any] = dict(causal=True, batch_invariant=True, backend="auto", **given)
+    want = ck.attention(q, k, v, **whose, **options)
+    whose["max_seqlen_q"] = q.size(0)
+    assert_bitwise(ck.attention(q, k, v, **whose, max_seqlen_k=2300, **options), want)
+
+
+@pytest.mark.gpu
+def test_captured_calls_follow_new_lengths():
+    batch = make_batch([1, 40, 2, 90], [900, 2000, 17, 2300], 8, 2, 128, device="cuda:0")
+    k, v, given = keys(batch, "table", "NHD", 16, False)
+    q, whose = queries(batch, dense=False)
+    whose["max_seqlen_q"] = q.size(0)
+    options: dict[str, Any] = dict(causal=True, batch_invariant=True, **given)
+    for _ in range(2):
+        ck.attention(q, k, v, **whose, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ck.attention(q, k, v, **whose, **options)
+    for lens in ([900, 2000, 17, 2300], [33, 1900, 0, 90], [900, 5, 17, 2300]):
+        given["seqused_k"].copy_(torch.tensor(lens))
+        graph.replay()
+        got = out.clone()
+        assert_bitwise(got, ck.attention(q, k, v, **whose, **options))
+        graph.replay()
+        assert_bitwise(out, got)
+    # Rows move from one request to another, and so from one kernel to another.
+    for bounds in ([0, 50, 51, 130, 133], [0, 1, 2, 3, 133]):
+        whose["cu_seqlens_q"].copy_(torch.tensor(bounds))
+        graph.replay()
+        assert_bitwise(out, ck.attention(q, k, v, **whose, **options))
+
+
+def test_masks_of_bits(target):
+    batch = make_batch([1, 30, 70], [900, 600, 800], 8, 2, 64, device=target.device)
+    bits = batch.random_masks(0.5)
+    for backend in (target.backend, "auto"):
+        check(
+            batch,
+            type(target)(target.device, backend),
+            "table",
+            Mask(bits=bits),
+            Options(extra=dict(batch_invariant=True)),
+        )
