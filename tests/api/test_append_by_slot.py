@@ -85,6 +85,41 @@ def test_random_calls(device, dtype, cache_dtype, seed):
     check(device, dtype, cache_dtype or dtype, random.Random(f"{dtype} {cache_dtype} {seed}"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [None, *FP8])
+def test_every_number_by_many_scales(dtype, cache_dtype):
+    """All 65536 numbers of a head each, also where a quotient lies next to the middle between two numbers of 8 bits."""
+    generator = torch.Generator().manual_seed(7)
+    special = [0.3, 1 / 3, 1.0, 1 + 2**-23, 1 - 2**-24, 0.75, 7.0, 1e-3, 0.5, -0.7, 2.0**-110, 1e38, 2.0**-99, 17 / 16]
+    scales = torch.tensor(special + (torch.rand(18, generator=generator) * 4 + 1e-3).tolist())
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    heads = scales.numel()
+    key = patterns[torch.randperm(2**16, generator=generator)].view(1024, 1, 64).expand(-1, heads, -1)
+    cache = torch.zeros(64, 16, heads, 64, device="cuda").to(cache_dtype or dtype)
+    slots = torch.randperm(1024, generator=generator)
+    given = (
+        key.cuda(),
+        key.flip(0).contiguous().cuda(),
+        cache,
+        cache.clone(),
+        slots.cuda(),
+        scales.cuda(),
+        scales.cuda(),
+    )
+    ck.append_paged_kv_cache_by_slot(*given)
+    for new, found in zip((key, key.flip(0)), given[2:4]):
+        wide = new.float() / scales[:, None]
+        if cache_dtype is not None:
+            wide = wide.clamp(-torch.finfo(cache_dtype).max, torch.finfo(cache_dtype).max)
+        rows = found.flatten(0, 1).cpu().view(torch.uint8)[slots].view(cache.dtype)
+        want = wide.to(cache.dtype)
+        if cache_dtype is None:  # which NaN of 16 bits is not specified
+            assert bool((rows.isnan() == want.isnan()).all())
+            rows, want = rows.nan_to_num(0.0, math.inf, -math.inf), want.nan_to_num(0.0, math.inf, -math.inf)
+        assert_bitwise(rows, want)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FP8)
 def test_what_fp8_cannot_hold(device, dtype):

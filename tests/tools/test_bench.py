@@ -28,7 +28,7 @@ import timing  # noqa: E402
 from backend import Backend, Case, module  # noqa: E402
 from inputs import Inputs, make_inputs  # noqa: E402
 from operations import OPERATIONS, WORKLOADS, fused, prefill  # noqa: E402
-from operations.append import Append, expect_stored, make_entries  # noqa: E402
+from operations.append_by_slot import Append, expect_stored, make_entries  # noqa: E402
 from operations.fused import Fused  # noqa: E402
 from operations.host import Host  # noqa: E402
 from operations.merge import Merge, expect_merged, make_states  # noqa: E402
@@ -282,7 +282,7 @@ def test_expected_appends_are_what_both_store(cache: str) -> None:
     case = Append(37, 2, 64, cache, "float16")
     for name in ("auto", "torch"):
         inputs = make_entries(case, CPU)
-        timed = OPERATIONS["append"].backends[name].make(case, inputs)
+        timed = OPERATIONS["append_by_slot"].backends[name].make(case, inputs)
         assert check.fault(timed.output(timed.call()), expect_stored(inputs)) is None, name
         inputs.key_cache.view(torch.uint8)[0, 0, 0, 0] ^= 0x40
         assert check.fault(inputs.stored(), expect_stored(inputs)) is not None

@@ -1,7 +1,7 @@
 // Writes new keys and values to slots of a paged cache, converted to its type.
 //
-// A team of 4 to 256 threads takes a token: all units of its keys, then all of its values. A unit is what a thread
-// converts at once: 8 elements where addresses and strides allow it, else one.
+// A team of 4 to 256 threads takes a token, or four in turn: all units of its keys, then all of its values. A unit is
+// what a thread converts at once: 8 elements where addresses and strides allow it, else one.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -26,6 +26,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLeastTeam = 4;
+// Tokens of a team, whose loads are in flight together. One where they are too few for all SMs.
+constexpr int kTokens = 4;
+constexpr std::int64_t kManyUnits = 1 << 19;
 
 // New keys or new values, and their cache. Strides in elements.
 struct Part {
@@ -48,48 +51,89 @@ struct Params {
   int units_of_keys;  // of a token: all heads
   int units;          // of a token: keys and values
   int log2_team;
+  int tokens_of_team;
   std::int64_t page_size;
-  std::int64_t num_slots;  // of the cache
+  FastDivisor small_page_size;  // if slots are numbers of 31 bits
+  std::int64_t num_slots;       // of the cache
   const void* slots;
   bool slots_are_64_bit;
 };
 
-template <class In>
-__device__ float wide(const char* from) {
-  if constexpr (In::kDType == DType::kFloat16) {
-    return __half2float(*reinterpret_cast<const __half*>(from));
-  } else {
-    return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(from));
-  }
-}
-
+// Two elements of 8 bits, the first in the lower ones.
 template <class Out>
-__device__ std::uint8_t narrow(float x) {
+__device__ std::uint32_t narrow(float a, float b) {
   constexpr auto kKind = Out::kDType == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
-  return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, kKind);
+  return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, kKind);
 }
 
-// Converts kCount elements of a head.
+// kCount elements of a head, as they come.
+template <class In, int kCount>
+struct Unit {
+  Chunk<kCount * In::kBytes> chunk;
+
+  __device__ void load(const char* from) { chunk = chunk.load(from); }
+  __device__ void widen(float (&x)[kCount]) const { decode<In, kCount>(chunk, x); }
+};
+template <class In>
+struct Unit<In, 1> {
+  std::uint16_t bits;
+
+  __device__ void load(const char* from) { bits = *reinterpret_cast<const std::uint16_t*>(from); }
+  __device__ void widen(float (&x)[1]) const {
+    if constexpr (In::kDType == DType::kFloat16) {
+      x[0] = __half2float(__ushort_as_half(bits));
+    } else {
+      x[0] = __bfloat162float(__ushort_as_bfloat16(bits));
+    }
+  }
+};
+
+// x times `factor`, in 8 bits.
+template <class Out, int kCount>
+__device__ Chunk<kCount> scaled(const float (&x)[kCount], float factor) {
+  Chunk<kCount> packed{};
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; i += 2) {
+    packed.words[i / 4] |= narrow<Out>(x[i] * factor, x[i + 1] * factor) << i % 4 * 8;
+  }
+  return packed;
+}
+
+// x / scale in 8 bits, if that can be told without divisions, which take longer than memory does: if the same comes of a
+// factor that is a little too small and of one that is a little too large, by 2^-21 each. Factors, products and quotients
+// are rounded by 2^-24.
+template <class Out, int kCount>
+__device__ bool divide(const float (&x)[kCount], float scale, Chunk<kCount>& packed) {
+  const float size = fabsf(scale);
+  if (!(size > 0x1p-100f && size < 0x1p100f)) return false;
+  const float factor = __frcp_rn(scale);
+  packed = scaled<Out, kCount>(x, factor * (1.0f - 0x1p-21f));
+  const Chunk<kCount> larger = scaled<Out, kCount>(x, factor * (1.0f + 0x1p-21f));
+  bool equal = true;
+  CUTE_UNROLL
+  for (int i = 0; i < kCount / 4; ++i) equal &= packed.words[i] == larger.words[i];
+  return equal;
+}
+
+// Converts a unit and stores it.
 template <class In, class Out, int kCount>
-__device__ void convert(const char* from, char* to, float scale) {
+__device__ void convert(const Unit<In, kCount>& unit, char* to, float scale) {
   float x[kCount];
-  if constexpr (kCount == 1) {
-    x[0] = wide<In>(from);
-  } else {
-    decode<In, kCount>(Chunk<kCount * In::kBytes>::load(from), x);
+  unit.widen(x);
+  if constexpr (Out::kBytes == 1 && kCount > 1) {
+    Chunk<kCount> packed;
+    if (divide<Out, kCount>(x, scale, packed)) {
+      packed.store(to);
+      return;
+    }
   }
   CUTE_UNROLL
-  for (int i = 0; i < kCount; ++i) x[i] = __fdiv_rn(x[i], scale);
+  for (int i = 0; i < kCount; ++i) x[i] = scale == 1.0f ? x[i] : __fdiv_rn(x[i], scale);
   if constexpr (Out::kBytes == 1) {
     if constexpr (kCount == 1) {
-      *reinterpret_cast<std::uint8_t*>(to) = narrow<Out>(x[0]);
+      *reinterpret_cast<std::uint8_t*>(to) = std::uint8_t(narrow<Out>(x[0], 0.0f));
     } else {
-      Chunk<kCount> packed{};
-      CUTE_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        packed.words[i / 4] |= std::uint32_t(narrow<Out>(x[i])) << i % 4 * 8;
-      }
-      packed.store(to);
+      scaled<Out, kCount>(x, 1.0f).store(to);
     }
   } else if constexpr (kCount == 1) {
     const typename Out::Pair pair = Out::encode(x[0], x[0]);
@@ -99,30 +143,55 @@ __device__ void convert(const char* from, char* to, float scale) {
   }
 }
 
-template <class In, class Out, int kCount>
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ Params p) {
-  const int team = 1 << p.log2_team;
-  const std::int64_t token =
-      std::int64_t(blockIdx.x) * (kThreads >> p.log2_team) + (threadIdx.x >> p.log2_team);
-  if (token >= p.num_tokens) return;
+// The slot of a token; -1 where there is no such token or slot.
+__device__ std::int64_t slot_of(const Params& p, std::int64_t token) {
+  if (token >= p.num_tokens) return -1;
   const std::int64_t slot = p.slots_are_64_bit
                                 ? __ldg(static_cast<const long long*>(p.slots) + token)
                                 : __ldg(static_cast<const int*>(p.slots) + token);
-  if (slot < 0 || slot >= p.num_slots) return;
-  const std::int64_t page = slot / p.page_size, entry = slot - page * p.page_size;
+  return slot < p.num_slots ? slot : -1;
+}
+
+// Where the slot's entry of a head begins, in elements.
+__device__ std::int64_t entry_at(const Params& p, const Part& part, std::int64_t slot) {
+  const std::int64_t page =
+      p.small_page_size.divisor > 0 ? p.small_page_size.divide(unsigned(slot)) : slot / p.page_size;
+  return page * part.to_page + (slot - page * p.page_size) * part.to_token;
+}
+
+template <class In, class Out, int kCount>
+__global__ void __launch_bounds__(kThreads, 4) append_kernel(const __grid_constant__ Params p) {
+  const int team = 1 << p.log2_team;
+  const int teams = kThreads >> p.log2_team;
+  const std::int64_t first_token =
+      std::int64_t(blockIdx.x) * teams * p.tokens_of_team + (threadIdx.x >> p.log2_team);
   for (int unit = int(threadIdx.x) & (team - 1); unit < p.units; unit += team) {
     const bool is_value = unit >= p.units_of_keys;
     const Part& part = p.parts[is_value];
     const int of_part = is_value ? unit - p.units_of_keys : unit;
     const std::int64_t head = part.units_of_head.divide(unsigned(of_part));
     const int column = (of_part - int(head) * int(part.units_of_head.divisor)) * kCount;
+    std::int64_t slots[kTokens];
+    Unit<In, kCount> loaded[kTokens];
+    CUTE_UNROLL
+    for (int i = 0; i < kTokens; ++i) {
+      const std::int64_t token = first_token + i * teams;
+      slots[i] = i < p.tokens_of_team ? slot_of(p, token) : -1;
+      // Not of the token's slot alone: the load need not wait for it.
+      if (i < p.tokens_of_team && token < p.num_tokens) {
+        loaded[i].load(part.from +
+                       (token * part.from_token + head * part.from_head + column) * In::kBytes);
+      }
+    }
     const float of_head =
         part.scales == nullptr ? 1.0f : __ldg(part.scales + head * part.stride_scale);
-    convert<In, Out, kCount>(
-        part.from + (token * part.from_token + head * part.from_head + column) * In::kBytes,
-        part.to + (page * part.to_page + entry * part.to_token + head * part.to_head + column) *
-                      Out::kBytes,
-        part.scale * of_head);
+    CUTE_UNROLL
+    for (int i = 0; i < kTokens; ++i) {
+      if (slots[i] < 0) continue;
+      char* to =
+          part.to + (entry_at(p, part, slots[i]) + head * part.to_head + column) * Out::kBytes;
+      convert<In, Out, kCount>(loaded[i], to, part.scale * of_head);
+    }
   }
 }
 
@@ -192,7 +261,8 @@ cudaError_t launch(Params& p, const AppendBySlotParams& params, cudaStream_t str
   p.units_of_keys = params.num_kv_heads * k_units;
   p.units = params.num_kv_heads * (k_units + v_units);
   while ((1 << p.log2_team) < std::clamp(p.units, kLeastTeam, kThreads)) ++p.log2_team;
-  const int tokens_of_block = kThreads >> p.log2_team;
+  p.tokens_of_team = p.num_tokens * p.units >= kManyUnits ? kTokens : 1;
+  const int tokens_of_block = (kThreads >> p.log2_team) * p.tokens_of_team;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned((p.num_tokens + tokens_of_block - 1) / tokens_of_block));
   config.blockDim = dim3(kThreads);
@@ -234,6 +304,10 @@ Status append_paged_kv_cache_by_slot(const AppendBySlotParams& params, cudaStrea
   p.num_tokens = params.num_tokens;
   p.page_size = params.page_size;
   p.num_slots = params.num_pages * params.page_size;
+  p.small_page_size.divisor = 0;
+  if (p.num_slots <= std::numeric_limits<std::int32_t>::max()) {
+    p.small_page_size = FastDivisor(std::uint32_t(params.page_size));
+  }
   p.slots = params.slots;
   p.slots_are_64_bit = params.slots_are_64_bit;
   const cudaError_t error = params.dtype == DType::kFloat16 ? launch_to<fp16>(p, params, stream)
