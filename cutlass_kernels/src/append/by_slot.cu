@@ -88,52 +88,38 @@ struct Unit<In, 1> {
   }
 };
 
-// x times `factor`, in 8 bits.
-template <class Out, int kCount>
-__device__ Chunk<kCount> scaled(const float (&x)[kCount], float factor) {
-  Chunk<kCount> packed{};
-  CUTE_UNROLL
-  for (int i = 0; i < kCount; i += 2) {
-    packed.words[i / 4] |= narrow<Out>(x[i] * factor, x[i + 1] * factor) << i % 4 * 8;
-  }
-  return packed;
-}
+// What elements are divided by. A power of two, which a scale mostly is, is a factor of the same bits: divisions of other
+// scales take longer than memory does.
+struct Divisor {
+  float scale;
+  float factor;  // 1 / scale
+  bool is_power_of_two;
 
-// x / scale in 8 bits, if that can be told without divisions, which take longer than memory does: if the same comes of a
-// factor that is a little too small and of one that is a little too large, by 2^-21 each. Factors, products and quotients
-// are rounded by 2^-24.
-template <class Out, int kCount>
-__device__ bool divide(const float (&x)[kCount], float scale, Chunk<kCount>& packed) {
-  const float size = fabsf(scale);
-  if (!(size > 0x1p-100f && size < 0x1p100f)) return false;
-  const float factor = __frcp_rn(scale);
-  packed = scaled<Out, kCount>(x, factor * (1.0f - 0x1p-21f));
-  const Chunk<kCount> larger = scaled<Out, kCount>(x, factor * (1.0f + 0x1p-21f));
-  bool equal = true;
-  CUTE_UNROLL
-  for (int i = 0; i < kCount / 4; ++i) equal &= packed.words[i] == larger.words[i];
-  return equal;
-}
+  __device__ explicit Divisor(float divisor) : scale(divisor), factor(1.0f / divisor) {
+    const std::uint32_t bits = __float_as_uint(divisor);
+    const std::uint32_t exponent = bits >> 23 & 0xff;
+    is_power_of_two = (bits & 0x7fffff) == 0 && 1 <= exponent && exponent <= 253;
+  }
+  __device__ float operator()(float x) const { return is_power_of_two ? x * factor : x / scale; }
+};
 
 // Converts a unit and stores it.
 template <class In, class Out, int kCount>
-__device__ void convert(const Unit<In, kCount>& unit, char* to, float scale) {
+__device__ void convert(const Unit<In, kCount>& unit, char* to, const Divisor& divide) {
   float x[kCount];
   unit.widen(x);
-  if constexpr (Out::kBytes == 1 && kCount > 1) {
-    Chunk<kCount> packed;
-    if (divide<Out, kCount>(x, scale, packed)) {
-      packed.store(to);
-      return;
-    }
-  }
   CUTE_UNROLL
-  for (int i = 0; i < kCount; ++i) x[i] = scale == 1.0f ? x[i] : __fdiv_rn(x[i], scale);
+  for (int i = 0; i < kCount; ++i) x[i] = divide(x[i]);
   if constexpr (Out::kBytes == 1) {
     if constexpr (kCount == 1) {
       *reinterpret_cast<std::uint8_t*>(to) = std::uint8_t(narrow<Out>(x[0], 0.0f));
     } else {
-      scaled<Out, kCount>(x, 1.0f).store(to);
+      Chunk<kCount> packed{};
+      CUTE_UNROLL
+      for (int i = 0; i < kCount; i += 2) {
+        packed.words[i / 4] |= narrow<Out>(x[i], x[i + 1]) << i % 4 * 8;
+      }
+      packed.store(to);
     }
   } else if constexpr (kCount == 1) {
     const typename Out::Pair pair = Out::encode(x[0], x[0]);
@@ -185,12 +171,13 @@ __global__ void __launch_bounds__(kThreads, 4) append_kernel(const __grid_consta
     }
     const float of_head =
         part.scales == nullptr ? 1.0f : __ldg(part.scales + head * part.stride_scale);
+    const Divisor divide(part.scale * of_head);
     CUTE_UNROLL
     for (int i = 0; i < kTokens; ++i) {
       if (slots[i] < 0) continue;
       char* to =
           part.to + (entry_at(p, part, slots[i]) + head * part.to_head + column) * Out::kBytes;
-      convert<In, Out, kCount>(loaded[i], to, part.scale * of_head);
+      convert<In, Out, kCount>(loaded[i], to, divide);
     }
   }
 }

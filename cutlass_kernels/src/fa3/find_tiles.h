@@ -23,18 +23,20 @@ class TileClaims {
         counter_(reinterpret_cast<unsigned long long*>(params.attention.plan.tile_counter)),
         claimers_(int(gridDim.x) / Tile::kCtasPerTile),
         index_(-1) {
-    int tiles = params.order.tiles;
-    if constexpr (Tile::kPacked) {
-      if (is_in_slots(params.attention)) tiles = shared.slots.count();
+    if constexpr (Tile::kInSlots) {
+      count_ = shared.slots.count() * params.heads;
+    } else {
+      count_ = params.order.tiles * params.heads;
     }
-    count_ = tiles * params.heads;
   }
 
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
-    if (Tile::kPacked && --splits_left_ > 0) {
-      ++work.split;
-      return true;
+    if constexpr (Tile::kInSlots) {
+      if (--splits_left_ > 0) {
+        ++work.split;
+        return true;
+      }
     }
     do {
       if (index_ < 0) {
@@ -57,23 +59,21 @@ class TileClaims {
   // The tile with the claimed index.
   CUTE_DEVICE bool find(WorkItem& work, int& head, int& rank) {
     const LaunchParams& p = params_.attention;
-    if constexpr (Tile::kPacked) {
-      if (is_in_slots(p)) {
-        const TileOrder::Position position = params_.order.among(shared_.slots.count(), index_);
-        head = position.head;
-        rank = position.rank;
-        return find_slot(p, shared_.slots, rank, work, splits_left_);
-      }
+    if constexpr (Tile::kInSlots) {
+      const TileOrder::Position position = params_.order.among(shared_.slots.count(), index_);
+      head = position.head;
+      rank = position.rank;
+      return find_slot(p, shared_.slots, rank, work, splits_left_);
+    } else {
+      const TileOrder::Position position = params_.order(index_);
+      head = position.head;
+      rank = position.rank;
+      const auto find_split = [&](int split) {
+        if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
+        return RequestSplits{};
+      };
+      return find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
     }
-    const TileOrder::Position position = params_.order(index_);
-    head = position.head;
-    rank = position.rank;
-    const auto find_split = [&](int split) {
-      if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
-      return RequestSplits{};
-    };
-    return find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work) &&
-           is_in_part(p, work.qo_len);
   }
 
   const KernelParams& params_;

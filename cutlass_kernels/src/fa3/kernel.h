@@ -186,12 +186,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   if (threadIdx.x == 0) init_barriers<Tile>(shared, k_lanes, v_lanes);
   if constexpr (Tile::kPacked) {
     allow_next_kernel();  // which combines the partial results of KV splits
-    if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
-    if (warp == 0 && is_in_slots(params.attention)) {
-      shared.slots.fill(params.attention);
-      if (blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
+    if constexpr (Tile::kInSlots) {
+      if (warp == 0) shared.slots.fill(params.attention);
+      if (warp == 0 && blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
         describe_other_requests(params.attention);
       }
+    } else {
+      if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
     }
     // Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima: clear them.
     if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {

@@ -139,6 +139,13 @@ Status launch_capped(const LaunchParams& params, cudaStream_t stream) {
              : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
 }
 
+template <class Element, class Packed>
+Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
+  return is_in_slots(params)
+             ? launch_logits<Element, typename SlottedTile<Packed>::Type>(params, stream)
+             : launch_logits<Element, Packed>(params, stream);
+}
+
 // Tiles of one head, and a page size that is no multiple of 8.
 template <class Element, class Tiles>
 Status launch_gather(const LaunchParams& params, cudaStream_t stream) {
@@ -168,8 +175,8 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   switch (params.plan.tile_kind) {
     case kPacked:
       if (!is_packed_schedule<typename Tiles::Packed>(params)) return no_such_tile(params);
-      return gathers(params) ? launch_logits<Element, typename Tiles::PackedGather>(params, stream)
-                             : launch_logits<Element, typename Tiles::Packed>(params, stream);
+      return gathers(params) ? launch_packed<Element, typename Tiles::PackedGather>(params, stream)
+                             : launch_packed<Element, typename Tiles::Packed>(params, stream);
     case kGather:
       if (!gathers(params)) return no_such_tile(params);
       return launch_gather<Element, Tiles>(params, stream);

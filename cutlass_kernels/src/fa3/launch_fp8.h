@@ -10,7 +10,7 @@ template <class Element, int HeadDim>
 Status launch_fp8_to(const LaunchParams& params, cudaStream_t stream) {
   using Tiles = Fp8TileTable<HeadDim>;
   if (is_packed_schedule<typename Tiles::Packed>(params)) {
-    return launch_logits<Element, typename Tiles::Packed>(params, stream);
+    return launch_packed<Element, typename Tiles::Packed>(params, stream);
   }
   using Large = typename Tiles::Large;
   if (params.plan.tile_kind != kRows || params.plan.tile_rows != Large::kBlockM) {

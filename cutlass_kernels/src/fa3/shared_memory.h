@@ -131,8 +131,8 @@ struct Shared : StagedValues<Tile> {
   std::conditional_t<Tile::kGather,
                      RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
       row_offsets;  // (K and V, copying warps)
-  std::conditional_t<Tile::kPacked, SplitTable, Nothing> splits;
-  std::conditional_t<Tile::kPacked, SlotTable, Nothing> slots;
+  std::conditional_t<Tile::kPacked && !Tile::kInSlots, SplitTable, Nothing> splits;
+  std::conditional_t<Tile::kInSlots, SlotTable, Nothing> slots;
 };
 
 }  // namespace cutlass_kernels::fa3

@@ -44,14 +44,10 @@ TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
                        const TileShape& tile) {
   if (!is_batch(params)) return TileSource::kSingleRequest;
   if (needs_list(params, tile)) return TileSource::kList;
-  if (params.batch_invariant && tile.packed_heads > 0) {
-    if (!tile.splits_without_list) return TileSource::kList;
+  if (params.batch_invariant) {
+    // A list leaves out requests that other kernels compute.
+    if (tile.packed_heads == 0 || !tile.splits_without_list) return TileSource::kList;
     return kernel.is_persistent ? TileSource::kBatchInSlots : TileSource::kBatchBySplit;
-  }
-  // Requests that are left to other kernels have indices, too. Behind the last tile of a list they cost less.
-  if (params.batch_invariant &&
-      4 * indices_in_order(params, tile.rows) > 5 * (params.total_q / tile.rows)) {
-    return TileSource::kList;
   }
   // An index without a tile costs a persistent thread block up to half a microsecond: no more than one in five.
   const std::int64_t by_length = indices_by_length(params, tile.rows);
