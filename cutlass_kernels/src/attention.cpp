@@ -60,8 +60,14 @@ Status run_once(const AttentionParams& params, Backend backend, void* workspace,
   return launch_call(plan, workspace, call_counters, stream);
 }
 
-std::size_t workspace_size(const AttentionParams& params, Backend backend) {
-  if (!contradiction(params, /*with_tensors=*/false).empty()) return 0;
+std::size_t workspace_size(const AttentionParams& given, Backend backend) {
+  if (!contradiction(given, /*with_tensors=*/false).empty()) return 0;
+  AttentionParams params = given;
+  static const std::int32_t unknown = 0;
+  // Queries may be of any lengths, if qo_indptr is not known yet.
+  if (params.batch_invariant && params.batch_size > 1 && params.qo_indptr == nullptr) {
+    params.qo_indptr = &unknown;
+  }
   std::size_t most = 0;
   for (const Device& device : sized_devices()) {
     // Strides, which may not be known yet, can lead to any backend.

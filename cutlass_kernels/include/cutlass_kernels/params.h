@@ -128,9 +128,10 @@ struct AttentionParams {
   bool disable_split_kv = false;
   /// The bits of a request's result depend on nothing but the request: its own lengths decide how its keys are split
   /// (common/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not used.
+  /// A Plan has one kernel for all lengths, so that its bits are others, and depend on the most keys it was made for.
   bool batch_invariant = false;
-  /// With batch_invariant, requests of fewer or more rows are not computed: attention() makes parts of a batch, each
-  /// with the kernel for its rows (plan/row_ranges.h).
+  /// With batch_invariant, requests of a batch with fewer or more rows are not computed: attention() makes parts of a
+  /// batch, each with the kernel for its rows (plan/row_ranges.h), unless these are set.
   std::int32_t least_rows = 0;
   std::int32_t most_rows = std::numeric_limits<std::int32_t>::max();
   /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which

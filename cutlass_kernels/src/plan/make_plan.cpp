@@ -48,16 +48,21 @@ bool may_be_masked(const AttentionParams& params, const PlanOptions& options) {
           params.keys_scale.data != nullptr || params.output_scale.data != nullptr);
 }
 
-/// The last region: without room for it all keys are computed.
-void add_mask_extents(const AttentionParams& params, const PlanOptions& options, PlanState* plan,
-                      RegionStack* stack) {
-  if (!plan->kernel->uses_mask_extents || !may_be_masked(params, options)) return;
+/// The last region: without room for it all keys are computed. Not where results must not depend on the batch, as KV
+/// blocks begin where the extent of a tile does.
+Status add_mask_extents(const AttentionParams& params, const PlanOptions& options, PlanState* plan,
+                        RegionStack* stack) {
+  if (!plan->kernel->uses_mask_extents || !may_be_masked(params, options)) return Status::success();
   RegionStack with_extents = *stack;
   const Region extents = with_extents.add(std::size_t(plan->tile_indices) * sizeof(MaskExtent));
-  if (plan->layout.schedule_bytes + with_extents.bytes() <= options.workspace_bytes) {
+  const std::size_t bytes = plan->layout.schedule_bytes + with_extents.bytes();
+  if (bytes <= options.workspace_bytes) {
     plan->layout.mask_extents = extents;
     *stack = with_extents;
+  } else if (params.batch_invariant) {
+    return workspace_too_small("A custom mask", params, bytes, options.workspace_bytes);
   }
+  return Status::success();
 }
 
 Status plan_with_list(const AttentionParams& params, const Device& device,
@@ -86,7 +91,9 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   RegionStack scratch;
   if (rule.split_tile_capacity > 0)
     add_partial_results(params, rule.partial_rows, &scratch, &layout);
-  add_mask_extents(params, options, plan, &scratch);
+  if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
+    return status;
+  }
   layout.scratch_bytes = scratch.bytes();
   return Status::success();
 }
@@ -139,7 +146,9 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
     }
   }
   plan->tile_indices = std::int32_t(tile_indices);
-  add_mask_extents(params, options, plan, &scratch);
+  if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
+    return status;
+  }
   layout.scratch_bytes = scratch.bytes();
   return Status::success();
 }
@@ -181,7 +190,9 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
   plan->tile_indices = std::int32_t(bounds.tile_indices);
   plan->num_splits = plan->source == TileSource::kBatchBySplit ? std::max(rule.most_splits, 1)
                                                                : plan->tile_indices;
-  add_mask_extents(params, options, plan, &scratch);
+  if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
+    return status;
+  }
   layout.scratch_bytes = scratch.bytes();
   return Status::success();
 }

@@ -34,7 +34,8 @@ RowRanges row_ranges(const AttentionParams& params, Backend backend, const Devic
   RowRanges ranges;
   ranges.parts[0] = params;
   ranges.count = 1;
-  if (!params.batch_invariant) return ranges;
+  const bool chosen = params.least_rows > 0 || params.most_rows != kAnyRows;  // by the caller
+  if (!params.batch_invariant || chosen) return ranges;
   // Of the rows of a request only a bound may be known.
   const bool exact = params.qo_indptr == nullptr && params.seqused_q == nullptr;
   const std::int64_t most =

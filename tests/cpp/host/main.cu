@@ -395,6 +395,31 @@ void check_promised_sizes_of_random_problems() {
   stand_in::device = {};
 }
 
+/// The same of calls in parts, whose kernels nobody but attention() plans.
+void check_promised_sizes_of_parts() {
+  Random random(2);
+  for (int i = 0; i < 5000; ++i) {
+    stand_in::device.compute_capability = random.of({80, 86, 90});
+    stand_in::device.multiprocessors = random.of({1, 20, 78, 84, 108, 132, 142});
+    ck::AttentionParams params = random_problem(random);
+    params.fixed_split_size = 0;
+    params.batch_invariant = true;
+    const std::size_t bytes = ck::workspace_size(params);
+    ck::AttentionParams sizes = params;
+    if (params.batch_size > 1) sizes.qo_indptr = sizes.kv_indptr = nullptr;
+    require(ck::workspace_size(sizes) == bytes, describe(params) + ": tensors change the size");
+    const int any = random.log_in(1, 1 << 30);
+    for (const std::size_t given : {bytes, std::size_t(any) % (bytes + 1)}) {
+      const ck::Status status = ck::attention(params, at(kWorkspace), given, nullptr);
+      if (status.code == ck::StatusCode::kUnsupported) break;  // e4m3 queries on Ampere
+      if (given < bytes && status.code == ck::StatusCode::kWorkspaceTooSmall) continue;
+      require(status.ok(), describe(params) + " in parts, in " + std::to_string(given) + " of " +
+                               std::to_string(bytes) + " bytes: " + status.message);
+    }
+  }
+  stand_in::device = {};
+}
+
 }  // namespace
 
 int main() {
@@ -408,6 +433,7 @@ int main() {
   check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7),
                       0);
   check_promised_sizes_of_random_problems();
+  check_promised_sizes_of_parts();
   std::printf("OK\n");
   return 0;
 }
