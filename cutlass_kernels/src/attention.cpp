@@ -17,11 +17,6 @@
 namespace cutlass_kernels {
 namespace {
 
-Memory memory_in(void* workspace, const WorkspaceLayout& layout,
-                 std::uint64_t* call_counters = nullptr) {
-  return {workspace, static_cast<char*>(workspace) + layout.schedule_bytes, call_counters};
-}
-
 /// The devices that a workspace is sized for: the current one, or without any, those that most run on.
 std::vector<Device> sized_devices() {
   Device current;
@@ -131,7 +126,7 @@ Status attention(const Plan& plan, const AttentionParams& params, void* workspac
     return workspace_too_small("The plan", params, state.layout.bytes(),
                                workspace == nullptr ? 0 : workspace_bytes);
   }
-  return run(state, params, memory_in(workspace, state.layout), stream);
+  return run(state, params, Memory::in(workspace, state.layout), stream);
 }
 
 }  // namespace cutlass_kernels

@@ -40,8 +40,7 @@ Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_co
   for (int i = 0; i < call.ranges.count; ++i) {
     const PlanState& plan = call.plans[std::size_t(i)];
     const AttentionParams& part = call.ranges.parts[std::size_t(i)];
-    const Memory memory{workspace, static_cast<char*>(workspace) + plan.layout.schedule_bytes,
-                        call_counters};
+    const Memory memory = Memory::in(workspace, plan.layout, call_counters);
     Status status = write_schedule(plan, part, memory.schedule, stream);
     if (status.ok()) status = launch(plan, part, memory, stream);
     if (!status.ok()) return status;

@@ -68,6 +68,12 @@ struct Memory {
   void* schedule = nullptr;
   void* scratch = nullptr;
   std::uint64_t* call_counters = nullptr;
+
+  /// Both parts in one workspace.
+  static Memory in(void* workspace, const WorkspaceLayout& layout,
+                   std::uint64_t* call_counters = nullptr) {
+    return {workspace, static_cast<char*>(workspace) + layout.schedule_bytes, call_counters};
+  }
 };
 
 /// Plans `params`, which have been validated; leaves the plan as it was where that fails. Without a list, what does not
