@@ -85,8 +85,9 @@ class TileClaims {
   int splits_left_ = 0;  // of the slot, with the last one claimed
 };
 
-// Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. Both CTAs are at
-// the same tile, as each needs the other's part of S: when the last job of a slot is done in CTA 0, CTA 1 has read it.
+// Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. A slot is free in
+// CTA 0 when its consumers are done with the job in it. Warpgroup 0, which has rows of every tile, has then received
+// parts of S from the other CTA's consumers, who had read the same job: CTA 1 has copied it out of sent_jobs.
 constexpr int kJobWords = sizeof(Job) / sizeof(int4);
 static_assert(sizeof(Job) % sizeof(int4) == 0);
 
