@@ -256,18 +256,21 @@ void give_own_splits(Batch& batch, bool in_slots) {
   OwnSplits& own = plan.own_splits;
   own.most = draw(2, 40);
   own.tile_rows = plan.tile_rows;
+  own.most_rows = in_slots ? draw(1, 4 * plan.tile_rows) : plan.tile_rows;
   own.least_keys = 256;
   own.keys_per_row = draw(1, 30);
   own.most_keys = one_in(4) ? 700 : kMaxKeys;
   own.partial_rows = draw(20, 200);
-  own.most = own.of(1, kMaxKeys);
-  plan.partial_rows = p.batch_size * std::min(rows_of_split(p) * own.most, own.partial_rows);
+  const int most = own.of(1, kMaxKeys);
+  const int rows = std::min({p.max_qo_len, int(p.total_q), own.most_rows});
+  plan.partial_rows = p.batch_size * std::min(rows * most, own.partial_rows);
+  if (in_slots) plan.partial_rows = std::min(plan.partial_rows, int(p.total_q) * most);
   plan.wanted_slots = draw(1, 80);
   plan.source = in_slots ? TileSource::kBatchInSlots : TileSource::kBatchBySplit;
   const int tiles = int(p.total_q) / plan.tile_rows + p.batch_size;
   plan.num_splits =
-      in_slots ? tiles + std::min(plan.wanted_slots, p.batch_size * (own.most - 1)) : own.most;
-  plan.tile_indices = in_slots ? plan.num_splits : own.most * p.batch_size;
+      in_slots ? tiles + std::min(plan.wanted_slots, p.batch_size * (own.most - 1)) : most;
+  plan.tile_indices = in_slots ? plan.num_splits : most * p.batch_size;
   plan.split_tile_capacity = p.batch_size;
   // What an earlier call may have left: a split tile of each request.
   batch.tiles.clear();
@@ -288,6 +291,7 @@ int check_own_splits(Batch& batch, int round) {
     require(slots.count() <= p.plan.num_splits, "more slots than there is room for", round, 0);
   }
   std::map<std::tuple<int, int, int>, int> found;  // (request, tile, split): how often
+  std::map<int, int> partial_rows;                 // (request): where its partial results begin
   const int indices = in_slots ? slots.count() : p.plan.tile_indices;
   for (int rank = 0; rank < indices; ++rank) {
     WorkItem work;
@@ -296,9 +300,13 @@ int check_own_splits(Batch& batch, int round) {
                    : find_own_split(p, RowTiles::make(p), rank, work))) {
       continue;
     }
+    const int partial_row = work.partial_row - work.tile * p.plan.tile_rows * int(work.num_splits);
+    require(partial_rows.emplace(work.batch, partial_row).first->second == partial_row,
+            "tiles of a request leave their partial results apart", round, work.batch);
     for (; splits > 0; --splits, ++work.split) ++found[{work.batch, work.tile, work.split}];
   }
   int count = 0;
+  std::int64_t next_partial_row = 0;
   for (int b = 0; b < p.batch_size; ++b) {
     const RowsOfRequest rows = rows_of_request(p, b);
     const KeysOfRequest keys = keys_of_request(p, b);
@@ -306,7 +314,7 @@ int check_own_splits(Batch& batch, int round) {
     const bool is_computed = is_in_part(p, rows.length) && rows.begin >= 0 && length > 0 &&
                              rows.begin + length <= p.total_q && keys.length >= 0;
     const int tiles = is_computed ? (length + p.plan.tile_rows - 1) / p.plan.tile_rows : 0;
-    const int splits = tiles == 1 ? p.plan.own_splits.of(length, keys.length) : 1;
+    const int splits = p.plan.own_splits.of(length, keys.length);
     for (int tile = 0; tile < tiles; ++tile) {
       for (int split = 0; split < splits; ++split, ++count) {
         require(found[{b, tile, split}] == 1, "a split is not found once", round, b);
@@ -318,9 +326,12 @@ int check_own_splits(Batch& batch, int round) {
     require(is_combined == (is_computed && splits > 1), "whether it is split", round, b);
     if (!is_combined) continue;
     require(tile.q_begin == rows.begin && tile.rows == length && tile.num_splits == splits &&
-                tile.partial_row == b * (p.plan.partial_rows / p.batch_size) &&
-                length * splits <= p.plan.partial_rows / p.batch_size,
+                tile.partial_row == partial_rows[b],
             "another description", round, b);
+    require(tile.partial_row >= next_partial_row &&
+                tile.partial_row + length * splits <= p.plan.partial_rows,
+            "partial results overlap", round, b);
+    next_partial_row = tile.partial_row + length * splits;
   }
   require(found.empty(), "a split that does not exist", round, 0);
   return count;

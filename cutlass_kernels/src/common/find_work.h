@@ -59,14 +59,13 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
   work.tile = index - first_index(work.batch);
 }
 
-// Describes a tile of a batch without a list to the kernel that combines partial results (merge/combine_splits.cu), by
-// one thread of a thread block that has the tile's first split, whether keys are split or not.
-CUTE_DEVICE void describe_split_tile(const LaunchParams& p, const WorkItem& work, int partial_row,
-                                     int index) {
-  const int first_row = work.tile * p.plan.tile_rows;
+// Describes rows of a request of a batch without a list, from first_row on, to the kernel that combines partial results
+// (merge/combine_splits.cu), by one thread of a thread block that has their first split, whether keys are split or not.
+CUTE_DEVICE void describe_split_rows(const LaunchParams& p, const WorkItem& work, int first_row,
+                                     int rows, int partial_row, int index) {
   SplitTile tile;
   tile.q_begin = work.q_begin + first_row;
-  tile.rows = min(p.plan.tile_rows, work.qo_len - first_row);
+  tile.rows = min(rows, work.qo_len - first_row);
   tile.partial_row = partial_row;
   tile.num_splits = work.num_splits;
   tile.q_end = work.q_begin + work.qo_len;
@@ -74,6 +73,11 @@ CUTE_DEVICE void describe_split_tile(const LaunchParams& p, const WorkItem& work
   tile.kv_len = work.q_begin < 0 ? -1 : work.kv_len;  // such a request is not computed
   tile.batch = work.batch;
   const_cast<SplitTile*>(static_cast<const SplitTile*>(p.plan.split_tiles))[index] = tile;
+}
+
+// The same for a request whose splits are its own: all of its rows.
+CUTE_DEVICE void describe_own_splits(const LaunchParams& p, const WorkItem& work, int partial_row) {
+  describe_split_rows(p, work, 0, work.qo_len, partial_row, work.batch);
 }
 
 // Whether a request lies inside the tensors. Entries of a page table have been checked: keys_of_request().
@@ -86,22 +90,20 @@ CUTE_DEVICE bool lies_inside(const LaunchParams& p, const WorkItem& work) {
 }
 
 // The first split of the last tile of a request, of which this kernel computes all or nothing: false then, and where the
-// request does not lie inside the tensors.
+// request does not lie inside the tensors. work.partial_row is for the caller to set.
 CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOfRequest& keys,
                                   WorkItem& work) {
   const RowsOfRequest rows = rows_of_request(p, batch);
-  const int tile_rows = p.plan.tile_rows;
+  const OwnSplits& own = p.plan.own_splits;
   const bool is_here = is_in_part(p, rows.length);
   work.batch = batch;
   work.q_begin = rows.begin;
   work.qo_len = min(rows.length, p.max_qo_len);
   work.kv_begin = keys.begin;
   work.kv_len = keys.length;
-  work.tile = work.qo_len > tile_rows ? int(unsigned(work.qo_len - 1) / unsigned(tile_rows)) : 0;
+  work.tile = own.tiles(work.qo_len) - 1;
   work.split = 0;
-  work.num_splits = std::int16_t(is_here ? p.plan.own_splits.of(work.qo_len, work.kv_len) : 1);
-  // Each request has room for the same number of rows.
-  work.partial_row = batch * (p.plan.partial_rows / p.batch_size);
+  work.num_splits = std::int16_t(is_here ? own.of(work.qo_len, work.kv_len) : 1);
   return is_here && work.qo_len > 0 && lies_inside(p, work);
 }
 
@@ -111,18 +113,23 @@ CUTE_DEVICE bool find_slot(const LaunchParams& p, const SlotTable& slots, int sl
   const RequestSlots own = slots.find(p, slot);
   if (own.count == 0) return false;
   const bool is_computed = begin_own_splits(p, own.batch, own.keys, work);
+  const int partial_row = work.num_splits > 1 ? slots.partial_row(p, own.batch) : 0;
   if (own.index == 0 && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
-    describe_split_tile(p, work, work.partial_row, own.batch);
+    describe_own_splits(p, work, partial_row);
   }
-  splits = 1;
-  if (work.qo_len > p.plan.tile_rows) {
-    work.tile = own.count - 1 - own.index;
-  } else {
-    const int first = own.index * work.num_splits / own.count;
-    splits = (own.index + 1) * work.num_splits / own.count - first;
-    work.split = std::int16_t(first);
-  }
-  return is_computed;
+  // Slots of the request's tiles take turns, the last tile first.
+  const int tiles = work.tile + 1;
+  const int index = int(unsigned(own.index) / unsigned(tiles));
+  const int slots_of_tile = int(unsigned(own.count) / unsigned(tiles));
+  work.tile -= own.index - index * tiles;
+  const int first = index * work.num_splits / slots_of_tile;
+  splits = (index + 1) * work.num_splits / slots_of_tile - first;
+  work.split = std::int16_t(first);
+  work.partial_row = partial_row + work.tile * p.plan.tile_rows * work.num_splits;
+  // Valid requests fit, whatever their lengths are. Of rows that overlap, the last may not.
+  const bool fits =
+      work.num_splits == 1 || partial_row + work.qo_len * work.num_splits <= p.plan.partial_rows;
+  return is_computed && fits;
 }
 
 // Says of the requests that this kernel leaves to others that they have no splits, by all lanes of a warp.
@@ -132,7 +139,7 @@ CUTE_DEVICE void describe_other_requests(const LaunchParams& p) {
     WorkItem work{};
     work.batch = batch;
     work.num_splits = 1;
-    describe_split_tile(p, work, 0, batch);
+    describe_own_splits(p, work, 0);
   }
 }
 
@@ -142,8 +149,10 @@ CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int
   const int batch = int(rows.repeats.divide(rank));
   const bool is_computed = begin_own_splits(p, batch, keys_of_request(p, batch), work);
   const int split = rank - batch * int(rows.repeats.divisor);
+  // Each request has room for the same number of rows.
+  work.partial_row = batch * (p.plan.partial_rows / p.batch_size);
   if (split == 0 && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
-    describe_split_tile(p, work, work.partial_row, batch);
+    describe_own_splits(p, work, work.partial_row);
   }
   work.split = std::int16_t(split);
   return is_computed && work.tile == 0 && split < work.num_splits;
@@ -206,7 +215,8 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
         if (first_split >= 0) {
           work.qo_len = min(work.qo_len, p.max_qo_len);
           if (p.plan.split_tiles != nullptr && work.split == 0 && threadIdx.x == 0) {
-            describe_split_tile(p, work, (work.tile * repeats + first_split) * rows_of_split(p),
+            describe_split_rows(p, work, work.tile * p.plan.tile_rows, p.plan.tile_rows,
+                                (work.tile * repeats + first_split) * rows_of_split(p),
                                 work.tile * p.batch_size + work.batch);
           }
         }

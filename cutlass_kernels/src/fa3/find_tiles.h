@@ -23,11 +23,7 @@ class TileClaims {
         counter_(reinterpret_cast<unsigned long long*>(params.attention.plan.tile_counter)),
         claimers_(int(gridDim.x) / Tile::kCtasPerTile),
         index_(-1) {
-    if constexpr (Tile::kInSlots) {
-      count_ = shared.slots.count() * params.heads;
-    } else {
-      count_ = params.order.tiles * params.heads;
-    }
+    if constexpr (!Tile::kInSlots) count_ = params.order.tiles * params.heads;
   }
 
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
@@ -47,10 +43,10 @@ class TileClaims {
         // As many tickets as there are tile indices: one for each but the CTAs' first, and one with which each CTA is
         // refused.
         const bool is_first = index_ < claimers_;
-        index_ = claimers_ + int(take_ticket(counter_, (unsigned long long)(count_), is_first));
+        index_ = claimers_ + int(take_ticket(counter_, (unsigned long long)(count()), is_first));
       }
       // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
-      if (unsigned(index_) >= unsigned(count_)) return false;
+      if (unsigned(index_) >= unsigned(count())) return false;
     } while (!find(work, head, rank));
     return true;
   }
@@ -76,9 +72,15 @@ class TileClaims {
     }
   }
 
+  // Tile indices of all heads.
+  CUTE_DEVICE int count() const {
+    if constexpr (Tile::kInSlots) return shared_.slots.count() * params_.heads;
+    return count_;
+  }
+
   const KernelParams& params_;
   const Shared<Tile>& shared_;
-  int count_;  // tile indices of all heads
+  int count_;  // without slots
   unsigned long long* const counter_;
   const int claimers_;
   int index_;

@@ -120,7 +120,9 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   if (Status status = current_device(&device); !status.ok()) return status;
   const LaunchPlan& plan = params.plan;
   const std::int64_t tiles = plan.split_tile_capacity;
-  std::int64_t rows = std::min<std::int64_t>(plan.tile_rows, params.total_q);
+  // Of a request whose splits are its own, all tiles are described as one.
+  std::int64_t rows =
+      std::min<std::int64_t>(std::max(plan.tile_rows, plan.own_splits.most_rows), params.total_q);
   // A list may be written anew, with longer requests, for a captured call.
   if (plan.source != TileSource::kList && plan.source != TileSource::kSingleRequest) {
     rows = std::min<std::int64_t>(rows, params.max_qo_len);

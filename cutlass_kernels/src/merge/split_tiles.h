@@ -51,7 +51,7 @@ CUTE_DEVICE bool is_described_by_kernel(const LaunchPlan& plan) {
 // the contract, it may have missed the tile: what is read then must not lead out of memory.
 CUTE_DEVICE bool is_possible(const LaunchParams& p, const SplitTile& tile, int index) {
   const LaunchPlan& plan = p.plan;
-  return tile.batch == index % p.batch_size && 0 < tile.rows && tile.rows <= plan.tile_rows &&
+  return tile.batch == index % p.batch_size && 0 < tile.rows &&
          std::int64_t(tile.q_begin) + tile.rows <= tile.q_end && tile.partial_row >= 0 &&
          tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= plan.partial_rows;
 }

@@ -168,12 +168,11 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
   if (Status status = check_partial_rows(params, bounds.partial_rows); !status.ok()) return status;
   WorkspaceLayout& layout = plan->layout;
   RegionStack scratch;
+  plan->own_splits.tile_rows = plan->tile.rows;
   if (bounds.partial_rows > 0) {
     add_partial_results(params, bounds.partial_rows, &scratch, &layout);
     layout.split_tiles = scratch.add(std::size_t(params.batch_size) * sizeof(SplitTile));
     plan->own_splits = rule.own;
-    plan->own_splits.most =
-        rule.most_splits;  // so that no length, whatever it is, exceeds the room
     plan->wanted_slots = bounds.wanted_slots;
     plan->likely_splits = rule.own.most;
     plan->partial_rows = std::int32_t(bounds.partial_rows);

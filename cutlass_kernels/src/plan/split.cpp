@@ -48,15 +48,20 @@ OwnSplits own_splits(const AttentionParams& params, const TileShape& tile, const
   // H200, 32/8 heads, beside splits chosen from the batch: 1.10 of the time for 16 requests of 4k keys, 0.92 for one.
   // With 512 keys 1.06 and 1.12.
   constexpr int kLeastKeys = 256;
-  constexpr int kMostPartialRows = 4096;  // of all heads
+  constexpr int kMostPartialRows = 8192;  // of all heads
   const bool decodes = tile.combines;
   const int packs = params.num_qo_heads / tile.packed_heads;
   OwnSplits own;
   own.most = std::max(device.multiprocessors / tile.blocks_per_tile / packs, 1);
   own.tile_rows = tile.rows;
+  own.most_rows = decodes ? tile.rows : kPackedUpToRows;
   own.least_keys = kLeastKeys;
   own.keys_per_row = (decodes ? 32 : 16) * tile.packed_heads;
   own.most_keys = int(std::min<std::int64_t>(most_keys_of_rows(params, tile.rows), kMaxKeys));
+  // No request has more: whatever its length says, its splits do not exceed the room.
+  if (const std::int64_t keys = most_keys(params); keys > 0 && keys < own.most_keys) {
+    own.most_keys = int(keys);
+  }
   own.partial_rows = kMostPartialRows / params.num_qo_heads;
   return own;
 }
@@ -65,13 +70,11 @@ SplitRule own_rule(const AttentionParams& params, const TileShape& tile, std::in
                    const Device& device) {
   SplitRule rule;
   rule.own = own_splits(params, tile, device);
-  const std::int64_t keys = most_keys(params);
-  rule.most_splits =
-      rule.own.of(1, int(keys > 0 ? std::min<std::int64_t>(keys, kMaxKeys) : kMaxKeys));
+  rule.most_splits = rule.own.of(1, kMaxKeys);
   if (rule.most_splits < 2) return {};
   const std::int64_t requests = std::min<std::int64_t>(params.batch_size, tiles);
-  rule.extra_tiles = requests * (rule.most_splits - 1);
-  rule.split_tile_capacity = requests;
+  rule.extra_tiles = requests * (rule.own.most - 1);  // all tiles of a request
+  rule.split_tile_capacity = tiles;
   rule.partial_rows =
       std::min(params.total_q * rule.most_splits, requests * std::int64_t(rule.own.partial_rows));
   return rule;
@@ -170,17 +173,20 @@ OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const
   OwnBounds bounds;
   bounds.tile_indices = tile_index_count(source, params, tile.rows);
   if (rule.most_splits < 2) return bounds;
-  const std::int64_t more = std::int64_t(params.batch_size) * (rule.most_splits - 1);
+  const std::int64_t requests = params.batch_size;
+  const std::int64_t rows = std::min<std::int64_t>(
+      std::min<std::int64_t>(params.max_qo_len, params.total_q), rule.own.most_rows);
+  bounds.partial_rows =
+      requests * std::min<std::int64_t>(rows * rule.most_splits, rule.own.partial_rows);
   if (source == TileSource::kBatchBySplit) {
-    bounds.tile_indices += more;
+    bounds.tile_indices += requests * (rule.most_splits - 1);
   } else {
     constexpr int kWaves = 4;  // the last one is partly empty
     bounds.wanted_slots = kWaves * rule.own.most;
-    bounds.tile_indices += std::min<std::int64_t>(bounds.wanted_slots, more);
+    bounds.tile_indices +=
+        std::min<std::int64_t>(bounds.wanted_slots, requests * (rule.own.most - 1));
+    bounds.partial_rows = std::min(bounds.partial_rows, params.total_q * rule.most_splits);
   }
-  const std::int64_t rows =
-      std::min<std::int64_t>(rows_of_split(params, tile) * rule.most_splits, rule.own.partial_rows);
-  bounds.partial_rows = rows * params.batch_size;
   return bounds;
 }
 
