@@ -62,6 +62,15 @@ def test_a_request_has_the_same_bits_alone(target, seed):
     together_and_alone(batch, rng.choice(["table", "ragged"]), some, backend=backend, **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+@pytest.mark.parametrize("form", ["table", "ragged"])
+@pytest.mark.parametrize("rows, length", [(64, 16384), (64, 8192), (32, 8192), (17, 9000), (130, 5000)])
+def test_tiles_of_a_request_are_split_alike(backend, form, rows, length):
+    batch = make_batch([rows, 3, rows], [length, 40, 700], 32, 8, 128, device="cuda:0")
+    together_and_alone(batch, form, [0, 2], backend=backend, causal=True)
+
+
 @pytest.mark.parametrize("head_dim", [96, 192, 512])
 @pytest.mark.parametrize("rows", [[1, 5, 80], [1, 1, 1]])
 def test_other_head_dims(target, head_dim, rows):

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "cutlass_kernels/params.h"
-#include "device.h"
 
 namespace cutlass_kernels {
 
@@ -38,11 +37,10 @@ inline bool decodes(const AttentionParams& params) {
          params.total_q * group_size <= std::int64_t(kDecodeRows) * params.batch_size;
 }
 
-// Whether tiles of one head, of `tile_rows` rows, would be half empty, or fewer than the device has SMs while there
-// are keys worth splitting. Where results must not depend on the batch, a tile must not depend on it either: the
-// packed one is right for all, or for all of its part.
-inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows,
-                  const Device& device) {
+// Whether tiles of one head, of `tile_rows` rows, would be half empty, or fewer than the `at_once` that the device
+// computes at once while there are keys worth splitting. Where results must not depend on the batch, a tile must not
+// depend on it either: the packed one is right for all, or for all of its part.
+inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows, int at_once) {
   if (is_alone(params)) return params.least_rows <= kPackedUpToRows;
   const std::int64_t rows = params.total_q / params.batch_size;
   if (rows <= kPackedUpToRows && packed_heads > 1) return true;
@@ -51,7 +49,7 @@ inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows
   const std::int64_t tiles =
       std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *
       params.num_qo_heads;
-  return tiles < device.multiprocessors && keys >= 4 * rows && keys >= kLeastSplitKeys;
+  return tiles < at_once && keys >= 4 * rows && keys >= kLeastSplitKeys;
 }
 
 }  // namespace cutlass_kernels

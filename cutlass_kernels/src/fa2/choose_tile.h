@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/logits.h"
 #include "common/mask.h"
@@ -41,7 +42,7 @@ constexpr bool fit_every_device() {
 template <class Tiles>
 constexpr bool serves_every_device() {
   static_assert(
-      fit_every_device<typename Tiles::Small, typename Tiles::Packed,
+      fit_every_device<typename Tiles::Small, typename Tiles::Packed, typename Tiles::PackedWide,
                        typename Tiles::DecodeSmall>(),
       "fa2: 99 KB, the shared memory of compute capability 8.6, must be enough for these.");
   static_assert(std::max(SharedLayout<typename Tiles::Medium>::kPagedBytes,
@@ -54,6 +55,9 @@ constexpr bool serves_every_device() {
 // Whether the small tile and the others have as many rows. Then a plan serves both, and launch_rows() chooses.
 template <class Tiles>
 constexpr bool kEqualRows = Tiles::Small::kBlockM == Tiles::Large::kBlockM;
+
+template <class Tiles>
+constexpr bool kHasPackedWide = !std::is_same_v<typename Tiles::Packed, typename Tiles::PackedWide>;
 
 // Thread blocks that run at once on an SM. Beside its own shared memory each takes 1 KB.
 template <class Tile>
@@ -77,16 +81,33 @@ TileShape decode_shape(const AttentionParams& params, const Device& device) {
   return shape;
 }
 
+// The tile of packed heads for so many rows of a request, on average.
+template <class Tiles>
+TileShape packed_shape(const AttentionParams& params, std::int64_t rows, const Device& device) {
+  using Packed = typename Tiles::Packed;
+  using Wide = typename Tiles::PackedWide;
+  const int heads = packed_heads(params, Packed::kBlockM);
+  if (!kHasPackedWide<Tiles> || rows * heads <= Packed::kBlockM) {
+    return {Packed::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Packed>(device)};
+  }
+  const int more = packed_heads(params, Wide::kBlockM);
+  return {Wide::kBlockM / more, kPackedWide, more, blocks_per_sm_on<Wide>(device)};
+}
+
 // The tile of a problem. A batch is planned before its mask is known and is taken to be causal.
 template <int HeadDim>
 TileShape tile_shape(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDim>;
   using Large = typename Tiles::Large;
-  using Packed = typename Tiles::Packed;
   if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
-  const int heads = packed_heads(params, Packed::kBlockM);
-  if (is_alone(params) || packs(params, heads, Large::kBlockM, device)) {
-    return {Packed::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Packed>(device)};
+  // Where results must not depend on the batch, one tile for all of its rows.
+  if (is_alone(params)) return packed_shape<Tiles>(params, params.least_rows, device);
+  const int heads = packed_heads(params, Tiles::Packed::kBlockM);
+  // Packed tiles as fast as those of one head serve a whole wave of them.
+  const int per_sm =
+      kHasPackedWide<Tiles> ? blocks_per_sm_on<typename Tiles::PackedWide>(device) : 1;
+  if (packs(params, heads, Large::kBlockM, per_sm * device.multiprocessors)) {
+    return packed_shape<Tiles>(params, params.total_q / params.batch_size, device);
   }
   if constexpr (kEqualRows<Tiles>) {
     return {Large::kBlockM, kRows};

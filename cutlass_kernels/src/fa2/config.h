@@ -104,7 +104,7 @@ constexpr bool is_consistent() {
 }
 
 // LaunchPlan::tile_kind. fa3 has the same numbers for the first two.
-enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
+enum TileKind { kRows = 0, kPacked = 3, kDecode = 4, kPackedWide = 5 };
 
 // ---- The tiles of each head dimension. ----
 //
@@ -115,6 +115,8 @@ enum TileKind { kRows = 0, kPacked = 3, kDecode = 4 };
 //                memory of the others
 //   Packed       queries so short that reading the keys is what takes time: 64 KB of them or more are in flight per SM
 //                (of 164 KB of shared memory or more)
+//   PackedWide   more packed rows than Packed has: it reads the keys half as often, and two row tiles take half the
+//                shared-memory traffic
 //   Decode       16 packed rows at most; 128 KB and more of keys and values are in flight per SM
 //   DecodeSmall  the same rows, for devices that lack the shared memory of Decode
 //   Fp8          keys and values of 8 bits
@@ -151,6 +153,11 @@ struct TileTable<64> {
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
+  };
+  struct PackedWide : PackedTile<64> {
+    static constexpr int kBlockM = 128, kRowTiles = 2;
+    static constexpr int kBlockN = 64, kStepN = 32, kStages = 2;
+    static constexpr int kAhead = 2, kBlocksPerSm = 2;
   };
   struct Decode : DecodeTile<64> {
     static constexpr int kBlockN = 64, kStepN = 16, kStages = 4;
@@ -193,6 +200,11 @@ struct TileTable<128> {
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
+  struct PackedWide : PackedTile<128> {
+    static constexpr int kBlockM = 128, kRowTiles = 2;
+    static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
+    static constexpr int kAhead = 4, kBlocksPerSm = 2;
+  };
   struct Decode : DecodeTile<128> {  // 101 KB of shared memory
     static constexpr int kBlockN = 64, kStepN = 16, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
@@ -228,6 +240,7 @@ struct TileTable<96> {
   using Capped = Large;
   using Small = Narrow<Wide::Small, 96>;
   using Packed = Narrow<Wide::Packed, 96>;
+  using PackedWide = Narrow<Wide::PackedWide, 96>;
   using Decode = Narrow<Wide::DecodeSmall, 96>;
   using DecodeSmall = Decode;
   static constexpr int kFewTiles = Wide::kFewTiles;
@@ -254,6 +267,7 @@ struct TileTable<256> {
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
+  using PackedWide = Packed;
   struct Decode : DecodeTile<256> {
     static constexpr int kBlockN = 32, kStepN = 16, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
@@ -294,6 +308,7 @@ struct TileTable<512> {
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 1;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
+  using PackedWide = Packed;
   struct Decode : DecodeTile<512> {  // 112 KB
     static constexpr int kColumnParts = 2;
     static constexpr int kBlockN = 16, kStepN = 16, kStages = 3;

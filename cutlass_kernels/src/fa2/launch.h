@@ -175,6 +175,12 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   switch (params.plan.tile_kind) {
     case kPacked:
       return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::Packed>(params, stream);
+    case kPackedWide:
+      if constexpr (kHasPackedWide<TileTable<HeadDim>>) {
+        return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::PackedWide>(params,
+                                                                                        stream);
+      }
+      break;
     case kDecode:
       return launch_decode<Element, HeadDim>(params, stream);
     case kRows:

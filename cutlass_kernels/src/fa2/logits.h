@@ -137,18 +137,22 @@ struct GeneralLogits {
     GeneralTransform transform = params.general;
     transform.capped = capped;  // a constant here: one branch for all logits
     if constexpr (Tile::kPacked) {
-      float logits_scale[2], slope[2];
-      int distance[2];  // per half (2)
       CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const int row = half * 8 + share.lane / 4;
-        const int of_head = head + share.row_at.pack_head(row);
-        logits_scale[half] = logits_scale_of(p, batch, of_head);
-        slope[half] = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + of_head);
-        distance[half] =
-            first_key + share.lane % 4 * 2 - (p.alibi.relative ? share.row_at(row) : 0);
+      for (int m = 0; m < Tile::kRowTiles; ++m) {
+        float logits_scale[2], slope[2];
+        int distance[2];  // per half (2)
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const int row = m * 16 + half * 8 + share.lane / 4;
+          const int of_head = head + share.row_at.pack_head(row);
+          logits_scale[half] = logits_scale_of(p, batch, of_head);
+          slope[half] = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + of_head);
+          distance[half] =
+              first_key + share.lane % 4 * 2 - (p.alibi.relative ? share.row_at(row) : 0);
+        }
+        transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s[m]), logits_scale, slope,
+                        distance);
       }
-      transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s), logits_scale, slope, distance);
     } else {
       const float logits_scale = logits_scale_of(p, batch, head);
       const float slope = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + head);

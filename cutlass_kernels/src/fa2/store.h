@@ -79,7 +79,6 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
       store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head,
                                             part, o, row_m, row_sum);
     } else {
-      static_assert(!kGeneral);
       CUTE_UNROLL
       for (int m = 0; m < kRowTiles; ++m) {
         const WarpRows<Tile> rows{row_begin, warp_row + m * 16, params.pack};

@@ -47,9 +47,8 @@ template <int HeadDimQk, int HeadDimVo>
 TileShape tile_shape(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
   const int heads = packed_heads(params, kWarpgroupRows);
-  Device for_tiles = device;  // as many SMs as it computes tiles at once
-  for_tiles.multiprocessors /= Tiles::Large::kCtasPerTile;
-  if (packs(params, heads, Tiles::Large::kBlockM, for_tiles)) {
+  const int at_once = device.multiprocessors / Tiles::Large::kCtasPerTile;
+  if (packs(params, heads, Tiles::Large::kBlockM, at_once)) {
     return packed_tile_shape<typename Tiles::Packed>(params, heads);
   }
   const bool general = GeneralTransform::needed(params);
@@ -73,7 +72,7 @@ template <int HeadDim>
 TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
   using Tiles = Fp8TileTable<HeadDim>;
   const int heads = packed_heads(params, kWarpgroupRows);
-  if (packs(params, heads, Tiles::Large::kBlockM, device)) {
+  if (packs(params, heads, Tiles::Large::kBlockM, device.multiprocessors)) {
     return packed_tile_shape<typename Tiles::Packed>(params, heads);
   }
   return {Tiles::Large::kBlockM, kRows};

@@ -16,7 +16,7 @@ enum class TileSource : std::int32_t {
   kBatchByLength,  ///< as many tile indices per request as the longest one has tiles: all long tiles come first
   kBatchInOrder,  ///< tile indices in the order of rows: few of them map to no tile
   kBatchBySplit,  ///< request after request, as many KV splits for each as one can have; requests of one tile
-  kBatchInSlots,  ///< request after request, a slot for each tile or for KV splits of a single one: batch_slots.h
+  kBatchInSlots,  ///< request after request, a slot for some KV splits of a tile: batch_slots.h
 };
 
 /// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one
@@ -33,7 +33,8 @@ struct alignas(16) WorkItem {
   std::int32_t partial_row;  ///< first row of the tile's partial results
 };
 
-/// A tile whose keys are split. Its partial results have rows * num_splits rows: merge/partial_results.h.
+/// A tile whose keys are split, or a request whose splits are its own. Its partial results have rows * num_splits rows:
+/// merge/partial_results.h.
 struct alignas(16) SplitTile {
   std::int32_t q_begin;  ///< first row, in the tensor
   std::int32_t rows;
@@ -81,7 +82,8 @@ struct LaunchPlan {
   std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
   std::int32_t likely_splits = 1;        ///< of such a tile, if all are alike
   /// SplitTile[split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
-  /// [t * batch_size + b]. Null without a list where no second kernel combines, or there is one request and no slots.
+  /// [t * batch_size + b]; with splits of its own, all of request b at [b]. Null without a list where no second kernel
+  /// combines, or there is one request and no slots.
   const void* split_tiles = nullptr;
   std::int32_t partial_rows = 0;       ///< that there is room for, of all heads each
   float* partial_o = nullptr;          ///< [rows, num_qo_heads, head_dim_vo]

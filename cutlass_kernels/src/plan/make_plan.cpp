@@ -68,7 +68,7 @@ Status add_mask_extents(const AttentionParams& params, const PlanOptions& option
 Status plan_with_list(const AttentionParams& params, const Device& device,
                       const PlanOptions& options, PlanState* plan) {
   plan->source = TileSource::kList;
-  plan->rule = split_rule(params, plan->tile, plan->source, device);
+  plan->rule = split_rule(params, plan->tile, plan->source, device, options.partial_bytes);
   const SplitRule& rule = plan->rule;
   const std::int64_t tiles = tile_index_count(plan->source, params, plan->tile.rows);
   const std::int64_t tile_indices = tiles + rule.extra_tiles;
@@ -110,7 +110,7 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
     layout.tile_counter = scratch.add(sizeof(TileListHeader));
   }
 
-  const SplitRule rule = split_rule(params, tile, plan->source, device);
+  const SplitRule rule = split_rule(params, tile, plan->source, device, options.partial_bytes);
   const std::int64_t splits = splits_without_list(rule, params, tile, plan->source);
   const std::int64_t rows = partial_rows_without_list(params, tile, plan->source, splits);
   if (Status status = check_partial_rows(params, rows); !status.ok()) return status;
@@ -156,7 +156,8 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
 /// Of a batch without a list whose requests have splits of their own.
 Status plan_own_splits(const AttentionParams& params, const Device& device,
                        const PlanOptions& options, PlanState* plan) {
-  const SplitRule rule = split_rule(params, plan->tile, plan->source, device);
+  const SplitRule rule =
+      split_rule(params, plan->tile, plan->source, device, options.partial_bytes);
   const OwnBounds bounds = own_bounds(rule, params, plan->tile, plan->source);
   if (Status status = check_tiles(params, bounds.tile_indices); !status.ok()) return status;
   // Sums of 32 numbers of slots fit 32 bits.

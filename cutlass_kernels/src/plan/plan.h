@@ -61,6 +61,8 @@ struct PlanOptions {
   std::size_t workspace_bytes = std::numeric_limits<std::size_t>::max();
   bool call_counters = false;  ///< the caller brings kCallCounters
   bool masked_later = false;   ///< calls may have a custom mask although params has none
+  std::size_t partial_bytes =
+      kMostPartialBytes;  ///< of partial results, where the host chooses their number
 };
 
 /// Memory that a call may use: both parts of the layout, and optional counters.

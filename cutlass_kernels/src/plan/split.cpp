@@ -12,9 +12,6 @@
 namespace cutlass_kernels {
 namespace {
 
-/// Partial results take no more, unless fixed_split_size asks for it: the smallest workspace in common use holds them.
-constexpr std::size_t kMostPartialBytes = 16 << 20;
-
 /// Thread blocks that splits fill, at most: bounds lists, counters and partial results on devices with many SMs.
 constexpr int kMostThreadBlocks = 512;
 
@@ -71,7 +68,7 @@ SplitRule own_rule(const AttentionParams& params, const TileShape& tile, std::in
   SplitRule rule;
   rule.own = own_splits(params, tile, device);
   rule.most_splits = rule.own.of(1, kMaxKeys);
-  if (rule.most_splits < 2) return {};
+  if (rule.most_splits < 2 || params.least_rows > rule.own.most_rows) return {};
   const std::int64_t requests = std::min<std::int64_t>(params.batch_size, tiles);
   rule.extra_tiles = requests * (rule.own.most - 1);  // all tiles of a request
   rule.split_tile_capacity = tiles;
@@ -87,10 +84,11 @@ std::int64_t rows_of_split(const AttentionParams& params, const TileShape& tile)
 
 /// Splits that fill the device, of up to `rows` rows each.
 SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles,
-                       std::int64_t rows, std::int64_t keys, const Device& device) {
+                       std::int64_t rows, std::int64_t keys, const Device& device,
+                       std::size_t partial_bytes) {
   SplitRule rule;
   const std::int64_t room =
-      kMostPartialBytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
+      partial_bytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
   const int thread_blocks = std::min(
       device.multiprocessors * tile.blocks_per_sm / tile.blocks_per_tile, kMostThreadBlocks);
   rule.wave = thread_blocks / (params.num_qo_heads / tile.packed_heads);
@@ -117,7 +115,7 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
 }  // namespace
 
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
-                     const Device& device) {
+                     const Device& device, std::size_t partial_bytes) {
   if (tile.packed_heads == 0 || params.disable_split_kv || params.num_splits == 1 ||
       params.stats != nullptr) {
     return {};
@@ -141,7 +139,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
     const std::int64_t rows = batch_without_list
                                   ? rows_of_split(params, tile)
                                   : std::min<std::int64_t>(tile.rows, params.total_q);
-    rule = filling_rule(params, tile, tiles, rows, keys, device);
+    rule = filling_rule(params, tile, tiles, rows, keys, device, partial_bytes);
   }
   if (rule.most_splits < 2) return rule;
   if (combines_in_kernel(params, tile, rule.wave / std::max<std::int64_t>(tiles, 1))) {
@@ -154,9 +152,8 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
                                  const TileShape& tile, TileSource source) {
   if (!is_batch(params)) {
     const std::int64_t tiles = tile_index_count(source, params, tile.rows);
-    return splits_of(rule, params.total_kv,
-                     int(std::min<std::int64_t>(params.total_q, tile.rows + 1)), tiles,
-                     tiles * params.total_kv);
+    return splits_of(rule, params.total_kv, int(std::min<std::int64_t>(params.total_q, kMaxKeys)),
+                     tiles, tiles * params.total_kv);
   }
   const std::int64_t requests = params.batch_size;
   const std::int64_t tiles = tiles_of_longest(params, tile.rows);

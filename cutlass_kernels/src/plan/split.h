@@ -67,9 +67,15 @@ CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, st
   return count < 1 ? 1 : int(count);
 }
 
-/// The rule for tiles from `source`.
+/// Partial results take no more, unless fixed_split_size or batch_invariant ask for it. A wave of 264 tiles of 128 rows,
+/// two on each SM of an H200, leaves 16.8 MiB at head dimension 128.
+constexpr std::size_t kMostPartialBytes = 20 << 20;
+/// With so much room there are as few splits as it takes. The smallest workspace in common use has it.
+constexpr std::size_t kLeastPartialBytes = 16 << 20;
+
+/// The rule for tiles from `source`, with partial results of up to `partial_bytes`.
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
-                     const Device& device);
+                     const Device& device, std::size_t partial_bytes = kMostPartialBytes);
 
 /// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of
 /// the longest, one per request and the rest in proportion to KV length (common/batch_splits.h).
@@ -77,7 +83,7 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
                                  const TileShape& tile, TileSource source);
 
 /// Of a batch without a list whose requests have splits of their own: how many tile indices and rows of partial results
-/// there are at most, the rows the same number for each request; 0 if nothing is split.
+/// there are at most; 0 if nothing is split. By split, each request has room for the same number of rows.
 struct OwnBounds {
   std::int64_t tile_indices;
   std::int64_t partial_rows = 0;
