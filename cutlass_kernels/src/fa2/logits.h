@@ -143,7 +143,8 @@ struct GeneralLogits {
         int distance[2];  // per half (2)
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
-          const int row = m * 16 + half * 8 + share.lane / 4;
+          int row = m * 16 + half * 8 + share.lane / 4;
+          asm volatile("" : "+r"(row));  // computed anew in each step, not kept: registers
           const int of_head = head + share.row_at.pack_head(row);
           logits_scale[half] = logits_scale_of(p, batch, of_head);
           slope[half] = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + of_head);
