@@ -118,8 +118,8 @@ def attention(
         batch_invariant: the bits of a request's result then depend on nothing but the request, the head counts, the
             options and the device. The length of a request decides its kernel and its KV splits, so that a batch of
             short and long queries takes up to three kernels. ``num_splits=1`` still means no splits; other numbers are
-            not used. Decodes and prompts take 0.9 to 1.3 times as long, requests of 4 to 64 rows over long keys 1.1 to
-            2.5 times.
+            not used. Decodes and prompts take 0.9 to 1.5 times as long, a prompt beside decodes up to 1.9 times, and
+            a few rows over long keys 1.1 to 3.2 times, most with few key heads.
         backend: "auto", "fa3", "fa2" or "reference". "auto" takes the fastest that serves all arguments.
 
     Returns:

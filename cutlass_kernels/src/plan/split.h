@@ -70,7 +70,7 @@ CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, st
 /// Partial results take no more, unless fixed_split_size or batch_invariant ask for it. A wave of 264 tiles of 128 rows,
 /// two on each SM of an H200, leaves 16.8 MiB at head dimension 128.
 constexpr std::size_t kMostPartialBytes = 20 << 20;
-/// With so much room there are as few splits as it takes. The smallest workspace in common use has it.
+/// A workspace of so many bytes, the smallest in common use, suffices: keys are then split into fewer parts.
 constexpr std::size_t kLeastPartialBytes = 16 << 20;
 
 /// The rule for tiles from `source`, with partial results of up to `partial_bytes`.
