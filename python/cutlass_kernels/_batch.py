@@ -218,8 +218,12 @@ class Batch:
 
     @property
     def total_kv(self) -> int:
-        """Keys of all requests, rounded up to pages; 0 where the host does not know."""
-        return min((self.kv.last or 0) * (self.page_size or 1), MOST_KEYS)
+        """Keys of all requests, rounded up to pages. Where offsets are on the device, those of all page numbers given,
+        or 0 without pages."""
+        last = self.kv.last
+        if last is None:
+            last = 0 if self.indices is None else self.indices.size
+        return min(last * (self.page_size or 1), MOST_KEYS)
 
     def take_lens(self, seq_lens: torch.Tensor) -> None:
         """Takes what the caller tells of the keys per request; ValueError where the page table contradicts."""

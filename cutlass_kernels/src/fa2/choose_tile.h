@@ -81,6 +81,13 @@ TileShape decode_shape(const AttentionParams& params, const Device& device) {
   return shape;
 }
 
+template <class Tile>
+TileShape shape_of_packed(int heads, int kind, const Device& device) {
+  TileShape shape{Tile::kBlockM / heads, kind, heads, blocks_per_sm_on<Tile>(device)};
+  shape.least_split_keys_of_few = 64;  // 1 x 16 over 1k keys, 32/8 heads: 18.0 -> 14.0 us
+  return shape;
+}
+
 // The tile of packed heads for so many rows of a request, on average.
 template <class Tiles>
 TileShape packed_shape(const AttentionParams& params, std::int64_t rows, const Device& device) {
@@ -88,10 +95,9 @@ TileShape packed_shape(const AttentionParams& params, std::int64_t rows, const D
   using Wide = typename Tiles::PackedWide;
   const int heads = packed_heads(params, Packed::kBlockM);
   if (!kHasPackedWide<Tiles> || rows * heads <= Packed::kBlockM) {
-    return {Packed::kBlockM / heads, kPacked, heads, blocks_per_sm_on<Packed>(device)};
+    return shape_of_packed<Packed>(heads, kPacked, device);
   }
-  const int more = packed_heads(params, Wide::kBlockM);
-  return {Wide::kBlockM / more, kPackedWide, more, blocks_per_sm_on<Wide>(device)};
+  return shape_of_packed<Wide>(packed_heads(params, Wide::kBlockM), kPackedWide, device);
 }
 
 // The tile of a problem. A batch is planned before its mask is known and is taken to be causal.

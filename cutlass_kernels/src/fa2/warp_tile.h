@@ -99,6 +99,7 @@ struct WarpTile {
       }
       accumulate(s, offset);
     } else {
+      __syncwarp();  // keeps this a branch: predicated, the loads would cost every other step 50 instructions
       if (loads) next.issue(0, 1);
       if constexpr (kGeneral) logits.fetch(next_key);
     }

@@ -100,12 +100,19 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.least_split_keys = 1;
   }
   rule.most_slots = int(std::min<std::int64_t>(std::int64_t(rule.most_waves) * rule.wave, room));
+  if (tile.least_split_keys_of_few > 0 && params.num_splits <= 1) {
+    rule.few_slots = std::min(rule.most_slots, device.multiprocessors / tile.blocks_per_tile /
+                                                   (params.num_qo_heads / tile.packed_heads));
+    rule.least_split_keys_of_few = tile.least_split_keys_of_few;
+  }
   rule.most_splits = rule.most_slots;
   if (keys > 0) {
-    rule.most_splits = int(std::min<std::int64_t>(rule.most_splits, keys / rule.least_split_keys));
+    const SplitSlots usual{rule.most_slots, rule.least_split_keys};
+    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few};
+    rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};
-  rule.extra_tiles = rule.most_slots;
+  rule.extra_tiles = std::min<std::int64_t>(rule.most_slots, tiles * (rule.most_splits - 1));
   rule.split_tile_capacity = std::min<std::int64_t>((rule.most_slots + 1) / 2, tiles);
   rule.partial_rows =
       std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_splits);

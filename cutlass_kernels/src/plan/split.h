@@ -21,6 +21,8 @@ struct SplitRule {
   std::int32_t most_waves = 1;
   std::int32_t most_slots = 0;  ///< most (tile, split) pairs of one head that `wave` leads to
   std::int32_t least_split_keys = 1;
+  std::int32_t few_slots = 0;  ///< pairs up to which splits may be shorter; 0: none
+  std::int32_t least_split_keys_of_few = 1;
   std::int32_t fixed = 0;        ///< keys of a split; 0: by `own` or `wave`
   OwnSplits own;                 ///< by the lengths of the request alone
   std::int32_t most_splits = 1;  ///< of a tile
@@ -49,6 +51,27 @@ CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t
   return slots > rule.most_slots ? rule.most_slots : slots;
 }
 
+/// What is dealt out among tiles, and the keys of the smallest split.
+struct SplitSlots {
+  std::int64_t slots;
+  std::int64_t least_keys;
+
+  /// Of each of so many tiles that see so many keys on average.
+  CK_HOST_DEVICE std::int64_t splits(std::int64_t tiles, std::int64_t keys) const {
+    const std::int64_t each = slots / tiles, longest = keys / least_keys;
+    return each < longest ? each : longest;
+  }
+};
+
+/// For `tiles` tiles that see `work` keys together: short splits, where these are more.
+CK_HOST_DEVICE inline SplitSlots split_slots(const SplitRule& rule, std::int64_t tiles,
+                                             std::int64_t work) {
+  const SplitSlots usual{slots_for(rule, tiles), rule.least_split_keys};
+  const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few};
+  const std::int64_t keys = work / tiles;
+  return few.splits(tiles, keys) > usual.splits(tiles, keys) ? few : usual;
+}
+
 /// KV splits of a tile that sees `cost` keys, of a request of `rows` rows, in a batch (of one head) of `tiles` tiles that
 /// see `work` keys together.
 CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, std::int32_t rows,
@@ -59,8 +82,9 @@ CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, st
   } else if (rule.own.most > 1) {
     count = rule.own.of(rows, std::int32_t(cost));
   } else if (rule.wave > 0 && work > 0 && tiles > 0) {
-    count = cost * slots_for(rule, tiles) / work;
-    if (count > cost / rule.least_split_keys) count = cost / rule.least_split_keys;
+    const SplitSlots among = split_slots(rule, tiles, work);
+    count = cost * among.slots / work;
+    if (count > cost / among.least_keys) count = cost / among.least_keys;
     count = combined_at_once(count);
   }
   if (count > rule.most_splits) count = rule.most_splits;

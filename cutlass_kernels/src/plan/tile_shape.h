@@ -12,6 +12,9 @@ struct TileShape {
   int most_waves = 2;       ///< waves of thread blocks that KV splits may add to fill the last one
   /// Keys of the smallest KV split: fewer cost more to start and to combine than they take.
   int least_split_keys = 256;
+  /// The same as long as there is no more than a thread block per SM: where SMs are idle, shorter splits take less time
+  /// although they cost more. 0: as many.
+  int least_split_keys_of_few = 0;
   bool combines = false;             ///< whether its last thread block can combine partial results
   bool splits_without_list = false;  ///< whether a batch's keys can be split without a tile list
   bool needs_list = false;  ///< whether the kernel finds the tiles of a batch in a list alone

@@ -227,6 +227,26 @@ void check_fixed_splits_of_pages() {
           "626 pages of 16 keys are 101 splits of 100");
 }
 
+/// Splits are short while there are SMs without a thread block, and no longer.
+void check_splits_of_few_rows() {
+  ck::Device device;
+  require(ck::current_device(&device).ok() && device.multiprocessors == 132, "an H200 stands in");
+  const auto splits = [&](int requests, int keys) {
+    const auto dtype = ck::DType::kFloat16;
+    ck::AttentionParams params = batch(dtype, dtype, 64, 32, 8, requests, 16, keys);
+    params.max_qo_len = 0;  // a list
+    ck::PlanState plan;
+    require(ck::make_plan(params, ck::Backend::kFa2, device, {}, &plan).ok(), "there is a plan");
+    const int each = ck::splits_of(plan.rule, keys, 16, requests, params.total_kv);
+    require(each <= plan.rule.most_splits && requests * each <= plan.tile_indices,
+            "the list has room for the splits");
+    return each;
+  };
+  require(splits(1, 1024) == 16, "128 thread blocks of 64 keys");
+  require(splits(1, 8192) == 32, "256 thread blocks of 256 keys");
+  require(splits(8, 1024) == 4, "256 thread blocks of 256 keys, of 8 requests");
+}
+
 /// Extents of a custom mask are computed before kernels that use them.
 void check_mask_extents() {
   ck::AttentionParams params =
@@ -427,6 +447,7 @@ int main() {
   check_refusals();
   check_tiles_of_lists();
   check_fixed_splits_of_pages();
+  check_splits_of_few_rows();
   check_mask_extents();
   check_failures();
   check_decoding();
