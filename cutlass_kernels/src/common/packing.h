@@ -37,6 +37,11 @@ inline bool decodes(const AttentionParams& params) {
          params.total_q * group_size <= std::int64_t(kDecodeRows) * params.batch_size;
 }
 
+// Whether requests have keys worth splitting, on average, as far as the host knows.
+inline bool can_split(const AttentionParams& params) {
+  return params.stats == nullptr && params.total_kv / params.batch_size >= kLeastSplitKeys;
+}
+
 // Whether tiles of one head, of `tile_rows` rows, would be half empty, or fewer than the `at_once` that the device
 // computes at once while there are keys worth splitting. Where results must not depend on the batch, a tile must not
 // depend on it either: the packed one is right for all, or for all of its part.
@@ -44,12 +49,10 @@ inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows
   if (is_alone(params)) return params.least_rows <= kPackedUpToRows;
   const std::int64_t rows = params.total_q / params.batch_size;
   if (rows <= kPackedUpToRows && packed_heads > 1) return true;
-  if (params.stats != nullptr) return false;                      // keys are not split
-  const std::int64_t keys = params.total_kv / params.batch_size;  // 0 where the host does not know
   const std::int64_t tiles =
       std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *
       params.num_qo_heads;
-  return tiles < at_once && keys >= 4 * rows && keys >= kLeastSplitKeys;
+  return can_split(params) && tiles < at_once && params.total_kv >= 4 * rows * params.batch_size;
 }
 
 }  // namespace cutlass_kernels

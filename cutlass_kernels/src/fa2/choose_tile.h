@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include "common/logits.h"
 #include "common/mask.h"
@@ -12,6 +13,7 @@
 #include "device.h"
 #include "fa2/config.h"
 #include "fa2/shared_memory.h"
+#include "plan/split.h"
 #include "plan/tile_shape.h"
 
 namespace cutlass_kernels::fa2 {
@@ -100,14 +102,16 @@ TileShape packed_shape(const AttentionParams& params, std::int64_t rows, const D
   return shape_of_packed<Wide>(packed_heads(params, Wide::kBlockM), kPackedWide, device);
 }
 
-// The tile of a problem. A batch is planned before its mask is known and is taken to be causal.
+template <class Tile>
+TileShape shape_of_rows(const Device& device) {
+  return {Tile::kBlockM, kRows, 0, blocks_per_sm_on<Tile>(device)};
+}
+
+// The fastest tile where either fills the device. A batch is planned before its mask is known and is taken to be causal.
 template <int HeadDim>
-TileShape tile_shape(const AttentionParams& params, const Device& device) {
+TileShape usual_shape(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDim>;
   using Large = typename Tiles::Large;
-  if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
-  // Where results must not depend on the batch, one tile for all of its rows.
-  if (is_alone(params)) return packed_shape<Tiles>(params, params.least_rows, device);
   const int heads = packed_heads(params, Tiles::Packed::kBlockM);
   // Packed tiles as fast as those of one head serve a whole wave of them.
   const int per_sm =
@@ -115,16 +119,61 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   if (packs(params, heads, Large::kBlockM, per_sm * device.multiprocessors)) {
     return packed_shape<Tiles>(params, params.total_q / params.batch_size, device);
   }
-  if constexpr (kEqualRows<Tiles>) {
-    return {Large::kBlockM, kRows};
-  } else {
+  bool small = false;
+  if constexpr (!kEqualRows<Tiles>) {
     const bool causal = hides_later_keys(params) || is_batch(params);
     const int few_on_132 = causal ? Tiles::kFewTilesCausal : Tiles::kFewTiles;
     const int few = few_on_132 * device.multiprocessors / 132;
-    const bool small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
-                       tile_count<Large>(params) < few || !has_shared_memory_for<Large>(device);
-    return {small ? Tiles::Small::kBlockM : Large::kBlockM, kRows};
+    small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
+            tile_count<Large>(params) < few || !has_shared_memory_for<Large>(device);
   }
+  return small ? shape_of_rows<typename Tiles::Small>(device) : shape_of_rows<Large>(device);
+}
+
+// All tiles but those for decoding, the fastest first.
+template <int HeadDim>
+std::vector<TileShape> all_shapes(const AttentionParams& params, const Device& device) {
+  using Tiles = TileTable<HeadDim>;
+  using Packed = typename Tiles::Packed;
+  using Wide = typename Tiles::PackedWide;
+  std::vector<TileShape> shapes;
+  if (can_split(params)) {
+    if constexpr (kHasPackedWide<Tiles>) {
+      shapes.push_back(
+          shape_of_packed<Wide>(packed_heads(params, Wide::kBlockM), kPackedWide, device));
+    }
+    shapes.push_back(
+        shape_of_packed<Packed>(packed_heads(params, Packed::kBlockM), kPacked, device));
+  }
+  if (has_shared_memory_for<typename Tiles::Large>(device)) {
+    shapes.push_back(shape_of_rows<typename Tiles::Large>(device));
+  }
+  if constexpr (!kEqualRows<Tiles>) shapes.push_back(shape_of_rows<typename Tiles::Small>(device));
+  return shapes;
+}
+
+// The tile of a problem.
+template <int HeadDim>
+TileShape tile_shape(const AttentionParams& params, const Device& device) {
+  using Tiles = TileTable<HeadDim>;
+  if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
+  // Where results must not depend on the batch, one tile for all of its rows.
+  if (is_alone(params)) return packed_shape<Tiles>(params, params.least_rows, device);
+  const TileShape usual = usual_shape<HeadDim>(params, device);
+  // Where one tile holds all rows of a request, memory is what takes time, whichever SMs read it.
+  const std::int64_t rows = params.total_q / params.batch_size;
+  if (usual.packed_heads > 0 && rows <= usual.rows) return usual;
+  // Another one only where it leaves more than a third of the SMs idle: then the first that does not, or the least idle.
+  constexpr double kMostIdle = 0.35;
+  TileShape best = usual;
+  double idle = idle_share(params, usual, device);
+  if (idle <= kMostIdle) return usual;
+  for (const TileShape& other : all_shapes<HeadDim>(params, device)) {
+    const double of_other = idle_share(params, other, device);
+    if (of_other < idle) best = other, idle = of_other;
+    if (idle <= kMostIdle) break;
+  }
+  return best;
 }
 
 // Three thread blocks per SM pay where tiles are short and there are many of them (hd64, 16k tokens: 15 % at 512

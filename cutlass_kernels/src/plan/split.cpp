@@ -1,6 +1,7 @@
 #include "plan/split.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/mask.h"
 #include "common/packing.h"
@@ -99,11 +100,13 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.most_waves = 1;
     rule.least_split_keys = 1;
   }
-  rule.most_slots = int(std::min<std::int64_t>(std::int64_t(rule.most_waves) * rule.wave, room));
+  const std::int64_t rounded_up = (room + kMostRoundedUp) / (kMostRoundedUp + 1);
+  rule.most_slots = int(std::min(std::int64_t(rule.most_waves) * rule.wave, room - rounded_up));
   if (tile.least_split_keys_of_few > 0 && params.num_splits <= 1) {
     rule.few_slots = std::min(rule.most_slots, device.multiprocessors / tile.blocks_per_tile /
                                                    (params.num_qo_heads / tile.packed_heads));
     rule.least_split_keys_of_few = tile.least_split_keys_of_few;
+    rule.partial_rows_of_one = std::max<std::int64_t>(params.total_q * params.num_qo_heads, 1);
   }
   rule.most_splits = rule.most_slots;
   if (keys > 0) {
@@ -112,10 +115,11 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};
-  rule.extra_tiles = std::min<std::int64_t>(rule.most_slots, tiles * (rule.most_splits - 1));
-  rule.split_tile_capacity = std::min<std::int64_t>((rule.most_slots + 1) / 2, tiles);
-  rule.partial_rows =
-      std::min<std::int64_t>(rule.most_slots * rows, params.total_q * rule.most_splits);
+  const std::int64_t pairs =
+      rule.most_slots + (rule.most_slots + kMostRoundedUp - 1) / kMostRoundedUp;
+  rule.extra_tiles = std::min(pairs, tiles * (rule.most_splits - 1));
+  rule.split_tile_capacity = std::min((pairs + 1) / 2, tiles);
+  rule.partial_rows = std::min(pairs * rows, params.total_q * rule.most_splits);
   return rule;
 }
 
@@ -153,6 +157,40 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
     rule.combine_counters = combine_counters(params, tile, rule.partial_rows);
   }
   return rule;
+}
+
+double idle_share(const AttentionParams& params, const TileShape& tile, const Device& device) {
+  const std::int64_t rows = params.total_q / params.batch_size;
+  const std::int64_t keys = params.total_kv / params.batch_size;
+  if (rows == 0 || keys < rows) return 0;
+  // Of a request, under a causal mask, as in a tile list.
+  const std::int64_t tiles = (rows + tile.rows - 1) / tile.rows;
+  const auto cost = [&](std::int64_t i) {
+    return keys - rows + std::min((i + 1) * tile.rows, rows);
+  };
+  const double requests =
+      double(params.batch_size) * params.num_qo_heads / std::max(tile.packed_heads, 1);
+  const double sms = double(device.multiprocessors) / tile.blocks_per_tile;
+  const auto idle_of_last = [&](double blocks) {
+    const double waves = blocks / (sms * tile.blocks_per_sm);
+    return 1 - waves / std::ceil(waves);
+  };
+  // Nothing is split, and the last of three waves is a third of the time.
+  if (requests * tiles > 2 * sms * tile.blocks_per_sm) return idle_of_last(requests * tiles);
+  std::int64_t work = 0;
+  for (std::int64_t i = 0; i < tiles; ++i) work += cost(i);
+  const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
+  std::int64_t pieces = 0;
+  double longest = 0;
+  for (std::int64_t i = 0; i < tiles; ++i) {
+    const int splits = splits_of(rule, cost(i), int(std::min<std::int64_t>(rows, kMaxKeys)),
+                                 tiles * params.batch_size, work * params.batch_size);
+    pieces += splits;
+    longest = std::max(longest, double(cost(i)) / splits);
+  }
+  const double blocks = requests * pieces;
+  if (blocks <= sms) return 1 - requests * work / (sms * longest);
+  return blocks <= sms * tile.blocks_per_sm ? 0 : idle_of_last(blocks);
 }
 
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,

@@ -13,6 +13,7 @@
 
 #include "checks.h"
 #include "mask_extents.h"
+#include "plan_checks.h"
 
 namespace {
 
@@ -442,12 +443,15 @@ void check_promised_sizes_of_parts() {
 
 }  // namespace
 
-int main() {
+// --idle-sms: tells which choices of tiles leave SMs of which devices idle.
+int main(int count, char** given) {
+  check_idle_sms(count > 1 && std::string(given[1]) == "--idle-sms");
   check_planned_calls();
   check_refusals();
   check_tiles_of_lists();
   check_fixed_splits_of_pages();
   check_splits_of_few_rows();
+  check_room_of_lists();
   check_mask_extents();
   check_failures();
   check_decoding();

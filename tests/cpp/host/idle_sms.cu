@@ -1,0 +1,231 @@
+// What share of a device's SMs each tile leaves idle, on devices that nobody here has: heuristics are given facts of the
+// device, and this checks that they use them. To see each choice:
+//   python -m pytest --basetemp=/tmp/checks -k stand_in tests/cpp && /tmp/checks/*/host_checks --idle-sms
+#include "plan_checks.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <queue>
+#include <string>
+#include <vector>
+
+#include "checks.h"
+#include "fa2/choose_tile.h"
+#include "fa3/choose_tile.h"
+#include "plan/split.h"
+
+namespace {
+
+struct NamedDevice {
+  const char* name;
+  ck::Device facts;
+};
+
+// Compute capability, SMs, shared memory per block, L2.
+const NamedDevice kDevices[] = {
+    {"A100", ck::kA100},
+    {"A10", {0, 86, 72, 99 << 10, 6 << 20}},
+    {"RTX 4090", {0, 89, 128, 99 << 10, 72 << 20}},
+    {"L40S", {0, 89, 142, 99 << 10, 96 << 20}},
+    {"H20", {0, 90, 78, 227 << 10, 60 << 20}},
+    {"H100 PCIe", {0, 90, 114, 227 << 10, 50 << 20}},
+    {"H200", ck::kH200},
+};
+
+struct Choice {
+  std::string name;
+  ck::TileShape tile;
+  int blocks_per_sm;
+};
+
+bool same(const ck::TileShape& a, const ck::TileShape& b) {
+  return a.kind == b.kind && a.rows == b.rows && a.packed_heads == b.packed_heads;
+}
+
+std::string name_of(const ck::TileShape& tile) {
+  return (tile.packed_heads > 0 ? std::to_string(tile.packed_heads) + " x " : "") +
+         std::to_string(tile.rows) + " rows";
+}
+
+/// All tiles of fa2 that may serve the problem.
+template <int HeadDim>
+std::vector<Choice> fa2_choices(const ck::AttentionParams& params, const ck::Device& device) {
+  namespace fa2 = ck::fa2;
+  std::vector<ck::TileShape> shapes = fa2::all_shapes<HeadDim>(params, device);
+  shapes.push_back(fa2::tile_shape<HeadDim>(params, device));
+  std::vector<Choice> choices;
+  for (const ck::TileShape& shape : shapes)
+    choices.push_back({name_of(shape), shape, shape.blocks_per_sm});
+  return choices;
+}
+
+template <int HeadDim>
+std::vector<Choice> fa3_choices(const ck::AttentionParams& params) {
+  namespace fa3 = ck::fa3;
+  using Tiles = fa3::TileTable<HeadDim, HeadDim>;
+  using Packed = typename Tiles::Packed;
+  return {{"Large", {Tiles::Large::kBlockM, fa3::kRows}, Tiles::Large::kCtasPerSm},
+          {"Small", {Tiles::Small::kBlockM, fa3::kRows}, Tiles::Small::kCtasPerSm},
+          {"Packed",
+           fa3::packed_tile_shape<Packed>(params, ck::packed_heads(params, fa3::kWarpgroupRows)),
+           Packed::kCtasPerSm}};
+}
+
+struct Outcome {
+  int thread_blocks = 0;
+  double waves = 0;
+  double idle = 0;  // the share of the SMs' time until the last thread block ends
+};
+
+/// Thread blocks start in the order of their costs, as in lists, wherever one has ended.
+Outcome simulate(const ck::AttentionParams& params, const ck::Device& device, const Choice& choice,
+                 bool causal) {
+  constexpr double kStart = 32;  // of a thread block, in keys
+  const ck::TileShape& tile = choice.tile;
+  const int rows = int(params.total_q / params.batch_size);
+  const int keys = int(params.total_kv / params.batch_size);
+  const int heads = params.num_qo_heads / std::max(tile.packed_heads, 1);
+  std::vector<std::int64_t> costs;  // of the tiles of a request and a head
+  for (int first = 0; first < rows; first += tile.rows) {
+    const int last = std::min(first + tile.rows, rows) - 1;
+    costs.push_back(causal ? last + 1 + keys - rows : keys);
+  }
+  std::int64_t work = 0;
+  for (const std::int64_t cost : costs) work += cost * params.batch_size;
+  const std::int64_t tiles = std::int64_t(costs.size()) * params.batch_size;
+  const ck::SplitRule rule = ck::split_rule(params, tile, ck::TileSource::kList, device);
+  std::vector<double> blocks;
+  for (const std::int64_t cost : costs) {
+    const int splits = tile.packed_heads > 0 ? ck::splits_of(rule, cost, rows, tiles, work) : 1;
+    for (int i = 0; i < params.batch_size * heads * splits; ++i)
+      blocks.push_back(double(cost) / splits + kStart);
+  }
+  std::sort(blocks.begin(), blocks.end(), std::greater<>());
+
+  using Slot = std::pair<double, int>;  // when it is free; its place in the order of slots
+  std::priority_queue<Slot, std::vector<Slot>, std::greater<>> slots;
+  const int sms = device.multiprocessors / tile.blocks_per_tile;
+  for (int i = 0; i < sms * choice.blocks_per_sm; ++i) slots.push({0.0, i});
+  std::vector<double> ends(std::size_t(sms), 0.0);
+  for (const double cost : blocks) {
+    const auto [start, slot] = slots.top();
+    slots.pop();
+    slots.push({start + cost, slot});
+    double& end = ends[std::size_t(slot % sms)];
+    end = std::max(end, start + cost);
+  }
+  double busy = 0;
+  for (const double end : ends) busy += end;
+  const double last = *std::max_element(ends.begin(), ends.end());
+  return {int(blocks.size()), double(blocks.size()) / (sms * choice.blocks_per_sm),
+          1 - busy / (sms * last)};
+}
+
+struct Totals {
+  int cells = 0, idle = 0, avoidable = 0;
+  double worst = 0;
+};
+
+void judge(const std::string& cell, const NamedDevice& device, const ck::AttentionParams& params,
+           const ck::TileShape& chosen, const std::vector<Choice>& choices, bool causal, bool print,
+           Totals* totals) {
+  constexpr double kMost = 0.37;  // a third, as heuristics estimate it
+  const std::int64_t rows = params.total_q / params.batch_size;
+  // The keys are read once: memory takes the time, whichever SMs read it.
+  if (chosen.packed_heads > 0 && rows <= chosen.rows) return;
+  const auto found = std::find_if(choices.begin(), choices.end(),
+                                  [&](const Choice& choice) { return same(choice.tile, chosen); });
+  require(found != choices.end(), cell + " on " + device.name + ": an unknown tile");
+  const Outcome outcome = simulate(params, device.facts, *found, causal);
+  const Choice* better = nullptr;
+  double least = outcome.idle;
+  for (const Choice& choice : choices) {
+    const double idle = simulate(params, device.facts, choice, causal).idle;
+    if (idle < least) least = idle, better = &choice;
+  }
+  ++totals->cells;
+  totals->idle += outcome.idle > kMost;
+  totals->worst = std::max(totals->worst, outcome.idle);
+  const bool avoidable = outcome.idle > kMost && least <= kMost;
+  totals->avoidable += avoidable;
+  if (print && avoidable) {
+    std::printf("%-10s %-34s %-10s %5d blocks %6.2f waves %3.0f %% idle; %s: %.0f %%\n",
+                device.name, cell.c_str(), found->name.c_str(), outcome.thread_blocks,
+                outcome.waves, 100 * outcome.idle, better->name.c_str(), 100 * least);
+  }
+}
+
+template <int HeadDim>
+void judge_everywhere(const std::string& cell, const ck::AttentionParams& params, bool causal,
+                      bool print, std::vector<Totals>* totals) {
+  std::size_t i = 0;
+  for (const NamedDevice& device : kDevices) {
+    judge("fa2 " + cell, device, params, ck::fa2::tile_shape<HeadDim>(params, device.facts),
+          fa2_choices<HeadDim>(params, device.facts), causal, print, &(*totals)[i++]);
+    if (device.facts.compute_capability != 90) continue;
+    judge("fa3 " + cell, device, params,
+          ck::fa3::tile_shape<HeadDim, HeadDim>(params, device.facts), fa3_choices<HeadDim>(params),
+          causal, print, &(*totals)[i++]);
+  }
+}
+
+ck::AttentionParams problem(int head_dim, int heads, int kv_heads, int requests, int rows, int keys,
+                            bool causal) {
+  const auto dtype = ck::DType::kBFloat16;
+  ck::AttentionParams params = batch(dtype, dtype, head_dim, heads, kv_heads, requests, rows, keys);
+  params.max_qo_len = rows;
+  params.max_kv_len = keys;
+  params.causal = causal;
+  return params;
+}
+
+template <int HeadDim>
+void judge_prompts(bool print, std::vector<Totals>* totals) {
+  for (int length = 512; length <= 16384; length *= 2) {
+    for (const bool causal : {false, true}) {
+      const int heads = 2048 / HeadDim;
+      judge_everywhere<HeadDim>(
+          "hd" + std::to_string(HeadDim) + (causal ? " causal " : " full ") +
+              std::to_string(length),
+          problem(HeadDim, heads, heads, 16384 / length, length, length, causal), causal, print,
+          totals);
+    }
+  }
+}
+
+}  // namespace
+
+void check_idle_sms(bool print) {
+  std::vector<Totals> totals(16);
+  const int head_counts[][2] = {{32, 8}, {8, 8}, {64, 8}, {28, 4}, {8, 1}};
+  for (const auto& [heads, kv_heads] : head_counts) {
+    for (const int rows : {1, 16, 32, 64, 128, 256, 512}) {
+      for (const int keys : {1 << 10, 1 << 13, 1 << 15}) {
+        for (const int requests : {1, 8}) {
+          judge_everywhere<128>(std::to_string(heads) + "/" + std::to_string(kv_heads) + " " +
+                                    std::to_string(requests) + " x " + std::to_string(rows) +
+                                    " over " + std::to_string(keys),
+                                problem(128, heads, kv_heads, requests, rows, keys, true), true,
+                                print, &totals);
+        }
+      }
+    }
+  }
+  judge_prompts<64>(print, &totals);
+  judge_prompts<128>(print, &totals);
+  judge_prompts<256>(print, &totals);
+  std::size_t i = 0;
+  for (const NamedDevice& device : kDevices) {
+    for (const char* backend : {"fa2", "fa3"}) {
+      if (backend[2] == '3' && device.facts.compute_capability != 90) continue;
+      const Totals& of = totals[i++];
+      if (print) {
+        std::printf("%-10s %s: %d cells, %d above a third, %d of these avoidable, worst %.0f %%\n",
+                    device.name, backend, of.cells, of.idle, of.avoidable, 100 * of.worst);
+      }
+      require(backend[2] == '3' || of.avoidable == 0,
+              std::string(device.name) + ": fa2 leaves SMs idle that another tile would not");
+    }
+  }
+}
