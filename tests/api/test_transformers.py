@@ -75,7 +75,9 @@ def test_attention_function(target, batch, rows, keys, head_dim, options):
             out, weights = integration.attention(torch.nn.Module(), q, k, v, **given)
             assert weights is None and out.dtype == dtype
             want = formula(*(x.double() for x in (q, k, v)), **given)
-            assert_close(out, want, formula(q, k, v, **given).to(dtype), dtype=dtype)
+            # In fp32 the order in which a BLAS adds decides: on one machine errors differ threefold between two shapes.
+            factor = 4.0 if dtype == torch.float32 else 2.0
+            assert_close(out, want, formula(q, k, v, **given).to(dtype), dtype=dtype, factor=factor)
 
 
 def test_views_of_a_cache(target):
