@@ -220,10 +220,12 @@ class Batch:
     def total_kv(self) -> int:
         """Keys of all requests, rounded up to pages. Where offsets are on the device, those of all page numbers given,
         or 0 without pages."""
-        last = self.kv.last
+        last, size = self.kv.last, self.page_size or 1
         if last is None:
             last = 0 if self.indices is None else self.indices.size
-        return min(last * (self.page_size or 1), MOST_KEYS)
+            if self.longest is not None:  # told by the caller
+                last = min(last, self.size * -(-self.longest // size))
+        return min(last * size, MOST_KEYS)
 
     def take_lens(self, seq_lens: torch.Tensor) -> None:
         """Takes what the caller tells of the keys per request; ValueError where the page table contradicts."""

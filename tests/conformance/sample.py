@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +48,9 @@ def pytest_runtest_call(item: Any) -> Any:
     try:
         return (yield)
     except NotImplementedError as error:  # what this library refuses by name: 4-bit floats, kernels for Blackwell
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(raised_in).parent.name != "cutlass_kernels":
+            raise
         pytest.skip(str(error))
 
 

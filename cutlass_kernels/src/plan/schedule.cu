@@ -139,11 +139,11 @@ __global__ void __launch_bounds__(kThreads)
     atomicAdd(&tile_total, own_tiles);
     __syncthreads();
   }
-  const std::int64_t all_tiles = tile_total, all_work = work;
+  const SplitSlots slots = split_slots(args.rule, std::int64_t(tile_total), std::int64_t(work));
   // A request's own splits follow from all of its keys, as they do without a list.
   auto splits_of_tile = [&](int batch, int cost) {
     if (args.rule.own.most > 1) cost = keys_of_request(args, batch).length;
-    return splits_of(args.rule, cost, rows_of_request(args, batch).length, all_tiles, all_work);
+    return splits_of(args.rule, slots, cost, rows_of_request(args, batch).length);
   };
 
   for_all([&](int batch, int tile) {

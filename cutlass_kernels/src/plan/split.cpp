@@ -100,8 +100,11 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.most_waves = 1;
     rule.least_split_keys = 1;
   }
-  const std::int64_t rounded_up = (room + kMostRoundedUp) / (kMostRoundedUp + 1);
-  rule.most_slots = int(std::min(std::int64_t(rule.most_waves) * rule.wave, room - rounded_up));
+  rule.most_slots = int(std::min<std::int64_t>(std::int64_t(rule.most_waves) * rule.wave, room));
+  // What a caller asks for is dealt out as it is.
+  rule.most_pairs = params.num_splits > 1
+                        ? rule.most_slots
+                        : int(std::min<std::int64_t>(rounded_up(rule.most_slots), room));
   if (tile.least_split_keys_of_few > 0 && params.num_splits <= 1) {
     rule.few_slots = std::min(rule.most_slots, device.multiprocessors / tile.blocks_per_tile /
                                                    (params.num_qo_heads / tile.packed_heads));
@@ -115,8 +118,7 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};
-  const std::int64_t pairs =
-      rule.most_slots + (rule.most_slots + kMostRoundedUp - 1) / kMostRoundedUp;
+  const std::int64_t pairs = rule.most_pairs;
   rule.extra_tiles = std::min(pairs, tiles * (rule.most_splits - 1));
   rule.split_tile_capacity = std::min((pairs + 1) / 2, tiles);
   rule.partial_rows = std::min(pairs * rows, params.total_q * rule.most_splits);
@@ -171,34 +173,38 @@ double idle_share(const AttentionParams& params, const TileShape& tile, const De
   const double requests =
       double(params.batch_size) * params.num_qo_heads / std::max(tile.packed_heads, 1);
   const double sms = double(device.multiprocessors) / tile.blocks_per_tile;
+  const double at_once = sms * tile.blocks_per_sm;
   const auto idle_of_last = [&](double blocks) {
-    const double waves = blocks / (sms * tile.blocks_per_sm);
-    return 1 - waves / std::ceil(waves);
+    const double waves = std::floor(blocks / at_once);
+    const double last = (blocks - waves * at_once) / sms;  // thread blocks per SM
+    if (last == 0) return 0.0;
+    const double time = last <= 1 && tile.blocks_per_sm > 1 ? kTimeAlone : 1;
+    return 1 - (waves + std::min(last, 1.0) * time) / (waves + time);
   };
-  // Nothing is split, and the last of three waves is a third of the time.
-  if (requests * tiles > 2 * sms * tile.blocks_per_sm) return idle_of_last(requests * tiles);
+  // Nothing is split.
+  if (requests * tiles > 2 * at_once) return idle_of_last(requests * tiles);
   std::int64_t work = 0;
   for (std::int64_t i = 0; i < tiles; ++i) work += cost(i);
   const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
+  const SplitSlots slots = split_slots(rule, tiles * params.batch_size, work * params.batch_size);
   std::int64_t pieces = 0;
   double longest = 0;
   for (std::int64_t i = 0; i < tiles; ++i) {
-    const int splits = splits_of(rule, cost(i), int(std::min<std::int64_t>(rows, kMaxKeys)),
-                                 tiles * params.batch_size, work * params.batch_size);
+    const int splits = splits_of(rule, slots, cost(i), int(std::min<std::int64_t>(rows, kMaxKeys)));
     pieces += splits;
     longest = std::max(longest, double(cost(i)) / splits);
   }
   const double blocks = requests * pieces;
   if (blocks <= sms) return 1 - requests * work / (sms * longest);
-  return blocks <= sms * tile.blocks_per_sm ? 0 : idle_of_last(blocks);
+  return blocks <= at_once ? 0 : idle_of_last(blocks);
 }
 
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
                                  const TileShape& tile, TileSource source) {
   if (!is_batch(params)) {
     const std::int64_t tiles = tile_index_count(source, params, tile.rows);
-    return splits_of(rule, params.total_kv, int(std::min<std::int64_t>(params.total_q, kMaxKeys)),
-                     tiles, tiles * params.total_kv);
+    return splits_of(rule, split_slots(rule, tiles, tiles * params.total_kv), params.total_kv,
+                     int(std::min<std::int64_t>(params.total_q, kMaxKeys)));
   }
   const std::int64_t requests = params.batch_size;
   const std::int64_t tiles = tiles_of_longest(params, tile.rows);

@@ -21,6 +21,7 @@ struct SplitRule {
       0;  ///< tiles of one head that run at once; 0: keys are not split to fill the device
   std::int32_t most_waves = 1;
   std::int32_t most_slots = 0;  ///< most (tile, split) pairs of one head that are dealt out
+  std::int32_t most_pairs = 0;  ///< the same with what may be rounded up
   std::int32_t least_split_keys = 1;
   std::int32_t few_slots = 0;            ///< pairs up to which splits may be shorter; 0: none
   std::int64_t partial_rows_of_one = 1;  ///< of all heads, if each tile came in one split
@@ -61,8 +62,10 @@ CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t
 
 /// What is dealt out among tiles, and the keys of the smallest split.
 struct SplitSlots {
-  std::int64_t slots;
-  std::int64_t least_keys;
+  std::int64_t slots = 0;
+  std::int64_t least_keys = 1;
+  std::int64_t work = 1;   ///< keys that all tiles see together
+  bool rounds_up = false;  ///< whether nearly a split counts as one
 
   /// Of each of so many tiles that see so many keys on average.
   CK_HOST_DEVICE std::int64_t splits(std::int64_t tiles, std::int64_t keys) const {
@@ -71,39 +74,50 @@ struct SplitSlots {
   }
 };
 
-/// For `tiles` tiles that see `work` keys together: short splits, where these are more. Shorter splits read keys in less
-/// time, more of them take longer to combine. On an H200 a tile reads a key in 19 ns, and a partial row of a head is
+/// An eighth of a split less than a whole number may count as that number: where tiles of about the same cost do not get
+/// as many splits, all wait for the ones that got fewer. Of 15 / 8 it makes 2, so that all tiles that are split together
+/// get a fifteenth more than is dealt out, at most.
+constexpr int kRoundedUp = 8;
+CK_HOST_DEVICE inline std::int64_t rounded_up(std::int64_t slots) {
+  return slots + (slots + 14) / 15;
+}
+
+/// For `tiles` tiles that see `work` keys together. Splits are short where these are more: shorter splits read keys in
+/// less time, more of them take longer to combine. On an H200 a tile reads a key in 19 ns, and a partial row of a head is
 /// combined in 0.33 ns: sqrt(57 keys / rows) splits are the fastest, half as many more as fast within 5 %.
 CK_HOST_DEVICE inline SplitSlots split_slots(const SplitRule& rule, std::int64_t tiles,
                                              std::int64_t work) {
+  if (rule.wave <= 0 || tiles <= 0 || work <= 0) return {};
   const std::int64_t keys = work / tiles;
-  const SplitSlots usual{slots_for(rule, tiles), rule.least_split_keys};
-  if (rule.few_slots < 2 * tiles) return usual;
-  const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few};
-  const auto most = std::int64_t(sqrtf(128.0f * float(keys) / float(rule.partial_rows_of_one)));
-  const std::int64_t each = few.splits(tiles, keys) < most ? few.splits(tiles, keys) : most;
-  return each > usual.splits(tiles, keys) ? SplitSlots{each * tiles, few.least_keys} : usual;
+  SplitSlots chosen{slots_for(rule, tiles), rule.least_split_keys, work};
+  std::int64_t at_once = (chosen.slots + rule.wave - 1) / rule.wave * rule.wave;
+  if (rule.few_slots >= 2 * tiles) {
+    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few};
+    const auto most = std::int64_t(sqrtf(128.0f * float(keys) / float(rule.partial_rows_of_one)));
+    const std::int64_t each = few.splits(tiles, keys) < most ? few.splits(tiles, keys) : most;
+    if (each > chosen.splits(tiles, keys)) {
+      chosen = {each * tiles, few.least_keys, work};
+      at_once = rule.few_slots;
+    }
+  }
+  // Not if equal tiles would then need another wave for a few thread blocks.
+  const std::int64_t each = (kRoundedUp * chosen.slots + tiles) / (kRoundedUp * tiles);
+  chosen.rounds_up = rounded_up(chosen.slots) <= rule.most_pairs && each * tiles <= at_once;
+  return chosen;
 }
 
-/// An eighth of a split less than a whole number counts as that number: where tiles of about the same cost do not get as
-/// many splits, all wait for the ones that got fewer. Of 15 / 8 it makes 2, so that all tiles that are split together
-/// get a fifteenth more than is dealt out, at most.
-constexpr int kRoundedUp = 8;
-constexpr int kMostRoundedUp = 15;
-
-/// KV splits of a tile that sees `cost` keys, of a request of `rows` rows, in a batch (of one head) of `tiles` tiles that
-/// see `work` keys together.
-CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, std::int64_t cost, std::int32_t rows,
-                                    std::int64_t tiles, std::int64_t work) {
+/// KV splits of a tile that sees `cost` keys, of a request of `rows` rows, in a batch (of one head) whose tiles share
+/// `slots`.
+CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, const SplitSlots& slots,
+                                    std::int64_t cost, std::int32_t rows) {
   std::int64_t count = 1;
   if (rule.fixed > 0) {
     count = (cost + rule.fixed - 1) / rule.fixed;
   } else if (rule.own.most > 1) {
     count = rule.own.of(rows, std::int32_t(cost));
-  } else if (rule.wave > 0 && work > 0 && tiles > 0) {
-    const SplitSlots among = split_slots(rule, tiles, work);
-    count = (cost * among.slots + work / kRoundedUp) / work;
-    if (count > cost / among.least_keys) count = cost / among.least_keys;
+  } else if (slots.slots > 0) {
+    count = (cost * slots.slots + (slots.rounds_up ? slots.work / kRoundedUp : 0)) / slots.work;
+    if (count > cost / slots.least_keys) count = cost / slots.least_keys;
     count = combined_at_once(count);
   }
   if (count > rule.most_splits) count = rule.most_splits;
@@ -119,6 +133,10 @@ constexpr std::size_t kLeastPartialBytes = 16 << 20;
 /// The rule for tiles from `source`, with partial results of up to `partial_bytes`.
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
                      const Device& device, std::size_t partial_bytes = kMostPartialBytes);
+
+/// Of the time of a thread block that shares an SM, what it takes alone: at head dimension 128 fa2's products take 860 of
+/// the 2,430 cycles of a step, and its other instructions some 900.
+constexpr double kTimeAlone = 0.72;
 
 /// The share of a device's SMs that `tile` leaves idle, if all requests are as long; 0 where the host does not know the
 /// keys.

@@ -95,29 +95,49 @@ Outcome simulate(const ck::AttentionParams& params, const ck::Device& device, co
   for (const std::int64_t cost : costs) work += cost * params.batch_size;
   const std::int64_t tiles = std::int64_t(costs.size()) * params.batch_size;
   const ck::SplitRule rule = ck::split_rule(params, tile, ck::TileSource::kList, device);
+  const ck::SplitSlots slots = ck::split_slots(rule, tiles, work);
   std::vector<double> blocks;
   for (const std::int64_t cost : costs) {
-    const int splits = tile.packed_heads > 0 ? ck::splits_of(rule, cost, rows, tiles, work) : 1;
+    const int splits = tile.packed_heads > 0 ? ck::splits_of(rule, slots, cost, rows) : 1;
     for (int i = 0; i < params.batch_size * heads * splits; ++i)
       blocks.push_back(double(cost) / splits + kStart);
   }
   std::sort(blocks.begin(), blocks.end(), std::greater<>());
 
-  using Slot = std::pair<double, int>;  // when it is free; its place in the order of slots
-  std::priority_queue<Slot, std::vector<Slot>, std::greater<>> slots;
+  // Each SM runs up to blocks_per_sm at a time, one alone in kTimeAlone of the time.
   const int sms = device.multiprocessors / tile.blocks_per_tile;
-  for (int i = 0; i < sms * choice.blocks_per_sm; ++i) slots.push({0.0, i});
-  std::vector<double> ends(std::size_t(sms), 0.0);
-  for (const double cost : blocks) {
-    const auto [start, slot] = slots.top();
-    slots.pop();
-    slots.push({start + cost, slot});
-    double& end = ends[std::size_t(slot % sms)];
-    end = std::max(end, start + cost);
+  struct Sm {
+    std::vector<double> left;  // of each of its thread blocks
+    double now = 0;
+    double rate() const { return left.size() == 1 ? 1 / ck::kTimeAlone : 1; }
+    double next() const { return now + *std::min_element(left.begin(), left.end()) / rate(); }
+  };
+  std::vector<Sm> all(std::size_t(sms), Sm{});
+  std::size_t started = 0;
+  for (int i = 0; i < choice.blocks_per_sm; ++i) {
+    for (Sm& sm : all)
+      if (started < blocks.size()) sm.left.push_back(blocks[started++]);
+  }
+  using Event = std::pair<double, int>;  // when a thread block of which SM ends
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events;
+  const auto expect = [&](int i) {
+    if (!all[std::size_t(i)].left.empty()) events.push({all[std::size_t(i)].next(), i});
+  };
+  for (int i = 0; i < sms; ++i) expect(i);
+  double last = 0;
+  while (!events.empty()) {
+    const auto [time, i] = events.top();
+    events.pop();
+    Sm& sm = all[std::size_t(i)];
+    const double done = (time - sm.now) * sm.rate();
+    for (double& left : sm.left) left -= done;
+    sm.now = last = time;
+    sm.left.erase(std::min_element(sm.left.begin(), sm.left.end()));
+    if (started < blocks.size()) sm.left.push_back(blocks[started++]);
+    expect(i);
   }
   double busy = 0;
-  for (const double end : ends) busy += end;
-  const double last = *std::max_element(ends.begin(), ends.end());
+  for (const Sm& sm : all) busy += sm.now;
   return {int(blocks.size()), double(blocks.size()) / (sms * choice.blocks_per_sm),
           1 - busy / (sms * last)};
 }

@@ -36,10 +36,10 @@ void check_list(const ck::PlanState& plan, const std::vector<int>& rows,
       work += cost;
     }
   }
+  const ck::SplitSlots slots = ck::split_slots(plan.rule, std::int64_t(tiles.size()), work);
   std::int64_t entries = 0, split_tiles = 0, partial_rows = 0;
   for (const Tile& tile : tiles) {
-    const int splits =
-        ck::splits_of(plan.rule, tile.cost, tile.of_request, std::int64_t(tiles.size()), work);
+    const int splits = ck::splits_of(plan.rule, slots, tile.cost, tile.of_request);
     entries += splits;
     split_tiles += splits > 1;
     partial_rows += splits > 1 ? std::int64_t(splits) * tile.rows : 0;

@@ -238,7 +238,8 @@ void check_splits_of_few_rows() {
     params.max_qo_len = 0;  // a list
     ck::PlanState plan;
     require(ck::make_plan(params, ck::Backend::kFa2, device, {}, &plan).ok(), "there is a plan");
-    const int each = ck::splits_of(plan.rule, keys, 16, requests, params.total_kv);
+    const int each =
+        ck::splits_of(plan.rule, ck::split_slots(plan.rule, requests, params.total_kv), keys, 16);
     require(each <= plan.rule.most_splits && requests * each <= plan.tile_indices,
             "the list has room for the splits");
     return each;
@@ -246,6 +247,7 @@ void check_splits_of_few_rows() {
   require(splits(1, 1024) == 16, "128 thread blocks of 64 keys");
   require(splits(1, 8192) == 32, "256 thread blocks of 256 keys");
   require(splits(8, 1024) == 4, "256 thread blocks of 256 keys, of 8 requests");
+  require(splits(10, 8192) == 4, "320 thread blocks in a wave of 396, not 400 in two");
 }
 
 /// Extents of a custom mask are computed before kernels that use them.
