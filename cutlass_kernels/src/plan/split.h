@@ -44,20 +44,14 @@ CK_HOST_DEVICE inline std::int64_t combined_at_once(std::int64_t splits) {
 }
 
 /// (tile, split) pairs that `tiles` tiles of one head come in: as many as fill as few waves of thread blocks as they
-/// can fill well. Waves are added as long as equal tiles would leave more than 15 % of the device idle; if none are
-/// filled so well, those that are filled best.
+/// can fill well. Waves are added as long as equal tiles would leave more than 15 % of the device idle.
 CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t tiles) {
-  std::int64_t best = 0, best_share = -1;
-  for (int waves = 1; waves <= rule.most_waves; ++waves) {
-    std::int64_t slots = std::int64_t(rule.wave) * waves;
-    if (slots > rule.most_slots) slots = rule.most_slots;
-    const std::int64_t used = slots < tiles ? tiles : slots / tiles * tiles;
-    const std::int64_t taken = (used + rule.wave - 1) / rule.wave * rule.wave;
-    const std::int64_t share = used * 100 / taken;  // %
-    if (share >= best_share) best = slots, best_share = share;
-    if (share >= 85) break;
+  std::int64_t slots = rule.wave;
+  for (int waves = 2; waves <= rule.most_waves && slots / tiles * tiles * 100 < 85 * slots;
+       ++waves) {
+    slots = std::int64_t(rule.wave) * waves;
   }
-  return best;
+  return slots > rule.most_slots ? rule.most_slots : slots;
 }
 
 /// What is dealt out among tiles, and the keys of the smallest split.
