@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int warp_total[32];
   __shared__ int max_kv_len;
   __shared__ int split_count;
+  __shared__ SplitSlots slots;
   __shared__ unsigned long long work, tile_total, partial_rows;  // of the batch
 
   const int thread = threadIdx.x;
@@ -139,7 +140,10 @@ __global__ void __launch_bounds__(kThreads)
     atomicAdd(&tile_total, own_tiles);
     __syncthreads();
   }
-  const SplitSlots slots = split_slots(args.rule, std::int64_t(tile_total), std::int64_t(work));
+  if (thread == 0) {
+    slots = split_slots(args.rule, std::int64_t(tile_total), std::int64_t(work));
+  }
+  __syncthreads();
   // A request's own splits follow from all of its keys, as they do without a list.
   auto splits_of_tile = [&](int batch, int cost) {
     if (args.rule.own.most > 1) cost = keys_of_request(args, batch).length;

@@ -113,8 +113,8 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
   }
   rule.most_splits = rule.most_slots;
   if (keys > 0) {
-    const SplitSlots usual{rule.most_slots, rule.least_split_keys};
-    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few};
+    const SplitSlots usual{rule.most_slots, rule.least_split_keys, keys, false};
+    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few, keys, false};
     rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};

@@ -56,10 +56,10 @@ CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t
 
 /// What is dealt out among tiles, and the keys of the smallest split.
 struct SplitSlots {
-  std::int64_t slots = 0;
-  std::int64_t least_keys = 1;
-  std::int64_t work = 1;   ///< keys that all tiles see together
-  bool rounds_up = false;  ///< whether nearly a split counts as one
+  std::int64_t slots;
+  std::int64_t least_keys;
+  std::int64_t work;  ///< keys that all tiles see together
+  bool rounds_up;     ///< whether nearly a split counts as one
 
   /// Of each of so many tiles that see so many keys on average.
   CK_HOST_DEVICE std::int64_t splits(std::int64_t tiles, std::int64_t keys) const {
@@ -81,16 +81,16 @@ CK_HOST_DEVICE inline std::int64_t rounded_up(std::int64_t slots) {
 /// combined in 0.33 ns: sqrt(57 keys / rows) splits are the fastest, half as many more as fast within 5 %.
 CK_HOST_DEVICE inline SplitSlots split_slots(const SplitRule& rule, std::int64_t tiles,
                                              std::int64_t work) {
-  if (rule.wave <= 0 || tiles <= 0 || work <= 0) return {};
+  if (rule.wave <= 0 || tiles <= 0 || work <= 0) return {0, 1, 1, false};
   const std::int64_t keys = work / tiles;
-  SplitSlots chosen{slots_for(rule, tiles), rule.least_split_keys, work};
+  SplitSlots chosen{slots_for(rule, tiles), rule.least_split_keys, work, false};
   std::int64_t at_once = (chosen.slots + rule.wave - 1) / rule.wave * rule.wave;
   if (rule.few_slots >= 2 * tiles) {
-    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few};
+    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few, work, false};
     const auto most = std::int64_t(sqrtf(128.0f * float(keys) / float(rule.partial_rows_of_one)));
     const std::int64_t each = few.splits(tiles, keys) < most ? few.splits(tiles, keys) : most;
     if (each > chosen.splits(tiles, keys)) {
-      chosen = {each * tiles, few.least_keys, work};
+      chosen = {each * tiles, few.least_keys, work, false};
       at_once = rule.few_slots;
     }
   }
