@@ -1,0 +1,82 @@
+// In place of the CUDA runtime: a launch of one thread block, which a thread of the host is for each of its own.
+#pragma once
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <thread>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+typedef struct CUstream_st* cudaStream_t;
+enum cudaError_t { cudaSuccess };
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x_ = 1) : x(x_) {}
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream = nullptr;
+};
+
+static thread_local struct {
+  unsigned x = 0;
+} threadIdx;
+
+namespace one_block {
+
+inline pthread_barrier_t barrier, warp_barriers[32];
+inline int of_lanes[1024];
+
+inline void wait(pthread_barrier_t& of) { pthread_barrier_wait(&of); }
+
+}  // namespace one_block
+
+inline void __syncthreads() { one_block::wait(one_block::barrier); }
+inline int __shfl_up_sync(unsigned, int value, int step) {
+  pthread_barrier_t& warp = one_block::warp_barriers[threadIdx.x / 32];
+  one_block::of_lanes[threadIdx.x] = value;
+  one_block::wait(warp);
+  const bool outside = int(threadIdx.x % 32) < step;
+  const int other = outside ? value : one_block::of_lanes[threadIdx.x - unsigned(step)];
+  one_block::wait(warp);
+  return other;
+}
+template <class T>
+T atomicAdd(T* at, T value) {
+  return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+}
+inline int atomicMax(int* at, int value) {
+  int before = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (before < value && !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_RELAXED,
+                                                        __ATOMIC_RELAXED)) {
+  }
+  return before;
+}
+using std::max;
+using std::min;
+
+template <class... Parameter, class... Given>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameter...),
+                               const Given&... given) {
+  const unsigned threads = config->blockDim.x;
+  pthread_barrier_init(&one_block::barrier, nullptr, threads);
+  for (pthread_barrier_t& warp : one_block::warp_barriers) pthread_barrier_init(&warp, nullptr, 32);
+  std::vector<std::thread> all;
+  for (unsigned i = 0; i < threads; ++i) {
+    all.emplace_back([&, i] {
+      threadIdx.x = i;
+      kernel(given...);
+    });
+  }
+  for (std::thread& thread : all) thread.join();
+  return cudaSuccess;
+}

@@ -1,0 +1,24 @@
+"""The kernel that writes tile lists, on the host: tests/cpp/schedule.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import compilers
+
+
+def test_lists_have_every_tile_and_split(tmp_path: Path) -> None:
+    macros = (
+        "#define CUTE_DEVICE inline\n#define CUTE_HOST_DEVICE inline\n#define CUTE_UNROLL\n#define CUTE_NO_UNROLL\n"
+    )
+    (tmp_path / "cute").mkdir()
+    (tmp_path / "cute" / "config.hpp").write_text("#pragma once\n" + macros)
+    for header in ("cuda_runtime.h", "cuda_runtime_api.h", "driver_types.h"):
+        (tmp_path / header).write_text('#include "one_block.h"\n')
+    program, sources = tmp_path / "schedule", compilers.SOURCES
+    here = compilers.ROOT / "tests" / "cpp"
+    folders = [f"-I{path}" for path in (tmp_path, sources / "src", sources / "include", here)]
+    compilers.run(
+        compilers.host_compiler(), "-std=c++17", "-O1", "-pthread", *folders, here / "schedule.cpp", "-o", program
+    )
+    assert compilers.run(program).strip() == "OK"
