@@ -56,6 +56,13 @@ def cutlass_headers() -> Path:
     pytest.skip("there are no CUTLASS headers")
 
 
+def write_host_cute(folder: Path) -> None:
+    """What device headers take from CuTe, for a host compiler that is given ``-I folder``."""
+    macros = ("CUTE_DEVICE inline", "CUTE_HOST_DEVICE inline", "CUTE_UNROLL", "CUTE_NO_UNROLL")
+    (folder / "cute").mkdir()
+    (folder / "cute" / "config.hpp").write_text("#pragma once\n" + "".join(f"#define {macro}\n" for macro in macros))
+
+
 def run(*command: str | Path) -> str:
     """What a command that succeeds prints."""
     done = subprocess.run([str(x) for x in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

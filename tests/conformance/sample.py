@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 def pytest_runtest_setup(item: Any) -> None:
     limit = item.config.getoption("--limit-s")
     if limit and time.monotonic() - _STARTED > limit:
-        pytest.skip("the time limit of the sample")
+        pytest.skip(f"not reached within --limit-s {limit:g}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,11 +8,7 @@ import compilers
 
 
 def test_lists_have_every_tile_and_split(tmp_path: Path) -> None:
-    macros = (
-        "#define CUTE_DEVICE inline\n#define CUTE_HOST_DEVICE inline\n#define CUTE_UNROLL\n#define CUTE_NO_UNROLL\n"
-    )
-    (tmp_path / "cute").mkdir()
-    (tmp_path / "cute" / "config.hpp").write_text("#pragma once\n" + macros)
+    compilers.write_host_cute(tmp_path)
     for header in ("cuda_runtime.h", "cuda_runtime_api.h", "driver_types.h"):
         (tmp_path / header).write_text('#include "one_block.h"\n')
     program, sources = tmp_path / "schedule", compilers.SOURCES

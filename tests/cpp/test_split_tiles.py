@@ -8,12 +8,7 @@ import compilers
 
 
 def test_tiles_to_combine_are_those_that_attention_has_split(tmp_path: Path) -> None:
-    headers = tmp_path / "cute"
-    headers.mkdir()
-    macros = (
-        "#define CUTE_DEVICE inline\n#define CUTE_HOST_DEVICE inline\n#define CUTE_UNROLL\n#define CUTE_NO_UNROLL\n"
-    )
-    (headers / "config.hpp").write_text("#pragma once\n" + macros)
+    compilers.write_host_cute(tmp_path)
     program = tmp_path / "split_tiles"
     sources = compilers.SOURCES
     folders = [f"-I{tmp_path}", f"-I{sources / 'src'}", f"-I{sources / 'include'}"]

@@ -1,6 +1,6 @@
 // What share of a device's SMs each tile leaves idle, on devices that nobody here has: heuristics are given facts of the
 // device, and this checks that they use them. To see each choice:
-//   python -m pytest --basetemp=/tmp/checks -k stand_in tests/cpp && /tmp/checks/*/host_checks --idle-sms
+//   python -m pytest --basetemp=build/checks -k stand_in tests/cpp && build/checks/*/host_checks --idle-sms
 #include "plan_checks.h"
 
 #include <algorithm>
