@@ -128,12 +128,17 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
     rows = std::min<std::int64_t>(rows, params.max_qo_len);
   }
   rows *= params.num_qo_heads;  // of a tile, of one head each
-  // A warp for as many splits as it loads at once. The order of additions depends on their number: with a fixed split
-  // size, where results must not depend on the batch, a row has one warp.
+  // A warp for as many splits as it loads at once, while there are no more than two thread blocks per SM: with more,
+  // warps that share rows only wait for each other (16 rows of 32 heads in 16 splits: 14.0 -> 10.3 us in all). The order
+  // of additions depends on their number. Where results must not depend on the batch, it does not, either: with a fixed
+  // split size a row has one warp.
   const int ahead = params.head_dim_vo <= 256 ? kAhead<1> : kAhead<4>;
+  const std::int64_t most_warps =
+      params.batch_invariant ? tiles * rows * kWarps : 2 * kWarps * device.multiprocessors;
   int sharing_log2 = 0;
   while (params.fixed_split_size == 0 && 1 << sharing_log2 < kWarps &&
-         ahead << sharing_log2 < plan.likely_splits) {
+         ahead << sharing_log2 < plan.likely_splits &&
+         (tiles * rows) << (sharing_log2 + 1) <= most_warps) {
     ++sharing_log2;
   }
   // A tile of a batch may have far fewer rows than it has room for.

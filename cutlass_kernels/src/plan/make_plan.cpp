@@ -72,8 +72,7 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   const SplitRule& rule = plan->rule;
   const std::int64_t tiles = tile_index_count(plan->source, params, plan->tile.rows);
   const std::int64_t tile_indices = tiles + rule.extra_tiles;
-  if (rule.wave > 0) plan->likely_splits = std::int32_t(slots_for(rule, tiles) / tiles);
-  if (rule.own.most > 1) plan->likely_splits = rule.own.most;
+  plan->likely_splits = std::int32_t(likely_splits(rule, params, tiles));
   if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
   if (Status status = check_partial_rows(params, rule.partial_rows); !status.ok()) return status;
   plan->tile_indices = std::int32_t(tile_indices);

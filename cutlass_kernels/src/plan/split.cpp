@@ -199,6 +199,15 @@ double idle_share(const AttentionParams& params, const TileShape& tile, const De
   return blocks <= at_once ? 0 : idle_of_last(blocks);
 }
 
+std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
+                           std::int64_t tiles) {
+  if (rule.own.most > 1) return rule.own.most;
+  if (rule.wave <= 0) return 1;
+  const std::int64_t keys = params.total_kv / params.batch_size;
+  if (keys <= 0) return slots_for(rule, tiles) / tiles;
+  return std::max<std::int64_t>(split_slots(rule, tiles, tiles * keys).splits(tiles, keys), 1);
+}
+
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
                                  const TileShape& tile, TileSource source) {
   if (!is_batch(params)) {

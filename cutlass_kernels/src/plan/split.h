@@ -137,6 +137,10 @@ constexpr double kTimeAlone = 0.72;
 /// keys.
 double idle_share(const AttentionParams& params, const TileShape& tile, const Device& device);
 
+/// Of a tile of a list, of so many, if all requests are as long.
+std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
+                           std::int64_t tiles);
+
 /// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of
 /// the longest, one per request and the rest in proportion to KV length (common/batch_splits.h).
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,

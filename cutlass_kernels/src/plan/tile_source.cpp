@@ -86,7 +86,10 @@ bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const T
   const bool wastes = wastes_tile_indices(params, tile.rows);
   if (wastes && !kernel.is_persistent) return true;
   if (tile.packed_heads == 0 || (!wastes && tile.splits_without_list)) return false;
-  const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
+  // Short splits save less than a list takes.
+  TileShape usual = tile;
+  usual.least_split_keys_of_few = 0;
+  const SplitRule rule = split_rule(params, usual, TileSource::kList, device);
   return rule.most_splits > 1 && slots_for(rule, tiles) >= 2 * tiles;
 }
 
