@@ -137,7 +137,7 @@ constexpr double kTimeAlone = 0.72;
 /// keys.
 double idle_share(const AttentionParams& params, const TileShape& tile, const Device& device);
 
-/// Of a tile of a list, of so many, if all requests are as long.
+/// About how many a tile of a list has, of so many, if all requests are as long.
 std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
                            std::int64_t tiles);
 
