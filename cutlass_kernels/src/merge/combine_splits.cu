@@ -129,7 +129,7 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   }
   rows *= params.num_qo_heads;  // of a tile, of one head each
   // A warp for as many splits as it loads at once, while there are no more than two thread blocks per SM: with more,
-  // warps that share rows only wait for each other (16 rows of 32 heads in 16 splits: 14.0 -> 10.3 us in all). The order
+  // warps that share rows only wait for each other (16 rows of 32 heads in 16 splits: 14.0 -> 10.5 us in all). The order
   // of additions depends on their number. Where results must not depend on the batch, it does not, either: with a fixed
   // split size a row has one warp.
   const int ahead = params.head_dim_vo <= 256 ? kAhead<1> : kAhead<4>;
