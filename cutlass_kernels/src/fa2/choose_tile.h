@@ -61,6 +61,21 @@ constexpr bool kEqualRows = Tiles::Small::kBlockM == Tiles::Large::kBlockM;
 template <class Tiles>
 constexpr bool kHasPackedWide = !std::is_same_v<typename Tiles::Packed, typename Tiles::PackedWide>;
 
+// Head dimensions with tiles whose warps take turns.
+template <class Tiles, class = void>
+constexpr bool kHasTurns = false;
+template <class Tiles>
+constexpr bool kHasTurns<Tiles, std::void_t<typename Tiles::Turns>> = true;
+
+// A tile of 256 rows whose warps do not take turns needs less shared memory.
+template <class Tiles>
+constexpr bool general_turns_fit() {
+  return SharedLayout<typename Tiles::TurnsGeneral>::kPagedBytes <=
+             SharedLayout<typename Tiles::Turns>::kPagedBytes &&
+         Tiles::TurnsGeneral::kBlockM == Tiles::Turns::kBlockM &&
+         Tiles::PackedTurnsGeneral::kBlockM == Tiles::PackedTurns::kBlockM;
+}
+
 // Thread blocks that run at once on an SM. Beside its own shared memory each takes 1 KB.
 template <class Tile>
 int blocks_per_sm_on(const Device& device) {
@@ -130,7 +145,63 @@ TileShape usual_shape(const AttentionParams& params, const Device& device) {
   return small ? shape_of_rows<typename Tiles::Small>(device) : shape_of_rows<Large>(device);
 }
 
-// All tiles but those for decoding, the fastest first.
+// What a tile's time depends on, in the time that a row of a tile whose warps take turns needs for a key.
+struct TileSpeed {
+  int block_rows;  // of a thread block
+  double per_key;  // and row
+  int start;       // keys that take as long as the start and the end of a thread block
+  int masked;  // keys, on average and at most, that a row computes although a causal mask hides them
+};
+
+// H200, hd128, of the usual tile's time: 16k keys 0.90, 8k 0.91, 1k 0.96, 512 1.01; causal 16k 0.91, 4k 0.95, 2k 1.03.
+constexpr TileSpeed kUsualSpeed{128, 1.1, 0, 48};
+constexpr TileSpeed kTurnsSpeed{256, 1.0, 60, 160};
+// Loads among the products, and the rows' tokens and heads, cost 1 to 6 %; a causal mask hides fewer of their keys.
+constexpr TileSpeed kPackedTurnsSpeed{256, 1.02, 60, 160};
+
+// About how long the device takes if all requests are as long, in waves of equal thread blocks. (A last wave of one
+// thread block per SM takes as long as of two: 28/4 heads, 8 x 512 rows over 8k, 3.4 waves, as long as 32/8 heads, 3.9.)
+inline double estimated_time(const AttentionParams& params, const TileShape& shape,
+                             const TileSpeed& speed, const Device& device) {
+  const std::int64_t rows = params.total_q / params.batch_size;
+  const std::int64_t keys = params.total_kv / params.batch_size;
+  const std::int64_t tiles = (rows + shape.rows - 1) / shape.rows * params.batch_size;
+  const SplitRule rule = split_rule(params, shape, TileSource::kList, device);
+  const std::int64_t splits = likely_splits(rule, params, tiles);
+  const std::int64_t heads = params.num_qo_heads / std::max(shape.packed_heads, 1);
+  const std::int64_t at_once = std::int64_t(device.multiprocessors) * shape.blocks_per_sm;
+  const std::int64_t waves = (tiles * heads * splits + at_once - 1) / at_once;
+  double computed = double(most_keys_of_row(params, keys));
+  if (hides_later_keys(params)) computed += std::min(speed.masked, shape.rows / 2) - rows / 2;
+  return double(waves) * shape.blocks_per_sm * speed.block_rows * speed.per_key *
+         (computed / double(splits) + speed.start);
+}
+
+// A tile of twice as many rows whose warps take turns, of one head or of packed heads, where it is faster than `usual`.
+template <class Tiles>
+TileShape with_turns(const AttentionParams& params, const TileShape& usual, const Device& device) {
+  using Turns = typename Tiles::Turns;
+  using PackedTurns = typename Tiles::PackedTurns;
+  const bool wide =
+      usual.kind == kPackedWide || (usual.kind == kRows && usual.rows == Tiles::Large::kBlockM);
+  if (!wide || !has_shared_memory_for<Turns>(device) || GeneralTransform::needed(params) ||
+      LogitsTransform::needed(params) || params.total_kv < params.total_q) {
+    return usual;
+  }
+  TileShape best = usual;
+  double least = estimated_time(params, usual, kUsualSpeed, device);
+  const auto consider = [&](const TileShape& shape, const TileSpeed& speed) {
+    const double time = estimated_time(params, shape, speed, device);
+    if (time < least) best = shape, least = time;
+  };
+  consider(shape_of_rows<Turns>(device), kTurnsSpeed);
+  consider(shape_of_packed<PackedTurns>(packed_heads(params, PackedTurns::kBlockM), kPackedTurns,
+                                        device),
+           kPackedTurnsSpeed);
+  return best;
+}
+
+// All tiles but those for decoding and those whose warps take turns, the fastest first.
 template <int HeadDim>
 std::vector<TileShape> all_shapes(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDim>;
@@ -159,7 +230,8 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
   // Where results must not depend on the batch, one tile for all of its rows.
   if (is_alone(params)) return packed_shape<Tiles>(params, params.least_rows, device);
-  const TileShape usual = usual_shape<HeadDim>(params, device);
+  TileShape usual = usual_shape<HeadDim>(params, device);
+  if constexpr (kHasTurns<Tiles>) usual = with_turns<Tiles>(params, usual, device);
   // Where one tile holds all rows of a request, memory is what takes time, whichever SMs read it.
   const std::int64_t rows = params.total_q / params.batch_size;
   if (usual.packed_heads > 0 && rows <= usual.rows) return usual;

@@ -35,14 +35,36 @@ struct OneHeadTile {
   static constexpr bool kPacked = false;  // whether rows are those of several heads (packed_rows.h)
   static constexpr bool kSharesKeys =
       false;  // whether warps share rows and split the keys (key_sharing.h)
-  static constexpr bool kDecodes = false;  // whether all rows are one warp's (decode_rows.h)
-  static constexpr int kKvBytes = 2;       // of an element of K and V
+  static constexpr bool kDecodes = false;     // whether all rows are one warp's (decode_rows.h)
+  static constexpr int kKvBytes = 2;          // of an element of K and V
+  static constexpr bool kTakesTurns = false;  // whether two groups of warps do (loop_in_turns.h)
 };
 
 // Query rows of several heads that share their keys, and possibly one KV split of them.
 template <int HeadDim>
 struct PackedTile : OneHeadTile<HeadDim> {
   static constexpr bool kPacked = true;
+};
+
+// 256 rows of either kind, by two groups of warps that take turns with the tensor cores: 161 KB of shared memory, which
+// an A100 has.
+template <class Kind>
+struct TurnsTile : Kind {
+  static constexpr bool kTakesTurns = true;
+  static constexpr int kWarps = 8, kThreads = 256;
+  static constexpr int kBlockM = 256, kRowTiles = 2;
+  static constexpr int kBlockN = 64, kStepN = 64, kStages = 3;
+  static constexpr int kAhead = 3, kBlocksPerSm = 1;
+};
+
+// As many rows by eight warps that do not take turns: a plan of such tiles may be run with a logits transform or a mask
+// of any form, for which a TurnsTile has no registers.
+template <class Kind>
+struct EightWarpsTile : Kind {
+  static constexpr int kWarps = 8, kThreads = 256;
+  static constexpr int kBlockM = 256, kRowTiles = 2;
+  static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
+  static constexpr int kAhead = 4, kBlocksPerSm = 1;
 };
 
 // 16 such rows. All four warps have work where one of a PackedTile would. With counters, the last thread block of a
@@ -98,13 +120,15 @@ constexpr bool is_consistent() {
                             : Tile::kBlockM == kWarpRows * Tile::kWarps / Tile::kSharers) &&
          (Tile::kSharers == 1 || ((Tile::kSharers == 2 || Tile::kSharers == 4) &&
                                   Tile::kStages == 1 && Tile::kStepN == Tile::kBlockN)) &&
+         (!Tile::kTakesTurns || (Tile::kWarps == 8 && Tile::kStages == 3 && Tile::kSharers == 1 &&
+                                 Tile::kStepN == Tile::kBlockN && Tile::kKvBytes == 2)) &&
          (Tile::kColumnParts == 1 || (Tile::kDecodes && Tile::kWarps % Tile::kColumnParts == 0)) &&
          (Tile::kKvBytes == 2 || (Tile::kKvBytes == 1 && Tile::kSharesKeys)) &&
          (!Tile::kDecodes || (Tile::kBlockM == 16 && Tile::kSharesKeys));
 }
 
 // LaunchPlan::tile_kind. fa3 has the same numbers for the first two.
-enum TileKind { kRows = 0, kPacked = 3, kDecode = 4, kPackedWide = 5 };
+enum TileKind { kRows = 0, kPacked = 3, kDecode = 4, kPackedWide = 5, kPackedTurns = 6 };
 
 // ---- The tiles of each head dimension. ----
 //
@@ -117,6 +141,8 @@ enum TileKind { kRows = 0, kPacked = 3, kDecode = 4, kPackedWide = 5 };
 //                (of 164 KB of shared memory or more)
 //   PackedWide   more packed rows than Packed has: it reads the keys half as often, and two row tiles take half the
 //                shared-memory traffic
+//   Turns        twice as many rows as Large, for long keys: a tenth faster, but nothing hides a tile's start and end
+//   PackedTurns  the same for twice as many packed rows as PackedWide
 //   Decode       16 packed rows at most; 128 KB and more of keys and values are in flight per SM
 //   DecodeSmall  the same rows, for devices that lack the shared memory of Decode
 //   Fp8          keys and values of 8 bits
@@ -205,6 +231,10 @@ struct TileTable<128> {
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
+  using Turns = TurnsTile<OneHeadTile<128>>;
+  using TurnsGeneral = EightWarpsTile<OneHeadTile<128>>;
+  using PackedTurns = TurnsTile<PackedTile<128>>;
+  using PackedTurnsGeneral = EightWarpsTile<PackedTile<128>>;
   struct Decode : DecodeTile<128> {  // 101 KB of shared memory
     static constexpr int kBlockN = 64, kStepN = 16, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;

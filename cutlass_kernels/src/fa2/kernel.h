@@ -10,9 +10,9 @@
 //            +------------------------------------------------------+
 //
 // Each warp has whole rows of its own, so the softmax needs no exchange between warps. The two or three warps of a
-// scheduler overlap the softmax of one with the products of another. There are two exceptions: from head dimension 256
-// on warps share rows and split the columns (row_sharing.h has that drawing), and in tiles of few rows warps share
-// rows and split the keys (key_sharing.h).
+// scheduler overlap the softmax of one with the products of another, in the largest tiles by turns (loop_in_turns.h has
+// that drawing). There are two exceptions: from head dimension 256 on warps share rows and split the columns
+// (row_sharing.h), and in tiles of few rows warps share rows and split the keys (key_sharing.h).
 //
 //   tile_work.h   which tile, which keys          scores.h        S = Q K^T
 //   warp_share.h  which rows are a warp's         logits.h        logits transform and mask
@@ -45,6 +45,7 @@
 #include "fa2/load_q.h"
 #include "fa2/load_seen_keys.h"
 #include "fa2/logits.h"
+#include "fa2/loop_in_turns.h"
 #include "fa2/loop_one_stage.h"
 #include "fa2/loop_pipelined.h"
 #include "fa2/params.h"
@@ -129,7 +130,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   Warp warp{params, at, logits, softmax, o, neighbour, share.sharer, headroom};
 
   // ---- Main loop. ----
-  if constexpr (Tile::kSharers == 1) {
+  if constexpr (Tile::kTakesTurns) {
+    loop_in_turns(warp, kv, q, tile, share, shared_memory);
+  } else if constexpr (Tile::kSharers == 1) {
     pipelined_loop(warp, kv, q, tile, share, shared_memory);
   } else {
     one_stage_loop(warp, kv, q, tile, share, shared_memory);

@@ -118,15 +118,15 @@ Status no_such_tile(const LaunchParams& params) {
       " and these heads: make_plan() makes a plan for these parameters.");
 }
 
-// The kernels for packed heads.
-template <class Element, int HeadDim, class Packed, class Kv = Element>
+// The kernels for packed heads. General: the tile for whatever Packed has no registers for.
+template <class Element, int HeadDim, class Packed, class Kv = Element, class General = Packed>
 Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
   const int heads = packed_heads(params, Packed::kBlockM);
   if (params.plan.packed_heads != heads || params.plan.tile_rows != Packed::kBlockM / heads) {
     return no_such_tile<HeadDim>(params);
   }
   return GeneralTransform::needed(params) || LogitsTransform::needed(params)
-             ? launch_tile<Element, Packed, Logits::kGeneral, Kv>(params, stream)
+             ? launch_tile<Element, General, Logits::kGeneral, Kv>(params, stream)
              : launch_tile<Element, Packed, Logits::kPlain, Kv>(params, stream);
 }
 
@@ -145,6 +145,17 @@ Status launch_decode(const LaunchParams& params, cudaStream_t stream) {
   return launch_packed<Element, HeadDim, Tile>(params, stream);
 }
 
+// The kernel for one head's rows, by warps that take turns. (One for all other logits: of the general variant.)
+template <class Element, int HeadDim, Logits kLogits>
+Status launch_turns(const LaunchParams& params, cudaStream_t stream) {
+  using Tiles = TileTable<HeadDim>;
+  if constexpr (kLogits == Logits::kPlain) {
+    return launch_tile<Element, typename Tiles::Turns, Logits::kPlain>(params, stream);
+  } else {
+    return launch_tile<Element, typename Tiles::TurnsGeneral, Logits::kGeneral>(params, stream);
+  }
+}
+
 // The kernel for one head's rows.
 template <class Element, int HeadDim, Logits kLogits>
 Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
@@ -152,6 +163,12 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
   static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
                 Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
   const int rows = params.plan.tile_rows;
+  if constexpr (kHasTurns<Tiles>) {
+    static_assert(general_turns_fit<Tiles>());
+    if (rows == Tiles::Turns::kBlockM && params.plan.packed_heads == 0) {
+      return launch_turns<Element, HeadDim, kLogits>(params, stream);
+    }
+  }
   if (params.plan.packed_heads != 0 || params.plan.split_tile_capacity != 0 ||
       (rows != Tiles::Small::kBlockM && rows != Tiles::Large::kBlockM)) {
     return no_such_tile<HeadDim>(params);
@@ -179,6 +196,12 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
       if constexpr (kHasPackedWide<TileTable<HeadDim>>) {
         return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::PackedWide>(params,
                                                                                         stream);
+      }
+      break;
+    case kPackedTurns:
+      if constexpr (kHasTurns<TileTable<HeadDim>>) {
+        return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::PackedTurns, Element,
+                             typename TileTable<HeadDim>::PackedTurnsGeneral>(params, stream);
       }
       break;
     case kDecode:

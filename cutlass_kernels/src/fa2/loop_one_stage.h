@@ -55,7 +55,7 @@ CUTE_DEVICE void one_stage_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
     float s[Warp::kRowTiles][Warp::kTilesN][4];  // (row tile, key tile, fragment)
     float thread_max[Warp::kRows];               // (row)
     if constexpr (kGeneral) warp.logits.find(block * kBlockN);
-    warp.compute_scores(s, 0);
+    warp.compute_scores(s, 0, [] {});
     warp.logits.apply(s, block * kBlockN);
     take_max<Tile>(s, thread_max, none, false);
     if constexpr (kGeneral) warp.logits.fetch((block - 1) * kBlockN);

@@ -13,9 +13,10 @@ namespace cutlass_kernels::fa2 {
 
 // s += Q K^T: the warp's rows of Q at `q_rows`, the keys at `keys`, where the ldmatrix addresses of a lane begin.
 // Fragments of K are read kAhead steps, of 16 keys and 16 columns, before their products.
-template <class Element, class Tile, int kTilesN>
+// near_end() is called when an eighth of the products is left.
+template <class Element, class Tile, int kTilesN, class NearEnd>
 CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows,
-                            int swizzle_q, std::uint32_t keys, int swizzle_k) {
+                            int swizzle_q, std::uint32_t keys, int swizzle_k, NearEnd&& near_end) {
   using Layout = SharedLayout<Tile>;
   constexpr int kStepsK = Tile::kColumns / 16;
   constexpr int kStepsN = kTilesN / 2;  // a step is one pair of key tiles
@@ -26,13 +27,13 @@ CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32
     CUTE_UNROLL
     for (int m = 0; m < Tile::kRowTiles; ++m) {
       ldmatrix_x4(a[kd % 2][m],
-                  q_rows + m * 16 * Layout::kRowBytes + Layout::chunk_offset(swizzle_q, 2 * kd));
+                  Layout::chunk_at(q_rows, swizzle_q, 2 * kd) + m * 16 * Layout::kRowBytes);
     }
   };
   auto read_k = [&](int step) {
     if (step < kStepsK * kStepsN) {
-      ldmatrix_x4(b[step % kSlots], keys + step % kStepsN * 16 * Layout::kRowBytes +
-                                        Layout::chunk_offset(swizzle_k, 2 * (step / kStepsN)));
+      ldmatrix_x4(b[step % kSlots], Layout::chunk_at(keys, swizzle_k, 2 * (step / kStepsN)) +
+                                        step % kStepsN * 16 * Layout::kRowBytes);
     }
   };
   read_q(0);
@@ -41,6 +42,7 @@ CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32
   CUTE_UNROLL
   for (int kd = 0; kd < kStepsK; ++kd) {
     if (kd + 1 < kStepsK) read_q(kd + 1);
+    if (kd == kStepsK * 7 / 8) near_end();
     CUTE_UNROLL
     for (int pair = 0; pair < kStepsN; ++pair) {
       const int step = kd * kStepsN + pair;

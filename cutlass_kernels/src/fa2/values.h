@@ -33,8 +33,8 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32
       const int k = step / kStepsD;
       const int of_sharer = sharer ^ k / kOwnSteps;
       const int key = (of_sharer * kOwnSteps + k % kOwnSteps) * 16;
-      ldmatrix_x4_trans(b[step % kSlots], values + key * Layout::kRowBytes +
-                                              Layout::chunk_offset(swizzle_v, step % kStepsD * 2));
+      ldmatrix_x4_trans(b[step % kSlots], Layout::chunk_at(values, swizzle_v, step % kStepsD * 2) +
+                                              key * Layout::kRowBytes);
     }
   };
   CUTE_UNROLL
@@ -61,8 +61,10 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32
     for (int pair = 0; pair < kStepsD; ++pair) {
       const int step = k * kStepsD + pair;
       // Never taken. Left alone, the compiler computes all of P before the first product; it does not move instructions
-      // across a possible exit, so exponentials and products alternate (4 % at hd64).
-      if (k < kOwnSteps && pair % 2 == 0 && params.order.tiles < 0) asm volatile("exit;");
+      // across a possible exit, so exponentials and products alternate (4 % at hd64). In turns, P is complete.
+      if constexpr (!Tile::kTakesTurns) {
+        if (k < kOwnSteps && pair % 2 == 0 && params.order.tiles < 0) asm volatile("exit;");
+      }
       read_v(step + Tile::kAhead);
       CUTE_UNROLL
       for (int m = 0; m < Tile::kRowTiles; ++m) {

@@ -33,7 +33,8 @@ struct WarpShare {
         sharer(warp % Tile::kSharers),
         part(Tile::kColumnParts > 1 ? warp / (Tile::kWarps / Tile::kColumnParts) : sharer),
         keys((tile.row_end - tile.row_begin) * int(params.pack.divisor), warp),
-        warp_row(keys.row_group * kRows),
+        // Of groups that take turns, the two warps of a scheduler have rows beside each other.
+        warp_row((Tile::kTakesTurns ? warp % 4 * 2 + warp / 4 : keys.row_group) * kRows),
         row_at{tile.row_begin, warp_row, params.pack},
         first_row(row_at(0)),
         last_row(Tile::kPacked ? min(row_at(kRows - 1), tile.row_end - 1)

@@ -3,6 +3,7 @@
 
 #include <cute/config.hpp>
 
+#include <cstdint>
 #include <type_traits>
 
 #include "common/element_types.h"
@@ -11,6 +12,7 @@
 #include "fa2/exponentials.h"
 #include "fa2/fp8.h"
 #include "fa2/fragments.h"
+#include "fa2/load.h"
 #include "fa2/logits.h"
 #include "fa2/params.h"
 #include "fa2/row_sharing.h"
@@ -31,6 +33,7 @@ struct WarpTile {
   using S = typename Fragments<Tile>::S;
   using O = typename Fragments<Tile>::O;
   using Rows = typename Fragments<Tile>::Rows;
+  using P = std::uint32_t[kTilesN / 2][kRowTiles * 4];     // (16 keys, registers of a fragment)
   using Factor = std::conditional_t<kFp8, fp16, Element>;  // of products
   using Transform = std::conditional_t<kGeneral, GeneralLogits<Tile>,
                                        IntervalLogits<Tile, kLogits == Logits::kTransformed>>;
@@ -45,7 +48,9 @@ struct WarpTile {
   float headroom;  // of the softmax
 
   // S = Q K^T, of keys `offset` bytes behind the first ones in shared memory.
-  CUTE_DEVICE void compute_scores(S& s, int offset) const {
+  // near_end(): see add_scores().
+  template <class NearEnd>
+  CUTE_DEVICE void compute_scores(S& s, int offset, NearEnd&& near_end) const {
     CUTE_UNROLL
     for (int m = 0; m < kRowTiles; ++m) {
       CUTE_UNROLL
@@ -57,7 +62,7 @@ struct WarpTile {
     if constexpr (kFp8) {
       add_scores_fp8<Kv, Tile>(s, at.q, at.swizzle_q, at.k + offset, at.swizzle_k);
     } else {
-      add_scores<Factor, Tile>(s, at.q, at.swizzle_q, at.k + offset, at.swizzle_k);
+      add_scores<Factor, Tile>(s, at.q, at.swizzle_q, at.k + offset, at.swizzle_k, near_end);
     }
   }
 
@@ -77,6 +82,36 @@ struct WarpTile {
     }
   }
 
+  // P of a step: the keys from first_key on. For loops that complete it before its products; hidden keys are computed,
+  // too.
+  CUTE_DEVICE void compute_p(S& s, int first_key, P& p) {
+    float thread_max[kRows];
+    NoLoads none;
+    logits.apply(s, first_key);
+    take_max<Tile>(s, thread_max, none, false);
+    if (__any_sync(0xffffffffu, softmax.exceeds(thread_max, headroom))) {
+      softmax.reduce_max(thread_max);
+      raise(thread_max);
+    }
+    CUTE_UNROLL
+    for (int k = 0; k < kTilesN / 2; ++k) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRowTiles * 4; ++i) p[k][i] = make_p<Tile, Factor>(softmax, s, k, i);
+    }
+  }
+
+  // O += P V, of such a P. Loads are issued among the products of all but the last 16 keys.
+  template <class Loads>
+  CUTE_DEVICE void accumulate_p(const P& p, int offset, Loads& next) {
+    constexpr int kRegisters = kRowTiles * 4;
+    const auto p_of = [&](int k, int i) {  // called among the products of k - 1
+      if (k > 0) next.issue((k - 1) * kRegisters + i, (kTilesN / 2 - 1) * kRegisters);
+      return p[k][i];
+    };
+    add_values<Factor, Tile, kTilesN>(o, at.v + offset, at.swizzle_v, sharer, neighbour, params,
+                                      p_of);
+  }
+
   // A step: the keys from first_key on, which lie at `offset`. next_key: those of the warp's next step. If `loads`,
   // the loads of the next KV block are issued along the way. The rows of S are multiplied by `factors` if `scales`.
   template <class Loads>
@@ -86,7 +121,7 @@ struct WarpTile {
     if (!logits.skips(first_key)) {
       float s[kRowTiles][kTilesN][4];  // (row tile, key tile, fragment)
       float thread_max[kRows];         // (row)
-      compute_scores(s, offset);
+      compute_scores(s, offset, [] {});
       if constexpr (kFp8) {
         if (scales) multiply_rows<Tile>(s, factors);
       }
