@@ -153,7 +153,8 @@ struct TileSpeed {
   int masked;  // keys, on average and at most, that a row computes although a causal mask hides them
 };
 
-// H200, hd128, of the usual tile's time: 16k keys 0.90, 8k 0.91, 1k 0.96, 512 1.01; causal 16k 0.91, 4k 0.95, 2k 1.03.
+// From an H100, hd128, of the usual tile's time: 16k keys 0.88, 8k 0.90, 1k 0.96, 512 1.01; causal 16k 0.91, 4k 0.95, 2k
+// 1.04.
 constexpr TileSpeed kUsualSpeed{128, 1.1, 0, 48};
 constexpr TileSpeed kTurnsSpeed{256, 1.0, 60, 160};
 // Loads among the products, and the rows' tokens and heads, cost 1 to 6 %; a causal mask hides fewer of their keys.

@@ -55,8 +55,8 @@ struct SharedLayout {
     return Tile::kHeadDim > 128 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7)
                                 : (swizzle ^ chunk) << 4;
   }
-  // Where that chunk begins. In turns, instructions of one warp delay the products of another, and one XOR per address
-  // matters: computed as above, 432 TFLOP/s were 391 (hd128, 8k keys).
+  // Where that chunk begins. In turns, instructions of one warp delay the products of another: one XOR per address is
+  // part of what made a prototype 432 TFLOP/s fast, and not 391 (RESULTS.md).
   CUTE_HOST_DEVICE static constexpr std::uint32_t chunk_at(std::uint32_t row, int swizzle,
                                                            int chunk) {
     return Tile::kTakesTurns ? ((row + (swizzle << 4)) ^ ((chunk & 7) << 4)) + (chunk >> 3 << 7)
