@@ -96,6 +96,8 @@ struct RowLoader {
     }
   }
 
+  CUTE_DEVICE void begin() {}  // PageLoader's reads addresses
+
   // Step i of kSteps, in order. cp.async reads nothing where it is not valid.
   CUTE_DEVICE void issue(int i) {
     columns.template copy<kOnce>(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * kRowBytes,
@@ -109,15 +111,17 @@ struct RowLoader {
   }
 };
 
-// Loads to be issued piecemeal: issue(step, steps) issues the share of step `step` of `steps`.
+// Loads to be issued piecemeal, after begin(): issue(step, steps) issues the share of step `step` of `steps`.
 template <class Loader>
 struct PendingLoads {
   Loader matrices[2];  // K, V
 
+  CUTE_DEVICE void begin() { matrices[0].begin(); }
   CUTE_DEVICE void issue(int step, int steps) {
     constexpr int kLoads = 2 * Loader::kSteps;
     CUTE_UNROLL
     for (int i = step * kLoads / steps; i < (step + 1) * kLoads / steps; ++i) {
+      if (i + 1 == Loader::kSteps) matrices[1].begin();
       matrices[i / Loader::kSteps].issue(i % Loader::kSteps);
     }
   }

@@ -49,28 +49,6 @@ struct TurnBarriers {
   }
 };
 
-// A group's loads of a turn, to be issued at once or piecemeal.
-template <class KvSource>
-struct TurnLoads {
-  static constexpr int kSteps = KvSource::Loader::kSteps;
-
-  typename KvSource::Loader matrices[2];  // K, V
-
-  // Before the first issue().
-  CUTE_DEVICE void begin() {
-    if constexpr (KvSource::kPaged) matrices[0].begin();
-  }
-  CUTE_DEVICE void issue(int step, int steps) {
-    CUTE_UNROLL
-    for (int i = step * 2 * kSteps / steps; i < (step + 1) * 2 * kSteps / steps; ++i) {
-      if constexpr (KvSource::kPaged) {
-        if (i + 1 == kSteps) matrices[1].begin();
-      }
-      matrices[i / kSteps].issue(i % kSteps);
-    }
-  }
-};
-
 template <class Warp, class KvSource, class Q, class Tile>
 CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& tile,
                                const WarpShare<Tile>& share, char* shared_memory) {
@@ -121,31 +99,23 @@ CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& t
     warp.compute_p(s, block * Tile::kBlockN, p);
     if constexpr (kPaged) kv.pages.store(next_page, block - 2 - group, block - 2);
     const int next_stage = stage + 1 == kStages ? 0 : stage + 1;
-    const auto loads = [&] {
-      int opaque_thread = thread;  // addresses are computed anew, not kept in registers
-      asm volatile("" : "+r"(opaque_thread));
-      const int last_stage = stage == 0 ? kStages - 1 : stage - 1;
-      TurnLoads<KvSource> next{
-          {kv.k(block - 2 - group, group == 0 ? last_stage : stage, opaque_thread),
-           kv.v(block - 2, last_stage, opaque_thread)}};
-      next.begin();
-      return next;
-    };
+    const int last_stage = stage == 0 ? kStages - 1 : stage - 1;
+    int opaque_thread = thread;  // addresses are computed anew, not kept in registers
+    asm volatile("" : "+r"(opaque_thread));
+    PendingLoads<typename KvSource::Loader> next{
+        {kv.k(block - 2 - group, group == 0 ? last_stage : stage, opaque_thread),
+         kv.v(block - 2, last_stage, opaque_thread)}};
+    next.begin();
+    cute::cp_async_wait<0>();
+    turn.await();
+    if (block == block_begin) break;
     if constexpr (Tile::kPacked) {
-      TurnLoads<KvSource> next = loads();
-      cute::cp_async_wait<0>();
-      turn.await();
-      if (block == block_begin) break;
       warp.accumulate_p(p, stage * kStageBytes, next);
-      warp.compute_scores(s, next_stage * kStageBytes, [&] { turn.hand_over(); });
     } else {
-      cute::cp_async_wait<0>();
-      turn.await();
-      if (block == block_begin) break;
       warp.accumulate_p(p, stage * kStageBytes, none);
-      warp.compute_scores(s, next_stage * kStageBytes, [&] { turn.hand_over(); });
-      loads().issue(0, 1);
     }
+    warp.compute_scores(s, next_stage * kStageBytes, [&] { turn.hand_over(); });
+    if constexpr (!Tile::kPacked) next.issue(0, 1);
     cute::cp_async_fence();
     if constexpr (kPaged) next_page = kv.pages.fetch(block - 3 - group, block - 3);
     stage = next_stage;
