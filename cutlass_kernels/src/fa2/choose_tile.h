@@ -153,15 +153,15 @@ struct TileSpeed {
   int masked;  // keys, on average and at most, that a row computes although a causal mask hides them
 };
 
-// From an H100, hd128, of the usual tile's time: 16k keys 0.88, 8k 0.90, 1k 0.96, 512 1.01; causal 16k 0.91, 4k 0.95, 2k
-// 1.04.
+// From an H100, hd128, of the usual tile's time: 16k keys 0.88, 8k 0.90, 1k 0.96, 512 1.01; causal 16k 0.91, 4k 0.95,
+// 2k 1.04.
 constexpr TileSpeed kUsualSpeed{128, 1.1, 0, 48};
 constexpr TileSpeed kTurnsSpeed{256, 1.0, 60, 160};
 // Loads among the products, and the rows' tokens and heads, cost 1 to 6 %; a causal mask hides fewer of their keys.
 constexpr TileSpeed kPackedTurnsSpeed{256, 1.02, 60, 160};
 
 // About how long the device takes if all requests are as long, in waves of equal thread blocks. (A last wave of one
-// thread block per SM takes as long as of two: 28/4 heads, 8 x 512 rows over 8k, 3.4 waves, as long as 32/8 heads, 3.9.)
+// thread block per SM takes as long as of two: 28/4 heads, 8 x 512 rows over 8k, 3.4 waves, as long as 32/8, 3.9.)
 inline double estimated_time(const AttentionParams& params, const TileShape& shape,
                              const TileSpeed& speed, const Device& device) {
   const std::int64_t rows = params.total_q / params.batch_size;

@@ -23,7 +23,7 @@
 //            when it arrives; K(t) stays
 //   group 1  K(t), V(t - 1): read in turn t - 1, which group 0 has left when it arrives in turn t
 // Before it arrives in its next turn, a thread waits for its loads, so that whoever passes a barrier finds the rows of
-// both groups. (racecheck reports V(t) as overwritten in turn t + 1: it does not follow bar.arrive, in a minimal kernel either.)
+// both groups. (racecheck reports V(t) as overwritten in turn t + 1: it does not follow bar.arrive.)
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
