@@ -26,7 +26,7 @@ import pairs
 import pytest
 import ran
 import torch
-from environment import choose_backend
+from environment import choose_backend, why_no_fa3
 from hypothesis import HealthCheck, Phase, settings
 
 # What each backend refuses when asked for by name. A feature that starts to work is removed here, and the same tests
@@ -104,12 +104,6 @@ def _why_no_gpu() -> str | None:
     return None
 
 
-def _why_no_fa3() -> str | None:
-    import cutlass_kernels
-
-    return " ".join(cutlass_kernels.explain(device="cuda:0").reasons["fa3"]) or None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     package = importlib.util.find_spec("cutlass_kernels")
@@ -157,7 +151,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     mark, what = ("gpu", "needs a GPU") if reason is not None else ("hopper", "needs fa3")
     if reason is None:
-        reason = _why_no_fa3()
+        reason = why_no_fa3()
     if reason is not None:
         for item in items:
             if item.get_closest_marker(mark):

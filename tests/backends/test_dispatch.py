@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from compare import assert_close
-from environment import choose_backend
+from environment import choose_backend, why_no_fa3
 from problems import Options, expect, make_batch
 
 import cutlass_kernels as ck
@@ -282,7 +282,7 @@ def test_version_and_public_names():
 def test_kernels_serve_what_they_should(features, head_dim, clean_environment):
     said = ck.explain(device="cuda:0", head_dim_qk=head_dim, num_qo_heads=8, num_kv_heads=2, features=features)
     assert not said.reasons["fa2"]
-    assert said.selected == ("fa3" if torch.cuda.get_device_capability() == (9, 0) else "fa2")
+    assert said.selected == ("fa2" if why_no_fa3() else "fa3")
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
+from environment import why_no_fa3
 from problems import Options, expect, make_batch
 from test_kernels import OPTIONS, attend, check, check_masks, every_kind_of_tile, masked_heads_and_rows
 
@@ -50,7 +51,7 @@ def test_long_page_tables(kernel_backend, dims, page_size):
 def test_decode(dims, heads, lens):
     batch = make_batch([1] * len(lens), lens, *heads, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, device=DEVICE)
     want = expect(batch)
-    for backend in ("auto", "fa2", "fa3") if torch.cuda.get_device_capability() == (9, 0) else ("auto", "fa2"):
+    for backend in ("auto", "fa2") if why_no_fa3() else ("auto", "fa2", "fa3"):
         out, _ = attend(backend, batch, Options(), page_size=16)
         assert_close(out, want.out, want.baseline)
         assert_bitwise(attend(backend, batch, Options(), page_size=16)[0], out)

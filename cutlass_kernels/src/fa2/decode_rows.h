@@ -14,6 +14,7 @@
 #include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/numeric.h"
+#include "common/ptx/atomic.h"
 #include "common/tickets.h"
 #include "fa2/key_sharing.h"
 #include "fa2/params.h"
@@ -32,9 +33,10 @@ struct DecodeRows {
   static constexpr int kRows = Tile::kBlockM;
   static constexpr int kGroups = KeySharing<Tile>::kMaxGroups;
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
-  // 64 registers for their partial results. The second kernel, with fewer ahead, rounds otherwise: with a fixed split
-  // size, where results must not depend on the batch, no tile combines here.
-  static constexpr int kSplitsAhead = 16 / kPanels;
+  // 128 registers for their partial results, or 64 where ptxas would take more from the main loop. The second kernel, with
+  // fewer ahead, rounds otherwise: with a fixed split size, where results must not depend on the batch, no tile combines
+  // here.
+  static constexpr int kSplitsAhead = (Tile::kBlocksPerSm <= 2 && kPanels <= 2 ? 32 : 16) / kPanels;
   // Floats [group][row][column], where K and V were; then (m, sum) [group][row]. Rows are eight floats apart in their
   // banks: the threads of a warp write 32 different pairs of banks, or two to each.
   static constexpr int kPitch = Tile::kHeadDim + 8;
@@ -92,74 +94,63 @@ struct DecodeRows {
     for (int row = first_row(); row < rows; row += kRowsAtOnce) {
       const int token = int(params.pack.divide(row));
       const int of_head = head + row - token * heads;
-      float m = -INFINITY;
-      for (int g = 0; g < kGroups; ++g) m = fmaxf(m, maximum_and_sum(g, row).x);
-      float sum = 0.0f;
-      float result[kPanels][4] = {};  // (panel of 128 columns, the lane's four)
-      CUTE_NO_UNROLL
-      for (int g = 0; g < kGroups; ++g) {
-        const float2 of_group = maximum_and_sum(g, row);
-        // Masked keys have p = 0, but their V may be infinite: what saw no key does not count.
-        if (has_no_key(of_group.x, of_group.y)) continue;
-        const float weight = of_group.x == m ? 1.0f : exp2_approx(of_group.x - m);
-        sum = fmaf(of_group.y, weight, sum);
-        CUTE_UNROLL
-        for (int c = 0; c < kPanels; ++c) {
-          const int column = c * 128 + lane * 4;
-          if (column < Tile::kColumns) {
-            const float4 x = *reinterpret_cast<const float4*>(columns(g, row) + column);
-            result[c][0] = fmaf(x.x, weight, result[c][0]);
-            result[c][1] = fmaf(x.y, weight, result[c][1]);
-            result[c][2] = fmaf(x.z, weight, result[c][2]);
-            result[c][3] = fmaf(x.w, weight, result[c][3]);
-          }
-        }
-      }
+      const CombinedRow<kPanels> combined = combine_groups(row);
       if constexpr (kGeneral && Tile::kKvBytes == 2) {
         if (p.stats != nullptr && lane == 0) {
-          params.stats.store(p, std::int64_t(work.q_begin) + first_token + token, of_head, m, sum);
+          params.stats.store(p, std::int64_t(work.q_begin) + first_token + token, of_head,
+                             combined.m, combined.sum);
         }
       }
-      if (partial) {
-        const std::int64_t at =
-            TilePartials{work.partial_row, work.num_splits}.at(p, token, of_head, work.split);
-        float* to = partial_o(p, at);
-        CUTE_UNROLL
-        for (int c = 0; c < kPanels; ++c) {
-          const int column = c * 128 + lane * 4;
-          if (column < p.head_dim_vo) {
-            *reinterpret_cast<float4*>(to + column) = {result[c][0], result[c][1], result[c][2],
-                                                       result[c][3]};
-          }
+      if (!partial) {
+        store_row<Element>(p, combined, work.batch,
+                           std::int64_t(work.q_begin) + first_token + token, of_head);
+        continue;
+      }
+      const std::int64_t at =
+          TilePartials{work.partial_row, work.num_splits}.at(p, token, of_head, work.split);
+      float* to = partial_o(p, at);
+      CUTE_UNROLL
+      for (int c = 0; c < kPanels; ++c) {
+        const int column = c * 128 + lane * 4;
+        const auto& x = combined.o[c];
+        if (column < p.head_dim_vo) {
+          *reinterpret_cast<float4*>(to + column) = {x[0], x[1], x[2], x[3]};
         }
-        if (lane == 0) *partial_max_sum(p, at) = {m, sum};
-      } else {
-        float sink_weight = 1.0f;
-        const FinishedRow finished =
-            finish_row(m, sum, p.sinks, of_head, [&](float weight) { sink_weight = weight; });
-        const float scale = finished.scale(sink_weight) *
-                            (p.v_scale * scale_of(p.output_scale, work.batch, of_head));
-        CUTE_UNROLL
-        for (int i = 0; i < kPanels * 4; ++i) result[i / 4][i % 4] *= scale;
-        const std::int64_t at = std::int64_t(work.q_begin) + first_token + token;
-        char* to =
-            static_cast<char*>(p.o.data) + 2 * (at * p.o.stride_token + of_head * p.o.stride_head);
-        CUTE_UNROLL
-        for (int c = 0; c < kPanels; ++c) {
-          const int column = c * 128 + lane * 4;
-          if (column < p.head_dim_vo) {
-            *reinterpret_cast<uint2*>(to + 2 * column) = {
-                Element::pack(result[c][0], result[c][1]),
-                Element::pack(result[c][2], result[c][3])};
-          }
-        }
-        if (p.lse != nullptr && lane == 0) {
-          p.lse[at * p.lse_stride_token + of_head * p.lse_stride_head] =
-              finished.lse() * p.lse_scale;
+      }
+      if (lane == 0) *partial_max_sum(p, at) = {combined.m, combined.sum};
+    }
+    if (partial && p.plan.combine_counters != nullptr) merge_if_last(rows, heads);
+  }
+
+  // What the groups of warps have found of a row, from shared memory.
+  CUTE_DEVICE CombinedRow<kPanels> combine_groups(int row) const {
+    const int lane = threadIdx.x % 32;
+    float2 max_sum[kGroups];
+    float4 of_group[kGroups][kPanels];
+    CUTE_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      max_sum[g] = maximum_and_sum(g, row);
+      CUTE_UNROLL
+      for (int c = 0; c < kPanels; ++c) {
+        const int column = c * 128 + lane * 4;
+        of_group[g][c] = {};
+        if (column < Tile::kColumns) {
+          of_group[g][c] = *reinterpret_cast<const float4*>(columns(g, row) + column);
         }
       }
     }
-    if (partial && p.plan.combine_counters != nullptr) merge_if_last(rows, heads);
+    CombinedRow<kPanels> combined;
+    CUTE_UNROLL
+    for (int g = 0; g < kGroups; ++g) combined.m = fmaxf(combined.m, max_sum[g].x);
+    CUTE_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      // Masked keys have p = 0, but their V may be infinite: what saw no key does not count.
+      if (has_no_key(max_sum[g].x, max_sum[g].y)) continue;
+      const float weight =
+          max_sum[g].x == combined.m ? 1.0f : exp2_approx(max_sum[g].x - combined.m);
+      combined.add(weight, max_sum[g].y, of_group[g]);
+    }
+    return combined;
   }
 
   // By the same warps. Without counters another kernel merges.
@@ -168,15 +159,13 @@ struct DecodeRows {
     volatile int* is_last = reinterpret_cast<int*>(shared_memory);  // where Q was
     __syncthreads();
     if (threadIdx.x == 0) {
-      const unsigned long long last = work.num_splits - 1;
+      const TicketCounter last = work.num_splits - 1;
       const int counter = combine_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
-      // Releases what the barrier has shown this thread, and acquires what the others counted after, for the block:
-      // combine_splits() reads past the L1 cache, so one thread's fences are enough.
-      __threadfence();
-      *is_last =
-          take_ticket(reinterpret_cast<unsigned long long*>(p.plan.combine_counters + counter),
-                      last + 1) == last;
-      __threadfence();
+      // Releases what the barrier has shown this thread, and acquires what the others released, for the block:
+      // combine_splits() reads past the L1 cache, so one thread's order is enough.
+      *is_last = take_ticket<OrderingAtomics>(
+                     reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
+                     last + 1) == last;
     }
     __syncthreads();
     if (!*is_last) return;

@@ -3,6 +3,7 @@
 
 #include "common/find_work.h"
 #include "common/mask.h"
+#include "common/ptx/atomic.h"
 #include "common/tickets.h"
 #include "fa3/pair.h"
 #include "fa3/params.h"
@@ -20,7 +21,7 @@ class TileClaims {
   CUTE_DEVICE TileClaims(const KernelParams& params, const Shared<Tile>& shared)
       : params_(params),
         shared_(shared),
-        counter_(reinterpret_cast<unsigned long long*>(params.attention.plan.tile_counter)),
+        counter_(reinterpret_cast<TicketCounter*>(params.attention.plan.tile_counter)),
         claimers_(int(gridDim.x) / Tile::kCtasPerTile),
         index_(-1) {
     if constexpr (!Tile::kInSlots) count_ = params.order.tiles * params.heads;
@@ -43,7 +44,8 @@ class TileClaims {
         // As many tickets as there are tile indices: one for each but the CTAs' first, and one with which each CTA is
         // refused.
         const bool is_first = index_ < claimers_;
-        index_ = claimers_ + int(take_ticket(counter_, (unsigned long long)(count()), is_first));
+        index_ = claimers_ +
+                 int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count()), is_first));
       }
       // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
       if (unsigned(index_) >= unsigned(count())) return false;

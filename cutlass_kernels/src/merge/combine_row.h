@@ -32,10 +32,12 @@ struct CombinedRow {
     for (int i = 0; i < kPanels * 4; ++i) o[i / 4][i % 4] *= weight;
     return reference;
   }
-  // Adds (m, sum) and o that are relative to 2^their_m, where the own m is raised to theirs already.
-  CUTE_DEVICE void add(float reference, const float2& max_sum, const float4 (&their_o)[kPanels]) {
-    const float weight = exp2_approx(max_sum.x - reference);
-    sum = fmaf(weight, max_sum.y, sum);
+  // Adds `weight` times sum and o of another part, whose weight relative to the own m is known.
+  CUTE_DEVICE void add(float weight, float their_sum, const float4 (&their_o)[kPanels]) {
+    sum = fmaf(weight, their_sum, sum);
+    add(weight, their_o);
+  }
+  CUTE_DEVICE void add(float weight, const float4 (&their_o)[kPanels]) {
     CUTE_UNROLL
     for (int c = 0; c < kPanels; ++c) {
       o[c][0] = fmaf(weight, their_o[c].x, o[c][0]);
@@ -46,42 +48,59 @@ struct CombinedRow {
   }
 };
 
-// Combines the `part`-th of `parts` shares of a row's splits: kAhead of them in turn, whose loads are in flight
-// together. Every lane reads the maxima and sums of all, which takes fewer instructions than to hand them round: the
-// kernel that combines waits for instructions longer than for data. Reads past the L1 cache, which may hold what was
-// there before other thread blocks of the same kernel wrote.
+// Combines the `part`-th of `parts` shares of a row's splits: kAhead of them in turn, 32 at most, whose loads are in
+// flight together. A lane reads the maximum and the sum of one, and hands its weight to the others. Reads past the L1
+// cache, which may hold what was there before other thread blocks of the same kernel wrote.
 template <int kPanels, int kAhead>
 CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const TilePartials& partials,
                                                 int row, int head, int part = 0, int parts = 1) {
+  constexpr int kAtOnce = kAhead < 8 ? kAhead : 8;  // to one branch
+  const int lane = threadIdx.x % 32;
+  const int split_of_lane = lane % kAhead;
   const std::int64_t at = partials.at(p, row, head, part * kAhead);
-  const auto* max_sums = reinterpret_cast<const float2*>(partial_max_sum(p, at));
-  const float* values = partial_o(p, at) + threadIdx.x % 32 * 4;
+  const auto* max_sums = reinterpret_cast<const float2*>(partial_max_sum(p, at)) + split_of_lane;
+  const float* values = partial_o(p, at) + lane * 4;
   CombinedRow<kPanels> combined;
   CUTE_NO_UNROLL
   for (int first = part * kAhead; first < partials.num_splits; first += parts * kAhead) {
-    float2 max_sum[kAhead];
+    const int count = partials.num_splits - first;
+    float2 max_sum{-INFINITY, 0.0f};
+    if (split_of_lane < count) max_sum = __ldcg(max_sums);
     float4 o[kAhead][kPanels];
     CUTE_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      max_sum[i] = {-INFINITY, 0.0f};
+    for (int some = 0; some < kAhead; some += kAtOnce) {
+      if (some >= count) break;
       CUTE_UNROLL
-      for (int c = 0; c < kPanels; ++c) o[i][c] = {};
-      if (first + i < partials.num_splits) {
-        max_sum[i] = __ldcg(max_sums + i);
+      for (int i = some; i < some + kAtOnce; ++i) {
         CUTE_UNROLL
         for (int c = 0; c < kPanels; ++c) {
-          if (c * 128 + int(threadIdx.x % 32) * 4 < p.head_dim_vo) {
+          o[i][c] = {};
+          if (i < count && c * 128 + lane * 4 < p.head_dim_vo) {
             o[i][c] = __ldcg(reinterpret_cast<const float4*>(values + i * p.head_dim_vo + c * 128));
           }
         }
       }
     }
-    float top = combined.m;
+    float top = max_sum.x;
     CUTE_UNROLL
-    for (int i = 0; i < kAhead; ++i) top = fmaxf(top, max_sum[i].x);
-    const float reference = combined.raise(top);
+    for (int lanes = kAhead / 2; lanes > 0; lanes /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+    }
+    const float weight = exp2_approx(max_sum.x - combined.raise(fmaxf(top, combined.m)));
+    float sum = weight * max_sum.y;
     CUTE_UNROLL
-    for (int i = 0; i < kAhead; ++i) combined.add(reference, max_sum[i], o[i]);
+    for (int lanes = kAhead / 2; lanes > 0; lanes /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    }
+    combined.sum += sum;
+    CUTE_UNROLL
+    for (int some = 0; some < kAhead; some += kAtOnce) {
+      if (some >= count) break;
+      CUTE_UNROLL
+      for (int i = some; i < some + kAtOnce; ++i) {
+        combined.add(__shfl_sync(0xffffffffu, weight, i), o[i]);
+      }
+    }
     max_sums += parts * kAhead;
     values += std::int64_t(parts * kAhead) * p.head_dim_vo;
   }

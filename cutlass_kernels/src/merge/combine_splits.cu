@@ -46,7 +46,8 @@ struct SharedRows {
     float4 theirs[kPanels];
     CUTE_UNROLL
     for (int c = 0; c < kPanels; ++c) theirs[c] = o[warp][c][threadIdx.x % 32];
-    row.add(row.raise(fmaxf(row.m, max_sum[warp].x)), max_sum[warp], theirs);
+    const float weight = exp2_approx(max_sum[warp].x - row.raise(fmaxf(row.m, max_sum[warp].x)));
+    row.add(weight, max_sum[warp].y, theirs);
   }
 };
 
