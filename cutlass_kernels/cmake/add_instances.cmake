@@ -147,7 +147,12 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   set(kv_dtype_enum "${CK_CPP_DTYPE_${kv_dtype}}")
   set(CK_KV_ELEMENT "${CK_TOKEN_${kv_dtype}}")
   set(source "${CK_GENERATED}/${CK_NAME}.cu")
-  configure_file("${CK_DIR}/src/${CK_BACKEND}/${CK_TEMPLATE_${dtype}}" "${source}" @ONLY)
+  set(template "${CK_DIR}/src/${CK_BACKEND}/${CK_TEMPLATE_${dtype}}")
+  set(converted "${CK_DIR}/src/${CK_BACKEND}/attention_converted.cu.in")
+  if(NOT dtype STREQUAL kv_dtype AND EXISTS "${converted}")
+    set(template "${converted}")
+  endif()
+  configure_file("${template}" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_${CK_BACKEND}}")
 
   if(CK_EVERY_ARCH_${CK_BACKEND})

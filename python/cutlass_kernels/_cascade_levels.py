@@ -22,7 +22,7 @@ from ._signatures import Cascade, typed_as
 from ._spellings import spellings
 
 # What the first plan of a level decides for all later ones, where runs may have been captured.
-_PINNED = ("_max_total_num_rows", "_graph_general", "_graph_short", "_graph_split")
+_PINNED = ("_max_total_num_rows", "_graph_general", "_graph_rows", "_graph_split")
 
 Tensors = Sequence[torch.Tensor]
 

@@ -59,7 +59,8 @@ def explain(
         num_qo_heads, num_kv_heads: default 32, num_qo_heads.
         head_dim_qk, head_dim_vo: default 128, head_dim_qk.
         features: of "causal", "window", "chunk", "custom_mask", "multi_item", "soft_cap", "alibi", "rope", "sinks",
-            "paged", "short_queries", "stats", "head_scale", "tensor_scale", "unaligned", "unsized", "fp8_copies".
+            "paged", "short_queries", "fp8_few_rows", "fp8_some_rows", "stats", "head_scale", "tensor_scale",
+            "unaligned", "unsized", "fp8_copies".
 
     Returns:
         An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``. The

@@ -161,8 +161,9 @@ class Plan:
         backend, request, schedule = self.backend, self.request, self.schedule
         if options != self.options or not _is_plain(problem):
             request = _request.Request.from_problem(problem, self.split.alone)
-            if "short_queries" not in self.request.features:  # the plan's word, also where a later one has fewer rows
-                request = request._replace(features=request.features - {"short_queries"})
+            # What kernels may do for so few rows is the plan's word, also where a later one has fewer.
+            other, own = request.features - _request.ROW_FEATURES, self.request.features & _request.ROW_FEATURES
+            request = request._replace(features=other if other == request.features else other | own)
             backend = _select.select(self.place.backend, request)
         if backend in KERNEL_BACKENDS:
             general = _kernels.is_general(problem)
@@ -301,10 +302,11 @@ def request_of(
     masked: bool,
     multi_item: bool,
     page_size: int | None,
-    short: bool,
+    of_rows: str,
     layout: _request.Layout | None,
 ) -> _request.Request:
-    """The facts that decide the backend of a plan. ``window`` and ``soft_cap``: whether there is one."""
+    """The facts that decide the backend of a plan. ``window`` and ``soft_cap``: whether there is one. ``of_rows``: see
+    ``feature_of_rows``."""
     used = {
         "custom_mask": masked and not multi_item,
         "multi_item": multi_item,
@@ -316,7 +318,6 @@ def request_of(
         "rope": pos_encoding_mode == "ROPE_LLAMA",
         "paged": page_size is not None,
         "fp8_copies": shape.q_dtype in FP8_DTYPES and (page_size or 0) % _request.FP8_PAGE > 0,
-        "short_queries": short,
     }
     return _request.Request(
         device.type,
@@ -328,6 +329,6 @@ def request_of(
         shape.num_kv_heads,
         shape.head_dim_qk,
         shape.head_dim_vo,
-        frozenset(name for name, is_used in used.items() if is_used),
+        frozenset(name for name, is_used in used.items() if is_used) | {of_rows} - {""},
         layout,
     )

@@ -26,6 +26,8 @@ FEATURES = frozenset(
         "sinks",
         "paged",
         "short_queries",
+        "fp8_few_rows",
+        "fp8_some_rows",
         "stats",
         "head_scale",
         "tensor_scale",
@@ -38,13 +40,20 @@ FEATURES = frozenset(
 # Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
 ORDINARY = 1 << 30
 
-# fp8 keys and values below 16-bit queries. Kernels of fa2 can read them as they are, once for every 64 query rows, of
-# all heads that share a key head. All other kernels compute from 16-bit copies: making and reading these moves five
-# times the bytes, but then fa3 computes faster. So up to this many rows of a request, on average, fa2 reads the cache
-# itself, and comes first under "auto"; beyond, and where nobody knows the number of rows when a batch is planned,
-# copies are made. An explicit backend is what it says, and the rule then decides only about copies. Up to 64 rows fa2
-# waits for memory, or nearly; of each 64 more it takes as long again, and copies two to three times as long as that.
-SHORT_ROWS = 128
+# fp8 keys and values below 16-bit queries, by rows of a request times the heads that share a key head, on average.
+# Some kernels read them as they are: fa2's convert the keys anew for every 64 rows, fa3's (of pages of e4m3) for every
+# 128, on warps of their own. The others compute from 16-bit copies, which move five times the bytes and take twice the
+# memory of the cache. So up to SHORT_ROWS fa2 comes first under "auto", which waits for memory; up to FEW_ROWS fa2 may
+# read the cache itself, up to SOME_ROWS fa3 may. Beyond, and where nobody knows the number of rows when a batch is
+# planned, copies are made. An explicit backend is what it says, and the rule then decides only about copies.
+#
+# 8 requests over 8k keys, 32/8 heads, hd128, bf16, us on an H100, of 8, 16, 32, 128, 256, 512 rows: fa2 63, 103, 190;
+# fa3 67, 69, 83, 271, 528, 1010; from copies (fa3) 354, 534, 890 of 128 and more.
+SHORT_ROWS = 32
+FEW_ROWS = 128
+SOME_ROWS = 1024
+SOME_ROWS_OF_256 = 256  # of head dimension 256, whose tiles have 64 rows: 8 x 128 rows 767, from copies about 670
+ROW_FEATURES = frozenset({"short_queries", "fp8_few_rows", "fp8_some_rows"})
 
 
 class Layout(NamedTuple):
@@ -72,7 +81,8 @@ class Request(NamedTuple):
     ``FEATURES``: what the mask, the logits, the output and the tensors ask for beyond plain attention.
     ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
     scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
-    ``short_queries`` that fa2 comes first, and reads fp8 keys and values as they are (``are_short``),
+    ``short_queries`` that fa2 comes first, ``fp8_few_rows`` and ``fp8_some_rows`` that kernels may read fp8 keys and
+    values as they are (``feature_of_rows``),
     ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (``copies_fp8``).
     ``layout`` is None where every kernel takes such numbers of rows and strides.
     """
@@ -91,7 +101,7 @@ class Request(NamedTuple):
 
     @classmethod
     def from_problem(cls, problem: Problem, alone: bool = False) -> Request:
-        """The facts of a problem; for ``alone`` see ``are_short``."""
+        """The facts of a problem; for ``alone`` see ``feature_of_rows``."""
         q, kv, out = problem.q, problem.kv, problem.output.out
         k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
         features, layout = _features(problem), None
@@ -105,8 +115,9 @@ class Request(NamedTuple):
         requests = 1 if problem.qo_indptr is None else problem.qo_indptr.numel() - 1
         dims = (q.size(2), v.size(-1))
         group_size = q.size(1) // k.size(-2)
-        if are_short(q.dtype, k.dtype, q.size(0), requests, group_size, dims, alone) and is_aligned(k, v, to=16):
-            features.add("short_queries")
+        of_rows = feature_of_rows(q.dtype, k.dtype, q.size(0), requests, group_size, dims, alone)
+        if of_rows and is_aligned(k, v, to=16):
+            features.add(of_rows)
         return cls(
             q.device.type,
             compute_capability(q.device),
@@ -134,7 +145,7 @@ class Request(NamedTuple):
         return f"{text}, {' '.join(sorted(self.features))}" if self.features else text
 
 
-def are_short(
+def feature_of_rows(
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     rows: int | None,
@@ -142,8 +153,9 @@ def are_short(
     group_size: int,
     head_dims: tuple[int, int],
     alone: bool = False,
-) -> bool:
-    """Whether a batch is for fa2 first: see ``SHORT_ROWS`` for fp8 keys and values, is_decode.h for others.
+) -> str:
+    """The one of ``ROW_FEATURES`` that a batch has, or "": see ``SHORT_ROWS`` for fp8 keys and values, is_decode.h for
+    others.
 
     ``rows`` are those of all requests, None where they are unknown. Rows of an fp8 cache with other ``head_dims`` than
     multiples of 16 are rarely aligned as kernels that read it need them. ``alone`` means that results of a request must
@@ -151,11 +163,20 @@ def are_short(
     cost decoding more than they gain prompts, and fa3 takes all of 16 bits.
     """
     if q_dtype not in HALF_DTYPES:
-        return False
+        return ""
     if kv_dtype == q_dtype:
-        return rows is not None and _native.is_decode(rows, requests, group_size, *head_dims, alone)
-    few = alone or (rows is not None and rows * group_size <= SHORT_ROWS * requests)
-    return few and kv_dtype in FP8_DTYPES and not (head_dims[0] | head_dims[1]) % 16
+        is_decode = rows is not None and _native.is_decode(rows, requests, group_size, *head_dims, alone)
+        return "short_queries" if is_decode else ""
+    if kv_dtype not in FP8_DTYPES or (head_dims[0] | head_dims[1]) % 16:
+        return ""
+    if alone:
+        return "short_queries"
+    most = SOME_ROWS if max(head_dims) <= 128 else SOME_ROWS_OF_256
+    if rows is None or rows * group_size > most * requests:
+        return ""
+    if rows * group_size > FEW_ROWS * requests:
+        return "fp8_some_rows"
+    return "fp8_few_rows" if rows * group_size > SHORT_ROWS * requests else "short_queries"
 
 
 def mask_features(mask: Mask) -> set[str]:

@@ -1,7 +1,7 @@
 """Chooses who computes an attention problem, can say why, and computes it.
 
 ``reasons`` lists why a backend cannot serve a ``Request``; ``select`` takes the first of fa3, fa2,
-reference that has none, or of fa2, fa3, reference for short queries (``_request.are_short``).
+reference that has none, or of fa2, fa3, reference for short queries (``_request.feature_of_rows``).
 
 Environment: ``CUTLASS_KERNELS_BACKEND`` (fa2, fa3 or reference) overrides ``backend='auto'``;
 ``CUTLASS_KERNELS_FORCE_BACKEND`` overrides every backend, for engines that always name one.
@@ -138,10 +138,10 @@ def _resolve(requested: str, request: Request) -> tuple[str, tuple[str, ...]]:
 
 def preferred(request: Request) -> tuple[str, ...]:
     """The backends in the order in which "auto" asks them."""
-    short = request.device_type == "cuda" and "short_queries" in request.features
-    if short and (request.kv_dtype not in FP8_DTYPES or _kernels.reads_as_is("fa2", request)):
-        return ("fa2", *(name for name in BACKENDS if name != "fa2"))
-    return BACKENDS
+    first = request.device_type == "cuda" and "short_queries" in request.features
+    if request.device_type == "cuda" and request.kv_dtype in FP8_DTYPES and request.q_dtype not in FP8_DTYPES:
+        first = _kernels.reads_as_is("fa2", request) and (first or not _kernels.reads_as_is("fa3", request))
+    return ("fa2", *(name for name in BACKENDS if name != "fa2")) if first else BACKENDS
 
 
 def _sentences(backend: str, request: Request, against: Iterable[str]) -> str:

@@ -77,7 +77,7 @@ class BatchPrefillWrapper(Copied):
         self._graph_mask = False
         self._graph_mask_words: torch.Tensor | None = None  # the mask buffer, or the copy of it that kernels read
         self._graph_general: bool | None = None
-        self._graph_short: bool | None = None  # the first plan's: captured runs keep their kernel
+        self._graph_rows: str | None = None  # the first plan's: captured runs keep their kernel
         self._graph_split: tuple[int, bool, int] | None = None
         if self._use_cuda_graph:
             self._check_buffers(buffers)
@@ -346,14 +346,15 @@ class BatchPrefillWrapper(Copied):
         page_size, layout = batch.page_size, None
         if page_size is None and max(total_q or 0, batch.kv.last or 0) > _request.ORDINARY:
             layout = _request.Layout.of(total_q or 0, batch.kv.last or 0)
-        short = self._graph_short
-        if short is None:
+        of_rows = self._graph_rows
+        if of_rows is None:
             dims, group_size = (shape.head_dim_qk, shape.head_dim_vo), shape.num_qo_heads // shape.num_kv_heads
             kv_dtype = shape.cast or shape.kv_dtype
-            short = _request.are_short(shape.q_dtype, kv_dtype, total_q, batch.size, group_size, dims, split.alone)
+            sizes = (total_q, batch.size, group_size, dims, split.alone)
+            of_rows = _request.feature_of_rows(shape.q_dtype, kv_dtype, *sizes)
         window, cap = values.window_left >= 0, values.logits_soft_cap > 0.0
         mode, causal = values.pos_encoding_mode, values.causal
-        return request_of(self.device, shape, mode, causal, window, cap, masked, multi_item, page_size, short, layout)
+        return request_of(self.device, shape, mode, causal, window, cap, masked, multi_item, page_size, of_rows, layout)
 
     def _pack(
         self,
@@ -434,7 +435,7 @@ class BatchPrefillWrapper(Copied):
             self._max_total_num_rows = plan.total_q
         if self._use_cuda_graph and plan.schedule is not None:
             self._graph_general = plan.schedule.general
-            self._graph_short = "short_queries" in plan.request.features
+            self._graph_rows = next(iter(plan.request.features & _request.ROW_FEATURES), "")
             self._graph_split = self._graph_rule(plan)
         self._cached_q_data_type = plan.shape.q_dtype
         self._cached_kv_data_type = plan.shape.kv_dtype

@@ -18,32 +18,37 @@ DEVICE = "cuda:0"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF = [torch.float16, torch.bfloat16]
 FP8 = [E4M3, E5M2]
-MOST = _request.SHORT_ROWS
+SHORT, FEW, SOME = _request.SHORT_ROWS, _request.FEW_ROWS, _request.SOME_ROWS
+READERS = ["fa2", pytest.param("fa3", marks=pytest.mark.hopper)]  # fa3 of e4m3 in pages
 
 
 # --- who reads them ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "types,rows,requests,group_size,dims,short",
+    "types,rows,requests,group_size,dims,feature",
     [
-        ((torch.float16, E4M3), 4, 4, 8, (128, 128), True),
-        ((torch.bfloat16, E5M2), MOST // 4, 1, 4, (64, 64), True),
-        ((torch.bfloat16, E5M2), MOST // 4 + 1, 1, 4, (64, 64), False),
-        ((torch.bfloat16, E4M3), MOST // 2 + 1, 2, 4, (64, 64), False),  # the average counts
-        ((torch.bfloat16, E4M3), MOST, 1, 1, (80, 80), True),
-        ((torch.bfloat16, E4M3), 4, 4, 8, (72, 128), False),  # rows of 72 bytes
-        ((torch.bfloat16, E4M3), None, 4, 8, (128, 128), False),
-        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (72, 72), True),
-        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (192, 128), False),  # which fa2 would pad
-        ((torch.bfloat16, torch.bfloat16), 9, 4, 8, (128, 128), False),
-        ((torch.bfloat16, torch.bfloat16), 1, 4, 32, (128, 128), False),  # more heads than rows of the tile
-        ((torch.bfloat16, torch.float16), 4, 4, 4, (128, 128), False),
-        ((E4M3, E4M3), 4, 4, 8, (128, 128), False),
+        ((torch.float16, E4M3), 4, 4, 8, (128, 128), "short_queries"),
+        ((torch.bfloat16, E5M2), SHORT // 4, 1, 4, (64, 64), "short_queries"),
+        ((torch.bfloat16, E5M2), SHORT // 4 + 1, 1, 4, (64, 64), "fp8_few_rows"),
+        ((torch.bfloat16, E4M3), FEW // 2, 2, 4, (64, 64), "fp8_few_rows"),  # the average counts
+        ((torch.bfloat16, E4M3), FEW // 2 + 1, 2, 4, (64, 64), "fp8_some_rows"),
+        ((torch.bfloat16, E4M3), SOME, 1, 1, (80, 80), "fp8_some_rows"),
+        ((torch.bfloat16, E4M3), SOME + 1, 1, 1, (80, 80), ""),
+        ((torch.bfloat16, E4M3), 64, 1, 4, (256, 256), "fp8_some_rows"),
+        ((torch.bfloat16, E4M3), 65, 1, 4, (256, 256), ""),
+        ((torch.bfloat16, E4M3), 4, 4, 8, (72, 128), ""),  # rows of 72 bytes
+        ((torch.bfloat16, E4M3), None, 4, 8, (128, 128), ""),
+        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (72, 72), "short_queries"),
+        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (192, 128), ""),  # which fa2 would pad
+        ((torch.bfloat16, torch.bfloat16), 9, 4, 8, (128, 128), ""),
+        ((torch.bfloat16, torch.bfloat16), 1, 4, 32, (128, 128), ""),  # more heads than rows of the tile
+        ((torch.bfloat16, torch.float16), 4, 4, 4, (128, 128), ""),
+        ((E4M3, E4M3), 4, 4, 8, (128, 128), ""),
     ],
 )
-def test_short_queries(types, rows, requests, group_size, dims, short):
-    assert _request.are_short(*types, rows, requests, group_size, dims) == short
+def test_feature_of_rows(types, rows, requests, group_size, dims, feature):
+    assert _request.feature_of_rows(*types, rows, requests, group_size, dims) == feature
 
 
 def native_dims() -> set[int]:
@@ -57,6 +62,10 @@ def native_dims() -> set[int]:
         (["short_queries", "paged", "causal", "sinks"], "fa2"),
         (["short_queries", "custom_mask", "tensor_scale"], "fa2"),
         (["short_queries", "rope"], "fa3"),  # rotation takes copies anyway
+        (["fp8_few_rows"], "fa2"),
+        (["fp8_few_rows", "paged"], "fa3"),  # which reads pages
+        (["fp8_few_rows", "paged", "custom_mask", "alibi"], "fa3"),
+        (["fp8_some_rows"], "fa3"),
         (["paged"], "fa3"),
     ],
 )
@@ -84,13 +93,30 @@ def paged_wrapper(backend: str = "fa2", kv_layout: str = "NHD", **graph: Any) ->
     return ck.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=backend, **graph)
 
 
-def run_paged(batch: Batch, page_size: int, options: Options, run_kwargs: dict[str, Any] | None = None, **plan: Any):
+def run_paged(
+    batch: Batch,
+    page_size: int,
+    options: Options,
+    run_kwargs: dict[str, Any] | None = None,
+    backend: str = "fa2",
+    **plan: Any,
+):
     paged = batch.paged(page_size, plan.pop("kv_layout", "NHD"))
-    wrapper = paged_wrapper(kv_layout=paged.kv_layout)
+    wrapper = paged_wrapper(backend, kv_layout=paged.kv_layout)
     types = dict(q_data_type=batch.q.dtype, kv_data_type=batch.k.dtype)
     wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, page_size, **types, **options.plan_kwargs(), **plan)
-    assert wrapper._backend == "fa2" and wrapper._plan_info.schedule.as_is
+    assert wrapper._backend == backend and wrapper._plan_info.schedule.as_is
     return wrapper.run(batch.q, paged.cache, return_lse=True, **(run_kwargs or {}))
+
+
+def run(reader: str, batch: Batch, page_size: int, options: Options, **plan: Any):
+    """Pages, or where the size is 0 the tensors themselves, which fa2 alone reads."""
+    if page_size:
+        return run_paged(batch, page_size, options, backend=reader, **plan)
+    return run_ragged(batch, options, **plan)
+
+
+SOURCES = [("fa2", 0), ("fa2", 16), pytest.param("fa3", 16, marks=pytest.mark.hopper)]
 
 
 def run_ragged(batch: Batch, options: Options, run_kwargs: dict[str, Any] | None = None, **plan: Any):
@@ -105,16 +131,22 @@ def run_ragged(batch: Batch, options: Options, run_kwargs: dict[str, Any] | None
 LENS = ([1, 7, 0, 20], [300, 7, 5, 130])
 
 
+def skip_unless_read(reader: str, fp8: torch.dtype) -> None:
+    if reader == "fa3" and fp8 != E4M3:
+        pytest.skip("fa3 reads e4m3 alone")
+
+
 @pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_types_and_head_dims(page_size, dtype, fp8, dim):
+@pytest.mark.parametrize("reader,page_size", SOURCES)
+def test_types_and_head_dims(reader, page_size, dtype, fp8, dim):
+    skip_unless_read(reader, fp8)
     batch = make_batch(*LENS, 4, 2, dim, dtype=dtype, kv_dtype=fp8, device=DEVICE)
     options = Options(causal=True)
-    check(run_paged(batch, page_size, options) if page_size else run_ragged(batch, options), batch, options)
+    check(run(reader, batch, page_size, options), batch, options)
 
 
 # More than 32 rows of four heads, on average: the kernel for tiles of more rows. Some of its tiles have fewer.
@@ -126,11 +158,12 @@ MORE_LENS = ([16, 33, 1, 0, 20], [300, 70, 5, 9, 640])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("page_size", [0, 5, 16])
-def test_more_rows(page_size, dtype, fp8, dim):
+@pytest.mark.parametrize("reader,page_size", [*SOURCES, ("fa2", 5), pytest.param("fa3", 5, marks=pytest.mark.hopper)])
+def test_more_rows(reader, page_size, dtype, fp8, dim):
+    skip_unless_read(reader, fp8)
     batch = make_batch(*MORE_LENS, 8, 2, dim, dtype=dtype, kv_dtype=fp8, device=DEVICE)
     options = Options(causal=True)
-    check(run_paged(batch, page_size, options) if page_size else run_ragged(batch, options), batch, options)
+    check(run(reader, batch, page_size, options), batch, options)
 
 
 @pytest.mark.gpu
@@ -169,8 +202,10 @@ def test_queries_beyond_fp16(rows, dim):
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_every_finite_number(dim, dtype, fp8):
+@pytest.mark.parametrize("reader", READERS)
+def test_every_finite_number(reader, dim, dtype, fp8):
     # A row that sees one key has its value as output. A query of ones sums up the key.
+    skip_unless_read(reader, fp8)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     finite = codes[torch.isfinite(codes.view(fp8).float())]
     count = len(finite)
@@ -181,7 +216,7 @@ def test_every_finite_number(dim, dtype, fp8):
     for x in (batch.k, batch.v):
         x.view(torch.uint8).copy_(finite[:, None, None].expand(x.shape))
     batch.k.view(torch.uint8)[..., ::2] = batch.k.view(torch.uint8)[..., ::2].roll(1, 0)
-    out, lse = run_paged(batch, 1, Options(sm_scale=1.0))
+    out, lse = run_paged(batch, 1, Options(sm_scale=1.0), backend=reader)
     assert torch.equal(out, batch.v.to(dtype).expand_as(out))
     want = batch.k[..., 1].float() * (dim / 2 * step)
     torch.testing.assert_close(lse, (want * 1.4426950408889634).expand_as(lse), rtol=1e-6, atol=1e-6)
@@ -192,10 +227,11 @@ def test_every_finite_number(dim, dtype, fp8):
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_pages(dim, kv_layout, page_size):
+@pytest.mark.parametrize("reader", READERS)
+def test_pages(reader, dim, kv_layout, page_size):
     batch = make_batch([3, 1, 18], [40, 333, 200], 4, 2, dim, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
     options = Options(causal=True)
-    check(run_paged(batch, page_size, options, kv_layout=kv_layout), batch, options)
+    check(run_paged(batch, page_size, options, kv_layout=kv_layout, backend=reader), batch, options)
 
 
 @pytest.mark.gpu
@@ -221,27 +257,31 @@ MODES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("reader,page_size", SOURCES)
 @pytest.mark.parametrize("lens", [LENS, MORE_LENS], ids=["few rows", "more rows"])
-def test_modes(lens, page_size, dim, name):
+def test_modes(lens, reader, page_size, dim, name):
     batch = make_batch(*lens, 8, 2, dim, kv_dtype=E4M3, device=DEVICE)
     options = MODES[name]
-    check(run_paged(batch, page_size, options) if page_size else run_ragged(batch, options), batch, options)
+    check(run(reader, batch, page_size, options), batch, options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 8}], ids=str)
 @pytest.mark.parametrize("rows", [[1, 5], [16, 20]], ids=["few rows", "more rows"])
-def test_sinks_and_split_keys(rows, split):
+@pytest.mark.parametrize("reader", READERS)
+def test_sinks_and_split_keys(reader, rows, split):
     batch = make_batch(rows, [5000, 2300], 8, 2, 128, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
     options = Options(causal=True, sinks=torch.randn(8, device=DEVICE))
-    check(run_paged(batch, 64, options, dict(sinks=options.sinks), **split), batch, options)
+    check(run_paged(batch, 64, options, dict(sinks=options.sinks), reader, **split), batch, options)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [0, 5])
-def test_masks_of_any_form(page_size):
-    batch = make_batch([3, 20], [300, 150], 4, 2, 64, dtype=torch.bfloat16, kv_dtype=E5M2, device=DEVICE)
+@pytest.mark.parametrize(
+    "reader,page_size,fp8",
+    [("fa2", 0, E5M2), ("fa2", 5, E5M2), *(pytest.param("fa3", n, E4M3, marks=pytest.mark.hopper) for n in (5, 16))],
+)
+def test_masks_of_any_form(reader, page_size, fp8):
+    batch = make_batch([3, 20], [300, 150], 4, 2, 64, dtype=torch.bfloat16, kv_dtype=fp8, device=DEVICE)
     masks = batch.random_masks(0.3)
     masks[0][:, 64:192] = False  # values that nobody sees
     for x in (batch.k, batch.v):
@@ -251,23 +291,20 @@ def test_masks_of_any_form(page_size):
     clean = Batch(batch.qo_lens, batch.kv_lens, batch.q, batch.k.clone(), batch.v.clone())
     for x in (clean.k, clean.v):
         x[70:190].view(torch.uint8).zero_()
-    if page_size:
-        result = run_paged(batch, page_size, Options(), custom_mask=flat)
-    else:
-        result = run_ragged(batch, Options(), custom_mask=flat)
-    check(result, clean, options)
+    check(run(reader, batch, page_size, Options(), custom_mask=flat), clean, options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tensors", [False, True], ids=["floats", "tensors"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_scales(dtype, tensors):
+@pytest.mark.parametrize("reader", READERS)
+def test_scales(reader, dtype, tensors):
     batch = make_batch(*LENS, 4, 2, 128, dtype=dtype, kv_dtype=E4M3, device=DEVICE)
     scales: dict[str, Any] = dict(k_scale=0.7, v_scale=1.3)
     options = Options(causal=True, **scales)
     if tensors:
         scales = {name: torch.tensor([value], device=DEVICE) for name, value in scales.items()}
-    check(run_paged(batch, 16, options, scales), batch, options)
+    check(run_paged(batch, 16, options, scales, reader), batch, options)
 
 
 @pytest.mark.gpu
@@ -328,13 +365,16 @@ def test_runs_may_ask_for_copies_after_all():
 
 
 @pytest.mark.gpu
-def test_captured_runs_follow_later_plans():
+@pytest.mark.parametrize("rows", [1, pytest.param(20, marks=pytest.mark.hopper)])
+def test_captured_runs_follow_later_plans(rows):
     # The first plan's kernel stays, also where a later one has other averages.
-    steps = [([1, 1, 1], [40, 90, 5]), ([1, 0, 2], [1500, 3, 64]), ([0, 0, 1], [1, 1, 1]), ([1, 1, 1], [7, 7, 7])]
+    reader = "fa2" if rows == 1 else "fa3"
+    steps = [([1, 1, 1], [40, 90, 50]), ([1, 0, 2], [1500, 30, 64]), ([0, 0, 1], [1, 1, 30]), ([1, 1, 1], [70, 27, 70])]
+    steps = [([rows * n for n in qo_lens], kv_lens) for qo_lens, kv_lens in steps]
     batches = [make_batch(*step, 8, 2, 128, kv_dtype=E4M3, device=DEVICE, seed=n) for n, step in enumerate(steps)]
 
     wrapper = paged_wrapper("auto", **graph_buffers(3, 256, DEVICE))
-    q = torch.zeros(3, 8, 128, dtype=torch.float16, device=DEVICE)
+    q = torch.zeros(3 * rows, 8, 128, dtype=torch.float16, device=DEVICE)
     cache = torch.zeros(256, 2, 8, 2, 128, device=DEVICE).to(E4M3)
 
     def load(batch: Batch) -> None:
@@ -342,7 +382,7 @@ def test_captured_runs_follow_later_plans():
         q[: len(batch.q)] = batch.q
         cache.view(torch.uint8)[: len(paged.cache)] = paged.cache.view(torch.uint8)
         wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, kv_data_type=E4M3, causal=True)
-        assert wrapper._backend == "fa2" and wrapper._plan_info.schedule.as_is
+        assert wrapper._backend == reader and wrapper._plan_info.schedule.as_is
 
     load(batches[0])
     wrapper.run(q, cache)
@@ -358,7 +398,7 @@ def test_captured_runs_follow_later_plans():
 
 @pytest.mark.gpu
 def test_long_queries_are_computed_from_copies():
-    batch = make_batch([200], [300], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
+    batch = make_batch([SOME // 2 + 1], [SOME], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
     paged = batch.paged(16)
     for backend in ("auto", "fa2"):
         wrapper = paged_wrapper(backend)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/element_bytes.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/packing.h"
@@ -26,9 +27,16 @@ inline std::int64_t keys_in_mask(const AttentionParams& params) {
   return most_keys_of_row(params, total / params.batch_size);
 }
 
+// Whether keys and values of 8 bits become 16-bit ones on the way.
+inline bool converts(const AttentionParams& params) {
+  return size_of(params.kv_dtype) < size_of(params.q_dtype);
+}
+
 // Whether rows of K and V are gathered. The swizzle has a period of eight rows: a box of fewer rows, which no page
 // splits, would not start at one.
-inline bool gathers(const AttentionParams& params) { return params.pages.page_size % 8 != 0; }
+inline bool gathers(const AttentionParams& params) {
+  return params.pages.page_size % 8 != 0 || converts(params);
+}
 
 template <class Tile>
 int packed_tile_rows(const AttentionParams& params) {
@@ -76,6 +84,12 @@ TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
     return packed_tile_shape<typename Tiles::Packed>(params, heads);
   }
   return {Tiles::Large::kBlockM, kRows};
+}
+
+template <int HeadDim>
+TileShape converted_tile_shape(const AttentionParams& params, const Device&) {
+  return packed_tile_shape<typename ConvertedTileTable<HeadDim>::Packed>(
+      params, packed_heads(params, kWarpgroupRows));
 }
 
 // Whether FewKeys takes the place of Large, whose rows are as many: whether a mask leaves few keys to a row, on

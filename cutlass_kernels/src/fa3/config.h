@@ -57,6 +57,9 @@ struct TileDefaults {
   // Of e4m3.
   static constexpr int kTransposers = 0;   // warps that transpose V (transpose_values.h)
   static constexpr int kStagedStages = 0;  // KV blocks of V that wait for them
+
+  // Of e4m3 below 16-bit queries: warps that convert K and V (convert_keys.h), blocks of which wait in staged stages.
+  static constexpr int kConverters = 0;
 };
 
 // The tile with rows of packed heads. A warpgroup without rows drains its stages out of step with the others: there
@@ -85,6 +88,15 @@ struct GatheringByTwo : Gathering<Base> {
   static constexpr int kProducers = 2;
 };
 
+// The packed tile with gathered keys and values of e4m3, which the second producer warpgroup converts.
+template <class Base>
+struct Converting : Gathering<Packing<Base>> {
+  static constexpr int kProducers = 2;
+  static constexpr int kConverters = 4;
+  static constexpr int kStagedStages = 3;
+  static constexpr int kOPanels = 1;
+};
+
 // ---- What follows from it.
 
 template <class Choices>
@@ -105,8 +117,9 @@ struct Tile : Choices {
 
   static constexpr int kBlockM = kWarpgroupRows * kConsumers;
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
-  static constexpr int kCopyWarps =
-      kProducers;  // warps that share the rows of a KV block of K, and as many for V
+  static constexpr bool kConverts = Choices::kConverters > 0;
+  // Warps that share the rows of a KV block of K, and as many for V.
+  static constexpr int kCopyWarps = kConverts ? 1 : kProducers;
 
   // Registers per thread: at the launch, and after setmaxnreg has moved what the producer warpgroup does not need to
   // the consumers. Producers that copy row by row (from small pages, or V under a custom mask) or transpose need
@@ -114,6 +127,7 @@ struct Tile : Choices {
   static constexpr int kLaunchRegisters = std::min(65536 / kCtasPerSm / kThreads / 8 * 8, 240);
   static constexpr int producer_registers(bool copies_rows) {
     if (kTransposers > 0) return 56;
+    if (kConverts) return 64;
     if (kConsumers > 2 || kCtasPerSm > 1) return copies_rows ? 56 : 32;
     return kProducers == 1 && (copies_rows || Choices::kGather) ? 56 : 40;
   }
@@ -261,6 +275,22 @@ struct Hd256Fp8Packed : Packing<Fp8Defaults<256>> {
   static constexpr int kOPanels = 2;
 };
 
+// Keys and values of e4m3 below 16-bit queries: what waits to be converted takes the place of a Q buffer.
+// 128 x 128, 225 KB, 64 / 192.
+struct Hd64Converted : Converting<Hd64General> {
+  static constexpr int kKStages = 4;
+  static constexpr int kVStages = 4;
+};
+// 128 x 128, 225 KB, 64 / 192.
+struct Hd128Converted : Converting<Hd128FewKeys> {
+  static constexpr int kQBuffers = 2;
+};
+// 64 x 64, 217 KB, 64 / 240: of 128 rows, Q would take the memory of the bytes.
+struct Hd256Converted : Converting<Hd256Large> {
+  static constexpr int kConsumers = 1;
+  static constexpr int kQBuffers = 1;
+};
+
 // ---- Which tile serves which problem (choose_tile.h).
 //
 // Large         long queries and keys.
@@ -382,6 +412,23 @@ template <>
 struct Fp8TileTable<256> {
   using Large = Tile<Hd256Fp8Large>;
   using Packed = Tile<Hd256Fp8Packed>;
+};
+
+// The tiles of e4m3 keys and values below 16-bit queries, all packed.
+template <int HeadDim>
+struct ConvertedTileTable;
+
+template <>
+struct ConvertedTileTable<64> {
+  using Packed = Tile<Hd64Converted>;
+};
+template <>
+struct ConvertedTileTable<128> {
+  using Packed = Tile<Hd128Converted>;
+};
+template <>
+struct ConvertedTileTable<256> {
+  using Packed = Tile<Hd256Converted>;
 };
 
 }  // namespace cutlass_kernels::fa3

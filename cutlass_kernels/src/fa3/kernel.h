@@ -28,7 +28,7 @@
 //
 // K and V come from ragged tensors (load.h), under a custom mask with V from load_masked_values.h, from
 // pages by TMA (load_pages.h), or from small pages row by row (load_gather.h), where a second producer warpgroup,
-// warps 4 and 5, may help. Of e4m3, warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V
+// warps 4 and 5, may help. Of e4m3 below 16-bit queries, its four warps convert (convert_keys.h). Of e4m3 throughout, warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V
 // (transpose_values.h).
 //
 // Of head dimension 512, a pair of CTAs computes a tile, each half of its columns (pair.h).
@@ -43,6 +43,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "common/dependent_launch.h"
+#include "fa3/convert_keys.h"
 #include "fa3/find_tiles.h"
 #include "fa3/load.h"
 #include "fa3/load_fp8.h"
@@ -62,14 +63,17 @@ template <class Tile>
 CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
   using Layout = Shared<Tile>;
   constexpr int kConsumerWarps = 4 * Tile::kConsumers;
-  // Gathered rows arrive with every lane's copies, all else by one thread.
-  constexpr int kKeyLoaders = Tile::kGather ? 32 * Tile::kCopyWarps : 1;
+  // Gathered rows arrive with every lane's copies, all else by one thread, of each warp of several.
+  constexpr int kLoaders = Tile::kGather ? 32 * Tile::kCopyWarps : 1;
+  constexpr int kChangers = Tile::kTransposers + Tile::kConverters;
+  constexpr int kKeyLoaders = Tile::kConverts ? Tile::kConverters : kLoaders;
   shared.job_wanted.init(1);
   shared.v_landed.init(1);
   for (int i = 0; i < kJobSlots; ++i) {
     shared.job_full[i].init(1);
     constexpr int kProducerWarps = 1 + Tile::kTransposers;
-    const int producers = Layout::kTransposed ? 32 * kProducerWarps : 1 + k_lanes + v_lanes;
+    const int producers =
+        Layout::kTransposed ? 32 * kProducerWarps : 1 + k_lanes + v_lanes + 32 * Tile::kConverters;
     shared.job_empty[i].init(producers + 32 * kConsumerWarps);
   }
   for (int i = 0; i < Tile::kQBuffers; ++i) {
@@ -84,10 +88,10 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
     shared.v_full[i].init(Layout::kTransposed ? Tile::kTransposers : kKeyLoaders);
     shared.v_empty[i].init(kConsumerWarps);
   }
-  if constexpr (Layout::kTransposed) {
+  if constexpr (Tile::kStagedStages > 0) {
     for (int i = 0; i < Tile::kStagedStages; ++i) {
-      shared.staged_full[i].init(1);
-      shared.staged_empty[i].init(Tile::kTransposers);
+      shared.staged_full[i].init(kLoaders);
+      shared.staged_empty[i].init(kChangers);
     }
   }
   if constexpr (Layout::kPair) {
@@ -105,7 +109,10 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
 template <class Tile, int kPanels, int kStages, bool kIsK, bool kHides>
 CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map,
                       Barrier* full, Barrier* empty, char* stages, int copy_warp) {
-  if constexpr (Tile::kGather) {
+  if constexpr (Tile::kConverts) {
+    gather_keys<Tile, (64 * kPanels + 127) / 128, Tile::kStagedStages, kIsK, kHides>(
+        params, shared, shared.staged_full, shared.staged_empty, shared.staged[0], copy_warp);
+  } else if constexpr (Tile::kGather) {
     gather_keys<Tile, kPanels, kStages, kIsK, kHides>(params, shared, full, empty, stages,
                                                       copy_warp);
   } else if (params.attention.pages.page_size > 0) {
@@ -122,10 +129,16 @@ CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CU
 }
 
 // The producers of 16-bit tensors.
-template <class Tile, bool kHides>
+template <class Element, class Tile, bool kHides>
 CUTE_DEVICE void produce(const KernelParams& params, Shared<Tile>& shared, int warp, int k_lanes,
                          int v_lanes) {
   using Layout = Shared<Tile>;
+  if constexpr (Tile::kConverts) {
+    if (warp >= 4) {
+      convert_keys<Element, Tile>(shared, warp - 4);
+      return;
+    }
+  }
   enum Role { kFindTiles, kLoadQ, kLoadK, kLoadV, kIdle = -1 };
   // Of a second warpgroup, the first two warps copy: on the schedulers that the copying warps of the first leave alone.
   const int role = warp < 4 ? warp : warp < 6 ? warp - 2 : int(kIdle);
@@ -212,7 +225,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     if constexpr (Layout::kTransposed) {
       produce_fp8<Tile, kHides>(params, shared, warp);
     } else {
-      produce<Tile, kHides>(params, shared, warp, k_lanes, v_lanes);
+      produce<Element, Tile, kHides>(params, shared, warp, k_lanes, v_lanes);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::consumer_registers(kHides)>();

@@ -1,5 +1,6 @@
 // The K and V producers of a paged cache whose page size is no multiple of 8, which TMA boxes need: every row through
-// cp.async, by warps whose threads have more registers, or by two warps for each matrix (Tile::kCopyWarps).
+// cp.async, by warps whose threads have more registers, or by two warps for each matrix (Tile::kCopyWarps). And those of
+// a cache of e4m3 below 16-bit queries, with pages of any size.
 #pragma once
 
 #include "common/ptx/cp_async.h"
@@ -109,21 +110,25 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   static_assert(kOwnRows % 32 == 0);
   const int lane = threadIdx.x % 32;
   const int first_row = Tile::kCopyWarps == 1 ? 0 : copy_warp * kOwnRows;
-  constexpr int kColumns = kIsK ? Tile::kHeadDimQk : Tile::kHeadDimVo;
+  // Columns of 16 bits: of e4m3, pairs of columns. Its K and V take turns in one ring of stages.
+  constexpr int kPerColumn = Tile::kConverts ? 2 : 1;
+  constexpr int kColumns = (kIsK ? Tile::kHeadDimQk : Tile::kHeadDimVo) / kPerColumn;
   const int column = first_column<Tile>(kColumns);
   const int head_dim =  // from the CTA's first column on
-      (kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo) - column;
+      (kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo) / kPerColumn - column;
   const std::uint32_t to = cute::cast_smem_ptr_to_uint(stages) + (first_row + lane / 8) * 128 +
                            ((lane % 8 ^ lane / 8) << 4);
   RowOffsets<kOwnRows>& offsets = shared.row_offsets[kIsK ? 0 : 1][copy_warp];
   JobReader jobs(shared);
   Ring<kStages> ring;
+  if (Tile::kConverts && !kIsK) ring.advance();
   if (kIsK && copy_warp == 0 && lane == 0) shared.job_wanted.arrive();
   for (; jobs.next(); jobs.release()) {
     const Job& job = jobs.job();
     const ConstTensorView& view = kIsK ? params.attention.k : params.attention.v;
-    const char* data = kept(static_cast<const char*>(view.data) +
-                            2 * (job.kv_head * view.stride_head + column) + lane % 8 * 16);
+    const char* data =
+        kept(static_cast<const char*>(view.data) + 2 / kPerColumn * job.kv_head * view.stride_head +
+             2 * column + lane % 8 * 16);
     const std::int32_t* table =
         kept((kIsK ? params.k_pages : params.v_pages).indices + job.kv_begin);
     int key = job.key_begin + (job.kv_blocks - 1) * kRows + first_row;  // of the warp's first row
@@ -165,6 +170,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
       }
       arrive_when_landed(full[ring.index]);
       ring.advance();
+      if (Tile::kConverts) ring.advance();
       __syncwarp();  // before the offsets are overwritten
     }
   }

@@ -40,7 +40,8 @@ struct alignas(8) BoxSource {
 };
 constexpr int kBoxBatch = 32;  // boxes that are looked up together, one per lane
 
-// V of e4m3 until it is transposed (transpose_values.h).
+// V of e4m3 until it is transposed (transpose_values.h); below 16-bit queries K and V, in turn, until they are converted
+// (convert_keys.h).
 template <class Tile, bool kStaged = (Tile::kStagedStages > 0)>
 struct StagedValues {};
 template <class Tile>
@@ -48,9 +49,6 @@ struct alignas(1024) StagedValues<Tile, true> {
   static constexpr int kStagedBytes = Tile::kBlockN * ((Tile::kHeadDimVo + 127) / 128 * 128);
 
   char staged[Tile::kStagedStages][kStagedBytes];  // (BLK_N, C, D_VO / C), PIPE_STAGED of them
-  //                                             arrives                       waits
-  Barrier staged_full[Tile::kStagedStages];   // loading warp, with the bytes  transposing warps
-  Barrier staged_empty[Tile::kStagedStages];  // transposing warps             loading warp
 };
 
 template <class Tile>
@@ -75,7 +73,7 @@ struct Shared : StagedValues<Tile> {
                 "P V takes 16 keys per instruction, of e4m3 32");
 
   // The alignment is explicit, because members of a derived struct may be placed in the padding of its base.
-  static constexpr int kAlignment = kTransposed ? 1024 : 16;
+  static constexpr int kAlignment = Tile::kStagedStages > 0 ? 1024 : 16;
   // Q: (64, C, D_QK / C), PIPE_Q of them.
   alignas(kAlignment) char q[Tile::kQBuffers][kQBytes];
   // K: (BLK_N, C, D_QK / C), PIPE_K of them.
@@ -110,8 +108,14 @@ struct Shared : StagedValues<Tile> {
   // job_sent      scheduler warp of CTA 1, with the bytes that CTA   the same, to read sent_jobs
   //               0 sends
   //
+  // Of K or V in staged stages:
+  // staged_full   loading warp, with the bytes of TMA; lanes         transposing or converting warps
+  //               that copy, once it has landed
+  // staged_empty  transposing or converting warps                    loading warp
+  //
   // Of e4m3, the loading warp stands for the Q and K warps, and the transposing warps for the V warp. Where rows are
-  // gathered from small pages, every lane that copies arrives at k_full and v_full.
+  // gathered from small pages, every lane that copies arrives at k_full and v_full; where they are converted, the
+  // converting warps do, and wait at k_empty and v_empty.
   Barrier job_wanted;
   Barrier job_full[kJobSlots];
   Barrier job_empty[kJobSlots];
@@ -126,6 +130,9 @@ struct Shared : StagedValues<Tile> {
   Barrier s_full[kPair ? Tile::kConsumers : 1];
   Barrier s_empty[kPair ? Tile::kConsumers : 1];
   Barrier job_sent[kPair ? kJobSlots : 1];
+  static constexpr int kStaged = Tile::kStagedStages > 0 ? Tile::kStagedStages : 1;
+  Barrier staged_full[kStaged];
+  Barrier staged_empty[kStaged];
 
   BoxSource boxes[2][kBoxBatch];  // (K and V, 32)
   std::conditional_t<Tile::kGather,
