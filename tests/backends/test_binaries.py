@@ -22,7 +22,7 @@ INSTRUCTIONS = {"fa2": ("HMMA", "LDGSTS"), "fa3": ("HGMMA", "UTMALDG", "USETMAXR
 FP8 = {"HGMMA": "QGMMA"}  # what else products of fp8 are
 # Tiles of fa3 by their names in src/fa3/config.h.
 FP8_TILE = re.compile(r"3fa3.*Hd\d+Fp8")
-PACKED = re.compile(r"3fa3.*(?:7Packing|Hd\d+(?:Fp8)?Packed)")
+PACKED = re.compile(r"3fa3.*(?:7Packing|Hd\d+(?:Fp8)?Packed|Hd\d+Converted)")
 
 
 @pytest.fixture(scope="module")
