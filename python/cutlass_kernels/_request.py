@@ -41,11 +41,12 @@ FEATURES = frozenset(
 ORDINARY = 1 << 30
 
 # fp8 keys and values below 16-bit queries, by rows of a request times the heads that share a key head, on average.
-# Some kernels read them as they are: fa2's convert the keys anew for every 64 rows, fa3's (of pages of e4m3) for every
-# 128, on warps of their own. The others compute from 16-bit copies, which move five times the bytes and take twice the
-# memory of the cache. So up to SHORT_ROWS fa2 comes first under "auto", which waits for memory; up to FEW_ROWS fa2 may
-# read the cache itself, up to SOME_ROWS fa3 may. Beyond, and where nobody knows the number of rows when a batch is
-# planned, copies are made. An explicit backend is what it says, and the rule then decides only about copies.
+# Some kernels read them as they are: fa2's convert the keys anew for every 64 rows, fa3's (of pages of e4m3) for
+# every 128 (head dimension 256: 64), on warps of their own. The others compute from 16-bit copies, which move five
+# times the bytes and take twice the memory of the cache. So up to SHORT_ROWS fa2 comes first under "auto", which
+# waits for memory; up to FEW_ROWS fa2 may read the cache itself, up to SOME_ROWS fa3 may. Beyond, and where nobody
+# knows the number of rows when a batch is planned, copies are made. An explicit backend is what it says, and the rule
+# then decides only about copies.
 #
 # 8 requests over 8k keys, 32/8 heads, hd128, bf16, us on an H100, of 8, 16, 32, 128, 256, 512 rows: fa2 63, 103, 190;
 # fa3 67, 69, 83, 271, 528, 1010; from copies (fa3) 354, 534, 890 of 128 and more.

@@ -140,11 +140,11 @@ struct AttentionParams {
   /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the rows of k and v
   /// that every request has.
   std::int32_t max_kv_len = 0;
-  /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and for 8-bit keys
-  /// under more than a few queries of another type: one kernel reads the lengths itself. Where it splits keys, which takes a workspace,
-  /// a second kernel may combine the partial results. With lengths that differ much, a list can still be faster; it is
-  /// then made by the call if the workspace holds it. Rows of a request beyond so many need not be computed, nor the
-  /// requests around where qo_indptr or kv_indptr decreases.
+  /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and, on fa2, for 8-bit
+  /// keys under more than a few queries of another type: one kernel reads the lengths itself. Where it splits keys, which
+  /// takes a workspace, a second kernel may combine the partial results. With lengths that differ much, a list can still
+  /// be faster; it is then made by the call if the workspace holds it. Rows of a request beyond so many need not be
+  /// computed, nor the requests around where qo_indptr or kv_indptr decreases.
   std::int32_t max_qo_len = 0;
 
   // Tensors.

@@ -45,7 +45,7 @@ struct TileDefaults {
   // Q as register operand: products read a third less shared memory.
   static constexpr bool kQInRegisters = false;
 
-  // Rows of K and V are gathered: the page size is no multiple of 8 (load_gather.h).
+  // Rows of K and V are gathered: the page size is no multiple of 8, or they are to be converted (load_gather.h).
   static constexpr bool kGather = false;
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
@@ -276,16 +276,16 @@ struct Hd256Fp8Packed : Packing<Fp8Defaults<256>> {
 };
 
 // Keys and values of e4m3 below 16-bit queries: what waits to be converted takes the place of a Q buffer.
-// 128 x 128, 225 KB, 64 / 192.
+// 128 x 128, 227 KB to the last byte, 64 / 192.
 struct Hd64Converted : Converting<Hd64General> {
   static constexpr int kKStages = 4;
   static constexpr int kVStages = 4;
 };
-// 128 x 128, 225 KB, 64 / 192.
+// 128 x 128, 227 KB, the same.
 struct Hd128Converted : Converting<Hd128FewKeys> {
   static constexpr int kQBuffers = 2;
 };
-// 64 x 64, 217 KB, 64 / 240: of 128 rows, Q would take the memory of the bytes.
+// 64 x 64, 219 KB, 64 / 240: of 128 rows, Q would take the memory of the bytes.
 struct Hd256Converted : Converting<Hd256Large> {
   static constexpr int kConsumers = 1;
   static constexpr int kQBuffers = 1;

@@ -46,8 +46,9 @@ CUTE_DEVICE void convert_rows(const char* from, char* to) {
   static_assert(Tile::kHeadDimVo == kColumns && kLoads % kBatch == 0 &&
                 (kBatch * kRowsAtOnce) % 8 == 0);
   const int lane = threadIdx.x % 32;
-  // Eight lanes read, and then write, different banks: chunks of a row, or the lower ones of a row and the upper ones of
-  // that four rows on; and of two neighbouring chunks to be written, each half of them begins with another.
+  // Eight lanes at a time use different banks. They read the eight chunks of a row; of 64 columns, which have four, those
+  // of a row and of that four rows on. They write every other chunk of 16 bits, four of them the even ones and four the
+  // odd ones first.
   const int row = kRowLanes == 4 ? lane / 8 + lane / 4 % 2 * 4 : lane / kRowLanes;
   const int group = lane % kRowLanes;
   const int first = lane / 4 % 2;

@@ -28,8 +28,10 @@
 //
 // K and V come from ragged tensors (load.h), under a custom mask with V from load_masked_values.h, from
 // pages by TMA (load_pages.h), or from small pages row by row (load_gather.h), where a second producer warpgroup,
-// warps 4 and 5, may help. Of e4m3 below 16-bit queries, its four warps convert (convert_keys.h). Of e4m3 throughout, warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V
-// (transpose_values.h).
+// warps 4 and 5, may help. Of e4m3:
+//   below 16-bit queries  bytes are gathered from pages of any size, and four warps of a second producer warpgroup
+//                         convert them to stages of 16 bits (convert_keys.h)
+//   throughout            warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V (transpose_values.h)
 //
 // Of head dimension 512, a pair of CTAs computes a tile, each half of its columns (pair.h).
 //
@@ -128,7 +130,7 @@ CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CU
   }
 }
 
-// The producers of 16-bit tensors.
+// The producers below 16-bit queries.
 template <class Element, class Tile, bool kHides>
 CUTE_DEVICE void produce(const KernelParams& params, Shared<Tile>& shared, int warp, int k_lanes,
                          int v_lanes) {

@@ -112,6 +112,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   const int first_row = Tile::kCopyWarps == 1 ? 0 : copy_warp * kOwnRows;
   // Columns of 16 bits: of e4m3, pairs of columns. Its K and V take turns in one ring of stages.
   constexpr int kPerColumn = Tile::kConverts ? 2 : 1;
+  constexpr int kElementBytes = 2 / kPerColumn;
   constexpr int kColumns = (kIsK ? Tile::kHeadDimQk : Tile::kHeadDimVo) / kPerColumn;
   const int column = first_column<Tile>(kColumns);
   const int head_dim =  // from the CTA's first column on
@@ -127,7 +128,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
     const Job& job = jobs.job();
     const ConstTensorView& view = kIsK ? params.attention.k : params.attention.v;
     const char* data =
-        kept(static_cast<const char*>(view.data) + 2 / kPerColumn * job.kv_head * view.stride_head +
+        kept(static_cast<const char*>(view.data) + kElementBytes * job.kv_head * view.stride_head +
              2 * column + lane % 8 * 16);
     const std::int32_t* table =
         kept((kIsK ? params.k_pages : params.v_pages).indices + job.kv_begin);

@@ -59,7 +59,8 @@ std::string refusal(const AttentionParams& p) {
   for (const View& view : views) {
     if (view.data == nullptr && view.stride_token == 0 && view.stride_head == 0) continue;
     if (view.pages > 0) {
-      if (table.page_size % 8 != 0) continue;  // read row by row, without a map
+      // Read row by row, without a map.
+      if (table.page_size % 8 != 0 || size_of(p.kv_dtype) < size_of(p.q_dtype)) continue;
       if (fault.empty() && view.pages > 1) {
         fault = stride_out_of_range(view, "page", view.stride_page, kMostHeadStride);
       }

@@ -228,6 +228,30 @@ void check_fixed_splits_of_pages() {
           "626 pages of 16 keys are 101 splits of 100");
 }
 
+/// 8-bit keys in pages below 16-bit queries: fa2 reads those of few rows, as the Python package says.
+void check_backends_of_8_bit_pages() {
+  ck::Device device;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  const auto backend = [&](int rows, bool alone) {
+    ck::AttentionParams params =
+        batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, rows, 1000);
+    params.pages.page_size = 16;
+    params.pages.num_pages = params.pages.num_indices = 5000;
+    params.pages.k_stride_page = params.pages.v_stride_page = 16 * 2 * 64;
+    params.pages.indices = params.pages.last_page_len = params.kv_indptr;
+    params.disable_split_kv = alone;
+    params.least_rows = rows;
+    ck::PlanState plan;
+    const ck::Status made = ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan);
+    require(made.ok(), made.message);
+    return plan.kernel->info.backend;
+  };
+  require(backend(1, false) == ck::Backend::kFa2, "fa2 decodes");
+  require(backend(8, false) == ck::Backend::kFa2, "32 rows of four heads are few");
+  require(backend(9, false) == ck::Backend::kFa3, "more are not");
+  require(backend(100, true) == ck::Backend::kFa2, "alone: fa2, however many");
+}
+
 /// Splits are short while there are SMs without a thread block, and no longer.
 void check_splits_of_few_rows() {
   ck::Device device;
@@ -452,6 +476,7 @@ int main(int count, char** given) {
   check_refusals();
   check_tiles_of_lists();
   check_fixed_splits_of_pages();
+  check_backends_of_8_bit_pages();
   check_splits_of_few_rows();
   check_room_of_lists();
   check_mask_extents();
