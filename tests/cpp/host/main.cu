@@ -228,6 +228,15 @@ void check_fixed_splits_of_pages() {
           "626 pages of 16 keys are 101 splits of 100");
 }
 
+/// Keys and values of head dimension 64 in pages of 16.
+void put_into_pages(ck::AttentionParams* params) {
+  ck::PageTable& pages = params->pages;
+  pages.page_size = 16;
+  pages.num_pages = pages.num_indices = 5000;
+  pages.k_stride_page = pages.v_stride_page = std::int64_t(16) * params->num_kv_heads * 64;
+  pages.indices = pages.last_page_len = params->kv_indptr;
+}
+
 /// 8-bit keys in pages below 16-bit queries: fa2 reads those of few rows, as the Python package says.
 void check_backends_of_8_bit_pages() {
   ck::Device device;
@@ -235,10 +244,7 @@ void check_backends_of_8_bit_pages() {
   const auto backend = [&](int rows, bool alone) {
     ck::AttentionParams params =
         batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, rows, 1000);
-    params.pages.page_size = 16;
-    params.pages.num_pages = params.pages.num_indices = 5000;
-    params.pages.k_stride_page = params.pages.v_stride_page = 16 * 2 * 64;
-    params.pages.indices = params.pages.last_page_len = params.kv_indptr;
+    put_into_pages(&params);
     params.disable_split_kv = alone;
     params.least_rows = rows;
     ck::PlanState plan;
@@ -418,6 +424,11 @@ ck::AttentionParams random_problem(Random& random) {
   if (random.in(0, 2) == 0) params.max_kv_len = random.log_in(1, 30000);
   if (random.in(0, 3) == 0) params.fixed_split_size = random.log_in(64, 4096);
   params.disable_split_kv = random.in(0, 5) == 0;
+  if (q_dtype != kv_dtype && requests > 1 && random.in(0, 1) == 0) {
+    put_into_pages(&params);
+    params.fixed_split_size =
+        0;  // whose number follows from the pages: check_fixed_splits_of_pages()
+  }
   const bool eight_bits = q_dtype == ck::DType::kFloat8E4M3;
   if (random.in(0, 3) == 0 && !eight_bits) {
     params.mask.words = static_cast<const std::uint32_t*>(at(std::uintptr_t(8) << 40));
