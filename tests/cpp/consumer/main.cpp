@@ -122,6 +122,8 @@ void check_without_gpu() {
   require(ck::prepare(narrow, nullptr).code == ck::StatusCode::kInvalidArgument,
           "head dimensions of copies are multiples of 8");
   for (const ck::KernelInfo& kernel : ck::list_kernels()) {
+    // Those of pages alone: tests/cpp/host.
+    if ((kernel.features & ck::kFeatureRaggedKv) == 0) continue;
     const ck::AttentionParams params = problem(kernel);
     const std::size_t bytes = ck::workspace_size(params, kernel.backend);
     std::printf("%s: %s, head_dim %d, workspace %zu bytes\n", kernel.name.c_str(),
