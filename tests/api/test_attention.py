@@ -54,7 +54,9 @@ def test_random_calls(target, seed):
 @pytest.mark.parametrize("rows", [1, 30])
 def test_8_bit_caches_under_16_bit_queries(target, form, kv_dtype, rows):
     if target.backend == "fa3" and (form == "dense" or kv_dtype != E4M3):
-        pytest.skip("fa3 reads pages of e4m3")
+        pytest.skip(
+            "attention() makes no copies, and of such caches fa3 reads e4m3 in pages alone: fa2 serves the others"
+        )
     batch = make_batch([rows] * 3, [90, 7, 200], 8, 2, 128, kv_dtype=kv_dtype, device=target.device)
     scales = torch.rand(3, 2, device=target.device) + 0.5
     for descales in ({}, dict(k_descale=0.5, v_descale=2.0), dict(k_descale=scales, v_descale=scales[:1])):

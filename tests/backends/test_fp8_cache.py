@@ -19,7 +19,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF = [torch.float16, torch.bfloat16]
 FP8 = [E4M3, E5M2]
 SHORT, FEW, SOME = _request.SHORT_ROWS, _request.FEW_ROWS, _request.SOME_ROWS
-READERS = ["fa2", pytest.param("fa3", marks=pytest.mark.hopper)]  # fa3 of e4m3 in pages
+READERS = ["fa2", pytest.param("fa3", marks=pytest.mark.hopper)]
 
 
 # --- who reads them ----------------------------------------------------------------------------------------------
@@ -99,13 +99,14 @@ def run_paged(
     options: Options,
     run_kwargs: dict[str, Any] | None = None,
     backend: str = "fa2",
+    as_is: bool = True,
     **plan: Any,
 ):
     paged = batch.paged(page_size, plan.pop("kv_layout", "NHD"))
     wrapper = paged_wrapper(backend, kv_layout=paged.kv_layout)
     types = dict(q_data_type=batch.q.dtype, kv_data_type=batch.k.dtype)
     wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, page_size, **types, **options.plan_kwargs(), **plan)
-    assert wrapper._backend == backend and wrapper._plan_info.schedule.as_is
+    assert wrapper._backend == backend and wrapper._plan_info.schedule.as_is == as_is
     return wrapper.run(batch.q, paged.cache, return_lse=True, **(run_kwargs or {}))
 
 
@@ -116,7 +117,13 @@ def run(reader: str, batch: Batch, page_size: int, options: Options, **plan: Any
     return run_ragged(batch, options, **plan)
 
 
-SOURCES = [("fa2", 0), ("fa2", 16), pytest.param("fa3", 16, marks=pytest.mark.hopper)]
+def sources(*page_sizes: int) -> list[Any]:
+    """(reader, size of pages or 0, type): tensors, and e5m2, are fa2's alone."""
+    of_fa3 = [pytest.param("fa3", size, E4M3, marks=pytest.mark.hopper) for size in page_sizes if size]
+    return [*itertools.product(["fa2"], page_sizes, FP8), *of_fa3]
+
+
+SOURCES = [("fa2", 0), ("fa2", 16), pytest.param("fa3", 16, marks=pytest.mark.hopper)]  # of e4m3
 
 
 def run_ragged(batch: Batch, options: Options, run_kwargs: dict[str, Any] | None = None, **plan: Any):
@@ -131,19 +138,12 @@ def run_ragged(batch: Batch, options: Options, run_kwargs: dict[str, Any] | None
 LENS = ([1, 7, 0, 20], [300, 7, 5, 130])
 
 
-def skip_unless_read(reader: str, fp8: torch.dtype) -> None:
-    if reader == "fa3" and fp8 != E4M3:
-        pytest.skip("fa3 reads e4m3 alone")
-
-
 @pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("reader,page_size", SOURCES)
-def test_types_and_head_dims(reader, page_size, dtype, fp8, dim):
-    skip_unless_read(reader, fp8)
+@pytest.mark.parametrize("reader,page_size,fp8", sources(0, 16), ids=str)
+def test_types_and_head_dims(reader, page_size, fp8, dtype, dim):
     batch = make_batch(*LENS, 4, 2, dim, dtype=dtype, kv_dtype=fp8, device=DEVICE)
     options = Options(causal=True)
     check(run(reader, batch, page_size, options), batch, options)
@@ -156,11 +156,9 @@ MORE_LENS = ([16, 33, 1, 0, 20], [300, 70, 5, 9, 640])
 @pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("reader,page_size", [*SOURCES, ("fa2", 5), pytest.param("fa3", 5, marks=pytest.mark.hopper)])
-def test_more_rows(reader, page_size, dtype, fp8, dim):
-    skip_unless_read(reader, fp8)
+@pytest.mark.parametrize("reader,page_size,fp8", sources(0, 5, 16), ids=str)
+def test_more_rows(reader, page_size, fp8, dtype, dim):
     batch = make_batch(*MORE_LENS, 8, 2, dim, dtype=dtype, kv_dtype=fp8, device=DEVICE)
     options = Options(causal=True)
     check(run(reader, batch, page_size, options), batch, options)
@@ -199,13 +197,11 @@ def test_queries_beyond_fp16(rows, dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fp8", FP8, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("reader", READERS)
-def test_every_finite_number(reader, dim, dtype, fp8):
+@pytest.mark.parametrize("reader,page_size,fp8", sources(1), ids=str)
+def test_every_finite_number(reader, page_size, fp8, dim, dtype):
     # A row that sees one key has its value as output. A query of ones sums up the key.
-    skip_unless_read(reader, fp8)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     finite = codes[torch.isfinite(codes.view(fp8).float())]
     count = len(finite)
@@ -216,7 +212,7 @@ def test_every_finite_number(reader, dim, dtype, fp8):
     for x in (batch.k, batch.v):
         x.view(torch.uint8).copy_(finite[:, None, None].expand(x.shape))
     batch.k.view(torch.uint8)[..., ::2] = batch.k.view(torch.uint8)[..., ::2].roll(1, 0)
-    out, lse = run_paged(batch, 1, Options(sm_scale=1.0), backend=reader)
+    out, lse = run_paged(batch, page_size, Options(sm_scale=1.0), backend=reader)
     assert torch.equal(out, batch.v.to(dtype).expand_as(out))
     want = batch.k[..., 1].float() * (dim / 2 * step)
     torch.testing.assert_close(lse, (want * 1.4426950408889634).expand_as(lse), rtol=1e-6, atol=1e-6)

@@ -63,6 +63,15 @@ inline ck::LaunchParams last_attention() {
   return {};
 }
 
+/// Keys and values of head dimension 64 in pages of 16.
+inline void put_into_pages(ck::AttentionParams* params) {
+  ck::PageTable& pages = params->pages;
+  pages.page_size = 16;
+  pages.num_pages = pages.num_indices = 5000;
+  pages.k_stride_page = pages.v_stride_page = std::int64_t(16) * params->num_kv_heads * 64;
+  pages.indices = pages.last_page_len = params->kv_indptr;
+}
+
 inline std::string describe(const ck::AttentionParams& p) {
   return std::string(ck::to_string(p.q_dtype)) + "/" + ck::to_string(p.kv_dtype) + ", hd" +
          std::to_string(p.head_dim_qk) + ", " + std::to_string(p.num_qo_heads) + "/" +

@@ -228,36 +228,6 @@ void check_fixed_splits_of_pages() {
           "626 pages of 16 keys are 101 splits of 100");
 }
 
-/// Keys and values of head dimension 64 in pages of 16.
-void put_into_pages(ck::AttentionParams* params) {
-  ck::PageTable& pages = params->pages;
-  pages.page_size = 16;
-  pages.num_pages = pages.num_indices = 5000;
-  pages.k_stride_page = pages.v_stride_page = std::int64_t(16) * params->num_kv_heads * 64;
-  pages.indices = pages.last_page_len = params->kv_indptr;
-}
-
-/// 8-bit keys in pages below 16-bit queries: fa2 reads those of few rows, as the Python package says.
-void check_backends_of_8_bit_pages() {
-  ck::Device device;
-  require(ck::current_device(&device).ok(), "the stand-in is a device");
-  const auto backend = [&](int rows, bool alone) {
-    ck::AttentionParams params =
-        batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, rows, 1000);
-    put_into_pages(&params);
-    params.disable_split_kv = alone;
-    params.least_rows = rows;
-    ck::PlanState plan;
-    const ck::Status made = ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan);
-    require(made.ok(), made.message);
-    return plan.kernel->info.backend;
-  };
-  require(backend(1, false) == ck::Backend::kFa2, "fa2 decodes");
-  require(backend(8, false) == ck::Backend::kFa2, "32 rows of four heads are few");
-  require(backend(9, false) == ck::Backend::kFa3, "more are not");
-  require(backend(100, true) == ck::Backend::kFa2, "alone: fa2, however many");
-}
-
 /// Splits are short while there are SMs without a thread block, and no longer.
 void check_splits_of_few_rows() {
   ck::Device device;

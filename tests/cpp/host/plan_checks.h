@@ -7,3 +7,6 @@ void check_idle_sms(bool print);
 
 /// FAILED where the tiles that a device finds, or their splits, have no room in a list (list_room.cu).
 void check_room_of_lists();
+
+/// FAILED where kAuto gives 8-bit keys in pages to another backend than the Python package does (backends.cu).
+void check_backends_of_8_bit_pages();
