@@ -60,3 +60,24 @@ def test_nan(dim):
     want[:40][rows >= 580] = True
     want[40:, :, 5] = True
     assert torch.equal(nan, want)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_pages_that_the_cache_does_not_have(dim, page_size):
+    """Their keys and values count as zeros."""
+    batch = make_batch([40, 40], [640, 330], 4, 1, dim, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
+    paged = batch.paged(page_size)
+    indices = paged.indices.clone()
+    # Below 128 keys, at the end of the first request's keys, and all keys of the second.
+    missing = [slice(0, 112 // page_size), slice(608 // page_size, 640 // page_size), slice(640 // page_size, None)]
+    for entries, wrong in zip(missing, (len(paged.cache), -1, 2**30)):
+        indices[entries] = wrong
+    for keys in (slice(0, 112), slice(608, 640), slice(640, None)):
+        batch.k.view(torch.uint8)[keys] = 0
+        batch.v.view(torch.uint8)[keys] = 0
+    wrapper = paged_wrapper("fa3")
+    table = (paged.indptr, indices, paged.last_page_len)
+    types = dict(q_data_type=batch.q.dtype, kv_data_type=E4M3, causal=True)
+    wrapper.plan(batch.qo_indptr(), *(x.to(DEVICE) for x in table), *batch.heads, page_size, **types)
+    check(wrapper.run(batch.q, paged.cache, return_lse=True), batch, Options(causal=True))

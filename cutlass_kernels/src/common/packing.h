@@ -42,17 +42,23 @@ inline bool can_split(const AttentionParams& params) {
   return params.stats == nullptr && params.total_kv / params.batch_size >= kLeastSplitKeys;
 }
 
-// Whether tiles of one head, of `tile_rows` rows, would be half empty, or fewer than the `at_once` that the device
-// computes at once while there are keys worth splitting. Where results must not depend on the batch, a tile must not
-// depend on it either: the packed one is right for all, or for all of its part.
-inline bool packs(const AttentionParams& params, int packed_heads, int tile_rows, int at_once) {
+// Whether half of a tile of one head would be empty. Where results must not depend on the batch, a tile must not depend
+// on it either: the packed one is right for all, or for all of its part.
+inline bool has_short_queries(const AttentionParams& params, int packed_heads) {
   if (is_alone(params)) return params.least_rows <= kPackedUpToRows;
-  const std::int64_t rows = params.total_q / params.batch_size;
-  if (rows <= kPackedUpToRows && packed_heads > 1) return true;
+  return params.total_q / params.batch_size <= kPackedUpToRows && packed_heads > 1;
+}
+
+// Whether tiles of one head, of `tile_rows` rows, would be fewer than the `at_once` that the device computes at once
+// while there are keys worth splitting, and `keys_per_row` times as many as rows: under a causal mask of as many rows as
+// keys, tiles differ too much.
+inline bool leaves_device_idle(const AttentionParams& params, int tile_rows, int at_once,
+                               int keys_per_row) {
   const std::int64_t tiles =
       std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *
       params.num_qo_heads;
-  return can_split(params) && tiles < at_once && params.total_kv >= 4 * rows * params.batch_size;
+  return !is_alone(params) && can_split(params) && tiles < at_once &&
+         params.total_kv >= keys_per_row * params.total_q;
 }
 
 }  // namespace cutlass_kernels

@@ -15,6 +15,7 @@
 #include "fa2/shared_memory.h"
 #include "plan/split.h"
 #include "plan/tile_shape.h"
+#include "plan/tile_time.h"
 
 namespace cutlass_kernels::fa2 {
 
@@ -131,7 +132,8 @@ TileShape usual_shape(const AttentionParams& params, const Device& device) {
   // Packed tiles as fast as those of one head serve a whole wave of them.
   const int per_sm =
       kHasPackedWide<Tiles> ? blocks_per_sm_on<typename Tiles::PackedWide>(device) : 1;
-  if (packs(params, heads, Large::kBlockM, per_sm * device.multiprocessors)) {
+  if (has_short_queries(params, heads) ||
+      leaves_device_idle(params, Large::kBlockM, per_sm * device.multiprocessors, 4)) {
     return packed_shape<Tiles>(params, params.total_q / params.batch_size, device);
   }
   bool small = false;
@@ -145,38 +147,12 @@ TileShape usual_shape(const AttentionParams& params, const Device& device) {
   return small ? shape_of_rows<typename Tiles::Small>(device) : shape_of_rows<Large>(device);
 }
 
-// What a tile's time depends on, in the time that a row of a tile whose warps take turns needs for a key.
-struct TileSpeed {
-  int block_rows;  // of a thread block
-  double per_key;  // and row
-  int start;       // keys that take as long as the start and the end of a thread block
-  int masked;  // keys, on average and at most, that a row computes although a causal mask hides them
-};
-
 // From an H100, hd128, of the usual tile's time: 16k keys 0.88, 8k 0.90, 1k 0.96, 512 1.01; causal 16k 0.91, 4k 0.95,
 // 2k 1.04.
 constexpr TileSpeed kUsualSpeed{128, 1.1, 0, 48};
 constexpr TileSpeed kTurnsSpeed{256, 1.0, 60, 160};
 // Loads among the products, and the rows' tokens and heads, cost 1 to 6 %; a causal mask hides fewer of their keys.
 constexpr TileSpeed kPackedTurnsSpeed{256, 1.02, 60, 160};
-
-// About how long the device takes if all requests are as long, in waves of equal thread blocks. (A last wave of one
-// thread block per SM takes as long as of two: 28/4 heads, 8 x 512 rows over 8k, 3.4 waves, as long as 32/8, 3.9.)
-inline double estimated_time(const AttentionParams& params, const TileShape& shape,
-                             const TileSpeed& speed, const Device& device) {
-  const std::int64_t rows = params.total_q / params.batch_size;
-  const std::int64_t keys = params.total_kv / params.batch_size;
-  const std::int64_t tiles = (rows + shape.rows - 1) / shape.rows * params.batch_size;
-  const SplitRule rule = split_rule(params, shape, TileSource::kList, device);
-  const std::int64_t splits = likely_splits(rule, params, tiles);
-  const std::int64_t heads = params.num_qo_heads / std::max(shape.packed_heads, 1);
-  const std::int64_t at_once = std::int64_t(device.multiprocessors) * shape.blocks_per_sm;
-  const std::int64_t waves = (tiles * heads * splits + at_once - 1) / at_once;
-  double computed = double(most_keys_of_row(params, keys));
-  if (hides_later_keys(params)) computed += std::min(speed.masked, shape.rows / 2) - rows / 2;
-  return double(waves) * shape.blocks_per_sm * speed.block_rows * speed.per_key *
-         (computed / double(splits) + speed.start);
-}
 
 // A tile of twice as many rows whose warps take turns, of one head or of packed heads, where it is faster than `usual`.
 template <class Tiles>

@@ -35,6 +35,8 @@ struct TileDefaults {
   static constexpr int kQBuffers = 4;
   static constexpr int kOPanels = 1;  // of 64 columns of O, staged by a warpgroup at a time
   static constexpr int kCtasPerSm = 1;
+  // Of the time in which the fastest tile of these head dimensions computes a logit.
+  static constexpr double kTimePerLogit = 1;
   // Two: the head dimensions above are those of each CTA of a pair, which has half of the columns (pair.h).
   static constexpr int kCtasPerTile = 1;
 
@@ -165,12 +167,14 @@ struct Hd64Small : TileDefaults<64> {
   static constexpr int kKStages = 3;
   static constexpr int kQBuffers = 1;
   static constexpr int kCtasPerSm = 3;
+  static constexpr double kTimePerLogit = 1.15;
   static constexpr bool kPingPong = false;
 };
 // 128 x 128, 113 KB, 56 / 224: bits and biases take the registers of the third warpgroup.
 struct Hd64General : TileDefaults<64> {};
 // 128 x 128, 177 KB, 40 / 232. Decoding is bound by memory: more stages keep more loads in flight.
 struct Hd64Packed : Packing<Hd64General> {
+  static constexpr double kTimePerLogit = 1.34;
   static constexpr int kKStages = 4;
   static constexpr int kVStages = 4;
 };
@@ -187,6 +191,7 @@ struct Hd128Large : Hd128FewKeys {
 // 64 x 128, 177 KB, 40 / 240: one warpgroup, twice as many tiles. 8 heads of 1k tokens: 16.2 -> 13.8 us.
 struct Hd128Small : Hd128FewKeys {
   static constexpr int kConsumers = 1;
+  static constexpr double kTimePerLogit = 1.64;
   static constexpr int kQBuffers = 2;
   static constexpr bool kPingPong = false;
 };
@@ -200,7 +205,9 @@ struct Hd96Large : TileDefaults<96> {
 };
 // 128 x 128, 209 KB, 40 / 232: S 64, P 32, O 48, in Hd96Small Q 24 registers. A causal mask of 1k keys leaves less of
 // the larger tile's work useful: 390 TFLOP/s, padded to 128 columns, in 128 rows, 399.
-struct Hd96General : TileDefaults<96> {};
+struct Hd96General : TileDefaults<96> {
+  static constexpr double kTimePerLogit = 1.1;
+};
 struct Hd96Small : Hd96General {
   static constexpr bool kQInRegisters = true;
 };
@@ -247,6 +254,7 @@ struct Hd64Fp8Large : Fp8Defaults<64> {
 };
 // 128 x 128, 187 KB, 56 / 224.
 struct Hd64Fp8Packed : Packing<Fp8Defaults<64>> {
+  static constexpr double kTimePerLogit = 1.37;
   static constexpr int kKStages = 4;
   static constexpr int kStagedStages = 3;
 };
@@ -258,7 +266,9 @@ struct Hd128Fp8Large : Fp8Defaults<128> {
   static constexpr int kVStages = 2;
 };
 // 128 x 128, 179 KB, 56 / 224.
-struct Hd128Fp8Packed : Packing<Fp8Defaults<128>> {};
+struct Hd128Fp8Packed : Packing<Fp8Defaults<128>> {
+  static constexpr double kTimePerLogit = 1.17;
+};
 // 128 x 96, 210 KB, 56 / 224.
 struct Hd256Fp8Large : Fp8Defaults<256> {
   static constexpr int kBlockN = 96;

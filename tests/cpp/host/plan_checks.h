@@ -1,8 +1,9 @@
 // Checks of what plans decide on devices that nobody here has.
 #pragma once
 
-/// FAILED where a tile that fa2 chooses leaves more than a third of the SMs' time idle although another would not
-/// (idle_sms.cu). With `print`, tells of each such choice, and of each device.
+/// FAILED where a tile that fa2 chooses leaves more than a third of the SMs' time idle although another would not, or
+/// where one that fa3 chooses takes a seventh longer than another (idle_sms.cu). With `print`, tells of each such choice,
+/// and of each device.
 void check_idle_sms(bool print);
 
 /// FAILED where the tiles that a device finds, or their splits, have no room in a list (list_room.cu).
