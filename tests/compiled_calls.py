@@ -324,6 +324,39 @@ def _append_by_slot(x: Data) -> list[Call]:
     ]
 
 
+def _table(x: Data) -> torch.Tensor:
+    angles = x.here(*range(10))[:, None] * (torch.arange(32, device=x.one.device) + 1) / 32
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+def _rope(x: Data) -> list[Call]:
+    tensors = x.here(3, 0, 9), x.q[:3], x.k[:3]
+    flat = tensors[0], x.q[:3].flatten(1), x.k[:3].flatten(1)
+
+    def rotate(positions, q, k, table):
+        return ck.apply_rope_with_cos_sin_cache(positions, q, k, 64, table)
+
+    return [(rotate, (*tensors, _table(x))), (rotate, (*flat, _table(x)))]
+
+
+def _rope_in_place(x: Data) -> list[Call]:
+    def rotate(positions, q, k, table):
+        ck.apply_rope_with_cos_sin_cache_inplace(positions, q, k, 64, table, False)
+        return q + 1, k * 2
+
+    return [(rotate, (x.here(3, 0, 9), x.q[:3].clone(), x.k[:3].clone(), _table(x)))]
+
+
+def _rope_append(x: Data) -> list[Call]:
+    def step(q, k, v, positions, table, cache, slots, scale):
+        ck.rope_append_paged_kv_cache_by_slot(q, k, v, positions, table, *cache.unbind(1), slots, 0.5, scale)
+        return q, cache.clone()
+
+    new = x.q[:3].clone(), x.k[:3], x.v[:3], x.here(3, 0, 9), _table(x)
+    slots, scale = x.here(35, -1, 18), x.randn(2).abs() + 1
+    return [(step, (*new, cache, slots, scale)) for cache in (x.cache.clone(), x.cache.to(torch.float8_e4m3fn))]
+
+
 def several_written(function: Callable[..., None], key: Any, value: Any, *rest: torch.Tensor) -> torch.Tensor:
     function(key, value, *rest)
     return rest[0] + rest[1]
@@ -416,6 +449,9 @@ CALLS: dict[str, Callable[[Data], list[Call]]] = {
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _shared_prefill,
     "append_paged_kv_cache": _append,
     "append_paged_kv_cache_by_slot": _append_by_slot,
+    "apply_rope_with_cos_sin_cache": _rope,
+    "apply_rope_with_cos_sin_cache_inplace": _rope_in_place,
+    "rope_append_paged_kv_cache_by_slot": _rope_append,
     "get_batch_indices_positions": _positions,
     "get_seq_lens": _seq_lens,
     "merge_state": lambda x: [(ck.merge_state, (*x.state, *x.state))],

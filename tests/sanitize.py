@@ -254,6 +254,22 @@ def every_append() -> None:
             wrong = indices * 2 - 3
             ck.append_paged_kv_cache(k, v, owner, position, cache, wrong, starts, last)
         every_append_by_slot(pages, page_size, owner.numel())
+        every_rope(pages, page_size, owner.numel())
+
+
+def every_rope(pages: int, page_size: int, tokens: int) -> None:
+    """Positions and slots on both sides of the table and of the cache, too."""
+    slots = torch.arange(-3, tokens - 3, device="cuda") * (pages * page_size + 9) // tokens
+    positions = torch.arange(tokens, device="cuda") % 23 - 2
+    for heads, head_dim, rotary_dim in ((2, 64, 64), (8, 128, 64), (3, 20, 12)):
+        table = torch.randn(20, rotary_dim, device="cuda")
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            q, k, v = torch.randn(3, tokens, heads, head_dim, device="cuda").to(torch.bfloat16)
+            cache = torch.zeros(pages, 2, page_size, heads, head_dim, device="cuda").to(dtype)
+            for is_neox in (True, False):
+                ck.apply_rope_with_cos_sin_cache_inplace(positions, q, k, head_dim, table.to(q.dtype), is_neox)
+                call = (q, k, v, positions, table, cache[:, 0], cache[:, 1], slots, 0.5)
+                ck.rope_append_paged_kv_cache_by_slot(*call, is_neox=is_neox)
 
 
 def every_append_by_slot(pages: int, page_size: int, tokens: int) -> None:

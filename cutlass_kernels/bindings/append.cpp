@@ -3,11 +3,11 @@
 
 #include <cstdint>
 #include <string>
-#include <tuple>
 
 #include "arguments.h"
 #include "bind.h"
 #include "enqueue.h"
+#include "slots.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -55,48 +55,15 @@ void run_positions(int batch_size, std::int64_t num_tokens, Address append_indpt
   enqueue([&] { return get_batch_indices_positions(params, pointer<CUstream_st>(stream)); });
 }
 
-/// Scales: a number and the address of fp32 factors by KV head, 0 for none, with their stride. Caches: address, and
-/// strides of a page, a token and a head.
-using ScaleOf = std::tuple<float, Address, std::int32_t>;
-using CacheOf = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t>;
-using RowsOf = std::tuple<Address, std::int64_t, std::int64_t>;
-
-void run_append_by_slot(const std::string& dtype, const std::string& cache_dtype, int num_kv_heads,
-                        int head_dim_qk, int head_dim_vo, std::int64_t num_tokens, Address slots,
-                        bool slots_are_64_bit, int page_size, std::int64_t num_pages,
-                        const RowsOf& k, const RowsOf& v, const CacheOf& k_cache,
-                        const CacheOf& v_cache, const ScaleOf& k_scale, const ScaleOf& v_scale,
+void run_append_by_slot(const std::string& dtype, int num_kv_heads, int head_dim_qk,
+                        std::int64_t num_tokens, const RowsOf& k, const SlotsOf& slots,
                         Address stream) {
-  AppendBySlotParams params;
+  AppendBySlotParams params = append_params(slots);
   params.dtype = dtype_of(dtype);
-  params.cache_dtype = dtype_of(cache_dtype);
   params.num_kv_heads = num_kv_heads;
   params.head_dim_qk = head_dim_qk;
-  params.head_dim_vo = head_dim_vo;
   params.num_tokens = num_tokens;
-  params.slots = pointer<const void>(slots);
-  params.slots_are_64_bit = slots_are_64_bit;
-  params.page_size = page_size;
-  params.num_pages = num_pages;
-  const auto rows = [](const RowsOf& x) {
-    return ConstTensorView{pointer<const void>(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
-  };
-  const auto cache = [](const CacheOf& x) {
-    return TensorView{pointer<void>(std::get<0>(x)), std::get<2>(x), std::get<3>(x)};
-  };
-  const auto scales = [](const ScaleOf& x) {
-    return DeviceScale{pointer<const float>(std::get<1>(x)), std::get<2>(x)};
-  };
-  params.k = rows(k);
-  params.v = rows(v);
-  params.k_cache = cache(k_cache);
-  params.v_cache = cache(v_cache);
-  params.k_stride_page = std::get<1>(k_cache);
-  params.v_stride_page = std::get<1>(v_cache);
-  params.k_scale = std::get<0>(k_scale);
-  params.v_scale = std::get<0>(v_scale);
-  params.k_scales = scales(k_scale);
-  params.v_scales = scales(v_scale);
+  params.k = const_rows(k);
   enqueue([&] { return append_paged_kv_cache_by_slot(params, pointer<CUstream_st>(stream)); });
 }
 

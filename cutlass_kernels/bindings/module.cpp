@@ -221,4 +221,5 @@ PYBIND11_MODULE(_C, m) {
   bind_append(m);
   bind_merge(m);
   bind_prepare(m);
+  bind_rope(m);
 }

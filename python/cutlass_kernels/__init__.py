@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import _kernels, _native, cascade, decode, page, prefill, quantization, utils
+from . import _kernels, _native, cascade, decode, page, prefill, quantization, rope, utils
 from ._attention import attention
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
@@ -55,6 +55,11 @@ from .prefill import (
     trtllm_fmha_v2_prefill,
 )
 from .quantization import packbits, segment_packbits
+from .rope import (
+    apply_rope_with_cos_sin_cache,
+    apply_rope_with_cos_sin_cache_inplace,
+    rope_append_paged_kv_cache_by_slot,
+)
 
 try:
     __version__ = metadata.version("cutlass_kernels")
@@ -75,6 +80,8 @@ __all__ = [
     "__version__",
     "append_paged_kv_cache",
     "append_paged_kv_cache_by_slot",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
     "attention",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "cascade",
@@ -92,6 +99,8 @@ __all__ = [
     "page",
     "prefill",
     "quantization",
+    "rope",
+    "rope_append_paged_kv_cache_by_slot",
     "segment_packbits",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",

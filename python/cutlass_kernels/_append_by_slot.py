@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -63,22 +64,52 @@ def append_paged_kv_cache_by_slot(
         new = _autograd.without_grad(key, value, _NAME)
         _page_ops.append_by_slot(new, (key_cache, value_cache), slot_mapping, (k_scale, v_scale), kv_layout)
         return
-    k_cache, v_cache = _caches(key_cache, value_cache, kv_layout)
-    _check_new(key, value, k_cache, v_cache, kv_layout)
-    _check_slots(slot_mapping, min(key.size(0), value.size(0)), k_cache)
+    places = checked(key, value, key_cache, value_cache, slot_mapping, (k_scale, v_scale), kv_layout)
+    k_cache, v_cache, count = places.k_cache, places.v_cache, slot_mapping.size(0)
     key, value = _autograd.without_grad(key, value, _NAME)
-    count, device = slot_mapping.size(0), k_cache.device
-    slots = slot_mapping.to(device, non_blocking=True).contiguous()
-    scales = [_scale(name, x, k_cache.size(2), device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))]
     if count == 0 or k_cache.numel() == 0:
         return
     if _memory_kernels.serve(k_cache) and _memory_kernels.appends_by_slot(key.dtype, k_cache.dtype):
-        k_place, v_place = (_place(x) for x in scales)
-        _memory_kernels.append_by_slot(key[:count], value[:count], k_cache, v_cache, slots, k_place, v_place)
+        _memory_kernels.append_by_slot(key[:count], places.of(value))
         _autograd.written(key_cache, value_cache)
         return
+    slots, scales = places.slots, places.scales
     _write(key[:count], k_cache, slots.long(), scales[0])
     _write(value[:count], v_cache, slots.long(), scales[1])
+
+
+@dataclass(frozen=True)
+class Places:
+    """Checked caches ``[pages, page_size, heads, dim]``, slots on their device, and scales of keys and values."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slots: torch.Tensor
+    scales: tuple[float | torch.Tensor, float | torch.Tensor]
+
+    def of(self, value: torch.Tensor) -> _memory_kernels.Slots:
+        """What kernels are told: these places, and the values."""
+        k_place, v_place = (_place(x) for x in self.scales)
+        return _memory_kernels.Slots(self.slots, self.k_cache, self.v_cache, value[: len(self.slots)], k_place, v_place)
+
+
+def checked(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: tuple[Scale, Scale],
+    kv_layout: str,
+) -> Places:
+    """Where new keys and values go, or an error."""
+    k_cache, v_cache = _caches(key_cache, value_cache, kv_layout)
+    _check_new(key, value, k_cache, v_cache, kv_layout)
+    _check_slots(slot_mapping, min(key.size(0), value.size(0)), k_cache)
+    device, heads = k_cache.device, k_cache.size(2)
+    slots = slot_mapping.to(device, non_blocking=True).contiguous()
+    k_scale, v_scale = (_scale(name, x, heads, device) for name, x in zip(("k_scale", "v_scale"), scales))
+    return Places(k_cache, v_cache, slots, (k_scale, v_scale))
 
 
 def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:

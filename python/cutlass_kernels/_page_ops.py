@@ -20,6 +20,14 @@ _BY_SLOT = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, float[] factors, "
     "Tensor?[] scales, str kv_layout) -> ()"
 )
+_ROPE = (
+    "(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()"
+)
+_ROPE_BY_SLOT = (
+    "(Tensor(a!) query, Tensor(b!) key, Tensor value, Tensor positions, Tensor cos_sin_cache, Tensor(c!) key_cache, "
+    "Tensor(d!) value_cache, Tensor slot_mapping, float[] factors, Tensor?[] scales, str kv_layout, bool is_neox, "
+    "bool update_key) -> ()"
+)
 _POSITIONS = "(Tensor append_indptr, Tensor seq_lens, SymInt nnz) -> (Tensor, Tensor)"
 
 
@@ -44,6 +52,16 @@ def append_by_slot(
 ) -> None:
     """``append_paged_kv_cache_by_slot()`` in a graph."""
     torch.ops.cutlass_kernels.append_by_slot(*new, *caches, slot_mapping, *_ops.split_scales(scales), kv_layout)
+
+
+def rope(*args: Any) -> None:
+    """``apply_rope_with_cos_sin_cache_inplace()`` in a graph."""
+    torch.ops.cutlass_kernels.rope(*args)
+
+
+def rope_append_by_slot(tensors: tuple[Any, ...], scales: tuple[Any, Any], options: tuple[Any, ...]) -> None:
+    """``rope_append_paged_kv_cache_by_slot()`` in a graph."""
+    torch.ops.cutlass_kernels.rope_append_by_slot(*tensors, *_ops.split_scales(scales), *options)
 
 
 def positions(append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,3 +102,14 @@ def define_by_slot(append: Callable[..., None]) -> None:
         append(*tensors, *_ops.join_scales(factors, scales), kv_layout)
 
     _ops.register("append_by_slot", _BY_SLOT, run, _fake_append)
+
+
+def define_rope(rope: Callable[..., None], rope_append: Callable[..., None]) -> None:
+    """Registers the operators of rotary embeddings, alone and with appending to slots."""
+
+    def run(*args: Any) -> None:
+        *tensors, factors, scales, kv_layout, is_neox, update_key = args
+        rope_append(*tensors, *_ops.join_scales(factors, scales), kv_layout, is_neox, update_key)
+
+    _ops.register("rope", _ROPE, rope, _fake_append)
+    _ops.register("rope_append_by_slot", _ROPE_BY_SLOT, run, _fake_append)

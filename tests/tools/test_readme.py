@@ -54,9 +54,10 @@ def test_names_of_flashinfer() -> None:
             with pytest.raises(NotImplementedError, match=name):
                 getattr(cutlass_kernels, name)()
     ours = {"explain", "list_kernels", "fmha_v2_stats_to_lse", "BackendError", "PerformanceWarning", "__version__"}
-    ours |= {"append_paged_kv_cache_by_slot"}  # vLLM's reshape_and_cache_flash
+    # vLLM's reshape_and_cache_flash, alone and behind its rotary_embedding
+    ours |= {"append_paged_kv_cache_by_slot", "rope_append_paged_kv_cache_by_slot"}
     ours |= {"attention"}  # FlashAttention-3's interface
-    modules = {"cascade", "decode", "page", "prefill", "quantization", "utils"}
+    modules = {"cascade", "decode", "page", "prefill", "quantization", "rope", "utils"}
     assert set(cutlass_kernels.__all__) - ours - modules == {
         name for name, word in said.items() if word in ("same", "differs")
     }

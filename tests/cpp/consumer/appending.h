@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cutlass_kernels/append.h"
+#include "cutlass_kernels/rope.h"
 #include "support.h"
 
 /// Five new tokens of one head with eight elements, for a request that has seven, in pages of four.
@@ -60,6 +61,27 @@ inline void check_slots_without_gpu() {
   slots.cache_dtype = ck::DType::kFloat8E5M2;
   slots.num_tokens = 0;
   require(ck::append_paged_kv_cache_by_slot(slots, nullptr).ok(), "there are no tokens");
+}
+
+inline void check_rope_without_gpu() {
+  ck::RopeParams rope;
+  rope.dtype = ck::DType::kFloat8E4M3;
+  require_refusal(ck::apply_rope(rope, nullptr), "dtype=float8_e4m3fn");
+  rope.dtype = rope.cos_sin_dtype = ck::DType::kFloat16;
+  require_refusal(ck::apply_rope(rope, nullptr), "head_dim=0");
+  rope.head_dim = 8;
+  rope.rotary_dim = 7;
+  require_refusal(ck::apply_rope(rope, nullptr), "rotary_dim=7");
+  rope.rotary_dim = 8;
+  rope.num_qo_heads = 1;
+  require_refusal(ck::apply_rope(rope, nullptr), "num_tokens=-1");
+  rope.num_tokens = 3;
+  require_refusal(ck::apply_rope(rope, nullptr), "num_positions is not set");
+  rope.num_positions = 5;
+  require_refusal(ck::apply_rope(rope, nullptr), "one of them is null");
+  rope.num_tokens = 0;
+  require(ck::apply_rope(rope, nullptr).ok(), "there are no tokens");
+  require_refusal(ck::apply_rope_and_append_by_slot(rope, {}, nullptr), "num_kv_heads=0");
 }
 
 #ifdef CONSUMER_HAS_CUDA_RUNTIME
@@ -143,4 +165,5 @@ inline void check_appending_on_gpu() {
 inline void check_appending_without_gpu() {
   check_pages_without_gpu();
   check_slots_without_gpu();
+  check_rope_without_gpu();
 }
