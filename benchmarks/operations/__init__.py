@@ -15,13 +15,14 @@ from collections.abc import Sequence
 
 from backend import Case, Operation, Workload
 
-from . import append_by_slot, decode, fused, host, merge, plan_free, prefill, shared_prefix
+from . import append_by_slot, decode, fused, host, merge, plan_free, prefill, rope, shared_prefix
 
 OPERATIONS: dict[str, Operation] = {
     "prefill": prefill.OPERATION,
     "decode": decode.OPERATION,
     "merge": merge.OPERATION,
     "append_by_slot": append_by_slot.OPERATION,
+    "rope": rope.OPERATION,
     "fused": fused.OPERATION,
     "shared_prefix": shared_prefix.OPERATION,
     "host": host.OPERATION,

@@ -32,6 +32,7 @@ from operations.append_by_slot import Append, expect_stored, make_entries  # noq
 from operations.fused import Fused  # noqa: E402
 from operations.host import Host  # noqa: E402
 from operations.merge import Merge, expect_merged, make_states  # noqa: E402
+from operations.rope import Rope, expect_rotated, make_tokens  # noqa: E402
 from operations.shared_prefix import SharedPrefix  # noqa: E402
 from problem import Problem, random_mask, with_pages  # noqa: E402
 
@@ -286,6 +287,18 @@ def test_expected_appends_are_what_both_store(cache: str) -> None:
         assert check.fault(timed.output(timed.call()), expect_stored(inputs)) is None, name
         inputs.key_cache.view(torch.uint8)[0, 0, 0, 0] ^= 0x40
         assert check.fault(inputs.stored(), expect_stored(inputs)) is not None
+
+
+@pytest.mark.parametrize("cache", [None, "float16", "float8_e4m3fn"])
+def test_expected_keys_are_what_both_rotate(cache: str | None) -> None:
+    case = Rope(37, 4, 2, 64, cache, "float16")
+    for name in ("auto", "two_calls"):
+        inputs = make_tokens(case, CPU)
+        timed = OPERATIONS["rope"].backends[name].make(case, inputs)
+        timed.call()
+        assert check.fault(timed.output(timed.call()), expect_rotated(inputs)) is None, name
+        inputs.positions += 1
+        assert check.fault(timed.output(None), expect_rotated(make_tokens(case, CPU))) is not None
 
 
 @pytest.mark.parametrize(
