@@ -222,6 +222,8 @@ def flash_attn_varlen_func(
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_tot_seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    ver: int | None = None,
 ) -> torch.Tensor | Pair:
     """Attention of a batch of any lengths, over ragged keys or a paged cache.
 
@@ -234,7 +236,8 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: int32 ``[B]``, how many rows and keys of each request are used.
         block_table: int32 ``[B, M]``, the pages of each request.
         return_softmax_lse, return_attn_probs: whether to return the LSE too.
-        s_aux: ``[Hq]``, attention sinks: adds ``exp(s)`` to the denominator.
+        s_aux, sinks: ``[Hq]``, attention sinks: adds ``exp(s)`` to the denominator.
+        ver: FlashAttention's version, as SGLang passes it: no effect.
         cp_world_size, cp_rank, cp_tot_seqused_k: context parallelism of vLLM, which is refused.
 
     The other arguments are those of ``flash_attn_func``.
@@ -278,7 +281,7 @@ def flash_attn_varlen_func(
         None,  # mask_indptr
         softcap,  # logits_soft_cap
         softmax_scale,  # sm_scale
-        s_aux,  # sinks
+        sinks if s_aux is None else s_aux,  # sinks
         alibi_slopes,
         q_descale,
         k_descale,
@@ -333,6 +336,8 @@ def flash_attn_with_kvcache(
     descale_q: Scale = None,
     descale_k: Scale = None,
     descale_v: Scale = None,
+    sinks: torch.Tensor | None = None,
+    ver: int | None = None,
 ) -> torch.Tensor | Pair:
     """Attention over a cache, to which new keys and values can be appended first.
 
@@ -354,6 +359,7 @@ def flash_attn_with_kvcache(
         page_table: int32 ``[B, M]``.
         return_softmax_lse: whether to return the LSE too.
         descale_q, descale_k, descale_v, gqa_parallel, max_seqlen_k_hint: older names; the last two have no effect.
+        sinks, ver: SGLang's names: ``s_aux``, and the version, which has no effect.
 
     The other arguments are those of ``flash_attn_func``.
 
@@ -404,7 +410,7 @@ def flash_attn_with_kvcache(
         None,  # mask_indptr
         softcap,  # logits_soft_cap
         softmax_scale,  # sm_scale
-        s_aux,  # sinks
+        sinks if s_aux is None else s_aux,  # sinks
         alibi_slopes,
         descale_q if q_descale is None else q_descale,  # q_descale
         descale_k if k_descale is None else k_descale,  # k_descale

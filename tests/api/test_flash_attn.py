@@ -88,12 +88,41 @@ def test_vllms_form(target, lengths):
         softcap=0,
         scheduler_metadata=get_scheduler_metadata(3, 30, 40, 4, 2, 64, more["seqused_k"], causal=True),
         fa_version=3,
+        ver=3,
         q_descale=None,
         num_splits=0,
         s_aux=sinks.bfloat16(),
         **{name: x for name, x in given.items() if lengths in (name, "both")},
     )
     assert returned.data_ptr() == out.data_ptr()
+    check(batch, out, None, Mask(causal=True), sinks=sinks.bfloat16().float())
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_sglangs_form(target, rows):
+    """``cu_seqlens_k_new`` without new keys is not read; ``sinks`` and ``ver`` are the names of SGLang's kernels."""
+    batch = make_batch([rows] * 3, [40, 9, 33], device=target.device)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    sinks = torch.randn(4, device=target.device)
+    out = flash_attn_with_kvcache(
+        q=batch.q,
+        k_cache=k,
+        v_cache=v,
+        page_table=more["page_table"],
+        cache_seqlens=more["seqused_k"],
+        cu_seqlens_q=batch.qo_indptr(target.device),
+        cu_seqlens_k_new=batch.kv_indptr(target.device),
+        max_seqlen_q=rows,
+        softmax_scale=0.125,
+        sm_margin=0,
+        window_size=(-1, -1),
+        softcap=0.0,
+        num_splits=0,
+        pack_gqa=None,
+        causal=True,
+        sinks=sinks.bfloat16(),
+        ver=3,
+    )
     check(batch, out, None, Mask(causal=True), sinks=sinks.bfloat16().float())
 
 
