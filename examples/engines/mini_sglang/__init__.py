@@ -1,0 +1,1 @@
+"""mini-sglang on this library."""

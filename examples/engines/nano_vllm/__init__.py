@@ -1,0 +1,1 @@
+"""nano-vllm on this library."""
