@@ -18,6 +18,7 @@ MARKS = {
     "varlen": ("flash",),
     "flash_attn": ("flash",),
     "flashinfer": ("flashinfer", "kernel_mha", "BatchDecodeWithPaged", "BatchPrefillWith"),
+    "sgl_kernel": ("flash",),
 }
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 

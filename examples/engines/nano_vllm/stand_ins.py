@@ -14,21 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from ..common.sdpa import Kept, decode, prefill
 
 Tensor = torch.Tensor
-
-
-class Kept:
-    """The last result of a function of a tensor: every layer of a step passes the same one."""
-
-    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
-        self.compute, self.tensor, self.result = compute, torch.empty(0), None
-
-    def __call__(self, tensor: Tensor) -> Any:
-        if tensor is not self.tensor:
-            self.tensor, self.result = tensor, self.compute(tensor)
-        return self.result
 
 
 def as_module(varlen: Callable[..., Tensor], with_kvcache: Callable[..., Tensor]) -> ModuleType:
@@ -44,63 +33,26 @@ def as_module(varlen: Callable[..., Tensor], with_kvcache: Callable[..., Tensor]
 
 
 def sdpa() -> ModuleType:
-    """Gathers the pages of all requests, to the longest that a CUDA graph allows, and calls SDPA."""
-    from torch.nn.attention.bias import causal_lower_right
+    """Gathers pages and calls SDPA."""
+    rows_of, offsets_of = (Kept(lambda tensor: tensor.tolist()) for _ in range(2))
 
-    offsets = Kept(lambda tensor: tensor.tolist())
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *, block_table: Tensor | None, **call: Any) -> Tensor:
+        offsets = offsets_of(call["cu_seqlens_k"])
 
-    def varlen(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        causal: bool,
-        block_table: Tensor | None,
-    ) -> Tensor:
-        out = torch.empty_like(q)
-        rows, keys = offsets(cu_seqlens_q), cu_seqlens_k_of(cu_seqlens_k)
-        for i in range(len(rows) - 1):
-            mine, length = slice(rows[i], rows[i + 1]), keys[i + 1] - keys[i]
+        def keys_of(i: int) -> tuple[Tensor, Tensor]:
+            begin, end = offsets[i : i + 2]
             if block_table is None:
-                found = [x[keys[i] : keys[i + 1]] for x in (k, v)]
-            else:
-                pages = block_table[i, : -(-length // k.size(1))]
-                found = [x[pages].flatten(0, 1)[:length] for x in (k, v)]
-            query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q[mine], *found))
-            mask = causal_lower_right(query.size(2), length) if causal else None
-            seen = F.scaled_dot_product_attention(query, key, value, mask, scale=softmax_scale, enable_gqa=True)
-            out[mine] = seen[0].transpose(0, 1)
-        return out
+                return k[begin:end], v[begin:end]
+            pages = block_table[i, : -(-(end - begin) // k.size(1))]
+            return k[pages].flatten(0, 1)[: end - begin], v[pages].flatten(0, 1)[: end - begin]
 
-    cu_seqlens_k_of = Kept(lambda tensor: tensor.tolist())
-    return as_module(varlen, gathered_decode)
+        return prefill(q, rows_of(call["cu_seqlens_q"]), keys_of, call["softmax_scale"], call["causal"])
 
+    def with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **call: Any) -> Tensor:
+        lengths, scale = call["cache_seqlens"], call["softmax_scale"]
+        return decode(q.squeeze(1), k_cache, v_cache, call["block_table"], lengths, scale).unsqueeze(1)
 
-def gathered_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    block_table: Tensor,
-    softmax_scale: float,
-    causal: bool,
-) -> Tensor:
-    """q ``[B, 1, heads, dim]``. Shapes depend on shapes alone, so that a CUDA graph holds it."""
-    requests, room = q.size(0), block_table.size(1) * k_cache.size(1)
-    pages = block_table.clamp(min=0).flatten()
-    keys, values = (x.index_select(0, pages).view(requests, room, *x.shape[2:]) for x in (k_cache, v_cache))
-    seen = torch.arange(room, device=q.device) < cache_seqlens.clamp(min=1)[:, None]  # [B, room]
-    query = q.view(requests, keys.size(2), -1, q.size(3))  # the query heads of a key head are its rows
-    group = query.size(2)
-    mask = seen[:, None, None, :].expand(requests, 1, group, room)
-    out = F.scaled_dot_product_attention(query, keys.transpose(1, 2), values.transpose(1, 2), mask, scale=softmax_scale)
-    return out.reshape(q.shape)
+    return as_module(varlen, with_kvcache)
 
 
 # --- torch's FlashAttention-2 on pages, where this torch has it ---
@@ -117,7 +69,7 @@ def varlen() -> ModuleType:
     ) -> Tensor:
         return varlen_attn(q, k, v, rows, keys, *longest, window_size=(-1, 0), enable_gqa=True, **options)
 
-    def prefill(q: Tensor, k: Tensor, v: Tensor, *, block_table: Tensor | None, **call: Any) -> Tensor:
+    def with_offsets(q: Tensor, k: Tensor, v: Tensor, *, block_table: Tensor | None, **call: Any) -> Tensor:
         longest = (call["max_seqlen_q"], call["max_seqlen_k"])
         keys, options = call["cu_seqlens_k"], {"scale": call["softmax_scale"]}
         if block_table is not None:
@@ -125,14 +77,14 @@ def varlen() -> ModuleType:
             keys = None
         return attend(q, k, v, call["cu_seqlens_q"], keys, longest, **options)
 
-    def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, **call: Any) -> Tensor:
+    def with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **call: Any) -> Tensor:
         table = call["block_table"]
         rows = torch.arange(q.size(0) + 1, dtype=torch.int32, device=q.device)
         options = {"scale": call["softmax_scale"], "seqused_k": call["cache_seqlens"], "block_table": table}
         longest = (1, table.size(1) * k_cache.size(1))
         return attend(q.squeeze(1), k_cache, v_cache, rows, None, longest, **options).unsqueeze(1)
 
-    return as_module(prefill, decode)
+    return as_module(with_offsets, with_kvcache)
 
 
 # --- FlashInfer: wrappers for prefill, the functions without a plan for decode ---

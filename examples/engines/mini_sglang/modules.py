@@ -1,0 +1,100 @@
+"""Modules that mini-sglang imports: ``flashinfer``, ``sgl_kernel``, and functions of ``minisgl.kernel``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import _stand_ins, sdpa_wrappers
+
+WRAPPERS = (
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+)
+
+
+def register(attention: str, helpers: str, longest: int) -> dict[str, str]:
+    """Puts the modules into ``sys.modules``. What stands for what, to be printed.
+
+    Args:
+        attention: ``"ours"``, ``"sdpa"``, ``"flashinfer"`` or ``"sgl_kernel"``.
+        helpers: who computes norms, RoPE, activations and samples: ``"flashinfer"``, ``"torch"``, or ``"auto"``:
+            FlashInfer where it is installed.
+        longest: tokens that a request may have, for ``"sdpa"``.
+    """
+    installed = importlib.util.find_spec("flashinfer") is not None
+    if helpers == "auto":
+        helpers = "flashinfer" if installed else "torch"
+    if "flashinfer" in (attention, helpers) and not installed:
+        raise ModuleNotFoundError("flashinfer is not installed: use --helpers torch, and other --against.")
+    library = importlib.import_module("flashinfer") if helpers == "flashinfer" else _plain_flashinfer()
+    if attention == "flashinfer":
+        wrappers: Any = importlib.import_module("flashinfer")
+        library.__path__ = wrappers.__path__  # its modules import each other by the name of the package
+    elif attention == "sdpa":
+        wrappers = sdpa_wrappers
+        sdpa_wrappers.CUDAGraphBatchDecodeWithPagedKVCacheWrapper.longest = longest
+    else:
+        wrappers = importlib.import_module("cutlass_kernels")
+    found = {name: getattr(wrappers, name) for name in WRAPPERS}
+    for name, wrapper in found.items():
+        setattr(library, name, wrapper)
+    sys.modules["flashinfer"] = library
+    if helpers == "torch":
+        sys.modules["flashinfer.sampling"] = library.sampling
+    if attention == "ours":
+        kernels = _module("sgl_kernel")
+        kernels.flash_attn = importlib.import_module("cutlass_kernels.flash_attn")  # type: ignore[attr-defined]
+        sys.modules["sgl_kernel"], sys.modules["sgl_kernel.flash_attn"] = kernels, kernels.flash_attn
+    return {"wrappers": wrappers.__name__, "norm, rope, activation, sampling": helpers}
+
+
+def _plain_flashinfer() -> ModuleType:
+    """A module ``flashinfer`` with the stand-ins of ``_stand_ins.py`` and no attention."""
+    library, sampling = _module("flashinfer"), _module("flashinfer.sampling")
+    vars(library).update(_stand_ins.FLASHINFER, sampling=sampling)
+    vars(sampling).update(_stand_ins.SAMPLING)
+    return library
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    module.__path__ = []
+    return module
+
+
+def replace_kernels(choice: str) -> str:
+    """Replaces the functions of ``minisgl.kernel`` that the engine compiles. Which ones are used, to be printed.
+
+    Args:
+        choice: ``"engine"``, ``"torch"``, or ``"auto"``: the engine's where it can compile them.
+    """
+    missing = missing_to_compile()
+    if choice == "engine" or (choice == "auto" and not missing):
+        return "the engine's, compiled"
+    kernel = importlib.import_module("minisgl.kernel")
+    for name, function in _stand_ins.KERNELS.items():
+        setattr(kernel, name, function)
+    return "torch" + (f" (missing: {', '.join(missing)})" if missing and choice == "auto" else "")
+
+
+def missing_to_compile() -> list[str]:
+    """What the engine needs to compile its kernels, and this machine has not."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc") or (home and (Path(home) / "bin" / "nvcc").exists())
+    found = {
+        "tvm_ffi": importlib.util.find_spec("tvm_ffi"),
+        "nvcc": nvcc,
+        "ninja": shutil.which("ninja"),
+        "a C++ compiler": shutil.which(os.environ.get("CXX", "c++")),
+    }
+    return [name for name, there in found.items() if not there]
