@@ -27,7 +27,7 @@ def load(args: argparse.Namespace, directory: Path, longest: int, **config: Any)
     if args.compile:
         _stand_ins.compiled()
     sys.path.insert(0, str(args.engine.resolve() / "python"))
-    used["kernels of minisgl"] = modules.replace_kernels(args.kernels)
+    used["kernels of minisgl"] = modules.replace_kernels(args.kernels, directory)
     from minisgl.llm import LLM
 
     backend = {"ours": args.attention_backend, "sgl_kernel": "fa"}.get(args.attention, "fi")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -72,19 +73,37 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-def replace_kernels(choice: str) -> str:
+def replace_kernels(choice: str, directory: Path) -> str:
     """Replaces the functions of ``minisgl.kernel`` that the engine compiles. Which ones are used, to be printed.
 
     Args:
         choice: ``"engine"``, ``"torch"``, or ``"auto"``: the engine's where it can compile them.
+        directory: of the model, for whose sizes ``"auto"`` tries.
     """
-    missing = missing_to_compile()
-    if choice == "engine" or (choice == "auto" and not missing):
+    why_not = ""
+    if choice == "auto":
+        why_not = ", ".join(missing_to_compile())
+        why_not = f" (missing: {why_not})" if why_not else _try_to_compile(directory)
+    if choice == "engine" or (choice == "auto" and not why_not):
         return "the engine's, compiled"
     kernel = importlib.import_module("minisgl.kernel")
     for name, function in _stand_ins.KERNELS.items():
         setattr(kernel, name, function)
-    return "torch" + (f" (missing: {', '.join(missing)})" if missing and choice == "auto" else "")
+    return "torch" + why_not
+
+
+def _try_to_compile(directory: Path) -> str:
+    """Compiles two of the engine's kernels, which are kept for it. Empty, or why that failed."""
+    config = json.loads((directory / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    try:
+        importlib.import_module("minisgl.kernel.radix")._load_radix_module()
+        store = importlib.import_module("minisgl.kernel.store")
+        store._jit_store_module(config["num_key_value_heads"] * head_dim * 2)
+    except Exception as error:
+        return f" (the engine's do not compile: {type(error).__name__}: {str(error).splitlines()[0]})"
+    return ""
 
 
 def missing_to_compile() -> list[str]:
