@@ -20,6 +20,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLeastTeam = 4;
+// Of many items, a team takes several each: of 320 for a token (32/8 heads, hd128), 256 threads would take 64 alone.
+constexpr int kTeamOfMany = 64;
+constexpr std::int64_t kManyItems = 1 << 19;
 
 // Queries, keys or values. Strides in elements; where there is no `to` or no cache, nothing is written there.
 struct Part {
@@ -245,7 +248,8 @@ cudaError_t launch(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
     p.items += sizes[i].heads * items;
   }
   if (p.items == 0) return cudaSuccess;
-  while ((1 << p.log2_team) < std::clamp(p.items, kLeastTeam, kThreads)) ++p.log2_team;
+  const int most = p.num_tokens * p.items >= kManyItems ? kTeamOfMany : kThreads;
+  while ((1 << p.log2_team) < std::clamp(p.items, kLeastTeam, most)) ++p.log2_team;
   const int tokens_of_block = kThreads >> p.log2_team;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned((p.num_tokens + tokens_of_block - 1) / tokens_of_block));
