@@ -1,12 +1,12 @@
 """A KV cache in pages for Hugging Face transformers (5.17 and newer): new tokens are written into pages, and attention
-reads them there, through the wrapper for decode where there are few new tokens, else through that for prefill.
+reads them there.
 
     from cutlass_kernels.integrations.paged_cache import PagedCache
     cache = PagedCache(model.config, batch=4, max_tokens=4096, device=model.device, dtype=model.dtype)
     model.set_attn_implementation(cache.register())
     logits = model(prompt, past_key_values=cache, use_cache=True).logits
 
-Served: sequences of equal length, causal attention, no sliding windows, no padding, no backward.
+Served: sequences of equal length, causal attention with sliding windows, soft caps and sinks; no padding, no backward.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from .._decode_paged import BatchDecodeWithPagedKVCacheWrapper
+from .._attention import attention
 from ..page import append_paged_kv_cache
-from ..prefill import BatchPrefillWithPagedKVCacheWrapper
-from .transformers import no_mask
 
 NAME = "cutlass_kernels_paged"
-MOST_DECODED = 8  # new tokens per sequence
-WORKSPACE_BYTES = 32 << 20
 _numbers = itertools.count()
 
 
@@ -40,7 +36,7 @@ class PagedCache(Cache):
         max_tokens: the most that a sequence may hold.
         device, dtype: those of the model.
         page_size: tokens of a page.
-        backend: of this library, as in its wrappers.
+        backend: as in ``attention()``.
 
     Raises:
         RuntimeError: a forward pass that would exceed ``max_tokens``.
@@ -63,22 +59,14 @@ class PagedCache(Cache):
         backend: str = "auto",
     ) -> None:
         text = config.get_text_config(decoder=True)
-        self.heads = (text.num_attention_heads, text.num_key_value_heads)
-        self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.batch, self.max_tokens, self.page_size = batch, max_tokens, page_size
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.backend = torch.device(device), dtype, backend
         self.length = 0  # of every sequence
         self._each = -(-max_tokens // page_size)  # pages that a sequence may have
-        self._table = torch.randperm(batch * self._each, dtype=torch.int32).view(batch, self._each)
-        shape = (batch * self._each, 2, page_size, self.heads[1], self.head_dim)
+        self._table = torch.randperm(batch * self._each, dtype=torch.int32).view(batch, self._each).to(self.device)
+        shape = (batch * self._each, 2, page_size, text.num_key_value_heads, head_dim)
         super().__init__(layers=[_Layer(self, shape) for _ in range(text.num_hidden_layers)])
-
-        def workspace() -> torch.Tensor:
-            return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=backend)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend)
-        self._planned: tuple[float | None] | None = None  # the scale of the plan of this pass, if there is one yet
         self._name: str | None = None
 
     def register(self) -> str:
@@ -89,7 +77,7 @@ class PagedCache(Cache):
         if self._name is None:
             self._name = f"{NAME}_{next(_numbers)}"
             AttentionInterface.register(self._name, functools.partial(_attend, weakref.ref(self)))
-            AttentionMaskInterface.register(self._name, no_mask)
+            AttentionMaskInterface.register(self._name, _mask)
         return self._name
 
     def begin(self, new: int) -> None:
@@ -99,16 +87,16 @@ class PagedCache(Cache):
                 f"this cache holds {self.length} of at most {self.max_tokens} tokens per sequence, too many for {new} "
                 "more: make it with a larger max_tokens."
             )
-        first, self.length, self._planned = self.length, self.length + new, None
+        first, self.length = self.length, self.length + new
         used = -(-self.length // self.page_size)
-        self._rows = torch.arange(self.batch + 1, dtype=torch.int32) * new
-        self._indptr = torch.arange(self.batch + 1, dtype=torch.int32) * used
-        self._indices = self._table[:, :used].reshape(-1)
-        self._last = torch.full((self.batch,), (self.length - 1) % self.page_size + 1, dtype=torch.int32)
+        indptr = torch.arange(self.batch + 1, dtype=torch.int32) * used
+        last = torch.full((self.batch,), (self.length - 1) % self.page_size + 1, dtype=torch.int32)
         owner = torch.arange(self.batch, dtype=torch.int32).repeat_interleave(new)
         position = torch.arange(first, self.length, dtype=torch.int32).repeat(self.batch)
-        tensors = (owner, position, self._indices, self._indptr, self._last)
-        self._places = [x.to(self.device, non_blocking=True) for x in tensors]
+        tensors = (owner, position, indptr, last)
+        owner, position, indptr, last = (x.to(self.device, non_blocking=True) for x in tensors)
+        self._places = [owner, position, self._table[:, :used].reshape(-1), indptr, last]
+        self._lengths = torch.full((self.batch,), self.length, dtype=torch.int32, device=self.device)
 
     def write(self, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes the new keys and values ``[batch, heads, tokens, dim]`` of a layer into its pages."""
@@ -127,35 +115,57 @@ class PagedCache(Cache):
         dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
         """What transformers calls: q is ``[batch, heads, tokens, dim]``, the output ``[batch, tokens, heads, dim]``."""
-        unserved = (attention_mask, sliding_window, softcap, more.get("s_aux"), more.get("position_bias"))
-        if any(given is not None for given in unserved) or dropout > 0.0 or not getattr(module, "is_causal", True):
+        unserved = attention_mask is not None or more.get("position_bias") is not None or dropout > 0.0
+        if unserved or not getattr(module, "is_causal", True):
             raise NotImplementedError(
-                "PagedCache serves plain causal attention, without masks, windows, soft caps, sinks and dropout: use "
+                "PagedCache serves causal attention, without masks, position biases and dropout: use "
                 "attn_implementation='cutlass_kernels' with transformers' own cache."
             )
-        new = query.size(2)
-        q = query.transpose(1, 2).flatten(0, 1)
-        layer = self.layers[module.layer_idx]
-        wrapper = self._decode if new <= MOST_DECODED else self._prefill
-        if self._planned != (scaling,):
-            self._plan(new, scaling)
-        out = wrapper.run(q, layer.pages)
+        pages = self.layers[module.layer_idx].pages
+        out = attention(
+            query.transpose(1, 2),
+            pages[:, 0],
+            pages[:, 1],
+            page_table=self._table,
+            seqused_k=self._lengths,
+            max_seqlen_k=self.length,
+            causal=True,
+            window=(-1 if sliding_window is None else sliding_window - 1, -1),
+            logits_soft_cap=softcap,
+            sm_scale=scaling,
+            sinks=None if s_aux is None else s_aux.detach().reshape(-1).float(),
+            backend=self.backend,
+        )
         assert isinstance(out, torch.Tensor)
-        return out.unflatten(0, (self.batch, new)), None
+        return out, None
 
-    def _plan(self, new: int, scale: float | None) -> None:
-        """One plan for all layers of a pass, which scale logits alike in every model there is."""
-        sizes = (*self.heads, self.head_dim, self.page_size)
-        options: dict[str, Any] = {"sm_scale": scale, "q_data_type": self.dtype}
-        table = (self._indptr, self._indices, self._last)
-        if new <= MOST_DECODED:
-            self._decode.plan(*table, *sizes, q_len_per_req=new, **options)
-        else:
-            self._prefill.plan(self._rows, *table, *sizes, causal=True, **options)
-        self._planned = (scale,)
+
+def _mask(
+    q_length: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **_: Any,
+) -> None:
+    """No mask, or an error: pages hold no padding, and windows come with each call."""
+    if attention_mask is not None and not bool(attention_mask[:, -kv_length:].all()):
+        what = "padding"
+    elif not allow_is_causal_skip:
+        what = "a packed, blockwise or custom mask"
+    elif local_size is not None and local_size != getattr(config, "sliding_window", None):
+        what = "chunked attention"
+    else:
+        return
+    raise NotImplementedError(
+        f"PagedCache does not serve {what}: use attn_implementation='cutlass_kernels' with transformers' own cache."
+    )
 
 
 def _attend(cache: weakref.ref[PagedCache], *args: Any, **options: Any) -> tuple[torch.Tensor, None]:

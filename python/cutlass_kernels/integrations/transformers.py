@@ -3,56 +3,45 @@
     from cutlass_kernels.integrations.transformers import register
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())
 
-Served: equally long sequences with or without a dynamic KV cache, sliding windows, soft caps, sinks, full attention.
-There is no padding and no backward: what is not served raises NotImplementedError.
+It serves at inference what ``sdpa`` serves: padded batches, every cache, windows, chunks, packed sequences, encoders
+and cross attention, and beyond that soft caps and sinks. PyTorch computes training, additive masks and position biases.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
 import torch
 
+from .. import _attention
+from .._errors import PerformanceWarning, warn
 from .._native import PER_THREAD_STREAM
-from .._tracing import cache_of_real_tensors
-from ..prefill import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
+from .._tracing import cache_of_real_tensors, is_traced
+from . import _key_ranges, _transformers_dense
+from ._key_ranges import Kind
 
 NAME = "cutlass_kernels"
 
 
 def register(name: str = NAME) -> str:
-    """Makes ``attn_implementation=name`` known to transformers, and returns the name."""
+    """Makes ``attn_implementation=name`` known to transformers, and returns the name.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.17.
+
+    Example:
+        >>> model.set_attn_implementation(register())
+        >>> model.generate(**tokenizer(["Hello", "Good morning"], padding=True, return_tensors="pt"))
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from ._transformers_masks import mask
+
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, no_mask)
+    AttentionMaskInterface.register(name, mask)
     return name
-
-
-def no_mask(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    config: Any = None,
-    **_: Any,
-) -> None:
-    """The mask of a batch that needs none, or an error. (Without a function transformers ignores the mask.)"""
-    last_row, last_key = q_offset + q_length, kv_offset + kv_length
-    static = isinstance(q_offset, torch.Tensor) or (allow_is_causal_skip and last_row != last_key)
-    if static or (attention_mask is not None and attention_mask.size(-1) < kv_length):
-        _refuse("a static KV cache", "use a dynamic one (cache_implementation=None)")
-    if attention_mask is not None and not bool(attention_mask[:, -kv_length:].all()):
-        _refuse("padding", "run sequences of equal length together, or attn_implementation='sdpa'")
-    if not allow_is_causal_skip and not allow_is_bidirectional_skip:
-        _refuse("a packed, blockwise or custom mask", "use attn_implementation='sdpa'")
-    if local_size is not None and local_size != getattr(config, "sliding_window", None):
-        _refuse("chunked attention", "use attn_implementation='sdpa'")
 
 
 def attention(
@@ -67,70 +56,222 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: q, k, v are ``[batch, heads, tokens, dim]``, the output ``[batch, tokens, heads, dim]``.
 
-    One sequence, or one step of several, is computed without copies, as heads of one request. The prefill of a batch
-    goes through the ragged wrapper, planned once for all layers.
+    Nothing is read back from the device, and keys are not copied. Rows that see no key have output 0.
+
+    Args:
+        module: its ``is_causal`` holds where ``is_causal`` is None. Without a mask, query rows stand at the last keys.
+        attention_mask: None; what the mask function returned; a bool mask ``[batch or 1, heads or 1, rows or 1, keys]``,
+            True where a row sees a key; or one of numbers, which are added to the logits.
+        sliding_window: W without a mask: rows see W keys to the left, their own among them; not causal rows as many to
+            the right. A mask holds the window already.
+        more: unless padding or positions made a bool mask, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int
+            ``[sequences + 1]``) with ``max_length_q`` and ``max_length_k`` are those of sequences in one row of the
+            batch.
+
+    Raises:
+        ValueError: a mask whose shape or dtype makes no sense.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    unserved = (attention_mask, more.get("position_bias"), more.get("cache"))
-    if any(given is not None for given in unserved):
-        _refuse("four-dimensional masks, position_bias and paged caches", "use attn_implementation='sdpa'")
-    given = (query, key, value) if s_aux is None else (query, key, value, s_aux)
-    if dropout > 0.0 or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
-        _refuse("training (there is no backward and no dropout)", "call the model under torch.inference_mode()")
-    if sliding_window is not None and not causal:
-        _refuse("a sliding window that is not causal", "use attn_implementation='sdpa'")
-    (batch, num_qo_heads, q_len, _), (num_kv_heads, kv_len) = query.shape, key.shape[1:3]
-    window_left = -1 if sliding_window is None else sliding_window - 1
-    folded = batch == 1 or q_len == 1
-    sinks = None if s_aux is None else s_aux.detach().float().repeat(batch if folded else 1)
-    options = dict[str, Any](causal=causal, window_left=window_left, logits_soft_cap=softcap, sm_scale=scaling)
-    if folded:
-        q, k, v = query.flatten(0, 1).transpose(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-        out = single_prefill_with_kv_cache(q, k, v, kv_layout="HND", sinks=sinks, **options)
-        return out.unflatten(1, (batch, num_qo_heads)).transpose(0, 1), None
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
-    thread = threading.get_ident() if stream == PER_THREAD_STREAM else 0
-    lengths, sizes = (batch, q_len, kv_len), (num_qo_heads, num_kv_heads, q.size(-1), v.size(-1))
-    wrapper = _planned((stream, thread), q.device, q.dtype, lengths, sizes, tuple(options.items()))
-    out = wrapper.run(q, k, v, sinks=sinks)
-    assert isinstance(out, torch.Tensor)
-    return out.unflatten(0, (batch, q_len)), None
-
-
-@cache_of_real_tensors(maxsize=4)
-def _planned(
-    stream: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    lengths: tuple[int, int, int],
-    sizes: tuple[int, int, int, int],
-    options: tuple[tuple[str, Any], ...],
-) -> BatchPrefillWithRaggedKVCacheWrapper:
-    """A wrapper planned for ``lengths`` (batch, rows, keys). Its tile list is ready on ``stream`` (handle, thread).
-
-    Its workspaces have the size of this plan: 8 MiB less for the list than a wrapper takes by itself, and room for the
-    partial results where the keys of few rows are split.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"attn_implementation='{NAME}' plans the first prefill of {lengths[0]} sequences of {lengths[1]} tokens, "
-            "which no CUDA graph can capture: call the model once with these sizes before the capture."
+    reach = -1 if sliding_window is None else sliding_window - 1
+    kind = Kind(causal, reach, -1 if causal else reach)
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.size(0) != key.size(0):  # learned queries, the same for all requests
+        query = query.expand(key.size(0), -1, -1, -1)
+    if position_bias is not None or dropout > 0.0 or _is_dense(attention_mask) or _is_trained(query, key, value, s_aux):
+        out = _transformers_dense.attend(
+            query, key, value, attention_mask, kind, scale, softcap, s_aux, position_bias, dropout
         )
-    place = dict[str, Any](dtype=torch.uint8, device=device)
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(16, **place), "NHD")
-    qo_indptr, kv_indptr = (torch.arange(lengths[0] + 1, dtype=torch.int32) * length for length in lengths[1:])
-    num_qo_heads, num_kv_heads, head_dim, head_dim_vo = sizes
-    values = dict[str, Any](head_dim_vo=head_dim_vo, q_data_type=dtype, **dict(options))
-    needed = wrapper.workspace_size(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, **values)
-    wrapper.reset_workspace_buffer(*(torch.empty(max(size, 16), **place) for size in needed))
-    wrapper.plan(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, **values)
-    return wrapper
+        return out, None
+    sinks = None if s_aux is None else s_aux.detach().reshape(-1).float()
+    is_plain = attention_mask is None or attention_mask.dtype == torch.int32
+    if is_plain and more.get("cu_seq_lens_q") is not None and query.size(0) == 1:
+        if attention_mask is not None:
+            kind = _key_ranges.read(attention_mask, 1).kind
+        return _packed(query, key, value, kind, scale, softcap, sinks, more), None
+    compute = _operator if is_traced() else _attend
+    out = compute(query, key, value, attention_mask, *kind[:3], scale, softcap, sinks)
+    return out, None
 
 
-def _refuse(what: str, remedy: str) -> None:
-    raise NotImplementedError(f"attn_implementation='{NAME}' does not serve {what}: {remedy}.")
+def _is_dense(mask: torch.Tensor | None) -> bool:
+    """Whether a mask cannot become bits for all heads."""
+    return mask is not None and (mask.is_floating_point() or (mask.dtype == torch.bool and mask.size(1) > 1))
+
+
+def _is_trained(*tensors: torch.Tensor | None) -> bool:
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
+        return False
+    if not is_traced():
+        _warn_of_training()
+    return True
+
+
+@functools.lru_cache(1)
+def _warn_of_training() -> None:
+    warn(
+        f"attn_implementation='{NAME}' computes gradients with PyTorch's attention: for inference, call the model under "
+        "torch.inference_mode().",
+        PerformanceWarning,
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One call of ``attention()``. Keys of request b are rows of its part of the cache, wherever its strides put them.
+
+    A cache ``[B, H, T, D]`` is ``[rows, H, D]`` with a row stride of D and a head stride of T * D: request b begins at
+    row b * H * T, and its other heads lie where the view of one head has rows of nobody.
+    """
+    batch, _, rows, _ = query.shape
+    keys = key.size(2)
+    options: dict[str, Any] = dict(causal=causal, window=(left, right))
+    first = length = None
+    if mask is not None and mask.dtype == torch.bool:
+        bits, indptr = _key_ranges.to_bits(mask, batch, rows, keys)
+        options = dict(packed_custom_mask=bits, mask_indptr=indptr)
+    elif mask is not None:
+        (causal, left, right, chunk_size), first, length = _key_ranges.read(mask, batch)
+        options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
+    q = query.transpose(1, 2)
+    if length is None and batch == 1:
+        q, k, v = q[0], key[0].transpose(0, 1), value[0].transpose(0, 1)
+    else:
+        k, v, step = _as_rows(key, value)
+        place = (key.device, *_stream(key))
+        if length is None:
+            first, length = _starts(batch, step, *place), _lengths(batch, keys, *place)
+        elif batch > 1 and step:
+            first = first + _starts(batch, step, *place)
+        options |= dict(cu_seqlens_k=first, seqused_k=length, max_seqlen_k=keys)
+    out = _attention.attention(q, k, v, logits_soft_cap=softcap, sm_scale=scale, sinks=sinks, **options)
+    assert isinstance(out, torch.Tensor)
+    return out.view(batch, rows, *out.shape[-2:])
+
+
+def _as_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Keys and values ``[rows, H, D]``, and how many rows lie between the first of two requests."""
+    steps = [_step(x) for x in (key, value)]
+    if steps[0] is None or steps[0] != steps[1]:
+        key, value = key.contiguous(), value.contiguous()
+        steps = [_step(key)]
+    step = steps[0]
+    assert step is not None
+    batch, _, tokens, _ = key.shape
+    rows = (batch - 1) * step + tokens
+    k, v = (
+        x.as_strided((rows, x.size(1), x.size(3)), (_row_stride(x), x.stride(1), x.stride(3))) for x in (key, value)
+    )
+    return k, v, step
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    """The stride of tokens; a single token has any, so that of requests."""
+    return x.stride(0) if x.size(2) == 1 and x.size(0) > 1 else x.stride(2)
+
+
+def _step(x: torch.Tensor) -> int | None:
+    stride = _row_stride(x)
+    if x.size(0) == 1 or x.stride(0) == 0:
+        return 0
+    return None if stride <= 0 or x.stride(0) % stride else x.stride(0) // stride
+
+
+def _stream(x: torch.Tensor) -> tuple[int, int]:
+    """The stream of a call, and the thread where the stream is each thread's own. Cached tensors are ready on it. A
+    graph that is captured gets its own tensors, which hold nothing before a replay."""
+    if not x.is_cuda:
+        return 0, 0
+    if torch.cuda.is_current_stream_capturing():
+        return -1, 0
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    return stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
+
+
+def _starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+    return (_new_starts if stream < 0 else _kept_starts)(batch, step, device, stream, thread)
+
+
+def _lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+    return (_new_lengths if stream < 0 else _kept_lengths)(batch, keys, device, stream, thread)
+
+
+def _new_starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * step
+
+
+def _new_lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+    return torch.full((batch,), keys, dtype=torch.int32, device=device)
+
+
+_kept_starts = cache_of_real_tensors(32)(_new_starts)
+_kept_lengths = cache_of_real_tensors(32)(_new_lengths)
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kind: Kind,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    more: dict[str, Any],
+) -> torch.Tensor:
+    """Sequences that follow one another in the only row of a batch."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    indptr = more["cu_seq_lens_q"].to(torch.int32)
+    kv_indptr = more.get("cu_seq_lens_k")
+    most = [x if isinstance(x, int) else None for x in (more.get("max_length_q"), more.get("max_length_k"))]
+    out = _attention.attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=indptr,
+        cu_seqlens_k=indptr if kv_indptr is None else kv_indptr.to(torch.int32),
+        max_seqlen_q=most[0],
+        max_seqlen_k=most[1],
+        causal=kind.causal,
+        window=(kind.left, kind.right),
+        chunk_size=kind.chunk_size,
+        logits_soft_cap=softcap,
+        sm_scale=scale,
+        sinks=sinks,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.unsqueeze(0)
+
+
+_OPERATOR = f"{NAME}::attend_dense"
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, SymInt left, SymInt right, float scale, "
+    "float? softcap, Tensor? sinks) -> Tensor"
+)
+
+
+@torch.library.custom_op(_OPERATOR, mutates_args=(), schema=_SCHEMA)
+def _operator(*args: Any) -> torch.Tensor:
+    """``_attend`` in a graph, which then holds no views of caches that a compiler might copy."""
+    return _attend(*args).contiguous()
+
+
+@_operator.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return query.new_empty(query.size(0), query.size(2), query.size(1), value.size(3))
