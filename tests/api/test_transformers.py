@@ -8,7 +8,9 @@ import pytest
 import torch
 from compare import assert_close
 
+from cutlass_kernels.integrations import _key_ranges
 from cutlass_kernels.integrations import transformers as integration
+from cutlass_kernels.integrations._key_ranges import Kind
 
 try:
     import transformers
@@ -16,14 +18,6 @@ except ImportError:
     transformers = None
 
 DTYPES = {"cpu": [torch.float32], "cuda:0": [torch.float16, torch.bfloat16]}
-
-
-@pytest.fixture(autouse=True)
-def no_plans():
-    """None is left from, or for, another test."""
-    integration._planned.cache_clear()
-    yield
-    integration._planned.cache_clear()
 
 
 def formula(q, k, v, *, scaling, is_causal, sliding_window=None, softcap=None, s_aux=None) -> torch.Tensor:
@@ -71,13 +65,12 @@ def test_attention_function(target, batch, rows, keys, head_dim, options):
         q, k, v = randn(batch, 6, rows, head_dim), *(randn(batch, 2, keys, head_dim) for _ in range(2))
         if "s_aux" in given:
             given["s_aux"] = randn(6)
-        for _ in range(2):  # the second goes by the first one's plan
-            out, weights = integration.attention(torch.nn.Module(), q, k, v, **given)
-            assert weights is None and out.dtype == dtype
-            want = formula(*(x.double() for x in (q, k, v)), **given)
-            # In fp32 the order in which a BLAS adds decides: on one machine errors differ threefold between two shapes.
-            factor = 4.0 if dtype == torch.float32 else 2.0
-            assert_close(out, want, formula(q, k, v, **given).to(dtype), dtype=dtype, factor=factor)
+        out, weights = integration.attention(torch.nn.Module(), q, k, v, **given)
+        assert weights is None and out.dtype == dtype
+        want = formula(*(x.double() for x in (q, k, v)), **given)
+        # In fp32 the order in which a BLAS adds decides: on one machine errors differ threefold between two shapes.
+        factor = 4.0 if dtype == torch.float32 else 2.0
+        assert_close(out, want, formula(q, k, v, **given).to(dtype), dtype=dtype, factor=factor)
 
 
 def test_views_of_a_cache(target):
@@ -91,6 +84,116 @@ def test_views_of_a_cache(target):
         out, _ = integration.attention(torch.nn.Module(), queries, k, v, **given)
         want = formula(*(x.double() for x in (queries, k, v)), **given)
         assert_close(out, want, formula(queries, k, v, **given), dtype=dtype)
+
+
+KINDS = {
+    "causal": Kind(causal=True),
+    "full": Kind(),
+    "window": Kind(causal=True, left=6),
+    "two sides": Kind(left=5, right=5),
+    "chunks": Kind(causal=True, chunk_size=8),
+}
+
+
+def masked(q, k, v, seen: torch.Tensor, scaling: float) -> torch.Tensor:
+    """``[batch, tokens, heads, dim]`` under a dense bool mask; rows that see no key are 0."""
+    group = q.size(1) // k.size(1)
+    scores = (scaling * q @ k.repeat_interleave(group, 1).transpose(2, 3)).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v.repeat_interleave(group, 1)).transpose(1, 2)
+
+
+def laid_out(layout: str, x: torch.Tensor) -> torch.Tensor:
+    """The same values in other strides: of a cache, of projections, of part of a larger cache, and of odd requests."""
+    if layout == "tokens first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slice":
+        return torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, : x.size(2)]
+    if layout == "odd":
+        size = x[0].numel() + 8
+        room = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
+        return room.as_strided(x.shape, (size, *x[0].contiguous().stride())).copy_(x)
+    return x.contiguous()
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("values", ["heads first", "tokens first"])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "slice", "odd"])
+@pytest.mark.parametrize("form", ["ranges", "bits"])
+@pytest.mark.parametrize("rows, keys", [(1, 1), (1, 40), (12, 40), (40, 40)])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_and_layouts(target, kind, batch, rows, keys, form, layout, values):
+    """Key ranges, and the same as a dense mask, over keys of any strides."""
+    dtype = DTYPES[target.device][0]
+    generator = torch.Generator().manual_seed(keys)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(target.device)
+
+    q, k, v = randn(batch, 4, rows, 64), randn(batch, 2, keys, 64), randn(batch, 2, keys, 64)
+    first = torch.tensor([0, 3, 11])[:batch].clamp(max=keys - 1).to(target.device)
+    behind = torch.tensor([keys, keys - 2, keys])[:batch].clamp(min=1).to(target.device)
+    ranges = _key_ranges.write(KINDS[kind], batch, first, (behind - first).clamp(min=0), target.device)
+    seen = _key_ranges.to_dense(_key_ranges.read(ranges, batch), rows, keys)
+    mask = ranges if form == "ranges" else seen
+    given = (laid_out(layout, k), laid_out(values, v))
+    out, _ = integration.attention(torch.nn.Module(), q, *given, mask, scaling=0.2)
+    want = masked(*(x.double() for x in (q, k, v)), seen, 0.2)
+    factor = 4.0 if dtype == torch.float32 else 2.0
+    assert_close(out, want, masked(q, k, v, seen, 0.2), dtype=dtype, factor=factor)
+
+
+def test_heads_of_different_sizes(target):
+    """Multi-head latent attention: values are narrower than keys."""
+    dtype = DTYPES[target.device][0]
+    q, k, v = (
+        torch.randn(2, heads, 9, dim).to(dtype).to(target.device) for heads, dim in ((4, 192), (4, 192), (4, 128))
+    )
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, scaling=0.07)
+    given = dict(scaling=0.07, is_causal=True)
+    assert_close(out, formula(*(x.double() for x in (q, k, v)), **given), formula(q, k, v, **given), dtype=dtype)
+
+
+def test_queries_of_one_request_for_all(target):
+    """Learned queries have no batch."""
+    dtype = DTYPES[target.device][0]
+    q, k, v = (torch.randn(n, 4, 9, 64).to(dtype).to(target.device) for n in (1, 3, 3))
+    given = dict(scaling=0.125, is_causal=False)
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, **given)
+    q = q.expand(3, -1, -1, -1)
+    assert_close(out, formula(*(x.double() for x in (q, k, v)), **given), formula(q, k, v, **given), dtype=dtype)
+
+
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (torch.ones(2, 1, 5, 5, dtype=torch.int64), "torch.int64, which is no mask of 2 sequences"),
+        (torch.ones(2, 1, 5, 4, dtype=torch.bool), r"it must be \[2, 1, 5, 5\]"),
+        (torch.ones(3, 1, 5, 5, dtype=torch.bool), r"it must be \[2, 1, 5, 5\]"),
+    ],
+)
+def test_masks_that_make_no_sense(mask, words):
+    q = torch.randn(2, 4, 5, 16)
+    with pytest.raises(ValueError, match=words):
+        integration.attention(torch.nn.Module(), q, q, q, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, "ranges", "bits"])
+def test_attention_reads_nothing_back(target, form):
+    if target.is_reference:
+        pytest.skip("the CPU has nothing to read back")
+    q, k, v = (torch.randn(3, heads, 40, 64, device=target.device, dtype=torch.float16) for heads in (4, 2, 2))
+    ranges = _key_ranges.write(Kind(causal=True), 3, 0, torch.tensor(30, device=target.device), target.device)
+    masks = {None: None, "ranges": ranges, "bits": _key_ranges.to_dense(_key_ranges.read(ranges, 3), 40, 40)}
+    calls = [integration.attention(torch.nn.Module(), q, k, v, masks[form])[0]]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls.append(integration.attention(torch.nn.Module(), q, k, v, masks[form])[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(*calls)
 
 
 @pytest.mark.gpu

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from tiny_models import CACHE, DECODERS, VOCABULARY, assert_same, assert_same_tokens, decoder, padded, transformers
 
 from cutlass_kernels.integrations.transformers import NAME, register
 
+CHUNKED = inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
+LLAMA4_IS_STATIC = "block_sequence_ids" in CHUNKED  # which generate() passes
 SIDES = [None, "left", "right"]
 
 
@@ -50,6 +54,8 @@ def test_caches(device, name, side, cache):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "GptOss", "Llama4"])
 def test_generate(name, side, cache):
+    if name == "Llama4" and cache and not LLAMA4_IS_STATIC:
+        pytest.skip("this version of transformers cannot generate with chunks on a static cache")
     # A row of right padding may see no key of a window or chunk: what it computes is not defined.
     lengths = (21, 20, 19) if side == "right" else (21, 16, 18)
     inputs = padded(side, "cpu", lengths)
@@ -68,7 +74,7 @@ def test_packed_sequences(device, name):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_packed_sequences_with_offsets(device, name):
-    """The keywords of transformers' collator for packed sequences. A mask of ones keeps it from looking at positions."""
+    """The keywords of transformers' collator. A mask of ones keeps transformers from looking at positions."""
     model, lengths = decoder(name, device), (9, 13, 4)
     ids = padded(None, device, (sum(lengths),))["input_ids"]
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CACHE, assert_same_tokens, baseline, decoder, padded, transformers
+from tiny_models import CACHE, baseline, decoder, padded, transformers
 
 from cutlass_kernels.integrations.transformers import register
 
@@ -100,13 +100,13 @@ def test_compiled_step(target, side):
     want = eager_steps(model, inputs, mask, tokens)
     cache = prefilled(model, inputs)
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     options = {"backend": "aot_eager"} if target.device == "cpu" else {"mode": "reduce-overhead"}
     compiled = torch.compile(model, fullgraph=True, **options)
     for index, token in enumerate(tokens):
         logits = compiled(token, **{CACHE: cache}, use_cache=True, **mask).logits[:, -1].double()
         torch.testing.assert_close(logits, want[index], atol=1e-4 if target.device == "cpu" else 2e-2, rtol=1e-3)
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.gpu
@@ -127,8 +127,3 @@ def test_compiled_generation(target, name, side):
     ]
     same = (tokens[0] == tokens[1]).float().mean()
     assert float(same) > 0.8, f"{tokens[0].tolist()} is not {tokens[1].tolist()}"  # near ties may go either way
-
-
-def test_generation_with_a_static_cache_of_the_caller():
-    model, inputs = decoder("Llama", "cpu"), padded("left", "cpu")
-    assert_same_tokens(model, inputs, max_new_tokens=5, cache_implementation="static", disable_compile=True)

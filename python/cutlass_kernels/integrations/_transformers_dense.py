@@ -40,9 +40,7 @@ def attend(
         else:
             mask = torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias
     if not softcap and sinks is None:
-        out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
-        )
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
         return out.transpose(1, 2).contiguous()
     logits = scale * (query @ key.transpose(2, 3)).float()
     if softcap:

@@ -105,7 +105,8 @@ def _kind(
     if mask_function is not causal_mask_function or is_traced():
         return None
     if rows > 1:
-        _combiners[id(config)] = weakref.ref(config) if config is not None else lambda: None
+        if config is not None:
+            _combiners[id(config)] = weakref.ref(config)
         return None
     known = _combiners.get(id(config))
     if isinstance(q_offset, torch.Tensor) and (known is None or known() is not config):

@@ -65,8 +65,8 @@ def attention(
 
     Args:
         module: its ``is_causal`` holds where ``is_causal`` is None. Without a mask, query rows stand at the last keys.
-        attention_mask: None; what the mask function returned; a bool mask ``[batch or 1, heads or 1, rows or 1, keys]``,
-            True where a row sees a key; or one of numbers, which are added to the logits.
+        attention_mask: None; what the mask function returned; a bool mask ``[batch or 1, heads or 1, rows or 1,
+            keys]``, True where a row sees a key; or one of numbers, which are added to the logits.
         sliding_window: W without a mask: rows see W keys to the left, their own among them; not causal rows as many to
             the right. A mask holds the window already.
         more: unless padding or positions made a bool mask, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int
@@ -117,8 +117,8 @@ def _is_trained(*tensors: torch.Tensor | None) -> bool:
 @functools.lru_cache(1)
 def _warn_of_training() -> None:
     warn(
-        f"attn_implementation='{NAME}' computes gradients with PyTorch's attention: for inference, call the model under "
-        "torch.inference_mode().",
+        f"attn_implementation='{NAME}' computes gradients with PyTorch's attention: for inference, call the model "
+        "under torch.inference_mode().",
         PerformanceWarning,
     )
 
@@ -151,12 +151,12 @@ def _attend(
         (causal, left, right, chunk_size), first, length = _key_ranges.read(mask, batch)
         options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
     q = query.transpose(1, 2)
-    if length is None and batch == 1:
+    if first is None and batch == 1:
         q, k, v = q[0], key[0].transpose(0, 1), value[0].transpose(0, 1)
     else:
         k, v, step = _as_rows(key, value)
         place = (key.device, *_stream(key))
-        if length is None:
+        if first is None:
             first, length = _starts(batch, step, *place), _lengths(batch, keys, *place)
         elif batch > 1 and step:
             first = first + _starts(batch, step, *place)
