@@ -12,8 +12,7 @@ Unmodified models get this library with
     from cutlass_kernels.integrations.transformers import register
     model.set_attn_implementation(register())
 
-and, with it, a cache in pages, which the wrappers for paged prefill and decode read, with ``PagedCache`` of
-``cutlass_kernels.integrations.paged_cache``. Both are compared here.
+and a cache in pages with ``PagedCache`` of ``cutlass_kernels.integrations.paged_cache``. Both are compared here.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def contiguous(implementation: str) -> Attention:
 
 
 def paged(model: LlamaForCausalLM, batch: int, tokens: int) -> tuple[str, Cache]:
-    """This library's wrappers, on a cache in pages."""
+    """This library on a cache in pages."""
     from cutlass_kernels.integrations.paged_cache import PagedCache
 
     cache = PagedCache(model.config, batch, tokens, model.device, model.dtype)

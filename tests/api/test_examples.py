@@ -128,11 +128,11 @@ def test_a_wrong_attention_shows_in_the_logits(implementation, ids, monkeypatch)
 
     model = small_llama()
     expected = logits(model, "sdpa", ids[:1])
-    single = integration.single_prefill_with_kv_cache
+    attend = integration._attention.attention
     monkeypatch.setattr(
-        integration,
-        "single_prefill_with_kv_cache",
-        lambda *args, **options: single(*args, **{**options, "window_left": 8}),
+        integration._attention,
+        "attention",
+        lambda *args, **options: attend(*args, **{**options, "window": (8, -1)}),
     )
     assert float((logits(model, implementation, ids[:1]) - expected).abs().max()) > 0.01
 

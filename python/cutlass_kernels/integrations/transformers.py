@@ -154,6 +154,8 @@ def _attend(
     if first is None and batch == 1:
         q, k, v = q[0], key[0].transpose(0, 1), value[0].transpose(0, 1)
     else:
+        if rows > 1 and q.stride(0) != rows * q.stride(1):
+            q = q.contiguous()  # rows of requests follow one another
         k, v, step = _as_rows(key, value)
         place = (key.device, *_stream(key))
         if first is None:
@@ -214,7 +216,8 @@ def _lengths(batch: int, keys: int, device: torch.device, stream: int, thread: i
 
 
 def _new_starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * step
+    values: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    return torch.arange(0, (batch + 1) * step, step, **values) if step else torch.zeros(batch + 1, **values)
 
 
 def _new_lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
