@@ -24,9 +24,9 @@ struct RopeParams {
   std::int64_t num_tokens = kNotSet;
   const void* positions = nullptr;  ///< [num_tokens], device
   bool positions_are_64_bit = true;
-  const void* cos_sin = nullptr;         ///< [num_positions, rotary_dim], device
-  DType cos_sin_dtype = DType::kFloat32; ///< kFloat32, or that of q and k
-  std::int64_t stride_position = 0;      ///< of cos_sin, in elements
+  const void* cos_sin = nullptr;          ///< [num_positions, rotary_dim], device
+  DType cos_sin_dtype = DType::kFloat32;  ///< kFloat32, or that of q and k
+  std::int64_t stride_position = 0;       ///< of cos_sin, in elements
   std::int64_t num_positions = kNotSet;
   // [num_tokens, heads, head_dim]. Results may take the place of what they come from. Any strides and addresses of whole
   // elements: slower where 16 bytes do not divide them, or 16 head_dim or rotary_dim.

@@ -166,10 +166,10 @@ Status append_paged_kv_cache_by_slot(const AppendBySlotParams& params, cudaStrea
   }
   if (params.num_tokens == 0 || params.num_pages == 0) return Status::success();
   Params p{};
-  p.parts[0] = make_part(
-      params.k, {params.k_cache, params.k_stride_page, params.k_scale, params.k_scales});
-  p.parts[1] = make_part(
-      params.v, {params.v_cache, params.v_stride_page, params.v_scale, params.v_scales});
+  p.parts[0] =
+      make_part(params.k, {params.k_cache, params.k_stride_page, params.k_scale, params.k_scales});
+  p.parts[1] =
+      make_part(params.v, {params.v_cache, params.v_stride_page, params.v_scale, params.v_scales});
   p.num_tokens = params.num_tokens;
   p.slots = SlotMap(params);
   const cudaError_t error = params.dtype == DType::kFloat16 ? launch_to<fp16>(p, params, stream)

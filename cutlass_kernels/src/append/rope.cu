@@ -20,8 +20,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLeastTeam = 4;
-// Of many items, a team takes several each: of 320 for a token (32/8 heads, hd128), 256 threads would take 64 alone.
-constexpr int kTeamOfMany = 64;
+// Where there are so many items that all SMs are busy, a team takes several items each, and as many in each turn: of 320
+// items for a token (32/8 heads, hd128), 256 threads would leave 64 to a second turn (132 us instead of 122).
 constexpr std::int64_t kManyItems = 1 << 19;
 
 // Queries, keys or values. Strides in elements; where there is no `to` or no cache, nothing is written there.
@@ -122,8 +122,7 @@ struct Item {
 
 template <class In, class Table, class Out, bool kInterleaved, int kCount>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
-  const std::int64_t token =
-      (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) >> p.log2_team;
+  const std::int64_t token = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) >> p.log2_team;
   if (token >= p.num_tokens) return;
   const std::int64_t position = p.positions_are_64_bit
                                     ? __ldg(static_cast<const long long*>(p.positions) + token)
@@ -157,8 +156,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
     if (part.cache.data != nullptr && slot >= 0) {
       x.round();
       const Divisor divide = part.cache.divisor_of(head);
-      char* to = part.cache.data +
-                 part.cache.entry_at(p.slots.place_of(slot), head) * Out::kBytes;
+      char* to = part.cache.data + part.cache.entry_at(p.slots.place_of(slot), head) * Out::kBytes;
       store_divided<Out, kCount>(x.a, to + first * Out::kBytes, divide);
       store_divided<Out, kCount>(x.b, to + second * Out::kBytes, divide);
     }
@@ -179,8 +177,8 @@ std::string fault_in(const RopeParams& p) {
            " and num_kv_heads=" + std::to_string(p.num_kv_heads) + " must not be negative.";
   }
   if (p.rotary_dim <= 0 || p.rotary_dim > p.head_dim || p.rotary_dim % 2 != 0) {
-    return "rotary_dim=" + std::to_string(p.rotary_dim) + " must be even, and at most head_dim=" +
-           std::to_string(p.head_dim) + ".";
+    return "rotary_dim=" + std::to_string(p.rotary_dim) +
+           " must be even, and at most head_dim=" + std::to_string(p.head_dim) + ".";
   }
   if (p.head_dim % 2 != 0) return "head_dim=" + std::to_string(p.head_dim) + " must be even.";
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
@@ -236,6 +234,16 @@ struct Sizes {
   int rotary_dim;
 };
 
+int team_size(std::int64_t items, std::int64_t num_tokens) {
+  int team = kLeastTeam;
+  while (team < items && team < kThreads) team *= 2;
+  if (num_tokens * items < kManyItems) return team;
+  const auto idle = [&](int size) { return (items + size - 1) / size * size - items; };
+  team = std::min(team, 64);
+  while (team > kLeastTeam && 8 * idle(team) > items) team /= 2;  // an eighth
+  return team;
+}
+
 template <class In, class Table, class Out, bool kInterleaved, int kCount>
 cudaError_t launch(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
   for (int i = 0; i < 3; ++i) {
@@ -248,8 +256,8 @@ cudaError_t launch(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
     p.items += sizes[i].heads * items;
   }
   if (p.items == 0) return cudaSuccess;
-  const int most = p.num_tokens * p.items >= kManyItems ? kTeamOfMany : kThreads;
-  while ((1 << p.log2_team) < std::clamp(p.items, kLeastTeam, most)) ++p.log2_team;
+  const int team = team_size(p.items, p.num_tokens);
+  while (1 << p.log2_team < team) ++p.log2_team;
   const int tokens_of_block = kThreads >> p.log2_team;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned((p.num_tokens + tokens_of_block - 1) / tokens_of_block));
