@@ -423,6 +423,8 @@ def test_report():
     for part in ("TOO FAR", "3 chunks", "NOT COVERED: graph replays", "2,500", "25.0%", "sdpa, speed: FAILED"):
         assert part in text
     assert text.count("prefill") == 2
+    profile = {"ours": {"speed": {"profile": {"decode": window}}}}
+    assert "Throughput" not in report.report({"runs": profile}) and "25.0%" in report.report({"runs": profile})
 
 
 # --- the command line ---

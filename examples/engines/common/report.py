@@ -59,9 +59,9 @@ def _speeds(speeds: dict[str, Any]) -> str:
     for name, found in speeds.items():
         if "error" in found:
             continue
-        bench = found["bench"]
-        cells = [name, str(bench["sequences"]), f"{bench['seconds']:.2f}", f"{bench['tokens_per_second']:,.0f}"]
-        rows.append([*cells, f"{bench['prompt_tokens']:,}", f"{bench['new_tokens']:,}"])
+        if bench := found.get("bench"):
+            cells = [name, str(bench["sequences"]), f"{bench['seconds']:.2f}", f"{bench['tokens_per_second']:,.0f}"]
+            rows.append([*cells, f"{bench['prompt_tokens']:,}", f"{bench['new_tokens']:,}"])
         for window in ("prefill", "decode"):
             of = found.get("profile", {}).get(window)
             if of is None or of["share"] is None:
@@ -69,7 +69,7 @@ def _speeds(speeds: dict[str, Any]) -> str:
             step = [f"{of[key] / max(of['steps'], 1) / 1e3:.2f}" for key in ("kernels_us", "attention_us")]
             shares.append([name, window, str(of["steps"]), *step, f"{of['share']:.1%}", f"{of['busy']:.0%}"])
     names = ["attention", "sequences", "seconds", "new tokens/s", "prompt tokens", "new tokens"]
-    parts = [table("Throughput of the engine's own benchmark", names, rows)]
+    parts = [table("Throughput of the engine's own benchmark", names, rows)] if rows else []
     if shares:
         names = ["attention", "window", "steps", "kernels ms/step", "attention ms/step", "share", "GPU busy"]
         parts.append(table("Share of attention in the time of all kernels", names, shares))

@@ -24,10 +24,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * weight.float()).to(x.dtype)
 
 
-def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x.float() + residual.float()
-    residual.copy_(total)
-    x.copy_(total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight.float())
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return normed.to(x.dtype), total.to(x.dtype)
 
 
 def _silu_product(x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _Functions:
     """The functions above, or compiled ones."""
 
     norm: Callable[..., Tensor] = staticmethod(_norm)
-    add_norm: Callable[..., None] = staticmethod(_add_norm)
+    add_norm: Callable[..., tuple[Tensor, Tensor]] = staticmethod(_add_norm)
     silu_product: Callable[..., Tensor] = staticmethod(_silu_product)
     gelu_product: Callable[..., Tensor] = staticmethod(_gelu_product)
     rotate_both: Callable[..., tuple[Tensor, Tensor]] = staticmethod(_rotate_both)
@@ -81,7 +81,9 @@ def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None
 
 def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
     """``residual += input``, then ``input = rmsnorm(residual)``, both in place."""
-    _functions.add_norm(input, residual, weight, eps)
+    normed, total = _functions.add_norm(input, residual, weight, eps)
+    input.copy_(normed)
+    residual.copy_(total)
 
 
 def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
@@ -100,7 +102,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     """Rotates query and key ``[rows, heads * head_size]`` in place. ``cos_sin_cache``: ``[positions, head_size]``."""
     if not is_neox:
         raise NotImplementedError("is_neox=False: mini-sglang rotates halves.")
-    # Query and key lie in one tensor: a compiled function had better not write to both.
+    # Query and key lie in one tensor, which a compiled function should not write to.
     rotated = _functions.rotate_both(positions, query, key, head_size, cos_sin_cache)
     query.copy_(rotated[0])
     key.copy_(rotated[1])
