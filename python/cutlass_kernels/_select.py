@@ -100,7 +100,7 @@ def select(requested: str, request: Request) -> str:
         raise type(error)(f"{error} ({replaced})") from None
     if refused and chosen == "auto" and request.device_type == "cuda":
         _warn(request, refused)
-    if _log.isEnabledFor(logging.INFO):
+    if is_logged():
         _log.info("backend %s (asked for %s): %s", selected, replaced or requested, request)
     return selected
 
@@ -114,8 +114,11 @@ def asked_for(requested: str) -> str:
 
 
 def is_logged() -> bool:
-    """Whether every choice of a backend leaves a line in the log."""
-    return _log.isEnabledFor(logging.INFO)
+    """Whether every choice of a backend leaves a line in the log: where this logger itself has level INFO.
+
+    Engines set the root logger to INFO, which would mean a line per layer and step, and slower calls.
+    """
+    return 0 < _log.level <= logging.INFO and _log.isEnabledFor(logging.INFO)
 
 
 @functools.lru_cache(maxsize=4096)
