@@ -9,7 +9,9 @@ from typing import Any
 def overridden(ours: type, theirs: type) -> list[str]:
     """Functions of ``ours`` and its bases below ``theirs`` that replace one of ``theirs``."""
     own = [base for base in ours.__mro__ if issubclass(base, theirs) and base is not theirs]
-    names = {name for base in own for name in vars(base) if hasattr(theirs, name)}
+    names = {
+        name for base in own for name in vars(base) if getattr(theirs, name, None) is not getattr(object, name, None)
+    }
     return sorted(name for name in names if callable(getattr(ours, name)) and name not in ("__module__", "__class__"))
 
 

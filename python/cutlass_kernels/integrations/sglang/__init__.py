@@ -13,6 +13,7 @@ from typing import Any
 from .._engines import register_with
 
 NAME = "cutlass_kernels"
+DRAFT_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
 def register() -> None:
@@ -21,13 +22,21 @@ def register() -> None:
 
 
 def _register() -> None:
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, DRAFT_ATTENTION_BACKEND_CHOICES
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_attention_backend(NAME)(create)
-    for choices in (ATTENTION_BACKEND_CHOICES, DRAFT_ATTENTION_BACKEND_CHOICES):
-        if NAME not in choices:
-            choices.append(NAME)
+    if NAME in choices.ATTENTION_BACKEND_CHOICES:
+        return
+    for add in (
+        choices.add_attention_backend_choices,
+        choices.add_draft_attention_backend_choices,
+        choices.add_deterministic_attention_backend_choices,
+        choices.add_radix_supported_deterministic_attention_backend_choices,
+    ):
+        add([NAME])
+    HookRegistry.register(DRAFT_FACTORY, _before_draft_backend, HookType.BEFORE)
 
 
 def create(model_runner: Any) -> Any:
@@ -35,3 +44,9 @@ def create(model_runner: Any) -> Any:
     from .backend import CutlassKernelsBackend
 
     return CutlassKernelsBackend(model_runner)
+
+
+def _before_draft_backend(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from .drafts import with_our_row
+
+    return with_our_row(*args, **kwargs)
