@@ -33,8 +33,8 @@ class Shape:
 
 
 def tree_bytes(drafts: int) -> int:
-    """Bytes of the mask of a request's draft tokens."""
-    return -(-drafts * drafts // 8)
+    """Bytes of the mask of a request's draft tokens: whole words, as kernels read them."""
+    return -(-drafts * drafts // 32) * 4
 
 
 def pack_trees(mask: torch.Tensor, lens: torch.Tensor, drafts: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def pack_trees(mask: torch.Tensor, lens: torch.Tensor, drafts: int) -> torch.Ten
     token = torch.arange(drafts, device=mask.device)
     cell = begins[:, None, None] + token[:, None] * width[:, None, None] + lens.long()[:, None, None] + token
     bits = mask.view(-1)[cell.clamp_(max=max(mask.numel() - 1, 0)).flatten(1)].to(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -bits.size(1) % 8)).unflatten(1, (-1, 8))
+    bits = torch.nn.functional.pad(bits, (0, -bits.size(1) % 32)).unflatten(1, (-1, 8))
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
     return (bits * weights).sum(-1, dtype=torch.uint8)
 
