@@ -95,6 +95,8 @@ def test_eager_steps_read_nothing_back(target, side):
 def test_compiled_step(target, side):
     """``fullgraph``: nothing breaks the graph, and one graph serves all lengths."""
     model, inputs = decoder("Llama", target.device), padded(side, target.device)
+    if target.device != "cpu":
+        model.to(torch.float16)
     tokens, mask = inputs["input_ids"].flip(1).t()[:4, :, None].contiguous(), masks(side, inputs)
     model.set_attn_implementation(register())
     want = eager_steps(model, inputs, mask, tokens)

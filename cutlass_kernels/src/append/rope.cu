@@ -1,8 +1,9 @@
 // Rotates queries and keys by their positions, and writes keys and values to slots of a paged cache.
 //
 // A team of 4 to 256 threads takes a token: all items of its queries, of its keys, then of its values. An item is two
-// units of a head that a thread computes together: the two halves of 8 pairs (a, b), or 16 elements in a row where pairs
-// lie side by side, or where nothing is rotated. Where addresses and strides do not allow 8, a unit is one element.
+// units of a head that a thread computes together: the two halves of 8 pairs (a, b), or 16 elements in a row where
+// pairs lie side by side, or where nothing is rotated. Where addresses and strides do not allow 8, a unit is one
+// element.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -20,8 +21,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLeastTeam = 4;
-// Where there are so many items that all SMs are busy, a team takes several items each, and as many in each turn: of 320
-// items for a token (32/8 heads, hd128), 256 threads would leave 64 to a second turn (132 us instead of 122).
+// Where there are so many items that all SMs are busy, a team takes several items each, and as many in each turn: of
+// 320 items for a token (32/8 heads, hd128), 256 threads would leave 64 to a second turn (132 us instead of 122).
 constexpr std::int64_t kManyItems = 1 << 19;
 
 // Queries, keys or values. Strides in elements; where there is no `to` or no cache, nothing is written there.

@@ -59,8 +59,8 @@ struct Unit<In, 1> {
   }
 };
 
-// What elements are divided by. A power of two, which a scale mostly is, is a factor of the same bits: divisions of other
-// scales take longer than memory does.
+// What elements are divided by. A power of two, which a scale mostly is, is a factor of the same bits: divisions of
+// other scales take longer than memory does.
 struct Divisor {
   float scale;
   float factor;  // 1 / scale

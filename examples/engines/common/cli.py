@@ -65,7 +65,6 @@ def run(parser: argparse.ArgumentParser, steps: dict[str, Step], family: str | N
     if not args.engine.is_dir():
         parser.error(f"--engine {args.engine} is no folder: fetch the engine as the README says.")
     found = _parent(args, arguments, shape, directory, script)
-    print("\n" + report(found), flush=True)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1))
@@ -91,12 +90,15 @@ def _parent(
         failed = "error" in written
         if failed:
             results["runs"][OURS] = {"model": written}
+            print("\n" + report(results), flush=True)
     for attention in [OURS, *args.against]:
         found = results["runs"].setdefault(attention, {})
         if "check" in args.steps and (attention == OURS or args.check_others) and not failed:
             found["check"] = _spawn(args, arguments, f"check:{attention}", script)
+            print("\n" + report(results), flush=True)
         if {"bench", "profile"} & set(args.steps) and not failed:
             found["speed"] = _spawn(args, arguments, f"speed:{attention}", script)
+            print("\n" + report(results), flush=True)
     every = [step for found in results["runs"].values() for step in found.values()]
     results["ok"] = not failed and all("error" not in step and step.get("ok", True) for step in every)
     return results
