@@ -1,4 +1,4 @@
-"""Device memory that outlives the call that allocates it: call counters and ALiBi slopes.
+"""Device memory that outlives the call that allocates it: call counters, ALiBi slopes, indptrs of equal lengths.
 
 torch allocates from a private pool while it warms up the CUDA graph of a compiled function, and inside
 ``torch.cuda.use_mem_pool()``. Nothing of this library may stay in such a pool. The tree of compiled CUDA graphs reuses

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import _attention
+from .. import _attention, _kept
 from .._errors import PerformanceWarning, warn
 from .._native import PER_THREAD_STREAM
 from .._tracing import cache_of_real_tensors, is_traced
@@ -208,24 +208,30 @@ def _stream(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
-    return (_new_starts if stream < 0 else _kept_starts)(batch, step, device, stream, thread)
+    return _new_starts(batch, step, device) if stream < 0 else _kept_starts(batch, step, device, stream, thread)
 
 
 def _lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
-    return (_new_lengths if stream < 0 else _kept_lengths)(batch, keys, device, stream, thread)
+    return _new_lengths(batch, keys, device) if stream < 0 else _kept_lengths(batch, keys, device, stream, thread)
 
 
-def _new_starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+def _new_starts(batch: int, step: int, device: torch.device) -> torch.Tensor:
     values: dict[str, Any] = {"dtype": torch.int32, "device": device}
     return torch.arange(0, (batch + 1) * step, step, **values) if step else torch.zeros(batch + 1, **values)
 
 
-def _new_lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+def _new_lengths(batch: int, keys: int, device: torch.device) -> torch.Tensor:
     return torch.full((batch,), keys, dtype=torch.int32, device=device)
 
 
-_kept_starts = cache_of_real_tensors(32)(_new_starts)
-_kept_lengths = cache_of_real_tensors(32)(_new_lengths)
+@cache_of_real_tensors(32)
+def _kept_starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+    return _kept.empty(batch + 1, torch.int32, device).copy_(_new_starts(batch, step, device))
+
+
+@cache_of_real_tensors(32)
+def _kept_lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
+    return _kept.empty(batch, torch.int32, device).fill_(keys)
 
 
 def _packed(
