@@ -38,7 +38,7 @@ DLPACK = {  # code and bits of DLDataType
 }
 CPU, CUDA = 1, 2  # DLDeviceType
 HERE = ROOT / "tests" / "cpp" / "direct"
-WITH_KERNELS = {"append.cpp", "merge.cpp", "module.cpp", "prepare.cpp"}  # bindings of other kernels
+WITH_KERNELS = {"append.cpp", "merge.cpp", "module.cpp", "prepare.cpp", "rope.cpp"}  # bindings of other kernels
 
 
 def _headers() -> list[str]:

@@ -146,5 +146,6 @@ def test_public_modules_are_the_documented_ones() -> None:
         "page",
         "prefill",
         "quantization",
+        "rope",
         "utils",
     }
