@@ -9,7 +9,7 @@ from tiny_models import baseline, decoder, transformers
 continuous_batching = pytest.importorskip("cutlass_kernels.integrations.continuous_batching")
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "GptOss"])
 def test_generate_batch(target, name):
     """The same greedy tokens as those of each prompt by itself; of fp16, most."""
     device = target.device

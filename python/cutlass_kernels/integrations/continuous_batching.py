@@ -15,7 +15,12 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from .. import flash_attn
@@ -32,7 +37,8 @@ def register() -> str:
 
     Versions in which the model writes into the paged cache accept FlashAttention alone, by its name. They look up the
     functions of an implementation in ``modeling_flash_attention_utils._lazy_imports``, which finds those of
-    ``cutlass_kernels.flash_attn`` under this name from here on. Other names are looked up as before.
+    ``cutlass_kernels.flash_attn`` under this name from here on. Other names are looked up as before. Models that list
+    the implementations they allow, as gpt-oss does, allow this name, too.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.17.
@@ -49,6 +55,9 @@ def register() -> str:
     lookup = modeling_flash_attention_utils._lazy_imports
     if not hasattr(lookup, "__wrapped__"):
         modeling_flash_attention_utils._lazy_imports = _with_own_functions(lookup)
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+    if not hasattr(check, "__wrapped__"):
+        PreTrainedModel._check_and_adjust_attn_implementation = _with_own_name(check)
     return FLASH_NAME
 
 
@@ -131,3 +140,16 @@ def _with_own_functions(lookup: Any) -> Any:
         return *functions, *padding
 
     return found
+
+
+def _with_own_name(check: Any) -> Any:
+    """A model with a list of FlashAttentions gets its first one in place of a name that is not on the list."""
+
+    @functools.wraps(check)
+    def checked(model: Any, attn_implementation: str | None = None, *args: Any, **options: Any) -> str:
+        listed = getattr(model, "_compatible_flash_implementations", None)
+        if attn_implementation == FLASH_NAME and listed is not None and FLASH_NAME not in listed:
+            model._compatible_flash_implementations = [*listed, FLASH_NAME]
+        return check(model, attn_implementation, *args, **options)
+
+    return checked
