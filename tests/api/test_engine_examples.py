@@ -457,7 +457,7 @@ def test_a_missing_engine_and_a_step_that_fails(tmp_path, monkeypatch, capsys):
     assert "RuntimeError: no such luck" in result.read_text()
 
 
-@pytest.mark.parametrize("engine", ["nano_vllm", "mini_sglang"])
+@pytest.mark.parametrize("engine", ["nano_vllm", "mini_sglang", "hf_transformers"])
 def test_help(engine):
     """The scripts start from anywhere."""
     import subprocess

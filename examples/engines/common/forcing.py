@@ -23,7 +23,7 @@ import torch
 
 FACTOR = 1.5
 MAX_FACTOR = 2.0
-HIDDEN_KEYS = slice(64, 80)  # of the control
+HIDDEN_KEYS = slice(64, 80)  # of the control, unless a recording names others
 KINDS = ("prefill", "decode")
 
 
@@ -42,6 +42,7 @@ class Recording:
 
     rows: dict[Hashable, list[Row]] = field(default_factory=lambda: defaultdict(list))
     tokens: dict[Hashable, list[int]] = field(default_factory=dict)  # prompt and answer
+    hidden: dict[Hashable, slice] = field(default_factory=dict)  # keys that the control misses
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, places: list[tuple[Hashable, int]], kind: str, logits: torch.Tensor) -> None:
@@ -81,6 +82,8 @@ def logits_at(model: Any, tokens: list[int], positions: list[int], hide: slice |
         mask[:, hide] = 0
     ids = torch.tensor([tokens], device=model.device)
     keep = torch.tensor(positions, device=model.device)
+    if not model.can_generate():  # an encoder
+        return model(input_ids=ids, attention_mask=mask).logits[0, keep]
     return model(input_ids=ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits[0]
 
 
@@ -88,24 +91,33 @@ def judge(directory: str, recording: Recording, device: str) -> dict[str, Any]:
     """Errors of a recording against the model of ``directory``, the bound, and whether all is well."""
     from transformers import AutoModelForCausalLM
 
-    torch.set_float32_matmul_precision("highest")
-    models = {
-        dtype: AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").to(device)
+    exact, baseline = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").to(device)
         for dtype in (torch.float32, torch.bfloat16)
-    }
+    )
+    return judge_by(exact, baseline, recording)
+
+
+def judge_by(
+    exact_model: Any, baseline_model: Any, recording: Recording, kinds: tuple[str, ...] = KINDS
+) -> dict[str, Any]:
+    """As ``judge()``, by models in float32 and in bfloat16. ``kinds`` are those that should have rows."""
+    torch.set_float32_matmul_precision("highest")
+    device = exact_model.device
     names = ("engine", "baseline", "control")
-    distances = {kind: {name: Distance() for name in names} for kind in KINDS}
-    count, square, largest = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+    distances = {kind: {name: Distance() for name in names} for kind in kinds}
+    count, square, largest = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0.0)
     for sequence, rows in recording.rows.items():
         tokens, positions = recording.tokens[sequence], [row.position for row in rows]
         tokens = tokens[: max(positions) + 1]
-        exact = logits_at(models[torch.float32], tokens, positions).float()
+        hidden = recording.hidden.get(sequence, HIDDEN_KEYS)
+        exact = logits_at(exact_model, tokens, positions).float()
         given = {
             "engine": torch.stack([row.logits for row in rows]).to(device),
-            "baseline": logits_at(models[torch.bfloat16], tokens, positions),
-            "control": logits_at(models[torch.float32], tokens, positions, HIDDEN_KEYS),
+            "baseline": logits_at(baseline_model, tokens, positions),
+            "control": logits_at(exact_model, tokens, positions, hidden),
         }
-        for kind in KINDS:
+        for kind in kinds:
             mine = [i for i, row in enumerate(rows) if row.kind == kind]
             if not mine:
                 continue
@@ -114,11 +126,11 @@ def judge(directory: str, recording: Recording, device: str) -> dict[str, Any]:
             largest[kind] = max(largest[kind], float(exact[mine].abs().max()))
             for name, logits in given.items():
                 # The control tells nothing of short sequences: their hidden keys are later than their rows.
-                if name == "control" and len(tokens) <= HIDDEN_KEYS.stop:
+                if name == "control" and len(tokens) <= hidden.stop:
                     continue
                 distances[kind][name].add(logits[mine], exact[mine])
     vocab = next(iter(recording.rows.values()))[0].logits.numel()
-    return verdict(distances, count, {kind: (square[kind], largest[kind]) for kind in KINDS}, vocab)
+    return verdict(distances, count, {kind: (square[kind], largest[kind]) for kind in kinds}, vocab)
 
 
 def verdict(

@@ -1,4 +1,4 @@
-"""Model directories with random weights: what an engine reads in place of a download.
+"""Models with random weights, and directories of them: what an engine reads in place of a download.
 
 A directory holds ``config.json``, ``model.safetensors`` in bfloat16 and a tokenizer whose words are ``t0``, ``t1``, ...
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,11 +15,27 @@ POSITIONS = 32768
 # Queries are scaled by this. Weights as transformers draws them give almost equal softmax weights, so that a wrong page
 # would hardly change a logit.
 SHARPNESS = 2.0
+CONFIGS = {
+    "qwen3": "Qwen3Config",
+    "qwen2": "Qwen2Config",
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "gemma3": "Gemma3TextConfig",
+    "gemma4": "Gemma4TextConfig",
+    "gpt_oss": "GptOssConfig",
+    "bert": "BertConfig",
+}
+# Norms of queries whose weight is not a plain factor: Gemma 3 adds 1, and Gemma 4 does not scale by head_dim ** -0.5.
+SHARPEN_NORM = {
+    "qwen3": lambda weight: weight.mul_(SHARPNESS),
+    "gemma3": lambda weight: weight.add_(1).mul_(SHARPNESS).sub_(1),
+    "gemma4": lambda weight: weight.mul_(SHARPNESS * weight.numel() ** -0.5),
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. ``family`` names the class of transformers' model."""
+    """Sizes of a model. ``family`` is one of CONFIGS."""
 
     family: str
     hidden: int
@@ -29,7 +46,7 @@ class Shape:
     vocab: int
     head_dim: int = 128
     tied: bool = False
-    theta: float = 1e6
+    theta: float | None = 1e6  # of RoPE; None: as the family has it
 
 
 PRESETS = {
@@ -53,12 +70,14 @@ def model_directory(work: Path, preset: str, shape: Shape) -> Path:
     return work / f"{preset}-{shape.family}-{shape.layers}-layers"
 
 
-def write_model(directory: Path, shape: Shape, device: str) -> None:
-    """Writes the model and its tokenizer. The weights are the same on every call with the same device."""
+def build(shape: Shape, device: str, **options: Any) -> Any:
+    """The model in bfloat16. The weights are the same on every call with the same device.
+
+    ``options``: more of the configuration.
+    """
     import transformers
 
-    kind = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[shape.family]
-    options = {
+    sizes: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -67,22 +86,39 @@ def write_model(directory: Path, shape: Shape, device: str) -> None:
         "num_key_value_heads": shape.kv_heads,
         "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": shape.tied,
-        "rope_theta": shape.theta,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if shape.family != "qwen2":  # hidden / heads there
-        options["head_dim"] = shape.head_dim
+    if shape.family not in ("qwen2", "bert"):  # hidden / heads there
+        sizes["head_dim"] = shape.head_dim
+    if shape.theta is not None:
+        sizes["rope_theta"] = shape.theta
     if shape.family == "mistral":
-        options["sliding_window"] = None
-    config = getattr(transformers, f"{kind}Config")(**options)
+        sizes["sliding_window"] = None
+    config = getattr(transformers, CONFIGS[shape.family])(**sizes | options)
+    kind = transformers.AutoModelForMaskedLM if shape.family == "bert" else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device(device):
-        model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("q_norm.weight" if shape.family == "qwen3" else ("q_proj.weight", "q_proj.bias")):
-                weight.mul_(SHARPNESS)
+        model = kind.from_config(config, dtype=torch.bfloat16)
+    _sharpen(model, shape.family)
+    return model.eval()
+
+
+@torch.no_grad()
+def _sharpen(model: Any, family: str) -> None:
+    for name, weight in model.named_parameters():
+        if family in SHARPEN_NORM:
+            if name.endswith("q_norm.weight"):
+                SHARPEN_NORM[family](weight)
+        elif name.endswith(("q_proj.weight", "q_proj.bias", "query.weight", "query.bias")):
+            weight.mul_(SHARPNESS)
+        elif name.endswith("sinks"):
+            weight.normal_()
+
+
+def write_model(directory: Path, shape: Shape, device: str) -> None:
+    """Writes the model and its tokenizer."""
+    model = build(shape, device)
     directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory, shape.vocab)
     model.save_pretrained(directory)
@@ -100,5 +136,5 @@ def _write_tokenizer(directory: Path, vocab: int) -> None:
     fast.save_pretrained(directory)
 
 
-def describe(shape: Shape) -> dict[str, str | int | float | bool]:
+def describe(shape: Shape) -> dict[str, Any]:
     return asdict(shape)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,35 @@ MARKS = {
     "flash_attn": ("flash",),
     "flashinfer": ("flashinfer", "kernel_mha", "BatchDecodeWithPaged", "BatchPrefillWith"),
     "sgl_kernel": ("flash",),
+    "flash_attention_2": ("flash",),
 }
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def profiled(call: Callable[[], int], marks: tuple[str, ...]) -> dict[str, Any]:
     """The shares of ``call()``, which returns how many steps it made."""
+    found: dict[str, Any] = {}
+    with window(found, marks):
+        steps = call()
+    return {"steps": steps, **found}
+
+
+@contextmanager
+def window(found: dict[str, Any], marks: tuple[str, ...]) -> Iterator[None]:
+    """Puts the shares of what runs inside into ``found``."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        steps = call()
+        yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
-    return {"steps": steps, **shares(trace, marks)}
+    found.update(shares(trace, marks))
 
 
 def shares(trace: dict[str, Any], marks: tuple[str, ...]) -> dict[str, Any]:
