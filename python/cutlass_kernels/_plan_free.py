@@ -144,6 +144,8 @@ def _checked(call: Call) -> Call:
         window_left=_args.window(call.window_left),
         chunk_size=_nonnegative("chunk_size", call.chunk_size),
         num_splits=_nonnegative("num_splits", call.num_splits),
+        max_seqlen_q=_bound("max_seqlen_q", call.max_seqlen_q),
+        max_seqlen_k=_bound("max_seqlen_k", call.max_seqlen_k),
         batch_invariant=_args.flag("batch_invariant", call.batch_invariant),
         logits_soft_cap=_args.soft_cap(call.logits_soft_cap),
         sm_scale=_args.sm_scale(call.sm_scale, q.size(-1)),
@@ -166,6 +168,11 @@ def _nonnegative(name: str, value: Any) -> int:
     if number < 0:
         raise ValueError(f"{name}={number} must not be negative.")
     return number
+
+
+def _bound(name: str, value: Any) -> int | None:
+    """A bound of lengths as the direct call takes it: engines pass numpy's integers."""
+    return None if value is None else _args.integer(name, value)
 
 
 class _Indices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
@@ -176,6 +177,18 @@ def test_index_tensors_may_be_of_64_bits_and_on_the_cpu(target):
     for change in (lambda x: x.long(), lambda x: x.cpu()):
         changed = {n: change(x) if isinstance(x, torch.Tensor) else x for n, x in {**whose, **more}.items()}
         assert_bitwise(ck.attention(q, k, v, backend=target.backend, **changed), out)
+
+
+def test_bounds_may_be_integers_of_numpy(target):
+    """As vLLM passes them for chunked local attention."""
+    batch = make_batch([4, 5], [30, 40], device=target.device)
+    q, whose = queries(batch, dense=False)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    bounds = dict(max_seqlen_q=np.int32(5), max_seqlen_k=np.int64(40))
+    given = {**whose, **more} | bounds
+    exact = given | {name: int(x) for name, x in bounds.items()}
+    out = ck.attention(q, k, v, backend=target.backend, **exact)
+    assert_bitwise(ck.attention(q, k, v, backend=target.backend, **given), out)
 
 
 @pytest.mark.runs_nothing("there are no rows")

@@ -63,8 +63,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             )
         metadata = Metadata(
             num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
+            max_query_len=int(common.max_query_len),  # numpy's, of chunked local attention
+            max_seq_len=int(common.max_seq_len),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
