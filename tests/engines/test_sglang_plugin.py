@@ -294,6 +294,49 @@ def test_draft_extension(monkeypatch, known):
     steps.check(steps.backend.forward(q, k, v, steps.layer, batch), q, lengths)
 
 
+def test_draft_extension_in_graphs(monkeypatch):
+    """A capture knows the lengths on the host, and SGLang's view of a replay has none of the batch's."""
+    publish(monkeypatch, topk=1, drafts=3, steps=2)
+    steps = Steps(page_size=4)
+    steps.step({1: 37, 2: 5})
+    steps.backend.init_cuda_graph_state(8, 24)
+    info = SimpleNamespace(num_tokens_per_req=3)
+    more = dict(extend_seq_lens=torch.tensor([3] * 4), extend_seq_lens_cpu=[3] * 4, spec_info=info)
+    capture = steps.batch(ForwardMode.DRAFT_EXTEND_V2, [0] * 4, [1] * 4, [0] * 12, **more)
+    steps.backend.init_forward_metadata_out_graph(capture, in_capture=True)
+    held = steps.backend.forward_metadata
+    assert held.max_query_len == 3 and held.starts.tolist() == [0, 3, 6, 9, 12]
+    lengths = {1: 3, 2: 3}
+    slots = [x for request in lengths for x in steps.place(request, 3)]
+    q, k, v = steps.randn(12, HEADS), steps.randn(12, KV_HEADS), steps.randn(12, KV_HEADS)
+    steps.remember(lengths, k[:6], v[:6])
+    lens = torch.tensor([40, 8, 1, 1, 77])  # the whole buffer
+    replay = SimpleNamespace(
+        batch_size=4,
+        forward_mode=ForwardMode.DRAFT_EXTEND_V2,
+        input_ids=torch.zeros(6, dtype=torch.int64),  # those of 2 requests, though the graph has 4
+        req_pool_indices=torch.tensor([1, 2, 0, 0, 0]),
+        seq_lens=lens,
+        seq_lens_cpu=lens.clone(),
+        out_cache_loc=torch.tensor(slots + [0] * 6),
+        spec_info=info,
+    )
+    steps.backend.init_forward_metadata_out_graph(replay)
+    newer = steps.backend.forward_metadata
+    for name in ("starts", "lens", "page_table"):
+        assert getattr(newer, name).data_ptr() == getattr(held, name).data_ptr()
+    batch = steps.batch(ForwardMode.DRAFT_EXTEND_V2, [], [], replay.out_cache_loc.tolist())
+    out = steps.backend.forward(q, k, v, steps.layer, batch)
+    steps.check(out[:6], q[:6], lengths)
+
+
+def test_prompts_are_not_captured():
+    steps = Steps()
+    batch = steps.batch(ForwardMode.EXTEND, [1], [3], [5, 6, 7])
+    with pytest.raises(NotImplementedError, match="'breakable'"):
+        steps.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_drafts_of_several_steps(monkeypatch, graph):
     """Step i reads the keys that steps before it wrote behind the sequence."""

@@ -55,11 +55,16 @@ class CutlassKernelsBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Metadata of a captured step: the same, in buffers that the graph reads."""
+        if forward_batch.forward_mode.is_extend_without_speculative():
+            raise NotImplementedError(
+                "cutlass_kernels does not capture prompts in full CUDA graphs: start the server with prefill graphs of "
+                "the backend 'breakable', or without them."
+            )
         if self.buffers is None:
             self.init_forward_metadata(forward_batch)
             return
         longest = 1 if in_capture else self._longest(forward_batch)
-        held = self.buffers.put(self._metadata(forward_batch, longest), forward_batch.batch_size)
+        held = self.buffers.put(self._metadata(forward_batch, longest))
         if in_capture:
             held.max_seq_len = self.max_context_len + self.drafts
         self.forward_metadata = held
@@ -108,8 +113,8 @@ class CutlassKernelsBackend(AttentionBackend):
             rows = info.num_tokens_per_req if info is not None and info.num_tokens_per_req > 0 else self.drafts
             is_tree = self.topk > 1 and info is not None and info.custom_mask is not None
             return Shape(rows, lens if is_tree else lens + rows, is_tree=is_tree)
-        if mode.is_draft_extend_v2() and batch.extend_seq_lens_cpu is None:
-            return Shape(batch.input_ids.size(0) // max(batch.batch_size, 1), lens)
+        if mode.is_draft_extend_v2() and (rows := _even_rows(batch)) is not None:
+            return Shape(rows, lens)
         rows_of = batch.extend_seq_lens
         known = batch.extend_seq_lens_cpu
         return Shape(int(max(known)) if known is not None else int(rows_of.max()), lens, rows_of=rows_of)
@@ -266,6 +271,15 @@ class CutlassKernelsBackend(AttentionBackend):
             refused = "draft trees in models with sliding windows (--speculative-eagle-topk 1 is served)"
         if refused is not None:
             raise NotImplementedError(f"cutlass_kernels does not serve {refused}: choose another attention backend.")
+
+
+def _even_rows(batch: Any) -> int | None:
+    """Rows of each request of a draft extension, None where they differ. Of a replay, SGLang tells no lengths."""
+    known = getattr(batch, "extend_seq_lens_cpu", None)
+    if known is not None:
+        return int(known[0]) if len(set(known)) == 1 else None
+    each = getattr(batch.spec_info, "num_tokens_per_req", -1)
+    return each if each > 0 else batch.input_ids.size(0) // max(batch.batch_size, 1)
 
 
 def _refuse_layer(layer: Any, kwargs: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Buffers:
         self.tree_bits = torch.zeros(most, tree_bytes(drafts), dtype=torch.uint8, device=device)
         self.starts: dict[tuple[int, int], torch.Tensor] = {}  # by rows of a request: one tensor for every size
 
-    def put(self, metadata: Metadata, batch: int) -> Metadata:
+    def put(self, metadata: Metadata) -> Metadata:
         """The same step in the buffers; columns behind its tables keep what they held."""
         held = Metadata(
             starts=metadata.starts,
