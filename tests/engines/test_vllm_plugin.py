@@ -124,6 +124,7 @@ def test_what_vllm_may_choose_it_for(clean_registry, monkeypatch, given):
         (dict(head_size=520), "head_size"),
         (dict(head_size=100), "head_size"),
         (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype"),
+        (dict(kv_cache_dtype="float16"), "caches of 16 bits have the type of the model"),
         (dict(kv_cache_dtype="fp8", head_size=512), "fp8 caches take head sizes up to 256"),
         (dict(block_size=8), "block_size"),
         (dict(capability=(7, 5)), "compute capability"),
@@ -214,6 +215,16 @@ def test_fp8_caches(expected, scales):
     assert steps.layer.kv_cache.dtype == torch.uint8 and steps.layer.query_quant is None
     for lengths in STEPS:
         steps.step(lengths)
+
+
+def test_sinks_that_are_loaded_again():
+    steps = Steps(Expected(sinks=SINKS))
+    impl, address = steps.layer.impl, steps.layer.impl.sinks.data_ptr()
+    impl.model_sinks.copy_(SINKS + 1.0)
+    steps.layer.process_weights_after_loading(steps.dtype)
+    assert impl.sinks.data_ptr() == address and impl.sinks.dtype == torch.float32
+    steps.expected.sinks = SINKS + 1.0
+    steps.step(STEPS[0])
 
 
 def test_scales_of_16_bit_caches_have_no_effect():

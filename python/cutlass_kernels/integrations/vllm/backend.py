@@ -88,6 +88,8 @@ class CutlassKernelsBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
+        if kv_cache_dtype in ("float16", "bfloat16") and f"torch.{kv_cache_dtype}" != str(dtype):
+            return "caches of 16 bits have the type of the model"
         is_fp8 = kv_cache_dtype is not None and is_quantized_kv_cache(kv_cache_dtype)
         if is_fp8 and (head_size > MOST_HEAD_DIM_FP8 or head_size % 16):
             return f"fp8 caches take head sizes up to {MOST_HEAD_DIM_FP8} that are multiples of 16"

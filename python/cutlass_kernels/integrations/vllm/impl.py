@@ -47,7 +47,7 @@ class CutlassKernelsImpl(AttentionImpl[Metadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.has_cache = attn_type not in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
         self.is_fp8 = is_quantized_kv_cache(kv_cache_dtype)
-        self.sinks = sinks
+        self.sinks, self.model_sinks = sinks, sinks
         self.combine = context_parallel.combine_function()
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.options: dict[str, Any] = dict(
@@ -59,9 +59,15 @@ class CutlassKernelsImpl(AttentionImpl[Metadata]):
         self._refuse(slopes is not None, sliding_window is not None, logits_soft_cap)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Sinks are weights of the model in its own type; kernels read fp32."""
-        if self.sinks is not None:
-            self.sinks = self.sinks.to(torch.float32)
+        """Sinks are weights of the model in its own type; kernels read fp32. Weights may be loaded again: the address
+        stays, which CUDA graphs know.
+        """
+        if self.model_sinks is None or self.sinks is None:
+            return
+        if self.sinks is self.model_sinks:
+            self.sinks = self.model_sinks.detach().to(torch.float32, copy=True)
+        else:
+            self.sinks.copy_(self.model_sinks)
 
     def do_kv_cache_update(
         self,
