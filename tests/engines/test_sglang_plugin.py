@@ -249,6 +249,14 @@ def test_verification_of_trees(monkeypatch, page_size, expected, graph):
     assert steps.backend.forward_metadata.tree_bits is not None
 
 
+def test_smaller_trees_than_at_most_in_graphs(monkeypatch):
+    publish(monkeypatch, topk=4, drafts=16, steps=3)
+    steps = Steps(Expected(), 4)
+    steps.step({1: 37, 2: 5})
+    steps.backend.init_cuda_graph_state(8, 128)
+    steps.verify({1: random_tree(5, 1), 2: random_tree(5, 2)}, graph=True)
+
+
 def test_verification_of_trees_over_fp8_caches(monkeypatch):
     """The draft tokens themselves are read before they are rounded."""
     publish(monkeypatch, topk=4, drafts=8, steps=3)

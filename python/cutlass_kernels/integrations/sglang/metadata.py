@@ -62,7 +62,7 @@ class Buffers:
 
         self.lens, self.table = ints(most), ints(most, pages)
         self.window_table = ints(most, pages) if has_windows else None
-        self.tree_bits = torch.zeros(most, tree_bytes(drafts), dtype=torch.uint8, device=device)
+        self.tree_bits = torch.zeros(most * tree_bytes(drafts), dtype=torch.uint8, device=device)
         self.starts: dict[tuple[int, int], torch.Tensor] = {}  # by rows of a request: one tensor for every size
 
     def put(self, metadata: Metadata) -> Metadata:
@@ -78,7 +78,9 @@ class Buffers:
         if metadata.window_table is not None and self.window_table is not None:
             held.window_table = _put(self.window_table, metadata.window_table)
         if metadata.tree_bits is not None:
-            held.tree_bits = _put(self.tree_bits, metadata.tree_bits)
+            # Whole, as its indptr says: a graph may verify fewer draft tokens than there are at most.
+            bits = metadata.tree_bits
+            held.tree_bits = self.tree_bits[: bits.numel()].view_as(bits).copy_(bits)
         return held
 
 
