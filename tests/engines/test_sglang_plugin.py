@@ -338,6 +338,20 @@ def test_draft_extension_in_graphs(monkeypatch):
     steps.check(out[:6], q[:6], lengths)
 
 
+def test_drafts_behind_the_longest_context_in_graphs(monkeypatch):
+    """SGLang's table has room for them, and its lengths count them already."""
+    publish(monkeypatch, topk=1, drafts=3, steps=2)
+    steps = Steps()
+    steps.runner.model_config.context_len = CONTEXT - 6
+    backend = CutlassKernelsBackend(steps.runner)
+    backend.init_cuda_graph_state(8, 24)
+    more = dict(extend_seq_lens_cpu=[3], spec_info=SimpleNamespace(num_tokens_per_req=3))
+    backend.init_forward_metadata_out_graph(
+        steps.batch(ForwardMode.DRAFT_EXTEND_V2, [1], [CONTEXT - 3], [0] * 3, **more)
+    )
+    assert backend.forward_metadata.max_seq_len == CONTEXT == backend.forward_metadata.page_table.size(1)
+
+
 def test_prompts_are_not_captured():
     steps = Steps()
     batch = steps.batch(ForwardMode.EXTEND, [1], [3], [5, 6, 7])

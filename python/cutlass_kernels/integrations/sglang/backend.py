@@ -66,12 +66,12 @@ class CutlassKernelsBackend(AttentionBackend):
         longest = 1 if in_capture else self._longest(forward_batch)
         held = self.buffers.put(self._metadata(forward_batch, longest))
         if in_capture:
-            held.max_seq_len = self.max_context_len + self.drafts
+            held.max_seq_len = self.req_to_token.size(1)
         self.forward_metadata = held
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers for graphs of up to ``max_bs`` requests."""
-        pages = -(-(self.max_context_len + self.drafts) // self.page_size)
+        pages = -(-self.req_to_token.size(1) // self.page_size)
         self.buffers = Buffers(max_bs, pages, self.drafts, self.window_pool is not None, self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -84,9 +84,8 @@ class CutlassKernelsBackend(AttentionBackend):
             starts = self._even_starts(count, shape.rows)
         else:
             starts = torch.nn.functional.pad(torch.cumsum(shape.rows_of, 0, dtype=torch.int32), (1, 0))
-        most = longest + self.drafts
-        width = min(most, self.req_to_token.size(1))
-        tokens = self.req_to_token[batch.req_pool_indices[:count], : width : self.page_size]
+        most = min(longest + self.drafts, self.req_to_token.size(1))
+        tokens = self.req_to_token[batch.req_pool_indices[:count], : most : self.page_size]
         metadata = Metadata(
             starts=starts,
             lens=shape.lens.to(torch.int32),
