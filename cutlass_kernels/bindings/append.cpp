@@ -7,7 +7,6 @@
 #include "arguments.h"
 #include "bind.h"
 #include "enqueue.h"
-#include "slots.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -55,26 +54,12 @@ void run_positions(int batch_size, std::int64_t num_tokens, Address append_indpt
   enqueue([&] { return get_batch_indices_positions(params, pointer<CUstream_st>(stream)); });
 }
 
-void run_append_by_slot(const std::string& dtype, int num_kv_heads, int head_dim_qk,
-                        std::int64_t num_tokens, const RowsOf& k, const SlotsOf& slots,
-                        Address stream) {
-  AppendBySlotParams params = append_params(slots);
-  params.dtype = dtype_of(dtype);
-  params.num_kv_heads = num_kv_heads;
-  params.head_dim_qk = head_dim_qk;
-  params.num_tokens = num_tokens;
-  params.k = const_rows(k);
-  enqueue([&] { return append_paged_kv_cache_by_slot(params, pointer<CUstream_st>(stream)); });
-}
-
 }  // namespace
 
 void bind_append(pybind11::module_& m) {
   // Positional: keywords would take 7 us, positions take 0.4.
   m.def("append_paged_kv_cache", &run_append,
         "Writes new keys and values into their pages; see append.h.");
-  m.def("append_by_slot", &run_append_by_slot,
-        "Writes new keys and values to slots of a cache, converted; see append.h.");
   m.def("get_batch_indices_positions", &run_positions,
         "Writes the request and the position of every new token; see append.h.");
 }

@@ -9,6 +9,5 @@ void bind_append(pybind11::module_& m);     // append.cpp
 void bind_attention(pybind11::module_& m);  // attention.cpp
 void bind_merge(pybind11::module_& m);      // merge.cpp
 void bind_prepare(pybind11::module_& m);    // prepare.cpp
-void bind_rope(pybind11::module_& m);       // rope.cpp
 
 }  // namespace cutlass_kernels

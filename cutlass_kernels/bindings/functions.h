@@ -1,4 +1,4 @@
-// The functions of attention that attention.cpp registers, by the file that has them. Files that make no object of a
+// The functions that attention.cpp and module.cpp register, by the file that has them. Files that make no object of a
 // registered class do not include pybind11.h: it takes 8 seconds to compile, what they need of it 2.
 #pragma once
 
@@ -33,11 +33,17 @@ bool ascends(Address offsets, std::int64_t count);
 void copy_index_vectors(const Copies& uploads, const Copies& copies, Address stream);
 void add_indices(const py::object& module);
 
+// rope.cpp
+void add_rope(const py::object& module);
+
 // run.cpp
 py::object direct_run(py::object description);
 
 // single.cpp
 void add_single(const py::object& module);
+
+// slots.cpp
+void add_slots(const py::object& module);
 
 // unplanned.cpp
 void add_unplanned(const py::object& module);

@@ -17,6 +17,7 @@
 #include "bind.h"
 #include "cutlass_kernels/attention.h"
 #include "device.h"
+#include "functions.h"
 #include "plan/plan.h"
 #include "plan/schedule.h"
 #include "registry/backends.h"
@@ -221,5 +222,6 @@ PYBIND11_MODULE(_C, m) {
   bind_append(m);
   bind_merge(m);
   bind_prepare(m);
-  bind_rope(m);
+  add_rope(m);
+  add_slots(m);
 }

@@ -13,8 +13,7 @@ find_package(pybind11 2.13 CONFIG REQUIRED ${CK_PYBIND11_PLACE})
 
 # One unit, so names that are local to a file must differ: pybind11.h takes 8 of the 9 seconds of each.
 set(CK_PYBIND11_SOURCES "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp"
-  "${CK_DIR}/bindings/attention.cpp" "${CK_DIR}/bindings/batch.cpp" "${CK_DIR}/bindings/merge.cpp"
-  "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/rope.cpp")
+  "${CK_DIR}/bindings/attention.cpp" "${CK_DIR}/bindings/batch.cpp" "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp")
 set_source_files_properties(${CK_PYBIND11_SOURCES} PROPERTIES UNITY_GROUP pybind11)
 
 # ck_add_extension(NAME PYTHON): the extension for one interpreter, of which it needs the headers and the file suffix.
@@ -31,8 +30,8 @@ function(ck_add_extension name python)
   add_library(${name} MODULE
     ${CK_PYBIND11_SOURCES}
     "${CK_DIR}/bindings/direct.cpp" "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp"
-    "${CK_DIR}/bindings/run.cpp" "${CK_DIR}/bindings/single.cpp" "${CK_DIR}/bindings/torch.cpp"
-    "${CK_DIR}/bindings/unplanned.cpp")
+    "${CK_DIR}/bindings/rope.cpp" "${CK_DIR}/bindings/run.cpp" "${CK_DIR}/bindings/single.cpp"
+    "${CK_DIR}/bindings/slots.cpp" "${CK_DIR}/bindings/torch.cpp" "${CK_DIR}/bindings/unplanned.cpp")
   target_include_directories(${name} PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
   target_include_directories(${name} SYSTEM PRIVATE
     "${include}" "${pybind11_INCLUDE_DIR}" "${CK_DLPACK_INCLUDE}")

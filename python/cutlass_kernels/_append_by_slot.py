@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from . import _args, _autograd, _hints, _memory_kernels, _page_ops
+from . import _args, _autograd, _hints, _memory_kernels, _native, _page_ops
 from ._problem import FP8_DTYPES
 from ._tracing import have_own_dispatch, is_traced
 
@@ -59,18 +60,23 @@ def append_paged_kv_cache_by_slot(
         >>> k, v = torch.randn(2, 3, 4, 64, dtype=torch.bfloat16)
         >>> append_paged_kv_cache_by_slot(k, v, k_cache, v_cache, torch.tensor([17, 18, -1]), k_scale=0.5)
     """
+    given = key, value, key_cache, value_cache, slot_mapping
+    traced = is_traced()
+    direct = not (traced or _autograd.wants_grad(key, value, key_cache, value_cache))
+    if direct and _native.append_by_slot(*given, k_scale, v_scale, kv_layout):
+        _autograd.written(key_cache, value_cache)
+        return
     _args.kv_layout(kv_layout)
-    if is_traced() or have_own_dispatch(key, key_cache, slot_mapping):
+    if traced or have_own_dispatch(key, key_cache, slot_mapping):
         new = _autograd.without_grad(key, value, _NAME)
         _page_ops.append_by_slot(new, (key_cache, value_cache), slot_mapping, (k_scale, v_scale), kv_layout)
         return
-    places = checked(key, value, key_cache, value_cache, slot_mapping, (k_scale, v_scale), kv_layout)
+    places = checked(*given, (k_scale, v_scale), kv_layout)
     k_cache, v_cache, count = places.k_cache, places.v_cache, slot_mapping.size(0)
     key, value = _autograd.without_grad(key, value, _NAME)
     if count == 0 or k_cache.numel() == 0:
         return
-    if _memory_kernels.serve(k_cache) and _memory_kernels.appends_by_slot(key.dtype, k_cache.dtype):
-        _memory_kernels.append_by_slot(key[:count], places.of(value))
+    if _memory_kernels.serve(k_cache, v_cache) and _native.append_by_slot(rows(key), *places.of(value)):
         _autograd.written(key_cache, value_cache)
         return
     slots, scales = places.slots, places.scales
@@ -87,10 +93,14 @@ class Places:
     slots: torch.Tensor
     scales: tuple[float | torch.Tensor, float | torch.Tensor]
 
-    def of(self, value: torch.Tensor) -> _memory_kernels.Slots:
-        """What kernels are told: these places, and the values."""
-        k_place, v_place = (_place(x) for x in self.scales)
-        return _memory_kernels.Slots(self.slots, self.k_cache, self.v_cache, value[: len(self.slots)], k_place, v_place)
+    def of(self, value: torch.Tensor) -> tuple[Any, ...]:
+        """Arguments of the compiled functions: the values, and these places."""
+        return rows(value), self.k_cache, self.v_cache, self.slots, *self.scales, "NHD"
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """``[tokens, heads, dim]`` as kernels read it: its last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def checked(
@@ -179,12 +189,6 @@ def _scale(name: str, value: Scale, heads: int, device: torch.device) -> float |
         raise ValueError(f"{name} has shape {tuple(value.shape)}: pass one number, or one per head, [{heads}].")
     _args.same_device(device, "key_cache is", **{name: value})
     return value.reshape(-1).to(torch.float32)
-
-
-def _place(scale: float | torch.Tensor) -> tuple[float, int, int]:
-    if not isinstance(scale, torch.Tensor):
-        return scale, 0, 0
-    return 1.0, scale.data_ptr(), 0 if scale.numel() == 1 else scale.stride(0)
 
 
 def _write(new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float | torch.Tensor) -> None:

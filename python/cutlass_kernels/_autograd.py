@@ -59,6 +59,11 @@ def requires_grad(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
+def wants_grad(*values: Any) -> bool:
+    """Whether autograd records a call with these tensors."""
+    return is_grad_enabled() and requires_grad(values)
+
+
 def with_grad(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors with ``requires_grad`` in ``values``, tuples and lists included."""
     tensors = []

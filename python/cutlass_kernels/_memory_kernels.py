@@ -8,14 +8,12 @@ nothing synchronises, and all of it can be captured into a CUDA graph.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from . import _native
 from ._native import current_device as _current_device
 from ._native import stream_of as _stream_of
-from ._problem import FP8_DTYPES, HALF_DTYPES
 from ._request import compute_capability
 from ._tracing import is_traced
 
@@ -216,103 +214,6 @@ def get_batch_indices_positions(
         lens.data_ptr(),
         batch_indices.data_ptr(),
         positions.data_ptr(),
-        _stream_of(device.index),
-    )
-
-
-_SLOT_NAMES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-}
-_ScaleOf = tuple[float, int, int]  # a number; address and stride of factors by head, 0 for none
-
-
-def appends_by_slot(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """Whether the kernel writes keys and values of ``dtype`` to caches of ``cache_dtype``."""
-    return dtype in HALF_DTYPES and (cache_dtype == dtype or cache_dtype in FP8_DTYPES)
-
-
-@dataclass(frozen=True)
-class Slots:
-    """``slots``, int32 or int64, contiguous, in caches ``[pages, page_size, heads, dim]``, and values
-    ``[tokens, heads, dim]``."""
-
-    slots: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    value: torch.Tensor
-    k_scale: _ScaleOf
-    v_scale: _ScaleOf
-
-    def described(self) -> tuple[tuple[object, ...], torch.Tensor]:
-        """As bindings/slots.h has it, and the values, which must live until the call has returned."""
-        value = self.value if self.value.stride(-1) == 1 else self.value.contiguous()
-        k_cache, v_cache = self.k_cache, self.v_cache
-        described = (
-            self.slots.data_ptr(),
-            self.slots.dtype == torch.int64,
-            _SLOT_NAMES[k_cache.dtype],
-            k_cache.size(1),
-            k_cache.size(0),
-            value.size(2),
-            _rows(value),
-            (k_cache.data_ptr(), *k_cache.stride()[:3]),
-            (v_cache.data_ptr(), *v_cache.stride()[:3]),
-            self.k_scale,
-            self.v_scale,
-        )
-        return described, value
-
-
-def _rows(x: torch.Tensor) -> tuple[int, int, int]:
-    return x.data_ptr(), x.stride(0), x.stride(1)
-
-
-def append_by_slot(key: torch.Tensor, places: Slots) -> None:
-    """Writes keys ``[tokens, heads, dim]`` and values to their slots, where ``appends_by_slot``."""
-    device = places.k_cache.device
-    if device.index != _current_device():
-        with torch.cuda.device(device):
-            append_by_slot(key, places)
-        return
-    key = key if key.stride(-1) == 1 else key.contiguous()
-    described, _value = places.described()
-    stream = _stream_of(device.index)
-    _native._C.append_by_slot(
-        _SLOT_NAMES[key.dtype], key.size(1), key.size(2), key.size(0), _rows(key), described, stream
-    )
-
-
-def rope(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_out: torch.Tensor | None,
-    table: torch.Tensor,
-    is_neox: bool,
-    places: Slots | None,
-) -> None:
-    """Rotates ``q [tokens, heads, dim]`` in place, ``k`` into ``k_out``, and writes keys and values to ``places``."""
-    device = q.device
-    if device.index != _current_device():
-        with torch.cuda.device(device):
-            rope(positions, q, k, k_out, table, is_neox, places)
-        return
-    described, _value = (None, None) if places is None else places.described()
-    _native._C.apply_rope(
-        _SLOT_NAMES[q.dtype],
-        (q.size(1), k.size(1), q.size(2), table.size(1)),
-        not is_neox,
-        q.size(0),
-        (positions.data_ptr(), positions.dtype == torch.int64),
-        (table.data_ptr(), str(table.dtype).removeprefix("torch."), table.stride(0), table.size(0)),
-        _rows(q),
-        _rows(q),
-        _rows(k),
-        (0, 0, 0) if k_out is None else _rows(k_out),
-        described,
         _stream_of(device.index),
     )
 

@@ -55,6 +55,7 @@ _DLPACK_CODES = {  # code and bits of DLDataType
     torch.float8_e4m3fn: (10, 8),
     torch.float8_e5m2: (12, 8),
     torch.int32: (0, 32),
+    torch.int64: (0, 64),
     torch.uint8: (1, 8),
 }
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
@@ -99,6 +100,9 @@ single_prefill: Callable[..., Any] = not_direct
 single_decode: Callable[..., Any] = not_direct
 fused_prefill: Callable[..., Any] = not_direct
 attention: Callable[..., Any] = not_direct
+append_by_slot: Callable[..., Any] = not_direct
+rope: Callable[..., Any] = not_direct
+rope_append_by_slot: Callable[..., Any] = not_direct
 direct_run: Callable[[Any], Callable[..., Any]] = lambda description: not_direct  # noqa: E731
 is_decode: Callable[..., bool] = lambda *sizes: False  # noqa: E731
 if _C is not None:
@@ -106,6 +110,7 @@ if _C is not None:
     direct_run, is_decode = _C.direct_run, _C.is_decode
     single_prefill, single_decode, fused_prefill = _C.single_prefill, _C.single_decode, _C.fused_prefill
     attention = _C.attention
+    append_by_slot, rope, rope_append_by_slot = _C.append_by_slot, _C.rope, _C.rope_append_by_slot
 
 
 @dataclass(slots=True)

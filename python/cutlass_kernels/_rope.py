@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import _append_by_slot, _args, _autograd, _memory_kernels, _page_ops
+from . import _append_by_slot, _args, _autograd, _memory_kernels, _native, _page_ops
 from ._append_by_slot import Scale
-from ._problem import HALF_DTYPES
 from ._tracing import have_own_dispatch, is_traced
 
 _IN_PLACE = "apply_rope_with_cos_sin_cache_inplace"
@@ -69,15 +68,21 @@ def apply_rope_with_cos_sin_cache_inplace(
         >>> q, k = torch.randn(3, 8 * 64), torch.randn(3, 2 * 64)
         >>> apply_rope_with_cos_sin_cache_inplace(torch.tensor([4, 5, 6]), q, k, 64, table)
     """
-    if is_traced() or have_own_dispatch(query, key, positions):
-        _page_ops.rope(positions, query, key, head_size, cos_sin_cache, is_neox)
+    given = positions, query, key, head_size, cos_sin_cache, is_neox
+    traced = is_traced()
+    direct = not (traced or _autograd.wants_grad(query, key))
+    if direct and _native.rope(*given):
+        _autograd.written(query, key)
+        return
+    if traced or have_own_dispatch(query, key, positions):
+        _page_ops.rope(*given)
         return
     q, k = _heads("query", query, head_size), _heads("key", key, head_size)
     _check(positions, q, k, cos_sin_cache)
     if q.size(0) == 0:
         return
-    if _memory_kernels.serve(q, k) and _serves(q, k, cos_sin_cache):
-        _memory_kernels.rope(positions.contiguous(), q, k, k, cos_sin_cache, is_neox, None)
+    angles = head_size, cos_sin_cache, bool(is_neox)
+    if _memory_kernels.serve(q, k) and _native.rope(positions.contiguous(), q, k, *angles):
         _autograd.written(query, key)
         return
     for x in (q, k):
@@ -126,8 +131,14 @@ def rope_append_paged_kv_cache_by_slot(
         >>> places = torch.tensor([4, 5, 6]), torch.tensor([20, 21, 22])
         >>> rope_append_paged_kv_cache_by_slot(q, k, v, places[0], table, k_cache, v_cache, places[1])
     """
+    traced = is_traced()
+    if not (traced or _autograd.wants_grad(query, key, value, key_cache, value_cache)):
+        places = value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_layout
+        if _native.rope_append_by_slot(query, key, positions, cos_sin_cache, is_neox, update_key, *places):
+            _autograd.written(query, key_cache, value_cache, key if update_key else None)
+            return
     _args.kv_layout(kv_layout)
-    if is_traced() or have_own_dispatch(query, key, key_cache, slot_mapping):
+    if traced or have_own_dispatch(query, key, key_cache, slot_mapping):
         query, key, value = (_autograd.without_grad(x, x, _FUSED)[0] for x in (query, key, value))
         _page_ops.rope_append_by_slot(
             (query, key, value, positions, cos_sin_cache, key_cache, value_cache, slot_mapping),
@@ -139,7 +150,7 @@ def rope_append_paged_kv_cache_by_slot(
         if not isinstance(x, torch.Tensor) or x.dim() != 3:
             raise ValueError(f"{name} has shape {getattr(x, 'shape', x)}: it must be [tokens, heads, head_dim].")
     _check(positions, query, key, cos_sin_cache)
-    places = _append_by_slot.checked(key, value, key_cache, value_cache, slot_mapping, (k_scale, v_scale), kv_layout)
+    checked = _append_by_slot.checked(key, value, key_cache, value_cache, slot_mapping, (k_scale, v_scale), kv_layout)
     if slot_mapping.size(0) != key.size(0) or value.size(0) != key.size(0):
         raise ValueError(
             f"slot_mapping has {slot_mapping.size(0)} entries and value {value.size(0)} tokens, but key has "
@@ -147,12 +158,11 @@ def rope_append_paged_kv_cache_by_slot(
         )
     if key.size(0) == 0:
         return
-    appends = _memory_kernels.appends_by_slot(key.dtype, places.k_cache.dtype)
-    if _memory_kernels.serve(query, key, value) and appends and _serves(query, key, cos_sin_cache):
-        out = key if update_key else None
-        _memory_kernels.rope(positions.contiguous(), query, key, out, cos_sin_cache, is_neox, places.of(value))
-        _autograd.written(query, key_cache, value_cache, *([key] if update_key else []))
-        return
+    if _memory_kernels.serve(query, key, value, key_cache, value_cache):
+        angles = positions.contiguous(), cos_sin_cache, bool(is_neox)
+        if _native.rope_append_by_slot(query, key, *angles, bool(update_key), *checked.of(value)):
+            _autograd.written(query, key_cache, value_cache, key if update_key else None)
+            return
     query.copy_(_rotated(query, positions, cos_sin_cache, is_neox))
     rotated = _rotated(key, positions, cos_sin_cache, is_neox)
     if update_key:
@@ -210,11 +220,6 @@ def _check(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, table: tor
 
 def _has_row(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return (positions >= 0) & (positions < table.size(0))
-
-
-def _serves(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor) -> bool:
-    contiguous = all(x.stride(-1) == 1 for x in (q, k, table))
-    return q.dtype in HALF_DTYPES and contiguous and q.size(-1) % 2 == 0 and table.size(0) > 0
 
 
 def _rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool) -> torch.Tensor:

@@ -11,6 +11,9 @@
 #include "arguments.h"
 #include "bind.h"
 #include "copy_vectors.h"
+#include "cutlass_kernels/append.h"
+#include "cutlass_kernels/rope.h"
+#include "functions.h"
 #include "mask_extents.h"
 #include "merge/combine_splits.h"
 #include "plan/schedule.h"
@@ -97,6 +100,39 @@ Status launch_combine_splits(const LaunchParams&, cudaStream_t) { return Status:
 
 namespace {
 
+/// A call of a kernel that writes to caches, or rotates. Where it does not append, `append` has no slots.
+struct Written {
+  RopeParams rope;
+  AppendBySlotParams append;
+  Address stream;
+};
+std::vector<Written> written;
+
+Status record_write(const RopeParams& rope, const AppendBySlotParams& append, cudaStream_t stream) {
+  // Two of what the kernel refuses.
+  if (rope.rotary_dim % 2 != 0) return Status::invalid("rotary_dim must be even.");
+  if (rope.cos_sin_dtype != DType::kFloat32 && rope.cos_sin_dtype != rope.dtype) {
+    return Status::invalid("cos_sin_dtype must be float32, or that of queries and keys.");
+  }
+  written.push_back({rope, append, reinterpret_cast<Address>(stream)});
+  return Status::success();
+}
+
+}  // namespace
+
+Status apply_rope(const RopeParams& rope, cudaStream_t stream) {
+  return record_write(rope, {}, stream);
+}
+Status apply_rope_and_append_by_slot(const RopeParams& rope, const AppendBySlotParams& append,
+                                     cudaStream_t stream) {
+  return record_write(rope, append, stream);
+}
+Status append_paged_kv_cache_by_slot(const AppendBySlotParams& append, cudaStream_t stream) {
+  return record_write({}, append, stream);
+}
+
+namespace {
+
 Address address(const void* data) { return reinterpret_cast<Address>(data); }
 
 template <class View>
@@ -146,12 +182,39 @@ py::dict facts(const Recorded& call) {
   return of_call;
 }
 
+py::dict facts(const Written& call) {
+  const RopeParams& r = call.rope;
+  const AppendBySlotParams& a = call.append;
+  using namespace pybind11::literals;
+  const auto scale = [](float number, const DeviceScale& factors) {
+    return py::make_tuple(number, address(factors.data), factors.stride);
+  };
+  return py::dict(
+      "stream"_a = call.stream,
+      "rope"_a = py::make_tuple(to_string(r.dtype), r.num_qo_heads, r.num_kv_heads, r.head_dim,
+                                r.rotary_dim, r.interleaved, r.num_tokens),
+      "positions"_a = py::make_tuple(address(r.positions), r.positions_are_64_bit),
+      "cos_sin"_a = py::make_tuple(address(r.cos_sin), to_string(r.cos_sin_dtype),
+                                   r.stride_position, r.num_positions),
+      "q"_a = tuple_of(r.q), "q_out"_a = tuple_of(r.q_out), "k"_a = tuple_of(r.k),
+      "k_out"_a = tuple_of(r.k_out),
+      "append"_a = py::make_tuple(to_string(a.dtype), to_string(a.cache_dtype), a.num_kv_heads,
+                                  a.head_dim_qk, a.head_dim_vo, a.num_tokens),
+      "slots"_a = py::make_tuple(address(a.slots), a.slots_are_64_bit, a.page_size, a.num_pages),
+      "new_k"_a = tuple_of(a.k), "v"_a = tuple_of(a.v), "k_cache"_a = tuple_of(a.k_cache),
+      "v_cache"_a = tuple_of(a.v_cache),
+      "strides_page"_a = py::make_tuple(a.k_stride_page, a.v_stride_page),
+      "scales"_a = py::make_tuple(scale(a.k_scale, a.k_scales), scale(a.v_scale, a.v_scales)));
+}
+
 }  // namespace
 }  // namespace cutlass_kernels
 
 PYBIND11_MODULE(recorded_calls, m) {
   using namespace cutlass_kernels;
   bind_attention(m);
+  add_rope(m);
+  add_slots(m);
   m.def("current_device", [] { return stand_in::current_device; });
   m.def("set_capturing", [](bool value) { stand_in::is_capturing = value; });
   m.def(
@@ -163,4 +226,14 @@ PYBIND11_MODULE(recorded_calls, m) {
         return taken;
       },
       "What kernels were given since the last call of this function.");
+  m.def(
+      "take_writes",
+      [] {
+        py::list taken;
+        for (const Written& call : written) taken.append(facts(call));
+        written.clear();
+        return taken;
+      },
+      "The same of kernels that write to caches, or rotate.");
+  m.def("set_compute_capability", [](int value) { stand_in::device.compute_capability = value; });
 }
