@@ -242,7 +242,7 @@ class CutlassKernelsBackend(AttentionBackend):
     def _save(self, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes new keys and values through SGLang's pool, which converts them."""
         swa_loc = None
-        if self.window_pool is not None:
+        if self.window_pool is not None and self.window_pool.layers_mapping[layer.layer_id][1]:
             swa_loc = self.window_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         place = KVWriteLoc.for_batch(batch, swa_loc=swa_loc)
         if self.is_fp8 and layer.k_scale is not None:  # the pool divides in place
@@ -264,7 +264,7 @@ class CutlassKernelsBackend(AttentionBackend):
             refused = "context parallelism"
         elif self.kv_index_translator is not None and self.kv_index_translator.is_translating:
             refused = "the unified memory pool"
-        elif runner.kv_cache_dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float32):
+        elif runner.kv_cache_dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
             refused = f"caches of {runner.kv_cache_dtype}"
         elif windows and self.topk > 1:
             refused = "draft trees in models with sliding windows (--speculative-eagle-topk 1 is served)"

@@ -67,7 +67,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             max_seq_len=int(common.max_seq_len),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
+            block_table=common.block_table_tensor[: common.num_reqs],
             slot_mapping=common.slot_mapping,
             causal=common.causal,
         )
