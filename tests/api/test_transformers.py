@@ -8,6 +8,7 @@ import pytest
 import torch
 from compare import assert_close
 
+import cutlass_kernels
 from cutlass_kernels.integrations import _key_ranges
 from cutlass_kernels.integrations import transformers as integration
 from cutlass_kernels.integrations._key_ranges import Kind
@@ -177,6 +178,28 @@ def test_masks_that_make_no_sense(mask, words):
     q = torch.randn(2, 4, 5, 16)
     with pytest.raises(ValueError, match=words):
         integration.attention(torch.nn.Module(), q, q, q, mask)
+
+
+NUMBERS = torch.zeros(1, 1, 5, 5)
+
+
+@pytest.mark.runs_nothing("PyTorch computes")
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(attention_mask=NUMBERS), "masks of numbers"),
+        (dict(attention_mask=NUMBERS.bool().expand(1, 4, 5, 5)), "one mask for all heads"),
+        (dict(position_bias=NUMBERS), "position bias"),
+        (dict(dropout=0.5), "dropout"),
+    ],
+)
+def test_what_pytorch_computes_warns_once(options, words):
+    integration._warn_of_torch.cache_clear()
+    q = torch.randn(2, 4, 5, 16)
+    with pytest.warns(cutlass_kernels.PerformanceWarning, match=words) as seen:
+        for _ in range(2):
+            integration.attention(torch.nn.Module(), q, q, q, **options)
+    assert len(seen) == 1
 
 
 @pytest.mark.gpu

@@ -85,7 +85,10 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.size(0) != key.size(0):  # learned queries, the same for all requests
         query = query.expand(key.size(0), -1, -1, -1)
-    if position_bias is not None or dropout > 0.0 or _is_dense(attention_mask) or _is_trained(query, key, value, s_aux):
+    reason = _why_torch(attention_mask, position_bias, dropout, query, key, value, s_aux)
+    if reason:
+        if not is_traced():
+            _warn_of_torch(reason)
         out = _transformers_dense.attend(
             query, key, value, attention_mask, kind, scale, softcap, s_aux, position_bias, dropout
         )
@@ -101,26 +104,27 @@ def attention(
     return out, None
 
 
-def _is_dense(mask: torch.Tensor | None) -> bool:
-    """Whether a mask cannot become bits for all heads."""
-    return mask is not None and (mask.is_floating_point() or (mask.dtype == torch.bool and mask.size(1) > 1))
+def _why_torch(
+    mask: torch.Tensor | None, bias: torch.Tensor | None, dropout: float, *tensors: torch.Tensor | None
+) -> str:
+    """Why kernels cannot compute a call; empty where they can."""
+    if dropout > 0.0 or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
+        return (
+            "kernels compute neither gradients nor dropout. For inference: model.eval() and torch.inference_mode()"
+        )
+    if bias is not None:
+        return "kernels add no position bias to the logits"
+    if mask is not None and mask.is_floating_point():
+        return "kernels do not add masks of numbers to the logits. Pass a bool mask, True where a row sees a key"
+    if mask is not None and mask.dtype == torch.bool and mask.size(1) > 1:
+        return "kernels take one mask for all heads"
+    return ""
 
 
-def _is_trained(*tensors: torch.Tensor | None) -> bool:
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
-        return False
-    if not is_traced():
-        _warn_of_training()
-    return True
-
-
-@functools.lru_cache(1)
-def _warn_of_training() -> None:
-    warn(
-        f"attn_implementation='{NAME}' computes gradients with PyTorch's attention: for inference, call the model "
-        "under torch.inference_mode().",
-        PerformanceWarning,
-    )
+@functools.lru_cache(8)
+def _warn_of_torch(reason: str) -> None:
+    """Once for each reason."""
+    warn(f"attn_implementation='{NAME}' computes this model's attention with PyTorch: {reason}.", PerformanceWarning)
 
 
 def _attend(
