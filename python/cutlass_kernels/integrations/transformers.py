@@ -109,9 +109,7 @@ def _why_torch(
 ) -> str:
     """Why kernels cannot compute a call; empty where they can."""
     if dropout > 0.0 or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
-        return (
-            "kernels compute neither gradients nor dropout. For inference: model.eval() and torch.inference_mode()"
-        )
+        return "kernels compute neither gradients nor dropout. For inference: model.eval() and torch.inference_mode()"
     if bias is not None:
         return "kernels add no position bias to the logits"
     if mask is not None and mask.is_floating_point():
