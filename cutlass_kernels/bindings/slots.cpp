@@ -2,7 +2,6 @@
 #include "slots.h"
 
 #include <cmath>
-#include <limits>
 
 #include "device.h"
 #include "functions.h"

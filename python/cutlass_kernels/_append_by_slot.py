@@ -76,7 +76,7 @@ def append_paged_kv_cache_by_slot(
     key, value = _autograd.without_grad(key, value, _NAME)
     if count == 0 or k_cache.numel() == 0:
         return
-    if _memory_kernels.serve(k_cache, v_cache) and _native.append_by_slot(rows(key), *places.of(value)):
+    if _memory_kernels.serve(k_cache, v_cache) and _native.append_by_slot(rows(key[:count]), *places.of(value)):
         _autograd.written(key_cache, value_cache)
         return
     slots, scales = places.slots, places.scales
@@ -95,7 +95,7 @@ class Places:
 
     def of(self, value: torch.Tensor) -> tuple[Any, ...]:
         """Arguments of the compiled functions: the values, and these places."""
-        return rows(value), self.k_cache, self.v_cache, self.slots, *self.scales, "NHD"
+        return rows(value[: len(self.slots)]), self.k_cache, self.v_cache, self.slots, *self.scales, "NHD"
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:

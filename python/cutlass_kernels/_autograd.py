@@ -123,7 +123,7 @@ def forward_only_as_a_whole(function: Callable[P, R]) -> Callable[P, R]:
 def without_grad(keys: Any, values: Any, function: str = "append_paged_kv_cache") -> tuple[Any, Any]:
     """Detaches ``keys`` and ``values`` that ``function`` appends to a cache. Warns where they require gradients: a
     cache with gradients would keep the autograd graph of every step alive."""
-    if not is_grad_enabled() or not (requires_grad(keys) or requires_grad(values)):
+    if not wants_grad(keys, values):
         return keys, values
     if not is_traced():
         warn(

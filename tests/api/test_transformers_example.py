@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ sys.path.insert(0, str(ROOT / "examples"))  # whose package "engines" is tested
 from engines.common import cli, report, workloads
 from engines.hf_transformers import cases, continuous, modes, run, speed
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the example runs on GPUs by itself")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tiny models stand in for the example where it cannot run: on a GPU, run it"
+)
 
 
 def options(**more: Any) -> argparse.Namespace:
@@ -48,7 +51,7 @@ def test_every_mode_has_a_model():
 @pytest.mark.parametrize("name", ["llama-8b", "gemma3-4b", "gemma4", "gpt-oss-20b", "mistral-7b", "bert-base"])
 def test_check(name):
     if name not in cases.available():
-        pytest.skip("this version of transformers does not have the model")
+        pytest.skip(f"transformers {version('transformers')} does not have {name}")
     found = modes.check(options(part=name), Path())
     assert found["ok"], found["errors"] or report.report({"runs": {"ours": {f"check {name}": found}}})
     assert tuple(found["modes"]) == cases.CASES[name].modes

@@ -207,6 +207,14 @@ py::dict facts(const Written& call) {
       "scales"_a = py::make_tuple(scale(a.k_scale, a.k_scales), scale(a.v_scale, a.v_scales)));
 }
 
+template <class Call>
+py::list take(std::vector<Call>* calls) {
+  py::list taken;
+  for (const Call& call : *calls) taken.append(facts(call));
+  calls->clear();
+  return taken;
+}
+
 }  // namespace
 }  // namespace cutlass_kernels
 
@@ -218,22 +226,10 @@ PYBIND11_MODULE(recorded_calls, m) {
   m.def("current_device", [] { return stand_in::current_device; });
   m.def("set_capturing", [](bool value) { stand_in::is_capturing = value; });
   m.def(
-      "take_launches",
-      [] {
-        py::list taken;
-        for (const Recorded& call : recorded) taken.append(facts(call));
-        recorded.clear();
-        return taken;
-      },
+      "take_launches", [] { return take(&recorded); },
       "What kernels were given since the last call of this function.");
   m.def(
-      "take_writes",
-      [] {
-        py::list taken;
-        for (const Written& call : written) taken.append(facts(call));
-        written.clear();
-        return taken;
-      },
+      "take_writes", [] { return take(&written); },
       "The same of kernels that write to caches, or rotate.");
   m.def("set_compute_capability", [](int value) { stand_in::device.compute_capability = value; });
 }
