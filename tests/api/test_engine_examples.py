@@ -295,6 +295,28 @@ def test_modules(no_modules):
     assert importlib.import_module("sgl_kernel.flash_attn") is flash_attn
 
 
+@pytest.mark.parametrize("attention, helpers", [("flashinfer", "torch"), ("ours", "flashinfer"), ("flashinfer",) * 2])
+def test_flashinfer_is_imported_late(no_modules, monkeypatch, tmp_path, attention, helpers):
+    """Its import initialises CUDA, before which the engine wants to choose its device."""
+    package = tmp_path / "flashinfer"
+    package.mkdir()
+    wrappers = "".join(f"class {name}: pass\n" for name in modules.WRAPPERS)
+    (package / "__init__.py").write_text(f"from .sampling import softmax\nrmsnorm = 'rmsnorm'\n{wrappers}")
+    (package / "sampling.py").write_text("softmax = 'softmax'")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules._package.cache_clear()
+    modules.register(attention, helpers, 64)
+    found = importlib.import_module("flashinfer")
+    assert modules._package.cache_info().currsize == 0
+    names = importlib.import_module("cutlass_kernels") if attention == "ours" else modules._package()
+    assert all(getattr(found, name) is getattr(names, name) for name in modules.WRAPPERS)
+    theirs = helpers == "flashinfer"
+    assert (found.rmsnorm == "rmsnorm") == theirs
+    assert (importlib.import_module("flashinfer.sampling").softmax == "softmax") == theirs
+    assert importlib.import_module("flashinfer") is found
+    modules._package.cache_clear()
+
+
 # --- the bound on logits ---
 
 

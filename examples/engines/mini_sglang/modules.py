@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -36,18 +37,13 @@ def register(attention: str, helpers: str, longest: int) -> dict[str, str]:
         helpers = "flashinfer" if installed else "torch"
     if "flashinfer" in (attention, helpers) and not installed:
         raise ModuleNotFoundError("flashinfer is not installed: use --helpers torch, and other --against.")
-    library = importlib.import_module("flashinfer") if helpers == "flashinfer" else _plain_flashinfer()
-    if attention == "flashinfer":
-        wrappers: Any = importlib.import_module("flashinfer")
-        library.__path__ = wrappers.__path__  # its modules import each other by the name of the package
-    elif attention == "sdpa":
-        wrappers = sdpa_wrappers
+    library = _flashinfer(with_stand_ins=helpers == "torch", with_package="flashinfer" in (attention, helpers))
+    if attention == "sdpa":
         sdpa_wrappers.CUDAGraphBatchDecodeWithPagedKVCacheWrapper.longest = longest
-    else:
-        wrappers = importlib.import_module("cutlass_kernels")
-    found = {name: getattr(wrappers, name) for name in WRAPPERS}
-    for name, wrapper in found.items():
-        setattr(library, name, wrapper)
+    if attention != "flashinfer":
+        wrappers: Any = sdpa_wrappers if attention == "sdpa" else importlib.import_module("cutlass_kernels")
+        for name in WRAPPERS:
+            setattr(library, name, getattr(wrappers, name))
     sys.modules["flashinfer"] = library
     if helpers == "torch":
         sys.modules["flashinfer.sampling"] = library.sampling
@@ -55,15 +51,40 @@ def register(attention: str, helpers: str, longest: int) -> dict[str, str]:
         kernels = _module("sgl_kernel")
         kernels.flash_attn = importlib.import_module("cutlass_kernels.flash_attn")  # type: ignore[attr-defined]
         sys.modules["sgl_kernel"], sys.modules["sgl_kernel.flash_attn"] = kernels, kernels.flash_attn
-    return {"wrappers": wrappers.__name__, "norm, rope, activation, sampling": helpers}
+    computed_by = attention if attention == "flashinfer" else wrappers.__name__
+    return {"wrappers": computed_by, "norm, rope, activation, sampling": helpers}
 
 
-def _plain_flashinfer() -> ModuleType:
-    """A module ``flashinfer`` with the stand-ins of ``_stand_ins.py`` and no attention."""
-    library, sampling = _module("flashinfer"), _module("flashinfer.sampling")
-    vars(library).update(_stand_ins.FLASHINFER, sampling=sampling)
-    vars(sampling).update(_stand_ins.SAMPLING)
+def _flashinfer(with_stand_ins: bool, with_package: bool) -> ModuleType:
+    """A module ``flashinfer`` with the stand-ins of ``_stand_ins.py``. What it lacks comes from the package, which is
+    imported when a name is asked for: that initialises CUDA, and the engine has to be the first to do so."""
+    library = _module("flashinfer")
+    if with_stand_ins:
+        sampling = _module("flashinfer.sampling")
+        vars(library).update(_stand_ins.FLASHINFER, sampling=sampling)
+        vars(sampling).update(_stand_ins.SAMPLING)
+    if with_package:
+        spec = importlib.util.find_spec("flashinfer")
+        assert spec is not None and spec.submodule_search_locations is not None
+        library.__path__ = list(spec.submodule_search_locations)  # its modules import each other by the package's name
+        vars(library).update(__getattr__=_from_package)
     return library
+
+
+def _from_package(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(_package(), name)
+
+
+@functools.cache
+def _package() -> ModuleType:
+    """The package, in whose place another module is registered."""
+    ours = {key: sys.modules.pop(key) for key in ("flashinfer", "flashinfer.sampling") if key in sys.modules}
+    try:
+        return importlib.import_module("flashinfer")
+    finally:
+        sys.modules.update(ours)
 
 
 def _module(name: str) -> ModuleType:
