@@ -80,7 +80,8 @@ def _from_package(name: str) -> Any:
 @functools.cache
 def _package() -> ModuleType:
     """The package, in whose place another module is registered."""
-    ours = {key: sys.modules.pop(key) for key in ("flashinfer", "flashinfer.sampling") if key in sys.modules}
+    names: tuple[str, ...] = ("flashinfer", "flashinfer.sampling")
+    ours = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     try:
         return importlib.import_module("flashinfer")
     finally:
