@@ -144,6 +144,22 @@ def test_masks_and_layouts(target, kind, batch, rows, keys, form, layout, values
     assert_close(out, want, masked(q, k, v, seen, 0.2), dtype=dtype, factor=factor)
 
 
+def test_key_ranges_that_are_written_again(target):
+    """What a call keeps with its mask holds until somebody writes to the mask, or the cache has other strides."""
+    dtype = DTYPES[target.device][0]
+    q, k, v = (torch.randn(3, heads, 9, 64).to(dtype).to(target.device) for heads in (4, 2, 2))
+    mask = _key_ranges.write(Kind(causal=True), 3, 0, 9, target.device)
+    for first in ([0, 0, 0], [2, 0, 5]):
+        mask[0, 0, 0, :3] = torch.tensor(first)
+        mask[0, 0, 1, :3] = 9 - torch.tensor(first)
+        seen = _key_ranges.to_dense(_key_ranges.read(mask, 3), 9, 9)
+        for layout in ("heads first", "tokens first"):
+            given = [laid_out(layout, x) for x in (k, v)]
+            out, _ = integration.attention(torch.nn.Module(), q, *given, mask, scaling=0.2)
+            want = masked(*(x.double() for x in (q, k, v)), seen, 0.2)
+            assert_close(out, want, masked(q, k, v, seen, 0.2), dtype=dtype, factor=4.0)
+
+
 def test_heads_of_different_sizes(target):
     """Multi-head latent attention: values are narrower than keys."""
     dtype = DTYPES[target.device][0]

@@ -167,19 +167,18 @@ def _interval(
     kind: Kind, places: _Places, padding: torch.Tensor, end: int
 ) -> tuple[int | torch.Tensor, int | torch.Tensor] | None:
     """First visible key and the one behind the last, relative to the cache, for rows that end at ``end`` if they are
-    causal or have a window; None where the visible keys are no interval. Reads one value back."""
+    causal or have a window; None where the visible keys are no interval. Reads three numbers a request back."""
     seen = padding[:, places.kv_offset : places.kv_offset + end]
     if seen.size(1) < end:  # transformers takes what is missing for padding
         seen = torch.nn.functional.pad(seen, (0, end - seen.size(1)))
-    count, key = seen.sum(1), torch.arange(end, device=seen.device)
-    first = seen.to(torch.int8).argmax(1)
-    first = torch.where(count == 0, end, first)
-    behind = first + count
-    inside = (key >= first[:, None]) & (key < behind[:, None])
-    facts = torch.stack([(seen == inside).all(), (behind == end).all(), (first == 0).all()])
-    is_interval, is_at_end, is_at_start = facts.tolist()
-    if not is_interval:
+    bits, count = seen.to(torch.int8), seen.sum(1)
+    first, behind = bits.argmax(1), end - bits.flip(1).argmax(1)  # 0 and end where no key is seen
+    facts = list(zip(*torch.stack([first, behind, count]).tolist()))
+    if any(n not in (0, e - f) for f, e, n in facts):
         return None
+    is_at_end, is_at_start = all(e == end for _, e, _ in facts), all(f == 0 and n > 0 for f, _, n in facts)
+    if any(n == 0 for *_, n in facts):
+        first = first.where(count > 0, end)
     if is_at_end:
         aligned = kind.causal or kind.left < 0 or places.q_offset + places.rows == places.kv_offset + end
         return (0 if is_at_start else first, end) if aligned else None

@@ -23,6 +23,7 @@ from . import _key_ranges, _transformers_dense
 from ._key_ranges import Kind
 
 NAME = "cutlass_kernels"
+_KEPT = "_cutlass_kernels_rows"  # attribute of key ranges
 
 
 def register(name: str = NAME) -> str:
@@ -145,45 +146,59 @@ def _attend(
     batch, _, rows, _ = query.shape
     keys = key.size(2)
     options: dict[str, Any] = dict(causal=causal, window=(left, right))
-    first = length = None
     if mask is not None and mask.dtype == torch.bool:
         bits, indptr = _key_ranges.to_bits(mask, batch, rows, keys)
         options = dict(packed_custom_mask=bits, mask_indptr=indptr)
-    elif mask is not None:
-        (causal, left, right, chunk_size), first, length = _key_ranges.read(mask, batch)
-        options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
     q = query.transpose(1, 2)
-    if first is None and batch == 1:
+    if batch == 1 and (mask is None or mask.dtype == torch.bool):
         q, k, v = q[0], key[0].transpose(0, 1), value[0].transpose(0, 1)
     else:
         if rows > 1 and q.stride(0) != rows * q.stride(1):
             q = q.contiguous()  # rows of requests follow one another
         k, v, step = _as_rows(key, value)
         place = (key.device, *_stream(key))
-        if first is None:
+        if mask is None or mask.dtype == torch.bool:
             first, length = _starts(batch, step, *place), _lengths(batch, keys, *place)
-        elif batch > 1 and step:
-            first = first + _starts(batch, step, *place)
+        else:
+            (causal, left, right, chunk_size), first, length = _ranges_of_rows(mask, batch, step, place)
+            options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
         options |= dict(cu_seqlens_k=first, seqused_k=length, max_seqlen_k=keys)
     out = _attention.attention(q, k, v, logits_soft_cap=softcap, sm_scale=scale, sinks=sinks, **options)
     assert isinstance(out, torch.Tensor)
     return out.view(batch, rows, *out.shape[-2:])
 
 
+def _ranges_of_rows(
+    mask: torch.Tensor, batch: int, step: int, place: tuple[torch.device, int, int]
+) -> _key_ranges.Ranges:
+    """Key ranges whose first keys are rows of the cache. All layers read the same: they are kept with the mask."""
+    is_kept = place[1] >= 0 and not mask.is_inference()
+    state = (step, place, mask._version) if is_kept else None
+    kept = getattr(mask, _KEPT, None) if is_kept else None
+    if kept is not None and kept[0] == state:
+        return kept[1]
+    ranges = _key_ranges.read(mask, batch)
+    if batch > 1 and step:
+        ranges = ranges._replace(first=ranges.first + _starts(batch, step, *place))
+    if is_kept:
+        setattr(mask, _KEPT, (state, ranges))
+    return ranges
+
+
 def _as_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Keys and values ``[rows, H, D]``, and how many rows lie between the first of two requests."""
-    steps = [_step(x) for x in (key, value)]
-    if steps[0] is None or steps[0] != steps[1]:
+    step = _step(key)
+    if step is None or step != _step(value):
         key, value = key.contiguous(), value.contiguous()
-        steps = [_step(key)]
-    step = steps[0]
+        step = _step(key)
     assert step is not None
-    batch, _, tokens, _ = key.shape
-    rows = (batch - 1) * step + tokens
-    k, v = (
-        x.as_strided((rows, x.size(1), x.size(3)), (_row_stride(x), x.stride(1), x.stride(3))) for x in (key, value)
-    )
-    return k, v, step
+    return _rows(key, step), _rows(value, step), step
+
+
+def _rows(x: torch.Tensor, step: int) -> torch.Tensor:
+    batch, heads, tokens, dim = x.shape
+    strides = x.stride()
+    return x.as_strided(((batch - 1) * step + tokens, heads, dim), (_row_stride(x), strides[1], strides[3]))
 
 
 def _row_stride(x: torch.Tensor) -> int:
