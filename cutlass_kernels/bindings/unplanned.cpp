@@ -69,14 +69,20 @@ bool read_rows(const Tensor& tensor, Matrix* matrix) {
   return read_matrix(rows, /*hnd=*/false, matrix);
 }
 
-/// [batch, tokens, heads, dim] of keys or values as rows that follow one another; `hnd`: [batch, heads, tokens, dim].
-bool read_dense_keys(const Tensor& tensor, bool hnd, Matrix* matrix) {
+/// [batch, tokens, heads, dim] of keys or values as rows, `stride` of them from one request to the next; `hnd`: [batch,
+/// heads, tokens, dim]. All heads of a request lie between its rows and those of the next one then.
+bool read_dense_keys(const Tensor& tensor, bool hnd, Matrix* matrix, std::int64_t* stride) {
   const auto token = std::size_t(1 + hnd);
   const std::int64_t batch = tensor.shape[0], each = tensor.shape[token];
-  if (batch > 1 && tensor.strides[0] != each * tensor.strides[token]) return false;
-  if (!read_matrix_at(tensor, 1, hnd, matrix)) return false;
-  matrix->tokens = batch * each;
-  return true;
+  Tensor rows = tensor;
+  if (each == 1 && tensor.strides[0] != 0) rows.strides[token] = tensor.strides[0];
+  if (!read_matrix_at(rows, 1, hnd, matrix)) return false;
+  *stride = each;
+  if (batch < 2 || each == 0) return true;
+  if (tensor.strides[0] % matrix->stride_token != 0) return false;
+  *stride = tensor.strides[0] / matrix->stride_token;
+  matrix->tokens = (batch - 1) * *stride + each;
+  return matrix->tokens <= kMostKeys;
 }
 
 struct Call {
@@ -191,7 +197,7 @@ struct Call {
     if (is_given(kKvIndices) || is_given(kKvLastPageLen) || k.ndim != v.ndim) return false;
     const std::int64_t batch = params.batch_size;
     Matrix keys, values;
-    std::int64_t each = 0;
+    std::int64_t each = 0, stride = 0, v_stride = 0;
     if (k.ndim == 3) {
       if (!read_matrix(k, hnd, &keys) || !read_matrix(v, hnd, &values)) return false;
       if (!is_given(kCuSeqlensK)) {
@@ -202,10 +208,12 @@ struct Call {
       }
     } else {
       if (k.ndim != 4 || is_given(kCuSeqlensK) || k.shape[0] != batch || v.shape[0] != batch ||
-          !read_dense_keys(k, hnd, &keys) || !read_dense_keys(v, hnd, &values)) {
+          !read_dense_keys(k, hnd, &keys, &stride) ||
+          !read_dense_keys(v, hnd, &values, &v_stride) || stride != v_stride) {
         return false;
       }
-      each = keys.tokens / batch;
+      each = k.shape[std::size_t(1 + hnd)];
+      params.kv_stride_request = std::int32_t(stride);
     }
     if (keys.tokens != values.tokens || keys.heads != values.heads ||
         !set_keys(keys.heads, keys.dim, values.dim)) {

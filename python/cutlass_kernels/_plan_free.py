@@ -297,23 +297,26 @@ def _with_scales(call: Call, batch: int, num_kv_heads: int) -> Call:
 
 
 def _as_pages(call: Call, batch: int, tokens: int) -> Call:
-    """Keys ``[B, S, ...]`` whose requests do not follow one another, as pages of S tokens."""
+    """Keys ``[B, S, ...]`` whose requests do not lie a multiple of the token stride apart, as pages of S tokens."""
     k, v = call.k, call.v
     paged = call.page_table is not None or call.kv_indptr is not None
     if paged or k.dim() == 3 or batch < 2 or k.size(tokens) == 0:
         return call
-    if all(x.stride(0) == x.size(tokens) * x.stride(tokens) for x in (k, v)):
+    strides = [_stride_of_requests(x, tokens) for x in (k, v)]
+    if strides[0] is not None and strides[0] == strides[1]:
         return call
-    if k.stride(0) == 0 and v.stride(0) == 0:  # all requests share their keys
-        k, v = (x[:1].as_strided((1, *x.shape[1:]), (x.size(1) * x.stride(1), *x.stride()[1:])) for x in (k, v))
-        table = torch.zeros(batch, 1, dtype=torch.int32, device=k.device)
-    else:
-        k, v = (x.contiguous() if x.stride(0) == 0 else x for x in (k, v))
-        table = torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
+    k, v = (x.contiguous() if x.stride(0) == 0 else x for x in (k, v))
+    table = torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
     lens = call.seqused_k
     if lens is None:
         lens = torch.full((batch,), k.size(tokens), dtype=torch.int32, device=k.device)
     return call._replace(k=k, v=v, page_table=table, seqused_k=lens)
+
+
+def _stride_of_requests(x: torch.Tensor, tokens: int) -> int | None:
+    """In rows; None where it is no multiple of a row."""
+    token = x.stride(0) if x.size(tokens) == 1 and x.stride(0) else x.stride(tokens)
+    return None if token <= 0 or x.stride(0) % token else x.stride(0) // token
 
 
 # --- the reference -----------------------------------------------------------------------------------------------

@@ -41,6 +41,11 @@ def have_own_dispatch(*tensors: Any) -> bool:
     return False
 
 
+def is_captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph captures this call: what it computes holds nothing before a replay."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Tensors that are created in it are real ones, whatever a caller's mode would make of them."""
     return _python_dispatch._disable_current_modes()

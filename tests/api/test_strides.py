@@ -163,6 +163,61 @@ def test_layouts_as_views_of_each_other(target):
     assert_close(wrapper.run(batch.q, paged.cache.permute(0, 1, 3, 2, 4)), want.out, want.baseline)
 
 
+def dense(form: str, x: torch.Tensor, each: int, hnd: bool) -> torch.Tensor:
+    """Keys of three requests as ``[3, each, heads, dim]``, or ``[3, heads, each, dim]``, in a tensor of that form."""
+    x = x.view(3, each, 2, 64)
+    if form in ("heads_first", "part_of_heads_first"):
+        x = x.transpose(1, 2)
+    if form.startswith("part_of"):
+        more = x.new_full((3, *x.shape[1:-1], 64), torch.nan)
+        x = torch.cat([x, more], 2 if form == "part_of_heads_first" else 1)
+    x = x.contiguous()
+    if form in ("heads_first", "part_of_heads_first"):
+        x = x.transpose(1, 2)
+    if form == "odd":
+        room = x.new_full((3, each * 128 + 8), torch.nan)
+        x = room.as_strided(x.shape, (room.size(1), 128, 64, 1)).copy_(x)
+    x = x[:, :each]
+    return x.transpose(1, 2) if hnd else x
+
+
+DENSE = ["tokens_first", "part_of_tokens_first", "heads_first", "part_of_heads_first", "odd"]
+
+
+@pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
+@pytest.mark.parametrize("each, used", [(1, None), (50, None), (50, [50, 0, 17])])
+@pytest.mark.parametrize("v_form", [None, "tokens_first"])
+@pytest.mark.parametrize("form", DENSE)
+def test_dense_keys(target, form, v_form, each, used, hnd, monkeypatch):
+    """Python need not look at them where requests of k and of v lie as many rows apart."""
+    batch = make_batch([4] * 3, [each] * 3, 4, 2, 64, device=target.device)
+    k, v = dense(form, batch.k, each, hnd), dense(v_form or form, batch.v, each, hnd)
+    given = {} if used is None else {"seqused_k": torch.tensor(used, dtype=torch.int32, device=target.device)}
+    if not target.is_reference and (form == "tokens_first" if v_form else form != "odd"):
+        monkeypatch.setattr("cutlass_kernels._plan_free.compute", None)
+    q, layout = batch.q.view(3, 4, 4, 64), "HND" if hnd else "NHD"
+    out = ck.attention(q, k, v, kv_layout=layout, causal=True, backend=target.backend, **given)
+    if used is not None:
+        k, v = (torch.cat([x[b * each :][:n] for b, n in enumerate(used)]) for x in (batch.k, batch.v))
+        batch = Batch([4] * 3, used, batch.q, k, v)
+    want = expect(batch, CAUSAL)
+    assert_close(out.flatten(0, 1), want.out, want.baseline)
+
+
+@pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
+def test_dense_keys_that_requests_share(target, hnd):
+    one = make_batch([4], [50], 4, 2, 64, device=target.device)
+    k, v = (x.transpose(0, 1) if hnd else x for x in (one.k, one.v))
+    q = one.q.expand(3, -1, -1, -1)
+    layout = "HND" if hnd else "NHD"
+    out = ck.attention(
+        q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), kv_layout=layout, causal=True, backend=target.backend
+    )
+    want = expect(one, CAUSAL)
+    for b in range(3):
+        assert_close(out[b], want.out, want.baseline)
+
+
 OUT_STRIDES = {
     "dense": (4 * 64, 64, 1),
     "head_gap": (4 * 80, 80, 1),

@@ -185,8 +185,12 @@ std::vector<Case> tensors() {
   add(ragged, nullptr, [](auto& p) { p.total_kv = 0, p.k.data = p.v.data = nullptr; });
   add(paged, nullptr, [](auto& p) { p.pages.num_pages = 0, p.k.data = p.v.data = nullptr; });
   add(ragged, "qo_indptr is null, so every request has", [](auto& p) { p.qo_indptr = nullptr; });
-  add(ragged, "kv_indptr is null, so k and v have", [](auto& p) { p.kv_indptr = nullptr; });
-  add(single, "kv_indptr is null, so k and v have", [](auto& p) { p.qo_indptr = indptr; });
+  add(ragged, "kv_indptr is null, so every request has", [](auto& p) { p.kv_indptr = nullptr; });
+  add(single, "kv_indptr is null, so every request has", [](auto& p) { p.qo_indptr = indptr; });
+  add(ragged, "kv_stride_request=-2 must not be negative", [](auto& p) {
+    p.kv_indptr = nullptr;
+    p.kv_stride_request = -2;
+  });
   add(ragged, nullptr, [](auto& p) {  // every request is as long
     p.qo_indptr = p.kv_indptr = nullptr;
     p.max_qo_len = int(p.total_q) / p.batch_size;

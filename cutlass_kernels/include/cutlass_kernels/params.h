@@ -107,9 +107,13 @@ struct AttentionParams {
   /// [batch_size + 1], device: cu_seqlens_q. Null: every request has max_qo_len rows, and total_q is batch_size times
   /// that. (A single request with neither indptrs nor seqused is as long as q and k.)
   const std::int32_t* qo_indptr = nullptr;
-  /// [batch_size + 1], device; in tokens, or in entries of pages.indices. Null: k and v have max_kv_len rows for every
-  /// request; of a page table with a row per request it may always be null.
+  /// [batch_size + 1], device; in tokens, or in entries of pages.indices. Null: every request has max_kv_len keys, the
+  /// first of them kv_stride_request rows behind that of the request before; of a page table with a row per request it
+  /// may always be null.
   const std::int32_t* kv_indptr = nullptr;
+  /// Without kv_indptr and pages: kNotSet is max_kv_len, and requests with 0 share their keys. total_kv is
+  /// (batch_size - 1) times that, and max_kv_len.
+  std::int32_t kv_stride_request = kNotSet;
   /// Optional [batch_size], device: how many rows and keys of a request are used, from its first on, instead of all
   /// that the indptrs leave room for. With seqused_k, only the first batch_size entries of kv_indptr are read, and
   /// last_page_len is not.
@@ -137,7 +141,7 @@ struct AttentionParams {
   /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which
   /// the size of the workspace bounds. Unlike the three above, tiles then still depend on the batch.
   std::int32_t num_splits = 0;
-  /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the rows of k and v
+  /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the keys
   /// that every request has.
   std::int32_t max_kv_len = 0;
   /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and, on fa2, for 8-bit

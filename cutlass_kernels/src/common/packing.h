@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cutlass_kernels/params.h"
+#include "plan/launch_params.h"
 
 namespace cutlass_kernels {
 
@@ -39,7 +40,7 @@ inline bool decodes(const AttentionParams& params) {
 
 // Whether requests have keys worth splitting, on average, as far as the host knows.
 inline bool can_split(const AttentionParams& params) {
-  return params.stats == nullptr && params.total_kv / params.batch_size >= kLeastSplitKeys;
+  return params.stats == nullptr && all_keys(params) / params.batch_size >= kLeastSplitKeys;
 }
 
 // Whether half of a tile of one head would be empty. Where results must not depend on the batch, a tile must not depend
@@ -58,7 +59,7 @@ inline bool leaves_device_idle(const AttentionParams& params, int tile_rows, int
       std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *
       params.num_qo_heads;
   return !is_alone(params) && can_split(params) && tiles < at_once &&
-         params.total_kv >= keys_per_row * params.total_q;
+         all_keys(params) >= keys_per_row * params.total_q;
 }
 
 }  // namespace cutlass_kernels

@@ -40,10 +40,17 @@ struct KeysOfRequest {
   std::int32_t length;  ///< -1: the lengths or the page table's sizes make no sense
 };
 
+// Rows from the first key of a request to that of the next one, where there is no indptr.
+template <class P>
+CK_HOST_DEVICE inline std::int32_t kv_stride_request(const P& p) {
+  return p.kv_stride_request == kNotSet ? p.max_kv_len : p.kv_stride_request;
+}
+
 // In consecutive rows of k and v.
 template <class P>
 CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const P& p, int batch) {
-  const std::int32_t begin = p.kv_indptr == nullptr ? batch * p.max_kv_len : p.kv_indptr[batch];
+  const std::int32_t begin =
+      p.kv_indptr == nullptr ? batch * kv_stride_request(p) : p.kv_indptr[batch];
   if (p.seqused_k != nullptr) {
     const std::int32_t used = p.seqused_k[batch];
     return {begin, p.kv_indptr == nullptr && used > p.max_kv_len ? -1 : used};

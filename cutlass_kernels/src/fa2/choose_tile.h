@@ -162,7 +162,7 @@ TileShape with_turns(const AttentionParams& params, const TileShape& usual, cons
   const bool wide =
       usual.kind == kPackedWide || (usual.kind == kRows && usual.rows == Tiles::Large::kBlockM);
   if (!wide || !has_shared_memory_for<Turns>(device) || GeneralTransform::needed(params) ||
-      LogitsTransform::needed(params) || params.total_kv < params.total_q) {
+      LogitsTransform::needed(params) || all_keys(params) < params.total_q) {
     return usual;
   }
   TileShape best = usual;
@@ -229,7 +229,7 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
 // causal keys, 0 % at 2k, -8 % at 16k).
 template <class Tile>
 bool many_short_tiles(const AttentionParams& params, const Device& device) {
-  const std::int64_t keys = params.total_kv / params.batch_size;
+  const std::int64_t keys = all_keys(params) / params.batch_size;
   return (hides_later_keys(params) ? keys / 2 : keys) <= 1024 &&
          tile_count<Tile>(params) >= 4 * two_waves(device);
 }

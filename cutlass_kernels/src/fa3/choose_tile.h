@@ -24,7 +24,7 @@ std::int64_t tile_count(const AttentionParams& params) {
 // Keys of a request within its window or chunk, on average. Where only the device knows the KV length, the query
 // length.
 inline std::int64_t keys_in_mask(const AttentionParams& params) {
-  const std::int64_t total = params.total_kv > 0 ? params.total_kv : params.total_q;
+  const std::int64_t total = params.total_kv > 0 ? all_keys(params) : params.total_q;
   return most_keys_of_row(params, total / params.batch_size);
 }
 

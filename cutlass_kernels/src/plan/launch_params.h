@@ -107,6 +107,13 @@ inline bool is_batch(const AttentionParams& params) {
          params.seqused_k != nullptr || params.pages.page_size > 0;
 }
 
+/// Keys of all requests, as far as the host knows. There are more rows of k and v where requests share a tensor with
+/// others, or where a tensor has heads before tokens.
+inline std::int64_t all_keys(const AttentionParams& params) {
+  const std::int64_t keys = std::int64_t(params.batch_size) * params.max_kv_len;
+  return keys > 0 && keys < params.total_kv ? keys : params.total_kv;
+}
+
 /// Tiles of a batch's longest request.
 inline std::int64_t tiles_of_longest(const AttentionParams& params, int tile_rows) {
   const std::int64_t rows = params.max_qo_len < params.total_q ? params.max_qo_len : params.total_q;

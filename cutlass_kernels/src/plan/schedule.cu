@@ -40,6 +40,7 @@ struct ScheduleArgs {
   const std::int32_t* seqused_k;
   std::int32_t max_qo_len;
   std::int32_t max_kv_len;
+  std::int32_t kv_stride_request;
   std::int32_t least_rows;
   std::int32_t most_rows;
   int batch_size;
@@ -242,6 +243,7 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
                     params.seqused_k,
                     params.max_qo_len,
                     params.max_kv_len,
+                    params.kv_stride_request,
                     params.least_rows,
                     params.most_rows,
                     params.batch_size,

@@ -163,7 +163,7 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
 
 double idle_share(const AttentionParams& params, const TileShape& tile, const Device& device) {
   const std::int64_t rows = params.total_q / params.batch_size;
-  const std::int64_t keys = params.total_kv / params.batch_size;
+  const std::int64_t keys = all_keys(params) / params.batch_size;
   if (rows == 0 || keys < rows) return 0;
   // Of a request, under a causal mask, as in a tile list.
   const std::int64_t tiles = (rows + tile.rows - 1) / tile.rows;
@@ -203,7 +203,7 @@ std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
                            std::int64_t tiles) {
   if (rule.own.most > 1) return rule.own.most;
   if (rule.wave <= 0) return 1;
-  const std::int64_t keys = params.total_kv / params.batch_size;
+  const std::int64_t keys = all_keys(params) / params.batch_size;
   if (keys <= 0) return slots_for(rule, tiles) / tiles;
   return std::max<std::int64_t>(split_slots(rule, tiles, tiles * keys).splits(tiles, keys), 1);
 }

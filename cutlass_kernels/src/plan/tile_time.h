@@ -28,7 +28,7 @@ struct TileSpeed {
 inline double estimated_time(const AttentionParams& params, const TileShape& shape,
                              const TileSpeed& speed, const Device& device) {
   const std::int64_t rows = params.total_q / params.batch_size;
-  const std::int64_t keys = params.total_kv / params.batch_size;
+  const std::int64_t keys = all_keys(params) / params.batch_size;
   const std::int64_t tiles = (rows + shape.rows - 1) / shape.rows * params.batch_size;
   const SplitRule rule = split_rule(params, shape, TileSource::kList, device);
   const std::int64_t splits = likely_splits(rule, params, tiles);

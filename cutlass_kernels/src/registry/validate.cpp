@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/element_bytes.h"
+#include "common/requests.h"
 #include "plan/launch_params.h"
 
 namespace cutlass_kernels {
@@ -73,9 +74,14 @@ std::string unknown_lengths(const AttentionParams& params) {
            ": pass qo_indptr.";
   }
   if (params.pages.page_size > 0) return unknown_pages(params);
-  if (params.kv_indptr == nullptr && requests * params.max_kv_len != params.total_kv) {
-    return "kv_indptr is null, so k and v have max_kv_len=" + number(params.max_kv_len) +
-           " rows for every request, but " + number(requests) +
+  if (params.kv_indptr != nullptr) return "";
+  const std::int64_t stride = kv_stride_request(params);
+  if (stride < 0) {
+    return "kv_stride_request=" + number(stride) + " must not be negative.";
+  }
+  if ((requests - 1) * stride + params.max_kv_len != params.total_kv) {
+    return "kv_indptr is null, so every request has max_kv_len=" + number(params.max_kv_len) +
+           " keys, " + number(stride) + " rows from one to the next, but " + number(requests) +
            " requests have total_kv=" + number(params.total_kv) + ": pass kv_indptr.";
   }
   return "";

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .._tracing import is_traced
+from .._tracing import is_captured, is_traced
 from . import _key_ranges
 from ._key_ranges import Kind
 
@@ -126,7 +126,7 @@ def _find(kind: Kind, places: _Places, padding: torch.Tensor | None) -> tuple[bo
         end = _end(kind, places)
     else:
         is_step = places.rows == 1 and isinstance(places.q_offset, torch.Tensor)
-        if is_step or padding.size(0) != places.batch or is_traced() or _is_captured(padding):
+        if is_step or padding.size(0) != places.batch or is_traced() or is_captured(padding):
             return False, None
         places = places._replace(q_offset=int(places.q_offset))
         end = _end(kind, places)
@@ -183,7 +183,3 @@ def _interval(
         aligned = kind.causal or kind.left < 0 or places.q_offset + places.rows == places.kv_offset + end
         return (0 if is_at_start else first, end) if aligned else None
     return None if kind.causal or kind.left >= 0 else (0 if is_at_start else first, behind)
-
-
-def _is_captured(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

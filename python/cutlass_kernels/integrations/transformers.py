@@ -10,15 +10,13 @@ and cross attention, and beyond that soft caps and sinks. PyTorch computes train
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import torch
 
-from .. import _attention, _kept
+from .. import _attention
 from .._errors import PerformanceWarning, warn
-from .._native import PER_THREAD_STREAM
-from .._tracing import cache_of_real_tensors, is_traced
+from .._tracing import is_captured, is_traced
 from . import _key_ranges, _transformers_dense
 from ._key_ranges import Kind
 
@@ -138,49 +136,41 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One call of ``attention()``. Keys of request b are rows of its part of the cache, wherever its strides put them.
+    """One call of ``attention()``, which takes a cache ``[B, H, T, D]`` as it is.
 
-    A cache ``[B, H, T, D]`` is ``[rows, H, D]`` with a row stride of D and a head stride of T * D: request b begins at
-    row b * H * T, and its other heads lie where the view of one head has rows of nobody.
+    With key ranges it is ``[rows, H, D]``, with a row stride of D and a head stride of T * D: request b begins at row
+    b * H * T, and its other heads lie where the view of one head has rows of nobody.
     """
     batch, _, rows, _ = query.shape
-    keys = key.size(2)
-    options: dict[str, Any] = dict(causal=causal, window=(left, right))
-    if mask is not None and mask.dtype == torch.bool:
-        bits, indptr = _key_ranges.to_bits(mask, batch, rows, keys)
-        options = dict(packed_custom_mask=bits, mask_indptr=indptr)
     q = query.transpose(1, 2)
-    if batch == 1 and (mask is None or mask.dtype == torch.bool):
-        q, k, v = q[0], key[0].transpose(0, 1), value[0].transpose(0, 1)
-    else:
-        if rows > 1 and q.stride(0) != rows * q.stride(1):
-            q = q.contiguous()  # rows of requests follow one another
+    if rows > 1 and q.stride(0) != rows * q.stride(1):
+        q = q.contiguous()  # rows of requests follow one another
+    k, v, options = key, value, dict[str, Any](causal=causal, window=(left, right), kv_layout="HND")
+    if mask is not None and mask.dtype == torch.bool:
+        bits, indptr = _key_ranges.to_bits(mask, batch, rows, key.size(2))
+        options = dict(packed_custom_mask=bits, mask_indptr=indptr, kv_layout="HND")
+    elif mask is not None:
         k, v, step = _as_rows(key, value)
-        place = (key.device, *_stream(key))
-        if mask is None or mask.dtype == torch.bool:
-            first, length = _starts(batch, step, *place), _lengths(batch, keys, *place)
-        else:
-            (causal, left, right, chunk_size), first, length = _ranges_of_rows(mask, batch, step, place)
-            options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
-        options |= dict(cu_seqlens_k=first, seqused_k=length, max_seqlen_k=keys)
+        (causal, left, right, chunk_size), first, length = _ranges_of_rows(mask, batch, step)
+        options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
+        options |= dict(cu_seqlens_k=first, seqused_k=length, max_seqlen_k=key.size(2))
     out = _attention.attention(q, k, v, logits_soft_cap=softcap, sm_scale=scale, sinks=sinks, **options)
     assert isinstance(out, torch.Tensor)
-    return out.view(batch, rows, *out.shape[-2:])
+    return out
 
 
-def _ranges_of_rows(
-    mask: torch.Tensor, batch: int, step: int, place: tuple[torch.device, int, int]
-) -> _key_ranges.Ranges:
-    """Key ranges whose first keys are rows of the cache. All layers read the same: they are kept with the mask."""
-    is_kept = place[1] >= 0 and not mask.is_inference()
-    state = (step, place, mask._version) if is_kept else None
-    kept = getattr(mask, _KEPT, None) if is_kept else None
+def _ranges_of_rows(mask: torch.Tensor, batch: int, step: int) -> _key_ranges.Ranges:
+    """Key ranges whose first keys are rows of the cache. All layers read the same: they are kept with the mask, but not
+    in a graph that is captured, where they hold nothing before a replay."""
+    state = None if mask.is_inference() or is_captured(mask) else (step, mask._version)
+    kept = getattr(mask, _KEPT, None)
     if kept is not None and kept[0] == state:
         return kept[1]
     ranges = _key_ranges.read(mask, batch)
     if batch > 1 and step:
-        ranges = ranges._replace(first=ranges.first + _starts(batch, step, *place))
-    if is_kept:
+        starts = torch.arange(0, (batch + 1) * step, step, dtype=torch.int32, device=mask.device)
+        ranges = ranges._replace(first=ranges.first + starts)
+    if state is not None:
         setattr(mask, _KEPT, (state, ranges))
     return ranges
 
@@ -211,44 +201,6 @@ def _step(x: torch.Tensor) -> int | None:
     if x.size(0) == 1 or x.stride(0) == 0:
         return 0
     return None if stride <= 0 or x.stride(0) % stride else x.stride(0) // stride
-
-
-def _stream(x: torch.Tensor) -> tuple[int, int]:
-    """The stream of a call, and the thread where the stream is each thread's own. Cached tensors are ready on it. A
-    graph that is captured gets its own tensors, which hold nothing before a replay."""
-    if not x.is_cuda:
-        return 0, 0
-    if torch.cuda.is_current_stream_capturing():
-        return -1, 0
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    return stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
-
-
-def _starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
-    return _new_starts(batch, step, device) if stream < 0 else _kept_starts(batch, step, device, stream, thread)
-
-
-def _lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
-    return _new_lengths(batch, keys, device) if stream < 0 else _kept_lengths(batch, keys, device, stream, thread)
-
-
-def _new_starts(batch: int, step: int, device: torch.device) -> torch.Tensor:
-    values: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    return torch.arange(0, (batch + 1) * step, step, **values) if step else torch.zeros(batch + 1, **values)
-
-
-def _new_lengths(batch: int, keys: int, device: torch.device) -> torch.Tensor:
-    return torch.full((batch,), keys, dtype=torch.int32, device=device)
-
-
-@cache_of_real_tensors(32)
-def _kept_starts(batch: int, step: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
-    return _kept.empty(batch + 1, torch.int32, device).copy_(_new_starts(batch, step, device))
-
-
-@cache_of_real_tensors(32)
-def _kept_lengths(batch: int, keys: int, device: torch.device, stream: int, thread: int) -> torch.Tensor:
-    return _kept.empty(batch, torch.int32, device).fill_(keys)
 
 
 def _packed(
