@@ -1,0 +1,133 @@
+"""Combines the states of ranks that each attended to some of the keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import merge_states
+from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
+
+COMMS = ("auto", "a2a", "ag_rs")
+Combined = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def dcp_combine(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    group: Group,
+    *,
+    comm: str = "auto",
+    scatter_heads: bool = True,
+    lse_base: float = 2,
+    return_lse: bool = False,
+) -> Combined:
+    r"""Attention over all keys from the states of ranks whose keys are disjoint (Juravsky et al., "Hydragen", 2024):
+
+    .. math::
+        o = \sum_r 2^{s_r - s} o_r, \qquad s = \log_2 \sum_r 2^{s_r}
+
+    ============  ==================================================================================================
+    comm          what is sent
+    ============  ==================================================================================================
+    ``"a2a"``     outputs and LSEs to the rank that owns their heads, which merges in fp32
+    ``"ag_rs"``   all LSEs to all ranks; each scales its output, a reduce-scatter adds these in fp32
+    ============  ==================================================================================================
+
+    Args:
+        out: this rank's output ``[rows, heads, D]``, or ``[B, n, heads, D]``; where it saw no key, anything.
+        lse: its LSE, fp32, shaped as out without D; -inf where it saw no key.
+        group: a process group or a ``DeviceMesh`` of one dimension.
+        comm: see the table; "auto" is "a2a".
+        scatter_heads: whether each rank gets the heads that it owns, ``heads / W`` from ``rank * heads / W`` on. If not,
+            all ranks get all heads.
+        lse_base: of the LSE, 2 or ``math.e``.
+        return_lse: whether to return the combined LSE, too.
+
+    Returns:
+        The output over the keys of all ranks, in the dtype of out; with ``return_lse`` the pair of it and its LSE. Rows
+        without a key on any rank are 0, their LSE is -inf.
+
+    Raises:
+        ValueError: on every rank, where shapes or options differ between ranks, or ranks cannot share the heads.
+
+    Example:
+        >>> out, lse = cutlass_kernels.attention(q, k_here, v_here, return_lse=True)
+        >>> dcp_combine(out, lse, group).shape  # [rows, heads / W, D]
+    """
+    peers = peers_of(group)
+    fault = _fault(out, lse, peers.world, comm, scatter_heads, lse_base)
+    facts: dict[str, Any] = {
+        "the shape of out": tuple(out.shape),
+        "its dtype": out.dtype,
+        "options": (comm, scatter_heads, lse_base, return_lse),
+    }
+    agree(grid_of(group), facts, fault)
+    states, lses = out.flatten(0, -3), lse.flatten(0, -2)
+    if lse_base != 2:
+        lses = lses * math.log2(math.e)
+    combine = _scaled_sum if comm == "ag_rs" else _merged
+    combined, total = combine(states, lses, peers, scatter_heads)
+    combined = combined.view(*out.shape[:-2], *combined.shape[1:])
+    if not return_lse:
+        return combined
+    total = total if lse_base == 2 else total * math.log(2)
+    return combined, total.view(*lse.shape[:-1], total.size(-1))
+
+
+def _fault(
+    out: torch.Tensor, lse: torch.Tensor, world: int, comm: str, scatter_heads: bool, lse_base: float
+) -> str | None:
+    if comm not in COMMS:
+        return f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}."
+    if out.dim() < 3 or lse.shape != out.shape[:-1]:
+        return f"out has shape {tuple(out.shape)} and lse {tuple(lse.shape)}: they must be [..., heads, D] and [..., heads]."
+    if lse.dtype != torch.float32:
+        return f"lse has dtype {lse.dtype}: it must be float32."
+    if lse_base not in (2, math.e):
+        return f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm."
+    if scatter_heads and out.size(-2) % world:
+        return f"{world} ranks cannot share {out.size(-2)} heads evenly: pass scatter_heads=False."
+    return None
+
+
+def _merged(out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads = lse.shape
+    each = heads // peers.world if scatter else heads
+    states = out.new_empty(peers.world, rows, each, out.size(2))
+    lses = lse.new_empty(peers.world, rows, each)
+    sent, received = [], []
+    for rank in range(peers.world):
+        theirs = slice(rank * each, (rank + 1) * each) if scatter else slice(None)
+        if rank == peers.rank:
+            states[rank], lses[rank] = out[:, theirs], lse[:, theirs]
+            continue
+        sent += [Message(rank, x[:, theirs].contiguous()) for x in (out, lse)]
+        received += [Message(rank, x[rank]) for x in (states, lses)]
+    wait(exchange(peers, sent, received))
+    return merge_states(states.transpose(0, 1), lses.transpose(0, 1))
+
+
+def _scaled_sum(
+    out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lses = [torch.empty_like(lse) for _ in range(peers.world)]
+    dist.all_gather(lses, lse.contiguous(), group=peers.group)
+    total = torch.logsumexp(torch.stack(lses) * math.log(2), 0) * math.log2(math.e)
+    weight = torch.where(lse == -math.inf, 0.0, torch.exp2(lse - total))[..., None]
+    scaled = torch.where(weight == 0, 0.0, out.float() * weight)
+    if not scatter:
+        dist.all_reduce(scaled, group=peers.group)
+        return scaled.to(out.dtype), total
+    rows, heads, dim = out.shape
+    by_rank = scaled.view(rows, peers.world, heads // peers.world, dim).transpose(0, 1).contiguous()
+    mine = torch.empty_like(by_rank[0])
+    if dist.get_backend(peers.group) == "gloo":  # has no reduce-scatter
+        dist.all_reduce(by_rank, group=peers.group)
+        mine = by_rank[peers.rank]
+    else:
+        dist.reduce_scatter_tensor(mine, by_rank, group=peers.group)
+    return mine.to(out.dtype), total.view(rows, peers.world, heads // peers.world)[:, peers.rank]

@@ -1,0 +1,126 @@
+"""Gathers the keys that a rank's rows see, then attends to them in one call (Llama 3's context parallelism).
+
+Heads are gathered in groups: while the keys of one group are on their way, attention computes the groups before. Nothing
+has to be merged, so sinks, LSEs and rounding are those of one GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import attention
+from ._peers import Peers
+from ._plans import Gather
+from ._transport import open_transport
+
+
+class Shard(NamedTuple):
+    """What a rank of a column has: its rows and keys, ``[rows, heads, dim]``, and the options of ``attention()``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool
+    return_lse: bool
+    o_dtype: torch.dtype
+    sinks: torch.Tensor | None
+    scales: dict[str, Any]  # q_descale, k_descale, v_descale
+    options: dict[str, Any]  # the others
+
+
+class State(NamedTuple):
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def attend(shard: Shard, gather: Gather, peers: Peers | None, turns: int) -> State:
+    """Attention of a rank's rows. ``turns``: groups of key heads."""
+    q, k, v = shard.q, shard.k, shard.v
+    num_kv_heads = k.size(1)
+    if peers is None or peers.world == 1:
+        turns = 1
+    bounds = _bounds(num_kv_heads, turns)
+    keys = open_transport([(k[:, a:b], v[:, a:b]) for a, b in bounds], gather, peers)
+    out = q.new_empty(*q.shape[:2], v.size(2), dtype=shard.o_dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if shard.return_lse else None
+    group = q.size(1) // num_kv_heads
+    for turn, (a, b) in enumerate(bounds):
+        k_here, v_here = keys.arrived(turn)
+        if q.size(0) > 0:
+            _call(shard, gather, slice(a * group, b * group), slice(a, b), k_here, v_here, out, lse)
+    keys.close()
+    return State(out, lse)
+
+
+def _bounds(heads: int, turns: int) -> list[tuple[int, int]]:
+    """The first turn is the smallest: nothing hides its transfer."""
+    turns = min(turns, heads)
+    first = max(heads // (2 * turns), 1) if turns > 1 else heads
+    rest = [first + (heads - first) * i // (turns - 1) for i in range(turns)] if turns > 1 else [heads]
+    return list(zip([0, *rest], rest, strict=False))
+
+
+def _call(
+    shard: Shard,
+    gather: Gather,
+    q_heads: slice,
+    kv_heads: slice,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """One call, or more where windows differ: those of a mask that reaches behind the last row of a segment."""
+    plan, here = gather.plan, with_heads(shard, q_heads, kv_heads)
+    cu_seqlens_q, begins, counts, used = gather.vectors(k.device)
+    for i, call in enumerate(plan.calls):
+        result = attention(
+            shard.q[:, q_heads],
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=begins,
+            seqused_q=used[i] if len(plan.calls) > 1 else None,
+            seqused_k=counts,
+            max_seqlen_q=max(call.rows),
+            max_seqlen_k=max(plan.key_counts),
+            causal=shard.causal,
+            window=(call.mask.left, -1 if shard.causal else call.mask.right),
+            chunk_size=call.mask.chunk_size,
+            sinks=here.sinks,
+            out=out[:, q_heads],
+            return_lse=shard.return_lse,
+            **scales_of_segments(here, gather.requests),
+            **shard.options,
+        )
+        if lse is None:
+            continue
+        if len(plan.calls) == 1:
+            lse[:, q_heads] = result[1]
+        else:
+            is_here = (gather.call_of_rows(k.device) == i)[:, None]
+            lse[:, q_heads] = torch.where(is_here, result[1], lse[:, q_heads])
+
+
+def with_heads(shard: Shard, q_heads: slice, kv_heads: slice) -> Shard:
+    """Sinks and scales of these heads."""
+    scales = {}
+    for name, scale in shard.scales.items():
+        if isinstance(scale, torch.Tensor) and scale.numel() > 1:
+            # q_descale has an entry for each query head, or as the others for each key head
+            of_queries = name == "q_descale" and scale.size(-1) == shard.q.size(1)
+            scale = scale[..., q_heads if of_queries else kv_heads]
+        scales[name] = scale
+    return shard._replace(sinks=None if shard.sinks is None else shard.sinks[q_heads], scales=scales)
+
+
+def scales_of_segments(shard: Shard, requests: list[int]) -> dict[str, Any]:
+    """Scales with a row for each query segment, where they have one for each request."""
+    return {
+        name: scale[torch.tensor(requests, device=scale.device)]
+        if isinstance(scale, torch.Tensor) and scale.dim() == 2
+        else scale
+        for name, scale in shard.scales.items()
+    }

@@ -1,0 +1,145 @@
+"""Who holds what, and what a rank gathers, of one kind of ``cp_prefill`` call: made once, kept with its index tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from . import _gather_plan, _shards
+from ._gather_plan import Copy, GatherPlan, Mask
+from ._rows import MOST_COPIES, Rows
+from ._shards import Segment, Segments
+
+
+class Kind(NamedTuple):
+    """What decides a plan."""
+
+    layout: str
+    block_size: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    mask: Mask
+    outer: int  # ranks in a column and in a row
+    inner: int
+
+    @property
+    def world(self) -> int:
+        return self.outer * self.inner
+
+
+class Node:
+    """The ranks of a row together: their segments in order, and where each rank's rows stand among them."""
+
+    def __init__(self, shards: tuple[Segments, ...]) -> None:
+        ranges: list[list[tuple[int, int]]] = [[] for _ in shards]
+        merged: list[Segment] = []
+        self.rows = 0
+        for segment, rank in sorted((segment, i) for i, segments in enumerate(shards) for segment in segments):
+            stop = self.rows + segment.stop - segment.start
+            ranges[rank].append((self.rows, stop))
+            self.rows = stop
+            if merged and merged[-1][::2] == (segment.request, segment.start):
+                merged[-1] = merged[-1]._replace(stop=segment.stop)
+            else:
+                merged.append(segment)
+        self.places = [Rows(of_rank) for of_rank in ranges]
+        self.segments: Segments = tuple(merged)
+
+
+class Plan:
+    """Of all ranks."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.q_shards = _shards.split(kind.layout, kind.q_lens, kind.world, kind.block_size)
+        self.kv_shards = _shards.split(kind.layout, kind.kv_lens, kind.world, kind.block_size)
+        rows = range(0, kind.world, kind.inner)
+        self.q_nodes = [Node(self.q_shards[i : i + kind.inner]) for i in rows]
+        self.kv_nodes = [Node(self.kv_shards[i : i + kind.inner]) for i in rows]
+        before = [kv - q for q, kv in zip(kind.q_lens, kind.kv_lens, strict=True)]
+        # At positions among the keys.
+        self.queries: tuple[Segments, ...] = tuple(
+            tuple(Segment(r, start + before[r], stop + before[r]) for r, start, stop in node.segments)
+            for node in self.q_nodes
+        )
+
+    @functools.cached_property
+    def gathers(self) -> tuple[Gather, ...]:
+        """Of the ranks of a column, or rather of the rows of ranks, which gather alike."""
+        keys = tuple(node.segments for node in self.kv_nodes)
+        plans = _gather_plan.make(self.queries, keys, self.kind.kv_lens, self.kind.mask)
+        return tuple(Gather(rank, plans, self.queries[rank]) for rank in range(self.kind.outer))
+
+
+class Gather:
+    """What rank ``rank`` does. Rows are those of its buffer."""
+
+    def __init__(self, rank: int, plans: tuple[GatherPlan, ...], queries: Segments) -> None:
+        self.plan = plans[rank]
+        own = _own(self.plan, rank)
+        self.own = Rows((c.to, c.to + c.rows) for c in own)
+        self.sent = [
+            (receiver, _messages([_in_buffer(own, c) for c in plan.copies if c.sender == rank]))
+            for receiver, plan in enumerate(plans)
+            if receiver != rank
+        ]
+        self.received = [
+            (sender, _messages([(c.to, c.to + c.rows) for c in self.plan.copies if c.sender == sender]))
+            for sender in range(len(plans))
+            if sender != rank
+        ]
+        # Of each sender, rows of its buffer and rows of this one.
+        self.pulled = [
+            (sender, Rows([_in_buffer(_own(plans[sender], sender), c) for c in copies], merge=False), Rows(rooms, merge=False))
+            for sender in range(len(plans))
+            if sender != rank
+            for copies in [[c for c in self.plan.copies if c.sender == sender]]
+            for rooms in [[(c.to, c.to + c.rows) for c in copies]]
+        ]
+        self.most_rows = max(plan.buffer_rows for plan in plans)
+        self.requests = [q.request for q in queries]
+        self._vectors: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+
+    def vectors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """``cu_seqlens_q``, first rows of keys, numbers of keys, and for each call the rows used; int32."""
+        plan = self.plan
+        if (0, device) not in self._vectors:
+            ends = [0]
+            for rows in plan.q_rows:
+                ends.append(ends[-1] + rows)
+            numbers = [ends, [*plan.key_rows, plan.buffer_rows], plan.key_counts, *(c.rows for c in plan.calls)]
+            self._vectors[0, device] = [torch.tensor(n, dtype=torch.int32).to(device) for n in numbers]
+        cu_seqlens_q, begins, counts, *used = self._vectors[0, device]
+        return cu_seqlens_q, begins, counts, used
+
+    def call_of_rows(self, device: torch.device) -> torch.Tensor:
+        """Which call computes a row: int64 ``[rows]``."""
+        if (1, device) not in self._vectors:
+            plan = self.plan
+            of_segment = [next((i for i, c in enumerate(plan.calls) if c.rows[s]), 0) for s in range(len(plan.q_rows))]
+            numbers = torch.tensor(of_segment).repeat_interleave(torch.tensor(plan.q_rows))
+            self._vectors[1, device] = [numbers.to(device)]
+        return self._vectors[1, device][0]
+
+
+def _own(plan: GatherPlan, rank: int) -> list[Copy]:
+    return [c for c in plan.copies if c.sender == rank]
+
+
+def _in_buffer(own: list[Copy], copy: Copy) -> tuple[int, int]:
+    """Rows that a rank sends, where its own copies have put them."""
+    room = next(c for c in own if c.row <= copy.row < c.row + c.rows)
+    start = room.to + copy.row - room.row
+    return start, start + copy.rows
+
+
+def _messages(ranges: list[tuple[int, int]]) -> list[Rows]:
+    """A message for each range, or one of all. Sender and receiver have as many ranges, so that they agree."""
+    return [Rows([r]) for r in ranges] if len(ranges) <= MOST_COPIES else [Rows(ranges)]
+
+
+@functools.lru_cache(64)
+def plan_of(kind: Kind) -> Plan:
+    return Plan(kind)

@@ -1,0 +1,173 @@
+"""Prefill whose tokens are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _gather, _heads, _request, _ring, _shards
+from ._gather import Shard, State
+from ._heads import HeadsOfRows
+from ._peers import Group, Peers, agree, grid_of
+from ._plans import Kind, Plan, plan_of
+from ._request import Roles
+from ._shards import Segments
+
+TURNS = 2  # groups of heads whose keys are gathered one after another
+
+
+def cp_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    *,
+    seqlens: Sequence[int] | torch.Tensor | None = None,
+    kv_seqlens: Sequence[int] | torch.Tensor | None = None,
+    layout: str = "zigzag",
+    block_size: int = 256,
+    comm: str = "auto",
+    page_table: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    chunk_size: int = 0,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    q_descale: float | torch.Tensor | None = None,
+    k_descale: float | torch.Tensor | None = None,
+    v_descale: float | torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    lse_base: float = 2,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of requests whose tokens are spread over the ranks of a group: each computes its own rows.
+
+    All ranks of the group call it with the same lengths and options. A rank holds the tokens that :func:`cp_split`
+    gives it:
+
+    ================  ==============================================================================================
+    layout            tokens of rank r of W, of a request of n tokens
+    ================  ==============================================================================================
+    ``"zigzag"``      parts r and 2 W - 1 - r of 2 W equal ones: as much work for every rank under a causal mask
+    ``"contiguous"``  part r of W equal ones; part i of m is tokens ``[i n // m, (i + 1) n // m)``
+    ``"interleaved"`` blocks r, r + W, r + 2 W... of ``block_size`` tokens
+    ================  ==============================================================================================
+
+    ================  ==============================================================================================
+    comm              what is sent
+    ================  ==============================================================================================
+    ``"allgather"``   the keys that a rank's rows see, to where they stand in order; with a window only a halo
+    ``"ring"``        the keys of each rank to all others, one rank at a time: room for keys of two ranks suffices
+    ``"ulysses"``     heads for tokens, before and after: every rank has some heads of all tokens
+    ``"hybrid"``      ``group`` is a ``DeviceMesh`` of two dimensions: heads for tokens among the ranks of the inner
+                      one (of a node), keys among those of the outer one
+    ================  ==============================================================================================
+
+    Args:
+        q: this rank's rows, ``[rows, Hq, D]``, requests one after another, each in order of its positions.
+        k, v: this rank's keys and values, ``[keys, Hkv, D]`` alike; or pages, with ``page_table``.
+        group: a process group (NCCL for CUDA tensors), or a ``DeviceMesh`` of one or two dimensions, whose ranks count
+            row by row.
+        seqlens: tokens of every request on all ranks together, on the host. None: one request, of as many tokens on
+            every rank.
+        kv_seqlens: keys of every request, where they are more: rows stand last among them. None: as many as rows.
+        layout, block_size: see the table; of rows and keys alike.
+        comm: see the table; "auto" takes "allgather", and of a mesh of two dimensions "hybrid".
+        page_table: int32 ``[B, M]``: k and v are ``[pages, P, Hkv, D]`` (``kv_layout="HND"``: heads before tokens), and
+            this rank's keys of request b lie in pages ``page_table[b]``, in order.
+        causal, window, chunk_size, logits_soft_cap, sm_scale, sinks, q_descale, k_descale, v_descale, o_dtype,
+            return_lse, lse_base, batch_invariant, backend: as of :func:`cutlass_kernels.attention`. Sinks count once.
+
+    Returns:
+        This rank's rows of the output, and with ``return_lse`` their LSE, fp32 ``[rows, Hq]``.
+
+    Raises:
+        ValueError: on every rank, where ranks disagree on lengths or options or one of them has wrong shapes; found
+            before the first call of its kind. Later, ranks that wait for another raise when the timeout of the group
+            is over.
+
+    Example:
+        >>> q, k, v = (torch.randn(6, heads, 64) for heads in (4, 2, 2))
+        >>> cp_prefill(q, k, v, torch.distributed.group.WORLD, causal=True).shape
+        torch.Size([6, 4, 64])
+    """
+    grid = grid_of(group)
+    paged = page_table is not None
+    options = dict(
+        logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, lse_base=lse_base, batch_invariant=batch_invariant
+    )
+    facts: dict[str, Any] = {
+        "dtypes": (q.dtype, k.dtype, v.dtype),
+        "comm": comm,
+        "layout": (layout, block_size),
+        "the mask": (causal, tuple(window), chunk_size),
+        "options": (*options.values(), sinks is not None, return_lse, o_dtype, kv_layout if paged else None),
+    }
+    plan, fault = None, None
+    try:
+        roles = _request.roles(grid, comm)
+        _shards.check_layout(layout, block_size)
+        _request.check_base(lse_base)
+        lens = _request.lengths(q, grid.world, seqlens, kv_seqlens)
+        mask = _request.mask_of(causal, window, chunk_size)
+        outer, inner = (1 if peers is None else peers.world for peers in roles)
+        kind = Kind(layout, block_size, *lens, mask, outer, inner)
+        _request.check_shapes(q, k, v, kind, grid.rank, paged)
+        num_kv_heads = k.size(2 if paged and kv_layout == "NHD" else 1)
+        _request.check_comm(q.size(1), num_kv_heads, kind, comm)
+        facts |= {"seqlens": lens, "head counts and dimensions": (q.shape[1:], num_kv_heads, v.size(-1))}
+        plan = plan_of(kind)
+    except (ValueError, TypeError) as error:
+        fault = str(error)
+    agree(grid, facts, fault)
+    assert plan is not None
+    if page_table is not None:
+        k, v = _from_pages(k, v, page_table, kv_layout, plan.kv_shards[grid.rank])
+    o_dtype = o_dtype or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+    scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    shard = Shard(q, k, v, causal, return_lse, o_dtype, sinks, scales, options | {"backend": backend})
+    state = _attend(shard, plan, roles, grid.rank // plan.kind.inner, comm)
+    return state.out if state.lse is None else (state.out, state.lse)
+
+
+def _attend(shard: Shard, plan: Plan, roles: Roles, row: int, comm: str) -> State:
+    if roles.inner is None:
+        return _attend_column(shard, plan, roles.outer, row, comm)
+    shares = _heads.shares(shard.q.size(1), shard.k.size(1), roles.inner.world)
+    q_heads, kv_heads = [s.q for s in shares], [s.kv for s in shares]
+    q_places, kv_places = plan.q_nodes[row].places, plan.kv_nodes[row].places
+    tensors = [(shard.q, q_heads, q_places), (shard.k, kv_heads, kv_places), (shard.v, kv_heads, kv_places)]
+    q, k, v = _heads.to_heads(roles.inner, [HeadsOfRows(*x) for x in tensors])
+    here = _gather.with_heads(shard, *shares[roles.inner.rank])._replace(q=q, k=k, v=v)
+    state = _attend_column(here, plan, roles.outer, row, comm)
+    parts = [x for x in state if x is not None]
+    out, *lse = _heads.to_tokens(roles.inner, [HeadsOfRows(x, q_heads, q_places) for x in parts])
+    return State(out, lse[0] if lse else None)
+
+
+def _attend_column(shard: Shard, plan: Plan, peers: Peers | None, row: int, comm: str) -> State:
+    if comm == "ring" and peers is not None:
+        return _ring.attend(shard, plan, peers)
+    return _gather.attend(shard, plan.gathers[row], peers, TURNS)
+
+
+def _from_pages(
+    k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_layout: str, own: Segments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's keys, one request after another."""
+    if kv_layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    counts: dict[int, int] = {}
+    for request, start, stop in own:
+        counts[request] = counts.get(request, 0) + stop - start
+    page_size = k.size(1)
+    entries = [(request, i // page_size, i % page_size) for request, n in counts.items() for i in range(n)]
+    request, page, slot = torch.tensor(entries, dtype=torch.int64).view(-1, 3).to(k.device).unbind(1)
+    pages = page_table[request, page].long()
+    return k[pages, slot], v[pages, slot]

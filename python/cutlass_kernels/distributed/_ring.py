@@ -1,0 +1,102 @@
+"""Ring attention (Liu et al., 2023): keys go round, a rank merges what each of the others contributes.
+
+Needs no room for the keys of the whole problem, but for those of two ranks. Under a causal mask a rank sees of another's
+keys those that stand before its own segment, so a step is one call without a mask; the step of its own keys is causal.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .. import attention, merge_state_in_place
+from ._gather import Shard, State, scales_of_segments
+from ._peers import Message, Peers, exchange, wait
+from ._plans import Plan
+
+
+def attend(shard: Shard, plan: Plan, peers: Peers) -> State:
+    """Attention of a rank's rows."""
+    q, k, v = shard.q, shard.k, shard.v
+    most = max(node.rows for node in plan.kv_nodes)
+    width = k.size(1) * (k.size(2) + v.size(2))
+    here, coming = (k.new_empty(most, width) for _ in range(2))
+    _write(here, k, v)
+    out = torch.zeros(*q.shape[:2], v.size(2), dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+    after, before = (peers.rank + 1) % peers.world, (peers.rank - 1) % peers.world
+    for step in range(peers.world):
+        works: list[Any] = []
+        if step + 1 < peers.world:
+            works = exchange(peers, [Message(after, here)], [Message(before, coming)])
+        owner = (peers.rank - step) % peers.world
+        _add(shard, plan, peers.rank, owner, here, out, lse)
+        wait(works)
+        here, coming = coming, here
+    if shard.sinks is not None:
+        log2_sinks = shard.sinks.float() * math.log2(math.e)
+        total = torch.logaddexp2(lse, log2_sinks[None, :].expand_as(lse))
+        out *= torch.exp2(lse - total)[..., None]
+        lse = total
+    if shard.options["lse_base"] != 2:
+        lse *= math.log(2)
+    return State(out.to(shard.o_dtype), lse if shard.return_lse else None)
+
+
+def _write(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    rows, split = k.size(0), k.size(1) * k.size(2)
+    buffer[:rows, :split].unflatten(1, k.shape[1:]).copy_(k)
+    buffer[:rows, split:].unflatten(1, v.shape[1:]).copy_(v)
+
+
+def _add(
+    shard: Shard, plan: Plan, rank: int, owner: int, buffer: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Merges what the keys of ``owner`` contribute."""
+    q, k, v = shard.q, shard.k, shard.v
+    counts, begins = _seen(plan, rank, owner, shard.causal)
+    rows = [s.stop - s.start for s in plan.queries[rank]]
+    if q.size(0) == 0 or not any(counts):
+        return
+    split = k.size(1) * k.size(2)
+    used = [n if seen else 0 for n, seen in zip(rows, counts, strict=True)]
+    ends = [0]
+    for n in rows:
+        ends.append(ends[-1] + n)
+    vector = lambda numbers: torch.tensor(numbers, dtype=torch.int32).to(q.device)  # noqa: E731
+    state = attention(
+        q,
+        buffer[:, :split].unflatten(1, k.shape[1:]),
+        buffer[:, split:].unflatten(1, v.shape[1:]),
+        cu_seqlens_q=vector(ends),
+        cu_seqlens_k=vector([*begins, buffer.size(0)]),
+        seqused_k=vector(counts),
+        max_seqlen_q=max(used),
+        max_seqlen_k=max(counts),
+        causal=shard.causal and owner == rank,
+        o_dtype=shard.o_dtype,
+        return_lse=True,
+        **scales_of_segments(shard, [q.request for q in plan.queries[rank]]),
+        **(shard.options | {"lse_base": 2}),
+    )
+    assert isinstance(state, tuple)
+    merge_state_in_place(out, lse, state[0].float(), state[1])
+
+
+def _seen(plan: Plan, rank: int, owner: int, causal: bool) -> tuple[list[int], list[int]]:
+    """How many keys of the owner each query segment sees, from its first key of the request on, and where that stands."""
+    totals: dict[int, int] = {}
+    begins: dict[int, int] = {}
+    row = 0
+    for request, start, stop in plan.kv_nodes[owner].segments:
+        begins.setdefault(request, row)
+        row += stop - start
+        totals[request] = totals.get(request, 0) + stop - start
+    counts = []
+    for request, _, stop in plan.queries[rank]:
+        of_request = [s for s in plan.kv_nodes[owner].segments if s.request == request]
+        seen = sum(s.stop - s.start for s in of_request if s.stop <= stop) if causal else totals.get(request, 0)
+        counts.append(seen)
+    return counts, [begins.get(q.request, 0) for q in plan.queries[rank]]

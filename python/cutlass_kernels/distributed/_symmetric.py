@@ -1,0 +1,82 @@
+"""Memory that every rank of a node maps, and copies from it by the copy engines, which leave the SMs to attention.
+
+Symmetric memory of torch 2.8 and newer, over NVLink. Where a group has none, keys travel as messages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._peers import Peers, is_capturing
+
+ALIGNMENT = 1 << 21
+
+
+class Workspace:
+    """Of a group: this rank's buffer, those of the others, and a stream for copies."""
+
+    def __init__(self, peers: Peers, size: int, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.size, self.device, self.rank = size, device, peers.rank
+        self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self.handle = symmetric.rendezvous(self.memory, peers.group.group_name)
+        self.stream = torch.cuda.Stream(device)
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """A tensor that begins ``offset`` bytes into a rank's buffer."""
+        found: torch.Tensor = self.handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
+        return found
+
+    def barrier(self, channel: int) -> None:
+        """The current stream waits for those of the other ranks. Concurrent barriers take channels of their own."""
+        self.handle.barrier(channel)
+
+
+_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.WeakKeyDictionary()
+
+
+def workspace(peers: Peers | None, size: int, device: torch.device) -> Workspace | None:
+    """At least ``size`` bytes, the same on all ranks; None where the group has no symmetric memory.
+
+    It is allocated together, by all ranks, when it has to grow: not while a graph is captured.
+    """
+    if peers is None or peers.world == 1 or device.type != "cuda":
+        return None
+    found = _workspaces.get(peers.group)
+    if peers.group in _workspaces and (found is None or found.size >= size):
+        return found
+    if is_capturing():
+        raise RuntimeError("The first call of its size allocates symmetric memory: make it before capturing a graph.")
+    made = _make(peers, max(-(-size // ALIGNMENT) * ALIGNMENT, found.size if found else 0), device)
+    _workspaces[peers.group] = made
+    return made
+
+
+def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
+    """All ranks get one, or none does."""
+    every: list[Any] = [None] * peers.world
+    dist.all_gather_object(every, _node(device), peers.group)
+    if len(set(every)) > 1 or every[0] is None:
+        return None
+    torch.cuda.synchronize(device)  # the old one may be in use
+    try:
+        made = Workspace(peers, size, device)
+    except (ImportError, RuntimeError, AttributeError):
+        made = None
+    dist.all_gather_object(every, made is not None, peers.group)
+    return made if all(every) else None
+
+
+def _node(device: torch.device) -> str | None:
+    """The same on ranks whose GPUs reach one another's memory; None where this one reaches no other."""
+    import socket
+
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    if any(not torch.cuda.can_device_access_peer(device, i) for i in others):
+        return None
+    return socket.gethostname()

@@ -1,0 +1,125 @@
+"""Brings the keys of other ranks into a buffer, group of heads by group of heads.
+
+A row of a buffer has K of all heads of the group, then V: one range of rows is one copy.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from . import _symmetric
+from ._peers import Message, Peers, exchange, wait
+from ._plans import Gather
+from ._rows import MOST_COPIES, Rows
+from ._symmetric import Workspace
+
+Keys = tuple[torch.Tensor, torch.Tensor]
+
+
+class Transport(Protocol):
+    def arrived(self, turn: int) -> Keys:
+        """K and V of the heads of a turn, ``[rows, heads, dim]``; the current stream waits for them."""
+
+    def close(self) -> None:
+        """After the last use of what has arrived."""
+
+
+def open_transport(turns: list[Keys], gather: Gather, peers: Peers | None) -> Transport:
+    """Starts all transfers. ``turns``: this rank's K and V of each group of heads."""
+    k, v = turns[0]
+    widths = [k.size(1) * (k.size(2) + v.size(2)) for k, v in turns]
+    row_bytes = sum(widths) * k.element_size()
+    workspace = _symmetric.workspace(peers, gather.most_rows * row_bytes, k.device)
+    if workspace is None:
+        return Messages(turns, gather, peers)
+    return Copies(turns, widths, gather, workspace)
+
+
+def _views(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Keys:
+    """K and V as parts of a buffer ``[rows, width]``."""
+    split = k.size(1) * k.size(2)
+    return buffer[:, :split].unflatten(1, k.shape[1:]), buffer[:, split:].unflatten(1, v.shape[1:])
+
+
+class Messages:
+    """Sends and receives of the process group."""
+
+    def __init__(self, turns: list[Keys], gather: Gather, peers: Peers | None) -> None:
+        self.turns = []
+        for k, v in turns:
+            buffer = k.new_empty(gather.plan.buffer_rows, k.size(1) * k.size(2) + v.size(1) * v.size(2))
+            keys = _views(buffer, k, v)
+            for room, own in zip(keys, (k, v), strict=True):
+                gather.own.put(room, own)
+            sent = [Message(peer, rows.take(buffer)) for peer, messages in gather.sent for rows in messages]
+            received, packed = [], []
+            for peer, messages in gather.received:
+                for rows in messages:
+                    in_place = len(rows.ranges) == 1
+                    message = rows.take(buffer) if in_place else buffer.new_empty(rows.count, buffer.size(1))
+                    received.append(Message(peer, message))
+                    packed += [] if in_place else [(rows, message)]
+            works = [] if peers is None or peers.world == 1 else exchange(peers, sent, received)
+            self.turns.append((keys, buffer, works, packed))
+
+    def arrived(self, turn: int) -> Keys:
+        keys, buffer, works, packed = self.turns[turn]
+        wait(works)
+        for rows, message in packed:
+            rows.put(buffer, message)
+        return keys
+
+    def close(self) -> None:
+        pass
+
+
+class Copies:
+    """Copies out of the buffers of other ranks, in symmetric memory, on a stream of their own.
+
+    A first barrier says that all ranks have written their own keys, a second one, behind the copies, that these may be
+    overwritten.
+    """
+
+    def __init__(self, turns: list[Keys], widths: list[int], gather: Gather, workspace: Workspace) -> None:
+        self.workspace = workspace
+        size = turns[0][0].element_size()
+        offsets = [gather.most_rows * sum(widths[:i]) * size for i in range(len(widths))]
+        dtype, rows = turns[0][0].dtype, gather.plan.buffer_rows
+
+        def buffer_of(rank: int, turn: int) -> torch.Tensor:
+            shape = (gather.most_rows, widths[turn])
+            return workspace.of(rank, shape, dtype, offsets[turn])
+
+        self.keys: list[Keys] = []
+        buffers = [buffer_of(workspace.rank, turn) for turn in range(len(turns))]
+        for buffer, (k, v) in zip(buffers, turns, strict=True):
+            self.keys.append(_views(buffer[:rows], k, v))
+            for room, own in zip(self.keys[-1], (k, v), strict=True):
+                gather.own.put(room, own)
+        workspace.barrier(0)
+        workspace.stream.wait_stream(torch.cuda.current_stream())
+        self.events = []
+        with torch.cuda.stream(workspace.stream):
+            for turn, buffer in enumerate(buffers):
+                for sender, theirs, here in gather.pulled:
+                    _copy(buffer, here, buffer_of(sender, turn), theirs)
+                self.events.append(workspace.stream.record_event())
+            workspace.barrier(1)
+
+    def arrived(self, turn: int) -> Keys:
+        torch.cuda.current_stream().wait_event(self.events[turn])
+        return self.keys[turn]
+
+    def close(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.workspace.stream)
+
+
+def _copy(to: torch.Tensor, rows: Rows, source: torch.Tensor, source_rows: Rows) -> None:
+    """Range by range, by copy engines; of many ranges, by a kernel that reads and writes rows."""
+    if len(rows.ranges) > 4 * MOST_COPIES:
+        to.index_copy_(0, rows.index(to.device), source.index_select(0, source_rows.index(to.device)))
+        return
+    for (start, stop), (first, last) in zip(rows.ranges, source_rows.ranges, strict=True):
+        to[start:stop].copy_(source[first:last])

@@ -1,0 +1,130 @@
+"""What ranks run in the tests of context parallelism: every rank makes the whole problem, and computes its part."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from problems import Batch, make_batch
+
+from cutlass_kernels import distributed
+
+
+def mask_of(n: int, m: int, causal: bool, window: tuple[int, int], chunk_size: int) -> torch.Tensor:
+    """As of ``attention()``: bool ``[n, m]``."""
+    p = torch.arange(n)[:, None] + m - n
+    j = torch.arange(m)[None, :]
+    seen = torch.ones(n, m, dtype=torch.bool)
+    right = 0 if causal else window[1]
+    if window[0] >= 0:
+        seen &= j >= p - window[0]
+    if right >= 0:
+        seen &= j <= p + right
+    if chunk_size:
+        seen &= j // chunk_size == p.div(chunk_size, rounding_mode="floor")
+    return seen
+
+
+def batch_of(problem: dict[str, Any]) -> Batch:
+    return make_batch(problem["q_lens"], problem["kv_lens"], *problem["heads"], dtype=problem["dtype"])
+
+
+def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: dict[str, Any], pages: int = 0) -> Any:
+    """This rank's output, and its rows in the whole problem."""
+    batch = batch_of(problem)
+    grid = distributed._peers.grid_of(group)
+    split = {name: options[name] for name in ("layout", "block_size") if name in options}
+    kv_split = dict(seqlens=batch.kv_lens, **split)
+    q = distributed.cp_split(batch.q, group, seqlens=batch.qo_lens, **split).to(device)
+    k, v = (distributed.cp_split(x, group, **kv_split).to(device) for x in (batch.k, batch.v))
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    if pages:
+        counts = [distributed.cp_positions([n], grid.rank, grid.world, **split).numel() for n in batch.kv_lens]
+        k, v, given["page_table"] = _paged(k, v, counts, pages)
+    out, lse = distributed.cp_prefill(
+        q, k, v, group, seqlens=batch.qo_lens, kv_seqlens=batch.kv_lens, return_lse=True, lse_base=math.e, **given
+    )
+    rows = distributed.cp_indices(batch.qo_lens, grid.rank, grid.world, **split)
+    return out.cpu(), lse.cpu(), rows
+
+
+def _paged(k: torch.Tensor, v: torch.Tensor, counts: list[int], page_size: int) -> Any:
+    most = max(-(-n // page_size) for n in counts)
+    table = torch.randperm(len(counts) * most).view(len(counts), most)
+    caches = []
+    for x in (k, v):
+        cache = x.new_full((table.numel(), page_size, *x.shape[1:]), math.nan)
+        for b, part in enumerate(x.split(counts)):
+            for i, page in enumerate(part.split(page_size)):
+                cache[table[b, i], : page.size(0)] = page
+        caches.append(cache)
+    return *caches, table.to(k.device, torch.int32)
+
+
+def restored(group: Any, device: torch.device, seqlens: list[int], options: dict[str, Any]) -> bool:
+    """Whether splitting and restoring gives the same, along either dimension."""
+    whole = torch.arange(sum(seqlens) * 3, device=device).view(-1, 3)
+    for x, dim in ((whole, 0), (whole.T, 1)):
+        part = distributed.cp_split(x, group, seqlens=seqlens, dim=dim, **options)
+        if not torch.equal(distributed.cp_restore(part, group, seqlens=seqlens, dim=dim, **options), x):
+            return False
+    return True
+
+
+def disagreeing(group: Any, device: torch.device, what: str, options: dict[str, Any]) -> None:
+    """A call in which rank 1 differs."""
+    rank = torch.distributed.get_rank(group)
+    q, k, v = (torch.zeros(8, 2, 64, device=device, dtype=torch.float16) for _ in range(3))
+    given: dict[str, Any] = dict(options)
+    if rank == 1 and what == "rows":
+        q = q[:7]
+    elif rank == 1 and what == "causal":
+        given["causal"] = True
+    elif rank == 1 and what == "dtype":
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    elif rank == 1 and what == "seqlens":
+        given["seqlens"] = [8, 8] if torch.distributed.get_world_size(group) == 2 else [12, 12]
+    distributed.cp_prefill(q, k, v, group, **given)
+
+
+def decode(group: Any, device: torch.device, problem: dict[str, Any], options: dict[str, Any], form: str) -> Any:
+    """This rank's heads (or all) of a decode step over its tokens of every request."""
+    batch = batch_of(problem)
+    grid = distributed._peers.grid_of(group)
+    block_size = options.get("block_size", 1)
+    held = []
+    for _, k, v in batch.requests():
+        blocks = torch.arange(k.size(0)) // block_size
+        held.append([x[blocks % grid.world == grid.rank].to(device) for x in (k, v)])
+    counts = [k.size(0) for k, _ in held]
+    lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)
+    local = distributed.dcp_local_lengths(lens, grid.rank, grid.world, block_size=block_size)
+    assert local.tolist() == counts
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    keys = [torch.cat([pair[i] for pair in held]) for i in (0, 1)]
+    if form == "pages":
+        k, v, given["page_table"] = _paged(*keys, counts, 4)
+    else:
+        most = max(*counts, 1)
+        k, v = (x.new_full((len(counts), most, *x.shape[1:]), math.nan) for x in keys)
+        for b, (one_k, one_v) in enumerate(held):
+            k[b, : counts[b]], v[b, : counts[b]] = one_k, one_v
+    q = batch.q.view(len(counts), -1, *batch.q.shape[1:]).to(device)
+    if given.get("gather_heads", True):
+        q = q.chunk(grid.world, 2)[grid.rank]
+    out, lse = distributed.dcp_decode(q, k, v, group, seqused_k=lens, return_lse=True, **given)
+    return out.cpu(), lse.cpu()
+
+
+def combine(group: Any, device: torch.device, shape: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """States of all ranks, some of which saw no key, and what becomes of them."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    generator = torch.Generator().manual_seed(3)
+    out = torch.randn(world, *shape, generator=generator).half()
+    lse = torch.randn(world, *shape[:-1], generator=generator) * 4
+    empty = torch.rand(lse.shape, generator=generator) < 0.3
+    empty[:, :1] = True
+    lse[empty], out[empty] = -math.inf, math.nan
+    own = distributed.dcp_combine(out[rank].to(device), lse[rank].to(device), group, return_lse=True, **options)
+    return out, lse, own[0].cpu(), own[1].cpu()

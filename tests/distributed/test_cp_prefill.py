@@ -1,0 +1,143 @@
+"""Prefill over ranks: every layout and method against the oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import cp_calls
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from problems import Options, expect
+from ranks import Failed
+
+LENGTHS = {
+    "one": ([96], [96]),
+    "unequal": ([70, 1, 0, 33, 128], [70, 1, 0, 33, 128]),
+    "appends": ([20, 5, 64], [100, 37, 64]),
+    "few": ([2, 1], [2, 1]),  # fewer tokens than ranks have parts
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=(17, -1)),
+    "both_sides": dict(window=(9, 4)),
+    "to_the_left": dict(window=(9, -1)),
+    "chunks": dict(causal=True, chunk_size=24),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zigzag": {},
+    "contiguous": dict(layout="contiguous"),
+    "interleaved": dict(layout="interleaved", block_size=8),
+}
+
+
+def check(
+    processes: Any,
+    shape: int | tuple[int, int],
+    lengths: tuple[list[int], list[int]],
+    options: dict[str, Any],
+    pages: int = 0,
+    heads: tuple[int, int, int] = (4, 2, 64),
+) -> None:
+    world = shape if isinstance(shape, int) else shape[0] * shape[1]
+    if world > processes.world:
+        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
+    problem = dict(q_lens=lengths[0], kv_lens=lengths[1], heads=heads, dtype=torch.float16)
+    batch = cp_calls.batch_of(problem)
+    form = (options.get("causal", False), options.get("window", (-1, -1)), options.get("chunk_size", 0))
+    masks = [cp_calls.mask_of(n, m, *form) for n, m in zip(*lengths, strict=True)]
+    want = expect(
+        batch,
+        Options(custom_masks=masks, sinks=options.get("sinks"), logits_soft_cap=options.get("logits_soft_cap")),
+    )
+    seen = []
+    for out, lse, rows in processes.run(cp_calls.prefill, shape, problem, options, pages):
+        assert_close(out, want.out[rows], want.baseline[rows])
+        assert_lse_close(lse / math.log(2), want.lse[rows])
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(sum(lengths[0])))
+
+
+CASES = [
+    pytest.param(lengths, mask, layout, id=f"{lengths}-{mask}-{layout}")
+    for lengths, mask, layout in itertools.product(LENGTHS, MASKS, LAYOUTS)
+]
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize("lengths, mask, layout", CASES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_allgather(processes, world, lengths, mask, layout):
+    check(processes, world, LENGTHS[lengths], dict(comm="allgather", **MASKS[mask], **LAYOUTS[layout]))
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("lengths", ["one", "unequal", "few"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ring(processes, world, lengths, mask, layout):
+    check(processes, world, LENGTHS[lengths], dict(comm="ring", **MASKS[mask], **LAYOUTS[layout]))
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("shape", [2, 4, (2, 2)], ids=["2", "4", "2x2"])
+def test_ulysses(processes, shape, lengths, mask, layout):
+    comm = "ulysses" if isinstance(shape, int) else "hybrid"
+    check(processes, shape, LENGTHS[lengths], dict(comm=comm, **MASKS[mask], **LAYOUTS[layout]))
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize(
+    "comm, shape", [("allgather", 2), ("ring", 2), ("ulysses", 2), ("hybrid", (2, 2)), ("ring", (2, 2))]
+)
+def test_options(processes, comm, shape):
+    """Sinks count once; caps, scales per request and head."""
+    options = dict(
+        comm=comm,
+        causal=True,
+        sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        logits_soft_cap=8.0,
+    )
+    check(processes, shape, LENGTHS["unequal"], options)
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize("lengths", ["appends", "unequal"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages(processes, layout, lengths):
+    check(processes, 2, LENGTHS[lengths], dict(causal=True, **LAYOUTS[layout]), pages=5)
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [[96], [70, 1, 0, 33, 128], [2, 1], []], ids=str)
+@pytest.mark.parametrize("shape", [2, 3, 4, (2, 2)], ids=["2", "3", "4", "2x2"])
+def test_split_and_restore(processes, shape, lengths, layout):
+    world = shape if isinstance(shape, int) else shape[0] * shape[1]
+    if world > processes.world:
+        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
+    assert all(processes.run(cp_calls.restored, shape, lengths, LAYOUTS[layout]))
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("rows", r"On rank 1: q has 7 rows"),
+        ("causal", r"Ranks disagree on the mask: \(False.* on rank 0; \(True.* on rank 1"),
+        ("dtype", r"Ranks disagree on dtypes: .*float16.* on rank 0; .*bfloat16.* on rank 1"),
+        ("seqlens", r"Ranks disagree on seqlens|On rank 1"),
+    ],
+)
+def test_ranks_that_disagree_raise_alike(processes, what, told):
+    with pytest.raises(Failed, match=told) as failed:
+        processes.run(cp_calls.disagreeing, 2, what, {"seqlens": [16]})
+    assert sorted(failed.value.messages) == [0, 1]
+    assert len(set(failed.value.messages.values())) == 1

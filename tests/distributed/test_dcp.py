@@ -1,0 +1,79 @@
+"""Decode steps over caches that are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cp_calls
+import pytest
+import torch
+from compare import assert_close, assert_lse_close
+from problems import Options, expect
+from ranks import Failed
+
+COMMS = ["a2a", "ag_rs"]
+pytestmark = pytest.mark.runs_nothing("ranks are other processes")
+
+
+def check(processes: Any, world: int, rows: int, lens: list[int], options: dict[str, Any], form: str = "pages") -> None:
+    if world > processes.world:
+        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
+    problem = dict(q_lens=[rows] * len(lens), kv_lens=lens, heads=(12, 2, 64), dtype=torch.float16)
+    want = expect(
+        cp_calls.batch_of(problem),
+        Options(causal=True, sinks=options.get("sinks"), logits_soft_cap=options.get("logits_soft_cap")),
+    )
+    states = processes.run(cp_calls.decode, world, problem, options, form)
+    if options.get("gather_heads", True):
+        found = [tuple(torch.cat(parts, 2) for parts in zip(*states, strict=True))]
+    else:
+        found = states
+    for out, lse in found:
+        assert_close(out.flatten(0, 1), want.out, want.baseline)
+        assert_lse_close(lse.flatten(0, 1), want.lse)
+
+
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("form", ["pages", "dense"])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("rows, lens", [(1, [57, 1, 200, 3]), (3, [57, 3, 200, 4])])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_decode(processes, world, rows, lens, block_size, form, comm):
+    """Also with ranks that hold nothing of a request."""
+    check(processes, world, rows, lens, dict(block_size=block_size, comm=comm), form)
+
+
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("gather_heads", [False, True])
+def test_options(processes, gather_heads, comm):
+    sinks = torch.linspace(-2, 2, 12)
+    options = dict(sinks=sinks, logits_soft_cap=5.0, gather_heads=gather_heads, comm=comm, block_size=4)
+    check(processes, 2, 2, [33, 90, 2], options)
+
+
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("scatter_heads", [False, True])
+@pytest.mark.parametrize("lse_base", [2, math.e])
+@pytest.mark.parametrize("shape", [(7, 12, 64), (2, 3, 12, 128), (0, 12, 64)], ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_combine(processes, world, shape, lse_base, scatter_heads, comm):
+    if world > processes.world:
+        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
+    options = dict(comm=comm, scatter_heads=scatter_heads, lse_base=lse_base)
+    for rank, (out, lse, own, own_lse) in enumerate(processes.run(cp_calls.combine, world, shape, options)):
+        lse = lse.double() * math.log(lse_base)
+        total = lse.logsumexp(0)
+        weight = torch.where(lse == -math.inf, 0, (lse - total).exp())[..., None]
+        want = torch.where(weight == 0, 0, out.double() * weight).sum(0)
+        if scatter_heads:
+            want, total = want.chunk(world, -2)[rank], total.chunk(world, -1)[rank]
+        assert own.dtype == torch.float16
+        torch.testing.assert_close(own.double(), want, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(own_lse.double(), total / math.log(lse_base), atol=1e-4, rtol=1e-5)
+
+
+def test_heads_that_ranks_cannot_share(processes):
+    with pytest.raises(Failed, match="2 ranks cannot share 3 heads evenly: pass scatter_heads=False") as failed:
+        processes.run(cp_calls.combine, 2, (4, 3, 64), {})
+    assert sorted(failed.value.messages) == [0, 1]

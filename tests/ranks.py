@@ -1,0 +1,101 @@
+"""Processes with a process group, which stay for all tests of a session: starting one takes seconds.
+
+A test gives them a function of a module that they can import; it gets the group of as many ranks as the test asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+MOST = 4
+SECONDS = 120
+TIMEOUT = datetime.timedelta(seconds=60)  # of a group
+
+
+class Failed(Exception):
+    """Of ranks: what each raised."""
+
+    def __init__(self, reports: dict[int, tuple[str, str]]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {trace}" for rank, (_, trace) in reports.items()))
+        self.messages = {rank: message for rank, (message, _) in reports.items()}
+
+
+class Ranks:
+    """``world`` processes with gloo, or with NCCL, a GPU each."""
+
+    def __init__(self, device: str, world: int, directory: Path) -> None:
+        self.device, self.world = device, world
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(device, rank, world, str(directory / "store"), theirs), daemon=True
+            )
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], shape: int | tuple[int, int], *args: Any) -> list[Any]:
+        """Results of ``function(group, device, *args)`` by rank; ``shape``: ranks of a group, or of a mesh."""
+        world = shape if isinstance(shape, int) else shape[0] * shape[1]
+        for pipe in self.pipes[:world]:
+            pipe.send((function, shape, args))
+        results, failed = [], {}
+        for rank, pipe in enumerate(self.pipes[:world]):
+            if not pipe.poll(SECONDS):
+                pytest.fail(f"rank {rank} has not answered in {SECONDS} s")
+            result, error = pipe.recv()
+            results.append(result)
+            if error is not None:
+                failed[rank] = error
+        if failed:
+            raise Failed(failed)
+        return results
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+
+
+def _serve(device: str, rank: int, world: int, store: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT)
+    groups: dict[Any, Any] = {}
+    for n in range(1, world + 1):
+        groups[n] = dist.new_group(list(range(n)), timeout=TIMEOUT)
+    if world == 4:
+        groups[2, 2] = DeviceMesh(device, torch.arange(4).view(2, 2))
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    while (task := pipe.recv()) is not None:
+        function, shape, args = task
+        try:
+            pipe.send((function(groups[shape], where, *args), None))
+        except Exception as error:  # noqa: BLE001
+            pipe.send((None, (str(error), traceback.format_exc())))
+
+
+def started(device: str, world: int) -> Iterator[Ranks]:
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = Ranks(device, world, Path(directory))
+        yield ranks
+        ranks.close()
