@@ -90,7 +90,7 @@ def _serve(device: str, rank: int, world: int, store: str, pipe: Any) -> None:
         function, shape, args = task
         try:
             pipe.send((function(groups[shape], where, *args), None))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             pipe.send((None, (str(error), traceback.format_exc())))
 
 

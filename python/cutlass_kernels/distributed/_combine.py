@@ -42,8 +42,8 @@ def dcp_combine(
         lse: its LSE, fp32, shaped as out without D; -inf where it saw no key.
         group: a process group or a ``DeviceMesh`` of one dimension.
         comm: see the table; "auto" is "a2a".
-        scatter_heads: whether each rank gets the heads that it owns, ``heads / W`` from ``rank * heads / W`` on. If not,
-            all ranks get all heads.
+        scatter_heads: whether each rank gets the heads that it owns, ``heads / W`` from ``rank * heads / W`` on. If
+            not, all ranks get all heads.
         lse_base: of the LSE, 2 or ``math.e``.
         return_lse: whether to return the combined LSE, too.
 
@@ -84,7 +84,8 @@ def _fault(
     if comm not in COMMS:
         return f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}."
     if out.dim() < 3 or lse.shape != out.shape[:-1]:
-        return f"out has shape {tuple(out.shape)} and lse {tuple(lse.shape)}: they must be [..., heads, D] and [..., heads]."
+        shapes = f"out has shape {tuple(out.shape)} and lse {tuple(lse.shape)}"
+        return f"{shapes}: they must be [..., heads, D] and [..., heads]."
     if lse.dtype != torch.float32:
         return f"lse has dtype {lse.dtype}: it must be float32."
     if lse_base not in (2, math.e):
@@ -111,9 +112,7 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: bool) -
     return merge_states(states.transpose(0, 1), lses.transpose(0, 1))
 
 
-def _scaled_sum(
-    out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled_sum(out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: bool) -> tuple[torch.Tensor, torch.Tensor]:
     lses = [torch.empty_like(lse) for _ in range(peers.world)]
     dist.all_gather(lses, lse.contiguous(), group=peers.group)
     total = torch.logsumexp(torch.stack(lses) * math.log(2), 0) * math.log2(math.e)

@@ -1,7 +1,7 @@
 """Gathers the keys that a rank's rows see, then attends to them in one call (Llama 3's context parallelism).
 
-Heads are gathered in groups: while the keys of one group are on their way, attention computes the groups before. Nothing
-has to be merged, so sinks, LSEs and rounding are those of one GPU.
+Heads are gathered in groups: while the keys of one group are on their way, attention computes the groups before.
+Nothing has to be merged, so sinks, LSEs and rounding are those of one GPU.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKe
 def agree(grid: Grid, facts: dict[str, Any], fault: str | None) -> None:
     """Raises on every rank if facts differ between ranks, or if one of them has found a fault.
 
-    Ranks exchange them before the first call of its kind; a rank whose later calls differ is found by the timeout of the
-    group.
+    Ranks exchange them before the first call of its kind; a rank whose later calls differ is found by the timeout of
+    the group.
     """
     key = hash(tuple(map(str, facts.values())))
     groups = [peers for peers in (grid.inner, grid.outer) if peers is not None]

@@ -92,7 +92,11 @@ class Gather:
         ]
         # Of each sender, rows of its buffer and rows of this one.
         self.pulled = [
-            (sender, Rows([_in_buffer(_own(plans[sender], sender), c) for c in copies], merge=False), Rows(rooms, merge=False))
+            (
+                sender,
+                Rows([_in_buffer(_own(plans[sender], sender), c) for c in copies], merge=False),
+                Rows(rooms, merge=False),
+            )
             for sender in range(len(plans))
             if sender != rank
             for copies in [[c for c in self.plan.copies if c.sender == sender]]
