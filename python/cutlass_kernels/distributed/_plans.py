@@ -1,4 +1,4 @@
-"""Who holds what, and what a rank gathers, of one kind of ``cp_prefill`` call: made once, kept with its index tensors."""
+"""Who holds what, and what a rank gathers, of one kind of ``cp_prefill`` call: made once, kept with its indices."""
 
 from __future__ import annotations
 
@@ -91,17 +91,7 @@ class Gather:
             if sender != rank
         ]
         # Of each sender, rows of its buffer and rows of this one.
-        self.pulled = [
-            (
-                sender,
-                Rows([_in_buffer(_own(plans[sender], sender), c) for c in copies], merge=False),
-                Rows(rooms, merge=False),
-            )
-            for sender in range(len(plans))
-            if sender != rank
-            for copies in [[c for c in self.plan.copies if c.sender == sender]]
-            for rooms in [[(c.to, c.to + c.rows) for c in copies]]
-        ]
+        self.pulled = [(s, *_pulled(self.plan, plans[s], s)) for s in range(len(plans)) if s != rank]
         self.most_rows = max(plan.buffer_rows for plan in plans)
         self.requests = [q.request for q in queries]
         self._vectors: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
@@ -128,7 +118,14 @@ class Gather:
         return self._vectors[1, device][0]
 
 
+def _pulled(plan: GatherPlan, of_sender: GatherPlan, sender: int) -> tuple[Rows, Rows]:
+    own, copies = _own(of_sender, sender), _own(plan, sender)
+    there = Rows([_in_buffer(own, c) for c in copies], merge=False)
+    return there, Rows([(c.to, c.to + c.rows) for c in copies], merge=False)
+
+
 def _own(plan: GatherPlan, rank: int) -> list[Copy]:
+    """Copies of this rank's keys."""
     return [c for c in plan.copies if c.sender == rank]
 
 

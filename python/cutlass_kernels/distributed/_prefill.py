@@ -168,6 +168,6 @@ def _from_pages(
         counts[request] = counts.get(request, 0) + stop - start
     page_size = k.size(1)
     entries = [(request, i // page_size, i % page_size) for request, n in counts.items() for i in range(n)]
-    request, page, slot = torch.tensor(entries, dtype=torch.int64).view(-1, 3).to(k.device).unbind(1)
-    pages = page_table[request, page].long()
+    requests, columns, slot = torch.tensor(entries, dtype=torch.int64).view(-1, 3).to(k.device).unbind(1)
+    pages = page_table[requests, columns].long()
     return k[pages, slot], v[pages, slot]

@@ -76,8 +76,8 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, 
     )
     if q.size(0) != q_rows:
         raise ValueError(
-            f"q has {q.size(0)} rows, but rank {rank} of {kind.world} holds {q_rows} of seqlens={_told(kind.q_lens)} in "
-            f"layout={kind.layout!r}: see cp_split()."
+            f"q has {q.size(0)} rows, but rank {rank} of {kind.world} holds {q_rows} of seqlens={_told(kind.q_lens)} "
+            f"in layout={kind.layout!r}: see cp_split()."
         )
     if not paged:
         for name, x in (("k", k), ("v", v)):
@@ -92,8 +92,8 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, 
             )
     if k.dtype != v.dtype or k.device != q.device or v.device != q.device:
         raise ValueError(
-            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: k and v must have one "
-            "dtype, and all one device."
+            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: k and v must have "
+            "one dtype, and all one device."
         )
 
 

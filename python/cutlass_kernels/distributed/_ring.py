@@ -1,7 +1,7 @@
 """Ring attention (Liu et al., 2023): keys go round, a rank merges what each of the others contributes.
 
-Needs no room for the keys of the whole problem, but for those of two ranks. Under a causal mask a rank sees of another's
-keys those that stand before its own segment, so a step is one call without a mask; the step of its own keys is causal.
+Needs no room for the keys of the whole problem, but for those of two ranks. Under a causal mask a rank sees of
+another's keys those that stand before its own segment, so a step is one call without a mask; the step of its own keys is causal.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _add(
 
 
 def _seen(plan: Plan, rank: int, owner: int, causal: bool) -> tuple[list[int], list[int]]:
-    """How many keys of the owner each query segment sees, from its first key of the request on, and where that stands."""
+    """How many keys of the owner each query segment sees, the first ones of its request, and where these begin."""
     totals: dict[int, int] = {}
     begins: dict[int, int] = {}
     row = 0

@@ -28,7 +28,7 @@ class Transport(Protocol):
 
 def open_transport(turns: list[Keys], gather: Gather, peers: Peers | None) -> Transport:
     """Starts all transfers. ``turns``: this rank's K and V of each group of heads."""
-    k, v = turns[0]
+    k = turns[0][0]
     widths = [k.size(1) * (k.size(2) + v.size(2)) for k, v in turns]
     row_bytes = sum(widths) * k.element_size()
     workspace = _symmetric.workspace(peers, gather.most_rows * row_bytes, k.device)

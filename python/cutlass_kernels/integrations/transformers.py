@@ -10,12 +10,14 @@ and cross attention, and beyond that soft caps and sinks. PyTorch computes train
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
 
 from .. import _attention
 from .._errors import PerformanceWarning, warn
+from .._native import PER_THREAD_STREAM
 from .._tracing import is_captured, is_traced
 from . import _key_ranges, _transformers_dense
 from ._key_ranges import Kind
@@ -135,15 +137,16 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    keeps_rows: bool = True,
 ) -> torch.Tensor:
     """One call of ``attention()``, which takes a cache ``[B, H, T, D]`` as it is.
 
     With key ranges it is ``[rows, H, D]``, with a row stride of D and a head stride of T * D: request b begins at row
-    b * H * T, and its other heads lie where the view of one head has rows of nobody.
+    b * H * T, and its other heads lie between its keys and those of the next request.
     """
     batch, _, rows, _ = query.shape
     q = query.transpose(1, 2)
-    if rows > 1 and q.stride(0) != rows * q.stride(1):
+    if batch > 1 and rows > 1 and q.stride(0) != rows * q.stride(1):
         q = q.contiguous()  # rows of requests follow one another
     k, v, options = key, value, dict[str, Any](causal=causal, window=(left, right), kv_layout="HND")
     if mask is not None and mask.dtype == torch.bool:
@@ -151,7 +154,7 @@ def _attend(
         options = dict(packed_custom_mask=bits, mask_indptr=indptr, kv_layout="HND")
     elif mask is not None:
         k, v, step = _as_rows(key, value)
-        (causal, left, right, chunk_size), first, length = _ranges_of_rows(mask, batch, step)
+        (causal, left, right, chunk_size), first, length = _ranges_of_rows(mask, batch, step, keeps_rows)
         options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
         options |= dict(cu_seqlens_k=first, seqused_k=length, max_seqlen_k=key.size(2))
     out = _attention.attention(q, k, v, logits_soft_cap=softcap, sm_scale=scale, sinks=sinks, **options)
@@ -159,10 +162,15 @@ def _attend(
     return out
 
 
-def _ranges_of_rows(mask: torch.Tensor, batch: int, step: int) -> _key_ranges.Ranges:
-    """Key ranges whose first keys are rows of the cache. All layers read the same: they are kept with the mask, but not
-    in a graph that is captured, where they hold nothing before a replay."""
-    state = None if mask.is_inference() or is_captured(mask) else (step, mask._version)
+def _ranges_of_rows(mask: torch.Tensor, batch: int, step: int, keeps: bool) -> _key_ranges.Ranges:
+    """Key ranges whose first keys are rows of the cache. All layers read the same: they are kept with the mask.
+
+    Not in a compiled model or a graph, whose memory must not outlive it; nor with a mask that has its own storage: its
+    ranges are views of it, and both would live forever.
+    """
+    state = None
+    if keeps and mask._is_view() and not (mask.is_inference() or is_captured(mask)):
+        state = (step, mask._version, *_stream(mask))
     kept = getattr(mask, _KEPT, None)
     if kept is not None and kept[0] == state:
         return kept[1]
@@ -173,6 +181,14 @@ def _ranges_of_rows(mask: torch.Tensor, batch: int, step: int) -> _key_ranges.Ra
     if state is not None:
         setattr(mask, _KEPT, (state, ranges))
     return ranges
+
+
+def _stream(x: torch.Tensor) -> tuple[int, int]:
+    """What a kept tensor is ready on: a stream, and the thread where the stream is each thread's own."""
+    if not x.is_cuda:
+        return 0, 0
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    return stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
 
 
 def _as_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -247,7 +263,7 @@ _SCHEMA = (
 @torch.library.custom_op(_OPERATOR, mutates_args=(), schema=_SCHEMA)
 def _operator(*args: Any) -> torch.Tensor:
     """``_attend`` in a graph, which then holds no views of caches that a compiler might copy."""
-    return _attend(*args).contiguous()
+    return _attend(*args, keeps_rows=False).contiguous()
 
 
 @_operator.register_fake
