@@ -1,7 +1,8 @@
 """Ring attention (Liu et al., 2023): keys go round, a rank merges what each of the others contributes.
 
 Needs no room for the keys of the whole problem, but for those of two ranks. Under a causal mask a rank sees of
-another's keys those that stand before its own segment, so a step is one call without a mask; the step of its own keys is causal.
+another's keys those that stand before its own segment, so a step is one call without a mask; the step of its own keys
+is causal.
 """
 
 from __future__ import annotations

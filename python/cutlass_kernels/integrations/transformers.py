@@ -137,6 +137,7 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    *,
     keeps_rows: bool = True,
 ) -> torch.Tensor:
     """One call of ``attention()``, which takes a cache ``[B, H, T, D]`` as it is.
