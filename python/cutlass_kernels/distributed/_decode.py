@@ -56,7 +56,7 @@ def dcp_decode(
 ) -> Combined:
     """Causal attention of the last n tokens of every request over a cache whose tokens are spread over ranks.
 
-    Queries are gathered, each rank attends to the keys that it holds, and :func:`dcp_combine` puts the states together.
+    Queries are gathered, each rank attends to the keys that it holds, and ``dcp_combine()`` puts the states together.
     Token ``g`` of a request lies on rank ``g // block_size % W``, there behind those of it that stand before.
 
     Args:
@@ -69,10 +69,10 @@ def dcp_decode(
         page_table: int32 ``[B, M]``: pages of this rank's tokens of a request, in order.
         block_size: see above: 1, or as many tokens as a page.
         gather_heads: whether q has this rank's heads only; the result has the same heads.
-        comm: as of :func:`dcp_combine`.
+        comm: as of ``dcp_combine()``.
         sinks: fp32 ``[Hq]``, of all heads.
         logits_soft_cap, sm_scale, k_descale, v_descale, return_lse, lse_base, backend: as of
-            :func:`cutlass_kernels.attention`.
+            ``cutlass_kernels.attention()``.
         max_seqlen_k: a bound of this rank's tokens of a request.
 
     Returns:

@@ -48,7 +48,7 @@ def cp_prefill(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of requests whose tokens are spread over the ranks of a group: each computes its own rows.
 
-    All ranks of the group call it with the same lengths and options. A rank holds the tokens that :func:`cp_split`
+    All ranks of the group call it with the same lengths and options. A rank holds the tokens that ``cp_split()``
     gives it:
 
     ================  ==============================================================================================
@@ -82,7 +82,7 @@ def cp_prefill(
         page_table: int32 ``[B, M]``: k and v are ``[pages, P, Hkv, D]`` (``kv_layout="HND"``: heads before tokens), and
             this rank's keys of request b lie in pages ``page_table[b]``, in order.
         causal, window, chunk_size, logits_soft_cap, sm_scale, sinks, q_descale, k_descale, v_descale, o_dtype,
-            return_lse, lse_base, batch_invariant, backend: as of :func:`cutlass_kernels.attention`. Sinks count once.
+            return_lse, lse_base, batch_invariant, backend: as of ``cutlass_kernels.attention()``. Sinks count once.
 
     Returns:
         This rank's rows of the output, and with ``return_lse`` their LSE, fp32 ``[rows, Hq]``.

@@ -83,7 +83,7 @@ def positions(
     Args:
         lengths: tokens of every request.
         rank, world: this rank, and how many there are.
-        layout, block_size: as of :func:`cp_split`.
+        layout, block_size: as of ``cp_split()``.
         device: of the result.
 
     Raises:
@@ -108,7 +108,7 @@ def indices(
 ) -> torch.Tensor:
     """Rows of this rank's tokens in the tensor of all tokens, requests one after another: int64 ``[rows]``.
 
-    Arguments, errors and the order are those of :func:`positions`.
+    Arguments, errors and the order are those of ``positions()``.
 
     Example:
         >>> indices([4, 8], 1, 2)

@@ -24,9 +24,9 @@ def cp_split(
 
     Args:
         x: all tokens along ``dim``, requests one after another.
-        group: as of :func:`cp_prefill`.
+        group: as of ``cp_prefill()``.
         seqlens: tokens of every request; None: one request.
-        layout, block_size: as of :func:`cp_prefill`.
+        layout, block_size: as of ``cp_prefill()``.
 
     Returns:
         This rank's tokens; a view where they are consecutive.
@@ -57,11 +57,11 @@ def cp_restore(
     block_size: int = 256,
     dim: int = 0,
 ) -> torch.Tensor:
-    """The inverse of :func:`cp_split`: gathers the parts of all ranks, on every rank.
+    """The inverse of ``cp_split()``: gathers the parts of all ranks, on every rank.
 
     Args:
         x: this rank's tokens along ``dim``.
-        group, seqlens, layout, block_size: as given to :func:`cp_split`; without ``seqlens``, one request of as many
+        group, seqlens, layout, block_size: as given to ``cp_split()``; without ``seqlens``, one request of as many
             tokens on every rank.
 
     Returns:
