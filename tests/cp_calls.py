@@ -32,6 +32,8 @@ def batch_of(problem: dict[str, Any]) -> Batch:
 
 def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: dict[str, Any], pages: int = 0) -> Any:
     """This rank's output, and its rows in the whole problem."""
+    turns = problem.get("turns", 1)
+    distributed._prefill._cost.turns = lambda *_: turns  # type: ignore[assignment]
     batch = batch_of(problem)
     grid = distributed._peers.grid_of(group)
     split = {name: options[name] for name in ("layout", "block_size") if name in options}

@@ -140,6 +140,7 @@ def test_public_modules_are_the_documented_ones() -> None:
     assert public == {
         "cascade",
         "decode",
+        "distributed",
         "flash_attn",
         "fmha_v2",
         "integrations",

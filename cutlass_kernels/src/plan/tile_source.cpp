@@ -24,6 +24,15 @@ std::int64_t indices_in_order(const AttentionParams& params, int tile_rows) {
   return params.total_q / tile_rows + params.batch_size;
 }
 
+/// Whether requests with as many rows have far fewer keys than the longest, or the same ones: tiles of the same rows
+/// then differ in keys. Two query segments of a prompt over 128k keys, one at its beginning and one at its end, take
+/// 12 % longer in turn than one after the other (H100); requests of equal lengths up to 10 % less.
+bool keys_differ_much(const AttentionParams& params) {
+  const std::int64_t most = std::int64_t(params.max_kv_len) * params.batch_size;
+  return params.pages.page_size == 0 && params.total_kv > 0 && 2 * most >= 3 * params.total_kv &&
+         params.total_q / params.batch_size >= 1024;
+}
+
 /// Tiles of a list: exactly where the host has qo_indptr, else at most so many.
 std::int64_t tiles_of_list(const AttentionParams& params, int tile_rows) {
   if (params.qo_indptr_host == nullptr) {
@@ -49,6 +58,7 @@ TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
     if (tile.packed_heads == 0 || !tile.splits_without_list) return TileSource::kList;
     return kernel.is_persistent ? TileSource::kBatchInSlots : TileSource::kBatchBySplit;
   }
+  if (kernel.is_persistent && keys_differ_much(params)) return TileSource::kBatchInOrder;
   // An index without a tile costs a persistent thread block up to half a microsecond: no more than one in five.
   const std::int64_t by_length = indices_by_length(params, tile.rows);
   const std::int64_t in_order = indices_in_order(params, tile.rows);

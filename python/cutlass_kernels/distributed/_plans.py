@@ -92,6 +92,13 @@ class Gather:
         ]
         # Of each sender, rows of its buffer and rows of this one.
         self.pulled = [(s, *_pulled(self.plan, plans[s], s)) for s in range(len(plans)) if s != rank]
+        self.pulled_rows = sum(rows.count for _, _, rows in self.pulled)
+        # (row, key) pairs, about: of the keys that a segment sees together, its own rows see half.
+        causal = self.plan.calls and self.plan.calls[0].mask.right == 0
+        self.pairs = sum(
+            rows * max(keys - rows // 2 if causal else keys, 0)
+            for rows, keys in zip(self.plan.q_rows, self.plan.key_counts, strict=True)
+        )
         self.most_rows = max(plan.buffer_rows for plan in plans)
         self.requests = [q.request for q in queries]
         self._vectors: dict[tuple[int, torch.device], list[torch.Tensor]] = {}

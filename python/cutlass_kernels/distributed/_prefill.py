@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from . import _gather, _heads, _request, _ring, _shards
+from . import _cost, _gather, _heads, _request, _ring, _shards
 from ._gather import Shard, State
 from ._heads import HeadsOfRows
-from ._peers import Group, Peers, agree, grid_of
+from ._peers import Group, Peers, agree, grid_of, is_capturing
 from ._plans import Kind, Plan, plan_of
 from ._request import Roles
 from ._shards import Segments
-
-TURNS = 2  # groups of heads whose keys are gathered one after another
 
 
 def cp_prefill(
@@ -154,7 +152,10 @@ def _attend(shard: Shard, plan: Plan, roles: Roles, row: int, comm: str) -> Stat
 def _attend_column(shard: Shard, plan: Plan, peers: Peers | None, row: int, comm: str) -> State:
     if comm == "ring" and peers is not None:
         return _ring.attend(shard, plan, peers)
-    return _gather.attend(shard, plan.gathers[row], peers, TURNS)
+    head_dims = shard.k.size(2) + shard.v.size(2)
+    row_bytes = shard.k.size(1) * head_dims * shard.k.element_size()
+    turns = _cost.turns(plan, shard.q.size(1), row_bytes, head_dims, is_capturing())
+    return _gather.attend(shard, plan.gathers[row], peers, turns)
 
 
 def _from_pages(

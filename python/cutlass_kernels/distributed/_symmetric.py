@@ -26,11 +26,16 @@ class Workspace:
         self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
         self.handle = symmetric.rendezvous(self.memory, peers.group.group_name)
         self.stream = torch.cuda.Stream(device)
+        self._tensors: dict[Any, torch.Tensor] = {}
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """A tensor that begins ``offset`` bytes into a rank's buffer."""
-        found: torch.Tensor = self.handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
-        return found
+        key = (rank, shape, dtype, offset)
+        if key not in self._tensors:
+            if len(self._tensors) > 256:  # of lengths that change with every call
+                self._tensors.clear()
+            self._tensors[key] = self.handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
+        return self._tensors[key]
 
     def barrier(self, channel: int) -> None:
         """The current stream waits for those of the other ranks. Concurrent barriers take channels of their own."""

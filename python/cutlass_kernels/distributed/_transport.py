@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from .. import append_paged_kv_cache_by_slot
 from . import _symmetric
 from ._peers import Message, Peers, exchange, wait
 from ._plans import Gather
@@ -43,6 +44,15 @@ def _views(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Keys:
     return buffer[:, :split].unflatten(1, k.shape[1:]), buffer[:, split:].unflatten(1, v.shape[1:])
 
 
+def _store(rows: Rows, keys: Keys, k: torch.Tensor, v: torch.Tensor) -> None:
+    """This rank's own keys: one kernel for K and V, as for a cache whose pages have one token."""
+    if k.element_size() == 2:
+        append_paged_kv_cache_by_slot(k, v, keys[0].unsqueeze(1), keys[1].unsqueeze(1), rows.index(k.device))
+        return
+    for room, own in zip(keys, (k, v), strict=True):
+        rows.put(room, own)
+
+
 class Messages:
     """Sends and receives of the process group."""
 
@@ -51,8 +61,7 @@ class Messages:
         for k, v in turns:
             buffer = k.new_empty(gather.plan.buffer_rows, k.size(1) * k.size(2) + v.size(1) * v.size(2))
             keys = _views(buffer, k, v)
-            for room, own in zip(keys, (k, v), strict=True):
-                gather.own.put(room, own)
+            _store(gather.own, keys, k, v)
             sent = [Message(peer, rows.take(buffer)) for peer, messages in gather.sent for rows in messages]
             received, packed = [], []
             for peer, messages in gather.received:
@@ -96,8 +105,7 @@ class Copies:
         buffers = [buffer_of(workspace.rank, turn) for turn in range(len(turns))]
         for buffer, (k, v) in zip(buffers, turns, strict=True):
             self.keys.append(_views(buffer[:rows], k, v))
-            for room, own in zip(self.keys[-1], (k, v), strict=True):
-                gather.own.put(room, own)
+            _store(gather.own, self.keys[-1], k, v)
         workspace.barrier(0)
         workspace.stream.wait_stream(torch.cuda.current_stream())
         self.events = []
