@@ -130,3 +130,47 @@ def combine(group: Any, device: torch.device, shape: tuple[int, ...], options: d
     lse[empty], out[empty] = -math.inf, math.nan
     own = distributed.dcp_combine(out[rank].to(device), lse[rank].to(device), group, return_lse=True, **options)
     return out, lse, own[0].cpu(), own[1].cpu()
+
+
+def exchanges(group: Any, device: torch.device) -> bool:
+    """Whether calls by one kernel, of sizes in any order, give what messages give."""
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    generator = torch.Generator().manual_seed(5)
+    problems = []
+    for rows in torch.randint(1, 300, (40,), generator=generator).tolist():
+        out = torch.randn(world, rows, 4 * world, 64, generator=generator)[rank].to(device, torch.bfloat16)
+        lse = torch.randn(world, rows, 4 * world, generator=generator)[rank].to(device)
+        problems.append((out, lse, rows % 3 != 0))
+
+    def results(comm: str) -> list[Any]:
+        return [
+            distributed.dcp_combine(out, lse, group, comm=comm, scatter_heads=scatter, return_lse=True)
+            for out, lse, scatter in problems
+        ]
+
+    want, got, again = results("a2a"), results("symmetric"), results("symmetric")
+    return all(
+        torch.equal(a, b) and torch.equal(b, c)
+        for states in zip(want, got, again, strict=True)
+        for a, b, c in zip(*states, strict=True)
+    )
+
+
+def replayed_decode(group: Any, device: torch.device) -> bool:
+    rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    q = torch.zeros(5, 1, 4, 64, device=device, dtype=torch.float16)
+    k, v = (torch.randn(5, 40, 2, 64, device=device, dtype=torch.float16) for _ in range(2))
+    lens = torch.full((5,), 30, dtype=torch.int32, device=device)
+    step = lambda comm: distributed.dcp_decode(q, k, v, group, seqused_k=lens, comm=comm)  # noqa: E731
+    step("symmetric")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = step("symmetric")
+    good = True
+    for turn in range(6):
+        q.normal_(generator=torch.Generator(device).manual_seed(10 * turn + rank))
+        lens.fill_(world * 10 + turn)
+        graph.replay()
+        good = good and torch.equal(out, step("a2a")) and torch.equal(out, step("symmetric"))
+    return good

@@ -12,13 +12,15 @@ from compare import assert_close, assert_lse_close
 from problems import Options, expect
 from ranks import Failed
 
-COMMS = ["a2a", "ag_rs"]
+COMMS = ["auto", "a2a", "ag_rs", "symmetric"]
 pytestmark = pytest.mark.runs_nothing("ranks are other processes")
 
 
 def check(processes: Any, world: int, rows: int, lens: list[int], options: dict[str, Any], form: str = "pages") -> None:
     if world > processes.world:
         pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
+    if options.get("comm") == "symmetric" and processes.device == "cpu":
+        pytest.skip("needs GPUs")
     problem = dict(q_lens=[rows] * len(lens), kv_lens=lens, heads=(12, 2, 64), dtype=torch.float16)
     want = expect(
         cp_calls.batch_of(problem),
@@ -60,6 +62,8 @@ def test_options(processes, gather_heads, comm):
 def test_combine(processes, world, shape, lse_base, scatter_heads, comm):
     if world > processes.world:
         pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
+    if comm == "symmetric" and processes.device == "cpu":
+        pytest.skip("needs GPUs")
     options = dict(comm=comm, scatter_heads=scatter_heads, lse_base=lse_base)
     for rank, (out, lse, own, own_lse) in enumerate(processes.run(cp_calls.combine, world, shape, options)):
         lse = lse.double() * math.log(lse_base)
@@ -77,3 +81,20 @@ def test_heads_that_ranks_cannot_share(processes):
     with pytest.raises(Failed, match="2 ranks cannot share 3 heads evenly: pass scatter_heads=False") as failed:
         processes.run(cp_calls.combine, 2, (4, 3, 64), {})
     assert sorted(failed.value.messages) == [0, 1]
+
+
+def test_symmetric_memory_is_asked_for_on_the_cpu(gloo):
+    with pytest.raises(Failed, match="comm='symmetric' needs 2 to 16 GPUs"):
+        gloo.run(cp_calls.combine, 2, (4, 4, 64), dict(comm="symmetric"))
+
+
+@pytest.mark.gpu
+def test_calls_of_any_sizes_in_turn(nccl):
+    """Two halves of one memory take turns, whatever the sizes; results are the same bits in every run."""
+    assert all(nccl.run(cp_calls.exchanges, 2))
+
+
+@pytest.mark.gpu
+def test_replayed_steps(nccl):
+    """A captured decode step follows its tensors, and one that is not captured may come between."""
+    assert all(nccl.run(cp_calls.replayed_decode, 2))

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from .. import merge_states
+from . import _exchange
 from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
 
-COMMS = ("auto", "a2a", "ag_rs")
+COMMS = ("auto", "symmetric", "a2a", "ag_rs")
 Combined = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -30,18 +31,20 @@ def dcp_combine(
     .. math::
         o = \sum_r 2^{s_r - s} o_r, \qquad s = \log_2 \sum_r 2^{s_r}
 
-    ============  ==================================================================================================
-    comm          what is sent
-    ============  ==================================================================================================
-    ``"a2a"``     outputs and LSEs to the rank that owns their heads, which merges in fp32
-    ``"ag_rs"``   all LSEs to all ranks; each scales its output, a reduce-scatter adds these in fp32
-    ============  ==================================================================================================
+    ===============  ===============================================================================================
+    comm             what is sent
+    ===============  ===============================================================================================
+    ``"symmetric"``  outputs and LSEs to the rank that owns their heads, by one kernel that writes into its memory,
+                     waits for what it gets itself, and merges: GPUs of one node, torch 2.8 and newer
+    ``"a2a"``        the same by messages; the owner merges in fp32
+    ``"ag_rs"``      all LSEs to all ranks; each scales its output, a reduce-scatter adds these in fp32
+    ===============  ===============================================================================================
 
     Args:
         out: this rank's output ``[rows, heads, D]``, or ``[B, n, heads, D]``; where it saw no key, anything.
         lse: its LSE, fp32, shaped as out without D; -inf where it saw no key.
         group: a process group or a ``DeviceMesh`` of one dimension.
-        comm: see the table; "auto" is "a2a".
+        comm: see the table; "auto" is "symmetric" for up to 4 MiB per rank where the group can, else "a2a".
         scatter_heads: whether each rank gets the heads that it owns, ``heads / W`` from ``rank * heads / W`` on. If
             not, all ranks get all heads.
         lse_base: of the LSE, 2 or ``math.e``.
@@ -69,8 +72,10 @@ def dcp_combine(
     states, lses = out.flatten(0, -3), lse.flatten(0, -2)
     if lse_base != 2:
         lses = lses * math.log2(math.e)
-    combine = _scaled_sum if comm == "ag_rs" else _merged
-    combined, total = combine(states, lses, peers, scatter_heads)
+    state = _by_one_kernel(states, lses, peers, comm, scatter_heads)
+    if state is None:
+        state = (_scaled_sum if comm == "ag_rs" else _merged)(states, lses, peers, scatter_heads)
+    combined, total = state
     combined = combined.view(*out.shape[:-2], *combined.shape[1:])
     if not return_lse:
         return combined
@@ -93,6 +98,22 @@ def _fault(
     if scatter_heads and out.size(-2) % world:
         return f"{world} ranks cannot share {out.size(-2)} heads evenly: pass scatter_heads=False."
     return None
+
+
+def _by_one_kernel(
+    out: torch.Tensor, lse: torch.Tensor, peers: Peers, comm: str, scatter: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """None where another method was asked for, or is better, or nothing else can serve the group."""
+    sent = out.numel() * out.element_size() // (peers.world if scatter else 1)
+    if comm not in ("auto", "symmetric") or (comm == "auto" and sent > _exchange.MOST_BYTES):
+        return None
+    state = _exchange.combine(out, lse, peers, scatter) if _exchange.serves(out, peers) else None
+    if state is None and comm == "symmetric" and peers.world > 1:
+        raise ValueError(
+            f"comm='symmetric' needs 2 to {_exchange.MOST_RANKS} GPUs that reach one another's memory, torch 2.8, and "
+            f"out in 16 bits or float32 (it is {out.dtype} on {out.device}): use comm='a2a'."
+        )
+    return state
 
 
 def _merged(out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from .. import attention
+from . import _exchange
 from ._combine import Combined, dcp_combine
-from ._peers import Group, Message, exchange, peers_of, wait
+from ._peers import Group, Message, Peers, exchange, peers_of, wait
 
 
 def dcp_local_lengths(lengths: torch.Tensor, rank: int, world: int, *, block_size: int = 1) -> torch.Tensor:
@@ -88,7 +89,7 @@ def dcp_decode(
     if q.dim() != 4:
         raise ValueError(f"q has shape {tuple(q.shape)}: it must be [B, n, heads, D].")
     if gather_heads:
-        q = _gather_heads(q, peers)
+        q = _gather_heads(q, peers, comm)
     batch, rows = q.shape[:2]
     # A row sees all tokens up to its own; each is a request, so that its length says which of them this rank holds.
     lens = seqused_k
@@ -117,7 +118,11 @@ def dcp_decode(
     return combined
 
 
-def _gather_heads(q: torch.Tensor, peers: Any) -> torch.Tensor:
+def _gather_heads(q: torch.Tensor, peers: Peers, comm: str) -> torch.Tensor:
+    rows = q.flatten(0, 1)
+    fits = comm in ("auto", "symmetric") and _exchange.serves(rows, peers)
+    if fits and (whole := _exchange.gather_heads(rows, peers)) is not None:
+        return whole.unflatten(0, q.shape[:2])
     q = q.contiguous()
     parts = [q if rank == peers.rank else torch.empty_like(q) for rank in range(peers.world)]
     others = [rank for rank in range(peers.world) if rank != peers.rank]

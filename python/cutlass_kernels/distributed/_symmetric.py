@@ -24,7 +24,9 @@ class Workspace:
 
         self.size, self.device, self.rank = size, device, peers.rank
         self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self.memory.zero_()
         self.handle = symmetric.rendezvous(self.memory, peers.group.group_name)
+        self.pointers: list[int] = list(self.handle.buffer_ptrs)
         self.stream = torch.cuda.Stream(device)
         self._tensors: dict[Any, torch.Tensor] = {}
 
@@ -42,23 +44,24 @@ class Workspace:
         self.handle.barrier(channel)
 
 
-_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace | None] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Workspace | None]] = weakref.WeakKeyDictionary()
 
 
-def workspace(peers: Peers | None, size: int, device: torch.device) -> Workspace | None:
-    """At least ``size`` bytes, the same on all ranks; None where the group has no symmetric memory.
+def workspace(peers: Peers | None, size: int, device: torch.device, use: str) -> Workspace | None:
+    """At least ``size`` bytes, the same on all ranks, zeroed; None where the group has no symmetric memory.
 
-    It is allocated together, by all ranks, when it has to grow: not while a graph is captured.
+    It is allocated together, by all ranks, when it has to grow: not while a graph is captured. ``use``: who shares it.
     """
     if peers is None or peers.world == 1 or device.type != "cuda":
         return None
-    found = _workspaces.get(peers.group)
-    if peers.group in _workspaces and (found is None or found.size >= size):
+    kept = _kept.setdefault(peers.group, {})
+    found = kept.get(use)
+    if use in kept and (found is None or found.size >= size):
         return found
     if is_capturing():
         raise RuntimeError("The first call of its size allocates symmetric memory: make it before capturing a graph.")
     made = _make(peers, max(-(-size // ALIGNMENT) * ALIGNMENT, found.size if found else 0), device)
-    _workspaces[peers.group] = made
+    kept[use] = made
     return made
 
 
@@ -71,6 +74,7 @@ def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
     torch.cuda.synchronize(device)  # the old one may be in use
     try:
         made = Workspace(peers, size, device)
+        torch.cuda.synchronize(device)  # zeroed, before another rank writes
     except (ImportError, RuntimeError, AttributeError):
         made = None
     dist.all_gather_object(every, made is not None, peers.group)

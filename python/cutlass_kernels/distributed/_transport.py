@@ -32,7 +32,7 @@ def open_transport(turns: list[Keys], gather: Gather, peers: Peers | None) -> Tr
     k = turns[0][0]
     widths = [k.size(1) * (k.size(2) + v.size(2)) for k, v in turns]
     row_bytes = sum(widths) * k.element_size()
-    workspace = _symmetric.workspace(peers, gather.most_rows * row_bytes, k.device)
+    workspace = _symmetric.workspace(peers, gather.most_rows * row_bytes, k.device, "keys")
     if workspace is None:
         return Messages(turns, gather, peers)
     return Copies(turns, widths, gather, workspace)
