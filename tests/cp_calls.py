@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from problems import Batch, make_batch
@@ -27,13 +28,12 @@ def mask_of(n: int, m: int, causal: bool, window: tuple[int, int], chunk_size: i
 
 
 def batch_of(problem: dict[str, Any]) -> Batch:
-    return make_batch(problem["q_lens"], problem["kv_lens"], *problem["heads"], dtype=problem["dtype"])
+    given = {name: problem.get(name) for name in ("dtype", "kv_dtype", "head_dim_vo")}
+    return make_batch(problem["q_lens"], problem["kv_lens"], *problem["heads"], **given)
 
 
 def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: dict[str, Any], pages: int = 0) -> Any:
     """This rank's output, and its rows in the whole problem."""
-    turns = problem.get("turns", 1)
-    distributed._prefill._cost.turns = lambda *_: turns  # type: ignore[assignment]
     batch = batch_of(problem)
     grid = distributed._peers.grid_of(group)
     split = {name: options[name] for name in ("layout", "block_size") if name in options}
@@ -44,9 +44,13 @@ def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: 
     if pages:
         counts = [distributed.cp_positions([n], grid.rank, grid.world, **split).numel() for n in batch.kv_lens]
         k, v, given["page_table"] = _paged(k, v, counts, pages)
-    out, lse = distributed.cp_prefill(
-        q, k, v, group, seqlens=batch.qo_lens, kv_seqlens=batch.kv_lens, return_lse=True, lse_base=math.e, **given
-    )
+        k, v = _laid_out(given, k, v)
+    given = {"lse_base": math.e} | given
+    # For this call alone: in later ones, ranks that are not in this group would send messages of other sizes.
+    with mock.patch.object(distributed._prefill._cost, "turns", lambda *_: problem.get("turns", 1)):
+        out, lse = distributed.cp_prefill(
+            q, k, v, group, seqlens=batch.qo_lens, kv_seqlens=batch.kv_lens, return_lse=True, **given
+        )
     rows = distributed.cp_indices(batch.qo_lens, grid.rank, grid.world, **split)
     return out.cpu(), lse.cpu(), rows
 
@@ -58,10 +62,14 @@ def _paged(k: torch.Tensor, v: torch.Tensor, counts: list[int], page_size: int) 
     for x in (k, v):
         cache = x.new_full((table.numel(), page_size, *x.shape[1:]), math.nan)
         for b, part in enumerate(x.split(counts)):
-            for i, page in enumerate(part.split(page_size)):
+            for i, page in enumerate(part.split(page_size) if part.size(0) else ()):
                 cache[table[b, i], : page.size(0)] = page
         caches.append(cache)
     return *caches, table.to(k.device, torch.int32)
+
+
+def _laid_out(options: dict[str, Any], *caches: torch.Tensor) -> list[torch.Tensor]:
+    return [x.transpose(1, 2).contiguous() if options.get("kv_layout") == "HND" else x for x in caches]
 
 
 def restored(group: Any, device: torch.device, seqlens: list[int], options: dict[str, Any]) -> bool:
@@ -106,15 +114,20 @@ def decode(group: Any, device: torch.device, problem: dict[str, Any], options: d
     given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     keys = [torch.cat([pair[i] for pair in held]) for i in (0, 1)]
     if form == "pages":
-        k, v, given["page_table"] = _paged(*keys, counts, 4)
+        k, v, given["page_table"] = _paged(*keys, counts, problem.get("page_size", 4))
     else:
         most = max(*counts, 1)
         k, v = (x.new_full((len(counts), most, *x.shape[1:]), math.nan) for x in keys)
         for b, (one_k, one_v) in enumerate(held):
             k[b, : counts[b]], v[b, : counts[b]] = one_k, one_v
-    q = batch.q.view(len(counts), -1, *batch.q.shape[1:]).to(device)
+    k, v = _laid_out(given, k, v)
+    q = batch.q.to(device)
+    if len(set(batch.qo_lens)) == 1:
+        q = q.view(len(counts), -1, *q.shape[1:])
+    else:
+        given |= dict(cu_seqlens_q=batch.qo_indptr(device), max_seqlen_q=max(batch.qo_lens))
     if given.get("gather_heads", True):
-        q = q.chunk(grid.world, 2)[grid.rank]
+        q = q.chunk(grid.world, -2)[grid.rank]
     out, lse = distributed.dcp_decode(q, k, v, group, seqused_k=lens, return_lse=True, **given)
     return out.cpu(), lse.cpu()
 
@@ -173,4 +186,34 @@ def replayed_decode(group: Any, device: torch.device) -> bool:
         lens.fill_(world * 10 + turn)
         graph.replay()
         good = good and torch.equal(out, step("a2a")) and torch.equal(out, step("symmetric"))
+    return good
+
+
+def replayed_prefill(group: Any, device: torch.device, pages: int, options: dict[str, Any]) -> bool:
+    """Whether a captured prefill follows its tensors, scales of requests and page table included."""
+    grid = distributed._peers.grid_of(group)
+    rank, world = grid.rank, grid.world
+    seqlens = [300, 70, 0, 128]
+    rows = distributed.cp_positions(seqlens, rank, world).numel()
+    q = torch.zeros(rows, 8, 64, device=device, dtype=torch.float16)
+    k, v = (torch.zeros(rows, 4, 64, device=device, dtype=torch.float16) for _ in range(2))
+    scale = torch.ones(len(seqlens), 4, device=device)
+    given: dict[str, Any] = dict(options, seqlens=seqlens, causal=True, k_descale=scale)
+    if pages:
+        counts = [distributed.cp_positions([n], rank, world).numel() for n in seqlens]
+        k, v, given["page_table"] = _paged(k, v, counts, pages)
+    call = lambda: distributed.cp_prefill(q, k, v, group, **given)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call()
+    good = True
+    for turn in range(4):
+        generator = torch.Generator(device).manual_seed(10 * turn + rank)
+        for x in (q, k, v):
+            x.normal_(generator=generator)
+        scale.fill_(0.5 + turn)
+        graph.replay()
+        good = good and bool(out.isfinite().all()) and torch.equal(out, call())
     return good

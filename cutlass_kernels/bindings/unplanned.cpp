@@ -45,6 +45,7 @@ enum {
   kLseForm,
   kNumSplits,
   kBatchInvariant,
+  kKvShard,
   kBackend,
   kArguments
 };
@@ -75,7 +76,7 @@ bool read_dense_keys(const Tensor& tensor, bool hnd, Matrix* matrix, std::int64_
   const auto token = std::size_t(1 + hnd);
   const std::int64_t batch = tensor.shape[0], each = tensor.shape[token];
   Tensor rows = tensor;
-  if (each == 1 && tensor.strides[0] != 0) rows.strides[token] = tensor.strides[0];
+  if (each == 1 && batch > 1 && tensor.strides[0] != 0) rows.strides[token] = tensor.strides[0];
   if (!read_matrix_at(rows, 1, hnd, matrix)) return false;
   *stride = each;
   if (batch < 2 || each == 0) return true;
@@ -135,7 +136,23 @@ struct Call {
     params.max_qo_len = limited(most_rows);
     return read_lengths_of(kCuSeqlensQ, batch + 1, &params.qo_indptr) &&
            read_lengths_of(kSequsedQ, batch, &params.seqused_q) &&
-           read_lengths_of(kSequsedK, batch, &params.seqused_k);
+           read_lengths_of(kSequsedK, batch, &params.seqused_k) && read_shard();
+  }
+
+  /// (world, rank, block).
+  bool read_shard() {
+    if (!is_given(kKvShard)) return true;
+    PyObject* const shard = given[kKvShard];
+    if (!PyTuple_Check(shard) || PyTuple_GET_SIZE(shard) != 3) return false;
+    std::int64_t numbers[3] = {};
+    for (int i = 0; i < 3; ++i) {
+      if (!read_integer(PyTuple_GET_ITEM(shard, i), &numbers[i]) || numbers[i] > kMostKeys) {
+        return false;
+      }
+    }
+    const auto [world, rank, block] = numbers;
+    params.kv_shard = {std::int32_t(world), std::int32_t(rank), std::int32_t(block)};
+    return 0 <= rank && rank < world && block > 0;
   }
 
   bool set_keys(std::int64_t heads, std::int64_t dim_qk, std::int64_t dim_vo) {

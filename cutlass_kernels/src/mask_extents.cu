@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (found) {
     const int first_row = work.tile * p.plan.tile_rows;
     const int end_row = min(first_row + p.plan.tile_rows, work.qo_len);
-    const IntervalMask window = IntervalMask::make(p, divisors, work.qo_len, work.kv_len);
+    const IntervalMask window =
+        IntervalMask::make<false>(p, divisors, work.batch, work.qo_len, work.kv_len);
     const std::int64_t first_bit =
         p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
     for (int chunk = 0; chunk < work.kv_len; chunk += 32 * kWords) {
@@ -101,7 +102,8 @@ __global__ void __launch_bounds__(32 * kWarps)
           for (int i = 0; i < kRowsAhead; ++i) {
             const int row = min(row0 + i * kWarps, end_row - 1);
             all &= bits[i];
-            some |= bits[i] & bits_between(window.lo(row) - key, window.hi<true>(row) - key);
+            some |= bits[i] & bits_between(window.begin_of_all(row) - key,
+                                           window.end_of_all<true>(row) - key);
           }
         }
         atomicOr(&by_some[word], some);

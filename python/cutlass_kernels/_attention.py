@@ -26,6 +26,7 @@ def attention(
     cu_seqlens_k: torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    kv_shard: tuple[int, int, int] | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     page_table: torch.Tensor | None = None,
@@ -96,9 +97,13 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: offsets of requests, in rows and keys.
         seqused_q, seqused_k: int32 ``[B]``, how many rows and keys of each request are used. Other rows of the output
             are not written.
+        kv_shard: ``(world, rank, block)``, where the keys of requests are spread over ranks: block i of ``block`` keys
+            is rank ``i % world``'s, and k and v hold this rank's, in order. ``seqused_k``, which it needs, then counts
+            the keys on all ranks together, as do masks. The result is partial, over the keys of this rank: combine
+            those of all ranks with ``distributed.dcp_combine()``. Not with a custom mask or ALiBi.
         max_seqlen_q, max_seqlen_k: bounds of the lengths. They decide tiles and splits; rows of a request beyond
             ``max_seqlen_q`` need not be computed. Of captured calls, bounds of every replay. Default: what the shapes
-            allow.
+            allow. With ``kv_shard``, ``max_seqlen_k`` bounds the keys here.
         page_table, kv_indptr, kv_indices, kv_last_page_len: see the table.
         causal, window, chunk_size: the mask; ``window`` is ``(left, right)``, -1 is no limit.
         packed_custom_mask: uint8, a bit per row and key, packed little-endian: request b's ``[n, m]`` bits begin at
@@ -180,6 +185,7 @@ def attention(
             lse_form,
             num_splits,
             batch_invariant,
+            kv_shard,
             _select.asked_for(backend),
         )
         if result is not None:
@@ -220,6 +226,7 @@ def attention(
         lse_form,
         num_splits,
         batch_invariant,
+        kv_shard,
         backend,
     )
     return _attention_op.traced(call) if _is_for_graphs(call) else _plan_free.compute(call)

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _fused, _masks, _native, _reference, _request, _select, _vectors
+from . import _args, _fused, _kv_shard, _masks, _native, _reference, _request, _select, _vectors
 from ._autograd import forward_only, needs_grad, written
 from ._errors import BackendError
 from ._options import Result
 from ._problem import FP8_DTYPES, Logits, Mask, Output, Problem, RaggedKv
 
+MOST_ROWS = 1 << 30  # of k and v, that kernels count
 RETURNED, NATURAL, HEADS_FIRST = 1, 2, 4  # of Call.lse_form
 LN2 = math.log(2.0)
 
@@ -59,6 +60,7 @@ class Call(NamedTuple):
     lse_form: int = 0
     num_splits: int = 0
     batch_invariant: bool = False
+    kv_shard: tuple[int, int, int] | None = None
     backend: str = "auto"
 
 
@@ -138,6 +140,9 @@ def _checked(call: Call) -> Call:
     )
     call = call._replace(q=_joined(q), k=k, v=v, o_dtype=o_dtype, **lens)
     _check_where_keys_are(call, batch, tokens)
+    if call.kv_shard is not None:
+        other_masks = call.packed_custom_mask is not None or call.alibi_slopes is not None
+        _kv_shard.check(call.kv_shard, call.seqused_k, other_masks)
     call = _with_scales(call, batch, k.size(heads))
     call = call._replace(
         causal=_args.flag("causal", call.causal),
@@ -297,13 +302,14 @@ def _with_scales(call: Call, batch: int, num_kv_heads: int) -> Call:
 
 
 def _as_pages(call: Call, batch: int, tokens: int) -> Call:
-    """Keys ``[B, S, ...]`` whose requests do not lie a multiple of the token stride apart, as pages of S tokens."""
+    """Keys ``[B, S, ...]`` as pages of S tokens, if kernels cannot step from request to request by a number of rows."""
     k, v = call.k, call.v
     paged = call.page_table is not None or call.kv_indptr is not None
     if paged or k.dim() == 3 or batch < 2 or k.size(tokens) == 0:
         return call
     strides = [_stride_of_requests(x, tokens) for x in (k, v)]
-    if strides[0] is not None and strides[0] == strides[1]:
+    stride = strides[0] if strides[0] == strides[1] else None
+    if stride is not None and (batch - 1) * stride + k.size(tokens) < MOST_ROWS:
         return call
     k, v = (x.contiguous() if x.stride(0) == 0 else x for x in (k, v))
     table = torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
@@ -314,7 +320,7 @@ def _as_pages(call: Call, batch: int, tokens: int) -> Call:
 
 
 def _stride_of_requests(x: torch.Tensor, tokens: int) -> int | None:
-    """In rows; None where it is no multiple of a row."""
+    """Distance between requests, in rows; None if it is not a whole number of them."""
     token = x.stride(0) if x.size(tokens) == 1 and x.stride(0) else x.stride(tokens)
     return None if token <= 0 or x.stride(0) % token else x.stride(0) // token
 
@@ -349,7 +355,7 @@ def _by_reference(call: Call) -> Result:
             RaggedKv(keys, values),
             _logits(call, index, keys.size(1)),
             Output(places[mine], lse[mine], None, _scale(call.v_descale, index, rows.size(1))),
-            _mask(call, index),
+            _mask(call, index, count),
         )
         _reference.compute(problem)
     if not call.lse_form & RETURNED:
@@ -401,6 +407,8 @@ class _KeysOf:
     def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor, batch: int) -> None:
         self.k, self.v, self.batch = k, v, batch
         self.used = None if call.seqused_k is None else call.seqused_k.tolist()
+        if self.used is not None and call.kv_shard is not None:
+            self.used = [_kv_shard.keys_held(call.kv_shard, n) if n >= 0 else n for n in self.used]
         self.begins = None if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
         self.table = None if call.page_table is None else call.page_table.to(torch.int64)
         self.indptr = None if call.kv_indptr is None else call.kv_indptr.tolist()
@@ -439,8 +447,10 @@ class _KeysOf:
         return tuple(_reference.gather(x, mine).flatten(0, 1)[:length] for x in (self.k, self.v))  # type: ignore
 
 
-def _mask(call: Call, index: int) -> Mask:
+def _mask(call: Call, index: int, rows: int) -> Mask:
     mask = Mask(call.causal, call.window_left, call.chunk_size, window_right=call.window_right)
+    if call.kv_shard is not None and call.seqused_k is not None:
+        return _kv_shard.mask_of(call.kv_shard, mask, rows, max(int(call.seqused_k[index]), 0), call.q.device)
     if call.packed_custom_mask is not None:
         mask.chunk_size = 0
         begin = 0 if call.mask_indptr is None else int(call.mask_indptr[index])

@@ -56,6 +56,7 @@ class AttentionOptions(TypedDict, total=False):
     cu_seqlens_k: Tensor | None
     seqused_q: Tensor | None
     seqused_k: Tensor | None
+    kv_shard: tuple[int, int, int] | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     page_table: Tensor | None

@@ -98,6 +98,7 @@ def attend(
             RETURNED if return_lse or lse is not None else 0,
             0,  # num_splits
             False,  # batch_invariant
+            None,  # kv_shard
         )
     )
     found, found_lse = result if isinstance(result, tuple) else (result, None)

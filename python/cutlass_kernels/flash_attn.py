@@ -129,6 +129,7 @@ def flash_attn_func(
         _LSE if return_attn_probs else 0,  # lse_form
         num_splits,
         False,  # batch_invariant
+        None,  # kv_shard
     )
     return _of_batch(attend(call), q)
 
@@ -238,7 +239,10 @@ def flash_attn_varlen_func(
         return_softmax_lse, return_attn_probs: whether to return the LSE too.
         s_aux, sinks: ``[Hq]``, attention sinks: adds ``exp(s)`` to the denominator.
         ver: FlashAttention's version, as SGLang passes it: no effect.
-        cp_world_size, cp_rank, cp_tot_seqused_k: context parallelism of vLLM, which is refused.
+        cp_world_size, cp_rank: where keys are spread over ranks, one by one: key g of a request is rank
+            ``g % cp_world_size``'s. The result is that over the keys of this rank.
+        cp_tot_seqused_k: int32 ``[B]``, the keys of each request on all ranks together, of which masks speak.
+            ``seqused_k`` follows from it.
 
     The other arguments are those of ``flash_attn_func``.
 
@@ -252,8 +256,13 @@ def flash_attn_varlen_func(
         torch.Size([10, 8, 64])
     """
     refuse_training(dropout_p)
+    kv_shard = None
     if cp_world_size != 1:
-        raise ValueError(f"cp_world_size={cp_world_size} is not served: split the keys and merge states yourself.")
+        if cp_tot_seqused_k is None:
+            raise ValueError(
+                f"cp_world_size={cp_world_size} needs cp_tot_seqused_k, the keys of each request on all ranks."
+            )
+        kv_shard, seqused_k = (cp_world_size, cp_rank, 1), cp_tot_seqused_k
     qv = q_v if qv is None else qv
     if qv is not None:
         q, k, softmax_scale = with_values(q, k, v, qv, softmax_scale)
@@ -291,6 +300,7 @@ def flash_attn_varlen_func(
         _LSE if return_attn_probs or return_softmax_lse else 0,  # lse_form
         num_splits,
         False,  # batch_invariant
+        kv_shard,
     )
     return attend(call)
 
@@ -420,6 +430,7 @@ def flash_attn_with_kvcache(
         _LSE if return_softmax_lse else 0,  # lse_form
         num_splits,
         False,  # batch_invariant
+        None,  # kv_shard
     )
     return _of_batch(attend(call), q)
 

@@ -273,5 +273,5 @@ def test_what_means_training_is_refused():
     q = torch.zeros(1, 2, 2, 64).half()
     with pytest.raises(ValueError, match=r"dropout_p=0\.1 is for training"):
         flash_attn_func(q, q, q, dropout_p=0.1)
-    with pytest.raises(ValueError, match="cp_world_size=2 is not served"):
+    with pytest.raises(ValueError, match="cp_world_size=2 needs cp_tot_seqused_k"):
         flash_attn_varlen_func(q[0], q[0], q[0], ints([0, 2], "cpu"), ints([0, 2], "cpu"), 2, 2, cp_world_size=2)

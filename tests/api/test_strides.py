@@ -189,7 +189,7 @@ DENSE = ["tokens_first", "part_of_tokens_first", "heads_first", "part_of_heads_f
 @pytest.mark.parametrize("v_form", [None, "tokens_first"])
 @pytest.mark.parametrize("form", DENSE)
 def test_dense_keys(target, form, v_form, each, used, hnd, monkeypatch):
-    """Python need not look at them where requests of k and of v lie as many rows apart."""
+    """Kernels address dense keys themselves if k and v have the same number of rows between requests."""
     batch = make_batch([4] * 3, [each] * 3, 4, 2, 64, device=target.device)
     k, v = dense(form, batch.k, each, hnd), dense(v_form or form, batch.v, each, hnd)
     given = {} if used is None else {"seqused_k": torch.tensor(used, dtype=torch.int32, device=target.device)}

@@ -162,6 +162,22 @@ std::vector<Case> sizes() {
   add(ragged, "o has a head stride of 264 bytes", [](auto& p) { p.o.stride_head += 4; });
   add(ragged, "k has a token stride of 136 bytes", [=](auto& p) { fp8(p), p.k.stride_token += 8; });
   add(ragged, "v has a token stride of 264 bytes", [=](auto& p) { fp8(p), p.v.stride_token += 8; });
+  for (const KvShard shard :
+       {KvShard{2, 2, 1}, {2, -1, 1}, {0, 0, 1}, {2, 0, 0}, {1 << 15, 0, 1 << 15}}) {
+    add(ragged, "rank must lie between 0 and world - 1", [=](auto& p) {
+      p.kv_shard = shard;
+      p.seqused_k = long_rows;
+    });
+  }
+  add(ragged, "cannot be used with a bit mask or ALiBi", [](auto& p) {
+    p.kv_shard = {2, 1, 16};
+    p.seqused_k = long_rows;
+    p.alibi.slopes = floats(4);
+  });
+  add(ragged, nullptr, [](auto& p) {
+    p.kv_shard = {2, 1, 16};
+    p.seqused_k = long_rows;
+  });
   return cases;
 }
 
@@ -190,6 +206,16 @@ std::vector<Case> tensors() {
   add(ragged, "kv_stride_request=-2 must not be negative", [](auto& p) {
     p.kv_indptr = nullptr;
     p.kv_stride_request = -2;
+  });
+  add(ragged, "kv_stride_request=10 is for requests without kv_indptr",
+      [](auto& p) { p.kv_stride_request = 10; });
+  add(block_table, "kv_stride_request=0 is for requests without kv_indptr",
+      [](auto& p) { p.kv_stride_request = 0; });
+  add(ragged, "seqused_k is null although kv_shard.world=2",
+      [](auto& p) { p.kv_shard = {2, 1, 16}; });
+  add(ragged, nullptr, [](auto& p) {
+    p.kv_shard = {2, 1, 16};
+    p.seqused_k = indptr;
   });
   add(ragged, nullptr, [](auto& p) {  // every request is as long
     p.qo_indptr = p.kv_indptr = nullptr;

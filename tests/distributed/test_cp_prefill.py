@@ -142,3 +142,10 @@ def test_ranks_that_disagree_raise_alike(processes, what, told):
         processes.run(cp_calls.disagreeing, 2, what, {"seqlens": [16]})
     assert sorted(failed.value.messages) == [0, 1]
     assert len(set(failed.value.messages.values())) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [0, 16])
+@pytest.mark.parametrize("comm, shape", [("allgather", 2), ("ring", 2), ("ulysses", 2), ("hybrid", (2, 1))])
+def test_replayed(nccl, shape, comm, pages):
+    assert all(nccl.run(cp_calls.replayed_prefill, shape, pages, dict(comm=comm)))

@@ -16,24 +16,33 @@ COMMS = ["auto", "a2a", "ag_rs", "symmetric"]
 pytestmark = pytest.mark.runs_nothing("ranks are other processes")
 
 
-def check(processes: Any, world: int, rows: int, lens: list[int], options: dict[str, Any], form: str = "pages") -> None:
+def check(
+    processes: Any, world: int, rows: int | list[int], lens: list[int], options: dict[str, Any], form: str = "pages"
+) -> None:
     if world > processes.world:
         pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
     if options.get("comm") == "symmetric" and processes.device == "cpu":
         pytest.skip("needs GPUs")
-    problem = dict(q_lens=[rows] * len(lens), kv_lens=lens, heads=(12, 2, 64), dtype=torch.float16)
+    q_lens = [rows] * len(lens) if isinstance(rows, int) else rows
+    problem = dict(q_lens=q_lens, kv_lens=lens, heads=(12, 2, 64), dtype=torch.float16)
     want = expect(
         cp_calls.batch_of(problem),
-        Options(causal=True, sinks=options.get("sinks"), logits_soft_cap=options.get("logits_soft_cap")),
+        Options(
+            causal=True,
+            window_left=options.get("window", (-1, -1))[0],
+            sinks=options.get("sinks"),
+            logits_soft_cap=options.get("logits_soft_cap"),
+        ),
     )
     states = processes.run(cp_calls.decode, world, problem, options, form)
     if options.get("gather_heads", True):
-        found = [tuple(torch.cat(parts, 2) for parts in zip(*states, strict=True))]
+        dim = 2 if isinstance(rows, int) else 1
+        found = [tuple(torch.cat(parts, dim) for parts in zip(*states, strict=True))]
     else:
         found = states
     for out, lse in found:
-        assert_close(out.flatten(0, 1), want.out, want.baseline)
-        assert_lse_close(lse.flatten(0, 1), want.lse)
+        assert_close(out.flatten(0, -3), want.out, want.baseline)
+        assert_lse_close(lse.flatten(0, -2), want.lse)
 
 
 @pytest.mark.parametrize("comm", COMMS)
@@ -52,6 +61,16 @@ def test_options(processes, gather_heads, comm):
     sinks = torch.linspace(-2, 2, 12)
     options = dict(sinks=sinks, logits_soft_cap=5.0, gather_heads=gather_heads, comm=comm, block_size=4)
     check(processes, 2, 2, [33, 90, 2], options)
+
+
+@pytest.mark.parametrize("gather_heads", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("window", [-1, 9])
+@pytest.mark.parametrize("world", [2, 3])
+def test_new_tokens_of_any_number(processes, world, window, block_size, gather_heads):
+    """A mixture of decodes, verifications and chunks; windows that some ranks have nothing of."""
+    options = dict(block_size=block_size, window=(window, -1), gather_heads=gather_heads)
+    check(processes, world, [1, 5, 0, 40, 2], [57, 5, 200, 64, 33], options)
 
 
 @pytest.mark.parametrize("comm", COMMS)

@@ -87,6 +87,18 @@ struct DeviceScale {
   std::int64_t stride_request = 0;   ///< 0: one for all requests
 };
 
+/// Which keys of a request this device holds, where they are spread over `world` devices: block i of `block` keys is
+/// device i % world's. So key j here is key (j / block * world + rank) * block + j % block of the request.
+///
+/// seqused_k, which it needs, counts the keys on all devices together, and masks speak of these. Everything else about
+/// keys (indptrs, page tables, max_kv_len, total_kv) counts those here. The output and the LSE are a partial result,
+/// over the keys here: combine_ranks() puts those of all devices together. Not with a bit mask or ALiBi.
+struct KvShard {
+  std::int32_t world = 1;  ///< 1: all keys are here
+  std::int32_t rank = 0;   ///< 0 to world - 1
+  std::int32_t block = 1;  ///< world * block is below 2^30
+};
+
 struct AttentionParams {
   // What to compute. q, k, v and o have one type of 16 bits; or q and o have, and k and v are kFloat8E4M3 or
   // kFloat8E5M2, for fa2; or q, k and v are kFloat8E4M3 and o is, too, or of either type of 16 bits, for fa3 without a
@@ -107,18 +119,19 @@ struct AttentionParams {
   /// [batch_size + 1], device: cu_seqlens_q. Null: every request has max_qo_len rows, and total_q is batch_size times
   /// that. (A single request with neither indptrs nor seqused is as long as q and k.)
   const std::int32_t* qo_indptr = nullptr;
-  /// [batch_size + 1], device; in tokens, or in entries of pages.indices. Null: every request has max_kv_len keys, the
-  /// first of them kv_stride_request rows behind that of the request before; of a page table with a row per request it
-  /// may always be null.
+  /// [batch_size + 1], device, in tokens or in entries of pages.indices. Null: every request has max_kv_len keys, and
+  /// kv_stride_request rows lie between the first keys of consecutive requests. May be null with a page table that has a
+  /// row per request.
   const std::int32_t* kv_indptr = nullptr;
-  /// Without kv_indptr and pages: kNotSet is max_kv_len, and requests with 0 share their keys. total_kv is
-  /// (batch_size - 1) times that, and max_kv_len.
+  /// Used without kv_indptr and pages. kNotSet means max_kv_len; 0 means that all requests share their keys. total_kv is
+  /// (batch_size - 1) * kv_stride_request + max_kv_len.
   std::int32_t kv_stride_request = kNotSet;
   /// Optional [batch_size], device: how many rows and keys of a request are used, from its first on, instead of all
   /// that the indptrs leave room for. With seqused_k, only the first batch_size entries of kv_indptr are read, and
   /// last_page_len is not.
   const std::int32_t* seqused_q = nullptr;
   const std::int32_t* seqused_k = nullptr;
+  KvShard kv_shard;
   /// Optional copy of qo_indptr on the host, read by make_plan() and attention() while they run. With it a tile list
   /// has an entry per tile; without, up to batch_size more, each a thread block that starts only to end.
   const std::int32_t* qo_indptr_host = nullptr;

@@ -87,7 +87,7 @@ struct GeneralTransform {
   static bool needed(const AttentionParams& params) {
     return params.alibi.slopes != nullptr || params.mask.words != nullptr ||
            has_logits_scale(params) || params.output_scale.data != nullptr ||
-           params.stats != nullptr || has_general_end(params);
+           params.stats != nullptr || needs_general_mask(params);
   }
 
   // Whether q.k is changed at all: masks and statistics leave it as it is.

@@ -1,5 +1,6 @@
 // Which keys a query row sees, as a half-open interval [lo, hi): padding, causal, sliding window and
-// chunked masks are all of this form, and both bounds never decrease from one row to the next.
+// chunked masks are all of this form, and both bounds never decrease from one row to the next. Where keys are spread
+// over devices (KvShard), bounds among the keys of the request become bounds among the keys that this device holds.
 //
 // A mask mode is added here: a field of IntervalMask, where it comes from (make()), what it does to lo or hi, and what
 // the estimates should know of it.
@@ -12,6 +13,7 @@
 #include <limits>
 
 #include "common/fast_divisor.h"
+#include "common/kv_shard.h"
 #include "cutlass_kernels/params.h"
 
 namespace cutlass_kernels {
@@ -19,9 +21,12 @@ namespace cutlass_kernels {
 // What the host prepares.
 struct MaskDivisors {
   FastDivisor chunk;
+  FastDivisor period;  // keys of a round of blocks over all devices
 
   MaskDivisors() = default;
-  explicit MaskDivisors(const AttentionParams& params) : chunk(std::uint32_t(params.chunk_size)) {}
+  explicit MaskDivisors(const AttentionParams& params)
+      : chunk(std::uint32_t(params.chunk_size)),
+        period(std::uint32_t(params.kv_shard.world) * std::uint32_t(params.kv_shard.block)) {}
 };
 
 // The right window, whichever way it is asked for.
@@ -31,23 +36,35 @@ CUTE_HOST_DEVICE int window_right_of(const AttentionParams& p) {
 
 // Of a request.
 struct IntervalMask {
-  int kv_len;
-  int offset;   // kv_len - qo_len: row i stands at absolute position i + offset (may be negative)
+  int kv_len;   // keys that this device holds
+  int total;    // keys on all devices
+  int offset;   // total - qo_len: row i stands at absolute position i + offset (may be negative)
   bool causal;  // hi = position + 1
   int window_left;  // < 0: none; else lo >= position - window_left
   int chunk_size;  // 0: none; else lo >= position rounded down to a multiple of it, and hi is no more than the next
   FastDivisor chunk;
   int window_right;  // < 0: none; else hi <= position + window_right + 1; 0 if causal
+  KvShard shard;
+  FastDivisor period;
 
+  // kGeneral: for every mask; else for those that are not needs_general_mask(). Kernels have general variants for these:
+  // in all, the few instructions more would cost fa2 up to 6 % (hd64).
+  //
   // Of problems whose host has set causal and window_right alike: launch().
-  CUTE_HOST_DEVICE static IntervalMask make(const AttentionParams& p, const MaskDivisors& divisors,
-                                            int qo_len, int kv_len) {
-    return {kv_len,        kv_len - qo_len, p.causal || p.chunk_size > 0,
-            p.window_left, p.chunk_size,    divisors.chunk,
-            p.window_right};
+  template <bool kGeneral>
+  CUTE_DEVICE static IntervalMask make(const AttentionParams& p, const MaskDivisors& divisors,
+                                       int batch, int qo_len, int kv_len) {
+    int total = kv_len;
+    if constexpr (kGeneral) {
+      if (p.kv_shard.world > 1) total = p.seqused_k[batch];
+    }
+    return {kv_len,        total,          total - qo_len, p.causal || p.chunk_size > 0,
+            p.window_left, p.chunk_size,   divisors.chunk, p.window_right,
+            p.kv_shard,    divisors.period};
   }
 
-  CUTE_HOST_DEVICE int lo(int row) const {
+  // Keys [begin_of_all(), end_of_all()) of the request, on all devices.
+  CUTE_HOST_DEVICE int begin_of_all(int row) const {
     const int position = row + offset;
     int bound = 0;
     if (window_left >= 0 && position > window_left) bound = position - window_left;
@@ -57,14 +74,11 @@ struct IntervalMask {
     }
     return bound;
   }
-
-  // kGeneral: for every mask; else for those that are not has_general_end(). Kernels have general variants for these: in
-  // all, the few instructions more would cost fa2 up to 6 % (hd64).
   template <bool kGeneral>
-  CUTE_HOST_DEVICE int hi(int row) const {
+  CUTE_HOST_DEVICE int end_of_all(int row) const {
     if constexpr (kGeneral) {
       const int position = row + offset;
-      int bound = kv_len;
+      int bound = total;
       if (window_right >= 0 && bound > position + window_right) bound = position + window_right + 1;
       if (chunk_size > 0) {
         const int chunks = position < 0 ? 0 : int(chunk.divide(position)) + 1;
@@ -75,6 +89,24 @@ struct IntervalMask {
     if (!causal) return kv_len;
     const int bound = row + offset + 1;
     return bound < 0 ? 0 : (bound < kv_len ? bound : kv_len);
+  }
+
+  // Of the first keys of the request, those that this device holds.
+  CUTE_HOST_DEVICE int held(int keys) const {
+    // Unlikely, which moves it out of the way: in line it cost fa2 7 % of ALiBi (hd64).
+    if (__builtin_expect(shard.world > 1, 0)) {
+      return keys_held(shard, keys, int(period.divide(keys)));
+    }
+    return keys;
+  }
+
+  template <bool kGeneral>
+  CUTE_HOST_DEVICE int lo(int row) const {
+    return kGeneral ? held(begin_of_all(row)) : begin_of_all(row);
+  }
+  template <bool kGeneral>
+  CUTE_HOST_DEVICE int hi(int row) const {
+    return kGeneral ? held(end_of_all<true>(row)) : end_of_all<false>(row);
   }
 
   // Whether a row may see fewer keys than its request has.
@@ -89,14 +121,18 @@ inline bool hides_later_keys(const AttentionParams& params) {
   return window_right_of(params) >= 0 || params.chunk_size > 0;
 }
 
-// Whether rows may see keys behind their own position and not all of them: a window to the right, or a chunk.
-inline bool has_general_end(const AttentionParams& params) {
-  const int right = window_right_of(params);
-  return right > 0 || (params.chunk_size > 0 && right < 0);
-}
-
 inline bool hides_keys(const AttentionParams& params) {
   return hides_later_keys(params) || params.window_left >= 0;
+}
+
+// Whether rows may see keys behind their own position and not all of them (a window to the right, or a chunk), or do not
+// see all keys of requests that are spread over devices. (A single causal row sees all.)
+inline bool needs_general_mask(const AttentionParams& params) {
+  const int right = window_right_of(params);
+  const bool sees_all =
+      params.max_qo_len == 1 && right == 0 && params.window_left < 0 && params.chunk_size == 0;
+  return right > 0 || (params.chunk_size > 0 && right < 0) ||
+         (params.kv_shard.world > 1 && hides_keys(params) && !sees_all);
 }
 
 // Of `keys` keys those that a row sees, at most, wherever it stands.

@@ -3,6 +3,7 @@
 // P: AttentionParams, or another struct with the fields of that name.
 #pragma once
 
+#include "common/kv_shard.h"
 #include "plan/launch_params.h"
 
 namespace cutlass_kernels {
@@ -35,6 +36,14 @@ CK_HOST_DEVICE inline bool is_in_part(const P& p, int rows) {
   return p.least_rows <= rows && rows <= p.most_rows;
 }
 
+/// seqused_k of a request; where its keys are spread over devices, those of this one.
+template <class P>
+CK_HOST_DEVICE inline std::int32_t used_keys(const P& p, int batch) {
+  const std::int32_t used = p.seqused_k[batch];
+  if (p.kv_shard.world <= 1) return used;
+  return 0 <= used && used <= kMaxKeys ? keys_held(p.kv_shard, used) : -1;
+}
+
 struct KeysOfRequest {
   std::int32_t begin;   ///< in the tensor, or among the entries of its page table
   std::int32_t length;  ///< -1: the lengths or the page table's sizes make no sense
@@ -52,7 +61,7 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const P& p, int batch) {
   const std::int32_t begin =
       p.kv_indptr == nullptr ? batch * kv_stride_request(p) : p.kv_indptr[batch];
   if (p.seqused_k != nullptr) {
-    const std::int32_t used = p.seqused_k[batch];
+    const std::int32_t used = used_keys(p, batch);
     return {begin, p.kv_indptr == nullptr && used > p.max_kv_len ? -1 : used};
   }
   return {begin, p.kv_indptr == nullptr ? p.max_kv_len : p.kv_indptr[batch + 1] - begin};
@@ -64,7 +73,7 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const P& p, int batch) {
   const PageTable& pages = p.pages;
   std::int32_t begin = 0, end = p.max_kv_len;
   if (p.seqused_k != nullptr) {
-    end = p.seqused_k[batch];
+    end = used_keys(p, batch);
   } else if (p.kv_indptr != nullptr) {
     begin = p.kv_indptr[batch];
     end = p.kv_indptr[batch + 1];
@@ -83,7 +92,7 @@ CK_HOST_DEVICE inline KeysOfRequest keys_of_request(const P& p, int batch) {
   if (begin < 0 || begin > end || end > pages.num_indices) return {begin, -1};
   const std::int64_t room = std::int64_t(end - begin) * pages.page_size;
   if (p.seqused_k != nullptr) {
-    const std::int32_t used = p.seqused_k[batch];
+    const std::int32_t used = used_keys(p, batch);
     return {begin, 0 <= used && used <= room && used <= kMaxKeys ? used : -1};
   }
   if (begin == end) return {begin, 0};

@@ -61,7 +61,7 @@ struct TileOrder {
                         const Device& device, std::int64_t tail_bytes) {
     const int all_heads = p.num_qo_heads / std::max(p.plan.packed_heads, 1);
     const int group_size = all_heads / p.num_kv_heads;
-    const std::int64_t head_bytes = 2 * all_keys(p) * (p.head_dim_qk + p.head_dim_vo);
+    const std::int64_t head_bytes = 2 * keys_in_memory(p) * (p.head_dim_qk + p.head_dim_vo);
     const std::int64_t fit = section_bytes(device) / std::max<std::int64_t>(head_bytes, 1);
     const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
     const std::int64_t head_tiles = std::int64_t(tiles) * group_size;

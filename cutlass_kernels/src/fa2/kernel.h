@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   // ---- This warp's rows, and which keys they see. ----
   const WarpShare<Tile> share(params, tile, threadIdx.x);
   const IntervalMask mask = tile.mask;
-  const VisibleRange range{share.has_rows ? mask.lo(share.first_row) : 0,
+  const VisibleRange range{share.has_rows ? mask.lo<Warp::kGeneral>(share.first_row) : 0,
                            share.has_rows ? mask.hi<Warp::kGeneral>(share.last_row) : 0,
-                           share.has_rows ? mask.lo(share.last_row) : 0,
+                           share.has_rows ? mask.lo<Warp::kGeneral>(share.last_row) : 0,
                            share.has_rows ? mask.hi<Warp::kGeneral>(share.first_row) : 0};
   typename Warp::Transform logits(params, tile, share, range);
 

@@ -43,8 +43,9 @@ struct SeenKeys {
       CUTE_UNROLL
       for (int w = 0; w < kWords; ++w) {
         const int key = first_key + 32 * w;
-        const std::uint32_t inside =
-            windowed ? bits_between(interval.lo(row) - key, interval.hi<true>(row) - key) : ~0u;
+        const std::uint32_t inside = windowed ? bits_between(interval.begin_of_all(row) - key,
+                                                             interval.end_of_all<true>(row) - key)
+                                              : ~0u;
         words[w] |= bits_at(bit_mask, bit + 32 * w) & inside;
       }
     }

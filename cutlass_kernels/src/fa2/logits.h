@@ -70,7 +70,7 @@ struct IntervalLogits {
       for (int half = 0; half < 2; ++half) {
         const int row = share.row_at(m * 16 + half * 8 + share.lane / 4);
         // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
-        const int lo = mask.lo(row);
+        const int lo = mask.template lo<false>(row);
         const std::uint32_t from_lo = key0 - lo;
         const std::uint32_t extent = max(mask.template hi<false>(row) - lo, 0);
         CUTE_UNROLL

@@ -40,8 +40,9 @@ struct TileWork {
     const int tile_rows = Tile::kPacked ? p.plan.tile_rows : Tile::kBlockM;
     row_begin = item.tile * tile_rows;
     row_end = min(row_begin + tile_rows, item.qo_len);
-    mask = IntervalMask::make(p, params.mask_divisors, item.qo_len, item.kv_len);
-    key_begin = mask.lo(row_begin);
+    mask =
+        IntervalMask::make<kGeneral>(p, params.mask_divisors, item.batch, item.qo_len, item.kv_len);
+    key_begin = mask.lo<kGeneral>(row_begin);
     key_end = mask.hi<kGeneral>(row_end - 1);
     hides = p.mask.words != nullptr;
     bits_begin = 0;

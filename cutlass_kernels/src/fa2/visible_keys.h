@@ -98,7 +98,7 @@ struct VisibleKeys {
     if (interval.hides_keys()) {
       __syncwarp();  // keeps this a branch
       bits &= low_bits(interval.hi<true>(own.row) - own.key) &
-              ~low_bits(interval.lo(own.row) - own.key);
+              ~low_bits(interval.lo<true>(own.row) - own.key);
     }
     return own.row < row_end ? bits & kAll : 0u;
   }

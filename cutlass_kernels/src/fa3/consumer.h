@@ -58,7 +58,8 @@ struct Consumer {
 
   // The logits_scale of a head, which only the device knows, is folded into the scale of the softmax.
   static constexpr bool kFoldsScale = kFp8 && kLogits == Logits::kTransformed;
-  static constexpr bool kHasStats = kLogits == Logits::kGeneral && !kFp8;
+  static constexpr bool kIsGeneral = kLogits == Logits::kGeneral;
+  static constexpr bool kHasStats = kIsGeneral && !kFp8;
 
   // Four lanes (a quad) share a row. Of a custom mask, lane l of a quad reads the bits of 32 keys, from key
   // 32 (l % kQuadWords) of the KV block on, for the whole quad.

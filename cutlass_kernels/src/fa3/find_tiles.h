@@ -130,7 +130,7 @@ CUTE_DEVICE void take_split(const WorkItem& work, Job& job) {
 template <class Tile, bool kHides>
 CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, int head, int rank,
                               Job& job) {
-  const IntervalMask mask = make_mask(params, work.qo_len, work.kv_len);
+  const IntervalMask mask = make_mask<kHides>(params, work.batch, work.qo_len, work.kv_len);
   const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
   const int row_begin = work.tile * tile_rows;
   const int row_end = min(row_begin + tile_rows, work.qo_len);
@@ -146,7 +146,7 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
   job.mask_begin = mask_indptr == nullptr ? 0 : mask_indptr[work.batch];
   // Only keys of this range are loaded, the rest of the last KV block is zeros: other keys may hold anything, and
   // 0 * inf is not 0.
-  job.visible_begin = mask.lo(row_begin);
+  job.visible_begin = mask.lo<kHides>(row_begin);
   job.visible_end = mask.hi<kHides>(row_end - 1);
   if constexpr (kHides) {
     job.has_hidden_keys = 1;

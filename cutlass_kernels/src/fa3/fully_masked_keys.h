@@ -45,7 +45,7 @@ struct FullyMaskedKeys {
     const int first_key = job.key_begin + kv_block * kRows;
     const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
     const int rows = min(tile_rows, job.qo_len - job.row_begin);
-    const IntervalMask mask = make_mask(params, job.qo_len, job.kv_len);
+    const IntervalMask mask = make_mask<false>(params, job.batch, job.qo_len, job.kv_len);
     std::uint32_t seen[kRows / 32] = {};  // (BLK_N / 32)
     for (int i = threadIdx.x % 32; i < rows; i += 32) {
       const int row = job.row_begin + i;
@@ -55,7 +55,7 @@ struct FullyMaskedKeys {
       for (int w = 0; w < kRows / 32; ++w) {
         const int key = first_key + 32 * w;
         seen[w] |= bits_at(params.attention.mask, bit + 32 * w) &
-                   bits_between(mask.lo(row) - key, mask.hi<true>(row) - key);
+                   bits_between(mask.begin_of_all(row) - key, mask.end_of_all<true>(row) - key);
       }
     }
     const StageRows visible = visible_rows<kRows>(job, first_key);

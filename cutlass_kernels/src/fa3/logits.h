@@ -41,7 +41,8 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::needs_mask() const {
 // Replaces by -inf the scores of keys that a row does not see.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::apply_mask(ScoreFragment& s) const {
-  const IntervalMask mask = make_mask(params, qo_len, kv_len);
+  const IntervalMask mask =
+      make_mask<kIsGeneral>(params, shared.jobs[jobs.index].batch, qo_len, kv_len);
   if (has_bits()) {
     apply_bits(s);
     if (!mask.hides_keys() && block_begin + kN <= kv_len) return;
@@ -50,8 +51,8 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::apply_mask(ScoreFragment& s) 
   const bool below = block_begin < unmasked_begin;  // hides keys at the block's low end, too
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    const int lo = mask.lo(token(r));
-    const int hi = mask.hi<kLogits == Logits::kGeneral>(token(r));
+    const int lo = mask.template lo<kIsGeneral>(token(r));
+    const int hi = mask.template hi<kIsGeneral>(token(r));
     if (below) {
       // Seen if lo <= key < hi: one unsigned comparison of the distance from lo.
       const std::uint32_t from_lo = key0 - lo;

@@ -69,8 +69,10 @@ struct KernelParams {
   RowStats stats;  // of the general variant
 };
 
-CUTE_DEVICE IntervalMask make_mask(const KernelParams& params, int qo_len, int kv_len) {
-  return IntervalMask::make(params.attention, params.mask_divisors, qo_len, kv_len);
+template <bool kGeneral>
+CUTE_DEVICE IntervalMask make_mask(const KernelParams& params, int batch, int qo_len, int kv_len) {
+  return IntervalMask::make<kGeneral>(params.attention, params.mask_divisors, batch, qo_len,
+                                      kv_len);
 }
 
 }  // namespace cutlass_kernels::fa3

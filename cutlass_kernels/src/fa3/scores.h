@@ -19,7 +19,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::begin_tile() {
       read_q(reinterpret_cast<std::uint32_t (&)[4]>(q_fragments[4 * i]), i);
     }
   }
-  const IntervalMask mask = make_mask(params, job.qo_len, job.kv_len);
+  const IntervalMask mask = make_mask<kIsGeneral>(params, job.batch, job.qo_len, job.kv_len);
   key_begin = job.key_begin;
   block_begin = key_begin + (job.kv_blocks - 1) * kN;
   int first_row, last_row;
@@ -33,14 +33,14 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::begin_tile() {
     last_row = first_row + kWarpgroupRows - 1;
     row = first_row + warpgroup_row(0);
   }
-  unmasked_begin = mask.lo(last_row);
-  unmasked_end = mask.hi<kLogits == Logits::kGeneral>(first_row);
-  if constexpr (kLogits == Logits::kGeneral) {
+  unmasked_begin = mask.template lo<kIsGeneral>(last_row);
+  unmasked_end = mask.template hi<kIsGeneral>(first_row);
+  if constexpr (kIsGeneral) {
     unmasked_begin = max(unmasked_begin, job.unmasked_begin);
     unmasked_end = min(unmasked_end, job.unmasked_end);
   }
-  skips_block = kSkips && block_begin > key_begin &&
-                block_begin >= mask.hi<kLogits == Logits::kGeneral>(last_row);
+  skips_block =
+      kSkips && block_begin > key_begin && block_begin >= mask.template hi<kIsGeneral>(last_row);
   qo_len = job.qo_len;
   kv_len = job.kv_len;
   if constexpr (kFoldsScale) {

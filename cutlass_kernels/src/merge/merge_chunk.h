@@ -27,10 +27,9 @@ inline __device__ float reciprocal(float total) {
   return total == 0.0f ? 0.0f : fmaf(rough, fmaf(-total, rough, 1.0f), rough);
 }
 
-// Merges 16 bytes of a row and returns the LSE of the row. v_of(i) and s_of(i) are the addresses of state i.
-template <class Element, int kAhead, class AddressOfV, class AddressOfS>
-__device__ float merge_chunk(int num_states, const AddressOfV& v_of, const AddressOfS& s_of,
-                             char* to) {
+// Merges 16 bytes of a row and returns the LSE of the row. load_state(i, v, s) loads those of state i.
+template <class Element, int kAhead, class LoadState>
+__device__ float merge_chunk(int num_states, const LoadState& load_state, char* to) {
   constexpr int kElements = kBytes / Element::kBytes;
   constexpr bool kMore = kAhead == kMostAhead;  // than kAhead states
   float mean[kElements] = {};
@@ -44,8 +43,7 @@ __device__ float merge_chunk(int num_states, const AddressOfV& v_of, const Addre
       const bool is_there = first + i < num_states;
       weight[i] = -INFINITY;
       v[i] = {};
-      if (is_there) weight[i] = *s_of(first + i);
-      if (is_there) v[i] = load_chunk(v_of(first + i));
+      if (is_there) load_state(first + i, v[i], weight[i]);
     }
     const float top_before = top;
 #pragma unroll

@@ -90,13 +90,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAhead>)
     if constexpr (kPair) {
       s = merge_chunk<Element, kAhead>(
           2,
-          [&](int i) {
+          [&](int i, Chunk<kBytes>& v, float& lse) {
             const State& state = p.states[i];
-            return state.v + token * state.v_token + head * state.v_head + offset;
-          },
-          [&](int i) {
-            const State& state = p.states[i];
-            return state.s + token * state.s_token + head * state.s_head;
+            lse = state.s[token * state.s_token + head * state.s_head];
+            v = load_chunk(state.v + token * state.v_token + head * state.v_head + offset);
           },
           to);
     } else {
@@ -104,8 +101,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAhead>)
       const char* v = state.v + token * state.v_token + head * state.v_head + offset;
       const float* first_s = state.s + token * state.s_token + head * state.s_head;
       s = merge_chunk<Element, kAhead>(
-          p.num_states, [&](int i) { return v + i * p.v_state; },
-          [&](int i) { return first_s + i * p.s_state; }, to);
+          p.num_states,
+          [&](int i, Chunk<kBytes>& v_of_state, float& lse) {
+            lse = first_s[i * p.s_state];
+            v_of_state = load_chunk(v + i * p.v_state);
+          },
+          to);
     }
   }
   if constexpr (kPair) __syncthreads();  // in place, other threads of the row had to read this s

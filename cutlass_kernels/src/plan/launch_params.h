@@ -107,11 +107,18 @@ inline bool is_batch(const AttentionParams& params) {
          params.seqused_k != nullptr || params.pages.page_size > 0;
 }
 
-/// Keys of all requests, as far as the host knows. There are more rows of k and v where requests share a tensor with
-/// others, or where a tensor has heads before tokens.
+/// Keys of all requests, as far as the host knows. There are more rows of k and v where a tensor has other requests, too,
+/// or heads before tokens; there are fewer where requests share keys.
 inline std::int64_t all_keys(const AttentionParams& params) {
   const std::int64_t keys = std::int64_t(params.batch_size) * params.max_kv_len;
-  return keys > 0 && keys < params.total_kv ? keys : params.total_kv;
+  const bool each_has_most = params.kv_indptr == nullptr && params.pages.page_size == 0;
+  return keys > 0 && (each_has_most || keys < params.total_kv) ? keys : params.total_kv;
+}
+
+/// Of these, those in memory: keys that requests share count once.
+inline std::int64_t keys_in_memory(const AttentionParams& params) {
+  const std::int64_t keys = all_keys(params);
+  return keys < params.total_kv ? keys : params.total_kv;
 }
 
 /// Tiles of a batch's longest request.

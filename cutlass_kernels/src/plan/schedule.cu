@@ -38,6 +38,7 @@ struct ScheduleArgs {
   const std::int32_t* kv_indptr;
   const std::int32_t* seqused_q;
   const std::int32_t* seqused_k;
+  KvShard kv_shard;
   std::int32_t max_qo_len;
   std::int32_t max_kv_len;
   std::int32_t kv_stride_request;
@@ -241,6 +242,7 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
                     params.kv_indptr,
                     params.seqused_q,
                     params.seqused_k,
+                    params.kv_shard,
                     params.max_qo_len,
                     params.max_kv_len,
                     params.kv_stride_request,

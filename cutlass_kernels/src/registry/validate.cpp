@@ -63,6 +63,23 @@ std::string unknown_pages(const AttentionParams& params) {
   return "";
 }
 
+std::string impossible_shard(const AttentionParams& params) {
+  const KvShard& shard = params.kv_shard;
+  constexpr std::int64_t kMost = std::int64_t(1) << 30;
+  if (shard.world < 1 || shard.rank < 0 || shard.rank >= shard.world || shard.block < 1 ||
+      std::int64_t(shard.world) * shard.block >= kMost) {
+    return "kv_shard={world=" + number(shard.world) + ", rank=" + number(shard.rank) +
+           ", block=" + number(shard.block) +
+           "}: rank must lie between 0 and world - 1, and world * block between 1 and 2^30 - 1.";
+  }
+  if (shard.world > 1 && (params.mask.words != nullptr || params.alibi.slopes != nullptr)) {
+    return "kv_shard.world=" + number(shard.world) +
+           " cannot be used with a bit mask or ALiBi: causal, window_left, window_right and "
+           "chunk_size can.";
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string unknown_lengths(const AttentionParams& params) {
@@ -73,7 +90,17 @@ std::string unknown_lengths(const AttentionParams& params) {
            " rows, but " + number(requests) + " requests have total_q=" + number(params.total_q) +
            ": pass qo_indptr.";
   }
-  if (params.pages.page_size > 0) return unknown_pages(params);
+  if (params.kv_shard.world > 1 && params.seqused_k == nullptr) {
+    return "seqused_k is null although kv_shard.world=" + number(params.kv_shard.world) +
+           ": it counts the keys of each request on all devices.";
+  }
+  const bool paged = params.pages.page_size > 0;
+  if (params.kv_stride_request != kNotSet && (params.kv_indptr != nullptr || paged)) {
+    return "kv_stride_request=" + number(params.kv_stride_request) +
+           " is for requests without kv_indptr and pages, which say where keys are: leave it at "
+           "kNotSet.";
+  }
+  if (paged) return unknown_pages(params);
   if (params.kv_indptr != nullptr) return "";
   const std::int64_t stride = kv_stride_request(params);
   if (stride < 0) {
@@ -82,7 +109,8 @@ std::string unknown_lengths(const AttentionParams& params) {
   if ((requests - 1) * stride + params.max_kv_len != params.total_kv) {
     return "kv_indptr is null, so every request has max_kv_len=" + number(params.max_kv_len) +
            " keys, " + number(stride) + " rows from one to the next, but " + number(requests) +
-           " requests have total_kv=" + number(params.total_kv) + ": pass kv_indptr.";
+           " requests have total_kv=" + number(params.total_kv) +
+           ": set kv_stride_request, or pass kv_indptr.";
   }
   return "";
 }
@@ -190,6 +218,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " and most_rows=" + number(params.most_rows) +
            " must be a range of row counts, and need batch_invariant: leave them as they are.";
   }
+  if (std::string fault = impossible_shard(params); !fault.empty()) return fault;
   if (params.num_splits < 0) {
     return "num_splits=" + number(params.num_splits) +
            " must not be negative; 0 lets the library choose.";

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from .. import merge_states
-from . import _exchange
+from . import _exchange, _ops
 from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
 
 COMMS = ("auto", "symmetric", "a2a", "ag_rs")
 Combined = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@_ops.traceable(_ops.own_heads)
 def dcp_combine(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -34,8 +35,8 @@ def dcp_combine(
     ===============  ===============================================================================================
     comm             what is sent
     ===============  ===============================================================================================
-    ``"symmetric"``  outputs and LSEs to the rank that owns their heads, by one kernel that writes into its memory,
-                     waits for what it gets itself, and merges: GPUs of one node, torch 2.8 and newer
+    ``"symmetric"``  one kernel writes outputs and LSEs into the memory of the rank that owns their heads, waits for
+                     the others, and combines: 2 to 16 GPUs of one node, torch 2.8 or newer
     ``"a2a"``        the same by messages; the owner merges in fp32
     ``"ag_rs"``      all LSEs to all ranks; each scales its output, a reduce-scatter adds these in fp32
     ===============  ===============================================================================================
@@ -69,18 +70,22 @@ def dcp_combine(
         "options": (comm, scatter_heads, lse_base, return_lse),
     }
     agree(grid_of(group), facts, fault)
+    state = combine(out, lse if lse_base == 2 else lse * math.log2(math.e), peers, comm, scatter_heads)
+    if not return_lse:
+        return state[0]
+    return state if lse_base == 2 else (state[0], state[1] * math.log(2))
+
+
+def combine(
+    out: torch.Tensor, lse: torch.Tensor, peers: Peers, comm: str, scatter_heads: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The combined state of checked arguments, LSEs in base 2."""
     states, lses = out.flatten(0, -3), lse.flatten(0, -2)
-    if lse_base != 2:
-        lses = lses * math.log2(math.e)
     state = _by_one_kernel(states, lses, peers, comm, scatter_heads)
     if state is None:
         state = (_scaled_sum if comm == "ag_rs" else _merged)(states, lses, peers, scatter_heads)
     combined, total = state
-    combined = combined.view(*out.shape[:-2], *combined.shape[1:])
-    if not return_lse:
-        return combined
-    total = total if lse_base == 2 else total * math.log(2)
-    return combined, total.view(*lse.shape[:-1], total.size(-1))
+    return combined.view(*out.shape[:-2], *combined.shape[1:]), total.view(*lse.shape[:-1], total.size(-1))
 
 
 def _fault(

@@ -1,11 +1,31 @@
-"""How long transfers and attention take, roughly: enough to choose between ways to do the same.
+"""How long a prefill over ranks takes, by each method: enough to choose between them, and to plan a cluster.
 
 All ranks must choose alike, so estimates are made from what every rank knows, not from clocks or device facts.
 """
 
 from __future__ import annotations
 
-from ._plans import Plan
+import functools
+from typing import NamedTuple
+
+from . import _request, _work
+from ._gather_plan import Mask
+from ._hardware import (
+    BARRIER,
+    CALL_START,
+    COPY,
+    GPUS,
+    HOST_CALL,
+    HOST_MESSAGE,
+    HOST_RING_STEP,
+    HOST_TURN_COPIES,
+    HOST_TURN_MESSAGES,
+    Cluster,
+    message_seconds,
+    rate_of,
+)
+from ._plans import Kind, Plan
+from ._work import Work
 
 # Two H100s, 2026-11-26: copies over NVLink by the copy engines, and causal attention of 16k to 128k tokens.
 LINK_BYTES_PER_SECOND = 350e9
@@ -21,6 +41,216 @@ LEAST_SHARE = 0.03
 def turns(plan: Plan, num_qo_heads: int, row_bytes: int, head_dims: int, captured: bool) -> int:
     """Groups of heads whose keys are gathered one after another; ``row_bytes`` of a key and value of all heads,
     ``head_dims`` of QK and VO together."""
-    seconds = max(g.pairs for g in plan.gathers) * 2 * head_dims * num_qo_heads / FLOPS_PER_SECOND
-    transfer = max(g.pulled_rows for g in plan.gathers) * row_bytes / LINK_BYTES_PER_SECOND
+    pairs, pulled = max(g.pairs for g in plan.gathers), max(g.pulled_rows for g in plan.gathers)
+    return _turns(pairs * 2 * head_dims * num_qo_heads, pulled * row_bytes, captured)
+
+
+def _turns(flops: float, pulled_bytes: float, captured: bool) -> int:
+    seconds = flops / FLOPS_PER_SECOND
+    transfer = pulled_bytes / LINK_BYTES_PER_SECOND
     return 2 if transfer > LEAST_SHARE * seconds and (captured or seconds > LEAST_SECONDS) else 1
+
+
+class Problem(NamedTuple):
+    """Of all ranks together."""
+
+    layout: str
+    block_size: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    mask: Mask
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    element_size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key and a value of all heads."""
+        return self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo) * self.element_size
+
+    @property
+    def out_size(self) -> int:
+        return max(self.element_size, 2)
+
+    def kind(self, outer: int, inner: int) -> Kind:
+        return Kind(self.layout, self.block_size, self.q_lens, self.kv_lens, self.mask, outer, inner)
+
+
+class Estimate(NamedTuple):
+    """Seconds of the slowest rank: those of attention, of all transfers, and what of the total is neither attention
+    nor hidden."""
+
+    comm: str
+    compute: float
+    transfer: float
+    exposed: float  # of the transfers
+    overhead: float  # launches, barriers, copies in memory, merges, and the host where it is slower
+    key_bytes: float  # room for keys on a rank, its own included
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed + self.overhead
+
+
+def one_gpu(problem: Problem, cluster: Cluster) -> float:
+    """Seconds of the whole problem on one."""
+    work = _work.slowest(problem.kind(1, 1), 1)
+    return _attention(problem, cluster, work.rows, work.pairs, problem.num_qo_heads) + CALL_START
+
+
+def _attention(problem: Problem, cluster: Cluster, rows: int, pairs: int, heads: int, masked: bool = True) -> float:
+    rate, tile = rate_of(cluster.gpu, problem.head_dim_qk, problem.element_size)
+    mask = problem.mask
+    sides = ((mask.left >= 0) + (mask.right >= 0) + 2 * (mask.chunk_size > 0)) if masked else 0
+    start = tile.start + min(sides, 2) * tile.masked
+    return 2 * (problem.head_dim_qk + problem.head_dim_vo) * heads * (pairs + start * rows) / rate
+
+
+def allgather(problem: Problem, cluster: Cluster, captured: bool = False) -> Estimate:
+    return _gathered(problem, cluster, problem.kind(cluster.world, 1), cluster.per_node, captured)
+
+
+def _gathered(problem: Problem, cluster: Cluster, kind: Kind, per_node: int, captured: bool) -> Estimate:
+    """Keys come in groups of heads; attention of a group starts when it is there and the group before is done.
+    ``problem``: of the heads that a rank of the column has."""
+    work = _work.slowest(kind, per_node)
+    compute = _attention(problem, cluster, work.rows, work.pairs, problem.num_qo_heads)
+    key_bytes = float((work.own_keys + work.pulled) * problem.row_bytes)
+    if kind.outer == 1:
+        return Estimate("allgather", compute, 0.0, 0.0, CALL_START, key_bytes)
+    head_dims = problem.head_dim_qk + problem.head_dim_vo
+    flops = work.planned_pairs * 2 * head_dims * problem.num_qo_heads
+    count = _turns(flops, work.pulled * problem.row_bytes, captured)
+    shares = _shares_of_heads(problem.num_kv_heads, count)
+    in_node = kind.outer <= per_node
+    stored = 2 * work.own_keys * problem.row_bytes / cluster.gpu.memory
+    now = there = stored + (BARRIER if in_node else 0.0)
+    exposed = transfer = 0.0
+    for share in shares:
+        seconds = _transfer(work, share * problem.row_bytes, in_node)
+        there, transfer = there + seconds, transfer + seconds
+        exposed += max(there - now, 0.0)
+        now = max(there, now) + share * compute + CALL_START
+    last = max(there + (BARRIER if in_node else 0.0) - now, 0.0)
+    host = HOST_CALL + (len(shares) - 1) * (HOST_TURN_COPIES if in_node else HOST_TURN_MESSAGES)
+    host += 0.0 if in_node else 2 * work.copies * len(shares) * HOST_MESSAGE
+    total = max(now + last, 0.0 if captured else host)
+    return Estimate("allgather", compute, transfer, exposed + last, total - compute - exposed - last, key_bytes)
+
+
+def _shares_of_heads(num_kv_heads: int, count: int) -> list[float]:
+    """As of ``_gather._bounds``: the first of two groups is a quarter of the heads."""
+    if count == 1 or num_kv_heads == 1:
+        return [1.0]
+    first = max(num_kv_heads // 4, 1) / num_kv_heads
+    return [first, 1 - first]
+
+
+def _transfer(work: Work, row_bytes: float, in_node: bool) -> float:
+    if in_node:
+        return work.pulled * row_bytes / COPY.bandwidth + work.copies * COPY.latency
+    return message_seconds(work.pulled_near * row_bytes, (work.pulled - work.pulled_near) * row_bytes)
+
+
+def ring(problem: Problem, cluster: Cluster) -> Estimate:
+    """In each step a rank attends to the keys of one rank, merges the result, and gets those of the next."""
+    kind = problem.kind(cluster.world, 1)
+    work, steps, memory = _work.slowest(kind, cluster.per_node), cluster.world, cluster.gpu.memory
+    row_elements = problem.num_qo_heads * problem.head_dim_vo
+    own = _attention(problem, cluster, work.rows, 0, problem.num_qo_heads)
+    others = _attention(problem, cluster, work.rows, work.pairs, problem.num_qo_heads, masked=False)
+    tiles = _attention(problem, cluster, work.rows, 0, problem.num_qo_heads, masked=False)
+    compute = others + own + (steps - 2) * tiles
+    # fp32 state: the result is read and converted, both are read, one is written. Zeroed before, converted behind.
+    merge = work.rows * row_elements * (problem.out_size + 4 + 3 * 4) / memory
+    around = (work.rows * row_elements * (3 * 4 + problem.out_size) + 2 * work.own_keys * problem.row_bytes) / memory
+    own_bytes = work.own_keys * problem.row_bytes
+    near, far = (own_bytes, 0.0) if cluster.is_node else (0.0, own_bytes)
+    seconds = message_seconds(near, far)
+    step = compute / steps + merge + CALL_START
+    exposed = (steps - 1) * max(seconds - step, 0.0)
+    overhead = steps * (merge + CALL_START + HOST_RING_STEP) + around
+    overhead += max(HOST_CALL - compute - exposed - overhead, 0.0)
+    return Estimate("ring", compute, (steps - 1) * seconds, exposed, overhead, 2.0 * own_bytes)
+
+
+def ulysses(problem: Problem, cluster: Cluster) -> Estimate:
+    return _heads_for_tokens(problem, cluster, 1, cluster.world, False)._replace(comm="ulysses")
+
+
+def hybrid(problem: Problem, cluster: Cluster, captured: bool = False) -> Estimate:
+    inner = cluster.per_node
+    return _heads_for_tokens(problem, cluster, cluster.world // inner, inner, captured)._replace(comm="hybrid")
+
+
+def _heads_for_tokens(problem: Problem, cluster: Cluster, outer: int, inner: int, captured: bool) -> Estimate:
+    """Two exchanges, which nothing hides, around attention to the rows of ``inner`` ranks with the heads of one."""
+    heads = problem.num_qo_heads // inner
+    kv_heads = max(problem.num_kv_heads // inner, 1)
+    here = problem._replace(num_qo_heads=heads, num_kv_heads=kv_heads)
+    kind = problem.kind(outer, inner)
+    estimate = _gathered(here, cluster, kind, 1, captured)  # ranks of a column are on different nodes
+    rows, keys = (-(-sum(lens) // kind.world) for lens in (problem.q_lens, problem.kv_lens))
+    there = rows * heads * problem.head_dim_qk * problem.element_size + keys * here.row_bytes
+    back = rows * heads * problem.head_dim_vo * problem.out_size
+    near = min(inner, cluster.per_node) - 1
+    far = inner - 1 - near
+    transfer = sum(message_seconds(near * n, far * n) for n in (there, back))
+    # What is sent is packed and unpacked, each of which reads and writes it; what stays is copied.
+    copies = (there + back) * (4 * (inner - 1) + 2) / cluster.gpu.memory
+    gpu = estimate.seconds + transfer + copies
+    host = 0.0 if captured else HOST_CALL + HOST_TURN_MESSAGES + 8 * (inner - 1) * HOST_MESSAGE
+    return estimate._replace(
+        transfer=estimate.transfer + transfer,
+        exposed=estimate.exposed + transfer,
+        overhead=estimate.overhead + copies + max(host - gpu, 0.0),
+    )
+
+
+def estimates(problem: Problem, cluster: Cluster, captured: bool = False) -> dict[str, Estimate | str]:
+    """By method, or why it cannot serve the problem. One GPU: of ``allgather``, which then sends nothing."""
+    world, inner = cluster.world, cluster.per_node
+    found: dict[str, Estimate | str] = {"allgather": allgather(problem, cluster, captured)}
+    if world == 1:
+        return found
+    found["ring"] = _fault(problem, problem.kind(world, 1), "ring") or ring(problem, cluster)
+    found["ulysses"] = _fault(problem, problem.kind(1, world), "ulysses") or ulysses(problem, cluster)
+    if cluster.is_node or world % inner or inner == 1:
+        found["hybrid"] = f"{world} GPUs are not several nodes of {inner} GPUs that could exchange heads."
+    else:
+        kind = problem.kind(world // inner, inner)
+        found["hybrid"] = _fault(problem, kind, "hybrid") or hybrid(problem, cluster, captured)
+    return found
+
+
+def _fault(problem: Problem, kind: Kind, comm: str) -> str | None:
+    try:
+        _request.check_comm(problem.num_qo_heads, problem.num_kv_heads, kind, comm)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# Gathered keys lie beside weights and caches: a fifth of 80 GB. Above, another method is taken that needs less.
+MOST_KEY_BYTES = 16e9
+# Ratios of ring and ulysses to allgather err by up to 6 % over two GPUs (tests/distributed/test_cost.py), and are not
+# measured elsewhere. "allgather", whose results are those of one GPU, is left only for what should be faster by more.
+MARGIN = 0.06
+
+
+def best(found: dict[str, Estimate | str]) -> Estimate:
+    """The one to take."""
+    served = [e for e in found.values() if isinstance(e, Estimate)]
+    fitting = [e for e in served if e.key_bytes <= MOST_KEY_BYTES] or [min(served, key=lambda e: e.key_bytes)]
+    fastest = min(fitting, key=lambda e: e.seconds)
+    first = next((e for e in fitting if e.comm == "allgather"), fastest)
+    return fastest if fastest.seconds < (1 - MARGIN) * first.seconds else first
+
+
+@functools.lru_cache(256)
+def choose(problem: Problem, world: int, per_node: int) -> str:
+    """What comm="auto" is of a group, whose ranks are no mesh. Figures are those of H100 on every GPU."""
+    found = estimates(problem, Cluster(GPUS["h100"], world, per_node))
+    return best({comm: e for comm, e in found.items() if comm != "hybrid"}).comm

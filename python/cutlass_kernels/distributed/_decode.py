@@ -8,31 +8,34 @@ from typing import Any
 import torch
 
 from .. import attention
-from . import _exchange
-from ._combine import Combined, dcp_combine
-from ._peers import Group, Message, Peers, exchange, peers_of, wait
+from . import _exchange, _ops
+from ._combine import COMMS, Combined, combine
+from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
 
 
-def dcp_local_lengths(lengths: torch.Tensor, rank: int, world: int, *, block_size: int = 1) -> torch.Tensor:
-    """How many of the first tokens of a request a rank holds, where blocks go round: block i is rank ``i % world``'s.
+def dcp_local_lengths(
+    lengths: torch.Tensor, rank: int | torch.Tensor, world: int, *, block_size: int = 1
+) -> torch.Tensor:
+    """Number of a request's first ``lengths`` tokens that a rank stores, if block i is on rank ``i % world``.
 
     Args:
         lengths: tokens, any integer dtype and shape, on any device. Nothing is read back.
-        rank, world: a rank, and how many there are.
+        rank, world: a rank, or a tensor of ranks, and how many there are.
         block_size: consecutive tokens of a block, as of a page, or 1.
 
     Returns:
-        Tokens of that rank, of the dtype and shape of lengths.
+        Tokens of that rank, of the dtype and shape of lengths; 0 of negative lengths.
 
     Example:
         >>> dcp_local_lengths(torch.tensor([9]), 0, 2, block_size=4)  # tokens 0 to 3, and 8
         tensor([5])
     """
-    period = world * block_size
+    period, lengths = world * block_size, lengths.clamp(min=0)
     rounds = lengths.div(period, rounding_mode="floor")
     return rounds * block_size + (lengths - rounds * period - rank * block_size).clamp(0, block_size)
 
 
+@_ops.traceable(_ops.like_queries)
 def dcp_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -40,11 +43,15 @@ def dcp_decode(
     group: Group,
     *,
     seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
     page_table: torch.Tensor | None = None,
     kv_layout: str = "NHD",
     block_size: int = 1,
     gather_heads: bool = True,
     comm: str = "auto",
+    window: tuple[int, int] = (-1, -1),
+    chunk_size: int = 0,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -55,24 +62,25 @@ def dcp_decode(
     lse_base: float = 2,
     backend: str = "auto",
 ) -> Combined:
-    """Causal attention of the last n tokens of every request over a cache whose tokens are spread over ranks.
+    """Causal attention of the last tokens of every request over a cache whose tokens are spread over ranks.
 
     Queries are gathered, each rank attends to the keys that it holds, and ``dcp_combine()`` puts the states together.
     Token ``g`` of a request lies on rank ``g // block_size % W``, there behind those of it that stand before.
 
     Args:
-        q: this rank's heads of all requests, ``[B, n, Hq / W, D]``, from head ``rank * Hq / W`` on; with
-            ``gather_heads=False`` all heads, ``[B, n, Hq, D]``.
+        q: this rank's heads of all requests, ``[B, n, Hq / W, D]``, from head ``rank * Hq / W`` on; or, of unequal
+            query lengths, ``[rows, Hq / W, D]`` with ``cu_seqlens_q``. With ``gather_heads=False`` all heads.
         k, v: this rank's cache, ``[pages, P, Hkv, D]`` with ``page_table``, or ``[B, S, Hkv, D]``; with
             ``kv_layout="HND"`` heads before tokens. All ranks hold the same heads.
         group: a process group or a ``DeviceMesh`` of one dimension.
-        seqused_k: int32 ``[B]``: tokens of every request on all ranks together, the n last among them.
+        seqused_k: int32 ``[B]``: tokens of every request on all ranks together, those of q the last among them.
+        cu_seqlens_q, max_seqlen_q: int32 ``[B + 1]``, offsets of requests in rows of q, and a bound of their lengths.
         page_table: int32 ``[B, M]``: pages of this rank's tokens of a request, in order.
-        block_size: see above: 1, or as many tokens as a page.
+        block_size: see above: 1, as many tokens as a page, or any other number.
         gather_heads: whether q has this rank's heads only; the result has the same heads.
         comm: as of ``dcp_combine()``.
         sinks: fp32 ``[Hq]``, of all heads.
-        logits_soft_cap, sm_scale, k_descale, v_descale, return_lse, lse_base, backend: as of
+        window, chunk_size, logits_soft_cap, sm_scale, k_descale, v_descale, return_lse, lse_base, backend: as of
             ``cutlass_kernels.attention()``.
         max_seqlen_k: a bound of this rank's tokens of a request.
 
@@ -86,45 +94,67 @@ def dcp_decode(
         >>> out = dcp_decode(q, k_cache, v_cache, group, page_table=table, seqused_k=lens, block_size=16)
     """
     peers = peers_of(group)
-    if q.dim() != 4:
-        raise ValueError(f"q has shape {tuple(q.shape)}: it must be [B, n, heads, D].")
+    facts: dict[str, Any] = {
+        "the shape of q": tuple(q.shape),
+        "dtypes": (q.dtype, k.dtype, v.dtype),
+        "the shape of seqused_k": tuple(seqused_k.shape),
+        "query lengths": (cu_seqlens_q is not None, max_seqlen_q),
+        "dimensions of the cache": (k.dim(), k.shape[-1], v.shape[-1], kv_layout),
+        "options": (block_size, gather_heads, comm, window, chunk_size, sm_scale, logits_soft_cap, sinks is not None),
+        "the result": (return_lse, lse_base),
+    }
+    agree(grid_of(group), facts, _fault(q, cu_seqlens_q, block_size, comm, lse_base))
     if gather_heads:
         q = _gather_heads(q, peers, comm)
-    batch, rows = q.shape[:2]
-    # A row sees all tokens up to its own; each is a request, so that its length says which of them this rank holds.
-    lens = seqused_k
-    if rows > 1:
-        lens = (lens[:, None] + torch.arange(1 - rows, 1, dtype=lens.dtype, device=lens.device)).flatten()
-        page_table = None if page_table is None else page_table.repeat_interleave(rows, 0)
-        k, v = (x if page_table is not None else x.repeat_interleave(rows, 0) for x in (k, v))
-    options: dict[str, Any] = dict(
+    state = attention(
+        q,
+        k,
+        v,
         kv_layout=kv_layout,
         page_table=page_table,
-        seqused_k=dcp_local_lengths(lens, peers.rank, peers.world, block_size=block_size),
+        seqused_k=seqused_k,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        kv_shard=(peers.world, peers.rank, block_size),
         max_seqlen_k=max_seqlen_k,
+        causal=True,
+        window=window,
+        chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
         sinks=sinks if peers.rank == 0 else None,  # counts once
         k_descale=k_descale,
         v_descale=v_descale,
+        return_lse=True,
         backend=backend,
     )
-    state = attention(q.reshape(batch * rows, 1, *q.shape[2:]), k, v, return_lse=True, **options)
-    assert isinstance(state, tuple)
-    out, lse = (x.view(batch, rows, *x.shape[2:]) for x in state)
-    combined = dcp_combine(out, lse, group, comm=comm, scatter_heads=gather_heads, return_lse=return_lse)
-    if lse_base == math.e and isinstance(combined, tuple):
-        return combined[0], combined[1] * math.log(2)
-    return combined
+    out, lse = combine(*state, peers, comm, gather_heads)
+    if not return_lse:
+        return out
+    return out, lse if lse_base == 2 else lse * math.log(2)
+
+
+def _fault(
+    q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, block_size: int, comm: str, lse_base: float
+) -> str | None:
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        return f"q has shape {tuple(q.shape)}: it must be [B, n, heads, D], or [rows, heads, D] with cu_seqlens_q."
+    if not isinstance(block_size, int) or block_size < 1:
+        return f"block_size={block_size!r} must be a positive number of tokens."
+    if comm not in COMMS:
+        return f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}."
+    if lse_base not in (2, math.e):
+        return f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm."
+    return None
 
 
 def _gather_heads(q: torch.Tensor, peers: Peers, comm: str) -> torch.Tensor:
-    rows = q.flatten(0, 1)
+    rows = q.flatten(0, -3)
     fits = comm in ("auto", "symmetric") and _exchange.serves(rows, peers)
     if fits and (whole := _exchange.gather_heads(rows, peers)) is not None:
-        return whole.unflatten(0, q.shape[:2])
+        return whole.view(*q.shape[:-2], -1, q.size(-1))
     q = q.contiguous()
     parts = [q if rank == peers.rank else torch.empty_like(q) for rank in range(peers.world)]
     others = [rank for rank in range(peers.world) if rank != peers.rank]
     wait(exchange(peers, [Message(r, q) for r in others], [Message(r, parts[r]) for r in others]))
-    return torch.cat(parts, 2)
+    return torch.cat(parts, -2)

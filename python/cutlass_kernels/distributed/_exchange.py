@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import _memory_kernels, _native
 from . import _symmetric
@@ -91,13 +89,4 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 def _ranks(workspace: Workspace, peers: Peers) -> tuple[Any, ...]:
     stream = torch.cuda.current_stream(workspace.device).cuda_stream
-    return peers.rank, workspace.pointers, workspace.size, _timeout_ns(peers.group), stream
-
-
-@functools.lru_cache(64)
-def _timeout_ns(group: dist.ProcessGroup) -> int:
-    """Of the group: after it, a rank that waits for another ends with an error."""
-    try:
-        return int(group._get_backend(torch.device("cuda")).options._timeout.total_seconds() * 1e9)
-    except (AttributeError, RuntimeError):
-        return int(600e9)
+    return peers.rank, workspace.pointers, workspace.size, int(workspace.timeout * 1e9), stream

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import attention
+from ._indices import Indices
 from ._peers import Peers
 from ._plans import Gather
 from ._transport import open_transport
@@ -92,7 +93,7 @@ def _call(
             sinks=here.sinks,
             out=out[:, q_heads],
             return_lse=shard.return_lse,
-            **scales_of_segments(here, gather.requests),
+            **scales_of_segments(here, gather.indices, gather.requests),
             **shard.options,
         )
         if lse is None:
@@ -116,11 +117,11 @@ def with_heads(shard: Shard, q_heads: slice, kv_heads: slice) -> Shard:
     return shard._replace(sinks=None if shard.sinks is None else shard.sinks[q_heads], scales=scales)
 
 
-def scales_of_segments(shard: Shard, requests: list[int]) -> dict[str, Any]:
+def scales_of_segments(shard: Shard, indices: Indices, requests: list[int]) -> dict[str, Any]:
     """Scales with a row for each query segment, where they have one for each request."""
     return {
-        name: scale[torch.tensor(requests, device=scale.device)]
-        if isinstance(scale, torch.Tensor) and scale.dim() == 2
+        name: scale[indices.get("requests", scale.device, lambda: [requests])[0]]
+        if isinstance(scale, torch.Tensor) and scale.dim() == 2 and scale.size(0) > 1
         else scale
         for name, scale in shard.scales.items()
     }

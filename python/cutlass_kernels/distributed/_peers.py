@@ -90,18 +90,31 @@ def agree(grid: Grid, facts: dict[str, Any], fault: str | None) -> None:
     """Raises on every rank if facts differ between ranks, or if one of them has found a fault.
 
     Ranks exchange them before the first call of its kind; a rank whose later calls differ is found by the timeout of
-    the group.
+    the group. A rank that finds a fault of its own in a later call raises it after that timeout.
     """
     key = hash(tuple(map(str, facts.values())))
     groups = [peers for peers in (grid.inner, grid.outer) if peers is not None]
     for peers in groups:
         known = _agreed.setdefault(peers.group, set())
         if peers.world > 1 and (fault is not None or key not in known) and not is_capturing():
-            fault = _fault_among(peers, facts, fault)
+            try:
+                fault = _fault_among(peers, facts, fault)
+            except RuntimeError as error:  # the others are past this check, and in their call
+                if fault is None:
+                    raise
+                raise ValueError(fault) from error
     if fault is not None:
         raise ValueError(fault)
     for peers in groups:
         _agreed[peers.group].add(key)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a rank that waits for another ends with an error."""
+    try:
+        return float(group._get_backend(torch.device("cuda")).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return 600.0
 
 
 def is_capturing() -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from . import _gather_plan, _shards
 from ._gather_plan import Copy, GatherPlan, Mask
+from ._indices import Indices
 from ._rows import MOST_COPIES, Rows
 from ._shards import Segment, Segments
 
@@ -64,6 +66,7 @@ class Plan:
             tuple(Segment(r, start + before[r], stop + before[r]) for r, start, stop in node.segments)
             for node in self.q_nodes
         )
+        self.indices = Indices()
 
     @functools.cached_property
     def gathers(self) -> tuple[Gather, ...]:
@@ -101,28 +104,32 @@ class Gather:
         )
         self.most_rows = max(plan.buffer_rows for plan in plans)
         self.requests = [q.request for q in queries]
-        self._vectors: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+        self.indices = Indices()
 
     def vectors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """``cu_seqlens_q``, first rows of keys, numbers of keys, and for each call the rows used; int32."""
         plan = self.plan
-        if (0, device) not in self._vectors:
-            ends = [0]
-            for rows in plan.q_rows:
-                ends.append(ends[-1] + rows)
-            numbers = [ends, [*plan.key_rows, plan.buffer_rows], plan.key_counts, *(c.rows for c in plan.calls)]
-            self._vectors[0, device] = [torch.tensor(n, dtype=torch.int32).to(device) for n in numbers]
-        cu_seqlens_q, begins, counts, *used = self._vectors[0, device]
+        cu_seqlens_q, begins, counts, *used = self.indices.get(
+            "vectors",
+            device,
+            lambda: [
+                [0, *accumulate(plan.q_rows)],
+                [*plan.key_rows, plan.buffer_rows],
+                plan.key_counts,
+                *(c.rows for c in plan.calls),
+            ],
+        )
         return cu_seqlens_q, begins, counts, used
 
     def call_of_rows(self, device: torch.device) -> torch.Tensor:
-        """Which call computes a row: int64 ``[rows]``."""
-        if (1, device) not in self._vectors:
+        """Which call computes a row: ``[rows]``."""
+
+        def make() -> list[torch.Tensor]:
             plan = self.plan
             of_segment = [next((i for i, c in enumerate(plan.calls) if c.rows[s]), 0) for s in range(len(plan.q_rows))]
-            numbers = torch.tensor(of_segment).repeat_interleave(torch.tensor(plan.q_rows))
-            self._vectors[1, device] = [numbers.to(device)]
-        return self._vectors[1, device][0]
+            return [torch.tensor(of_segment).repeat_interleave(torch.tensor(plan.q_rows))]
+
+        return self.indices.get("calls", device, make)[0]
 
 
 def _pulled(plan: GatherPlan, of_sender: GatherPlan, sender: int) -> tuple[Rows, Rows]:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from . import _cost, _gather, _heads, _request, _ring, _shards
+from . import _cost, _gather, _heads, _nodes, _ops, _request, _ring, _shards
 from ._gather import Shard, State
 from ._heads import HeadsOfRows
-from ._peers import Group, Peers, agree, grid_of, is_capturing
+from ._peers import Grid, Group, Peers, agree, grid_of, is_capturing
 from ._plans import Kind, Plan, plan_of
 from ._request import Roles
-from ._shards import Segments
 
 
+@_ops.traceable(_ops.like_queries, of_mesh=True)
 def cp_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -76,7 +76,8 @@ def cp_prefill(
             every rank.
         kv_seqlens: keys of every request, where they are more: rows stand last among them. None: as many as rows.
         layout, block_size: see the table; of rows and keys alike.
-        comm: see the table; "auto" takes "allgather", and of a mesh of two dimensions "hybrid".
+        comm: see the table. "auto" is "hybrid" on a mesh of two dimensions, and else "allgather", unless the cost model
+            expects another to be more than 6 % faster, or gathered keys to need more than 16 GB.
         page_table: int32 ``[B, M]``: k and v are ``[pages, P, Hkv, D]`` (``kv_layout="HND"``: heads before tokens), and
             this rank's keys of request b lie in pages ``page_table[b]``, in order.
         causal, window, chunk_size, logits_soft_cap, sm_scale, sinks, q_descale, k_descale, v_descale, o_dtype,
@@ -87,15 +88,15 @@ def cp_prefill(
 
     Raises:
         ValueError: on every rank, where ranks disagree on lengths or options or one of them has wrong shapes; found
-            before the first call of its kind. Later, ranks that wait for another raise when the timeout of the group
-            is over.
+            before the first call of its kind. A later difference ends the waiting ranks after the timeout of the
+            group: gloo raises, NCCL ends the process.
 
     Example:
         >>> q, k, v = (torch.randn(6, heads, 64) for heads in (4, 2, 2))
         >>> cp_prefill(q, k, v, torch.distributed.group.WORLD, causal=True).shape
         torch.Size([6, 4, 64])
     """
-    grid = grid_of(group)
+    grid = group if isinstance(group, Grid) else grid_of(group)
     paged = page_table is not None
     options = dict(
         logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, lse_base=lse_base, batch_invariant=batch_invariant
@@ -108,6 +109,7 @@ def cp_prefill(
         "options": (*options.values(), sinks is not None, return_lse, o_dtype, kv_layout if paged else None),
     }
     plan, fault = None, None
+    per_node = _nodes.ranks_per_node(grid.outer, q.device) if grid.inner is None else 1
     try:
         roles = _request.roles(grid, comm)
         _shards.check_layout(layout, block_size)
@@ -118,6 +120,11 @@ def cp_prefill(
         kind = Kind(layout, block_size, *lens, mask, outer, inner)
         _request.check_shapes(q, k, v, kind, grid.rank, paged)
         num_kv_heads = k.size(2 if paged and kv_layout == "NHD" else 1)
+        if comm == "auto" and grid.inner is None:
+            heads = q.size(1), num_kv_heads, q.size(2), v.size(-1), k.element_size()
+            comm = _cost.choose(_cost.Problem(*kind[:5], *heads), grid.world, per_node)
+            roles = _request.roles(grid, comm)
+            kind = kind._replace(outer=1, inner=grid.world) if comm == "ulysses" else kind
         _request.check_comm(q.size(1), num_kv_heads, kind, comm)
         facts |= {"seqlens": lens, "head counts and dimensions": (q.shape[1:], num_kv_heads, v.size(-1))}
         plan = plan_of(kind)
@@ -126,7 +133,7 @@ def cp_prefill(
     agree(grid, facts, fault)
     assert plan is not None
     if page_table is not None:
-        k, v = _from_pages(k, v, page_table, kv_layout, plan.kv_shards[grid.rank])
+        k, v = _from_pages(k, v, page_table, kv_layout, plan, grid.rank)
     o_dtype = o_dtype or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
     scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     shard = Shard(q, k, v, causal, return_lse, o_dtype, sinks, scales, options | {"backend": backend})
@@ -159,16 +166,21 @@ def _attend_column(shard: Shard, plan: Plan, peers: Peers | None, row: int, comm
 
 
 def _from_pages(
-    k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_layout: str, own: Segments
+    k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_layout: str, plan: Plan, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's keys, one request after another."""
     if kv_layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    counts: dict[int, int] = {}
-    for request, start, stop in own:
-        counts[request] = counts.get(request, 0) + stop - start
     page_size = k.size(1)
-    entries = [(request, i // page_size, i % page_size) for request, n in counts.items() for i in range(n)]
-    requests, columns, slot = torch.tensor(entries, dtype=torch.int64).view(-1, 3).to(k.device).unbind(1)
+
+    def places() -> list[torch.Tensor]:
+        counts = [0] * len(plan.kind.kv_lens)
+        for request, start, stop in plan.kv_shards[rank]:
+            counts[request] += stop - start
+        requests = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        tokens = torch.cat([torch.arange(n) for n in counts])
+        return [requests, tokens.div(page_size, rounding_mode="floor"), tokens % page_size]
+
+    requests, columns, slots = plan.indices.get(("pages", rank, page_size), k.device, places, torch.int64)
     pages = page_table[requests, columns].long()
-    return k[pages, slot], v[pages, slot]
+    return k[pages, slots], v[pages, slots]

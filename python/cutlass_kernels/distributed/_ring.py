@@ -8,6 +8,7 @@ is causal.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,23 +64,24 @@ def _add(
         return
     split = k.size(1) * k.size(2)
     used = [n if seen else 0 for n, seen in zip(rows, counts, strict=True)]
-    ends = [0]
-    for n in rows:
-        ends.append(ends[-1] + n)
-    vector = lambda numbers: torch.tensor(numbers, dtype=torch.int32).to(q.device)  # noqa: E731
+    cu_seqlens_q, cu_seqlens_k, seqused_k = plan.indices.get(
+        ("ring", rank, owner),
+        q.device,
+        lambda: [[0, *accumulate(rows)], [*begins, buffer.size(0)], counts],
+    )
     state = attention(
         q,
         buffer[:, :split].unflatten(1, k.shape[1:]),
         buffer[:, split:].unflatten(1, v.shape[1:]),
-        cu_seqlens_q=vector(ends),
-        cu_seqlens_k=vector([*begins, buffer.size(0)]),
-        seqused_k=vector(counts),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
         max_seqlen_q=max(used),
         max_seqlen_k=max(counts),
         causal=shard.causal and owner == rank,
         o_dtype=shard.o_dtype,
         return_lse=True,
-        **scales_of_segments(shard, [q.request for q in plan.queries[rank]]),
+        **scales_of_segments(shard, plan.indices, [q.request for q in plan.queries[rank]]),
         **(shard.options | {"lse_base": 2}),
     )
     assert isinstance(state, tuple)

@@ -90,7 +90,7 @@ def positions(
         ValueError: an unknown layout, a rank outside the world, a negative length.
 
     Example:
-        >>> positions([8], 0, 2)
+        >>> cp_positions([8], 0, 2)
         tensor([0, 1, 6, 7])
     """
     mine = _checked(lengths, rank, world, layout, block_size)
@@ -108,10 +108,10 @@ def indices(
 ) -> torch.Tensor:
     """Rows of this rank's tokens in the tensor of all tokens, requests one after another: int64 ``[rows]``.
 
-    Arguments, errors and the order are those of ``positions()``.
+    Arguments, errors and order are those of ``cp_positions()``.
 
     Example:
-        >>> indices([4, 8], 1, 2)
+        >>> cp_indices([4, 8], 1, 2)
         tensor([ 1,  2,  6,  7,  8,  9])
     """
     mine = _checked(lengths, rank, world, layout, block_size)

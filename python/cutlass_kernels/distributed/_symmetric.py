@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._peers import Peers, is_capturing
+from ._peers import Peers, is_capturing, timeout_of
 
 ALIGNMENT = 1 << 21
 
@@ -23,6 +23,8 @@ class Workspace:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.size, self.device, self.rank = size, device, peers.rank
+        self.timeout = timeout_of(peers.group)  # seconds
+        self.captured = False  # whether a graph may hold its addresses
         self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
         self.memory.zero_()
         self.handle = symmetric.rendezvous(self.memory, peers.group.group_name)
@@ -40,11 +42,16 @@ class Workspace:
         return self._tensors[key]
 
     def barrier(self, channel: int) -> None:
-        """The current stream waits for those of the other ranks. Concurrent barriers take channels of their own."""
-        self.handle.barrier(channel)
+        """The current stream waits for those of the other ranks. Concurrent barriers take channels of their own.
+
+        A rank that does not come ends the others with a CUDA error, after the timeout of the group.
+        """
+        self.handle.barrier(channel, timeout_ms=int(self.timeout * 1000))
 
 
+# Of each group by use. Of those that a graph was captured with, all are kept: the graph may be replayed after growth.
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Workspace | None]] = weakref.WeakKeyDictionary()
+_captured: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = weakref.WeakKeyDictionary()
 
 
 def workspace(peers: Peers | None, size: int, device: torch.device, use: str) -> Workspace | None:
@@ -56,9 +63,13 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
         return None
     kept = _kept.setdefault(peers.group, {})
     found = kept.get(use)
+    capturing = is_capturing()
     if use in kept and (found is None or found.size >= size):
+        if capturing and found is not None and not found.captured:
+            found.captured = True
+            _captured.setdefault(peers.group, []).append(found)
         return found
-    if is_capturing():
+    if capturing:
         raise RuntimeError("The first call of its size allocates symmetric memory: make it before capturing a graph.")
     made = _make(peers, max(-(-size // ALIGNMENT) * ALIGNMENT, found.size if found else 0), device)
     kept[use] = made

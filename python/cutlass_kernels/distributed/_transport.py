@@ -13,7 +13,7 @@ from .. import append_paged_kv_cache_by_slot
 from . import _symmetric
 from ._peers import Message, Peers, exchange, wait
 from ._plans import Gather
-from ._rows import MOST_COPIES, Rows
+from ._rows import MOST_COPIES, Rows, copy_rows, taken
 from ._symmetric import Workspace
 
 Keys = tuple[torch.Tensor, torch.Tensor]
@@ -127,7 +127,7 @@ class Copies:
 def _copy(to: torch.Tensor, rows: Rows, source: torch.Tensor, source_rows: Rows) -> None:
     """Range by range, by copy engines; of many ranges, by a kernel that reads and writes rows."""
     if len(rows.ranges) > 4 * MOST_COPIES:
-        to.index_copy_(0, rows.index(to.device), source.index_select(0, source_rows.index(to.device)))
+        copy_rows(to, rows.index(to.device), taken(source, source_rows.index(to.device)))
         return
     for (start, stop), (first, last) in zip(rows.ranges, source_rows.ranges, strict=True):
         to[start:stop].copy_(source[first:last])

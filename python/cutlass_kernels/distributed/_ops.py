@@ -1,0 +1,169 @@
+"""Functions of a process group as operators, which traced calls put into their graph: see ``cutlass_kernels._ops``.
+
+Their arguments are those of the function, groups by name. All ranks must trace the same calls in the same order. The
+operators have an order, too: a compiler could reorder independent calls, not alike on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .. import _ops
+from .._autograd import forward_only, with_grad
+from .._problem import FP8_DTYPES
+from .._tracing import have_own_dispatch, is_traced
+from ._peers import Grid, Peers, grid_of, peers_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Arguments = dict[str, Any]
+
+# Of the operator, by annotation of the function's parameter. What may be a number or a tensor has two arguments.
+_TYPES = {
+    "torch.Tensor": ("Tensor",),
+    "torch.Tensor | None": ("Tensor?",),
+    "Group": ("str[]",),
+    "str": ("str",),
+    "bool": ("bool",),
+    "int": ("SymInt",),
+    "int | None": ("SymInt?",),
+    "float": ("Scalar",),
+    "float | None": ("float?",),
+    "tuple[int, int]": ("SymInt[]",),
+    "torch.dtype | None": ("ScalarType?",),
+    "float | torch.Tensor | None": ("float?", "Tensor?"),
+    "Sequence[int] | torch.Tensor | None": ("SymInt[]?", "Tensor?"),
+}
+
+
+def traceable(
+    shape: Callable[[Arguments], tuple[Any, ...]], of_mesh: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Registers an operator for a function that returns an output, with ``return_lse`` the pair of it and its LSE.
+
+    Eager calls go to the function. If a tensor requires a gradient, results get a backward that raises.
+
+    Args:
+        shape: of the output.
+        of_mesh: whether the group may be a mesh of two dimensions.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        types = {name: _TYPES[parameter.annotation] for name, parameter in parameters.items()}
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        names, operator = tuple(types), function.__name__
+
+        def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            values = _joined(types, args)
+            values["group"] = _with_names(values["group"])
+            result: Any = function(**values)  # type: ignore[call-arg]
+            return _ops.new_results(result, args[0], values["return_lse"], None, None)
+
+        def fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            values, x = _joined(types, args), args[0]
+            size = shape(values)
+            dtype = values.get("o_dtype") or (torch.bfloat16 if x.dtype in FP8_DTYPES else x.dtype)
+            lse_size = size[:-1] if values["return_lse"] else (0,)
+            return x.new_empty(size, dtype=dtype), x.new_empty(lse_size, dtype=torch.float32)
+
+        _ops.define(operator, _schema(types), run, fake)
+        _keep_order(operator)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            values: Arguments = {**defaults, **dict(zip(names, args)), **kwargs}
+            if len(args) > len(names) or len(values) != len(names):
+                raise TypeError(f"{operator}() has the parameters {', '.join(names)}; given are {', '.join(values)}.")
+            values["group"] = _names(grid_of(values["group"]) if of_mesh else peers_of(values["group"]))
+            return _ops.call(operator, _split(types, values), None, None, values["return_lse"])
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: Any
+            if is_traced() or have_own_dispatch(*args):
+                result = traced(*args, **kwargs)
+                return result
+            inputs = with_grad((*args, *kwargs.values())) if torch.is_grad_enabled() else []
+            if not inputs:
+                return function(*args, **kwargs)
+            with torch.no_grad():
+                result = function(*args, **kwargs)
+            result = tuple(x.detach() for x in result) if isinstance(result, tuple) else result.detach()
+            return forward_only(result, (), *inputs)
+
+        return call
+
+    return decorate
+
+
+def like_queries(values: Arguments) -> tuple[Any, ...]:
+    """The shape of q, with the head dimension of v."""
+    return (*values["q"].shape[:-1], values["v"].shape[-1])
+
+
+def own_heads(values: Arguments) -> tuple[Any, ...]:
+    """The shape of out, with the heads that a rank gets."""
+    *rows, heads, dim = values["out"].shape
+    world = _group(values["group"][0]).size() if values["scatter_heads"] else 1
+    return (*rows, heads // world, dim)
+
+
+def _schema(types: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"{kind} {name}{'_tensor' * i}" for name, kinds in types.items() for i, kind in enumerate(kinds))
+
+
+def _split(types: dict[str, tuple[str, ...]], values: Arguments) -> tuple[Any, ...]:
+    """Arguments of the operator."""
+    args: list[Any] = []
+    for name, kinds in types.items():
+        value = values[name]
+        if len(kinds) == 2:
+            args += [None, value] if isinstance(value, torch.Tensor) else [value, None]
+        else:
+            args.append(value)
+    return tuple(args)
+
+
+def _joined(types: dict[str, tuple[str, ...]], args: tuple[Any, ...]) -> Arguments:
+    """Arguments of the function. Those of an operator's other forms follow, all None."""
+    rest = iter(args)
+    values = {}
+    for name, kinds in types.items():
+        given = [next(rest) for _ in kinds]
+        values[name] = given[-1] if given[0] is None else given[0]
+    return values
+
+
+def _names(of: Grid | Peers) -> list[str]:
+    groups = [of] if isinstance(of, Peers) else [peers for peers in (of.outer, of.inner) if peers is not None]
+    return [peers.group.group_name for peers in groups]
+
+
+def _with_names(names: list[str]) -> Any:
+    """A group, or for two names the grid of a mesh."""
+    groups = [_group(name) for name in names]
+    if len(groups) == 1:
+        return groups[0]
+    outer, inner = map(peers_of, groups)
+    return Grid(outer, inner, outer.rank * inner.world + inner.rank, outer.world * inner.world)
+
+
+def _group(name: Any) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)
+
+
+def _keep_order(operator: str) -> None:
+    """Where torch can: graphs pass a token from one of these operators to the next."""
+    register = getattr(_ops._library, "_register_effectful_op", None)
+    if register is not None:
+        from torch._library.effects import EffectType
+
+        for form in ("", "_forward_only"):
+            register(f"cutlass_kernels::{operator}{form}", EffectType.ORDERED)

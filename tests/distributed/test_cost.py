@@ -1,0 +1,277 @@
+"""The cost model against measured and published figures, and what its command line prints."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+
+from cutlass_kernels.distributed import _cost, _cost_decode, _plan_report, _work
+from cutlass_kernels.distributed.__main__ import count, main
+from cutlass_kernels.distributed._cost import Problem
+from cutlass_kernels.distributed._gather_plan import Mask
+from cutlass_kernels.distributed._hardware import GPUS, Cluster
+from cutlass_kernels.distributed._plans import Kind, plan_of
+
+K, M = 1 << 10, 1 << 20
+PAGE = (ROOT / "docs" / "scaling.md").read_text()
+CAUSAL = Mask(right=0)
+
+
+def unequal() -> tuple[int, ...]:
+    draw, lens, left = random.Random(1), [], 128 * K
+    while left:
+        lens.append(min(draw.randint(512, 32768), left))
+        left -= lens[-1]
+    return tuple(lens)
+
+
+def problem(
+    *lens: int, mask: Mask = CAUSAL, heads: tuple[int, int] = (32, 8), layout: str = "zigzag", size: int = 2
+) -> Problem:
+    return Problem(layout, 256, lens, lens, mask, *heads, 128, 128, size)
+
+
+def cluster(world: int, per_node: int = 8) -> Cluster:
+    return Cluster(GPUS["h100"], world, per_node)
+
+
+# benchmarks/RESULTS.md, 2026-11-26, second; two H100. ms of one GPU, of two, and whether in a graph. One GPU at 64k and
+# 128k gave the rate of the model; no other constant is fitted to these rows.
+PREFILL: dict[str, tuple[Problem, float, float, bool]] = {
+    "1 x 8k": (problem(8 * K), 0.815, 0.465, False),
+    "1 x 8k, in a graph": (problem(8 * K), 0.823, 0.450, True),
+    "1 x 16k": (problem(16 * K), 3.233, 1.779, False),
+    "1 x 16k, in a graph": (problem(16 * K), 3.314, 1.749, True),
+    "1 x 64k": (problem(64 * K), 51.38, 26.53, False),
+    "1 x 128k": (problem(128 * K), 206.1, 102.2, False),
+    "9 requests of 512 to 32k": (problem(*unequal()), 33.87, 17.78, False),
+    "8 x 16k": (problem(*[16 * K] * 8), 27.14, 14.10, False),
+    "1 x 128k, window of 4k": (problem(128 * K, mask=Mask(4 * K, 0)), 13.59, 6.76, False),
+}
+# The same entry: of linear. The ring at 8k gave the host time of its steps.
+OTHERS = {
+    ("ring", 8): 0.40,
+    ("ring", 16): 0.63,
+    ("ring", 64): 0.88,
+    ("ring", 128): 0.93,
+    ("ulysses", 64): 0.94,
+    ("ulysses", 128): 0.96,
+}
+# 2026-11-26, third: us of one GPU and of two. Constants are fitted to all four: these rows only repeat them.
+DECODE = {"1 x 128k": ((128 * K,), 185.4, 121.3), "64 x 8k": ((8 * K,) * 64, 709.7, 390.2)}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill_over_two_gpus(name):
+    asked, one, two, captured = PREFILL[name]
+    expected_one = _cost.one_gpu(asked, cluster(2)) * 1e3
+    expected = _cost.allgather(asked, cluster(2), captured).seconds * 1e3
+    assert expected_one == pytest.approx(one, rel=0.10)
+    assert expected == pytest.approx(two, rel=0.10)
+    assert expected_one / expected == pytest.approx(one / two, rel=0.10)
+    assert (
+        f"| {name} | {two:.4g} ms | {expected:.3g} ms | {one / 2 / two:.2f} | {expected_one / 2 / expected:.2f} |"
+        in PAGE
+    )
+
+
+@pytest.mark.parametrize("comm, tokens", OTHERS)
+def test_other_methods_over_two_gpus(comm, tokens):
+    asked, measured = problem(tokens * K), OTHERS[comm, tokens]
+    estimate = _cost.estimates(asked, cluster(2))[comm]
+    assert isinstance(estimate, _cost.Estimate)
+    expected = _cost.one_gpu(asked, cluster(2)) / 2 / estimate.seconds
+    assert expected == pytest.approx(measured, rel=0.10)
+    assert f"| `{comm}`, 1 x {tokens}k | | | {measured:.2f} | {expected:.2f} |" in PAGE
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_over_two_gpus(name):
+    lens, one, two = DECODE[name]
+    step = _cost_decode.Step(lens, 32, 8, 128, 2)
+    expected = _cost_decode.estimate(step, cluster(2)).seconds * 1e6
+    assert _cost_decode.estimate(step, cluster(1)).seconds * 1e6 == pytest.approx(one, rel=0.10)
+    assert expected == pytest.approx(two, rel=0.10)
+    assert f"| decode, {name} | {two:.4g} us | {expected:.3g} us |" in PAGE
+
+
+def test_combine_over_two_gpus():
+    """64 rows x 32 heads x 128: 10.0 us by one kernel, 31.5 by messages (2026-11-26, third). Latencies are from it."""
+    to_each = 64 * 32 * 128 * 2 // 2
+    for comm, measured in (("symmetric", 10.0), ("a2a", 31.5)):
+        _, combine, took = _cost_decode.exchanged(to_each, cluster(2), True, comm)
+        assert took == comm
+        assert combine * 1e6 == pytest.approx(measured, rel=0.10)
+
+
+def test_published_over_128_gpus():
+    """Llama 3 405B (128/8 heads), 1M tokens on 16 nodes of 8 H100 in 77 s, 93 % (arXiv 2411.01783): heads over the GPUs
+    of a node, tokens over nodes, in a ring. So a GPU has 16/1 heads, and 16 ranks have no NVLink between them. A weak
+    check: whatever is between 0.84 and 1 passes, and the 77 s are not of attention alone."""
+    asked, nodes = problem(M, heads=(16, 1)), cluster(16, per_node=1)
+    for estimate in (_cost.ring(asked, nodes), _cost.allgather(asked, nodes)):
+        assert _cost.one_gpu(asked, nodes) / 16 / estimate.seconds == pytest.approx(0.93, rel=0.10)
+
+
+@pytest.mark.parametrize("head_dim, within", [(64, 0.09), (128, 0.04), (256, 0.04)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_over_lengths(head_dim, within, causal):
+    """TFLOP/s of 512 to 16k tokens on an H200, which were fitted: short runs, at 787 TFLOP/s instead of 706."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    (row,) = re.findall(
+        rf"^\| hd{head_dim} {'causal' if causal else 'full'} \| \*\*fa3\*\* \|(.*)\|$", page, re.MULTILINE
+    )
+    gpu = GPUS["h200"]._replace(flops=787e12)
+    for i, measured in enumerate(map(float, row.split("|"))):
+        n = 512 << i
+        asked = problem(n, mask=CAUSAL if causal else Mask())._replace(head_dim_qk=head_dim, head_dim_vo=head_dim)
+        pairs = _work.visible(asked.mask, 0, n, n)
+        seconds = _cost._attention(asked, Cluster(gpu, 1, 8), n, pairs, 32)
+        assert 4 * head_dim * 32 * pairs / seconds / 1e12 == pytest.approx(measured, rel=within)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(), Mask(17, 0), Mask(9, 4), Mask(right=0, chunk_size=24), Mask(30, -1)])
+def test_pairs_are_those_of_the_mask(mask):
+    for n, m in ((70, 70), (33, 128), (1, 1)):
+        start = m - n
+        seen = sum(hi - lo for lo, hi in (mask.keys_of(p, p + 1, m) for p in range(start, m)))
+        assert _work.visible(mask, start, m, m) == seen
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "interleaved"])
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(), Mask(300, 0)])
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
+def test_work_is_that_of_the_plan(layout, mask, shape):
+    lens = (4000, 17, 1024)
+    kind = Kind(layout, 64, lens, lens, mask, *shape)
+    plan = plan_of(kind)
+    works = _work.of_ranks(kind, 8)
+    for work, gather, node in zip(works, plan.gathers, plan.q_nodes, strict=True):
+        assert (work.rows, work.pulled, work.planned_pairs) == (node.rows, gather.pulled_rows, gather.pairs)
+    pairs = sum(_work.visible(mask, 0, n, n) for n in lens)
+    assert sum(w.pairs for w in works) == pairs
+
+
+@pytest.mark.parametrize("comm", ["allgather", "ring", "hybrid"])
+@pytest.mark.parametrize("tokens", [128 * K, M])
+def test_more_gpus_compute_less_each_and_no_less_together(comm, tokens):
+    asked = problem(tokens, heads=(64, 8))
+    before = None
+    for world in (16, 32, 64, 128, 256, 512, 1024):
+        estimate: Any = _cost.estimates(asked, cluster(world))[comm]
+        assert min(estimate.compute, estimate.transfer, estimate.exposed, estimate.overhead) >= 0
+        if before is not None:
+            assert before.compute / 2.01 < estimate.compute < before.compute
+        before = estimate
+
+
+def test_auto_is_what_measured_best_on_two_gpus():
+    for asked, *_ in PREFILL.values():
+        assert _cost.choose(asked, 2, 2) == "allgather"
+
+
+@pytest.mark.parametrize(
+    "asked, world, per_node, comm",
+    [
+        (problem(1), 2, 2, "allgather"),
+        (problem(128 * K), 1, 1, "allgather"),
+        (problem(128 * K, heads=(32, 32)), 16, 8, "ulysses"),  # keys of all heads between nodes take longer
+        (problem(128 * K, heads=(30, 30)), 16, 8, "allgather"),  # 16 ranks cannot share the heads
+        (problem(10 * M, heads=(64, 8)), 8, 8, "ulysses"),  # gathered keys of 43 GB
+        (problem(10 * M, heads=(60, 20)), 16, 8, "ring"),
+        (problem(10 * M, heads=(60, 20), mask=Mask(4 * K, 0)), 16, 8, "allgather"),
+        (problem(0, 5), 3, 3, "allgather"),
+        (problem(), 4, 4, "allgather"),
+    ],
+)
+def test_auto(asked, world, per_node, comm):
+    assert _cost.choose(asked, world, per_node) == comm
+
+
+@pytest.mark.parametrize("text, value", [("4096", 4096), ("128k", 128 * K), ("1M", M), ("1.5K", 1536), ("10m", 10 * M)])
+def test_counts_with_suffixes(text, value):
+    assert count(text) == value
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ("plan", "Pass either --tokens"),
+        ("plan --tokens 4k --seqlens 1k,2k", "Pass either --tokens"),
+        ("plan --tokens 0", "'0' is not a whole number"),
+        ("plan --tokens 1.3", "'1.3' is not a whole number"),
+        ("plan --tokens 12q", "'12q' is not a whole number"),
+        ("plan --tokens nan", "'nan' is not a whole number"),
+        ("plan --tokens 4k --gpus 0", "'0' is not a whole number"),
+        ("plan --tokens 4k --heads 6/4", "'6/4' is not query heads/key heads"),
+        ("plan --tokens 4k --heads 8/0", "'8/0' is not query heads/key heads"),
+        ("plan --tokens 4k --full --window 8", "--window needs a causal mask"),
+        ("plan --tokens 4k --gpus 3 --comm ulysses", "3 ranks cannot share 64 query heads"),
+        ("plan --tokens 4k --gpus 4 --comm hybrid", "4 GPUs are not several nodes of 8 GPUs"),
+        ("plan --tokens 4k --window 8 --comm ring", "serves causal masks and none"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(arguments, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(arguments))
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--tokens 1M --gpus 16 --full",
+        "--seqlens 4k,64k,1k --gpus 8 --layout interleaved --gpu h200 --dtype fp8",
+        "--tokens 8k --requests 64 --mode decode --gpus 2 --heads 32/8",
+        "--tokens 128k --gpus 1",
+        "--tokens 128k --gpus 24 --heads 96/8 --head-dim 64 --curve --graph",
+        "--tokens 128k --gpus 64 --comm ulysses --curve",
+    ],
+)
+def test_prints_a_table(arguments, capsys):
+    main(["plan", *shlex.split(arguments)])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.count("|") for line in lines if line.startswith("|")]
+    assert len(rows) >= 3 and len(set(rows)) == 1
+    assert max(map(len, lines)) <= 160
+
+
+COMMANDS = re.findall(r"^python -m cutlass_kernels\.distributed (plan .*?)(?: *#.*)?$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_commands_of_the_page_run(arguments, capsys):
+    main(shlex.split(arguments))
+    out = capsys.readouterr().out
+    assert arguments != COMMANDS[0] or out.strip() in PAGE
+
+
+def test_curve_of_the_page():
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| \d+ \| ", line)]
+    assert rows == [_curve_row(1 << i) for i in range(11)], "\n".join(_curve_row(1 << i) for i in range(11))
+
+
+def _curve_row(world: int) -> str:
+    cells = [str(world)]
+    for tokens in (128 * K, M, 10 * M):
+        asked = problem(tokens, heads=(64, 8))
+        best = _cost.best(_cost.estimates(asked, cluster(world)))
+        efficiency = _cost.one_gpu(asked, cluster(1)) / world / best.seconds
+        cells.append(f"{best.comm if world > 1 else '-'}, {_plan_report._time(best.seconds)}, {efficiency:.2f}")
+    step = _cost_decode.Step((M,), 64, 8, 128, 2)
+    here, one = (_cost_decode.estimate(step, cluster(n)).seconds for n in (world, 1))
+    cells.append(f"{_plan_report._time(here)}, {one / here:.1f} x")
+    return f"| {' | '.join(cells)} |"
+
+
+def test_nodes_of_one_rank_need_no_group():
+    from cutlass_kernels.distributed import _nodes, _peers
+
+    assert _nodes.ranks_per_node(_peers.Peers(None, 0, (0,)), torch.device("cpu")) == 1  # type: ignore[arg-type]
