@@ -83,6 +83,8 @@ def _serve(device: str, rank: int, world: int, store: str, pipe: Any) -> None:
     groups: dict[Any, Any] = {}
     for n in range(1, world + 1):
         groups[n] = dist.new_group(list(range(n)), timeout=TIMEOUT)
+    if world >= 2:
+        groups[2, 1] = DeviceMesh(device, torch.arange(2).view(2, 1))
     if world == 4:
         groups[2, 2] = DeviceMesh(device, torch.arange(4).view(2, 2))
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)

@@ -26,6 +26,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "both_sides": dict(window=(9, 4)),
     "to_the_left": dict(window=(9, -1)),
     "chunks": dict(causal=True, chunk_size=24),
+    "window_and_chunks": dict(causal=True, window=(7, -1), chunk_size=24),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zigzag": {},

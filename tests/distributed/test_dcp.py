@@ -114,6 +114,7 @@ def test_calls_of_any_sizes_in_turn(nccl):
 
 
 @pytest.mark.gpu
-def test_replayed_steps(nccl):
+@pytest.mark.parametrize("comm", COMMS[1:])
+def test_replayed_steps(nccl, comm):
     """A captured decode step follows its tensors, and one that is not captured may come between."""
-    assert all(nccl.run(cp_calls.replayed_decode, 2))
+    assert all(nccl.run(cp_calls.replayed_decode, 2, comm))

@@ -99,7 +99,14 @@ def dcp_decode(
         "dtypes": (q.dtype, k.dtype, v.dtype),
         "the shape of seqused_k": tuple(seqused_k.shape),
         "query lengths": (cu_seqlens_q is not None, max_seqlen_q),
-        "dimensions of the cache": (k.dim(), k.shape[-1], v.shape[-1], kv_layout),
+        "dimensions of the cache": (
+            k.dim(),
+            k.size(-3 if kv_layout == "HND" else -2),
+            k.size(-1),
+            v.size(-1),
+            kv_layout,
+        ),
+        "page_table": page_table is not None,
         "options": (block_size, gather_heads, comm, window, chunk_size, sm_scale, logits_soft_cap, sinks is not None),
         "the result": (return_lse, lse_base),
     }
@@ -150,9 +157,9 @@ def _fault(
 
 def _gather_heads(q: torch.Tensor, peers: Peers, comm: str) -> torch.Tensor:
     rows = q.flatten(0, -3)
-    fits = comm in ("auto", "symmetric") and _exchange.serves(rows, peers)
-    if fits and (whole := _exchange.gather_heads(rows, peers)) is not None:
-        return whole.view(*q.shape[:-2], -1, q.size(-1))
+    fits = comm == "symmetric" or (comm == "auto" and rows.nbytes <= _exchange.MOST_BYTES)
+    if fits and _exchange.serves(rows, peers) and (whole := _exchange.gather_heads(rows, peers)) is not None:
+        return whole.view(*q.shape[:-2], *whole.shape[1:])
     q = q.contiguous()
     parts = [q if rank == peers.rank else torch.empty_like(q) for rank in range(peers.world)]
     others = [rank for rank in range(peers.world) if rank != peers.rank]

@@ -38,20 +38,21 @@ def combine(
     own = heads // peers.world if scatter else heads
     merged, merged_lse = out.new_empty(rows, own, dim), lse.new_empty(rows, own)
     out = _aligned(out)
-    _native._C.combine_ranks(
-        _DTYPES[out.dtype],
-        rows,
-        heads,
-        dim,
-        out.data_ptr(),
-        *out.stride()[:2],
-        lse.data_ptr(),
-        *lse.stride(),
-        scatter,
-        merged.data_ptr(),
-        merged_lse.data_ptr(),
-        *_ranks(workspace, peers),
-    )
+    with torch.cuda.device(out.device):
+        _native._C.combine_ranks(
+            _DTYPES[out.dtype],
+            rows,
+            heads,
+            dim,
+            out.data_ptr(),
+            *out.stride()[:2],
+            lse.data_ptr(),
+            *lse.stride(),
+            scatter,
+            merged.data_ptr(),
+            merged_lse.data_ptr(),
+            *_ranks(workspace, peers),
+        )
     return merged, merged_lse
 
 
@@ -63,16 +64,17 @@ def gather_heads(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:
         return None
     x = _aligned(x)
     whole = x.new_empty(rows, heads * peers.world, dim)
-    _native._C.gather_heads(
-        _DTYPES[x.dtype],
-        rows,
-        heads,
-        dim,
-        x.data_ptr(),
-        *x.stride()[:2],
-        whole.data_ptr(),
-        *_ranks(workspace, peers),
-    )
+    with torch.cuda.device(x.device):
+        _native._C.gather_heads(
+            _DTYPES[x.dtype],
+            rows,
+            heads,
+            dim,
+            x.data_ptr(),
+            *x.stride()[:2],
+            whole.data_ptr(),
+            *_ranks(workspace, peers),
+        )
     return whole
 
 

@@ -47,11 +47,13 @@ def attend(shard: Shard, gather: Gather, peers: Peers | None, turns: int) -> Sta
     out = q.new_empty(*q.shape[:2], v.size(2), dtype=shard.o_dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if shard.return_lse else None
     group = q.size(1) // num_kv_heads
-    for turn, (a, b) in enumerate(bounds):
-        k_here, v_here = keys.arrived(turn)
-        if q.size(0) > 0:
-            _call(shard, gather, slice(a * group, b * group), slice(a, b), k_here, v_here, out, lse)
-    keys.close()
+    try:
+        for turn, (a, b) in enumerate(bounds):
+            k_here, v_here = keys.arrived(turn)
+            if q.size(0) > 0:
+                _call(shard, gather, slice(a * group, b * group), slice(a, b), k_here, v_here, out, lse)
+    finally:
+        keys.close()
     return State(out, lse)
 
 
@@ -93,7 +95,7 @@ def _call(
             sinks=here.sinks,
             out=out[:, q_heads],
             return_lse=shard.return_lse,
-            **scales_of_segments(here, gather.indices, gather.requests),
+            **scales_of_segments(here, gather.indices, 0, gather.requests),
             **shard.options,
         )
         if lse is None:
@@ -117,10 +119,10 @@ def with_heads(shard: Shard, q_heads: slice, kv_heads: slice) -> Shard:
     return shard._replace(sinks=None if shard.sinks is None else shard.sinks[q_heads], scales=scales)
 
 
-def scales_of_segments(shard: Shard, indices: Indices, requests: list[int]) -> dict[str, Any]:
-    """Scales with a row for each query segment, where they have one for each request."""
+def scales_of_segments(shard: Shard, indices: Indices, rank: int, requests: list[int]) -> dict[str, Any]:
+    """Scales with a row for each query segment, where they have one for each request. ``rank``: whose segments."""
     return {
-        name: scale[indices.get("requests", scale.device, lambda: [requests])[0]]
+        name: scale[indices.get(("requests", rank), scale.device, lambda: [requests])[0]]
         if isinstance(scale, torch.Tensor) and scale.dim() == 2 and scale.size(0) > 1
         else scale
         for name, scale in shard.scales.items()

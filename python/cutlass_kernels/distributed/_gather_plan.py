@@ -29,6 +29,7 @@ class Mask(NamedTuple):
         if self.chunk_size > 0:
             lo = max(lo, start // self.chunk_size * self.chunk_size)
             hi = min(hi, ((stop - 1) // self.chunk_size + 1) * self.chunk_size)
+            lo = lo // self.chunk_size * self.chunk_size  # attention() counts chunks from the first key
         return lo, max(lo, hi)
 
 

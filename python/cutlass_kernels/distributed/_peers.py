@@ -83,6 +83,7 @@ def wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
+MOST_AGREED = 4096  # kinds of calls that a group remembers
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 
 
@@ -93,6 +94,8 @@ def agree(grid: Grid, facts: dict[str, Any], fault: str | None) -> None:
     the group. A rank that finds a fault of its own in a later call raises it after that timeout.
     """
     key = hash(tuple(map(str, facts.values())))
+    if fault is not None:
+        fault = f"On rank {dist.get_rank()}: {fault}"
     groups = [peers for peers in (grid.inner, grid.outer) if peers is not None]
     for peers in groups:
         known = _agreed.setdefault(peers.group, set())
@@ -105,8 +108,13 @@ def agree(grid: Grid, facts: dict[str, Any], fault: str | None) -> None:
                 raise ValueError(fault) from error
     if fault is not None:
         raise ValueError(fault)
+    if is_capturing():
+        return
     for peers in groups:
-        _agreed[peers.group].add(key)
+        known = _agreed[peers.group]
+        if len(known) >= MOST_AGREED:
+            known.clear()  # on all ranks at once: they add the same
+        known.add(key)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -125,9 +133,9 @@ def _fault_among(peers: Peers, facts: dict[str, Any], fault: str | None) -> str 
     mine = ({name: str(value) for name, value in facts.items()}, fault)
     every: list[Any] = [None] * peers.world
     dist.all_gather_object(every, mine, peers.group)
-    for rank, (_, found) in zip(peers.ranks, every, strict=True):
+    for _, found in every:
         if found is not None:
-            return f"On rank {rank}: {found}"
+            return str(found)
     for name in facts:
         values: dict[str, list[int]] = defaultdict(list)
         for rank, (theirs, _) in zip(peers.ranks, every, strict=True):

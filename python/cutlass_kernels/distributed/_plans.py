@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from itertools import accumulate
 from typing import NamedTuple
@@ -67,6 +68,7 @@ class Plan:
             for node in self.q_nodes
         )
         self.indices = Indices()
+        self.ring_keys: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # of _ring
 
     @functools.cached_property
     def gathers(self) -> tuple[Gather, ...]:
@@ -139,13 +141,13 @@ def _pulled(plan: GatherPlan, of_sender: GatherPlan, sender: int) -> tuple[Rows,
 
 
 def _own(plan: GatherPlan, rank: int) -> list[Copy]:
-    """Copies of this rank's keys."""
+    """Copies of this rank's keys, in the order in which it stores them."""
     return [c for c in plan.copies if c.sender == rank]
 
 
 def _in_buffer(own: list[Copy], copy: Copy) -> tuple[int, int]:
     """Rows that a rank sends, where its own copies have put them."""
-    room = next(c for c in own if c.row <= copy.row < c.row + c.rows)
+    room = own[bisect.bisect_right(own, copy.row, key=lambda c: c.row) - 1]
     start = room.to + copy.row - room.row
     return start, start + copy.rows
 
@@ -158,3 +160,11 @@ def _messages(ranges: list[tuple[int, int]]) -> list[Rows]:
 @functools.lru_cache(64)
 def plan_of(kind: Kind) -> Plan:
     return Plan(kind)
+
+
+_captured: set[Plan] = set()
+
+
+def keep(plan: Plan) -> None:
+    """A graph is captured with it, and holds addresses of its index tensors."""
+    _captured.add(plan)

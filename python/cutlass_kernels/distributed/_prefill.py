@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _cost, _gather, _heads, _nodes, _ops, _request, _ring, _shards
+from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring, _shards
 from ._gather import Shard, State
 from ._heads import HeadsOfRows
 from ._peers import Grid, Group, Peers, agree, grid_of, is_capturing
@@ -105,7 +105,7 @@ def cp_prefill(
         "dtypes": (q.dtype, k.dtype, v.dtype),
         "comm": comm,
         "layout": (layout, block_size),
-        "the mask": (causal, tuple(window), chunk_size),
+        "the mask": (causal, tuple(window) if isinstance(window, (tuple, list)) else window, chunk_size),
         "options": (*options.values(), sinks is not None, return_lse, o_dtype, kv_layout if paged else None),
     }
     plan, fault = None, None
@@ -118,8 +118,7 @@ def cp_prefill(
         mask = _request.mask_of(causal, window, chunk_size)
         outer, inner = (1 if peers is None else peers.world for peers in roles)
         kind = Kind(layout, block_size, *lens, mask, outer, inner)
-        _request.check_shapes(q, k, v, kind, grid.rank, paged)
-        num_kv_heads = k.size(2 if paged and kv_layout == "NHD" else 1)
+        num_kv_heads = _request.check_shapes(q, k, v, kind, grid.rank, page_table, kv_layout)
         if comm == "auto" and grid.inner is None:
             heads = q.size(1), num_kv_heads, q.size(2), v.size(-1), k.element_size()
             comm = _cost.choose(_cost.Problem(*kind[:5], *heads), grid.world, per_node)
@@ -132,6 +131,8 @@ def cp_prefill(
         fault = str(error)
     agree(grid, facts, fault)
     assert plan is not None
+    if is_capturing():
+        _plans.keep(plan)
     if page_table is not None:
         k, v = _from_pages(k, v, page_table, kv_layout, plan, grid.rank)
     o_dtype = o_dtype or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
@@ -177,8 +178,8 @@ def _from_pages(
         counts = [0] * len(plan.kind.kv_lens)
         for request, start, stop in plan.kv_shards[rank]:
             counts[request] += stop - start
-        requests = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        tokens = torch.cat([torch.arange(n) for n in counts])
+        requests = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        tokens = torch.cat([torch.empty(0, dtype=torch.int64), *map(torch.arange, counts)])
         return [requests, tokens.div(page_size, rounding_mode="floor"), tokens % page_size]
 
     requests, columns, slots = plan.indices.get(("pages", rank, page_size), k.device, places, torch.int64)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import _args
 from . import _heads, _shards
 from ._gather_plan import Mask
 from ._peers import Grid, Peers
@@ -64,8 +65,18 @@ def mask_of(causal: bool, window: tuple[int, int], chunk_size: int) -> Mask:
     return Mask(left, 0 if causal else right, chunk_size)
 
 
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, rank: int, paged: bool) -> None:
-    """Of this rank."""
+def check_shapes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kind: Kind,
+    rank: int,
+    page_table: torch.Tensor | None,
+    kv_layout: str,
+) -> int:
+    """Checks the tensors of this rank, and returns the number of KV heads."""
+    paged = page_table is not None
+    _args.kv_layout(kv_layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         dims = 4 if paged and name != "q" else 3
         if x.dim() != dims:
@@ -86,14 +97,33 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, 
                     f"{name} has {x.size(0)} keys, but rank {rank} of {kind.world} holds {kv_rows} of "
                     f"{_told(kind.kv_lens)} in layout={kind.layout!r}: see cp_split()."
                 )
-        if k.size(1) != v.size(1) or k.size(1) == 0 or q.size(1) % k.size(1):
-            raise ValueError(
-                f"q has {q.size(1)} heads, k {k.size(1)} and v {v.size(1)}: the last two must divide the first."
-            )
+    heads_dim = 2 if paged and kv_layout == "NHD" else 1
+    num_kv_heads = k.size(heads_dim)
+    if num_kv_heads != v.size(heads_dim) or num_kv_heads == 0 or q.size(1) % num_kv_heads:
+        raise ValueError(
+            f"q has {q.size(1)} heads, k {num_kv_heads} and v {v.size(heads_dim)}: the last two must divide the first."
+        )
+    if page_table is not None:
+        _check_pages(page_table, k.size(3 - heads_dim), kind, rank)
     if k.dtype != v.dtype or k.device != q.device or v.device != q.device:
         raise ValueError(
             f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: k and v must have "
             "one dtype, and all one device."
+        )
+    return num_kv_heads
+
+
+def _check_pages(page_table: torch.Tensor, page_size: int, kind: Kind, rank: int) -> None:
+    requests = len(kind.kv_lens)
+    most = max(
+        (_shards.count(_shards.split(kind.layout, (n,), kind.world, kind.block_size)[rank]) for n in set(kind.kv_lens)),
+        default=0,
+    )
+    if page_table.dim() != 2 or page_table.size(0) != requests or page_table.size(1) * page_size < most:
+        raise ValueError(
+            f"page_table has shape {tuple(page_table.shape)}: it must be [{requests}, pages of a request], "
+            f"{-(-most // page_size)} or more for the {most} keys of a request that rank {rank} holds, in pages of "
+            f"{page_size} tokens."
         )
 
 

@@ -7,6 +7,7 @@ is causal.
 
 from __future__ import annotations
 
+import bisect
 import math
 from itertools import accumulate
 from typing import Any
@@ -58,7 +59,9 @@ def _add(
 ) -> None:
     """Merges what the keys of ``owner`` contribute."""
     q, k, v = shard.q, shard.k, shard.v
-    counts, begins = _seen(plan, rank, owner, shard.causal)
+    if (rank, owner) not in plan.ring_keys:
+        plan.ring_keys[rank, owner] = _seen(plan, rank, owner, shard.causal)
+    counts, begins = plan.ring_keys[rank, owner]
     rows = [s.stop - s.start for s in plan.queries[rank]]
     if q.size(0) == 0 or not any(counts):
         return
@@ -81,7 +84,7 @@ def _add(
         causal=shard.causal and owner == rank,
         o_dtype=shard.o_dtype,
         return_lse=True,
-        **scales_of_segments(shard, plan.indices, [q.request for q in plan.queries[rank]]),
+        **scales_of_segments(shard, plan.indices, rank, [q.request for q in plan.queries[rank]]),
         **(shard.options | {"lse_base": 2}),
     )
     assert isinstance(state, tuple)
@@ -97,9 +100,14 @@ def _seen(plan: Plan, rank: int, owner: int, causal: bool) -> tuple[list[int], l
         begins.setdefault(request, row)
         row += stop - start
         totals[request] = totals.get(request, 0) + stop - start
+    # Of each request, where its segments end, and how many keys stand before that. Both ascend.
+    ends: dict[int, tuple[list[int], list[int]]] = {}
+    for request, start, stop in plan.kv_nodes[owner].segments:
+        stops, keys = ends.setdefault(request, ([], [0]))
+        stops.append(stop)
+        keys.append(keys[-1] + stop - start)
     counts = []
     for request, _, stop in plan.queries[rank]:
-        of_request = [s for s in plan.kv_nodes[owner].segments if s.request == request]
-        seen = sum(s.stop - s.start for s in of_request if s.stop <= stop) if causal else totals.get(request, 0)
-        counts.append(seen)
+        stops, keys = ends.get(request, ([], [0]))
+        counts.append(keys[bisect.bisect_right(stops, stop)] if causal else totals.get(request, 0))
     return counts, [begins.get(q.request, 0) for q in plan.queries[rank]]

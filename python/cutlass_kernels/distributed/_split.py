@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import _shards
-from ._peers import Group, Message, Peers, exchange, grid_of, wait
+from ._peers import Group, Message, Peers, agree, exchange, grid_of, wait
 from ._rows import Rows
 
 
@@ -68,17 +68,19 @@ def cp_restore(
         All tokens, requests one after another.
 
     Raises:
-        ValueError: x has another number of tokens than this rank holds, or an unknown layout.
+        ValueError: x has another number of tokens than this rank holds, or an unknown layout; on every rank, where they
+            differ between ranks.
     """
     grid = grid_of(group)
     _shards.check_layout(layout, block_size)
     lengths = _lengths(x.size(dim) * grid.world, seqlens, check=False)
     shards = _shards.split(layout, lengths, grid.world, block_size)
     places = [Rows(_shards.rows_of(segments, lengths)) for segments in shards]
-    if x.size(dim) != places[grid.rank].count:
-        raise ValueError(
-            f"x has {x.size(dim)} tokens, but rank {grid.rank} holds {places[grid.rank].count} of {lengths}."
-        )
+    count, fault = places[grid.rank].count, None
+    if x.size(dim) != count:
+        fault = f"x has {x.size(dim)} tokens, but rank {grid.rank} holds {count} of {lengths}."
+    of_token = x.movedim(dim, 0).shape[1:]
+    agree(grid, {"seqlens": lengths, "layout": (layout, block_size), "the shape of a token": of_token}, fault)
     mine = x.movedim(dim, 0).contiguous()
     whole = mine.new_empty(sum(lengths), *mine.shape[1:])
     held = {grid.rank: mine}

@@ -19,14 +19,14 @@ ALIGNMENT = 1 << 21
 class Workspace:
     """Of a group: this rank's buffer, those of the others, and a stream for copies."""
 
-    def __init__(self, peers: Peers, size: int, device: torch.device) -> None:
+    def __init__(self, peers: Peers, memory: torch.Tensor) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.size, self.device, self.rank = size, device, peers.rank
+        device = memory.device
+        self.size, self.device, self.rank = memory.numel(), device, peers.rank
         self.timeout = timeout_of(peers.group)  # seconds
         self.captured = False  # whether a graph may hold its addresses
-        self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-        self.memory.zero_()
+        self.memory = memory.zero_()
         self.handle = symmetric.rendezvous(self.memory, peers.group.group_name)
         self.pointers: list[int] = list(self.handle.buffer_ptrs)
         self.stream = torch.cuda.Stream(device)
@@ -71,7 +71,9 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
         return found
     if capturing:
         raise RuntimeError("The first call of its size allocates symmetric memory: make it before capturing a graph.")
-    made = _make(peers, max(-(-size // ALIGNMENT) * ALIGNMENT, found.size if found else 0), device)
+    # By a quarter at least: prompts that come in chunks ask for more with each of them.
+    wanted = max(size, found.size * 5 // 4 if found else 0)
+    made = _make(peers, -(-wanted // ALIGNMENT) * ALIGNMENT, device)
     kept[use] = made
     return made
 
@@ -83,18 +85,36 @@ def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
     if len(set(every)) > 1 or every[0] is None:
         return None
     torch.cuda.synchronize(device)  # the old one may be in use
+    memory = _allocate(size, device)
+    # Before the rendezvous, in which ranks wait for one another.
+    dist.all_gather_object(every, memory is not None, peers.group)
+    if memory is None or not all(every):
+        return None
     try:
-        made = Workspace(peers, size, device)
+        made = Workspace(peers, memory)
         torch.cuda.synchronize(device)  # zeroed, before another rank writes
-    except (ImportError, RuntimeError, AttributeError):
+    except (RuntimeError, AttributeError):
         made = None
     dist.all_gather_object(every, made is not None, peers.group)
     return made if all(every) else None
 
 
+def _allocate(size: int, device: torch.device) -> torch.Tensor | None:
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        memory: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
+    except (ImportError, RuntimeError, AttributeError):
+        return None
+    return memory
+
+
 def _node(device: torch.device) -> str | None:
     """The same on ranks whose GPUs reach one another's memory; None where this one reaches no other."""
     import socket
+
+    if device.type != "cuda":
+        return None
 
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     if any(not torch.cuda.can_device_access_peer(device, i) for i in others):

@@ -30,6 +30,8 @@ class Transport(Protocol):
 def open_transport(turns: list[Keys], gather: Gather, peers: Peers | None) -> Transport:
     """Starts all transfers. ``turns``: this rank's K and V of each group of heads."""
     k = turns[0][0]
+    if (peers is None or peers.world == 1) and gather.own.ranges in ((), ((0, k.size(0)),)):
+        return Own(turns)
     widths = [k.size(1) * (k.size(2) + v.size(2)) for k, v in turns]
     row_bytes = sum(widths) * k.element_size()
     workspace = _symmetric.workspace(peers, gather.most_rows * row_bytes, k.device, "keys")
@@ -51,6 +53,19 @@ def _store(rows: Rows, keys: Keys, k: torch.Tensor, v: torch.Tensor) -> None:
         return
     for room, own in zip(keys, (k, v), strict=True):
         rows.put(room, own)
+
+
+class Own:
+    """This rank has all keys, in order."""
+
+    def __init__(self, turns: list[Keys]) -> None:
+        self.turns = turns
+
+    def arrived(self, turn: int) -> Keys:
+        return self.turns[turn]
+
+    def close(self) -> None:
+        pass
 
 
 class Messages:
@@ -107,7 +122,7 @@ class Copies:
             self.keys.append(_views(buffer[:rows], k, v))
             _store(gather.own, self.keys[-1], k, v)
         workspace.barrier(0)
-        workspace.stream.wait_stream(torch.cuda.current_stream())
+        workspace.stream.wait_stream(torch.cuda.current_stream(workspace.device))
         self.events = []
         with torch.cuda.stream(workspace.stream):
             for turn, buffer in enumerate(buffers):
@@ -117,11 +132,11 @@ class Copies:
             workspace.barrier(1)
 
     def arrived(self, turn: int) -> Keys:
-        torch.cuda.current_stream().wait_event(self.events[turn])
+        torch.cuda.current_stream(self.workspace.device).wait_event(self.events[turn])
         return self.keys[turn]
 
     def close(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.workspace.stream)
+        torch.cuda.current_stream(self.workspace.device).wait_stream(self.workspace.stream)
 
 
 def _copy(to: torch.Tensor, rows: Rows, source: torch.Tensor, source_rows: Rows) -> None:
