@@ -185,8 +185,9 @@ def replayed_decode(group: Any, device: torch.device, captured: str) -> bool:
         q.normal_(generator=torch.Generator(device).manual_seed(10 * turn + rank))
         lens.fill_(world * 10 + turn)
         graph.replay()
-        others = [step(comm) for comm in ("a2a", "symmetric")]
-        good = good and all(torch.equal(out, other) for other in others)
+        again, *others = [step(comm) for comm in (captured, "a2a", "symmetric")]
+        good = good and torch.equal(out, again) and torch.equal(*others)
+        good = good and torch.allclose(out, others[0], atol=2e-3, rtol=2e-3)  # "ag_rs" adds in another order
     return good
 
 

@@ -109,7 +109,9 @@ def _main(
     if device == "cuda":
         where = torch.device(device, rank)
         torch.cuda.set_device(where)
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # which takes 15 s after the timeout
+        # Dumps, and names of C++ functions in the stack, take 15 s each after the timeout.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        os.environ.setdefault("TORCH_DISABLE_ADDR2LINE", "1")
     backend = "nccl" if device == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
