@@ -111,8 +111,8 @@ inline bool is_batch(const AttentionParams& params) {
 /// or heads before tokens; there are fewer where requests share keys.
 inline std::int64_t all_keys(const AttentionParams& params) {
   const std::int64_t keys = std::int64_t(params.batch_size) * params.max_kv_len;
-  const bool each_has_most = params.kv_indptr == nullptr && params.pages.page_size == 0;
-  return keys > 0 && (each_has_most || keys < params.total_kv) ? keys : params.total_kv;
+  const bool may_share = params.kv_stride_request != kNotSet;
+  return keys > 0 && (may_share || keys < params.total_kv) ? keys : params.total_kv;
 }
 
 /// Of these, those in memory: keys that requests share count once.

@@ -235,8 +235,9 @@ def _fault(problem: Problem, kind: Kind, comm: str) -> str | None:
 
 # Gathered keys lie beside weights and caches: a fifth of 80 GB. Above, another method is taken that needs less.
 MOST_KEY_BYTES = 16e9
-# Ratios of ring and ulysses to allgather err by up to 6 % over two GPUs (tests/distributed/test_cost.py), and are not
-# measured elsewhere. "allgather", whose results are those of one GPU, is left only for what should be faster by more.
+# Ratios of ring and ulysses to allgather err by up to 6 % over two GPUs (tests/distributed/test_cp_cost.py), and are
+# not measured elsewhere. "allgather", whose results are those of one GPU, is left only for what should be faster by
+# more.
 MARGIN = 0.06
 
 

@@ -25,16 +25,13 @@ class StepEstimate(NamedTuple):
     keys: float  # attention to the keys of a rank
     gather: float  # queries of all heads
     combine: float
-    lengths: float  # of a rank's shards
     key_bytes: float
 
     @property
     def seconds(self) -> float:
-        return self.keys + self.gather + self.combine + self.lengths
+        return self.keys + self.gather + self.combine
 
 
-# dcp_local_lengths(): short kernels of PyTorch.
-LENGTH_KERNELS = 4
 # Of a combine by messages: outputs and LSEs packed and stored, and the merge.
 PACK_KERNELS = 5
 
@@ -45,13 +42,13 @@ def estimate(step: Step, cluster: Cluster, comm: str = "auto") -> StepEstimate:
     key_bytes = sum(-(-n // world) for n in step.lens) * row_bytes
     keys = cluster.gpu.decode_start + key_bytes / cluster.gpu.memory
     if world == 1:
-        return StepEstimate("-", keys, 0.0, 0.0, 0.0, key_bytes)
+        return StepEstimate("-", keys, 0.0, 0.0, key_bytes)
     # Where ranks cannot share the heads, all have all of them: nothing to gather, but states of all heads to combine.
     owned = step.num_qo_heads % world == 0
     state = rows * step.num_qo_heads * step.head_dim * 2
     to_each = state // world if owned else state
     gather, combine, comm = exchanged(to_each, cluster, owned, comm)
-    return StepEstimate(comm, keys, gather, combine, LENGTH_KERNELS * SHORT_KERNEL, key_bytes)
+    return StepEstimate(comm, keys, gather, combine, key_bytes)
 
 
 def exchanged(to_each: int, cluster: Cluster, owned: bool, comm: str = "auto") -> tuple[float, float, str]:

@@ -19,8 +19,8 @@ class Gpu(NamedTuple):
 
 GPUS = {
     # flops: causal, 32/8 heads, 64k and 128k tokens in 51.3 and 205 ms (RESULTS, 2026-11-26, second). memory and
-    # decode_start: the line through 1 x 128k in 186 us and 64 x 8k in 708 us (the same entry).
-    "h100": Gpu(689e12, 3.08e12, 11.8e-6, 80e9),
+    # decode_start: the line through 1 x 128k in 183.5 us and 64 x 8k in 704.7 us (RESULTS, 2026-11-27).
+    "h100": Gpu(689e12, 3.08e12, 9.4e-6, 80e9),
     # flops: 128k tokens in about 200 ms; 16k, which heat it less, reach 787 (RESULTS, 2026-11-23, evening).
     # memory and decode_start: 64 x 4k in 244.6 us and 64 x 8k in 479.9 us (docs/performance.md).
     "h200": Gpu(706e12, 4.56e12, 9.3e-6, 141e9),
@@ -43,8 +43,8 @@ FP8_SPEED = {64: 1.30, 128: 1.30, 256: 1.47}
 # A call besides its tiles. Five calls of 128 and 256 rows over 1k to 8k keys leave 5.4 to 10.2 us (RESULTS, 2026-11-25,
 # fourth); with 7 they are expected to take 0.85 to 1.09 of what they took. Calls of 64 rows: 0.71 and 0.77.
 CALL_START = 7e-6
-# A short kernel in a CUDA graph: fitted to both rows of decode over two GPUs (RESULTS, 2026-11-26, third).
-SHORT_KERNEL = 2e-6
+# A short kernel in a CUDA graph: from `a2a` of 64 rows x 32 heads x 128 in 26.4 us (RESULTS, 2026-11-27).
+SHORT_KERNEL = 1e-6
 
 
 class Link(NamedTuple):
@@ -56,10 +56,11 @@ class Link(NamedTuple):
 COPY = Link(350e9, 6.2e-6)
 # Two crossings of NVLink at 2 us (RESULTS, 2026-11-26, third).
 BARRIER = 4e-6
-# One kernel that writes to the others, waits and merges: from 64 rows x 32 heads x 128 in 10.0 us (the same entry).
-EXCHANGE = Link(350e9, 9.2e-6)
-# NCCL send and receive: 302 GB/s (2 H200). Latency: `a2a` of that entry, 31.5 us in a graph, less its transfer and five
-# short kernels. All-to-all of 2 MB took 40 us on 2 H200, which would make it 33 us: the model expects 27 there.
+# One kernel that writes to the others, polls and merges: the line through 4 KiB in 3.4 and 4.1 us (gather, combine) and
+# 4 MiB in 43.1 and 42.3 us (RESULTS, 2026-11-27).
+EXCHANGE = Link(108e9, 3.7e-6)
+# NCCL send and receive: 302 GB/s (2 H200). Latency: `a2a` of that entry, less its transfer and five short kernels.
+# All-to-all of 2 MB took 40 us on 2 H200, which would make it 33 us: the model expects 27 there.
 MESSAGE = Link(302e9, 20e-6)
 # Between nodes: 400 Gb/s for each GPU, the usual network of H100 nodes. Latency on top of MESSAGE: what NCCL's own
 # tuning table has for a step over a network (src/graph/tuning.cc: ring, Simple, 14.0 us). Not measured here.

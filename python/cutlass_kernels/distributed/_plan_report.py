@@ -101,13 +101,13 @@ def decode(step: Step, cluster: Cluster, curve: bool) -> str:
         f"Decode of {len(step.lens)} x 1 token over {_told(step.lens)} keys, one layer, {step.num_qo_heads}/"
         f"{step.num_kv_heads} heads, in a CUDA graph. One GPU: {_time(one)}.",
         "",
-        *_header("GPUs", "method", "attention", "queries", "combine", "lengths", "step", "speed-up", "keys per GPU"),
+        *_header("GPUs", "method", "attention", "queries", "combine", "step", "speed-up", "keys per GPU"),
     ]
     totals = {}
     for world in _powers(cluster.world) if curve else [cluster.world]:
         e = _cost_decode.estimate(step, cluster._replace(world=world))
         totals[world] = e.seconds
-        times = [_time(x) for x in (e.keys, e.gather, e.combine, e.lengths, e.seconds)]
+        times = [_time(x) for x in (e.keys, e.gather, e.combine, e.seconds)]
         cells = [str(world), e.comm, *times, f"{one / e.seconds:.2f}", f"{e.key_bytes / 1e9:.2f} GB"]
         lines.append("| " + " | ".join(cells) + " |")
     if curve:

@@ -410,6 +410,11 @@ ck::AttentionParams random_problem(Random& random) {
     params.stats = static_cast<float*>(at(std::uintptr_t(10) << 40));
   }
   if (requests == 1 && random.in(0, 1) == 0) params.qo_indptr = params.kv_indptr = nullptr;
+  if (requests > 1 && params.pages.page_size == 0 && random.in(0, 4) == 0) {
+    params.kv_indptr = nullptr;  // all requests share their keys
+    params.kv_stride_request = 0;
+    params.total_kv = params.max_kv_len;
+  }
   return params;
 }
 
