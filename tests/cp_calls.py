@@ -47,7 +47,9 @@ def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: 
         k, v = _laid_out(given, k, v)
     given = {"lse_base": math.e} | given
     # For this call alone: in later ones, ranks that are not in this group would send messages of other sizes.
-    with mock.patch.object(distributed._prefill._cost, "turns", lambda *_: problem.get("turns", 1)):
+    cost = distributed._prefill._cost
+    chosen = {"choose": lambda *_: problem["chosen"]} if "chosen" in problem else {}
+    with mock.patch.multiple(cost, turns=lambda *_: problem.get("turns", 1), **chosen):
         out, lse = distributed.cp_prefill(
             q, k, v, group, seqlens=batch.qo_lens, kv_seqlens=batch.kv_lens, return_lse=True, **given
         )
@@ -84,7 +86,8 @@ def restored(group: Any, device: torch.device, seqlens: list[int], options: dict
 
 def disagreeing(group: Any, device: torch.device, what: str, options: dict[str, Any]) -> None:
     """A call in which rank 1 differs."""
-    rank = torch.distributed.get_rank(group)
+    grid = distributed._peers.grid_of(group)
+    rank = grid.rank
     q, k, v = (torch.zeros(8, 2, 64, device=device, dtype=torch.float16) for _ in range(3))
     given: dict[str, Any] = dict(options)
     if rank == 1 and what == "rows":
@@ -94,7 +97,7 @@ def disagreeing(group: Any, device: torch.device, what: str, options: dict[str, 
     elif rank == 1 and what == "dtype":
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     elif rank == 1 and what == "seqlens":
-        given["seqlens"] = [8, 8] if torch.distributed.get_world_size(group) == 2 else [12, 12]
+        given["seqlens"] = [grid.world * 4] * 2
     distributed.cp_prefill(q, k, v, group, **given)
 
 
@@ -145,13 +148,13 @@ def combine(group: Any, device: torch.device, shape: tuple[int, ...], options: d
     return out, lse, own[0].cpu(), own[1].cpu()
 
 
-def exchanges(group: Any, device: torch.device) -> bool:
+def exchanges(group: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether calls by one kernel, of sizes in any order, give what messages give."""
     rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     generator = torch.Generator().manual_seed(5)
     problems = []
     for rows in torch.randint(1, 300, (40,), generator=generator).tolist():
-        out = torch.randn(world, rows, 4 * world, 64, generator=generator)[rank].to(device, torch.bfloat16)
+        out = torch.randn(world, rows, 4 * world, 64, generator=generator)[rank].to(device, dtype)
         lse = torch.randn(world, rows, 4 * world, generator=generator)[rank].to(device)
         problems.append((out, lse, rows % 3 != 0))
 
@@ -210,6 +213,7 @@ def replayed_prefill(group: Any, device: torch.device, pages: int, options: dict
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = call()
+    distributed._plans.plan_of.cache_clear()  # as after many calls of other lengths: the graph's plan stays
     good = True
     for turn in range(4):
         generator = torch.Generator(device).manual_seed(10 * turn + rank)

@@ -41,13 +41,13 @@ def check(
     lengths: tuple[list[int], list[int]],
     options: dict[str, Any],
     pages: int = 0,
-    heads: tuple[int, int, int] = (4, 2, 64),
+    **more: Any,
 ) -> None:
     world = shape if isinstance(shape, int) else shape[0] * shape[1]
     if world > processes.world:
         pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
     turns = 1 + len(lengths[0]) % 2  # groups of heads, one after another
-    problem = dict(q_lens=lengths[0], kv_lens=lengths[1], heads=heads, dtype=torch.float16, turns=turns)
+    problem = dict(q_lens=lengths[0], kv_lens=lengths[1], heads=(4, 2, 64), dtype=torch.float16, turns=turns) | more
     batch = cp_calls.batch_of(problem)
     form = (options.get("causal", False), options.get("window", (-1, -1)), options.get("chunk_size", 0))
     masks = [cp_calls.mask_of(n, m, *form) for n, m in zip(*lengths, strict=True)]
@@ -111,6 +111,12 @@ def test_options(processes, comm, shape):
 
 
 @pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize("chosen", ["allgather", "ring", "ulysses"])
+def test_auto_runs_what_the_model_chooses(processes, chosen):
+    check(processes, 2, LENGTHS["unequal"], dict(comm="auto", causal=True), chosen=chosen)
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("lengths", ["appends", "unequal"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages(processes, layout, lengths):
@@ -133,15 +139,19 @@ def test_split_and_restore(processes, shape, lengths, layout):
     "what, told",
     [
         ("rows", r"On rank 1: q has 7 rows"),
-        ("causal", r"Ranks disagree on the mask: \(False.* on rank 0; \(True.* on rank 1"),
-        ("dtype", r"Ranks disagree on dtypes: .*float16.* on rank 0; .*bfloat16.* on rank 1"),
+        ("causal", r"Ranks disagree on the mask: \(False.* on ranks? 0.*; \(True.* on rank 1"),
+        ("dtype", r"Ranks disagree on dtypes: .*float16.* on ranks? 0.*; .*bfloat16.* on rank 1"),
         ("seqlens", r"Ranks disagree on seqlens|On rank 1"),
     ],
 )
-def test_ranks_that_disagree_raise_alike(processes, what, told):
+@pytest.mark.parametrize("shape", [2, (2, 1), (2, 2)], ids=["2", "2x1", "2x2"])
+def test_ranks_that_disagree_raise_alike(processes, shape, what, told):
+    world = shape if isinstance(shape, int) else shape[0] * shape[1]
+    if world > processes.world:
+        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
     with pytest.raises(Failed, match=told) as failed:
-        processes.run(cp_calls.disagreeing, 2, what, {"seqlens": [16]})
-    assert sorted(failed.value.messages) == [0, 1]
+        processes.run(cp_calls.disagreeing, shape, what, {"seqlens": [8 * world]})
+    assert sorted(failed.value.messages) == list(range(world))
     assert len(set(failed.value.messages.values())) == 1
 
 

@@ -64,6 +64,7 @@ def mask_of(rng: random.Random) -> Mask:
             Mask(window=(some, -1)),
             Mask(window=(-1, other)),
             Mask(causal=True, chunk_size=some + 1),
+            Mask(causal=True, window=(some, -1), chunk_size=other + 1),
         ]
     )
 

@@ -108,9 +108,13 @@ def test_symmetric_memory_is_asked_for_on_the_cpu(gloo):
 
 
 @pytest.mark.gpu
-def test_calls_of_any_sizes_in_turn(nccl):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_calls_of_any_sizes_in_turn(nccl, world, dtype):
     """Two halves of one memory take turns, whatever the sizes; results are the same bits in every run."""
-    assert all(nccl.run(cp_calls.exchanges, 2))
+    if world > nccl.world:
+        pytest.skip(f"needs {world} GPUs, this machine has {nccl.world}")
+    assert all(nccl.run(cp_calls.exchanges, world, dtype))
 
 
 @pytest.mark.gpu

@@ -105,7 +105,8 @@ __device__ Packet* packets_of(const ExchangeParams& p, int receiver, int sender,
   return reinterpret_cast<Packet*>(half) + (std::int64_t(sender) * p.rows + row) * p.packets_of_row;
 }
 
-// The number of this call, the same on all ranks. Blocks that have read it say so at once: nobody waits for the last.
+// The number of this call, the same on all ranks. The block that reads it last stores it for the next call; no block
+// waits for another.
 __device__ std::uint32_t begin_call(const ExchangeParams& p) {
   __shared__ std::uint32_t call;
   if (threadIdx.x == 0) {
@@ -226,8 +227,9 @@ std::string fault_in(const MergeSizes& sizes, const RankMemory& ranks, int heads
            ", head_dim=" + std::to_string(sizes.head_dim) +
            " must be positive, and rows of a head a multiple of 16 bytes.";
   }
-  const std::int64_t rows = sizes.num_tokens * heads;
-  if (rows * (sizes.head_dim * size_of(sizes.dtype) / kBytes) >= std::int64_t(1) << 31) {
+  constexpr std::int64_t kMost = std::int64_t(1) << 31;
+  const std::int64_t rows = sizes.num_tokens < kMost ? sizes.num_tokens * heads : kMost;
+  if (rows >= kMost || rows * (sizes.head_dim * size_of(sizes.dtype) / kBytes) >= kMost) {
     return "num_tokens=" + std::to_string(sizes.num_tokens) + " are too many for one call.";
   }
   const std::int64_t needed =
