@@ -49,7 +49,7 @@ def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: 
     # For this call alone: in later ones, ranks that are not in this group would send messages of other sizes.
     cost = distributed._prefill._cost
     chosen = {"choose": lambda *_: problem["chosen"]} if "chosen" in problem else {}
-    with mock.patch.multiple(cost, turns=lambda *_: problem.get("turns", 1), **chosen):
+    with mock.patch.multiple(cost, head_groups=lambda *_: problem.get("head_groups", 1), **chosen):
         out, lse = distributed.cp_prefill(
             q, k, v, group, seqlens=batch.qo_lens, kv_seqlens=batch.kv_lens, return_lse=True, **given
         )

@@ -17,7 +17,7 @@ from ._native import stream_of as _stream_of
 from ._request import compute_capability
 from ._tracing import is_traced
 
-_STATES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+NAME_OF_STATE = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _ROW_BYTES = 4096  # of a state, at most
 _NAME_OF_SIZE = {1: "float8_e4m3fn", 2: "float16", 4: "float32"}  # copies of elements need no more than their size
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -52,7 +52,7 @@ def _serve_device(device: torch.device) -> bool:
 def merges(v: torch.Tensor) -> bool:
     """Whether there is a kernel for states of this type and head dimension."""
     head_dim = v.size(-1)
-    return v.dtype in _STATES and head_dim % 8 == 0 and 0 < head_dim * v.element_size() <= _ROW_BYTES
+    return v.dtype in NAME_OF_STATE and head_dim % 8 == 0 and 0 < head_dim * v.element_size() <= _ROW_BYTES
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
             v_token, v_state, v_head, _ = v.stride()
         s_token, s_state, s_head = s.stride()
         _native._C.merge_states(
-            _STATES[v.dtype],
+            NAME_OF_STATE[v.dtype],
             tokens,
             states,
             heads,
@@ -138,7 +138,7 @@ def _merge_two(
     (a_token, a_head, _), (b_token, b_head, _), (out_token, out_head, _) = v_a.stride(), v_b.stride(), out.stride()
     (s_a_token, s_a_head), (s_b_token, s_b_head), (lse_token, lse_head) = s_a.stride(), s_b.stride(), lse.stride()
     _native._C.merge_state(
-        _STATES[v_a.dtype],
+        NAME_OF_STATE[v_a.dtype],
         tokens,
         heads,
         head_dim,

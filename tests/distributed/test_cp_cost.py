@@ -152,8 +152,8 @@ def test_work_is_that_of_the_plan(layout, mask, shape):
     kind = Kind(layout, 64, lens, lens, mask, *shape)
     plan = plan_of(kind)
     works = _work.of_ranks(kind, 8)
-    for work, gather, node in zip(works, plan.gathers, plan.q_nodes, strict=True):
-        assert (work.rows, work.pulled, work.planned_pairs) == (node.rows, gather.pulled_rows, gather.pairs)
+    for work, gather, row in zip(works, plan.gathers, plan.q_grid_rows, strict=True):
+        assert (work.rows, work.pulled, work.planned_pairs) == (row.rows, gather.pulled_rows, gather.pairs)
     pairs = sum(_work.visible(mask, 0, n, n) for n in lens)
     assert sum(w.pairs for w in works) == pairs
 

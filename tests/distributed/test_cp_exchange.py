@@ -53,14 +53,10 @@ def test_combine(dtype, world, scatter):
         own = heads // world if scatter else heads
         merged = [v[0].new_full((tokens, own, dim), math.nan) for _ in range(world)]
         lse = [s[0].new_full((tokens, own), math.nan) for _ in range(world)]
-        ranks.call(
-            "combine_ranks",
-            [
-                (dtype, tokens, heads, dim, v[i].data_ptr(), *v[i].stride()[:2], s[i].data_ptr(), *s[i].stride())
-                + (scatter, merged[i].data_ptr(), lse[i].data_ptr())
-                for i in range(world)
-            ],
-        )
+        sizes = dtype, tokens, heads, dim
+        states = [(x.data_ptr(), *x.stride()[:2], y.data_ptr(), *y.stride()) for x, y in zip(v, s)]
+        results = [(scatter, x.data_ptr(), y.data_ptr()) for x, y in zip(merged, lse)]
+        ranks.call("combine_ranks", [(*sizes, *x, *y) for x, y in zip(states, results)])
         logits = torch.stack(s).double() * math.log(2)
         total = logits.logsumexp(0)
         weight = torch.where(logits == -math.inf, 0, (logits - total).exp())[..., None]
@@ -81,13 +77,9 @@ def test_gather(dtype, world):
     for tokens, dim in SIZES:
         x = [heads_first(tokens, heads, dim).to(DTYPES[dtype]) for _ in range(world)]
         whole = [x[0].new_full((tokens, heads * world, dim), math.nan) for _ in range(world)]
-        ranks.call(
-            "gather_heads",
-            [
-                (dtype, tokens, heads, dim, x[i].data_ptr(), *x[i].stride()[:2], whole[i].data_ptr())
-                for i in range(world)
-            ],
-        )
+        sizes = dtype, tokens, heads, dim
+        parts = [(a.data_ptr(), *a.stride()[:2], b.data_ptr()) for a, b in zip(x, whole)]
+        ranks.call("gather_heads", [(*sizes, *part) for part in parts])
         for found in whole:
             assert torch.equal(found, torch.cat(x, 1))
 

@@ -26,7 +26,7 @@ PREFILLS: dict[str, dict[str, Any]] = {
 
 def problem_of(types: str, q_lens: list[int], kv_lens: list[int], heads: tuple[int, int, int]) -> dict[str, Any]:
     dtype, kv_dtype = TYPES[types]
-    return dict(q_lens=q_lens, kv_lens=kv_lens, heads=heads, dtype=dtype, kv_dtype=kv_dtype, turns=2)
+    return dict(q_lens=q_lens, kv_lens=kv_lens, heads=heads, dtype=dtype, kv_dtype=kv_dtype, head_groups=2)
 
 
 def factors(types: str, requests: int, heads: int) -> dict[str, Any]:

@@ -46,8 +46,11 @@ def check(
     world = shape if isinstance(shape, int) else shape[0] * shape[1]
     if world > processes.world:
         pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
-    turns = 1 + len(lengths[0]) % 2  # groups of heads, one after another
-    problem = dict(q_lens=lengths[0], kv_lens=lengths[1], heads=(4, 2, 64), dtype=torch.float16, turns=turns) | more
+    head_groups = 1 + len(lengths[0]) % 2  # groups of heads, one after another
+    problem = (
+        dict(q_lens=lengths[0], kv_lens=lengths[1], heads=(4, 2, 64), dtype=torch.float16, head_groups=head_groups)
+        | more
+    )
     batch = cp_calls.batch_of(problem)
     form = (options.get("causal", False), options.get("window", (-1, -1)), options.get("chunk_size", 0))
     masks = [cp_calls.mask_of(n, m, *form) for n, m in zip(*lengths, strict=True)]

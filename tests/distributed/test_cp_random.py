@@ -94,7 +94,7 @@ def test_prefill(processes, seed):
         given["kv_layout"] = rng.choice(["NHD", "HND"])
     dims = rng.choice([(64, 64), (64, 64), (128, 128), (128, 64)])
     problem = dict(q_lens=q_lens, kv_lens=kv_lens, heads=(*heads, dims[0]), head_dim_vo=dims[1])
-    problem |= dict(dtype=rng.choice(DTYPES), turns=rng.choice([1, 2, 3]))
+    problem |= dict(dtype=rng.choice(DTYPES), head_groups=rng.choice([1, 2, 3]))
     options = given | dict(causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size)
     found = processes.run(cp_calls.prefill, shape, problem, options, pages)
     check(found, problem, mask, given)

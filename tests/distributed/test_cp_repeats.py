@@ -35,9 +35,9 @@ def check(processes: Any, shape: int | tuple[int, int], name: str, *args: Any) -
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "interleaved"])
-@pytest.mark.parametrize("comm, shape, turns", METHODS)
-def test_prefill(processes, shape, comm, layout, turns):
-    problem = PROBLEMS[processes.device] | dict(dtype=torch.float16, turns=turns)
+@pytest.mark.parametrize("comm, shape, head_groups", METHODS)
+def test_prefill(processes, shape, comm, layout, head_groups):
+    problem = PROBLEMS[processes.device] | dict(dtype=torch.float16, head_groups=head_groups)
     problem["kv_lens"] = problem["q_lens"]
     check(processes, shape, "prefill", problem, dict(comm=comm, layout=layout, block_size=16, causal=True))
 

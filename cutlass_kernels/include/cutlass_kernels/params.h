@@ -90,9 +90,10 @@ struct DeviceScale {
 /// Which keys of a request this device holds, where they are spread over `world` devices: block i of `block` keys is
 /// device i % world's. So key j here is key (j / block * world + rank) * block + j % block of the request.
 ///
-/// seqused_k, which it needs, counts the keys on all devices together, and masks speak of these. Everything else about
-/// keys (indptrs, page tables, max_kv_len, total_kv) counts those here. The output and the LSE are a partial result,
-/// over the keys here: combine_ranks() puts those of all devices together. Not with a bit mask or ALiBi.
+/// seqused_k is required and counts the keys on all devices together; masks refer to positions among these. Everything
+/// else about keys (indptrs, page tables, max_kv_len, total_kv) counts those here. The output and the LSE are a partial
+/// result over the keys here: combine_ranks() combines the partial results of all devices. Bit masks and ALiBi are
+/// refused.
 struct KvShard {
   std::int32_t world = 1;  ///< 1: all keys are here
   std::int32_t rank = 0;   ///< 0 to world - 1

@@ -1,4 +1,4 @@
-// Keys that are spread over devices: how many of the first keys of a request one of them holds.
+// How many of the first keys of a request a device holds, where its keys are spread over devices (KvShard).
 #pragma once
 
 #include <cstdint>

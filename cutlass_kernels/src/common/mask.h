@@ -34,7 +34,7 @@ CUTE_HOST_DEVICE int window_right_of(const AttentionParams& p) {
   return p.causal ? 0 : p.window_right;
 }
 
-// Of a request.
+// The mask of one request's rows.
 struct IntervalMask {
   int kv_len;   // keys that this device holds
   int total;    // keys on all devices

@@ -1,4 +1,4 @@
-// Where the rows and keys of a request are, from indptrs and lengths on the device that nobody has checked.
+// Where the rows and keys of a request are, from indptrs and lengths on the device, which the host cannot check.
 //
 // P: AttentionParams, or another struct with the fields of that name.
 #pragma once

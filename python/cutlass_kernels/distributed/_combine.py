@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import merge_states
-from . import _exchange, _ops
+from . import _exchange, _ops, _request
 from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
 
 COMMS = ("auto", "symmetric", "a2a", "ag_rs")
@@ -98,11 +98,9 @@ def _fault(
         return f"{shapes}: they must be [..., heads, D] and [..., heads]."
     if lse.dtype != torch.float32:
         return f"lse has dtype {lse.dtype}: it must be float32."
-    if lse_base not in (2, math.e):
-        return f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm."
     if scatter_heads and out.size(-2) % world:
         return f"{world} ranks cannot share {out.size(-2)} heads evenly: pass scatter_heads=False."
-    return None
+    return _request.fault_in_base(lse_base)
 
 
 def _by_one_kernel(

@@ -16,10 +16,10 @@ from ._hardware import (
     COPY,
     GPUS,
     HOST_CALL,
+    HOST_GROUP_COPIES,
+    HOST_GROUP_MESSAGES,
     HOST_MESSAGE,
     HOST_RING_STEP,
-    HOST_TURN_COPIES,
-    HOST_TURN_MESSAGES,
     Cluster,
     message_seconds,
     rate_of,
@@ -31,21 +31,21 @@ from ._work import Work
 LINK_BYTES_PER_SECOND = 350e9
 FLOPS_PER_SECOND = 650e12
 
-# A second turn of heads costs the host 0.15 ms, which only longer attention hides, but for calls in a graph. It pays
+# A second group of heads costs the host 0.15 ms, which only longer attention hides, but for calls in a graph. It pays
 # where transfers are more than 3 % of the time (H100: nine requests of 512 to 32k tokens 0.95 of linear, not 0.91;
 # with a window of 4k 0.93, not 1.00).
 LEAST_SECONDS = 1e-3
 LEAST_SHARE = 0.03
 
 
-def turns(plan: Plan, num_qo_heads: int, row_bytes: int, head_dims: int, captured: bool) -> int:
+def head_groups(plan: Plan, num_qo_heads: int, row_bytes: int, head_dims: int, captured: bool) -> int:
     """Groups of heads whose keys are gathered one after another; ``row_bytes`` of a key and value of all heads,
     ``head_dims`` of QK and VO together."""
     pairs, pulled = max(g.pairs for g in plan.gathers), max(g.pulled_rows for g in plan.gathers)
-    return _turns(pairs * 2 * head_dims * num_qo_heads, pulled * row_bytes, captured)
+    return _head_groups(pairs * 2 * head_dims * num_qo_heads, pulled * row_bytes, captured)
 
 
-def _turns(flops: float, pulled_bytes: float, captured: bool) -> int:
+def _head_groups(flops: float, pulled_bytes: float, captured: bool) -> int:
     seconds = flops / FLOPS_PER_SECOND
     transfer = pulled_bytes / LINK_BYTES_PER_SECOND
     return 2 if transfer > LEAST_SHARE * seconds and (captured or seconds > LEAST_SECONDS) else 1
@@ -122,7 +122,7 @@ def _gathered(problem: Problem, cluster: Cluster, kind: Kind, per_node: int, cap
         return Estimate("allgather", compute, 0.0, 0.0, CALL_START, key_bytes)
     head_dims = problem.head_dim_qk + problem.head_dim_vo
     flops = work.planned_pairs * 2 * head_dims * problem.num_qo_heads
-    count = _turns(flops, work.pulled * problem.row_bytes, captured)
+    count = _head_groups(flops, work.pulled * problem.row_bytes, captured)
     shares = _shares_of_heads(problem.num_kv_heads, count)
     in_node = kind.outer <= per_node
     stored = 2 * work.own_keys * problem.row_bytes / cluster.gpu.memory
@@ -134,7 +134,7 @@ def _gathered(problem: Problem, cluster: Cluster, kind: Kind, per_node: int, cap
         exposed += max(there - now, 0.0)
         now = max(there, now) + share * compute + CALL_START
     last = max(there + (BARRIER if in_node else 0.0) - now, 0.0)
-    host = HOST_CALL + (len(shares) - 1) * (HOST_TURN_COPIES if in_node else HOST_TURN_MESSAGES)
+    host = HOST_CALL + (len(shares) - 1) * (HOST_GROUP_COPIES if in_node else HOST_GROUP_MESSAGES)
     host += 0.0 if in_node else 2 * work.copies * len(shares) * HOST_MESSAGE
     total = max(now + last, 0.0 if captured else host)
     return Estimate("allgather", compute, transfer, exposed + last, total - compute - exposed - last, key_bytes)
@@ -201,7 +201,7 @@ def _heads_for_tokens(problem: Problem, cluster: Cluster, outer: int, inner: int
     # What is sent is packed and unpacked, each of which reads and writes it; what stays is copied.
     copies = (there + back) * (4 * (inner - 1) + 2) / cluster.gpu.memory
     gpu = estimate.seconds + transfer + copies
-    host = 0.0 if captured else HOST_CALL + HOST_TURN_MESSAGES + 8 * (inner - 1) * HOST_MESSAGE
+    host = 0.0 if captured else HOST_CALL + HOST_GROUP_MESSAGES + 8 * (inner - 1) * HOST_MESSAGE
     return estimate._replace(
         transfer=estimate.transfer + transfer,
         exposed=estimate.exposed + transfer,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import attention
-from . import _exchange, _ops
+from . import _exchange, _ops, _request
 from ._combine import COMMS, Combined, combine
 from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
 
@@ -150,9 +150,7 @@ def _fault(
         return f"block_size={block_size!r} must be a positive number of tokens."
     if comm not in COMMS:
         return f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}."
-    if lse_base not in (2, math.e):
-        return f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm."
-    return None
+    return _request.fault_in_base(lse_base)
 
 
 def _gather_heads(q: torch.Tensor, peers: Peers, comm: str) -> torch.Tensor:

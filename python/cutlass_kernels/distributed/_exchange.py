@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from .. import _memory_kernels, _native
+from .._memory_kernels import NAME_OF_STATE
 from . import _symmetric
 from ._peers import Peers
 from ._symmetric import Workspace
 
 MOST_RANKS = 16  # kMostRanks of ranks.h
 MOST_BYTES = 4 << 20  # to send to a rank; above, NCCL has more of the links
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 def serves(x: torch.Tensor, peers: Peers) -> bool:
@@ -21,7 +21,7 @@ def serves(x: torch.Tensor, peers: Peers) -> bool:
     return (
         x.is_cuda
         and 1 < peers.world <= MOST_RANKS
-        and x.dtype in _DTYPES
+        and x.dtype in NAME_OF_STATE
         and x.size(2) * x.element_size() % 16 == 0
         and _memory_kernels.serve(x)
     )
@@ -40,7 +40,7 @@ def combine(
     out = _aligned(out)
     with torch.cuda.device(out.device):
         _native._C.combine_ranks(
-            _DTYPES[out.dtype],
+            NAME_OF_STATE[out.dtype],
             rows,
             heads,
             dim,
@@ -66,7 +66,7 @@ def gather_heads(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:
     whole = x.new_empty(rows, heads * peers.world, dim)
     with torch.cuda.device(x.device):
         _native._C.gather_heads(
-            _DTYPES[x.dtype],
+            NAME_OF_STATE[x.dtype],
             rows,
             heads,
             dim,
@@ -79,7 +79,7 @@ def gather_heads(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:
 
 
 def _workspace(x: torch.Tensor, peers: Peers, scatter: bool) -> Workspace | None:
-    size = _native._C.exchange_bytes(_DTYPES[x.dtype], *x.shape, peers.world, scatter)
+    size = _native._C.exchange_bytes(NAME_OF_STATE[x.dtype], *x.shape, peers.world, scatter)
     return _symmetric.workspace(peers, size, x.device, "exchange")
 
 

@@ -36,20 +36,20 @@ class State(NamedTuple):
     lse: torch.Tensor | None
 
 
-def attend(shard: Shard, gather: Gather, peers: Peers | None, turns: int) -> State:
-    """Attention of a rank's rows. ``turns``: groups of key heads."""
+def attend(shard: Shard, gather: Gather, peers: Peers | None, head_groups: int) -> State:
+    """Attention of a rank's rows. ``head_groups``: how many groups of key heads are gathered one after another."""
     q, k, v = shard.q, shard.k, shard.v
     num_kv_heads = k.size(1)
     if peers is None or peers.world == 1:
-        turns = 1
-    bounds = _bounds(num_kv_heads, turns)
+        head_groups = 1
+    bounds = _bounds(num_kv_heads, head_groups)
     keys = open_transport([(k[:, a:b], v[:, a:b]) for a, b in bounds], gather, peers)
     out = q.new_empty(*q.shape[:2], v.size(2), dtype=shard.o_dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if shard.return_lse else None
     group = q.size(1) // num_kv_heads
     try:
-        for turn, (a, b) in enumerate(bounds):
-            k_here, v_here = keys.arrived(turn)
+        for i, (a, b) in enumerate(bounds):
+            k_here, v_here = keys.arrived(i)
             if q.size(0) > 0:
                 _call(shard, gather, slice(a * group, b * group), slice(a, b), k_here, v_here, out, lse)
     finally:
@@ -57,11 +57,11 @@ def attend(shard: Shard, gather: Gather, peers: Peers | None, turns: int) -> Sta
     return State(out, lse)
 
 
-def _bounds(heads: int, turns: int) -> list[tuple[int, int]]:
-    """The first turn is the smallest: nothing hides its transfer."""
-    turns = min(turns, heads)
-    first = max(heads // (2 * turns), 1) if turns > 1 else heads
-    rest = [first + (heads - first) * i // (turns - 1) for i in range(turns)] if turns > 1 else [heads]
+def _bounds(heads: int, count: int) -> list[tuple[int, int]]:
+    """Of ``count`` groups. The first one is the smallest: nothing hides its transfer."""
+    count = min(count, heads)
+    first = max(heads // (2 * count), 1) if count > 1 else heads
+    rest = [first + (heads - first) * i // (count - 1) for i in range(count)] if count > 1 else [heads]
     return list(zip([0, *rest], rest, strict=False))
 
 

@@ -60,7 +60,7 @@ class GatherPlan(NamedTuple):
     calls: tuple[Call, ...]
 
 
-class _Piece(NamedTuple):
+class _StoredKeys(NamedTuple):
     """Keys ``[start, stop)`` of a request, from row ``row`` on of some storage."""
 
     request: int
@@ -80,7 +80,7 @@ def make(
 
 
 def _make_one(
-    queries: Segments, own: Segments, rank: int, stored: list[list[_Piece]], kv_lens: tuple[int, ...], mask: Mask
+    queries: Segments, own: Segments, rank: int, stored: list[list[_StoredKeys]], kv_lens: tuple[int, ...], mask: Mask
 ) -> GatherPlan:
     seen = [mask.keys_of(q.start, q.stop, kv_lens[q.request]) for q in queries]
     wanted = [(q.request, lo, hi) for q, (lo, hi) in zip(queries, seen, strict=True) if lo < hi]
@@ -117,16 +117,16 @@ def _calls(queries: Segments, seen: list[tuple[int, int]], mask: Mask) -> tuple[
     return tuple(Call(own, tuple(n)) for own, n in rows.items())
 
 
-def _storage(segments: Segments) -> list[_Piece]:
+def _storage(segments: Segments) -> list[_StoredKeys]:
     """Segments, one after another."""
     pieces, row = [], 0
     for request, start, stop in segments:
-        pieces.append(_Piece(request, start, stop, row))
+        pieces.append(_StoredKeys(request, start, stop, row))
         row += stop - start
     return pieces
 
 
-def _storage_of(ranges: list[tuple[int, int, int]]) -> list[_Piece]:
+def _storage_of(ranges: list[tuple[int, int, int]]) -> list[_StoredKeys]:
     """``(request, start, stop)``, ascending, one after another; those that touch or overlap are one."""
     merged: list[tuple[int, int, int]] = []
     for request, start, stop in ranges:
@@ -136,12 +136,12 @@ def _storage_of(ranges: list[tuple[int, int, int]]) -> list[_Piece]:
             merged.append((request, start, stop))
     pieces, row = [], 0
     for request, start, stop in merged:
-        pieces.append(_Piece(request, start, stop, row))
+        pieces.append(_StoredKeys(request, start, stop, row))
         row += stop - start
     return pieces
 
 
-def _copies(sender: int, pieces: list[_Piece], buffer: list[_Piece]) -> list[Copy]:
+def _copies(sender: int, pieces: list[_StoredKeys], buffer: list[_StoredKeys]) -> list[Copy]:
     """Both lists ascend, and neither overlaps itself."""
     copies, first = [], 0
     for piece in pieces:

@@ -68,8 +68,8 @@ NETWORK = Link(50e9, 14e-6)
 
 # Host time (RESULTS, 2026-11-26, second): a call; a further group of heads, copied or in messages.
 HOST_CALL = 0.35e-3
-HOST_TURN_COPIES = 0.15e-3
-HOST_TURN_MESSAGES = 0.3e-3
+HOST_GROUP_COPIES = 0.15e-3
+HOST_GROUP_MESSAGES = 0.3e-3
 # Of each message, torch.distributed.P2POp() alone, on a CPU, 2026-11-27: a lower bound.
 HOST_MESSAGE = 2.2e-6
 # A step of the ring, whose lengths go to the GPU beforehand, which waits for the step before: fitted to 1 x 8k over

@@ -19,7 +19,7 @@ from .. import _ops
 from .._autograd import forward_only, with_grad
 from .._problem import FP8_DTYPES
 from .._tracing import have_own_dispatch, is_traced
-from ._peers import Grid, Peers, grid_of, peers_of
+from ._peers import Grid, Peers, grid_of, grid_with, peers_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -151,8 +151,7 @@ def _with_names(names: list[str]) -> Any:
     groups = [_group(name) for name in names]
     if len(groups) == 1:
         return groups[0]
-    outer, inner = map(peers_of, groups)
-    return Grid(outer, inner, outer.rank * inner.world + inner.rank, outer.world * inner.world)
+    return grid_with(*map(peers_of, groups))
 
 
 def _group(name: Any) -> dist.ProcessGroup:

@@ -50,7 +50,10 @@ def grid_of(group: Group) -> Grid:
         return grid_of(group.get_group())
     if group.ndim != 2:
         raise ValueError(f"group is a mesh of {group.ndim} dimensions: slice it to one or two.")
-    outer, inner = _peers(group.get_group(0)), _peers(group.get_group(1))
+    return grid_with(_peers(group.get_group(0)), _peers(group.get_group(1)))
+
+
+def grid_with(outer: Peers, inner: Peers) -> Grid:
     return Grid(outer, inner, outer.rank * inner.world + inner.rank, outer.world * inner.world)
 
 

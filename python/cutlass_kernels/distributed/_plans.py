@@ -1,4 +1,4 @@
-"""Who holds what, and what a rank gathers, of one kind of ``cp_prefill`` call: made once, kept with its indices."""
+"""Plans of ``cp_prefill``: who holds what, and what a rank gathers. Calls alike share a plan and its index tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Kind(NamedTuple):
         return self.outer * self.inner
 
 
-class Node:
-    """The ranks of a row together: their segments in order, and where each rank's rows stand among them."""
+class GridRow:
+    """Ranks that exchange heads for tokens: their segments together, in order, and where each rank's rows stand."""
 
     def __init__(self, shards: tuple[Segments, ...]) -> None:
         ranges: list[list[tuple[int, int]]] = [[] for _ in shards]
@@ -58,22 +58,22 @@ class Plan:
         self.kind = kind
         self.q_shards = _shards.split(kind.layout, kind.q_lens, kind.world, kind.block_size)
         self.kv_shards = _shards.split(kind.layout, kind.kv_lens, kind.world, kind.block_size)
-        rows = range(0, kind.world, kind.inner)
-        self.q_nodes = [Node(self.q_shards[i : i + kind.inner]) for i in rows]
-        self.kv_nodes = [Node(self.kv_shards[i : i + kind.inner]) for i in rows]
+        firsts = range(0, kind.world, kind.inner)
+        self.q_grid_rows = [GridRow(self.q_shards[i : i + kind.inner]) for i in firsts]
+        self.kv_grid_rows = [GridRow(self.kv_shards[i : i + kind.inner]) for i in firsts]
         before = [kv - q for q, kv in zip(kind.q_lens, kind.kv_lens, strict=True)]
         # At positions among the keys.
         self.queries: tuple[Segments, ...] = tuple(
-            tuple(Segment(r, start + before[r], stop + before[r]) for r, start, stop in node.segments)
-            for node in self.q_nodes
+            tuple(Segment(r, start + before[r], stop + before[r]) for r, start, stop in row.segments)
+            for row in self.q_grid_rows
         )
         self.indices = Indices()
         self.ring_keys: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # of _ring
 
     @functools.cached_property
     def gathers(self) -> tuple[Gather, ...]:
-        """Of the ranks of a column, or rather of the rows of ranks, which gather alike."""
-        keys = tuple(node.segments for node in self.kv_nodes)
+        """Of each row of the grid: its ranks gather alike, each its heads."""
+        keys = tuple(row.segments for row in self.kv_grid_rows)
         plans = _gather_plan.make(self.queries, keys, self.kind.kv_lens, self.kind.mask)
         return tuple(Gather(rank, plans, self.queries[rank]) for rank in range(self.kind.outer))
 

@@ -113,7 +113,8 @@ def cp_prefill(
     try:
         roles = _request.roles(grid, comm)
         _shards.check_layout(layout, block_size)
-        _request.check_base(lse_base)
+        if fault := _request.fault_in_base(lse_base):
+            raise ValueError(fault)
         lens = _request.lengths(q, grid.world, seqlens, kv_seqlens)
         mask = _request.mask_of(causal, window, chunk_size)
         outer, inner = (1 if peers is None else peers.world for peers in roles)
@@ -142,28 +143,28 @@ def cp_prefill(
     return state.out if state.lse is None else (state.out, state.lse)
 
 
-def _attend(shard: Shard, plan: Plan, roles: Roles, row: int, comm: str) -> State:
+def _attend(shard: Shard, plan: Plan, roles: Roles, grid_row: int, comm: str) -> State:
     if roles.inner is None:
-        return _attend_column(shard, plan, roles.outer, row, comm)
+        return _attend_column(shard, plan, roles.outer, grid_row, comm)
     shares = _heads.shares(shard.q.size(1), shard.k.size(1), roles.inner.world)
     q_heads, kv_heads = [s.q for s in shares], [s.kv for s in shares]
-    q_places, kv_places = plan.q_nodes[row].places, plan.kv_nodes[row].places
+    q_places, kv_places = plan.q_grid_rows[grid_row].places, plan.kv_grid_rows[grid_row].places
     tensors = [(shard.q, q_heads, q_places), (shard.k, kv_heads, kv_places), (shard.v, kv_heads, kv_places)]
     q, k, v = _heads.to_heads(roles.inner, [HeadsOfRows(*x) for x in tensors])
     here = _gather.with_heads(shard, *shares[roles.inner.rank])._replace(q=q, k=k, v=v)
-    state = _attend_column(here, plan, roles.outer, row, comm)
+    state = _attend_column(here, plan, roles.outer, grid_row, comm)
     parts = [x for x in state if x is not None]
     out, *lse = _heads.to_tokens(roles.inner, [HeadsOfRows(x, q_heads, q_places) for x in parts])
     return State(out, lse[0] if lse else None)
 
 
-def _attend_column(shard: Shard, plan: Plan, peers: Peers | None, row: int, comm: str) -> State:
+def _attend_column(shard: Shard, plan: Plan, peers: Peers | None, grid_row: int, comm: str) -> State:
     if comm == "ring" and peers is not None:
         return _ring.attend(shard, plan, peers)
     head_dims = shard.k.size(2) + shard.v.size(2)
     row_bytes = shard.k.size(1) * head_dims * shard.k.element_size()
-    turns = _cost.turns(plan, shard.q.size(1), row_bytes, head_dims, is_capturing())
-    return _gather.attend(shard, plan.gathers[row], peers, turns)
+    head_groups = _cost.head_groups(plan, shard.q.size(1), row_bytes, head_dims, is_capturing())
+    return _gather.attend(shard, plan.gathers[grid_row], peers, head_groups)
 
 
 def _from_pages(

@@ -23,7 +23,7 @@ from ._plans import Plan
 def attend(shard: Shard, plan: Plan, peers: Peers) -> State:
     """Attention of a rank's rows."""
     q, k, v = shard.q, shard.k, shard.v
-    most = max(node.rows for node in plan.kv_nodes)
+    most = max(row.rows for row in plan.kv_grid_rows)
     width = k.size(1) * (k.size(2) + v.size(2))
     here, coming = (k.new_empty(most, width) for _ in range(2))
     _write(here, k, v)
@@ -96,13 +96,13 @@ def _seen(plan: Plan, rank: int, owner: int, causal: bool) -> tuple[list[int], l
     totals: dict[int, int] = {}
     begins: dict[int, int] = {}
     row = 0
-    for request, start, stop in plan.kv_nodes[owner].segments:
+    for request, start, stop in plan.kv_grid_rows[owner].segments:
         begins.setdefault(request, row)
         row += stop - start
         totals[request] = totals.get(request, 0) + stop - start
     # Of each request, where its segments end, and how many keys stand before that. Both ascend.
     ends: dict[int, tuple[list[int], list[int]]] = {}
-    for request, start, stop in plan.kv_nodes[owner].segments:
+    for request, start, stop in plan.kv_grid_rows[owner].segments:
         stops, keys = ends.setdefault(request, ([], [0]))
         stops.append(stop)
         keys.append(keys[-1] + stop - start)

@@ -20,24 +20,24 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 
 
 class Transport(Protocol):
-    def arrived(self, turn: int) -> Keys:
-        """K and V of the heads of a turn, ``[rows, heads, dim]``; the current stream waits for them."""
+    def arrived(self, group: int) -> Keys:
+        """K and V of a group of heads, ``[rows, heads, dim]``; the current stream waits for them."""
 
     def close(self) -> None:
         """After the last use of what has arrived."""
 
 
-def open_transport(turns: list[Keys], gather: Gather, peers: Peers | None) -> Transport:
-    """Starts all transfers. ``turns``: this rank's K and V of each group of heads."""
-    k = turns[0][0]
+def open_transport(groups: list[Keys], gather: Gather, peers: Peers | None) -> Transport:
+    """Starts all transfers. ``groups``: this rank's K and V of each group of heads."""
+    k = groups[0][0]
     if (peers is None or peers.world == 1) and gather.own.ranges in ((), ((0, k.size(0)),)):
-        return Own(turns)
-    widths = [k.size(1) * (k.size(2) + v.size(2)) for k, v in turns]
+        return Own(groups)
+    widths = [k.size(1) * (k.size(2) + v.size(2)) for k, v in groups]
     row_bytes = sum(widths) * k.element_size()
     workspace = _symmetric.workspace(peers, gather.most_rows * row_bytes, k.device, "keys")
     if workspace is None:
-        return Messages(turns, gather, peers)
-    return Copies(turns, widths, gather, workspace)
+        return Messages(groups, gather, peers)
+    return Copies(groups, widths, gather, workspace)
 
 
 def _views(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Keys:
@@ -58,11 +58,11 @@ def _store(rows: Rows, keys: Keys, k: torch.Tensor, v: torch.Tensor) -> None:
 class Own:
     """This rank has all keys, in order."""
 
-    def __init__(self, turns: list[Keys]) -> None:
-        self.turns = turns
+    def __init__(self, groups: list[Keys]) -> None:
+        self.groups = groups
 
-    def arrived(self, turn: int) -> Keys:
-        return self.turns[turn]
+    def arrived(self, group: int) -> Keys:
+        return self.groups[group]
 
     def close(self) -> None:
         pass
@@ -71,9 +71,9 @@ class Own:
 class Messages:
     """Sends and receives of the process group."""
 
-    def __init__(self, turns: list[Keys], gather: Gather, peers: Peers | None) -> None:
-        self.turns = []
-        for k, v in turns:
+    def __init__(self, groups: list[Keys], gather: Gather, peers: Peers | None) -> None:
+        self.groups = []
+        for k, v in groups:
             buffer = k.new_empty(gather.plan.buffer_rows, k.size(1) * k.size(2) + v.size(1) * v.size(2))
             keys = _views(buffer, k, v)
             _store(gather.own, keys, k, v)
@@ -86,10 +86,10 @@ class Messages:
                     received.append(Message(peer, message))
                     packed += [] if in_place else [(rows, message)]
             works = [] if peers is None or peers.world == 1 else exchange(peers, sent, received)
-            self.turns.append((keys, buffer, works, packed))
+            self.groups.append((keys, buffer, works, packed))
 
-    def arrived(self, turn: int) -> Keys:
-        keys, buffer, works, packed = self.turns[turn]
+    def arrived(self, group: int) -> Keys:
+        keys, buffer, works, packed = self.groups[group]
         wait(works)
         for rows, message in packed:
             rows.put(buffer, message)
@@ -106,34 +106,34 @@ class Copies:
     overwritten.
     """
 
-    def __init__(self, turns: list[Keys], widths: list[int], gather: Gather, workspace: Workspace) -> None:
+    def __init__(self, groups: list[Keys], widths: list[int], gather: Gather, workspace: Workspace) -> None:
         self.workspace = workspace
-        size = turns[0][0].element_size()
+        size = groups[0][0].element_size()
         offsets = [gather.most_rows * sum(widths[:i]) * size for i in range(len(widths))]
-        dtype, rows = turns[0][0].dtype, gather.plan.buffer_rows
+        dtype, rows = groups[0][0].dtype, gather.plan.buffer_rows
 
-        def buffer_of(rank: int, turn: int) -> torch.Tensor:
-            shape = (gather.most_rows, widths[turn])
-            return workspace.of(rank, shape, dtype, offsets[turn])
+        def buffer_of(rank: int, group: int) -> torch.Tensor:
+            shape = (gather.most_rows, widths[group])
+            return workspace.of(rank, shape, dtype, offsets[group])
 
         self.keys: list[Keys] = []
-        buffers = [buffer_of(workspace.rank, turn) for turn in range(len(turns))]
-        for buffer, (k, v) in zip(buffers, turns, strict=True):
+        buffers = [buffer_of(workspace.rank, group) for group in range(len(groups))]
+        for buffer, (k, v) in zip(buffers, groups, strict=True):
             self.keys.append(_views(buffer[:rows], k, v))
             _store(gather.own, self.keys[-1], k, v)
         workspace.barrier(0)
         workspace.stream.wait_stream(torch.cuda.current_stream(workspace.device))
         self.events = []
         with torch.cuda.stream(workspace.stream):
-            for turn, buffer in enumerate(buffers):
+            for group, buffer in enumerate(buffers):
                 for sender, theirs, here in gather.pulled:
-                    _copy(buffer, here, buffer_of(sender, turn), theirs)
+                    _copy(buffer, here, buffer_of(sender, group), theirs)
                 self.events.append(workspace.stream.record_event())
             workspace.barrier(1)
 
-    def arrived(self, turn: int) -> Keys:
-        torch.cuda.current_stream(self.workspace.device).wait_event(self.events[turn])
-        return self.keys[turn]
+    def arrived(self, group: int) -> Keys:
+        torch.cuda.current_stream(self.workspace.device).wait_event(self.events[group])
+        return self.keys[group]
 
     def close(self) -> None:
         torch.cuda.current_stream(self.workspace.device).wait_stream(self.workspace.stream)

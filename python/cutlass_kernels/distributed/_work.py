@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from . import _gather_plan, _shards
 from ._gather_plan import Mask
-from ._plans import Kind, Node
+from ._plans import GridRow, Kind
 from ._rows import MOST_COPIES
 from ._shards import Segment, Segments
 
@@ -94,4 +94,4 @@ def _rows_of_ranks(kind: Kind, lens: tuple[int, ...]) -> list[Segments]:
     shards = _shards.split(kind.layout, lens, kind.world, kind.block_size)
     if kind.inner == 1:
         return list(shards)
-    return [Node(shards[i : i + kind.inner]).segments for i in range(0, kind.world, kind.inner)]
+    return [GridRow(shards[i : i + kind.inner]).segments for i in range(0, kind.world, kind.inner)]
