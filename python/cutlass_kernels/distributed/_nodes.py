@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import _symmetric
-from ._peers import Peers, is_capturing
+from ._peers import Peers, gather_facts, is_capturing
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -22,8 +21,7 @@ def ranks_per_node(peers: Peers, device: torch.device) -> int:
     if peers.group not in _known:
         if is_capturing():
             return peers.world
-        every: list[Any] = [None] * peers.world
-        dist.all_gather_object(every, _symmetric._node(device), peers.group)
-        counts = [1 if node is None else every.count(node) for node in every]
+        nodes = gather_facts(peers, _symmetric._node(device))
+        counts = [1 if node is None else nodes.count(node) for node in nodes]
         _known[peers.group] = min(counts)
     return _known[peers.group]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import json
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh
@@ -122,10 +127,39 @@ def agree(grid: Grid, facts: dict[str, Any], fault: str | None) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds after which a rank that waits for another ends with an error."""
+    for device in ("cuda", "cpu"):
+        try:
+            return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):
+            continue
+    return 600.0
+
+
+# Of each group, numbers for the exchanges to come.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def gather_facts(peers: Peers, fact: Any) -> list[Any]:
+    """What each rank states, by rank: anything that JSON has.
+
+    Over the store of the group, on the host. NCCL would wait for ever for a rank that has died before its first
+    collective; here a rank that does not come ends the others with an error, after the timeout of the group.
+    """
+    store = distributed_c10d._get_process_group_store(peers.group)
+    number = next(_numbers.setdefault(peers.group, itertools.count()))
+    keys = [f"cutlass_kernels/{number}/{rank}" for rank in range(peers.world)]
+    store.set(keys[peers.rank], json.dumps(fact))
+    seconds = timeout_of(peers.group)
     try:
-        return float(group._get_backend(torch.device("cuda")).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return 600.0
+        store.wait(keys, datetime.timedelta(seconds=seconds))
+    except RuntimeError as error:
+        missing = [str(rank) for rank, key in zip(peers.ranks, keys, strict=True) if not store.check([key])]
+        told = f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come within {seconds:g} s"
+        raise RuntimeError(f"{told}, the timeout of the group: see what happened there.") from error
+    every = [json.loads(text) for text in store.multi_get(keys)]
+    if number > 0:  # all ranks have read it, as they have come to the exchange after it
+        store.delete_key(f"cutlass_kernels/{number - 1}/{peers.rank}")
+    return every
 
 
 def is_capturing() -> bool:
@@ -133,9 +167,7 @@ def is_capturing() -> bool:
 
 
 def _fault_among(peers: Peers, facts: dict[str, Any], fault: str | None) -> str | None:
-    mine = ({name: str(value) for name, value in facts.items()}, fault)
-    every: list[Any] = [None] * peers.world
-    dist.all_gather_object(every, mine, peers.group)
+    every = gather_facts(peers, ({name: str(value) for name, value in facts.items()}, fault))
     for _, found in every:
         if found is not None:
             return str(found)

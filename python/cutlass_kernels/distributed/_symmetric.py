@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._peers import Peers, is_capturing, timeout_of
+from ._peers import Peers, gather_facts, is_capturing, timeout_of
 
 ALIGNMENT = 1 << 21
 
@@ -80,23 +80,21 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
 
 def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
     """All ranks get one, or none does."""
-    every: list[Any] = [None] * peers.world
-    dist.all_gather_object(every, _node(device), peers.group)
-    if len(set(every)) > 1 or every[0] is None:
+    nodes = gather_facts(peers, _node(device))
+    if len(set(nodes)) > 1 or nodes[0] is None:
         return None
     torch.cuda.synchronize(device)  # the old one may be in use
     memory = _allocate(size, device)
     # Before the rendezvous, in which ranks wait for one another.
-    dist.all_gather_object(every, memory is not None, peers.group)
-    if memory is None or not all(every):
+    if not all(gather_facts(peers, memory is not None)):
         return None
+    assert memory is not None
     try:
         made = Workspace(peers, memory)
         torch.cuda.synchronize(device)  # zeroed, before another rank writes
     except (RuntimeError, AttributeError):
         made = None
-    dist.all_gather_object(every, made is not None, peers.group)
-    return made if all(every) else None
+    return made if all(gather_facts(peers, made is not None)) else None
 
 
 def _allocate(size: int, device: torch.device) -> torch.Tensor | None:
