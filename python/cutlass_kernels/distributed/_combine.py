@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from .. import merge_states
 from . import _exchange, _ops, _request
-from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
+from ._agreement import agree
+from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
 
 COMMS = ("auto", "symmetric", "a2a", "ag_rs")
 Combined = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

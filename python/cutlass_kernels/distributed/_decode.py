@@ -9,8 +9,9 @@ import torch
 
 from .. import attention
 from . import _exchange, _ops, _request
+from ._agreement import agree
 from ._combine import COMMS, Combined, combine
-from ._peers import Group, Message, Peers, agree, exchange, grid_of, peers_of, wait
+from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
 
 
 def dcp_local_lengths(

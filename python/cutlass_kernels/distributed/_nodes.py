@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from . import _symmetric
-from ._peers import Peers, gather_facts, is_capturing
+from ._agreement import gather_facts
+from ._peers import Peers, is_capturing
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 

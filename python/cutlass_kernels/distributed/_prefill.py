@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring, _shards
+from ._agreement import agree
 from ._gather import Shard, State
 from ._heads import HeadsOfRows
-from ._peers import Grid, Group, Peers, agree, grid_of, is_capturing
+from ._peers import Grid, Group, Peers, grid_of, is_capturing
 from ._plans import Kind, Plan, plan_of
 from ._request import Roles
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from . import _shards
-from ._peers import Group, Message, Peers, agree, exchange, grid_of, wait
+from ._agreement import agree
+from ._peers import Group, Message, Peers, exchange, grid_of, wait
 from ._rows import Rows
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._peers import Peers, gather_facts, is_capturing, timeout_of
+from ._agreement import gather_facts
+from ._peers import Peers, is_capturing, timeout_of
 
 ALIGNMENT = 1 << 21
 
