@@ -109,9 +109,8 @@ def _main(
     if device == "cuda":
         where = torch.device(device, rank)
         torch.cuda.set_device(where)
-        # Dumps, and names of C++ functions in the stack, take 15 s each after the timeout.
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-        os.environ.setdefault("TORCH_DISABLE_ADDR2LINE", "1")
+        # What PyTorch's watchdog waits for dumps before it ends the process, 15 s by default, it waits four times.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     backend = "nccl" if device == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)

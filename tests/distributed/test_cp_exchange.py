@@ -21,10 +21,10 @@ class Ranks:
     def __init__(self, world: int, size: int) -> None:
         self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(world)]
         self.streams = [torch.cuda.Stream() for _ in range(world)]
-        torch.cuda.synchronize()
 
     def call(self, name: str, arguments: list[tuple[Any, ...]]) -> None:
         """``arguments``: of each rank, as far as the memory."""
+        torch.cuda.synchronize()  # arguments were made on another stream
         addresses = [x.data_ptr() for x in self.memory]
         for rank, (given, stream) in enumerate(zip(arguments, self.streams)):
             where = (rank, addresses, self.memory[0].numel(), TIMEOUT, stream.cuda_stream)
