@@ -109,7 +109,7 @@ def _main(
     if device == "cuda":
         where = torch.device(device, rank)
         torch.cuda.set_device(where)
-        # What PyTorch's watchdog waits for dumps before it ends the process, 15 s by default, it waits four times.
+        # PyTorch's watchdog waits for dumps before it ends the process; by default, for longer than a test should take.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     backend = "nccl" if device == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
