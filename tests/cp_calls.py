@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 from unittest import mock
@@ -9,7 +10,7 @@ from unittest import mock
 import torch
 from problems import Batch, make_batch
 
-from cutlass_kernels import distributed
+from cutlass_kernels import attention, distributed
 
 
 def mask_of(n: int, m: int, causal: bool, window: tuple[int, int], chunk_size: int) -> torch.Tensor:
@@ -47,14 +48,34 @@ def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: 
         k, v = _laid_out(given, k, v)
     given = {"lse_base": math.e} | given
     # For this call alone: in later ones, ranks that are not in this group would send messages of other sizes.
-    cost = distributed._prefill._cost
-    chosen = {"choose": lambda *_: problem["chosen"]} if "chosen" in problem else {}
-    with mock.patch.multiple(cost, head_groups=lambda *_: problem.get("head_groups", 1), **chosen):
+    with contextlib.ExitStack() as patches:
+        for patch in _patches(problem):
+            patches.enter_context(patch)
         out, lse = distributed.cp_prefill(
             q, k, v, group, seqlens=batch.qo_lens, kv_seqlens=batch.kv_lens, return_lse=True, **given
         )
     rows = distributed.cp_indices(batch.qo_lens, grid.rank, grid.world, **split)
     return out.cpu(), lse.cpu(), rows
+
+
+def _patches(problem: dict[str, Any]) -> list[Any]:
+    """What the cost model says, whether there is symmetric memory, and that bounds of lengths are true."""
+    chosen = {"choose": lambda *_: problem["chosen"]} if "chosen" in problem else {}
+    cost = dict(head_groups=lambda *_: problem.get("head_groups", 1), **chosen)
+    patches = [mock.patch.multiple(distributed._prefill._cost, **cost)]
+    if problem.get("messages"):
+        patches.append(mock.patch.object(distributed._symmetric, "workspace", lambda *_: None))
+    return patches + [mock.patch.object(x, "attention", _bounded) for x in (distributed._ring, distributed._gather)]
+
+
+def _bounded(*args: Any, **options: Any) -> Any:
+    """``attention()``, which does not have to compute the rows beyond ``max_seqlen_q``: there must be none."""
+    rows = options["cu_seqlens_q"].diff()
+    if options.get("seqused_q") is not None:
+        rows = rows.minimum(options["seqused_q"])
+    assert options["max_seqlen_q"] >= int(rows.max())
+    assert options["max_seqlen_k"] >= int(options["seqused_k"].max())
+    return attention(*args, **options)
 
 
 def _paged(k: torch.Tensor, v: torch.Tensor, counts: list[int], page_size: int) -> Any:
@@ -84,21 +105,60 @@ def restored(group: Any, device: torch.device, seqlens: list[int], options: dict
     return True
 
 
-def disagreeing(group: Any, device: torch.device, what: str, options: dict[str, Any]) -> None:
-    """A call in which rank 1 differs."""
+def disagreeing(group: Any, device: torch.device, who: int, what: str, options: dict[str, Any]) -> None:
+    """A call in which one rank differs."""
     grid = distributed._peers.grid_of(group)
-    rank = grid.rank
     q, k, v = (torch.zeros(8, 2, 64, device=device, dtype=torch.float16) for _ in range(3))
-    given: dict[str, Any] = dict(options)
-    if rank == 1 and what == "rows":
-        q = q[:7]
-    elif rank == 1 and what == "causal":
-        given["causal"] = True
-    elif rank == 1 and what == "dtype":
-        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    elif rank == 1 and what == "seqlens":
-        given["seqlens"] = [grid.world * 4] * 2
-    distributed.cp_prefill(q, k, v, group, **given)
+    given: dict[str, Any] = dict(options, sinks=torch.zeros(2, device=device))
+    if grid.rank == who:
+        if what == "rows":
+            q = q[:7]
+        elif what == "dimensions":
+            q = q[0, 0, 0]
+        elif what == "head_dim":
+            k = k[..., :32]
+        elif what == "causal":
+            given["causal"] = True
+        elif what == "dtype":
+            q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        elif what == "seqlens":
+            given["seqlens"] = [grid.world * 4] * 2
+        elif what == "sinks":
+            given["sinks"] = torch.zeros(3, device=device)
+        elif what == "scales":
+            given["k_descale"] = torch.ones(3, device=device)
+    if grid.rank == who and what == "function":
+        distributed.cp_restore(q, group, seqlens=given["seqlens"])
+    else:
+        distributed.cp_prefill(q, k, v, group, **given)
+
+
+def disagreeing_decode(group: Any, device: torch.device, who: int, what: str) -> None:
+    """A decode step in which one rank differs. A step of other sizes has come before."""
+    for lens in ([5, 6, 7], [5, 6]):
+        q = torch.zeros(len(lens), 1, 2, 64, device=device, dtype=torch.float16)
+        k, v = torch.zeros(2, 8, 4, 2, 64, device=device, dtype=torch.float16)
+        table = torch.zeros(len(lens), 2, dtype=torch.int32, device=device)
+        given: dict[str, Any] = dict(seqused_k=torch.tensor(lens, dtype=torch.int32, device=device))
+        given |= dict(sinks=torch.zeros(4, device=device), k_descale=torch.ones(2, device=device), block_size=4)
+        if len(lens) == 2:
+            given["logits_soft_cap"] = 5.0  # of another kind
+        if len(lens) == 2 and torch.distributed.get_rank(group) == who:
+            if what == "rows":
+                q = q[:1]
+            elif what == "head_dim":
+                k = k[..., :32]
+            elif what == "cache":
+                k, v = k[0], v[0]
+            elif what == "table":
+                table = table[:1]
+            elif what == "sinks":
+                given["sinks"] = given["sinks"][:2]
+            elif what == "scales":
+                given["k_descale"] = torch.ones(3, device=device)
+            elif what == "block_size":
+                given["block_size"] = 2
+        distributed.dcp_decode(q, k, v, group, page_table=table, **given)
 
 
 def decode(group: Any, device: torch.device, problem: dict[str, Any], options: dict[str, Any], form: str) -> Any:

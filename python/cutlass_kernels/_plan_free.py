@@ -78,7 +78,7 @@ def window(value: Any) -> tuple[int, int]:
 def compute(call: Call) -> Result:
     """Computes a call of any arguments, or says what is wrong with them."""
     grad = is_grad_enabled() and needs_grad(call.q, call.k, call.v, call.out, None, call.sinks)
-    ready = _checked(call)
+    ready = checked(call)
     with torch.no_grad():
         result = _compute(ready, call.out)
     if grad:
@@ -103,7 +103,7 @@ def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
 # --- checks and conversions --------------------------------------------------------------------------------------
 
 
-def _checked(call: Call) -> Call:
+def checked(call: Call) -> Call:
     """The call as kernels take it; ValueError, TypeError or RuntimeError where it makes no sense."""
     _args.kv_layout(call.kv_layout)
     q = _tensor("q", call.q, (3, 4))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import itertools
+import hashlib
 import json
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -19,29 +19,55 @@ MOST_AGREED = 4096  # kinds of calls that a group remembers
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 
 
-def agree(grid: Grid, facts: dict[str, Any], fault: str | None) -> None:
+Facts = dict[str, Any]  # of a call, by name
+
+
+def fault_of(check: Callable[[], object]) -> Exception | None:
+    """What a check raises, of any type: a rank that raises must not leave the others waiting."""
+    try:
+        check()
+    except Exception as error:
+        return error
+    return None
+
+
+def agree(
+    grid: Grid,
+    function: str,
+    facts: Facts,
+    error: Exception | None = None,
+    check: Callable[[], object] = lambda: None,
+) -> None:
     """Raises on every rank if facts differ between ranks, or if one of them has found a fault.
 
-    Ranks exchange them before the first call of its kind; a rank whose later calls differ is found by the timeout of
-    the group. A rank that finds a fault of its own in a later call raises it after that timeout.
+    Ranks exchange them before the first call of a kind; a rank whose later calls differ is found by the timeout of the
+    group. A rank that finds a fault of its own in a later call raises it after that timeout.
+
+    Args:
+        error: what this rank has found to be wrong.
+        check: raises where this rank's arguments make no sense: called before the first call of a kind only.
     """
-    key = hash(tuple(map(str, facts.values())))
-    if fault is not None:
-        fault = f"On rank {dist.get_rank()}: {fault}"
+    if is_capturing():
+        if error is not None:
+            raise error
+        return
     groups = [peers for peers in (grid.inner, grid.outer) if peers is not None]
-    for peers in groups:
-        known = _agreed.setdefault(peers.group, set())
-        if peers.world > 1 and (fault is not None or key not in known) and not is_capturing():
+    told = {"the function": function} | {name: str(value) for name, value in facts.items()}
+    key = hash(tuple(told.values()))
+    is_new = [key not in _agreed.setdefault(peers.group, set()) for peers in groups]
+    if any(is_new):
+        error = error or fault_of(check)
+    fault = None if error is None else f"On rank {dist.get_rank()}: {_sentence(error)}"
+    for peers, new in zip(groups, is_new, strict=True):
+        if peers.world > 1 and (new or fault is not None):
             try:
-                fault = _fault_among(peers, facts, fault)
-            except RuntimeError as error:  # the others are past this check, and in their call
+                fault = _fault_among(peers, told, fault)
+            except RuntimeError as late:  # the others are past this check, and in their call
                 if fault is None:
                     raise
-                raise ValueError(fault) from error
+                raise ValueError(fault) from (error or late)
     if fault is not None:
-        raise ValueError(fault)
-    if is_capturing():
-        return
+        raise ValueError(fault) from error
     for peers in groups:
         known = _agreed[peers.group]
         if len(known) >= MOST_AGREED:
@@ -49,46 +75,74 @@ def agree(grid: Grid, facts: dict[str, Any], fault: str | None) -> None:
         known.add(key)
 
 
-def _fault_among(peers: Peers, facts: dict[str, Any], fault: str | None) -> str | None:
-    every = gather_facts(peers, ({name: str(value) for name, value in facts.items()}, fault))
+def _sentence(error: Exception) -> str:
+    expected = isinstance(error, (ValueError, TypeError, RuntimeError))
+    return str(error) if expected else f"{type(error).__name__}: {error}"
+
+
+def _fault_among(peers: Peers, told: dict[str, str], fault: str | None) -> str | None:
+    every = gather_facts(peers, "arguments of a call", [told, fault])
     for _, found in every:
         if found is not None:
             return str(found)
-    for name in facts:
-        values: dict[str, list[int]] = defaultdict(list)
-        for rank, (theirs, _) in zip(peers.ranks, every, strict=True):
-            values[theirs.get(name, "not given")].append(rank)
-        if len(values) > 1:
-            told = "; ".join(
-                f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                for value, ranks in values.items()
-            )
-            return f"Ranks disagree on {name}: {told}. Pass the same on all of them."
+    for name in every[0][0]:
+        if differences := _differences(peers, [theirs.get(name, "not given") for theirs, _ in every]):
+            return f"Ranks disagree on {name}: {differences}. Pass the same on all of them."
     return None
 
 
-# Of each group, numbers for the exchanges to come.
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+def _differences(peers: Peers, values: Sequence[str]) -> str:
+    """Which ranks have which value; empty where all have the same."""
+    of_value: dict[str, list[int]] = defaultdict(list)
+    for rank, value in zip(peers.ranks, values, strict=True):
+        of_value[value].append(rank)
+    if len(of_value) == 1:
+        return ""
+    return "; ".join(
+        f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in of_value.items()
+    )
 
 
-def gather_facts(peers: Peers, fact: Any) -> list[Any]:
-    """What each rank states, by rank: anything that JSON has.
+# Exchanges that have succeeded, by name and ranks of a group. They are numbered for the life of the process: a group
+# that is made again may have the name and the store of one before it.
+_exchanges: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+
+
+def gather_facts(peers: Peers, purpose: str, fact: Any) -> list[Any]:
+    """What each rank states, by rank: anything that JSON has. ValueError where ranks came for different purposes.
 
     Over the store of the group, on the host. NCCL would wait for ever for a rank that has died before its first
     collective; here a rank that does not come ends the others with an error, after the timeout of the group.
     """
     store = distributed_c10d._get_process_group_store(peers.group)
-    number = next(_numbers.setdefault(peers.group, itertools.count()))
-    keys = [f"cutlass_kernels/{number}/{rank}" for rank in range(peers.world)]
-    store.set(keys[peers.rank], json.dumps(fact))
+    name = (str(peers.group.group_name), peers.ranks)
+    number = _exchanges[name]
+    # Groups that were split from one may share its store, and names: their ranks differ.
+    begin = f"cutlass_kernels/{hashlib.blake2b(repr(name).encode(), digest_size=8).hexdigest()}"
+    keys = [f"{begin}/{number}/{rank}" for rank in range(peers.world)]
     seconds = timeout_of(peers.group)
     try:
+        store.set(keys[peers.rank], json.dumps([purpose, fact]))
         store.wait(keys, datetime.timedelta(seconds=seconds))
+        every = [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:
-        missing = [str(rank) for rank, key in zip(peers.ranks, keys, strict=True) if not store.check([key])]
-        told = f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come within {seconds:g} s"
-        raise RuntimeError(f"{told}, the timeout of the group: see what happened there.") from error
-    every = [json.loads(text) for text in store.multi_get(keys)]
+        raise RuntimeError(_who_is_missing(store, peers, keys, seconds)) from error
+    _exchanges[name] += 1
     if number > 0:  # all ranks have read it, as they have come to the exchange after it
-        store.delete_key(f"cutlass_kernels/{number - 1}/{peers.rank}")
-    return every
+        store.delete_key(f"{begin}/{number - 1}/{peers.rank}")
+    if differences := _differences(peers, [purpose for purpose, _ in every]):
+        raise ValueError(f"Ranks make different calls: {differences}.")
+    return [fact for _, fact in every]
+
+
+def _who_is_missing(store: dist.Store, peers: Peers, keys: list[str], seconds: float) -> str:
+    """A sentence about an exchange that failed. It takes back what this rank has said, so that all meet in the next."""
+    try:
+        store.set(f"{keys[peers.rank]}/left", "")
+        store.delete_key(keys[peers.rank])
+        came = [store.check([key]) or store.check([f"{key}/left"]) for key in keys]
+    except RuntimeError:
+        return "The store of the group does not answer: the process that serves it, rank 0 or torchrun's, has ended."
+    missing = [str(rank) for rank, here in zip(peers.ranks, came, strict=True) if not here]
+    who = f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "Other ranks"
+    return f"{who} did not come within {seconds:g} s, the timeout of the group: see what happened there."

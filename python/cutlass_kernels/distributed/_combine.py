@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import merge_states
 from . import _exchange, _ops, _request
-from ._agreement import agree
+from ._agreement import agree, fault_of
 from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
 
 COMMS = ("auto", "symmetric", "a2a", "ag_rs")
@@ -64,13 +63,17 @@ def dcp_combine(
         >>> dcp_combine(out, lse, group).shape  # [rows, heads / W, D]
     """
     peers = peers_of(group)
-    fault = _fault(out, lse, peers.world, comm, scatter_heads, lse_base)
-    facts: dict[str, Any] = {
+    facts = {
         "the shape of out": tuple(out.shape),
         "its dtype": out.dtype,
         "options": (comm, scatter_heads, lse_base, return_lse),
     }
-    agree(grid_of(group), facts, fault)
+    agree(
+        grid_of(group),
+        "dcp_combine",
+        facts,
+        fault_of(lambda: _check(out, lse, peers.world, comm, scatter_heads, lse_base)),
+    )
     state = combine(out, lse if lse_base == 2 else lse * math.log2(math.e), peers, comm, scatter_heads)
     if not return_lse:
         return state[0]
@@ -89,19 +92,17 @@ def combine(
     return combined.view(*out.shape[:-2], *combined.shape[1:]), total.view(*lse.shape[:-1], total.size(-1))
 
 
-def _fault(
-    out: torch.Tensor, lse: torch.Tensor, world: int, comm: str, scatter_heads: bool, lse_base: float
-) -> str | None:
+def _check(out: torch.Tensor, lse: torch.Tensor, world: int, comm: str, scatter_heads: bool, lse_base: float) -> None:
     if comm not in COMMS:
-        return f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}."
+        raise ValueError(f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}.")
     if out.dim() < 3 or lse.shape != out.shape[:-1]:
         shapes = f"out has shape {tuple(out.shape)} and lse {tuple(lse.shape)}"
-        return f"{shapes}: they must be [..., heads, D] and [..., heads]."
+        raise ValueError(f"{shapes}: they must be [..., heads, D] and [..., heads].")
     if lse.dtype != torch.float32:
-        return f"lse has dtype {lse.dtype}: it must be float32."
+        raise ValueError(f"lse has dtype {lse.dtype}: it must be float32.")
     if scatter_heads and out.size(-2) % world:
-        return f"{world} ranks cannot share {out.size(-2)} heads evenly: pass scatter_heads=False."
-    return _request.fault_in_base(lse_base)
+        raise ValueError(f"{world} ranks cannot share {out.size(-2)} heads evenly: pass scatter_heads=False.")
+    _request.check_base(lse_base)
 
 
 def _by_one_kernel(

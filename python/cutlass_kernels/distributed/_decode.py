@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from .. import attention
+from .. import _plan_free, attention
+from .._plan_free import Call
 from . import _exchange, _ops, _request
-from ._agreement import agree
+from ._agreement import agree, fault_of
 from ._combine import COMMS, Combined, combine
 from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
 
@@ -95,23 +96,34 @@ def dcp_decode(
         >>> out = dcp_decode(q, k_cache, v_cache, group, page_table=table, seqused_k=lens, block_size=16)
     """
     peers = peers_of(group)
-    facts: dict[str, Any] = {
-        "the shape of q": tuple(q.shape),
+    heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
+    facts = {
+        "heads and dimension of q": tuple(q.shape[-2:]),
         "dtypes": (q.dtype, k.dtype, v.dtype),
-        "the shape of seqused_k": tuple(seqused_k.shape),
-        "query lengths": (cu_seqlens_q is not None, max_seqlen_q),
-        "dimensions of the cache": (
-            k.dim(),
-            k.size(-3 if kv_layout == "HND" else -2),
-            k.size(-1),
-            v.size(-1),
-            kv_layout,
-        ),
-        "page_table": page_table is not None,
+        "heads and dimensions of the cache": (tuple(k.shape[heads_and_dim]), *v.shape[-1:], kv_layout),
+        "the form of queries": (q.dim(), cu_seqlens_q is not None),
+        "the form of the cache": (k.dim(), page_table is not None),
         "options": (block_size, gather_heads, comm, window, chunk_size, sm_scale, logits_soft_cap, sinks is not None),
         "the result": (return_lse, lse_base),
+        "the shape of q": tuple(q.shape),
+        "the shape of seqused_k": tuple(seqused_k.shape),
+        "max_seqlen_q": max_seqlen_q,
     }
-    agree(grid_of(group), facts, _fault(q, cu_seqlens_q, block_size, comm, lse_base))
+    shard = (peers.world, peers.rank, block_size)
+
+    def check() -> None:
+        """The arguments of ``attention()``, for all heads."""
+        whole = (*q.shape[:-2], q.size(-2) * (peers.world if gather_heads else 1), q.size(-1))
+        call: dict[str, Any] = dict(
+            cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table, kv_layout=kv_layout
+        )
+        call |= dict(window_left=_plan_free.window(window)[0], chunk_size=chunk_size, logits_soft_cap=logits_soft_cap)
+        call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_shard=shard)
+        call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        _plan_free.checked(Call(q.new_empty(q.size(-1)).expand(whole), k, v, causal=True, **call))
+
+    fault = fault_of(lambda: _check(q, cu_seqlens_q, block_size, comm, lse_base))
+    agree(grid_of(group), "dcp_decode", facts, fault, check)
     if gather_heads:
         q = _gather_heads(q, peers, comm)
     state = attention(
@@ -123,7 +135,7 @@ def dcp_decode(
         seqused_k=seqused_k,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
-        kv_shard=(peers.world, peers.rank, block_size),
+        kv_shard=shard,
         max_seqlen_k=max_seqlen_k,
         causal=True,
         window=window,
@@ -142,16 +154,16 @@ def dcp_decode(
     return out, lse if lse_base == 2 else lse * math.log(2)
 
 
-def _fault(
-    q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, block_size: int, comm: str, lse_base: float
-) -> str | None:
+def _check(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, block_size: int, comm: str, lse_base: float) -> None:
     if q.dim() != (4 if cu_seqlens_q is None else 3):
-        return f"q has shape {tuple(q.shape)}: it must be [B, n, heads, D], or [rows, heads, D] with cu_seqlens_q."
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}: it must be [B, n, heads, D], or [rows, heads, D] with cu_seqlens_q."
+        )
     if not isinstance(block_size, int) or block_size < 1:
-        return f"block_size={block_size!r} must be a positive number of tokens."
+        raise ValueError(f"block_size={block_size!r} must be a positive number of tokens.")
     if comm not in COMMS:
-        return f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}."
-    return _request.fault_in_base(lse_base)
+        raise ValueError(f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}.")
+    _request.check_base(lse_base)
 
 
 def _gather_heads(q: torch.Tensor, peers: Peers, comm: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ def ranks_per_node(peers: Peers, device: torch.device) -> int:
     if peers.group not in _known:
         if is_capturing():
             return peers.world
-        nodes = gather_facts(peers, _symmetric._node(device))
+        nodes = gather_facts(peers, "the node that it is on", _symmetric._node(device))
         counts = [1 if node is None else nodes.count(node) for node in nodes]
         _known[peers.group] = min(counts)
     return _known[peers.group]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 import functools
+import weakref
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from . import _gather_plan, _shards
 from ._gather_plan import Copy, GatherPlan, Mask
@@ -162,9 +164,10 @@ def plan_of(kind: Kind) -> Plan:
     return Plan(kind)
 
 
-_captured: set[Plan] = set()
+# Of each group, those whose index tensors a captured graph refers to.
+_captured: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Plan]] = weakref.WeakKeyDictionary()
 
 
-def keep(plan: Plan) -> None:
-    """A graph is captured with it, and holds addresses of its index tensors."""
-    _captured.add(plan)
+def keep(group: dist.ProcessGroup, plan: Plan) -> None:
+    """A graph is captured with it: it stays for the life of the group."""
+    _captured.setdefault(group, set()).add(plan)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .. import _plan_free
+from .._plan_free import Call
 from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring, _shards
 from ._agreement import agree
 from ._gather import Shard, State
@@ -109,13 +111,13 @@ def cp_prefill(
         "the mask": (causal, tuple(window) if isinstance(window, (tuple, list)) else window, chunk_size),
         "options": (*options.values(), sinks is not None, return_lse, o_dtype, kv_layout if paged else None),
     }
-    plan, fault = None, None
+    plan: Plan | None = None
+    fault: Exception | None = None
     per_node = _nodes.ranks_per_node(grid.outer, q.device) if grid.inner is None else 1
     try:
         roles = _request.roles(grid, comm)
         _shards.check_layout(layout, block_size)
-        if fault := _request.fault_in_base(lse_base):
-            raise ValueError(fault)
+        _request.check_base(lse_base)
         lens = _request.lengths(q, grid.world, seqlens, kv_seqlens)
         mask = _request.mask_of(causal, window, chunk_size)
         outer, inner = (1 if peers is None else peers.world for peers in roles)
@@ -129,16 +131,27 @@ def cp_prefill(
         _request.check_comm(q.size(1), num_kv_heads, kind, comm)
         facts |= {"seqlens": lens, "head counts and dimensions": (q.shape[1:], num_kv_heads, v.size(-1))}
         plan = plan_of(kind)
-    except (ValueError, TypeError) as error:
-        fault = str(error)
-    agree(grid, facts, fault)
+    except Exception as error:
+        fault = error
+    scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+
+    def check() -> None:
+        """The arguments of ``attention()``, of this rank's rows and keys."""
+        requests = len(lens.q)
+        call: dict[str, Any] = dict(cu_seqlens_q=torch.zeros(requests + 1, dtype=torch.int32))
+        call |= dict(page_table=page_table, kv_layout=kv_layout) if paged else {}
+        call["seqused_k" if paged else "cu_seqlens_k"] = call["cu_seqlens_q"][: requests if paged else None]
+        call |= dict(chunk_size=chunk_size, sinks=sinks, o_dtype=o_dtype, **scales, **options)
+        del call["lse_base"]
+        _plan_free.checked(Call(q, k, v, causal=causal, **call))
+
+    agree(grid, "cp_prefill", facts, fault, check)
     assert plan is not None
     if is_capturing():
-        _plans.keep(plan)
+        _plans.keep(grid.outer.group, plan)
     if page_table is not None:
         k, v = _from_pages(k, v, page_table, kv_layout, plan, grid.rank)
     o_dtype = o_dtype or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
-    scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     shard = Shard(q, k, v, causal, return_lse, o_dtype, sinks, scales, options | {"backend": backend})
     state = _attend(shard, plan, roles, grid.rank // plan.kind.inner, comm)
     return state.out if state.lse is None else (state.out, state.lse)

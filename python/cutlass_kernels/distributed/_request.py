@@ -138,10 +138,9 @@ def check_comm(num_qo_heads: int, num_kv_heads: int, kind: Kind, comm: str) -> N
         raise ValueError(fault)
 
 
-def fault_in_base(lse_base: float) -> str | None:
-    if lse_base in (2, math.e):
-        return None
-    return f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm."
+def check_base(lse_base: float) -> None:
+    if lse_base not in (2, math.e):
+        raise ValueError(f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm.")
 
 
 def _told(numbers: tuple[int, ...]) -> str:

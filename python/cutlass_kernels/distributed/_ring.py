@@ -66,7 +66,6 @@ def _add(
     if q.size(0) == 0 or not any(counts):
         return
     split = k.size(1) * k.size(2)
-    used = [n if seen else 0 for n, seen in zip(rows, counts, strict=True)]
     cu_seqlens_q, cu_seqlens_k, seqused_k = plan.indices.get(
         ("ring", rank, owner),
         q.device,
@@ -79,7 +78,7 @@ def _add(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
-        max_seqlen_q=max(used),
+        max_seqlen_q=max(rows),  # those of segments that see no key count too: what they get is merged
         max_seqlen_k=max(counts),
         causal=shard.causal and owner == rank,
         o_dtype=shard.o_dtype,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import _shards
-from ._agreement import agree
+from ._agreement import agree, fault_of
 from ._peers import Group, Message, Peers, exchange, grid_of, wait
 from ._rows import Rows
 
@@ -73,15 +73,23 @@ def cp_restore(
             differ between ranks.
     """
     grid = grid_of(group)
-    _shards.check_layout(layout, block_size)
-    lengths = _lengths(x.size(dim) * grid.world, seqlens, check=False)
-    shards = _shards.split(layout, lengths, grid.world, block_size)
-    places = [Rows(_shards.rows_of(segments, lengths)) for segments in shards]
-    count, fault = places[grid.rank].count, None
-    if x.size(dim) != count:
-        fault = f"x has {x.size(dim)} tokens, but rank {grid.rank} holds {count} of {lengths}."
-    of_token = x.movedim(dim, 0).shape[1:]
-    agree(grid, {"seqlens": lengths, "layout": (layout, block_size), "the shape of a token": of_token}, fault)
+    lengths: tuple[int, ...] = ()
+    places: list[Rows] = []
+
+    def check() -> None:
+        nonlocal lengths, places
+        _shards.check_layout(layout, block_size)
+        lengths = _lengths(x.size(dim) * grid.world, seqlens, check=False)
+        shards = _shards.split(layout, lengths, grid.world, block_size)
+        places = [Rows(_shards.rows_of(segments, lengths)) for segments in shards]
+        count = places[grid.rank].count
+        if x.size(dim) != count:
+            raise ValueError(f"x has {x.size(dim)} tokens, but rank {grid.rank} holds {count} of {lengths}.")
+
+    fault = fault_of(check)
+    of_token = None if fault else tuple(x.movedim(dim, 0).shape[1:])
+    facts = {"seqlens": lengths, "layout": (layout, block_size), "the shape of a token": of_token, "dtypes": x.dtype}
+    agree(grid, "cp_restore", facts, fault)
     mine = x.movedim(dim, 0).contiguous()
     whole = mine.new_empty(sum(lengths), *mine.shape[1:])
     held = {grid.rank: mine}

@@ -5,6 +5,8 @@ Symmetric memory of torch 2.8 and newer, over NVLink. Where a group has none, ke
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
 from typing import Any
 
@@ -15,6 +17,7 @@ from ._agreement import gather_facts
 from ._peers import Peers, is_capturing, timeout_of
 
 ALIGNMENT = 1 << 21
+NO_ROOM = "out of memory"  # of faults, the one that may pass
 
 
 class Workspace:
@@ -51,8 +54,9 @@ class Workspace:
 
 
 # Of each group by use. Of those that a graph was captured with, all are kept: the graph may be replayed after growth.
-_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Workspace | None]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Workspace]] = weakref.WeakKeyDictionary()
 _captured: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = weakref.WeakKeyDictionary()
+_without: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that cannot have any
 
 
 def workspace(peers: Peers | None, size: int, device: torch.device, use: str) -> Workspace | None:
@@ -60,13 +64,13 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
 
     It is allocated together, by all ranks, when it has to grow: not while a graph is captured. ``use``: who shares it.
     """
-    if peers is None or peers.world == 1 or device.type != "cuda":
+    if peers is None or peers.world == 1 or device.type != "cuda" or peers.group in _without:
         return None
     kept = _kept.setdefault(peers.group, {})
     found = kept.get(use)
     capturing = is_capturing()
-    if use in kept and (found is None or found.size >= size):
-        if capturing and found is not None and not found.captured:
+    if found is not None and found.size >= size:
+        if capturing and not found.captured:
             found.captured = True
             _captured.setdefault(peers.group, []).append(found)
         return found
@@ -75,37 +79,47 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
     # By a quarter at least: prompts that come in chunks ask for more with each of them.
     wanted = max(size, found.size * 5 // 4 if found else 0)
     made = _make(peers, -(-wanted // ALIGNMENT) * ALIGNMENT, device)
-    kept[use] = made
+    if made is not None:
+        kept[use] = made
     return made
 
 
 def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
     """All ranks get one, or none does."""
-    nodes = gather_facts(peers, _node(device))
+    nodes = gather_facts(peers, "the node that it is on", _node(device))
     if len(set(nodes)) > 1 or nodes[0] is None:
+        _without.add(peers.group)
         return None
     torch.cuda.synchronize(device)  # the old one may be in use
-    memory = _allocate(size, device)
+    memory, fault = _allocate(size, device)
     # Before the rendezvous, in which ranks wait for one another.
-    if not all(gather_facts(peers, memory is not None)):
+    faults = gather_facts(peers, "symmetric memory", fault)
+    if memory is None or any(faults):
+        if all(fault in (None, NO_ROOM) for fault in faults):
+            full = [str(rank) for rank, fault in zip(peers.ranks, faults, strict=True) if fault]
+            told = f"no room for {size >> 20} MiB of symmetric memory on rank{'s' * (len(full) > 1)} {', '.join(full)}"
+            warnings.warn(f"Messages are sent instead of copies, as there is {told}.", stacklevel=2)
+        else:
+            _without.add(peers.group)
         return None
-    assert memory is not None
-    try:
+    made = None
+    with contextlib.suppress(RuntimeError, AttributeError):
         made = Workspace(peers, memory)
         torch.cuda.synchronize(device)  # zeroed, before another rank writes
-    except (RuntimeError, AttributeError):
-        made = None
-    return made if all(gather_facts(peers, made is not None)) else None
+    if all(gather_facts(peers, "symmetric memory that others see", made is not None)):
+        return made
+    _without.add(peers.group)
+    return None
 
 
-def _allocate(size: int, device: torch.device) -> torch.Tensor | None:
+def _allocate(size: int, device: torch.device) -> tuple[torch.Tensor | None, str | None]:
+    """Memory, or why there is none."""
     try:
         from torch.distributed import _symmetric_memory as symmetric
 
-        memory: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
-    except (ImportError, RuntimeError, AttributeError):
-        return None
-    return memory
+        return symmetric.empty(size, dtype=torch.uint8, device=device), None
+    except (ImportError, RuntimeError, AttributeError) as error:
+        return None, NO_ROOM if "out of memory" in str(error) else str(error)
 
 
 def _node(device: torch.device) -> str | None:
