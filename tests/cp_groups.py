@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from cutlass_kernels import distributed
-from cutlass_kernels.distributed import _agreement
+from cutlass_kernels.distributed import _agreement, _symmetric
 from cutlass_kernels.distributed._peers import Peers
 
 SHORT = 1.0  # seconds
@@ -68,3 +68,31 @@ def made_again(group: Any, device: torch.device) -> bool:
         dist.barrier(again)
         dist.destroy_process_group(again)
     return True
+
+
+def symmetric_memory(group: Any, device: torch.device) -> list[str]:
+    """What goes wrong where memory of a group cannot grow, or its ranks have made other numbers of rendezvous."""
+    peers, where, faults = _peers(group), torch.device("cuda", 0), []
+    memory: list[Any] = [(torch.empty(0), None)]
+    fakes = dict(_node=lambda _: "here", _allocate=lambda *_: memory[-1])
+    made = mock.patch.object(_symmetric, "Workspace", lambda *_: mock.Mock(size=4 * _symmetric.ALIGNMENT))
+    with mock.patch.multiple(_symmetric, **fakes), made, mock.patch("torch.cuda.synchronize"):
+
+        def workspace(size: int) -> Any:
+            return _symmetric.workspace(peers, size * _symmetric.ALIGNMENT, where, "test")
+
+        first = workspace(4)
+        if peers.rank == 1:
+            memory.append((None, _symmetric.NO_ROOM))
+        with pytest.warns(UserWarning, match="no room for 10 MiB of symmetric memory on rank 1"):
+            faults += ["memory that is not there"] * (workspace(5) is not None)
+        faults += ["the memory before is lost"] * (workspace(3) is not first)
+        memory[:] = memory[:1]
+        faults += ["no second try"] * (workspace(5) in (None, first))
+        told = pytest.warns(UserWarning, match="some ranks use symmetric memory in other groups")
+        with mock.patch.object(_symmetric, "_rendezvous", peers.rank), told:
+            faults += ["a rendezvous that would hang"] * (workspace(6) is not None)
+        faults += ["a third try"] * (workspace(3) is not None)
+    _symmetric._without.discard(group)
+    del _symmetric._kept[group]
+    return faults

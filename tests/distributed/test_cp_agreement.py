@@ -76,3 +76,8 @@ def test_groups_that_share_a_store_and_a_name(gloo):
 
 def test_a_group_that_is_made_again(gloo):
     assert gloo.run(cp_groups.made_again, 4) == [True] * 4
+
+
+def test_symmetric_memory_that_some_ranks_cannot_get(gloo):
+    """On the CPU, with memory that is none: what ranks agree on."""
+    assert gloo.run(cp_groups.symmetric_memory, 2) == [[], []]

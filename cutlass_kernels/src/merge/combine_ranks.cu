@@ -213,7 +213,8 @@ std::int64_t half_bytes(const MergeSizes& sizes, int world, int heads) {
 std::string fault_in(const MergeSizes& sizes, const RankMemory& ranks, int heads) {
   if (ranks.world < 1 || ranks.world > kMostRanks || ranks.rank < 0 || ranks.rank >= ranks.world) {
     return "rank=" + std::to_string(ranks.rank) + " of world=" + std::to_string(ranks.world) +
-           " makes no sense: up to " + std::to_string(kMostRanks) + " ranks are served.";
+           ": rank must lie between 0 and world - 1, and world between 1 and " +
+           std::to_string(kMostRanks) + ".";
   }
   if (sizes.dtype != DType::kFloat16 && sizes.dtype != DType::kBFloat16 &&
       sizes.dtype != DType::kFloat32) {

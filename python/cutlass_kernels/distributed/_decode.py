@@ -66,8 +66,8 @@ def dcp_decode(
 ) -> Combined:
     """Causal attention of the last tokens of every request over a cache whose tokens are spread over ranks.
 
-    Queries are gathered, each rank attends to the keys that it holds, and ``dcp_combine()`` puts the states together.
-    Token ``g`` of a request lies on rank ``g // block_size % W``, there behind those of it that stand before.
+    Queries are gathered, each rank attends to the keys that it holds, and ``dcp_combine()`` combines the partial
+    results. Token ``g`` of a request lies on rank ``g // block_size % W``. A rank stores its tokens in order of position.
 
     Args:
         q: this rank's heads of all requests, ``[B, n, Hq / W, D]``, from head ``rank * Hq / W`` on; or, of unequal

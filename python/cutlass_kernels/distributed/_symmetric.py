@@ -84,8 +84,14 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
     return made
 
 
+# Rendezvous that this process has made. PyTorch numbers them by process, not by group, and waits for ever where the
+# ranks of a group are at different numbers (pytorch/pytorch#196082).
+_rendezvous = 0
+
+
 def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
     """All ranks get one, or none does."""
+    global _rendezvous
     nodes = gather_facts(peers, "the node that it is on", _node(device))
     if len(set(nodes)) > 1 or nodes[0] is None:
         _without.add(peers.group)
@@ -93,16 +99,21 @@ def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
     torch.cuda.synchronize(device)  # the old one may be in use
     memory, fault = _allocate(size, device)
     # Before the rendezvous, in which ranks wait for one another.
-    faults = gather_facts(peers, "symmetric memory", fault)
+    every = gather_facts(peers, "symmetric memory", [fault, _rendezvous])
+    faults = [fault for fault, _ in every]
     if memory is None or any(faults):
-        if all(fault in (None, NO_ROOM) for fault in faults):
-            full = [str(rank) for rank, fault in zip(peers.ranks, faults, strict=True) if fault]
-            told = f"no room for {size >> 20} MiB of symmetric memory on rank{'s' * (len(full) > 1)} {', '.join(full)}"
-            warnings.warn(f"Messages are sent instead of copies, as there is {told}.", stacklevel=2)
-        else:
+        if any(fault not in (None, NO_ROOM) for fault in faults):
             _without.add(peers.group)
+            return None
+        full = [str(rank) for rank, fault in zip(peers.ranks, faults, strict=True) if fault]
+        _warn(f"there is no room for {size >> 20} MiB of symmetric memory on rank {', '.join(full)}")
+        return None
+    if len({number for _, number in every}) > 1:
+        _warn("some ranks use symmetric memory in other groups, and some do not, which PyTorch does not support")
+        _without.add(peers.group)
         return None
     made = None
+    _rendezvous += 1
     with contextlib.suppress(RuntimeError, AttributeError):
         made = Workspace(peers, memory)
         torch.cuda.synchronize(device)  # zeroed, before another rank writes
@@ -110,6 +121,10 @@ def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
         return made
     _without.add(peers.group)
     return None
+
+
+def _warn(why: str) -> None:
+    warnings.warn(f"Messages are sent instead of copies over NVLink: {why}.", stacklevel=2)
 
 
 def _allocate(size: int, device: torch.device) -> tuple[torch.Tensor | None, str | None]:

@@ -13,6 +13,7 @@
 #include "cutlass_kernels/prepare.h"
 #include "cutlass_kernels/version.h"
 #include "fused.h"
+#include "spread.h"
 #include "support.h"
 
 namespace {
@@ -82,6 +83,7 @@ void check_memory_kernels_without_gpu() {
   many.sizes.dtype = ck::DType::kFloat8E4M3;
   require_refusal(ck::merge_states(many, nullptr), "dtype=float8_e4m3fn");
   check_appending_without_gpu();
+  check_ranks_without_gpu();
 }
 
 /// Addresses that are no multiples of what they must be: always kInvalidArgument, whatever the sizes.
@@ -372,8 +374,10 @@ void check_on_gpu_if_any() {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
   for (const ck::KernelInfo& kernel : ck::list_kernels()) {
     if (is_fp8(kernel.kv_dtype)) continue;  // test_fp8.py, test_fp8_cache.py
-    if (ck::not_supported_reasons(kernel.backend, problem(kernel), 10 * major + minor).empty())
-      check_on_gpu(kernel);
+    if (!ck::not_supported_reasons(kernel.backend, problem(kernel), 10 * major + minor).empty())
+      continue;
+    check_on_gpu(kernel);
+    check_spread_on_gpu(kernel);
   }
   check_copies_on_gpu();
   check_merging_on_gpu();
