@@ -61,6 +61,8 @@ def prefill(group: Any, device: torch.device, problem: dict[str, Any], options: 
 def _patches(problem: dict[str, Any]) -> list[Any]:
     """What the cost model says, whether there is symmetric memory, and that bounds of lengths are true."""
     chosen = {"choose": lambda *_: problem["chosen"]} if "chosen" in problem else {}
+    if chosen:  # not what was chosen before
+        distributed._agreement._agreed.clear()
     cost = dict(head_groups=lambda *_: problem.get("head_groups", 1), **chosen)
     patches = [mock.patch.multiple(distributed._prefill._cost, **cost)]
     if problem.get("messages"):

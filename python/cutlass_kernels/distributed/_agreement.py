@@ -7,72 +7,85 @@ import hashlib
 import json
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ._peers import Grid, Peers, is_capturing, timeout_of
 
+Facts = dict[str, Any]  # that ranks compare, by name
+T = TypeVar("T")
+
+
+class RanksDiffer(ValueError):
+    """Found by all ranks."""
+
+
+class RanksMissing(RuntimeError):
+    """Some did not come to an exchange."""
+
+
 MOST_AGREED = 4096  # kinds of calls that a group remembers
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_NEW = object()
 
 
-Facts = dict[str, Any]  # of a call, by name
+def agree(grid: Grid, kind: tuple[Any, ...], prepare: Callable[[], tuple[Facts, T]]) -> T:
+    """What ``prepare()`` makes of the first call of a kind. Raises on every rank if facts differ between ranks, or if
+    one of them has found a fault.
 
-
-def fault_of(check: Callable[[], object]) -> Exception | None:
-    """What a check raises, of any type: a rank that raises must not leave the others waiting."""
-    try:
-        check()
-    except Exception as error:
-        return error
-    return None
-
-
-def agree(
-    grid: Grid,
-    function: str,
-    facts: Facts,
-    error: Exception | None = None,
-    check: Callable[[], object] = lambda: None,
-) -> None:
-    """Raises on every rank if facts differ between ranks, or if one of them has found a fault.
-
-    Ranks exchange them before the first call of a kind; a rank whose later calls differ is found by the timeout of the
+    Ranks exchange facts before the first call of a kind; a rank whose later calls differ is found by the timeout of the
     group. A rank that finds a fault of its own in a later call raises it after that timeout.
 
     Args:
-        error: what this rank has found to be wrong.
-        check: raises where this rank's arguments make no sense: called before the first call of a kind only.
+        kind: the function, and what calls of a kind have in common. A call must be new to all ranks, or to none: what
+            may change on one rank alone is no part of it.
+        prepare: checks the arguments; returns facts, and what later calls of the kind need, which is kept.
     """
+    known = _agreed.setdefault(grid.outer.group, {})
+    key: Hashable = (*kind, None if grid.inner is None else grid.inner.ranks)
+    try:
+        found = known.get(key, _NEW)
+    except TypeError:  # of an option that has no hash, such as a list
+        key = repr(key)
+        found = known.get(key, _NEW)
+    if found is not _NEW:
+        return cast(T, found)
+    error: Exception | None = None
+    try:
+        facts, made = prepare()
+    except (RanksDiffer, RanksMissing):  # in an exchange that it makes: all know
+        raise
+    except Exception as found_error:  # of any type: a rank that raises must not leave the others waiting
+        facts, error = {}, found_error
     if is_capturing():
         if error is not None:
             raise error
-        return
-    groups = [peers for peers in (grid.inner, grid.outer) if peers is not None]
-    told = {"the function": function} | {name: str(value) for name, value in facts.items()}
-    key = hash(tuple(told.values()))
-    is_new = [key not in _agreed.setdefault(peers.group, set()) for peers in groups]
-    if any(is_new):
-        error = error or fault_of(check)
+        return made
+    told = {"the function": str(kind[0])} | {name: str(value) for name, value in facts.items()}
     fault = None if error is None else f"On rank {dist.get_rank()}: {_sentence(error)}"
-    for peers, new in zip(groups, is_new, strict=True):
-        if peers.world > 1 and (new or fault is not None):
+    for peers in (grid.inner, grid.outer):
+        if peers is not None and peers.world > 1:
             try:
                 fault = _fault_among(peers, told, fault)
-            except RuntimeError as late:  # the others are past this check, and in their call
+            except RanksMissing as late:  # the others are past this check, and in their call
                 if fault is None:
                     raise
                 raise ValueError(fault) from (error or late)
     if fault is not None:
         raise ValueError(fault) from error
-    for peers in groups:
-        known = _agreed[peers.group]
-        if len(known) >= MOST_AGREED:
-            known.clear()  # on all ranks at once: they add the same
-        known.add(key)
+    if len(known) >= MOST_AGREED:
+        known.clear()  # on all ranks at once: they add the same
+    known[key] = made
+    return made
+
+
+def form(x: torch.Tensor | Any) -> Any:
+    """Of an optional argument what a kind has of it: not its numbers."""
+    return (x.dtype, x.shape, x.device) if isinstance(x, torch.Tensor) else type(x)
 
 
 def _sentence(error: Exception) -> str:
@@ -109,7 +122,7 @@ _exchanges: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
 
 
 def gather_facts(peers: Peers, purpose: str, fact: Any) -> list[Any]:
-    """What each rank states, by rank: anything that JSON has. ValueError where ranks came for different purposes.
+    """What each rank states, by rank: anything that JSON has. ``RanksDiffer`` where they came for different purposes.
 
     Over the store of the group, on the host. NCCL would wait for ever for a rank that has died before its first
     collective; here a rank that does not come ends the others with an error, after the timeout of the group.
@@ -126,12 +139,12 @@ def gather_facts(peers: Peers, purpose: str, fact: Any) -> list[Any]:
         store.wait(keys, datetime.timedelta(seconds=seconds))
         every = [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:
-        raise RuntimeError(_who_is_missing(store, peers, keys, seconds)) from error
+        raise RanksMissing(_who_is_missing(store, peers, keys, seconds)) from error
     _exchanges[name] += 1
     if number > 0:  # all ranks have read it, as they have come to the exchange after it
         store.delete_key(f"{begin}/{number - 1}/{peers.rank}")
     if differences := _differences(peers, [purpose for purpose, _ in every]):
-        raise ValueError(f"Ranks make different calls: {differences}.")
+        raise RanksDiffer(f"Ranks make different calls: {differences}.")
     return [fact for _, fact in every]
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .. import merge_states
 from . import _exchange, _ops, _request
-from ._agreement import agree, fault_of
+from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
 
 COMMS = ("auto", "symmetric", "a2a", "ag_rs")
@@ -63,17 +63,13 @@ def dcp_combine(
         >>> dcp_combine(out, lse, group).shape  # [rows, heads / W, D]
     """
     peers = peers_of(group)
-    facts = {
-        "the shape of out": tuple(out.shape),
-        "its dtype": out.dtype,
-        "options": (comm, scatter_heads, lse_base, return_lse),
-    }
-    agree(
-        grid_of(group),
-        "dcp_combine",
-        facts,
-        fault_of(lambda: _check(out, lse, peers.world, comm, scatter_heads, lse_base)),
-    )
+    options = (comm, scatter_heads, lse_base, return_lse)
+
+    def prepare() -> tuple[Facts, None]:
+        _check(out, lse, peers.world, comm, scatter_heads, lse_base)
+        return {"the shape of out": tuple(out.shape), "its dtype": out.dtype, "options": options}, None
+
+    agree(grid_of(group), ("dcp_combine", out.shape, out.dtype, lse.shape, lse.dtype, *options), prepare)
     state = combine(out, lse if lse_base == 2 else lse * math.log2(math.e), peers, comm, scatter_heads)
     if not return_lse:
         return state[0]

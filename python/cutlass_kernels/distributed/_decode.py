@@ -10,7 +10,7 @@ import torch
 from .. import _plan_free, attention
 from .._plan_free import Call
 from . import _exchange, _ops, _request
-from ._agreement import agree, fault_of
+from ._agreement import Facts, agree, form
 from ._combine import COMMS, Combined, combine
 from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
 
@@ -67,7 +67,8 @@ def dcp_decode(
     """Causal attention of the last tokens of every request over a cache whose tokens are spread over ranks.
 
     Queries are gathered, each rank attends to the keys that it holds, and ``dcp_combine()`` combines the partial
-    results. Token ``g`` of a request lies on rank ``g // block_size % W``. A rank stores its tokens in order of position.
+    results. Token ``g`` of a request lies on rank ``g // block_size % W``. A rank stores its tokens in order of
+    position.
 
     Args:
         q: this rank's heads of all requests, ``[B, n, Hq / W, D]``, from head ``rank * Hq / W`` on; or, of unequal
@@ -96,34 +97,34 @@ def dcp_decode(
         >>> out = dcp_decode(q, k_cache, v_cache, group, page_table=table, seqused_k=lens, block_size=16)
     """
     peers = peers_of(group)
-    heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
-    facts = {
-        "heads and dimension of q": tuple(q.shape[-2:]),
-        "dtypes": (q.dtype, k.dtype, v.dtype),
-        "heads and dimensions of the cache": (tuple(k.shape[heads_and_dim]), *v.shape[-1:], kv_layout),
-        "the form of queries": (q.dim(), cu_seqlens_q is not None),
-        "the form of the cache": (k.dim(), page_table is not None),
-        "options": (block_size, gather_heads, comm, window, chunk_size, sm_scale, logits_soft_cap, sinks is not None),
-        "the result": (return_lse, lse_base),
-        "the shape of q": tuple(q.shape),
-        "the shape of seqused_k": tuple(seqused_k.shape),
-        "max_seqlen_q": max_seqlen_q,
-    }
     shard = (peers.world, peers.rank, block_size)
+    heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
+    of_cache = (k.dim(), k.shape[heads_and_dim], v.shape[-1:], kv_layout, page_table is not None)
+    options = (block_size, gather_heads, comm, tuple(window), chunk_size, sm_scale, logits_soft_cap)
+    of_result = (return_lse, lse_base, backend)
 
-    def check() -> None:
-        """The arguments of ``attention()``, for all heads."""
+    def prepare() -> tuple[Facts, None]:
+        _check(q, cu_seqlens_q, block_size, comm, lse_base)
         whole = (*q.shape[:-2], q.size(-2) * (peers.world if gather_heads else 1), q.size(-1))
-        call: dict[str, Any] = dict(
-            cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table, kv_layout=kv_layout
-        )
+        call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table)
         call |= dict(window_left=_plan_free.window(window)[0], chunk_size=chunk_size, logits_soft_cap=logits_soft_cap)
-        call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_shard=shard)
-        call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_layout=kv_layout)
+        call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, kv_shard=shard)
         _plan_free.checked(Call(q.new_empty(q.size(-1)).expand(whole), k, v, causal=True, **call))
+        facts = {
+            "the shape of q": tuple(q.shape),
+            "dtypes": (q.dtype, k.dtype, v.dtype),
+            "the cache": of_cache,
+            "requests": seqused_k.numel(),
+            "query lengths": (cu_seqlens_q is not None, max_seqlen_q),
+            "options": (*options, sinks is not None),
+            "the result": of_result,
+        }
+        return facts, None
 
-    fault = fault_of(lambda: _check(q, cu_seqlens_q, block_size, comm, lse_base))
-    agree(grid_of(group), "dcp_decode", facts, fault, check)
+    of_queries = (q.shape, q.dtype, k.dtype, v.dtype, seqused_k.shape, form(cu_seqlens_q), max_seqlen_q)
+    scales = (form(sinks), form(k_descale), form(v_descale))
+    agree(grid_of(group), ("dcp_decode", *of_queries, of_cache, options, scales, of_result), prepare)
     if gather_heads:
         q = _gather_heads(q, peers, comm)
     state = attention(

@@ -95,4 +95,4 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

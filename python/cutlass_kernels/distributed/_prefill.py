@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from .. import _plan_free
-from .._plan_free import Call
-from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring, _shards
-from ._agreement import agree
+from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring
+from ._agreement import Facts, agree, form
 from ._gather import Shard, State
 from ._heads import HeadsOfRows
 from ._peers import Grid, Group, Peers, grid_of, is_capturing
@@ -100,60 +97,53 @@ def cp_prefill(
         torch.Size([6, 4, 64])
     """
     grid = group if isinstance(group, Grid) else grid_of(group)
-    paged = page_table is not None
+    seqlens, kv_seqlens = _request.plain(seqlens), _request.plain(kv_seqlens)
+    window = tuple(window) if isinstance(window, list) else window
     options = dict(
         logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, lse_base=lse_base, batch_invariant=batch_invariant
     )
-    facts: dict[str, Any] = {
-        "dtypes": (q.dtype, k.dtype, v.dtype),
-        "comm": comm,
-        "layout": (layout, block_size),
-        "the mask": (causal, tuple(window) if isinstance(window, (tuple, list)) else window, chunk_size),
-        "options": (*options.values(), sinks is not None, return_lse, o_dtype, kv_layout if paged else None),
-    }
-    plan: Plan | None = None
-    fault: Exception | None = None
-    per_node = _nodes.ranks_per_node(grid.outer, q.device) if grid.inner is None else 1
-    try:
-        roles = _request.roles(grid, comm)
-        _shards.check_layout(layout, block_size)
-        _request.check_base(lse_base)
-        lens = _request.lengths(q, grid.world, seqlens, kv_seqlens)
-        mask = _request.mask_of(causal, window, chunk_size)
-        outer, inner = (1 if peers is None else peers.world for peers in roles)
-        kind = Kind(layout, block_size, *lens, mask, outer, inner)
-        num_kv_heads = _request.check_shapes(q, k, v, kind, grid.rank, page_table, kv_layout)
-        if comm == "auto" and grid.inner is None:
-            heads = q.size(1), num_kv_heads, q.size(2), v.size(-1), k.element_size()
-            comm = _cost.choose(_cost.Problem(*kind[:5], *heads), grid.world, per_node)
-            roles = _request.roles(grid, comm)
-            kind = kind._replace(outer=1, inner=grid.world) if comm == "ulysses" else kind
-        _request.check_comm(q.size(1), num_kv_heads, kind, comm)
-        facts |= {"seqlens": lens, "head counts and dimensions": (q.shape[1:], num_kv_heads, v.size(-1))}
-        plan = plan_of(kind)
-    except Exception as error:
-        fault = error
     scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
-    def check() -> None:
-        """The arguments of ``attention()``, of this rank's rows and keys."""
-        requests = len(lens.q)
-        call: dict[str, Any] = dict(cu_seqlens_q=torch.zeros(requests + 1, dtype=torch.int32))
-        call |= dict(page_table=page_table, kv_layout=kv_layout) if paged else {}
-        call["seqused_k" if paged else "cu_seqlens_k"] = call["cu_seqlens_q"][: requests if paged else None]
-        call |= dict(chunk_size=chunk_size, sinks=sinks, o_dtype=o_dtype, **scales, **options)
-        del call["lse_base"]
-        _plan_free.checked(Call(q, k, v, causal=causal, **call))
+    def prepare() -> tuple[Facts, tuple[Kind, str]]:
+        per_node = _nodes.ranks_per_node(grid.outer, q.device) if grid.inner is None else 1  # by all ranks, so first
+        kind, num_kv_heads = _request.check(
+            q, k, v, grid, comm, layout, block_size, seqlens, kv_seqlens, page_table, kv_layout
+        )
+        kind = kind._replace(mask=_request.mask_of(causal, window, chunk_size))
+        call = dict(chunk_size=chunk_size, sinks=sinks, o_dtype=o_dtype, **scales, **options)
+        _request.check_options(q, k, v, len(kind.q_lens), page_table, kv_layout, dict(causal=causal, **call))
+        heads = q.size(1), num_kv_heads, q.size(2), v.size(-1)
+        chosen = comm
+        if comm == "auto" and grid.inner is None:
+            problem = _cost.Problem(*kind[:5], *heads, k.element_size())
+            chosen = _cost.choose(problem, grid.world, per_node)
+            kind = kind._replace(outer=1, inner=grid.world) if chosen == "ulysses" else kind
+        _request.check_comm(*heads[:2], kind, chosen)
+        facts = {
+            "dtypes": (q.dtype, k.dtype, v.dtype),
+            "comm": comm,
+            "layout": (layout, block_size),
+            "the mask": (causal, window, chunk_size),
+            "options": (*options.values(), sinks is not None, return_lse, o_dtype),
+            "pages": kv_layout if page_table is not None else None,
+            "seqlens": (kind.q_lens, kind.kv_lens),
+            "head counts and dimensions": heads,
+        }
+        return facts, (kind, chosen)
 
-    agree(grid, "cp_prefill", facts, fault, check)
-    assert plan is not None
+    of_keys = (k.shape, v.shape) if page_table is None else (k.shape[1:], v.shape[1:], page_table.shape[:1], kv_layout)
+    of_tensors = (q.shape, *of_keys, q.dtype, k.dtype, v.dtype, form(sinks), *map(form, scales.values()))
+    others = (layout, block_size, comm, causal, window, chunk_size, *options.values(), o_dtype, return_lse, backend)
+    kind, comm = agree(grid, ("cp_prefill", *of_tensors, seqlens, kv_seqlens, *others), prepare)
+    plan = plan_of(kind)
     if is_capturing():
         _plans.keep(grid.outer.group, plan)
     if page_table is not None:
+        _request.check_pages(k, page_table, kv_layout, kind, grid.rank)
         k, v = _from_pages(k, v, page_table, kv_layout, plan, grid.rank)
     o_dtype = o_dtype or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
     shard = Shard(q, k, v, causal, return_lse, o_dtype, sinks, scales, options | {"backend": backend})
-    state = _attend(shard, plan, roles, grid.rank // plan.kind.inner, comm)
+    state = _attend(shard, plan, _request.roles(grid, comm), grid.rank // plan.kind.inner, comm)
     return state.out if state.lse is None else (state.out, state.lse)
 
 

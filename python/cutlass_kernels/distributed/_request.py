@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .. import _args
+from .. import _args, _plan_free
+from .._plan_free import Call
 from . import _heads, _shards
 from ._gather_plan import Mask
 from ._peers import Grid, Peers
@@ -65,38 +66,49 @@ def mask_of(causal: bool, window: tuple[int, int], chunk_size: int) -> Mask:
     return Mask(left, 0 if causal else right, chunk_size)
 
 
-def check_shapes(
+def plain(lens: Sequence[int] | torch.Tensor | None) -> Any:
+    """Lengths that can be compared: a tuple, where they are a list or a tensor of the host."""
+    if isinstance(lens, torch.Tensor) and not lens.is_cuda:
+        lens = lens.tolist()
+    return tuple(lens) if isinstance(lens, list) else lens
+
+
+def check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    kind: Kind,
-    rank: int,
+    grid: Grid,
+    comm: str,
+    layout: str,
+    block_size: int,
+    seqlens: Sequence[int] | torch.Tensor | None,
+    kv_seqlens: Sequence[int] | torch.Tensor | None,
     page_table: torch.Tensor | None,
     kv_layout: str,
-) -> int:
-    """Checks the tensors of this rank, and returns the number of KV heads."""
+) -> tuple[Kind, int]:
+    """Checks the tensors of this rank. Returns what decides the plan, but for the mask, and the number of KV heads."""
     paged = page_table is not None
     _args.kv_layout(kv_layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         dims = 4 if paged and name != "q" else 3
         if x.dim() != dims:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must have {dims} dimensions.")
-    q_rows, kv_rows = (
-        _shards.count(_shards.split(kind.layout, n, kind.world, kind.block_size)[rank])
-        for n in (kind.q_lens, kind.kv_lens)
-    )
+    outer, inner = (1 if peers is None else peers.world for peers in roles(grid, comm))
+    _shards.check_layout(layout, block_size)
+    kind = Kind(layout, block_size, *lengths(q, grid.world, seqlens, kv_seqlens), Mask(), outer, inner)
+    told = f"rank {grid.rank} of {grid.world} holds"
+    q_rows, kv_rows = (_rows(kind, lens, grid.rank) for lens in (kind.q_lens, kind.kv_lens))
     if q.size(0) != q_rows:
         raise ValueError(
-            f"q has {q.size(0)} rows, but rank {rank} of {kind.world} holds {q_rows} of seqlens={_told(kind.q_lens)} "
-            f"in layout={kind.layout!r}: see cp_split()."
+            f"q has {q.size(0)} rows, but {told} {q_rows} of seqlens={_told(kind.q_lens)} in layout={layout!r}: "
+            "see cp_split()."
         )
-    if not paged:
-        for name, x in (("k", k), ("v", v)):
-            if x.size(0) != kv_rows:
-                raise ValueError(
-                    f"{name} has {x.size(0)} keys, but rank {rank} of {kind.world} holds {kv_rows} of "
-                    f"{_told(kind.kv_lens)} in layout={kind.layout!r}: see cp_split()."
-                )
+    for name, x in (("k", k), ("v", v)):
+        if not paged and x.size(0) != kv_rows:
+            raise ValueError(
+                f"{name} has {x.size(0)} keys, but {told} {kv_rows} of {_told(kind.kv_lens)} in layout={layout!r}: "
+                "see cp_split()."
+            )
     heads_dim = 2 if paged and kv_layout == "NHD" else 1
     num_kv_heads = k.size(heads_dim)
     if num_kv_heads != v.size(heads_dim) or num_kv_heads == 0 or q.size(1) % num_kv_heads:
@@ -104,27 +116,49 @@ def check_shapes(
             f"q has {q.size(1)} heads, k {num_kv_heads} and v {v.size(heads_dim)}: the last two must divide the first."
         )
     if page_table is not None:
-        _check_pages(page_table, k.size(3 - heads_dim), kind, rank)
+        check_pages(k, page_table, kv_layout, kind, grid.rank)
     if k.dtype != v.dtype or k.device != q.device or v.device != q.device:
         raise ValueError(
             f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: k and v must have "
             "one dtype, and all one device."
         )
-    return num_kv_heads
+    return kind, num_kv_heads
 
 
-def _check_pages(page_table: torch.Tensor, page_size: int, kind: Kind, rank: int) -> None:
-    requests = len(kind.kv_lens)
-    most = max(
-        (_shards.count(_shards.split(kind.layout, (n,), kind.world, kind.block_size)[rank]) for n in set(kind.kv_lens)),
-        default=0,
-    )
+def _rows(kind: Kind, lens: tuple[int, ...], rank: int) -> int:
+    return _shards.count(_shards.split(kind.layout, lens, kind.world, kind.block_size)[rank])
+
+
+def check_pages(k: torch.Tensor, page_table: torch.Tensor, kv_layout: str, kind: Kind, rank: int) -> None:
+    """Of every call: kernels read where the table says."""
+    requests, page_size = len(kind.kv_lens), k.size(1 if kv_layout == "NHD" else 2)
+    most = max((_rows(kind, (n,), rank) for n in set(kind.kv_lens)), default=0)
     if page_table.dim() != 2 or page_table.size(0) != requests or page_table.size(1) * page_size < most:
         raise ValueError(
             f"page_table has shape {tuple(page_table.shape)}: it must be [{requests}, pages of a request], "
             f"{-(-most // page_size)} or more for the {most} keys of a request that rank {rank} holds, in pages of "
             f"{page_size} tokens."
         )
+
+
+def check_options(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    requests: int,
+    page_table: torch.Tensor | None,
+    kv_layout: str,
+    options: dict[str, Any],
+) -> None:
+    """Checks the other arguments as ``attention()`` does, with the rows and keys of this rank."""
+    lse_base = options.pop("lse_base")
+    check_base(lse_base)
+    offsets = torch.zeros(requests + 1, dtype=torch.int32)
+    if page_table is None:
+        options["cu_seqlens_k"] = offsets
+    else:
+        options |= dict(page_table=page_table, kv_layout=kv_layout, seqused_k=offsets[:-1])
+    _plan_free.checked(Call(q, k, v, cu_seqlens_q=offsets, **options))
 
 
 def check_comm(num_qo_heads: int, num_kv_heads: int, kind: Kind, comm: str) -> None:

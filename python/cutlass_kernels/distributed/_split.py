@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import _shards
-from ._agreement import agree, fault_of
+from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, wait
 from ._rows import Rows
 
@@ -73,11 +73,10 @@ def cp_restore(
             differ between ranks.
     """
     grid = grid_of(group)
-    lengths: tuple[int, ...] = ()
-    places: list[Rows] = []
+    if isinstance(seqlens, torch.Tensor) and not seqlens.is_cuda:
+        seqlens = seqlens.tolist()
 
-    def check() -> None:
-        nonlocal lengths, places
+    def prepare() -> tuple[Facts, tuple[tuple[int, ...], list[Rows]]]:
         _shards.check_layout(layout, block_size)
         lengths = _lengths(x.size(dim) * grid.world, seqlens, check=False)
         shards = _shards.split(layout, lengths, grid.world, block_size)
@@ -85,11 +84,12 @@ def cp_restore(
         count = places[grid.rank].count
         if x.size(dim) != count:
             raise ValueError(f"x has {x.size(dim)} tokens, but rank {grid.rank} holds {count} of {lengths}.")
+        of_token = tuple(x.movedim(dim, 0).shape[1:])
+        facts = {"seqlens": lengths, "layout": (layout, block_size), "the shape of a token": of_token}
+        return {**facts, "dtypes": x.dtype}, (lengths, places)
 
-    fault = fault_of(check)
-    of_token = None if fault else tuple(x.movedim(dim, 0).shape[1:])
-    facts = {"seqlens": lengths, "layout": (layout, block_size), "the shape of a token": of_token, "dtypes": x.dtype}
-    agree(grid, "cp_restore", facts, fault)
+    kind = (x.shape, x.dtype, None if seqlens is None else tuple(seqlens), layout, block_size, dim)
+    lengths, places = agree(grid, ("cp_restore", *kind), prepare)
     mine = x.movedim(dim, 0).contiguous()
     whole = mine.new_empty(sum(lengths), *mine.shape[1:])
     held = {grid.rank: mine}
