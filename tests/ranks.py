@@ -74,6 +74,29 @@ class Ranks:
             process.kill()
 
 
+class RanksBySize:
+    """Processes of their own for every size of a group, each on a GPU: PyTorch's symmetric memory needs ranks that are
+    in as many groups as the others (``_symmetric.py``)."""
+
+    device = "cuda"
+
+    def __init__(self, world: int, directory: Path) -> None:
+        self.world, self.directory = world, directory
+        self.started: dict[int, Ranks] = {}
+
+    def run(self, function: Callable[..., Any], shape: int | tuple[int, int], *args: Any) -> list[Any]:
+        world = shape if isinstance(shape, int) else shape[0] * shape[1]
+        if world not in self.started:
+            directory = self.directory / str(world)
+            directory.mkdir()
+            self.started[world] = Ranks(self.device, world, directory)
+        return self.started[world].run(function, shape, *args)
+
+    def close(self) -> None:
+        for ranks in self.started.values():
+            ranks.close()
+
+
 def _serve(device: str, rank: int, world: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
@@ -96,8 +119,9 @@ def _serve(device: str, rank: int, world: int, store: str, pipe: Any) -> None:
             pipe.send((None, (str(error), traceback.format_exc())))
 
 
-def started(device: str, world: int) -> Iterator[Ranks]:
+def started(device: str, world: int) -> Iterator[Ranks | RanksBySize]:
     with tempfile.TemporaryDirectory() as directory:
-        ranks = Ranks(device, world, Path(directory))
+        path = Path(directory)
+        ranks = RanksBySize(world, path) if device == "cuda" else Ranks(device, world, path)
         yield ranks
         ranks.close()

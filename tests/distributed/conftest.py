@@ -10,12 +10,12 @@ import torch
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator[ranks.Ranks]:
+def gloo() -> Iterator[ranks.Ranks | ranks.RanksBySize]:
     yield from ranks.started("cpu", ranks.MOST)
 
 
 @pytest.fixture(scope="session")
-def nccl() -> Iterator[ranks.Ranks]:
+def nccl() -> Iterator[ranks.Ranks | ranks.RanksBySize]:
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"needs two GPUs, this machine has {count}")
@@ -23,6 +23,6 @@ def nccl() -> Iterator[ranks.Ranks]:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def processes(request: pytest.FixtureRequest) -> ranks.Ranks:
-    found: ranks.Ranks = request.getfixturevalue("nccl" if request.param == "cuda" else "gloo")
+def processes(request: pytest.FixtureRequest) -> ranks.Ranks | ranks.RanksBySize:
+    found: ranks.Ranks | ranks.RanksBySize = request.getfixturevalue("nccl" if request.param == "cuda" else "gloo")
     return found

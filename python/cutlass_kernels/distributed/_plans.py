@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import weakref
+from collections.abc import Hashable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,8 @@ class Gather:
         self.most_rows = max(plan.buffer_rows for plan in plans)
         self.requests = [q.request for q in queries]
         self.indices = Indices()
+        # Of _transport, for each of its workspaces.
+        self.rooms: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
     def vectors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """``cu_seqlens_q``, first rows of keys, numbers of keys, and for each call the rows used; int32."""

@@ -8,16 +8,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ._agreement import gather_facts
 from ._peers import Peers, is_capturing, timeout_of
-
-V = TypeVar("V")
 
 ALIGNMENT = 1 << 21
 NO_ROOM = "out of memory"  # of faults, the one that may pass
@@ -37,20 +33,12 @@ class Workspace:
         self.handle = symmetric.rendezvous(self.memory, peers.group.group_name)
         self.pointers: list[int] = list(self.handle.buffer_ptrs)
         self.stream = torch.cuda.Stream(device)
-        self._views: dict[Hashable, Any] = {}
+        self.started, self.read = torch.cuda.Event(), torch.cuda.Event()  # of that stream
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """A tensor that begins ``offset`` bytes into a rank's buffer."""
         tensor: torch.Tensor = self.handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
         return tensor
-
-    def kept(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Views of buffers, made once: a call needs a dozen, each of which takes the host 3 to 8 us."""
-        if key not in self._views:
-            if len(self._views) > 256:  # of lengths that change with every call
-                self._views.clear()
-            self._views[key] = make()
-        return cast(V, self._views[key])
 
     def barrier(self, channel: int) -> None:
         """The current stream waits for those of the other ranks. Concurrent barriers take channels of their own.
