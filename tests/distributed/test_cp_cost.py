@@ -37,68 +37,96 @@ def problem(
     return Problem(layout, 256, lens, lens, mask, *heads, 128, 128, size)
 
 
-def cluster(world: int, per_node: int = 8) -> Cluster:
-    return Cluster(GPUS["h100"], world, per_node)
+def cluster(world: int, per_node: int = 8, gpu: str = "h100") -> Cluster:
+    return Cluster(GPUS[gpu], world, per_node)
 
 
-# benchmarks/RESULTS.md, 2026-11-26, second; two H100. ms of one GPU, of two, and whether in a graph. One GPU at 64k and
-# 128k gave the rate of the model; no other constant is fitted to these rows.
-PREFILL: dict[str, tuple[Problem, float, float, bool]] = {
-    "1 x 8k": (problem(8 * K), 0.815, 0.465, False),
-    "1 x 8k, in a graph": (problem(8 * K), 0.823, 0.450, True),
-    "1 x 16k": (problem(16 * K), 3.233, 1.779, False),
-    "1 x 16k, in a graph": (problem(16 * K), 3.314, 1.749, True),
-    "1 x 64k": (problem(64 * K), 51.38, 26.53, False),
-    "1 x 128k": (problem(128 * K), 206.1, 102.2, False),
-    "9 requests of 512 to 32k": (problem(*unequal()), 33.87, 17.78, False),
-    "8 x 16k": (problem(*[16 * K] * 8), 27.14, 14.10, False),
-    "1 x 128k, window of 4k": (problem(128 * K, mask=Mask(4 * K, 0)), 13.59, 6.76, False),
+# benchmarks/RESULTS.md, 2026-11-27, second; H200. Whether in a graph, ms of one GPU, of two and of four.
+PREFILL: dict[str, tuple[Problem, bool, float, float, float]] = {
+    "1 x 8k": (problem(8 * K), False, 0.741, 0.446, 0.346),
+    "1 x 8k, in a graph": (problem(8 * K), True, 0.741, 0.423, 0.330),
+    "1 x 16k": (problem(16 * K), False, 2.880, 1.510, 0.835),
+    "1 x 64k": (problem(64 * K), False, 50.95, 25.16, 11.87),
+    "1 x 128k": (problem(128 * K), False, 208.9, 108.6, 53.27),
+    "9 requests of 512 to 32k": (problem(*unequal()), False, 33.02, 15.86, 9.091),
+    "8 x 16k": (problem(*[16 * K] * 8), False, 25.24, 12.11, 6.516),
+    "1 x 128k, window of 4k": (problem(128 * K, mask=Mask(4 * K, 0)), False, 11.91, 6.227, 3.243),
 }
-# The same entry: of linear. The ring at 8k gave the host time of its steps.
-OTHERS = {
-    ("ring", 8): 0.40,
-    ("ring", 16): 0.63,
-    ("ring", 64): 0.88,
-    ("ring", 128): 0.93,
-    ("ulysses", 64): 0.94,
-    ("ulysses", 128): 0.96,
+# The same entry, in graphs. The rows of 8k gave RING_START and HEADS_START.
+OTHERS: dict[tuple[str, str], tuple[float, float]] = {
+    ("ring", "1 x 8k"): (0.691, 0.594),
+    ("ring", "1 x 16k"): (2.030, 1.490),
+    ("ring", "1 x 64k"): (26.63, 14.06),
+    ("ring", "1 x 128k"): (110.4, 57.28),
+    ("ring", "9 requests of 512 to 32k"): (20.09, 12.10),
+    ("ring", "8 x 16k"): (16.15, 11.39),
+    ("ulysses", "1 x 8k"): (0.749, 0.505),
+    ("ulysses", "1 x 16k"): (2.088, 1.203),
+    ("ulysses", "1 x 64k"): (26.47, 12.91),
+    ("ulysses", "1 x 128k"): (109.8, 54.23),
+    ("ulysses", "9 requests of 512 to 32k"): (19.99, 10.49),
+    ("ulysses", "8 x 16k"): (16.61, 8.887),
+    ("ulysses", "1 x 128k, window of 4k"): (10.09, 5.632),
 }
-# 2026-11-26, third: us of one GPU and of two. Constants are fitted to all four: these rows only repeat them.
-DECODE = {"1 x 128k": ((128 * K,), 183.5, 103.3), "64 x 8k": ((8 * K,) * 64, 704.7, 369.2)}
+# What the page lists as missed: expected over measured parts of linear.
+MISSED = {
+    ("allgather", "1 x 8k", 4): 1.204,
+    ("allgather", "1 x 8k, in a graph", 4): 1.227,
+    ("ring", "1 x 16k", 4): 1.172,
+    ("ring", "8 x 16k", 4): 1.203,
+    ("ulysses", "1 x 128k, window of 4k", 2): 1.139,
+    ("ulysses", "1 x 128k, window of 4k", 4): 1.111,
+}
+# us of one GPU and of several. Two H100, 2026-11-27: constants of H100 are fitted to these rows. Four H200,
+# 2026-11-27, second: predicted from those of one H200.
+DECODE: dict[str, tuple[tuple[int, ...], str, int, float, float]] = {
+    "1 x 128k, 2 H100": ((128 * K,), "h100", 2, 183.5, 103.3),
+    "64 x 8k, 2 H100": ((8 * K,) * 64, "h100", 2, 704.7, 369.2),
+    "1 x 128k, 4 H200": ((128 * K,), "h200", 4, 128.6, 48.15),
+    "64 x 8k, 4 H200": ((8 * K,) * 64, "h200", 4, 487.0, 146.8),
+}
+
+
+def compare(comm: str, name: str, measured: tuple[float, float], captured: bool) -> str:
+    """A row of the page. Parts of linear are within 10 %, but for those that are listed as missed. Times are of GPUs
+    that compute all the time: calls of less than 10 ms, which come after a pause, are up to 13 % faster."""
+    asked, _, one, *_ = PREFILL[name]
+    expected_one = _cost.one_gpu(asked, cluster(1, gpu="h200")) * 1e3
+    assert expected_one == pytest.approx(one, rel=0.14)
+    cells = [name if comm == "allgather" else f"`{comm}`, {name}"]
+    for world, time in zip((2, 4), measured, strict=True):
+        estimate: Any = _cost.estimates(asked, cluster(world, gpu="h200"), captured)[comm]
+        expected = estimate.seconds * 1e3
+        part, expected_part = one / world / time, expected_one / world / expected
+        if (miss := MISSED.get((comm, name, world))) is None:
+            assert expected_part == pytest.approx(part, rel=0.10)
+        else:
+            assert expected_part / part == pytest.approx(miss, abs=0.005)
+        if comm == "allgather":
+            assert expected == pytest.approx(time, rel=0.14)
+        cells += [f"{time:.4g} ms", f"{part:.2f}", f"{expected_part:.2f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 @pytest.mark.parametrize("name", PREFILL)
-def test_prefill_over_two_gpus(name):
-    asked, one, two, captured = PREFILL[name]
-    expected_one = _cost.one_gpu(asked, cluster(2)) * 1e3
-    expected = _cost.allgather(asked, cluster(2), captured).seconds * 1e3
-    assert expected_one == pytest.approx(one, rel=0.10)
-    assert expected == pytest.approx(two, rel=0.10)
-    assert expected_one / expected == pytest.approx(one / two, rel=0.10)
-    assert (
-        f"| {name} | {two:.4g} ms | {expected:.3g} ms | {one / 2 / two:.2f} | {expected_one / 2 / expected:.2f} |"
-        in PAGE
-    )
+def test_prefill(name):
+    _, captured, _, *measured = PREFILL[name]
+    assert compare("allgather", name, tuple(measured), captured) in PAGE
 
 
-@pytest.mark.parametrize("comm, tokens", OTHERS)
-def test_other_methods_over_two_gpus(comm, tokens):
-    asked, measured = problem(tokens * K), OTHERS[comm, tokens]
-    estimate = _cost.estimates(asked, cluster(2))[comm]
-    assert isinstance(estimate, _cost.Estimate)
-    expected = _cost.one_gpu(asked, cluster(2)) / 2 / estimate.seconds
-    assert expected == pytest.approx(measured, rel=0.10)
-    assert f"| `{comm}`, 1 x {tokens}k | | | {measured:.2f} | {expected:.2f} |" in PAGE
+@pytest.mark.parametrize("comm, name", OTHERS)
+def test_other_methods(comm, name):
+    assert compare(comm, name, OTHERS[comm, name], True) in PAGE
 
 
 @pytest.mark.parametrize("name", DECODE)
-def test_decode_over_two_gpus(name):
-    lens, one, two = DECODE[name]
+def test_decode(name):
+    lens, gpu, world, one, several = DECODE[name]
     step = _cost_decode.Step(lens, 32, 8, 128, 2)
-    expected = _cost_decode.estimate(step, cluster(2)).seconds * 1e6
-    assert _cost_decode.estimate(step, cluster(1)).seconds * 1e6 == pytest.approx(one, rel=0.10)
-    assert expected == pytest.approx(two, rel=0.10)
-    assert f"| decode, {name} | {two:.4g} us | {expected:.3g} us |" in PAGE
+    expected = _cost_decode.estimate(step, cluster(world, gpu=gpu)).seconds * 1e6
+    assert _cost_decode.estimate(step, cluster(1, gpu=gpu)).seconds * 1e6 == pytest.approx(one, rel=0.10)
+    assert expected == pytest.approx(several, rel=0.10)
+    assert f"| {name} | {several:.4g} us | {expected:.3g} us |" in PAGE
 
 
 def test_combine_over_two_gpus():

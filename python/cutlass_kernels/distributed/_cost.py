@@ -15,11 +15,13 @@ from ._hardware import (
     CALL_START,
     COPY,
     GPUS,
+    HEADS_START,
     HOST_CALL,
     HOST_GROUP_COPIES,
     HOST_GROUP_MESSAGES,
     HOST_MESSAGE,
     HOST_RING_STEP,
+    RING_START,
     Cluster,
     message_seconds,
     rate_of,
@@ -31,10 +33,10 @@ from ._work import Work
 LINK_BYTES_PER_SECOND = 350e9
 FLOPS_PER_SECOND = 650e12
 
-# A second group of heads costs the host 0.15 ms, which only longer attention hides, but for calls in a graph. It pays
-# where transfers are more than 3 % of the time (H100: nine requests of 512 to 32k tokens 0.95 of linear, not 0.91;
+# A second group of heads costs the host 0.1 to 0.3 ms, which only longer attention hides, but for calls in a graph. It
+# pays where transfers are more than 3 % of the time (H100: nine requests of 512 to 32k tokens 0.95 of linear, not 0.91;
 # with a window of 4k 0.93, not 1.00).
-LEAST_SECONDS = 1e-3
+LEAST_SECONDS = 0.5e-3
 LEAST_SHARE = 0.03
 
 
@@ -154,7 +156,7 @@ def _transfer(work: Work, row_bytes: float, in_node: bool) -> float:
     return message_seconds(work.pulled_near * row_bytes, (work.pulled - work.pulled_near) * row_bytes)
 
 
-def ring(problem: Problem, cluster: Cluster) -> Estimate:
+def ring(problem: Problem, cluster: Cluster, captured: bool = False) -> Estimate:
     """In each step a rank attends to the keys of one rank, merges the result, and gets those of the next."""
     kind = problem.kind(cluster.world, 1)
     work, steps, memory = _work.slowest(kind, cluster.per_node), cluster.world, cluster.gpu.memory
@@ -171,13 +173,14 @@ def ring(problem: Problem, cluster: Cluster) -> Estimate:
     seconds = message_seconds(near, far)
     step = compute / steps + merge + CALL_START
     exposed = (steps - 1) * max(seconds - step, 0.0)
-    overhead = steps * (merge + CALL_START + HOST_RING_STEP) + around
-    overhead += max(HOST_CALL - compute - exposed - overhead, 0.0)
+    overhead = steps * (merge + CALL_START + RING_START) + around
+    host = 0.0 if captured else HOST_CALL + steps * HOST_RING_STEP
+    overhead += max(host - compute - exposed - overhead, 0.0)
     return Estimate("ring", compute, (steps - 1) * seconds, exposed, overhead, 2.0 * own_bytes)
 
 
-def ulysses(problem: Problem, cluster: Cluster) -> Estimate:
-    return _heads_for_tokens(problem, cluster, 1, cluster.world, False)._replace(comm="ulysses")
+def ulysses(problem: Problem, cluster: Cluster, captured: bool = False) -> Estimate:
+    return _heads_for_tokens(problem, cluster, 1, cluster.world, captured)._replace(comm="ulysses")
 
 
 def hybrid(problem: Problem, cluster: Cluster, captured: bool = False) -> Estimate:
@@ -197,7 +200,7 @@ def _heads_for_tokens(problem: Problem, cluster: Cluster, outer: int, inner: int
     back = rows * heads * problem.head_dim_vo * problem.out_size
     near = min(inner, cluster.per_node) - 1
     far = inner - 1 - near
-    transfer = sum(message_seconds(near * n, far * n) for n in (there, back))
+    transfer = sum(message_seconds(near * n, far * n) + HEADS_START for n in (there, back))
     # What is sent is packed and unpacked, each of which reads and writes it; what stays is copied.
     copies = (there + back) * (4 * (inner - 1) + 2) / cluster.gpu.memory
     gpu = estimate.seconds + transfer + copies
@@ -215,8 +218,8 @@ def estimates(problem: Problem, cluster: Cluster, captured: bool = False) -> dic
     found: dict[str, Estimate | str] = {"allgather": allgather(problem, cluster, captured)}
     if world == 1:
         return found
-    found["ring"] = _fault(problem, problem.kind(world, 1), "ring") or ring(problem, cluster)
-    found["ulysses"] = _fault(problem, problem.kind(1, world), "ulysses") or ulysses(problem, cluster)
+    found["ring"] = _fault(problem, problem.kind(world, 1), "ring") or ring(problem, cluster, captured)
+    found["ulysses"] = _fault(problem, problem.kind(1, world), "ulysses") or ulysses(problem, cluster, captured)
     if cluster.is_node or world % inner or inner == 1:
         found["hybrid"] = f"{world} GPUs are not several nodes of {inner} GPUs that could exchange heads."
     else:
@@ -235,8 +238,8 @@ def _fault(problem: Problem, kind: Kind, comm: str) -> str | None:
 
 # Gathered keys lie beside weights and caches: a fifth of 80 GB. Above, another method is taken that needs less.
 MOST_KEY_BYTES = 16e9
-# Ratios of ring and ulysses to allgather err by up to 6 % over two GPUs (tests/distributed/test_cp_cost.py), and are
-# not measured elsewhere. "allgather", whose results are those of one GPU, is left only for what should be faster by
+# Ratios of ring and ulysses to allgather err by up to 6 % over two GPUs, of ulysses by 10 % over four (test_cp_cost.py
+# lists what errs by more). "allgather", whose results are those of one GPU, is left only for what should be faster by
 # more.
 MARGIN = 0.06
 

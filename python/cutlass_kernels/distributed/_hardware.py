@@ -66,15 +66,19 @@ MESSAGE = Link(302e9, 20e-6)
 # tuning table has for a step over a network (src/graph/tuning.cc: ring, Simple, 14.0 us). Not measured here.
 NETWORK = Link(50e9, 14e-6)
 
-# Host time (RESULTS, 2026-11-26, second): a call; a further group of heads, copied or in messages.
-HOST_CALL = 0.35e-3
+# Beyond that, of large messages: kernels that pack and unpack, and streams that wait for one another. An exchange of
+# heads, a step of the ring. Fitted to 1 x 8k in a graph over two and four H200 (RESULTS, 2026-11-27, second).
+HEADS_START = 70e-6
+RING_START = 55e-6
+
+# Host time, of the same entry: a call; a further group of heads that is copied.
+HOST_CALL = 0.16e-3
 HOST_GROUP_COPIES = 0.15e-3
+# In messages (RESULTS, 2026-11-26, second).
 HOST_GROUP_MESSAGES = 0.3e-3
-# Of each message, torch.distributed.P2POp() alone, on a CPU, 2026-11-27: a lower bound.
-HOST_MESSAGE = 2.2e-6
-# A step of the ring, whose lengths go to the GPU beforehand, which waits for the step before: fitted to 1 x 8k over
-# two GPUs (RESULTS, 2026-11-26, second). No other figure is fitted to the ring.
-HOST_RING_STEP = 0.15e-3
+# Of each message and of a step of the ring: `ulysses` and `ring`, 1 x 8k over four GPUs outside of a graph.
+HOST_MESSAGE = 28e-6
+HOST_RING_STEP = 0.185e-3
 
 
 class Cluster(NamedTuple):
