@@ -38,6 +38,28 @@ def agrees_after_errors(group: Any, device: torch.device) -> bool:
     return distributed._agreement.gather_facts(_peers(group), "test", dist.get_rank(group)) == [0, 1]
 
 
+def tells_who_is_missing(group: Any, device: torch.device) -> list[str]:
+    """Rank 0 waits alone, then rank 1, then all meet."""
+    told, rank = [], dist.get_rank(group)
+    peers = _peers(group)
+    with mock.patch.object(_agreement, "timeout_of", lambda _: SHORT):
+        for waiting in (0, 1):
+            if rank == waiting:
+                with pytest.raises(RuntimeError) as caught:
+                    _agreement.gather_facts(peers, "test", rank)
+                told.append(str(caught.value))
+            dist.barrier(group)
+    return told + _agreement.gather_facts(peers, "test", rank)
+
+
+def other_backend(group: Any, device: torch.device) -> bool:
+    """It is no part of a kind: a rank may choose its own, and change it."""
+    for backend in ("auto", "reference", "auto"):
+        call(group, device, 9, backend=backend if dist.get_rank(group) else "auto", k_descale=1.0)
+    call(group, device, 9, k_descale=1)
+    return True
+
+
 def _peers(group: Any) -> Peers:
     return Peers(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
 
@@ -87,12 +109,16 @@ def symmetric_memory(group: Any, device: torch.device) -> list[str]:
         with pytest.warns(UserWarning, match="no room for 10 MiB of symmetric memory on rank 1"):
             faults += ["memory that is not there"] * (workspace(5) is not None)
         faults += ["the memory before is lost"] * (workspace(3) is not first)
+        with mock.patch.object(_symmetric, "_make", lambda *_: faults.append("a second try")):
+            faults += ["memory that was refused"] * (workspace(5) is not None)
+            with mock.patch.object(_symmetric, "is_capturing", lambda: True):
+                faults += ["no messages in a graph"] * (workspace(6) is not None)
         memory[:] = memory[:1]
-        faults += ["no second try"] * (workspace(5) in (None, first))
-        told = pytest.warns(UserWarning, match="some ranks use symmetric memory in other groups")
+        _symmetric._refused.clear()
+        faults += ["no growth"] * (workspace(5) in (None, first))
+        told = pytest.warns(UserWarning, match="some of its ranks have allocated symmetric memory more often")
         with mock.patch.object(_symmetric, "_rendezvous", peers.rank), told:
             faults += ["a rendezvous that would hang"] * (workspace(6) is not None)
-        faults += ["a third try"] * (workspace(3) is not None)
-    _symmetric._without.discard(group)
-    del _symmetric._kept[group]
+        faults += ["the memory before is hidden"] * (workspace(3) is None)
+    del _symmetric._kept[group], _symmetric._refused[group]
     return faults

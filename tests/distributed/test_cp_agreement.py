@@ -70,6 +70,16 @@ def test_after_an_error_ranks_agree_again(processes):
     assert processes.run(cp_groups.agrees_after_errors, 2) == [True, True]
 
 
+def test_who_is_missing(gloo):
+    first, second = gloo.run(cp_groups.tells_who_is_missing, 2)
+    assert first[0].startswith("Rank 1 did not come within 1 s") and first[1:] == [0, 1]
+    assert second[0].startswith("Rank 0 did not come within 1 s") and second[1:] == [0, 1]
+
+
+def test_backends_may_differ(gloo):
+    assert gloo.run(cp_groups.other_backend, 2) == [True, True]
+
+
 def test_groups_that_share_a_store_and_a_name(gloo):
     assert gloo.run(cp_groups.siblings, 4) == [True] * 4
 

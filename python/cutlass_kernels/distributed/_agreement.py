@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -85,7 +86,7 @@ def agree(grid: Grid, kind: tuple[Any, ...], prepare: Callable[[], tuple[Facts, 
 
 def form(x: torch.Tensor | Any) -> Any:
     """Of an optional argument what a kind has of it: not its numbers."""
-    return (x.dtype, x.shape, x.device) if isinstance(x, torch.Tensor) else type(x)
+    return (x.dtype, x.shape, x.device) if isinstance(x, torch.Tensor) else x is None
 
 
 def _sentence(error: Exception) -> str:
@@ -116,9 +117,25 @@ def _differences(peers: Peers, values: Sequence[str]) -> str:
     )
 
 
-# Exchanges that have succeeded, by name and ranks of a group. They are numbered for the life of the process: a group
-# that is made again may have the name and the store of one before it.
-_exchanges: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+class _Exchanges:
+    """Of a group: where its ranks meet in the store, and how often they have. The keys of groups differ:
+
+    - Groups that were split from one may share a name and a store; their ranks differ.
+    - A group that is made again, in the same processes, may have the name, the ranks and the store of the one before;
+      then it is of another generation.
+    """
+
+    def __init__(self, peers: Peers, store: dist.Store) -> None:
+        name = f"{peers.group.group_name} {peers.ranks}"
+        begin = f"cutlass_kernels/{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        self.begin = f"{begin}/{store.add(f'{begin}/{peers.rank}', 1)}"
+        self.number = 0  # those that have succeeded
+
+    def keys(self, number: int, world: int) -> list[str]:
+        return [f"{self.begin}/{number}/{rank}" for rank in range(world)]
+
+
+_exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, _Exchanges] = weakref.WeakKeyDictionary()
 
 
 def gather_facts(peers: Peers, purpose: str, fact: Any) -> list[Any]:
@@ -128,34 +145,38 @@ def gather_facts(peers: Peers, purpose: str, fact: Any) -> list[Any]:
     collective; here a rank that does not come ends the others with an error, after the timeout of the group.
     """
     store = distributed_c10d._get_process_group_store(peers.group)
-    name = (str(peers.group.group_name), peers.ranks)
-    number = _exchanges[name]
-    # Groups that were split from one may share its store, and names: their ranks differ.
-    begin = f"cutlass_kernels/{hashlib.blake2b(repr(name).encode(), digest_size=8).hexdigest()}"
-    keys = [f"{begin}/{number}/{rank}" for rank in range(peers.world)]
-    seconds = timeout_of(peers.group)
+    if peers.group not in _exchanges:
+        _exchanges[peers.group] = _Exchanges(peers, store)
+    here = _exchanges[peers.group]
+    keys = here.keys(here.number, peers.world)
+    since, seconds = time.time(), timeout_of(peers.group)
     try:
         store.set(keys[peers.rank], json.dumps([purpose, fact]))
         store.wait(keys, datetime.timedelta(seconds=seconds))
         every = [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:
-        raise RanksMissing(_who_is_missing(store, peers, keys, seconds)) from error
-    _exchanges[name] += 1
-    if number > 0:  # all ranks have read it, as they have come to the exchange after it
-        store.delete_key(f"{begin}/{number - 1}/{peers.rank}")
+        raise RanksMissing(_who_is_missing(store, peers, keys, since, seconds)) from error
+    here.number += 1
+    if here.number > 1:  # all ranks have read it, as they have come to the exchange after it
+        store.delete_key(here.keys(here.number - 2, peers.world)[peers.rank])
     if differences := _differences(peers, [purpose for purpose, _ in every]):
         raise RanksDiffer(f"Ranks make different calls: {differences}.")
     return [fact for _, fact in every]
 
 
-def _who_is_missing(store: dist.Store, peers: Peers, keys: list[str], seconds: float) -> str:
+def _who_is_missing(store: dist.Store, peers: Peers, keys: list[str], since: float, seconds: float) -> str:
     """A sentence about an exchange that failed. It takes back what this rank has said, so that all meet in the next."""
+
+    def came(key: str) -> bool:
+        """Also a rank that has waited at the same time, and has left already."""
+        left = f"{key}/left"
+        return bool(store.check([key]) or (store.check([left]) and float(store.get(left)) > since))
+
     try:
-        store.set(f"{keys[peers.rank]}/left", "")
+        store.set(f"{keys[peers.rank]}/left", str(time.time()))
         store.delete_key(keys[peers.rank])
-        came = [store.check([key]) or store.check([f"{key}/left"]) for key in keys]
+        missing = [str(rank) for rank, key in zip(peers.ranks, keys, strict=True) if not came(key)]
     except RuntimeError:
         return "The store of the group does not answer: the process that serves it, rank 0 or torchrun's, has ended."
-    missing = [str(rank) for rank, here in zip(peers.ranks, came, strict=True) if not here]
     who = f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "Other ranks"
     return f"{who} did not come within {seconds:g} s, the timeout of the group: see what happened there."

@@ -101,7 +101,7 @@ def dcp_decode(
     heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
     of_cache = (k.dim(), k.shape[heads_and_dim], v.shape[-1:], kv_layout, page_table is not None)
     options = (block_size, gather_heads, comm, tuple(window), chunk_size, sm_scale, logits_soft_cap)
-    of_result = (return_lse, lse_base, backend)
+    of_result = (return_lse, lse_base)
 
     def prepare() -> tuple[Facts, None]:
         _check(q, cu_seqlens_q, block_size, comm, lse_base)

@@ -168,9 +168,9 @@ def plan_of(kind: Kind) -> Plan:
 
 
 # Of each group, those whose index tensors a captured graph refers to.
-_captured: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Plan]] = weakref.WeakKeyDictionary()
+_captured: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
-def keep(group: dist.ProcessGroup, plan: Plan) -> None:
+def keep(group: dist.ProcessGroup, plan: Hashable) -> None:
     """A graph is captured with it: it stays for the life of the group."""
     _captured.setdefault(group, set()).add(plan)

@@ -110,8 +110,9 @@ def cp_prefill(
             q, k, v, grid, comm, layout, block_size, seqlens, kv_seqlens, page_table, kv_layout
         )
         kind = kind._replace(mask=_request.mask_of(causal, window, chunk_size))
-        call = dict(chunk_size=chunk_size, sinks=sinks, o_dtype=o_dtype, **scales, **options)
-        _request.check_options(q, k, v, len(kind.q_lens), page_table, kv_layout, dict(causal=causal, **call))
+        if not is_capturing():
+            call = dict(causal=causal, chunk_size=chunk_size, sinks=sinks, o_dtype=o_dtype, **scales, **options)
+            _request.check_options(q, k, v, len(kind.q_lens), page_table, kv_layout, call)
         heads = q.size(1), num_kv_heads, q.size(2), v.size(-1)
         chosen = comm
         if comm == "auto" and grid.inner is None:
@@ -126,14 +127,14 @@ def cp_prefill(
             "the mask": (causal, window, chunk_size),
             "options": (*options.values(), sinks is not None, return_lse, o_dtype),
             "pages": kv_layout if page_table is not None else None,
-            "seqlens": (kind.q_lens, kind.kv_lens),
+            "seqlens": _request.Lengths(kind.q_lens, kind.kv_lens),
             "head counts and dimensions": heads,
         }
         return facts, (kind, chosen)
 
     of_keys = (k.shape, v.shape) if page_table is None else (k.shape[1:], v.shape[1:], page_table.shape[:1], kv_layout)
     of_tensors = (q.shape, *of_keys, q.dtype, k.dtype, v.dtype, form(sinks), *map(form, scales.values()))
-    others = (layout, block_size, comm, causal, window, chunk_size, *options.values(), o_dtype, return_lse, backend)
+    others = (layout, block_size, comm, causal, window, chunk_size, *options.values(), o_dtype, return_lse)
     kind, comm = agree(grid, ("cp_prefill", *of_tensors, seqlens, kv_seqlens, *others), prepare)
     plan = plan_of(kind)
     if is_capturing():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
-from . import _shards
+from . import _plans, _shards
 from ._agreement import Facts, agree
-from ._peers import Group, Message, Peers, exchange, grid_of, wait
+from ._peers import Group, Message, Peers, exchange, grid_of, is_capturing, wait
 from ._rows import Rows
 
 
@@ -76,20 +77,21 @@ def cp_restore(
     if isinstance(seqlens, torch.Tensor) and not seqlens.is_cuda:
         seqlens = seqlens.tolist()
 
-    def prepare() -> tuple[Facts, tuple[tuple[int, ...], list[Rows]]]:
+    def prepare() -> tuple[Facts, tuple[int, ...]]:
         _shards.check_layout(layout, block_size)
         lengths = _lengths(x.size(dim) * grid.world, seqlens, check=False)
-        shards = _shards.split(layout, lengths, grid.world, block_size)
-        places = [Rows(_shards.rows_of(segments, lengths)) for segments in shards]
-        count = places[grid.rank].count
+        count = _places(layout, lengths, grid.world, block_size)[grid.rank].count
         if x.size(dim) != count:
             raise ValueError(f"x has {x.size(dim)} tokens, but rank {grid.rank} holds {count} of {lengths}.")
         of_token = tuple(x.movedim(dim, 0).shape[1:])
         facts = {"seqlens": lengths, "layout": (layout, block_size), "the shape of a token": of_token}
-        return {**facts, "dtypes": x.dtype}, (lengths, places)
+        return {**facts, "dtypes": x.dtype}, lengths
 
     kind = (x.shape, x.dtype, None if seqlens is None else tuple(seqlens), layout, block_size, dim)
-    lengths, places = agree(grid, ("cp_restore", *kind), prepare)
+    lengths = agree(grid, ("cp_restore", *kind), prepare)
+    places = _places(layout, lengths, grid.world, block_size)
+    if is_capturing():
+        _plans.keep(grid.outer.group, places)
     mine = x.movedim(dim, 0).contiguous()
     whole = mine.new_empty(sum(lengths), *mine.shape[1:])
     held = {grid.rank: mine}
@@ -101,7 +103,14 @@ def cp_restore(
     return whole.movedim(0, dim)
 
 
-def _gather_from(peers: Peers, distance: int, held: dict[int, torch.Tensor], places: list[Rows]) -> None:
+@functools.lru_cache(64)
+def _places(layout: str, lengths: tuple[int, ...], world: int, block_size: int) -> tuple[Rows, ...]:
+    """Where the tokens of each rank stand among all of them."""
+    shards = _shards.split(layout, lengths, world, block_size)
+    return tuple(Rows(_shards.rows_of(segments, lengths)) for segments in shards)
+
+
+def _gather_from(peers: Peers, distance: int, held: dict[int, torch.Tensor], places: tuple[Rows, ...]) -> None:
     """What the others hold: as much as this rank, ``distance`` ranks further on with each step in the group."""
     sent, received = [], {}
     for peer in (p for p in range(peers.world) if p != peers.rank):

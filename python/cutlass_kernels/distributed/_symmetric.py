@@ -52,6 +52,8 @@ class Workspace:
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Workspace]] = weakref.WeakKeyDictionary()
 _captured: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = weakref.WeakKeyDictionary()
 _without: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that cannot have any
+# Sizes that could not be had, of each group by use: not asked for again, which would take a synchronization per call.
+_refused: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def workspace(peers: Peers | None, size: int, device: torch.device, use: str) -> Workspace | None:
@@ -59,7 +61,7 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
 
     It is allocated together, by all ranks, when it has to grow: not while a graph is captured. ``use``: who shares it.
     """
-    if peers is None or peers.world == 1 or device.type != "cuda" or peers.group in _without:
+    if peers is None or peers.world == 1 or device.type != "cuda":
         return None
     kept = _kept.setdefault(peers.group, {})
     found = kept.get(use)
@@ -69,12 +71,17 @@ def workspace(peers: Peers | None, size: int, device: torch.device, use: str) ->
             found.captured = True
             _captured.setdefault(peers.group, []).append(found)
         return found
+    refused = _refused.setdefault(peers.group, {})
+    if peers.group in _without or size >= refused.get(use, size + 1):
+        return None
     if capturing:
         raise RuntimeError("The first call of its size allocates symmetric memory: make it before capturing a graph.")
     # By a quarter at least: prompts that come in chunks ask for more with each of them.
     wanted = max(size, found.size * 5 // 4 if found else 0)
     made = _make(peers, -(-wanted // ALIGNMENT) * ALIGNMENT, device)
-    if made is not None:
+    if made is None:
+        refused[use] = size
+    else:
         kept[use] = made
     return made
 
@@ -104,8 +111,10 @@ def _make(peers: Peers, size: int, device: torch.device) -> Workspace | None:
         _warn(f"there is no room for {size >> 20} MiB of symmetric memory on rank {', '.join(full)}")
         return None
     if len({number for _, number in every}) > 1:
-        _warn("some ranks use symmetric memory in other groups, and some do not, which PyTorch does not support")
-        _without.add(peers.group)
+        _warn(
+            "in other groups, some of its ranks have allocated symmetric memory more often than others, "
+            "and PyTorch may then wait for ever"
+        )
         return None
     made = None
     _rendezvous += 1

@@ -130,14 +130,15 @@ class Copies:
             return
         workspace.started.record(self.current)
         workspace.stream.wait_event(workspace.started)
-        torch.cuda.set_stream(workspace.stream)  # the context manager takes three times as long
-        try:
-            for room in self.rooms:
-                room.pull()
-                room.here.record(workspace.stream)
-            workspace.barrier(1)
-        finally:
-            torch.cuda.set_stream(self.current)
+        with torch.cuda.device(workspace.device):
+            torch.cuda.set_stream(workspace.stream)  # the context manager of streams takes three times as long
+            try:
+                for room in self.rooms:
+                    room.pull()
+                    room.here.record(workspace.stream)
+                workspace.barrier(1)
+            finally:
+                torch.cuda.set_stream(self.current)
         workspace.read.record(workspace.stream)
 
     def arrived(self, group: int) -> Keys:
