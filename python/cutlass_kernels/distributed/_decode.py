@@ -12,7 +12,7 @@ from .._plan_free import Call
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree, form
 from ._combine import COMMS, Combined, combine
-from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
+from ._peers import Group, Message, Peers, exchange, grid_of, is_capturing, peers_of, wait
 
 
 def dcp_local_lengths(
@@ -100,17 +100,20 @@ def dcp_decode(
     shard = (peers.world, peers.rank, block_size)
     heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
     of_cache = (k.dim(), k.shape[heads_and_dim], v.shape[-1:], kv_layout, page_table is not None)
-    options = (block_size, gather_heads, comm, tuple(window), chunk_size, sm_scale, logits_soft_cap)
+    window = tuple(window) if isinstance(window, list) else window
+    options = (block_size, gather_heads, comm, window, chunk_size, sm_scale, logits_soft_cap)
     of_result = (return_lse, lse_base)
 
     def prepare() -> tuple[Facts, None]:
         _check(q, cu_seqlens_q, block_size, comm, lse_base)
-        whole = (*q.shape[:-2], q.size(-2) * (peers.world if gather_heads else 1), q.size(-1))
-        call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table)
-        call |= dict(window_left=_plan_free.window(window)[0], chunk_size=chunk_size, logits_soft_cap=logits_soft_cap)
-        call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_layout=kv_layout)
-        call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, kv_shard=shard)
-        _plan_free.checked(Call(q.new_empty(q.size(-1)).expand(whole), k, v, causal=True, **call))
+        if not is_capturing():
+            heads = q.size(-2) * (peers.world if gather_heads else 1)
+            call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table)
+            call |= dict(window_left=_plan_free.window(window)[0], chunk_size=chunk_size, kv_layout=kv_layout)
+            call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_shard=shard)
+            call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, logits_soft_cap=logits_soft_cap)
+            whole = q.new_empty(q.size(-1)).expand(*q.shape[:-2], heads, q.size(-1))
+            _plan_free.checked(Call(whole, k, v, causal=True, **call))
         facts = {
             "the shape of q": tuple(q.shape),
             "dtypes": (q.dtype, k.dtype, v.dtype),
