@@ -1,4 +1,5 @@
-"""Caches as FlashAttention addresses them: entries by batch index, padding on the left, new keys, rotary embedding."""
+"""Caches as FlashAttention addresses them: entries by batch index, padding on the left, new keys, rotary embedding,
+keys that are spread over ranks; and other arguments of its functions."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from typing import Any
 
 import torch
 
+from . import _plan_free
 from ._append_by_slot import append_paged_kv_cache_by_slot
 
+Window = tuple[int, int] | list[int] | torch.Tensor | None
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -15,6 +18,24 @@ def refuse_training(dropout_p: float) -> None:
     """ValueError for arguments that mean training."""
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p} is for training, and this library computes attention forward only: 0.")
+
+
+def window_of(size: Window) -> tuple[int, int]:
+    """Keys to the left and to the right."""
+    if type(size) is tuple and len(size) == 2:
+        return size  # the call checks the numbers
+    return (-1, -1) if size is None else _plan_free.window(size)
+
+
+def shard_of(
+    world: int, rank: int, total: torch.Tensor | None, here: torch.Tensor | None
+) -> tuple[tuple[int, int, int] | None, torch.Tensor | None]:
+    """``kv_shard`` and ``seqused_k`` of ``attention()``, from ``cp_tot_seqused_k`` and FlashAttention's."""
+    if world == 1:
+        return None, here
+    if total is None:
+        raise ValueError(f"cp_world_size={world} needs cp_tot_seqused_k, the keys of each request on all ranks.")
+    return (world, rank, 1), total
 
 
 def with_values(

@@ -18,10 +18,9 @@ import torch
 
 from . import _args
 from ._attention import attend
-from ._flash_cache import Found, cache_of, refuse_training, with_values
+from ._flash_cache import Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
 from ._merge import merge_states
 from ._plan_free import HEADS_FIRST, LN2, NATURAL, RETURNED
-from ._plan_free import window as as_window
 
 __all__ = [
     "flash_attn_combine",
@@ -34,7 +33,6 @@ __all__ = [
 
 _LSE = RETURNED | NATURAL | HEADS_FIRST
 Scale = float | torch.Tensor | None
-Window = tuple[int, int] | list[int] | torch.Tensor | None
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -95,7 +93,7 @@ def flash_attn_func(
     refuse_training(dropout_p)
     if qv is not None:
         q, k, softmax_scale = with_values(q, k, v, qv, softmax_scale)
-    left, right = _window(window_size)
+    left, right = window_of(window_size)
     call = (
         q,
         k,
@@ -256,17 +254,11 @@ def flash_attn_varlen_func(
         torch.Size([10, 8, 64])
     """
     refuse_training(dropout_p)
-    kv_shard = None
-    if cp_world_size != 1:
-        if cp_tot_seqused_k is None:
-            raise ValueError(
-                f"cp_world_size={cp_world_size} needs cp_tot_seqused_k, the keys of each request on all ranks."
-            )
-        kv_shard, seqused_k = (cp_world_size, cp_rank, 1), cp_tot_seqused_k
+    kv_shard, seqused_k = shard_of(cp_world_size, cp_rank, cp_tot_seqused_k, seqused_k)
     qv = q_v if qv is None else qv
     if qv is not None:
         q, k, softmax_scale = with_values(q, k, v, qv, softmax_scale)
-    left, right = _window(window_size)
+    left, right = window_of(window_size)
     call = (
         q,
         k,
@@ -384,7 +376,7 @@ def flash_attn_with_kvcache(
         torch.Size([2, 1, 8, 64])
     """
     page_table = block_table if page_table is None else page_table
-    left, right = _window(window_size)
+    left, right = window_of(window_size)
     plain = k is None and cache_batch_idx is None and cache_leftpad is None and rotary_cos is None
     if plain and isinstance(cache_seqlens, torch.Tensor):
         found: Found = (k_cache, v_cache, None, cache_seqlens, page_table)
@@ -491,12 +483,6 @@ def get_scheduler_metadata(
         tensor([0], dtype=torch.int32)
     """
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
-
-
-def _window(size: Window) -> tuple[int, int]:
-    if type(size) is tuple and len(size) == 2:
-        return size  # the call checks the numbers
-    return (-1, -1) if size is None else as_window(size)
 
 
 def _of_batch(result: Any, q: torch.Tensor) -> Any:

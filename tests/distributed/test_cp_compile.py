@@ -45,7 +45,7 @@ def test_prefill(processes, options):
 @pytest.mark.parametrize("shape", [3, 4, (2, 2)], ids=str)
 def test_prefill_of_more_ranks(processes, shape):
     if shape == (2, 2) and torch.__version__ < "2.5":
-        pytest.skip("torch 2.4 asks meshes for their group without saying of which dimension, when it traces them")
+        pytest.skip("torch 2.4 cannot compile calls with a mesh of two dimensions: torch 2.5 and newer can")
     check(processes, cp_compiled.prefill, dict(causal=True, return_lse=True), shape=shape)
 
 

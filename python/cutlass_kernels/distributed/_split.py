@@ -10,6 +10,7 @@ import torch
 from . import _plans, _shards
 from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, is_capturing, wait
+from ._request import plain
 from ._rows import Rows
 
 
@@ -74,8 +75,7 @@ def cp_restore(
             differ between ranks.
     """
     grid = grid_of(group)
-    if isinstance(seqlens, torch.Tensor) and not seqlens.is_cuda:
-        seqlens = seqlens.tolist()
+    seqlens = plain(seqlens)
 
     def prepare() -> tuple[Facts, tuple[int, ...]]:
         _shards.check_layout(layout, block_size)
@@ -87,7 +87,7 @@ def cp_restore(
         facts = {"seqlens": lengths, "layout": (layout, block_size), "the shape of a token": of_token}
         return {**facts, "dtypes": x.dtype}, lengths
 
-    kind = (x.shape, x.dtype, None if seqlens is None else tuple(seqlens), layout, block_size, dim)
+    kind = (x.shape, x.dtype, seqlens, layout, block_size, dim)
     lengths = agree(grid, ("cp_restore", *kind), prepare)
     places = _places(layout, lengths, grid.world, block_size)
     if is_capturing():
