@@ -79,10 +79,12 @@ MISSED = {
     ("ulysses", "1 x 128k, window of 4k", 4): 1.103,
 }
 # us of one GPU and of several. Two H100, 2026-11-27: constants of H100 are fitted to these rows. Four H200,
-# 2026-11-27, second: predicted from those of one H200.
+# 2026-11-27, second, and two, 2026-11-28: predicted from those of one H200.
 DECODE: dict[str, tuple[tuple[int, ...], str, int, float, float]] = {
     "1 x 128k, 2 H100": ((128 * K,), "h100", 2, 183.5, 103.3),
     "64 x 8k, 2 H100": ((8 * K,) * 64, "h100", 2, 704.7, 369.2),
+    "1 x 128k, 2 H200": ((128 * K,), "h200", 2, 126.5, 74.37),
+    "64 x 8k, 2 H200": ((8 * K,) * 64, "h200", 2, 475.8, 255.3),
     "1 x 128k, 4 H200": ((128 * K,), "h200", 4, 128.6, 48.15),
     "64 x 8k, 4 H200": ((8 * K,) * 64, "h200", 4, 487.0, 146.8),
 }

@@ -104,13 +104,8 @@ struct GeneralLogits {
         share(share_),
         batch(tile.item.batch),
         head(tile.head),
-        visible{params_.attention.mask,
-                tile.mask,
-                tile.request_bit,
-                share_.row_at,
-                tile.row_end,
-                share_.has_rows ? tile.bits_begin : 0,
-                share_.has_rows ? tile.bits_end : 0} {}
+        visible(params_.attention.mask, tile.mask, tile.request_bit, share_.row_at, tile.row_end,
+                share_.has_rows ? tile.bits_begin : 0, share_.has_rows ? tile.bits_end : 0) {}
 
   // Of two warps that share rows, the first key of this one.
   CUTE_DEVICE int own_key(int first_key) const { return first_key + share.sharer * kTilesN * 8; }

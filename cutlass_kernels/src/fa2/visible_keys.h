@@ -34,17 +34,32 @@ struct VisibleKeys {
   static constexpr bool kContiguous = Tile::kStepN == 32 && !Tile::kSharesKeys;
 
   const BitMask& bit_mask;
-  IntervalMask interval;
+  int kv_len;
   std::int64_t request_bit;  // the request's first bit
   WarpRows<Tile> row_at;
-  int row_end;    // rows from here on, of the tile, do not exist
   int all_begin;  // keys that all rows of the tile see
   int all_end;
+  int lo;  // the interval of the lane's row, within kv_len; empty for rows that do not exist
+  int hi;
   std::uint32_t low = ~0u;  // the two words that a lane's bits lie in; all ones without a bit mask
   std::uint32_t high = ~0u;
 
+  // Rows of the tile from row_end on do not exist.
+  CUTE_DEVICE VisibleKeys(const BitMask& bit_mask_, const IntervalMask& interval,
+                          std::int64_t request_bit_, const WarpRows<Tile>& row_at_, int row_end,
+                          int all_begin_, int all_end_)
+      : bit_mask(bit_mask_),
+        kv_len(interval.kv_len),
+        request_bit(request_bit_),
+        row_at(row_at_),
+        all_begin(all_begin_),
+        all_end(all_end_) {
+    const int row = row_at(threadIdx.x % kRows);
+    lo = interval.lo<true>(row);
+    hi = row < row_end ? min(interval.hi<true>(row), kv_len) : 0;
+  }
+
   struct Lane {
-    int row;
     int key;
     std::int64_t bit;
   };
@@ -56,7 +71,7 @@ struct VisibleKeys {
     const int lane = thread % 32;
     const int row = row_at(lane % kRows);
     const int key = first_key + lane / kRows % kWords * 32;
-    return {row, key, request_bit + std::int64_t(row) * interval.kv_len + key};
+    return {key, request_bit + std::int64_t(row) * kv_len + key};
   }
 
   // Words past the mask's end are not read: see word_at().
@@ -93,14 +108,8 @@ struct VisibleKeys {
   CUTE_DEVICE std::uint32_t find(int first_key) const {
     if (all_see(first_key)) return kAll;
     const Lane own = lane_at(first_key);
-    std::uint32_t bits =
-        __funnelshift_r(low, high, std::uint32_t(own.bit)) & low_bits(interval.kv_len - own.key);
-    if (interval.hides_keys()) {
-      __syncwarp();  // keeps this a branch
-      bits &= low_bits(interval.hi<true>(own.row) - own.key) &
-              ~low_bits(interval.lo<true>(own.row) - own.key);
-    }
-    return own.row < row_end ? bits & kAll : 0u;
+    return __funnelshift_r(low, high, std::uint32_t(own.bit)) & low_bits(hi - own.key) &
+           ~low_bits(lo - own.key) & kAll;
   }
 
   // s = -inf where the row does not see the key, from what the lanes found.
