@@ -34,44 +34,31 @@ struct VisibleKeys {
   static constexpr bool kContiguous = Tile::kStepN == 32 && !Tile::kSharesKeys;
 
   const BitMask& bit_mask;
-  int kv_len;
-  std::int64_t request_bit;  // the request's first bit
-  WarpRows<Tile> row_at;
   int all_begin;  // keys that all rows of the tile see
   int all_end;
-  int lo;  // the interval of the lane's row, within kv_len; empty for rows that do not exist
+  // Of the lane's row:
+  int lo;  // its interval, which is empty if the row does not exist
   int hi;
+  std::int64_t row_bit;     // its first bit
   std::uint32_t low = ~0u;  // the two words that a lane's bits lie in; all ones without a bit mask
   std::uint32_t high = ~0u;
 
-  // Rows of the tile from row_end on do not exist.
+  // request_bit: the request's first bit. Rows of the tile from row_end on do not exist.
   CUTE_DEVICE VisibleKeys(const BitMask& bit_mask_, const IntervalMask& interval,
-                          std::int64_t request_bit_, const WarpRows<Tile>& row_at_, int row_end,
+                          std::int64_t request_bit, const WarpRows<Tile>& row_at, int row_end,
                           int all_begin_, int all_end_)
-      : bit_mask(bit_mask_),
-        kv_len(interval.kv_len),
-        request_bit(request_bit_),
-        row_at(row_at_),
-        all_begin(all_begin_),
-        all_end(all_end_) {
+      : bit_mask(bit_mask_), all_begin(all_begin_), all_end(all_end_) {
     const int row = row_at(threadIdx.x % kRows);
     lo = interval.lo<true>(row);
-    hi = row < row_end ? min(interval.hi<true>(row), kv_len) : 0;
+    hi = row < row_end ? min(interval.hi<true>(row), interval.kv_len) : 0;
+    row_bit = request_bit + std::int64_t(row) * interval.kv_len;
   }
 
-  struct Lane {
-    int key;
-    std::int64_t bit;
-  };
-
-  // What is a lane's, for the keys from first_key on. Computed anew each time, not kept in registers.
-  CUTE_DEVICE Lane lane_at(int first_key) const {
+  // The first of a lane's keys, for those from first_key on. Computed anew each time, not kept in registers.
+  CUTE_DEVICE int key_at(int first_key) const {
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
-    const int lane = thread % 32;
-    const int row = row_at(lane % kRows);
-    const int key = first_key + lane / kRows % kWords * 32;
-    return {key, request_bit + std::int64_t(row) * kv_len + key};
+    return first_key + thread % 32 / kRows % kWords * 32;
   }
 
   // Words past the mask's end are not read: see word_at().
@@ -99,7 +86,7 @@ struct VisibleKeys {
   }
   CUTE_DEVICE void read(int first_key, bool has_high) {
     static_assert(kRows * kWords <= 32);
-    const std::int64_t at = lane_at(first_key).bit >> 5;
+    const std::int64_t at = (row_bit + key_at(first_key)) >> 5;
     high = has_high ? low : word(at + 1);
     low = word(at);
   }
@@ -107,9 +94,9 @@ struct VisibleKeys {
   // What the lane's row sees of its keys, in the step that was fetched.
   CUTE_DEVICE std::uint32_t find(int first_key) const {
     if (all_see(first_key)) return kAll;
-    const Lane own = lane_at(first_key);
-    return __funnelshift_r(low, high, std::uint32_t(own.bit)) & low_bits(hi - own.key) &
-           ~low_bits(lo - own.key) & kAll;
+    const int key = key_at(first_key);
+    return __funnelshift_r(low, high, std::uint32_t(row_bit + key)) & low_bits(hi - key) &
+           ~low_bits(lo - key) & kAll;
   }
 
   // s = -inf where the row does not see the key, from what the lanes found.
