@@ -120,11 +120,14 @@ endmacro()
 
 # CK_DTYPE_NAME: "bfloat16", or "bfloat16/float8_e5m2" where keys and values are of another type than queries.
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
+# TEMPLATE: after the features, the file of src/ that the unit is generated from, where it is not the backend's own.
 macro(ck_instance CK_BACKEND CK_DTYPE_NAME CK_HEAD_DIM_QK CK_HEAD_DIM_VO CK_MIN_CC CK_MAX_CC)
   ck_add_instance("${CK_BACKEND}" "${CK_DTYPE_NAME}" "${CK_HEAD_DIM_QK}" "${CK_HEAD_DIM_VO}" "${CK_MIN_CC}" "${CK_MAX_CC}" "${ARGN}")
 endmacro()
 
 function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc max_cc features)
+  cmake_parse_arguments(ROW "" "TEMPLATE" "" ${features})
+  set(features ${ROW_UNPARSED_ARGUMENTS})
   set(CK_ALL_HEAD_DIMS ${CK_ALL_HEAD_DIMS} ${CK_HEAD_DIM_QK} PARENT_SCOPE)
   string(REPLACE "/" ";" dtypes "${dtypes}")
   list(GET dtypes 0 dtype)
@@ -151,6 +154,9 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   set(converted "${CK_DIR}/src/${CK_BACKEND}/attention_converted.cu.in")
   if(NOT dtype STREQUAL kv_dtype AND EXISTS "${converted}")
     set(template "${converted}")
+  endif()
+  if(ROW_TEMPLATE)
+    set(template "${CK_DIR}/src/${ROW_TEMPLATE}")
   endif()
   configure_file("${template}" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_${CK_BACKEND}}")

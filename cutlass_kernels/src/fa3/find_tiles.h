@@ -15,10 +15,10 @@ namespace cutlass_kernels::fa3 {
 // Claims tiles for this CTA: the first by its own index. With a counter in device memory, it claims each further one
 // when it is about to need it; without, every gridDim.x-th index is its own. A pair of CTAs
 // counts as one, in gridDim.x, too: the first claims its tiles, and sends them to the second (pair.h).
-template <class Tile>
+template <class Tile, class SharedMemory>
 class TileClaims {
  public:
-  CUTE_DEVICE TileClaims(const KernelParams& params, const Shared<Tile>& shared)
+  CUTE_DEVICE TileClaims(const KernelParams& params, const SharedMemory& shared)
       : params_(params),
         shared_(shared),
         counter_(reinterpret_cast<TicketCounter*>(params.attention.plan.tile_counter)),
@@ -81,7 +81,7 @@ class TileClaims {
   }
 
   const KernelParams& params_;
-  const Shared<Tile>& shared_;
+  const SharedMemory& shared_;
   int count_;  // without slots
   unsigned long long* const counter_;
   const int claimers_;
@@ -173,11 +173,11 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
 }
 
 // Publishes the jobs of this CTA, by one thread.
-template <class Tile, bool kHides>
-CUTE_DEVICE void find_tiles(const KernelParams& params, Shared<Tile>& shared) {
-  constexpr bool kPair = Shared<Tile>::kPair;
+template <class Tile, bool kHides, class SharedMemory>
+CUTE_DEVICE void find_tiles(const KernelParams& params, SharedMemory& shared) {
+  constexpr bool kPair = Tile::kCtasPerTile == 2;
   Ring<kJobSlots> jobs;
-  TileClaims<Tile> claims(params, shared);
+  TileClaims<Tile, SharedMemory> claims(params, shared);
   WorkItem work;
   int head, rank;
   bool found;

@@ -1,0 +1,35 @@
+// The tile of multi-head latent attention: 64 rows, of tokens and heads, against KV blocks of 64 keys.
+#pragma once
+
+#include "fa3/config.h"
+#include "merge/combine_splits.h"
+
+namespace cutlass_kernels::mla {
+
+// The absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1): every head reads the same key, a compressed vector of
+// kLatentDim columns followed by one of kRopeDim that carries the position, and the same value, the compressed vector.
+constexpr int kLatentDim = 512;
+constexpr int kRopeDim = 64;
+
+// What fa3 asks of a tile (fa3/config.h).
+template <bool kSlots>
+struct Tile {
+  static constexpr int kHeadDimQk = kLatentDim + kRopeDim;
+  static constexpr int kHeadDimVo = kLatentDim;
+  static constexpr int kConsumers =
+      1;  // of rows: two warpgroups have half of the columns of O each
+  static constexpr int kBlockM = fa3::kWarpgroupRows;
+  static constexpr int kBlockN = 64;
+  static constexpr int kStages = 2;
+  static constexpr int kCtasPerSm = 1;
+  static constexpr int kCtasPerTile = 1;
+  static constexpr int kThreads = 3 * 128;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr double kTimePerLogit = 1;
+  static constexpr bool kPacked = true;
+  static constexpr bool kInSlots = kSlots;
+  static_assert(kHeadDimVo <= kMostCombinedColumns);
+};
+
+}  // namespace cutlass_kernels::mla

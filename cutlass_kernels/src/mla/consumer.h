@@ -1,0 +1,347 @@
+// The two consumer warpgroups: S = Q K^T, softmax and O += P V for the 64 rows of every tile of the CTA.
+//
+// O has 512 columns, and a warpgroup registers for 256: each has one half, and takes S and the softmax of every other KV
+// block. Two blocks, a (of warpgroup 0) and b (of warpgroup 1), at a time:
+//
+//   warpgroup 0 | Sa = Q Ka^T | softmax, Pa | Oleft  += Pa Va,left  | Oleft  += Pb Vb,left
+//   warpgroup 1 | Sb = Q Kb^T | softmax, Pb | Oright += Pb Vb,right | Oright += Pa Va,right
+//
+// Each begins with its own block, so that half of a stage is free early, and the next block can arrive in it. P goes to
+// the other warpgroup through the panel of the positions, which nobody reads once S is computed. Warp i of either has
+// the same rows: they wait for one another, not for all eight.
+#pragma once
+
+#include "common/mask.h"
+#include "common/ptx/ldmatrix.h"
+#include "common/softmax.h"
+#include "fa3/store.h"
+#include "fa3/wgmma.h"
+#include "mla/load.h"
+#include "mla/shared_memory.h"
+#include "mla/store.h"
+
+namespace cutlass_kernels::mla {
+
+// kHalf: of the columns of O, and which blocks are its own.
+template <class Element, class Tile, int kHalf>
+struct Consumer {
+  static constexpr int kN = Tile::kBlockN;
+  using Softmax = OnlineSoftmax<2>;
+
+  const fa3::KernelParams& params;
+  Shared<Tile>& shared;
+  const int lane;
+  const int warp;  // of the warpgroup
+  const std::uint32_t q_base, k_base;
+  fa3::Ring<kJobSlots> jobs;
+  std::uint32_t q_phase = 0;
+  std::uint32_t state_phase = 0;  // of m_full
+  std::uint32_t p_phase = 0;      // of the other warpgroup's p_full
+  int first_block = 0;            // of the tile, among all of the CTA
+  int tile_parity = 0;
+
+  CUTE_DEVICE Consumer(const fa3::KernelParams& params_, Shared<Tile>& shared_)
+      : params(params_),
+        shared(shared_),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32 % 4),
+        q_base(cute::cast_smem_ptr_to_uint(shared_.q)),
+        k_base(cute::cast_smem_ptr_to_uint(shared_.k)) {}
+
+  CUTE_DEVICE int row_of(int r) const { return warp * 16 + r * 8 + lane / 4; }
+  CUTE_DEVICE void arrive(Barrier& barrier) const {
+    __syncwarp();
+    if (lane == 0) barrier.arrive();
+  }
+  CUTE_DEVICE std::uint32_t stage_base(int block) const {
+    return k_base + stage_of<Tile>(block) * (kPanels * kPanelBytes);
+  }
+
+  // Starts a part of S = Q K^T, panel by panel as they arrive. First the columns of this warpgroup's half of V, which were
+  // free first, then the others.
+  template <bool kFirst>
+  CUTE_DEVICE void issue_scores(float (&s)[kN / 2], int block) {
+    Barrier* const full = shared.k_full[stage_of<Tile>(block)];
+    const std::uint32_t phase = phase_of<Tile>(block);
+    const std::uint64_t q = fa3::descriptor_k_major(q_base);
+    const std::uint64_t k = fa3::descriptor_k_major(stage_base(block));
+    CUTE_UNROLL
+    for (int n = kFirst ? 0 : kHalfPanels; n < (kFirst ? kHalfPanels : kPanels); ++n) {
+      const int panel = n < kHalfPanels    ? n + kHalf * kHalfPanels
+                        : n == kHalfPanels ? kRopePanel
+                                           : n - 1 - kHalf * kHalfPanels;
+      full[panel].wait(phase);
+      fa3::wgmma_fence();
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int offset = (panel * kPanelBytes + i * 32) / 16;
+        fa3::Wgmma<Element, kN>::ss(s, q + offset, k + offset, n > 0 || i > 0);
+      }
+    }
+    fa3::wgmma_commit();
+  }
+
+  // Starts O (+)= P V with this warpgroup's half of V.
+  CUTE_DEVICE void issue_output(float (&o)[kLatentDim / 4], const std::uint32_t (&p)[kN / 4],
+                                int block, bool accumulate) {
+    const std::uint64_t v = fa3::descriptor_mn_major(
+        stage_base(block) + kHalf * kHalfPanels * kPanelBytes, kPanelBytes);
+    fa3::wgmma_fence();
+    CUTE_UNROLL
+    for (int i = 0; i < kN / 16; ++i) {
+      fa3::Wgmma<Element, kLatentDim / 2>::template rs<fa3::BOrder::kMnMajor>(
+          o, &p[4 * i], v + i * (16 * 128 / 16), i > 0 || accumulate);
+    }
+    fa3::wgmma_commit();
+  }
+
+  CUTE_DEVICE void mask_scores(float (&s)[kN / 2], const Job& job, int first_key) const {
+    const IntervalMask mask = fa3::make_mask<true>(params, job.batch, job.qo_len, job.kv_len);
+    const int key0 = first_key + lane % 4 * 2;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int token = job.row_begin + int(params.packed.heads.divide(row_of(r)));
+      const int lo = mask.lo<true>(token);
+      const std::uint32_t from_lo = key0 - lo;
+      const std::uint32_t extent = max(mask.hi<true>(token) - lo, 0);
+      CUTE_UNROLL
+      for (int i = 0; i < kN / 8; ++i) {
+        mask_unless_below(s[4 * i + 2 * r], from_lo + i * 8, extent);
+        mask_unless_below(s[4 * i + 2 * r + 1], from_lo + i * 8 + 1, extent);
+      }
+    }
+  }
+
+  // Address of the 16 bytes that the lane reads or writes of the warp's rows of P and 16 keys.
+  CUTE_DEVICE std::uint32_t p_address(int block, int step) const {
+    const int row = warp * 16 + lane % 16;
+    const int chunk = step * 2 + lane / 16;
+    return stage_base(block) + kRopePanel * kPanelBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
+  }
+
+  CUTE_DEVICE void publish_state(const Softmax& softmax, const float (&factor)[2]) {
+    if (lane % 4 == 0) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        shared.states[kHalf][row_of(r)] = {softmax.minus_m[r], factor[r]};
+      }
+    }
+    if (kHalf == 0) arrive(shared.m_full[warp]);
+  }
+
+  // Takes over the m of the other warpgroup's block, and what it multiplies earlier weights by.
+  CUTE_DEVICE void take_state(Softmax& softmax, float (&factor)[2]) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const RowState state = shared.states[1 - kHalf][row_of(r)];
+      softmax.minus_m[r] = state.minus_m;
+      softmax.partial_sum[r] *= state.factor;
+      factor[r] = state.factor;
+    }
+  }
+
+  CUTE_DEVICE static bool changes(const float (&factor)[2]) {
+    return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
+  }
+  CUTE_DEVICE static void rescale(float (&o)[kLatentDim / 4], const float (&factor)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kLatentDim / 4; ++i) o[i] *= factor[i / 2 % 2];
+  }
+  CUTE_DEVICE static void rescale(std::uint32_t (&p)[kN / 4], const float (&factor)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kN / 4; ++i) {
+      typename Element::Pair pair;
+      memcpy(&pair, &p[i], sizeof pair);
+      const float2 x = Element::decode(pair);
+      p[i] = Element::pack(x.x * factor[i % 2], x.y * factor[i % 2]);
+    }
+  }
+
+  // S of an own block becomes P, here and in the panel of the positions. The m that it begins with is that of the block
+  // before.
+  CUTE_DEVICE void take_exponentials(float (&s)[kN / 2], std::uint32_t (&p)[kN / 4],
+                                     Softmax& softmax, float (&factor)[2], int block) {
+    if (params.transform.changes_logits()) params.transform.apply<true>(s, kN / 2);
+    float row_max[2] = {s[0], s[2]};
+    CUTE_UNROLL
+    for (int i = 0; i < kN / 2; ++i) row_max[i / 2 % 2] = fmaxf(row_max[i / 2 % 2], s[i]);
+    Softmax::reduce_max(row_max);
+    softmax.raise(row_max, [&](int r, float by) { factor[r] = by; });
+    publish_state(softmax, factor);
+    CUTE_UNROLL
+    for (int i = 0; i < kN / 4; ++i) {
+      const int r = i % 2;
+      const float x = exp2_unordered(fmaf(s[2 * i], softmax.scale, softmax.minus_m[r]));
+      const float y = exp2_unordered(fmaf(s[2 * i + 1], softmax.scale, softmax.minus_m[r]));
+      softmax.partial_sum[r] += x + y;
+      p[i] = Element::pack(x, y);
+    }
+    CUTE_UNROLL
+    for (int step = 0; step < kN / 16; ++step) {
+      fa3::stmatrix_x4(p_address(block, step), p[4 * step], p[4 * step + 1], p[4 * step + 2],
+                       p[4 * step + 3]);
+    }
+    arrive(shared.p_full[kHalf][warp]);
+  }
+
+  // Of warpgroup 1: for the block before its own.
+  CUTE_DEVICE void wait_for_state(Softmax& softmax, float (&factor)[2]) {
+    shared.m_full[warp].wait(state_phase);
+    state_phase ^= 1;
+    take_state(softmax, factor);
+  }
+  CUTE_DEVICE void wait_for_other() {
+    shared.p_full[1 - kHalf][warp].wait(p_phase);
+    p_phase ^= 1;
+  }
+  CUTE_DEVICE void read_other(std::uint32_t (&p)[kN / 4], int block) const {
+    CUTE_UNROLL
+    for (int step = 0; step < kN / 16; ++step) {
+      ldmatrix_x4(reinterpret_cast<std::uint32_t (&)[4]>(p[4 * step]), p_address(block, step));
+    }
+  }
+
+  CUTE_DEVICE void release_q() {
+    if (lane == 0) shared.q_empty.arrive();
+  }
+  // O += P V of the block is done.
+  CUTE_DEVICE void release_values(int block) {
+    if (lane == 0) shared.k_empty[stage_of<Tile>(block)][kHalf == 0 ? kLeft : kRight].arrive();
+  }
+  CUTE_DEVICE void release_p(int block) {
+    if (lane == 0) shared.k_empty[stage_of<Tile>(block)][kRope].arrive();
+  }
+
+  CUTE_DEVICE void run() {
+    while (true) {
+      shared.job_full[jobs.index].wait(jobs.phase);
+      if (shared.jobs[jobs.index].valid == 0) return;
+      compute_tile();
+      shared.job_empty[jobs.index].arrive();
+      jobs.advance();
+      tile_parity ^= 1;
+    }
+  }
+
+  CUTE_DEVICE void compute_tile() {
+    const Job& job = shared.jobs[jobs.index];
+    const int kv_blocks = job.kv_blocks;
+    const int key_begin = job.key_begin;
+    const IntervalMask mask = fa3::make_mask<true>(params, job.batch, job.qo_len, job.kv_len);
+    const int unmasked_begin = mask.lo<true>(job.row_begin + params.packed.last_token);
+    const int unmasked_end = mask.hi<true>(job.row_begin);
+
+    float s[kN / 2];            // S (2, BLK_N / 4)
+    float o[kLatentDim / 4];    // O (2, D_VO / 8): this half
+    std::uint32_t own[kN / 4];  // P (2, BLK_N / 4), packed
+    std::uint32_t other[kN / 4];
+    float factor[2], earlier[2];
+    Softmax softmax(params.transform.scale);
+    bool accumulate = false;
+    const int own_count = (kv_blocks + 1 - kHalf) / 2;
+    const int other_count = (kv_blocks + kHalf) / 2;
+
+    shared.q_full.wait(q_phase);
+    q_phase ^= 1;
+    CUTE_NO_UNROLL
+    for (int i = 0; i < own_count; ++i) {
+      const int own_block = first_block + 2 * i + kHalf;
+      const int other_block = first_block + 2 * i + 1 - kHalf;
+      issue_scores<true>(s, own_block);
+      if (kHalf == 0 && i > 0) {
+        fa3::wgmma_wait<1>();
+        fa3::pin(o);
+        fa3::pin(other);
+        release_values(other_block - 2);
+      }
+      issue_scores<false>(s, own_block);
+      fa3::wgmma_wait<0>();
+      fa3::pin(s);
+      sync_threads(kBarrierScores + kHalf, 128);
+      if (i == own_count - 1) release_q();
+      const int first_key = key_begin + (kv_blocks - 1 - 2 * i - kHalf) * kN;
+      if (first_key < unmasked_begin || first_key + kN > unmasked_end) {
+        __syncwarp();  // keeps this a branch
+        mask_scores(s, job, first_key);
+      }
+      if (kHalf == 1) wait_for_state(softmax, earlier);
+      take_exponentials(s, own, softmax, factor, own_block);
+      if (kHalf == 1) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) earlier[r] *= factor[r];
+      }
+      if (accumulate && changes(kHalf == 1 ? earlier : factor)) {
+        rescale(o, kHalf == 1 ? earlier : factor);
+      }
+      issue_output(o, own, own_block, accumulate);
+      accumulate = true;
+      const bool has_other = i < other_count;
+      if (has_other) {
+        wait_for_other();
+        read_other(other, other_block);
+        if (kHalf == 0) take_state(softmax, factor);
+      }
+      if constexpr (kHalf == 0) {
+        fa3::wgmma_wait<0>();
+        fa3::pin(o);
+        fa3::pin(own);
+        release_values(own_block);
+        if (has_other) {
+          if (changes(factor)) rescale(o, factor);
+          issue_output(o, other, other_block, true);
+          release_p(other_block);
+        }
+      } else {
+        if (changes(factor)) rescale(other, factor);
+        issue_output(o, other, other_block, true);
+        release_p(other_block);
+        fa3::wgmma_wait<1>();
+        fa3::pin(own);
+        release_values(own_block);
+        fa3::wgmma_wait<0>();
+        fa3::pin(o);
+        fa3::pin(other);
+        release_values(other_block);
+      }
+    }
+    // What is left of the other's blocks: of warpgroup 0, to wait for the last one; of warpgroup 1, the last of an odd
+    // number.
+    const int last_other = first_block + kv_blocks - 1;
+    if constexpr (kHalf == 0) {
+      fa3::wgmma_wait<0>();
+      fa3::pin(o);
+      fa3::pin(other);
+      if (own_count == other_count) release_values(last_other);
+    } else if (own_count < other_count) {
+      wait_for_state(softmax, factor);
+      if (accumulate && changes(factor)) rescale(o, factor);
+      wait_for_other();
+      read_other(other, last_other);
+      issue_output(o, other, last_other, accumulate);
+      release_p(last_other);
+      fa3::wgmma_wait<0>();
+      fa3::pin(o);
+      fa3::pin(other);
+      release_values(last_other);
+    }
+    if (own_count == 0) release_q();
+    first_block += kv_blocks;
+
+    // Denominators: the sums of both warpgroups.
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float m, sum;
+      softmax.finish(r, m, sum);
+      if (lane % 4 == 0) shared.sums[tile_parity][kHalf][row_of(r)] = sum;
+    }
+    sync_threads(kBarrierTileEnd, 256);
+    float sum[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = shared.sums[tile_parity][0][row_of(r)] + shared.sums[tile_parity][1][row_of(r)];
+    }
+    store_tile<Element, kHalf>(params, job, softmax, sum, o);
+  }
+};
+
+}  // namespace cutlass_kernels::mla

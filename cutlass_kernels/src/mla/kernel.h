@@ -1,0 +1,107 @@
+// mla: multi-head latent attention in its absorbed form, with TMA and wgmma, for sm_90a.
+//
+// Computes O = softmax(mask(Q K^T)) V, where all heads of a token share their keys (576 columns), and V is the first 512
+// columns of K: one copy in shared memory serves both products. Rows of a tile are those of several tokens and heads.
+//
+//   producer warpgroup               shared memory                          consumer warpgroups
+//
+//   warp 0  find_tiles  -job_full->  jobs, 4                       ------>  all warps
+//   warp 1  Q           --q_full-->  Q (64, 64, 9)                 ------>  both: S = Q K^T
+//   warp 2  K, even     --k_full-->  K (64, 64, 9), 2 stages       ------>  0: S of even blocks, left half of O
+//   warp 3  K, odd      <-k_empty--                                ------>  1: S of odd blocks, right half of O
+//                                    P in the ninth panel of K     <----->  to the other warpgroup
+//
+// consumer.h has the order in which warpgroups compute, shared_memory.h says of each barrier who arrives and who waits.
+//
+// Numbers. Shared memory: Q 72 KB, K 2 x 72 KB, 221 KB of 227 in all with the rest. Registers: 168 per thread at launch,
+// then 40 per producer and 232 per consumer thread, of which O takes 128, S 32, both P 16 each. A block of 64 keys takes
+// the tensor cores 2176 cycles: 1152 for S, whose operands both come from shared memory, 1024 for P V.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "common/dependent_launch.h"
+#include "fa3/find_tiles.h"
+#include "mla/consumer.h"
+#include "mla/load.h"
+#include "mla/shared_memory.h"
+
+namespace cutlass_kernels::mla {
+
+template <class Tile>
+CUTE_DEVICE void init_barriers(Shared<Tile>& shared) {
+  shared.job_wanted.init(1);
+  for (int i = 0; i < kJobSlots; ++i) {
+    shared.job_full[i].init(1);
+    shared.job_empty[i].init(1 + 2 * 32 + 256);
+  }
+  shared.q_full.init(1);
+  shared.q_empty.init(8);
+  for (int stage = 0; stage < Tile::kStages; ++stage) {
+    for (int panel = 0; panel < kPanels; ++panel) shared.k_full[stage][panel].init(1);
+    for (int group = 0; group < kPanelGroups; ++group) shared.k_empty[stage][group].init(4);
+  }
+  for (int warp = 0; warp < 4; ++warp) {
+    shared.m_full[warp].init(1);
+    shared.p_full[0][warp].init(1);
+    shared.p_full[1][warp].init(1);
+  }
+  shared.landed[0].init(1);
+  shared.landed[1].init(1);
+  fa3::fence_barrier_init();
+}
+
+template <class Tile>
+CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, int warp,
+                         bool paged) {
+  const int lane = threadIdx.x % 32;
+  if (warp == 0) {
+    if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);
+  } else if (warp == 1) {
+    if (lane == 0) load_q<Tile>(params, shared);
+  } else if (paged) {
+    load_keys<Tile, true>(params, shared, warp - 2);
+  } else {
+    load_keys<Tile, false>(params, shared, warp - 2);
+  }
+}
+
+template <class Element, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_kernel(__grid_constant__ const fa3::KernelParams params) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto& shared = *reinterpret_cast<Shared<Tile>*>(shared_memory);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const bool paged = params.box_rows > 0;
+  if (threadIdx.x == 32) cute::prefetch_tma_descriptor(&params.q_map);
+  if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
+  if (threadIdx.x == 0) init_barriers<Tile>(shared);
+  allow_next_kernel();  // which combines the partial results of KV splits
+  if constexpr (Tile::kInSlots) {
+    if (warp == 0) shared.slots.fill(params.attention);
+    if (warp == 0 && blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
+      describe_other_requests(params.attention);
+    }
+  } else {
+    if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
+  }
+  // Unused rows of Q are never loaded. NaN in them would spread to no other row, but to their own m: clear them.
+  if (params.packed.tokens * params.packed.heads.divisor < fa3::kWarpgroupRows) {
+    auto* q = reinterpret_cast<uint4*>(shared.q);
+    for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
+    fa3::fence_proxy_async();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
+    produce<Tile>(params, shared, warp, paged);
+  } else if (warp < 8) {
+    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
+    Consumer<Element, Tile, 0>(params, shared).run();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
+    Consumer<Element, Tile, 1>(params, shared).run();
+  }
+}
+
+}  // namespace cutlass_kernels::mla

@@ -1,0 +1,68 @@
+// Host side: which problems the kernel takes, its tile, its launch.
+#pragma once
+
+#include <string>
+
+#include "fa3/launch.h"
+#include "fa3/tensor_map_limits.h"
+#include "mla/kernel.h"
+
+namespace cutlass_kernels::mla {
+
+inline TileShape tile_shape(const AttentionParams& params, const Device&) {
+  return fa3::packed_tile_shape<Tile<false>>(params, packed_heads(params, fa3::kWarpgroupRows));
+}
+
+inline std::string refusal(const AttentionParams& p) {
+  if (p.head_dim_qk != kLatentDim + kRopeDim || p.head_dim_vo != kLatentDim) {
+    return "head_dim_qk=" + std::to_string(p.head_dim_qk) +
+           " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
+           " are served for 576 and 512 alone, where values are columns of the keys.";
+  }
+  if (p.num_kv_heads != 1) {
+    return "num_kv_heads=" + std::to_string(p.num_kv_heads) +
+           ", but of keys with 576 columns all heads share one: make it 1.";
+  }
+  if (p.v.data != p.k.data || p.v.stride_token != p.k.stride_token ||
+      p.pages.v_stride_page != p.pages.k_stride_page || p.pages.v_indices != nullptr ||
+      p.pages.v_offset != 0) {
+    return "Values of 512 columns beside keys of 576 must be the first columns of the keys, in the "
+           "same memory: pass v = k[..., :512].";
+  }
+  if (p.mask.words != nullptr) {
+    return "A custom mask is not computed with keys of 576 columns: use causal, or a window.";
+  }
+  if (p.pages.page_size % 8 != 0) {
+    return "page_size=" + std::to_string(p.pages.page_size) +
+           " is no multiple of 8, as keys of 576 columns need it.";
+  }
+  return fa3::refusal(p);
+}
+
+template <class Element, class Tile>
+Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Shared<Tile>);
+  static_assert(kBytes <= 227 << 10, "mla: an SM has 227 KB of shared memory for a CTA.");
+  static DoneOnDevices allowed;  // this kernel to use kBytes
+  const fa3::KernelFacts facts{&attention_kernel<Element, Tile>,
+                               Tile::kThreads,
+                               kBytes,
+                               Tile::kBlockN,
+                               Tile::kCtasPerSm,
+                               Tile::kCtasPerTile,
+                               false};
+  return fa3::enqueue_kernel(facts, params, stream, &allowed);
+}
+
+template <class Element>
+Status launch(const LaunchParams& params, cudaStream_t stream) {
+  if (!fa3::is_packed_schedule<Tile<false>>(params)) return fa3::no_such_tile(params);
+  // The plan may have been made for other tensors: values of their own would not be read.
+  if (std::string fault = refusal(params); !fault.empty()) {
+    return Status::invalid(std::move(fault));
+  }
+  return is_in_slots(params) ? launch_tile<Element, Tile<true>>(params, stream)
+                             : launch_tile<Element, Tile<false>>(params, stream);
+}
+
+}  // namespace cutlass_kernels::mla

@@ -1,0 +1,146 @@
+// Producers: Q, and keys from ragged tensors or pages, all by TMA.
+//
+// A KV block arrives panel by panel, each with a barrier of its own: S begins with the panels that came first. Blocks of
+// even number in their tile are those of warpgroup 0, the others those of warpgroup 1; each kind has a warp that loads it.
+// The panels that the owner's half of the output takes from its V are free first, so they are loaded first.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include <type_traits>
+
+#include "fa3/load_pages.h"
+#include "mla/shared_memory.h"
+
+namespace cutlass_kernels::mla {
+
+// By one thread.
+template <class Tile>
+CUTE_DEVICE void load_q(const fa3::KernelParams& params, Shared<Tile>& shared) {
+  fa3::JobReader<Shared<Tile>> jobs(shared);
+  std::uint32_t phase = 1;
+  Job job;
+  while (jobs.take(job)) {
+    shared.q_empty.wait(phase);
+    phase ^= 1;
+    shared.q_full.arrive_and_expect(kPanels * 128 * params.packed.tokens *
+                                    int(params.packed.heads.divisor));
+    for (int panel = 0; panel < kPanels; ++panel) {
+      cute::SM90_TMA_LOAD_5D::copy(&params.q_map, reinterpret_cast<std::uint64_t*>(&shared.q_full),
+                                   static_cast<std::uint64_t>(fa3::CacheHint::EVICT_FIRST),
+                                   shared.q + panel * kPanelBytes, panel * 64, job.head,
+                                   fa3::kMapRows - job.qo_len + job.row_begin, job.q_end,
+                                   int(fa3::kMapRows));
+    }
+  }
+}
+
+// The panels of a group, the groups in the order in which they are loaded, and in which S takes them.
+CUTE_DEVICE PanelGroup nth_group(int owner, int n) {
+  if (n == 1) return kRope;
+  return (n == 0) == (owner == 0) ? kLeft : kRight;
+}
+CUTE_DEVICE int first_panel(PanelGroup group) {
+  return group == kLeft ? 0 : group == kRight ? kHalfPanels : kRopePanel;
+}
+CUTE_DEVICE int panel_count(PanelGroup group) { return group == kRope ? 1 : kHalfPanels; }
+
+// Where the KV blocks of a CTA lie: the n-th of all its tiles together.
+template <class Tile>
+CUTE_DEVICE int stage_of(int block) {
+  return block % Tile::kStages;
+}
+template <class Tile>
+CUTE_DEVICE std::uint32_t phase_of(int block) {
+  return block / Tile::kStages & 1;
+}
+
+struct NoPages {
+  CUTE_DEVICE NoPages(const fa3::KernelParams&, const fa3::PagesOfMatrix&, const Job&, int) {}
+};
+
+// The K warp of the blocks of `owner`, by all its lanes, of which lane p loads panel p.
+template <class Tile, bool kPaged>
+CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared, int owner) {
+  constexpr int kRows = Tile::kBlockN;
+  constexpr auto kHint = static_cast<std::uint64_t>(fa3::CacheHint::EVICT_FIRST);
+  const int lane = threadIdx.x % 32;
+  const int own_group = lane == kRopePanel   ? int(kRope)
+                        : lane >= kRopePanel ? -1
+                        : lane < kHalfPanels ? int(kLeft)
+                                             : int(kRight);
+  const int per_block = kPaged ? kRows >> params.box_rows_log2 : 1;
+  const int box_bytes = kPaged ? 128 << params.box_rows_log2 : kRows * 128;
+  using Lookup = std::conditional_t<kPaged, fa3::BoxLookup<fa3::kBoxBatch>, NoPages>;
+  fa3::BoxSource* const sources = shared.boxes[owner];  // (32)
+  fa3::JobReader<Shared<Tile>> jobs(shared);
+  fa3::Ring<1> landed;
+  int first_block = 0;  // of the tile, among all of the CTA
+  if (owner == 0 && lane == 0) shared.job_wanted.arrive();
+  for (; jobs.next(); jobs.release()) {
+    const Job& job = jobs.job();
+    const int kv_blocks = job.kv_blocks;
+    Lookup lookup(params, params.k_pages, job, kv_blocks * per_block - 1);
+    [[maybe_unused]] int published = -1;  // batch of boxes
+    CUTE_NO_UNROLL
+    for (int i = owner; i < kv_blocks; i += 2) {
+      const int kv_block = kv_blocks - 1 - i;
+      const int first_key = job.key_begin + kv_block * kRows;
+      int boxes = 1;
+      fa3::BoxSource source{};
+      if constexpr (kPaged) {
+        const int first_box = kv_block * per_block;
+        if (published != first_box / fa3::kBoxBatch) {
+          published = first_box / fa3::kBoxBatch;
+          while (lookup.batch >= published) lookup.publish(sources);
+        }
+        boxes = min(max(lookup.count - first_box, 0), per_block);
+        source = sources[first_box % fa3::kBoxBatch];
+      }
+      const fa3::StageRows visible = fa3::visible_rows<kRows>(job, first_key);
+      const bool clears = kPaged && visible.end - visible.begin < kRows;
+      const int stage = stage_of<Tile>(first_block + i);
+      const std::uint32_t empty = phase_of<Tile>(first_block + i) ^ 1;
+      char* const to = shared.k[stage];  // (BLK_N, 64, panels)
+      if (clears) {
+        if (lane == 0) shared.landed[owner].arrive_and_expect(kPanels * boxes * box_bytes);
+        __syncwarp();
+      }
+      Barrier& signal =
+          clears ? shared.landed[owner] : shared.k_full[stage][lane < kPanels ? lane : 0];
+      auto* const barrier = reinterpret_cast<std::uint64_t*>(&signal);
+      CUTE_NO_UNROLL
+      for (int n = 0; n < kPanelGroups; ++n) {
+        const PanelGroup group = nth_group(owner, n);
+        shared.k_empty[stage][group].wait(empty);
+        if (own_group != group) continue;
+        if (group == kRope) fa3::fence_proxy_async();  // P was written there
+        if (!clears) signal.arrive_and_expect(boxes * box_bytes);
+        if constexpr (kPaged) {
+          CUTE_NO_UNROLL
+          for (int box = 0; box < boxes; ++box) {
+            if (box > 0) source = sources[(kv_block * per_block + box) % fa3::kBoxBatch];
+            cute::SM90_TMA_LOAD_4D::copy(&params.k_map, barrier, kHint,
+                                         to + lane * kPanelBytes + box * box_bytes, lane * 64,
+                                         source.slot, 0, source.page);
+          }
+        } else {
+          cute::SM90_TMA_LOAD_5D::copy(&params.k_map, barrier, kHint, to + lane * kPanelBytes,
+                                       lane * 64, fa3::kMapRows - job.visible_end + first_key, 0,
+                                       job.kv_begin + job.visible_end, int(fa3::kMapRows));
+        }
+      }
+      if (lane == 0 && owner == 0 && i + 2 >= kv_blocks) shared.job_wanted.arrive();
+      __syncwarp();
+      if (clears) {
+        shared.landed[owner].wait(landed.phase);
+        landed.advance();
+        fa3::clear_rows<kRows, kPanels>(visible, to);
+        if (lane < kPanels) shared.k_full[stage][lane].arrive();
+      }
+    }
+    first_block += kv_blocks;
+  }
+}
+
+}  // namespace cutlass_kernels::mla

@@ -1,0 +1,89 @@
+// Shared memory of a CTA: Q, two stages of keys, and the barriers between warps.
+//
+// Matrices are stored as panels of 64 columns, the span of the swizzle: panels 0 to 7 are the latent columns, panel 8
+// those of the position. Shapes below are (row, column, panel).
+#pragma once
+
+#include <type_traits>
+
+#include "common/batch_slots.h"
+#include "common/batch_splits.h"
+#include "fa3/job.h"
+#include "fa3/mbarrier.h"
+#include "fa3/shared_memory.h"
+#include "mla/config.h"
+
+namespace cutlass_kernels::mla {
+
+using fa3::Barrier;
+using fa3::Job;
+using fa3::kJobSlots;
+
+constexpr int kPanelBytes = 64 * 128;
+constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
+constexpr int kRopePanel = kLatentDim / 64;
+constexpr int kHalfPanels = kRopePanel / 2;
+
+// What a warpgroup says of a row after each of its KV blocks: -m of the softmax, and what this block has multiplied
+// weights by that were taken before.
+struct alignas(8) RowState {
+  float minus_m;
+  float factor;
+};
+
+// Panels that are given back together.
+enum PanelGroup { kLeft, kRight, kRope, kPanelGroups };
+
+template <class Tile>
+struct Shared {
+  char q[kPanels * kPanelBytes];                 // (64, 64, panels)
+  char k[Tile::kStages][kPanels * kPanelBytes];  // (BLK_N, 64, panels)
+  RowState states[2][64];                        // (warpgroup, row)
+  float sums[2][2][64];                          // (parity of the tile, warpgroup, row)
+
+  Job jobs[kJobSlots];
+  Job sent_jobs[1];
+
+  //             arrives                                          waits
+  // job_wanted  the first K warp, near the end of its tile, and  scheduler warp
+  //             at the start of the kernel, once
+  // job_full    scheduler warp                                   Q warp, lanes of the K warps, all consumer threads
+  // job_empty   those                                            scheduler warp
+  // q_full      Q warp, with the bytes of TMA                    both warpgroups
+  // q_empty     all 8 consumer warps                             Q warp
+  // k_full      K warp of the stage, with the bytes of TMA       the warpgroup that computes S of the block
+  // k_empty     the 4 warps of the warpgroup whose half of V the K warp
+  //             panels are; of the rope panel, those that read P
+  // m_full      a warp of warpgroup 0, its rows' states          the warp of warpgroup 1 with the same rows
+  // p_full      a warp, P of its rows                            the warp of the other warpgroup with the same rows
+  // landed      a K warp, with the bytes of TMA                  the same, to clear rows before it arrives at k_full
+  Barrier job_wanted;
+  Barrier job_full[kJobSlots];
+  Barrier job_empty[kJobSlots];
+  Barrier job_sent[1];
+  Barrier q_full;
+  Barrier q_empty;
+  Barrier k_full[Tile::kStages][kPanels];
+  Barrier k_empty[Tile::kStages][kPanelGroups];
+  Barrier m_full[4];
+  Barrier p_full[2][4];
+  Barrier landed[2];
+
+  fa3::BoxSource boxes[2][fa3::kBoxBatch];  // (K warp, 32)
+  std::conditional_t<Tile::kInSlots, fa3::Nothing, SplitTable> splits;
+  std::conditional_t<Tile::kInSlots, SlotTable, fa3::Nothing> slots;
+};
+
+// Named barriers (bar.sync), by ID; 0 is __syncthreads().
+enum NamedBarrier : int {
+  //                      arrives and waits
+  kBarrierScores =
+      1,  // the threads of a warpgroup, S being computed: P may replace the panel of the positions
+  kBarrierTileEnd = 3,  // all consumers, their sums being written
+};
+
+CUTE_DEVICE void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+}  // namespace cutlass_kernels::mla
