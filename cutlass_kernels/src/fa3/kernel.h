@@ -44,7 +44,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "common/dependent_launch.h"
+#include "fa3/begin_packed.h"
 #include "fa3/convert_keys.h"
 #include "fa3/find_tiles.h"
 #include "fa3/load.h"
@@ -199,23 +199,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
   if (threadIdx.x == 96) cute::prefetch_tma_descriptor(&params.v_map);
   if (threadIdx.x == 0) init_barriers<Tile>(shared, k_lanes, v_lanes);
-  if constexpr (Tile::kPacked) {
-    allow_next_kernel();  // which combines the partial results of KV splits
-    if constexpr (Tile::kInSlots) {
-      if (warp == 0) shared.slots.fill(params.attention);
-      if (warp == 0 && blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
-        describe_other_requests(params.attention);
-      }
-    } else {
-      if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
-    }
-    // Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima: clear them.
-    if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {
-      auto* q = reinterpret_cast<uint4*>(shared.q);
-      for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
-      fence_proxy_async();
-    }
-  }
+  if constexpr (Tile::kPacked) begin_packed<Tile>(params, shared, warp);
   if constexpr (Layout::kPair) {
     sync_pair();
   } else {

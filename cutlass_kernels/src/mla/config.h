@@ -26,7 +26,6 @@ struct Tile {
   static constexpr int kThreads = 3 * 128;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
-  static constexpr double kTimePerLogit = 1;
   static constexpr bool kPacked = true;
   static constexpr bool kInSlots = kSlots;
   static_assert(kHeadDimVo <= kMostCombinedColumns);

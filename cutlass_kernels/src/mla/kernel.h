@@ -20,7 +20,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "common/dependent_launch.h"
+#include "fa3/begin_packed.h"
 #include "fa3/find_tiles.h"
 #include "mla/consumer.h"
 #include "mla/load.h"
@@ -76,21 +76,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 32) cute::prefetch_tma_descriptor(&params.q_map);
   if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
   if (threadIdx.x == 0) init_barriers<Tile>(shared);
-  allow_next_kernel();  // which combines the partial results of KV splits
-  if constexpr (Tile::kInSlots) {
-    if (warp == 0) shared.slots.fill(params.attention);
-    if (warp == 0 && blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
-      describe_other_requests(params.attention);
-    }
-  } else {
-    if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
-  }
-  // Unused rows of Q are never loaded. NaN in them would spread to no other row, but to their own m: clear them.
-  if (params.packed.tokens * params.packed.heads.divisor < fa3::kWarpgroupRows) {
-    auto* q = reinterpret_cast<uint4*>(shared.q);
-    for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
-    fa3::fence_proxy_async();
-  }
+  fa3::begin_packed<Tile>(params, shared, warp);
   __syncthreads();
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();

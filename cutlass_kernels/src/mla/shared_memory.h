@@ -42,7 +42,6 @@ struct Shared {
   float sums[2][2][64];                          // (parity of the tile, warpgroup, row)
 
   Job jobs[kJobSlots];
-  Job sent_jobs[1];
 
   //             arrives                                          waits
   // job_wanted  the first K warp, near the end of its tile, and  scheduler warp
@@ -60,7 +59,6 @@ struct Shared {
   Barrier job_wanted;
   Barrier job_full[kJobSlots];
   Barrier job_empty[kJobSlots];
-  Barrier job_sent[1];
   Barrier q_full;
   Barrier q_empty;
   Barrier k_full[Tile::kStages][kPanels];

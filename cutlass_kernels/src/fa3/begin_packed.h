@@ -1,0 +1,32 @@
+// What a CTA does before its first packed tile, by all its threads; a barrier follows.
+#pragma once
+
+#include "common/batch_slots.h"
+#include "common/batch_splits.h"
+#include "common/dependent_launch.h"
+#include "common/find_work.h"
+#include "fa3/mbarrier.h"
+#include "fa3/params.h"
+
+namespace cutlass_kernels::fa3 {
+
+template <class Tile, class SharedMemory>
+CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
+  allow_next_kernel();  // which combines the partial results of KV splits
+  if constexpr (Tile::kInSlots) {
+    if (warp == 0) shared.slots.fill(params.attention);
+    if (warp == 0 && blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
+      describe_other_requests(params.attention);
+    }
+  } else {
+    if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
+  }
+  // Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima: clear them.
+  if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {
+    auto* q = reinterpret_cast<uint4*>(shared.q);
+    for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
+    fence_proxy_async();
+  }
+}
+
+}  // namespace cutlass_kernels::fa3
