@@ -1,6 +1,7 @@
 # The compiled kernels: one row is one translation unit, generated from src/<backend>/attention.cu.in (of 8-bit queries
 # attention_fp8.cu.in), and one entry of list_kernels(). A unit contains every variant its kernel has for run-time
-# features (masks, soft cap, sinks). Head dimensions between two rows are served by the larger one, zero-padded on load.
+# features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head dimensions between two rows are served
+# by the larger one, zero-padded on load.
 # Of two elements the first is that of the queries, the second that of the keys and values. Kernels write the type of the
 # queries, those of fp8 queries both types of 16 bits; unsupported types are computed from copies of 16 bits.
 #
@@ -56,3 +57,5 @@ ck_instance(fa3     bfloat16/float8_e4m3fn 256  256  90  90       interval_mask 
 ck_instance(fa3     float8_e4m3fn          64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
 ck_instance(fa3     float8_e4m3fn          128  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
 ck_instance(fa3     float8_e4m3fn          256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
+ck_instance(fa3     float16                576  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv TEMPLATE mla/attention.cu.in)
+ck_instance(fa3     bfloat16               576  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv TEMPLATE mla/attention.cu.in)

@@ -34,6 +34,8 @@ ROWS = {
     "fp8": "fp8 queries, keys and values, converted into 16-bit copies where no kernel reads them",
     "e4m3_output": "e4m3 outputs of e4m3 queries, converted from 16-bit ones where no kernel writes them",
 }
+LATENT = (576, 512)  # values are columns of the keys
+LATENT_TEXT = "; 576/512 of pages where v is the first columns of k (latent attention), under interval masks"
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
 
@@ -41,7 +43,7 @@ def parse_instances(text: str) -> list[dict[str, Any]]:
     """The rows of instances.cmake in the form of ``list_kernels()``."""
     kernels = []
     for match in _INSTANCE.finditer(text):
-        backend, dtypes, qk, vo, least, most, *features = match["words"].split()
+        backend, dtypes, qk, vo, least, most, *features = match["words"].partition(" TEMPLATE ")[0].split()
         dims = qk if qk == vo else f"{qk}_{vo}"
         dtype, _, kv_dtype = dtypes.partition("/")
         kernels.append(
@@ -92,22 +94,25 @@ def _line(cells: Iterable[str]) -> str:
 def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     """What the kernels of one backend have in common; a feature counts if all of them have it.
 
-    What kernels of fp8 lack, those of 16 bits compute from copies.
+    What kernels of fp8 lack, those of 16 bits compute from copies. Those of latent attention serve masks of intervals.
     """
     types = ", ".join(dict.fromkeys(k["q_dtype"] for k in kernels))
     narrow = dict.fromkeys(k["kv_dtype"] for k in kernels if k["kv_dtype"] != k["q_dtype"])
     if narrow:
         types += f"; keys and values also {', '.join(narrow)}"
-    wide = [kernel for kernel in kernels if not kernel["kv_dtype"].startswith("float8")]
+    separate = [kernel for kernel in kernels if (kernel["head_dim_qk"], kernel["head_dim_vo"]) != LATENT]
+    wide = [kernel for kernel in separate if not kernel["kv_dtype"].startswith("float8")]
     dims = dict.fromkeys((k["head_dim_qk"], k["head_dim_vo"]) for k in kernels)
-    dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims)
+    dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims if (qk, vo) != LATENT)
+    largest = max((kernel["head_dim_qk"] for kernel in separate), default=0)
+    padding = f"; other multiples of 8 below {largest} are zero-padded" + (LATENT_TEXT if LATENT in dims else "")
     copied = set(_half_precision.SERVED)
     return {
         "backend": backend,
         "runs on": _devices(kernels),
         "element types": types,
-        "head dimensions": f"{dim_names}; other multiples of 8 below {max(qk for qk, _ in dims)} are zero-padded",
-        "served": set.intersection(*(set(kernel["features"]) for kernel in wide or kernels)) | copied,
+        "head dimensions": dim_names + padding,
+        "served": set.intersection(*(set(kernel["features"]) for kernel in wide or separate or kernels)) | copied,
     }
 
 

@@ -90,6 +90,10 @@ def attention(
     k and v are separate tensors of any strides with a contiguous last dimension: two halves of one allocation, or K|V
     side by side in the last dimension.
 
+    Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434) has one key head of 576 columns,
+    512 latent ones and 64 for the position, and ``v = k[..., :512]``: fa3 reads them once, from pages of a multiple of
+    8 tokens, under causal masks, windows to the left and chunks. PyTorch serves all else, slowly.
+
     Args:
         q: float16, bfloat16, or float8_e4m3fn with k and v of the same type.
         k, v: the dtype of q, or fp8. ``Hkv`` divides ``Hq``; query head h reads key head ``h // (Hq // Hkv)``. v may

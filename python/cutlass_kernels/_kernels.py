@@ -50,6 +50,7 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "float8_e5m2",
 }
 _WHY = {
+    "separate_values": "head_dim_qk above 512 with values that are not the first columns of the keys, in their memory,",
     "unaligned": "addresses or strides that are no multiple of 16 bytes (8 in fp8)",
     "unsized": "multi-item scoring (prefix_len_ptr) under CUDA graphs without mask buffers, or captured without "
     "lengths on the CPU (offsets, or seq_lens and seq_lens_q),",

@@ -34,11 +34,15 @@ FEATURES = frozenset(
         "unaligned",
         "unsized",
         "fp8_copies",
+        "separate_values",
     }
 )
 
 # Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
 ORDINARY = 1 << 30
+
+# Kernels for keys with more columns read values from the same memory.
+MOST_SEPARATE_COLUMNS = 512
 
 # fp8 keys and values below 16-bit queries, by rows of a request times the heads that share a key head, on average.
 # Some kernels read them as they are: fa2's convert the keys anew for every 64 rows, fa3's (of pages of e4m3) for
@@ -84,7 +88,8 @@ class Request(NamedTuple):
     scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
     ``short_queries`` that fa2 comes first, ``fp8_few_rows`` and ``fp8_some_rows`` that kernels may read fp8 keys and
     values as they are (``feature_of_rows``),
-    ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (``copies_fp8``).
+    ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (``copies_fp8``),
+    ``separate_values`` that values beside keys of more than 512 columns are not the first columns of these keys.
     ``layout`` is None where every kernel takes such numbers of rows and strides.
     """
 
@@ -116,6 +121,8 @@ class Request(NamedTuple):
         requests = 1 if problem.qo_indptr is None else problem.qo_indptr.numel() - 1
         dims = (q.size(2), v.size(-1))
         group_size = q.size(1) // k.size(-2)
+        if q.size(-1) > MOST_SEPARATE_COLUMNS and v.data_ptr() != k.data_ptr():
+            features.add("separate_values")
         of_rows = feature_of_rows(q.dtype, k.dtype, q.size(0), requests, group_size, dims, alone)
         if of_rows and is_aligned(k, v, to=16):
             features.add(of_rows)

@@ -8,62 +8,174 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_close, assert_lse_close
+from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import poison_
-from plan_free_problems import Mask, Options, expect, keys, queries
+from plan_free_problems import FORMS, Mask, Options, expect, keys, queries
 from problems import Batch, make_batch
+from ran import counts
 
 import cutlass_kernels as ck
 
-MASKS = [Mask(causal=True), Mask(), Mask(causal=True, window=(100, -1)), Mask(causal=True, chunk_size=50)]
-PAGED = ["table", "indices"]
+on_hopper = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(("cpu", "reference"), id="cpu-reference"),
+        pytest.param(("cuda:0", "fa3"), id="cuda-fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
+    ],
+)
+MASKS = [
+    Mask(causal=True),
+    Mask(),
+    Mask(causal=True, window=(100, -1)),
+    Mask(window=(9, 30)),
+    Mask(causal=True, chunk_size=50),
+]
 
 
-def latent_batch(qo_lens: list[int], kv_lens: list[int], heads: int, dtype: Any = torch.bfloat16) -> Batch:
-    batch = make_batch(qo_lens, kv_lens, heads, 1, 576, dtype=dtype)
+def latent_batch(qo_lens: list[int], kv_lens: list[int], heads: int, device: str, dtype: Any = torch.bfloat16) -> Batch:
+    batch = make_batch(qo_lens, kv_lens, heads, 1, 576, dtype=dtype, device=device)
     return dataclasses.replace(batch, v=batch.k[..., :512])
 
 
-def check(batch: Batch, form: str, mask: Mask, page_size: int = 64, **more: Any) -> None:
-    """A call gives what it must, into an output that was NaN."""
+def check(batch: Batch, backend: str, form: str, mask: Mask, page_size: int = 64, **more: Any) -> torch.Tensor:
+    """A call gives what it must, into an output that was NaN; returns it."""
+    options = Options(soft_cap=more.pop("soft_cap", None), sinks=more.pop("sinks", None))
     q, whose_rows = queries(batch, more.pop("dense", False))
     k, _, whose_keys = keys(batch, form, more.pop("layout", "NHD"), page_size, False)
     out = poison_(torch.empty(*q.shape[:-1], 512, dtype=q.dtype, device=q.device))
-    given = {**whose_rows, **whose_keys, **mask.arguments(batch.device)}
-    result, lse = ck.attention(q, k, k[..., :512], out=out, return_lse=True, **given, **more)
+    given = {**whose_rows, **whose_keys, **mask.arguments(batch.device), **options.arguments(batch.num_qo_heads, None)}
+    result, lse = ck.attention(q, k, k[..., :512], out=out, return_lse=True, backend=backend, **given, **more)
     assert result is out
-    want, want_lse, base = expect(batch, mask, Options())
+    want, want_lse, base = expect(batch, mask, options)
     assert_close(out.flatten(0, -3), want, base)
     assert_lse_close(lse.flatten(0, -2), want_lse)
+    return out
 
 
+@on_hopper
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("form", PAGED)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", [16, 128])
-def test_masks(form, layout, mask, heads):
-    check(latent_batch([4, 1, 9], [150, 0, 333], heads), form, mask, layout=layout)
+def test_every_form_of_keys(place, form, mask, heads):
+    kv_lens = [96, 96, 96] if form == "dense" else [150, 0, 333]
+    check(latent_batch([4, 1, 9], kv_lens, heads, place[0]), place[1], form, mask)
 
 
 @pytest.mark.pairwise
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 @pytest.mark.parametrize("heads", [1, 5, 16, 24, 32, 64, 96, 128])
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
-def test_decode_steps(page_size, heads, rows, dtype):
-    lens = [700, rows, 1, 0, 64, 129]
-    check(latent_batch([rows] * len(lens), lens, heads, dtype), "table", Mask(causal=True), page_size, dense=True)
+def test_decode_steps(place, page_size, heads, rows, dtype):
+    lens = [700, rows, 1, 0, 64, 129] if place[0] == "cpu" else [4100, rows, 1, 0, 64, 129, 1000]
+    batch = latent_batch([rows] * len(lens), lens, heads, place[0], dtype)
+    check(batch, place[1], "table", Mask(causal=True), page_size, dense=True)
 
 
+@on_hopper
 @pytest.mark.parametrize("seed", range(60))
-def test_random(seed):
+def test_random(place, seed):
     rng = random.Random(seed)
     heads = rng.choice([1, 2, 7, 16, 48, 64, 128])
     count = rng.choice([1, 1, 2, 5, 33])
+    most = 3000 if place[0] != "cpu" and count < 9 else 300
     qo_lens = [rng.choice([0, 1, 1, 2, rng.randint(0, 40)]) for _ in range(count)]
     qo_lens[-1] = max(qo_lens[-1], 1)
-    kv_lens = [rng.choice([0, 1, rng.randint(0, 300), 300]) for _ in range(count)]
+    kv_lens = [rng.choice([0, 1, rng.randint(0, most), most]) for _ in range(count)]
     kv_lens[0] = max(kv_lens[0], 3)
-    batch = latent_batch(qo_lens, kv_lens, heads, rng.choice([torch.float16, torch.bfloat16]))
+    batch = latent_batch(qo_lens, kv_lens, heads, place[0], rng.choice([torch.float16, torch.bfloat16]))
     more: dict[str, Any] = dict(num_splits=rng.choice([0, 0, 1, 3, 40]), batch_invariant=rng.random() < 0.2)
-    check(batch, rng.choice(PAGED), rng.choice(MASKS), rng.choice([8, 16, 24, 32, 64, 256]), **more)
+    if rng.random() < 0.2:
+        more["soft_cap"] = 5.0
+    if rng.random() < 0.2:
+        more["sinks"] = torch.randn(heads, generator=batch.generator).to(place[0])
+    if rng.random() < 0.3:
+        more["sm_scale"] = 576**-0.5
+    form = rng.choice([form for form in FORMS if form != "dense"])
+    check(batch, place[1], form, rng.choice(MASKS), rng.choice([8, 16, 24, 32, 64, 256]), **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit():
+    batch = latent_batch([2] * 5, [900, 64, 1, 333, 4000], 128, "cuda:0")
+    k, _, given = keys(batch, "table", "NHD", 64, False)
+    q, whose = queries(batch, True)
+    out = torch.empty(*q.shape[:-1], 512, dtype=q.dtype, device=q.device)
+    lens = given.pop("seqused_k").clone()
+    call = dict(**whose, **given, seqused_k=lens, causal=True, out=out, max_seqlen_k=4096, backend="fa3")
+    ck.attention(q, k, k[..., :512], **call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ck.attention(q, k, k[..., :512], **call)
+    for other in ([900, 64, 1, 333, 4000], [7, 63, 0, 300, 129], [900, 2, 1, 65, 2048]):
+        lens.copy_(torch.tensor(other))
+        poison_(out)
+        graph.replay()
+        shorter = latent_batch(batch.qo_lens, other, 128, "cuda:0")
+        shorter.q = batch.q
+        parts = [x[:n] for x, n in zip(batch.k.split(batch.kv_lens), other)]
+        shorter.k = torch.cat(parts)
+        shorter.v = shorter.k[..., :512]
+        want, _, base = expect(shorter, Mask(causal=True), Options())
+        assert_close(out.flatten(0, 1), want, base)
+        first = out.clone()
+        for _ in range(5):
+            graph.replay()
+            assert_bitwise(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("rows", [1, 4])
+def test_keys_spread_over_ranks(rank, rows):
+    whole = latent_batch([rows] * 3, [700, 33, 5000], 16, "cuda:0")
+    places = [torch.arange(n)[torch.arange(n) // 16 % 3 == rank] for n in whole.kv_lens]
+    begins = [0, 700, 733]
+    at = torch.cat([p + begin for p, begin in zip(places, begins)]).cuda()
+    part = Batch(whole.qo_lens, [p.numel() for p in places], whole.q, whole.k[at], whole.k[at][..., :512])
+    k, _, given = keys(part, "table", "NHD", 16, False)
+    given["seqused_k"] = torch.tensor(whole.kv_lens, dtype=torch.int32, device="cuda")
+    q, whose = queries(part, True)
+    call = dict(**whose, **given, kv_shard=(3, rank, 16), causal=True, return_lse=True, backend="fa3")
+    out, lse = ck.attention(q, k, k[..., :512], **call)
+    seen = [Mask(causal=True).visible(b, rows, n, "cuda:0")[:, places[b].cuda()] for b, n in enumerate(whole.kv_lens)]
+    want, want_lse, base = expect(part, Mask(bits=seen), Options())
+    assert_close(out.flatten(0, 1), want, base)
+    assert_lse_close(lse.flatten(0, 1), want_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("what", ["values of their own", "pages of 5", "two key heads"])
+def test_what_the_kernel_does_not_read_is_never_computed_wrongly(what):
+    batch = latent_batch([1, 3], [100, 40], 4, "cuda:0")
+    if what == "two key heads":
+        batch = make_batch([1, 3], [100, 40], 4, 2, 576, head_dim_vo=512, dtype=torch.bfloat16, device="cuda:0")
+    k, v, given = keys(batch, "table", "NHD", 5 if what == "pages of 5" else 16, False)
+    if what == "pages of 5":
+        v = k[..., :512]
+    q, whose = queries(batch, False)
+    with pytest.raises((ValueError, RuntimeError), match="fa3"):
+        ck.attention(q, k, v, causal=True, backend="fa3", **whose, **given)
+    before = counts()
+    out = ck.attention(q, k, v, causal=True, **whose, **given)
+    assert counts() - before == {"reference": 2}
+    want, _, base = expect(batch, Mask(causal=True), Options())
+    assert_close(out, want, base)
+
+
+def test_explain_says_what_is_missing(extension):
+    sizes = dict(device="cuda", compute_capability=90, num_qo_heads=16, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512)
+    built = {(kernel["backend"], kernel["head_dim_qk"]) for kernel in ck.list_kernels()}
+    if ("fa3", 576) not in built:
+        pytest.skip("this build has no fa3 kernel of latent attention")
+    assert ck.explain(**sizes).selected == "fa3"
+    (reason,) = ck.explain(**sizes, features=["separate_values"]).reasons["fa3"]
+    assert "first columns of the keys" in reason
+    (reason,) = ck.explain(**dict(sizes, head_dim_vo=256)).reasons["fa3"]
+    assert "576 and 512" in reason
+    (reason,) = ck.explain(**dict(sizes, num_kv_heads=16)).reasons["fa3"]
+    assert "num_kv_heads=16" in reason

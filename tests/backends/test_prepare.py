@@ -81,7 +81,8 @@ def test_strides_of_what_is_copied_do_not_matter():
 def test_every_kernel_serves_what_copies_make_of_it(extension):
     for kernel in ck.list_kernels():
         q, backend = kernel["q_dtype"], kernel["backend"]
-        if getattr(torch, q) in FP8:
+        # Copies of latent keys (576/512) have values of their own, which no kernel reads.
+        if getattr(torch, q) in FP8 or kernel["head_dim_qk"] > 512:
             continue
         sizes = dict(head_dim_qk=kernel["head_dim_qk"], head_dim_vo=kernel["head_dim_vo"], device="cuda")
         sizes["compute_capability"] = kernel["min_compute_capability"]

@@ -59,6 +59,7 @@ struct PageTable {
   std::int64_t num_pages = kNotSet;  ///< of k and of v
   std::int64_t k_stride_page = 0;
   std::int64_t v_stride_page = 0;
+  std::int64_t k_rope_stride_page = 0;  ///< of AttentionParams::k_rope
 };
 
 /// A mask of any form, instead of causal and chunk_size; the window still counts. Row i of request b sees key j if bit
@@ -169,6 +170,10 @@ struct AttentionParams {
   ConstTensorView q;       ///< [total_q, num_qo_heads, head_dim_qk]
   ConstTensorView k;       ///< [total_kv, num_kv_heads, head_dim_qk]
   ConstTensorView v;       ///< [total_kv, num_kv_heads, head_dim_vo]
+  /// Latent attention (head_dim_qk 576, head_dim_vo 512, num_kv_heads 1; v.data is k.data): where the last 64 columns of
+  /// q and of k, those of the position, have tensors of their own. Null: they lie behind the first 512.
+  ConstTensorView q_rope;  ///< [total_q, num_qo_heads, 64]
+  ConstTensorView k_rope;  ///< [total_kv, 1, 64], in the same pages as k
   TensorView o;            ///< [total_q, num_qo_heads, head_dim_vo]
   float* lse = nullptr;    ///< optional
   float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
