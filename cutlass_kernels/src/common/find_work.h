@@ -36,6 +36,13 @@ struct RowTiles {
             FastDivisor(std::uint32_t(std::max(plan.tile_rows, 1))),
             in_order ? 0 : plan.tile_indices / repeats};
   }
+
+  // The rank of the tile that is the n-th where those of a request, or of a split, follow one another.
+  CUTE_DEVICE int with_keys_together(int n) const {
+    if (tiles <= 1) return n;
+    const int repeat = int(unsigned(n) / unsigned(tiles));
+    return (n - repeat * tiles) * int(repeats.divisor) + repeat;
+  }
 };
 
 // The tile with this index, counted from the last, in the order of rows.

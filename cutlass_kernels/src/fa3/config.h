@@ -51,6 +51,7 @@ struct TileDefaults {
   static constexpr bool kGather = false;
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
+  static constexpr bool kSharesKeys = false;  // whether tiles with the same keys follow one another
   // Tiles come in slots (common/batch_slots.h).
   static constexpr bool kInSlots = false;
   // Warpgroups. A second one, in kernels that gather, adds warps that copy.

@@ -66,6 +66,9 @@ class TileClaims {
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       rank = position.rank;
+      if (Tile::kSharesKeys && p.plan.tile_list == nullptr) {
+        rank = params_.rows.with_keys_together(rank);
+      }
       const auto find_split = [&](int split) {
         if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
         return RequestSplits{};

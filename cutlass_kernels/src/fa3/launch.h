@@ -26,6 +26,7 @@ struct KernelFacts {
   int ctas_per_sm;
   int ctas_per_tile;
   bool general;  // Logits::kGeneral
+  Status (*make_maps)(const LaunchParams&, int, KernelParams*) = &fa3::make_maps;
 };
 
 // No template: it is compiled once, not once per kernel.
@@ -60,7 +61,7 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   kernel_params.group_size = FastDivisor(std::uint32_t(p.num_qo_heads / p.num_kv_heads));
   kernel_params.rows = RowTiles::make(p);
 
-  if (Status made = make_maps(p, facts.block_n, &kernel_params); !made.ok()) return made;
+  if (Status made = facts.make_maps(p, facts.block_n, &kernel_params); !made.ok()) return made;
 
   cudaLaunchConfig_t config{};
   config.gridDim =

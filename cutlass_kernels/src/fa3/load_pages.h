@@ -70,9 +70,15 @@ struct BoxLookup {
 // Writes zeros to the rows of a stage (BLK_N, 64, panels) that are not visible.
 template <int kRows, int kPanels>
 CUTE_DEVICE void clear_rows(const StageRows& visible, char* stage) {
+  const int begin = min(visible.begin, kRows), end = max(visible.end, begin);
+  const int hidden = kRows - (end - begin);
   CUTE_NO_UNROLL
-  for (unsigned i = threadIdx.x % 32; i < kPanels * kRows * 8; i += 32) {
-    if (!visible.contains(int(i / 8 % kRows))) reinterpret_cast<uint4*>(stage)[i] = {};
+  for (int panel = 0; panel < kPanels; ++panel) {
+    auto* const rows = reinterpret_cast<uint4*>(stage) + panel * (kRows * 8);
+    CUTE_NO_UNROLL
+    for (int i = int(threadIdx.x % 32); i < hidden * 8; i += 32) {
+      rows[i < begin * 8 ? i : i + (end - begin) * 8] = {};
+    }
   }
   fence_proxy_async();
   __syncwarp();

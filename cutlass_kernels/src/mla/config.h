@@ -27,6 +27,7 @@ struct Tile {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kPacked = true;
+  static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
   static constexpr bool kInSlots = kSlots;
   static_assert(kHeadDimVo <= kMostCombinedColumns);
 };

@@ -24,12 +24,13 @@
 #include "fa3/find_tiles.h"
 #include "mla/consumer.h"
 #include "mla/load.h"
+#include "mla/load_gather.h"
 #include "mla/shared_memory.h"
 
 namespace cutlass_kernels::mla {
 
 template <class Tile>
-CUTE_DEVICE void init_barriers(Shared<Tile>& shared) {
+CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.job_wanted.init(1);
   for (int i = 0; i < kJobSlots; ++i) {
     shared.job_full[i].init(1);
@@ -38,7 +39,9 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared) {
   shared.q_full.init(1);
   shared.q_empty.init(8);
   for (int stage = 0; stage < Tile::kStages; ++stage) {
-    for (int panel = 0; panel < kPanels; ++panel) shared.k_full[stage][panel].init(1);
+    for (int panel = 0; panel < kPanels; ++panel) {
+      shared.k_full[stage][panel].init(source == KeySource::kGathered ? 32 : 1);
+    }
     for (int group = 0; group < kPanelGroups; ++group) shared.k_empty[stage][group].init(4);
   }
   for (int warp = 0; warp < 4; ++warp) {
@@ -53,16 +56,18 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared) {
 
 template <class Tile>
 CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, int warp,
-                         bool paged) {
+                         KeySource source) {
   const int lane = threadIdx.x % 32;
   if (warp == 0) {
     if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);
   } else if (warp == 1) {
     if (lane == 0) load_q<Tile>(params, shared);
-  } else if (paged) {
+  } else if (source == KeySource::kBoxes) {
     load_keys<Tile, true>(params, shared, warp - 2);
-  } else {
+  } else if (source == KeySource::kRows) {
     load_keys<Tile, false>(params, shared, warp - 2);
+  } else {
+    gather_keys<Tile>(params, shared, warp - 2);
   }
 }
 
@@ -72,15 +77,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(shared_memory);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const bool paged = params.box_rows > 0;
+  const KeySource source = params.box_rows > 0                     ? KeySource::kBoxes
+                           : params.attention.pages.page_size == 0 ? KeySource::kRows
+                                                                   : KeySource::kGathered;
   if (threadIdx.x == 32) cute::prefetch_tma_descriptor(&params.q_map);
   if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
-  if (threadIdx.x == 0) init_barriers<Tile>(shared);
+  if (threadIdx.x == 96) cute::prefetch_tma_descriptor(&k_rope_map(params));
+  if (threadIdx.x == 0) init_barriers<Tile>(shared, source);
   fa3::begin_packed<Tile>(params, shared, warp);
   __syncthreads();
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
-    produce<Tile>(params, shared, warp, paged);
+    produce<Tile>(params, shared, warp, source);
   } else if (warp < 8) {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
     Consumer<Element, Tile, 0>(params, shared).run();

@@ -13,6 +13,29 @@ inline TileShape tile_shape(const AttentionParams& params, const Device&) {
   return fa3::packed_tile_shape<Tile<false>>(params, packed_heads(params, fa3::kWarpgroupRows));
 }
 
+// The latent columns as k_map and q_map, those of the position as the maps that load.h names.
+inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelParams* out) {
+  constexpr std::int64_t kOffset = 2 * kLatentDim;  // bytes
+  LaunchParams latent = params, rope = params;
+  latent.head_dim_qk = kLatentDim;
+  rope.head_dim_qk = kRopeDim;
+  const auto behind = [](const ConstTensorView& latent_columns, const ConstTensorView& own) {
+    if (own.data != nullptr || latent_columns.data == nullptr) return own;
+    return ConstTensorView{static_cast<const char*>(latent_columns.data) + kOffset,
+                           latent_columns.stride_token, latent_columns.stride_head};
+  };
+  rope.q = behind(params.q, params.q_rope);
+  rope.k = behind(params.k, params.k_rope);
+  if (params.k_rope.data != nullptr) rope.pages.k_stride_page = params.pages.k_rope_stride_page;
+  fa3::KernelParams of_rope = *out;
+  if (Status made = fa3::make_maps(latent, block_n, out); !made.ok()) return made;
+  if (Status made = fa3::make_maps(rope, block_n, &of_rope); !made.ok()) return made;
+  out->o_map = of_rope.q_map;
+  out->v_map = of_rope.k_map;
+  out->v_units = of_rope.k_units;
+  return Status::success();
+}
+
 inline std::string refusal(const AttentionParams& p) {
   if (p.head_dim_qk != kLatentDim + kRopeDim || p.head_dim_vo != kLatentDim) {
     return "head_dim_qk=" + std::to_string(p.head_dim_qk) +
@@ -32,10 +55,6 @@ inline std::string refusal(const AttentionParams& p) {
   if (p.mask.words != nullptr) {
     return "A custom mask is not computed with keys of 576 columns: use causal, or a window.";
   }
-  if (p.pages.page_size % 8 != 0) {
-    return "page_size=" + std::to_string(p.pages.page_size) +
-           " is no multiple of 8, as keys of 576 columns need it.";
-  }
   return fa3::refusal(p);
 }
 
@@ -50,7 +69,8 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
                                Tile::kBlockN,
                                Tile::kCtasPerSm,
                                Tile::kCtasPerTile,
-                               false};
+                               false,
+                               &make_maps};
   return fa3::enqueue_kernel(facts, params, stream, &allowed);
 }
 

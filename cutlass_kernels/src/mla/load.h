@@ -1,4 +1,4 @@
-// Producers: Q, and keys from ragged tensors or pages, all by TMA.
+// Producers: Q, and keys from ragged tensors or pages, all by TMA. load_gather.h has those of small pages.
 //
 // A KV block arrives panel by panel, each with a barrier of its own: S begins with the panels that came first. Blocks of
 // even number in their tile are those of warpgroup 0, the others those of warpgroup 1; each kind has a warp that loads it.
@@ -14,6 +14,12 @@
 
 namespace cutlass_kernels::mla {
 
+enum class KeySource { kRows, kBoxes, kGathered };
+
+// Columns of the position have maps of their own. V is part of K, and O is not written by TMA: theirs are free.
+CUTE_DEVICE const CUtensorMap& q_rope_map(const fa3::KernelParams& params) { return params.o_map; }
+CUTE_DEVICE const CUtensorMap& k_rope_map(const fa3::KernelParams& params) { return params.v_map; }
+
 // By one thread.
 template <class Tile>
 CUTE_DEVICE void load_q(const fa3::KernelParams& params, Shared<Tile>& shared) {
@@ -26,9 +32,11 @@ CUTE_DEVICE void load_q(const fa3::KernelParams& params, Shared<Tile>& shared) {
     shared.q_full.arrive_and_expect(kPanels * 128 * params.packed.tokens *
                                     int(params.packed.heads.divisor));
     for (int panel = 0; panel < kPanels; ++panel) {
-      cute::SM90_TMA_LOAD_5D::copy(&params.q_map, reinterpret_cast<std::uint64_t*>(&shared.q_full),
+      const bool rope = panel == kRopePanel;
+      cute::SM90_TMA_LOAD_5D::copy(rope ? &q_rope_map(params) : &params.q_map,
+                                   reinterpret_cast<std::uint64_t*>(&shared.q_full),
                                    static_cast<std::uint64_t>(fa3::CacheHint::EVICT_FIRST),
-                                   shared.q + panel * kPanelBytes, panel * 64, job.head,
+                                   shared.q + panel * kPanelBytes, rope ? 0 : panel * 64, job.head,
                                    fa3::kMapRows - job.qo_len + job.row_begin, job.q_end,
                                    int(fa3::kMapRows));
     }
@@ -69,6 +77,8 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
                         : lane >= kRopePanel ? -1
                         : lane < kHalfPanels ? int(kLeft)
                                              : int(kRight);
+  const CUtensorMap* const map = lane == kRopePanel ? &k_rope_map(params) : &params.k_map;
+  const int column = lane == kRopePanel ? 0 : lane * 64;
   const int per_block = kPaged ? kRows >> params.box_rows_log2 : 1;
   const int box_bytes = kPaged ? 128 << params.box_rows_log2 : kRows * 128;
   using Lookup = std::conditional_t<kPaged, fa3::BoxLookup<fa3::kBoxBatch>, NoPages>;
@@ -86,8 +96,7 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
     for (int i = owner; i < kv_blocks; i += 2) {
       const int kv_block = kv_blocks - 1 - i;
       const int first_key = job.key_begin + kv_block * kRows;
-      int boxes = 1;
-      fa3::BoxSource source{};
+      int boxes = per_block;
       if constexpr (kPaged) {
         const int first_box = kv_block * per_block;
         if (published != first_box / fa3::kBoxBatch) {
@@ -95,7 +104,6 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
           while (lookup.batch >= published) lookup.publish(sources);
         }
         boxes = min(max(lookup.count - first_box, 0), per_block);
-        source = sources[first_box % fa3::kBoxBatch];
       }
       const fa3::StageRows visible = fa3::visible_rows<kRows>(job, first_key);
       const bool clears = kPaged && visible.end - visible.begin < kRows;
@@ -116,17 +124,17 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
         if (own_group != group) continue;
         if (group == kRope) fa3::fence_proxy_async();  // P was written there
         if (!clears) signal.arrive_and_expect(boxes * box_bytes);
+        char* const panel = to + lane * kPanelBytes;
         if constexpr (kPaged) {
           CUTE_NO_UNROLL
           for (int box = 0; box < boxes; ++box) {
-            if (box > 0) source = sources[(kv_block * per_block + box) % fa3::kBoxBatch];
-            cute::SM90_TMA_LOAD_4D::copy(&params.k_map, barrier, kHint,
-                                         to + lane * kPanelBytes + box * box_bytes, lane * 64,
+            const fa3::BoxSource source = sources[(kv_block * per_block + box) % fa3::kBoxBatch];
+            cute::SM90_TMA_LOAD_4D::copy(map, barrier, kHint, panel + box * box_bytes, column,
                                          source.slot, 0, source.page);
           }
         } else {
-          cute::SM90_TMA_LOAD_5D::copy(&params.k_map, barrier, kHint, to + lane * kPanelBytes,
-                                       lane * 64, fa3::kMapRows - job.visible_end + first_key, 0,
+          cute::SM90_TMA_LOAD_5D::copy(map, barrier, kHint, panel, column,
+                                       fa3::kMapRows - job.visible_end + first_key, 0,
                                        job.kv_begin + job.visible_end, int(fa3::kMapRows));
         }
       }
@@ -135,7 +143,7 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
       if (clears) {
         shared.landed[owner].wait(landed.phase);
         landed.advance();
-        fa3::clear_rows<kRows, kPanels>(visible, to);
+        fa3::clear_rows<kRows, kRopePanel>(visible, to);  // V
         if (lane < kPanels) shared.k_full[stage][lane].arrive();
       }
     }

@@ -50,7 +50,8 @@ struct Shared {
   // job_empty   those                                            scheduler warp
   // q_full      Q warp, with the bytes of TMA                    both warpgroups
   // q_empty     all 8 consumer warps                             Q warp
-  // k_full      K warp of the stage, with the bytes of TMA       the warpgroup that computes S of the block
+  // k_full      K warp of the stage, with the bytes of TMA, or   the warpgroup that computes S of the block
+  //             every lane that has gathered rows
   // k_empty     the 4 warps of the warpgroup whose half of V the K warp
   //             panels are; of the rope panel, those that read P
   // m_full      a warp of warpgroup 0, its rows' states          the warp of warpgroup 1 with the same rows
@@ -68,6 +69,8 @@ struct Shared {
   Barrier landed[2];
 
   fa3::BoxSource boxes[2][fa3::kBoxBatch];  // (K warp, 32)
+  fa3::RowOffsets<Tile::kBlockN> row_offsets[2]
+                                            [2];  // (K warp, of the latent columns and the others)
   std::conditional_t<Tile::kInSlots, fa3::Nothing, SplitTable> splits;
   std::conditional_t<Tile::kInSlots, SlotTable, fa3::Nothing> slots;
 };
@@ -77,11 +80,16 @@ enum NamedBarrier : int {
   //                      arrives and waits
   kBarrierScores =
       1,  // the threads of a warpgroup, S being computed: P may replace the panel of the positions
+  kBarrierTurn = 4,  // warpgroup 0 has issued S of its block: warpgroup 1 waits, to issue its own
   kBarrierTileEnd = 3,  // all consumers, their sums being written
 };
 
 CUTE_DEVICE void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+CUTE_DEVICE void arrive_threads(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 }  // namespace cutlass_kernels::mla
