@@ -91,8 +91,8 @@ def attention(
     side by side in the last dimension.
 
     Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434) has one key head of 576 columns,
-    512 latent ones and 64 for the position, and ``v = k[..., :512]``: kernels read them once, under causal masks, windows
-    and chunks. PyTorch serves all else, slowly.
+    512 latent ones and 64 for the position, and ``v = k[..., :512]``: kernels read them once, under causal masks,
+    windows and chunks. PyTorch serves all else, slowly.
 
     Args:
         q: float16, bfloat16, or float8_e4m3fn with k and v of the same type.
