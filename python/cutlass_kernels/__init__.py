@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import _kernels, _native, cascade, decode, page, prefill, quantization, rope, utils
+from . import _kernels, _native, cascade, decode, mla, page, prefill, quantization, rope, utils
 from ._attention import attention
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
@@ -95,6 +95,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla",
     "packbits",
     "page",
     "prefill",
