@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import _kernels, _native, cascade, decode, mla, page, prefill, quantization, rope, utils
+from . import _kernels, _native, cascade, decode, mla, page, prefill, quantization, rope, sparse, utils
 from ._attention import attention
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
@@ -60,6 +60,7 @@ from .rope import (
     apply_rope_with_cos_sin_cache_inplace,
     rope_append_paged_kv_cache_by_slot,
 )
+from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper, convert_bsr_mask_layout
 
 try:
     __version__ = metadata.version("cutlass_kernels")
@@ -74,9 +75,11 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "PerformanceWarning",
+    "VariableBlockSparseAttentionWrapper",
     "__version__",
     "append_paged_kv_cache",
     "append_paged_kv_cache_by_slot",
@@ -85,6 +88,7 @@ __all__ = [
     "attention",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "cascade",
+    "convert_bsr_mask_layout",
     "decode",
     "explain",
     "fast_decode_plan",
@@ -106,6 +110,7 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "sparse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_fmha_v2_prefill",

@@ -1,0 +1,209 @@
+"""Block-sparse attention with a pattern per head.
+
+A head of a block of rows is a request of one query head. Its keys are pages of its head: page p of head h is a view of
+the caller's tensor, whichever of heads and tokens comes first in memory. Tiles are computed in the order of requests:
+those of one head, which share keys, run together and find them in L2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _args, _block_lists, _vectors
+from ._attention import attention
+from ._options import Options, Result, Shape
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of blocks. ``rows`` and ``columns`` are int64 ``[num_kv_heads, blocks]``; ``page`` divides all columns."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    num_rows: int
+    num_keys: int
+    longest: int  # rows of a block, at most
+    page: int
+    selected: int | None = None  # columns that blocks of rows see, in all, where the host knows
+
+
+class PatternOfHeads:
+    """A planned pattern, and its runs over queries ``[num_qo_heads, rows, head_dim]`` and keys
+    ``[num_kv_heads, keys, head_dim]`` of any strides.
+
+    ``heads_first``: whether keys lie so in memory. Tensors that lie otherwise are copied.
+    """
+
+    def __init__(
+        self,
+        selected: torch.Tensor,
+        blocks: Blocks,
+        shape: Shape,
+        options: Options,
+        heads_first: bool,
+        backend: str,
+        device: torch.device,
+    ) -> None:
+        self.shape, self.options, self.backend, self.device = shape, options, backend, device
+        self.num_rows, self.num_keys = blocks.num_rows, blocks.num_keys
+        self.longest, self.page = blocks.longest, blocks.page
+        heads, row_blocks, _ = selected.shape
+        self.row_blocks, self.heads_first = row_blocks, heads_first
+        pages = blocks.num_keys // blocks.page
+        if shape.num_qo_heads * max(blocks.num_rows, row_blocks * pages, blocks.num_keys) > _vectors.INT32_MAX:
+            raise ValueError(
+                f"{shape.num_qo_heads} heads with {row_blocks} blocks of rows and {pages} pages of {blocks.page} keys "
+                "make lists of more pages than int32 counts: use larger blocks, or fewer heads per call."
+            )
+        room = shape.num_qo_heads * row_blocks * pages
+        if blocks.selected is not None:
+            room = blocks.selected * (shape.num_qo_heads // heads) // blocks.page
+        self.kv_indptr, self.kv_indices = _block_lists.of_heads(
+            selected,
+            (blocks.columns // blocks.page).to(device, non_blocking=True),
+            pages,
+            shape.num_qo_heads,
+            shape.num_kv_heads,
+            (pages, 1) if heads_first else (1, blocks.page * shape.num_kv_heads),
+            room,
+        )
+        rows = blocks.rows.to(device, non_blocking=True)
+        if rows.size(0) != shape.num_qo_heads:
+            rows = rows.repeat_interleave(shape.num_qo_heads // rows.size(0), 0, output_size=shape.num_qo_heads)
+        self.qo_indptr = _vectors.offsets(rows.flatten())
+        self.last_page_len = torch.full((rows.numel(),), blocks.page, dtype=torch.int32, device=device)
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool) -> None:
+        """ValueError where a tensor ``[heads, tokens, head_dim]`` is not as planned. ``heads_first``: whether the
+        caller gave it so."""
+        form = "[heads, tokens, head_dim]" if heads_first else "[tokens, heads, head_dim]"
+        shape = self.shape
+        sizes = (
+            ("q", q, shape.q_dtype, shape.num_qo_heads, self.num_rows),
+            ("k", k, shape.kv_dtype, shape.num_kv_heads, self.num_keys),
+            ("v", v, shape.kv_dtype, shape.num_kv_heads, self.num_keys),
+        )
+        for name, x, dtype, heads, tokens in sizes:
+            if x.dtype != dtype:
+                kind = "q_data_type" if name == "q" else "kv_data_type"
+                raise ValueError(f"{name} has dtype {x.dtype}, but the plan {dtype}: pass {kind}={x.dtype} to plan().")
+            if tuple(x.shape) != (heads, tokens, shape.head_dim_qk):
+                raise ValueError(
+                    f"{name} has {x.size(0)} heads, {x.size(1)} tokens and head_dim {x.size(2)}, but the plan has "
+                    f"{heads}, {tokens} and {shape.head_dim_qk}: it must be {form}."
+                )
+        _args.same_device(self.device, "the workspace of this wrapper is", q=q, k=k, v=v)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scales: tuple[Any, Any, Any],
+        out: torch.Tensor | None,
+        return_lse: bool,
+    ) -> Result:
+        """The output ``[num_qo_heads, rows, head_dim]``, written to ``out`` where that can be seen as consecutive
+        rows; with ``return_lse`` the pair of it and the LSE ``[num_qo_heads, rows]``."""
+        shape, options = self.shape, self.options
+        scale_q, scale_k, scale_v = scales
+        group = shape.num_qo_heads // shape.num_kv_heads
+        if self.num_rows == 0:
+            found = q.new_empty(q.shape, dtype=shape.o_dtype) if out is None else out
+            return (found, torch.empty(q.shape[:2], device=q.device)) if return_lse else found
+        place = None
+        if out is not None and (out.size(0) == 1 or out.stride(0) == self.num_rows * out.stride(1)):
+            place = out.flatten(0, 1).unsqueeze(1)
+        result = attention(
+            q.flatten(0, 1).unsqueeze(1),
+            self._pages(k),
+            self._pages(v),
+            cu_seqlens_q=self.qo_indptr,
+            max_seqlen_q=max(self.longest, 1),
+            max_seqlen_k=self.num_keys,
+            kv_indptr=self.kv_indptr,
+            kv_indices=self.kv_indices,
+            kv_last_page_len=self.last_page_len,
+            causal=options.causal,
+            logits_soft_cap=options.logits_soft_cap,
+            sm_scale=_args.sm_scale(options.sm_scale, shape.head_dim_qk),
+            q_descale=self._scale("scale_q", scale_q, shape.num_qo_heads, 1),
+            k_descale=self._scale("scale_k", scale_k, shape.num_kv_heads, group),
+            v_descale=self._scale("scale_v", scale_v, shape.num_kv_heads, group),
+            o_dtype=shape.o_dtype,
+            out=place,
+            return_lse=return_lse,
+            backend=self.backend,
+        )
+        rows, lse = result if return_lse else (result, None)
+        heads_first = (shape.num_qo_heads, self.num_rows)
+        found = rows.view(*heads_first, shape.head_dim_vo)
+        if out is not None:
+            found = out if place is not None else out.copy_(found)
+        return found if lse is None else (found, lse.view(heads_first))
+
+    def _pages(self, x: torch.Tensor) -> torch.Tensor:
+        """``[heads, keys, dim]`` as pages ``[pages, page, 1, dim]``, numbered as in the lists."""
+        heads, keys, dim = x.shape
+        if keys == 0:
+            return x.new_zeros((1, self.page, 1, dim))
+        if self.heads_first:
+            return x.flatten(0, 1).unflatten(0, (-1, self.page)).unsqueeze(2)
+        if heads > 1 and x.stride(1) != heads * x.stride(0):
+            x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        token = x.stride(1)
+        step = x.stride(0) if heads > 1 else token
+        count = (keys - self.page) * heads + heads
+        return x.as_strided((count, self.page, 1, dim), (step, token, token, x.stride(2)), x.storage_offset())
+
+    def _scale(self, name: str, value: Any, heads: int, group: int) -> Any:
+        """A scale per tensor, or one per request from one per head."""
+        if not isinstance(value, torch.Tensor) or value.numel() == 1:
+            return value
+        each = _args.per_head(name, value, heads, group, self.device)
+        assert isinstance(each, torch.Tensor)
+        total = self.shape.num_qo_heads * self.row_blocks
+        return each.repeat_interleave(self.row_blocks, output_size=total).unsqueeze(1)
+
+
+def uniform_blocks(heads: int, rows: int, keys: int, block_rows: int, block_columns: int) -> Blocks:
+    """Blocks of equal sizes; the last ones may be shorter."""
+    row_sizes = _block_lists.row_offsets(rows, block_rows).diff().to(torch.int64)
+    column_sizes = _block_lists.row_offsets(keys, block_columns).diff().to(torch.int64)
+    page = _block_lists.largest_page(block_columns, keys % block_columns)
+    if keys % block_columns == 0:
+        page = block_columns
+    sizes = (row_sizes.expand(heads, -1), column_sizes.expand(heads, -1))
+    return Blocks(*sizes, rows, keys, min(block_rows, rows), page)
+
+
+def blocks_of_sizes(selected: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> Blocks:
+    """Blocks of sizes ``[heads, blocks]``. Sizes on the GPU are read back in one copy, which waits for it.
+
+    ValueError for negative sizes, or heads of other numbers of rows or keys than the first.
+    """
+    rows, columns = rows.to(torch.int64), columns.to(torch.int64)
+    if rows.device != columns.device:
+        rows, columns = rows.to(selected.device), columns.to(selected.device)
+    lowest_bits = torch.where(columns > 0, columns & -columns, 1 << 30)
+    facts = [rows.sum(1), columns.sum(1), lowest_bits.amin(1), rows.amax(1), rows.amin(1), columns.amin(1)]
+    if selected.device == columns.device:
+        facts.append((selected * columns[:, None]).sum((1, 2)))
+    sums = torch.stack(facts).tolist()
+    num_rows, num_keys, pages, longest, least_row, least_column = sums[:6]
+    for name, least in (("block_row_sz", least_row), ("block_col_sz", least_column)):
+        if min(least) < 0:
+            raise ValueError(f"{name} holds {min(least)}: sizes of blocks must not be negative.")
+    for name, what, total in (("block_row_sz", "rows", num_rows), ("block_col_sz", "keys", num_keys)):
+        if min(total) != max(total):
+            at = next(i for i, x in enumerate(total) if x != total[0])
+            raise ValueError(
+                f"{name} makes {total[0]} {what} of head 0, but {total[at]} of head {at}: all heads must have as many."
+            )
+    known = sum(sums[6]) if len(sums) > 6 else None
+    page = math.gcd(min(pages), num_keys[0]) if num_keys[0] else 1
+    return Blocks(rows, columns, num_rows[0], num_keys[0], max(longest), page, known)
