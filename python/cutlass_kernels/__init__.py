@@ -11,8 +11,9 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import _kernels, _native, cascade, decode, mla, page, prefill, quantization, rope, sparse, utils
+from . import _kernels, _native, cascade, decode, mla, page, pod, prefill, quantization, rope, sparse, utils
 from ._attention import attention
+from ._batch_attention import BatchAttention
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
 from ._sink_wrapper import BatchAttentionWithAttentionSinkWrapper
@@ -45,6 +46,7 @@ from .page import (
 from .page import (
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
+from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -69,15 +71,18 @@ except metadata.PackageNotFoundError:  # a source tree on the path, or a kernel 
 
 __all__ = [
     "BackendError",
+    "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
     "PerformanceWarning",
     "VariableBlockSparseAttentionWrapper",
     "__version__",
@@ -102,6 +107,7 @@ __all__ = [
     "mla",
     "packbits",
     "page",
+    "pod",
     "prefill",
     "quantization",
     "rope",

@@ -118,7 +118,7 @@ class PatternOfHeads:
         place = None
         if out is not None and (out.size(0) == 1 or out.stride(0) == self.num_rows * out.stride(1)):
             place = out.flatten(0, 1).unsqueeze(1)
-        result = attention(
+        result: Any = attention(
             q.flatten(0, 1).unsqueeze(1),
             self._pages(k),
             self._pages(v),

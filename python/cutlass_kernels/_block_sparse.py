@@ -278,9 +278,9 @@ class BlockSparseAttentionWrapper:
             _args.tensor(name, x, 3)
             if x.size(0) != self.N:
                 raise ValueError(f"{name} has {x.size(0)} rows, but N={self.N} is planned: plan again.")
-        cache = tuple(x.unflatten(0, (-1, self._page)) if self.N else x.unsqueeze(1) for x in (k, v))
-        scales = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
-        return self._paged.run(q, cache, **scales, out=out, lse=lse, return_lse=return_lse)  # type: ignore[arg-type]
+        k, v = (x.unflatten(0, (-1, self._page)) if self.N else x.unsqueeze(1) for x in (k, v))
+        scales: dict[str, Any] = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
+        return self._paged.run(q, (k, v), out=out, lse=lse, return_lse=return_lse, **scales)
 
     @staticmethod
     def _run_heads(
@@ -293,22 +293,20 @@ class BlockSparseAttentionWrapper:
         lse: torch.Tensor | None,
         return_lse: bool,
     ) -> Result:
-        rank = {name: _args.tensor(name, x, 3).transpose(0, 1) for name, x in (("q", q), ("k", k), ("v", v))}
-        heads.check(*rank.values(), heads_first=False)
-        shape = (q.size(0), q.size(1), heads.shape.head_dim_vo)
-        given = out is not None
-        out = torch.empty_like(q, dtype=heads.shape.o_dtype) if out is None else out
-        out = _args.output(out, shape, heads.shape.o_dtype, q.device)
+        by_head = [_args.tensor(name, x, 3).transpose(0, 1) for name, x in (("q", q), ("k", k), ("v", v))]
+        q_by_head, k_by_head, v_by_head = by_head
+        heads.check(q_by_head, k_by_head, v_by_head, heads_first=False)
+        # Like q in memory, as a result that is copied costs as much as q that is.
+        place = torch.empty_like(q, dtype=heads.shape.o_dtype) if out is None else out
+        place = _args.output(place, q.shape, heads.shape.o_dtype, q.device)
         wants_lse = return_lse or lse is not None
-        result = heads.run(*rank.values(), scales, out.transpose(0, 1), wants_lse)
-        found = out if given else (result[0] if wants_lse else result).transpose(0, 1)
-        if not wants_lse:
-            return found
-        return with_lse(found, result[1].t(), lse, return_lse)
+        result: Any = heads.run(q_by_head, k_by_head, v_by_head, scales, place.transpose(0, 1), wants_lse)
+        return with_lse(place, result[1].t(), lse, return_lse) if wants_lse else place
 
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` with ``return_lse=True``."""
-        return self.run(*args, return_lse=True, **kwargs)
+        run: Any = self.run
+        return run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,

@@ -127,8 +127,8 @@ class VariableBlockSparseAttentionWrapper:
         for name, x, rank in (("block_mask_map", block_mask_map, 3), *sizes):
             if not isinstance(x, torch.Tensor) or x.dim() != rank or x.is_floating_point():
                 what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-                kind = "bool tensor [num_kv_heads, MB, NB]" if rank == 3 else "integer tensor [num_kv_heads, blocks]"
-                raise ValueError(f"{name} is {what}: it must be a {kind}.")
+                form = "[num_kv_heads, MB, NB] of bools" if rank == 3 else "[num_kv_heads, blocks] of integers"
+                raise ValueError(f"{name} is {what}: it must be a tensor {form}.")
         expected = (shape.num_kv_heads, block_row_sz.size(1), block_col_sz.size(1))
         if (
             tuple(block_mask_map.shape) != expected
@@ -186,12 +186,13 @@ class VariableBlockSparseAttentionWrapper:
         if out is not None:
             out = _args.output(out, (*q.shape[:2], heads.shape.head_dim_vo), heads.shape.o_dtype, q.device)
         wants_lse = return_lse or lse is not None
-        result = heads.run(q, k, v, (None, None, None), out, wants_lse)
-        return with_lse(*result, lse, return_lse) if wants_lse else result
+        result: Any = heads.run(q, k, v, (None, None, None), out, wants_lse)
+        return with_lse(result[0], result[1], lse, return_lse) if wants_lse else result
 
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` with ``return_lse=True``."""
-        return self.run(*args, return_lse=True, **kwargs)
+        run: Any = self.run
+        return run(*args, return_lse=True, **kwargs)
 
     def forward(
         self,

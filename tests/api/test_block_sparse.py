@@ -12,7 +12,6 @@ from guards import poison_
 from sparse_problems import Bsr, expect, random_bsr, tensors
 
 import cutlass_kernels as ck
-from cutlass_kernels import _block_sparse
 
 # M, N, R, C
 SIZES = [
@@ -283,16 +282,16 @@ def test_wrong_runs(target):
     wrapper = planned(target, bsr, (4, 2), 64)
     with pytest.raises(ValueError, match="k has 448 rows, but N=512 is planned"):
         wrapper.run(q, k[:448], v)
-    with pytest.raises(ValueError, match="q has dtype torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"q has dtype torch\.bfloat16"):
         wrapper.run(q.bfloat16(), k, v)
     blocks = torch.ones(2, 4, 8, dtype=torch.bool, device=target.device)
     wrapper.plan(None, None, *bsr.sizes, 4, 2, 64, block_mask=blocks)
     with pytest.raises(ValueError, match=r"k has 2 heads, 448 tokens .* it must be \[tokens, heads, head_dim\]"):
         wrapper.run(q, k[:448], v)
-    with pytest.raises(ValueError, match="q has dtype torch.bfloat16, but the plan torch.float16: pass q_data_type"):
+    with pytest.raises(ValueError, match=r"q has dtype torch\.bfloat16, but the plan torch\.float16: pass q_data_type"):
         wrapper.run(q.bfloat16(), k, v)
 
 
-def test_examples_of_the_documentation():
-    failed, attempted = doctest.testmod(_block_sparse, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS)
-    assert attempted
+@pytest.mark.parametrize("name", ["convert_bsr_mask_layout", "BlockSparseAttentionWrapper"])
+def test_examples_of_the_documentation(name):
+    doctest.run_docstring_examples(getattr(ck, name), {"torch": torch, name: getattr(ck, name)}, name=name)

@@ -166,8 +166,14 @@ def test_what_the_kernel_does_not_read_is_never_computed_wrongly(what):
 
 
 def test_explain_says_what_is_missing(extension):
+<<<<<<< HEAD
     sizes = dict(num_qo_heads=16, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, features=["paged"])
     sizes |= dict(device="cuda", compute_capability=90)
+=======
+    sizes = dict(
+        device="cuda", compute_capability=90, num_qo_heads=16, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512
+    )
+>>>>>>> 46082e0 (BatchAttention and the wrappers for prefill on decode: fronts of the paged wrappers)
     built = {(kernel["backend"], kernel["head_dim_qk"]) for kernel in ck.list_kernels()}
     if ("fa3", 576) not in built:
         pytest.skip("this build has no fa3 kernel of latent attention")

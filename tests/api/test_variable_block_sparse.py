@@ -1,0 +1,188 @@
+"""VariableBlockSparseAttentionWrapper against dense masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close, assert_lse_close
+from guards import poison_
+from sparse_problems import expect, tensors
+
+import cutlass_kernels as ck
+
+
+def partition(total: int, blocks: int, heads: int, unit: int, generator: torch.Generator) -> torch.Tensor:
+    """int32 ``[heads, blocks]``: sizes of blocks, multiples of ``unit``, that add up to ``total``; some may be 0."""
+    rows = []
+    for _ in range(heads):
+        cuts = torch.randint(0, total // unit + 1, (blocks - 1,), generator=generator).sort().values
+        ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([total // unit])])
+        rows.append(ends.diff() * unit)
+    return torch.stack(rows).int()
+
+
+class Problem:
+    """Random blocks per head; the second block of rows of each head sees nothing."""
+
+    def __init__(
+        self,
+        device: str,
+        rows: tuple[int, int, int],  # rows, blocks, and what divides these
+        keys: tuple[int, int, int],
+        heads: tuple[int, int] = (4, 2),
+        dim: int = 64,
+        dtype: torch.dtype = torch.float16,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.heads, self.dim, self.device, self.dtype = heads, dim, device, dtype
+        self.rows = partition(rows[0], rows[1], heads[1], rows[2], generator)
+        self.columns = partition(keys[0], keys[1], heads[1], keys[2], generator)
+        self.map = torch.rand(heads[1], rows[1], keys[1], generator=generator) < 0.4
+        self.map[:, 1:2] = False
+        self.tensors = tensors(rows[0], keys[0], heads, dim, device, dtype, seed)
+        self.hnd = tuple(x.transpose(0, 1).contiguous() for x in self.tensors)
+
+    def masks(self, causal: bool = False) -> torch.Tensor:
+        """Bool ``[num_qo_heads, rows, keys]``."""
+        masks = []
+        for blocks, rows, columns in zip(self.map, self.rows, self.columns):
+            seen = blocks.repeat_interleave(rows.long(), 0).repeat_interleave(columns.long(), 1)
+            begin = 0
+            for n in rows.tolist() if causal else []:
+                for i in range(n):
+                    keys = seen[begin + i].nonzero()[:, 0]
+                    seen[begin + i, keys[max(len(keys) - n + i + 1, 0) :]] = False
+                begin += n
+            masks.append(seen)
+        return torch.stack(masks).repeat_interleave(self.heads[0] // self.heads[1], 0)
+
+    def arguments(self, device: str | None = None) -> tuple[Any, ...]:
+        device = self.device if device is None else device
+        return self.map.to(device), self.rows.to(device), self.columns.to(device), *self.heads, self.dim
+
+    def wrapper(self, target: Any, device: str | None = None, **options: Any) -> Any:
+        wrapper = ck.VariableBlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
+        wrapper.plan(*self.arguments(device), q_data_type=self.dtype, **options)
+        return wrapper
+
+    def check(self, target: Any, causal: bool = False, **options: Any) -> None:
+        wrapper = self.wrapper(target, causal=causal, **options)
+        q, k, v = self.hnd
+        out, lse = poison_(torch.empty_like(q)), poison_(torch.empty(q.shape[:2], device=q.device))
+        assert wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)[0] is out
+        given = {"soft_cap" if name == "logits_soft_cap" else name: x for name, x in options.items()}
+        want = expect(*self.tensors, self.masks(causal), **given)
+        assert_close(out.transpose(0, 1), want.out, want.baseline, dtype=self.dtype)
+        assert_lse_close(lse.t(), want.lse)
+        assert_bitwise(wrapper.run(q, k, v), out)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (1, 1)])
+@pytest.mark.parametrize("unit", [1, 3, 16, 64])
+def test_sizes(target, unit, heads):
+    Problem(target.device, (192, 5, 1), (576, 7, unit), heads).check(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_dims_and_dtypes(target, dim, dtype):
+    Problem(target.device, (384, 3, 64), (512, 4, 64), (4, 2), dim, dtype).check(target)
+
+
+@pytest.mark.parametrize("unit", [1, 64])
+def test_options(target, unit):
+    Problem(target.device, (128, 4, 1), (256, 4, unit)).check(target, logits_soft_cap=4.0, sm_scale=0.3)
+    Problem(target.device, (128, 4, 1), (256, 4, unit), seed=1).check(target, causal=True)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_few_and_many_rows(target, rows):
+    Problem(target.device, (rows, 2, 1), (1024, 5, 8), (8, 2), 128).check(target)
+
+
+def test_strides_and_places(target):
+    problem = Problem(target.device, (128, 4, 1), (256, 4, 16))
+    wrapper = problem.wrapper(target)
+    want = wrapper.run(*problem.hnd)
+    assert_bitwise(wrapper.run(*(x.transpose(0, 1) for x in problem.tensors)), want)  # tokens before heads: copied
+    out = poison_(torch.empty(128, 4, 64, dtype=want.dtype, device=want.device)).transpose(0, 1)
+    assert wrapper.run(*problem.hnd, out=out) is out
+    assert_bitwise(out, want)
+    assert_bitwise(wrapper.forward(*problem.hnd), want)
+    assert_bitwise(wrapper.run_return_lse(*problem.hnd)[0], want)
+    assert "128 rows, 256 keys" in repr(wrapper)
+
+
+@pytest.mark.parametrize("device", ["cpu", None, "mixed"])
+def test_where_the_pattern_is(target, device):
+    problem = Problem(target.device, (128, 4, 1), (256, 4, 16))
+    want = problem.wrapper(target).run(*problem.hnd)
+    if device == "mixed":
+        wrapper = problem.wrapper(target)
+        pattern, rows, columns = problem.map.to(target.device), problem.rows, problem.columns.long()
+        wrapper.plan(pattern, rows, columns.to(target.device), *problem.heads, problem.dim)
+        assert_bitwise(wrapper.run(*problem.hnd), want)
+        wrapper.plan(pattern, rows, columns, *problem.heads, problem.dim)
+    else:
+        wrapper = problem.wrapper(target, device)
+    assert_bitwise(wrapper.run(*problem.hnd), want)
+
+
+@pytest.mark.gpu
+def test_sizes_on_the_cpu_do_not_wait_and_runs_are_captured():
+    problem = Problem("cuda", (128, 4, 1), (256, 4, 16))
+    wrapper = ck.VariableBlockSparseAttentionWrapper(torch.empty(16, dtype=torch.uint8, device="cuda"))
+    q, k, v = problem.hnd
+    pattern = problem.map.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wrapper.plan(pattern, problem.rows, problem.columns, *problem.heads, problem.dim)
+        out = wrapper.run(q, k, v)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, k, v, out=out)
+    v.neg_()
+    poison_(out)
+    graph.replay()
+    assert_bitwise(out, -want)
+
+
+@pytest.mark.runs_nothing("every call raises")
+def test_wrong_calls(target):
+    problem = Problem(target.device, (128, 4, 1), (256, 4, 16))
+    wrapper = ck.VariableBlockSparseAttentionWrapper(target.workspace())
+    with pytest.raises(RuntimeError, match="VariableBlockSparseAttentionWrapper has no plan"):
+        wrapper.run(*problem.hnd)
+    assert "not planned" in repr(wrapper)
+    pattern, rows, columns = problem.map, problem.rows, problem.columns
+    sizes = (4, 2, 64)
+    with pytest.raises(ValueError, match=r"block_mask_map is \(4, 4\) torch\.bool: it must be a tensor"):
+        wrapper.plan(pattern[0], rows, columns, *sizes)
+    with pytest.raises(ValueError, match=r"block_row_sz is list: it must be a tensor .* of integers"):
+        wrapper.plan(pattern, rows.tolist(), columns, *sizes)
+    with pytest.raises(ValueError, match=r"they must be \[num_kv_heads, MB, NB\]"):
+        wrapper.plan(pattern, rows[:, 1:], columns, *sizes)
+    with pytest.raises(ValueError, match="block_row_sz holds -1: sizes of blocks must not be negative"):
+        wrapper.plan(pattern, torch.full_like(rows, -1), columns, *sizes)
+    with pytest.raises(ValueError, match="block_col_sz makes 256 keys of head 0, but 260 of head 1"):
+        wrapper.plan(pattern, rows, columns + torch.tensor([[0], [1]]), *sizes)
+    with pytest.raises(ValueError, match="'ROPE_LLAMA' is not served with patterns per head"):
+        wrapper.plan(pattern, rows, columns, *sizes, pos_encoding_mode="ROPE_LLAMA")
+    with pytest.raises(KeyError):
+        wrapper.plan(pattern, rows, columns, *sizes, pos_encoding_mode="nonsense")
+    with pytest.raises(ValueError, match="backend='trt' is unknown"):
+        ck.VariableBlockSparseAttentionWrapper(target.workspace(), backend="trt")
+    wrapper.plan(pattern, rows, columns, *sizes)
+    q, k, v = problem.hnd
+    with pytest.raises(ValueError, match=r"k has 2 heads, 200 tokens .* must be \[heads, tokens, head_dim\]"):
+        wrapper.run(q, k[:, :200], v)
+    with pytest.raises(ValueError, match=r"v has dtype torch\.bfloat16, but the plan .* pass kv_data_type"):
+        wrapper.run(q, k, v.bfloat16())
+    with pytest.raises(ValueError, match="out has shape"):
+        wrapper.run(q, k, v, out=q[:, 1:])
