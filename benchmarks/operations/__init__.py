@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from backend import Case, Operation, Workload
 
-from . import append_by_slot, decode, fused, host, merge, plan_free, prefill, rope, shared_prefix
+from . import append_by_slot, block_sparse, decode, fused, host, merge, plan_free, prefill, rope, shared_prefix
 
 OPERATIONS: dict[str, Operation] = {
     "prefill": prefill.OPERATION,
@@ -25,6 +25,7 @@ OPERATIONS: dict[str, Operation] = {
     "rope": rope.OPERATION,
     "fused": fused.OPERATION,
     "shared_prefix": shared_prefix.OPERATION,
+    "block_sparse": block_sparse.OPERATION,
     "host": host.OPERATION,
     "plan_free": plan_free.OPERATION,
 }

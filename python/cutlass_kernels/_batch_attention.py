@@ -167,8 +167,6 @@ class BatchAttention:
         if cap > 0:
             values = values.replaced("logits_soft_cap", cap)
         given: dict[str, Any] = {"out": out, "lse": lse, "k_scale": k_scale, "v_scale": v_scale}
-        run = functools.partial(self._paged.run, q, kv_cache, return_lse=True, **given)
-        if values is self._paged._options:
-            return run()
-        result: Any = self._paged._forward(values, run)
+        run: Any = functools.partial(self._paged.run, q, kv_cache, return_lse=True, **given)
+        result: Any = run() if values is self._paged._options else self._paged._forward(values, run)
         return result
