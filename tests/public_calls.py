@@ -186,12 +186,11 @@ def _merge_in_place(target: Any) -> PublicCall:
     return PublicCall(run, (*_states(target, 7), *_states(target, 7)), attends=False)
 
 
-def _blocks(target: Any, per_head: bool = False) -> PublicCall:
+def _blocks(target: Any) -> PublicCall:
     batch = make_batch([5], [20], *HEADS, HEAD_DIM, device=target.device)
     wrapper = ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
     lists = (torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1]))
-    pattern = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])
-    wrapper.plan(*lists, 5, 20, 3, 10, *batch.heads, block_mask=pattern if per_head else None)
+    wrapper.plan(*lists, 5, 20, 3, 10, *batch.heads)
 
     def run(q, k, v, **places):
         return wrapper.run(q, k, v, return_lse=True, **places)
@@ -212,7 +211,6 @@ _CALLS: dict[str, Callable[[Any], PublicCall]] = {
     "shared prefix prefill": lambda target: _shared_prefix(target, prefill=True),
     "shared prefix padded": _padded,
     "blocks": _blocks,
-    "blocks per head": lambda target: _blocks(target, per_head=True),
     "fused": _fused,
     "fused paged": lambda target: _fused(target, paged=True),
     "merge_state": _merge_state,

@@ -68,6 +68,7 @@ class BatchAttention:
         use_profiler: bool = False,
     ) -> None:
         """Prepares runs over a batch. Index tensors are int32, on the CPU or on the device; nothing synchronises.
+        ``torch.compile`` cannot trace this method: plan outside of the compiled function.
 
         Args:
             qo_indptr: ``[batch + 1]``, offsets of the requests in the rows of q.

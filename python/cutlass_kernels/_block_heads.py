@@ -8,6 +8,7 @@ those of one head, which share keys, run together and find them in L2.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 
 from . import _args, _block_lists, _vectors
 from ._attention import attention
+from ._autograd import forward_only, wants_grad
 from ._options import Options, Result, Shape
+from ._tracing import is_traced
 
 
 @dataclass(frozen=True)
@@ -104,19 +107,19 @@ class PatternOfHeads:
         k: torch.Tensor,
         v: torch.Tensor,
         scales: tuple[Any, Any, Any],
-        out: torch.Tensor | None,
-        return_lse: bool,
-    ) -> Result:
-        """The output ``[num_qo_heads, rows, head_dim]``, written to ``out`` where that can be seen as consecutive
-        rows; with ``return_lse`` the pair of it and the LSE ``[num_qo_heads, rows]``."""
+        out: torch.Tensor,
+        wants_lse: bool,
+    ) -> torch.Tensor | None:
+        """Writes the output to ``out`` ``[num_qo_heads, rows, head_dim]``. Returns the LSE ``[num_qo_heads, rows]``
+        where it is wanted."""
         shape, options = self.shape, self.options
         scale_q, scale_k, scale_v = scales
         group = shape.num_qo_heads // shape.num_kv_heads
         if self.num_rows == 0:
-            found = q.new_empty(q.shape, dtype=shape.o_dtype) if out is None else out
-            return (found, torch.empty(q.shape[:2], device=q.device)) if return_lse else found
+            return q.new_empty(q.shape[:2], dtype=torch.float32) if wants_lse else None
+        # Seen as consecutive rows, where its strides allow that.
         place = None
-        if out is not None and (out.size(0) == 1 or out.stride(0) == self.num_rows * out.stride(1)):
+        if out.size(0) == 1 or out.stride(0) == self.num_rows * out.stride(1):
             place = out.flatten(0, 1).unsqueeze(1)
         result: Any = attention(
             q.flatten(0, 1).unsqueeze(1),
@@ -136,15 +139,13 @@ class PatternOfHeads:
             v_descale=self._scale("scale_v", scale_v, shape.num_kv_heads, group),
             o_dtype=shape.o_dtype,
             out=place,
-            return_lse=return_lse,
+            return_lse=wants_lse,
             backend=self.backend,
         )
-        rows, lse = result if return_lse else (result, None)
-        heads_first = (shape.num_qo_heads, self.num_rows)
-        found = rows.view(*heads_first, shape.head_dim_vo)
-        if out is not None:
-            found = out if place is not None else out.copy_(found)
-        return found if lse is None else (found, lse.view(heads_first))
+        rows, lse = result if wants_lse else (result, None)
+        if place is None:
+            out.copy_(rows.view(out.shape))
+        return None if lse is None else lse.view(q.shape[:2])
 
     def _pages(self, x: torch.Tensor) -> torch.Tensor:
         """``[heads, keys, dim]`` as pages ``[pages, page, 1, dim]``, numbered as in the lists."""
@@ -158,7 +159,7 @@ class PatternOfHeads:
         token = x.stride(1)
         step = x.stride(0) if heads > 1 else token
         count = (keys - self.page) * heads + heads
-        return x.as_strided((count, self.page, 1, dim), (step, token, token, x.stride(2)), x.storage_offset())
+        return x.as_strided((count, self.page, 1, dim), (step, token, token, x.stride(2)))
 
     def _scale(self, name: str, value: Any, heads: int, group: int) -> Any:
         """A scale per tensor, or one per request from one per head."""
@@ -168,6 +169,33 @@ class PatternOfHeads:
         assert isinstance(each, torch.Tensor)
         total = self.shape.num_qo_heads * self.row_blocks
         return each.repeat_interleave(self.row_blocks, output_size=total).unsqueeze(1)
+
+
+def results(
+    run: Callable[[], torch.Tensor | None],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    *inputs: Any,
+) -> Result:
+    """What a wrapper returns after ``run()`` has written to ``out``. The LSE that it returns is copied to ``lse``.
+
+    Runs without autograd: ``out`` is written to through a view. The results have a backward that raises.
+    """
+    if is_traced() or not wants_grad(*inputs, out, lse):
+        found = run()
+    else:
+        with torch.no_grad():
+            found = run()
+    if found is not None:
+        shape = tuple(found.shape)
+        lse = _args.lse_output(lse, shape, found.device)
+        with torch.no_grad():
+            lse.copy_(found)
+    result = (out, lse) if return_lse else out
+    if not is_traced() and wants_grad(*inputs, out, lse):
+        return forward_only(result, (out, lse), *inputs)
+    return result
 
 
 def uniform_blocks(heads: int, rows: int, keys: int, block_rows: int, block_columns: int) -> Blocks:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import _args, _block_lists, _options, _vectors
-from ._block_heads import PatternOfHeads, uniform_blocks
+from ._block_heads import PatternOfHeads, results, uniform_blocks
 from ._describe import describe_several
 from ._options import Result
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
@@ -125,7 +125,7 @@ class BlockSparseAttentionWrapper:
 
         Index tensors are integers, on the CPU or on the device. CPU tensors are checked; CUDA tensors are not read by
         the host, and nothing synchronises, but for ``mask`` where C does not divide N. A plan that fails leaves the
-        previous one in force.
+        previous one in force. ``torch.compile`` cannot trace this method: plan outside of the compiled function.
 
         Args:
             indptr: ``[MB + 1]``, where each row block begins in ``indices``; MB is ``ceil(M / R)``.
@@ -296,12 +296,17 @@ class BlockSparseAttentionWrapper:
         by_head = [_args.tensor(name, x, 3).transpose(0, 1) for name, x in (("q", q), ("k", k), ("v", v))]
         q_by_head, k_by_head, v_by_head = by_head
         heads.check(q_by_head, k_by_head, v_by_head, heads_first=False)
-        # Like q in memory, as a result that is copied costs as much as q that is.
+        given = (out, lse)
+        # Like q in memory, so that where q need not be copied, the output need not either.
         place = torch.empty_like(q, dtype=heads.shape.o_dtype) if out is None else out
         place = _args.output(place, q.shape, heads.shape.o_dtype, q.device)
-        wants_lse = return_lse or lse is not None
-        result: Any = heads.run(q_by_head, k_by_head, v_by_head, scales, place.transpose(0, 1), wants_lse)
-        return with_lse(place, result[1].t(), lse, return_lse) if wants_lse else place
+
+        def run() -> torch.Tensor | None:
+            wants_lse = return_lse or lse is not None
+            found = heads.run(q_by_head, k_by_head, v_by_head, scales, place.transpose(0, 1), wants_lse)
+            return None if found is None else found.t()
+
+        return results(run, place, lse, return_lse, q, k, v, *scales, *given)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` with ``return_lse=True``."""
@@ -354,15 +359,6 @@ def check_encoding(mode: str, pattern: str) -> None:
             f"pos_encoding_mode={mode!r} is not served with {pattern}: rotate queries and keys beforehand, for example "
             "by apply_rope_with_cos_sin_cache()."
         )
-
-
-def with_lse(out: torch.Tensor, found: torch.Tensor, lse: torch.Tensor | None, return_lse: bool) -> Result:
-    """The results of a run whose LSE ``found`` may be wanted in ``lse``."""
-    if lse is None:
-        lse = found.contiguous()
-    else:
-        lse = _args.lse_output(lse, found.shape, found.device).copy_(found)
-    return (out, lse) if return_lse else out
 
 
 def _lists(

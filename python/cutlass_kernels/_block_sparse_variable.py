@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from . import _args, _options, _select
-from ._block_heads import PatternOfHeads, blocks_of_sizes
-from ._block_sparse import check_encoding, with_lse
+from ._block_heads import PatternOfHeads, blocks_of_sizes, results
+from ._block_sparse import check_encoding
 from ._options import Result
 
 
@@ -91,7 +91,8 @@ class VariableBlockSparseAttentionWrapper:
         """Prepares runs over a pattern. The lists of pages are made on the device.
 
         Sizes on the CPU are read there, and nothing waits. Sizes on the GPU are read back in one small copy, which
-        waits for the GPU. A plan that fails leaves the previous one in force.
+        waits for the GPU. A plan that fails leaves the previous one in force. ``torch.compile`` cannot trace this
+        method: plan outside of the compiled function.
 
         Args:
             block_mask_map: bool ``[num_kv_heads, MB, NB]``, True where a block of rows sees a block of keys.
@@ -183,11 +184,14 @@ class VariableBlockSparseAttentionWrapper:
         for name, x in (("q", q), ("k", k), ("v", v)):
             _args.tensor(name, x, 3)
         heads.check(q, k, v, heads_first=True)
-        if out is not None:
-            out = _args.output(out, (*q.shape[:2], heads.shape.head_dim_vo), heads.shape.o_dtype, q.device)
+        given = (out, lse)
+        place = _args.output(out, (*q.shape[:2], heads.shape.head_dim_vo), heads.shape.o_dtype, q.device)
         wants_lse = return_lse or lse is not None
-        result: Any = heads.run(q, k, v, (None, None, None), out, wants_lse)
-        return with_lse(result[0], result[1], lse, return_lse) if wants_lse else result
+
+        def run() -> torch.Tensor | None:
+            return heads.run(q, k, v, (None, None, None), place, wants_lse)
+
+        return results(run, place, lse, return_lse, q, k, v, *given)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` with ``return_lse=True``."""

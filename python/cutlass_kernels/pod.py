@@ -107,7 +107,8 @@ class PODWithPagedKVCacheWrapper:
         non_blocking: bool = True,
     ) -> None:
         """Prepares the decode steps of runs. Arguments and errors are those of
-        ``BatchDecodeWithPagedKVCacheWrapper.plan()``."""
+        ``BatchDecodeWithPagedKVCacheWrapper.plan()``. ``torch.compile`` cannot trace this method: plan outside of the
+        compiled function."""
         self._decode.plan(
             indptr,
             indices,
@@ -279,6 +280,7 @@ class BatchPODWithPagedKVCacheWrapper:
         non_blocking: bool = True,
     ) -> None:
         """Prepares runs over both batches. Index tensors are int32, on the CPU or on the device; nothing synchronises.
+        ``torch.compile`` cannot trace this method: plan outside of the compiled function.
 
         Args:
             qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: of the prompts, as

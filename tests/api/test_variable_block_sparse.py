@@ -116,6 +116,26 @@ def test_strides_and_places(target):
     assert "128 rows, 256 keys" in repr(wrapper)
 
 
+@pytest.mark.parametrize("kind", ["variable", "per head"])
+def test_results_have_no_backward(target, kind):
+    problem = Problem(target.device, (128, 4, 32), (256, 4, 64))
+    if kind == "variable":
+        wrapper, (q, k, v) = problem.wrapper(target), problem.hnd
+    else:
+        wrapper, (q, k, v) = ck.BlockSparseAttentionWrapper(target.workspace(), target.backend), problem.tensors
+        pattern = problem.map.to(target.device)
+        wrapper.plan(None, None, 128, 256, 32, 64, *problem.heads, problem.dim, block_mask=pattern)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    q = q.detach().requires_grad_()
+    results = wrapper.run(q, k, v, return_lse=True)
+    place = torch.empty_like(out)
+    assert wrapper.run(q, k, v, out=place) is place
+    for x, want in zip((*results, place), (out, lse, out)):
+        assert_bitwise(x.detach(), want)
+        with pytest.raises(RuntimeError, match="has no backward"):
+            x.sum().backward()
+
+
 @pytest.mark.parametrize("device", ["cpu", None, "mixed"])
 def test_where_the_pattern_is(target, device):
     problem = Problem(target.device, (128, 4, 1), (256, 4, 16))
