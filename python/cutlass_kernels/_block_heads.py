@@ -1,8 +1,10 @@
 """Block-sparse attention with a pattern per head.
 
-A head of a block of rows is a request of one query head. Its keys are pages of its head: page p of head h is a view of
-the caller's tensor, whichever of heads and tokens comes first in memory. Tiles are computed in the order of requests:
-those of one head, which share keys, run together and find them in L2.
+A block of rows of a key head, with all query heads that share it, is a request; or of a query head, where these have
+patterns of their own. Queries, keys and the output are views of the caller's tensors: row m of key head h is row
+``h * group * rows + m`` of a tensor with ``group`` heads, and page p of a head a view of the keys, whichever of heads
+and tokens comes first in memory. Tiles are computed in the order of requests: those of one head, which share keys, run
+together and find them in L2.
 """
 
 from __future__ import annotations
@@ -55,30 +57,36 @@ class PatternOfHeads:
         self.num_rows, self.num_keys = blocks.num_rows, blocks.num_keys
         self.longest, self.page = blocks.longest, blocks.page
         heads, row_blocks, _ = selected.shape
-        self.row_blocks, self.heads_first = row_blocks, heads_first
+        self.heads, self.row_blocks, self.heads_first = heads, row_blocks, heads_first
+        self.group = shape.num_qo_heads // heads
         pages = blocks.num_keys // blocks.page
         if shape.num_qo_heads * max(blocks.num_rows, row_blocks * pages, blocks.num_keys) > _vectors.INT32_MAX:
             raise ValueError(
                 f"{shape.num_qo_heads} heads with {row_blocks} blocks of rows and {pages} pages of {blocks.page} keys "
                 "make lists of more pages than int32 counts: use larger blocks, or fewer heads per call."
             )
-        room = shape.num_qo_heads * row_blocks * pages
-        if blocks.selected is not None:
-            room = blocks.selected * (shape.num_qo_heads // heads) // blocks.page
+        room = heads * row_blocks * pages if blocks.selected is None else blocks.selected // blocks.page
         self.kv_indptr, self.kv_indices = _block_lists.of_heads(
             selected,
             (blocks.columns // blocks.page).to(device, non_blocking=True),
             pages,
-            shape.num_qo_heads,
             shape.num_kv_heads,
             (pages, 1) if heads_first else (1, blocks.page * shape.num_kv_heads),
             room,
         )
+        # Where each block of rows begins; seqused_q tells its rows, as other heads lie between those of two requests.
         rows = blocks.rows.to(device, non_blocking=True)
-        if rows.size(0) != shape.num_qo_heads:
-            rows = rows.repeat_interleave(shape.num_qo_heads // rows.size(0), 0, output_size=shape.num_qo_heads)
-        self.qo_indptr = _vectors.offsets(rows.flatten())
+        begins = rows.cumsum(1) - rows
+        begins += torch.arange(heads, device=device)[:, None] * (self.group * blocks.num_rows)
+        self.qo_indptr = torch.full((rows.numel() + 1,), self.total_rows, dtype=torch.int32, device=device)
+        self.qo_indptr[:-1] = begins.flatten()
+        self.rows = rows.flatten().to(torch.int32)
         self.last_page_len = torch.full((rows.numel(),), blocks.page, dtype=torch.int32, device=device)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of the view of queries: up to the last one of the last request."""
+        return ((self.heads - 1) * self.group + 1) * self.num_rows
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool) -> None:
         """ValueError where a tensor ``[heads, tokens, head_dim]`` is not as planned. ``heads_first``: whether the
@@ -113,19 +121,21 @@ class PatternOfHeads:
         """Writes the output to ``out`` ``[num_qo_heads, rows, head_dim]``. Returns the LSE ``[num_qo_heads, rows]``
         where it is wanted."""
         shape, options = self.shape, self.options
-        scale_q, scale_k, scale_v = scales
-        group = shape.num_qo_heads // shape.num_kv_heads
         if self.num_rows == 0:
             return q.new_empty(q.shape[:2], dtype=torch.float32) if wants_lse else None
-        # Seen as consecutive rows, where its strides allow that.
-        place = None
-        if out.size(0) == 1 or out.stride(0) == self.num_rows * out.stride(1):
-            place = out.flatten(0, 1).unsqueeze(1)
+        scale_q, scale_k, scale_v = scales
+        # torch.compile would have to prove that what is written to a view of overlapping rows reaches its base.
+        place = None if is_traced() else self._rows(out)
+        rows_of_q = self._rows(q)
+        if rows_of_q is None:
+            rows_of_q = self._rows(q.contiguous())
+            assert rows_of_q is not None
         result: Any = attention(
-            q.flatten(0, 1).unsqueeze(1),
+            rows_of_q,
             self._pages(k),
             self._pages(v),
             cu_seqlens_q=self.qo_indptr,
+            seqused_q=self.rows,
             max_seqlen_q=max(self.longest, 1),
             max_seqlen_k=self.num_keys,
             kv_indptr=self.kv_indptr,
@@ -134,9 +144,9 @@ class PatternOfHeads:
             causal=options.causal,
             logits_soft_cap=options.logits_soft_cap,
             sm_scale=_args.sm_scale(options.sm_scale, shape.head_dim_qk),
-            q_descale=self._scale("scale_q", scale_q, shape.num_qo_heads, 1),
-            k_descale=self._scale("scale_k", scale_k, shape.num_kv_heads, group),
-            v_descale=self._scale("scale_v", scale_v, shape.num_kv_heads, group),
+            q_descale=self._scale("scale_q", scale_q, shape.num_qo_heads),
+            k_descale=self._scale("scale_k", scale_k, shape.num_kv_heads),
+            v_descale=self._scale("scale_v", scale_v, shape.num_kv_heads),
             o_dtype=shape.o_dtype,
             out=place,
             return_lse=wants_lse,
@@ -144,8 +154,22 @@ class PatternOfHeads:
         )
         rows, lse = result if wants_lse else (result, None)
         if place is None:
-            out.copy_(rows.view(out.shape))
-        return None if lse is None else lse.view(q.shape[:2])
+            out.copy_(self._heads_of(rows))
+        return None if lse is None else self._heads_of(lse.unsqueeze(-1)).squeeze(-1)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``[num_qo_heads, rows, dim]`` as ``[total_rows, group, dim]``; None where strides do not allow that."""
+        token = x.stride(1) if self.num_rows > 1 else x.stride(0)
+        if x.size(0) > 1 and x.stride(0) != self.num_rows * token:
+            return None
+        return x.as_strided((self.total_rows, self.group, x.size(2)), (token, self.num_rows * token, x.stride(2)))
+
+    def _heads_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[total_rows, group, dim]``, contiguous, as ``[num_qo_heads, rows, dim]``."""
+        dim = rows.size(2)
+        shape = (self.heads, self.group, self.num_rows, dim)
+        strides = (self.group * self.num_rows * self.group * dim, dim, self.group * dim, 1)
+        return rows.as_strided(shape, strides).flatten(0, 1)
 
     def _pages(self, x: torch.Tensor) -> torch.Tensor:
         """``[heads, keys, dim]`` as pages ``[pages, page, 1, dim]``, numbered as in the lists."""
@@ -161,14 +185,13 @@ class PatternOfHeads:
         count = (keys - self.page) * heads + heads
         return x.as_strided((count, self.page, 1, dim), (step, token, token, x.stride(2)))
 
-    def _scale(self, name: str, value: Any, heads: int, group: int) -> Any:
-        """A scale per tensor, or one per request from one per head."""
+    def _scale(self, name: str, value: Any, heads: int) -> Any:
+        """A scale per tensor, or one per request and head from one per head."""
         if not isinstance(value, torch.Tensor) or value.numel() == 1:
             return value
-        each = _args.per_head(name, value, heads, group, self.device)
+        each = _args.per_head(name, value, heads, max(self.heads // heads, 1), self.device)
         assert isinstance(each, torch.Tensor)
-        total = self.shape.num_qo_heads * self.row_blocks
-        return each.repeat_interleave(self.row_blocks, output_size=total).unsqueeze(1)
+        return each.view(self.heads, -1).repeat_interleave(self.row_blocks, 0, output_size=self.rows.numel())
 
 
 def results(

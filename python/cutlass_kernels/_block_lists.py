@@ -68,38 +68,39 @@ def of_heads(
     selected: torch.Tensor,
     pages_of_blocks: torch.Tensor,
     pages: int,
-    num_qo_heads: int,
     num_kv_heads: int,
     steps: tuple[int, int],
     room: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lists of a pattern per head, whose requests are (query head, block of rows).
+    """The lists of a pattern per head, whose requests are (head, block of rows).
 
     Args:
-        selected: bool ``[heads, row blocks, column blocks]``, for the query heads or for the key heads.
+        selected: bool ``[heads, row blocks, column blocks]``. Heads are the key heads, or more of which several in turn
+            share a key head.
         pages_of_blocks: int64 ``[heads, column blocks]``, how many pages a block of columns has.
         pages: pages of a head, the sum of every row of ``pages_of_blocks``.
-        num_qo_heads, num_kv_heads: query head h reads key head ``h // (num_qo_heads / num_kv_heads)``.
+        num_kv_heads: key heads.
         steps: page p of key head h is numbered ``h * steps[0] + p * steps[1]``.
         room: entries of the list, no fewer than there are.
 
     Returns:
-        Offsets ``[num_qo_heads * row blocks + 1]`` and page numbers ``[room]``, int32; 0 behind the last request.
+        Offsets ``[heads * row blocks + 1]`` and page numbers ``[room]``, int32; 0 behind the last request.
     """
     heads, row_blocks, _ = selected.shape
-    device, group, share = selected.device, num_qo_heads // heads, num_qo_heads // num_kv_heads
-    counts = (selected * pages_of_blocks[:, None]).sum(-1).repeat_interleave(group, 0, output_size=num_qo_heads)
+    device, share = selected.device, heads // num_kv_heads
+    counts = (selected * pages_of_blocks[:, None]).sum(-1)
     offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=device)
     torch.cumsum(counts.flatten(), 0, out=offsets[1:])
     result = torch.zeros(room + 1, dtype=torch.int32, device=device)
     page = torch.arange(pages, device=device)
     block = torch.searchsorted(pages_of_blocks.cumsum(1), page.expand(heads, pages).contiguous(), right=True)
     step = max(_AT_ONCE // max(row_blocks * pages, 1), 1)
-    for begin in range(0, num_qo_heads if room else 0, step):
-        head = torch.arange(begin, min(begin + step, num_qo_heads), device=device)
-        shape = (head.numel(), row_blocks, pages)
-        chosen = selected[head // group].gather(2, block[head // group][:, None].expand(shape)).flatten()
+    for begin in range(0, heads if room else 0, step):
+        end = min(begin + step, heads)
+        shape = (end - begin, row_blocks, pages)
+        chosen = selected[begin:end].gather(2, block[begin:end, None].expand(shape)).flatten()
         place = chosen.cumsum(0) + (offsets[begin * row_blocks] - 1)
-        numbers = (head // share * steps[0])[:, None, None] + page * steps[1]
+        key_head = torch.arange(begin, end, device=device) // share
+        numbers = (key_head * steps[0])[:, None, None] + page * steps[1]
         result.scatter_(0, torch.where(chosen, place, room), numbers.to(torch.int32).expand(shape).flatten())
     return offsets.to(torch.int32), result[:-1]

@@ -91,8 +91,8 @@ class VariableBlockSparseAttentionWrapper:
         """Prepares runs over a pattern. The lists of pages are made on the device.
 
         Sizes on the CPU are read there, and nothing waits. Sizes on the GPU are read back in one small copy, which
-        waits for the GPU. A plan that fails leaves the previous one in force. ``torch.compile`` cannot trace this
-        method: plan outside of the compiled function.
+        waits for the GPU. A plan that fails leaves the previous one in force.
+        ``torch.compile`` cannot trace this method: plan outside of the compiled function.
 
         Args:
             block_mask_map: bool ``[num_kv_heads, MB, NB]``, True where a block of rows sees a block of keys.

@@ -196,6 +196,13 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
   return Status::success();
 }
 
+/// What a tile is chosen by: of rows that no request has, there may be many between the requests.
+AttentionParams with_rows_of_requests(AttentionParams params) {
+  const std::int64_t most = std::int64_t(params.max_qo_len) * params.batch_size;
+  if (most > 0) params.total_q = std::min(params.total_q, most);
+  return params;
+}
+
 /// From the kernel on, of a problem with rows.
 Status plan_kernel(const AttentionParams& params, Backend backend, const Device& device,
                    const PlanOptions& options, PlanState* plan) {
@@ -203,7 +210,7 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
   const KernelEntry* kernel = choose(backend, params, device.compute_capability, &reasons);
   if (kernel == nullptr) return Status::unsupported(joined(reasons));
   plan->kernel = kernel;
-  plan->tile = kernel->tile(params, device);
+  plan->tile = kernel->tile(with_rows_of_requests(params), device);
   plan->source = tile_source(params, *kernel, plan->tile);
   if (plan->source == TileSource::kList) return plan_with_list(params, device, options, plan);
   if (plan->source == TileSource::kBatchBySplit || plan->source == TileSource::kBatchInSlots) {
