@@ -22,6 +22,9 @@ from ._autograd import forward_only, wants_grad
 from ._options import Options, Result, Shape
 from ._tracing import is_traced
 
+# So many fill every GPU: keys are not split. Each thread block of a batch that may be split looks at all its requests.
+_ENOUGH_REQUESTS = 512
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -150,6 +153,7 @@ class PatternOfHeads:
             o_dtype=shape.o_dtype,
             out=place,
             return_lse=wants_lse,
+            num_splits=1 if self.rows.numel() >= _ENOUGH_REQUESTS else 0,
             backend=self.backend,
         )
         rows, lse = result if wants_lse else (result, None)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from . import _args, _block_lists, _options, _vectors
+from . import _args, _block_lists, _options, _signatures_sparse, _vectors
 from ._block_heads import PatternOfHeads, results, uniform_blocks
 from ._describe import describe_several
 from ._options import Result
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._problem import FP8_DTYPES
+from ._signatures import typed_as
 
 
 def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
@@ -235,6 +236,7 @@ class BlockSparseAttentionWrapper:
             self.device,
         )
 
+    @typed_as(_signatures_sparse.Blocks.run)
     def run(
         self,
         q: torch.Tensor,

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from . import _args, _options, _select
+from . import _args, _options, _select, _signatures_sparse
 from ._block_heads import PatternOfHeads, blocks_of_sizes, results
 from ._block_sparse import check_encoding
 from ._options import Result
+from ._signatures import typed_as
 
 
 class VariableBlockSparseAttentionWrapper:
@@ -148,6 +149,7 @@ class VariableBlockSparseAttentionWrapper:
 
     begin_forward = plan
 
+    @typed_as(_signatures_sparse.VariableBlocks.run)
     def run(
         self,
         q: torch.Tensor,
