@@ -3,13 +3,9 @@
 
 #include "fa3/config.h"
 #include "merge/combine_splits.h"
+#include "mla/dims.h"
 
 namespace cutlass_kernels::mla {
-
-// The absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1): every head reads the same key, a compressed vector of
-// kLatentDim columns followed by one of kRopeDim that carries the position, and the same value, the compressed vector.
-constexpr int kLatentDim = 512;
-constexpr int kRopeDim = 64;
 
 // What fa3 asks of a tile (fa3/config.h).
 template <bool kSlots>

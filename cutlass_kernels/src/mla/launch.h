@@ -37,24 +37,7 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
 }
 
 inline std::string refusal(const AttentionParams& p) {
-  if (p.head_dim_qk != kLatentDim + kRopeDim || p.head_dim_vo != kLatentDim) {
-    return "head_dim_qk=" + std::to_string(p.head_dim_qk) +
-           " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
-           " are served for 576 and 512 alone, where values are columns of the keys.";
-  }
-  if (p.num_kv_heads != 1) {
-    return "num_kv_heads=" + std::to_string(p.num_kv_heads) +
-           ", but of keys with 576 columns all heads share one: make it 1.";
-  }
-  if (p.v.data != p.k.data || p.v.stride_token != p.k.stride_token ||
-      p.pages.v_stride_page != p.pages.k_stride_page || p.pages.v_indices != nullptr ||
-      p.pages.v_offset != 0) {
-    return "Values of 512 columns beside keys of 576 must be the first columns of the keys, in the "
-           "same memory: pass v = k[..., :512].";
-  }
-  if (p.mask.words != nullptr) {
-    return "A custom mask is not computed with keys of 576 columns: use causal, or a window.";
-  }
+  if (std::string fault = common_refusal(p); !fault.empty()) return fault;
   return fa3::refusal(p);
 }
 

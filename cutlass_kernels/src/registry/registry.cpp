@@ -6,6 +6,7 @@
 #include "common/element_bytes.h"
 #include "common/packing.h"
 #include "cutlass_kernels/version.h"
+#include "mla/dims.h"
 #include "registry/backends.h"
 #include "registry/fits.h"
 #include "registry/is_decode.h"
@@ -44,9 +45,19 @@ bool serves(const KernelEntry& entry, const AttentionParams& params, int compute
          (entry.refusal == nullptr || entry.refusal(params).empty());
 }
 
+namespace {
+
+/// Latent attention (src/mla): fa3's kernel computes 64 rows, however few there are.
+bool is_latent(const AttentionParams& params) {
+  return params.head_dim_qk == mla::kLatentDim + mla::kRopeDim &&
+         params.head_dim_vo == mla::kLatentDim;
+}
+
+}  // namespace
+
 bool is_decode(const AttentionParams& params) {
   return params.q_dtype == params.kv_dtype && size_of(params.q_dtype) == 2 &&
-         params.head_dim_qk == params.head_dim_vo && decodes(params);
+         (params.head_dim_qk == params.head_dim_vo || is_latent(params)) && decodes(params);
 }
 
 namespace {

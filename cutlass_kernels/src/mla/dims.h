@@ -1,0 +1,38 @@
+// What latent attention is: the sizes of its keys, and which problems no kernel of it takes.
+#pragma once
+
+#include <string>
+
+#include "cutlass_kernels/params.h"
+
+namespace cutlass_kernels::mla {
+
+// The absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1): every head reads the same key, a compressed vector of
+// kLatentDim columns followed by one of kRopeDim that carries the position, and the same value, the compressed vector.
+constexpr int kLatentDim = 512;
+constexpr int kRopeDim = 64;
+
+// Whichever the kernel; empty if nothing is against it.
+inline std::string common_refusal(const AttentionParams& p) {
+  if (p.head_dim_qk != kLatentDim + kRopeDim || p.head_dim_vo != kLatentDim) {
+    return "head_dim_qk=" + std::to_string(p.head_dim_qk) +
+           " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
+           " are served for 576 and 512 alone, where values are columns of the keys.";
+  }
+  if (p.num_kv_heads != 1) {
+    return "num_kv_heads=" + std::to_string(p.num_kv_heads) +
+           ", but of keys with 576 columns all heads share one: make it 1.";
+  }
+  if (p.v.data != p.k.data || p.v.stride_token != p.k.stride_token ||
+      p.pages.v_stride_page != p.pages.k_stride_page || p.pages.v_indices != nullptr ||
+      p.pages.v_offset != 0) {
+    return "Values of 512 columns beside keys of 576 must be the first columns of the keys, in the "
+           "same memory: pass v = k[..., :512].";
+  }
+  if (p.mask.words != nullptr) {
+    return "A custom mask is not computed with keys of 576 columns: use causal, or a window.";
+  }
+  return "";
+}
+
+}  // namespace cutlass_kernels::mla

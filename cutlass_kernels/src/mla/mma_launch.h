@@ -1,0 +1,79 @@
+// Host side of latent attention by mma.sync: which tile serves a problem, its launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/packing.h"
+#include "device.h"
+#include "fa2/launch.h"
+#include "mla/dims.h"
+#include "mla/mma_kernel.h"
+
+namespace cutlass_kernels::mla::mma_sync {
+
+template <class Tile>
+bool fits(const Device& device) {
+  return Tile::kBytes <= device.shared_memory_per_block;
+}
+
+template <class Tile>
+TileShape shape_of(const AttentionParams& params, TileKind kind) {
+  const int heads = packed_heads(params, Tile::kBlockM);
+  TileShape shape{Tile::kBlockM / heads, kind, heads, 1};
+  const bool decode = decodes(params);
+  shape.most_waves = decode ? 4 : 2;
+  shape.least_split_keys = kind == kMany ? 128 : 64;
+  shape.combines = decode;
+  // Where requests have splits of their own, those of a list have tiles of any number.
+  shape.splits_without_list = decode || !params.batch_invariant;
+  return shape;
+}
+
+inline TileShape tile_shape(const AttentionParams& params, const Device& device) {
+  if (decodes(params) && fits<Few>(device)) return shape_of<Few>(params, kFew);
+  const bool some = decodes(params) || (!is_alone(params) && params.total_q * params.num_qo_heads <=
+                                                                 Some::kBlockM * params.batch_size);
+  return some || !fits<Many>(device) ? shape_of<Some>(params, kSome)
+                                     : shape_of<Many>(params, kMany);
+}
+
+template <class Element, class Tile>
+Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
+  if (params.plan.packed_heads != packed_heads(params, Tile::kBlockM) ||
+      params.plan.tile_rows != Tile::kBlockM / params.plan.packed_heads) {
+    return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
+  }
+  static DoneOnDevices allowed;  // this kernel, so much shared memory
+  const fa2::KernelFacts facts{&attention_kernel<Element, Tile>,
+                               Tile::kThreads,
+                               Tile::kBytes,
+                               2,
+                               true,
+                               false};
+  return fa2::enqueue_kernel(facts, params, stream, &allowed);
+}
+
+template <class Element>
+Status launch(const LaunchParams& params, cudaStream_t stream) {
+  // The plan may have been made for other tensors: values of their own would not be read.
+  if (std::string fault = common_refusal(params); !fault.empty()) {
+    return Status::invalid(std::move(fault));
+  }
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  switch (params.plan.tile_kind) {
+    case kFew:
+      return launch_tile<Element, Few>(params, stream);
+    case kSome:
+      return fits<Some>(device) ? launch_tile<Element, Some>(params, stream)
+                                : launch_tile<Element, SomeSmall>(params, stream);
+    case kMany:
+      return launch_tile<Element, Many>(params, stream);
+  }
+  return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
+}
+
+}  // namespace cutlass_kernels::mla::mma_sync

@@ -1,0 +1,165 @@
+// The end of a tile: its rows are normalised and written, through shared memory, 16 bytes per lane. Those of a KV split
+// go to the partial results as they are, in fp32; where there are counters, the last thread block of the tile's splits
+// combines them.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+#include "common/finish_row.h"
+#include "common/logits.h"
+#include "common/ptx/atomic.h"
+#include "common/tickets.h"
+#include "merge/combine_row.h"
+#include "merge/partial_results.h"
+#include "mla/mma_load.h"
+
+namespace cutlass_kernels::mla::mma_sync {
+
+// Where a row of the tile belongs.
+struct PlaceOfRow {
+  int token;  // of the tile
+  int head;
+  bool exists;
+
+  CUTE_DEVICE PlaceOfRow(const KernelParams& params, const TileWork& tile, int row) {
+    token = int(params.pack.divide(row));
+    head = tile.head + row - token * int(params.pack.divisor);
+    exists = tile.row_begin + token < tile.row_end;
+  }
+};
+
+// By all threads, after a barrier behind what wrote the rows' maxima and sums: the maximum of row r at kRowFactor, the
+// sums of its groups at kRowSum.
+template <class Element, class Tile>
+struct TileStore {
+  static constexpr int kPitch = Tile::kColumns * 2 + 16;  // bytes: lanes of 8 rows write 32 banks
+  static constexpr int kWarpBytes = Tile::kOutRowTiles * 16 * kPitch;
+  static_assert(Tile::kWarps * kWarpBytes <= Tile::kStages * Tile::kStageBytes);
+
+  const KernelParams& params;
+  const TileWork& tile;
+  char* shared;
+  int warp, lane;
+  int row_tile;  // the first of the warp
+  int column;    // the same
+
+  CUTE_DEVICE void operator()(
+      const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4]) const {
+    const bool partial = tile.item.num_splits > 1;
+    CUTE_UNROLL
+    for (int r = 0; r < 2 * Tile::kOutRowTiles; ++r) {
+      const int row = row_tile * 16 + r * 8 + lane / 4;
+      const PlaceOfRow place(params, tile, row);
+      const float m = reinterpret_cast<const float*>(shared + Tile::kRowFactor)[row];
+      const float* sums = reinterpret_cast<const float*>(shared + Tile::kRowSum) + row;
+      float sum = 0.0f;
+      CUTE_UNROLL
+      for (int group = 0; group < Tile::kGroups; ++group) sum += sums[group * Tile::kBlockM];
+      if (partial) {
+        write_partial(o, r, place, m, sum);
+      } else {
+        stage(o, r, place, m, sum);
+      }
+    }
+    if (!partial) {
+      __syncwarp();
+      write_staged();
+    } else if (params.attention.plan.combine_counters != nullptr) {
+      combine_if_last();
+    }
+  }
+
+ private:
+  CUTE_DEVICE void write_partial(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r,
+                                 const PlaceOfRow& place, float m, float sum) const {
+    if (!place.exists) return;
+    const LaunchParams& p = params.attention;
+    const WorkItem& work = tile.item;
+    const std::int64_t at = TilePartials{work.partial_row, work.num_splits}.at(
+        p, place.token, place.head, work.split);
+    if (column == 0 && lane % 4 == 0) *partial_max_sum(p, at) = {m, sum};
+    float* out = partial_o(p, at) + column + lane % 4 * 2;
+    // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
+    const bool empty = has_no_key(m, sum);
+    CUTE_UNROLL
+    for (int d = 0; d < Tile::kTilesD; ++d) {
+      const float* x = &o[r / 2][d][r % 2 * 2];
+      *reinterpret_cast<float2*>(out + d * 8) = empty ? float2{0.0f, 0.0f} : float2{x[0], x[1]};
+    }
+  }
+
+  CUTE_DEVICE char* staged() const { return shared + warp * kWarpBytes; }
+
+  CUTE_DEVICE void stage(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r,
+                         const PlaceOfRow& place, float m, float sum) const {
+    const LaunchParams& p = params.attention;
+    const WorkItem& work = tile.item;
+    const int head = place.exists ? place.head : tile.head;
+    float factor = p.v_scale * scale_of(p.output_scale, work.batch, head);
+    const FinishedRow finished =
+        finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
+    const float scale = finished.scale(factor);
+    if (p.lse != nullptr && place.exists && column == 0 && lane % 4 == 0) {
+      const std::int64_t token = std::int64_t(work.q_begin) + tile.row_begin + place.token;
+      p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
+    }
+    char* out = staged() + (r * 8 + lane / 4) * kPitch + lane % 4 * 4;
+    CUTE_UNROLL
+    for (int d = 0; d < Tile::kTilesD; ++d) {
+      const float* x = &o[r / 2][d][r % 2 * 2];
+      *reinterpret_cast<std::uint32_t*>(out + d * 16) =
+          finished.is_empty ? 0u : Element::pack(x[0] * scale, x[1] * scale);
+    }
+  }
+
+  CUTE_DEVICE void write_staged() const {
+    constexpr int kChunks = Tile::kColumns / 8;
+    constexpr int kRowsAtOnce = 32 / kChunks;
+    const LaunchParams& p = params.attention;
+    const std::int64_t first = std::int64_t(tile.item.q_begin) + tile.row_begin;
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::kOutRowTiles * 16; i += kRowsAtOnce) {
+      const int row = i + lane / kChunks;
+      const PlaceOfRow place(params, tile, row_tile * 16 + row);
+      if (!place.exists) continue;
+      char* out = static_cast<char*>(p.o.data) +
+                  2 * ((first + place.token) * p.o.stride_token + place.head * p.o.stride_head +
+                       column + lane % kChunks * 8);
+      *reinterpret_cast<uint4*>(out) =
+          *reinterpret_cast<const uint4*>(staged() + row * kPitch + lane % kChunks * 16);
+    }
+  }
+
+  CUTE_DEVICE void combine_if_last() const {
+    constexpr int kSplitsAhead = 4;
+    const LaunchParams& p = params.attention;
+    const WorkItem& work = tile.item;
+    volatile int* is_last = reinterpret_cast<int*>(shared);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int heads = int(params.pack.divisor);
+      const TicketCounter last = work.num_splits - 1;
+      const int counter =
+          combine_counter(work.partial_row, tile.head / heads, p.num_qo_heads / heads);
+      // As in fa2/decode_rows.h.
+      *is_last = take_ticket<OrderingAtomics>(
+                     reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
+                     last + 1) == last;
+    }
+    __syncthreads();
+    if (!*is_last) return;
+    const TilePartials partials{work.partial_row, work.num_splits};
+    CUTE_NO_UNROLL
+    for (int row = warp; row < Tile::kBlockM; row += Tile::kWarps) {
+      const PlaceOfRow place(params, tile, row);
+      if (!place.exists) break;
+      store_row<Element>(
+          p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
+          work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
+    }
+  }
+};
+
+}  // namespace cutlass_kernels::mla::mma_sync
