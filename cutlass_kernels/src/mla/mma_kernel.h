@@ -121,8 +121,8 @@ struct WarpScores {
       sums[r] += x + y;
       packed[i / 2][r] = Element::pack(x, y);
     }
-    auto* fragments = reinterpret_cast<uint4*>(shared + Tile::kP) +
-                      row_tile * (Tile::kBlockN / 16) * 32 + lane;
+    auto* fragments =
+        reinterpret_cast<uint4*>(shared + Tile::kP) + row_tile * (Tile::kBlockN / 16) * 32 + lane;
     if constexpr (kTilesN == 2) {
       fragments[group * 32] = {packed[0][0], packed[0][1], packed[1][0], packed[1][1]};
     } else {
@@ -184,6 +184,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   allow_next_kernel();
   TileWork tile;
   if (!find_tile<Tile>(params, tile)) return;
+  // What only masks and the end of the tile ask for lies in shared memory: Q and O leave no registers for it.
+  static_assert(sizeof(TileWork) <= Tile::kBytes - Tile::kWork);
+  TileWork& kept = *reinterpret_cast<TileWork*>(shared_memory + Tile::kWork);
+  if (threadIdx.x == 0) kept = tile;
 
   // ---- The first loads. ----
   const int blocks = tile.block_end - tile.block_begin;
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // ---- What this warp computes. ----
   const WarpScores<Element, Tile> scores{
       params,
-      tile,
+      kept,
       shared_memory,
       lane,
       warp % Tile::kRowTiles,
@@ -223,18 +227,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
   }
   OnlineSoftmax<2> softmax(params.transform.scale);
-  const std::uint32_t q_rows =
-      sixteen_rows<Tile>(shared_q + scores.row_tile * 16 * Tile::kRowBytes, lane);
-  std::uint32_t q[Tile::kQInRegisters ? kStepsK : 2][4];  // (16 columns, fragment)
+  const int q_row = scores.row_tile * 16;
+  KeptQ<Tile> q;
   if constexpr (Tile::kQInRegisters) {
     cute::cp_async_wait<kStages - 1>();
     __syncthreads();
+    const std::uint32_t rows =
+        sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane);
     CUTE_UNROLL
-    for (int step = 0; step < kStepsK; ++step) read_q(q[step], q_rows, step);
+    for (int step = 0; step < Tile::kQSteps; ++step) read_q(q[step], rows, step);
   }
+  const std::uint32_t q_rows =
+      sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane);
   const std::uint32_t k_lane =
       eight_keys<Tile>(shared + scores.first_key() * Tile::kRowBytes, lane);
-  const std::uint32_t v_lane = sixteen_rows<Tile>(shared, lane) + column / 64 * 128;
+  const std::uint32_t v_lane = sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128;
   const uint4* p = reinterpret_cast<const uint4*>(shared_memory + Tile::kP) +
                    out_tile * (Tile::kBlockN / 16) * 32 + lane;
 
@@ -251,15 +258,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     cute::cp_async_fence();
 
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
-    take_scores<Element, Tile>(
-        s, k_lane + stage * Tile::kStageBytes, [&](int step) -> const std::uint32_t(&)[4] {
-          if constexpr (Tile::kQInRegisters) {
-            return q[step];
-          } else {
-            read_q(q[step % 2], q_rows, step);
-            return q[step % 2];
-          }
-        });
+    take_scores<Element, Tile>(s, k_lane + stage * Tile::kStageBytes, q, q_rows);
     scores.transform(s);
     scores.mask(s, last_block - i);
     float thread_max[2] = {s[0][0], s[0][2]};
@@ -275,8 +274,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       __syncthreads();
       CUTE_UNROLL
       for (int r = 0; r < 2 * Tile::kOutRowTiles; ++r) {
-        const float factor =
-            scores.row_values(Tile::kRowFactor)[out_tile * 16 + r * 8 + lane / 4];
+        const float factor = scores.row_values(Tile::kRowFactor)[out_tile * 16 + r * 8 + lane / 4];
         CUTE_UNROLL
         for (int d = 0; d < Tile::kTilesD; ++d) {
           o[r / 2][d][r % 2 * 2] *= factor;
@@ -296,7 +294,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();  // all warps are done with keys and factors
   scores.finish(softmax);
   __syncthreads();
-  TileStore<Element, Tile>{params, tile, shared_memory, warp, lane, out_tile, column}(o);
+  TileStore<Element, Tile>{params, kept, shared_memory, warp, lane, out_tile, column}(o);
 }
 
 }  // namespace cutlass_kernels::mla::mma_sync

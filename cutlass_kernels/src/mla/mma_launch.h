@@ -47,12 +47,8 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
     return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
   }
   static DoneOnDevices allowed;  // this kernel, so much shared memory
-  const fa2::KernelFacts facts{&attention_kernel<Element, Tile>,
-                               Tile::kThreads,
-                               Tile::kBytes,
-                               2,
-                               true,
-                               false};
+  const fa2::KernelFacts facts{
+      &attention_kernel<Element, Tile>, Tile::kThreads, Tile::kBytes, 2, true, false};
   return fa2::enqueue_kernel(facts, params, stream, &allowed);
 }
 

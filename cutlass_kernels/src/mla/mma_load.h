@@ -49,14 +49,17 @@ struct WarpRows {
     return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, bits, lane));
   }
 
-  CUTE_DEVICE static void copy(std::uint32_t shared, int warp, int lane, const char* address) {
+  // The rope columns go to `rope`, rows of kRopePitch bytes.
+  template <int kRopePitch>
+  CUTE_DEVICE static void copy(std::uint32_t shared, std::uint32_t rope, int warp, int lane,
+                               const char* address) {
     const int first = warp * kRows;
     const std::uint32_t to = shared + first * Tile::kRowBytes;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const char* row = of_lane(address, r);
-      const std::uint32_t lane_to = to + r * Tile::kRowBytes + lane / 8 * 128 +
-                                    ((lane ^ (first + r)) % 8 << 4);
+      const std::uint32_t lane_to =
+          to + r * Tile::kRowBytes + lane / 8 * 128 + ((lane ^ (first + r)) % 8 << 4);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         cp_async_16(lane_to + half * 512, row + half * 512 + lane * 16, row != nullptr);
@@ -67,22 +70,22 @@ struct WarpRows {
       const int row = r + lane / 8;
       const char* from = of_lane(address, kRows + row % kRows);
       if (kRows % 4 == 0 || row < kRows) {
-        cp_async_16(to + row * Tile::kRowBytes + kLatentDim * 2 + ((lane ^ (first + row)) % 8 << 4),
+        cp_async_16(rope + (first + row) * kRopePitch + ((lane ^ (first + row)) % 8 << 4),
                     from + lane % 8 * 16, from != nullptr);
       }
     }
   }
 };
 
-// Q of the tile's tokens and heads; zeros where there is none.
+// Q of the tile's tokens and heads; zeros where there is none. What is read anew for each KV block goes to its own place.
 template <class Tile>
 CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::uint32_t shared,
                         int warp, int lane) {
   constexpr int kRows = Tile::kBlockM / Tile::kWarps;
   using Rows = WarpRows<Tile, kRows>;
   const LaunchParams& p = params.attention;
-  const Source source = make_source(p.q, p.q.stride_head, p.q_rope, p.q_rope.stride_head,
-                                    Rows::is_rope(lane));
+  const Source source =
+      make_source(p.q, p.q.stride_head, p.q_rope, p.q_rope.stride_head, Rows::is_rope(lane));
   const int row = warp * kRows + lane % kRows;
   const int token = int(params.pack.divide(row));
   const int head = tile.head + row - token * int(params.pack.divisor);
@@ -92,7 +95,12 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
               (std::int64_t(tile.item.q_begin) + tile.row_begin + token) * source.stride_token +
               head * source.stride_head;
   }
-  Rows::copy(shared, warp, lane, address);
+  if constexpr (Tile::kQSteps == 32) {
+    const std::uint32_t rope = shared - (Tile::kStages - 1) * Tile::kStageBytes + Tile::kQ;
+    Rows::template copy<Tile::kQRowBytes>(shared, rope, warp, lane, address);
+  } else {
+    Rows::template copy<Tile::kRowBytes>(shared, shared + kLatentDim * 2, warp, lane, address);
+  }
 }
 
 template <class Tile>
@@ -102,7 +110,7 @@ struct KeyLoader {
 
   const KernelParams& params;
   std::uint32_t shared;
-  int kv_begin;  // the request's first key, or first entry of its page table
+  int kv_begin;   // the request's first key, or first entry of its page table
   int key_begin;  // keys outside [key_begin, key_begin + key_extent) are zeros
   std::uint32_t key_extent;
   int warp, lane;
@@ -117,7 +125,9 @@ struct KeyLoader {
         warp(warp_),
         lane(lane_) {}
 
-  CUTE_DEVICE int key(int block) const { return block * Tile::kBlockN + warp * kRows + lane % kRows; }
+  CUTE_DEVICE int key(int block) const {
+    return block * Tile::kBlockN + warp * kRows + lane % kRows;
+  }
 
   // The page of this lane's key, -1 for none; of tensors the row. The load is in flight until copy().
   CUTE_DEVICE int find(int block) const {
@@ -126,11 +136,11 @@ struct KeyLoader {
     if (std::uint32_t(of_key - key_begin) < key_extent) {
       place = kv_begin + of_key;
       if (params.attention.pages.page_size > 0) {
-        asm volatile("ld.global.nc.b32 %0, [%1];"
-                     : "=r"(place)
-                     : "l"(params.attention.pages.indices + kv_begin +
-                           params.page_size.divide(of_key))
-                     : "memory");
+        asm volatile(
+            "ld.global.nc.b32 %0, [%1];"
+            : "=r"(place)
+            : "l"(params.attention.pages.indices + kv_begin + params.page_size.divide(of_key))
+            : "memory");
       }
     }
     return place;
@@ -148,7 +158,8 @@ struct KeyLoader {
       const int slot = of_key - int(params.page_size.divide(of_key)) * p.pages.page_size;
       address = source.data + place * source.stride_head + slot * source.stride_token;
     }
-    Rows::copy(shared + stage * Tile::kStageBytes, warp, lane, address);
+    const std::uint32_t to = shared + stage * Tile::kStageBytes;
+    Rows::template copy<Tile::kRowBytes>(to, to + kLatentDim * 2, warp, lane, address);
   }
 };
 

@@ -24,9 +24,9 @@ CUTE_DEVICE void read_q(std::uint32_t (&q)[4], std::uint32_t rows, int step) {
 
 // Where the lane's ldmatrix addresses begin in 16 rows: lanes 0-15 at rows 0-15, lanes 16-31 at the same rows eight
 // columns on. Of Q the A fragment; of V, transposed, the B fragments of two tiles of O.
-template <class Tile>
+template <int kRowBytes>
 CUTE_DEVICE std::uint32_t sixteen_rows(std::uint32_t shared, int lane) {
-  return shared + lane % 16 * Tile::kRowBytes + ((lane / 16 ^ lane % 8) << 4);
+  return shared + lane % 16 * kRowBytes + ((lane / 16 ^ lane % 8) << 4);
 }
 
 // In eight keys: lanes 0-7 at keys 0-7, the others at the same keys 8, 16 and 24 columns on. The B fragments of two
@@ -36,14 +36,20 @@ CUTE_DEVICE std::uint32_t eight_keys(std::uint32_t shared, int lane) {
   return shared + lane % 8 * Tile::kRowBytes + ((lane / 8 ^ lane % 8) << 4);
 }
 
-// s = Q K^T of the warp's 16 rows and 8 kTilesN keys, which begin at `keys` (eight_keys()). get_q(step) gives a fragment
-// of Q. Fragments of K are read kAhead ldmatrix before their products.
-template <class Element, class Tile, class GetQ>
-CUTE_DEVICE void take_scores(float (&s)[Tile::kTilesN][4], std::uint32_t keys, GetQ&& get_q) {
+// Fragments of Q that a warp keeps: (16 columns, fragment).
+template <class Tile>
+using KeptQ = std::uint32_t[Tile::kQInRegisters ? Tile::kQSteps : 1][4];
+
+// s = Q K^T of the warp's 16 rows and 8 kTilesN keys, which begin at `keys` (eight_keys()). `q_rows`: the rows of Q in
+// shared memory (sixteen_rows()), without the columns that are kept in registers. Fragments of K are read kAhead ldmatrix
+// before their products, those of Q two steps before.
+template <class Element, class Tile>
+CUTE_DEVICE void take_scores(float (&s)[Tile::kTilesN][4], std::uint32_t keys,
+                             const KeptQ<Tile>& kept, std::uint32_t q_rows) {
   constexpr int kTilesN = Tile::kTilesN;
   constexpr int kChains = Tile::kChains;
   constexpr int kReads = kStepsK / 2 * kTilesN;
-  constexpr int kAhead = Tile::kQInRegisters ? 3 : 4;
+  constexpr int kAhead = Tile::kQSteps == 32 ? 2 : 4;
   constexpr int kSlots = kAhead + 1;
   std::uint32_t b[kSlots][4];
   auto read_k = [&](int read) {
@@ -52,6 +58,14 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kTilesN][4], std::uint32_t keys, G
     ldmatrix_x4(b[read % kSlots], (keys ^ (pair % 2 * 4 << 4)) + pair / 2 * 128 +
                                       read % kTilesN * 8 * Tile::kRowBytes);
   };
+  std::uint32_t q[4][4];  // (step % 4, fragment)
+  auto begin_q = [&](int step) {
+    if (step >= Tile::kQSteps && step < kStepsK) read_q(q[step % 4], q_rows, step - Tile::kQSteps);
+  };
+  auto get_q = [&](int step) -> const std::uint32_t (&)[4] {
+    if (step < Tile::kQSteps) return kept[step];
+    return q[step % 4];
+  };
   float sums[kTilesN][kChains][4];
   CUTE_UNROLL
   for (int i = 0; i < kTilesN * kChains * 4; ++i) {
@@ -59,15 +73,19 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kTilesN][4], std::uint32_t keys, G
   }
   CUTE_UNROLL
   for (int read = 0; read < kAhead; ++read) read_k(read);
+  begin_q(0);
+  begin_q(1);
   CUTE_UNROLL
   for (int pair = 0; pair < kStepsK / 2; ++pair) {
-    const std::uint32_t(&q0)[4] = get_q(2 * pair);
-    const std::uint32_t(&q1)[4] = get_q(2 * pair + 1);
+    begin_q(2 * pair + 2);
+    begin_q(2 * pair + 3);
+    const std::uint32_t (&q0)[4] = get_q(2 * pair);
+    const std::uint32_t (&q1)[4] = get_q(2 * pair + 1);
     CUTE_UNROLL
     for (int n = 0; n < kTilesN; ++n) {
       const int read = pair * kTilesN + n;
       read_k(read + kAhead);
-      const std::uint32_t(&fragment)[4] = b[read % kSlots];
+      const std::uint32_t (&fragment)[4] = b[read % kSlots];
       mma<Element>(sums[n][2 * pair % kChains], q0, fragment[0], fragment[1]);
       mma<Element>(sums[n][(2 * pair + 1) % kChains], q1, fragment[2], fragment[3]);
     }
@@ -117,7 +135,7 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], st
     for (int pair = 0; pair < kPairs; ++pair) {
       const int read = step * kPairs + pair;
       read_v(read + kAhead);
-      const std::uint32_t(&fragment)[4] = b[read % kSlots];
+      const std::uint32_t (&fragment)[4] = b[read % kSlots];
       CUTE_UNROLL
       for (int m = 0; m < kRowTiles; ++m) {
         mma<Element>(o[m][2 * pair], a[m], fragment[0], fragment[1]);

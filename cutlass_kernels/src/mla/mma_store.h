@@ -45,8 +45,7 @@ struct TileStore {
   int row_tile;  // the first of the warp
   int column;    // the same
 
-  CUTE_DEVICE void operator()(
-      const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4]) const {
+  CUTE_DEVICE void operator()(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4]) const {
     const bool partial = tile.item.num_splits > 1;
     CUTE_UNROLL
     for (int r = 0; r < 2 * Tile::kOutRowTiles; ++r) {
@@ -77,8 +76,8 @@ struct TileStore {
     if (!place.exists) return;
     const LaunchParams& p = params.attention;
     const WorkItem& work = tile.item;
-    const std::int64_t at = TilePartials{work.partial_row, work.num_splits}.at(
-        p, place.token, place.head, work.split);
+    const std::int64_t at =
+        TilePartials{work.partial_row, work.num_splits}.at(p, place.token, place.head, work.split);
     if (column == 0 && lane % 4 == 0) *partial_max_sum(p, at) = {m, sum};
     float* out = partial_o(p, at) + column + lane % 4 * 2;
     // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
