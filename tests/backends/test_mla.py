@@ -21,6 +21,7 @@ on_hopper = pytest.mark.parametrize(
     [
         pytest.param(("cpu", "reference"), id="cpu-reference"),
         pytest.param(("cuda:0", "fa3"), id="cuda-fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
+        pytest.param(("cuda:0", "fa2"), id="cuda-fa2", marks=[pytest.mark.gpu]),
     ],
 )
 MASKS = [

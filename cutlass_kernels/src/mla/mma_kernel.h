@@ -5,12 +5,13 @@
 // tokens and heads over the keys that some row sees, or over one KV split of them, from the last KV block to the first.
 //
 //            +------------------------------ KV block j -------------------------------+
-//  tensor    | S = Q K(j)^T, own keys |                          | O += P V(j), own columns
-//  softmax   |                        | mask, P = 2^(s - m)      |
-//  loads     | K of block j - (stages - 1)                       |
-//            A                                                   B
+//  tensor    | S = Q K(j)^T, half of the columns |                     | O += P V(j), own columns
+//  softmax   |                                   | mask, P = 2^(s - m) |
+//  loads     | K of block j - (stages - 1)       |                     |
+//            A                                   S                     B
 //
 //  A  __syncthreads: K(j) has landed; all warps are done with K(j + 1) and its P
+//  S  a pair's own barrier: the sums over the other half of the columns are in shared memory
 //  B  __syncthreads_or: P is in shared memory; whether some row's maximum must be raised
 //
 // All warps know the m of their rows, and P is computed with the m of the block before. Only where a row exceeds its
@@ -19,8 +20,8 @@
 //   mma_config.h  the tiles: how warps share S and O       mma_products.h  S = Q K^T, O += P V
 //   mma_load.h    loads of Q and keys                      mma_store.h     O, LSE, partial results
 //
-// Numbers, of 16 rows (Few) on an H200: a KV block of 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s; its
-// products take 68 mma.sync of each warp. On an A100 (Some) 32 keys take 3600 cycles, and 68 mma.sync of each warp.
+// Numbers. Registers: Q takes 72, O 32 (Few), 64 (Some) or 128 (Many). Of 16 rows on an H200, a KV block of 64 keys, 74
+// KB, takes 3600 cycles to arrive at 4.8 TB/s; its products take 68 mma.sync of each warp.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -193,19 +194,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int blocks = tile.block_end - tile.block_begin;
   const int last_block = tile.block_end - 1;
   const KeyLoader<Tile> keys(params, tile, shared, warp, lane);
-  // Q that is kept in registers passes through the last stage.
-  const std::uint32_t shared_q =
-      shared + (Tile::kQInRegisters ? (kStages - 1) * Tile::kStageBytes : Tile::kQ);
+  // Q passes through the last stages.
+  constexpr int kFirstBlocks = kStages - Tile::kQStages;
+  const std::uint32_t shared_q = shared + kFirstBlocks * Tile::kStageBytes;
   int places[kStages - 1];
   CUTE_UNROLL
   for (int i = 0; i < kStages - 1; ++i) places[i] = i < blocks ? keys.find(last_block - i) : -1;
+  const auto copy = [&](int i) {
+    if (i < blocks) keys.rows(last_block - i, i, places[i]).copy_all();
+    cute::cp_async_fence();
+  };
   load_q<Tile>(params, tile, shared_q, warp, lane);
   cute::cp_async_fence();
   CUTE_UNROLL
-  for (int i = 0; i < kStages - 1; ++i) {
-    if (i < blocks) keys.copy(last_block - i, i, places[i]);
-    cute::cp_async_fence();
-  }
+  for (int i = 0; i < kFirstBlocks; ++i) copy(i);
   int place = kStages - 1 < blocks ? keys.find(last_block - (kStages - 1)) : -1;
 
   // ---- What this warp computes. ----
@@ -227,21 +229,25 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
   }
   OnlineSoftmax<2> softmax(params.transform.scale);
-  const int q_row = scores.row_tile * 16;
-  KeptQ<Tile> q;
-  if constexpr (Tile::kQInRegisters) {
-    cute::cp_async_wait<kStages - 1>();
+  const int half = scores.group % 2;  // of the columns of S
+  KeptQ q;
+  cute::cp_async_wait<kFirstBlocks>();
+  __syncthreads();
+  read_q(q, sixteen_rows<Tile>(shared_q + scores.row_tile * 16 * Tile::kRowBytes, lane), half);
+  if constexpr (Tile::kQStages > 1) {
     __syncthreads();
-    const std::uint32_t rows =
-        sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane);
     CUTE_UNROLL
-    for (int step = 0; step < Tile::kQSteps; ++step) read_q(q[step], rows, step);
+    for (int i = kFirstBlocks; i < kStages - 1; ++i) copy(i);
   }
-  const std::uint32_t q_rows =
-      sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane);
   const std::uint32_t k_lane =
-      eight_keys<Tile>(shared + scores.first_key() * Tile::kRowBytes, lane);
-  const std::uint32_t v_lane = sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128;
+      eight_keys<Tile>(shared + scores.group / 2 * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^
+      half * 64;
+  const int barrier = 1 + scores.group / 2 * Tile::kRowTiles + scores.row_tile;
+  float4* const own_sums =
+      reinterpret_cast<float4*>(shared_memory + Tile::kSums) + warp * Tile::kTilesN * 32 + lane;
+  const float4* const other_sums =
+      own_sums + ((warp ^ Tile::kRowTiles) - warp) * Tile::kTilesN * 32;
+  const std::uint32_t v_lane = sixteen_rows<Tile>(shared, lane) + column / 64 * 128;
   const uint4* p = reinterpret_cast<const uint4*>(shared_memory + Tile::kP) +
                    out_tile * (Tile::kBlockN / 16) * 32 + lane;
 
@@ -251,14 +257,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   for (int i = 0; i < blocks; ++i) {
     cute::cp_async_wait<kStages - 2>();
     __syncthreads();
-    if (i + kStages - 1 < blocks) {
-      keys.copy(last_block - (i + kStages - 1), next_stage, place);
-      place = i + kStages < blocks ? keys.find(last_block - (i + kStages)) : -1;
-    }
-    cute::cp_async_fence();
+    const bool loads = i + kStages - 1 < blocks;
+    const auto next = keys.rows(last_block - (i + kStages - 1), next_stage, loads ? place : -1);
+    place = i + kStages < blocks ? keys.find(last_block - (i + kStages)) : -1;
 
+    float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
+    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, [&](int panel) {
+      constexpr int kPieces = KeyLoader<Tile>::Rows::kPieces;
+      CUTE_UNROLL
+      for (int piece = 0; piece < kPieces; ++piece) {
+        if (loads && piece * kPanels / kPieces == panel) next.copy(piece);
+      }
+    });
+    cute::cp_async_fence();
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
-    take_scores<Element, Tile>(s, k_lane + stage * Tile::kStageBytes, q, q_rows);
+    add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
     scores.mask(s, last_block - i);
     float thread_max[2] = {s[0][0], s[0][2]};

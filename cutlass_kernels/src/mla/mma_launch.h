@@ -27,6 +27,7 @@ TileShape shape_of(const AttentionParams& params, TileKind kind) {
   shape.most_waves = decode ? 4 : 2;
   shape.least_split_keys = kind == kMany ? 128 : 64;
   shape.combines = decode;
+  shape.combined_splits = 8;
   // Where requests have splits of their own, those of a list have tiles of any number.
   shape.splits_without_list = decode || !params.batch_invariant;
   return shape;

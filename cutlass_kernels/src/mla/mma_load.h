@@ -37,47 +37,54 @@ CUTE_DEVICE Source make_source(const ConstTensorView& latent, std::int64_t strid
 }
 
 // A warp's rows of `shared` (rows, 576), kRows from its first on. Lane i has the address of the latent columns of row i %
-// kRows if i / kRows is even, else of the others; null: zeros instead.
+// kRows if i / kRows is even, else of the others; null: zeros instead. They are copied in kPieces pieces: products are in
+// between, since in a burst before them copies hold up the ldmatrix behind.
 template <class Tile, int kRows>
 struct WarpRows {
   static_assert(2 * kRows <= 32);
+  static constexpr int kRopePieces = (kRows + 3) / 4;
+  static constexpr int kPieces = kRows + kRopePieces;
+
+  std::uint32_t to;
+  const char* address;
 
   CUTE_DEVICE static bool is_rope(int lane) { return lane / kRows % 2 != 0; }
 
-  CUTE_DEVICE static const char* of_lane(const char* address, int lane) {
+  CUTE_DEVICE WarpRows(std::uint32_t shared, int warp, const char* address_)
+      : to(shared + warp * kRows * Tile::kRowBytes), address(address_) {}
+
+  CUTE_DEVICE const char* of_lane(int lane) const {
     const auto bits = reinterpret_cast<std::uint64_t>(address);
     return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, bits, lane));
   }
 
-  // The rope columns go to `rope`, rows of kRopePitch bytes.
-  template <int kRopePitch>
-  CUTE_DEVICE static void copy(std::uint32_t shared, std::uint32_t rope, int warp, int lane,
-                               const char* address) {
-    const int first = warp * kRows;
-    const std::uint32_t to = shared + first * Tile::kRowBytes;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const char* row = of_lane(address, r);
+  CUTE_DEVICE void copy(int piece) const {
+    const int lane = threadIdx.x % 32;
+    const int first = threadIdx.x / 32 * kRows;  // not kept: registers
+    if (piece < kRows) {
+      const char* row = of_lane(piece);
       const std::uint32_t lane_to =
-          to + r * Tile::kRowBytes + lane / 8 * 128 + ((lane ^ (first + r)) % 8 << 4);
+          to + piece * Tile::kRowBytes + lane / 8 * 128 + ((lane ^ (first + piece)) % 8 << 4);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         cp_async_16(lane_to + half * 512, row + half * 512 + lane * 16, row != nullptr);
       }
-    }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; r += 4) {
-      const int row = r + lane / 8;
-      const char* from = of_lane(address, kRows + row % kRows);
+    } else {
+      const int row = (piece - kRows) * 4 + lane / 8;
+      const char* from = of_lane(kRows + row % kRows);
       if (kRows % 4 == 0 || row < kRows) {
-        cp_async_16(rope + (first + row) * kRopePitch + ((lane ^ (first + row)) % 8 << 4),
+        cp_async_16(to + row * Tile::kRowBytes + kLatentDim * 2 + ((lane ^ (first + row)) % 8 << 4),
                     from + lane % 8 * 16, from != nullptr);
       }
     }
   }
+  CUTE_DEVICE void copy_all() const {
+    CUTE_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) copy(piece);
+  }
 };
 
-// Q of the tile's tokens and heads; zeros where there is none. What is read anew for each KV block goes to its own place.
+// Q of the tile's tokens and heads; zeros where there is none.
 template <class Tile>
 CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::uint32_t shared,
                         int warp, int lane) {
@@ -95,12 +102,7 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
               (std::int64_t(tile.item.q_begin) + tile.row_begin + token) * source.stride_token +
               head * source.stride_head;
   }
-  if constexpr (Tile::kQSteps == 32) {
-    const std::uint32_t rope = shared - (Tile::kStages - 1) * Tile::kStageBytes + Tile::kQ;
-    Rows::template copy<Tile::kQRowBytes>(shared, rope, warp, lane, address);
-  } else {
-    Rows::template copy<Tile::kRowBytes>(shared, shared + kLatentDim * 2, warp, lane, address);
-  }
+  Rows(shared, warp, address).copy_all();
 }
 
 template <class Tile>
@@ -129,7 +131,7 @@ struct KeyLoader {
     return block * Tile::kBlockN + warp * kRows + lane % kRows;
   }
 
-  // The page of this lane's key, -1 for none; of tensors the row. The load is in flight until copy().
+  // The page of this lane's key, -1 for none; of tensors the row. The load is in flight until rows().
   CUTE_DEVICE int find(int block) const {
     const int of_key = key(block);
     int place = -1;
@@ -146,7 +148,8 @@ struct KeyLoader {
     return place;
   }
 
-  CUTE_DEVICE void copy(int block, int stage, int place) const {
+  // Copies of a KV block, to be issued.
+  CUTE_DEVICE Rows rows(int block, int stage, int place) const {
     const LaunchParams& p = params.attention;
     const Source source = make_source(p.k, p.pages.k_stride_page, p.k_rope,
                                       p.pages.k_rope_stride_page, Rows::is_rope(lane));
@@ -158,8 +161,7 @@ struct KeyLoader {
       const int slot = of_key - int(params.page_size.divide(of_key)) * p.pages.page_size;
       address = source.data + place * source.stride_head + slot * source.stride_token;
     }
-    const std::uint32_t to = shared + stage * Tile::kStageBytes;
-    Rows::template copy<Tile::kRowBytes>(to, to + kLatentDim * 2, warp, lane, address);
+    return Rows(shared + stage * Tile::kStageBytes, warp, address);
   }
 };
 

@@ -11,22 +11,21 @@
 
 #include "common/ptx/ldmatrix.h"
 #include "common/ptx/mma.h"
+#include "common/ptx/named_barrier.h"
 #include "mla/mma_config.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 
-constexpr int kStepsK = (kLatentDim + kRopeDim) / 16;  // of S
+constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
 
-// Fragment of Q for columns 16 step on, from `rows`, the lane's address in 16 rows of Q.
-CUTE_DEVICE void read_q(std::uint32_t (&q)[4], std::uint32_t rows, int step) {
-  ldmatrix_x4(q, (rows ^ (step % 4 * 2 << 4)) + step / 4 * 128);
-}
+// What a warp keeps of Q: its half of each panel (panel, 16 columns, fragment).
+using KeptQ = std::uint32_t[kPanels][2][4];
 
 // Where the lane's ldmatrix addresses begin in 16 rows: lanes 0-15 at rows 0-15, lanes 16-31 at the same rows eight
 // columns on. Of Q the A fragment; of V, transposed, the B fragments of two tiles of O.
-template <int kRowBytes>
+template <class Tile>
 CUTE_DEVICE std::uint32_t sixteen_rows(std::uint32_t shared, int lane) {
-  return shared + lane % 16 * kRowBytes + ((lane / 16 ^ lane % 8) << 4);
+  return shared + lane % 16 * Tile::kRowBytes + ((lane / 16 ^ lane % 8) << 4);
 }
 
 // In eight keys: lanes 0-7 at keys 0-7, the others at the same keys 8, 16 and 24 columns on. The B fragments of two
@@ -36,68 +35,80 @@ CUTE_DEVICE std::uint32_t eight_keys(std::uint32_t shared, int lane) {
   return shared + lane % 8 * Tile::kRowBytes + ((lane / 8 ^ lane % 8) << 4);
 }
 
-// Fragments of Q that a warp keeps: (16 columns, fragment).
-template <class Tile>
-using KeptQ = std::uint32_t[Tile::kQInRegisters ? Tile::kQSteps : 1][4];
+// From 16 rows of Q (sixteen_rows()).
+CUTE_DEVICE void read_q(KeptQ& q, std::uint32_t rows, int half) {
+  CUTE_UNROLL
+  for (int i = 0; i < kPanels * 2; ++i) {
+    ldmatrix_x4(q[i / 2][i % 2], (rows ^ ((half * 4 + i % 2 * 2) << 4)) + i / 2 * 128);
+  }
+}
 
-// s = Q K^T of the warp's 16 rows and 8 kTilesN keys, which begin at `keys` (eight_keys()). `q_rows`: the rows of Q in
-// shared memory (sixteen_rows()), without the columns that are kept in registers. Fragments of K are read kAhead ldmatrix
-// before their products, those of Q two steps before.
-template <class Element, class Tile>
-CUTE_DEVICE void take_scores(float (&s)[Tile::kTilesN][4], std::uint32_t keys,
-                             const KeptQ<Tile>& kept, std::uint32_t q_rows) {
-  constexpr int kTilesN = Tile::kTilesN;
+// s = Q K^T of the warp's 16 rows, 8 kPartTiles keys and half of the columns, which begin at `keys` (eight_keys()).
+// Fragments of K are read kAhead ldmatrix before their products. next(panel) is called along the way.
+template <class Element, class Tile, class Next>
+CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys, const KeptQ& q,
+                             Next&& next) {
+  constexpr int kTiles = Tile::kPartTiles;
   constexpr int kChains = Tile::kChains;
-  constexpr int kReads = kStepsK / 2 * kTilesN;
-  constexpr int kAhead = Tile::kQSteps == 32 ? 2 : 4;
+  constexpr int kAhead = kTiles == 4 ? 2 : 4;
   constexpr int kSlots = kAhead + 1;
   std::uint32_t b[kSlots][4];
   auto read_k = [&](int read) {
-    if (read >= kReads) return;
-    const int pair = read / kTilesN;  // of steps
-    ldmatrix_x4(b[read % kSlots], (keys ^ (pair % 2 * 4 << 4)) + pair / 2 * 128 +
-                                      read % kTilesN * 8 * Tile::kRowBytes);
+    if (read < kPanels * kTiles) {
+      ldmatrix_x4(b[read % kSlots],
+                  keys + read / kTiles * 128 + read % kTiles * 8 * Tile::kRowBytes);
+    }
   };
-  std::uint32_t q[4][4];  // (step % 4, fragment)
-  auto begin_q = [&](int step) {
-    if (step >= Tile::kQSteps && step < kStepsK) read_q(q[step % 4], q_rows, step - Tile::kQSteps);
-  };
-  auto get_q = [&](int step) -> const std::uint32_t (&)[4] {
-    if (step < Tile::kQSteps) return kept[step];
-    return q[step % 4];
-  };
-  float sums[kTilesN][kChains][4];
+  float sums[kTiles][kChains][4];
   CUTE_UNROLL
-  for (int i = 0; i < kTilesN * kChains * 4; ++i) {
+  for (int i = 0; i < kTiles * kChains * 4; ++i) {
     sums[i / 4 / kChains][i / 4 % kChains][i % 4] = 0.0f;
   }
   CUTE_UNROLL
   for (int read = 0; read < kAhead; ++read) read_k(read);
-  begin_q(0);
-  begin_q(1);
   CUTE_UNROLL
-  for (int pair = 0; pair < kStepsK / 2; ++pair) {
-    begin_q(2 * pair + 2);
-    begin_q(2 * pair + 3);
-    const std::uint32_t (&q0)[4] = get_q(2 * pair);
-    const std::uint32_t (&q1)[4] = get_q(2 * pair + 1);
+  for (int panel = 0; panel < kPanels; ++panel) {
+    next(panel);
     CUTE_UNROLL
-    for (int n = 0; n < kTilesN; ++n) {
-      const int read = pair * kTilesN + n;
+    for (int n = 0; n < kTiles; ++n) {
+      const int read = panel * kTiles + n;
       read_k(read + kAhead);
       const std::uint32_t (&fragment)[4] = b[read % kSlots];
-      mma<Element>(sums[n][2 * pair % kChains], q0, fragment[0], fragment[1]);
-      mma<Element>(sums[n][(2 * pair + 1) % kChains], q1, fragment[2], fragment[3]);
+      mma<Element>(sums[n][0], q[panel][0], fragment[0], fragment[1]);
+      mma<Element>(sums[n][kChains - 1], q[panel][1], fragment[2], fragment[3]);
     }
   }
   CUTE_UNROLL
+  for (int i = 0; i < kTiles * 4; ++i) {
+    s[i / 4][i % 4] = sums[i / 4][0][i % 4];
+    if constexpr (kChains == 2) s[i / 4][i % 4] += sums[i / 4][1][i % 4];
+  }
+}
+
+// The warp's keys of what it and its partner have found, whose half of the columns is the other one. `sums` (8 keys,
+// lane): of this warp, and of the partner.
+template <class Tile>
+CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Tile::kPartTiles][4],
+                            int half, int barrier, float4* own_sums, const float4* other_sums) {
+  constexpr int kTilesN = Tile::kTilesN;
+  CUTE_UNROLL
   for (int n = 0; n < kTilesN; ++n) {
+    float sent[4];
     CUTE_UNROLL
     for (int e = 0; e < 4; ++e) {
-      s[n][e] = sums[n][0][e];
-      CUTE_UNROLL
-      for (int chain = 1; chain < kChains; ++chain) s[n][e] += sums[n][chain][e];
+      sent[e] = half == 0 ? part[kTilesN + n][e] : part[n][e];
+      s[n][e] = half == 0 ? part[n][e] : part[kTilesN + n][e];
     }
+    own_sums[n * 32] = {sent[0], sent[1], sent[2], sent[3]};
+  }
+  named_barrier_wait(barrier, 64);
+  CUTE_UNROLL
+  for (int n = 0; n < kTilesN; ++n) {
+    const float4 got = other_sums[n * 32];
+    s[n][0] += got.x;
+    s[n][1] += got.y;
+    s[n][2] += got.z;
+    s[n][3] += got.w;
   }
 }
 

@@ -132,7 +132,7 @@ struct TileStore {
   }
 
   CUTE_DEVICE void combine_if_last() const {
-    constexpr int kSplitsAhead = 4;
+    constexpr int kSplitsAhead = 8;
     const LaunchParams& p = params.attention;
     const WorkItem& work = tile.item;
     volatile int* is_last = reinterpret_cast<int*>(shared);

@@ -255,12 +255,13 @@ std::int64_t partial_rows_without_list(const AttentionParams& params, const Tile
 }
 
 bool combines_in_kernel(const AttentionParams& params, const TileShape& tile, std::int64_t splits) {
+  if (!tile.combines || is_alone(params)) return false;
+  if (tile.combined_splits > 0) return splits <= tile.combined_splits;
   // A warp of the thread block combines a row. With more rows than warps, or many splits, a second kernel is faster,
   // where up to eight warps share a row.
   const std::int64_t rows =
       (params.total_q + params.batch_size - 1) / params.batch_size * tile.packed_heads;
-  const bool few = rows <= 4 ? splits <= 64 : rows <= 8 && splits <= 16 && params.batch_size > 1;
-  return tile.combines && few && !is_alone(params);
+  return rows <= 4 ? splits <= 64 : rows <= 8 && splits <= 16 && params.batch_size > 1;
 }
 
 std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile,
