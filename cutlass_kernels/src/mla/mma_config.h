@@ -19,7 +19,7 @@
 
 namespace cutlass_kernels::mla::mma_sync {
 
-template <int RowTiles, int BlockN, int Stages>
+template <int RowTiles, int BlockN, int Stages, int QPanels>
 struct Tile {
   static constexpr int kRowTiles = RowTiles;  // of S, 16 rows each: the M of mma.sync
   static constexpr int kBlockM = 16 * RowTiles;
@@ -34,6 +34,9 @@ struct Tile {
   static constexpr int kGroups = kWarps / kRowTiles;     // warps that split the keys of a row tile
   static constexpr int kTilesN = kBlockN / kGroups / 8;  // of 8 keys, of a warp
   static constexpr int kPartTiles = 2 * kTilesN;         // the same before that
+  // Of the nine panels of 64 columns of Q, a warp keeps its half of the first kQPanels in registers, 8 for each. It reads
+  // the others anew for each KV block. (Without spare registers, ptxas reads no fragment of K ahead of its product.)
+  static constexpr int kQPanels = QPanels;
   // Sums of each: a product waits 33 cycles for the one before it, and a sum has 18.
   static constexpr int kChains = 4 / kPartTiles;
 
@@ -48,8 +51,11 @@ struct Tile {
   static constexpr int kStageBytes = kBlockN * kRowBytes;
   static constexpr int kQBytes = kBlockM * kRowBytes;
   static constexpr int kQStages =
-      (kQBytes + kStageBytes - 1) / kStageBytes;                      // that Q comes through
-  static constexpr int kP = kStages * kStageBytes;                    // (row tile, 16 keys, lane)
+      (kQBytes + kStageBytes - 1) / kStageBytes;  // that Q comes through
+  static constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
+  static constexpr int kQ = kStages * kStageBytes;  // (BLK_M, 64 columns of each panel)
+  static constexpr int kQRowBytes = (kPanels - kQPanels) * 128;
+  static constexpr int kP = kQ + kBlockM * kQRowBytes;                // (row tile, 16 keys, lane)
   static constexpr int kSums = kP + kBlockM * kBlockN * 2;            // float4 (warp, 8 keys, lane)
   static constexpr int kRowMax = kSums + kWarps * kTilesN * 512;      // floats (group, row)
   static constexpr int kRowSum = kRowMax + kGroups * kBlockM * 4;     // floats (group, row)
@@ -65,10 +71,10 @@ struct Tile {
 //   Few     up to 16 rows of a request: reading the keys is what takes time, and 147 KB of them are in flight
 //   Some    up to 32 rows, and all problems of devices that lack the shared memory of the others
 //   Many    more rows
-using Few = Tile<1, 64, 3>;        // 223 KB of shared memory: compute capability 9.0
-using Some = Tile<2, 32, 4>;       // 151 KB: 8.0
-using SomeSmall = Tile<2, 32, 2>;  // 79 KB: 8.6, 8.9, 12.x
-using Many = Tile<4, 32, 3>;       // 122 KB
+using Few = Tile<1, 64, 3, 9>;        // 223 KB of shared memory: compute capability 9.0
+using Some = Tile<2, 32, 4, 9>;       // 151 KB: 8.0
+using SomeSmall = Tile<2, 32, 2, 9>;  // 79 KB: 8.6, 8.9, 12.x
+using Many = Tile<4, 32, 3, 4>;       // 162 KB
 
 // LaunchPlan::tile_kind.
 enum TileKind { kFew = 0, kSome = 1, kMany = 2 };

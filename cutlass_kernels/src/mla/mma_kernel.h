@@ -197,18 +197,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // Q passes through the last stages.
   constexpr int kFirstBlocks = kStages - Tile::kQStages;
   const std::uint32_t shared_q = shared + kFirstBlocks * Tile::kStageBytes;
-  int places[kStages - 1];
+  typename KeyLoader<Tile>::Places places[kStages];
   CUTE_UNROLL
-  for (int i = 0; i < kStages - 1; ++i) places[i] = i < blocks ? keys.find(last_block - i) : -1;
+  for (int i = 0; i < kStages; ++i) places[i] = keys.find(last_block - i, i < blocks);
   const auto copy = [&](int i) {
-    if (i < blocks) keys.rows(last_block - i, i, places[i]).copy_all();
+    if (i < blocks) {
+      const auto copies = keys.copies(last_block - i, i, places[i]);
+      CUTE_UNROLL
+      for (int panel = 0; panel < Tile::kPanels; ++panel) copies(panel);
+    }
     cute::cp_async_fence();
   };
-  load_q<Tile>(params, tile, shared_q, warp, lane);
+  load_q<Tile>(params, tile, shared_q, shared + Tile::kQ, warp, lane);
   cute::cp_async_fence();
   CUTE_UNROLL
   for (int i = 0; i < kFirstBlocks; ++i) copy(i);
-  int place = kStages - 1 < blocks ? keys.find(last_block - (kStages - 1)) : -1;
 
   // ---- What this warp computes. ----
   const WarpScores<Element, Tile> scores{
@@ -230,44 +233,46 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   OnlineSoftmax<2> softmax(params.transform.scale);
   const int half = scores.group % 2;  // of the columns of S
-  KeptQ q;
+  KeptQ<Tile> q;
   cute::cp_async_wait<kFirstBlocks>();
   __syncthreads();
-  read_q(q, sixteen_rows<Tile>(shared_q + scores.row_tile * 16 * Tile::kRowBytes, lane), half);
+  const int q_row = scores.row_tile * 16;
+  const std::uint32_t kept_rows =
+      sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane) ^ half * 64;
+  CUTE_UNROLL
+  for (int panel = 0; panel < Tile::kQPanels; ++panel) read_q(q[panel], kept_rows, panel);
+  const std::uint32_t q_rows =
+      sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane) ^
+      half * 64;
   if constexpr (Tile::kQStages > 1) {
     __syncthreads();
     CUTE_UNROLL
     for (int i = kFirstBlocks; i < kStages - 1; ++i) copy(i);
   }
   const std::uint32_t k_lane =
-      eight_keys<Tile>(shared + scores.group / 2 * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^
+      sixteen_keys<Tile>(shared + scores.group / 2 * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^
       half * 64;
   const int barrier = 1 + scores.group / 2 * Tile::kRowTiles + scores.row_tile;
   float4* const own_sums =
       reinterpret_cast<float4*>(shared_memory + Tile::kSums) + warp * Tile::kTilesN * 32 + lane;
   const float4* const other_sums =
       own_sums + ((warp ^ Tile::kRowTiles) - warp) * Tile::kTilesN * 32;
-  const std::uint32_t v_lane = sixteen_rows<Tile>(shared, lane) + column / 64 * 128;
+  const std::uint32_t v_lane = sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128;
   const uint4* p = reinterpret_cast<const uint4*>(shared_memory + Tile::kP) +
                    out_tile * (Tile::kBlockN / 16) * 32 + lane;
 
   // ---- Main loop. ----
   int stage = 0, next_stage = kStages - 1;
+  auto next = keys.copies(last_block - next_stage, next_stage, places[kStages - 1]);
   CUTE_NO_UNROLL
   for (int i = 0; i < blocks; ++i) {
     cute::cp_async_wait<kStages - 2>();
     __syncthreads();
+    const auto next_places = keys.find(last_block - (i + kStages), i + kStages < blocks);
     const bool loads = i + kStages - 1 < blocks;
-    const auto next = keys.rows(last_block - (i + kStages - 1), next_stage, loads ? place : -1);
-    place = i + kStages < blocks ? keys.find(last_block - (i + kStages)) : -1;
-
     float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
-    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, [&](int panel) {
-      constexpr int kPieces = KeyLoader<Tile>::Rows::kPieces;
-      CUTE_UNROLL
-      for (int piece = 0; piece < kPieces; ++piece) {
-        if (loads && piece * kPanels / kPieces == panel) next.copy(piece);
-      }
+    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
+      if (loads) next(panel);
     });
     cute::cp_async_fence();
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
@@ -300,6 +305,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     add_values<Element, Tile>(o, v_lane + stage * Tile::kStageBytes, p);
     stage = stage + 1 == kStages ? 0 : stage + 1;
     next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+    next = keys.copies(last_block - (i + kStages), next_stage, next_places);
   }
 
   // ---- The end of the tile. ----

@@ -1,8 +1,8 @@
 // Loads of Q and of keys, by cp.async: rows of tensors, or of pages of any size.
 //
-// A warp copies whole rows, an eighth of a KV block: 1 KB of the latent columns and 128 bytes of the others, which may
-// lie in a tensor of their own. One lane knows where such a piece of a row begins and hands its address to the others.
-// The page indices of a KV block are read while the one before it is computed.
+// A warp copies four rows at a time, panel by panel: eight lanes the 128 bytes of a row. So a lane has one row, whose
+// address serves all nine panels, and a copy is a single instruction. The last 64 columns may lie in a tensor of their
+// own. The page indices of a KV block are read while the one before it is computed.
 #pragma once
 
 #include <cute/config.hpp>
@@ -19,149 +19,137 @@ namespace cutlass_kernels::mla::mma_sync {
 using fa2::KernelParams;
 using fa2::TileWork;
 
-// The tensor of a lane's piece of a row.
-struct Source {
-  const char* data;
-  std::int64_t stride_token;  // in bytes
-  std::int64_t stride_head;   // or of a page
+// A lane's 16 bytes of each panel of a row.
+struct RowCopy {
+  std::uint32_t to;
+  const char* latent = nullptr;  // null: zeros
+  const char* rope = nullptr;
+
+  CUTE_DEVICE void operator()(int panel) const {
+    const char* from = panel < kLatentDim / 64 ? latent + panel * 128 : rope;
+    cp_async_16(to + panel * 128, from, latent != nullptr);
+  }
 };
 
-CUTE_DEVICE Source make_source(const ConstTensorView& latent, std::int64_t stride,
-                               const ConstTensorView& rope, std::int64_t rope_stride,
-                               bool is_rope) {
-  if (is_rope && rope.data != nullptr) {
-    return {static_cast<const char*>(rope.data), 2 * rope.stride_token, 2 * rope_stride};
-  }
-  return {static_cast<const char*>(latent.data) + (is_rope ? 2 * kLatentDim : 0),
-          2 * latent.stride_token, 2 * stride};
+// The row, counted in its four, and the 16 bytes of each 128 that are a lane's; where the swizzle puts them.
+CUTE_DEVICE int row_of_lane(int lane) { return lane / 8; }
+CUTE_DEVICE int bytes_of_lane(int lane) { return lane % 8 * 16; }
+CUTE_DEVICE int place_in_row(int row, int lane) { return (lane ^ row) % 8 << 4; }
+
+CUTE_DEVICE const char* bytes_at(const ConstTensorView& view) {
+  return static_cast<const char*>(view.data);
 }
 
-// A warp's rows of `shared` (rows, 576), kRows from its first on. Lane i has the address of the latent columns of row i %
-// kRows if i / kRows is even, else of the others; null: zeros instead. They are copied in kPieces pieces: products are in
-// between, since in a burst before them copies hold up the ldmatrix behind.
-template <class Tile, int kRows>
-struct WarpRows {
-  static_assert(2 * kRows <= 32);
-  static constexpr int kRopePieces = (kRows + 3) / 4;
-  static constexpr int kPieces = kRows + kRopePieces;
-
-  std::uint32_t to;
-  const char* address;
-
-  CUTE_DEVICE static bool is_rope(int lane) { return lane / kRows % 2 != 0; }
-
-  CUTE_DEVICE WarpRows(std::uint32_t shared, int warp, const char* address_)
-      : to(shared + warp * kRows * Tile::kRowBytes), address(address_) {}
-
-  CUTE_DEVICE const char* of_lane(int lane) const {
-    const auto bits = reinterpret_cast<std::uint64_t>(address);
-    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, bits, lane));
-  }
-
-  CUTE_DEVICE void copy(int piece) const {
-    const int lane = threadIdx.x % 32;
-    const int first = threadIdx.x / 32 * kRows;  // not kept: registers
-    if (piece < kRows) {
-      const char* row = of_lane(piece);
-      const std::uint32_t lane_to =
-          to + piece * Tile::kRowBytes + lane / 8 * 128 + ((lane ^ (first + piece)) % 8 << 4);
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        cp_async_16(lane_to + half * 512, row + half * 512 + lane * 16, row != nullptr);
+// Q of the tile's tokens and heads; zeros where there is none. The panels that are kept in registers go to `kept` (BLK_M,
+// 576), the others to `read` (BLK_M, 64 columns of each).
+template <class Tile>
+CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::uint32_t kept,
+                        std::uint32_t read, int warp, int lane) {
+  const LaunchParams& p = params.attention;
+  const bool separate = p.q_rope.data != nullptr;
+  for (int first = warp * 4; first < Tile::kBlockM; first += Tile::kWarps * 4) {
+    const int row = first + row_of_lane(lane);
+    const int token = int(params.pack.divide(row));
+    const int head = tile.head + row - token * int(params.pack.divisor);
+    const std::int64_t at = std::int64_t(tile.item.q_begin) + tile.row_begin + token;
+    RowCopy copy{kept + row * Tile::kRowBytes + place_in_row(row, lane)};
+    if (tile.row_begin + token < tile.row_end) {
+      copy.latent = bytes_at(p.q) + 2 * (at * p.q.stride_token + head * p.q.stride_head) +
+                    bytes_of_lane(lane);
+      copy.rope = separate ? bytes_at(p.q_rope) + bytes_of_lane(lane) +
+                                 2 * (at * p.q_rope.stride_token + head * p.q_rope.stride_head)
+                           : copy.latent + 2 * kLatentDim;
+    }
+    CUTE_UNROLL
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      if (panel == Tile::kQPanels) {
+        copy.to = read + row * Tile::kQRowBytes - panel * 128 + place_in_row(row, lane);
       }
-    } else {
-      const int row = (piece - kRows) * 4 + lane / 8;
-      const char* from = of_lane(kRows + row % kRows);
-      if (kRows % 4 == 0 || row < kRows) {
-        cp_async_16(to + row * Tile::kRowBytes + kLatentDim * 2 + ((lane ^ (first + row)) % 8 << 4),
-                    from + lane % 8 * 16, from != nullptr);
-      }
+      copy(panel);
     }
   }
-  CUTE_DEVICE void copy_all() const {
-    CUTE_UNROLL
-    for (int piece = 0; piece < kPieces; ++piece) copy(piece);
-  }
-};
-
-// Q of the tile's tokens and heads; zeros where there is none.
-template <class Tile>
-CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::uint32_t shared,
-                        int warp, int lane) {
-  constexpr int kRows = Tile::kBlockM / Tile::kWarps;
-  using Rows = WarpRows<Tile, kRows>;
-  const LaunchParams& p = params.attention;
-  const Source source =
-      make_source(p.q, p.q.stride_head, p.q_rope, p.q_rope.stride_head, Rows::is_rope(lane));
-  const int row = warp * kRows + lane % kRows;
-  const int token = int(params.pack.divide(row));
-  const int head = tile.head + row - token * int(params.pack.divisor);
-  const char* address = nullptr;
-  if (tile.row_begin + token < tile.row_end) {
-    address = source.data +
-              (std::int64_t(tile.item.q_begin) + tile.row_begin + token) * source.stride_token +
-              head * source.stride_head;
-  }
-  Rows(shared, warp, address).copy_all();
 }
 
 template <class Tile>
 struct KeyLoader {
-  static constexpr int kRows = Tile::kBlockN / Tile::kWarps;
-  using Rows = WarpRows<Tile, kRows>;
+  static constexpr int kRows = Tile::kBlockN / Tile::kWarps / 4;  // of a lane
+  static constexpr int kRowStep = Tile::kWarps * 4;
+
+  // The pages of a lane's keys of a KV block, -1 for none; of tensors the rows.
+  struct Places {
+    int of[kRows];
+  };
+  struct Copies {
+    RowCopy of[kRows];
+
+    CUTE_DEVICE void operator()(int panel) const {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) of[r](panel);
+    }
+  };
 
   const KernelParams& params;
-  std::uint32_t shared;
-  int kv_begin;   // the request's first key, or first entry of its page table
-  int key_begin;  // keys outside [key_begin, key_begin + key_extent) are zeros
+  std::uint32_t to;  // the lane's 16 bytes of its first row
+  int kv_begin;      // the request's first key, or first entry of its page table
+  int key_begin;     // keys outside [key_begin, key_begin + key_extent) are zeros
   std::uint32_t key_extent;
-  int warp, lane;
+  int row;  // the lane's first one
 
-  CUTE_DEVICE KeyLoader(const KernelParams& params_, const TileWork& tile, std::uint32_t shared_,
-                        int warp_, int lane_)
+  CUTE_DEVICE KeyLoader(const KernelParams& params_, const TileWork& tile, std::uint32_t shared,
+                        int warp, int lane)
       : params(params_),
-        shared(shared_),
         kv_begin(tile.item.kv_begin),
         key_begin(tile.key_begin),
         key_extent(tile.key_end - tile.key_begin),
-        warp(warp_),
-        lane(lane_) {}
-
-  CUTE_DEVICE int key(int block) const {
-    return block * Tile::kBlockN + warp * kRows + lane % kRows;
+        row(warp * 4 + row_of_lane(lane)) {
+    to = shared + row * Tile::kRowBytes + place_in_row(row, lane);
   }
 
-  // The page of this lane's key, -1 for none; of tensors the row. The load is in flight until rows().
-  CUTE_DEVICE int find(int block) const {
-    const int of_key = key(block);
-    int place = -1;
-    if (std::uint32_t(of_key - key_begin) < key_extent) {
-      place = kv_begin + of_key;
-      if (params.attention.pages.page_size > 0) {
-        asm volatile(
-            "ld.global.nc.b32 %0, [%1];"
-            : "=r"(place)
-            : "l"(params.attention.pages.indices + kv_begin + params.page_size.divide(of_key))
-            : "memory");
+  // Of a KV block that is not there: none. The loads are in flight until copies() is called.
+  CUTE_DEVICE Places find(int block, bool is_there) const {
+    Places places;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int key = block * Tile::kBlockN + row + r * kRowStep;
+      places.of[r] = -1;
+      if (is_there && std::uint32_t(key - key_begin) < key_extent) {
+        places.of[r] = kv_begin + key;
+        if (params.attention.pages.page_size > 0) {
+          asm volatile(
+              "ld.global.nc.b32 %0, [%1];"
+              : "=r"(places.of[r])
+              : "l"(params.attention.pages.indices + kv_begin + params.page_size.divide(key))
+              : "memory");
+        }
       }
     }
-    return place;
+    return places;
   }
 
-  // Copies of a KV block, to be issued.
-  CUTE_DEVICE Rows rows(int block, int stage, int place) const {
+  CUTE_DEVICE Copies copies(int block, int stage, const Places& places) const {
     const LaunchParams& p = params.attention;
-    const Source source = make_source(p.k, p.pages.k_stride_page, p.k_rope,
-                                      p.pages.k_rope_stride_page, Rows::is_rope(lane));
-    const char* address = nullptr;
-    if (p.pages.page_size == 0) {
-      if (place >= 0) address = source.data + place * source.stride_token;
-    } else if (std::uint32_t(place) < params.num_pages) {
-      const int of_key = key(block);
-      const int slot = of_key - int(params.page_size.divide(of_key)) * p.pages.page_size;
-      address = source.data + place * source.stride_head + slot * source.stride_token;
+    const bool paged = p.pages.page_size > 0;
+    const std::uint32_t end = paged ? params.num_pages : 1u << 31;
+    const int bytes = bytes_of_lane(threadIdx.x % 32);
+    Copies copies;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int key = block * Tile::kBlockN + row + r * kRowStep;
+      const std::int64_t place = places.of[r];
+      const int slot = paged ? key - int(params.page_size.divide(key)) * p.pages.page_size : 0;
+      const auto address = [&](const ConstTensorView& view, std::int64_t stride_page) {
+        const std::int64_t at =
+            place * (paged ? stride_page : view.stride_token) + slot * view.stride_token;
+        return bytes_at(view) + bytes + 2 * at;
+      };
+      copies.of[r] = {to + stage * Tile::kStageBytes + r * kRowStep * Tile::kRowBytes};
+      if (std::uint32_t(places.of[r]) < end) {
+        copies.of[r].latent = address(p.k, p.pages.k_stride_page);
+        copies.of[r].rope = p.k_rope.data != nullptr ? address(p.k_rope, p.pages.k_rope_stride_page)
+                                                     : copies.of[r].latent + 2 * kLatentDim;
+      }
     }
-    return Rows(shared + stage * Tile::kStageBytes, warp, address);
+    return copies;
   }
 };
 

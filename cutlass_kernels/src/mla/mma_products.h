@@ -16,48 +16,59 @@
 
 namespace cutlass_kernels::mla::mma_sync {
 
-constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
-
 // What a warp keeps of Q: its half of each panel (panel, 16 columns, fragment).
-using KeptQ = std::uint32_t[kPanels][2][4];
+template <class Tile>
+using KeptQ = std::uint32_t[Tile::kQPanels][2][4];
 
 // Where the lane's ldmatrix addresses begin in 16 rows: lanes 0-15 at rows 0-15, lanes 16-31 at the same rows eight
 // columns on. Of Q the A fragment; of V, transposed, the B fragments of two tiles of O.
-template <class Tile>
+template <int kRowBytes>
 CUTE_DEVICE std::uint32_t sixteen_rows(std::uint32_t shared, int lane) {
-  return shared + lane % 16 * Tile::kRowBytes + ((lane / 16 ^ lane % 8) << 4);
+  return shared + lane % 16 * kRowBytes + ((lane / 16 ^ lane % 8) << 4);
 }
 
-// In eight keys: lanes 0-7 at keys 0-7, the others at the same keys 8, 16 and 24 columns on. The B fragments of two
-// steps of S.
+// In 16 keys: lanes 0-7 at keys 0-7, 8-15 at the same keys eight columns on, the others at keys 8-15. The B fragments of
+// two tiles of S.
 template <class Tile>
-CUTE_DEVICE std::uint32_t eight_keys(std::uint32_t shared, int lane) {
-  return shared + lane % 8 * Tile::kRowBytes + ((lane / 8 ^ lane % 8) << 4);
+CUTE_DEVICE std::uint32_t sixteen_keys(std::uint32_t shared, int lane) {
+  const int key = lane % 8 + lane / 16 * 8;
+  return shared + key * Tile::kRowBytes + ((lane / 8 % 2 ^ lane % 8) << 4);
 }
 
-// From 16 rows of Q (sixteen_rows()).
-CUTE_DEVICE void read_q(KeptQ& q, std::uint32_t rows, int half) {
-  CUTE_UNROLL
-  for (int i = 0; i < kPanels * 2; ++i) {
-    ldmatrix_x4(q[i / 2][i % 2], (rows ^ ((half * 4 + i % 2 * 2) << 4)) + i / 2 * 128);
-  }
+// Its half of a panel of Q, from 16 rows (sixteen_rows()) that begin with its half of the first panel.
+CUTE_DEVICE void read_q(std::uint32_t (&q)[2][4], std::uint32_t rows, int panel) {
+  ldmatrix_x4(q[0], rows + panel * 128);
+  ldmatrix_x4(q[1], (rows ^ 32) + panel * 128);
 }
 
-// s = Q K^T of the warp's 16 rows, 8 kPartTiles keys and half of the columns, which begin at `keys` (eight_keys()).
-// Fragments of K are read kAhead ldmatrix before their products. next(panel) is called along the way.
+// s = Q K^T of the warp's 16 rows, 8 kPartTiles keys and half of the columns, which begin at `keys` (sixteen_keys()).
+// `q_rows`: the rows of Q (sixteen_rows()) without the panels that are kept. Fragments of K are read kAhead ldmatrix
+// before their products, those of Q a panel before. next(panel) is called along the way.
 template <class Element, class Tile, class Next>
-CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys, const KeptQ& q,
-                             Next&& next) {
+CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys,
+                             const KeptQ<Tile>& kept, std::uint32_t q_rows, Next&& next) {
   constexpr int kTiles = Tile::kPartTiles;
+  constexpr int kPairs = kTiles / 2;
   constexpr int kChains = Tile::kChains;
-  constexpr int kAhead = kTiles == 4 ? 2 : 4;
+  constexpr int kReads = Tile::kPanels * 2 * kPairs;
+  constexpr int kAhead = 3;
   constexpr int kSlots = kAhead + 1;
   std::uint32_t b[kSlots][4];
   auto read_k = [&](int read) {
-    if (read < kPanels * kTiles) {
-      ldmatrix_x4(b[read % kSlots],
-                  keys + read / kTiles * 128 + read % kTiles * 8 * Tile::kRowBytes);
+    if (read >= kReads) return;
+    const int step = read / kPairs;  // of 16 columns
+    ldmatrix_x4(b[read % kSlots], (step % 2 == 0 ? keys : keys ^ 32) + step / 2 * 128 +
+                                      read % kPairs * 16 * Tile::kRowBytes);
+  };
+  std::uint32_t q[2][2][4];  // (panel % 2, 16 columns, fragment)
+  auto begin_q = [&](int panel) {
+    if (panel >= Tile::kQPanels && panel < Tile::kPanels) {
+      read_q(q[panel % 2], q_rows, panel - Tile::kQPanels);
     }
+  };
+  auto get_q = [&](int step) -> const std::uint32_t (&)[4] {
+    if (step / 2 < Tile::kQPanels) return kept[step / 2][step % 2];
+    return q[step / 2 % 2][step % 2];
   };
   float sums[kTiles][kChains][4];
   CUTE_UNROLL
@@ -66,16 +77,20 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys
   }
   CUTE_UNROLL
   for (int read = 0; read < kAhead; ++read) read_k(read);
+  begin_q(0);
   CUTE_UNROLL
-  for (int panel = 0; panel < kPanels; ++panel) {
-    next(panel);
+  for (int step = 0; step < 2 * Tile::kPanels; ++step) {
+    if (step % 2 == 0) {
+      begin_q(step / 2 + 1);
+      next(step / 2);
+    }
     CUTE_UNROLL
-    for (int n = 0; n < kTiles; ++n) {
-      const int read = panel * kTiles + n;
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int read = step * kPairs + pair;
       read_k(read + kAhead);
-      const std::uint32_t (&fragment)[4] = b[read % kSlots];
-      mma<Element>(sums[n][0], q[panel][0], fragment[0], fragment[1]);
-      mma<Element>(sums[n][kChains - 1], q[panel][1], fragment[2], fragment[3]);
+      const std::uint32_t (&fragments)[4] = b[read % kSlots];
+      mma<Element>(sums[2 * pair][step % kChains], get_q(step), fragments[0], fragments[1]);
+      mma<Element>(sums[2 * pair + 1][step % kChains], get_q(step), fragments[2], fragments[3]);
     }
   }
   CUTE_UNROLL
