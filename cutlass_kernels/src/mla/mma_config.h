@@ -40,6 +40,10 @@ struct Tile {
   // Sums of each: a product waits 33 cycles for the one before it, and a sum has 18.
   static constexpr int kChains = 4 / kPartTiles;
 
+  // Whether the copies of a KV block are issued among the products of S: in a burst before them they hold up the ldmatrix
+  // behind. Where memory is what takes time, earlier is better.
+  static constexpr bool kSpreadsCopies = kRowTiles == 4;
+
   // O.
   static constexpr int kOutRowTiles = kRowTiles == 1 ? 1 : 2;
   static constexpr int kOutParts = kWarps / (kRowTiles / kOutRowTiles);  // of the columns

@@ -69,13 +69,22 @@ struct WarpScores {
   int row_tile;
   int group;
   int all_begin, all_end;  // every row of the tile sees keys [all_begin, all_end)
+  std::uint32_t p_offset;  // of the lane's part of a fragment of P
+
+  // Fragments (row tile, 16 keys, lane) of 16 bytes; of eight keys, the first or the second half of these.
+  CUTE_DEVICE static std::uint32_t offset_of_p(int row_tile, int group, int lane) {
+    const int first_key = group * kTilesN * 8;
+    return Tile::kP + ((row_tile * (Tile::kBlockN / 16) + first_key / 16) * 32 + lane) * 16 +
+           first_key % 16;
+  }
 
   CUTE_DEVICE int row(int r) const { return row_tile * 16 + r * 8 + lane / 4; }
   CUTE_DEVICE int first_key() const { return group * kTilesN * 8; }
 
   CUTE_DEVICE void transform(Scores& s) const {
     const LaunchParams& p = params.attention;
-    if (p.logits_scale.data != nullptr || p.keys_scale.data != nullptr) {
+    // Unlikely, which moves it out of the way: what is jumped over takes time to fetch.
+    if (__builtin_expect(p.logits_scale.data != nullptr || p.keys_scale.data != nullptr, 0)) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         const PlaceOfRow place(params, tile, row(r));
@@ -85,14 +94,14 @@ struct WarpScores {
         for (int i = 0; i < kTilesN * 2; ++i) s[i / 2][r * 2 + i % 2] *= scale;
       }
     }
-    if (params.transform.changes_logits()) {
+    if (__builtin_expect(params.transform.changes_logits(), 0)) {
       params.transform.template apply<true>(&s[0][0], kTilesN * 4);
     }
   }
 
   CUTE_DEVICE void mask(Scores& s, int block) const {
     const int first = block * Tile::kBlockN;
-    if (first >= all_begin && first + Tile::kBlockN <= all_end) return;
+    if (__builtin_expect(first >= all_begin && first + Tile::kBlockN <= all_end, 1)) return;
     __syncwarp();  // keeps this a branch
     const int key0 = first + first_key() + lane % 4 * 2;
     CUTE_UNROLL
@@ -214,15 +223,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   for (int i = 0; i < kFirstBlocks; ++i) copy(i);
 
   // ---- What this warp computes. ----
+  const int row_tile = warp % Tile::kRowTiles;
+  const int group = warp / Tile::kRowTiles;
   const WarpScores<Element, Tile> scores{
       params,
       kept,
       shared_memory,
       lane,
-      warp % Tile::kRowTiles,
-      warp / Tile::kRowTiles,
+      row_tile,
+      group,
       tile.mask.lo<true>(tile.row_end - 1),
       tile.mask.hi<true>(tile.row_begin),
+      held(WarpScores<Element, Tile>::offset_of_p(row_tile, group, lane)),
   };
   const int out_tile = warp / Tile::kOutParts * Tile::kOutRowTiles;
   const int column = warp % Tile::kOutParts * Tile::kColumns;
@@ -232,34 +244,37 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
   }
   OnlineSoftmax<2> softmax(params.transform.scale);
-  const int half = scores.group % 2;  // of the columns of S
+  const int half = group % 2;  // of the columns of S
   KeptQ<Tile> q;
   cute::cp_async_wait<kFirstBlocks>();
   __syncthreads();
-  const int q_row = scores.row_tile * 16;
+  const int q_row = row_tile * 16;
   const std::uint32_t kept_rows =
       sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane) ^ half * 64;
   CUTE_UNROLL
   for (int panel = 0; panel < Tile::kQPanels; ++panel) read_q(q[panel], kept_rows, panel);
   const std::uint32_t q_rows =
-      sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane) ^
-      half * 64;
+      held(sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane) ^
+           half * 64);
   if constexpr (Tile::kQStages > 1) {
     __syncthreads();
     CUTE_UNROLL
     for (int i = kFirstBlocks; i < kStages - 1; ++i) copy(i);
   }
-  const std::uint32_t k_lane =
-      sixteen_keys<Tile>(shared + scores.group / 2 * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^
-      half * 64;
-  const int barrier = 1 + scores.group / 2 * Tile::kRowTiles + scores.row_tile;
-  float4* const own_sums =
-      reinterpret_cast<float4*>(shared_memory + Tile::kSums) + warp * Tile::kTilesN * 32 + lane;
-  const float4* const other_sums =
-      own_sums + ((warp ^ Tile::kRowTiles) - warp) * Tile::kTilesN * 32;
-  const std::uint32_t v_lane = sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128;
-  const uint4* p = reinterpret_cast<const uint4*>(shared_memory + Tile::kP) +
-                   out_tile * (Tile::kBlockN / 16) * 32 + lane;
+  const int pair = group / 2;  // of warps with the same keys
+  const std::uint32_t k_lane = held(
+      sixteen_keys<Tile>(shared + pair * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^ half * 64);
+  const std::uint32_t v_lane =
+      held(sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128);
+  const int barrier = int(held(1 + pair * Tile::kRowTiles + row_tile));
+  const auto sums_of = [&](int of_warp) {
+    return reinterpret_cast<float4*>(
+        shared_memory + held(Tile::kSums + (of_warp * Tile::kTilesN * 32 + lane) * 16));
+  };
+  float4* const own_sums = sums_of(warp);
+  const float4* const other_sums = sums_of(warp ^ Tile::kRowTiles);
+  const auto* p = reinterpret_cast<const uint4*>(
+      shared_memory + held(Tile::kP + (out_tile * (Tile::kBlockN / 16) * 32 + lane) * 16));
 
   // ---- Main loop. ----
   int stage = 0, next_stage = kStages - 1;
@@ -271,8 +286,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const auto next_places = keys.find(last_block - (i + kStages), i + kStages < blocks);
     const bool loads = i + kStages - 1 < blocks;
     float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
-    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
+    const auto copy_next = [&](int panel) {
       if (loads) next(panel);
+    };
+    if constexpr (!Tile::kSpreadsCopies) {
+      CUTE_UNROLL
+      for (int panel = 0; panel < Tile::kPanels; ++panel) copy_next(panel);
+    }
+    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
+      if constexpr (Tile::kSpreadsCopies) copy_next(panel);
     });
     cute::cp_async_fence();
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
@@ -286,7 +308,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     float sums[2];
     scores.write_p(s, softmax, sums);
-    if (__syncthreads_or(softmax.exceeds(thread_max))) {
+    ValueProducts<Element, Tile> products(v_lane + stage * Tile::kStageBytes);
+    if (__builtin_expect(__syncthreads_or(softmax.exceeds(thread_max)), 0)) {
       scores.raise(thread_max, softmax);
       scores.write_p(s, softmax, sums);
       __syncthreads();
@@ -302,7 +325,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     softmax.partial_sum[0] += sums[0];
     softmax.partial_sum[1] += sums[1];
-    add_values<Element, Tile>(o, v_lane + stage * Tile::kStageBytes, p);
+    products.add_to(o, p);
     stage = stage + 1 == kStages ? 0 : stage + 1;
     next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
     next = keys.copies(last_block - (i + kStages), next_stage, next_places);

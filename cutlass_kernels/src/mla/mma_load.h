@@ -13,6 +13,7 @@
 #include "fa2/params.h"
 #include "fa2/tile_work.h"
 #include "mla/mma_config.h"
+#include "mla/mma_products.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 
@@ -101,8 +102,8 @@ struct KeyLoader {
         kv_begin(tile.item.kv_begin),
         key_begin(tile.key_begin),
         key_extent(tile.key_end - tile.key_begin),
-        row(warp * 4 + row_of_lane(lane)) {
-    to = shared + row * Tile::kRowBytes + place_in_row(row, lane);
+        row(int(held(warp * 4 + row_of_lane(lane)))) {
+    to = held(shared + row * Tile::kRowBytes + place_in_row(row, lane));
   }
 
   // Of a KV block that is not there: none. The loads are in flight until copies() is called.

@@ -20,6 +20,13 @@ namespace cutlass_kernels::mla::mma_sync {
 template <class Tile>
 using KeptQ = std::uint32_t[Tile::kQPanels][2][4];
 
+// Makes the compiler keep a number in a register. Left alone, it computes addresses anew in each KV block, a chain of ten
+// instructions in front of the first ldmatrix.
+CUTE_DEVICE std::uint32_t held(std::uint32_t number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // Where the lane's ldmatrix addresses begin in 16 rows: lanes 0-15 at rows 0-15, lanes 16-31 at the same rows eight
 // columns on. Of Q the A fragment; of V, transposed, the B fragments of two tiles of O.
 template <int kRowBytes>
@@ -51,7 +58,7 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys
   constexpr int kPairs = kTiles / 2;
   constexpr int kChains = Tile::kChains;
   constexpr int kReads = Tile::kPanels * 2 * kPairs;
-  constexpr int kAhead = 3;
+  constexpr int kAhead = kTiles == 4 ? 3 : 5;
   constexpr int kSlots = kAhead + 1;
   std::uint32_t b[kSlots][4];
   auto read_k = [&](int read) {
@@ -128,47 +135,57 @@ CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Ti
 }
 
 // o += P V of the warp's row tiles and columns. `values`: the first of its columns in the KV block (sixteen_rows()).
-// `p`: P of its first row tile, fragments (row tile, 16 keys, lane).
+// Fragments of V are read kAhead ldmatrix before their products, the first of them by the constructor: while the warp
+// waits for P of the others.
 template <class Element, class Tile>
-CUTE_DEVICE void add_values(float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], std::uint32_t values,
-                            const uint4* p) {
-  constexpr int kRowTiles = Tile::kOutRowTiles;
-  constexpr int kSteps = Tile::kBlockN / 16;
-  constexpr int kPairs = Tile::kTilesD / 2;  // of tiles of 8 columns
-  constexpr int kAhead = 3;
-  constexpr int kSlots = kAhead + 1;
+struct ValueProducts {
+  static constexpr int kRowTiles = Tile::kOutRowTiles;
+  static constexpr int kSteps = Tile::kBlockN / 16;
+  static constexpr int kPairs = Tile::kTilesD / 2;  // of tiles of 8 columns
+  static constexpr int kAhead = Tile::kTilesD == 16 ? 3 : 5;
+  static constexpr int kSlots = kAhead + 1;
+
+  std::uint32_t values;
   std::uint32_t b[kSlots][4];
-  auto read_v = [&](int read) {
-    if (read >= kSteps * kPairs) return;
-    const int pair = read % kPairs;
-    ldmatrix_x4_trans(b[read % kSlots], (values ^ (pair % 4 * 2 << 4)) + pair / 4 * 128 +
-                                            read / kPairs * 16 * Tile::kRowBytes);
-  };
-  CUTE_UNROLL
-  for (int read = 0; read < kAhead; ++read) read_v(read);
-  CUTE_UNROLL
-  for (int step = 0; step < kSteps; ++step) {
-    std::uint32_t a[kRowTiles][4];
+
+  CUTE_DEVICE explicit ValueProducts(std::uint32_t values_) : values(values_) {
     CUTE_UNROLL
-    for (int m = 0; m < kRowTiles; ++m) {
-      const uint4 fragment = p[(m * kSteps + step) * 32];
-      a[m][0] = fragment.x;
-      a[m][1] = fragment.y;
-      a[m][2] = fragment.z;
-      a[m][3] = fragment.w;
-    }
+    for (int i = 0; i < kAhead; ++i) read(i);
+  }
+
+  CUTE_DEVICE void read(int i) {
+    if (i >= kSteps * kPairs) return;
+    const int pair = i % kPairs;
+    ldmatrix_x4_trans(b[i % kSlots], (values ^ (pair % 4 * 2 << 4)) + pair / 4 * 128 +
+                                         i / kPairs * 16 * Tile::kRowBytes);
+  }
+
+  // `p`: P of the first row tile, fragments (row tile, 16 keys, lane).
+  CUTE_DEVICE void add_to(float (&o)[kRowTiles][Tile::kTilesD][4], const uint4* p) {
     CUTE_UNROLL
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const int read = step * kPairs + pair;
-      read_v(read + kAhead);
-      const std::uint32_t (&fragment)[4] = b[read % kSlots];
+    for (int step = 0; step < kSteps; ++step) {
+      std::uint32_t a[kRowTiles][4];
       CUTE_UNROLL
       for (int m = 0; m < kRowTiles; ++m) {
-        mma<Element>(o[m][2 * pair], a[m], fragment[0], fragment[1]);
-        mma<Element>(o[m][2 * pair + 1], a[m], fragment[2], fragment[3]);
+        const uint4 fragment = p[(m * kSteps + step) * 32];
+        a[m][0] = fragment.x;
+        a[m][1] = fragment.y;
+        a[m][2] = fragment.z;
+        a[m][3] = fragment.w;
+      }
+      CUTE_UNROLL
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const int i = step * kPairs + pair;
+        read(i + kAhead);
+        const std::uint32_t (&fragments)[4] = b[i % kSlots];
+        CUTE_UNROLL
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma<Element>(o[m][2 * pair], a[m], fragments[0], fragments[1]);
+          mma<Element>(o[m][2 * pair + 1], a[m], fragments[2], fragments[3]);
+        }
       }
     }
   }
-}
+};
 
 }  // namespace cutlass_kernels::mla::mma_sync
