@@ -24,6 +24,7 @@ on_hopper = pytest.mark.parametrize(
         pytest.param(("cuda:0", "fa2"), id="cuda-fa2", marks=[pytest.mark.gpu]),
     ],
 )
+kernels_of = pytest.mark.parametrize("backend", [pytest.param("fa3", marks=pytest.mark.hopper), "fa2"])
 MASKS = [
     Mask(causal=True),
     Mask(),
@@ -98,14 +99,15 @@ def test_random(place, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.hopper
-def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit():
-    batch = latent_batch([2] * 5, [900, 64, 1, 333, 4000], 128, "cuda:0")
+@kernels_of
+@pytest.mark.parametrize("heads", [8, 128])
+def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit(heads, backend):
+    batch = latent_batch([2] * 5, [900, 64, 1, 333, 4000], heads, "cuda:0")
     k, _, given = keys(batch, "table", "NHD", 64, False)
     q, whose = queries(batch, True)
     out = torch.empty(*q.shape[:-1], 512, dtype=q.dtype, device=q.device)
     lens = given.pop("seqused_k").clone()
-    call = dict(**whose, **given, seqused_k=lens, causal=True, out=out, max_seqlen_k=4096, backend="fa3")
+    call = dict(**whose, **given, seqused_k=lens, causal=True, out=out, max_seqlen_k=4096, backend=backend)
     ck.attention(q, k, k[..., :512], **call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -114,7 +116,7 @@ def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit():
         lens.copy_(torch.tensor(other))
         poison_(out)
         graph.replay()
-        shorter = latent_batch(batch.qo_lens, other, 128, "cuda:0")
+        shorter = latent_batch(batch.qo_lens, other, heads, "cuda:0")
         shorter.q = batch.q
         parts = [x[:n] for x, n in zip(batch.k.split(batch.kv_lens), other)]
         shorter.k = torch.cat(parts)
@@ -128,10 +130,10 @@ def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit():
 
 
 @pytest.mark.gpu
-@pytest.mark.hopper
+@kernels_of
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("rows", [1, 4])
-def test_keys_spread_over_ranks(rank, rows):
+def test_keys_spread_over_ranks(rank, rows, backend):
     whole = latent_batch([rows] * 3, [700, 33, 5000], 16, "cuda:0")
     places = [torch.arange(n)[torch.arange(n) // 16 % 3 == rank] for n in whole.kv_lens]
     begins = [0, 700, 733]
@@ -140,12 +142,35 @@ def test_keys_spread_over_ranks(rank, rows):
     k, _, given = keys(part, "table", "NHD", 16, False)
     given["seqused_k"] = torch.tensor(whole.kv_lens, dtype=torch.int32, device="cuda")
     q, whose = queries(part, True)
-    call = dict(**whose, **given, kv_shard=(3, rank, 16), causal=True, return_lse=True, backend="fa3")
+    call = dict(**whose, **given, kv_shard=(3, rank, 16), causal=True, return_lse=True, backend=backend)
     out, lse = ck.attention(q, k, k[..., :512], **call)
     seen = [Mask(causal=True).visible(b, rows, n, "cuda:0")[:, places[b].cuda()] for b, n in enumerate(whole.kv_lens)]
     want, want_lse, base = expect(part, Mask(bits=seen), Options())
     assert_close(out.flatten(0, 1), want, base)
     assert_lse_close(lse.flatten(0, 1), want_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 5, 48])
+@pytest.mark.parametrize("heads", [4, 16, 40, 128])
+def test_pages_of_any_size(page_size, heads):
+    batch = latent_batch([1, 3, 1], [1000, 40, 0], heads, "cuda:0")
+    before = counts()
+    check(batch, "fa2", "table", Mask(causal=True), page_size)
+    assert counts() - before == {"fa2": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    ("heads", "rows", "page_size", "taken"),
+    [(16, 1, 64, "fa2"), (4, 4, 64, "fa2"), (16, 2, 64, "fa3"), (128, 1, 64, "fa3"), (128, 1, 5, "fa3")],
+)
+def test_auto_takes_fa2_for_few_rows(heads, rows, page_size, taken):
+    batch = latent_batch([rows] * 3, [100, 64, 700], heads, "cuda:0")
+    before = counts()
+    check(batch, "auto", "table", Mask(causal=True), page_size, dense=True)
+    assert counts() - before == {taken: 1}
 
 
 @pytest.mark.gpu
@@ -157,8 +182,9 @@ def test_what_the_kernel_does_not_read_is_never_computed_wrongly(what):
         batch = make_batch([1, 3], [100, 40], 4, 2, 576, head_dim_vo=512, dtype=torch.bfloat16, device="cuda:0")
     k, v, given = keys(batch, "table", "NHD", 16, False)
     q, whose = queries(batch, False)
-    with pytest.raises((ValueError, RuntimeError), match="fa3"):
-        ck.attention(q, k, v, causal=True, backend="fa3", **whose, **given)
+    for backend in ("fa3", "fa2"):
+        with pytest.raises((ValueError, RuntimeError), match=backend):
+            ck.attention(q, k, v, causal=True, backend=backend, **whose, **given)
     before = counts()
     out = ck.attention(q, k, v, causal=True, **whose, **given)
     assert counts() - before == {"reference": 2}
@@ -167,21 +193,19 @@ def test_what_the_kernel_does_not_read_is_never_computed_wrongly(what):
 
 
 def test_explain_says_what_is_missing(extension):
-<<<<<<< HEAD
-    sizes = dict(num_qo_heads=16, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512, features=["paged"])
-    sizes |= dict(device="cuda", compute_capability=90)
-=======
     sizes = dict(
         device="cuda", compute_capability=90, num_qo_heads=16, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512
     )
->>>>>>> 46082e0 (BatchAttention and the wrappers for prefill on decode: fronts of the paged wrappers)
     built = {(kernel["backend"], kernel["head_dim_qk"]) for kernel in ck.list_kernels()}
-    if ("fa3", 576) not in built:
-        pytest.skip("this build has no fa3 kernel of latent attention")
+    if not {("fa3", 576), ("fa2", 576)} <= built:
+        pytest.skip("this build has no kernels of latent attention")
     assert ck.explain(**sizes).selected == "fa3"
-    (reason,) = ck.explain(**dict(sizes, features=["paged", "separate_values"])).reasons["fa3"]
-    assert "first columns of the keys" in reason
-    (reason,) = ck.explain(**dict(sizes, head_dim_vo=256)).reasons["fa3"]
-    assert "576 and 512" in reason
-    (reason,) = ck.explain(**dict(sizes, num_kv_heads=16)).reasons["fa3"]
-    assert "num_kv_heads=16" in reason
+    assert ck.explain(**sizes, features=["short_queries"]).selected == "fa2"
+    assert not ck.explain(**sizes).reasons["fa2"]
+    for backend in ("fa3", "fa2"):
+        (reason,) = ck.explain(**sizes, features=["separate_values"]).reasons[backend]
+        assert "first columns of the keys" in reason
+        (reason,) = ck.explain(**dict(sizes, head_dim_vo=256)).reasons[backend]
+        assert "576 and 512" in reason
+        (reason,) = ck.explain(**dict(sizes, num_kv_heads=16)).reasons[backend]
+        assert "num_kv_heads=16" in reason

@@ -10,8 +10,8 @@
 //   Many          16 x 32 x 288                        32 x 128
 //
 // Two row tiles of O feed two products with each fragment of V that is read from shared memory. Of 64 rows and 32 keys,
-// shared memory is then busy for 2300 cycles, at 128 bytes each; with Q read from there, and keys instead of columns
-// split, for 3250.
+// shared memory is then busy for 2500 cycles, at 128 bytes each; if all of Q were read from there, and keys instead of
+// columns were split, for 3250.
 #pragma once
 
 #include "merge/combine_splits.h"
@@ -78,7 +78,7 @@ struct Tile {
 using Few = Tile<1, 64, 3, 9>;        // 223 KB of shared memory: compute capability 9.0
 using Some = Tile<2, 32, 4, 9>;       // 151 KB: 8.0
 using SomeSmall = Tile<2, 32, 2, 9>;  // 79 KB: 8.6, 8.9, 12.x
-using Many = Tile<4, 32, 3, 4>;       // 162 KB
+using Many = Tile<4, 32, 3, 4>;       // 161 KB
 
 // LaunchPlan::tile_kind.
 enum TileKind { kFew = 0, kSome = 1, kMany = 2 };
