@@ -21,8 +21,8 @@
 //   mma_load.h    loads of Q and keys                      mma_store.h     O, LSE, partial results
 //
 // Numbers. Registers: O takes 32 (Few), 64 (Some) or 128 (Many), Q 72, or 32 of Many. Of 16 rows on an H200, a KV block of
-// 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s, and 4000 are measured. Of 64 rows, 32 keys take 3800 cycles: the
-// tensor cores are busy for 1650, shared memory for 2500.
+// 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s, and about 3900 by the time of a whole call. Of 64 rows, 32 keys
+// take about 3800 cycles by that time; their products take the tensor cores about 1600, at 6 cycles for an mma.sync.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
