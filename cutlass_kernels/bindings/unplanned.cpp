@@ -46,6 +46,8 @@ enum {
   kNumSplits,
   kBatchInvariant,
   kKvShard,
+  kQRope,
+  kKRope,
   kBackend,
   kArguments
 };
@@ -54,6 +56,16 @@ enum {
 enum LseForm { kReturned = 1, kNatural = 2, kHeadsFirst = 4 };
 
 constexpr double kLn2 = 0.6931471805599453;
+
+/// Columns of latent attention whose tensors may be their own: AttentionParams::q_rope and k_rope.
+constexpr std::int64_t kRopeDim = 64;
+
+/// Whether the columns of `rope` lie right behind those of `x`, row by row: two views of one tensor.
+bool is_behind(const Matrix& rope, const Matrix& x, int item_bytes) {
+  return rope.data == x.data + Address(x.dim * item_bytes) &&
+         (x.tokens == 1 || rope.stride_token == x.stride_token) &&
+         (x.heads == 1 || rope.stride_head == x.stride_head);
+}
 
 /// [rows, heads, dim] of queries or of an output, or [batch, rows, heads, dim] whose rows follow one another.
 bool read_rows(const Tensor& tensor, Matrix* matrix) {
@@ -90,8 +102,9 @@ struct Call {
   const Torch& torch;
   PyObject* const* given;
   AttentionParams params;
-  Tensor q, k, v;
+  Tensor q, k, v, k_rope;
   Matrix queries;
+  std::int64_t dim_qk = 0;
   int device = 0;
   bool hnd = false;
 
@@ -115,9 +128,11 @@ struct Call {
       return false;
     }
     params.num_qo_heads = int(queries.heads);
-    params.head_dim_qk = int(queries.dim);
     params.total_q = queries.tokens;
     params.q = queries.view();
+    dim_qk = queries.dim;
+    if (is_given(kQRope) && !read_q_rope()) return false;
+    params.head_dim_qk = int(dim_qk);
     std::int64_t batch = 1, most_rows = queries.tokens;
     if (q.ndim == 4) {
       if (is_given(kCuSeqlensQ)) return false;
@@ -139,6 +154,50 @@ struct Call {
            read_lengths_of(kSequsedK, batch, &params.seqused_k) && read_shard();
   }
 
+  bool read_q_rope() {
+    Tensor tensor;
+    Matrix rope;
+    if (!torch.read(given[kQRope], &tensor) || tensor.ndim != q.ndim ||
+        tensor.shape[0] != q.shape[0] || !is_rope(tensor, params.q_dtype) ||
+        !read_rows(tensor, &rope) || rope.tokens != queries.tokens || rope.heads != queries.heads ||
+        rope.dim != kRopeDim) {
+      return false;
+    }
+    if (!is_behind(rope, queries, q.item_bytes())) params.q_rope = rope.view();
+    dim_qk += rope.dim;
+    return true;
+  }
+
+  bool is_rope(const Tensor& tensor, DType dtype) const {
+    return has_dtype(tensor, dtype) && tensor.is_on_gpu(device);
+  }
+
+  /// k_rope of keys that are no pages: read as they are.
+  bool set_k_rope(const Matrix& rope, const Matrix& keys) {
+    if (rope.tokens != keys.tokens || rope.heads != keys.heads || rope.dim != kRopeDim) {
+      return false;
+    }
+    if (!is_behind(rope, keys, k.item_bytes())) params.k_rope = rope.view();
+    return true;
+  }
+
+  bool set_k_rope(const PagedCache& cache) {
+    PagedCache rope;
+    if (!read_paged_cache(k_rope, k_rope, hnd, &rope) || rope.pages != cache.pages ||
+        rope.page_size != cache.page_size || rope.heads != cache.heads || rope.dim_qk != kRopeDim) {
+      return false;
+    }
+    const auto matrix = [](const PagedCache& x) {
+      return Matrix{Address(x.k.data), x.page_size,      x.heads,
+                    x.dim_qk,          x.k.stride_token, x.k.stride_head};
+    };
+    const bool same_pages = cache.pages == 1 || rope.k_stride_page == cache.k_stride_page;
+    if (same_pages && is_behind(matrix(rope), matrix(cache), k.item_bytes())) return true;
+    params.k_rope = rope.k;
+    params.pages.k_rope_stride_page = rope.k_stride_page;
+    return true;
+  }
+
   /// (world, rank, block).
   bool read_shard() {
     if (!is_given(kKvShard)) return true;
@@ -155,8 +214,9 @@ struct Call {
     return 0 <= rank && rank < world && block > 0;
   }
 
-  bool set_keys(std::int64_t heads, std::int64_t dim_qk, std::int64_t dim_vo) {
-    if (dim_qk != queries.dim || heads <= 0 || queries.heads % heads != 0) return false;
+  bool set_keys(std::int64_t heads, std::int64_t dim, std::int64_t dim_vo) {
+    const std::int64_t of_rope = is_given(kKRope) ? kRopeDim : 0;
+    if (dim + of_rope != dim_qk || heads <= 0 || queries.heads % heads != 0) return false;
     params.num_kv_heads = int(heads);
     params.head_dim_vo = int(dim_vo);
     return true;
@@ -165,7 +225,8 @@ struct Call {
   bool read_pages(std::int64_t max_kv) {
     PagedCache cache;
     if (k.ndim != 4 || !read_paged_cache(k, v, hnd, &cache) ||
-        !set_keys(cache.heads, cache.dim_qk, cache.dim_vo)) {
+        !set_keys(cache.heads, cache.dim_qk, cache.dim_vo) ||
+        (is_given(kKRope) && !set_k_rope(cache))) {
       return false;
     }
     if (size_of(params.q_dtype) == 1 && cache.page_size % kPagesOfFp8 != 0) return false;
@@ -209,14 +270,21 @@ struct Call {
 
   bool read_keys() {
     std::int64_t max_kv = -1;
-    if (!read_integer(given[kMaxSeqlenK], &max_kv)) return false;
+    if (!read_integer(given[kMaxSeqlenK], &max_kv) ||
+        (is_given(kKRope) && !(torch.read(given[kKRope], &k_rope) && k_rope.ndim == k.ndim &&
+                               is_rope(k_rope, params.kv_dtype)))) {
+      return false;
+    }
     if (is_given(kPageTable) || is_given(kKvIndptr)) return read_pages(max_kv);
     if (is_given(kKvIndices) || is_given(kKvLastPageLen) || k.ndim != v.ndim) return false;
     const std::int64_t batch = params.batch_size;
-    Matrix keys, values;
-    std::int64_t each = 0, stride = 0, v_stride = 0;
+    Matrix keys, values, rope;
+    std::int64_t each = 0, stride = 0, v_stride = 0, rope_stride = 0;
     if (k.ndim == 3) {
-      if (!read_matrix(k, hnd, &keys) || !read_matrix(v, hnd, &values)) return false;
+      if (!read_matrix(k, hnd, &keys) || !read_matrix(v, hnd, &values) ||
+          (is_given(kKRope) && !read_matrix(k_rope, hnd, &rope))) {
+        return false;
+      }
       if (!is_given(kCuSeqlensK)) {
         if (batch != 1) return false;
         each = keys.tokens;
@@ -226,14 +294,18 @@ struct Call {
     } else {
       if (k.ndim != 4 || is_given(kCuSeqlensK) || k.shape[0] != batch || v.shape[0] != batch ||
           !read_dense_keys(k, hnd, &keys, &stride) ||
-          !read_dense_keys(v, hnd, &values, &v_stride) || stride != v_stride) {
+          !read_dense_keys(v, hnd, &values, &v_stride) || stride != v_stride ||
+          (is_given(kKRope) &&
+           (k_rope.shape[0] != batch || !read_dense_keys(k_rope, hnd, &rope, &rope_stride) ||
+            rope_stride != stride))) {
         return false;
       }
       each = k.shape[std::size_t(1 + hnd)];
       params.kv_stride_request = std::int32_t(stride);
     }
     if (keys.tokens != values.tokens || keys.heads != values.heads ||
-        !set_keys(keys.heads, keys.dim, values.dim)) {
+        !set_keys(keys.heads, keys.dim, values.dim) ||
+        (is_given(kKRope) && !set_k_rope(rope, keys))) {
       return false;
     }
     params.k = keys.view();
@@ -307,7 +379,7 @@ struct Call {
   }
 
   bool read_logits() {
-    double cap = 0.0, scale = 1.0 / std::sqrt(double(queries.dim)), v_scale = 1.0;
+    double cap = 0.0, scale = 1.0 / std::sqrt(double(dim_qk)), v_scale = 1.0;
     std::int64_t splits = 0;
     if (!read_number(given[kSoftCap], &cap) || !read_number(given[kSmScale], &scale) ||
         !read_integer(given[kNumSplits], &splits) || splits < 0 ||
@@ -381,7 +453,7 @@ struct Call {
 
 py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
   if (count != kArguments) throw py::type_error("Wrong number of arguments.");
-  Call call{Torch::get(), given, {}, {}, {}, {}, {}};
+  Call call{Torch::get(), given, {}, {}, {}, {}, {}, {}};
   Backend backend{};
   Results results;
   if (!read_backend(given[kBackend], &backend) || !call.read_queries() || !call.read_keys() ||

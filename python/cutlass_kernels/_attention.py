@@ -22,6 +22,8 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    q_rope: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     seqused_q: torch.Tensor | None = None,
@@ -92,12 +94,16 @@ def attention(
 
     Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434) has one key head of 576 columns,
     512 latent ones and 64 for the position, and ``v = k[..., :512]``: kernels read them once, under causal masks,
-    windows and chunks. PyTorch serves all else, slowly.
+    windows and chunks. PyTorch serves all else, slowly. The 64 columns may lie in tensors of their own:
+    ``attention(q, ckv, ckv, q_rope=q_pe, k_rope=kpe)``.
 
     Args:
         q: float16, bfloat16, or float8_e4m3fn with k and v of the same type.
         k, v: the dtype of q, or fp8. ``Hkv`` divides ``Hq``; query head h reads key head ``h // (Hq // Hkv)``. v may
             have another head dimension.
+        q_rope: the last columns of the queries, shaped as q but for the last dimension, where q has only the first.
+        k_rope: the same of the keys. v is then k itself, in the same memory. Either may be given alone, and both may be
+            views of the rows that q and k are views of.
         cu_seqlens_q, cu_seqlens_k: offsets of requests, in rows and keys.
         seqused_q, seqused_k: int32 ``[B]``, how many rows and keys of each request are used. Other rows of the output
             are not written.
@@ -113,7 +119,8 @@ def attention(
         packed_custom_mask: uint8, a bit per row and key, packed little-endian: request b's ``[n, m]`` bits begin at
             byte ``mask_indptr[b]`` (int32 ``[B + 1]``; not needed for one request).
         logits_soft_cap: c > 0 replaces a logit s by ``c tanh(s / c)``; None or <= 0 is off.
-        sm_scale: default ``1 / sqrt(D)``.
+        sm_scale: default ``1 / sqrt(D)``, with all columns of the queries. (DeepSeek's models need another, for
+            192 columns before the absorption.)
         sinks: fp32 ``[Hq]``; adds ``exp(sink)`` to the softmax denominator (and to the LSE).
         alibi_slopes: fp32 ``[Hq]``; adds ``slope * (j - i)`` to a logit, before the cap.
         q_descale, k_descale, v_descale: dequantisation factors of fp8 tensors: numbers, or fp32 tensors of one element,
@@ -150,7 +157,7 @@ def attention(
     """
     traced, grad = is_traced(), False
     if not traced and is_grad_enabled():
-        grad = needs_grad(q, k, v, out, None, sinks, q_descale, k_descale, v_descale, alibi_slopes)
+        grad = needs_grad(q, k, v, out, None, sinks, q_descale, k_descale, v_descale, alibi_slopes, q_rope, k_rope)
     lse_form = 0
     if return_lse:
         lse_form = RETURNED if lse_base == 2 else RETURNED | NATURAL
@@ -190,6 +197,8 @@ def attention(
             num_splits,
             batch_invariant,
             kv_shard,
+            q_rope,
+            k_rope,
             _select.asked_for(backend),
         )
         if result is not None:
@@ -231,20 +240,22 @@ def attention(
         num_splits,
         batch_invariant,
         kv_shard,
+        q_rope,
+        k_rope,
         backend,
     )
     return _attention_op.traced(call) if _is_for_graphs(call) else _plan_free.compute(call)
 
 
 def attend(arguments: tuple[Any, ...]) -> Any:
-    """The same of arguments in the order of ``Call``, without a backend: for functions with other names for them.
+    """The same of arguments in the order of ``Call``, up to ``kv_shard``: for functions with other names for them.
 
     A plain tuple: to make a ``Call`` takes 2 us.
     """
     if not is_traced() and not _select.is_logged():
         q, k, v, out = arguments[0], arguments[1], arguments[2], arguments[OUT]
         if not (is_grad_enabled() and needs_grad(q, k, v, out, None, arguments[SINKS])):
-            result = _native.attention(*arguments, _select.asked_for("auto"))
+            result = _native.attention(*arguments, None, None, _select.asked_for("auto"))
             if result is not None:
                 if out is not None:
                     written(out)

@@ -18,7 +18,7 @@ _ARGUMENTS = (
     "Tensor? kv_last_page_len, str kv_layout, bool causal, SymInt window_left, SymInt window_right, SymInt chunk_size, "
     "Tensor? packed_custom_mask, Tensor? mask_indptr, float? logits_soft_cap, float? sm_scale, Tensor? sinks, "
     "Tensor? alibi_slopes, float[] factors, Tensor?[] scales, ScalarType? o_dtype, SymInt lse_form, SymInt num_splits, "
-    "bool batch_invariant, SymInt[]? kv_shard, str backend"
+    "bool batch_invariant, SymInt[]? kv_shard, Tensor? q_rope, Tensor? k_rope, str backend"
 )
 _DESCALES = slice(Call._fields.index("q_descale"), Call._fields.index("v_descale") + 1)
 _OUT = Call._fields.index("out")

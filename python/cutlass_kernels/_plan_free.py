@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _fused, _kv_shard, _masks, _native, _reference, _request, _select, _vectors
+from . import _args, _fused, _keys_of, _kv_shard, _latent, _masks, _native, _reference, _request, _select, _vectors
 from ._autograd import forward_only, needs_grad, written
 from ._errors import BackendError
 from ._options import Result
@@ -61,6 +61,8 @@ class Call(NamedTuple):
     num_splits: int = 0
     batch_invariant: bool = False
     kv_shard: tuple[int, int, int] | None = None
+    q_rope: torch.Tensor | None = None
+    k_rope: torch.Tensor | None = None
     backend: str = "auto"
 
 
@@ -77,12 +79,13 @@ def window(value: Any) -> tuple[int, int]:
 
 def compute(call: Call) -> Result:
     """Computes a call of any arguments, or says what is wrong with them."""
-    grad = is_grad_enabled() and needs_grad(call.q, call.k, call.v, call.out, None, call.sinks)
+    ropes = (call.q_rope, call.k_rope)
+    grad = is_grad_enabled() and needs_grad(call.q, call.k, call.v, call.out, None, call.sinks, *ropes)
     ready = checked(call)
     with torch.no_grad():
         result = _compute(ready, call.out)
     if grad:
-        return forward_only(result, (call.out,), call.q, call.k, call.v, call.sinks)
+        return forward_only(result, (call.out,), call.q, call.k, call.v, call.sinks, *ropes)
     return result
 
 
@@ -90,8 +93,11 @@ def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
     result = None
     if call.q.is_cuda and call.q.numel() and call.backend != "reference":
         result = _native.attention(*call[:-1], _select.asked_for(call.backend))
+        if result is None and call.q_rope is not None:  # a copy of the queries may be what a kernel reads
+            call = _latent.with_whole_queries(call)
+            result = _native.attention(*call[:-1], _select.asked_for(call.backend))
     if result is None:
-        result = _by_reference(call)
+        result = _by_reference(_latent.with_whole_queries(call))
     if call.out is not None and wanted is not None:
         if call.out is not wanted:
             wanted.copy_(call.out)
@@ -118,8 +124,11 @@ def checked(call: Call) -> Call:
     tokens = 1 - heads if k.dim() == 3 else 3 - heads
     if k.dim() != v.dim() or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: they may differ in head_dim alone.")
-    if k.size(-1) != q.size(-1):
-        raise ValueError(f"q has head_dim {q.size(-1)} and k {k.size(-1)}: they must be equal.")
+    call = _latent.checked(call)
+    q, k = call.q, call.k
+    dim, keys_dim = _latent.head_dim(q, call.q_rope), _latent.head_dim(k, call.k_rope)
+    if keys_dim != dim:
+        raise ValueError(f"q has head_dim {dim} and k {keys_dim}: they must be equal.")
     _args.heads(q.size(-2), k.size(heads))
     _args.same_device(q.device, k=k, v=v)
     o_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else call.o_dtype
@@ -138,7 +147,8 @@ def checked(call: Call) -> Call:
         page_table=index.table(call.page_table, batch),
         mask_indptr=index("mask_indptr", call.mask_indptr, batch + 1),
     )
-    call = call._replace(q=_joined(q), k=k, v=v, o_dtype=o_dtype, **lens)
+    q_rope = None if call.q_rope is None else _joined(call.q_rope)
+    call = call._replace(q=_joined(q), q_rope=q_rope, k=k, v=v, o_dtype=o_dtype, **lens)
     _check_where_keys_are(call, batch, tokens)
     if call.kv_shard is not None:
         other_masks = call.packed_custom_mask is not None or call.alibi_slopes is not None
@@ -153,7 +163,7 @@ def checked(call: Call) -> Call:
         max_seqlen_k=_bound("max_seqlen_k", call.max_seqlen_k),
         batch_invariant=_args.flag("batch_invariant", call.batch_invariant),
         logits_soft_cap=_args.soft_cap(call.logits_soft_cap),
-        sm_scale=_args.sm_scale(call.sm_scale, q.size(-1)),
+        sm_scale=_args.sm_scale(call.sm_scale, dim),
         sinks=_args.sinks(call.sinks, q.size(-2), q.device),
         alibi_slopes=_slopes(call.alibi_slopes, q.size(-2), q.device),
         packed_custom_mask=_bits(call, batch),
@@ -303,20 +313,22 @@ def _with_scales(call: Call, batch: int, num_kv_heads: int) -> Call:
 
 def _as_pages(call: Call, batch: int, tokens: int) -> Call:
     """Keys ``[B, S, ...]`` as pages of S tokens, if kernels cannot step from request to request by a number of rows."""
-    k, v = call.k, call.v
+    k, v, k_rope = call.k, call.v, call.k_rope
     paged = call.page_table is not None or call.kv_indptr is not None
     if paged or k.dim() == 3 or batch < 2 or k.size(tokens) == 0:
         return call
-    strides = [_stride_of_requests(x, tokens) for x in (k, v)]
-    stride = strides[0] if strides[0] == strides[1] else None
+    strides = {_stride_of_requests(x, tokens) for x in (k, v, k_rope) if x is not None}
+    stride = strides.pop() if len(strides) == 1 else None
     if stride is not None and (batch - 1) * stride + k.size(tokens) < MOST_ROWS:
         return call
     k, v = (x.contiguous() if x.stride(0) == 0 else x for x in (k, v))
+    if k_rope is not None:
+        v, k_rope = k[..., : v.size(-1)], k_rope.contiguous() if k_rope.stride(0) == 0 else k_rope
     table = torch.arange(batch, dtype=torch.int32, device=k.device).unsqueeze(1)
     lens = call.seqused_k
     if lens is None:
         lens = torch.full((batch,), k.size(tokens), dtype=torch.int32, device=k.device)
-    return call._replace(k=k, v=v, page_table=table, seqused_k=lens)
+    return call._replace(k=k, v=v, k_rope=k_rope, page_table=table, seqused_k=lens)
 
 
 def _stride_of_requests(x: torch.Tensor, tokens: int) -> int | None:
@@ -330,13 +342,13 @@ def _stride_of_requests(x: torch.Tensor, tokens: int) -> int | None:
 
 def _by_reference(call: Call) -> Result:
     """Computes with PyTorch, a request at a time. Raises where a kernel was asked for by name."""
-    q, k, v = call.q, call.k, call.v
-    hnd = call.kv_layout == "HND"
-    if hnd:
+    q, k, v, k_rope = call.q, call.k, call.v, call.k_rope
+    if call.kv_layout == "HND":
         k, v = k.transpose(-3, -2), v.transpose(-3, -2)
+        k_rope = None if k_rope is None else k_rope.transpose(-3, -2)
     empty = q.numel() == 0
     if not empty:
-        _choose_reference(call, k, v)
+        _choose_reference(call, k, v, k_rope)
     if not empty and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise BackendError(
             "backend='reference' works from lengths on the host, so this call cannot be captured in a CUDA graph: "
@@ -348,7 +360,7 @@ def _by_reference(call: Call) -> Result:
         out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=call.o_dtype)
     rows, places = q.flatten(0, -3), out.flatten(0, -3)
     lse = torch.full(rows.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
-    for index, (begin, count, keys, values) in enumerate(() if empty else _requests(call, rows, k, v)):
+    for index, (begin, count, keys, values) in enumerate(() if empty else _keys_of.requests(call, rows, k, v, k_rope)):
         mine = slice(begin, begin + count)
         problem = Problem(
             rows[mine],
@@ -367,84 +379,25 @@ def _by_reference(call: Call) -> Result:
     return out, lse.view(q.shape[:-1])
 
 
-def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
+def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> None:
     """Asks for a backend as every call does, which warns or raises where the reference is not what was asked for."""
     q = call.q.flatten(0, -3)
     logits = Logits(1.0, call.logits_soft_cap or 0.0, alibi=call.alibi_slopes, sinks=call.sinks)
     mask = Mask(call.causal, call.window_left, call.chunk_size, call.packed_custom_mask)
     out = q.new_empty((1, 1, v.size(-1)), dtype=call.o_dtype)
-    problem = Problem(q, RaggedKv(k.flatten(0, -3)[:1], v.flatten(0, -3)[:1]), logits, Output(out), mask)
+    keys, values = k.flatten(0, -3)[:1], v.flatten(0, -3)[:1]
+    if k_rope is not None:
+        keys = _latent.joined(keys, k_rope.flatten(0, -3)[:1])
+        values = keys[..., : v.size(-1)]
+    problem = Problem(q, RaggedKv(keys, values), logits, Output(out), mask)
+    request = _request.Request.from_problem(problem)
+    if k_rope is not None:
+        request = request._replace(features=request.features | {"separate_rope"})
     backend = "auto" if _select.asked_for(call.backend) == "auto" else call.backend
-    selected = _select.select(backend, _request.Request.from_problem(problem))
+    selected = _select.select(backend, request)
     if selected != "reference" and backend != "auto":
         raise BackendError(f"backend={backend!r} cannot serve this call: use backend='auto' or 'reference'.")
     # (Under "auto", kernels that serve plain tensors of this kind may still not read these: see RESULTS.md.)
-
-
-def _requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """First row, number of rows, keys and values of every request; none of those whose lengths make no sense."""
-    batch = call.q.size(0) if call.q.dim() == 4 else 1
-    each = rows.size(0) // max(batch, 1)
-    begins = [b * each for b in range(batch + 1)]
-    if call.cu_seqlens_q is not None:
-        begins = call.cu_seqlens_q.tolist()
-        batch = len(begins) - 1
-    used_q = None if call.seqused_q is None else call.seqused_q.tolist()
-    keys_of = _KeysOf(call, k, v, batch)
-    for b in range(batch):
-        count = begins[b + 1] - begins[b]
-        if used_q is not None:
-            count = min(count, used_q[b])
-        found = keys_of(b)
-        if found is None or begins[b] < 0 or count < 0 or begins[b] + count > rows.size(0):
-            found, count = (k.flatten(0, -3)[:0], v.flatten(0, -3)[:0]), 0
-        yield begins[b], count, *found
-
-
-class _KeysOf:
-    """Keys and values of a request, ``[tokens, heads, dim]``; None where its lengths make no sense."""
-
-    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor, batch: int) -> None:
-        self.k, self.v, self.batch = k, v, batch
-        self.used = None if call.seqused_k is None else call.seqused_k.tolist()
-        if self.used is not None and call.kv_shard is not None:
-            self.used = [_kv_shard.keys_held(call.kv_shard, n) if n >= 0 else n for n in self.used]
-        self.begins = None if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
-        self.table = None if call.page_table is None else call.page_table.to(torch.int64)
-        self.indptr = None if call.kv_indptr is None else call.kv_indptr.tolist()
-        self.indices = None if call.kv_indices is None else call.kv_indices.to(torch.int64)
-        self.last = None if call.kv_last_page_len is None else call.kv_last_page_len.tolist()
-
-    def __call__(self, b: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        used = None if self.used is None else self.used[b]
-        if self.table is not None:
-            return self._of_pages(self.table[b], self._length(b) if used is None else used)
-        if self.indptr is not None and self.indices is not None:
-            pages = self.indices[self.indptr[b] : self.indptr[b + 1]]
-            if used is None and self.last is not None:
-                used = (pages.numel() - 1) * self.k.size(1) + self.last[b] if pages.numel() else 0
-            return self._of_pages(pages, used)
-        k, v = self.k, self.v
-        if k.dim() == 4:
-            k, v, begin, length = k[b], v[b], 0, k.size(1)
-        else:
-            begin = 0 if self.begins is None else self.begins[b]
-            length = k.size(0) if self.begins is None else self._length(b)
-        length = length if used is None else used
-        if begin < 0 or length < 0 or begin + length > k.size(0):
-            return None
-        return k[begin : begin + length], v[begin : begin + length]
-
-    def _length(self, b: int) -> int:
-        assert self.begins is not None
-        return int(self.begins[b + 1] - self.begins[b])
-
-    def _of_pages(self, pages: torch.Tensor, length: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        page_size = self.k.size(1)
-        if length is None or not 0 <= length <= pages.numel() * page_size:
-            return None
-        mine = pages[: (length + page_size - 1) // page_size]
-        return tuple(_reference.gather(x, mine).flatten(0, 1)[:length] for x in (self.k, self.v))  # type: ignore
 
 
 def _mask(call: Call, index: int, rows: int) -> Mask:

@@ -34,6 +34,7 @@ FEATURES = frozenset(
         "unaligned",
         "unsized",
         "fp8_copies",
+        "separate_rope",
         "separate_values",
     }
 )
@@ -89,6 +90,7 @@ class Request(NamedTuple):
     ``short_queries`` that fa2 comes first, ``fp8_few_rows`` and ``fp8_some_rows`` that kernels may read fp8 keys and
     values as they are (``feature_of_rows``),
     ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (``copies_fp8``),
+    ``separate_rope`` that the last columns of the keys lie in a tensor of their own,
     ``separate_values`` that values beside keys of more than 512 columns are not the first columns of these keys.
     ``layout`` is None where every kernel takes such numbers of rows and strides.
     """

@@ -57,6 +57,8 @@ class AttentionOptions(TypedDict, total=False):
     seqused_q: Tensor | None
     seqused_k: Tensor | None
     kv_shard: tuple[int, int, int] | None
+    q_rope: Tensor | None
+    k_rope: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     page_table: Tensor | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -209,3 +210,116 @@ def test_explain_says_what_is_missing(extension):
         assert "576 and 512" in reason
         (reason,) = ck.explain(**dict(sizes, num_kv_heads=16)).reasons[backend]
         assert "num_kv_heads=16" in reason
+
+
+def apart(x: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first 512 columns and the others: views of the same rows, or tensors of their own."""
+    first, last = x[..., :512], x[..., 512:]
+    return (first, last) if how == "views" else (first.contiguous(), last.contiguous())
+
+
+@on_hopper
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("q_is", ["whole", "views", "apart"])
+@pytest.mark.parametrize("k_is", ["whole", "views", "apart"])
+def test_rope_columns_in_tensors_of_their_own(place, form, layout, q_is, k_is):
+    device = place[0]
+    kv_lens = [96, 96, 96] if form == "dense" else [150, 0, 333]
+    batch = latent_batch([2, 1, 5], kv_lens, 16, device)
+    k, _, given = keys(batch, form, layout, 16, False)
+    q, whose = queries(batch, False)
+    ropes = {}
+    if q_is != "whole":
+        q, ropes["q_rope"] = apart(q, q_is)
+    v = k[..., :512]
+    if k_is != "whole":
+        k, ropes["k_rope"] = apart(k, k_is)
+        v = k
+    out, lse = ck.attention(q, k, v, **ropes, causal=True, return_lse=True, backend=place[1], **whose, **given)
+    want, want_lse, base = expect(batch, Mask(causal=True), Options())
+    assert out.shape == (8, 16, 512)
+    assert_close(out, want, base)
+    assert_lse_close(lse, want_lse)
+
+
+@on_hopper
+def test_dense_queries_and_an_expanded_cache_in_two_tensors(place):
+    batch = latent_batch([3, 3], [40, 40], 4, place[0])
+    batch.k = torch.cat([batch.k[:40]] * 2)
+    batch.v = batch.k[..., :512]
+    q, _ = queries(batch, True)
+    q, q_rope = apart(q, "apart")
+    k, k_rope = (x.unsqueeze(0).expand(2, -1, -1, -1) for x in apart(batch.k[:40], "apart"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ck.PerformanceWarning)
+        out = ck.attention(q, k, k, q_rope=q_rope, k_rope=k_rope)
+    want, _, base = expect(batch, Mask(), Options())
+    assert_close(out.flatten(0, 1), want, base)
+
+
+def test_fp8_in_two_tensors_is_that_in_one():
+    batch = latent_batch([1, 3], [50, 7], 4, "cpu")
+    k, _, given = keys(batch, "table", "NHD", 8, False)
+    k = k.nan_to_num().to(torch.float8_e4m3fn)
+    q, whose = queries(batch, False)
+    call = dict(causal=True, k_descale=0.5, v_descale=0.5, **whose, **given)
+    want = ck.attention(q, k, k[..., :512], **call)
+    ckv, kpe = (x.view(torch.uint8).contiguous().view(k.dtype) for x in apart(k, "views"))
+    assert_bitwise(ck.attention(q, ckv, ckv, k_rope=kpe, **call), want)
+    q8 = q.to(torch.float8_e4m3fn)
+    want = ck.attention(q8, k, k[..., :512], **call)
+    assert want.dtype == torch.bfloat16
+    nope, pe = (x.view(torch.uint8).contiguous().view(q8.dtype) for x in apart(q8, "views"))
+    assert_bitwise(ck.attention(nope, ckv, ckv, q_rope=pe, k_rope=kpe, **call), want)
+
+
+def test_a_gradient_of_rope_columns_is_refused_in_backward():
+    q, k = torch.randn(1, 2, 512), torch.randn(5, 1, 512)
+    q_rope, k_rope = torch.randn(1, 2, 64, requires_grad=True), torch.randn(5, 1, 64)
+    out = ck.attention(q, k, k, q_rope=q_rope, k_rope=k_rope)
+    with pytest.raises(RuntimeError, match="forward only"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"q_rope": torch.zeros(2, 4, 32)}, ValueError, "head_dim"),
+        ({"q_rope": torch.zeros(2, 3, 64)}, ValueError, "q_rope has shape"),
+        ({"q_rope": torch.zeros(2, 4, 64).half()}, ValueError, "q_rope has dtype"),
+        ({"q_rope": 1.0}, TypeError, "q_rope is float"),
+        ({"q_rope": None}, ValueError, "q has head_dim 512 and k 576"),
+        ({"k_rope": torch.zeros(9, 1, 128)[..., ::2]}, ValueError, "contiguous"),
+        ({"k_rope": torch.zeros(8, 1, 64)}, ValueError, "k_rope has shape"),
+        ({"k_rope": [1]}, TypeError, "k_rope is list"),
+        ({"k_rope": None}, ValueError, "q has head_dim 576 and k 512"),
+        ({"v": torch.zeros(9, 1, 512)}, ValueError, "Pass v=k"),
+    ],
+)
+def test_wrong_rope_tensors_are_refused_in_a_sentence(change, error, words):
+    k = torch.zeros(9, 1, 512)
+    call = dict(q=torch.zeros(2, 4, 512), k=k, v=k, q_rope=torch.zeros(2, 4, 64), k_rope=torch.zeros(9, 1, 64))
+    with pytest.raises(error, match=words):
+        ck.attention(**{**call, **change})
+
+
+def test_the_default_scale_counts_all_columns():
+    q, k = torch.randn(3, 2, 576), torch.randn(9, 1, 576)
+    (nope, pe), (ckv, kpe) = apart(q, "apart"), apart(k, "apart")
+    want = ck.attention(q, k, k[..., :512], sm_scale=576**-0.5)
+    assert_bitwise(ck.attention(nope, ckv, ckv, q_rope=pe, k_rope=kpe), want)
+
+
+def test_the_operator_of_a_traced_call_takes_them():
+    q, k = torch.randn(3, 2, 576), torch.randn(9, 1, 576)
+    (nope, pe), (ckv, kpe) = apart(q, "apart"), apart(k, "apart")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(nope, pe, ckv, kpe):
+        return ck.attention(nope, ckv, ckv, q_rope=pe, k_rope=kpe, return_lse=True)
+
+    want = ck.attention(q, k, k[..., :512], return_lse=True)
+    for x, y in zip(step(nope, pe, ckv, kpe), want):
+        assert_bitwise(x, y)
+    assert step(nope, pe, ckv, kpe)[0].shape == (3, 2, 512)

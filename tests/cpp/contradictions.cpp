@@ -62,6 +62,20 @@ AttentionParams block_table() {
   return p;
 }
 
+/// Latent attention whose last 64 columns of q and k have tensors of their own.
+AttentionParams latent() {
+  AttentionParams p = block_table();
+  p.num_kv_heads = 1;
+  p.head_dim_qk = 576;
+  p.head_dim_vo = 512;
+  p.v = p.k;
+  p.pages.v_stride_page = p.pages.k_stride_page;
+  p.q_rope = {memory, 64 * p.num_qo_heads, 64};
+  p.k_rope = {memory, 64, 64};
+  p.pages.k_rope_stride_page = 64 * p.pages.page_size;
+  return p;
+}
+
 AttentionParams single() {
   AttentionParams p = ragged();
   p.batch_size = 1;
@@ -87,7 +101,7 @@ std::vector<Case> sizes() {
   const auto add = [&](Problem problem, const char* fragment, Change change) {
     cases.push_back({problem, std::move(change), fragment});
   };
-  for (const Problem problem : {ragged, paged, block_table, single}) {
+  for (const Problem problem : {ragged, paged, block_table, latent, single}) {
     add(problem, nullptr, [](auto&) {});
   }
   for (const std::int32_t value : {0, -4}) {
@@ -156,6 +170,18 @@ std::vector<Case> sizes() {
   add(ragged, "q has a head stride of 136 bytes", [](auto& p) { p.q.stride_head += 4; });
   add(ragged, "k has a token stride of 264 bytes", [](auto& p) { p.k.stride_token += 4; });
   add(ragged, "k has a head stride of 136 bytes", [](auto& p) { p.k.stride_head += 4; });
+  add(latent, nullptr, [](auto& p) { p.q_rope = {}; });
+  add(latent, nullptr, [](auto& p) { p.k_rope = {}; });
+  add(latent, "q_rope is given with head_dim_qk=512", [](auto& p) { p.head_dim_qk = 512; });
+  add(latent, "q_rope is given with head_dim_qk=576 and head_dim_vo=256",
+      [](auto& p) { p.head_dim_vo = 256; });
+  add(latent, "q_rope has a token stride of ", [](auto& p) { p.q_rope.stride_token += 4; });
+  add(latent, "q_rope has a head stride of 136 bytes", [](auto& p) { p.q_rope.stride_head += 4; });
+  add(latent, "k_rope has a token stride of 136 bytes",
+      [](auto& p) { p.k_rope.stride_token += 4; });
+  add(latent, "k_rope_stride_page=", [](auto& p) { p.pages.k_rope_stride_page += 4; });
+  add(latent, "Set v to k", [](auto& p) { p.v.data = memory + 16; });
+  add(ragged, "k_rope is given with head_dim_qk=", [](auto& p) { p.k_rope = p.k; });
   add(ragged, "v has a token stride of 520 bytes", [](auto& p) { p.v.stride_token += 4; });
   add(ragged, "v has a head stride of 264 bytes", [](auto& p) { p.v.stride_head += 4; });
   add(ragged, "o has a token stride of 1032 bytes", [](auto& p) { p.o.stride_token += 4; });

@@ -39,6 +39,11 @@ inline bool head_dims_fit(const KernelInfo& info, const AttentionParams& params)
   return params.head_dim_qk <= info.head_dim_qk && params.head_dim_vo <= info.head_dim_vo;
 }
 
+/// Whether the last columns of q or of k have a tensor of their own.
+inline bool has_rope(const AttentionParams& params) {
+  return params.q_rope.data != nullptr || params.k_rope.data != nullptr;
+}
+
 inline bool device_fits(const KernelInfo& info, int compute_capability) {
   return compute_capability >= info.min_compute_capability &&
          (info.max_compute_capability == 0 || compute_capability <= info.max_compute_capability);

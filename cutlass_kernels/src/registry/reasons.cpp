@@ -138,6 +138,12 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
       }
     }
   }
+  if (has_rope(params) && !left.front()->reads_rope) {
+    reasons->push_back(std::string(params.k_rope.data == nullptr ? "q_rope" : "k_rope") +
+                       " is not read by the " + name +
+                       " kernels of this build: put its columns behind the first 512 of the tensor "
+                       "it belongs to, in the same rows.");
+  }
   if (left.front()->refusal != nullptr) {
     std::string refusal = left.front()->refusal(params);
     if (!refusal.empty()) reasons->push_back(std::move(refusal));

@@ -41,7 +41,7 @@ bool serves(const KernelEntry& entry, const AttentionParams& params, int compute
   const std::uint32_t needed = needed_features(params);
   return types_fit(info, params) && head_dims_fit(info, params) &&
          writes(info.q_dtype, params.o_dtype) && device_fits(info, compute_capability) &&
-         (info.features & needed) == needed &&
+         (info.features & needed) == needed && (entry.reads_rope || !has_rope(params)) &&
          (entry.refusal == nullptr || entry.refusal(params).empty());
 }
 

@@ -25,6 +25,8 @@ struct KernelEntry {
   /// Whether thread blocks compute one tile after the other, fetched with LaunchPlan::tile_counter.
   bool is_persistent = false;
   bool uses_mask_extents = false;
+  /// Whether it reads AttentionParams::q_rope and k_rope.
+  bool reads_rope = false;
 };
 
 /// One row of the generated table: the facts of instances.cmake, and the unit's own function.

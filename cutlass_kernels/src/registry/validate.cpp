@@ -80,6 +80,39 @@ std::string impossible_shard(const AttentionParams& params) {
   return "";
 }
 
+/// What is wrong with q_rope and k_rope, of which either may be null.
+std::string impossible_rope(const AttentionParams& params, bool with_tensors) {
+  constexpr int kLatentDim = 512, kRopeDim = 64;
+  const struct {
+    const char* name;
+    const ConstTensorView& view;
+    int item_bytes;
+  } ropes[] = {{"q_rope", params.q_rope, size_of(params.q_dtype)},
+               {"k_rope", params.k_rope, size_of(params.kv_dtype)}};
+  for (const auto& [name, view, item_bytes] : ropes) {
+    if (view.data == nullptr) continue;
+    if (params.head_dim_qk != kLatentDim + kRopeDim || params.head_dim_vo != kLatentDim) {
+      return std::string(name) + " is given with head_dim_qk=" + number(params.head_dim_qk) +
+             " and head_dim_vo=" + number(params.head_dim_vo) +
+             ": tensors for the last 64 columns are for 576 and 512 alone. Leave it null.";
+    }
+    if (std::string fault = misaligned(name, view, item_bytes, with_tensors); !fault.empty()) {
+      return fault;
+    }
+  }
+  if (params.k_rope.data == nullptr) return "";
+  if (params.v.data != params.k.data) {
+    return "k_rope is given, but v is not k: values must be the first 512 columns of the keys, in "
+           "the same memory. Set v to k.";
+  }
+  const std::int64_t stride_page = params.pages.k_rope_stride_page;
+  if (params.pages.page_size > 0 && stride_page * size_of(params.kv_dtype) % 16 != 0) {
+    return "k_rope_stride_page=" + number(stride_page) +
+           " elements must be a multiple of 16 bytes. Copy k_rope into such a layout.";
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string unknown_lengths(const AttentionParams& params) {
@@ -255,6 +288,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (fault.empty())
     fault = misaligned("o", {params.o.data, params.o.stride_token, params.o.stride_head}, o_bytes,
                        with_tensors);
+  if (fault.empty()) fault = impossible_rope(params, with_tensors);
   if (!fault.empty() || !with_tensors) return fault;
 
   if (fault = unknown_lengths(params); !fault.empty()) return fault;
