@@ -54,6 +54,17 @@ KernelEntry entry() {
   return made;
 }
 
+/// Latent attention: fp16 without tensors of their own for the last columns, bf16 with them.
+template <bool kReadsRope>
+KernelEntry latent() {
+  KernelEntry made = entry<Backend::kFa3>();
+  made.reads_rope = kReadsRope;
+  made.refusal = [](const AttentionParams& p) {
+    return std::string(p.head_dim_qk == 576 && p.v.data == p.k.data ? "" : "Not latent.");
+  };
+  return made;
+}
+
 /// Two head dimensions of every pair of types that is compiled, with every feature.
 std::vector<RegistryRow> all_rows() {
   constexpr std::uint32_t kAllFeatures = (1u << 9) - 1;
@@ -70,6 +81,11 @@ std::vector<RegistryRow> all_rows() {
     add(Backend::kFa3, q, q, &entry<Backend::kFa3>);
   }
   add(Backend::kFa3, DType::kFloat8E4M3, DType::kFloat8E4M3, &entry<Backend::kFa3>);
+  const auto add_latent = [&](DType type, KernelEntry (*made)()) {
+    rows.push_back({{"recording", Backend::kFa3, type, type, 576, 512, kAllFeatures, 80, 0}, made});
+  };
+  add_latent(DType::kFloat16, &latent<false>);
+  add_latent(DType::kBFloat16, &latent<true>);
   return rows;
 }
 
@@ -173,6 +189,8 @@ py::dict facts(const Recorded& call) {
   of_call["device_scales"] =
       py::make_tuple(address(p.logits_scale.data), address(p.output_scale.data));
   of_call["pages"] = of_pages;
+  of_call["ropes"] =
+      py::make_tuple(tuple_of(p.q_rope), tuple_of(p.k_rope), pages.k_rope_stride_page);
   of_call["splits"] = p.plan.split_tile_capacity;
   of_call["partial_o"] = address(p.plan.partial_o);
   of_call["combine_counters"] =
