@@ -34,9 +34,11 @@ from .decode import (
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
+from .mla import BatchMLAPagedAttentionWrapper
 from .page import (
     append_paged_kv_cache,
     append_paged_kv_cache_by_slot,
+    append_paged_mla_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
 )
@@ -75,6 +77,7 @@ __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
@@ -88,6 +91,7 @@ __all__ = [
     "__version__",
     "append_paged_kv_cache",
     "append_paged_kv_cache_by_slot",
+    "append_paged_mla_kv_cache",
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
     "attention",

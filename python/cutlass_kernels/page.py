@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _args, _autograd, _hints, _memory_kernels, _page_ops, _vectors
+from . import _append_mla, _args, _autograd, _hints, _memory_kernels, _page_ops, _vectors
 from ._append_by_slot import append_paged_kv_cache_by_slot as append_paged_kv_cache_by_slot
 from ._blackwell import nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache
 from ._blackwell import (
@@ -185,6 +185,51 @@ def append_paged_kv_cache(
     for new, cache in ((append_key, k_cache), (append_value, v_cache)):
         target = _bits(cache)
         target[page, entry] = torch.where(any_used, _bits(new.to(cache.dtype))[token], target[page, entry])
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Writes new tokens of latent attention (MLA) into the pages of their requests, in place and in one kernel.
+
+    Token ``i`` goes to entry ``positions[i] % page_size`` of page ``positions[i] // page_size`` of request
+    ``batch_indices[i]``. For slots, and fp8 caches with a scale, see ``mla.concat_and_cache_mla``.
+
+    Args:
+        append_ckv: ``[nnz, 512]``, latent vectors, converted to the dtype of the cache.
+        append_kpe: ``[nnz, 64]``, the columns of the position.
+        batch_indices, positions: int32 ``[nnz]`` (see ``get_batch_indices_positions``); tokens with a negative
+            batch index or position are skipped.
+        ckv_cache: ``[pages, page_size, 512]``.
+        kpe_cache: ``[pages, page_size, 64]``. The two may be views of one cache: ``cache[..., :512]`` and
+            ``cache[..., 512:]``.
+        kv_indices, kv_indptr, kv_last_page_len: see ``append_paged_kv_cache``.
+
+    On a CUDA device, index tensors are not checked, and no write leaves the cache wherever they point.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes that do not fit together; on the CPU, places that the pages do not have.
+
+    Example:
+        >>> cache = torch.zeros(4, 16, 576, dtype=torch.bfloat16)
+        >>> ckv, kpe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
+        >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [3, 1], [2]))
+        >>> owner, position = get_batch_indices_positions(torch.tensor([0, 3]), torch.tensor([18]), 3)
+        >>> append_paged_mla_kv_cache(
+        ...     ckv, kpe, owner, position, cache[..., :512], cache[..., 512:], indices, indptr, last
+        ... )
+    """
+    ckv, kpe, caches = _append_mla.parts_of_cache(append_ckv, append_kpe, ckv_cache, kpe_cache)
+    append_paged_kv_cache(ckv, kpe, batch_indices, positions, caches, kv_indices, kv_indptr, kv_last_page_len)
 
 
 def _check_new(name: str, new: torch.Tensor, cache: torch.Tensor, keys: torch.Tensor, kv_layout: str) -> None:

@@ -1,0 +1,397 @@
+"""FlashInfer's wrapper of latent attention over a paged cache: a plan keeps lengths, a run is one ``attention()``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import _args, _buffers, _select, _signatures_mla, _spellings, _vectors
+from ._attention import attention
+from ._autograd import written
+from ._options import Result
+from ._problem import FP8_DTYPES
+from ._signatures import typed_as
+
+_NAME = "BatchMLAPagedAttentionWrapper"
+_BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form, over a paged cache.
+
+    For decode steps, draft tokens and short appends. All heads share the keys: a latent vector ``ckv`` of 512 columns,
+    which is the value too, and ``kpe`` of 64 columns that carry the position.
+
+    ``plan()`` keeps the lengths and page tables; nothing is scheduled there, and nothing synchronises. Kernels read
+    them on the GPU.
+
+    Args:
+        float_workspace_buffer: a tensor on the device of queries and cache. Its memory is not used.
+        use_cuda_graph: whether runs are captured in CUDA graphs. ``plan()`` then copies to the four buffers, which
+            captured runs read, and the batch size is that of ``qo_indptr``.
+        qo_indptr, kv_indptr: int32 buffers ``[batch + 1]``.
+        kv_indices: int32 buffer, as long as the most pages of a plan.
+        kv_len_arr: int32 buffer ``[batch]``.
+        backend: ``"auto"``, ``"fa3"``, ``"fa2"`` or ``"reference"``. ``"auto"`` takes the fastest that serves all
+            arguments.
+
+    Raises:
+        TypeError: the workspace is not a tensor.
+        ValueError: an unknown backend; ``use_cuda_graph`` with a buffer that is missing, or of another dtype or device.
+
+    Example:
+        >>> wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+        >>> qo_indptr, kv_indptr = torch.arange(3, dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> pages, lens = torch.tensor([4, 0, 7], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
+        >>> wrapper.plan(qo_indptr, kv_indptr, pages, lens, 16, 512, 64, 16, True, 192**-0.5,
+        ...              torch.bfloat16, torch.bfloat16)
+        >>> q_nope, q_pe = (torch.randn(2, 16, dim, dtype=torch.bfloat16) for dim in (512, 64))
+        >>> ckv, kpe = torch.randn(8, 16, 576, dtype=torch.bfloat16).split([512, 64], -1)  # 8 pages of 16 tokens
+        >>> wrapper.run(q_nope, q_pe, ckv, kpe).shape
+        torch.Size([2, 16, 512])
+    """
+
+    _pin_memory_int_workspace_buffer: torch.Tensor | None = None  # FlashInfer's plans need one; engines pass it on
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if backend not in _select.CHOICES:
+            other = "; cutlass is for Blackwell GPUs" if backend == "cutlass" else ""
+            raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(_select.CHOICES)}{other}.")
+        self._float_workspace_buffer = _args.workspace("float_workspace_buffer", float_workspace_buffer)
+        self.device = self._float_workspace_buffer.device
+        self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._backend = backend
+        self._use_cuda_graph = bool(use_cuda_graph)
+        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
+        self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
+        self._most_rows: int | None = None  # of a request; None: unknown
+        self._most_keys: int | None = None
+        self._heads = 0
+        self._dims = (0, 0)
+        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of queries and cache; None: no plan yet
+        self._causal = False
+        self._page_size = 0
+        self._sm_scale = 1.0
+        if self._use_cuda_graph:
+            given = dict(zip(_BUFFERS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)))
+            _buffers.check_indices(given, self.device)
+            batch = given["kv_len_arr"].numel()  # type: ignore[union-attr]
+            for name in ("qo_indptr", "kv_indptr"):
+                size = given[name].numel()  # type: ignore[union-attr]
+                if size != batch + 1:
+                    raise ValueError(f"{name} has {size} elements and kv_len_arr {batch}: it needs one more.")
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        use_profiler: bool = False,
+    ) -> None:
+        """Keeps the lengths, page tables and options of the runs that follow.
+
+        Index tensors may be on the CPU, from which they are copied, or on the device. Maxima of lengths on the CPU let
+        kernels choose tiles and KV splits; without, they assume the most that the tensors allow. Under CUDA graphs the
+        first plan's longest query bounds those of later plans.
+
+        Args:
+            qo_indptr: int32 ``[batch + 1]``, first query row of each request; ``arange`` for decode steps.
+            kv_indptr: int32 ``[batch + 1]``, where the pages of each request begin in ``kv_indices``.
+            kv_indices: int32, the pages of all requests.
+            kv_len_arr: int32 ``[batch]``, keys of each request, those of its query rows included.
+            num_heads: query heads.
+            head_dim_ckv, head_dim_kpe: 512 and 64; PyTorch computes others, slowly. With ``head_dim_kpe`` 0 there
+                is no kpe.
+            page_size: tokens of a page, of the caches of all runs.
+            causal: whether row i of n rows sees the keys up to ``i + kv_len - n`` alone, instead of all.
+            sm_scale: factor of the logits: ``1 / sqrt(192)`` times the model's own factor in DeepSeek's models.
+            q_data_type: float16, bfloat16 or float8_e4m3fn.
+            kv_data_type: that of the queries, or float8_e4m3fn.
+            use_profiler: refused.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: tensors or numbers that do not fit together; under CUDA graphs, more than the buffers hold.
+            RuntimeError: offsets on the CPU that decrease.
+            NotImplementedError: ``use_profiler``.
+        """
+        _spellings.unsupported(_NAME, "use Nsight Systems.", use_profiler=use_profiler)
+        qo_indptr = _vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
+        batch = qo_indptr.numel() - 1
+        kv_indptr = _vectors.indptr("kv_indptr", kv_indptr, batch)
+        kv_indices = _vectors.index_vector("kv_indices", kv_indices)
+        kv_len_arr = _vectors.index_vector("kv_len_arr", kv_len_arr, batch)
+        heads, dims = _args.integer("num_heads", num_heads), []
+        for name, dim in (("head_dim_ckv", head_dim_ckv), ("head_dim_kpe", head_dim_kpe)):
+            dims.append(_args.integer(name, dim))
+            if dims[-1] < (name == "head_dim_ckv"):
+                raise ValueError(f"{name}={dim}: it must be 512 for ckv and 64 for kpe, or positive at least.")
+        if heads < 1:
+            raise ValueError(f"num_heads={num_heads} must be positive.")
+        size, causal = _args.page_size(page_size), _args.flag("causal", causal)
+        scale = _args.sm_scale(sm_scale, sum(dims))
+        dtypes = (_args.dtype(q_data_type), _args.dtype(kv_data_type))
+        _check_room(kv_indptr, kv_indices, kv_len_arr, size)
+        if self._use_cuda_graph:
+            self._check_buffers(batch, kv_indices.numel())
+        self._keep(qo_indptr, kv_indptr, kv_len_arr, kv_indices)
+        self._heads, self._dims, self._page_size = heads, (dims[0], dims[1]), size
+        self._causal, self._sm_scale, self._dtypes = causal, scale, dtypes
+
+    @property
+    def _cached_module(self) -> _Planner:
+        """For engines that call the planner of FlashInfer's compiled module."""
+        return _Planner(self)
+
+    def _check_buffers(self, batch: int, pages: int) -> None:
+        fixed, room = self._kv_len_arr_buf.numel(), self._kv_indices_buf.numel()  # type: ignore[union-attr]
+        if batch != fixed:
+            raise ValueError(
+                f"this wrapper was made for CUDA graphs with batch_size={fixed}, but the plan has {batch}: pad the "
+                "batch with empty requests, or make another wrapper."
+            )
+        if pages > room:
+            raise ValueError(f"kv_indices has {pages} pages, but its buffer room for {room}: make the buffer longer.")
+
+    def _keep(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        kv_indices: torch.Tensor | None,
+    ) -> None:
+        """Index vectors that have been checked, where runs read them. Without ``kv_indices``, those are kept."""
+        rows = _longest(qo_indptr.diff()) if qo_indptr.device.type == "cpu" else None
+        if not self._use_cuda_graph:
+            self._most_rows = rows
+            self._most_keys = _longest(kv_len_arr) if kv_len_arr.device.type == "cpu" else None
+            self._qo_indptr_buf, self._kv_indptr_buf = self._moved(qo_indptr), self._moved(kv_indptr)
+            self._kv_len_arr_buf = self._moved(kv_len_arr)
+            if kv_indices is not None:
+                self._kv_indices_buf = self._moved(kv_indices)
+            return
+        if self._dtypes is None:
+            self._most_rows = rows
+        elif self._most_rows is not None and rows is not None and rows > self._most_rows:
+            raise ValueError(
+                f"qo_indptr has a request of {rows} rows, but the first plan of this wrapper had at most "
+                f"{self._most_rows}, for which graphs have been captured: make another wrapper."
+            )
+        elif rows is None and self._most_rows is not None:
+            raise ValueError(
+                "qo_indptr was on the CPU in the first plan of this wrapper for CUDA graphs, and now is on "
+                f"{qo_indptr.device}: its longest query is not known. Pass it on the CPU again."
+            )
+        pairs = [(self._qo_indptr_buf, qo_indptr), (self._kv_indptr_buf, kv_indptr), (self._kv_len_arr_buf, kv_len_arr)]
+        if kv_indices is not None:
+            pairs.append((self._kv_indices_buf, kv_indices))
+        for buffer, x in pairs:
+            assert buffer is not None
+            if buffer.data_ptr() != x.data_ptr():  # engines write to the buffers themselves
+                buffer[: x.numel()].copy_(self._pinned(x), non_blocking=True)
+
+    def _pinned(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu" or self.device.type == "cpu":
+            return x
+        return torch.empty_like(x, pin_memory=True).copy_(x)
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` on the device. A tensor of the CPU is copied, so the caller may change it at once."""
+        if x.device.type == "cpu" and self.device.type == "cpu":
+            return x.clone()
+        return self._pinned(x).to(self.device, non_blocking=True)
+
+    @typed_as(_signatures_mla.MlaWrapper.run)
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: torch.Tensor | None = None,
+        kpe_scale: float | None = None,
+    ) -> Result:
+        """Computes the planned attention. A row that sees no key has output 0 and LSE -inf.
+
+        Args:
+            q_nope: ``[rows, num_heads, 512]``, absorbed queries.
+            q_pe: ``[rows, num_heads, 64]``, rotated queries.
+            ckv_cache: ``[pages, page_size, 512]``, any strides with a contiguous last dimension.
+            kpe_cache: ``[pages, page_size, 64]``. The two may be views of one cache: ``cache[..., :512]`` and
+                ``cache[..., 512:]``.
+            out: ``[rows, num_heads, 512]``, where to write the output. Rows behind the last request are not written.
+            lse: float32 ``[rows, num_heads]``: the LSE is copied there.
+            return_lse: whether to return the LSE too.
+            return_lse_base_on_e: whether it is the natural logarithm; the default is base 2.
+            ckv_scale, kpe_scale: dequantisation factors of an fp8 cache, positive numbers. Where they differ, a small
+                kernel first multiplies ``q_pe`` by their quotient.
+            profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr: refused.
+
+        Returns:
+            The output ``[rows, num_heads, 512]``, in the dtype of ``out`` or of the queries (bfloat16 for fp8); or the
+            pair of it and the LSE, float32 ``[rows, num_heads]``.
+
+        Raises:
+            RuntimeError: there is no plan.
+            TypeError, ValueError: tensors that do not fit together, or other ones than planned.
+            NotImplementedError: an argument that is refused.
+        """
+        if self._dtypes is None:
+            raise RuntimeError(f"{_NAME} has no plan: call plan() before run().")
+        _spellings.unsupported(f"{_NAME}.run()", "use Nsight Systems.", profiler_buffer=profiler_buffer)
+        remedy = "plan() takes lengths and page tables; for others call cutlass_kernels.attention()."
+        _spellings.unsupported(f"{_NAME}.run()", remedy, kv_len=kv_len, page_table=page_table)
+        remedy = "the cache has one factor for ckv and one for kpe, and outputs have 16 bits. Leave it out."
+        _spellings.unsupported(f"{_NAME}.run()", remedy, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
+        factor, q_pe = self._scales(ckv_scale, kpe_scale, q_pe)
+        keys, ropes = ckv_cache.unsqueeze(2), {}
+        if self._dims[1]:
+            ropes = dict(q_rope=q_pe, k_rope=kpe_cache.unsqueeze(2))
+        result = attention(
+            q_nope,
+            keys,
+            keys,
+            **ropes,
+            cu_seqlens_q=self._qo_indptr_buf,
+            seqused_k=self._kv_len_arr_buf,
+            kv_indptr=self._kv_indptr_buf,
+            kv_indices=self._kv_indices_buf,
+            max_seqlen_q=self._most_rows,
+            max_seqlen_k=self._most_keys,
+            causal=self._causal,
+            sm_scale=self._sm_scale,
+            k_descale=factor,
+            v_descale=factor,
+            out=out,
+            return_lse=return_lse,
+            lse_base=math.e if return_lse_base_on_e else 2,
+            backend=self._backend,
+        )
+        if not isinstance(result, tuple) or lse is None:
+            return result
+        place = _args.lse_output(lse, result[1].shape, q_nope.device).copy_(result[1])
+        written(place)
+        return result[0], place
+
+    def _check_tensors(self, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any) -> None:
+        assert self._dtypes is not None
+        cache = ("pages", self._page_size)
+        expected = (
+            ("q_nope", q_nope, ("rows", self._heads), self._dims[0], self._dtypes[0]),
+            ("q_pe", q_pe, ("rows", self._heads), self._dims[1], self._dtypes[0]),
+            ("ckv_cache", ckv_cache, cache, self._dims[0], self._dtypes[1]),
+            ("kpe_cache", kpe_cache, cache, self._dims[1], self._dtypes[1]),
+        )
+        for name, x, (first, second), dim, dtype in expected:
+            if name in ("q_pe", "kpe_cache") and not dim:
+                continue
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
+            if x.dim() != 3 or x.size(1) != second or x.size(2) != dim:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, but [{first}, {second}, {dim}] is planned.")
+            if x.dtype != dtype:
+                raise ValueError(f"{name} has dtype {x.dtype}, but {dtype} is planned: pass its dtype to plan().")
+
+    def _scales(
+        self, ckv_scale: float | None, kpe_scale: float | None, q_pe: torch.Tensor
+    ) -> tuple[float | None, torch.Tensor]:
+        """The factor of the cache, and ``q_pe`` times the quotient of the two."""
+        assert self._dtypes is not None
+        if ckv_scale is None and kpe_scale is None:
+            return None, q_pe
+        if self._dtypes[1] not in FP8_DTYPES:
+            raise ValueError(f"ckv_scale and kpe_scale are for fp8 caches, but {self._dtypes[1]} is planned.")
+        factors = []
+        for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+            factors.append(1.0 if value is None else float(value))
+            if not (math.isfinite(factors[-1]) and factors[-1] > 0):
+                raise ValueError(f"{name}={value} must be finite and positive.")
+        if factors[0] != factors[1] and self._dims[1]:
+            if q_pe.dtype in FP8_DTYPES:
+                raise ValueError(
+                    f"ckv_scale={ckv_scale} and kpe_scale={kpe_scale} differ, which fp8 queries do not allow for: use "
+                    "one scale, or 16-bit queries."
+                )
+            q_pe = q_pe * (factors[1] / factors[0])
+        return factors[0], q_pe
+
+
+class _Planner:
+    """Stands for FlashInfer's compiled module: SGLang plans with it before it replays a captured decode step."""
+
+    def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        float_workspace_buffer: Any,
+        int_workspace_buffer: Any,
+        pinned_buffer: Any,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_lens: torch.Tensor,
+        *sizes: Any,
+    ) -> None:
+        """Copies lengths to the wrapper's buffers; ``kv_indices`` and all options are as they were."""
+        wrapper = self._wrapper
+        if wrapper._dtypes is None:
+            raise RuntimeError(f"{_NAME} has no plan: call plan() before _cached_module.plan().")
+        qo_indptr = _vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
+        batch = qo_indptr.numel() - 1
+        if wrapper._use_cuda_graph:
+            wrapper._check_buffers(batch, 0)
+        kv_lens = _vectors.index_vector("kv_lens", kv_lens, batch)
+        wrapper._keep(qo_indptr, _vectors.indptr("kv_indptr", kv_indptr, batch), kv_lens, None)
+
+
+def _longest(lens: torch.Tensor) -> int:
+    return max(int(lens.max()), 1) if lens.numel() else 1
+
+
+def _check_room(indptr: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor, page_size: int) -> None:
+    """ValueError where keys on the CPU have no room in their pages."""
+    if indptr.device.type != "cpu":
+        return
+    if int(indptr[-1]) > indices.numel():
+        raise ValueError(f"kv_indptr ends at {int(indptr[-1])}, but kv_indices has {indices.numel()} pages.")
+    if lens.device.type != "cpu":
+        return
+    wrong = (lens > indptr.diff() * page_size) | (lens < 0)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        pages = int(indptr[at + 1] - indptr[at])
+        raise ValueError(
+            f"kv_len_arr[{at}]={int(lens[at])}, but the {pages} pages of request {at} have room for "
+            f"{pages * page_size} tokens: lengths lie between 0 and that."
+        )

@@ -1,0 +1,21 @@
+"""Multi-head latent attention (MLA) in its absorbed form: FlashInfer's wrapper, FlashMLA's functions, and its cache.
+
+All of it computes with ``attention()``, which serves latent attention too: ``attention(q, ckv, ckv, q_rope=q_pe,
+k_rope=kpe)``. docs/mla.md says which call is for what.
+"""
+
+from ._append_mla import concat_and_cache_mla
+from ._flash_mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+from ._mla_wrapper import BatchMLAPagedAttentionWrapper
+from ._trtllm_mla import trtllm_batch_decode_with_kv_cache_mla
+from .page import append_paged_mla_kv_cache
+
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "FlashMLASchedMeta",
+    "append_paged_mla_kv_cache",
+    "concat_and_cache_mla",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "trtllm_batch_decode_with_kv_cache_mla",
+]
