@@ -1,0 +1,90 @@
+"""Batches of latent attention (MLA) in a paged cache, and what calls over them must give."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from guards import poison_
+from plan_free_problems import Mask, Options, expect, page_table
+from problems import Batch, make_batch
+
+ON_HOPPER = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(("cpu", "reference"), id="cpu-reference"),
+        pytest.param(("cuda:0", "fa3"), id="cuda-fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
+    ],
+)
+SCALE = 192**-0.5  # DeepSeek's, of 192 columns before the absorption
+
+
+@dataclass
+class Problem:
+    """Queries and keys of a batch, in pages of one cache. What belongs to nobody is NaN."""
+
+    batch: Batch
+    page_size: int
+    cache: torch.Tensor  # [pages, page_size, 576]
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    table: torch.Tensor
+    lens: torch.Tensor
+
+    @property
+    def q(self) -> torch.Tensor:
+        return self.batch.q
+
+    @property
+    def halves(self) -> list[torch.Tensor]:
+        """q_nope, q_pe, ckv and kpe: views."""
+        return [x for whole in (self.q, self.cache) for x in whole.split([512, 64], -1)]
+
+    def expected(self, causal: bool, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output and base-2 LSE at DeepSeek's scale, and the output of PyTorch in 16 bits."""
+        factor = SCALE * 576**0.5  # the oracle's own scale is 1 / sqrt(576)
+        descales = {"q_descale": factor * options.pop("descale", 1.0), "v_descale": options.pop("v_descale", 1.0)}
+        return expect(self.batch, Mask(causal=causal), Options(descales=descales, **options))
+
+    def plan(self, causal: bool = True, device: Any = None, **changes: Any) -> dict[str, Any]:
+        """Arguments of the wrapper's plan()."""
+        dtype = self.batch.q.dtype
+        given: dict[str, Any] = dict(
+            qo_indptr=self.batch.qo_indptr(device or self.cache.device),
+            kv_indptr=self.indptr,
+            kv_indices=self.indices,
+            kv_len_arr=self.lens,
+        )
+        given = {name: x.to(device) if device is not None else x for name, x in given.items()}
+        sizes = dict(num_heads=self.batch.num_qo_heads, head_dim_ckv=512, head_dim_kpe=64, page_size=self.page_size)
+        rest = dict(causal=causal, sm_scale=SCALE, q_data_type=dtype, kv_data_type=self.cache.dtype)
+        return {**given, **sizes, **rest, **changes}
+
+
+def make(
+    qo_lens: list[int],
+    kv_lens: list[int],
+    heads: int = 16,
+    page_size: int = 64,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    batch = make_batch(qo_lens, kv_lens, heads, 1, 576, dtype=dtype, device=device)
+    batch = dataclasses.replace(batch, v=batch.k[..., :512])
+    paged = batch.paged(page_size, "NHD", form="split")
+    indptr, indices, _ = paged.table(device)
+    table = page_table(paged, len(kv_lens)).to(device)
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    return Problem(batch, page_size, paged.k_cache.squeeze(2), indptr, indices, table, lens)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own; of fp8 too."""
+    return x.view(torch.uint8).contiguous().view(x.dtype) if x.element_size() == 1 else x.contiguous()
+
+
+def nan_like(shape: Any, like: torch.Tensor) -> torch.Tensor:
+    return poison_(torch.empty(*shape, dtype=like.dtype, device=like.device))
