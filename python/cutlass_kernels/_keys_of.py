@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ._plan_free import Call
 
 
-def requests(call: Call, rows: torch.Tensor, *keys_and_values: Any) -> Any:
+def requests(call: Call, rows: torch.Tensor, k: Any, v: Any, k_rope: Any) -> Any:
     """First row, number of rows, keys and values of every request; none of those whose lengths make no sense."""
     batch = call.q.size(0) if call.q.dim() == 4 else 1
     each = rows.size(0) // max(batch, 1)
@@ -21,7 +21,7 @@ def requests(call: Call, rows: torch.Tensor, *keys_and_values: Any) -> Any:
         begins = call.cu_seqlens_q.tolist()
         batch = len(begins) - 1
     used_q = None if call.seqused_q is None else call.seqused_q.tolist()
-    keys_of = _KeysOf(call, *keys_and_values, batch)
+    keys_of = _KeysOf(call, k, v, k_rope, batch)
     for b in range(batch):
         count = begins[b + 1] - begins[b]
         if used_q is not None:

@@ -275,14 +275,13 @@ class BatchMLAPagedAttentionWrapper:
         _spellings.unsupported(f"{_NAME}.run()", remedy, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
         self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
         factor, q_pe = self._scales(ckv_scale, kpe_scale, q_pe)
-        keys, ropes = ckv_cache.unsqueeze(2), {}
-        if self._dims[1]:
-            ropes = dict(q_rope=q_pe, k_rope=kpe_cache.unsqueeze(2))
+        keys, has_rope = ckv_cache.unsqueeze(2), self._dims[1] > 0
         result = attention(
             q_nope,
             keys,
             keys,
-            **ropes,
+            q_rope=q_pe if has_rope else None,
+            k_rope=kpe_cache.unsqueeze(2) if has_rope else None,
             cu_seqlens_q=self._qo_indptr_buf,
             seqused_k=self._kv_len_arr_buf,
             kv_indptr=self._kv_indptr_buf,

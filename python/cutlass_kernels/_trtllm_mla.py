@@ -163,7 +163,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if out is not None and not out.is_contiguous():
         out.copy_(found.view(shape))
     found = found.view(shape) if out is None else out
-    return (found, found_lse if lse is None else lse) if return_lse else found  # type: ignore[return-value]
+    return (found, found_lse if lse is None else lse) if return_lse else found
 
 
 def _pages(kv_cache: Any) -> torch.Tensor:
