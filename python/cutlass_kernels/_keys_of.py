@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ._plan_free import Call
 
 
-def requests(call: Call, rows: torch.Tensor, k: Any, v: Any, k_rope: Any) -> Any:
+def requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> Any:
     """First row, number of rows, keys and values of every request; none of those whose lengths make no sense."""
     batch = call.q.size(0) if call.q.dim() == 4 else 1
     each = rows.size(0) // max(batch, 1)

@@ -14,6 +14,7 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 NAMES = {
     "cutlass_kernels": [
         "BatchAttentionWithAttentionSinkWrapper",
+        "BatchMLAPagedAttentionWrapper",
         "BatchDecodeWithPagedKVCacheWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper",
@@ -27,11 +28,14 @@ NAMES = {
         "get_seq_lens",
         "fast_decode_plan",
         "trtllm_batch_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache_mla",
         "xqa_batch_decode_with_kv_cache",
     ],
+    "cutlass_kernels.mla": ["BatchMLAPagedAttentionWrapper", "flash_mla_with_kvcache", "get_mla_metadata"],
     "cutlass_kernels.prefill": ["trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill"],
     "cutlass_kernels.page": [
         "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
         "get_seq_lens",
         "nvfp4_quantize_append_paged_kv_cache",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
@@ -72,7 +76,9 @@ def test_the_number_of_multiprocessors():
         assert ck.utils.get_device_sm_count(device) == properties.multi_processor_count
 
 
-@pytest.mark.parametrize("module", ["_trtllm", "_sink_wrapper", "utils"])
+@pytest.mark.parametrize(
+    "module", ["_trtllm", "_trtllm_mla", "_mla_wrapper", "_flash_mla", "_append_mla", "_sink_wrapper", "utils"]
+)
 def test_examples_of_the_documentation(module):
     found = importlib.import_module(f"cutlass_kernels.{module}")
     failed, attempted = doctest.testmod(found, extraglobs={"torch": torch})

@@ -36,6 +36,20 @@ def test_quickstart_runs_single_pages_and_refuses_unknown_ones():
     assert "there is no page" in run("quickstart.py", "nonsense", code=2)
 
 
+# --- latent attention ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", ["64", "1024"])
+def test_mla_prefill(device, chunk):
+    sizes = ("--heads", "4", "--chunk", chunk, "--prefixes", "300", "0", "130", "--new", "20", "40", "1")
+    assert "equal up to rounding" in run("mla_prefill.py", "--device", device, *sizes)
+
+
+def test_mla_prefill_refuses_other_numbers_of_requests():
+    assert "a number for each request" in run("mla_prefill.py", "--prefixes", "3", "--new", "1", "2", code=2)
+
+
 # --- transformers ---
 
 try:

@@ -17,7 +17,7 @@ import torch
 import typing_extensions
 
 import cutlass_kernels as ck
-from cutlass_kernels import _signatures, _signatures_sparse, _signatures_trtllm
+from cutlass_kernels import _signatures, _signatures_mla, _signatures_sparse, _signatures_trtllm
 
 # A line that must be refused ends in "# wrong".
 PROGRAM = """
@@ -182,6 +182,16 @@ assert_type(ck.batch_decode_with_shared_prefix_padded_kv_cache(x, x, x, x, x, "H
 ck.batch_decode_with_shared_prefix_padded_kv_cache(x, x, x, x)  # wrong
 ck.batch_decode_with_shared_prefix_padded_kv_cache(x, x, x, x, x, nonsense=1)  # wrong
 
+latent = ck.BatchMLAPagedAttentionWrapper(workspace)
+latent.plan(ints, ints, ints, ints, 2, 512, 64, 16, True, 0.1, torch.float16, torch.float16)
+latent.plan(ints, ints, ints, ints, 2, 512, 64, 16)  # wrong
+assert_type(latent.run(x, x, x, x, out=x), Tensor)
+assert_type(latent.run(x, x, x, x, None, None, True), Pair)
+assert_type(latent.run(x, x, x, x, return_lse=flag, return_lse_base_on_e=True), Tensor | Pair)
+latent.run(x, x, x)  # wrong
+assert_type(ck.mla.flash_mla_with_kvcache(x, x, ints, ints, 512, None, None, 0.1, True), Pair)
+ck.append_paged_mla_kv_cache(x, x, ints, ints, x, x, ints, ints, ints)
+
 def fused(save: bool) -> None:
     batch = ("SEPARATE_Q_K_V", workspace, ints, 4, 4, 0.1, 1.0, 1, ints, ints)
     assert_type(ck.trtllm_fmha_v2_prefill((x, x, x), *batch, out=x), Tensor)
@@ -237,6 +247,8 @@ TYPED: list[tuple[Callable, ...]] = [
     (_signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
     (_signatures_trtllm.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_decode_with_kv_cache),
     (_signatures_trtllm.trtllm_batch_context_with_kv_cache, ck.trtllm_batch_context_with_kv_cache),
+    (_signatures_mla.trtllm_batch_decode_with_kv_cache_mla, ck.mla.trtllm_batch_decode_with_kv_cache_mla),
+    (_signatures_mla.MlaWrapper.run, ck.BatchMLAPagedAttentionWrapper.run),
     (_signatures_trtllm.SinkPrefill.run, SINK.run, PAGED.run),
     (_signatures_trtllm.SinkPrefill.run_return_lse, SINK.run, PAGED.run),
     (_signatures.PagedPrefill.run, PAGED.run),
