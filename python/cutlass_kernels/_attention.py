@@ -247,20 +247,21 @@ def attention(
     return _attention_op.traced(call) if _is_for_graphs(call) else _plan_free.compute(call)
 
 
-def attend(arguments: tuple[Any, ...]) -> Any:
+def attend(arguments: tuple[Any, ...], ropes: tuple[Any, Any] = (None, None)) -> Any:
     """The same of arguments in the order of ``Call``, up to ``kv_shard``: for functions with other names for them.
+    ``ropes`` are ``q_rope`` and ``k_rope``.
 
     A plain tuple: to make a ``Call`` takes 2 us.
     """
     if not is_traced() and not _select.is_logged():
         q, k, v, out = arguments[0], arguments[1], arguments[2], arguments[OUT]
-        if not (is_grad_enabled() and needs_grad(q, k, v, out, None, arguments[SINKS])):
-            result = _native.attention(*arguments, None, None, _select.asked_for("auto"))
+        if not (is_grad_enabled() and needs_grad(q, k, v, out, None, arguments[SINKS], *ropes)):
+            result = _native.attention(*arguments, *ropes, _select.asked_for("auto"))
             if result is not None:
                 if out is not None:
                     written(out)
                 return result
-    call = Call(*arguments)
+    call = Call(*arguments, *ropes)
     return _attention_op.traced(call) if _is_for_graphs(call) else _plan_free.compute(call)
 
 

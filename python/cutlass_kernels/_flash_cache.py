@@ -11,7 +11,10 @@ from . import _plan_free
 from ._append_by_slot import append_paged_kv_cache_by_slot
 
 Window = tuple[int, int] | list[int] | torch.Tensor | None
+Ropes = tuple[torch.Tensor | None, torch.Tensor | None]
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+NO_ROPES: Ropes = (None, None)
 
 
 def refuse_training(dropout_p: float) -> None:
@@ -40,10 +43,16 @@ def shard_of(
 
 def with_values(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Queries and keys whose products are ``q . k + qv . v``, and the softmax scale."""
-    q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
-    return q, k, q.size(-1) ** -0.5 if scale is None else scale
+) -> tuple[torch.Tensor, torch.Tensor, float, Ropes]:
+    """Queries and keys whose products are ``q . k + qv . v``, the softmax scale, and ``q_rope`` and ``k_rope``.
+
+    In the sizes of latent attention (MLA) the keys are read where they lie. Others are copied behind one another.
+    """
+    if scale is None:
+        scale = (q.size(-1) + qv.size(-1)) ** -0.5
+    if k.size(-2) == 1 and (q.size(-1), k.size(-1), qv.size(-1), v.size(-1)) == (64, 64, 512, 512):
+        return qv, v, scale, (q, k)
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1), scale, NO_ROPES
 
 
 def cache_of(

@@ -18,7 +18,7 @@ import torch
 
 from . import _args
 from ._attention import attend
-from ._flash_cache import Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
+from ._flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
 from ._merge import merge_states
 from ._plan_free import HEADS_FIRST, LN2, NATURAL, RETURNED
 
@@ -66,8 +66,8 @@ def flash_attn_func(
         k, v: ``[B, S, Hkv, D]``; v may have another head dimension.
         softmax_scale: default ``1 / sqrt(D)``, with ``qv`` ``1 / sqrt(D + Dv)``.
         causal: aligned to the last key: row i sees keys up to ``i + S - n``.
-        qv: ``[B, n, Hq, Dv]``, adds ``qv . v`` to the logits: joined with q, as v with k. Beyond ``D + Dv = 512``,
-            PyTorch computes, with a warning.
+        qv: ``[B, n, Hq, Dv]``, adds ``qv . v`` to the logits. With one key head of 64 columns and values of 512 this
+            is latent attention (MLA). Else q and qv are joined, as k and v, and PyTorch computes ``D + Dv > 512``.
         q_descale, k_descale, v_descale: fp32 ``[B, Hkv]``, dequantisation factors.
         window_size: ``(left, right)``, -1 is no limit.
         attention_chunk: rows see the keys of their chunk of so many; 0 is none.
@@ -91,8 +91,9 @@ def flash_attn_func(
         torch.Size([2, 16, 8, 64])
     """
     refuse_training(dropout_p)
+    ropes = NO_ROPES
     if qv is not None:
-        q, k, softmax_scale = with_values(q, k, v, qv, softmax_scale)
+        q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
     left, right = window_of(window_size)
     call = (
         q,
@@ -129,7 +130,7 @@ def flash_attn_func(
         False,  # batch_invariant
         None,  # kv_shard
     )
-    return _of_batch(attend(call), q)
+    return _of_batch(attend(call, ropes), q)
 
 
 def flash_attn_qkvpacked_func(
@@ -256,8 +257,9 @@ def flash_attn_varlen_func(
     refuse_training(dropout_p)
     kv_shard, seqused_k = shard_of(cp_world_size, cp_rank, cp_tot_seqused_k, seqused_k)
     qv = q_v if qv is None else qv
+    ropes = NO_ROPES
     if qv is not None:
-        q, k, softmax_scale = with_values(q, k, v, qv, softmax_scale)
+        q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
     left, right = window_of(window_size)
     call = (
         q,
@@ -294,7 +296,7 @@ def flash_attn_varlen_func(
         False,  # batch_invariant
         kv_shard,
     )
-    return attend(call)
+    return attend(call, ropes)
 
 
 def flash_attn_with_kvcache(
@@ -387,8 +389,9 @@ def flash_attn_with_kvcache(
         rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
         q, found = cache_of(q, k_cache, v_cache, places, new, rotary, cu_seqlens_q, is_local)
     keys, values, begins, lens, page_table = found
+    ropes = NO_ROPES
     if qv is not None:
-        q, keys, softmax_scale = with_values(q, keys, values, qv, softmax_scale)
+        q, keys, softmax_scale, ropes = with_values(q, keys, values, qv, softmax_scale)
     call = (
         q,
         keys,
@@ -424,7 +427,7 @@ def flash_attn_with_kvcache(
         False,  # batch_invariant
         None,  # kv_shard
     )
-    return _of_batch(attend(call), q)
+    return _of_batch(attend(call, ropes), q)
 
 
 def flash_attn_combine(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from plan_free_problems import Mask, Options, expect, keys
+from plan_free_problems import Mask, Options, expect, keys, page_table
 from problems import Batch, make_batch, randn
 
 from cutlass_kernels.flash_attn import (
@@ -267,6 +267,28 @@ def test_values_in_the_logits(target):
     wide = Batch(batch.qo_lens, batch.kv_lens, torch.cat([q, qv], -1).flatten(0, 1), None, batch.v)
     wide.k = torch.cat([k, v], -1).flatten(0, 1)
     check(wide, out, None, Mask(causal=True))
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged", "pages"])
+def test_values_in_the_logits_of_latent_attention(form):
+    """SGLang's and vLLM's decode steps of MLA with FlashAttention-3: keys and values are not copied."""
+    batch = make_batch([2] * 2, [9, 5] if form != "dense" else [9, 9], 4, 1, 576, dtype=torch.bfloat16)
+    batch.v = batch.k[..., :512]
+    (qv, q), (v, k) = (x.split([512, 64], -1) for x in (batch.q, batch.k))
+    offsets = ints([0, 2, 4], "cpu")
+    if form == "dense":
+        q, qv, k, v = (x.unflatten(0, (2, -1)) for x in (q, qv, k, v))
+        out = flash_attn_func(q, k, v, qv=qv, causal=True).flatten(0, 1)
+    elif form == "ragged":
+        out = flash_attn_varlen_func(q, k, v, offsets, batch.kv_indptr("cpu"), 2, 9, qv=qv, causal=True)
+    else:
+        paged = batch.paged(4, "NHD", form="split")
+        cache = [x.contiguous() for x in paged.k_cache.split([512, 64], -1)]
+        table = page_table(paged, 2)
+        given = dict(cache_seqlens=ints(batch.kv_lens, "cpu"), page_table=table, cu_seqlens_q=offsets, max_seqlen_q=2)
+        out = flash_attn_with_kvcache(q, cache[1], cache[0], qv=qv, causal=True, **given)
+    want, _, base = expect(batch, Mask(causal=True), Options())
+    assert_close(out, want, base)
 
 
 def test_what_means_training_is_refused():
