@@ -12,14 +12,18 @@ from guards import poison_
 from plan_free_problems import Mask, Options, expect, page_table
 from problems import Batch, make_batch
 
-ON_HOPPER = pytest.mark.parametrize(
+PLACES = pytest.mark.parametrize(
     "place",
     [
         pytest.param(("cpu", "reference"), id="cpu-reference"),
         pytest.param(("cuda:0", "fa3"), id="cuda-fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
+        pytest.param(("cuda:0", "fa2"), id="cuda-fa2", marks=pytest.mark.gpu),
     ],
 )
 SCALE = 192**-0.5  # DeepSeek's, of 192 columns before the absorption
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 
 
 @dataclass

@@ -261,7 +261,7 @@ def attend(arguments: tuple[Any, ...], ropes: tuple[Any, Any] = (None, None)) ->
                 if out is not None:
                     written(out)
                 return result
-    call = Call(*arguments, *ropes)
+    call = Call._make((*arguments, *ropes, "auto"))
     return _attention_op.traced(call) if _is_for_graphs(call) else _plan_free.compute(call)
 
 

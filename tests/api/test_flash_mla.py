@@ -9,20 +9,20 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import poison_
-from mla_problems import ON_HOPPER, SCALE, make, nan_like
+from mla_problems import DEVICES, SCALE, make, nan_like
 
 from cutlass_kernels.mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 
 INT32 = torch.int32
 
 
-@ON_HOPPER
+@DEVICES
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("new_form", [True, False], ids=["an object", "tensors"])
-def test_decode_steps(place, rows, heads, causal, new_form):
-    problem = make([rows] * 4, [300, 64, rows, 0], heads, 64, place[0])
+def test_decode_steps(device, rows, heads, causal, new_form):
+    problem = make([rows] * 4, [300, 64, rows, 0], heads, 64, device)
     q = problem.q.unflatten(0, (4, rows))
     metadata, splits = get_mla_metadata() if new_form else get_mla_metadata(problem.lens, rows * heads, 1)
     out, lse = flash_mla_with_kvcache(
@@ -128,7 +128,6 @@ def test_wrong_arguments_are_refused_in_a_sentence(change, error, words):
 
 
 @pytest.mark.gpu
-@pytest.mark.hopper
 def test_a_captured_step_follows_lengths_and_tables():
     problem = make([1] * 3, [900, 64, 4000], 128, 64, "cuda:0")
     cache, lens = problem.cache.unsqueeze(2), problem.lens.clone()

@@ -144,9 +144,12 @@ def test_public_modules_are_the_documented_ones() -> None:
         "flash_attn",
         "fmha_v2",
         "integrations",
+        "mla",
         "page",
+        "pod",
         "prefill",
         "quantization",
         "rope",
+        "sparse",
         "utils",
     }

@@ -49,7 +49,19 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     import cutlass_kernels as ck
 
     text = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
-    modules = {"cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "sparse", "utils", "__version__"}
+    modules = {
+        "cascade",
+        "decode",
+        "mla",
+        "page",
+        "pod",
+        "prefill",
+        "quantization",
+        "rope",
+        "sparse",
+        "utils",
+        "__version__",
+    }
     for name in set(ck.__all__) - modules:
         assert f'id="cutlass_kernels.{name}"' in text, f"docs/reference has no page with {name}"
     assert ":func:" not in text
