@@ -59,5 +59,5 @@ ck_instance(fa3     bfloat16/float8_e4m3fn 256  256  90  90       interval_mask 
 ck_instance(fa3     float8_e4m3fn          64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
 ck_instance(fa3     float8_e4m3fn          128  128  90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
 ck_instance(fa3     float8_e4m3fn          256  256  90  90       interval_mask soft_cap sinks ragged_kv paged_kv device_scales)
-ck_instance(fa3     float16                576  512  90  90       interval_mask sinks ragged_kv paged_kv bit_mask TEMPLATE mla/attention.cu.in)
-ck_instance(fa3     bfloat16               576  512  90  90       interval_mask sinks ragged_kv paged_kv bit_mask TEMPLATE mla/attention.cu.in)
+ck_instance(fa3     float16                576  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask TEMPLATE mla/attention.cu.in)
+ck_instance(fa3     bfloat16               576  512  90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask TEMPLATE mla/attention.cu.in)

@@ -99,6 +99,23 @@ def test_random(place, seed):
     check(batch, place[1], form, rng.choice(MASKS), rng.choice([1, 5, 8, 16, 24, 32, 64, 256]), **more)
 
 
+@on_hopper
+@pytest.mark.parametrize("sm_scale", [0.1, 0.0, -0.1])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_what_changes_logits_leaves_masked_ones_masked(place, soft_cap, sm_scale):
+    if soft_cap is not None and sm_scale <= 0:
+        sm_scale = -sm_scale or 0.02
+    batch = latent_batch([1, 4, 2], [0, 70, 333], 16, place[0])
+    q, whose = queries(batch, False)
+    k, _, given = keys(batch, "table", "NHD", 16, False)
+    options = Options(soft_cap=soft_cap, descales=dict(q_descale=sm_scale * 24))
+    call = dict(causal=True, sm_scale=sm_scale, logits_soft_cap=soft_cap, return_lse=True, backend=place[1])
+    out, lse = ck.attention(q, k, k[..., :512], **call, **whose, **given)
+    want, want_lse, base = expect(batch, Mask(causal=True), options)
+    assert_close(out, want, base)
+    assert_lse_close(lse, want_lse)
+
+
 @pytest.mark.gpu
 @kernels_of
 @pytest.mark.parametrize("heads", [8, 128])

@@ -165,7 +165,6 @@ struct Consumer {
   // before.
   CUTE_DEVICE void take_exponentials(float (&s)[kN / 2], std::uint32_t (&p)[kN / 4],
                                      Softmax& softmax, float (&factor)[2], int block) {
-    if (params.transform.changes_logits()) params.transform.apply<true>(s, kN / 2);
     float row_max[2] = {s[0], s[2]};
     CUTE_UNROLL
     for (int i = 0; i < kN / 2; ++i) row_max[i / 2 % 2] = fmaxf(row_max[i / 2 % 2], s[i]);
@@ -272,6 +271,8 @@ struct Consumer {
         release_p(other_block);
       }
       const int first_key = key_begin + (kv_blocks - 1 - 2 * i - kHalf) * kN;
+      // Before the mask: a cap would make -inf finite, a negative scale infinite.
+      if (params.transform.changes_logits()) params.transform.apply<true>(s, kN / 2);
       if (first_key < unmasked_begin || first_key + kN > unmasked_end) {
         __syncwarp();  // keeps this a branch
         mask_scores(s, job, first_key);
