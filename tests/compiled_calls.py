@@ -6,40 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import compiled_block_calls
 import torch
-from problems import make_batch
+from compiled_data import HEADS, PAGE, Call, Data, ints
 
 import cutlass_kernels as ck
-
-Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
-HEADS, PAGE = (4, 2, 64), 16
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-class Data:
-    """One request of 5 rows and 20 keys, which lie in tensors and in pages 1 and 2."""
-
-    def __init__(self, target: Any) -> None:
-        self.target, self.device = target, target.device
-        batch = make_batch([5], [20], *HEADS, device=target.device)
-        self.q, self.k, self.v = self.qkv = batch.q, batch.k, batch.v
-        self.kv = torch.stack([batch.k, batch.v], 1)
-        self.cache = self.randn(4, 2, PAGE, 2, 64).half()
-        self.table = (ints(0, 2), ints(1, 2), ints(4))
-        self.sinks, self.one = self.randn(4), torch.rand(1).to(self.device)
-        self.state = (self.randn(5, 4, 64), self.randn(5, 4))
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape).to(self.device)
-
-    def here(self, *numbers: int) -> torch.Tensor:
-        return ints(*numbers).to(self.device)
-
-    def wrapper(self, name: str, *sizes: Any) -> Any:
-        return getattr(ck, name)(*sizes, self.target.workspace())
 
 
 def _single_prefill(x: Data, function: Any = ck.single_prefill_with_kv_cache) -> list[Call]:
@@ -215,59 +186,6 @@ def _with_sinks(x: Data) -> list[Call]:
         (w.run, tensors),
         (lambda *t: w.run(*t, 0.2, return_lse=True), tensors),
         (lambda *t: w.run(*t[:3], out=t[3]), (*tensors, torch.zeros_like(x.q))),
-    ]
-
-
-def _mixed(x: Data) -> list[Call]:
-    w = ck.BatchAttention(device=x.device)
-    half = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
-    w.plan(ints(0, 5), *x.table[:2], ints(20), *HEADS, 64, PAGE, causal=True, **half)
-    return [
-        (w.run, (x.q, x.cache)),
-        (lambda q, cache: w.run(q, cache, k_scale=0.5, v_scale=2.0, logits_soft_cap=2.0), (x.q, x.cache)),
-    ]
-
-
-def _pod(x: Data) -> list[Call]:
-    w = x.wrapper("PODWithPagedKVCacheWrapper")
-    w.plan(*x.table, *HEADS, PAGE)
-    tensors = (*x.qkv, x.randn(1, 4, 64).half(), x.cache)
-    return [(w.run, tensors), (lambda *t: w.run(*t, causal_p=True, sm_scale_p=0.2, v_scale=2.0), tensors)]
-
-
-def _batch_pod(x: Data) -> list[Call]:
-    w = x.wrapper("BatchPODWithPagedKVCacheWrapper")
-    w.plan(ints(0, 5), *x.table, ints(0, 1), *x.table, *HEADS, PAGE)
-    tensors = (x.q, x.cache, x.randn(1, 4, 64).half(), x.cache)
-    return [
-        (w.run, tensors),
-        (lambda *t: [y for pair in w.run(*t, causal_p=True, return_lse=True) for y in pair], tensors),
-    ]
-
-
-def _blocks(x: Data) -> list[Call]:
-    calls: list[Call] = []
-    for pattern in (None, torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])):
-        w = x.wrapper("BlockSparseAttentionWrapper")
-        lists = (ints(0, 1, 3), ints(1, 0, 1)) if pattern is None else (None, None)
-        w.plan(*lists, 5, 20, 3, 10, *HEADS, block_mask=pattern)
-        calls += [
-            (w.run, x.qkv),
-            (lambda *t, w=w: w.run_return_lse(*t), x.qkv),
-            (lambda *t, w=w: w.run(*t[:3], out=t[3]), (*x.qkv, torch.zeros_like(x.q))),
-        ]
-    return calls
-
-
-def _blocks_of_heads(x: Data) -> list[Call]:
-    w = x.wrapper("VariableBlockSparseAttentionWrapper")
-    pattern = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])
-    w.plan(pattern, torch.tensor([[2, 3], [1, 4]]), torch.tensor([[8, 12], [10, 10]]), *HEADS, logits_soft_cap=2.0)
-    tensors = tuple(y.transpose(0, 1).contiguous() for y in x.qkv)
-    return [
-        (w.run, tensors),
-        (lambda *t: w.run_return_lse(*t), tensors),
-        (lambda *t: w.run(*t[:3], out=t[3]), (*tensors, torch.zeros_like(tensors[0]))),
     ]
 
 
@@ -483,6 +401,7 @@ def _return_lse(x: Data) -> list[Call]:
 
 
 CALLS: dict[str, Callable[[Data], list[Call]]] = {
+    **compiled_block_calls.CALLS,
     "single_prefill_with_kv_cache": _single_prefill,
     "single_prefill_with_kv_cache_return_lse": _return_lse,
     "single_decode_with_kv_cache": _single_decode,
@@ -494,11 +413,6 @@ CALLS: dict[str, Callable[[Data], list[Call]]] = {
     "batch_decode_with_shared_prefix_padded_kv_cache": _padded,
     "BatchPrefillWithPagedKVCacheWrapper": _paged,
     "BatchAttentionWithAttentionSinkWrapper": _with_sinks,
-    "BatchAttention": _mixed,
-    "PODWithPagedKVCacheWrapper": _pod,
-    "BatchPODWithPagedKVCacheWrapper": _batch_pod,
-    "BlockSparseAttentionWrapper": _blocks,
-    "VariableBlockSparseAttentionWrapper": _blocks_of_heads,
     "BatchPrefillWithRaggedKVCacheWrapper": _ragged,
     "BatchDecodeWithPagedKVCacheWrapper": _decode,
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": _graph_decode,
@@ -516,7 +430,6 @@ CALLS: dict[str, Callable[[Data], list[Call]]] = {
     "merge_state_in_place": _merge_in_place,
     "merge_states": lambda x: [(ck.merge_states, (x.randn(5, 3, 4, 64), x.randn(5, 3, 4)))],
     "fmha_v2_stats_to_lse": _stats,
-    "convert_bsr_mask_layout": lambda x: [(ck.convert_bsr_mask_layout, (x.randn(3, 2, 4), x.here(0, 1, 3)))],
     "packbits": _packbits,
     "segment_packbits": _segment_packbits,
     "fast_decode_plan": _fast_decode_plan,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise
-from compiled_calls import CALLS, HEADS, PAGE, Data, ints
+from compiled_calls import CALLS
+from compiled_data import HEADS, PAGE, Data, ints
 from paths import ROOT
 from torch._dynamo.backends.registry import lookup_backend
 
