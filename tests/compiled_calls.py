@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import compiled_block_calls
+import compiled_latent_calls
 import torch
 from compiled_data import HEADS, PAGE, Call, Data, ints
 
@@ -402,6 +403,7 @@ def _return_lse(x: Data) -> list[Call]:
 
 CALLS: dict[str, Callable[[Data], list[Call]]] = {
     **compiled_block_calls.CALLS,
+    **compiled_latent_calls.CALLS,
     "single_prefill_with_kv_cache": _single_prefill,
     "single_prefill_with_kv_cache_return_lse": _return_lse,
     "single_decode_with_kv_cache": _single_decode,

@@ -112,7 +112,8 @@ class BatchMLAPagedAttentionWrapper:
 
         Index tensors may be on the CPU, from which they are copied, or on the device. Maxima of lengths on the CPU let
         kernels choose tiles and KV splits; without, they assume the most that the tensors allow. Under CUDA graphs the
-        first plan's longest query bounds those of later plans.
+        first plan's longest query bounds those of later plans. ``torch.compile`` cannot trace this method: plan outside
+        of the compiled function.
 
         Args:
             qo_indptr: int32 ``[batch + 1]``, first query row of each request; ``arange`` for decode steps.
