@@ -167,9 +167,9 @@ struct AttentionParams {
   std::int32_t max_qo_len = 0;
 
   // Tensors.
-  ConstTensorView q;       ///< [total_q, num_qo_heads, head_dim_qk]
-  ConstTensorView k;       ///< [total_kv, num_kv_heads, head_dim_qk]
-  ConstTensorView v;       ///< [total_kv, num_kv_heads, head_dim_vo]
+  ConstTensorView q;  ///< [total_q, num_qo_heads, head_dim_qk]
+  ConstTensorView k;  ///< [total_kv, num_kv_heads, head_dim_qk]
+  ConstTensorView v;  ///< [total_kv, num_kv_heads, head_dim_vo]
   /// Latent attention (head_dim_qk 576, head_dim_vo 512, num_kv_heads 1; v.data is k.data): where the last 64 columns of
   /// q and of k, those of the position, have tensors of their own. Null: they lie behind the first 512.
   ConstTensorView q_rope;  ///< [total_q, num_qo_heads, 64]
