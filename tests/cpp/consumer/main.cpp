@@ -28,7 +28,7 @@ ck::AttentionParams problem(const ck::KernelInfo& kernel) {
   params.o_dtype = is_fp8(kernel.q_dtype) ? ck::DType::kFloat16 : kernel.q_dtype;
   params.kv_dtype = kernel.kv_dtype;
   params.num_qo_heads = 4;
-  params.num_kv_heads = 2;
+  params.num_kv_heads = is_latent(kernel) ? 1 : 2;
   params.head_dim_qk = kernel.head_dim_qk;
   params.head_dim_vo = kernel.head_dim_vo;
   params.batch_size = 2;
@@ -140,16 +140,24 @@ void check_without_gpu() {
 
     ck::AttentionParams single = params;
     single.batch_size = 1;
+    single.disable_split_kv = is_latent(kernel);  // of its few tiles, keys would be split
     const bool counts_tiles = kernel.backend == ck::Backend::kFa3;
     require(ck::workspace_size(single, kernel.backend) == (counts_tiles ? 16 : 0),
             "a single request may use counters on fa3, and nothing on fa2");
 
-    // A view that tensor maps cannot describe.
-    ck::AttentionParams broadcast = single;
-    broadcast.k = {nullptr, 64, 0};
-    broadcast.k.data = &broadcast;  // never read
-    require(ck::not_supported_reasons(kernel.backend, broadcast, served).empty() != counts_tiles,
-            "fa2 reads a broadcast head, fa3 refuses it");
+    if (!is_latent(kernel)) {
+      // A view that tensor maps cannot describe.
+      ck::AttentionParams broadcast = single;
+      broadcast.k = {nullptr, 64, 0};
+      broadcast.k.data = &broadcast;  // never read
+      require(ck::not_supported_reasons(kernel.backend, broadcast, served).empty() != counts_tiles,
+              "fa2 reads a broadcast head, fa3 refuses it");
+    } else {
+      ck::AttentionParams apart = single;
+      apart.v.data = &apart;  // never read
+      require(!ck::not_supported_reasons(kernel.backend, apart, served).empty(),
+              "latent values are columns of the keys");
+    }
 
     // Sizes that were forgotten.
     ck::AttentionParams forgotten = single;
@@ -197,6 +205,7 @@ namespace {
 void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer& workspace,
                   std::size_t elements, ck::Backend backend) {
   params.batch_size = 1;
+  params.disable_split_kv = true;
   params.qo_indptr = params.kv_indptr = nullptr;
   const std::size_t bytes = ck::workspace_size(params, backend);
   std::vector<std::uint16_t> first(elements), again(elements);
@@ -248,7 +257,10 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
 
   const auto q = random_bits(params.total_q * heads * dqk, kernel.q_dtype, 1);
   const auto k = random_bits(params.total_kv * kv_heads * dqk, kernel.kv_dtype, 2);
-  const auto v = random_bits(params.total_kv * kv_heads * dvo, kernel.kv_dtype, 3);
+  // Latent values are columns of the keys.
+  const int value_stride = is_latent(kernel) ? dqk : dvo;
+  const auto v =
+      is_latent(kernel) ? k : random_bits(params.total_kv * kv_heads * dvo, kernel.kv_dtype, 3);
   std::vector<std::uint16_t> o(params.total_q * heads * dvo);
   std::vector<float> lse(params.total_q * heads);
   const std::size_t bytes = ck::workspace_size(params, kernel.backend);
@@ -265,7 +277,7 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
   params.kv_indptr = static_cast<const std::int32_t*>(dev_kv.data);
   params.q = {dev_q.data, heads * dqk, dqk};
   params.k = {dev_k.data, kv_heads * dqk, dqk};
-  params.v = {dev_v.data, kv_heads * dvo, dvo};
+  params.v = {is_latent(kernel) ? dev_k.data : dev_v.data, kv_heads * value_stride, value_stride};
   params.o = {dev_o.data, heads * dvo, dvo};
   params.lse = static_cast<float*>(dev_lse.data);
   params.lse_stride_token = heads;
@@ -278,7 +290,7 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
   check_single(params, dev_o, workspace, o.size(), kernel.backend);
   // Outputs lie in [-1, 1]; rounding P and O costs 2^-11 each in float16, 2^-8 in bfloat16.
   const double tolerance = kernel.q_dtype == ck::DType::kFloat16 ? 1.0 / 512 : 1.0 / 64;
-  check_fused(params, dev_o, o, lse, tolerance, kernel.backend);
+  if (!is_latent(kernel)) check_fused(params, dev_o, o, lse, tolerance, kernel.backend);
   check_device_lengths(params, dev_o, o, tolerance, kernel.backend);
 
   double worst = 0.0;
@@ -308,9 +320,10 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
         for (int d = 0; d < dvo; ++d) {
           double expected = 0.0;
           for (int key = 0; key < visible; ++key) {
-            expected += p[key] / sum *
-                        from_bits(v[((kv_indptr[request] + key) * kv_heads + kv_head) * dvo + d],
-                                  kernel.kv_dtype);
+            expected +=
+                p[key] / sum *
+                from_bits(v[((kv_indptr[request] + key) * kv_heads + kv_head) * value_stride + d],
+                          kernel.kv_dtype);
           }
           note(worst, std::fabs(expected -
                                 from_bits(o[(token * heads + head) * dvo + d], kernel.q_dtype)));

@@ -32,12 +32,13 @@ inline void check_ranks_without_gpu() {
 /// One new token of two requests, of 37 and 50 tokens: over all keys, and over two ranks with blocks of four.
 class Spread {
  public:
-  explicit Spread(const ck::KernelInfo& kernel) : kernel_(kernel) {
+  explicit Spread(const ck::KernelInfo& kernel)
+      : kernel_(kernel), kv_heads_(is_latent(kernel) ? 1 : 2) {
     const std::int32_t lengths[2] = {37, 50};
     lengths_.copy_from(lengths, sizeof lengths);
     fill(q_, random_bits(2 * kHeads * kernel.head_dim_qk, kernel.q_dtype, 4));
-    keys_ = random_bits(2 * kCapacity * kKvHeads * kernel.head_dim_qk, kernel.kv_dtype, 5);
-    values_ = random_bits(2 * kCapacity * kKvHeads * kernel.head_dim_vo, kernel.kv_dtype, 6);
+    keys_ = random_bits(2 * kCapacity * kv_heads_ * kernel.head_dim_qk, kernel.kv_dtype, 5);
+    values_ = random_bits(2 * kCapacity * kv_heads_ * kernel.head_dim_vo, kernel.kv_dtype, 6);
   }
 
   void check() {
@@ -49,8 +50,8 @@ class Spread {
     for (int rank = 0; rank < kRanks; ++rank) {
       require(cudaStreamCreate(&streams[rank]) == cudaSuccess, "a stream");
       const ck::KvShard shard = {kRanks, rank, kBlock};
-      const auto keys = held(keys_, kKvHeads * kernel_.head_dim_qk, rank);
-      const auto values = held(values_, kKvHeads * dim(), rank);
+      const auto keys = held(keys_, kv_heads_ * kernel_.head_dim_qk, rank);
+      const auto values = held(values_, kv_heads_ * dim(), rank);
       attend(shard, keys, values, kCapacity / kRanks, streams[rank]);
     }
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -70,7 +71,7 @@ class Spread {
   }
 
  private:
-  static constexpr int kHeads = 4, kKvHeads = 2, kCapacity = 64, kRanks = 2, kBlock = 4;
+  static constexpr int kHeads = 4, kCapacity = 64, kRanks = 2, kBlock = 4;
 
   int dim() const { return kernel_.head_dim_vo; }
 
@@ -97,7 +98,7 @@ class Spread {
     params.q_dtype = params.o_dtype = kernel_.q_dtype;
     params.kv_dtype = kernel_.kv_dtype;
     params.num_qo_heads = kHeads;
-    params.num_kv_heads = kKvHeads;
+    params.num_kv_heads = kv_heads_;
     params.head_dim_qk = kernel_.head_dim_qk;
     params.head_dim_vo = dim();
     params.batch_size = params.total_q = 2;
@@ -109,8 +110,9 @@ class Spread {
     params.causal = true;
     params.sm_scale = 1.0f / std::sqrt(float(params.head_dim_qk));
     params.q = {q_.data, kHeads * params.head_dim_qk, params.head_dim_qk};
-    params.k = {k_[shard.rank].data, kKvHeads * params.head_dim_qk, params.head_dim_qk};
-    params.v = {v_[shard.rank].data, kKvHeads * dim(), dim()};
+    params.k = {k_[shard.rank].data, kv_heads_ * params.head_dim_qk, params.head_dim_qk};
+    params.v = {v_[shard.rank].data, kv_heads_ * dim(), dim()};
+    if (is_latent(kernel_)) params.v = params.k;
     params.o = {o_[shard.rank].data, kHeads * dim(), dim()};
     params.lse = static_cast<float*>(lse_[shard.rank].data);
     params.lse_stride_token = kHeads;
@@ -147,8 +149,9 @@ class Spread {
     return combine;
   }
 
-  static constexpr std::size_t kElements = 2 * kCapacity * kKvHeads * 512, kBytes = 1 << 18;
+  static constexpr std::size_t kElements = 2 * kCapacity * 2 * 512, kBytes = 1 << 18;
   ck::KernelInfo kernel_;
+  int kv_heads_;
   std::vector<std::uint16_t> keys_, values_;
   Buffer lengths_{8}, q_{kElements}, merged_{kElements};
   Buffer k_[kRanks] = {Buffer(2 * kElements), Buffer(2 * kElements)};

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cutlass_kernels/attention.h"
 #include "cutlass_kernels/status.h"
 #include "cutlass_kernels/types.h"
 
@@ -30,6 +31,11 @@ inline void require_refusal(const ck::Status& status, const std::string& fragmen
   require(status.code == ck::StatusCode::kInvalidArgument &&
               status.message.find(fragment) != std::string::npos,
           "a refusal that says '" + fragment + "', not '" + status.message + "'");
+}
+
+/// Whether all heads of the kernel read one key of 576 columns, the first 512 of which are the value.
+inline bool is_latent(const ck::KernelInfo& kernel) {
+  return kernel.head_dim_qk == 576 && kernel.head_dim_vo == 512;
 }
 
 #ifdef CONSUMER_HAS_CUDA_RUNTIME
