@@ -36,6 +36,8 @@ ck_instance(fa2     bfloat16/float8_e4m3fn 256  256  80  0        interval_mask 
 ck_instance(fa2     bfloat16/float8_e5m2   256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales)
 ck_instance(fa2     float16                576  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask device_scales TEMPLATE mla/attention_mma.cu.in)
 ck_instance(fa2     bfloat16               576  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask device_scales TEMPLATE mla/attention_mma.cu.in)
+ck_instance(fa2     float16/float8_e4m3fn  576  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask device_scales TEMPLATE mla/attention_mma.cu.in)
+ck_instance(fa2     bfloat16/float8_e4m3fn 576  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask device_scales TEMPLATE mla/attention_mma.cu.in)
 ck_instance(fa3     float16                64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa3     bfloat16               64   64   90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)
 ck_instance(fa3     float16                96   96   90  90       interval_mask soft_cap sinks ragged_kv paged_kv bit_mask alibi device_scales stats)

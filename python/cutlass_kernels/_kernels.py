@@ -16,7 +16,7 @@ from . import _half_precision, _native
 from ._native import current_device as _current_device
 from ._native import stream_of as _stream_of
 from ._problem import FP8_DTYPES, Copies, Offsets, PagedKv, Pages, Problem, Split
-from ._request import ROW_FEATURES, Request
+from ._request import MOST_SEPARATE_COLUMNS, ROW_FEATURES, Request
 
 _INT_WORKSPACE_BYTES = 8 << 20  # enough for the tile list of every plan
 _MOST_BYTES = (1 << 63) - 1
@@ -139,7 +139,8 @@ def _reads_fp8(backend: str, request: Request) -> bool:
         fits = request.q_dtype == request.kv_dtype
     else:
         few_enough = {"short_queries", "fp8_few_rows"} if backend == "fa2" else ROW_FEATURES
-        fits = request.o_dtype == request.q_dtype and not few_enough.isdisjoint(request.features)
+        no_copies = request.head_dim_qk > MOST_SEPARATE_COLUMNS
+        fits = request.o_dtype == request.q_dtype and (no_copies or not few_enough.isdisjoint(request.features))
     return fits and not _registry_reasons(backend, request)
 
 

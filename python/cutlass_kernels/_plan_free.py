@@ -8,6 +8,7 @@ computes request by request, from lengths on the host.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from . import _args, _fused, _keys_of, _kv_shard, _latent, _masks, _native, _ref
 from ._autograd import forward_only, needs_grad, written
 from ._errors import BackendError
 from ._options import Result
-from ._problem import FP8_DTYPES, Logits, Mask, Output, Problem, RaggedKv
+from ._problem import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, Problem, RaggedKv
 
 MOST_ROWS = 1 << 30  # of k and v, that kernels count
 RETURNED, NATURAL, HEADS_FIRST = 1, 2, 4  # of Call.lse_form
@@ -92,10 +93,10 @@ def compute(call: Call) -> Result:
 def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
     result = None
     if call.q.is_cuda and call.q.numel() and call.backend != "reference":
-        result = _native.attention(*call[:-1], _select.asked_for(call.backend))
-        if result is None and call.q_rope is not None:  # a copy of the queries may be what a kernel reads
-            call = _latent.with_whole_queries(call)
-            result = _native.attention(*call[:-1], _select.asked_for(call.backend))
+        for readable in _readable(call):
+            result = _native.attention(*readable[:-1], _select.asked_for(call.backend))
+            if result is not None:
+                break
     if result is None:
         result = _by_reference(_latent.with_whole_queries(call))
     if call.out is not None and wanted is not None:
@@ -104,6 +105,17 @@ def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
         written(wanted)
         return (wanted, result[1]) if isinstance(result, tuple) else wanted
     return result
+
+
+def _readable(call: Call) -> Iterator[Call]:
+    """The call, and the same with copies of the queries that a kernel may read where it does not read these."""
+    yield call
+    if call.q.dtype in FP8_DTYPES and call.o_dtype in HALF_DTYPES:  # which hold every fp8 number
+        q_rope = None if call.q_rope is None else call.q_rope.to(call.o_dtype)
+        call = call._replace(q=call.q.to(call.o_dtype), q_rope=q_rope)
+        yield call
+    if call.q_rope is not None:
+        yield _latent.with_whole_queries(call)
 
 
 # --- checks and conversions --------------------------------------------------------------------------------------

@@ -13,46 +13,14 @@
 #include <cute/config.hpp>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/element_types.h"
+#include "common/fp8_operands.h"
 #include "common/ptx/ldmatrix.h"
 #include "common/ptx/mma.h"
 #include "fa2/shared_memory.h"
 
 namespace cutlass_kernels::fa2 {
-
-// Products are of fp16 whatever the queries are: it holds all finite numbers of both formats, and one or two
-// instructions convert two of them, where bf16 takes four, more than the products themselves. Queries in bf16 get a
-// factor per row where they do not fit (packed_rows.h), and P, at most 2^8, loses less than in bf16.
-
-// Bytes kFirst (to the low half) and kSecond of `word` as two fp16 numbers. Below compute capability 8.9, where no
-// instruction converts, NaN of e4m3 (the largest magnitude) becomes a finite number.
-template <class Format, int kFirst, int kSecond>
-CUTE_DEVICE std::uint32_t converted(std::uint32_t word) {
-  if constexpr (std::is_same_v<Format, e5m2>) {  // the upper half of fp16
-    return __byte_perm(word, 0, 0x0404 | kFirst << 4 | kSecond << 12);
-  } else {
-    std::uint32_t numbers;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    const std::uint32_t pair = kSecond == kFirst + 1 && kFirst % 2 == 0
-                                   ? word >> 8 * kFirst
-                                   : __byte_perm(word, 0, kFirst | kSecond << 4);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers) : "h"(std::uint16_t(pair)));
-#else
-    // Each byte below eight copies of its sign; moved by 7 bits; the copies taken out, but for the highest. The
-    // exponent then lacks the difference of the biases, which a factor of 2^8 makes up for, exactly, for subnormal
-    // numbers too.
-    std::uint32_t spread;
-    asm("prmt.b32 %0, %1, 0, %2;"
-        : "=r"(spread)
-        : "r"(word), "n"(kFirst | (8 | kFirst) << 4 | kSecond << 8 | (8 | kSecond) << 12));
-    const std::uint32_t placed = (spread << 7) & 0xbf80bf80u;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(numbers) : "r"(placed), "r"(0x5c005c00u));
-#endif
-    return numbers;
-  }
-}
 
 // s += Q K^T: a warp's rows of Q at `q_rows` and a step of keys at `keys`, where ldmatrix addresses of a lane begin.
 // Fragments of K are read kAhead steps, of 16 keys and 32 columns, before their products.

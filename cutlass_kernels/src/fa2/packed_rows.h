@@ -11,6 +11,7 @@
 #include "common/element_types.h"
 #include "common/find_work.h"
 #include "common/finish_row.h"
+#include "common/fp8_operands.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/numeric.h"
@@ -72,20 +73,6 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared,
     cp_async_16(shared + Layout::offset(row, chunk), from,
                 row_begin + token < row_end && chunk * 8 < p.head_dim_qk);
   }
-}
-
-// bf16 as fp16: rows are scaled, by powers of two, where their largest finite number is 2^15 or more, or below 2^-6, so
-// that small numbers beside it would lose digits. (What becomes subnormal is off by 2^-25 at most, 2^-19 of the
-// largest.) This is what scores are then multiplied by.
-CUTE_DEVICE float row_factor(std::uint32_t largest) {
-  const std::uint32_t exponent = largest >> 7;  // of the bits of a bf16 number
-  const bool fits = exponent - 121u <= 20u || exponent == 0;
-  return fits ? 1.0f : __uint_as_float(min(exponent, 253u) << 23);
-}
-
-CUTE_DEVICE std::uint32_t scaled_to_fp16(std::uint32_t pair, float scale) {
-  return fp16::pack(__uint_as_float(pair << 16) * scale,
-                    __uint_as_float(pair & 0xffff0000u) * scale);
 }
 
 // Q for keys of 8 bits: in fp16, and columns in the order that fp8.h asks for: of 16, two at a time, first those that

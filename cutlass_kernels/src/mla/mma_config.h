@@ -19,8 +19,9 @@
 
 namespace cutlass_kernels::mla::mma_sync {
 
-template <int RowTiles, int BlockN, int Stages, int QPanels>
+template <int RowTiles, int BlockN, int Stages, int QPanels, int KeyBytes = 2>
 struct Tile {
+  static constexpr int kKeyBytes = KeyBytes;  // of an element of the keys
   static constexpr int kRowTiles = RowTiles;  // of S, 16 rows each: the M of mma.sync
   static constexpr int kBlockM = 16 * RowTiles;
   static constexpr int kBlockN = BlockN;  // keys of a KV block, one stage
@@ -50,9 +51,14 @@ struct Tile {
   static constexpr int kColumns = kLatentDim / kOutParts;                // of a warp
   static constexpr int kTilesD = kColumns / 8;
 
-  // Shared memory: rows of keys in panels of 64 columns, the span of the swizzle.
-  static constexpr int kRowBytes = (kLatentDim + kRopeDim) * 2;
-  static constexpr int kStageBytes = kBlockN * kRowBytes;
+  // Shared memory: rows of 16-bit elements in panels of 64 columns, the span of the swizzle. Of 8-bit keys, whose rows are
+  // no multiple of 128 bytes, 16 bytes more than a row keep the eight rows of an ldmatrix phase in eight bank groups.
+  static constexpr bool kSwizzlesKeys = kKeyBytes == 2;
+  static constexpr int kRowBytes = (kLatentDim + kRopeDim) * 2;  // of Q
+  static constexpr int kKeyRowBytes =
+      (kLatentDim + kRopeDim) * kKeyBytes + (kSwizzlesKeys ? 0 : 16);
+  static constexpr int kKeyPanelBytes = 64 * kKeyBytes;
+  static constexpr int kStageBytes = kBlockN * kKeyRowBytes;
   static constexpr int kQBytes = kBlockM * kRowBytes;
   static constexpr int kQStages =
       (kQBytes + kStageBytes - 1) / kStageBytes;  // that Q comes through
@@ -79,6 +85,10 @@ using Few = Tile<1, 64, 3, 9>;        // 223 KB of shared memory: compute capabi
 using Some = Tile<2, 32, 4, 9>;       // 151 KB: 8.0
 using SomeSmall = Tile<2, 32, 2, 9>;  // 79 KB: 8.6, 8.9, 12.x
 using Many = Tile<4, 32, 3, 4>;       // 161 KB
+
+// Below 8-bit keys, which are converted anew for each row tile: no tile has more than two.
+using FewFp8 = Tile<1, 64, 5, 9, 1>;   // 197 KB, 152 KB of keys in flight
+using SomeFp8 = Tile<2, 32, 4, 9, 1>;  // 82 KB: all devices
 
 // LaunchPlan::tile_kind.
 enum TileKind { kFew = 0, kSome = 1, kMany = 2 };

@@ -19,6 +19,7 @@
 //
 //   mma_config.h  the tiles: how warps share S and O       mma_products.h  S = Q K^T, O += P V
 //   mma_load.h    loads of Q and keys                      mma_store.h     O, LSE, partial results
+//   mma_products_fp8.h  the same of 8-bit keys
 //
 // Numbers. Registers: O takes 32 (Few), 64 (Some) or 128 (Many), Q 72, or 32 of Many. Of 16 rows on an H200, a KV block of
 // 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s, and about 3900 by the time of a whole call. Of 64 rows, 32 keys
@@ -29,6 +30,7 @@
 #include <cute/arch/util.hpp>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dependent_launch.h"
 #include "common/find_work.h"
@@ -37,6 +39,7 @@
 #include "common/softmax.h"
 #include "mla/mma_load.h"
 #include "mla/mma_products.h"
+#include "mla/mma_products_fp8.h"
 #include "mla/mma_store.h"
 
 namespace cutlass_kernels::mla::mma_sync {
@@ -57,11 +60,11 @@ CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
   return found;
 }
 
-// A warp's 16 rows of S and its share of the keys.
+// A warp's 16 rows of S and its share of the keys. Element: of P.
 template <class Element, class Tile>
 struct WarpScores {
   static constexpr int kTilesN = Tile::kTilesN;
-  using Scores = float[kTilesN][4];
+  using Fragments = float[kTilesN][4];
 
   const KernelParams& params;
   const TileWork& tile;
@@ -82,7 +85,7 @@ struct WarpScores {
   CUTE_DEVICE int row(int r) const { return row_tile * 16 + r * 8 + lane / 4; }
   CUTE_DEVICE int first_key() const { return group * kTilesN * 8; }
 
-  CUTE_DEVICE void transform(Scores& s) const {
+  CUTE_DEVICE void transform(Fragments& s) const {
     const LaunchParams& p = params.attention;
     // Unlikely, which moves it out of the way: what is jumped over takes time to fetch.
     if (__builtin_expect(p.logits_scale.data != nullptr || p.keys_scale.data != nullptr, 0)) {
@@ -100,7 +103,7 @@ struct WarpScores {
     }
   }
 
-  CUTE_DEVICE void mask(Scores& s, int block) const {
+  CUTE_DEVICE void mask(Fragments& s, int block) const {
     const int first = block * Tile::kBlockN;
     if (__builtin_expect(first >= all_begin && first + Tile::kBlockN <= all_end, 1)) return;
     __syncwarp();  // keeps this a branch
@@ -119,7 +122,7 @@ struct WarpScores {
   }
 
   // P of the scores to shared memory, in fragments of 16 keys; adds up the rows of it.
-  CUTE_DEVICE void write_p(const Scores& s, const OnlineSoftmax<2>& softmax,
+  CUTE_DEVICE void write_p(const Fragments& s, const OnlineSoftmax<2>& softmax,
                            float (&sums)[2]) const {
     sums[0] = sums[1] = 0.0f;
     std::uint32_t packed[kTilesN][2];
@@ -180,9 +183,13 @@ struct WarpScores {
   }
 };
 
-template <class Element, class Tile>
+// Kv: Element, or what the keys are instead.
+template <class Element, class Kv, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_kernel(__grid_constant__ const KernelParams params) {
+  using Products = std::conditional_t<Tile::kKeyBytes == 1, ProductsFp8<Element, Kv, Tile>,
+                                      mma_sync::Products<Element, Tile>>;
+  using Scores = WarpScores<typename Products::Operand, Tile>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ __align__(128) char shared_memory[];
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
@@ -203,18 +210,19 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // ---- The first loads. ----
   const int blocks = tile.block_end - tile.block_begin;
   const int last_block = tile.block_end - 1;
-  const KeyLoader<Tile> keys(params, tile, shared, warp, lane);
+  using Loader = KeyLoader<Tile>;
+  const Loader keys(params, tile, shared, warp, lane);
   // Q passes through the last stages.
   constexpr int kFirstBlocks = kStages - Tile::kQStages;
   const std::uint32_t shared_q = shared + kFirstBlocks * Tile::kStageBytes;
-  typename KeyLoader<Tile>::Places places[kStages];
+  typename Loader::Places places[kStages];
   CUTE_UNROLL
   for (int i = 0; i < kStages; ++i) places[i] = keys.find(last_block - i, i < blocks);
   const auto copy = [&](int i) {
     if (i < blocks) {
       const auto copies = keys.copies(last_block - i, i, places[i]);
       CUTE_UNROLL
-      for (int panel = 0; panel < Tile::kPanels; ++panel) copies(panel);
+      for (int step = 0; step < Loader::kSteps; ++step) copies(step);
     }
     cute::cp_async_fence();
   };
@@ -226,7 +234,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // ---- What this warp computes. ----
   const int row_tile = warp % Tile::kRowTiles;
   const int group = warp / Tile::kRowTiles;
-  const WarpScores<Element, Tile> scores{
+  const Scores scores{
       params,
       kept,
       shared_memory,
@@ -235,7 +243,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       group,
       tile.mask.lo<true>(tile.row_end - 1),
       tile.mask.hi<true>(tile.row_begin),
-      held(WarpScores<Element, Tile>::offset_of_p(row_tile, group, lane)),
+      held(Scores::offset_of_p(row_tile, group, lane)),
   };
   const int out_tile = warp / Tile::kOutParts * Tile::kOutRowTiles;
   const int column = warp % Tile::kOutParts * Tile::kColumns;
@@ -247,13 +255,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   OnlineSoftmax<2> softmax(params.transform.scale);
   const int half = group % 2;  // of the columns of S
   KeptQ<Tile> q;
+  float q_factors[2];  // of the scores of rows lane / 4 and 8 further on
   cute::cp_async_wait<kFirstBlocks>();
   __syncthreads();
   const int q_row = row_tile * 16;
-  const std::uint32_t kept_rows =
-      sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane) ^ half * 64;
-  CUTE_UNROLL
-  for (int panel = 0; panel < Tile::kQPanels; ++panel) read_q(q[panel], kept_rows, panel);
+  Products::keep_q(q, q_factors, shared_q + q_row * Tile::kRowBytes, half, lane);
   const std::uint32_t q_rows =
       held(sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane) ^
            half * 64);
@@ -263,10 +269,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     for (int i = kFirstBlocks; i < kStages - 1; ++i) copy(i);
   }
   const int pair = group / 2;  // of warps with the same keys
-  const std::uint32_t k_lane = held(
-      sixteen_keys<Tile>(shared + pair * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^ half * 64);
-  const std::uint32_t v_lane =
-      held(sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128);
+  const std::uint32_t k_lane =
+      held(Products::keys(shared + pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane, half));
+  const std::uint32_t v_lane = held(Products::values(shared, lane, column));
   const int barrier = int(held(1 + pair * Tile::kRowTiles + row_tile));
   const auto sums_of = [&](int of_warp) {
     return reinterpret_cast<float4*>(
@@ -287,17 +292,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const auto next_places = keys.find(last_block - (i + kStages), i + kStages < blocks);
     const bool loads = i + kStages - 1 < blocks;
     float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
-    const auto copy_next = [&](int panel) {
-      if (loads) next(panel);
+    const auto copy_next = [&](int step) {
+      if (loads) next(step);
     };
     if constexpr (!Tile::kSpreadsCopies) {
       CUTE_UNROLL
-      for (int panel = 0; panel < Tile::kPanels; ++panel) copy_next(panel);
+      for (int step = 0; step < Loader::kSteps; ++step) copy_next(step);
     }
-    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
+    Products::take_scores(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
       if constexpr (Tile::kSpreadsCopies) copy_next(panel);
     });
     cute::cp_async_fence();
+    if constexpr (Products::kScalesRows) {
+      CUTE_UNROLL
+      for (int e = 0; e < Tile::kPartTiles * 4; ++e) part[e / 4][e % 4] *= q_factors[e / 2 % 2];
+    }
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
@@ -309,7 +318,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     float sums[2];
     scores.write_p(s, softmax, sums);
-    ValueProducts<Element, Tile> products(v_lane + stage * Tile::kStageBytes);
+    typename Products::Values products(v_lane + stage * Tile::kStageBytes);
     if (__builtin_expect(__syncthreads_or(softmax.exceeds(thread_max)), 0)) {
       scores.raise(thread_max, softmax);
       scores.write_p(s, softmax, sums);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "common/packing.h"
 #include "device.h"
@@ -41,36 +42,65 @@ inline TileShape tile_shape(const AttentionParams& params, const Device& device)
                                      : shape_of<Many>(params, kMany);
 }
 
-template <class Element, class Tile>
+template <class Element, class Kv, class Tile>
 Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   if (params.plan.packed_heads != packed_heads(params, Tile::kBlockM) ||
       params.plan.tile_rows != Tile::kBlockM / params.plan.packed_heads) {
     return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
   }
   static DoneOnDevices allowed;  // this kernel, so much shared memory
-  const fa2::KernelFacts facts{
-      &attention_kernel<Element, Tile>, Tile::kThreads, Tile::kBytes, 2, true, false};
+  const fa2::KernelFacts facts{&attention_kernel<Element, Kv, Tile>,
+                               Tile::kThreads,
+                               Tile::kBytes,
+                               Tile::kKeyBytes,
+                               true,
+                               false};
   return fa2::enqueue_kernel(facts, params, stream, &allowed);
 }
 
+inline TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
+  return decodes(params) && fits<FewFp8>(device) ? shape_of<FewFp8>(params, kFew)
+                                                 : shape_of<SomeFp8>(params, kSome);
+}
+
 template <class Element>
+Status launch_kind(const LaunchParams& params, cudaStream_t stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  switch (params.plan.tile_kind) {
+    case kFew:
+      return launch_tile<Element, Element, Few>(params, stream);
+    case kSome:
+      return fits<Some>(device) ? launch_tile<Element, Element, Some>(params, stream)
+                                : launch_tile<Element, Element, SomeSmall>(params, stream);
+    case kMany:
+      return launch_tile<Element, Element, Many>(params, stream);
+  }
+  return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
+}
+
+template <class Element, class Kv>
 Status launch(const LaunchParams& params, cudaStream_t stream) {
   // The plan may have been made for other tensors: values of their own would not be read.
   if (std::string fault = common_refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  switch (params.plan.tile_kind) {
-    case kFew:
-      return launch_tile<Element, Few>(params, stream);
-    case kSome:
-      return fits<Some>(device) ? launch_tile<Element, Some>(params, stream)
-                                : launch_tile<Element, SomeSmall>(params, stream);
-    case kMany:
-      return launch_tile<Element, Many>(params, stream);
+  if constexpr (std::is_same_v<Element, Kv>) {
+    return launch_kind<Element>(params, stream);
+  } else {
+    return params.plan.tile_kind == kFew ? launch_tile<Element, Kv, FewFp8>(params, stream)
+                                         : launch_tile<Element, Kv, SomeFp8>(params, stream);
   }
-  return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
+}
+
+template <class Element, class Kv>
+KernelEntry kernel_entry() {
+  KernelEntry entry;
+  entry.tile = std::is_same_v<Element, Kv> ? &tile_shape : &fp8_tile_shape;
+  entry.refusal = &common_refusal;
+  entry.reads_rope = true;
+  entry.launch = &launch<Element, Kv>;
+  return entry;
 }
 
 }  // namespace cutlass_kernels::mla::mma_sync

@@ -1,8 +1,9 @@
 // Loads of Q and of keys, by cp.async: rows of tensors, or of pages of any size.
 //
-// A warp copies four rows at a time, panel by panel: eight lanes the 128 bytes of a row. So a lane has one row, whose
-// address serves all nine panels, and a copy is a single instruction. The last 64 columns may lie in a tensor of their
-// own. The page indices of a KV block are read while the one before it is computed.
+// A warp copies four rows at a time, 128 bytes of each in a step: eight lanes the 128 bytes of a row. So a lane has one
+// row, whose address serves all steps, and a copy is a single instruction. The last step copies the last 64 columns, which
+// may lie in a tensor of their own; of 8-bit keys these are 64 bytes, and half of the lanes rest. The page indices of a KV
+// block are read while the one before it is computed.
 #pragma once
 
 #include <cute/config.hpp>
@@ -20,22 +21,26 @@ namespace cutlass_kernels::mla::mma_sync {
 using fa2::KernelParams;
 using fa2::TileWork;
 
-// A lane's 16 bytes of each panel of a row.
-struct RowCopy {
-  std::uint32_t to;
-  const char* latent = nullptr;  // null: zeros
-  const char* rope = nullptr;
-
-  CUTE_DEVICE void operator()(int panel) const {
-    const char* from = panel < kLatentDim / 64 ? latent + panel * 128 : rope;
-    cp_async_16(to + panel * 128, from, latent != nullptr);
-  }
-};
-
 // The row, counted in its four, and the 16 bytes of each 128 that are a lane's; where the swizzle puts them.
 CUTE_DEVICE int row_of_lane(int lane) { return lane / 8; }
 CUTE_DEVICE int bytes_of_lane(int lane) { return lane % 8 * 16; }
 CUTE_DEVICE int place_in_row(int row, int lane) { return (lane ^ row) % 8 << 4; }
+
+// A lane's 16 bytes of each 128 of a row of elements of kBytes.
+template <int kBytes>
+struct RowCopy {
+  static constexpr int kRopeStep = kLatentDim * kBytes / 128;
+  static constexpr int kSteps = kRopeStep + 1;
+
+  std::uint32_t to;
+  const char* latent = nullptr;  // null: zeros
+  const char* rope = nullptr;
+
+  CUTE_DEVICE void operator()(int step) const {
+    if (step == kRopeStep && bytes_of_lane(threadIdx.x) >= kRopeDim * kBytes) return;
+    cp_async_16(to + step * 128, step < kRopeStep ? latent + step * 128 : rope, latent != nullptr);
+  }
+};
 
 CUTE_DEVICE const char* bytes_at(const ConstTensorView& view) {
   return static_cast<const char*>(view.data);
@@ -53,7 +58,7 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
     const int token = int(params.pack.divide(row));
     const int head = tile.head + row - token * int(params.pack.divisor);
     const std::int64_t at = std::int64_t(tile.item.q_begin) + tile.row_begin + token;
-    RowCopy copy{kept + row * Tile::kRowBytes + place_in_row(row, lane)};
+    RowCopy<2> copy{kept + row * Tile::kRowBytes + place_in_row(row, lane)};
     if (tile.row_begin + token < tile.row_end) {
       copy.latent = bytes_at(p.q) + 2 * (at * p.q.stride_token + head * p.q.stride_head) +
                     bytes_of_lane(lane);
@@ -73,6 +78,8 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
 
 template <class Tile>
 struct KeyLoader {
+  using KeyCopy = RowCopy<Tile::kKeyBytes>;
+  static constexpr int kSteps = KeyCopy::kSteps;
   static constexpr int kRows = Tile::kBlockN / Tile::kWarps / 4;  // of a lane
   static constexpr int kRowStep = Tile::kWarps * 4;
 
@@ -81,11 +88,11 @@ struct KeyLoader {
     int of[kRows];
   };
   struct Copies {
-    RowCopy of[kRows];
+    KeyCopy of[kRows];
 
-    CUTE_DEVICE void operator()(int panel) const {
+    CUTE_DEVICE void operator()(int step) const {
       CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) of[r](panel);
+      for (int r = 0; r < kRows; ++r) of[r](step);
     }
   };
 
@@ -103,7 +110,8 @@ struct KeyLoader {
         key_begin(tile.key_begin),
         key_extent(tile.key_end - tile.key_begin),
         row(int(held(warp * 4 + row_of_lane(lane)))) {
-    to = held(shared + row * Tile::kRowBytes + place_in_row(row, lane));
+    to = held(shared + row * Tile::kKeyRowBytes +
+              (Tile::kSwizzlesKeys ? place_in_row(row, lane) : bytes_of_lane(lane)));
   }
 
   // Of a KV block that is not there: none. The loads are in flight until copies() is called.
@@ -141,13 +149,14 @@ struct KeyLoader {
       const auto address = [&](const ConstTensorView& view, std::int64_t stride_page) {
         const std::int64_t at =
             place * (paged ? stride_page : view.stride_token) + slot * view.stride_token;
-        return bytes_at(view) + bytes + 2 * at;
+        return bytes_at(view) + bytes + Tile::kKeyBytes * at;
       };
-      copies.of[r] = {to + stage * Tile::kStageBytes + r * kRowStep * Tile::kRowBytes};
+      copies.of[r] = {to + stage * Tile::kStageBytes + r * kRowStep * Tile::kKeyRowBytes};
       if (std::uint32_t(places.of[r]) < end) {
         copies.of[r].latent = address(p.k, p.pages.k_stride_page);
-        copies.of[r].rope = p.k_rope.data != nullptr ? address(p.k_rope, p.pages.k_rope_stride_page)
-                                                     : copies.of[r].latent + 2 * kLatentDim;
+        copies.of[r].rope = p.k_rope.data != nullptr
+                                ? address(p.k_rope, p.pages.k_rope_stride_page)
+                                : copies.of[r].latent + Tile::kKeyBytes * kLatentDim;
       }
     }
     return copies;

@@ -1,6 +1,7 @@
-// S = Q K^T and O += P V of a warp, from keys of which there is one copy in shared memory.
+// S = Q K^T and O += P V of a warp, from keys of which there is one copy in shared memory. For keys of 8 bits see
+// mma_products_fp8.h.
 //
-// Row r of the keys is kRowBytes long, and the 16-byte chunk c of each 128 bytes lies at position c ^ (r % 8): the eight
+// Row r of the keys is kKeyRowBytes long, and the 16-byte chunk c of each 128 bytes lies at position c ^ (r % 8): the eight
 // rows that an ldmatrix phase reads lie in eight different bank groups. A row is a multiple of 128 bytes, so an address
 // is that of the first chunk, with the chunk's number added to bits 4 to 6 by XOR.
 #pragma once
@@ -39,7 +40,7 @@ CUTE_DEVICE std::uint32_t sixteen_rows(std::uint32_t shared, int lane) {
 template <class Tile>
 CUTE_DEVICE std::uint32_t sixteen_keys(std::uint32_t shared, int lane) {
   const int key = lane % 8 + lane / 16 * 8;
-  return shared + key * Tile::kRowBytes + ((lane / 8 % 2 ^ lane % 8) << 4);
+  return shared + key * Tile::kKeyRowBytes + ((lane / 8 % 2 ^ lane % 8) << 4);
 }
 
 // Its half of a panel of Q, from 16 rows (sixteen_rows()) that begin with its half of the first panel.
@@ -65,7 +66,7 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys
     if (read >= kReads) return;
     const int step = read / kPairs;  // of 16 columns
     ldmatrix_x4(b[read % kSlots], (step % 2 == 0 ? keys : keys ^ 32) + step / 2 * 128 +
-                                      read % kPairs * 16 * Tile::kRowBytes);
+                                      read % kPairs * 16 * Tile::kKeyRowBytes);
   };
   std::uint32_t q[2][2][4];  // (panel % 2, 16 columns, fragment)
   auto begin_q = [&](int panel) {
@@ -134,6 +135,13 @@ CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Ti
   }
 }
 
+CUTE_DEVICE void read_p(std::uint32_t (&a)[4], const uint4& fragment) {
+  a[0] = fragment.x;
+  a[1] = fragment.y;
+  a[2] = fragment.z;
+  a[3] = fragment.w;
+}
+
 // o += P V of the warp's row tiles and columns. `values`: the first of its columns in the KV block (sixteen_rows()).
 // Fragments of V are read kAhead ldmatrix before their products, the first of them by the constructor: while the warp
 // waits for P of the others.
@@ -157,7 +165,7 @@ struct ValueProducts {
     if (i >= kSteps * kPairs) return;
     const int pair = i % kPairs;
     ldmatrix_x4_trans(b[i % kSlots], (values ^ (pair % 4 * 2 << 4)) + pair / 4 * 128 +
-                                         i / kPairs * 16 * Tile::kRowBytes);
+                                         i / kPairs * 16 * Tile::kKeyRowBytes);
   }
 
   // `p`: P of the first row tile, fragments (row tile, 16 keys, lane).
@@ -166,13 +174,7 @@ struct ValueProducts {
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t a[kRowTiles][4];
       CUTE_UNROLL
-      for (int m = 0; m < kRowTiles; ++m) {
-        const uint4 fragment = p[(m * kSteps + step) * 32];
-        a[m][0] = fragment.x;
-        a[m][1] = fragment.y;
-        a[m][2] = fragment.z;
-        a[m][3] = fragment.w;
-      }
+      for (int m = 0; m < kRowTiles; ++m) read_p(a[m], p[(m * kSteps + step) * 32]);
       CUTE_UNROLL
       for (int pair = 0; pair < kPairs; ++pair) {
         const int i = step * kPairs + pair;
@@ -185,6 +187,35 @@ struct ValueProducts {
         }
       }
     }
+  }
+};
+
+// Products of 16-bit keys, as the kernel calls them. Addresses are those of a lane.
+template <class Element, class Tile>
+struct Products {
+  using Operand = Element;  // the type of Q and P
+  using Values = ValueProducts<Element, Tile>;
+  static constexpr bool kScalesRows = false;
+
+  CUTE_DEVICE static std::uint32_t keys(std::uint32_t shared, int lane, int half) {
+    return sixteen_keys<Tile>(shared, lane) ^ half * 64;
+  }
+  CUTE_DEVICE static std::uint32_t values(std::uint32_t shared, int lane, int column) {
+    return sixteen_rows<Tile::kKeyRowBytes>(shared, lane) + column / 64 * 128;
+  }
+
+  // From 16 rows of Q in shared memory.
+  CUTE_DEVICE static void keep_q(KeptQ<Tile>& q, float (&)[2], std::uint32_t rows, int half,
+                                 int lane) {
+    const std::uint32_t own = sixteen_rows<Tile::kRowBytes>(rows, lane) ^ half * 64;
+    CUTE_UNROLL
+    for (int panel = 0; panel < Tile::kQPanels; ++panel) read_q(q[panel], own, panel);
+  }
+
+  template <class Next>
+  CUTE_DEVICE static void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys,
+                                      const KeptQ<Tile>& kept, std::uint32_t q_rows, Next&& next) {
+    mma_sync::take_scores<Element, Tile>(s, keys, kept, q_rows, next);
   }
 };
 

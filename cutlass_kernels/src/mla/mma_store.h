@@ -71,6 +71,18 @@ struct TileStore {
   }
 
  private:
+  // A lane has kTilesD pairs of columns that follow one another. Of 8-bit keys, two tiles have every other column of 16.
+  static constexpr bool kAlternates = Tile::kKeyBytes == 1;
+
+  CUTE_DEVICE int column_of(int pair) const {
+    return kAlternates ? pair / 2 * 16 + lane % 4 * 4 + pair % 2 * 2 : pair * 8 + lane % 4 * 2;
+  }
+  CUTE_DEVICE static float2 pair_of(const float (&o)[Tile::kTilesD][4], int r, int pair) {
+    const int e = r % 2 * 2;
+    if constexpr (kAlternates) return {o[pair & ~1][e + pair % 2], o[pair | 1][e + pair % 2]};
+    return {o[pair][e], o[pair][e + 1]};
+  }
+
   CUTE_DEVICE void write_partial(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r,
                                  const PlaceOfRow& place, float m, float sum) const {
     if (!place.exists) return;
@@ -79,13 +91,13 @@ struct TileStore {
     const std::int64_t at =
         TilePartials{work.partial_row, work.num_splits}.at(p, place.token, place.head, work.split);
     if (column == 0 && lane % 4 == 0) *partial_max_sum(p, at) = {m, sum};
-    float* out = partial_o(p, at) + column + lane % 4 * 2;
+    float* out = partial_o(p, at) + column;
     // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
     const bool empty = has_no_key(m, sum);
     CUTE_UNROLL
     for (int d = 0; d < Tile::kTilesD; ++d) {
-      const float* x = &o[r / 2][d][r % 2 * 2];
-      *reinterpret_cast<float2*>(out + d * 8) = empty ? float2{0.0f, 0.0f} : float2{x[0], x[1]};
+      const float2 x = pair_of(o[r / 2], r, d);
+      *reinterpret_cast<float2*>(out + column_of(d)) = empty ? float2{0.0f, 0.0f} : x;
     }
   }
 
@@ -104,12 +116,12 @@ struct TileStore {
       const std::int64_t token = std::int64_t(work.q_begin) + tile.row_begin + place.token;
       p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = finished.lse() * p.lse_scale;
     }
-    char* out = staged() + (r * 8 + lane / 4) * kPitch + lane % 4 * 4;
+    char* out = staged() + (r * 8 + lane / 4) * kPitch;
     CUTE_UNROLL
     for (int d = 0; d < Tile::kTilesD; ++d) {
-      const float* x = &o[r / 2][d][r % 2 * 2];
-      *reinterpret_cast<std::uint32_t*>(out + d * 16) =
-          finished.is_empty ? 0u : Element::pack(x[0] * scale, x[1] * scale);
+      const float2 x = pair_of(o[r / 2], r, d);
+      *reinterpret_cast<std::uint32_t*>(out + column_of(d) * 2) =
+          finished.is_empty ? 0u : Element::pack(x.x * scale, x.y * scale);
     }
   }
 
