@@ -89,9 +89,10 @@ def _refused(library: Any, name: str, case: MlaDecode, device: torch.device) -> 
     """Why this library does not serve ``case``. A latent cache of fp8 needs a kernel of its own: none is copied."""
     if case.features & FP8 and name != "reference":
         types = (case.problem.dtype, case.kv_dtype, CKV + KPE)
-        kernels = [k for k in library.list_kernels() if (k["q_dtype"], k["kv_dtype"], k["head_dim_qk"]) == types]
-        if not any(name in ("auto", kernel["backend"]) for kernel in kernels):
-            return f"no kernel of {name} reads a latent cache of {case.kv_dtype}"
+        readers = [k for k in library.list_kernels() if (k["q_dtype"], k["kv_dtype"], k["head_dim_qk"]) == types]
+        if not any(name in ("auto", reader["backend"]) for reader in readers):
+            kernel = "kernel" if name == "auto" else f"{name} kernel"
+            return f"no {kernel} reads a latent cache of {case.kv_dtype}"
     return api.refused(library, name, case, device, case.kv_dtype)
 
 
