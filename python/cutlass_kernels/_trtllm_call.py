@@ -38,6 +38,8 @@ def attend(
     k, v = _caches(kv_cache)
     seq_lens = _signed(seq_lens)
     causal, window_left, draft_mask = masks
+    if lse is not None:  # before anything is written
+        _args.lse_output(lse, query.shape[:2], query.device)
     if cu_seqlens_q is None:
         _check_batch(block_tables, seq_lens, query.size(0) // rows)
         q, max_seqlen_q = _by_request(query, rows), None
@@ -111,7 +113,7 @@ def attend(
     if found_lse is not None:
         found_lse = found_lse.flatten(0, -2)
         if lse is not None:
-            found_lse = _write(found_lse, _args.lse_output(lse, found_lse.shape, query.device), cu_seqlens_q)
+            found_lse = _write(found_lse, lse, cu_seqlens_q)
     return (found, found_lse) if return_lse else found
 
 

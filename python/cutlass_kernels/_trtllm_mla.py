@@ -136,12 +136,18 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if out is not None:
         wanted = out.dtype if isinstance(out, torch.Tensor) else wanted
         _args.output(out, shape, wanted, query.device)
+    place, lse_place = out, lse  # None: no view joins requests and rows
     if cum_seq_lens_q is None:
         each = query.size(1)
+        if not each:
+            raise ValueError(f"query has shape {tuple(query.shape)}: each request must have at least one row.")
+        if isinstance(lse, torch.Tensor) and lse.dim() == 3:
+            lse_place = _flat(_args.lse_output(lse, query.shape[:-1], query.device))
         query = query.flatten(0, 1)
+        place = None if out is None else _flat(out)
     else:
         each = _trtllm_call.rows(query, None, cum_seq_lens_q, max_q_len)
-    flat_lse = lse.flatten(0, 1) if isinstance(lse, torch.Tensor) and lse.dim() == 3 else lse
+    wants_lse = return_lse or lse is not None
     result = _trtllm_call.attend(
         query,
         cum_seq_lens_q,
@@ -154,16 +160,24 @@ def trtllm_batch_decode_with_kv_cache_mla(
         (bmm1_scale, 1.0, bmm2_scale),
         (True, -1, None),
         sinks,
-        None if out is None else out.flatten(0, -3) if out.is_contiguous() else None,
+        place,
         wanted,
-        flat_lse,
-        return_lse,
+        lse_place,
+        wants_lse,
     )
     found, found_lse = result if isinstance(result, tuple) else (result, None)
-    if out is not None and not out.is_contiguous():
+    if out is not None and place is None:
         out.copy_(found.view(shape))
+    if lse is not None and lse_place is None and found_lse is not None:
+        lse.copy_(found_lse.view(lse.shape))
     found = found.view(shape) if out is None else out
     return (found, found_lse if lse is None else lse) if return_lse else found
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor | None:
+    """``x`` with its first two dimensions joined, or None where strides allow no such view."""
+    batch, rows = x.shape[:2]
+    return x.flatten(0, 1) if batch <= 1 or rows <= 1 or x.stride(0) == rows * x.stride(1) else None
 
 
 def _pages(kv_cache: Any) -> torch.Tensor:
