@@ -109,11 +109,11 @@ def attend(
     else:
         found = _rounded(found.flatten(0, -3), wanted)
         if out is not None:
-            found = _write(found, _args.output(out, found.shape, wanted, query.device), cu_seqlens_q)
+            found = write(found, _args.output(out, found.shape, wanted, query.device), cu_seqlens_q)
     if found_lse is not None:
         found_lse = found_lse.flatten(0, -2)
         if lse is not None:
-            found_lse = _write(found_lse, lse, cu_seqlens_q)
+            found_lse = write(found_lse, lse, cu_seqlens_q)
     return (found, found_lse) if return_lse else found
 
 
@@ -226,7 +226,7 @@ def _rounded(x: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
     return x.to(wanted)
 
 
-def _write(x: torch.Tensor, place: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
+def write(x: torch.Tensor, place: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
     """Copies rows to ``place``, but none behind the last request, and returns it."""
     if cu_seqlens_q is None:
         return place.copy_(x)

@@ -232,9 +232,12 @@ def test_names_and_positions_are_those_of_flashinfer():
     assert names[0] == ["float_workspace_buffer", "use_cuda_graph", *buffers(1, 1, "cpu"), "backend"]
     plan = ["qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"]
     plan += ["page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"]
-    assert names[1] == plan
+    newer = ["metadata", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len", "query_layout", "kv_cache_layout"]
+    newer += ["lse_mode", "output_dtype", "output_scale", "scale_mode", "skip_softmax", "enable_pdl", "use_sinks"]
+    assert names[1] == plan + newer
     run = ["q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse", "profiler_buffer", "kv_len"]
-    run += ["page_table", "return_lse_base_on_e", "o_scale", "ckv_scale", "ckv_scale_arr", "kpe_scale"]
+    run += ["page_table", "return_lse_base_on_e", "o_scale", "query", "kv_cache", "ckv_scale", "ckv_scale_arr"]
+    run += ["kpe_scale", "sinks", "skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"]
     assert list(inspect.signature(wrapper_for_class.run).parameters)[1:] == run
 
 
