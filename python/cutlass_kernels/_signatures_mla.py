@@ -42,6 +42,7 @@ class MlaDecodeOptions(TypedDict, total=False):
     cp_rank: int
     causal_seqlens_kv_global: Tensor | None
     use_fp16_softmax: bool | None
+    return_lse_base: str | None
 
 
 # fmt: off

@@ -8,7 +8,7 @@ import torch
 
 from . import _args, _attention, _draft_masks, _spellings
 from ._options import Result
-from ._plan_free import RETURNED
+from ._plan_free import NATURAL, RETURNED
 from ._problem import FP8_DTYPES, HALF_DTYPES
 
 Scale = float | torch.Tensor
@@ -34,6 +34,7 @@ def attend(
     wanted: torch.dtype,
     lse: torch.Tensor | None,
     return_lse: bool,
+    natural: bool = False,  # the LSE in base e instead of 2
 ) -> Result:
     k, v = _caches(kv_cache)
     seq_lens = _signed(seq_lens)
@@ -66,6 +67,9 @@ def attend(
     place = out if computed == wanted else None
     if isinstance(place, torch.Tensor) and cu_seqlens_q is None:
         place = _by_request(place, rows)
+    lse_form = 0
+    if return_lse or lse is not None:
+        lse_form = RETURNED | NATURAL if natural else RETURNED
     result = _attention.attend(
         (
             q,
@@ -97,7 +101,7 @@ def attend(
             output_scale,  # v_descale
             computed,  # o_dtype
             place,
-            RETURNED if return_lse or lse is not None else 0,
+            lse_form,
             0,  # num_splits
             False,  # batch_invariant
             None,  # kv_shard

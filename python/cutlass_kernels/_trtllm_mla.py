@@ -50,6 +50,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cp_rank: int = 0,
     causal_seqlens_kv_global: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
 ) -> Result:
     """Latent attention (MLA) of decode steps over a paged cache without a plan, under a causal mask.
 
@@ -74,7 +75,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks: float32 ``[num_heads]``, or a list of that tensor: ``exp(sinks[h])`` joins the softmax denominator and
             the LSE of head h.
         skip_softmax_threshold_scale_factor: permission to skip keys of small weight. This function computes them all.
-        lse: float32 ``[batch * rows, num_heads]`` or ``[batch, rows, num_heads]``: the base-2 LSE is copied there.
+        lse: float32 ``[batch * rows, num_heads]`` or ``[batch, rows, num_heads]``, where to write the LSE,
+            also without ``return_lse``. Base 2, unless ``return_lse_base`` says otherwise.
         return_lse: whether to return the LSE too.
         cum_seq_lens_q: int32 ``[batch + 1]``, first row of each request, for query lengths that differ.
         max_q_len: bound of these lengths.
@@ -86,6 +88,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: refused; ``attention(kv_shard=)`` serves keys that are
             spread over ranks.
         use_fp16_softmax: for Blackwell GPUs, refused.
+        return_lse_base: ``"base2"`` (None is the same), or ``"basee"`` for the natural logarithm, of ``lse`` too.
 
     Returns:
         ``out``, in the dtype of ``query`` (bfloat16 for fp8); or ``(out, lse)``, where a new ``lse`` is ``[batch *
@@ -121,6 +124,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
     _spellings.unsupported(_DECODE, OTHER_GPUS, use_fp16_softmax=use_fp16_softmax)
+    if return_lse_base not in (None, "base2", "basee"):
+        raise ValueError(f"return_lse_base={return_lse_base!r} is unknown: use 'base2' or 'basee'.")
     _args.skip_softmax(skip_softmax_threshold_scale_factor)
     rank, rope = _args.integer("kv_lora_rank", kv_lora_rank), _args.integer("qk_rope_head_dim", qk_rope_head_dim)
     _args.tensor("query", query, 4 if cum_seq_lens_q is None else 3)
@@ -164,6 +169,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         wanted,
         lse_place,
         wants_lse,
+        return_lse_base == "basee",
     )
     found, found_lse = result if isinstance(result, tuple) else (result, None)
     if out is not None and place is None:

@@ -70,6 +70,17 @@ def test_trtllm_decode_of_requests_without_rows():
         decode(problem, problem.q.new_zeros(2, 0, 4, 576))
 
 
+def test_trtllm_decode_in_another_base():
+    problem = make([1, 1], [30, 9], 4, 16)
+    query, lse = problem.q.unsqueeze(1), torch.empty(2, 1, 4)
+    want = decode(problem, query, return_lse=True)[1]
+    assert_bitwise(decode(problem, query, return_lse=True, return_lse_base="base2")[1], want)
+    decode(problem, query, lse=lse, return_lse_base="basee")
+    torch.testing.assert_close(lse.flatten(0, 1), want * math.log(2))
+    with pytest.raises(ValueError, match="return_lse_base='e' is unknown"):
+        decode(problem, query, return_lse_base="e")
+
+
 # --- the wrapper ---
 
 
