@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from . import _args, _buffers, _mla_plan, _select, _signatures_mla, _spellings, _trtllm_call, _vectors
+from . import _args, _buffers, _mla_op, _mla_plan, _ops, _select, _signatures_mla, _spellings, _trtllm_call, _vectors
 from ._attention import attention
 from ._autograd import written
 from ._mla_plan import MLAPlanMetadata
 from ._options import Result
 from ._problem import FP8_DTYPES
 from ._signatures import typed_as
+from ._tracing import is_traced
 
 _NAME = "BatchMLAPagedAttentionWrapper"
 _BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -73,6 +74,7 @@ class BatchMLAPagedAttentionWrapper:
         self.device = self._float_workspace_buffer.device
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._backend = backend
+        self._number = _ops.number_of(self)
         self._use_cuda_graph = bool(use_cuda_graph)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
@@ -94,6 +96,10 @@ class BatchMLAPagedAttentionWrapper:
                 size = given[name].numel()  # type: ignore[union-attr]
                 if size != batch + 1:
                     raise ValueError(f"{name} has {size} elements and kv_len_arr {batch}: it needs one more.")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
 
     def plan(
         self,
@@ -335,12 +341,16 @@ class BatchMLAPagedAttentionWrapper:
         _spellings.unsupported(name, remedy, skip_softmax_threshold_scale_factor=skip)
         q_nope, q_pe = self._parts("query", query, {"q_nope": q_nope, "q_pe": q_pe})
         ckv_cache, kpe_cache = self._parts("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache})
+        if is_traced() and isinstance(q_nope, torch.Tensor) and isinstance(ckv_cache, torch.Tensor):
+            tensors, scales = (q_nope, q_pe, ckv_cache, kpe_cache), (bmm1_scale, bmm2_scale)
+            o_dtype, base_e = contract.output_dtype, bool(return_lse_base_on_e)
+            kv_scales = (ckv_scale, kpe_scale)
+            return _mla_op.run(self._number, tensors, kv_scales, sinks, scales, o_dtype, base_e, out, lse, return_lse)
         self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
         place = None if lse is None else _args.lse_output(lse, q_nope.shape[:2], q_nope.device)
         wants_lse = return_lse or lse is not None
-        kv_scales = ckv_scale is not None or kpe_scale is not None
-        bmm_scales = bmm1_scale is not None or bmm2_scale is not None
-        contract.check_run(out, wants_lse, bool(return_lse_base_on_e), kv_scales, bmm_scales, sinks is not None)
+        scaled = (ckv_scale is not None or kpe_scale is not None, bmm1_scale is not None or bmm2_scale is not None)
+        contract.check_run(out, wants_lse, bool(return_lse_base_on_e), *scaled, sinks is not None)
         factor, q_pe = self._scales(ckv_scale, kpe_scale, q_pe)
         sm_scale, q_descale, v_descale = self._sm_scale, None, factor if bmm2_scale is None else bmm2_scale
         if isinstance(bmm1_scale, torch.Tensor):

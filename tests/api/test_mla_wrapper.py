@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 
@@ -10,6 +11,7 @@ import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
 from mla_problems import DEVICES, PLACES, SCALE, Problem, apart, make, nan_like
 from problems import indptr
+from torch._dynamo.backends.registry import lookup_backend
 
 import cutlass_kernels as ck
 from cutlass_kernels import mla
@@ -127,9 +129,23 @@ def test_a_step_that_is_compiled():
     problem = make([1, 2], [30, 7], 4, 16)
     wrapper = wrapper_for("cpu")
     wrapper.plan(**problem.plan())
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    step = torch.compile(lambda *x: wrapper.run(*x), backend=backend, fullgraph=True)
     parts = [apart(x) for x in problem.halves]
-    step = torch.compile(lambda *x: wrapper.run(*x), backend="aot_eager", fullgraph=True)
-    assert_bitwise(step(*parts), wrapper.run(*parts))
+    ckv, kpe = (torch.cat([x] * 8) for x in parts[2:])
+    for lens in ([30, 7], [50, 9], [120, 64], [3, 200]):  # later plans need no new graph
+        wrapper.plan(**make([1, 2], lens, 4, 16).plan(kv_indices=torch.arange(40, dtype=INT32) % ckv.size(0)))
+        call = (*parts[:2], ckv, kpe)
+        assert_bitwise(step(*call), wrapper.run(*call))
+    assert len(graphs) == 1
+    other = copy.copy(wrapper)
+    other.plan(**make([1, 2], [5, 6], 4, 16).plan(kv_indices=torch.arange(40, dtype=INT32) % ckv.size(0)))
+    assert_bitwise(torch.compile(other.run, backend="aot_eager")(*call), other.run(*call))
 
 
 def test_there_is_no_backward():
