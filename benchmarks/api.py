@@ -42,12 +42,16 @@ def plan(wrapper: Any, case: Problem, indices: tuple[torch.Tensor, ...], **optio
 # --- the columns of a library ------------------------------------------------------------------------------------
 
 
-def refused(library: Any, name: str, case: Any, device: torch.device) -> str | None:
-    """Why this library does not serve the problem of ``case`` with the backend of this name."""
+def refused(library: Any, name: str, case: Any, device: torch.device, kv_dtype: str | None = None) -> str | None:
+    """Why this library does not serve the problem of ``case`` with the backend of this name.
+
+    ``kv_dtype`` is the element type of keys and values, if not that of the problem.
+    """
     problem: Problem = case.problem
     explanation = library.explain(
         device=device,
         q_dtype=problem.dtype,
+        kv_dtype=kv_dtype,
         num_qo_heads=problem.num_qo_heads,
         num_kv_heads=problem.num_kv_heads,
         head_dim_qk=problem.head_dim_qk,
@@ -61,7 +65,10 @@ def refused(library: Any, name: str, case: Any, device: torch.device) -> str | N
     return None
 
 
-def our_columns(make: Callable[[Any, str, Any, Any], Timed]) -> Callable[[Any], list[Backend]]:
+def our_columns(
+    make: Callable[[Any, str, Any, Any], Timed],
+    refuses: Callable[[Any, str, Any, torch.device], str | None] = refused,
+) -> Callable[[Any], list[Backend]]:
     """Of a build of this library, a column per ``backend=``; ``make(library, name, case, inputs)`` is what to time."""
 
     def columns(library: Any) -> list[Backend]:
@@ -72,7 +79,7 @@ def our_columns(make: Callable[[Any, str, Any, Any], Timed]) -> Callable[[Any], 
                 ALL | ONLY_OURS,
                 needs_nothing,
                 functools.partial(make, library, name),
-                functools.partial(refused, library, name),
+                functools.partial(refuses, library, name),
             )
             for name in ("fa2", "fa3", "auto", "reference")
         ]

@@ -3,6 +3,7 @@
     python benchmarks/bench.py prefill --workload paper --backends fa2,torch_fa2,cudnn --out results
     python benchmarks/bench.py prefill --workload llama3-8b --workload gemma2 --mode sustained
     python benchmarks/bench.py prefill --workload append --unit us,GB/s --backends fa3,fa2
+    python benchmarks/bench.py mla_decode --dtype float8_e4m3fn          # e4m3 caches
     python benchmarks/bench.py merge --dtype float16
     python benchmarks/bench.py host
     python benchmarks/bench.py decode --against ../old/python            # beside another build of this library

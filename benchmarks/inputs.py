@@ -14,7 +14,10 @@ BEYOND_L2 = 256 << 20  # bytes
 
 @dataclass
 class Pages:
-    """Keys and values in pages ``[pages, 2, page_size, heads, dim]``, or in a tuple of two; indices on the CPU."""
+    """Keys and values in pages ``[pages, 2, page_size, heads, dim]``, or in a tuple of two; indices on the CPU.
+
+    Of latent attention the cache is ``[pages, page_size, dim]``: values are the first columns of the keys.
+    """
 
     cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     indptr: torch.Tensor
@@ -96,22 +99,55 @@ def make_inputs(case: Problem, device: torch.device, seed: int = 0) -> Inputs:
 
 def make_pages(case: Problem, k: torch.Tensor, v: torch.Tensor, seed: int = 0) -> Pages:
     """``k`` and ``v`` in pages that lie in random order; what is left of last pages is 0."""
-    size = case.page_size
-    counts = tuple(-(-length // size) for length in case.kv_lens)
-    indptr, pages = offsets(counts), sum(counts)
-    indices = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int()
-    last = torch.tensor([length - size * max(count - 1, 0) for length, count in zip(case.kv_lens, counts)]).int()
-    lengths = torch.tensor(case.kv_lens)
-    token = torch.arange(k.size(0)) - offsets(case.kv_lens)[:-1].repeat_interleave(lengths)  # of its request
-    entry = indptr[:-1].repeat_interleave(lengths) + token // size
-    page, slot = indices[entry].long().to(k.device), (token % size).to(k.device)
-    dtype = k.dtype
-    if case.fp8:  # indexing copies bytes: it need not know the type
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    places = _places(case, k.device, seed)
+    size, pages, dtype = case.page_size, places.indices.numel(), k.dtype
+    page, slot = places.page, places.slot
+    k, v = _storable(k), _storable(v)
     if k.shape[1:] == v.shape[1:]:
         stacked = k.new_zeros(pages, 2, size, *k.shape[1:])
         stacked[page, 0, slot], stacked[page, 1, slot] = k, v
-        return Pages(stacked.view(dtype), indptr, indices, last)
+        return Pages(stacked.view(dtype), *places.of_requests)
     keys, values = k.new_zeros(pages, size, *k.shape[1:]), v.new_zeros(pages, size, *v.shape[1:])
     keys[page, slot], values[page, slot] = k, v
-    return Pages((keys.view(dtype), values.view(dtype)), indptr, indices, last)
+    return Pages((keys.view(dtype), values.view(dtype)), *places.of_requests)
+
+
+def make_latent_pages(case: Problem, k: torch.Tensor, seed: int = 0) -> Pages:
+    """The same of keys ``[tokens, 1, dim]`` whose first columns are the values."""
+    places = _places(case, k.device, seed)
+    latent = _storable(k).squeeze(1)
+    cache = latent.new_zeros(places.indices.numel(), case.page_size, latent.size(1))
+    cache[places.page, places.slot] = latent
+    return Pages(cache.view(k.dtype), *places.of_requests)
+
+
+@dataclass
+class _Places:
+    """Which pages a request has, on the CPU; and the page and slot of every token, on the device."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    page: torch.Tensor
+    slot: torch.Tensor
+
+    @property
+    def of_requests(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.indptr, self.indices, self.last_page_len
+
+
+def _places(case: Problem, device: torch.device, seed: int) -> _Places:
+    size, lengths = case.page_size, torch.tensor(case.kv_lens)
+    counts = tuple(-(-length // size) for length in case.kv_lens)
+    indptr = offsets(counts)
+    indices = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).int()
+    last = torch.tensor([length - size * max(count - 1, 0) for length, count in zip(case.kv_lens, counts)]).int()
+    starts = offsets(case.kv_lens)
+    token = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)  # of its request
+    entry = indptr[:-1].repeat_interleave(lengths) + token // size
+    return _Places(indptr, indices, last, indices[entry].long().to(device), (token % size).to(device))
+
+
+def _storable(x: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: not every torch release indexes fp8."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

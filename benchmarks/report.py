@@ -151,6 +151,8 @@ class Report:
 def cell(result: Result | None, unit: str) -> str:
     if result is None or result.figure is None:
         return "failed" if result is not None and result.failed else NONE
+    if unit == "TB/s":
+        return f"{result.figure:.2f}"
     return f"{result.figure:.0f}" if unit != "us" and result.figure >= 99.5 else f"{result.figure:.1f}"
 
 

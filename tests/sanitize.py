@@ -137,6 +137,57 @@ def decode(
     attend(backend, head_dim, (4, 1), [(1, 1500), (1, 200)], mask=True, alibi=True, **more)
 
 
+def every_latent(backend: str, head_dim: int) -> None:
+    """Latent attention, once for all head dimensions: tiles of few and of many rows, blocks of both warpgroups, pages
+    by TMA and gathered, columns in tensors of their own, splits that are combined, shares of requests of their own."""
+    if head_dim != 64:
+        return
+    for heads, lengths in (
+        (8, [(1, 300), (0, 5), (2, 0), (1, 64), (1, 1)]),  # fa2: 16 rows
+        (16, [(2, 1500), (1, 33), (3, 129)]),
+        (128, [(1, 300), (0, 5), (3, 200), (40, 130)]),
+    ):
+        for dtype in (torch.bfloat16, torch.float16):
+            for page_size in (None, 1, 5, 8, 64):
+                latent(backend, heads, lengths, page_size, dtype)
+            latent(backend, heads, lengths, 16, dtype, apart=True, logits_soft_cap=9.0)
+            latent(backend, heads, lengths, 64, dtype, batch_invariant=True, window=(40, 3))
+
+
+def latent(
+    backend: str,
+    heads: int,
+    lengths: Lengths,
+    page_size: int | None,
+    dtype: torch.dtype,
+    apart: bool = False,
+    **options: Any,
+) -> None:
+    """One call of attention(); fails where a result is not finite."""
+    rows = [n for n, _ in lengths]
+    qo = torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([n for _, n in lengths], dtype=torch.int32, device="cuda")
+    q = torch.randn(sum(rows), heads, 576, device="cuda").to(dtype)
+    if page_size is None:
+        kv = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        given: dict[str, Any] = {"cu_seqlens_k": kv}
+        k = torch.randn(int(kv[-1]), 1, 576, device="cuda").to(dtype)
+    else:
+        most = max(-(-n // page_size) for _, n in lengths)
+        table = torch.randperm(len(lengths) * most, dtype=torch.int32, device="cuda").view(len(lengths), most)
+        given = {"page_table": table, "seqused_k": lens}
+        k = torch.randn(table.numel(), page_size, 1, 576, device="cuda").to(dtype)
+    v = k[..., :512]
+    if apart:
+        (q, options["q_rope"]), (k, options["k_rope"]) = (
+            (x[..., :512].contiguous(), x[..., 512:].contiguous()) for x in (q, k)
+        )
+        v = k
+    given |= {"cu_seqlens_q": qo, "max_seqlen_q": max(rows), "backend": backend, "return_lse": True}
+    out, _ = ck.attention(q, k, v, **given, **{"causal": "window" not in options, **options})
+    assert out.isfinite().all()
+
+
 def every_fused(backend: str, head_dim: int) -> None:
     """Batches without a tile list: tiles of one head, packed heads and decode, split keys, statistics, tiles that may
     be skipped, block tables, outputs of 8 bits."""
@@ -304,6 +355,7 @@ PARTS = {
     "tiles": every_tile,
     "decode": every_decode,
     "fp8": every_tile_of_fp8,
+    "latent": every_latent,
     "fused": every_fused,
     "counters": every_counter,
 }

@@ -35,7 +35,7 @@ ROWS = {
     "e4m3_output": "e4m3 outputs of e4m3 queries, converted from 16-bit ones where no kernel writes them",
 }
 LATENT = (576, 512)  # values are columns of the keys
-LATENT_TEXT = "; 576/512 of pages where v is the first columns of k (latent attention), under interval masks"
+LATENT_TEXT = "; 576/512 where v is the first columns of k (latent attention), under interval masks"
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
 

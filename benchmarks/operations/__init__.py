@@ -15,11 +15,24 @@ from collections.abc import Sequence
 
 from backend import Case, Operation, Workload
 
-from . import append_by_slot, block_sparse, decode, fused, host, merge, plan_free, prefill, rope, shared_prefix
+from . import (
+    append_by_slot,
+    block_sparse,
+    decode,
+    fused,
+    host,
+    merge,
+    mla_decode,
+    plan_free,
+    prefill,
+    rope,
+    shared_prefix,
+)
 
 OPERATIONS: dict[str, Operation] = {
     "prefill": prefill.OPERATION,
     "decode": decode.OPERATION,
+    "mla_decode": mla_decode.OPERATION,
     "merge": merge.OPERATION,
     "append_by_slot": append_by_slot.OPERATION,
     "rope": rope.OPERATION,

@@ -41,6 +41,18 @@ def model(group: str, dtype: str, heads: int, kv_heads: int, dim: int, vo: int =
     ]
 
 
+def mla_prefill(dtype: str) -> list[Problem]:
+    """Prompts through a layer of DeepSeek after the up-projection: one prompt, and 16k tokens in all."""
+    cases: list[Problem] = []
+    for words, total in (("one prompt", 0), ("16k tokens", 16384)):
+        for n in (2048, 4096, 8192):
+            lens = (n,) * max(total // n, 1)
+            cases.append(
+                Problem(f"128 heads hd192/128, {words}", tokens(n), lens, lens, 128, 128, 192, 128, dtype=dtype)
+            )
+    return cases
+
+
 def varlen(dtype: str) -> list[Problem]:
     """Batches of unequal prompts, lengths log-uniform in 32..8k, and a prompt beside decoding requests."""
     cases: list[Problem] = []
@@ -161,6 +173,9 @@ WORKLOADS = {
         ),
     ),
     "deepseek": Workload("128 heads, hd192/128", lambda t: model("deepseek", t, 128, 128, 192, 128)),
+    "mla-prefill": Workload(
+        "128 heads, hd192/128: one prompt of 2k to 8k, and 16k tokens in such prompts", mla_prefill
+    ),
     "varlen": Workload("unequal prompts; a prompt beside decoding requests", varlen),
     "chunked": Workload("chunks of 512, 2k, 8k behind up to 64k keys, 32/8 heads, hd128", chunked),
     "paged": Workload("pages of 1 to 128 keys beside none, hd64, hd128, hd256", paged),

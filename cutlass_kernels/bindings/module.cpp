@@ -39,7 +39,8 @@ std::vector<std::string> feature_names(std::uint32_t bits) {
                                                            {kFeaturePagedKv, "paged_kv"},
                                                            {kFeatureAlibi, "alibi"},
                                                            {kFeatureDeviceScales, "device_scales"},
-                                                           {kFeatureStats, "stats"}};
+                                                           {kFeatureStats, "stats"},
+                                                           {kFeatureGeneralMask, "general_mask"}};
   std::vector<std::string> names;
   for (const auto& [bit, name] : kNames) {
     if (bits & bit) names.push_back(name);

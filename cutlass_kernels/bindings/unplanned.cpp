@@ -7,6 +7,7 @@
 #include "common/element_bytes.h"
 #include "direct.h"
 #include "functions.h"
+#include "mla/dims.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -56,9 +57,6 @@ enum {
 enum LseForm { kReturned = 1, kNatural = 2, kHeadsFirst = 4 };
 
 constexpr double kLn2 = 0.6931471805599453;
-
-/// Columns of latent attention whose tensors may be their own: AttentionParams::q_rope and k_rope.
-constexpr std::int64_t kRopeDim = 64;
 
 /// Whether the columns of `rope` lie right behind those of `x`, row by row: two views of one tensor.
 bool is_behind(const Matrix& rope, const Matrix& x, int item_bytes) {
@@ -160,7 +158,7 @@ struct Call {
     if (!torch.read(given[kQRope], &tensor) || tensor.ndim != q.ndim ||
         tensor.shape[0] != q.shape[0] || !is_rope(tensor, params.q_dtype) ||
         !read_rows(tensor, &rope) || rope.tokens != queries.tokens || rope.heads != queries.heads ||
-        rope.dim != kRopeDim) {
+        rope.dim != mla::kRopeDim) {
       return false;
     }
     if (!is_behind(rope, queries, q.item_bytes())) params.q_rope = rope.view();
@@ -174,7 +172,7 @@ struct Call {
 
   /// k_rope of keys that are no pages: read as they are.
   bool set_k_rope(const Matrix& rope, const Matrix& keys) {
-    if (rope.tokens != keys.tokens || rope.heads != keys.heads || rope.dim != kRopeDim) {
+    if (rope.tokens != keys.tokens || rope.heads != keys.heads || rope.dim != mla::kRopeDim) {
       return false;
     }
     if (!is_behind(rope, keys, k.item_bytes())) params.k_rope = rope.view();
@@ -184,7 +182,8 @@ struct Call {
   bool set_k_rope(const PagedCache& cache) {
     PagedCache rope;
     if (!read_paged_cache(k_rope, k_rope, hnd, &rope) || rope.pages != cache.pages ||
-        rope.page_size != cache.page_size || rope.heads != cache.heads || rope.dim_qk != kRopeDim) {
+        rope.page_size != cache.page_size || rope.heads != cache.heads ||
+        rope.dim_qk != mla::kRopeDim) {
       return false;
     }
     const auto matrix = [](const PagedCache& x) {
@@ -215,7 +214,7 @@ struct Call {
   }
 
   bool set_keys(std::int64_t heads, std::int64_t dim, std::int64_t dim_vo) {
-    const std::int64_t of_rope = is_given(kKRope) ? kRopeDim : 0;
+    const std::int64_t of_rope = is_given(kKRope) ? mla::kRopeDim : 0;
     if (dim + of_rope != dim_qk || heads <= 0 || queries.heads % heads != 0) return false;
     params.num_kv_heads = int(heads);
     params.head_dim_vo = int(dim_vo);

@@ -74,7 +74,7 @@ class BatchAttention:
             qo_indptr: ``[batch + 1]``, offsets of the requests in the rows of q.
             kv_indptr: ``[batch + 1]``, offsets of the requests in ``kv_indices``.
             kv_indices: page numbers.
-            kv_len_arr: ``[batch]``, keys of each request; it must have as many pages as they fill.
+            kv_len_arr: ``[batch]``, keys of each request. Pages that they do not fill are not read.
             num_qo_heads, num_kv_heads: query head h reads key head ``h // (num_qo_heads / num_kv_heads)``.
             head_dim_qk, head_dim_vo: dimension of queries and keys, and of values.
             page_size: tokens a page holds.
@@ -85,8 +85,8 @@ class BatchAttention:
             use_profiler: not served.
 
         Raises:
-            ValueError: lengths of index tensors or dtypes that do not fit; on the CPU, requests with more or fewer
-                pages than their keys fill.
+            ValueError: lengths of index tensors or dtypes that do not fit; on the CPU, requests with more keys than
+                their pages have room for.
             RuntimeError: heads that do not divide, decreasing offsets.
             NotImplementedError: ``use_profiler``.
 
@@ -100,18 +100,18 @@ class BatchAttention:
         if offsets.device != kv_lens.device:
             device = offsets.device if offsets.is_cuda else kv_lens.device
             offsets, kv_lens = offsets.to(device, non_blocking=True), kv_lens.to(device, non_blocking=True)
-        pages = offsets.diff()
-        if not pages.is_cuda and not torch.equal(pages, -(-kv_lens // size)):
-            at = int((pages != -(-kv_lens // size)).nonzero()[0])
-            raise ValueError(
-                f"kv_len_arr[{at}]={int(kv_lens[at])}, but kv_indptr gives request {at} {int(pages[at])} pages of "
-                f"{size} tokens: a request must have as many pages as its keys fill."
-            )
+        kv_indices = _vectors.index_vector("kv_indices", kv_indices)
+        pages, used = offsets.diff(), -(-kv_lens // size)
+        if not pages.is_cuda:
+            _check_room(offsets, kv_indices, kv_lens, size)
+        if pages.is_cuda or not torch.equal(pages, used):
+            used = torch.minimum(used, pages).clamp_(min=0)  # where pages are missing, kernels skip the request
+            offsets, kv_indices = _used_pages(offsets, kv_indices, used)
         self._paged.plan(
             qo_indptr,
             offsets,
             kv_indices,
-            torch.where(kv_lens > 0, kv_lens - (pages - 1) * size, 0).to(torch.int32),
+            torch.where(kv_lens > 0, kv_lens - (used - 1) * size, 0).to(torch.int32),
             num_qo_heads,
             num_kv_heads,
             head_dim_qk,
@@ -171,3 +171,29 @@ class BatchAttention:
         run: Any = functools.partial(self._paged.run, q, kv_cache, return_lse=True, **given)
         result: Any = run() if values is self._paged._options else self._paged._forward(values, run)
         return result
+
+
+def _check_room(offsets: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor, page_size: int) -> None:
+    """ValueError where keys have no room in their pages."""
+    if int(offsets[-1]) > indices.numel():
+        raise ValueError(f"kv_indptr ends at {int(offsets[-1])}, but kv_indices has {indices.numel()} pages.")
+    pages = offsets.diff()
+    wrong = (lens > pages * page_size) | (lens < 0)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"kv_len_arr[{at}]={int(lens[at])}, but kv_indptr gives request {at} {int(pages[at])} pages of {page_size} "
+            "tokens: lengths lie between 0 and what these hold."
+        )
+
+
+def _used_pages(offsets: torch.Tensor, indices: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The page table without the pages of each request behind its first ``used``. Entries behind the last request are
+    any of the table."""
+    if not used.numel() or not indices.numel():
+        return torch.zeros_like(offsets), indices
+    ends = _vectors.offsets(used)
+    entry = torch.arange(indices.numel(), dtype=torch.int32, device=ends.device)
+    request = torch.searchsorted(ends[1:], entry, right=True).clamp_(max=used.numel() - 1)
+    place = (entry + (offsets[:-1] - ends[:-1])[request]).clamp_(0, indices.numel() - 1)
+    return ends, indices[place.to(indices.device, non_blocking=True)]

@@ -44,14 +44,17 @@ def of_shorter_last_block(
 
 def mask_by_request(mask: torch.Tensor, indptr: torch.Tensor, widths: torch.Tensor | None = None) -> torch.Tensor:
     """Masks of blocks ``[nnz, R, C]`` as masks of requests: row-major ``[R, keys]`` each, flattened and concatenated.
+    Those of entries in front of ``indptr[0]`` and from ``indptr[-1]`` on come last.
 
     ``widths`` ``[nnz]`` are the columns of each block that count; None: all. With widths, the size of the result
     depends on data, so that a mask on the GPU waits for it.
     """
     count, rows, columns = mask.shape
     starts = torch.cat([indptr.to(device=mask.device, dtype=torch.int64), indptr.new_full((1,), count).to(mask.device)])
-    entry = torch.arange(count, device=mask.device)
-    request = torch.searchsorted(starts[1:], entry, right=True)  # entries behind the last request come behind it
+    first = starts[0].clone()
+    starts[:-1] -= first
+    entry = (torch.arange(count, device=mask.device) - first) % max(count, 1)
+    request = torch.searchsorted(starts[1:], entry, right=True)
     begin, end = starts[:-1][request], starts[1:][request]
     row = torch.arange(rows, device=mask.device)
     place = (begin * rows + entry - begin)[:, None] + row * (end - begin)[:, None]

@@ -13,6 +13,7 @@ from ._options import Result
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._problem import FP8_DTYPES
 from ._signatures import typed_as
+from ._tracing import is_traced
 
 
 def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
@@ -23,10 +24,12 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
         indptr: integers ``[MB + 1]``, where each row of blocks begins among the blocks.
 
     Returns:
-        ``[nnz * R * C]``: of each row of blocks the row-major ``[R, columns]`` mask over its blocks side by side.
+        ``[nnz * R * C]``: of each row of blocks the row-major ``[R, columns]`` mask over its blocks side by side. Masks
+        of blocks in no row come last.
 
     Raises:
-        ValueError: ``mask`` has not three dimensions, or ``indptr`` not one.
+        ValueError: ``mask`` has not three dimensions, or ``indptr`` not one; ``indptr`` ends behind the last block.
+        RuntimeError: ``indptr`` on the CPU decreases.
 
     Example:
         >>> blocks = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])  # two blocks of 2 x 2 side by side
@@ -36,7 +39,12 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
     if not isinstance(mask, torch.Tensor) or mask.dim() != 3:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"mask is {shape}: it must be a tensor [nnz, R, C], a mask for each block.")
-    return _block_lists.mask_by_request(mask, _vectors.index_vector("indptr", indptr))
+    indptr = _vectors.index_vector("indptr", indptr)
+    if not is_traced():
+        indptr = _vectors.indptr("indptr", indptr)
+        if not indptr.is_cuda and int(indptr[-1]) > mask.size(0):
+            raise ValueError(f"indptr ends at {int(indptr[-1])}, but mask has {mask.size(0)} blocks.")
+    return _block_lists.mask_by_request(mask, indptr)
 
 
 class BlockSparseAttentionWrapper:
@@ -151,8 +159,9 @@ class BlockSparseAttentionWrapper:
             o_data_type: dtype of the output; None is that of q, or float16 of an fp8 q.
             non_blocking: accepted; copies to the device never wait for it.
             block_mask: bool ``[num_kv_heads or num_qo_heads, MB, NB]``, a pattern per head in place of ``indptr`` and
-                ``indices``, without masks inside blocks and position encodings. Runs then copy q and the output, unless
-                heads come before tokens in their memory; ``VariableBlockSparseAttentionWrapper`` needs no copies.
+                ``indices``, which are then ignored; without masks inside blocks and position encodings. Such runs copy
+                q and the output, unless heads come before tokens in their memory. The wrapper for blocks of many sizes
+                needs no copies.
 
         Raises:
             ValueError: sizes, dtypes, offsets or masks that do not fit; block numbers on the CPU that are out of range;
@@ -225,9 +234,11 @@ class BlockSparseAttentionWrapper:
                 f"block_mask is {what}: it must be a bool tensor [{shape.num_kv_heads}, {blocks[0]}, {blocks[1]}], or "
                 f"one of the {shape.num_qo_heads} query heads."
             )
+        if block_mask.dtype != torch.bool:
+            raise ValueError(f"block_mask has dtype {block_mask.dtype}: it must be bool.")
         check_encoding(options.pos_encoding_mode, "block_mask")
         return PatternOfHeads(
-            block_mask.to(device=self.device, dtype=torch.bool, non_blocking=True),
+            block_mask.to(device=self.device, non_blocking=True),
             uniform_blocks(block_mask.size(0), rows, keys, block_rows, block_columns),
             shape,
             options,
@@ -274,15 +285,21 @@ class BlockSparseAttentionWrapper:
         """
         if self._heads is not None:
             return self._run_heads(self._heads, q, k, v, (scale_q, scale_k, scale_v), out, lse, return_lse)
-        if self._paged._plan_info is None:
-            raise RuntimeError(f"{type(self).__name__} has no plan: call plan() before run().")
+        self._check_planned()
         for name, x in (("k", k), ("v", v)):
             _args.tensor(name, x, 3)
             if x.size(0) != self.N:
                 raise ValueError(f"{name} has {x.size(0)} rows, but N={self.N} is planned: plan again.")
-        k, v = (x.unflatten(0, (-1, self._page)) if self.N else x.unsqueeze(1) for x in (k, v))
+        if self.N:
+            k, v = (x.unflatten(0, (-1, self._page)) for x in (k, v))
+        else:  # a page that no list names
+            k, v = (x.new_zeros((1, self._page, *x.shape[1:])) for x in (k, v))
         scales: dict[str, Any] = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
         return self._paged.run(q, (k, v), out=out, lse=lse, return_lse=return_lse, **scales)
+
+    def _check_planned(self) -> None:
+        if self._heads is None and self._paged._plan_info is None:
+            raise RuntimeError(f"{type(self).__name__} has no plan: call plan() before run().")
 
     @staticmethod
     def _run_heads(
@@ -348,6 +365,7 @@ class BlockSparseAttentionWrapper:
             check_encoding(pos_encoding_mode, "block_mask")
             self._heads.options = values
             return self.run(q, k, v, scale_q, scale_k, scale_v)
+        self._check_planned()
         return self._paged._forward(values, lambda: self.run(q, k, v, scale_q, scale_k, scale_v))
 
     def end_forward(self) -> None:

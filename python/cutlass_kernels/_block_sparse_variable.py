@@ -142,6 +142,10 @@ class VariableBlockSparseAttentionWrapper:
                 f"block_col_sz {tuple(block_col_sz.shape)} for num_kv_heads={shape.num_kv_heads}: they must be "
                 "[num_kv_heads, MB, NB], [num_kv_heads, MB] and [num_kv_heads, NB]."
             )
+        if 0 in expected:
+            raise ValueError(
+                f"block_mask_map has shape {expected}: there must be at least one block of rows and one of keys."
+            )
         blocks = blocks_of_sizes(block_mask_map != 0, block_row_sz, block_col_sz)
         selected = block_mask_map.to(device=self.device, dtype=torch.bool, non_blocking=True)
         backend = _select.asked_for(self._requested_backend)

@@ -51,6 +51,14 @@ def with_whole_queries(call: Call) -> Call:
     return call if call.q_rope is None else call._replace(q=joined(call.q, call.q_rope), q_rope=None)
 
 
+def whole(x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
+    """``x`` and ``rope`` side by side: the view that they are of, or a copy."""
+    if rope is None:
+        return x
+    both = _view_of_both(x, rope)
+    return joined(x, rope) if both is None else both
+
+
 def joined(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rows of ``x``, each followed by that of ``rope``."""
     if x.dtype in FP8_DTYPES:  # not every torch release concatenates fp8

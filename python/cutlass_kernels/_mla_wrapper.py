@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from . import _args, _buffers, _select, _signatures_mla, _spellings, _vectors
+from . import _args, _buffers, _mla_op, _mla_plan, _ops, _select, _signatures_mla, _spellings, _trtllm_call, _vectors
 from ._attention import attention
 from ._autograd import written
+from ._mla_plan import MLAPlanMetadata
 from ._options import Result
 from ._problem import FP8_DTYPES
 from ._signatures import typed_as
+from ._tracing import is_traced
 
 _NAME = "BatchMLAPagedAttentionWrapper"
 _BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -72,14 +74,17 @@ class BatchMLAPagedAttentionWrapper:
         self.device = self._float_workspace_buffer.device
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._backend = backend
+        self._number = _ops.number_of(self)
         self._use_cuda_graph = bool(use_cuda_graph)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         self._most_rows: int | None = None  # of a request; None: unknown
         self._most_keys: int | None = None
+        self._total_rows: int | None = None  # of all requests
+        self._page_bound = 0  # pages that a cache must have; 0: unknown
         self._heads = 0
         self._dims = (0, 0)
-        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of queries and cache; None: no plan yet
+        self._contract: _mla_plan.Contract | None = None  # None: no plan yet
         self._causal = False
         self._page_size = 0
         self._sm_scale = 1.0
@@ -92,28 +97,47 @@ class BatchMLAPagedAttentionWrapper:
                 if size != batch + 1:
                     raise ValueError(f"{name} has {size} elements and kv_len_arr {batch}: it needs one more.")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
+
     def plan(
         self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
         use_profiler: bool = False,
+        *,
+        metadata: MLAPlanMetadata | None = None,
+        cum_seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        max_q_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
     ) -> None:
         """Keeps the lengths, page tables and options of the runs that follow.
 
-        Index tensors may be on the CPU, from which they are copied, or on the device. Maxima of lengths on the CPU let
-        kernels choose tiles and KV splits; without, they assume the most that the tensors allow. Under CUDA graphs the
-        first plan's longest query bounds those of later plans. ``torch.compile`` cannot trace this method: plan outside
-        of the compiled function.
+        Lengths and page tables come as indptrs, as block tables, or as ``metadata``. They may be on the CPU, from which
+        they are copied, or on the device. Maxima of lengths on the CPU let kernels choose tiles and KV splits; without,
+        they assume the most that the tensors allow. Under CUDA graphs the first plan's longest query bounds those of
+        later plans. ``torch.compile`` cannot trace this method: plan outside of the compiled function.
 
         Args:
             qo_indptr: int32 ``[batch + 1]``, first query row of each request; ``arange`` for decode steps.
@@ -129,19 +153,37 @@ class BatchMLAPagedAttentionWrapper:
             q_data_type: float16, bfloat16 or float8_e4m3fn.
             kv_data_type: that of the queries, or float8_e4m3fn.
             use_profiler: refused.
+            metadata: an ``MLAPlanMetadata``, in place of lengths and page tables.
+            cum_seq_lens_q: int32 ``[batch + 1]``, as ``qo_indptr``, with block tables.
+            block_tables: int32 ``[batch, M]``, the pages of each request. Under CUDA graphs, the buffer of
+                ``kv_indices`` must have room for all ``batch * M`` entries.
+            seq_lens: int32 ``[batch]``, as ``kv_len_arr``, with block tables.
+            max_q_len: bound of the query lengths. Pass it where these are on the GPU.
+            query_layout, kv_cache_layout: ``"packed"`` or ``"split"``: accepted, runs take both forms.
+            lse_mode: ``"base2"`` or ``"basee"``: runs that ask for an LSE of the other base raise. ``"none"``: runs
+                decide.
+            output_dtype: dtype of the output. Default: that of ``out`` or of the queries, bfloat16 for fp8.
+            output_scale: ``"per-tensor"`` is refused.
+            scale_mode: ``"kv-per-tensor"``, ``"bmm-scalar"`` or ``"bmm-tensor"``: runs without such scales raise.
+            skip_softmax: refused.
+            enable_pdl: accepted, without effect.
+            use_sinks: True: runs without ``sinks`` raise.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument that is missing, or of another type.
             ValueError: tensors or numbers that do not fit together; under CUDA graphs, more than the buffers hold.
             RuntimeError: offsets on the CPU that decrease.
-            NotImplementedError: ``use_profiler``.
+            NotImplementedError: an argument that is refused.
         """
         _spellings.unsupported(_NAME, "use Nsight Systems.", use_profiler=use_profiler)
-        qo_indptr = _vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
-        batch = qo_indptr.numel() - 1
-        kv_indptr = _vectors.indptr("kv_indptr", kv_indptr, batch)
-        kv_indices = _vectors.index_vector("kv_indices", kv_indices)
-        kv_len_arr = _vectors.index_vector("kv_len_arr", kv_len_arr, batch)
+        needed: dict[str, Any] = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe)
+        needed |= dict(page_size=page_size, sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type)
+        missing = [name for name, value in needed.items() if value is None]
+        if missing:
+            raise TypeError(f"plan() needs {', '.join(missing)}.")
+        size = _args.page_size(page_size)
+        given = (qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+        lengths = _mla_plan.lengths(metadata, MLAPlanMetadata(*given), size)
         heads, dims = _args.integer("num_heads", num_heads), []
         for name, dim in (("head_dim_ckv", head_dim_ckv), ("head_dim_kpe", head_dim_kpe)):
             dims.append(_args.integer(name, dim))
@@ -149,15 +191,22 @@ class BatchMLAPagedAttentionWrapper:
                 raise ValueError(f"{name}={dim}: it must be 512 for ckv and 64 for kpe, or positive at least.")
         if heads < 1:
             raise ValueError(f"num_heads={num_heads} must be positive.")
-        size, causal = _args.page_size(page_size), _args.flag("causal", causal)
-        scale = _args.sm_scale(sm_scale, sum(dims))
-        dtypes = (_args.dtype(q_data_type), _args.dtype(kv_data_type))
-        _check_room(kv_indptr, kv_indices, kv_len_arr, size)
-        if self._use_cuda_graph:
-            self._check_buffers(batch, kv_indices.numel())
-        self._keep(qo_indptr, kv_indptr, kv_len_arr, kv_indices)
+        causal, scale = _args.flag("causal", causal), _args.sm_scale(sm_scale, sum(dims))
+        contract = _mla_plan.contract(
+            f"{_NAME}.plan()",
+            q_data_type,
+            kv_data_type,
+            output_dtype,
+            {"query_layout": query_layout, "kv_cache_layout": kv_cache_layout},
+            lse_mode,
+            output_scale,
+            scale_mode,
+            skip_softmax,
+            use_sinks,
+        )
+        self._keep(lengths)
         self._heads, self._dims, self._page_size = heads, (dims[0], dims[1]), size
-        self._causal, self._sm_scale, self._dtypes = causal, scale, dtypes
+        self._causal, self._sm_scale, self._contract = causal, scale, contract
 
     @property
     def _cached_module(self) -> _Planner:
@@ -174,24 +223,22 @@ class BatchMLAPagedAttentionWrapper:
         if pages > room:
             raise ValueError(f"kv_indices has {pages} pages, but its buffer room for {room}: make the buffer longer.")
 
-    def _keep(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        kv_indices: torch.Tensor | None,
-    ) -> None:
-        """Index vectors that have been checked, where runs read them. Without ``kv_indices``, those are kept."""
-        rows = _longest(qo_indptr.diff()) if qo_indptr.device.type == "cpu" else None
-        if not self._use_cuda_graph:
-            self._most_rows = rows
-            self._most_keys = _longest(kv_len_arr) if kv_len_arr.device.type == "cpu" else None
-            self._qo_indptr_buf, self._kv_indptr_buf = self._moved(qo_indptr), self._moved(kv_indptr)
-            self._kv_len_arr_buf = self._moved(kv_len_arr)
-            if kv_indices is not None:
-                self._kv_indices_buf = self._moved(kv_indices)
-            return
-        if self._dtypes is None:
+    def _keep(self, x: _mla_plan.Lengths) -> None:
+        """Copies index vectors to where runs read them."""
+        if self._use_cuda_graph:
+            self._copy_to_buffers(x)
+        else:
+            self._most_rows, self._most_keys = x.most_rows, x.most_keys
+            self._qo_indptr_buf, self._kv_indptr_buf = self._moved(x.qo_indptr), self._moved(x.kv_indptr)
+            self._kv_len_arr_buf = self._moved(x.kv_len_arr)
+            if x.kv_indices is not None:
+                self._kv_indices_buf = self._moved(x.kv_indices)
+        self._total_rows, self._page_bound = x.total_rows, x.page_bound
+
+    def _copy_to_buffers(self, x: _mla_plan.Lengths) -> None:
+        self._check_buffers(x.batch, 0 if x.kv_indices is None else x.kv_indices.numel())
+        rows = x.most_rows
+        if self._contract is None:
             self._most_rows = rows
         elif self._most_rows is not None and rows is not None and rows > self._most_rows:
             raise ValueError(
@@ -201,15 +248,16 @@ class BatchMLAPagedAttentionWrapper:
         elif rows is None and self._most_rows is not None:
             raise ValueError(
                 "qo_indptr was on the CPU in the first plan of this wrapper for CUDA graphs, and now is on "
-                f"{qo_indptr.device}: its longest query is not known. Pass it on the CPU again."
+                f"{x.qo_indptr.device}: its longest query is not known. Pass it on the CPU again."
             )
-        pairs = [(self._qo_indptr_buf, qo_indptr), (self._kv_indptr_buf, kv_indptr), (self._kv_len_arr_buf, kv_len_arr)]
-        if kv_indices is not None:
-            pairs.append((self._kv_indices_buf, kv_indices))
-        for buffer, x in pairs:
+        pairs = [(self._qo_indptr_buf, x.qo_indptr), (self._kv_indptr_buf, x.kv_indptr)]
+        pairs.append((self._kv_len_arr_buf, x.kv_len_arr))
+        if x.kv_indices is not None:
+            pairs.append((self._kv_indices_buf, x.kv_indices))
+        for buffer, vector in pairs:
             assert buffer is not None
-            if buffer.data_ptr() != x.data_ptr():  # engines write to the buffers themselves
-                buffer[: x.numel()].copy_(self._pinned(x), non_blocking=True)
+            if buffer.data_ptr() != vector.data_ptr():  # engines write to the buffers themselves
+                buffer[: vector.numel()].copy_(self._pinned(vector), non_blocking=True)
 
     def _pinned(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu" or self.device.type == "cpu":
@@ -225,10 +273,10 @@ class BatchMLAPagedAttentionWrapper:
     @typed_as(_signatures_mla.MlaWrapper.run)
     def run(
         self,
-        q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        ckv_cache: torch.Tensor,
-        kpe_cache: torch.Tensor,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -238,9 +286,15 @@ class BatchMLAPagedAttentionWrapper:
         return_lse_base_on_e: bool = False,
         o_scale: float | None = None,
         *,
+        query: Any = None,
+        kv_cache: Any = None,
         ckv_scale: float | None = None,
         ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | torch.Tensor | None = None,
+        bmm2_scale: float | torch.Tensor | None = None,
     ) -> Result:
         """Computes the planned attention. A row that sees no key has output 0 and LSE -inf.
 
@@ -251,31 +305,58 @@ class BatchMLAPagedAttentionWrapper:
             kpe_cache: ``[pages, page_size, 64]``. The two may be views of one cache: ``cache[..., :512]`` and
                 ``cache[..., 512:]``.
             out: ``[rows, num_heads, 512]``, where to write the output. Rows behind the last request are not written.
-            lse: float32 ``[rows, num_heads]``: the LSE is copied there.
+            lse: float32 ``[rows, num_heads]``, where to write the LSE, also without ``return_lse``. The same holds.
             return_lse: whether to return the LSE too.
             return_lse_base_on_e: whether it is the natural logarithm; the default is base 2.
+            query: ``[rows, num_heads, 576]``, or ``(q_nope, q_pe)``, in place of the two.
+            kv_cache: ``[pages, page_size, 576]``, or ``(ckv_cache, kpe_cache)``, in place of the two.
             ckv_scale, kpe_scale: dequantisation factors of an fp8 cache, positive numbers. Where they differ, a small
                 kernel first multiplies ``q_pe`` by their quotient.
+            sinks: float32 ``[num_heads]``: ``exp(sinks[h])`` joins the softmax denominator and the LSE of head h.
+            bmm1_scale: factor of ``q k^T``, in place of the planned ``sm_scale``: the softmax scale times the scales of
+                fp8 queries and keys. A number, or a float32 tensor of one element, which the kernel reads.
+            bmm2_scale: factor of the output. As ``bmm1_scale``.
+            skip_softmax_threshold_scale_factor: refused, but for 0.
             profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr: refused.
 
         Returns:
-            The output ``[rows, num_heads, 512]``, in the dtype of ``out`` or of the queries (bfloat16 for fp8); or the
-            pair of it and the LSE, float32 ``[rows, num_heads]``.
+            The output ``[rows, num_heads, 512]``, in the dtype of ``plan(output_dtype=)``, of ``out`` or of the queries
+            (bfloat16 for fp8); or the pair of it and the LSE, float32 ``[rows, num_heads]``.
 
         Raises:
             RuntimeError: there is no plan.
             TypeError, ValueError: tensors that do not fit together, or other ones than planned.
             NotImplementedError: an argument that is refused.
         """
-        if self._dtypes is None:
+        contract, name = self._contract, f"{_NAME}.run()"
+        if contract is None:
             raise RuntimeError(f"{_NAME} has no plan: call plan() before run().")
-        _spellings.unsupported(f"{_NAME}.run()", "use Nsight Systems.", profiler_buffer=profiler_buffer)
+        _spellings.unsupported(name, "use Nsight Systems.", profiler_buffer=profiler_buffer)
         remedy = "plan() takes lengths and page tables; for others call cutlass_kernels.attention()."
-        _spellings.unsupported(f"{_NAME}.run()", remedy, kv_len=kv_len, page_table=page_table)
+        _spellings.unsupported(name, remedy, kv_len=kv_len, page_table=page_table)
         remedy = "the cache has one factor for ckv and one for kpe, and outputs have 16 bits. Leave it out."
-        _spellings.unsupported(f"{_NAME}.run()", remedy, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        _spellings.unsupported(name, remedy, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        skip = _args.skip_softmax(skip_softmax_threshold_scale_factor) or None
+        remedy = "all keys are computed. Leave it out."
+        _spellings.unsupported(name, remedy, skip_softmax_threshold_scale_factor=skip)
+        q_nope, q_pe = self._parts("query", query, {"q_nope": q_nope, "q_pe": q_pe})
+        ckv_cache, kpe_cache = self._parts("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache})
+        if is_traced() and isinstance(q_nope, torch.Tensor) and isinstance(ckv_cache, torch.Tensor):
+            tensors, scales = (q_nope, q_pe, ckv_cache, kpe_cache), (bmm1_scale, bmm2_scale)
+            o_dtype, base_e = contract.output_dtype, bool(return_lse_base_on_e)
+            kv_scales = (ckv_scale, kpe_scale)
+            return _mla_op.run(self._number, tensors, kv_scales, sinks, scales, o_dtype, base_e, out, lse, return_lse)
         self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
+        place = None if lse is None else _args.lse_output(lse, q_nope.shape[:2], q_nope.device)
+        wants_lse = return_lse or lse is not None
+        scaled = (ckv_scale is not None or kpe_scale is not None, bmm1_scale is not None or bmm2_scale is not None)
+        contract.check_run(out, wants_lse, bool(return_lse_base_on_e), *scaled, sinks is not None)
         factor, q_pe = self._scales(ckv_scale, kpe_scale, q_pe)
+        sm_scale, q_descale, v_descale = self._sm_scale, None, factor if bmm2_scale is None else bmm2_scale
+        if isinstance(bmm1_scale, torch.Tensor):
+            sm_scale, q_descale = 1.0, bmm1_scale
+        elif bmm1_scale is not None:
+            sm_scale = bmm1_scale
         keys, has_rope = ckv_cache.unsqueeze(2), self._dims[1] > 0
         result = attention(
             q_nope,
@@ -290,28 +371,43 @@ class BatchMLAPagedAttentionWrapper:
             max_seqlen_q=self._most_rows,
             max_seqlen_k=self._most_keys,
             causal=self._causal,
-            sm_scale=self._sm_scale,
+            sm_scale=sm_scale,
+            sinks=sinks,
+            q_descale=q_descale,
             k_descale=factor,
-            v_descale=factor,
+            v_descale=v_descale,
+            o_dtype=contract.output_dtype,
             out=out,
-            return_lse=return_lse,
+            return_lse=wants_lse,
             lse_base=math.e if return_lse_base_on_e else 2,
             backend=self._backend,
         )
-        if not isinstance(result, tuple) or lse is None:
+        if not isinstance(result, tuple):
             return result
-        place = _args.lse_output(lse, result[1].shape, q_nope.device).copy_(result[1])
-        written(place)
-        return result[0], place
+        found, found_lse = result
+        if place is not None:
+            no_other_rows = self._total_rows == q_nope.size(0) and not self._use_cuda_graph
+            found_lse = _trtllm_call.write(found_lse, place, None if no_other_rows else self._qo_indptr_buf)
+            written(place)
+        return (found, found_lse) if return_lse else found
+
+    def _parts(self, name: str, whole: Any, halves: dict[str, Any]) -> tuple[Any, Any]:
+        """The two tensors of queries or cache, however they were given."""
+        if whole is None:
+            first, second = halves.values()
+            return first, second
+        for other in (other for other, x in halves.items() if x is not None):
+            raise TypeError(f"{name} and {other} are given: pass one of them.")
+        return _mla_plan.parts(name, whole, self._dims)
 
     def _check_tensors(self, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any) -> None:
-        assert self._dtypes is not None
-        cache = ("pages", self._page_size)
+        assert self._contract is not None
+        cache, dtypes = ("pages", self._page_size), (self._contract.q_dtype, self._contract.kv_dtype)
         expected = (
-            ("q_nope", q_nope, ("rows", self._heads), self._dims[0], self._dtypes[0]),
-            ("q_pe", q_pe, ("rows", self._heads), self._dims[1], self._dtypes[0]),
-            ("ckv_cache", ckv_cache, cache, self._dims[0], self._dtypes[1]),
-            ("kpe_cache", kpe_cache, cache, self._dims[1], self._dtypes[1]),
+            ("q_nope", q_nope, ("rows", self._heads), self._dims[0], dtypes[0]),
+            ("q_pe", q_pe, ("rows", self._heads), self._dims[1], dtypes[0]),
+            ("ckv_cache", ckv_cache, cache, self._dims[0], dtypes[1]),
+            ("kpe_cache", kpe_cache, cache, self._dims[1], dtypes[1]),
         )
         for name, x, (first, second), dim, dtype in expected:
             if name in ("q_pe", "kpe_cache") and not dim:
@@ -322,16 +418,23 @@ class BatchMLAPagedAttentionWrapper:
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, but [{first}, {second}, {dim}] is planned.")
             if x.dtype != dtype:
                 raise ValueError(f"{name} has dtype {x.dtype}, but {dtype} is planned: pass its dtype to plan().")
+        if self._total_rows is not None and q_nope.size(0) < self._total_rows:
+            raise ValueError(
+                f"q_nope has {q_nope.size(0)} rows, but qo_indptr of the plan ends at {self._total_rows}: pass all "
+                "rows, or plan again."
+            )
+        _vectors.enough_pages("kv_indices", self._page_bound, ckv_cache)
 
     def _scales(
         self, ckv_scale: float | None, kpe_scale: float | None, q_pe: torch.Tensor
     ) -> tuple[float | None, torch.Tensor]:
         """The factor of the cache, and ``q_pe`` times the quotient of the two."""
-        assert self._dtypes is not None
+        assert self._contract is not None
         if ckv_scale is None and kpe_scale is None:
             return None, q_pe
-        if self._dtypes[1] not in FP8_DTYPES:
-            raise ValueError(f"ckv_scale and kpe_scale are for fp8 caches, but {self._dtypes[1]} is planned.")
+        dtype = self._contract.kv_dtype
+        if dtype not in FP8_DTYPES:
+            raise ValueError(f"ckv_scale and kpe_scale are for fp8 caches, but {dtype} is planned.")
         factors = []
         for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
             factors.append(1.0 if value is None else float(value))
@@ -365,33 +468,10 @@ class _Planner:
     ) -> None:
         """Copies lengths to the wrapper's buffers; ``kv_indices`` and all options are as they were."""
         wrapper = self._wrapper
-        if wrapper._dtypes is None:
+        if wrapper._contract is None:
             raise RuntimeError(f"{_NAME} has no plan: call plan() before _cached_module.plan().")
         qo_indptr = _vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
         batch = qo_indptr.numel() - 1
-        if wrapper._use_cuda_graph:
-            wrapper._check_buffers(batch, 0)
         kv_lens = _vectors.index_vector("kv_lens", kv_lens, batch)
-        wrapper._keep(qo_indptr, _vectors.indptr("kv_indptr", kv_indptr, batch), kv_lens, None)
-
-
-def _longest(lens: torch.Tensor) -> int:
-    return max(int(lens.max()), 1) if lens.numel() else 1
-
-
-def _check_room(indptr: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor, page_size: int) -> None:
-    """ValueError where keys on the CPU have no room in their pages."""
-    if indptr.device.type != "cpu":
-        return
-    if int(indptr[-1]) > indices.numel():
-        raise ValueError(f"kv_indptr ends at {int(indptr[-1])}, but kv_indices has {indices.numel()} pages.")
-    if lens.device.type != "cpu":
-        return
-    wrong = (lens > indptr.diff() * page_size) | (lens < 0)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        pages = int(indptr[at + 1] - indptr[at])
-        raise ValueError(
-            f"kv_len_arr[{at}]={int(lens[at])}, but the {pages} pages of request {at} have room for "
-            f"{pages * page_size} tokens: lengths lie between 0 and that."
-        )
+        kv_indptr = _vectors.indptr("kv_indptr", kv_indptr, batch)
+        wrapper._keep(_mla_plan.Lengths(qo_indptr, kv_indptr, kv_lens, None))

@@ -158,6 +158,19 @@ def split_scales(scales: tuple[Any, ...]) -> tuple[list[float], list[torch.Tenso
 # --- what graphs run ---------------------------------------------------------------------------------------------
 
 
+def planned(number: int, q: torch.Tensor) -> Any:
+    """The wrapper with this number. RuntimeError where it is gone, or where a captured run would not follow it."""
+    wrapper = _wrappers.get(number)
+    if wrapper is None:
+        raise RuntimeError("a compiled function runs an attention wrapper that no longer exists: keep it alive.")
+    if _UNSAFE is None and not wrapper._use_cuda_graph and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a compiled function captures an attention wrapper whose later plans would not reach the graph, which this "
+            "torch cannot be told: make it with use_cuda_graph=True, or compile without CUDA graphs."
+        )
+    return wrapper
+
+
 def _run(
     number: int,
     q: torch.Tensor,
@@ -181,14 +194,7 @@ def _run(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wrapper = _wrappers.get(number)
-    if wrapper is None:
-        raise RuntimeError("a compiled function runs an attention wrapper that no longer exists: keep it alive.")
-    if _UNSAFE is None and not wrapper._use_cuda_graph and q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a compiled function captures an attention wrapper whose later plans would not reach the graph, which this "
-            "torch cannot be told: make it with use_cuda_graph=True, or compile without CUDA graphs."
-        )
+    wrapper = planned(number, q)
     q_scale, k_scale, v_scale = join_scales(factors, scales)
 
     def run_now() -> Result:
@@ -286,7 +292,7 @@ def new_results(
 # --- what graphs are told ----------------------------------------------------------------------------------------
 
 
-def _outputs(
+def outputs(
     q: torch.Tensor,
     head_dim_vo: int,
     o_dtype: torch.dtype | None,
@@ -311,13 +317,13 @@ def _fake_run(
     values = k if v is None else v
     o_dtype, return_lse, lse_layout = args[7], args[11], args[14]
     out, lse = args[15:] or (None, None)
-    return _outputs(q, values.shape[-1], o_dtype, return_lse, lse_layout == "HN", out, lse)
+    return outputs(q, values.shape[-1], o_dtype, return_lse, lse_layout == "HN", out, lse)
 
 
 def _fake_single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     o_dtype, return_lse = args[7], args[11]
     out, lse = args[16:] or (None, None)
-    return _outputs(q, v.shape[-1], o_dtype, return_lse, False, out, lse)
+    return outputs(q, v.shape[-1], o_dtype, return_lse, False, out, lse)
 
 
 _library = torch.library.Library("cutlass_kernels", "DEF")

@@ -19,9 +19,15 @@ class MlaRunOptions(TypedDict, total=False):
     page_table: Tensor | None
     return_lse_base_on_e: bool
     o_scale: Number
+    query: Any
+    kv_cache: Any
     ckv_scale: Number
     ckv_scale_arr: Tensor | None
     kpe_scale: Number
+    sinks: Tensor | None
+    skip_softmax_threshold_scale_factor: Number
+    bmm1_scale: float | Tensor | None
+    bmm2_scale: float | Tensor | None
 
 
 class MlaDecodeOptions(TypedDict, total=False):
@@ -36,6 +42,7 @@ class MlaDecodeOptions(TypedDict, total=False):
     cp_rank: int
     causal_seqlens_kv_global: Tensor | None
     use_fp16_softmax: bool | None
+    return_lse_base: str | None
 
 
 # fmt: off
@@ -44,18 +51,21 @@ class MlaDecodeOptions(TypedDict, total=False):
 class MlaWrapper(Protocol):
     @overload
     def run(
-        self: Any, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: Literal[False] = False, **options: Unpack[MlaRunOptions],
+        self: Any, q_nope: Tensor | None = None, q_pe: Tensor | None = None, ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+        return_lse: Literal[False] = False, **options: Unpack[MlaRunOptions],
     ) -> Tensor: ...
     @overload
     def run(
-        self: Any, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: Literal[True] = ..., **options: Unpack[MlaRunOptions],
+        self: Any, q_nope: Tensor | None = None, q_pe: Tensor | None = None, ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+        return_lse: Literal[True] = ..., **options: Unpack[MlaRunOptions],
     ) -> Pair: ...
     @overload
     def run(
-        self: Any, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: bool = ..., **options: Unpack[MlaRunOptions],
+        self: Any, q_nope: Tensor | None = None, q_pe: Tensor | None = None, ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
+        return_lse: bool = ..., **options: Unpack[MlaRunOptions],
     ) -> Either: ...
     def run(self: Any, *args: Any, **kwargs: Any) -> Any: ...
 

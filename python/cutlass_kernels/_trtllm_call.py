@@ -8,7 +8,7 @@ import torch
 
 from . import _args, _attention, _draft_masks, _spellings
 from ._options import Result
-from ._plan_free import RETURNED
+from ._plan_free import NATURAL, RETURNED
 from ._problem import FP8_DTYPES, HALF_DTYPES
 
 Scale = float | torch.Tensor
@@ -34,10 +34,13 @@ def attend(
     wanted: torch.dtype,
     lse: torch.Tensor | None,
     return_lse: bool,
+    natural: bool = False,  # the LSE in base e instead of 2
 ) -> Result:
     k, v = _caches(kv_cache)
     seq_lens = _signed(seq_lens)
     causal, window_left, draft_mask = masks
+    if lse is not None:  # before anything is written
+        _args.lse_output(lse, query.shape[:2], query.device)
     if cu_seqlens_q is None:
         _check_batch(block_tables, seq_lens, query.size(0) // rows)
         q, max_seqlen_q = _by_request(query, rows), None
@@ -64,6 +67,9 @@ def attend(
     place = out if computed == wanted else None
     if isinstance(place, torch.Tensor) and cu_seqlens_q is None:
         place = _by_request(place, rows)
+    lse_form = 0
+    if return_lse or lse is not None:
+        lse_form = RETURNED | NATURAL if natural else RETURNED
     result = _attention.attend(
         (
             q,
@@ -95,7 +101,7 @@ def attend(
             output_scale,  # v_descale
             computed,  # o_dtype
             place,
-            RETURNED if return_lse or lse is not None else 0,
+            lse_form,
             0,  # num_splits
             False,  # batch_invariant
             None,  # kv_shard
@@ -107,11 +113,11 @@ def attend(
     else:
         found = _rounded(found.flatten(0, -3), wanted)
         if out is not None:
-            found = _write(found, _args.output(out, found.shape, wanted, query.device), cu_seqlens_q)
+            found = write(found, _args.output(out, found.shape, wanted, query.device), cu_seqlens_q)
     if found_lse is not None:
         found_lse = found_lse.flatten(0, -2)
         if lse is not None:
-            found_lse = _write(found_lse, _args.lse_output(lse, found_lse.shape, query.device), cu_seqlens_q)
+            found_lse = write(found_lse, lse, cu_seqlens_q)
     return (found, found_lse) if return_lse else found
 
 
@@ -224,7 +230,7 @@ def _rounded(x: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
     return x.to(wanted)
 
 
-def _write(x: torch.Tensor, place: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
+def write(x: torch.Tensor, place: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
     """Copies rows to ``place``, but none behind the last request, and returns it."""
     if cu_seqlens_q is None:
         return place.copy_(x)

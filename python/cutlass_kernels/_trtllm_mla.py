@@ -50,6 +50,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cp_rank: int = 0,
     causal_seqlens_kv_global: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
 ) -> Result:
     """Latent attention (MLA) of decode steps over a paged cache without a plan, under a causal mask.
 
@@ -74,7 +75,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks: float32 ``[num_heads]``, or a list of that tensor: ``exp(sinks[h])`` joins the softmax denominator and
             the LSE of head h.
         skip_softmax_threshold_scale_factor: permission to skip keys of small weight. This function computes them all.
-        lse: float32 ``[batch * rows, num_heads]`` or ``[batch, rows, num_heads]``: the base-2 LSE is copied there.
+        lse: float32 ``[batch * rows, num_heads]`` or ``[batch, rows, num_heads]``, where to write the LSE,
+            also without ``return_lse``. Base 2, unless ``return_lse_base`` says otherwise.
         return_lse: whether to return the LSE too.
         cum_seq_lens_q: int32 ``[batch + 1]``, first row of each request, for query lengths that differ.
         max_q_len: bound of these lengths.
@@ -86,6 +88,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: refused; ``attention(kv_shard=)`` serves keys that are
             spread over ranks.
         use_fp16_softmax: for Blackwell GPUs, refused.
+        return_lse_base: ``"base2"`` (None is the same), or ``"basee"`` for the natural logarithm, of ``lse`` too.
 
     Returns:
         ``out``, in the dtype of ``query`` (bfloat16 for fp8); or ``(out, lse)``, where a new ``lse`` is ``[batch *
@@ -121,6 +124,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         causal_seqlens_kv_global=causal_seqlens_kv_global,
     )
     _spellings.unsupported(_DECODE, OTHER_GPUS, use_fp16_softmax=use_fp16_softmax)
+    if return_lse_base not in (None, "base2", "basee"):
+        raise ValueError(f"return_lse_base={return_lse_base!r} is unknown: use 'base2' or 'basee'.")
     _args.skip_softmax(skip_softmax_threshold_scale_factor)
     rank, rope = _args.integer("kv_lora_rank", kv_lora_rank), _args.integer("qk_rope_head_dim", qk_rope_head_dim)
     _args.tensor("query", query, 4 if cum_seq_lens_q is None else 3)
@@ -136,12 +141,18 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if out is not None:
         wanted = out.dtype if isinstance(out, torch.Tensor) else wanted
         _args.output(out, shape, wanted, query.device)
+    place, lse_place = out, lse  # None: no view joins requests and rows
     if cum_seq_lens_q is None:
         each = query.size(1)
+        if not each:
+            raise ValueError(f"query has shape {tuple(query.shape)}: each request must have at least one row.")
+        if isinstance(lse, torch.Tensor) and lse.dim() == 3:
+            lse_place = _flat(_args.lse_output(lse, query.shape[:-1], query.device))
         query = query.flatten(0, 1)
+        place = None if out is None else _flat(out)
     else:
         each = _trtllm_call.rows(query, None, cum_seq_lens_q, max_q_len)
-    flat_lse = lse.flatten(0, 1) if isinstance(lse, torch.Tensor) and lse.dim() == 3 else lse
+    wants_lse = return_lse or lse is not None
     result = _trtllm_call.attend(
         query,
         cum_seq_lens_q,
@@ -154,16 +165,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
         (bmm1_scale, 1.0, bmm2_scale),
         (True, -1, None),
         sinks,
-        None if out is None else out.flatten(0, -3) if out.is_contiguous() else None,
+        place,
         wanted,
-        flat_lse,
-        return_lse,
+        lse_place,
+        wants_lse,
+        return_lse_base == "basee",
     )
     found, found_lse = result if isinstance(result, tuple) else (result, None)
-    if out is not None and not out.is_contiguous():
+    if out is not None and place is None:
         out.copy_(found.view(shape))
+    if lse is not None and lse_place is None and found_lse is not None:
+        lse.copy_(found_lse.view(lse.shape))
     found = found.view(shape) if out is None else out
     return (found, found_lse if lse is None else lse) if return_lse else found
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor | None:
+    """``x`` with its first two dimensions joined, or None where strides allow no such view."""
+    batch, rows = x.shape[:2]
+    return x.flatten(0, 1) if batch <= 1 or rows <= 1 or x.stride(0) == rows * x.stride(1) else None
 
 
 def _pages(kv_cache: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ k_rope=kpe)``. docs/mla.md says which call is for what.
 
 from ._append_mla import concat_and_cache_mla
 from ._flash_mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+from ._mla_plan import MLAPlanMetadata
 from ._mla_wrapper import BatchMLAPagedAttentionWrapper
 from ._trtllm_mla import trtllm_batch_decode_with_kv_cache_mla
 from .page import append_paged_mla_kv_cache
@@ -13,6 +14,7 @@ from .page import append_paged_mla_kv_cache
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
     "FlashMLASchedMeta",
+    "MLAPlanMetadata",
     "append_paged_mla_kv_cache",
     "concat_and_cache_mla",
     "flash_mla_with_kvcache",

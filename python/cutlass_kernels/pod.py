@@ -177,7 +177,8 @@ class PODWithPagedKVCacheWrapper:
             custom_mask_d, packed_custom_mask_d: not served.
             q_scale, k_scale, v_scale: factors that dequantize tensors of the decode steps.
             return_lse_p, return_lse_d: accepted, not used, as in FlashInfer: LSEs are not returned.
-            use_fp16_qk_reduction, enable_pdl, *args: accepted, not used.
+            use_fp16_qk_reduction, enable_pdl: accepted, not used.
+            *args: arguments of compiled variants, refused.
 
         Returns:
             ``(out_p, out_d)``, the outputs of the prompt and of the decode steps.
@@ -185,11 +186,16 @@ class PODWithPagedKVCacheWrapper:
         Raises:
             ValueError: dtypes, shapes or devices that do not fit.
             RuntimeError: nothing has been planned.
-            NotImplementedError: a mask of decode steps.
+            NotImplementedError: a mask of decode steps; further positional arguments.
 
         Example:
             >>> out_p, out_d = wrapper.run(q_p, k_p, v_p, q_d, cache, causal_p=True)
         """
+        if args:
+            raise NotImplementedError(
+                f"{type(self).__name__}.run() does not serve {len(args)} further positional arguments: they are for "
+                "jit_args, and nothing is compiled at run time. Leave them out."
+            )
         _spellings.unsupported(
             f"{type(self).__name__}.run",
             "plan BatchPrefillWithPagedKVCacheWrapper with it.",
@@ -308,11 +314,13 @@ class BatchPODWithPagedKVCacheWrapper:
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
         )
-        prompts: tuple[Any, ...] = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, *sizes)
+        vectors = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
+        prompts: tuple[Any, ...] = (*vectors, *sizes)
         plans: tuple[Any, ...] = (self._prefill.plan, self._decode.plan)
         plans[0](*prompts, **options)
         plans[1](qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, *sizes, **options)
-        self._plan_of_prompts = (prompts, options)
+        # Copies: a run with a mask plans from them again, when the caller's tensors may hold another batch.
+        self._plan_of_prompts = ((*(x.clone() for x in vectors), *sizes), options)
 
     begin_forward = plan
 
@@ -342,11 +350,12 @@ class BatchPODWithPagedKVCacheWrapper:
                 takes them. A run with a mask plans the prompts anew.
             causal_p: whether rows of prompts see only keys up to their own position.
             q_scale, k_scale, v_scale: factors that dequantize tensors of the decode steps.
-            return_lse: return ``((out_p, lse_p), (out_d, lse_d))``.
+            return_lse: return ``((out_p, out_d), (lse_p, lse_d))``.
             use_fp16_qk_reduction, enable_pdl: accepted, not used.
 
         Returns:
-            ``(out_p, out_d)``, or the pairs with the LSEs, base 2.
+            ``(out_p, out_d)``; or with ``return_lse`` the outputs and the LSEs, base 2: ``((out_p, out_d),
+            (lse_p, lse_d))``.
 
         Raises:
             ValueError: dtypes, shapes or devices that differ from the plan.
@@ -362,9 +371,12 @@ class BatchPODWithPagedKVCacheWrapper:
             plan: Any = prefill.plan
             plan(*args, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p, **options)
         values = prefill._options.replaced("causal", _args.flag("causal_p", causal_p))
-        of_prompts = prefill._forward(values, lambda: prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse))
+        of_prompts: Any = prefill._forward(values, lambda: prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse))
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        return of_prompts, self._decode.run(q_d, paged_kv_cache_d, return_lse=return_lse, **scales)
+        of_steps: Any = self._decode.run(q_d, paged_kv_cache_d, return_lse=return_lse, **scales)
+        if not return_lse:
+            return of_prompts, of_steps
+        return (of_prompts[0], of_steps[0]), (of_prompts[1], of_steps[1])
 
     def end_forward(self) -> None:
         """Does nothing; kept for callers that pair it with begin_forward."""

@@ -53,6 +53,39 @@ def test_vectors_on_the_device(target):
     assert_close(wrapper.run(batch.q, cache)[0], want.out, want.baseline)
 
 
+@pytest.mark.parametrize("on", ["cpu", "device", "both"])
+def test_requests_with_more_pages_than_their_keys_fill(target, on):
+    """FlashInfer's engines allocate pages ahead: ``kv_len_arr`` alone tells the keys."""
+    batch = make_batch([3, 1, 2, 4], [20, 0, 32, 70], 8, 2, 64, device=target.device)
+    paged = batch.paged(16)
+    indices, ends = [], [0]
+    for begin, end, more in zip(paged.indptr[:-1].tolist(), paged.indptr[1:].tolist(), (3, 2, 0, 1)):
+        indices += [*paged.indices[begin:end].tolist(), *[0] * more]
+        ends.append(len(indices))
+    vectors = [torch.tensor(x, dtype=torch.int32) for x in (ends, indices, batch.kv_lens)]
+    if on == "device":
+        vectors = [x.to(target.device) for x in vectors]
+    elif on == "both":
+        vectors[1] = vectors[1].to(target.device)
+    wrapper = ck.BatchAttention(device=target.device)
+    wrapper.plan(
+        batch.qo_indptr(),
+        *vectors,
+        8,
+        2,
+        64,
+        64,
+        16,
+        causal=True,
+        q_data_type=batch.q.dtype,
+        kv_data_type=batch.q.dtype,
+    )
+    want = expect(batch, Options(causal=True))
+    out, lse = wrapper.run(batch.q, paged.cache)
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
 def test_caps_and_scales(target):
     wrapper, batch, cache = planned(target, causal=True, logits_soft_cap=5.0)
     want = expect(batch, Options(causal=True, logits_soft_cap=5.0, k_scale=2.0, v_scale=0.5))
@@ -69,6 +102,10 @@ def test_wrong_calls(target):
     sizes = (8, 2, 64, 64, 16)
     with pytest.raises(ValueError, match=r"kv_len_arr\[0\]=81, but kv_indptr gives request 0 5 pages of 16 tokens"):
         wrapper.plan(*vectors, torch.tensor([81, 300, 16, 20]), *sizes)
+    with pytest.raises(ValueError, match=r"kv_len_arr\[1\]=-1"):
+        wrapper.plan(*vectors, torch.tensor([70, -1, 16, 20]), *sizes)
+    with pytest.raises(ValueError, match="kv_indptr ends at 27, but kv_indices has 26 pages"):
+        wrapper.plan(*vectors[:2], torch.arange(26), torch.tensor(batch.kv_lens), *sizes)
     with pytest.raises(NotImplementedError, match="use_profiler"):
         wrapper.plan(*vectors, torch.tensor(batch.kv_lens), *sizes, use_profiler=True)
     with pytest.raises(NotImplementedError, match="kv_cache_sf"):

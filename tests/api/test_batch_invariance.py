@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -33,6 +34,8 @@ def draw(rng: random.Random, device: str, **sizes: Any) -> Batch:
 def together_and_alone(batch: Batch, form: str, some: list[int], **options: Any) -> None:
     """The requests of ``some`` have the same bits alone as in the batch."""
     k, v, given = keys(batch, form, "NHD", 16, False)
+    if batch.q.size(-1) == 576:  # latent attention: values are columns of the keys
+        v = k[..., :512]
     q, whose = queries(batch, dense=False)
     options = dict(options, batch_invariant=True, return_lse=True)
     out, lse = (x.split(batch.qo_lens) for x in ck.attention(q, k, v, **whose, **given, **options))
@@ -83,6 +86,14 @@ def test_other_head_dims(target, head_dim, rows):
 @pytest.mark.parametrize("rows", [[1, 5, 80], [2, 1, 1]])
 def test_fp8_caches(kv_dtype, rows):
     batch = make_batch(rows, [700, 2100, 300], 8, 2, 128, device="cuda:0", kv_dtype=kv_dtype)
+    together_and_alone(batch, "table", [0, 1, 2], backend="auto", causal=True)
+
+
+@pytest.mark.parametrize("heads", [5, 16, 128])
+@pytest.mark.parametrize("rows", [[1, 5, 40], [1, 1, 1], [2, 3, 1]])
+def test_latent_attention(target, rows, heads):
+    batch = make_batch(rows, [4100, 2100, 300], heads, 1, 576, device=target.device, dtype=torch.bfloat16)
+    batch = dataclasses.replace(batch, v=batch.k[..., :512])
     together_and_alone(batch, "table", [0, 1, 2], backend="auto", causal=True)
 
 

@@ -267,10 +267,13 @@ def test_wrong_plans(target):
     refused("mask and block_mask", *lists, *bsr.sizes, mask=torch.ones(1), block_mask=torch.ones(2, 4, 8))
     refused("block_mask is", None, None, *bsr.sizes, block_mask=torch.ones(2, 4, 9).bool())
     ones = torch.ones(2, 4, 8).bool()
+    refused(r"block_mask has dtype torch\.float32: it must be bool", None, None, *bsr.sizes, block_mask=ones.float())
     refused("not served with block_mask", None, None, *bsr.sizes, block_mask=ones, pos_encoding_mode="ALIBI")
     refused("M='256' is of type str", *lists, "256", 512, 64, 64, error=TypeError)
     with pytest.raises(RuntimeError, match="BlockSparseAttentionWrapper has no plan"):
         wrapper.run(*tensors(256, 512, (4, 2), 64, target.device))
+    with pytest.raises(RuntimeError, match="BlockSparseAttentionWrapper has no plan"):
+        wrapper.forward(*tensors(256, 512, (4, 2), 64, target.device))
     with pytest.raises(ValueError, match="backend='vsa_sm100_blk64' is unknown"):
         ck.BlockSparseAttentionWrapper(target.workspace(), backend="vsa_sm100_blk64")
 
@@ -290,6 +293,47 @@ def test_wrong_runs(target):
         wrapper.run(q, k[:448], v)
     with pytest.raises(ValueError, match=r"q has dtype torch\.bfloat16, but the plan torch\.float16: pass q_data_type"):
         wrapper.run(q.bfloat16(), k, v)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_no_keys_and_no_rows(target, per_head):
+    for M, N in ((128, 0), (0, 128)):
+        q, k, v = tensors(M, N, (4, 2), 64, target.device)
+        wrapper = ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
+        indptr, indices = torch.zeros(M // 64 + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        blocks = torch.zeros(2, M // 64, N // 64, dtype=torch.bool, device=target.device)
+        options = dict(block_mask=blocks) if per_head else {}
+        wrapper.plan(*((None, None) if per_head else (indptr, indices)), M, N, 64, 64, 4, 2, 64, **options)
+        out, lse = wrapper.run(q, k, v, return_lse=True)
+        assert out.shape == q.shape and lse.shape == q.shape[:2]
+        assert not out.any() and torch.all(lse == -torch.inf)
+
+
+@pytest.mark.parametrize("N", [512, 500])
+@pytest.mark.parametrize("on", ["cpu", None])
+def test_lists_that_do_not_start_at_0(target, N, on):
+    bsr = random_bsr(256, N, 64, 64, masked=True)
+    q, k, v = tensors(bsr.M, N, (4, 2), 64, target.device)
+    more = Bsr(*bsr.sizes, bsr.indptr + 3, torch.cat([bsr.indices[-3:], bsr.indices, bsr.indices[:2]]))
+    more.mask = torch.cat([~bsr.mask[-3:], bsr.mask, ~bsr.mask[:2]])
+    want = planned(target, bsr, (4, 2), 64).run(q, k, v)
+    assert_bitwise(planned(target, more, (4, 2), 64, on).run(q, k, v), want)
+    bsr.mask = more.mask = None
+    want = planned(target, bsr, (4, 2), 64).run(q, k, v)
+    assert_bitwise(planned(target, more, (4, 2), 64, on).run(q, k, v), want)
+
+
+@pytest.mark.runs_nothing("converts masks")
+def test_converted_masks_of_entries_in_no_row_block_come_last():
+    bsr = random_bsr(64, 96, 16, 8, masked=True)
+    mask = torch.cat([~bsr.mask[:3], bsr.mask, ~bsr.mask[:2]])
+    found = ck.convert_bsr_mask_layout(mask, bsr.indptr + 3)
+    assert found.numel() == mask.numel()
+    assert torch.equal(found[: bsr.mask.numel()], ck.convert_bsr_mask_layout(bsr.mask, bsr.indptr))
+    with pytest.raises(RuntimeError, match="indptr decreases"):
+        ck.convert_bsr_mask_layout(bsr.mask, bsr.indptr.flip(0))
+    with pytest.raises(ValueError, match=r"indptr ends at .* but mask has 1 blocks"):
+        ck.convert_bsr_mask_layout(bsr.mask[:1], bsr.indptr)
 
 
 @pytest.mark.parametrize("name", ["convert_bsr_mask_layout", "BlockSparseAttentionWrapper"])

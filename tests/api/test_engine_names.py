@@ -77,7 +77,8 @@ def test_the_number_of_multiprocessors():
 
 
 @pytest.mark.parametrize(
-    "module", ["_trtllm", "_trtllm_mla", "_mla_wrapper", "_flash_mla", "_append_mla", "_sink_wrapper", "utils"]
+    "module",
+    ["_trtllm", "_trtllm_mla", "_mla_plan", "_mla_wrapper", "_flash_mla", "_append_mla", "_sink_wrapper", "utils"],
 )
 def test_examples_of_the_documentation(module):
     found = importlib.import_module(f"cutlass_kernels.{module}")

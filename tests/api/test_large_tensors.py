@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
+from plan_free_problems import page_table
 from problems import Options, expect, indptr, make_batch
 
 import cutlass_kernels as ck
@@ -47,6 +50,34 @@ def test_cache(kernel_backend, page_size, form, kv_layout):
         q_data_type=torch.bfloat16,
     )  # fmt: skip
     out, lse = wrapper.run(batch.q, cache, return_lse=True)
+    want = expect(batch, Options(causal=True))
+    assert_close(out, want.out, want.baseline)
+    assert_lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_latent_cache(kernel_backend, page_size, is_apart):
+    room(14)
+    batch = make_batch((2, 3), (200, 70), 16, 1, 576, device="cuda:0", dtype=torch.bfloat16)
+    batch = dataclasses.replace(batch, v=batch.k[..., :512])
+    paged = batch.paged(page_size, form="split", spare=0)
+    used = paged.indices.numel()
+    widths = (512, 64) if is_apart else (576,)
+    parts = []
+    for width, written in zip(widths, paged.k_cache.split(widths, -1)):
+        pages = BEYOND // (page_size * widths[0]) + used
+        cache = torch.empty(pages, page_size, 1, width, dtype=torch.bfloat16, device="cuda:0")
+        cache[-used:] = written
+        parts.append(cache)
+    table = page_table(paged, 2).to("cuda:0")
+    table = torch.where(table < used, table + (pages - used), table).to(torch.int32)
+    lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device="cuda:0")
+    whose = dict(cu_seqlens_q=batch.qo_indptr("cuda:0"), max_seqlen_q=3, page_table=table, seqused_k=lens)
+    ropes = dict(k_rope=parts[1]) if is_apart else {}
+    out, lse = ck.attention(
+        batch.q, parts[0], parts[0][..., :512], **whose, **ropes, causal=True, return_lse=True, backend=kernel_backend
+    )
     want = expect(batch, Options(causal=True))
     assert_close(out, want.out, want.baseline)
     assert_lse_close(lse, want.lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 
@@ -10,6 +11,7 @@ import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
 from mla_problems import DEVICES, PLACES, SCALE, Problem, apart, make, nan_like
 from problems import indptr
+from torch._dynamo.backends.registry import lookup_backend
 
 import cutlass_kernels as ck
 from cutlass_kernels import mla
@@ -127,9 +129,23 @@ def test_a_step_that_is_compiled():
     problem = make([1, 2], [30, 7], 4, 16)
     wrapper = wrapper_for("cpu")
     wrapper.plan(**problem.plan())
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    step = torch.compile(lambda *x: wrapper.run(*x), backend=backend, fullgraph=True)
     parts = [apart(x) for x in problem.halves]
-    step = torch.compile(lambda *x: wrapper.run(*x), backend="aot_eager", fullgraph=True)
-    assert_bitwise(step(*parts), wrapper.run(*parts))
+    ckv, kpe = (torch.cat([x] * 8) for x in parts[2:])
+    for lens in ([30, 7], [50, 9], [120, 64], [3, 200]):  # later plans need no new graph
+        wrapper.plan(**make([1, 2], lens, 4, 16).plan(kv_indices=torch.arange(40, dtype=INT32) % ckv.size(0)))
+        call = (*parts[:2], ckv, kpe)
+        assert_bitwise(step(*call), wrapper.run(*call))
+    assert len(graphs) == 1
+    other = copy.copy(wrapper)
+    other.plan(**make([1, 2], [5, 6], 4, 16).plan(kv_indices=torch.arange(40, dtype=INT32) % ckv.size(0)))
+    assert_bitwise(torch.compile(other.run, backend="aot_eager")(*call), other.run(*call))
 
 
 def test_there_is_no_backward():
@@ -232,9 +248,12 @@ def test_names_and_positions_are_those_of_flashinfer():
     assert names[0] == ["float_workspace_buffer", "use_cuda_graph", *buffers(1, 1, "cpu"), "backend"]
     plan = ["qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"]
     plan += ["page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"]
-    assert names[1] == plan
+    newer = ["metadata", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len", "query_layout", "kv_cache_layout"]
+    newer += ["lse_mode", "output_dtype", "output_scale", "scale_mode", "skip_softmax", "enable_pdl", "use_sinks"]
+    assert names[1] == plan + newer
     run = ["q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse", "profiler_buffer", "kv_len"]
-    run += ["page_table", "return_lse_base_on_e", "o_scale", "ckv_scale", "ckv_scale_arr", "kpe_scale"]
+    run += ["page_table", "return_lse_base_on_e", "o_scale", "query", "kv_cache", "ckv_scale", "ckv_scale_arr"]
+    run += ["kpe_scale", "sinks", "skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"]
     assert list(inspect.signature(wrapper_for_class.run).parameters)[1:] == run
 
 

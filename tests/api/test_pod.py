@@ -52,6 +52,8 @@ def test_what_a_pod_wrapper_refuses(target):
     wrapper.run(*tensors)
     with pytest.raises(NotImplementedError, match="custom_mask_d"):
         wrapper.run(*tensors, custom_mask_d=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="does not serve 1 further positional arguments"):
+        wrapper.run(*tensors, *[None] * 25, prompt.q)
     with pytest.raises(NotImplementedError, match="jit_args"):
         ck.PODWithPagedKVCacheWrapper(target.workspace(), jit_args=["x"])
 
@@ -92,6 +94,8 @@ def test_batches_of_prompts_beside_decode_steps(target, layout):
     wrapper = ck.BatchPODWithPagedKVCacheWrapper(target.workspace(), layout)
     tables = [(x.qo_indptr(), *table.table()) for x, table in zip((prompts, steps), paged)]
     wrapper.plan(*tables[0], *tables[1], 8, 2, 64, 16)
+    for x in (*tables[0], *tables[1]):  # a plan does not depend on what becomes of CPU tensors
+        x.zero_()
     tensors = (prompts.q, paged[0].cache, steps.q, paged[1].cache)
     masks = prompts.random_masks()
     flat = torch.cat([x.flatten() for x in masks])
@@ -103,7 +107,7 @@ def test_batches_of_prompts_beside_decode_steps(target, layout):
     ]
     for given, options in runs:
         found = wrapper.run(*tensors, return_lse=True, **given)
-        for (out, lse), batch, of in zip(found, (prompts, steps), (options, Options())):
+        for out, lse, batch, of in zip(*found, (prompts, steps), (options, Options())):
             want = expect(batch, of)
             assert_close(out, want.out, want.baseline)
             assert_lse_close(lse, want.lse)

@@ -188,6 +188,11 @@ def test_wrong_calls(target):
         wrapper.plan(pattern, rows.tolist(), columns, *sizes)
     with pytest.raises(ValueError, match=r"they must be \[num_kv_heads, MB, NB\]"):
         wrapper.plan(pattern, rows[:, 1:], columns, *sizes)
+    for empty in ((pattern[:, :0], rows[:, :0], columns), (pattern[:, :, :0], rows, columns[:, :0])):
+        with pytest.raises(ValueError, match=r"block_mask_map has shape .* at least one block of rows and one of keys"):
+            wrapper.plan(*empty, *sizes)
+    with pytest.raises(RuntimeError, match="VariableBlockSparseAttentionWrapper has no plan"):
+        wrapper.forward(*problem.hnd)
     with pytest.raises(ValueError, match="block_row_sz holds -1: sizes of blocks must not be negative"):
         wrapper.plan(pattern, torch.full_like(rows, -1), columns, *sizes)
     with pytest.raises(ValueError, match="block_col_sz makes 256 keys of head 0, but 260 of head 1"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare import assert_close, assert_lse_close
 from plan_free_problems import Mask, Options, expect, keys
+from ranks import Failed
 
 import cutlass_kernels as ck
 
@@ -31,6 +32,45 @@ def test_decode(processes: Any, world: int, block: int, options: dict[str, Any],
     for out, lse in states:
         assert_close(out, want, base)
         assert_lse_close(lse * math.log2(options.get("lse_base", 2)), want_lse)
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize("separate", [(), ("q",), ("k",), ("q", "k")], ids=["one tensor", "q", "k", "both"])
+@pytest.mark.parametrize("options", [{}, {"comm": "ag_rs", "lse_base": math.e}, {"gather_heads": False}], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_decode_in_one_call(processes: Any, world: int, options: dict[str, Any], separate: tuple[str, ...]) -> None:
+    if world > processes.world:
+        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
+    want, want_lse, base = expect(cp_latent.batch_of(*PROBLEM), Mask(causal=True), Options())
+    states = processes.run(cp_latent.step, world, PROBLEM, 16, options, separate)
+    if options.get("gather_heads", True):
+        states = [tuple(torch.cat(parts, 1) for parts in zip(*states, strict=True))]
+    for out, lse in states:
+        assert_close(out, want, base)
+        assert_lse_close(lse * math.log2(options.get("lse_base", 2)), want_lse)
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("values", r"On rank {who}: k_rope is given, but v .* is not k in the same memory"),
+        ("heads", r"On rank {who}: q_rope has shape .*, 6, 64\) and q .*, 8, 512\)"),
+        ("dimensions", r"On rank {who}: q_rope has shape \(1, 4, 64\): it must be \[B, n, heads, D\]"),
+        ("columns", r"On rank {who}: q has head_dim 544 and k 576"),
+        ("keys", r"Ranks disagree on the cache: .*576.* on rank {who}\b"),
+    ],
+)
+@pytest.mark.parametrize("who", [0, 1])
+def test_all_ranks_raise_the_same_error(processes: Any, who: int, what: str, told: str) -> None:
+    with pytest.raises(Failed, match=told.format(who=who)) as failed:
+        processes.run(cp_latent.disagreeing_step, 2, who, what)
+    assert len(set(failed.value.messages.values())) == 1
+
+
+@pytest.mark.runs_nothing("ranks are other processes")
+def test_compiled(processes: Any) -> None:
+    assert set(processes.run(cp_latent.compiled_step, 2)) == {None}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -184,11 +184,15 @@ ck.batch_decode_with_shared_prefix_padded_kv_cache(x, x, x, x, x, nonsense=1)  #
 
 latent = ck.BatchMLAPagedAttentionWrapper(workspace)
 latent.plan(ints, ints, ints, ints, 2, 512, 64, 16, True, 0.1, torch.float16, torch.float16)
-latent.plan(ints, ints, ints, ints, 2, 512, 64, 16)  # wrong
+latent.plan(metadata=ck.mla.MLAPlanMetadata.csr(ints, ints, ints, ints), num_heads=2, lse_mode="base2")
+latent.plan(ints, ints, ints, ints, 2, 512, 64, "16")  # wrong
+ck.mla.MLAPlanMetadata.dense(ints, ints)  # wrong
 assert_type(latent.run(x, x, x, x, out=x), Tensor)
 assert_type(latent.run(x, x, x, x, None, None, True), Pair)
 assert_type(latent.run(x, x, x, x, return_lse=flag, return_lse_base_on_e=True), Tensor | Pair)
-latent.run(x, x, x)  # wrong
+assert_type(latent.run(query=x, kv_cache=(x, x), sinks=x, bmm1_scale=0.1), Tensor)
+latent.run(x, x, x, 3)  # wrong
+latent.run(x, x, x, x, nonsense=1)  # wrong
 assert_type(ck.mla.flash_mla_with_kvcache(x, x, ints, ints, 512, None, None, 0.1, True), Pair)
 ck.append_paged_mla_kv_cache(x, x, ints, ints, x, x, ints, ints, ints)
 

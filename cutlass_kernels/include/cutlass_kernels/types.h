@@ -19,7 +19,7 @@ enum class Backend : std::int32_t { kAuto, kFa2, kFa3 };
 
 /// Bits of KernelInfo::features and of what a request needs.
 enum Feature : std::uint32_t {
-  kFeatureIntervalMask = 1u << 0,  ///< full, causal, sliding window, chunked
+  kFeatureIntervalMask = 1u << 0,  ///< full, causal, sliding window, chunked causal
   kFeatureSoftCap = 1u << 1,
   kFeatureSinks = 1u << 2,
   kFeatureRaggedKv = 1u << 3,  ///< keys and values as packed [tokens, heads, dim]
@@ -28,6 +28,8 @@ enum Feature : std::uint32_t {
   kFeatureAlibi = 1u << 6,
   kFeatureDeviceScales = 1u << 7,  ///< factors of logits and output in device memory, also per head
   kFeatureStats = 1u << 8,         ///< AttentionParams::stats
+  kFeatureGeneralMask = 1u
+      << 9,  ///< windows to the right, chunks without causality, masks over spread keys
 };
 
 CK_API const char* to_string(DType dtype);

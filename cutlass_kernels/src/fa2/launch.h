@@ -27,7 +27,7 @@ struct KernelFacts {
   int threads;
   int shared_bytes;
   int kv_bytes;  // of an element of K and V
-  bool decodes;
+  bool decodes;  // starts before the previous kernel ends; its tiles come in no sections
   bool general;  // Logits::kGeneral
 };
 

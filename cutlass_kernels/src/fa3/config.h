@@ -125,7 +125,7 @@ struct Tile : Choices {
   static constexpr int kCopyWarps = kConverts ? 1 : kProducers;
 
   // Registers per thread: at the launch, and after setmaxnreg has moved what the producer warpgroup does not need to
-  // the consumers. Producers that copy row by row (from small pages, or V under a custom mask) or transpose need
+  // the consumers. Producers that copy row by row (from pages whose size is no multiple of 8, or V under a custom mask) or transpose need
   // more.
   static constexpr int kLaunchRegisters = std::min(65536 / kCtasPerSm / kThreads / 8 * 8, 240);
   static constexpr int producer_registers(bool copies_rows) {

@@ -27,8 +27,8 @@
 // done (main_loop.h).
 //
 // K and V come from ragged tensors (load.h), under a custom mask with V from load_masked_values.h, from
-// pages by TMA (load_pages.h), or from small pages row by row (load_gather.h), where a second producer warpgroup,
-// warps 4 and 5, may help. Of e4m3:
+// pages by TMA (load_pages.h), or row by row from pages whose size is no multiple of 8 (load_gather.h), where a second
+// producer warpgroup, warps 4 and 5, may help. Of e4m3:
 //   below 16-bit queries  bytes are gathered from pages of any size, and four warps of a second producer warpgroup
 //                         convert them to stages of 16 bits (convert_keys.h)
 //   throughout            warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V (transpose_values.h)

@@ -114,7 +114,7 @@ struct Shared : StagedValues<Tile> {
   // staged_empty  transposing or converting warps                    loading warp
   //
   // Of e4m3, the loading warp stands for the Q and K warps, and the transposing warps for the V warp. Where rows are
-  // gathered from small pages, every lane that copies arrives at k_full and v_full; where they are converted, the
+  // gathered from pages, every lane that copies arrives at k_full and v_full; where they are converted, the
   // converting warps do, and wait at k_empty and v_empty; their lanes read jobs, too.
   Barrier job_wanted;
   Barrier job_full[kJobSlots];

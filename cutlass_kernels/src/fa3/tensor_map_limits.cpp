@@ -44,14 +44,14 @@ std::string too_many_rows(const char* name, std::int64_t rows) {
 
 }  // namespace
 
-std::string refusal(const AttentionParams& p) {
+std::string refusal(const AttentionParams& p, const char* q_name, const char* k_name) {
   std::string fault = too_many_rows("total_q", p.total_q);
   const PageTable& table = p.pages;
   const bool paged = table.page_size > 0;
   if (fault.empty() && !paged) fault = too_many_rows("total_kv", p.total_kv);
   const View views[] = {
-      {"q", p.q.data, p.q.stride_token, p.q.stride_head, p.q_dtype, p.total_q, p.num_qo_heads},
-      {"k", p.k.data, p.k.stride_token, p.k.stride_head, p.kv_dtype,
+      {q_name, p.q.data, p.q.stride_token, p.q.stride_head, p.q_dtype, p.total_q, p.num_qo_heads},
+      {k_name, p.k.data, p.k.stride_token, p.k.stride_head, p.kv_dtype,
        paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.k_stride_page},
       {"v", p.v.data, p.v.stride_token, p.v.stride_head, p.kv_dtype,
        paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.v_stride_page},
@@ -75,6 +75,8 @@ std::string refusal(const AttentionParams& p) {
   }
   return fault;
 }
+
+std::string refusal(const AttentionParams& p) { return refusal(p, "q", "k"); }
 
 std::string fp8_refusal(const AttentionParams& p) {
   if (p.pages.page_size % 8 != 0) {

@@ -12,6 +12,9 @@ namespace cutlass_kernels::fa3 {
 /// strides of 0) is not judged.
 std::string refusal(const AttentionParams& params);
 
+/// The same, calling params.q and params.k by other names.
+std::string refusal(const AttentionParams& params, const char* q_name, const char* k_name);
+
 /// The same for e4m3 tensors, whose kernels read pages through maps alone.
 std::string fp8_refusal(const AttentionParams& params);
 

@@ -17,6 +17,7 @@
 
 #include "common/mask.h"
 #include "common/ptx/ldmatrix.h"
+#include "common/ptx/named_barrier.h"
 #include "common/softmax.h"
 #include "fa3/store.h"
 #include "fa3/wgmma.h"
@@ -249,7 +250,7 @@ struct Consumer {
       const int own_block = first_block + 2 * i + kHalf;
       const int other_block = first_block + 2 * i + 1 - kHalf;
       const bool has_other = i < other_count;
-      if constexpr (kHalf == 1) sync_threads(kBarrierTurn, 256);
+      if constexpr (kHalf == 1) named_barrier_wait(kBarrierTurn, 256);
       issue_scores<true>(s, own_block);
       if (kHalf == 0 && i > 0) {
         fa3::wgmma_wait<1>();
@@ -258,10 +259,10 @@ struct Consumer {
         release_values(other_block - 2);
       }
       issue_scores<false>(s, own_block);
-      if (kHalf == 0 && has_other) arrive_threads(kBarrierTurn, 256);
+      if (kHalf == 0 && has_other) named_barrier_arrive(kBarrierTurn, 256);
       fa3::wgmma_wait<0>();
       fa3::pin(s);
-      sync_threads(kBarrierScores + kHalf, 128);
+      named_barrier_wait(kBarrierScores + kHalf, 128);
       if constexpr (kHalf == 1) {
         wait_for_state(softmax, factor);
         if (accumulate && changes(factor)) rescale(o, factor);
@@ -307,8 +308,7 @@ struct Consumer {
       }
       accumulate = true;
     }
-    // What is left of the other's blocks: of warpgroup 0, to wait for the last one; of warpgroup 1, the last of an odd
-    // number.
+    // Drain: warpgroup 0 waits for its last P V; warpgroup 1 takes the last block of an odd count.
     const int last_other = first_block + kv_blocks - 1;
     if constexpr (kHalf == 0) {
       fa3::wgmma_wait<0>();
@@ -336,7 +336,7 @@ struct Consumer {
       softmax.finish(r, m, sum);
       if (lane % 4 == 0) shared.sums[tile_parity][kHalf][row_of(r)] = sum;
     }
-    sync_threads(kBarrierTileEnd, 256);
+    named_barrier_wait(kBarrierTileEnd, 256);
     float sum[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {

@@ -1,4 +1,4 @@
-// What latent attention is: the sizes of its keys, and which problems no kernel of it takes.
+// Latent attention: the sizes of its keys, and the problems that all of its kernels refuse.
 #pragma once
 
 #include <string>
@@ -12,12 +12,13 @@ namespace cutlass_kernels::mla {
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 
-// Whichever the kernel; empty if nothing is against it.
+// Empty if the problem is supported.
 inline std::string common_refusal(const AttentionParams& p) {
   if (p.head_dim_qk != kLatentDim + kRopeDim || p.head_dim_vo != kLatentDim) {
     return "head_dim_qk=" + std::to_string(p.head_dim_qk) +
            " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
-           " are served for 576 and 512 alone, where values are columns of the keys.";
+           " are not supported: latent attention has 576 and 512, values being columns of the "
+           "keys.";
   }
   if (p.num_kv_heads != 1) {
     return "num_kv_heads=" + std::to_string(p.num_kv_heads) +

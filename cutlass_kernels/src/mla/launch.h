@@ -38,7 +38,15 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
 
 inline std::string refusal(const AttentionParams& p) {
   if (std::string fault = common_refusal(p); !fault.empty()) return fault;
-  return fa3::refusal(p);
+  if (std::string fault = fa3::refusal(p); !fault.empty()) return fault;
+  // Columns with a tensor of their own have maps of their own.
+  AttentionParams rope = p;
+  if (p.q_rope.data != nullptr) rope.q = p.q_rope;
+  if (p.k_rope.data != nullptr) {
+    rope.k = p.k_rope;
+    rope.pages.k_stride_page = p.pages.k_rope_stride_page;
+  }
+  return fa3::refusal(rope, "q_rope", "k_rope");
 }
 
 template <class Element, class Tile>

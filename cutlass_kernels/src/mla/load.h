@@ -1,4 +1,4 @@
-// Producers: Q, and keys from ragged tensors or pages, all by TMA. load_gather.h has those of small pages.
+// Producers: Q, and keys from ragged tensors or pages, all by TMA. load_gather.h: pages whose size is no multiple of 8.
 //
 // A KV block arrives panel by panel, each with a barrier of its own: S begins with the panels that came first. Blocks of
 // even number in their tile are those of warpgroup 0, the others those of warpgroup 1; each kind has a warp that loads it.

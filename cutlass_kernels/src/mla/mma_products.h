@@ -108,8 +108,8 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys
   }
 }
 
-// The warp's keys of what it and its partner have found, whose half of the columns is the other one. `sums` (8 keys,
-// lane): of this warp, and of the partner.
+// Adds the partner's partial sums, of the other half of the columns, to this warp's keys. `sums` (8 keys, lane): what the
+// two exchange.
 template <class Tile>
 CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Tile::kPartTiles][4],
                             int half, int barrier, float4* own_sums, const float4* other_sums) {

@@ -24,8 +24,7 @@ constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
 constexpr int kRopePanel = kLatentDim / 64;
 constexpr int kHalfPanels = kRopePanel / 2;
 
-// What a warpgroup says of a row after each of its KV blocks: -m of the softmax, and what this block has multiplied
-// weights by that were taken before.
+// Softmax state of a row after a KV block of a warpgroup: -m, and the factor of earlier weights.
 struct alignas(8) RowState {
   float minus_m;
   float factor;
@@ -83,13 +82,5 @@ enum NamedBarrier : int {
   kBarrierTurn = 4,  // warpgroup 0 has issued S of its block: warpgroup 1 waits, to issue its own
   kBarrierTileEnd = 3,  // all consumers, their sums being written
 };
-
-CUTE_DEVICE void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-CUTE_DEVICE void arrive_threads(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 }  // namespace cutlass_kernels::mla

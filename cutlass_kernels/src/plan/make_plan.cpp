@@ -196,7 +196,7 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
   return Status::success();
 }
 
-/// What a tile is chosen by: of rows that no request has, there may be many between the requests.
+/// Limits total_q to max_qo_len * batch_size: q may have unused rows between requests, which choose no tile.
 AttentionParams with_rows_of_requests(AttentionParams params) {
   const std::int64_t most = std::int64_t(params.max_qo_len) * params.batch_size;
   if (most > 0) params.total_q = std::min(params.total_q, most);

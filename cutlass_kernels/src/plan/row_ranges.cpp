@@ -23,8 +23,11 @@ struct PartTile {
     kernel = choose(backend, part, device.compute_capability, &reasons);
     if (kernel != nullptr) tile = kernel->tile(part, device);
   }
+  // `combines` and `splits_without_list` decide the splits of a request, which must not depend on the parts of its batch.
   bool operator==(const PartTile& other) const {
-    return kernel == other.kernel && tile.kind == other.tile.kind && tile.rows == other.tile.rows;
+    return kernel == other.kernel && tile.kind == other.tile.kind && tile.rows == other.tile.rows &&
+           tile.combines == other.tile.combines &&
+           tile.splits_without_list == other.tile.splits_without_list;
   }
 };
 

@@ -56,15 +56,19 @@ struct ScheduleArgs {
   PageTable pages;
 };
 
-// Calls visit(batch, tile) for every tile, spread over the block: one warp per request, its lanes over tiles.
+// Calls visit(batch, tile) for every tile, spread over the block: a thread per request where requests are known to have
+// few tiles, else a warp, its lanes over tiles.
 template <class Visit>
 __device__ void for_each_tile(const ScheduleArgs& args, Visit&& visit) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int batch = warp; batch < args.batch_size; batch += kThreads / 32) {
+  constexpr int kFewTiles = 4;
+  const bool has_few = 0 < args.max_qo_len && args.max_qo_len <= kFewTiles * args.tile_rows;
+  const int lanes = has_few ? 1 : 32;
+  const int lane = has_few ? 0 : threadIdx.x % 32;
+  for (int batch = threadIdx.x / lanes; batch < args.batch_size; batch += kThreads / lanes) {
     const auto [begin, length] = rows_of_request(args, batch);
     const int tiles =
         is_in_part(args, length) ? tile_count(begin, length, args.total_q, args.tile_rows) : 0;
-    for (int tile = lane; tile < tiles; tile += 32) visit(batch, tile);
+    for (int tile = lane; tile < tiles; tile += lanes) visit(batch, tile);
   }
 }
 

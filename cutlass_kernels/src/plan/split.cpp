@@ -137,7 +137,8 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
     return own_rule(params, tile, tile_index_count(source, params, tile.rows), device);
   }
   const bool batch_without_list = is_batch(params) && source != TileSource::kList;
-  if (batch_without_list && (!tile.splits_without_list || wastes_tile_indices(params, tile.rows))) {
+  if (batch_without_list && (!tile.splits_without_list || wastes_tile_indices(params, tile.rows) ||
+                             params.batch_size > kMostSearchedRequests)) {
     return {};
   }
   // Tiles of a batch that is split without a list come by length.

@@ -95,7 +95,11 @@ bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const T
   }
   const bool wastes = wastes_tile_indices(params, tile.rows);
   if (wastes && !kernel.is_persistent) return true;
-  if (tile.packed_heads == 0 || (!wastes && tile.splits_without_list)) return false;
+  if (tile.packed_heads == 0) return false;
+  if (params.batch_size > kMostSearchedRequests) {
+    return split_rule(params, tile, TileSource::kList, device).most_splits > 1;
+  }
+  if (!wastes && tile.splits_without_list) return false;
   // Short splits save less than a list takes.
   TileShape usual = tile;
   usual.least_split_keys_of_few = 0;

@@ -15,7 +15,8 @@ inline std::uint32_t needed_features(const AttentionParams& params) {
   bits |= params.pages.page_size > 0 ? kFeaturePagedKv : kFeatureRaggedKv;
   if (params.logits_soft_cap > 0.0f) bits |= kFeatureSoftCap;
   if (params.sinks != nullptr) bits |= kFeatureSinks;
-  if (params.mask.words != nullptr || needs_general_mask(params)) bits |= kFeatureBitMask;
+  if (params.mask.words != nullptr) bits |= kFeatureBitMask;
+  if (needs_general_mask(params)) bits |= kFeatureGeneralMask;
   if (params.alibi.slopes != nullptr) bits |= kFeatureAlibi;
   if (params.logits_scale.data != nullptr || params.keys_scale.data != nullptr ||
       params.output_scale.data != nullptr) {

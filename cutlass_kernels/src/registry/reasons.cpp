@@ -29,7 +29,7 @@ std::string distinct(const std::vector<const KernelEntry*>& entries, Get get) {
 const char* feature_name(std::uint32_t bit) {
   switch (bit) {
     case kFeatureIntervalMask:
-      return "causal, window and chunk masks";
+      return "causal masks with a window or chunks";
     case kFeatureSoftCap:
       return "logits_soft_cap";
     case kFeatureSinks:
@@ -38,6 +38,8 @@ const char* feature_name(std::uint32_t bit) {
       return "ragged keys and values";
     case kFeatureBitMask:
       return "custom masks";
+    case kFeatureGeneralMask:
+      return "windows to the right, chunks without causality, and masks over spread keys";
     case kFeaturePagedKv:
       return "paged keys and values";
     case kFeatureAlibi:

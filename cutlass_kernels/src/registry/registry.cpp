@@ -47,7 +47,7 @@ bool serves(const KernelEntry& entry, const AttentionParams& params, int compute
 
 namespace {
 
-/// Latent attention (src/mla): fa3's kernel computes 64 rows, however few there are.
+/// Whether this is latent attention (src/mla), whose fa3 kernel computes 64 rows, however few there are.
 bool is_latent(const AttentionParams& params) {
   return params.head_dim_qk == mla::kLatentDim + mla::kRopeDim &&
          params.head_dim_vo == mla::kLatentDim;

@@ -7,6 +7,7 @@
 
 #include "common/element_bytes.h"
 #include "common/requests.h"
+#include "mla/dims.h"
 #include "plan/launch_params.h"
 
 namespace cutlass_kernels {
@@ -82,7 +83,7 @@ std::string impossible_shard(const AttentionParams& params) {
 
 /// What is wrong with q_rope and k_rope, of which either may be null.
 std::string impossible_rope(const AttentionParams& params, bool with_tensors) {
-  constexpr int kLatentDim = 512, kRopeDim = 64;
+  using mla::kLatentDim, mla::kRopeDim;
   const struct {
     const char* name;
     const ConstTensorView& view;

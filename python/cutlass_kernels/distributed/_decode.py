@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import _plan_free, attention
+from .. import _latent, _plan_free, attention
 from .._plan_free import Call
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree, form
@@ -45,6 +45,8 @@ def dcp_decode(
     group: Group,
     *,
     seqused_k: torch.Tensor,
+    q_rope: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     page_table: torch.Tensor | None = None,
@@ -77,6 +79,8 @@ def dcp_decode(
             ``kv_layout="HND"`` heads before tokens. All ranks hold the same heads.
         group: a process group or a ``DeviceMesh`` of one dimension.
         seqused_k: int32 ``[B]``: tokens of every request on all ranks together, those of q the last among them.
+        q_rope, k_rope: the last columns of q and k in latent attention, if they lie in tensors of their own; as of
+            ``cutlass_kernels.attention()``. q_rope has the heads of q. With k_rope, v is k.
         cu_seqlens_q, max_seqlen_q: int32 ``[B + 1]``, offsets of requests in rows of q, and a bound of their lengths.
         page_table: int32 ``[B, M]``: pages of this rank's tokens of a request, in order.
         block_size: see above: 1, as many tokens as a page, or any other number.
@@ -99,23 +103,24 @@ def dcp_decode(
     peers = peers_of(group)
     shard = (peers.world, peers.rank, block_size)
     heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
-    of_cache = (k.dim(), k.shape[heads_and_dim], v.shape[-1:], kv_layout, page_table is not None)
+    of_cache = (k.dim(), k.shape[heads_and_dim], v.shape[-1:], _columns(k_rope), kv_layout, page_table is not None)
     window = tuple(window) if isinstance(window, list) else window
     options = (block_size, gather_heads, comm, window, chunk_size, sm_scale, logits_soft_cap)
     of_result = (return_lse, lse_base)
 
     def prepare() -> tuple[Facts, None]:
-        _check(q, cu_seqlens_q, block_size, comm, lse_base)
+        _check(q, q_rope, cu_seqlens_q, block_size, comm, lse_base)
         if not is_capturing():
-            heads = q.size(-2) * (peers.world if gather_heads else 1)
+            ranks = peers.world if gather_heads else 1
             call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table)
             call |= dict(window_left=_plan_free.window(window)[0], chunk_size=chunk_size, kv_layout=kv_layout)
             call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_shard=shard)
             call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, logits_soft_cap=logits_soft_cap)
-            whole = q.new_empty(q.size(-1)).expand(*q.shape[:-2], heads, q.size(-1))
-            _plan_free.checked(Call(whole, k, v, causal=True, **call))
+            call |= dict(q_rope=None if q_rope is None else _of_all_heads(q_rope, ranks), k_rope=k_rope)
+            _plan_free.checked(Call(_of_all_heads(q, ranks), k, v, causal=True, **call))
         facts = {
             "the shape of q": tuple(q.shape),
+            "q_rope": _columns(q_rope),
             "dtypes": (q.dtype, k.dtype, v.dtype),
             "the cache": of_cache,
             "requests": seqused_k.numel(),
@@ -125,15 +130,18 @@ def dcp_decode(
         }
         return facts, None
 
-    of_queries = (q.shape, q.dtype, k.dtype, v.dtype, seqused_k.shape, form(cu_seqlens_q), max_seqlen_q)
+    of_queries = (q.shape, q.dtype, form(q_rope), k.dtype, v.dtype)
+    requests = (seqused_k.shape, form(cu_seqlens_q), max_seqlen_q)
     scales = (form(sinks), form(k_descale), form(v_descale))
-    agree(grid_of(group), ("dcp_decode", *of_queries, of_cache, options, scales, of_result), prepare)
+    agree(grid_of(group), ("dcp_decode", *of_queries, *requests, of_cache, options, scales, of_result), prepare)
     if gather_heads:
-        q = _gather_heads(q, peers, comm)
+        q, q_rope = _gather_heads(_latent.whole(q, q_rope), peers, comm), None
     state = attention(
         q,
         k,
         v,
+        q_rope=q_rope,
+        k_rope=k_rope,
         kv_layout=kv_layout,
         page_table=page_table,
         seqused_k=seqused_k,
@@ -158,16 +166,35 @@ def dcp_decode(
     return out, lse if lse_base == 2 else lse * math.log(2)
 
 
-def _check(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, block_size: int, comm: str, lse_base: float) -> None:
-    if q.dim() != (4 if cu_seqlens_q is None else 3):
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}: it must be [B, n, heads, D], or [rows, heads, D] with cu_seqlens_q."
-        )
+def _check(
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    block_size: int,
+    comm: str,
+    lse_base: float,
+) -> None:
+    for name, x in (("q", q), ("q_rope", q_rope)):
+        if x is not None and x.dim() != (4 if cu_seqlens_q is None else 3):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: it must be [B, n, heads, D], or [rows, heads, D] with "
+                "cu_seqlens_q."
+            )
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size={block_size!r} must be a positive number of tokens.")
     if comm not in COMMS:
         raise ValueError(f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}.")
     _request.check_base(lse_base)
+
+
+def _columns(rope: torch.Tensor | None) -> Any:
+    """What ranks have in common of q_rope or k_rope."""
+    return None if rope is None else (rope.dtype, rope.shape[-1:])
+
+
+def _of_all_heads(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Stands for the queries of so many ranks where arguments are checked. It takes no memory."""
+    return x.new_empty(x.size(-1)).expand(*x.shape[:-2], x.size(-2) * ranks, x.size(-1))
 
 
 def _gather_heads(q: torch.Tensor, peers: Peers, comm: str) -> torch.Tensor:

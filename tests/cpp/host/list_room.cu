@@ -6,6 +6,7 @@
 
 #include "checks.h"
 #include "plan/split.h"
+#include "plan/tile_source.h"
 #include "plan_checks.h"
 
 namespace {
@@ -79,4 +80,32 @@ void check_room_of_lists() {
                parts(random, requests, requests * keys));
   }
   require(split > 1000, "plans split keys");
+}
+
+/// Of many requests, keys are split with a list; where there is no room for it they are not split.
+void check_splits_of_many_requests() {
+  ck::Device device;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  const auto dtype = ck::DType::kFloat16;
+  for (const int requests : {ck::kMostSearchedRequests, ck::kMostSearchedRequests + 1}) {
+    for (const int rows : {1, 8}) {
+      ck::AttentionParams params = batch(dtype, dtype, 64, 8, 2, requests, rows, 1000);
+      params.max_qo_len = rows;
+      params.max_kv_len = 20000;
+      const bool many = requests > ck::kMostSearchedRequests;
+      ck::PlanState plan;
+      require(ck::make_plan(params, ck::Backend::kFa2, device, {}, &plan).ok() &&
+                  (plan.source == ck::TileSource::kList) == many,
+              "a list for many requests");
+      ck::PlanOptions little;
+      little.workspace_bytes = 1024;
+      require(ck::make_plan(params, ck::Backend::kFa2, device, little, &plan).ok() &&
+                  plan.source == ck::TileSource::kBatchByLength && plan.split_tile_capacity == 0,
+              "without room nothing is split");
+      params.disable_split_kv = true;
+      require(ck::make_plan(params, ck::Backend::kFa2, device, {}, &plan).ok() &&
+                  plan.source == ck::TileSource::kBatchByLength,
+              "no list where nothing is split");
+    }
+  }
 }

@@ -463,7 +463,9 @@ int main(int count, char** given) {
   check_tiles_of_lists();
   check_fixed_splits_of_pages();
   check_backends_of_8_bit_pages();
+  check_latent_attention();
   check_splits_of_few_rows();
+  check_splits_of_many_requests();
   check_room_of_lists();
   check_mask_extents();
   check_failures();

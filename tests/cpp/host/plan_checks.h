@@ -9,5 +9,11 @@ void check_idle_sms(bool print);
 /// FAILED where the tiles that a device finds, or their splits, have no room in a list (list_room.cu).
 void check_room_of_lists();
 
+/// FAILED where the keys of many requests are split without a list (list_room.cu).
+void check_splits_of_many_requests();
+
 /// FAILED where kAuto gives 8-bit keys in pages to another backend than the Python package does (backends.cu).
 void check_backends_of_8_bit_pages();
+
+/// FAILED where the splits of latent attention depend on the batch although they must not (latent.cu).
+void check_latent_attention();

@@ -1,0 +1,73 @@
+// Latent attention: splits of requests on devices with little shared memory, and tensors that TMA cannot describe.
+#include <algorithm>
+#include <string>
+
+#include "checks.h"
+#include "plan/row_ranges.h"
+#include "plan_checks.h"
+
+namespace {
+
+/// One key head of 576 columns, whose first 512 are the values.
+ck::AttentionParams latent(int heads, int requests, int rows, int keys) {
+  const ck::DType dtype = ck::DType::kBFloat16;
+  ck::AttentionParams params = batch(dtype, dtype, 576, heads, 1, requests, rows, keys);
+  params.head_dim_vo = 512;
+  params.v = params.k;
+  params.o = {params.o.data, heads * 512, 512};
+  params.max_qo_len = rows;
+  params.max_kv_len = keys;
+  return params;
+}
+
+/// The splits that the part with requests of one row gives them.
+ck::OwnSplits splits_of_one_row(const ck::AttentionParams& params) {
+  ck::Device device;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  for (const ck::AttentionParams& part : ck::row_ranges(params, ck::Backend::kFa2, device)) {
+    if (part.least_rows > 1 || part.most_rows < 1) continue;
+    ck::PlanState plan;
+    const ck::Status made = ck::make_plan(part, ck::Backend::kFa2, device, {}, &plan);
+    require(made.ok(), made.message);
+    return plan.own_splits;
+  }
+  require(false, "a part has requests of one row");
+  return {};
+}
+
+void check_splits_beside_longer_requests() {
+  for (const int kilobytes : {227, 163, 99}) {
+    stand_in::device.shared_memory_per_block = kilobytes << 10;
+    ck::AttentionParams alone = latent(16, 1, 1, 4096), beside = latent(16, 2, 5, 4096);
+    alone.batch_invariant = beside.batch_invariant = true;
+    const ck::OwnSplits a = splits_of_one_row(alone), b = splits_of_one_row(beside);
+    require(a.of(1, 4096) > 1 && a.of(1, 4096) == b.of(1, 4096),
+            "a request has the same splits whatever is beside it, with " +
+                std::to_string(kilobytes) + " KB of shared memory");
+  }
+  stand_in::device = {};
+}
+
+void check_ropes_that_are_broadcast() {
+  ck::AttentionParams params = latent(64, 4, 1, 1000);
+  ck::Plan plan;
+  require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa3",
+          "fa3 serves 64 rows");
+  params.q_rope = {at(std::uintptr_t(8) << 40), 64, 0};
+  const auto reasons = ck::not_supported_reasons(ck::Backend::kFa3, params, 90);
+  require(reasons.size() == 1 && reasons[0].find("q_rope has a head stride of 0") == 0,
+          "TMA cannot address a stride of 0");
+  require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa2",
+          "fa2 can");
+}
+
+}  // namespace
+
+void check_latent_attention() {
+  const auto& kernels = ck::list_kernels();
+  const bool built = std::any_of(kernels.begin(), kernels.end(),
+                                 [](const auto& kernel) { return kernel.head_dim_qk == 576; });
+  if (!built) return;
+  check_splits_beside_longer_requests();
+  check_ropes_that_are_broadcast();
+}
