@@ -21,7 +21,8 @@ INSTANCES = Path("cutlass_kernels") / "instances.cmake"
 
 # Features in the order of the rows. A feature that is not named here gets a row under its own name.
 ROWS = {
-    "interval_mask": "masks: full, causal, sliding window, chunked",
+    "interval_mask": "masks: full, causal, sliding window, chunked causal",
+    "general_mask": "masks: windows to the right, chunks that are not causal, keys spread over ranks",
     "soft_cap": "`logits_soft_cap`",
     "sinks": "attention sinks",
     "ragged_kv": "batches of unequal lengths, NHD and HND, any strides of tokens and heads",
@@ -35,7 +36,7 @@ ROWS = {
     "e4m3_output": "e4m3 outputs of e4m3 queries, converted from 16-bit ones where no kernel writes them",
 }
 LATENT = (576, 512)  # values are columns of the keys
-LATENT_TEXT = "; 576/512 where v is the first columns of k (latent attention), under interval masks"
+LATENT_TEXT = "; 576/512 where v is the first columns of k (latent attention), without custom masks"
 _INSTANCE = re.compile(r"^ck_instance\((?P<words>[^)]*)\)", re.MULTILINE)
 
 

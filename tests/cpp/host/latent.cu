@@ -10,7 +10,7 @@ namespace {
 
 /// One key head of 576 columns, whose first 512 are the values.
 ck::AttentionParams latent(int heads, int requests, int rows, int keys) {
-  const ck::DType dtype = ck::DType::kBFloat16;
+  const ck::DType dtype = ck::DType::kFloat16;
   ck::AttentionParams params = batch(dtype, dtype, 576, heads, 1, requests, rows, keys);
   params.head_dim_vo = 512;
   params.v = params.k;
