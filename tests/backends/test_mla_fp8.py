@@ -175,3 +175,15 @@ def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit(heads):
 def test_auto_reads_e4m3_as_it_is(heads, rows):
     batch = fp8_batch([rows] * 3, [100, 64, 700], heads, "cuda:0")
     check(batch, "auto", "table", Mask(causal=True), dense=True)
+
+
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_explain_knows_who_reads_e4m3(extension, q_dtype):
+    built = {(kernel["backend"], kernel["head_dim_qk"], kernel["kv_dtype"]) for kernel in ck.list_kernels()}
+    if ("fa2", 576, "float8_e4m3fn") not in built:
+        pytest.skip("this build has no kernels of latent attention")
+    sizes = dict(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512)
+    asked = dict(device="cuda", compute_capability=90, q_dtype=q_dtype, **sizes)
+    for features in ([], ["paged"], ["short_queries"]):
+        assert ck.explain(**asked, kv_dtype="float8_e4m3fn", features=features).selected == "fa2"
+    assert ck.explain(**asked, kv_dtype="float8_e5m2").selected == "reference"
