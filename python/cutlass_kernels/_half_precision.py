@@ -2,7 +2,7 @@
 
 A rotary embedding, fp8 keys and values below 16-bit queries, and attention that is fp8 throughout reach the kernels as
 a plain 16-bit problem: one pass over memory (``prepare.h``) writes rotated or converted copies into temporaries first.
-fp8 tensors that a kernel reads as they are (``_kernels.reads_as_is``) are no matter of this module. Of latent attention
+This module does not handle fp8 tensors that a kernel reads as they are (``_kernels.reads_as_is``). Of latent attention
 only queries are copied: its values are columns of the keys, in the same memory.
 
 The copy of a paged cache has a page per entry of the page table, as a page that requests share stands at another
@@ -38,11 +38,8 @@ def prepared_request(request: Request) -> Request | None:
     if not (rope or fp8_q or fp8_kv):
         return None
     dtype, rounded = _copy_dtype(request.q_dtype, request.o_dtype), _is_rounded(request.q_dtype, request.o_dtype)
-    layout, features = request.layout, request.features - {"rope"}
-    if not _keeps_keys(request.head_dim_qk, rope):
-        features -= {"fp8_copies"}
-    else:
-        fp8_kv = False
+    fp8_kv = fp8_kv and not _keeps_keys(request.head_dim_qk)
+    layout = request.layout
     if layout is not None:  # copies lie in memory as every kernel takes them
         copied = {"q": rope or fp8_q, "k": rope or fp8_kv, "v": fp8_kv, "o": rounded}
         layout = layout._replace(strides=tuple(x for x in layout.strides if not copied.get(x[0])))
@@ -50,14 +47,14 @@ def prepared_request(request: Request) -> Request | None:
         q_dtype=dtype,
         kv_dtype=dtype if fp8_kv else request.kv_dtype,
         o_dtype=dtype if rounded else request.o_dtype,
-        features=features,
+        features=request.features - {"rope", "fp8_copies"},
         layout=layout,
     )
 
 
-def _keeps_keys(head_dim_qk: int, rope: Any) -> bool:
+def _keeps_keys(head_dim_qk: int) -> bool:
     """Whether only queries are copied: a copy of the keys would not have values as its columns."""
-    return head_dim_qk > MOST_SEPARATE_COLUMNS and not rope
+    return head_dim_qk > MOST_SEPARATE_COLUMNS
 
 
 def _copy_dtype(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
@@ -111,7 +108,7 @@ def prepare(problem: Problem, offsets: Offsets | None, module: Any, stream: int)
     output = problem.output
     if _is_rounded(q.dtype, output.out.dtype):
         output = _wide_output(output, module.unwritten_byte)
-    if _keeps_keys(head_dim_qk, rope):
+    if _keeps_keys(head_dim_qk):
         return dataclasses.replace(problem, q=q.to(dtype), output=output)
     q_copy = k_copy = v_copy = tables = None
     if rope is not None or q.element_size() == 1:

@@ -81,6 +81,10 @@ def reasons(backend: str, request: Request) -> list[str]:
             "use backend='auto'."
         ]
     found, prepared = [], _half_precision.prepared_request(request)
+    if "rope" in request.features and request.head_dim_qk > MOST_SEPARATE_COLUMNS:
+        found.append(
+            f"pos_encoding_mode with head_dim_qk={request.head_dim_qk} has no {backend} kernel: rotate q and k before."
+        )
     if prepared is not None:
         if prepared.o_dtype in FP8_DTYPES:
             found.append(

@@ -317,7 +317,9 @@ def request_of(
         "alibi": pos_encoding_mode == "ALIBI",
         "rope": pos_encoding_mode == "ROPE_LLAMA",
         "paged": page_size is not None,
-        "fp8_copies": shape.q_dtype in FP8_DTYPES and (page_size or 0) % _request.FP8_PAGE > 0,
+        "fp8_copies": shape.q_dtype in FP8_DTYPES
+        and shape.head_dim_qk <= _request.MOST_SEPARATE_COLUMNS
+        and (page_size or 0) % _request.FP8_PAGE > 0,
     }
     return _request.Request(
         device.type,

@@ -109,8 +109,10 @@ def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
 
 def _readable(call: Call) -> Iterator[Call]:
     """The call, and the same with copies of the queries that a kernel may read where it does not read these."""
-    yield call
-    if call.q.dtype in FP8_DTYPES and call.o_dtype in HALF_DTYPES:  # which hold every fp8 number
+    is_fp8 = call.q.dtype in FP8_DTYPES
+    if not (is_fp8 and _latent.head_dim(call.q, call.q_rope) > _request.MOST_SEPARATE_COLUMNS):
+        yield call
+    if is_fp8 and call.o_dtype in HALF_DTYPES:  # which hold every fp8 number
         q_rope = None if call.q_rope is None else call.q_rope.to(call.o_dtype)
         call = call._replace(q=call.q.to(call.o_dtype), q_rope=q_rope)
         yield call

@@ -114,7 +114,9 @@ class Request(NamedTuple):
         k, v = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
         features, layout = _features(problem), None
         if not is_ordinary(q, k, v, out):
-            if not all(is_aligned(x) for x in (q, k, v, out)):
+            # Of keys with so many columns there are no copies.
+            of_keys = 16 if q.size(-1) > MOST_SEPARATE_COLUMNS else None
+            if not (is_aligned(q, out) and is_aligned(k, v, to=of_keys)):
                 features.add("unaligned")
             elif isinstance(kv, RaggedKv):
                 layout = Layout.of(q.size(0), k.size(0), q=q, k=k, v=v, o=out)
@@ -267,12 +269,12 @@ FP8_PAGE = 8  # pages of a multiple of so many tokens are read as they lie
 
 def copies_fp8(problem: Problem) -> bool:
     """Whether the queries are fp8, and q, k, v or an fp8 output at multiples of 8 bytes only, or keys in pages that no
-    fp8 kernel reads.
+    fp8 kernel reads. Not latent attention, of which only queries are copied.
 
     Part of every call.
     """
     q, kv, out = problem.q, problem.kv, problem.output.out
-    if q.element_size() > 1:
+    if q.element_size() > 1 or q.size(-1) > MOST_SEPARATE_COLUMNS:
         return False
     if isinstance(kv, RaggedKv):
         tensors = (q, kv.k, kv.v)

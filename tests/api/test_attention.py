@@ -69,13 +69,19 @@ def test_8_bit_caches_under_16_bit_queries(target, form, kv_dtype, rows):
 
 @pytest.mark.parametrize("form", ["table", "dense", "ragged"])
 def test_8_bit_queries(target, form):
-    if target.backend == "fa2":
-        pytest.skip("fa3 computes with them")
     batch = make_batch([30, 1, 64], [90, 7, 200], 8, 2, 128, dtype=E4M3, device=target.device)
     scales = torch.rand(3, 2, device=target.device) + 0.5
     for descales in ({}, dict(q_descale=scales, k_descale=scales.flip(0), v_descale=scales.flip(1))):
         flat = check(batch, target, form, Mask(causal=True), Options(descales=descales))
         assert flat.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("page_size", [3, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_8_bit_queries_that_no_fp8_kernel_takes(target, dtype, page_size, seed):
+    batch = make_batch([30, 1, 64], [90, 7, 200], 8, 2, 128, dtype=dtype, device=target.device)
+    check(batch, target, "table", random_mask(random.Random(seed), batch), page_size=page_size)
 
 
 def test_used_rows(target):

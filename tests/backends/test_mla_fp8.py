@@ -16,6 +16,8 @@ from problems import Batch, make_batch
 from ran import counts
 
 import cutlass_kernels as ck
+from cutlass_kernels._problem import Logits, Output, PagedKv, Problem
+from cutlass_kernels._request import Request
 
 E4M3 = torch.float8_e4m3fn
 PLACES = pytest.mark.parametrize(
@@ -184,6 +186,19 @@ def test_explain_knows_who_reads_e4m3(extension, q_dtype):
         pytest.skip("this build has no kernels of latent attention")
     sizes = dict(num_qo_heads=128, num_kv_heads=1, head_dim_qk=576, head_dim_vo=512)
     asked = dict(device="cuda", compute_capability=90, q_dtype=q_dtype, **sizes)
-    for features in ([], ["paged"], ["short_queries"]):
+    for features in ([], ["paged"], ["short_queries"], ["paged", "fp8_copies"]):
         assert ck.explain(**asked, kv_dtype="float8_e4m3fn", features=features).selected == "fa2"
     assert ck.explain(**asked, kv_dtype="float8_e5m2").selected == "reference"
+    assert ck.explain(**asked, kv_dtype="float8_e4m3fn", features=["rope"]).selected == "reference"
+
+
+@pytest.mark.parametrize("where", ["address", "rows"])
+def test_caches_that_copies_cannot_align_are_no_kernels(where):
+    rows = 592 if where == "address" else 584
+    memory = torch.zeros(10 * 64 * rows + 8, dtype=torch.uint8)[8 if where == "address" else 0 :][: 10 * 64 * rows]
+    k = memory.view(E4M3).view(10, 64, 1, rows)[..., :576]
+    q = torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    table = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0], [5])]
+    kv = PagedKv(k, k[..., :512], *table)
+    problem = Problem(q, kv, Logits(1.0), Output(q[..., :512].clone()), qo_indptr=table[0])
+    assert "unaligned" in Request.from_problem(problem).features

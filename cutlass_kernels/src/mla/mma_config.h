@@ -86,9 +86,10 @@ using Some = Tile<2, 32, 4, 9>;       // 151 KB: 8.0
 using SomeSmall = Tile<2, 32, 2, 9>;  // 79 KB: 8.6, 8.9, 12.x
 using Many = Tile<4, 32, 3, 4>;       // 161 KB
 
-// Below 8-bit keys, which are converted anew for each row tile: no tile has more than two.
-using FewFp8 = Tile<1, 64, 5, 9, 1>;   // 197 KB, 152 KB of keys in flight
-using SomeFp8 = Tile<2, 32, 4, 9, 1>;  // 82 KB: all devices
+// Tiles for 8-bit keys. Each row tile converts the keys again, so no tile has more than two.
+using FewFp8 = Tile<1, 64, 5, 9, 1>;       // 192 KB of shared memory: compute capability 9.0
+using FewFp8Small = Tile<1, 64, 4, 9, 1>;  // 155 KB: 8.0
+using SomeFp8 = Tile<2, 32, 4, 9, 1>;      // 81 KB: all devices
 
 // LaunchPlan::tile_kind.
 enum TileKind { kFew = 0, kSome = 1, kMany = 2 };

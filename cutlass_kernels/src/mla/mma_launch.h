@@ -59,8 +59,17 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
 }
 
 inline TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
-  return decodes(params) && fits<FewFp8>(device) ? shape_of<FewFp8>(params, kFew)
-                                                 : shape_of<SomeFp8>(params, kSome);
+  return decodes(params) && fits<FewFp8Small>(device) ? shape_of<FewFp8Small>(params, kFew)
+                                                      : shape_of<SomeFp8>(params, kSome);
+}
+
+template <class Element, class Kv>
+Status launch_fp8_kind(const LaunchParams& params, cudaStream_t stream) {
+  if (params.plan.tile_kind != kFew) return launch_tile<Element, Kv, SomeFp8>(params, stream);
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  return fits<FewFp8>(device) ? launch_tile<Element, Kv, FewFp8>(params, stream)
+                              : launch_tile<Element, Kv, FewFp8Small>(params, stream);
 }
 
 template <class Element>
@@ -88,8 +97,7 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   if constexpr (std::is_same_v<Element, Kv>) {
     return launch_kind<Element>(params, stream);
   } else {
-    return params.plan.tile_kind == kFew ? launch_tile<Element, Kv, FewFp8>(params, stream)
-                                         : launch_tile<Element, Kv, SomeFp8>(params, stream);
+    return launch_fp8_kind<Element, Kv>(params, stream);
   }
 }
 

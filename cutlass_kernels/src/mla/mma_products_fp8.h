@@ -29,7 +29,7 @@ CUTE_DEVICE void take_scores_fp8(float (&s)[Tile::kPartTiles][4], std::uint32_t 
   constexpr int kReads = Tile::kPanels * kPairs;
   constexpr int kAhead = 3;
   constexpr int kSlots = kAhead + 1;
-  static_assert(Tile::kQPanels == Tile::kPanels);
+  static_assert(Tile::kQPanels == Tile::kPanels && !Tile::kSpreadsCopies);
   std::uint32_t words[kSlots][4];  // (keys 0-7, columns 0-15), (0-7, 16-31), (8-15, 0-15), ...
   auto read_k = [&](int read) {
     if (read >= kReads) return;
@@ -69,6 +69,7 @@ struct ValueProductsFp8 {
   static constexpr int kRowTiles = Tile::kOutRowTiles;
   static constexpr int kSteps = Tile::kBlockN / 16;
   static constexpr int kReads = Tile::kTilesD / 4;  // of 16 keys
+  static_assert(Tile::kTilesD % 4 == 0);
   static constexpr int kAhead = 3;
   static constexpr int kSlots = kAhead + 1;
 
@@ -118,7 +119,8 @@ template <class Element, class Kv, class Tile>
 struct ProductsFp8 {
   using Operand = fp16;
   using Values = ValueProductsFp8<Kv, Tile>;
-  // Rows of bf16 that do not fit into fp16 are scaled, and their scores back. Each half of the columns has its own factor.
+  // Rows of bf16 that do not fit into fp16 are scaled, and their scores scaled back. Each half of the columns has its own
+  // factor.
   static constexpr bool kScalesRows = std::is_same_v<Element, bf16>;
 
   CUTE_DEVICE static std::uint32_t keys(std::uint32_t shared, int lane, int half) {
@@ -150,7 +152,7 @@ struct ProductsFp8 {
     }
   }
 
-  // Row r of the lane's: elements r and r + 2 of the fragments.
+  // Row r of the lane's: elements r and r + 2 of the fragments. Beside an infinite number the others do not count.
   CUTE_DEVICE static void scale_row(KeptQ<Tile>& q, float& factor, int r) {
     constexpr int kPairs = Tile::kPanels * 4;
     const auto pair = [&](int i) -> std::uint32_t& { return q[i / 4][i / 2 % 2][i % 2 * 2 + r]; };

@@ -6,6 +6,7 @@
 #include <cute/config.hpp>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/finish_row.h"
 #include "common/logits.h"
@@ -71,16 +72,30 @@ struct TileStore {
   }
 
  private:
-  // A lane has kTilesD pairs of columns that follow one another. Of 8-bit keys, two tiles have every other column of 16.
+  // Of a row, a lane has kRuns runs of columns that follow one another. With 8-bit keys, two tiles have every other column
+  // of 16.
   static constexpr bool kAlternates = Tile::kKeyBytes == 1;
+  static constexpr int kRuns = kAlternates ? Tile::kTilesD / 2 : Tile::kTilesD;
+  using Run = std::conditional_t<kAlternates, float4, float2>;
 
-  CUTE_DEVICE int column_of(int pair) const {
-    return kAlternates ? pair / 2 * 16 + lane % 4 * 4 + pair % 2 * 2 : pair * 8 + lane % 4 * 2;
+  CUTE_DEVICE int column_of(int run) const {
+    return kAlternates ? run * 16 + lane % 4 * 4 : run * 8 + lane % 4 * 2;
   }
-  CUTE_DEVICE static float2 pair_of(const float (&o)[Tile::kTilesD][4], int r, int pair) {
+  CUTE_DEVICE static Run run_of(const float (&o)[Tile::kTilesD][4], int r, int run) {
     const int e = r % 2 * 2;
-    if constexpr (kAlternates) return {o[pair & ~1][e + pair % 2], o[pair | 1][e + pair % 2]};
-    return {o[pair][e], o[pair][e + 1]};
+    if constexpr (kAlternates) {
+      const float (&even)[4] = o[2 * run];
+      const float (&odd)[4] = o[2 * run + 1];
+      return {even[e], odd[e], even[e + 1], odd[e + 1]};
+    } else {
+      return {o[run][e], o[run][e + 1]};
+    }
+  }
+  CUTE_DEVICE static std::uint32_t packed(const float2& x, float scale) {
+    return Element::pack(x.x * scale, x.y * scale);
+  }
+  CUTE_DEVICE static uint2 packed(const float4& x, float scale) {
+    return {packed(float2{x.x, x.y}, scale), packed(float2{x.z, x.w}, scale)};
   }
 
   CUTE_DEVICE void write_partial(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r,
@@ -95,9 +110,8 @@ struct TileStore {
     // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
     const bool empty = has_no_key(m, sum);
     CUTE_UNROLL
-    for (int d = 0; d < Tile::kTilesD; ++d) {
-      const float2 x = pair_of(o[r / 2], r, d);
-      *reinterpret_cast<float2*>(out + column_of(d)) = empty ? float2{0.0f, 0.0f} : x;
+    for (int i = 0; i < kRuns; ++i) {
+      *reinterpret_cast<Run*>(out + column_of(i)) = empty ? Run{} : run_of(o[r / 2], r, i);
     }
   }
 
@@ -118,10 +132,10 @@ struct TileStore {
     }
     char* out = staged() + (r * 8 + lane / 4) * kPitch;
     CUTE_UNROLL
-    for (int d = 0; d < Tile::kTilesD; ++d) {
-      const float2 x = pair_of(o[r / 2], r, d);
-      *reinterpret_cast<std::uint32_t*>(out + column_of(d) * 2) =
-          finished.is_empty ? 0u : Element::pack(x.x * scale, x.y * scale);
+    for (int i = 0; i < kRuns; ++i) {
+      const Run x = finished.is_empty ? Run{} : run_of(o[r / 2], r, i);
+      auto* place = reinterpret_cast<decltype(packed(x, scale))*>(out + column_of(i) * 2);
+      *place = packed(x, finished.is_empty ? 1.0f : scale);
     }
   }
 
