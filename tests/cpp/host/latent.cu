@@ -9,9 +9,10 @@
 namespace {
 
 /// One key head of 576 columns, whose first 512 are the values.
-ck::AttentionParams latent(int heads, int requests, int rows, int keys) {
-  const ck::DType dtype = ck::DType::kFloat16;
-  ck::AttentionParams params = batch(dtype, dtype, 576, heads, 1, requests, rows, keys);
+ck::AttentionParams latent(int heads, int requests, int rows, int keys,
+                           ck::DType kv_dtype = ck::DType::kFloat16) {
+  ck::AttentionParams params =
+      batch(ck::DType::kFloat16, kv_dtype, 576, heads, 1, requests, rows, keys);
   params.head_dim_vo = 512;
   params.v = params.k;
   params.o = {params.o.data, heads * 512, 512};
@@ -35,10 +36,11 @@ ck::OwnSplits splits_of_one_row(const ck::AttentionParams& params) {
   return {};
 }
 
-void check_splits_beside_longer_requests() {
+void check_splits_beside_longer_requests(ck::DType kv_dtype) {
   for (const int kilobytes : {227, 163, 99}) {
     stand_in::device.shared_memory_per_block = kilobytes << 10;
-    ck::AttentionParams alone = latent(16, 1, 1, 4096), beside = latent(16, 2, 5, 4096);
+    ck::AttentionParams alone = latent(16, 1, 1, 4096, kv_dtype);
+    ck::AttentionParams beside = latent(16, 2, 5, 4096, kv_dtype);
     alone.batch_invariant = beside.batch_invariant = true;
     const ck::OwnSplits a = splits_of_one_row(alone), b = splits_of_one_row(beside);
     require(a.of(1, 4096) > 1 && a.of(1, 4096) == b.of(1, 4096),
@@ -68,6 +70,7 @@ void check_latent_attention() {
   const bool built = std::any_of(kernels.begin(), kernels.end(),
                                  [](const auto& kernel) { return kernel.head_dim_qk == 576; });
   if (!built) return;
-  check_splits_beside_longer_requests();
+  check_splits_beside_longer_requests(ck::DType::kFloat16);
+  check_splits_beside_longer_requests(ck::DType::kFloat8E4M3);
   check_ropes_that_are_broadcast();
 }
