@@ -414,8 +414,9 @@ class BatchMLAPagedAttentionWrapper:
                 continue
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
-            if x.dim() != 3 or x.size(1) != second or x.size(2) != dim:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}, but [{first}, {second}, {dim}] is planned.")
+            shape = x.shape
+            if len(shape) != 3 or shape[1] != second or shape[2] != dim:
+                raise ValueError(f"{name} has shape {tuple(shape)}, but [{first}, {second}, {dim}] is planned.")
             if x.dtype != dtype:
                 raise ValueError(f"{name} has dtype {x.dtype}, but {dtype} is planned: pass its dtype to plan().")
         if self._total_rows is not None and q_nope.size(0) < self._total_rows:
