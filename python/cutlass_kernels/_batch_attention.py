@@ -103,7 +103,8 @@ class BatchAttention:
         kv_indices = _vectors.index_vector("kv_indices", kv_indices)
         pages, used = offsets.diff(), -(-kv_lens // size)
         if not pages.is_cuda:
-            _check_room(offsets, kv_indices, kv_lens, size)
+            _vectors.enough_entries(offsets, kv_indices)
+            _vectors.enough_room("kv_len_arr", kv_lens, pages, size)
         if pages.is_cuda or not torch.equal(pages, used):
             used = torch.minimum(used, pages).clamp_(min=0)  # where pages are missing, kernels skip the request
             offsets, kv_indices = _used_pages(offsets, kv_indices, used)
@@ -171,20 +172,6 @@ class BatchAttention:
         run: Any = functools.partial(self._paged.run, q, kv_cache, return_lse=True, **given)
         result: Any = run() if values is self._paged._options else self._paged._forward(values, run)
         return result
-
-
-def _check_room(offsets: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor, page_size: int) -> None:
-    """ValueError where keys have no room in their pages."""
-    if int(offsets[-1]) > indices.numel():
-        raise ValueError(f"kv_indptr ends at {int(offsets[-1])}, but kv_indices has {indices.numel()} pages.")
-    pages = offsets.diff()
-    wrong = (lens > pages * page_size) | (lens < 0)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"kv_len_arr[{at}]={int(lens[at])}, but kv_indptr gives request {at} {int(pages[at])} pages of {page_size} "
-            "tokens: lengths lie between 0 and what these hold."
-        )
 
 
 def _used_pages(offsets: torch.Tensor, indices: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,10 +161,9 @@ def _of_indptrs(given: list[Any], page_size: int, max_q_len: int | None) -> Leng
     bound = 0
     if kv_indptr.device.type == "cpu":
         first, end = int(kv_indptr[0]), int(kv_indptr[-1])
-        if end > kv_indices.numel():
-            raise ValueError(f"kv_indptr ends at {end}, but kv_indices has {kv_indices.numel()} pages.")
+        _vectors.enough_entries(kv_indptr, kv_indices)
         if kv_len_arr.device.type == "cpu":
-            _check_room(kv_len_arr, "kv_len_arr", kv_indptr.diff(), page_size)
+            _vectors.enough_room("kv_len_arr", kv_len_arr, kv_indptr.diff(), page_size)
         bound = _vectors.page_bound("kv_indices", kv_indices[first:end])
     return Lengths(qo_indptr, kv_indptr, kv_len_arr, kv_indices, bound, max_q_len)
 
@@ -184,7 +183,7 @@ def _of_tables(given: list[Any], page_size: int, max_q_len: int | None) -> Lengt
     on_cpu = lens.device.type == "cpu"
     bound = 0
     if on_cpu:
-        _check_room(lens, "seq_lens", torch.full((batch,), most), page_size)
+        _vectors.enough_room("seq_lens", lens, torch.full((batch,), most), page_size)
         if indices.device.type == "cpu":
             read = torch.arange(most) * page_size < lens[:, None]
             bound = _vectors.page_bound("block_tables", indices.view(batch, most)[read])
@@ -205,17 +204,6 @@ def _check_same(csr: Lengths, dense: Lengths) -> None:
 
 def _longest(lens: torch.Tensor) -> int:
     return max(int(lens.max()), 1) if lens.numel() else 1
-
-
-def _check_room(lens: torch.Tensor, name: str, pages: torch.Tensor, page_size: int) -> None:
-    """ValueError where keys have no room in their pages."""
-    wrong = (lens > pages * page_size) | (lens < 0)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"{name}[{at}]={int(lens[at])}, but the {int(pages[at])} pages of request {at} have room for "
-            f"{int(pages[at]) * page_size} tokens: lengths lie between 0 and that."
-        )
 
 
 # --- what runs have to pass --------------------------------------------------------------------------------------

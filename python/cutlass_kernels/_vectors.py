@@ -117,6 +117,23 @@ def enough_pages(name: str, bound: int, cache: torch.Tensor) -> None:
         )
 
 
+def enough_entries(indptr: torch.Tensor, indices: torch.Tensor) -> None:
+    """ValueError where ``kv_indptr``, on the CPU, ends behind ``kv_indices``."""
+    if int(indptr[-1]) > indices.numel():
+        raise ValueError(f"kv_indptr ends at {int(indptr[-1])}, but kv_indices has {indices.numel()} pages.")
+
+
+def enough_room(name: str, lens: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:
+    """ValueError where so many keys, on the CPU, have no room in their pages."""
+    wrong = (lens > pages * page_size) | (lens < 0)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name}[{at}]={int(lens[at])}, but the {int(pages[at])} pages of request {at} have room for "
+            f"{int(pages[at]) * page_size} tokens: lengths lie between 0 and that."
+        )
+
+
 def offsets(lens: torch.Tensor) -> torch.Tensor:
     """Where requests of these lengths start, int32 ``[batch + 1]``."""
     result = torch.zeros(lens.numel() + 1, dtype=torch.int64, device=lens.device)

@@ -100,7 +100,7 @@ def test_wrong_calls(target):
     wrapper, batch, cache = planned(target)
     vectors = (batch.qo_indptr(), torch.tensor([0, 5, 24, 25, 27]), torch.arange(27))
     sizes = (8, 2, 64, 64, 16)
-    with pytest.raises(ValueError, match=r"kv_len_arr\[0\]=81, but kv_indptr gives request 0 5 pages of 16 tokens"):
+    with pytest.raises(ValueError, match=r"kv_len_arr\[0\]=81, but the 5 pages of request 0 have room for 80 tokens"):
         wrapper.plan(*vectors, torch.tensor([81, 300, 16, 20]), *sizes)
     with pytest.raises(ValueError, match=r"kv_len_arr\[1\]=-1"):
         wrapper.plan(*vectors, torch.tensor([70, -1, 16, 20]), *sizes)

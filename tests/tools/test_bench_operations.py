@@ -13,7 +13,6 @@ from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-pytest.importorskip("typer")
 import check
 import report as reporting
 from backend import module
