@@ -152,6 +152,9 @@ def every_latent(backend: str, head_dim: int) -> None:
                 latent(backend, heads, lengths, page_size, dtype)
             latent(backend, heads, lengths, 16, dtype, apart=True, logits_soft_cap=9.0)
             latent(backend, heads, lengths, 64, dtype, batch_invariant=True, window=(40, 3))
+            if backend == "fa2":  # which alone reads caches of 8 bits
+                for page_size in (None, 5, 64):
+                    latent(backend, heads, lengths, page_size, dtype, keys_dtype=torch.float8_e4m3fn)
 
 
 def latent(
@@ -161,6 +164,7 @@ def latent(
     page_size: int | None,
     dtype: torch.dtype,
     apart: bool = False,
+    keys_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
     """One call of attention(); fails where a result is not finite."""
@@ -171,12 +175,12 @@ def latent(
     if page_size is None:
         kv = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         given: dict[str, Any] = {"cu_seqlens_k": kv}
-        k = torch.randn(int(kv[-1]), 1, 576, device="cuda").to(dtype)
+        k = torch.randn(int(kv[-1]), 1, 576, device="cuda").to(keys_dtype or dtype)
     else:
         most = max(-(-n // page_size) for _, n in lengths)
         table = torch.randperm(len(lengths) * most, dtype=torch.int32, device="cuda").view(len(lengths), most)
         given = {"page_table": table, "seqused_k": lens}
-        k = torch.randn(table.numel(), page_size, 1, 576, device="cuda").to(dtype)
+        k = torch.randn(table.numel(), page_size, 1, 576, device="cuda").to(keys_dtype or dtype)
     v = k[..., :512]
     if apart:
         (q, options["q_rope"]), (k, options["k_rope"]) = (

@@ -35,7 +35,7 @@ def fp8_batch(qo_lens: list[int], kv_lens: list[int], heads: int, device: str, d
 
 
 def check(batch: Batch, backend: str, form: str, mask: Mask, page_size: int = 64, **more: Any) -> torch.Tensor:
-    """A call gives what it must, into an output that was NaN; returns it. On a GPU one kernel computes it."""
+    """A call gives what it must, into an output that was NaN; returns it. On a GPU that backend alone computes it."""
     scale = more.pop("scale", 0.5)
     descales = dict(k_descale=scale, v_descale=scale)
     options = Options(soft_cap=more.pop("soft_cap", None), sinks=more.pop("sinks", None), descales=descales)
@@ -48,7 +48,7 @@ def check(batch: Batch, backend: str, form: str, mask: Mask, page_size: int = 64
     result, lse = ck.attention(q, k, k[..., :512], out=out, return_lse=True, backend=backend, **given, **more)
     assert result is out
     if q.is_cuda:
-        assert counts() - before == {"fa2": 1}
+        assert (counts() - before).keys() == {"fa2"}
     want, want_lse, base = expect(batch, mask, options)
     assert_close(out.flatten(0, -3), want, base)
     assert_lse_close(lse.flatten(0, -2), want_lse)
@@ -122,7 +122,7 @@ def test_rope_columns_in_tensors_of_their_own(place, form, q_is_fp8):
     call = dict(causal=True, k_descale=0.5, v_descale=0.5, return_lse=True, backend=place[1])
     out, lse = ck.attention(q, k, k, q_rope=q_rope, k_rope=k_rope, **call, **whose, **given)
     if place[0] != "cpu":
-        assert counts() - before == {"fa2": 1}
+        assert (counts() - before).keys() == {"fa2"}
     want, want_lse, base = expect(batch, Mask(causal=True), Options(descales=dict(k_descale=0.5, v_descale=0.5)))
     assert_close(out, want, base)
     assert_lse_close(lse, want_lse)

@@ -23,10 +23,12 @@ CUTE_DEVICE std::uint32_t converted(std::uint32_t word) {
   } else {
     std::uint32_t numbers;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    const std::uint32_t pair = kSecond == kFirst + 1 && kFirst % 2 == 0
-                                   ? word >> 8 * kFirst
-                                   : __byte_perm(word, 0, kFirst | kSecond << 4);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers) : "h"(std::uint16_t(pair)));
+    // A half of a register needs no instruction of its own.
+    constexpr bool kIsHalf = kSecond == kFirst + 1 && kFirst % 2 == 0;
+    const std::uint32_t pair = kIsHalf ? word : __byte_perm(word, 0, kFirst | kSecond << 4);
+    std::uint16_t low, high;
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(pair));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers) : "h"(kIsHalf && kFirst == 2 ? high : low));
 #else
     // Each byte below eight copies of its sign; moved by 7 bits; the copies taken out, but for the highest. The
     // exponent then lacks the difference of the biases, which a factor of 2^8 makes up for, exactly, for subnormal
@@ -40,6 +42,19 @@ CUTE_DEVICE std::uint32_t converted(std::uint32_t word) {
 #endif
     return numbers;
   }
+}
+
+// Bytes 0 and 2 of `word` as two fp16 numbers, and bytes 1 and 3.
+template <class Format>
+CUTE_DEVICE void convert_alternately(std::uint32_t word, std::uint32_t& even, std::uint32_t& odd) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  word = __byte_perm(word, 0, 0x3120);
+  even = converted<Format, 0, 1>(word);
+  odd = converted<Format, 2, 3>(word);
+#else
+  even = converted<Format, 0, 2>(word);
+  odd = converted<Format, 1, 3>(word);
+#endif
 }
 
 // bf16 as fp16: rows are scaled, by powers of two, where their largest finite number is 2^15 or more, or below 2^-6, so

@@ -108,8 +108,9 @@ CUTE_DEVICE void add_values_fp8(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][
         const std::uint32_t low = words[step % kSlots][2 * half];
         const std::uint32_t high = words[step % kSlots][2 * half + 1];
         const int tile = 4 * column + 2 * half;
-        const std::uint32_t even[2] = {converted<Format, 0, 2>(low), converted<Format, 0, 2>(high)};
-        const std::uint32_t odd[2] = {converted<Format, 1, 3>(low), converted<Format, 1, 3>(high)};
+        std::uint32_t even[2], odd[2];
+        convert_alternately<Format>(low, even[0], odd[0]);
+        convert_alternately<Format>(high, even[1], odd[1]);
         CUTE_UNROLL
         for (int m = 0; m < Tile::kRowTiles; ++m) {
           mma<fp16>(o[m][tile], p[m], even[0], even[1]);

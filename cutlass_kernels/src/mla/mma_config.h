@@ -26,15 +26,18 @@ struct Tile {
   static constexpr int kBlockM = 16 * RowTiles;
   static constexpr int kBlockN = BlockN;  // keys of a KV block, one stage
   static constexpr int kStages = Stages;
-  static constexpr int kWarps = 8;
+  // Of 8-bit keys, one half of the warps computes S and P, and the other half O; otherwise all do both.
+  static constexpr bool kSplitsRoles = kKeyBytes == 1;
+  static constexpr int kRoleWarps = 8;
+  static constexpr int kWarps = kSplitsRoles ? 2 * kRoleWarps : kRoleWarps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr bool kPacked = true;  // fa2/tile_work.h
 
   // S. Warps w and w ^ kRowTiles compute the same keys, from the two halves of every 64 columns. Each has half of these
   // keys once they have added up their sums.
-  static constexpr int kGroups = kWarps / kRowTiles;     // warps that split the keys of a row tile
-  static constexpr int kTilesN = kBlockN / kGroups / 8;  // of 8 keys, of a warp
-  static constexpr int kPartTiles = 2 * kTilesN;         // the same before that
+  static constexpr int kGroups = kRoleWarps / kRowTiles;  // warps that split the keys of a row tile
+  static constexpr int kTilesN = kBlockN / kGroups / 8;   // of 8 keys, of a warp
+  static constexpr int kPartTiles = 2 * kTilesN;          // the same before that
   // Of the nine panels of 64 columns of Q, a warp keeps its half of the first kQPanels in registers, 8 for each. It reads
   // the others anew for each KV block. (Without spare registers, ptxas reads no fragment of K ahead of its product.)
   static constexpr int kQPanels = QPanels;
@@ -47,8 +50,8 @@ struct Tile {
 
   // O.
   static constexpr int kOutRowTiles = kRowTiles == 1 ? 1 : 2;
-  static constexpr int kOutParts = kWarps / (kRowTiles / kOutRowTiles);  // of the columns
-  static constexpr int kColumns = kLatentDim / kOutParts;                // of a warp
+  static constexpr int kOutParts = kRoleWarps / (kRowTiles / kOutRowTiles);  // of the columns
+  static constexpr int kColumns = kLatentDim / kOutParts;                    // of a warp
   static constexpr int kTilesD = kColumns / 8;
 
   // Shared memory: rows of 16-bit elements in panels of 64 columns, the span of the swizzle. Of 8-bit keys, whose rows are
@@ -65,9 +68,11 @@ struct Tile {
   static constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
   static constexpr int kQ = kStages * kStageBytes;  // (BLK_M, 64 columns of each panel)
   static constexpr int kQRowBytes = (kPanels - kQPanels) * 128;
-  static constexpr int kP = kQ + kBlockM * kQRowBytes;                // (row tile, 16 keys, lane)
-  static constexpr int kSums = kP + kBlockM * kBlockN * 2;            // float4 (warp, 8 keys, lane)
-  static constexpr int kRowMax = kSums + kWarps * kTilesN * 512;      // floats (group, row)
+  static constexpr int kP = kQ + kBlockM * kQRowBytes;  // (row tile, 16 keys, lane)
+  static constexpr int kPBytes = kBlockM * kBlockN * 2;
+  static constexpr int kPBuffers = kSplitsRoles ? 2 : 1;
+  static constexpr int kSums = kP + kPBuffers * kPBytes;              // float4 (warp, 8 keys, lane)
+  static constexpr int kRowMax = kSums + kRoleWarps * kTilesN * 512;  // floats (group, row)
   static constexpr int kRowSum = kRowMax + kGroups * kBlockM * 4;     // floats (group, row)
   static constexpr int kRowFactor = kRowSum + kGroups * kBlockM * 4;  // floats (row)
   static constexpr int kWork = kRowFactor + kBlockM * 4;              // the thread block's TileWork
@@ -86,10 +91,11 @@ using Some = Tile<2, 32, 4, 9>;       // 151 KB: 8.0
 using SomeSmall = Tile<2, 32, 2, 9>;  // 79 KB: 8.6, 8.9, 12.x
 using Many = Tile<4, 32, 3, 4>;       // 161 KB
 
-// Tiles for 8-bit keys. Each row tile converts the keys again, so no tile has more than two.
-using FewFp8 = Tile<1, 64, 5, 9, 1>;       // 192 KB of shared memory: compute capability 9.0
-using FewFp8Small = Tile<1, 64, 4, 9, 1>;  // 155 KB: 8.0
-using SomeFp8 = Tile<2, 32, 4, 9, 1>;      // 81 KB: all devices
+// Tiles of 8-bit keys. Of more rows there are none: each row tile of S converts the keys again.
+using FewFp8 = Tile<1, 64, 5, 9, 1>;        // 199 KB of shared memory: compute capability 9.0
+using FewFp8Small = Tile<1, 64, 4, 9, 1>;   // 161 KB: 8.0
+using SomeFp8 = Tile<2, 64, 5, 9, 1>;       // 208 KB: 9.0
+using SomeFp8Small = Tile<2, 32, 4, 9, 1>;  // 85 KB: all devices
 
 // LaunchPlan::tile_kind.
 enum TileKind { kFew = 0, kSome = 1, kMany = 2 };

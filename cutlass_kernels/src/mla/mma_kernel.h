@@ -18,8 +18,8 @@
 // headroom, mostly in the first KV block alone, the warps exchange maxima and compute P anew.
 //
 //   mma_config.h  the tiles: how warps share S and O       mma_products.h  S = Q K^T, O += P V
-//   mma_load.h    loads of Q and keys                      mma_store.h     O, LSE, partial results
-//   mma_products_fp8.h  the same of 8-bit keys
+//   mma_load.h    loads of Q and keys                      mma_scores.h    from S to P
+//   mma_store.h   O, LSE, partial results                  mma_kernel_fp8.h  the kernel for 8-bit keys
 //
 // Numbers. Registers: O takes 32 (Few), 64 (Some) or 128 (Many), Q 72, or 32 of Many. Of 16 rows on an H200, a KV block of
 // 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s, and about 3900 by the time of a whole call. Of 64 rows, 32 keys
@@ -30,166 +30,19 @@
 #include <cute/arch/util.hpp>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/dependent_launch.h"
-#include "common/find_work.h"
-#include "common/logits.h"
-#include "common/mask.h"
 #include "common/softmax.h"
 #include "mla/mma_load.h"
 #include "mla/mma_products.h"
-#include "mla/mma_products_fp8.h"
+#include "mla/mma_scores.h"
 #include "mla/mma_store.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 
-// Which tile and keys a thread block has; false if none.
-template <class Tile>
-CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
-  const LaunchParams& p = params.attention;
-  const TileOrder::Position position = params.order(blockIdx.x);
-  const auto find_split = [&](int split) {
-    return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
-  };
-  const bool found =
-      p.plan.source == TileSource::kBatchBySplit
-          ? find_own_split(p, params.rows, position.rank, tile.item)
-          : find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
-  if (found) tile.begin<Tile, true>(params, position);
-  return found;
-}
-
-// A warp's 16 rows of S and its share of the keys. Element: of P.
 template <class Element, class Tile>
-struct WarpScores {
-  static constexpr int kTilesN = Tile::kTilesN;
-  using Fragments = float[kTilesN][4];
-
-  const KernelParams& params;
-  const TileWork& tile;
-  char* shared;
-  int lane;
-  int row_tile;
-  int group;
-  int all_begin, all_end;  // every row of the tile sees keys [all_begin, all_end)
-  std::uint32_t p_offset;  // of the lane's part of a fragment of P
-
-  // Fragments (row tile, 16 keys, lane) of 16 bytes; of eight keys, the first or the second half of these.
-  CUTE_DEVICE static std::uint32_t offset_of_p(int row_tile, int group, int lane) {
-    const int first_key = group * kTilesN * 8;
-    return Tile::kP + ((row_tile * (Tile::kBlockN / 16) + first_key / 16) * 32 + lane) * 16 +
-           first_key % 16;
-  }
-
-  CUTE_DEVICE int row(int r) const { return row_tile * 16 + r * 8 + lane / 4; }
-  CUTE_DEVICE int first_key() const { return group * kTilesN * 8; }
-
-  CUTE_DEVICE void transform(Fragments& s) const {
-    const LaunchParams& p = params.attention;
-    // Unlikely, which moves it out of the way: what is jumped over takes time to fetch.
-    if (__builtin_expect(p.logits_scale.data != nullptr || p.keys_scale.data != nullptr, 0)) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        const PlaceOfRow place(params, tile, row(r));
-        const float scale =
-            logits_scale_of(p, tile.item.batch, place.exists ? place.head : tile.head);
-        CUTE_UNROLL
-        for (int i = 0; i < kTilesN * 2; ++i) s[i / 2][r * 2 + i % 2] *= scale;
-      }
-    }
-    if (__builtin_expect(params.transform.changes_logits(), 0)) {
-      params.transform.template apply<true>(&s[0][0], kTilesN * 4);
-    }
-  }
-
-  CUTE_DEVICE void mask(Fragments& s, int block) const {
-    const int first = block * Tile::kBlockN;
-    if (__builtin_expect(first >= all_begin && first + Tile::kBlockN <= all_end, 1)) return;
-    __syncwarp();  // keeps this a branch
-    const int key0 = first + first_key() + lane % 4 * 2;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      const int token = tile.row_begin + int(params.pack.divide(row(r)));
-      const int lo = tile.mask.lo<true>(token);
-      const std::uint32_t from_lo = key0 - lo;
-      const std::uint32_t extent = max(tile.mask.hi<true>(token) - lo, 0);
-      CUTE_UNROLL
-      for (int i = 0; i < kTilesN * 2; ++i) {
-        mask_unless_below(s[i / 2][r * 2 + i % 2], from_lo + (i / 2 * 8 + i % 2), extent);
-      }
-    }
-  }
-
-  // P of the scores to shared memory, in fragments of 16 keys; adds up the rows of it.
-  CUTE_DEVICE void write_p(const Fragments& s, const OnlineSoftmax<2>& softmax,
-                           float (&sums)[2]) const {
-    sums[0] = sums[1] = 0.0f;
-    std::uint32_t packed[kTilesN][2];
-    CUTE_UNROLL
-    for (int i = 0; i < kTilesN * 2; ++i) {
-      const int r = i % 2;
-      const float* pair = &s[i / 2][r * 2];
-      const float x = exp2_unordered(fmaf(pair[0], softmax.scale, softmax.minus_m[r]));
-      const float y = exp2_unordered(fmaf(pair[1], softmax.scale, softmax.minus_m[r]));
-      sums[r] += x + y;
-      packed[i / 2][r] = Element::pack(x, y);
-    }
-    auto* fragments =
-        reinterpret_cast<uint4*>(shared + Tile::kP) + row_tile * (Tile::kBlockN / 16) * 32 + lane;
-    if constexpr (kTilesN == 2) {
-      fragments[group * 32] = {packed[0][0], packed[0][1], packed[1][0], packed[1][1]};
-    } else {
-      reinterpret_cast<uint2*>(fragments + group / 2 * 32)[group % 2] = {packed[0][0],
-                                                                         packed[0][1]};
-    }
-  }
-
-  CUTE_DEVICE float* row_values(int at) const { return reinterpret_cast<float*>(shared + at); }
-
-  // Raises m of rows beyond their headroom, by all warps. Leaves at kRowFactor what O is to be multiplied by.
-  CUTE_DEVICE void raise(const float (&thread_max)[2], OnlineSoftmax<2>& softmax) const {
-    float row_max[2] = {thread_max[0], thread_max[1]};
-    OnlineSoftmax<2>::reduce_max(row_max);
-    float* maxima = row_values(Tile::kRowMax);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      if (lane % 4 == 0) maxima[group * Tile::kBlockM + row(r)] = row_max[r];
-    }
-    __syncthreads();
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      CUTE_UNROLL
-      for (int other = 0; other < Tile::kGroups; ++other) {
-        row_max[r] = fmaxf(row_max[r], maxima[other * Tile::kBlockM + row(r)]);
-      }
-    }
-    softmax.raise(row_max, [&](int r, float factor) {
-      if (group == 0 && lane % 4 == 0) row_values(Tile::kRowFactor)[row(r)] = factor;
-    });
-  }
-
-  // Maxima and sums of the rows, for TileStore.
-  CUTE_DEVICE void finish(const OnlineSoftmax<2>& softmax) const {
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      float m, sum;
-      softmax.finish(r, m, sum);
-      if (lane % 4 == 0) {
-        row_values(Tile::kRowSum)[group * Tile::kBlockM + row(r)] = sum;
-        if (group == 0) row_values(Tile::kRowFactor)[row(r)] = m;
-      }
-    }
-  }
-};
-
-// Kv: Element, or what the keys are instead.
-template <class Element, class Kv, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_kernel(__grid_constant__ const KernelParams params) {
-  using Products = std::conditional_t<Tile::kKeyBytes == 1, ProductsFp8<Element, Kv, Tile>,
-                                      mma_sync::Products<Element, Tile>>;
-  using Scores = WarpScores<typename Products::Operand, Tile>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ __align__(128) char shared_memory[];
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
@@ -210,19 +63,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // ---- The first loads. ----
   const int blocks = tile.block_end - tile.block_begin;
   const int last_block = tile.block_end - 1;
-  using Loader = KeyLoader<Tile>;
-  const Loader keys(params, tile, shared, warp, lane);
+  const KeyLoader<Tile> keys(params, tile, shared, warp, lane);
   // Q passes through the last stages.
   constexpr int kFirstBlocks = kStages - Tile::kQStages;
   const std::uint32_t shared_q = shared + kFirstBlocks * Tile::kStageBytes;
-  typename Loader::Places places[kStages];
+  typename KeyLoader<Tile>::Places places[kStages];
   CUTE_UNROLL
   for (int i = 0; i < kStages; ++i) places[i] = keys.find(last_block - i, i < blocks);
   const auto copy = [&](int i) {
     if (i < blocks) {
       const auto copies = keys.copies(last_block - i, i, places[i]);
       CUTE_UNROLL
-      for (int step = 0; step < Loader::kSteps; ++step) copies(step);
+      for (int panel = 0; panel < Tile::kPanels; ++panel) copies(panel);
     }
     cute::cp_async_fence();
   };
@@ -234,7 +86,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // ---- What this warp computes. ----
   const int row_tile = warp % Tile::kRowTiles;
   const int group = warp / Tile::kRowTiles;
-  const Scores scores{
+  const WarpScores<Element, Tile> scores{
       params,
       kept,
       shared_memory,
@@ -243,7 +95,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       group,
       tile.mask.lo<true>(tile.row_end - 1),
       tile.mask.hi<true>(tile.row_begin),
-      held(Scores::offset_of_p(row_tile, group, lane)),
   };
   const int out_tile = warp / Tile::kOutParts * Tile::kOutRowTiles;
   const int column = warp % Tile::kOutParts * Tile::kColumns;
@@ -255,11 +106,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   OnlineSoftmax<2> softmax(params.transform.scale);
   const int half = group % 2;  // of the columns of S
   KeptQ<Tile> q;
-  float q_factors[2];  // of the scores of rows lane / 4 and 8 further on
   cute::cp_async_wait<kFirstBlocks>();
   __syncthreads();
   const int q_row = row_tile * 16;
-  Products::keep_q(q, q_factors, shared_q + q_row * Tile::kRowBytes, half, lane);
+  const std::uint32_t kept_rows =
+      sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane) ^ half * 64;
+  CUTE_UNROLL
+  for (int panel = 0; panel < Tile::kQPanels; ++panel) read_q(q[panel], kept_rows, panel);
   const std::uint32_t q_rows =
       held(sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane) ^
            half * 64);
@@ -269,9 +122,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     for (int i = kFirstBlocks; i < kStages - 1; ++i) copy(i);
   }
   const int pair = group / 2;  // of warps with the same keys
-  const std::uint32_t k_lane =
-      held(Products::keys(shared + pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane, half));
-  const std::uint32_t v_lane = held(Products::values(shared, lane, column));
+  const std::uint32_t k_lane = held(
+      sixteen_keys<Tile>(shared + pair * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^ half * 64);
+  const std::uint32_t v_lane =
+      held(sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128);
   const int barrier = int(held(1 + pair * Tile::kRowTiles + row_tile));
   const auto sums_of = [&](int of_warp) {
     return reinterpret_cast<float4*>(
@@ -292,21 +146,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const auto next_places = keys.find(last_block - (i + kStages), i + kStages < blocks);
     const bool loads = i + kStages - 1 < blocks;
     float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
-    const auto copy_next = [&](int step) {
-      if (loads) next(step);
+    const auto copy_next = [&](int panel) {
+      if (loads) next(panel);
     };
     if constexpr (!Tile::kSpreadsCopies) {
       CUTE_UNROLL
-      for (int step = 0; step < Loader::kSteps; ++step) copy_next(step);
+      for (int panel = 0; panel < Tile::kPanels; ++panel) copy_next(panel);
     }
-    Products::take_scores(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
+    take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
       if constexpr (Tile::kSpreadsCopies) copy_next(panel);
     });
     cute::cp_async_fence();
-    if constexpr (Products::kScalesRows) {
-      CUTE_UNROLL
-      for (int e = 0; e < Tile::kPartTiles * 4; ++e) part[e / 4][e % 4] *= q_factors[e / 2 % 2];
-    }
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
@@ -318,7 +168,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     float sums[2];
     scores.write_p(s, softmax, sums);
-    typename Products::Values products(v_lane + stage * Tile::kStageBytes);
+    ValueProducts<Element, Tile> products(v_lane + stage * Tile::kStageBytes);
     if (__builtin_expect(__syncthreads_or(softmax.exceeds(thread_max)), 0)) {
       scores.raise(thread_max, softmax);
       scores.write_p(s, softmax, sums);
@@ -346,7 +196,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();  // all warps are done with keys and factors
   scores.finish(softmax);
   __syncthreads();
-  TileStore<Element, Tile>{params, kept, shared_memory, warp, lane, out_tile, column}(o);
+  const TileStore<Element, Tile> store{params, kept, shared_memory, warp, lane, out_tile, column};
+  store(o);
+  store.combine_if_last();
 }
 
 }  // namespace cutlass_kernels::mla::mma_sync

@@ -12,6 +12,7 @@
 #include "fa2/launch.h"
 #include "mla/dims.h"
 #include "mla/mma_kernel.h"
+#include "mla/mma_kernel_fp8.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 
@@ -43,18 +44,23 @@ inline TileShape tile_shape(const AttentionParams& params, const Device& device)
 }
 
 template <class Element, class Kv, class Tile>
+constexpr auto kernel_of() {
+  if constexpr (std::is_same_v<Element, Kv>) {
+    return &attention_kernel<Element, Tile>;
+  } else {
+    return &attention_fp8_kernel<Element, Kv, Tile>;
+  }
+}
+
+template <class Element, class Kv, class Tile>
 Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   if (params.plan.packed_heads != packed_heads(params, Tile::kBlockM) ||
       params.plan.tile_rows != Tile::kBlockM / params.plan.packed_heads) {
     return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
   }
   static DoneOnDevices allowed;  // this kernel, so much shared memory
-  const fa2::KernelFacts facts{&attention_kernel<Element, Kv, Tile>,
-                               Tile::kThreads,
-                               Tile::kBytes,
-                               Tile::kKeyBytes,
-                               true,
-                               false};
+  const fa2::KernelFacts facts{
+      kernel_of<Element, Kv, Tile>(), Tile::kThreads, Tile::kBytes, Tile::kKeyBytes, true, false};
   return fa2::enqueue_kernel(facts, params, stream, &allowed);
 }
 
@@ -63,25 +69,26 @@ inline TileShape fp8_tile_shape(const AttentionParams& params, const Device& dev
                                                       : shape_of<SomeFp8>(params, kSome);
 }
 
+template <class Element, class Kv, class Tile, class Small>
+Status launch_that_fits(const LaunchParams& params, const Device& device, cudaStream_t stream) {
+  return fits<Tile>(device) ? launch_tile<Element, Kv, Tile>(params, stream)
+                            : launch_tile<Element, Kv, Small>(params, stream);
+}
+
 template <class Element, class Kv>
-Status launch_fp8_kind(const LaunchParams& params, cudaStream_t stream) {
-  if (params.plan.tile_kind != kFew) return launch_tile<Element, Kv, SomeFp8>(params, stream);
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  return fits<FewFp8>(device) ? launch_tile<Element, Kv, FewFp8>(params, stream)
-                              : launch_tile<Element, Kv, FewFp8Small>(params, stream);
+Status launch_fp8_kind(const LaunchParams& params, const Device& device, cudaStream_t stream) {
+  return params.plan.tile_kind == kFew
+             ? launch_that_fits<Element, Kv, FewFp8, FewFp8Small>(params, device, stream)
+             : launch_that_fits<Element, Kv, SomeFp8, SomeFp8Small>(params, device, stream);
 }
 
 template <class Element>
-Status launch_kind(const LaunchParams& params, cudaStream_t stream) {
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
+Status launch_kind(const LaunchParams& params, const Device& device, cudaStream_t stream) {
   switch (params.plan.tile_kind) {
     case kFew:
       return launch_tile<Element, Element, Few>(params, stream);
     case kSome:
-      return fits<Some>(device) ? launch_tile<Element, Element, Some>(params, stream)
-                                : launch_tile<Element, Element, SomeSmall>(params, stream);
+      return launch_that_fits<Element, Element, Some, SomeSmall>(params, device, stream);
     case kMany:
       return launch_tile<Element, Element, Many>(params, stream);
   }
@@ -94,10 +101,12 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = common_refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
   if constexpr (std::is_same_v<Element, Kv>) {
-    return launch_kind<Element>(params, stream);
+    return launch_kind<Element>(params, device, stream);
   } else {
-    return launch_fp8_kind<Element, Kv>(params, stream);
+    return launch_fp8_kind<Element, Kv>(params, device, stream);
   }
 }
 

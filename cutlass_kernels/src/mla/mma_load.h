@@ -1,4 +1,4 @@
-// Loads of Q and of keys, by cp.async: rows of tensors, or of pages of any size.
+// The tile of a thread block, and the loads of its Q and keys, by cp.async: rows of tensors, or of pages of any size.
 //
 // A warp copies four rows at a time, 128 bytes of each in a step: eight lanes the 128 bytes of a row. So a lane has one
 // row, whose address serves all steps, and a copy is a single instruction. The last step copies the last 64 columns, which
@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "common/find_work.h"
 #include "common/ptx/cp_async.h"
 #include "fa2/params.h"
 #include "fa2/tile_work.h"
@@ -20,6 +21,22 @@ namespace cutlass_kernels::mla::mma_sync {
 
 using fa2::KernelParams;
 using fa2::TileWork;
+
+// Which tile and keys a thread block has; false if none.
+template <class Tile>
+CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
+  const LaunchParams& p = params.attention;
+  const TileOrder::Position position = params.order(blockIdx.x);
+  const auto find_split = [&](int split) {
+    return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
+  };
+  const bool found =
+      p.plan.source == TileSource::kBatchBySplit
+          ? find_own_split(p, params.rows, position.rank, tile.item)
+          : find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
+  if (found) tile.begin<Tile, true>(params, position);
+  return found;
+}
 
 // The row, counted in its four, and the 16 bytes of each 128 that are a lane's; where the swizzle puts them.
 CUTE_DEVICE int row_of_lane(int lane) { return lane / 8; }
@@ -53,7 +70,7 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
                         std::uint32_t read, int warp, int lane) {
   const LaunchParams& p = params.attention;
   const bool separate = p.q_rope.data != nullptr;
-  for (int first = warp * 4; first < Tile::kBlockM; first += Tile::kWarps * 4) {
+  for (int first = warp * 4; first < Tile::kBlockM; first += Tile::kRoleWarps * 4) {
     const int row = first + row_of_lane(lane);
     const int token = int(params.pack.divide(row));
     const int head = tile.head + row - token * int(params.pack.divisor);
@@ -80,8 +97,8 @@ template <class Tile>
 struct KeyLoader {
   using KeyCopy = RowCopy<Tile::kKeyBytes>;
   static constexpr int kSteps = KeyCopy::kSteps;
-  static constexpr int kRows = Tile::kBlockN / Tile::kWarps / 4;  // of a lane
-  static constexpr int kRowStep = Tile::kWarps * 4;
+  static constexpr int kRows = Tile::kBlockN / Tile::kRoleWarps / 4;  // of a lane
+  static constexpr int kRowStep = Tile::kRoleWarps * 4;
 
   // The pages of a lane's keys of a KV block, -1 for none; of tensors the rows.
   struct Places {

@@ -135,13 +135,6 @@ CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Ti
   }
 }
 
-CUTE_DEVICE void read_p(std::uint32_t (&a)[4], const uint4& fragment) {
-  a[0] = fragment.x;
-  a[1] = fragment.y;
-  a[2] = fragment.z;
-  a[3] = fragment.w;
-}
-
 // o += P V of the warp's row tiles and columns. `values`: the first of its columns in the KV block (sixteen_rows()).
 // Fragments of V are read kAhead ldmatrix before their products, the first of them by the constructor: while the warp
 // waits for P of the others.
@@ -174,7 +167,13 @@ struct ValueProducts {
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t a[kRowTiles][4];
       CUTE_UNROLL
-      for (int m = 0; m < kRowTiles; ++m) read_p(a[m], p[(m * kSteps + step) * 32]);
+      for (int m = 0; m < kRowTiles; ++m) {
+        const uint4 fragment = p[(m * kSteps + step) * 32];
+        a[m][0] = fragment.x;
+        a[m][1] = fragment.y;
+        a[m][2] = fragment.z;
+        a[m][3] = fragment.w;
+      }
       CUTE_UNROLL
       for (int pair = 0; pair < kPairs; ++pair) {
         const int i = step * kPairs + pair;
@@ -187,35 +186,6 @@ struct ValueProducts {
         }
       }
     }
-  }
-};
-
-// Products of 16-bit keys, as the kernel calls them. Addresses are those of a lane.
-template <class Element, class Tile>
-struct Products {
-  using Operand = Element;  // the type of Q and P
-  using Values = ValueProducts<Element, Tile>;
-  static constexpr bool kScalesRows = false;
-
-  CUTE_DEVICE static std::uint32_t keys(std::uint32_t shared, int lane, int half) {
-    return sixteen_keys<Tile>(shared, lane) ^ half * 64;
-  }
-  CUTE_DEVICE static std::uint32_t values(std::uint32_t shared, int lane, int column) {
-    return sixteen_rows<Tile::kKeyRowBytes>(shared, lane) + column / 64 * 128;
-  }
-
-  // From 16 rows of Q in shared memory.
-  CUTE_DEVICE static void keep_q(KeptQ<Tile>& q, float (&)[2], std::uint32_t rows, int half,
-                                 int lane) {
-    const std::uint32_t own = sixteen_rows<Tile::kRowBytes>(rows, lane) ^ half * 64;
-    CUTE_UNROLL
-    for (int panel = 0; panel < Tile::kQPanels; ++panel) read_q(q[panel], own, panel);
-  }
-
-  template <class Next>
-  CUTE_DEVICE static void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys,
-                                      const KeptQ<Tile>& kept, std::uint32_t q_rows, Next&& next) {
-    mma_sync::take_scores<Element, Tile>(s, keys, kept, q_rows, next);
   }
 };
 

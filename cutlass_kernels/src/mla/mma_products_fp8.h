@@ -29,7 +29,7 @@ CUTE_DEVICE void take_scores_fp8(float (&s)[Tile::kPartTiles][4], std::uint32_t 
   constexpr int kReads = Tile::kPanels * kPairs;
   constexpr int kAhead = 3;
   constexpr int kSlots = kAhead + 1;
-  static_assert(Tile::kQPanels == Tile::kPanels && !Tile::kSpreadsCopies);
+  static_assert(Tile::kQPanels == Tile::kPanels);
   std::uint32_t words[kSlots][4];  // (keys 0-7, columns 0-15), (0-7, 16-31), (8-15, 0-15), ...
   auto read_k = [&](int read) {
     if (read >= kReads) return;
@@ -63,6 +63,14 @@ CUTE_DEVICE void take_scores_fp8(float (&s)[Tile::kPartTiles][4], std::uint32_t 
   }
 }
 
+// Not earlier than it is written here: ptxas would read all of P first, into registers that there are not.
+CUTE_DEVICE void read_p(std::uint32_t (&a)[4], std::uint32_t from) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(from)
+               : "memory");
+}
+
 // o += P V, as ValueProducts. An ldmatrix reads 32 columns of 16 keys, for a product of each of four tiles.
 template <class Kv, class Tile>
 struct ValueProductsFp8 {
@@ -87,12 +95,13 @@ struct ValueProductsFp8 {
                       values + i % kReads * 32 + i / kReads * 16 * Tile::kKeyRowBytes);
   }
 
-  CUTE_DEVICE void add_to(float (&o)[kRowTiles][Tile::kTilesD][4], const uint4* p) {
+  // `p`: P of the first row tile, fragments (row tile, 16 keys, lane).
+  CUTE_DEVICE void add_to(float (&o)[kRowTiles][Tile::kTilesD][4], std::uint32_t p) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t a[kRowTiles][4];
       CUTE_UNROLL
-      for (int m = 0; m < kRowTiles; ++m) read_p(a[m], p[(m * kSteps + step) * 32]);
+      for (int m = 0; m < kRowTiles; ++m) read_p(a[m], p + (m * kSteps + step) * 512);
       CUTE_UNROLL
       for (int column = 0; column < kReads; ++column) {
         const int i = step * kReads + column;
@@ -102,8 +111,9 @@ struct ValueProductsFp8 {
           const std::uint32_t low = words[i % kSlots][2 * half];
           const std::uint32_t high = words[i % kSlots][2 * half + 1];
           const int tile = 4 * column + 2 * half;
-          const std::uint32_t even[2] = {converted<Kv, 0, 2>(low), converted<Kv, 0, 2>(high)};
-          const std::uint32_t odd[2] = {converted<Kv, 1, 3>(low), converted<Kv, 1, 3>(high)};
+          std::uint32_t even[2], odd[2];
+          convert_alternately<Kv>(low, even[0], odd[0]);
+          convert_alternately<Kv>(high, even[1], odd[1]);
           CUTE_UNROLL
           for (int m = 0; m < kRowTiles; ++m) {
             mma<fp16>(o[m][tile], a[m], even[0], even[1]);
@@ -115,63 +125,72 @@ struct ValueProductsFp8 {
   }
 };
 
-template <class Element, class Kv, class Tile>
-struct ProductsFp8 {
-  using Operand = fp16;
-  using Values = ValueProductsFp8<Kv, Tile>;
-  // Rows of bf16 that do not fit into fp16 are scaled, and their scores scaled back. Each half of the columns has its own
-  // factor.
+// Where the lane's ldmatrix addresses begin: in 16 keys, of its half of the columns of S; in all, of its columns of O.
+template <class Tile>
+CUTE_DEVICE std::uint32_t sixteen_fp8_keys(std::uint32_t shared, int lane, int half) {
+  const int key = lane % 8 + lane / 16 * 8;
+  return shared + key * Tile::kKeyRowBytes + lane / 8 % 2 * 16 + half * 32;
+}
+template <class Tile>
+CUTE_DEVICE std::uint32_t fp8_values(std::uint32_t shared, int lane, int column) {
+  return shared + lane % 16 * Tile::kKeyRowBytes + lane / 16 * 16 + column;
+}
+
+// Q of a warp as fp16 A fragments, whose columns are permuted as those of the keys are. Rows of bf16 that do not fit into
+// fp16 are scaled, and their scores scaled back: each half of the columns has its own factor.
+template <class Element, class Tile>
+struct FoldedQ {
   static constexpr bool kScalesRows = std::is_same_v<Element, bf16>;
 
-  CUTE_DEVICE static std::uint32_t keys(std::uint32_t shared, int lane, int half) {
-    const int key = lane % 8 + lane / 16 * 8;
-    return shared + key * Tile::kKeyRowBytes + lane / 8 % 2 * 16 + half * 32;
-  }
-  CUTE_DEVICE static std::uint32_t values(std::uint32_t shared, int lane, int column) {
-    return shared + lane % 16 * Tile::kKeyRowBytes + lane / 16 * 16 + column;
-  }
+  KeptQ<Tile> fragments;
+  float factors[2];  // of the scores of rows lane / 4 and 8 further on
 
-  CUTE_DEVICE static void keep_q(KeptQ<Tile>& q, float (&factors)[2], std::uint32_t rows, int half,
-                                 int lane) {
-    const int row = lane / 4;  // and 8 further on
+  // From 16 rows in shared memory.
+  CUTE_DEVICE FoldedQ(std::uint32_t rows, int half, int lane) {
+    const int row = lane / 4;
     CUTE_UNROLL
     for (int i = 0; i < Tile::kPanels * 4; ++i) {
       const int panel = i / 4, step = i / 2 % 2, r = i % 2;
       const int chunk = half * 4 + step * 2 + lane % 4 / 2;
       const std::uint32_t at = rows + (row + r * 8) * Tile::kRowBytes + panel * 128 +
                                ((chunk ^ row) << 4) + lane % 2 * 8;
-      std::uint32_t (&fragment)[4] = q[panel][step];
+      std::uint32_t (&fragment)[4] = fragments[panel][step];
       asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                    : "=r"(fragment[r]), "=r"(fragment[r + 2])
                    : "r"(at)
                    : "memory");
     }
     if constexpr (kScalesRows) {
-      scale_row(q, factors[0], 0);
-      scale_row(q, factors[1], 1);
+      scale_row(0);
+      scale_row(1);
     }
   }
 
+  template <int kTiles>
+  CUTE_DEVICE void scale_back(float (&s)[kTiles][4]) const {
+    if constexpr (kScalesRows) {
+      CUTE_UNROLL
+      for (int e = 0; e < kTiles * 4; ++e) s[e / 4][e % 4] *= factors[e / 2 % 2];
+    }
+  }
+
+ private:
   // Row r of the lane's: elements r and r + 2 of the fragments. Beside an infinite number the others do not count.
-  CUTE_DEVICE static void scale_row(KeptQ<Tile>& q, float& factor, int r) {
+  CUTE_DEVICE void scale_row(int r) {
     constexpr int kPairs = Tile::kPanels * 4;
-    const auto pair = [&](int i) -> std::uint32_t& { return q[i / 4][i / 2 % 2][i % 2 * 2 + r]; };
+    const auto pair = [&](int i) -> std::uint32_t& {
+      return fragments[i / 4][i / 2 % 2][i % 2 * 2 + r];
+    };
     std::uint32_t magnitudes = 0;  // the largest of two columns
     CUTE_UNROLL
     for (int i = 0; i < kPairs; ++i) magnitudes = __vmaxu2(magnitudes, pair(i) & 0x7fff7fffu);
     std::uint32_t largest = max(magnitudes & 0xffff, magnitudes >> 16);
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    factor = row_factor(largest);
-    const float scale = __uint_as_float(0x7f000000u - __float_as_uint(factor));  // 1 / factor
+    factors[r] = row_factor(largest);
+    const float scale = __uint_as_float(0x7f000000u - __float_as_uint(factors[r]));  // 1 / factor
     CUTE_UNROLL
     for (int i = 0; i < kPairs; ++i) pair(i) = scaled_to_fp16(pair(i), scale);
-  }
-
-  template <class Next>
-  CUTE_DEVICE static void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys,
-                                      const KeptQ<Tile>& kept, std::uint32_t, Next&&) {
-    take_scores_fp8<Kv, Tile>(s, keys, kept);
   }
 };
 

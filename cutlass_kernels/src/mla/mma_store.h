@@ -37,7 +37,7 @@ template <class Element, class Tile>
 struct TileStore {
   static constexpr int kPitch = Tile::kColumns * 2 + 16;  // bytes: lanes of 8 rows write 32 banks
   static constexpr int kWarpBytes = Tile::kOutRowTiles * 16 * kPitch;
-  static_assert(Tile::kWarps * kWarpBytes <= Tile::kStages * Tile::kStageBytes);
+  static_assert(Tile::kRoleWarps * kWarpBytes <= Tile::kStages * Tile::kStageBytes);
 
   const KernelParams& params;
   const TileWork& tile;
@@ -66,8 +66,37 @@ struct TileStore {
     if (!partial) {
       __syncwarp();
       write_staged();
-    } else if (params.attention.plan.combine_counters != nullptr) {
-      combine_if_last();
+    }
+  }
+
+  // By all threads, after the rows have been written.
+  CUTE_DEVICE void combine_if_last() const {
+    constexpr int kSplitsAhead = Tile::kSplitsRoles ? 4 : 8;  // what registers there are
+    const LaunchParams& p = params.attention;
+    const WorkItem& work = tile.item;
+    if (work.num_splits <= 1 || p.plan.combine_counters == nullptr) return;
+    volatile int* is_last = reinterpret_cast<int*>(shared);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int heads = int(params.pack.divisor);
+      const TicketCounter last = work.num_splits - 1;
+      const int counter =
+          combine_counter(work.partial_row, tile.head / heads, p.num_qo_heads / heads);
+      // As in fa2/decode_rows.h.
+      *is_last = take_ticket<OrderingAtomics>(
+                     reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
+                     last + 1) == last;
+    }
+    __syncthreads();
+    if (!*is_last) return;
+    const TilePartials partials{work.partial_row, work.num_splits};
+    CUTE_NO_UNROLL
+    for (int row = int(threadIdx.x) / 32; row < Tile::kBlockM; row += Tile::kWarps) {
+      const PlaceOfRow place(params, tile, row);
+      if (!place.exists) break;
+      store_row<Element>(
+          p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
+          work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
     }
   }
 
@@ -154,35 +183,6 @@ struct TileStore {
                        column + lane % kChunks * 8);
       *reinterpret_cast<uint4*>(out) =
           *reinterpret_cast<const uint4*>(staged() + row * kPitch + lane % kChunks * 16);
-    }
-  }
-
-  CUTE_DEVICE void combine_if_last() const {
-    constexpr int kSplitsAhead = 8;
-    const LaunchParams& p = params.attention;
-    const WorkItem& work = tile.item;
-    volatile int* is_last = reinterpret_cast<int*>(shared);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const int heads = int(params.pack.divisor);
-      const TicketCounter last = work.num_splits - 1;
-      const int counter =
-          combine_counter(work.partial_row, tile.head / heads, p.num_qo_heads / heads);
-      // As in fa2/decode_rows.h.
-      *is_last = take_ticket<OrderingAtomics>(
-                     reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
-                     last + 1) == last;
-    }
-    __syncthreads();
-    if (!*is_last) return;
-    const TilePartials partials{work.partial_row, work.num_splits};
-    CUTE_NO_UNROLL
-    for (int row = warp; row < Tile::kBlockM; row += Tile::kWarps) {
-      const PlaceOfRow place(params, tile, row);
-      if (!place.exists) break;
-      store_row<Element>(
-          p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
-          work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
     }
   }
 };

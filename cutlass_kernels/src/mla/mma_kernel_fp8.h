@@ -1,0 +1,210 @@
+// mla: latent attention as in mma_kernel.h, over keys of 8 bits.
+//
+// Half as many bytes arrive in half the time, in which the two products and what lies between them, one after the other,
+// do not fit: of 16 rows, 64 keys took all warps 4300 cycles, nearly all of it waiting for one another. So one half of the
+// warps computes S and P of a KV block while the other half adds the block before to O. Twice as many warps have half as
+// many registers each, enough for either Q or O.
+//
+//              +---------- turn j ----------+---------- turn j + 1 ------+
+//  S warps     | S = Q K(j)^T, mask, P(j)   | S = Q K(j + 1)^T, ...      |
+//  O warps     | O += P(j - 1) V(j - 1)     | O += P(j) V(j)             |
+//  loads       | K of block j + stages - 2  | ...                        |
+//              A                            A
+//
+//  A  __syncthreads_or: K(j) has landed; P(j - 1) is in shared memory, of two buffers; all are done with K(j - 2). Whether
+//     some row's maximum must be raised: then the S warps compute P(j - 1) anew, and the O warps scale O.
+//
+// A KV block is converted in registers, by each warp that reads it (mma_products_fp8.h).
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/util.hpp>
+
+#include <cstdint>
+
+#include "common/dependent_launch.h"
+#include "common/softmax.h"
+#include "mla/mma_load.h"
+#include "mla/mma_products.h"
+#include "mla/mma_products_fp8.h"
+#include "mla/mma_scores.h"
+#include "mla/mma_store.h"
+
+namespace cutlass_kernels::mla::mma_sync {
+
+// By the S warps: P of all KV blocks, then maxima and sums.
+template <class Element, class Kv, class Tile>
+CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile,
+                                char* shared_memory, int warp, int lane) {
+  using Scores = WarpScores<fp16, Tile>;
+  const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+  const int blocks = tile.block_end - tile.block_begin;
+  const int last_block = tile.block_end - 1;
+  const int row_tile = warp % Tile::kRowTiles;
+  const int group = warp / Tile::kRowTiles;
+  const int half = group % 2;  // of the columns of S
+  const int pair = group / 2;  // of warps with the same keys
+  const Scores scores{
+      params,
+      tile,
+      shared_memory,
+      lane,
+      row_tile,
+      group,
+      tile.mask.lo<true>(tile.row_end - 1),
+      tile.mask.hi<true>(tile.row_begin),
+  };
+  // Q passes through the last two stages, which the O warps fill in turns 0 and 1.
+  static_assert(Tile::kQStages <= 2);
+  const std::uint32_t shared_q = shared + (Tile::kStages - 2) * Tile::kStageBytes;
+  load_q<Tile>(params, tile, shared_q, 0, warp, lane);
+  cute::cp_async_fence();
+  cute::cp_async_wait<0>();
+  Scores::sync();
+  const FoldedQ<Element, Tile> q(shared_q + row_tile * 16 * Tile::kRowBytes, half, lane);
+  const std::uint32_t k_lane = held(sixteen_fp8_keys<Tile>(
+      shared + pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane, half));
+  const int barrier = 1 + pair * Tile::kRowTiles + row_tile;
+  const auto sums_of = [&](int of_warp) {
+    return reinterpret_cast<float4*>(shared_memory + Tile::kSums) + of_warp * Tile::kTilesN * 32 +
+           lane;
+  };
+
+  OnlineSoftmax<2> softmax(params.transform.scale);
+  float s[Tile::kTilesN][4] = {};  // S (8 keys, fragment)
+  float thread_max[2] = {-INFINITY, -INFINITY};
+  float sums[2] = {0.0f, 0.0f};
+  int stage = 0;
+  CUTE_NO_UNROLL
+  for (int i = 0;; ++i) {
+    if (__builtin_expect(__syncthreads_or(softmax.exceeds(thread_max)), 0)) {
+      scores.raise(thread_max, softmax);
+      scores.write_p(s, softmax, sums, (i - 1) % 2);
+      __syncthreads();
+    }
+    softmax.partial_sum[0] += sums[0];
+    softmax.partial_sum[1] += sums[1];
+    if (i == blocks) break;
+    float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
+    take_scores_fp8<Kv, Tile>(part, k_lane + stage * Tile::kStageBytes, q.fragments);
+    q.scale_back(part);
+    add_halves<Tile>(s, part, half, barrier, sums_of(warp), sums_of(warp ^ Tile::kRowTiles));
+    scores.transform(s);
+    scores.mask(s, last_block - i);
+    thread_max[0] = s[0][0];
+    thread_max[1] = s[0][2];
+    CUTE_UNROLL
+    for (int e = 0; e < Tile::kTilesN * 4; ++e) {
+      thread_max[e / 2 % 2] = fmaxf(thread_max[e / 2 % 2], s[e / 4][e % 4]);
+    }
+    scores.write_p(s, softmax, sums, i % 2);
+    stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
+  }
+  __syncthreads();  // the O warps have read the factors
+  scores.finish(softmax);
+  __syncthreads();
+}
+
+// By the O warps: loads all keys, computes O and writes it.
+template <class Kv, class Tile, class Store>
+CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile,
+                                const Store& store, char* shared_memory, int warp, int lane) {
+  constexpr int kAhead = Tile::kStages - 2;  // KV blocks
+  using Loader = KeyLoader<Tile>;
+  const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+  const int blocks = tile.block_end - tile.block_begin;
+  const int last_block = tile.block_end - 1;
+  const Loader keys(params, tile, shared, warp, lane);
+  const auto find = [&](int i) { return keys.find(last_block - i, i < blocks); };
+  const auto copy = [&](int i, int stage, const typename Loader::Places& places) {
+    if (i < blocks) {
+      const auto copies = keys.copies(last_block - i, stage, places);
+      CUTE_UNROLL
+      for (int step = 0; step < Loader::kSteps; ++step) copies(step);
+    }
+    cute::cp_async_fence();
+  };
+  typename Loader::Places first[kAhead];
+  CUTE_UNROLL
+  for (int i = 0; i < kAhead; ++i) first[i] = find(i);
+  CUTE_UNROLL
+  for (int i = 0; i < kAhead; ++i) copy(i, i, first[i]);
+  typename Loader::Places next = find(kAhead);
+
+  float o[Tile::kOutRowTiles][Tile::kTilesD][4];  // O (row tile, d tile, fragment)
+  CUTE_UNROLL
+  for (int i = 0; i < Tile::kOutRowTiles * Tile::kTilesD * 4; ++i) {
+    o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
+  }
+  const std::uint32_t v_lane = held(fp8_values<Tile>(shared, lane, store.column));
+  const std::uint32_t p_lane =
+      held(shared + Tile::kP + (store.row_tile * (Tile::kBlockN / 16) * 32 + lane) * 16);
+  const float* factors =
+      reinterpret_cast<const float*>(shared_memory + Tile::kRowFactor) + store.row_tile * 16;
+  int stage = 0, next_stage = kAhead;  // of block i - 1, of block i + kAhead
+  const auto copy_next = [&](int i) {
+    copy(i + kAhead, next_stage, next);
+    next = find(i + kAhead + 1);
+    next_stage = next_stage + 1 == Tile::kStages ? 0 : next_stage + 1;
+  };
+  cute::cp_async_wait<kAhead - 1>();
+  __syncthreads_or(false);
+  copy_next(0);
+  CUTE_NO_UNROLL
+  for (int i = 1; i <= blocks; ++i) {
+    cute::cp_async_wait<kAhead - 1>();
+    if (__builtin_expect(__syncthreads_or(false), 0)) {
+      __syncthreads();
+      CUTE_UNROLL
+      for (int r = 0; r < 2 * Tile::kOutRowTiles; ++r) {
+        const float factor = factors[r * 8 + lane / 4];
+        CUTE_UNROLL
+        for (int d = 0; d < Tile::kTilesD; ++d) {
+          o[r / 2][d][r % 2 * 2] *= factor;
+          o[r / 2][d][r % 2 * 2 + 1] *= factor;
+        }
+      }
+    }
+    copy_next(i);
+    ValueProductsFp8<Kv, Tile> products(v_lane + stage * Tile::kStageBytes);
+    products.add_to(o, p_lane + (i - 1) % 2 * Tile::kPBytes);
+    stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
+  }
+  cute::cp_async_wait<0>();
+  __syncthreads();  // all are done with keys and factors
+  __syncthreads();  // maxima and sums are there
+  store(o);
+}
+
+// Element: of Q and of the output. Kv: of the keys.
+template <class Element, class Kv, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_fp8_kernel(__grid_constant__ const KernelParams params) {
+  extern __shared__ __align__(128) char shared_memory[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+
+  // As in mma_kernel.h.
+  await_previous_kernel();
+  allow_next_kernel();
+  TileWork found;
+  if (!find_tile<Tile>(params, found)) return;
+  static_assert(sizeof(TileWork) <= Tile::kBytes - Tile::kWork);
+  TileWork& tile = *reinterpret_cast<TileWork*>(shared_memory + Tile::kWork);
+  if (threadIdx.x == 0) tile = found;
+  __syncthreads();
+
+  const int of_role = warp % Tile::kRoleWarps;
+  const int out_tile = of_role / Tile::kOutParts * Tile::kOutRowTiles;
+  const int column = of_role % Tile::kOutParts * Tile::kColumns;
+  const TileStore<Element, Tile> store{params, tile,     shared_memory, of_role,
+                                       lane,   out_tile, column};
+  if (warp < Tile::kRoleWarps) {
+    compute_scores<Element, Kv, Tile>(params, tile, shared_memory, of_role, lane);
+  } else {
+    compute_output<Kv, Tile>(params, tile, store, shared_memory, of_role, lane);
+  }
+  store.combine_if_last();
+}
+
+}  // namespace cutlass_kernels::mla::mma_sync

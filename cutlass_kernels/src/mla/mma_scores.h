@@ -1,0 +1,143 @@
+// What lies between the two products: the scores of a warp become P in shared memory, and the maxima and sums of rows.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include <cstdint>
+
+#include "common/logits.h"
+#include "common/mask.h"
+#include "common/ptx/named_barrier.h"
+#include "common/softmax.h"
+#include "fa2/params.h"
+#include "fa2/tile_work.h"
+#include "mla/mma_config.h"
+#include "mla/mma_store.h"
+
+namespace cutlass_kernels::mla::mma_sync {
+
+// A warp's 16 rows of S and its share of the keys. Element: of P.
+template <class Element, class Tile>
+struct WarpScores {
+  static constexpr int kTilesN = Tile::kTilesN;
+  using Fragments = float[kTilesN][4];
+
+  const KernelParams& params;
+  const TileWork& tile;
+  char* shared;
+  int lane;
+  int row_tile;
+  int group;
+  int all_begin, all_end;  // every row of the tile sees keys [all_begin, all_end)
+
+  CUTE_DEVICE int row(int r) const { return row_tile * 16 + r * 8 + lane / 4; }
+  CUTE_DEVICE int first_key() const { return group * kTilesN * 8; }
+
+  CUTE_DEVICE void transform(Fragments& s) const {
+    const LaunchParams& p = params.attention;
+    // Unlikely, which moves it out of the way: what is jumped over takes time to fetch.
+    if (__builtin_expect(p.logits_scale.data != nullptr || p.keys_scale.data != nullptr, 0)) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const PlaceOfRow place(params, tile, row(r));
+        const float scale =
+            logits_scale_of(p, tile.item.batch, place.exists ? place.head : tile.head);
+        CUTE_UNROLL
+        for (int i = 0; i < kTilesN * 2; ++i) s[i / 2][r * 2 + i % 2] *= scale;
+      }
+    }
+    if (__builtin_expect(params.transform.changes_logits(), 0)) {
+      params.transform.template apply<true>(&s[0][0], kTilesN * 4);
+    }
+  }
+
+  CUTE_DEVICE void mask(Fragments& s, int block) const {
+    const int first = block * Tile::kBlockN;
+    if (__builtin_expect(first >= all_begin && first + Tile::kBlockN <= all_end, 1)) return;
+    __syncwarp();  // keeps this a branch
+    const int key0 = first + first_key() + lane % 4 * 2;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int token = tile.row_begin + int(params.pack.divide(row(r)));
+      const int lo = tile.mask.lo<true>(token);
+      const std::uint32_t from_lo = key0 - lo;
+      const std::uint32_t extent = max(tile.mask.hi<true>(token) - lo, 0);
+      CUTE_UNROLL
+      for (int i = 0; i < kTilesN * 2; ++i) {
+        mask_unless_below(s[i / 2][r * 2 + i % 2], from_lo + (i / 2 * 8 + i % 2), extent);
+      }
+    }
+  }
+
+  // P of the scores to shared memory, in fragments of 16 keys; adds up the rows of it.
+  CUTE_DEVICE void write_p(const Fragments& s, const OnlineSoftmax<2>& softmax, float (&sums)[2],
+                           int buffer = 0) const {
+    sums[0] = sums[1] = 0.0f;
+    std::uint32_t packed[kTilesN][2];
+    CUTE_UNROLL
+    for (int i = 0; i < kTilesN * 2; ++i) {
+      const int r = i % 2;
+      const float* pair = &s[i / 2][r * 2];
+      const float x = exp2_unordered(fmaf(pair[0], softmax.scale, softmax.minus_m[r]));
+      const float y = exp2_unordered(fmaf(pair[1], softmax.scale, softmax.minus_m[r]));
+      sums[r] += x + y;
+      packed[i / 2][r] = Element::pack(x, y);
+    }
+    auto* fragments = reinterpret_cast<uint4*>(shared + Tile::kP + buffer * Tile::kPBytes) +
+                      row_tile * (Tile::kBlockN / 16) * 32 + lane;
+    if constexpr (kTilesN == 2) {
+      fragments[group * 32] = {packed[0][0], packed[0][1], packed[1][0], packed[1][1]};
+    } else {
+      reinterpret_cast<uint2*>(fragments + group / 2 * 32)[group % 2] = {packed[0][0],
+                                                                         packed[0][1]};
+    }
+  }
+
+  // All warps that compute scores.
+  CUTE_DEVICE static void sync() {
+    if constexpr (Tile::kSplitsRoles) {
+      named_barrier_wait(1 + Tile::kRoleWarps / 2, 32 * Tile::kRoleWarps);
+    } else {
+      __syncthreads();
+    }
+  }
+
+  CUTE_DEVICE float* row_values(int at) const { return reinterpret_cast<float*>(shared + at); }
+
+  // Raises m of rows beyond their headroom, by all warps that compute scores. Leaves at kRowFactor what O is to be multiplied by.
+  CUTE_DEVICE void raise(const float (&thread_max)[2], OnlineSoftmax<2>& softmax) const {
+    float row_max[2] = {thread_max[0], thread_max[1]};
+    OnlineSoftmax<2>::reduce_max(row_max);
+    float* maxima = row_values(Tile::kRowMax);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (lane % 4 == 0) maxima[group * Tile::kBlockM + row(r)] = row_max[r];
+    }
+    sync();
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      CUTE_UNROLL
+      for (int other = 0; other < Tile::kGroups; ++other) {
+        row_max[r] = fmaxf(row_max[r], maxima[other * Tile::kBlockM + row(r)]);
+      }
+    }
+    softmax.raise(row_max, [&](int r, float factor) {
+      if (group == 0 && lane % 4 == 0) row_values(Tile::kRowFactor)[row(r)] = factor;
+    });
+  }
+
+  // Maxima and sums of the rows, for TileStore.
+  CUTE_DEVICE void finish(const OnlineSoftmax<2>& softmax) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float m, sum;
+      softmax.finish(r, m, sum);
+      if (lane % 4 == 0) {
+        row_values(Tile::kRowSum)[group * Tile::kBlockM + row(r)] = sum;
+        if (group == 0) row_values(Tile::kRowFactor)[row(r)] = m;
+      }
+    }
+  }
+};
+
+}  // namespace cutlass_kernels::mla::mma_sync
