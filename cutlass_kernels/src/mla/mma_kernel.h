@@ -161,16 +161,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
     scores.mask(s, last_block - i);
-    float thread_max[2] = {s[0][0], s[0][2]};
-    CUTE_UNROLL
-    for (int e = 0; e < Tile::kTilesN * 4; ++e) {
-      thread_max[e / 2 % 2] = fmaxf(thread_max[e / 2 % 2], s[e / 4][e % 4]);
-    }
     float sums[2];
     scores.write_p(s, softmax, sums);
     ValueProducts<Element, Tile> products(v_lane + stage * Tile::kStageBytes);
-    if (__builtin_expect(__syncthreads_or(softmax.exceeds(thread_max)), 0)) {
-      scores.raise(thread_max, softmax);
+    if (__builtin_expect(__syncthreads_or(scores.exceeds(s, softmax)), 0)) {
+      scores.raise(s, softmax);
       scores.write_p(s, softmax, sums);
       __syncthreads();
       CUTE_UNROLL

@@ -72,13 +72,13 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
 
   OnlineSoftmax<2> softmax(params.transform.scale);
   float s[Tile::kTilesN][4] = {};  // S (8 keys, fragment)
-  float thread_max[2] = {-INFINITY, -INFINITY};
+  bool exceeds = false;  // whether a row of s exceeds its headroom
   float sums[2] = {0.0f, 0.0f};
   int stage = 0;
   CUTE_NO_UNROLL
   for (int i = 0;; ++i) {
-    if (__builtin_expect(__syncthreads_or(softmax.exceeds(thread_max)), 0)) {
-      scores.raise(thread_max, softmax);
+    if (__builtin_expect(__syncthreads_or(exceeds), 0)) {
+      scores.raise(s, softmax);
       scores.write_p(s, softmax, sums, (i - 1) % 2);
       __syncthreads();
     }
@@ -91,12 +91,7 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
     add_halves<Tile>(s, part, half, barrier, sums_of(warp), sums_of(warp ^ Tile::kRowTiles));
     scores.transform(s);
     scores.mask(s, last_block - i);
-    thread_max[0] = s[0][0];
-    thread_max[1] = s[0][2];
-    CUTE_UNROLL
-    for (int e = 0; e < Tile::kTilesN * 4; ++e) {
-      thread_max[e / 2 % 2] = fmaxf(thread_max[e / 2 % 2], s[e / 4][e % 4]);
-    }
+    exceeds = scores.exceeds(s, softmax);
     scores.write_p(s, softmax, sums, i % 2);
     stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
   }
@@ -124,12 +119,11 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
     }
     cute::cp_async_fence();
   };
-  typename Loader::Places first[kAhead];
+  typename Loader::Places first[kAhead + 1];
   CUTE_UNROLL
-  for (int i = 0; i < kAhead; ++i) first[i] = find(i);
+  for (int i = 0; i <= kAhead; ++i) first[i] = find(i);
   CUTE_UNROLL
   for (int i = 0; i < kAhead; ++i) copy(i, i, first[i]);
-  typename Loader::Places next = find(kAhead);
 
   float o[Tile::kOutRowTiles][Tile::kTilesD][4];  // O (row tile, d tile, fragment)
   CUTE_UNROLL
@@ -141,15 +135,15 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
       held(shared + Tile::kP + (store.row_tile * (Tile::kBlockN / 16) * 32 + lane) * 16);
   const float* factors =
       reinterpret_cast<const float*>(shared_memory + Tile::kRowFactor) + store.row_tile * 16;
-  int stage = 0, next_stage = kAhead;  // of block i - 1, of block i + kAhead
-  const auto copy_next = [&](int i) {
-    copy(i + kAhead, next_stage, next);
-    next = find(i + kAhead + 1);
-    next_stage = next_stage + 1 == Tile::kStages ? 0 : next_stage + 1;
-  };
+  using Products = ValueProductsFp8<Kv, Tile>;
+  // Of block i + kAhead, in turn i: copies are issued among the products, as a burst would hold up every ldmatrix behind
+  // it. Their addresses are computed at the end of the turn before, from page indices that are read at its beginning.
+  int stage = 0, next_stage = kAhead + 1;
+  auto places = find(kAhead + 1);
   cute::cp_async_wait<kAhead - 1>();
   __syncthreads_or(false);
-  copy_next(0);
+  copy(kAhead, kAhead, first[kAhead]);
+  auto next = keys.copies(last_block - (kAhead + 1), next_stage, places);
   CUTE_NO_UNROLL
   for (int i = 1; i <= blocks; ++i) {
     cute::cp_async_wait<kAhead - 1>();
@@ -165,10 +159,19 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
         }
       }
     }
-    copy_next(i);
-    ValueProductsFp8<Kv, Tile> products(v_lane + stage * Tile::kStageBytes);
-    products.add_to(o, p_lane + (i - 1) % 2 * Tile::kPBytes);
+    places = find(i + kAhead + 1);
+    const bool loads = i + kAhead < blocks;
+    Products products(v_lane + stage * Tile::kStageBytes);
+    products.add_to(o, p_lane + (i - 1) % 2 * Tile::kPBytes, [&](int read) {
+      CUTE_UNROLL
+      for (int step = 0; step < Loader::kSteps; ++step) {
+        if (step * Products::kAllReads / Loader::kSteps == read && loads) next(step);
+      }
+    });
+    cute::cp_async_fence();
     stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
+    next_stage = next_stage + 1 == Tile::kStages ? 0 : next_stage + 1;
+    next = keys.copies(last_block - (i + kAhead + 1), next_stage, places);
   }
   cute::cp_async_wait<0>();
   __syncthreads();  // all are done with keys and factors

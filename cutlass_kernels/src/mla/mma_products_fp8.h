@@ -77,6 +77,7 @@ struct ValueProductsFp8 {
   static constexpr int kRowTiles = Tile::kOutRowTiles;
   static constexpr int kSteps = Tile::kBlockN / 16;
   static constexpr int kReads = Tile::kTilesD / 4;  // of 16 keys
+  static constexpr int kAllReads = kSteps * kReads;
   static_assert(Tile::kTilesD % 4 == 0);
   static constexpr int kAhead = 3;
   static constexpr int kSlots = kAhead + 1;
@@ -90,13 +91,14 @@ struct ValueProductsFp8 {
   }
 
   CUTE_DEVICE void read(int i) {
-    if (i >= kSteps * kReads) return;
+    if (i >= kAllReads) return;
     ldmatrix_x4_trans(words[i % kSlots],
                       values + i % kReads * 32 + i / kReads * 16 * Tile::kKeyRowBytes);
   }
 
-  // `p`: P of the first row tile, fragments (row tile, 16 keys, lane).
-  CUTE_DEVICE void add_to(float (&o)[kRowTiles][Tile::kTilesD][4], std::uint32_t p) {
+  // `p`: P of the first row tile, fragments (row tile, 16 keys, lane). next(read) is called after each read of V.
+  template <class Next>
+  CUTE_DEVICE void add_to(float (&o)[kRowTiles][Tile::kTilesD][4], std::uint32_t p, Next&& next) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       std::uint32_t a[kRowTiles][4];
@@ -106,6 +108,7 @@ struct ValueProductsFp8 {
       for (int column = 0; column < kReads; ++column) {
         const int i = step * kReads + column;
         read(i + kAhead);
+        next(i);
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
           const std::uint32_t low = words[i % kSlots][2 * half];

@@ -104,9 +104,28 @@ struct WarpScores {
 
   CUTE_DEVICE float* row_values(int at) const { return reinterpret_cast<float*>(shared + at); }
 
-  // Raises m of rows beyond their headroom, by all warps that compute scores. Leaves at kRowFactor what O is to be multiplied by.
-  CUTE_DEVICE void raise(const float (&thread_max)[2], OnlineSoftmax<2>& softmax) const {
-    float row_max[2] = {thread_max[0], thread_max[1]};
+  // The lane's part of a row's maximum.
+  CUTE_DEVICE static void take_max(const Fragments& s, float (&thread_max)[2]) {
+    thread_max[0] = s[0][0];
+    thread_max[1] = s[0][2];
+    CUTE_UNROLL
+    for (int e = 0; e < kTilesN * 4; ++e) {
+      thread_max[e / 2 % 2] = fmaxf(thread_max[e / 2 % 2], s[e / 4][e % 4]);
+    }
+  }
+
+  // Whether m of some row must be raised.
+  CUTE_DEVICE static bool exceeds(const Fragments& s, const OnlineSoftmax<2>& softmax) {
+    float thread_max[2];
+    take_max(s, thread_max);
+    return softmax.exceeds(thread_max);
+  }
+
+  // Raises m of rows beyond their headroom, by all warps that compute scores. Leaves at kRowFactor what O is to be
+  // multiplied by.
+  CUTE_DEVICE void raise(const Fragments& s, OnlineSoftmax<2>& softmax) const {
+    float row_max[2];
+    take_max(s, row_max);
     OnlineSoftmax<2>::reduce_max(row_max);
     float* maxima = row_values(Tile::kRowMax);
     CUTE_UNROLL
