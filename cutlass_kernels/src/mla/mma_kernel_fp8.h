@@ -72,7 +72,7 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
 
   OnlineSoftmax<2> softmax(params.transform.scale);
   float s[Tile::kTilesN][4] = {};  // S (8 keys, fragment)
-  bool exceeds = false;  // whether a row of s exceeds its headroom
+  bool exceeds = false;            // whether a row of s exceeds its headroom
   float sums[2] = {0.0f, 0.0f};
   int stage = 0;
   CUTE_NO_UNROLL
