@@ -54,7 +54,7 @@ def mask_by_request(mask: torch.Tensor, indptr: torch.Tensor, widths: torch.Tens
     first = starts[0].clone()
     starts[:-1] -= first
     entry = (torch.arange(count, device=mask.device) - first) % max(count, 1)
-    request = torch.searchsorted(starts[1:], entry, right=True)
+    request = torch.searchsorted(starts, entry, right=True) - 1  # of a slice, Inductor does not compile it
     begin, end = starts[:-1][request], starts[1:][request]
     row = torch.arange(rows, device=mask.device)
     place = (begin * rows + entry - begin)[:, None] + row * (end - begin)[:, None]

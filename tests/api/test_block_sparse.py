@@ -167,7 +167,7 @@ def test_scales_of_fp8(target):
             wrapper.plan(*lists, *bsr.sizes, *heads, dim, q_data_type=q.dtype, **plan)
             return wrapper.run(q, k, v, *scales)
 
-        found = target.attempt(call, ["fp8_batch"])
+        found = target.attempt(call, () if plan else ["fp8_batch"])  # patterns of heads are no batch of a wrapper
         assert found.dtype == torch.float16
         assert_close(found, want.out, atol=0.06, rtol=0.05)
 

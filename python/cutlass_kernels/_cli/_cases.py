@@ -21,7 +21,8 @@ class Case:
     """Lengths, heads and options of one problem. One length each is a single request, more are a ragged batch.
 
     ``form`` is how the tensors lie in memory: "NHD", "HND", or "packed" (slices of one projection, where all heads and
-    lengths agree). ``less_dim`` is how far the head dimension stays below that of the kernel, which pads it.
+    lengths agree). ``less_dim`` is how far the head dimension stays below that of the kernel, which pads it. A kernel of
+    latent attention, which pads nothing, has one head of keys, and values that are columns of these.
     """
 
     name: str
@@ -92,7 +93,9 @@ def draw(case: Case, kernel: dict[str, Any], device: torch.device) -> Inputs:
     """N(0, 1) inputs for ``case`` in the types and head dimensions of ``kernel``; the same on every device."""
     generator = torch.Generator().manual_seed(len(case.name) + sum(case.qo_lens) + sum(case.kv_lens))
     q_dtype, kv_dtype = (getattr(torch, kernel[name]) for name in ("q_dtype", "kv_dtype"))
-    dim_qk, dim_vo = (kernel[name] - case.less_dim for name in ("head_dim_qk", "head_dim_vo"))
+    latent = _is_latent(kernel["head_dim_qk"])
+    less_dim, num_kv_heads = (0, 1) if latent else (case.less_dim, case.num_kv_heads)
+    dim_qk, dim_vo = (kernel[name] - less_dim for name in ("head_dim_qk", "head_dim_vo"))
     num_qo_heads = case.num_kv_heads * case.group
     rows, keys = sum(case.qo_lens), sum(case.kv_lens)
 
@@ -100,11 +103,16 @@ def draw(case: Case, kernel: dict[str, Any], device: torch.device) -> Inputs:
         return torch.randn(tokens, heads, dim, generator=generator).to(dtype).to(device)
 
     q = randn(rows, num_qo_heads, dim_qk, q_dtype)
-    k, v = randn(keys, case.num_kv_heads, dim_qk, kv_dtype), randn(keys, case.num_kv_heads, dim_vo, kv_dtype)
+    k = randn(keys, num_kv_heads, dim_qk, kv_dtype)
+    v = k[..., :dim_vo] if latent else randn(keys, num_kv_heads, dim_vo, kv_dtype)
     if case.form == "packed" and dim_qk == dim_vo and q_dtype == kv_dtype:
         q, k, v = torch.stack([q, k, v], 1).unbind(1)
     sinks = torch.randn(num_qo_heads, generator=generator).to(device) if case.sinks else None
     return Inputs(q, k, v, sinks)
+
+
+def _is_latent(head_dim_qk: int) -> bool:
+    return head_dim_qk > _request.MOST_SEPARATE_COLUMNS
 
 
 def compute(case: Case, inputs: Inputs, backend: str) -> Pair:
@@ -115,7 +123,8 @@ def compute(case: Case, inputs: Inputs, backend: str) -> Pair:
         return _chunked(case.chunk, q, k, v, o_dtype, backend)
     layout = "NHD"
     if case.form == "HND":
-        k, v, layout = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous(), "HND"
+        k, layout = k.transpose(0, 1).contiguous(), "HND"
+        v = k[..., : v.size(2)] if _is_latent(q.size(2)) else v.transpose(0, 1).contiguous()
     if len(case.qo_lens) == 1:
         more: dict[str, Any] = {"o_dtype": o_dtype, "sinks": inputs.sinks, "backend": backend, "return_lse": True}
         out, lse = single_prefill_with_kv_cache(q, k, v, kv_layout=layout, **more, **case.options)
