@@ -81,7 +81,9 @@ def test_8_bit_queries(target, form):
 @pytest.mark.parametrize("seed", range(6))
 def test_8_bit_queries_that_no_fp8_kernel_takes(target, dtype, page_size, seed):
     if target.backend == "fa3" and dtype != E4M3:
-        pytest.skip("attention() makes no copies of keys, and of 8-bit ones fa3 reads e4m3 alone: fa2 serves the others")
+        pytest.skip(
+            "attention() makes no copies of keys, and of 8-bit ones fa3 reads e4m3 alone: fa2 serves the others"
+        )
     batch = make_batch([30, 1, 64], [90, 7, 200], 8, 2, 128, dtype=dtype, device=target.device)
     check(batch, target, "table", random_mask(random.Random(seed), batch), page_size=page_size)
 

@@ -21,8 +21,8 @@ class Case:
     """Lengths, heads and options of one problem. One length each is a single request, more are a ragged batch.
 
     ``form`` is how the tensors lie in memory: "NHD", "HND", or "packed" (slices of one projection, where all heads and
-    lengths agree). ``less_dim`` is how far the head dimension stays below that of the kernel, which pads it. A kernel of
-    latent attention, which pads nothing, has one head of keys, and values that are columns of these.
+    lengths agree). ``less_dim`` is how far the head dimension stays below that of the kernel, which pads it. A kernel
+    of latent attention, which pads nothing, has one head of keys, and values that are columns of these.
     """
 
     name: str
