@@ -192,6 +192,25 @@ def latent(
     assert out.isfinite().all()
 
 
+def every_block_sparse(backend: str, head_dim: int) -> None:
+    """Blocks of all sizes, those at the end with fewer rows or keys, with masks in them, and a pattern per head."""
+    if head_dim not in (64, 128):
+        return
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    for M, N, R, C in ((256, 512, 128, 64), (200, 130, 64, 64), (70, 45, 16, 3), (129, 256, 128, 8)):
+        q = torch.randn(M, 4, head_dim, device="cuda").half()
+        k, v = torch.randn(2, N, 2, head_dim, device="cuda").half()
+        blocks = torch.rand(2, -(-M // R), -(-N // C), device="cuda") < 0.5
+        wrapper = ck.BlockSparseAttentionWrapper(workspace, backend=backend)
+        wrapper.plan(None, None, M, N, R, C, 4, 2, head_dim, block_mask=blocks)
+        wrapper.run(q, k, v)
+        indptr = torch.nn.functional.pad(blocks[0].sum(1).cumsum(0), (1, 0)).int()
+        indices = blocks[0].nonzero()[:, 1].int()
+        for mask in (None, torch.rand(indices.numel(), R, C, device="cuda") < 0.5):
+            wrapper.plan(indptr, indices, M, N, R, C, 4, 2, head_dim, mask=mask)
+            wrapper.run(q, k, v)
+
+
 def every_fused(backend: str, head_dim: int) -> None:
     """Batches without a tile list: tiles of one head, packed heads and decode, split keys, statistics, tiles that may
     be skipped, block tables, outputs of 8 bits."""
@@ -337,6 +356,11 @@ def every_append_by_slot(pages: int, page_size: int, tokens: int) -> None:
             scale = torch.rand(heads, device="cuda") + 0.5
             ck.append_paged_kv_cache_by_slot(k, v, cache[:, 0], cache[:, 1], slots, 0.5, scale)
             ck.append_paged_kv_cache_by_slot(k, v, cache[:, 0], cache[:, 1], slots.int())
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):  # latent caches, whose two parts differ in width
+        cache = torch.zeros(pages, page_size, 576, device="cuda").to(dtype)
+        latent, rope = torch.randn(tokens + 2, 576, device="cuda").to(torch.bfloat16).split([512, 64], -1)
+        scale = {"kv_cache_dtype": "fp8", "scale": 0.5} if dtype.itemsize == 1 else {}
+        ck.mla.concat_and_cache_mla(latent, rope, cache, slots, **scale)
 
 
 def every_decode(backend: str, head_dim: int) -> None:
@@ -360,6 +384,7 @@ PARTS = {
     "decode": every_decode,
     "fp8": every_tile_of_fp8,
     "latent": every_latent,
+    "sparse": every_block_sparse,
     "fused": every_fused,
     "counters": every_counter,
 }

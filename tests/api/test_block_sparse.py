@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import random
 from typing import Any
 
 import pytest
@@ -58,6 +59,20 @@ def check(target: Any, bsr: Bsr, heads: tuple[int, int] = (4, 2), dim: int = 64,
 @pytest.mark.parametrize("masked", [False, True])
 def test_block_sizes(target, sizes, heads, masked):
     check(target, random_bsr(*sizes, masked=masked), heads)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random(target, seed):
+    rng = random.Random(seed)
+    R, C = (rng.choice([1, 3, 8, 16, 32, 48, 64, 100, 128, 256]) for _ in "RC")
+    M, N = rng.randint(1, 600), rng.randint(1, 900)
+    bsr = random_bsr(M, N, R, C, rng.choice([0.05, 0.3, 0.9]), rng.random() < 0.3, seed, rng.random() < 0.5)
+    plan: dict[str, Any] = dict(causal=rng.random() < 0.3, q_data_type=rng.choice([torch.float16, torch.bfloat16]))
+    if rng.random() < 0.3:
+        plan["logits_soft_cap"] = 4.0
+    if rng.random() < 0.3:
+        plan["sm_scale"] = 0.2
+    check(target, bsr, rng.choice([(1, 1), (4, 4), (6, 2), (8, 1)]), rng.choice([64, 128]), **plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -34,9 +34,10 @@ def test_decode_steps(device, rows, heads, causal, new_form):
     assert_lse_close(lse.transpose(1, 2).flatten(0, 1) / math.log(2.0), want_lse)
 
 
+@DEVICES
 @pytest.mark.parametrize("page_size", [1, 3, 16, 128])
-def test_pages_of_any_size_and_the_default_scale(page_size):
-    problem = make([1, 1], [70, 9], 4, page_size)
+def test_pages_of_any_size_and_the_default_scale(device, page_size):
+    problem = make([1, 1], [70, 9], 4, page_size, device)
     given = (problem.q.unsqueeze(1), problem.cache.unsqueeze(2), problem.table, problem.lens, 512)
     out, _ = flash_mla_with_kvcache(*given)
     assert_bitwise(out, flash_mla_with_kvcache(*given, *get_mla_metadata(), 576**-0.5)[0])
@@ -68,10 +69,11 @@ def test_metadata_as_engines_keep_it():
         get_mla_metadata(lens, 16, 1, 16, False, 64)
 
 
+@DEVICES
 @pytest.mark.parametrize("bytes_", [False, True])
 @pytest.mark.parametrize("fp8_queries", [False, True])
-def test_fp8_caches_as_vllm_passes_them(bytes_, fp8_queries):
-    problem = make([2, 2], [70, 9], 4, 64)
+def test_fp8_caches_as_vllm_passes_them(device, bytes_, fp8_queries):
+    problem = make([2, 2], [70, 9], 4, 64, device)
     scale = 0.25
     cache = problem.cache.float().nan_to_num().div(scale).to(torch.float8_e4m3fn)
     q = problem.q.unflatten(0, (2, 2))
@@ -83,7 +85,7 @@ def test_fp8_caches_as_vllm_passes_them(bytes_, fp8_queries):
         q.to(torch.bfloat16), known.unsqueeze(2), problem.table, problem.lens, 512, **call
     )
     given = cache.view(torch.uint8) if bytes_ else cache
-    descales = dict(descale_q=torch.ones(1), descale_k=torch.tensor([scale]))
+    descales = dict(descale_q=torch.ones(1, device=device), descale_k=torch.tensor([scale], device=device))
     out, lse = flash_mla_with_kvcache(
         q, given.unsqueeze(2), problem.table, problem.lens, 512, None, None, is_fp8_kvcache=True, **call, **descales
     )

@@ -108,7 +108,7 @@ def test_what_is_written_is_what_attention_reads(device):
     want = ck.attention(q, keys, keys[..., :512], backend="reference")
     table, lens = torch.tensor([[3, 1]], dtype=INT32, device=device), torch.tensor([20], dtype=INT32, device=device)
     pages = cache.unsqueeze(2)
-    call = dict(page_table=table, seqused_k=lens, k_descale=0.25, v_descale=0.25, backend="reference")
+    call = dict(page_table=table, seqused_k=lens, k_descale=0.25, v_descale=0.25)
     torch.testing.assert_close(ck.attention(q, pages, pages[..., :512], **call), want, atol=1e-2, rtol=1e-2)
 
 

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
-from mla_problems import SCALE, make
+from mla_problems import DEVICES, SCALE, make
 
 from cutlass_kernels import mla
 
@@ -253,9 +253,10 @@ def test_queries_and_cache_in_one_tensor_or_in_pairs():
         wrapper.run(kv_cache=problem.cache)
 
 
-def test_sinks():
-    problem = make([1, 2], [30, 7], 4, 16)
-    sinks = torch.linspace(-1, 3, 4)
+@DEVICES
+def test_sinks(device):
+    problem = make([1, 2], [30, 7], 4, 16, device)
+    sinks = torch.linspace(-1, 3, 4, device=device)
     wrapper = planned(problem, use_sinks=True)
     out, lse = wrapper.run(*problem.halves, sinks=sinks, return_lse=True)
     want, want_lse, base = problem.expected(True, sinks=sinks)
@@ -265,12 +266,14 @@ def test_sinks():
         wrapper.run(*problem.halves)
 
 
+@DEVICES
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_scales_of_both_products(as_tensor):
-    problem = make([1, 2], [30, 7], 4, 16)
+@pytest.mark.parametrize("heads", [4, 64])
+def test_scales_of_both_products(device, as_tensor, heads):
+    problem = make([1, 2], [30, 7], heads, 16, device)
     wrapper = planned(problem, scale_mode="bmm-tensor" if as_tensor else "bmm-scalar", sm_scale=7.0)
     scales = dict(bmm1_scale=SCALE * 0.5, bmm2_scale=2.0)
-    given = {name: torch.tensor([x]) if as_tensor else x for name, x in scales.items()}
+    given = {name: torch.tensor([x], device=device) if as_tensor else x for name, x in scales.items()}
     want, _, base = problem.expected(True, descale=0.5, v_descale=2.0)
     assert_close(wrapper.run(*problem.halves, **given), want, base)
     with pytest.raises(ValueError, match="pass bmm1_scale and bmm2_scale"):

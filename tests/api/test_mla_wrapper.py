@@ -61,17 +61,18 @@ def test_caches_in_two_tensors_and_pages_of_any_size(place, page_size, separate)
     check(make([1, 2, 3], [70, 0, 9], 16, page_size, place[0]), backend, separate=separate)
 
 
-def test_an_empty_batch_and_empty_requests():
-    wrapper = wrapper_for("cpu")
-    empty = torch.zeros(1, dtype=INT32)
+@DEVICES
+def test_an_empty_batch_and_empty_requests(device):
+    wrapper = wrapper_for(device)
+    empty, none = torch.zeros(1, dtype=INT32, device=device), torch.zeros(0, dtype=INT32, device=device)
     sizes = (16, 512, 64, 64, True, SCALE, torch.bfloat16, torch.bfloat16)
-    wrapper.plan(empty, empty, torch.zeros(0, dtype=INT32), torch.zeros(0, dtype=INT32), *sizes)
-    cache = torch.zeros(2, 64, 576, dtype=torch.bfloat16)
-    q = torch.zeros(0, 16, 576, dtype=torch.bfloat16)
+    wrapper.plan(empty, empty, none, none, *sizes)
+    cache = torch.zeros(2, 64, 576, dtype=torch.bfloat16, device=device)
+    q = torch.zeros(0, 16, 576, dtype=torch.bfloat16, device=device)
     parts = [x for whole in (q, cache) for x in whole.split([512, 64], -1)]
     out, lse = wrapper.run(*parts, return_lse=True)
     assert out.shape == (0, 16, 512) and lse.shape == (0, 16)
-    check(make([0, 0, 2], [0, 5, 0], 4, 16), "reference")
+    check(make([0, 0, 2], [0, 5, 0], 4, 16, device), "auto")
 
 
 def test_a_cache_of_no_position():
@@ -109,18 +110,20 @@ def test_plans_keep_what_lengths_were():
     assert_bitwise(wrapper.run(*problem.halves), before)
 
 
+@DEVICES
 @pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 0.25)])
-def test_fp8_caches(scales):
-    problem = make([1, 3], [50, 9], 4, 16)
+@pytest.mark.parametrize("heads", [4, 64])
+def test_fp8_caches(device, scales, heads):
+    problem = make([1, 3], [50, 9], heads, 16, device)
     cache = problem.cache.float().nan_to_num()
     ckv, kpe = cache.split([512, 64], -1)
     ckv8, kpe8 = (x.div(scale).to(torch.float8_e4m3fn) for x, scale in zip((ckv, kpe), scales))
-    wrapper = wrapper_for("cpu")
+    wrapper = wrapper_for(device)
     wrapper.plan(**problem.plan(kv_data_type=torch.float8_e4m3fn))
     q_nope, q_pe, *_ = problem.halves
     out = wrapper.run(q_nope, q_pe, ckv8, kpe8, ckv_scale=scales[0], kpe_scale=scales[1])
     known = torch.cat([x.float() * scale for x, scale in zip((ckv8, kpe8), scales)], -1).to(torch.bfloat16)
-    exact = wrapper_for("cpu")
+    exact = wrapper_for(device)
     exact.plan(**problem.plan())
     torch.testing.assert_close(out, exact.run(q_nope, q_pe, *known.split([512, 64], -1)), atol=1e-2, rtol=1e-2)
 
