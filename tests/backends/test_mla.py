@@ -64,6 +64,18 @@ def test_every_form_of_keys(place, form, mask, heads):
     check(latent_batch([4, 1, 9], kv_lens, heads, place[0]), place[1], form, mask)
 
 
+@on_hopper
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("heads", [8, 32, 64, 128])
+def test_rising_maxima(place, heads, num_splits):
+    """The maximum of a row rises in most KV blocks, as they come from last to first."""
+    batch = latent_batch([1, 2], [1500, 700], heads, place[0])
+    rising = torch.cat([torch.linspace(8.0, 0.1, n) for n in batch.kv_lens]).to(batch.k.device)[:, None, None]
+    k = (batch.k * rising).to(batch.k.dtype)
+    batch = dataclasses.replace(batch, k=k, v=k[..., :512])
+    check(batch, place[1], "table", Mask(causal=True), num_splits=num_splits)
+
+
 @pytest.mark.pairwise
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

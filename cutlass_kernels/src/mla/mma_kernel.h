@@ -1,7 +1,7 @@
 // mla: multi-head latent attention in its absorbed form, with mma.sync and cp.async, for sm_80 and newer.
 //
-// Computes O = softmax(mask(Q K^T)) V, where all heads of a token share their keys (576 columns), and V is the first 512
-// columns of K: one copy in shared memory serves both products. A thread block computes one tile of rows of several
+// Computes O = softmax(mask(Q K^T)) V, where all heads of a token share their keys (576 columns), and V is the first
+// 512 columns of K: one copy in shared memory serves both products. A thread block computes one tile of rows of several
 // tokens and heads over the keys that some row sees, or over one KV split of them, from the last KV block to the first.
 //
 //            +------------------------------ KV block j -------------------------------+
@@ -21,9 +21,10 @@
 //   mma_load.h    loads of Q and keys                      mma_scores.h    from S to P
 //   mma_store.h   O, LSE, partial results                  mma_kernel_fp8.h  the kernel for 8-bit keys
 //
-// Numbers. Registers: O takes 32 (Few), 64 (Some) or 128 (Many), Q 72, or 32 of Many. Of 16 rows on an H200, a KV block of
-// 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s, and about 3900 by the time of a whole call. Of 64 rows, 32 keys
-// take about 3800 cycles by that time; their products take the tensor cores about 1600, at 6 cycles for an mma.sync.
+// Numbers. Registers: O takes 32 (Few), 64 (Some) or 128 (Many), Q 72, or 32 of Many. Of 16 rows on an H200, a KV block
+// of 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s, and about 3900 by the time of a whole call. Of 64 rows,
+// 32 keys take about 3800 cycles by that time; their products take the tensor cores about 1600, at 6 cycles for an
+// mma.sync.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -49,8 +50,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
 
-  // The previous kernel may write the counters. Then the next kernel may start: all that it reads before this kernel ends
-  // was written before this kernel began.
+  // The previous kernel may write the counters. Then the next kernel may start: all that it reads before this kernel
+  // ends was written before this kernel began.
   await_previous_kernel();
   allow_next_kernel();
   TileWork tile;
@@ -84,31 +85,28 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   for (int i = 0; i < kFirstBlocks; ++i) copy(i);
 
   // ---- What this warp computes. ----
-  const int row_tile = warp % Tile::kRowTiles;
-  const int group = warp / Tile::kRowTiles;
+  const WarpPart<Tile> mine(warp);
   const WarpScores<Element, Tile> scores{
       params,
       kept,
       shared_memory,
       lane,
-      row_tile,
-      group,
+      mine.row_tile,
+      mine.group,
       tile.mask.lo<true>(tile.row_end - 1),
       tile.mask.hi<true>(tile.row_begin),
   };
-  const int out_tile = warp / Tile::kOutParts * Tile::kOutRowTiles;
-  const int column = warp % Tile::kOutParts * Tile::kColumns;
   float o[Tile::kOutRowTiles][Tile::kTilesD][4];  // O (row tile, d tile, fragment)
   CUTE_UNROLL
   for (int i = 0; i < Tile::kOutRowTiles * Tile::kTilesD * 4; ++i) {
     o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
   }
   OnlineSoftmax<2> softmax(params.transform.scale);
-  const int half = group % 2;  // of the columns of S
+  const int half = mine.half;
   KeptQ<Tile> q;
   cute::cp_async_wait<kFirstBlocks>();
   __syncthreads();
-  const int q_row = row_tile * 16;
+  const int q_row = mine.row_tile * 16;
   const std::uint32_t kept_rows =
       sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane) ^ half * 64;
   CUTE_UNROLL
@@ -121,12 +119,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     CUTE_UNROLL
     for (int i = kFirstBlocks; i < kStages - 1; ++i) copy(i);
   }
-  const int pair = group / 2;  // of warps with the same keys
   const std::uint32_t k_lane = held(
-      sixteen_keys<Tile>(shared + pair * Tile::kPartTiles * 8 * Tile::kRowBytes, lane) ^ half * 64);
+      sixteen_keys<Tile>(shared + mine.pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane) ^
+      half * 64);
   const std::uint32_t v_lane =
-      held(sixteen_rows<Tile::kRowBytes>(shared, lane) + column / 64 * 128);
-  const int barrier = int(held(1 + pair * Tile::kRowTiles + row_tile));
+      held(sixteen_rows<Tile::kKeyRowBytes>(shared, lane) + mine.column / 64 * 128);
+  const int barrier = int(held(mine.barrier()));
   const auto sums_of = [&](int of_warp) {
     return reinterpret_cast<float4*>(
         shared_memory + held(Tile::kSums + (of_warp * Tile::kTilesN * 32 + lane) * 16));
@@ -134,7 +132,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   float4* const own_sums = sums_of(warp);
   const float4* const other_sums = sums_of(warp ^ Tile::kRowTiles);
   const auto* p = reinterpret_cast<const uint4*>(
-      shared_memory + held(Tile::kP + (out_tile * (Tile::kBlockN / 16) * 32 + lane) * 16));
+      shared_memory + held(Tile::kP + (mine.out_tile * (Tile::kBlockN / 16) * 32 + lane) * 16));
 
   // ---- Main loop. ----
   int stage = 0, next_stage = kStages - 1;
@@ -170,7 +168,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       __syncthreads();
       CUTE_UNROLL
       for (int r = 0; r < 2 * Tile::kOutRowTiles; ++r) {
-        const float factor = scores.row_values(Tile::kRowFactor)[out_tile * 16 + r * 8 + lane / 4];
+        const float factor =
+            scores.row_values(Tile::kRowFactor)[mine.out_tile * 16 + r * 8 + lane / 4];
         CUTE_UNROLL
         for (int d = 0; d < Tile::kTilesD; ++d) {
           o[r / 2][d][r % 2 * 2] *= factor;
@@ -191,7 +190,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();  // all warps are done with keys and factors
   scores.finish(softmax);
   __syncthreads();
-  const TileStore<Element, Tile> store{params, kept, shared_memory, warp, lane, out_tile, column};
+  const TileStore<Element, Tile> store{params, kept,          shared_memory, warp,
+                                       lane,   mine.out_tile, mine.column};
   store(o);
   store.combine_if_last();
 }

@@ -1,20 +1,22 @@
 // mla: latent attention as in mma_kernel.h, over keys of 8 bits.
 //
-// Half as many bytes arrive in half the time, in which the two products and what lies between them, one after the other,
-// do not fit: of 16 rows, 64 keys took all warps 4300 cycles, nearly all of it waiting for one another. So one half of the
-// warps computes S and P of a KV block while the other half adds the block before to O, and loads: 2600 cycles, where the
-// memory of an H200 takes 1800. Twice as many warps have half as many registers each, enough for either Q or O.
+// 8-bit keys take half the time to load, and S, softmax and O, one after the other, do not fit into it: 64 keys of
+// 16 rows took 4300 cycles, mostly spent waiting. So the S warps compute P of one KV block, while the O warps add the
+// block before to O and load keys: 2600 cycles, of which the memory of an H200 needs 1800. Twice as many warps have
+// half as many registers each, enough for either Q or O.
 //
-//            +----------- turn j -----------+--------- turn j + 1 ---------+
-//  S warps   | S = Q K(j)^T, mask, P(j)     | S = Q K(j + 1)^T, ...        |
-//  O warps   | O += P(j - 1) V(j - 1)       | O += P(j) V(j)               |
-//  loads     | K of block j + stages - 2    | K of block j + stages - 1    |
-//            A                              A
+//              +---------- turn j ----------+-------- turn j + 1 --------+
+//   S warps    | S = Q K(j)^T, mask, P(j)   | S = Q K(j + 1)^T, ...      |
+//   O warps    | O += P(j - 1) V(j - 1)     | O += P(j) V(j)             |
+//   loads      | K of block j + stages - 2  | K of block j + stages - 1  |
+//              A (R)                        A (R)
 //
-//  A  __syncthreads_or: K(j) has landed; P(j - 1) is in shared memory, of two buffers; all are done with K(j - 2). Whether
-//     some row's maximum must be raised: then the S warps compute P(j - 1) anew, and the O warps scale O.
+//   A  __syncthreads_or: K(j) has landed; P(j - 1) is written, to one of two buffers; nobody reads K(j - 2). It votes
+//      whether the maximum of some row must be raised.
+//   R  __syncthreads, then alone: the S warps have written P(j - 1) anew, and the O warps multiply O.
 //
-// Keys are converted in registers, by each warp that reads them (mma_products_fp8.h).
+// Q passes through the last two stages before turn 0. Each warp converts the keys that it reads in registers
+// (mma_products_fp8.h).
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -40,31 +42,27 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
   const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
   const int blocks = tile.block_end - tile.block_begin;
   const int last_block = tile.block_end - 1;
-  const int row_tile = warp % Tile::kRowTiles;
-  const int group = warp / Tile::kRowTiles;
-  const int half = group % 2;  // of the columns of S
-  const int pair = group / 2;  // of warps with the same keys
+  const WarpPart<Tile> mine(warp);
   const Scores scores{
       params,
       tile,
       shared_memory,
       lane,
-      row_tile,
-      group,
+      mine.row_tile,
+      mine.group,
       tile.mask.lo<true>(tile.row_end - 1),
       tile.mask.hi<true>(tile.row_begin),
   };
   // Q passes through the last two stages, which the O warps fill in turns 0 and 1.
   static_assert(Tile::kQStages <= 2);
   const std::uint32_t shared_q = shared + (Tile::kStages - 2) * Tile::kStageBytes;
-  load_q<Tile>(params, tile, shared_q, 0, warp, lane);
+  load_q<Tile>(params, tile, shared_q, 0, warp, lane);  // all panels are kept
   cute::cp_async_fence();
   cute::cp_async_wait<0>();
   Scores::sync();
-  const FoldedQ<Element, Tile> q(shared_q + row_tile * 16 * Tile::kRowBytes, half, lane);
+  const Fp16Q<Element, Tile> q(shared_q + mine.row_tile * 16 * Tile::kRowBytes, mine.half, lane);
   const std::uint32_t k_lane = held(sixteen_fp8_keys<Tile>(
-      shared + pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane, half));
-  const int barrier = 1 + pair * Tile::kRowTiles + row_tile;
+      shared + mine.pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane, mine.half));
   const auto sums_of = [&](int of_warp) {
     return reinterpret_cast<float4*>(shared_memory + Tile::kSums) + of_warp * Tile::kTilesN * 32 +
            lane;
@@ -88,7 +86,8 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
     float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
     take_scores_fp8<Kv, Tile>(part, k_lane + stage * Tile::kStageBytes, q.fragments);
     q.scale_back(part);
-    add_halves<Tile>(s, part, half, barrier, sums_of(warp), sums_of(warp ^ Tile::kRowTiles));
+    add_halves<Tile>(s, part, mine.half, mine.barrier(), sums_of(warp),
+                     sums_of(warp ^ Tile::kRowTiles));
     scores.transform(s);
     scores.mask(s, last_block - i);
     exceeds = scores.exceeds(s, softmax);
@@ -136,8 +135,8 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
   const float* factors =
       reinterpret_cast<const float*>(shared_memory + Tile::kRowFactor) + store.row_tile * 16;
   using Products = ValueProductsFp8<Kv, Tile>;
-  // Of block i + kAhead, in turn i: copies are issued among the products, as a burst would hold up every ldmatrix behind
-  // it. Their addresses are computed at the end of the turn before, from page indices that are read at its beginning.
+  // Turn i issues the copies of block i + kAhead among its products: a burst would stall every ldmatrix behind it.
+  // Their addresses are computed at the end of the turn before, from page indices that are read at its beginning.
   int stage = 0, next_stage = kAhead + 1;
   auto places = find(kAhead + 1);
   cute::cp_async_wait<kAhead - 1>();
@@ -182,7 +181,7 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
 // Element: of Q and of the output. Kv: of the keys.
 template <class Element, class Kv, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    attention_fp8_kernel(__grid_constant__ const KernelParams params) {
+    fp8_attention_kernel(__grid_constant__ const KernelParams params) {
   extern __shared__ __align__(128) char shared_memory[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
@@ -197,15 +196,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 0) tile = found;
   __syncthreads();
 
-  const int of_role = warp % Tile::kRoleWarps;
-  const int out_tile = of_role / Tile::kOutParts * Tile::kOutRowTiles;
-  const int column = of_role % Tile::kOutParts * Tile::kColumns;
-  const TileStore<Element, Tile> store{params, tile,     shared_memory, of_role,
-                                       lane,   out_tile, column};
+  const int role_warp = warp % Tile::kRoleWarps;
+  const WarpPart<Tile> mine(role_warp);
+  const TileStore<Element, Tile> store{params, tile,          shared_memory, role_warp,
+                                       lane,   mine.out_tile, mine.column};
   if (warp < Tile::kRoleWarps) {
-    compute_scores<Element, Kv, Tile>(params, tile, shared_memory, of_role, lane);
+    compute_scores<Element, Kv, Tile>(params, tile, shared_memory, role_warp, lane);
   } else {
-    compute_output<Kv, Tile>(params, tile, store, shared_memory, of_role, lane);
+    compute_output<Kv, Tile>(params, tile, store, shared_memory, role_warp, lane);
   }
   store.combine_if_last();
 }

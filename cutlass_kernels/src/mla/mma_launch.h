@@ -48,7 +48,7 @@ constexpr auto kernel_of() {
   if constexpr (std::is_same_v<Element, Kv>) {
     return &attention_kernel<Element, Tile>;
   } else {
-    return &attention_fp8_kernel<Element, Kv, Tile>;
+    return &fp8_attention_kernel<Element, Kv, Tile>;
   }
 }
 
@@ -71,6 +71,7 @@ inline TileShape fp8_tile_shape(const AttentionParams& params, const Device& dev
 
 template <class Element, class Kv, class Tile, class Small>
 Status launch_that_fits(const LaunchParams& params, const Device& device, cudaStream_t stream) {
+  static_assert(Tile::kBlockM == Small::kBlockM);  // a plan serves both
   return fits<Tile>(device) ? launch_tile<Element, Kv, Tile>(params, stream)
                             : launch_tile<Element, Kv, Small>(params, stream);
 }

@@ -1,9 +1,9 @@
 // The tile of a thread block, and the loads of its Q and keys, by cp.async: rows of tensors, or of pages of any size.
 //
 // A warp copies four rows at a time, 128 bytes of each in a step: eight lanes the 128 bytes of a row. So a lane has one
-// row, whose address serves all steps, and a copy is a single instruction. The last step copies the last 64 columns, which
-// may lie in a tensor of their own; of 8-bit keys these are 64 bytes, and half of the lanes rest. The page indices of a KV
-// block are read while the one before it is computed.
+// row of every 32, whose address serves all steps, and a copy is a single instruction. The last step copies the last 64
+// columns, which may lie in a tensor of their own; of 8-bit keys these are 64 bytes, and half of the lanes rest. The
+// page indices of a KV block are read while the block before it in the order of copies is computed.
 #pragma once
 
 #include <cute/config.hpp>
@@ -63,8 +63,8 @@ CUTE_DEVICE const char* bytes_at(const ConstTensorView& view) {
   return static_cast<const char*>(view.data);
 }
 
-// Q of the tile's tokens and heads; zeros where there is none. The panels that are kept in registers go to `kept` (BLK_M,
-// 576), the others to `read` (BLK_M, 64 columns of each).
+// Q of the tile's tokens and heads; zeros where there is none. The panels that are kept in registers go to `kept`
+// (BLK_M, 576), the others to `read` (BLK_M, 64 columns of each).
 template <class Tile>
 CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::uint32_t kept,
                         std::uint32_t read, int warp, int lane) {

@@ -1,9 +1,9 @@
 // S = Q K^T and O += P V of a warp, from keys of which there is one copy in shared memory. For keys of 8 bits see
 // mma_products_fp8.h.
 //
-// Row r of the keys is kKeyRowBytes long, and the 16-byte chunk c of each 128 bytes lies at position c ^ (r % 8): the eight
-// rows that an ldmatrix phase reads lie in eight different bank groups. A row is a multiple of 128 bytes, so an address
-// is that of the first chunk, with the chunk's number added to bits 4 to 6 by XOR.
+// Row r of the keys is kKeyRowBytes long, and the 16-byte chunk c of each 128 bytes lies at position c ^ (r % 8): the
+// eight rows that an ldmatrix phase reads lie in eight different bank groups. A row is a multiple of 128 bytes, so an
+// address is that of the first chunk, with the chunk's index added to bits 4 to 6 by XOR.
 #pragma once
 
 #include <cute/config.hpp>
@@ -21,8 +21,8 @@ namespace cutlass_kernels::mla::mma_sync {
 template <class Tile>
 using KeptQ = std::uint32_t[Tile::kQPanels][2][4];
 
-// Makes the compiler keep a number in a register. Left alone, it computes addresses anew in each KV block, a chain of ten
-// instructions in front of the first ldmatrix.
+// Makes the compiler keep a number in a register. Left alone, it computes addresses anew in each KV block, a chain of
+// ten instructions in front of the first ldmatrix.
 CUTE_DEVICE std::uint32_t held(std::uint32_t number) {
   asm volatile("" : "+r"(number));
   return number;
@@ -35,8 +35,8 @@ CUTE_DEVICE std::uint32_t sixteen_rows(std::uint32_t shared, int lane) {
   return shared + lane % 16 * kRowBytes + ((lane / 16 ^ lane % 8) << 4);
 }
 
-// In 16 keys: lanes 0-7 at keys 0-7, 8-15 at the same keys eight columns on, the others at keys 8-15. The B fragments of
-// two tiles of S.
+// In 16 keys: lanes 0-7 at keys 0-7, 8-15 at the same keys eight columns on, the others at keys 8-15. The B fragments
+// of two tiles of S.
 template <class Tile>
 CUTE_DEVICE std::uint32_t sixteen_keys(std::uint32_t shared, int lane) {
   const int key = lane % 8 + lane / 16 * 8;
@@ -108,8 +108,8 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys
   }
 }
 
-// Adds the partner's partial sums, of the other half of the columns, to this warp's keys. `sums` (8 keys, lane): what the
-// two exchange.
+// Adds the partner's partial sums, of the other half of the columns, to this warp's keys. `sums` (8 keys, lane): what
+// the two exchange.
 template <class Tile>
 CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Tile::kPartTiles][4],
                             int half, int barrier, float4* own_sums, const float4* other_sums) {

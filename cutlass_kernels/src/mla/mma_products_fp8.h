@@ -63,7 +63,7 @@ CUTE_DEVICE void take_scores_fp8(float (&s)[Tile::kPartTiles][4], std::uint32_t 
   }
 }
 
-// Not earlier than it is written here: ptxas would read all of P first, into registers that there are not.
+// volatile: otherwise ptxas reads all of P first, and spills.
 CUTE_DEVICE void read_p(std::uint32_t (&a)[4], std::uint32_t from) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
@@ -128,7 +128,7 @@ struct ValueProductsFp8 {
   }
 };
 
-// Where the lane's ldmatrix addresses begin: in 16 keys, of its half of the columns of S; in all, of its columns of O.
+// A lane's first ldmatrix address: in 16 keys and its half of the columns, for S; in its columns, for O.
 template <class Tile>
 CUTE_DEVICE std::uint32_t sixteen_fp8_keys(std::uint32_t shared, int lane, int half) {
   const int key = lane % 8 + lane / 16 * 8;
@@ -139,17 +139,17 @@ CUTE_DEVICE std::uint32_t fp8_values(std::uint32_t shared, int lane, int column)
   return shared + lane % 16 * Tile::kKeyRowBytes + lane / 16 * 16 + column;
 }
 
-// Q of a warp as fp16 A fragments, whose columns are permuted as those of the keys are. Rows of bf16 that do not fit into
-// fp16 are scaled, and their scores scaled back: each half of the columns has its own factor.
+// Q of a warp as fp16 A fragments, whose columns are permuted as those of the keys are. Rows of bf16 that do not fit
+// into fp16 are scaled, and their scores scaled back: each half of the columns has its own factor.
 template <class Element, class Tile>
-struct FoldedQ {
+struct Fp16Q {
   static constexpr bool kScalesRows = std::is_same_v<Element, bf16>;
 
   KeptQ<Tile> fragments;
   float factors[2];  // of the scores of rows lane / 4 and 8 further on
 
   // From 16 rows in shared memory.
-  CUTE_DEVICE FoldedQ(std::uint32_t rows, int half, int lane) {
+  CUTE_DEVICE Fp16Q(std::uint32_t rows, int half, int lane) {
     const int row = lane / 4;
     CUTE_UNROLL
     for (int i = 0; i < Tile::kPanels * 4; ++i) {

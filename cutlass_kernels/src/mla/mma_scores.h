@@ -16,6 +16,27 @@
 
 namespace cutlass_kernels::mla::mma_sync {
 
+// Which part of a tile is a warp's, of the eight that compute S, and of the eight that compute O.
+template <class Tile>
+struct WarpPart {
+  int row_tile;  // of S
+  int group;     // of keys
+  int half;      // of the columns of S
+  int pair;      // of the warps with the same keys
+  int out_tile;  // the first row tile of O
+  int column;    // the first one of O
+
+  CUTE_DEVICE explicit WarpPart(int warp)
+      : row_tile(warp % Tile::kRowTiles),
+        group(warp / Tile::kRowTiles),
+        half(group % 2),
+        pair(group / 2),
+        out_tile(warp / Tile::kOutParts * Tile::kOutRowTiles),
+        column(warp % Tile::kOutParts * Tile::kColumns) {}
+
+  CUTE_DEVICE int barrier() const { return Tile::kPairBarrier + pair * Tile::kRowTiles + row_tile; }
+};
+
 // A warp's 16 rows of S and its share of the keys. Element: of P.
 template <class Element, class Tile>
 struct WarpScores {
@@ -96,7 +117,7 @@ struct WarpScores {
   // All warps that compute scores.
   CUTE_DEVICE static void sync() {
     if constexpr (Tile::kSplitsRoles) {
-      named_barrier_wait(1 + Tile::kRoleWarps / 2, 32 * Tile::kRoleWarps);
+      named_barrier_wait(Tile::kScoresBarrier, 32 * Tile::kRoleWarps);
     } else {
       __syncthreads();
     }

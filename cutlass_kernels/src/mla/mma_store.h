@@ -31,8 +31,8 @@ struct PlaceOfRow {
   }
 };
 
-// By all threads, after a barrier behind what wrote the rows' maxima and sums: the maximum of row r at kRowFactor, the
-// sums of its groups at kRowSum.
+// By the warps that compute O, after a barrier behind WarpScores::finish(), which left the maximum of row r at
+// kRowFactor, and the sums of its groups at kRowSum.
 template <class Element, class Tile>
 struct TileStore {
   static constexpr int kPitch = Tile::kColumns * 2 + 16;  // bytes: lanes of 8 rows write 32 banks
@@ -71,7 +71,7 @@ struct TileStore {
 
   // By all threads, after the rows have been written.
   CUTE_DEVICE void combine_if_last() const {
-    constexpr int kSplitsAhead = Tile::kSplitsRoles ? 4 : 8;  // what registers there are
+    constexpr int kSplitsAhead = Tile::kSplitsRoles ? 4 : 8;  // 16 registers each, of 128 or 255
     const LaunchParams& p = params.attention;
     const WorkItem& work = tile.item;
     if (work.num_splits <= 1 || p.plan.combine_counters == nullptr) return;
@@ -101,8 +101,8 @@ struct TileStore {
   }
 
  private:
-  // Of a row, a lane has kRuns runs of columns that follow one another. With 8-bit keys, two tiles have every other column
-  // of 16.
+  // Of a row, a lane has kRuns runs of columns that follow one another. With 8-bit keys, two tiles have every other
+  // column of 16.
   static constexpr bool kAlternates = Tile::kKeyBytes == 1;
   static constexpr int kRuns = kAlternates ? Tile::kTilesD / 2 : Tile::kTilesD;
   using Run = std::conditional_t<kAlternates, float4, float2>;
