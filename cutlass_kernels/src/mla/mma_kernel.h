@@ -32,7 +32,6 @@
 
 #include <cstdint>
 
-#include "common/dependent_launch.h"
 #include "common/softmax.h"
 #include "mla/mma_load.h"
 #include "mla/mma_products.h"
@@ -50,16 +49,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
 
-  // The previous kernel may write the counters. Then the next kernel may start: all that it reads before this kernel
-  // ends was written before this kernel began.
-  await_previous_kernel();
-  allow_next_kernel();
   TileWork tile;
-  if (!find_tile<Tile>(params, tile)) return;
-  // What only masks and the end of the tile ask for lies in shared memory: Q and O leave no registers for it.
-  static_assert(sizeof(TileWork) <= Tile::kBytes - Tile::kWork);
-  TileWork& kept = *reinterpret_cast<TileWork*>(shared_memory + Tile::kWork);
-  if (threadIdx.x == 0) kept = tile;
+  // For what only masks and the end of the tile ask for: Q and O leave no registers for it.
+  TileWork& kept = kept_tile<Tile>(shared_memory);
+  if (!begin_tile<Tile>(params, tile, kept)) return;
 
   // ---- The first loads. ----
   const int blocks = tile.block_end - tile.block_begin;

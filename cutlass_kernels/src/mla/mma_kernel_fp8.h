@@ -24,7 +24,6 @@
 
 #include <cstdint>
 
-#include "common/dependent_launch.h"
 #include "common/softmax.h"
 #include "mla/mma_load.h"
 #include "mla/mma_products.h"
@@ -186,14 +185,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
 
-  // As in mma_kernel.h.
-  await_previous_kernel();
-  allow_next_kernel();
   TileWork found;
-  if (!find_tile<Tile>(params, found)) return;
-  static_assert(sizeof(TileWork) <= Tile::kBytes - Tile::kWork);
-  TileWork& tile = *reinterpret_cast<TileWork*>(shared_memory + Tile::kWork);
-  if (threadIdx.x == 0) tile = found;
+  TileWork& tile = kept_tile<Tile>(shared_memory);
+  if (!begin_tile<Tile>(params, found, tile)) return;
   __syncthreads();
 
   const int role_warp = warp % Tile::kRoleWarps;

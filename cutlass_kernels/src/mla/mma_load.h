@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "common/dependent_launch.h"
 #include "common/find_work.h"
 #include "common/ptx/cp_async.h"
 #include "fa2/params.h"
@@ -36,6 +37,25 @@ CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
           : find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
   if (found) tile.begin<Tile, true>(params, position);
   return found;
+}
+
+// The thread block's TileWork in shared memory.
+template <class Tile>
+CUTE_DEVICE TileWork& kept_tile(char* shared_memory) {
+  static_assert(sizeof(TileWork) <= Tile::kBytes - Tile::kWork);
+  return *reinterpret_cast<TileWork*>(shared_memory + Tile::kWork);
+}
+
+// By all threads: find_tile(), and a copy in `kept`, which all may read behind the next barrier. The previous kernel
+// may write the counters. Then the next kernel may start: all that it reads before this kernel ends was written before
+// this kernel began.
+template <class Tile>
+CUTE_DEVICE bool begin_tile(const KernelParams& params, TileWork& tile, TileWork& kept) {
+  await_previous_kernel();
+  allow_next_kernel();
+  if (!find_tile<Tile>(params, tile)) return false;
+  if (threadIdx.x == 0) kept = tile;
+  return true;
 }
 
 // The row, counted in its four, and the 16 bytes of each 128 that are a lane's; where the swizzle puts them.
