@@ -75,8 +75,8 @@ def _heads(library: Any, case: BlockSparse, x: Inputs) -> Timed:
     return Timed(functools.partial(wrapper.run, *tensors), output=lambda out: out.transpose(0, 1))
 
 
-def _dense(library: Any, case: BlockSparse, x: Inputs) -> Timed:
-    return Timed(functools.partial(library.single_prefill_with_kv_cache, x.q, x.k, x.v))
+def _dense(library: Any, case: BlockSparse, x: Inputs, backend: str = "auto") -> Timed:
+    return Timed(functools.partial(library.single_prefill_with_kv_cache, x.q, x.k, x.v, backend=backend))
 
 
 def _only_full(case: BlockSparse, device: torch.device) -> str | None:
@@ -88,12 +88,13 @@ def ours(library: Any) -> list[Backend]:
         refused = functools.partial(api.refused, library, "auto") if refuses is None else refuses
         return Backend(name, True, ALL, needs_cuda, functools.partial(make, library), refused)
 
-    of_fa2 = functools.partial(_blocks, backend="fa2")
+    refused_by_fa2 = functools.partial(api.refused, library, "fa2")
     return [
         column("blocks", _blocks),
-        column("blocks_fa2", of_fa2, functools.partial(api.refused, library, "fa2")),
+        column("blocks_fa2", functools.partial(_blocks, backend="fa2"), refused_by_fa2),
         column("heads", _heads),
         column("dense", _dense, _only_full),
+        column("dense_fa2", functools.partial(_dense, backend="fa2"), _only_full),
     ]
 
 

@@ -42,7 +42,8 @@ def latent_batch(qo_lens: list[int], kv_lens: list[int], heads: int, device: str
 
 def check(batch: Batch, backend: str, form: str, mask: Mask, page_size: int = 64, **more: Any) -> torch.Tensor:
     """A call gives what it must, into an output that was NaN; returns it."""
-    options = Options(soft_cap=more.pop("soft_cap", None), sinks=more.pop("sinks", None))
+    descales = more.pop("descales", {})
+    options = Options(soft_cap=more.pop("soft_cap", None), sinks=more.pop("sinks", None), descales=descales)
     q, whose_rows = queries(batch, more.pop("dense", False))
     k, _, whose_keys = keys(batch, form, more.pop("layout", "NHD"), page_size, False)
     out = poison_(torch.empty(*q.shape[:-1], 512, dtype=q.dtype, device=q.device))
@@ -68,10 +69,11 @@ def test_every_form_of_keys(place, form, mask, heads):
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
 def test_rising_maxima(place, heads, num_splits):
-    """The maximum of a row rises in most KV blocks, as they come from last to first."""
+    """The maximum of a row rises in most KV blocks, as they come from last to first. It rises by the columns of the
+    position: V is as small as elsewhere."""
     batch = latent_batch([1, 2], [1500, 700], heads, place[0])
-    rising = torch.cat([torch.linspace(8.0, 0.1, n) for n in batch.kv_lens]).to(batch.k.device)[:, None, None]
-    k = (batch.k * rising).to(batch.k.dtype)
+    rising = torch.cat([torch.linspace(24.0, 0.1, n) for n in batch.kv_lens]).to(batch.k.device)[:, None, None]
+    k = torch.cat([batch.k[..., :512], (batch.k[..., 512:] * rising).to(batch.k.dtype)], -1)
     batch = dataclasses.replace(batch, k=k, v=k[..., :512])
     check(batch, place[1], "table", Mask(causal=True), num_splits=num_splits)
 
@@ -107,6 +109,10 @@ def test_random(place, seed):
         more["sinks"] = torch.randn(heads, generator=batch.generator).to(place[0])
     if rng.random() < 0.3:
         more["sm_scale"] = 576**-0.5
+    if rng.random() < 0.3 and place[1] != "fa3":  # which reads no scales in tensors
+        scales = [torch.rand(count, 1, generator=batch.generator) + 0.5 for _ in range(3)]
+        names = ("q_descale", "k_descale", "v_descale")
+        more["descales"] = {name: x.to(place[0]) for name, x in zip(names, scales)}
     form = rng.choice([form for form in FORMS if form != "dense"])
     check(batch, place[1], form, rng.choice(MASKS), rng.choice([1, 5, 8, 16, 24, 32, 64, 256]), **more)
 
