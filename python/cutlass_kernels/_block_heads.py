@@ -63,12 +63,12 @@ class PatternOfHeads:
         self.heads, self.row_blocks, self.heads_first = heads, row_blocks, heads_first
         self.group = shape.num_qo_heads // heads
         pages = blocks.num_keys // blocks.page
-        if shape.num_qo_heads * max(blocks.num_rows, row_blocks * pages, blocks.num_keys) > _vectors.INT32_MAX:
+        room = heads * row_blocks * pages if blocks.selected is None else blocks.selected // blocks.page
+        if max(shape.num_qo_heads * blocks.num_rows, room, shape.num_kv_heads * blocks.num_keys) > _vectors.INT32_MAX:
             raise ValueError(
                 f"{shape.num_qo_heads} heads with {row_blocks} blocks of rows and {pages} pages of {blocks.page} keys "
                 "make lists of more pages than int32 counts: use larger blocks, or fewer heads per call."
             )
-        room = heads * row_blocks * pages if blocks.selected is None else blocks.selected // blocks.page
         self.kv_indptr, self.kv_indices = _block_lists.of_heads(
             selected,
             (blocks.columns // blocks.page).to(device, non_blocking=True),

@@ -160,8 +160,8 @@ class BlockSparseAttentionWrapper:
             non_blocking: accepted; copies to the device never wait for it.
             block_mask: bool ``[num_kv_heads or num_qo_heads, MB, NB]``, a pattern per head in place of ``indptr`` and
                 ``indices``, which are then ignored; without masks inside blocks and position encodings. Such runs copy
-                q and the output, unless heads come before tokens in their memory. The wrapper for blocks of many sizes
-                needs no copies.
+                q and the output, unless heads come before tokens in their memory, and k and v that are not contiguous.
+                The wrapper for blocks of many sizes needs no copies.
 
         Raises:
             ValueError: sizes, dtypes, offsets or masks that do not fit; block numbers on the CPU that are out of range;

@@ -100,8 +100,8 @@ def flash_mla_with_kvcache(
             token, for sparse attention, is refused.
         indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length: of sparse attention, refused.
         attn_sink: refused; ``attention(sinks=)`` takes it.
-        descale_q, descale_k: dequantisation factors of fp8 queries and of the cache: numbers, or float32 tensors of one
-            element.
+        descale_q, descale_k: dequantisation factors of fp8 queries and of an fp8 cache: numbers, or float32 tensors of
+            one element. Not used with 16 bits, for which engines pass them, too.
         out: ``[batch, rows, num_heads, head_dim_v]``, where to write the output.
 
     Returns:
@@ -148,6 +148,10 @@ def flash_mla_with_kvcache(
             f"head_dim_v={head_dim_v}, but k_cache has {k_cache.size(-1)} columns: values are its first ones, 512 in "
             "DeepSeek's models."
         )
+    if q.dtype not in FP8_DTYPES:
+        descale_q = None
+    if k_cache.dtype not in FP8_DTYPES:
+        descale_k = None
     result, lse = attention(
         q,
         k_cache,

@@ -27,7 +27,7 @@ class MLAPlanMetadata:
         cum_seq_lens_q: int32 ``[batch + 1]``, first query row of each request.
         block_tables: int32 ``[batch, M]``, the pages of each request. Entries behind its last page are not read.
         seq_lens: int32 ``[batch]``, keys of each request.
-        max_q_len: bound of the query lengths.
+        max_q_len: bound of the query lengths, with either form.
 
     Example:
         >>> tables, lens = torch.tensor([[4, 0], [7, 0]], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
@@ -126,7 +126,7 @@ def lengths(metadata: Any, flat: MLAPlanMetadata, page_size: int) -> Lengths:
         for name in (name for name in _FIELDS if getattr(flat, name) is not None):
             raise ValueError(f"metadata and {name} are given: pass one of them.")
         given = metadata
-    csr, dense = (_names_of(given, names) for names in (_CSR, (*_DENSE, "max_q_len")))
+    csr, dense = (_names_of(given, names) for names in (_CSR, _DENSE))
     if csr and dense and metadata is None:
         raise ValueError(f"{csr[0]} and {dense[0]} are given: pass indptrs or block tables, not both.")
     if not csr and not dense:
@@ -221,9 +221,9 @@ class Contract:
     use_sinks: bool
 
     def check_run(
-        self, out: Any, wants_lse: bool, base_e: bool, kv_scales: bool, bmm_scales: bool, sinks: bool
+        self, out: Any, wants_lse: bool, base_e: bool, kv: tuple[Any, Any], bmm: tuple[Any, Any], sinks: bool
     ) -> None:
-        """ValueError where a run passes other things than ``plan()`` was told."""
+        """ValueError where a run passes other things than ``plan()`` was told. ``kv``, ``bmm``: scales."""
         if self.output_dtype is not None and isinstance(out, torch.Tensor) and out.dtype != self.output_dtype:
             raise ValueError(f"out has dtype {out.dtype}, but output_dtype={self.output_dtype} is planned.")
         if wants_lse and self.lse_mode != "none" and base_e != (self.lse_mode == "basee"):
@@ -231,11 +231,11 @@ class Contract:
                 f"return_lse_base_on_e={base_e}, but lse_mode={self.lse_mode!r} is planned: pass "
                 f"return_lse_base_on_e={not base_e}, or plan again."
             )
-        if kv_scales and bmm_scales:
+        if any(x is not None for x in kv) and any(x is not None for x in bmm):
             raise ValueError("ckv_scale or kpe_scale and bmm1_scale or bmm2_scale are given: pass one kind.")
-        if self.scale_mode.startswith("bmm") and not bmm_scales:
+        if self.scale_mode.startswith("bmm") and any(x is None for x in bmm):
             raise ValueError(f"scale_mode={self.scale_mode!r} is planned: pass bmm1_scale and bmm2_scale to run().")
-        if self.scale_mode == "kv-per-tensor" and not kv_scales:
+        if self.scale_mode == "kv-per-tensor" and any(x is None for x in kv):
             raise ValueError("scale_mode='kv-per-tensor' is planned: pass ckv_scale and kpe_scale to run().")
         if self.use_sinks and not sinks:
             raise ValueError("use_sinks=True is planned: pass sinks to run().")

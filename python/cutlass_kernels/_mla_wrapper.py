@@ -310,8 +310,8 @@ class BatchMLAPagedAttentionWrapper:
             return_lse_base_on_e: whether it is the natural logarithm; the default is base 2.
             query: ``[rows, num_heads, 576]``, or ``(q_nope, q_pe)``, in place of the two.
             kv_cache: ``[pages, page_size, 576]``, or ``(ckv_cache, kpe_cache)``, in place of the two.
-            ckv_scale, kpe_scale: dequantisation factors of an fp8 cache, positive numbers. Where they differ, a small
-                kernel first multiplies ``q_pe`` by their quotient.
+            ckv_scale, kpe_scale: dequantisation factors of an fp8 cache, positive numbers. Where they differ, ``q_pe``
+                or ``q_nope`` is first multiplied by their quotient, and rounded: best is one factor.
             sinks: float32 ``[num_heads]``: ``exp(sinks[h])`` joins the softmax denominator and the LSE of head h.
             bmm1_scale: factor of ``q k^T``, in place of the planned ``sm_scale``: the softmax scale times the scales of
                 fp8 queries and keys. A number, or a float32 tensor of one element, which the kernel reads.
@@ -349,10 +349,13 @@ class BatchMLAPagedAttentionWrapper:
         self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
         place = None if lse is None else _args.lse_output(lse, q_nope.shape[:2], q_nope.device)
         wants_lse = return_lse or lse is not None
-        scaled = (ckv_scale is not None or kpe_scale is not None, bmm1_scale is not None or bmm2_scale is not None)
-        contract.check_run(out, wants_lse, bool(return_lse_base_on_e), *scaled, sinks is not None)
-        factor, q_pe = self._scales(ckv_scale, kpe_scale, q_pe)
-        sm_scale, q_descale, v_descale = self._sm_scale, None, factor if bmm2_scale is None else bmm2_scale
+        for what, value in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ValueError(f"{what} has shape {tuple(value.shape)}: pass a number, or a tensor of one element.")
+        kv, bmm = (ckv_scale, kpe_scale), (bmm1_scale, bmm2_scale)
+        contract.check_run(out, wants_lse, bool(return_lse_base_on_e), kv, bmm, sinks is not None)
+        k_descale, values, q_nope, q_pe = self._scaled(ckv_scale, kpe_scale, q_nope, q_pe)
+        sm_scale, q_descale, v_descale = self._sm_scale, None, values if bmm2_scale is None else bmm2_scale
         if isinstance(bmm1_scale, torch.Tensor):
             sm_scale, q_descale = 1.0, bmm1_scale
         elif bmm1_scale is not None:
@@ -374,7 +377,7 @@ class BatchMLAPagedAttentionWrapper:
             sm_scale=sm_scale,
             sinks=sinks,
             q_descale=q_descale,
-            k_descale=factor,
+            k_descale=k_descale,
             v_descale=v_descale,
             o_dtype=contract.output_dtype,
             out=out,
@@ -411,6 +414,8 @@ class BatchMLAPagedAttentionWrapper:
         )
         for name, x, (first, second), dim, dtype in expected:
             if name in ("q_pe", "kpe_cache") and not dim:
+                if x is not None and (not isinstance(x, torch.Tensor) or x.size(-1)):
+                    raise ValueError(f"{name} is given, but head_dim_kpe=0 is planned: plan 64, or leave it out.")
                 continue
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
@@ -426,29 +431,33 @@ class BatchMLAPagedAttentionWrapper:
             )
         _vectors.enough_pages("kv_indices", self._page_bound, ckv_cache)
 
-    def _scales(
-        self, ckv_scale: float | None, kpe_scale: float | None, q_pe: torch.Tensor
-    ) -> tuple[float | None, torch.Tensor]:
-        """The factor of the cache, and ``q_pe`` times the quotient of the two."""
+    def _scaled(
+        self, ckv_scale: Any, kpe_scale: Any, q_nope: torch.Tensor, q_pe: torch.Tensor
+    ) -> tuple[float | None, float | None, torch.Tensor, torch.Tensor]:
+        """The factors of keys and of values, and queries that make the first one common to both parts of a key."""
         assert self._contract is not None
         if ckv_scale is None and kpe_scale is None:
-            return None, q_pe
+            return None, None, q_nope, q_pe
         dtype = self._contract.kv_dtype
         if dtype not in FP8_DTYPES:
             raise ValueError(f"ckv_scale and kpe_scale are for fp8 caches, but {dtype} is planned.")
         factors = []
         for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}: pass a number.")
             factors.append(1.0 if value is None else float(value))
             if not (math.isfinite(factors[-1]) and factors[-1] > 0):
                 raise ValueError(f"{name}={value} must be finite and positive.")
-        if factors[0] != factors[1] and self._dims[1]:
-            if q_pe.dtype in FP8_DTYPES:
-                raise ValueError(
-                    f"ckv_scale={ckv_scale} and kpe_scale={kpe_scale} differ, which fp8 queries do not allow for: use "
-                    "one scale, or 16-bit queries."
-                )
-            q_pe = q_pe * (factors[1] / factors[0])
-        return factors[0], q_pe
+        ckv, kpe = factors
+        if ckv == kpe or not self._dims[1]:
+            return ckv, ckv, q_nope, q_pe
+        if q_pe.dtype in FP8_DTYPES:
+            raise ValueError(
+                f"ckv_scale={ckv_scale} and kpe_scale={kpe_scale} differ, which fp8 queries do not allow for: use "
+                "one scale, or 16-bit queries."
+            )
+        # The smaller factor goes to the queries: a quotient above 1 could make them overflow.
+        return (ckv, ckv, q_nope, q_pe * (kpe / ckv)) if kpe < ckv else (kpe, ckv, q_nope * (ckv / kpe), q_pe)
 
 
 class _Planner:
@@ -475,4 +484,6 @@ class _Planner:
         batch = qo_indptr.numel() - 1
         kv_lens = _vectors.index_vector("kv_lens", kv_lens, batch)
         kv_indptr = _vectors.indptr("kv_indptr", kv_indptr, batch)
+        if kv_lens.device.type == kv_indptr.device.type == "cpu":
+            _vectors.enough_room("kv_lens", kv_lens, kv_indptr.diff(), wrapper._page_size)
         wrapper._keep(_mla_plan.Lengths(qo_indptr, kv_indptr, kv_lens, None))

@@ -270,9 +270,13 @@ class _KeyReader:
 
 
 def gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    if cache.dtype in FP8_DTYPES:  # indexing copies bytes: it need not know the type
-        return cache.view(torch.uint8)[pages].view(cache.dtype)
-    return cache[pages]
+    """The pages with these numbers; zeros for those that are none of the cache's."""
+    if not cache.size(0):
+        return cache.new_zeros((pages.numel(), *cache.shape[1:]))
+    outside = ((pages < 0) | (pages >= cache.size(0))).view(-1, *[1] * (cache.dim() - 1))
+    elements = cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache  # copying needs no arithmetic
+    found = elements[pages.clamp(0, cache.size(0) - 1)].masked_fill_(outside, 0)
+    return found.view(cache.dtype)
 
 
 class _Rope:

@@ -9,7 +9,7 @@ import torch
 from . import _args, _attention, _draft_masks, _spellings
 from ._options import Result
 from ._plan_free import NATURAL, RETURNED
-from ._problem import FP8_DTYPES, HALF_DTYPES
+from ._problem import FLOAT_DTYPES, FP8_DTYPES, HALF_DTYPES
 
 Scale = float | torch.Tensor
 Sinks = torch.Tensor | list[torch.Tensor] | None
@@ -206,6 +206,8 @@ def wanted_dtype(query: torch.Tensor, out: Any, out_dtype: Any, o_scale: float |
         if wanted is not None and wanted != out.dtype:
             raise ValueError(f"out has dtype {out.dtype}, but out_dtype={wanted}: leave one of them out.")
         wanted = out.dtype
+        if wanted not in FLOAT_DTYPES and wanted not in FP8_DTYPES:
+            raise ValueError(f"out has dtype {wanted}: use float16, bfloat16, float32 or an fp8 type.")
     result = query.dtype if wanted is None else wanted
     if o_scale not in (None, 1) and result not in FP8_DTYPES:
         raise ValueError(

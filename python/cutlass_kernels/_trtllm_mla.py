@@ -68,7 +68,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables: int32 ``[batch, M]``, the pages of each request.
         seq_lens: int32 ``[batch]``, keys of each request, those of its query rows included.
         max_seq_len: bound of ``seq_lens``; in CUDA graphs, of those of every replay.
-        out: ``query.shape[:-1] + [kv_lora_rank]``, where to write the output.
+        out: ``query.shape[:-1] + [kv_lora_rank]``, where to write the output: of any floating-point type, 16 bits being
+            what kernels write.
         bmm1_scale: factor of ``q k^T``: the softmax scale times the scales of fp8 queries and keys. A number, or a
             float32 tensor of one element, which the kernel reads.
         bmm2_scale: factor of the output. As ``bmm1_scale``.
@@ -137,9 +138,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
                 f"{qk_rope_head_dim} make {rank + rope} columns: pass 512 and 64 for DeepSeek's models."
             )
     shape = (*query.shape[:-1], rank)
-    wanted = torch.bfloat16 if query.dtype in FP8_DTYPES else query.dtype
+    wanted = torch.bfloat16
+    if out is not None or query.dtype not in FP8_DTYPES:
+        wanted = _trtllm_call.wanted_dtype(query, out, None, None)
     if out is not None:
-        wanted = out.dtype if isinstance(out, torch.Tensor) else wanted
         _args.output(out, shape, wanted, query.device)
     place, lse_place = out, lse  # None: no view joins requests and rows
     if cum_seq_lens_q is None:

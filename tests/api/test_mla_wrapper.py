@@ -111,7 +111,7 @@ def test_plans_keep_what_lengths_were():
 
 
 @DEVICES
-@pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 0.25)])
+@pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 0.25), (0.25, 0.5)])
 @pytest.mark.parametrize("heads", [4, 64])
 def test_fp8_caches(device, scales, heads):
     problem = make([1, 3], [50, 9], heads, 16, device)

@@ -11,6 +11,7 @@ from guards import poison_
 from sparse_problems import expect, tensors
 
 import cutlass_kernels as ck
+from cutlass_kernels import _vectors
 
 
 def partition(total: int, blocks: int, heads: int, unit: int, generator: torch.Generator) -> torch.Tensor:
@@ -211,3 +212,16 @@ def test_wrong_calls(target):
         wrapper.run(q, k, v.bfloat16())
     with pytest.raises(ValueError, match="out has shape"):
         wrapper.run(q, k, v, out=q[:, 1:])
+
+
+def test_the_limit_of_lists_counts_the_heads_that_have_one(monkeypatch):
+    monkeypatch.setattr(_vectors, "INT32_MAX", 1000)
+
+    def plan(num_kv_heads: int) -> None:
+        wrapper = ck.VariableBlockSparseAttentionWrapper(torch.empty(1024, dtype=torch.uint8))
+        rows, columns = (torch.full((num_kv_heads, 16), n, dtype=torch.int32) for n in (1, 16))
+        wrapper.plan(torch.ones(num_kv_heads, 16, 16, dtype=torch.bool), rows, columns, 8, num_kv_heads, 64)
+
+    plan(1)  # 256 entries, which 8 query heads share
+    with pytest.raises(ValueError, match="more pages than int32 counts"):
+        plan(4)

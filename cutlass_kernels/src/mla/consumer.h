@@ -152,15 +152,6 @@ struct Consumer {
     CUTE_UNROLL
     for (int i = 0; i < kLatentDim / 4; ++i) o[i] *= factor[i / 2 % 2];
   }
-  CUTE_DEVICE static void rescale(std::uint32_t (&p)[kN / 4], const float (&factor)[2]) {
-    CUTE_UNROLL
-    for (int i = 0; i < kN / 4; ++i) {
-      typename Element::Pair pair;
-      memcpy(&pair, &p[i], sizeof pair);
-      const float2 x = Element::decode(pair);
-      p[i] = Element::pack(x.x * factor[i % 2], x.y * factor[i % 2]);
-    }
-  }
 
   // S of an own block becomes P, here and in the panel of the positions. The m that it begins with is that of the block
   // before.

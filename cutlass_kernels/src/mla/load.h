@@ -68,6 +68,10 @@ struct NoPages {
 };
 
 // The K warp of the blocks of `owner`, by all its lanes, of which lane p loads panel p.
+//
+// Behind a tile with an odd number of blocks the warps exchange stages. They wait for a stage in turn all the same, and
+// none is two phases ahead of a barrier's: consumers give back the groups of panels in the order of blocks, and the next
+// tile is there only after warp 0 has waited for all groups of its last block (job_wanted).
 template <class Tile, bool kPaged>
 CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared, int owner) {
   constexpr int kRows = Tile::kBlockN;

@@ -49,7 +49,7 @@ struct Shared {
   // job_empty   those                                            scheduler warp
   // q_full      Q warp, with the bytes of TMA                    both warpgroups
   // q_empty     all 8 consumer warps                             Q warp
-  // k_full      K warp of the stage, with the bytes of TMA, or   the warpgroup that computes S of the block
+  // k_full      K warp of the block, with the bytes of TMA, or   the warpgroup that computes S of the block
   //             every lane that has gathered rows
   // k_empty     the 4 warps of the warpgroup whose half of V the K warp
   //             panels are; of the rope panel, those that read P
