@@ -130,9 +130,18 @@ def flash_mla_with_kvcache(
     )
     _spellings.unsupported(_NAME, _SPARSE, **sparse)
     _spellings.unsupported(_NAME, "call attention(sinks=), whose LSE includes the sink.", attn_sink=attn_sink)
-    for name, x, dims in (("q", q, 4), ("k_cache", k_cache, 4), ("block_table", block_table, 2)):
+    for name, x, dims in (("q", q, 4), ("k_cache", k_cache, 4)):
         _args.tensor(name, x, dims)
-    _args.tensor("cache_seqlens", cache_seqlens, 1)
+    for name, given, form in (
+        ("block_table", block_table, ", pages of a request"),
+        ("cache_seqlens", cache_seqlens, ""),
+    ):
+        x = _args.tensor(name, given, 2 if form else 1)
+        if x.dtype != torch.int32 or x.size(0) != q.size(0):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: it must be an int32 tensor "
+                f"[{q.size(0)}{form}], as q has {q.size(0)} requests."
+            )
     if k_cache.dtype == torch.uint8 and is_fp8_kvcache and k_cache.size(-1) == q.size(-1):
         k_cache = k_cache.view(torch.float8_e4m3fn)
     elif k_cache.dtype == torch.uint8:

@@ -34,6 +34,15 @@ def test_flash_mla_takes_no_notice_of_scales_of_16_bit_tensors():
     assert_bitwise(flash(fp8, descale_q=3.0), flash(fp8))
 
 
+def test_flash_mla_names_its_own_arguments():
+    problem = make([1, 1], [30, 9], 4, 16)
+    for name, tensors in (("cache_seqlens", "lens"), ("block_table", "table")):
+        given = getattr(problem, tensors)
+        for wrong in (given[:1], given.long()):
+            with pytest.raises(ValueError, match=rf"{name} has shape .*: it must be an int32 tensor \[2"):
+                flash(dataclasses.replace(problem, **{tensors: wrong}))
+
+
 @pytest.mark.parametrize("page", [-1, 1000])
 def test_keys_of_pages_that_the_cache_does_not_have_are_zeros(page):
     problem = make([1, 1], [40, 9], 4, 16)
