@@ -1,6 +1,9 @@
-"""Lengths of requests: what masks show of them, and how tables write them."""
+"""Lengths of requests: what masks show of them, how they vary, and how tables write them."""
 
 from __future__ import annotations
+
+import math
+import random
 
 
 def ramp(first: int, last: int) -> int:
@@ -18,6 +21,14 @@ def visible_pairs(qo_len: int, kv_len: int, causal: bool, window_left: int = -1)
     if window_left >= 0:
         pairs -= ramp(first - window_left, last - window_left)
     return pairs
+
+
+def varied(kind: str, count: int, mean: int, seed: int = 0) -> tuple[int, ...]:
+    """Random lengths with this mean: ``"uniform"`` from 1 on, or ``"log-normal"`` with a sigma of 1."""
+    rng = random.Random(seed)
+    if kind == "uniform":
+        return tuple(rng.randint(1, 2 * mean - 1) for _ in range(count))
+    return tuple(max(1, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for _ in range(count))
 
 
 def tokens(length: int) -> str:

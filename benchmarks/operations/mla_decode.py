@@ -12,7 +12,7 @@ import api
 import torch
 from backend import ALL, FP8, Backend, Operation, Workload, module, needs_module
 from inputs import Inputs, make_inputs, make_latent_pages
-from lengths import tokens
+from lengths import tokens, varied
 from problem import OfProblem, Problem
 from timing import Timed
 
@@ -160,21 +160,42 @@ def mla_decode(dtype: str) -> list[MlaDecode]:
         (16, 1, ((1, 4096), (1, 16384), (64, 4096), (64, 16384))),
     ):
         for batch, keys in batches:
-            problem = Problem(
-                f"{heads} heads, {count} token{'s' if count > 1 else ''}",
-                f"{batch} x {tokens(keys)}",
-                (count,) * batch,
-                (keys,) * batch,
-                heads,
-                1,
-                CKV + KPE,
-                CKV,
-                causal=count > 1,
-                dtype="bfloat16" if dtype.startswith("float8") else dtype,
-                page_size=64,
-            )
-            cases.append(MlaDecode(problem, dtype))
+            cases.append(_case(heads, count, f"{batch} x {tokens(keys)}", (keys,) * batch, dtype))
     return cases
+
+
+def mla_decode_varied(dtype: str) -> list[MlaDecode]:
+    """The same over caches of random lengths, uniform and log-normal ones."""
+    return [
+        _case(heads, count, f"{batch} x {tokens(keys)} {kind}", varied(kind, batch, keys), dtype)
+        for heads, count, batch, keys in (
+            (128, 1, 128, 4096),
+            (128, 1, 64, 4096),
+            (128, 1, 256, 1024),
+            (128, 2, 128, 4096),
+            (16, 1, 64, 4096),
+            (16, 1, 256, 1024),
+        )
+        for kind in ("uniform", "log-normal")
+    ]
+
+
+def _case(heads: int, count: int, label: str, kv_lens: tuple[int, ...], dtype: str) -> MlaDecode:
+    """``count`` tokens of each request over caches of these lengths."""
+    problem = Problem(
+        f"{heads} heads, {count} token{'s' if count > 1 else ''}",
+        label,
+        (count,) * len(kv_lens),
+        tuple(max(keys, count) for keys in kv_lens),
+        heads,
+        1,
+        CKV + KPE,
+        CKV,
+        causal=count > 1,
+        dtype="bfloat16" if dtype.startswith("float8") else dtype,
+        page_size=64,
+    )
+    return MlaDecode(problem, dtype)
 
 
 _SERVED = ALL - {"window", "soft_cap", "sinks"}
@@ -200,7 +221,12 @@ OPERATION = Operation(
             "128 requests of 128 and 64 heads over 4k to 16k keys; 1 and 64 of 16 heads",
             mla_decode,
             ("us", "TFLOP/s", "TB/s"),
-        )
+        ),
+        "mla-decode-varied": Workload(
+            "the same over caches of random lengths, uniform and log-normal ones",
+            mla_decode_varied,
+            ("us", "TFLOP/s", "TB/s"),
+        ),
     },
     "mla-decode",
     ("fa3", "fa2", "auto", "flash_mla", "flashinfer_fa2", "flashinfer_fa3"),

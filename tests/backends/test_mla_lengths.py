@@ -1,0 +1,80 @@
+"""Latent attention (MLA) of batches whose lengths differ much: fa3 evens them out (common/ordered_splits.h)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from compare import assert_close
+from guards import poison_
+from plan_free_problems import Mask, Options, expect, keys, queries
+from test_mla import check, latent_batch
+
+import cutlass_kernels as ck
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+
+def lengths(kind: str, count: int, mean: int) -> list[int]:
+    rng = random.Random(count)
+    if kind == "one long":
+        return [1] * (count // 2) + [mean * 40] + [rng.randint(0, mean) for _ in range(count - count // 2 - 1)]
+    if kind == "rising":
+        return [1 + 2 * mean * i // count for i in range(count)]
+    return [rng.choice([0, 1, rng.randint(0, mean), rng.randint(0, 4 * mean)]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["random", "rising", "one long"])
+@pytest.mark.parametrize(
+    ("count", "heads", "rows", "mean"),
+    [
+        (160, 128, 1, 300),  # tiles of two packs of heads
+        (100, 128, 2, 200),  # and of two tokens
+        (290, 16, 1, 400),
+        (140, 16, 5, 100),
+        (33, 96, 8, 300),
+        (700, 16, 1, 50),
+        (1000, 8, 1, 20),  # more splits than are sorted
+        (1100, 8, 1, 20),  # more requests than are evened out
+    ],
+)
+@pytest.mark.parametrize("page_size", [16, 5])
+def test_every_request_is_computed_once(count, heads, rows, mean, kind, page_size):
+    kv_lens = lengths(kind, count, mean)
+    batch = latent_batch([rows] * count, kv_lens, heads, "cuda:0")
+    check(batch, "fa3", "table", Mask(causal=True), page_size, dense=True)
+
+
+@pytest.mark.parametrize("num_splits", [0, 4])
+def test_queries_of_different_lengths(num_splits):
+    rng = random.Random(3)
+    qo_lens = [rng.choice([0, 1, 2, 9]) for _ in range(180)]
+    batch = latent_batch(qo_lens, [n + rng.choice([0, 3, 1000]) for n in qo_lens], 64, "cuda:0")
+    check(batch, "fa3", "indices", Mask(causal=True), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_call_follows_lengths_that_begin_to_differ(heads):
+    count, most = 170, 2048
+    batch = latent_batch([1] * count, [most] * count, heads, "cuda:0")
+    k, _, given = keys(batch, "table", "NHD", 64, False)
+    q, whose = queries(batch, True)
+    out = torch.empty(*q.shape[:-1], 512, dtype=q.dtype, device=q.device)
+    lens = given.pop("seqused_k").clone()
+    call = dict(**whose, **given, seqused_k=lens, causal=True, out=out, max_seqlen_k=most, backend="fa3")
+    ck.attention(q, k, k[..., :512], **call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ck.attention(q, k, k[..., :512], **call)
+    for kind in ("random", "one long", "rising"):
+        other = [min(n, most) for n in lengths(kind, count, 500)]
+        lens.copy_(torch.tensor(other))
+        poison_(out)
+        graph.replay()
+        shorter = latent_batch(batch.qo_lens, other, heads, "cuda:0")
+        shorter.q = batch.q
+        shorter.k = torch.cat([x[:n] for x, n in zip(batch.k.split(batch.kv_lens), other)])
+        shorter.v = shorter.k[..., :512]
+        want, _, base = expect(shorter, Mask(causal=True), Options())
+        assert_close(out.flatten(0, 1), want, base)
