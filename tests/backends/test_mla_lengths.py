@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of batches whose lengths differ much: fa3 evens them out (common/ordered_splits.h)."""
+"""Latent attention (MLA) of batches whose lengths differ much."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def lengths(kind: str, count: int, mean: int) -> list[int]:
         (140, 16, 5, 100),
         (33, 96, 8, 300),
         (700, 16, 1, 50),
-        (1000, 8, 1, 20),  # more splits than are sorted
-        (1100, 8, 1, 20),  # more requests than are evened out
+        (1000, 8, 1, 20),
+        (1100, 8, 1, 20),  # more than are split
     ],
 )
 @pytest.mark.parametrize("page_size", [16, 5])
