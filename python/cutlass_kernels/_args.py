@@ -169,6 +169,12 @@ def scale(value: Any, name: str = "scale") -> Scale:
     return _number(name, value)
 
 
+def one_factor(name: str, value: Any) -> None:
+    """ValueError for a tensor of more elements than one."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: pass a number, or a tensor of one element.")
+
+
 def product(*scales: Scale) -> Scale:
     """The product of scales, a float where all are floats."""
     result: Scale = 1.0

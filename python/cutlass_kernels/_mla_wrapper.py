@@ -350,8 +350,7 @@ class BatchMLAPagedAttentionWrapper:
         place = None if lse is None else _args.lse_output(lse, q_nope.shape[:2], q_nope.device)
         wants_lse = return_lse or lse is not None
         for what, value in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise ValueError(f"{what} has shape {tuple(value.shape)}: pass a number, or a tensor of one element.")
+            _args.one_factor(what, value)
         kv, bmm = (ckv_scale, kpe_scale), (bmm1_scale, bmm2_scale)
         contract.check_run(out, wants_lse, bool(return_lse_base_on_e), kv, bmm, sinks is not None)
         k_descale, values, q_nope, q_pe = self._scaled(ckv_scale, kpe_scale, q_nope, q_pe)
@@ -443,8 +442,7 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError(f"ckv_scale and kpe_scale are for fp8 caches, but {dtype} is planned.")
         factors = []
         for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}: pass a number.")
+            _args.one_factor(name, value)
             factors.append(1.0 if value is None else float(value))
             if not (math.isfinite(factors[-1]) and factors[-1] > 0):
                 raise ValueError(f"{name}={value} must be finite and positive.")

@@ -55,8 +55,7 @@ def attend(
         bits, offsets = _draft_masks.custom_mask(draft_mask, cu_seqlens_q, seq_lens, rows, most_keys)
     logits_scale, unit, output_scale = scales
     for name, scale in (("bmm1_scale", logits_scale), ("bmm2_scale", output_scale)):
-        if isinstance(scale, torch.Tensor) and scale.numel() != 1:
-            raise ValueError(f"{name} has shape {tuple(scale.shape)}: pass a number, or a tensor of one element.")
+        _args.one_factor(name, scale)
     sm_scale: float | None = unit
     q_descale: torch.Tensor | None = None
     if isinstance(logits_scale, torch.Tensor):

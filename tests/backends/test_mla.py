@@ -131,35 +131,41 @@ def test_what_changes_logits_leaves_masked_ones_masked(place, soft_cap, sm_scale
     assert_lse_close(lse, want_lse)
 
 
-@pytest.mark.gpu
-@kernels_of
-@pytest.mark.parametrize("heads", [8, 128])
-def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit(heads, backend):
-    batch = latent_batch([2] * 5, [900, 64, 1, 333, 4000], heads, "cuda:0")
+def check_captured(batch: Batch, others: list[list[int]], backend: str, repeats: int = 0) -> None:
+    """A captured call gives what it must for other KV lengths, none longer, and the same bits in each repetition."""
     k, _, given = keys(batch, "table", "NHD", 64, False)
     q, whose = queries(batch, True)
     out = torch.empty(*q.shape[:-1], 512, dtype=q.dtype, device=q.device)
     lens = given.pop("seqused_k").clone()
-    call = dict(**whose, **given, seqused_k=lens, causal=True, out=out, max_seqlen_k=4096, backend=backend)
+    call = dict(**whose, **given, seqused_k=lens, causal=True, out=out, backend=backend)
+    call["max_seqlen_k"] = max(batch.kv_lens)
     ck.attention(q, k, k[..., :512], **call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ck.attention(q, k, k[..., :512], **call)
-    for other in ([900, 64, 1, 333, 4000], [7, 63, 0, 300, 129], [900, 2, 1, 65, 2048]):
+    for other in others:
         lens.copy_(torch.tensor(other))
         poison_(out)
         graph.replay()
-        shorter = latent_batch(batch.qo_lens, other, heads, "cuda:0")
+        shorter = latent_batch(batch.qo_lens, other, batch.num_qo_heads, str(batch.device))
         shorter.q = batch.q
-        parts = [x[:n] for x, n in zip(batch.k.split(batch.kv_lens), other)]
-        shorter.k = torch.cat(parts)
+        shorter.k = torch.cat([x[:n] for x, n in zip(batch.k.split(batch.kv_lens), other)])
         shorter.v = shorter.k[..., :512]
         want, _, base = expect(shorter, Mask(causal=True), Options())
         assert_close(out.flatten(0, 1), want, base)
         first = out.clone()
-        for _ in range(5):
+        for _ in range(repeats):
             graph.replay()
             assert_bitwise(out, first)
+
+
+@pytest.mark.gpu
+@kernels_of
+@pytest.mark.parametrize("heads", [8, 128])
+def test_a_captured_call_follows_lengths_and_repeats_bit_by_bit(heads, backend):
+    batch = latent_batch([2] * 5, [900, 64, 1, 333, 4096], heads, "cuda:0")
+    others = [[900, 64, 1, 333, 4000], [7, 63, 0, 300, 129], [900, 2, 1, 65, 2048]]
+    check_captured(batch, others, backend, repeats=5)
 
 
 @pytest.mark.gpu

@@ -5,13 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
-from compare import assert_close
-from guards import poison_
-from plan_free_problems import Mask, Options, expect, keys, queries
-from test_mla import check, latent_batch
-
-import cutlass_kernels as ck
+from plan_free_problems import Mask
+from test_mla import check, check_captured, latent_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -57,31 +52,12 @@ def test_queries_of_different_lengths(num_splits):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(("count", "most"), [(170, 2048), (2, 4096), (1, 8192)])
 def test_a_captured_call_follows_lengths_that_begin_to_differ(count, most, heads):
-    batch = latent_batch([1] * count, [most] * count, heads, "cuda:0")
-    k, _, given = keys(batch, "table", "NHD", 64, False)
-    q, whose = queries(batch, True)
-    out = torch.empty(*q.shape[:-1], 512, dtype=q.dtype, device=q.device)
-    lens = given.pop("seqused_k").clone()
-    call = dict(**whose, **given, seqused_k=lens, causal=True, out=out, max_seqlen_k=most, backend="fa3")
-    ck.attention(q, k, k[..., :512], **call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ck.attention(q, k, k[..., :512], **call)
-    few = [[most // 2] * count, [1000] * count, [1] * (count - 1) + [most - 1]]
-    many = [lengths(kind, count, 500) for kind in ("random", "one long", "rising")]
-    for other in [*few, *many, [most] * count]:
-        shown = [min(n, most) for n in other]
-        lens.copy_(torch.tensor(shown))
-        poison_(out)
-        graph.replay()
-        shorter = latent_batch(batch.qo_lens, shown, heads, "cuda:0")
-        shorter.q = batch.q
-        shorter.k = torch.cat([x[:n] for x, n in zip(batch.k.split(batch.kv_lens), shown)])
-        shorter.v = shorter.k[..., :512]
-        want, _, base = expect(shorter, Mask(causal=True), Options())
-        assert_close(out.flatten(0, 1), want, base)
+    others = [[most // 2] * count, [1000] * count, [1] * (count - 1) + [most - 1]]
+    others += [[min(n, most) for n in lengths(kind, count, 500)] for kind in ("random", "one long", "rising")]
+    check_captured(latent_batch([1] * count, [most] * count, heads, "cuda:0"), [*others, [most] * count], "fa3")
 
 
 def test_padding_behind_few_requests():
-    kv_lens = [random.Random(i).randint(900, 1100) if i % 7 == 0 else 0 for i in range(256)]
+    rng = random.Random(7)
+    kv_lens = [0 if i % 7 else rng.randint(900, 1100) for i in range(256)]
     check(latent_batch([1] * 256, kv_lens, 16, "cuda:0"), "fa3", "table", Mask(causal=True), dense=True)
