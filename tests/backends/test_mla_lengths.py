@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from plan_free_problems import Mask
 from test_mla import check, check_captured, latent_batch
 
@@ -41,6 +42,16 @@ def test_every_request_is_computed_once(count, heads, rows, mean, kind, page_siz
     check(batch, "fa3", "table", Mask(causal=True), page_size, dense=True)
 
 
+@pytest.mark.parametrize("kind", ["random", "one long"])
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(causal=True, window=(900, -1)), Mask(causal=True, chunk_size=700)], ids=str
+)
+@pytest.mark.parametrize("form", ["ragged", "indices"])
+def test_masks_leave_some_keys(form, mask, kind):
+    batch = latent_batch([2] * 150, [max(n, 2) for n in lengths(kind, 150, 600)], 64, "cuda:0", torch.float16)
+    check(batch, "fa3", form, mask)
+
+
 @pytest.mark.parametrize("num_splits", [0, 4])
 def test_queries_of_different_lengths(num_splits):
     rng = random.Random(3)
@@ -57,7 +68,15 @@ def test_a_captured_call_follows_lengths_that_begin_to_differ(count, most, heads
     check_captured(latent_batch([1] * count, [most] * count, heads, "cuda:0"), [*others, [most] * count], "fa3")
 
 
-def test_padding_behind_few_requests():
+@pytest.mark.parametrize("rows", [0, 1])
+def test_padding_among_requests(rows):
     rng = random.Random(7)
     kv_lens = [0 if i % 7 else rng.randint(900, 1100) for i in range(256)]
-    check(latent_batch([1] * 256, kv_lens, 16, "cuda:0"), "fa3", "table", Mask(causal=True), dense=True)
+    check(
+        latent_batch([rows if n == 0 else 1 for n in kv_lens], kv_lens, 16, "cuda:0"), "fa3", "table", Mask(causal=True)
+    )
+
+
+def test_equal_lengths_in_several_splits():
+    for count, keys in ((2, 9000), (20, 3000), (66, 1000), (140, 700)):
+        check(latent_batch([1] * count, [keys] * count, 128, "cuda:0"), "fa3", "table", Mask(causal=True))

@@ -10,6 +10,15 @@
 
 namespace cutlass_kernels::fa3 {
 
+// Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima.
+template <class Tile, class SharedMemory>
+CUTE_DEVICE void clear_unused_rows(const KernelParams& params, SharedMemory& shared) {
+  if (params.packed.tokens * params.packed.heads.divisor >= kWarpgroupRows) return;
+  auto* q = reinterpret_cast<uint4*>(shared.q);
+  for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
+  fence_proxy_async();
+}
+
 template <class Tile, class SharedMemory>
 CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
   allow_next_kernel();  // which combines the partial results of KV splits
@@ -21,12 +30,7 @@ CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, 
   } else {
     if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
   }
-  // Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima: clear them.
-  if (params.packed.tokens * params.packed.heads.divisor < kWarpgroupRows) {
-    auto* q = reinterpret_cast<uint4*>(shared.q);
-    for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
-    fence_proxy_async();
-  }
+  clear_unused_rows<Tile>(params, shared);
 }
 
 }  // namespace cutlass_kernels::fa3

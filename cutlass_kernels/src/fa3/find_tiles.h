@@ -114,12 +114,11 @@ CUTE_DEVICE void copy_job(const Job& sent, Job& job) {
   }
 }
 
-// Restricts a job to the KV blocks of one KV split.
+// Restricts a job to the KV blocks [begin, end) of its tile, those of a KV split.
 template <class Tile>
-CUTE_DEVICE void take_split(const WorkItem& work, Job& job) {
-  const auto [begin, end] = blocks_of_split(work, job.kv_blocks);
+CUTE_DEVICE void keep_blocks(Job& job, int begin, int end) {
   if (begin == end) {  // fewer KV blocks than splits: one block past all keys, all masked
-    job.visible_begin = job.key_begin = job.visible_end = work.kv_len;
+    job.visible_begin = job.key_begin = job.visible_end = job.kv_len;
     job.kv_blocks = 1;
     return;
   }
@@ -171,7 +170,10 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
     job.partial_row = work.partial_row;
     job.split = work.split;
     job.num_splits = work.num_splits;
-    if (work.num_splits > 1) take_split<Tile>(work, job);
+    if (work.num_splits > 1) {
+      const SplitBlocks blocks = blocks_of_split(work, job.kv_blocks);
+      keep_blocks<Tile>(job, blocks.begin, blocks.end);
+    }
   }
 }
 

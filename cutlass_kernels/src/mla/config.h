@@ -7,9 +7,18 @@
 
 namespace cutlass_kernels::mla {
 
-// What fa3 asks of a tile (fa3/config.h).
-template <bool kSlots>
+// Where the CTAs of a kernel find their tiles.
+enum class Schedule {
+  kInOrder,  // find_tiles.h of fa3, by one index after the other
+  kInSlots,  // the same, by batch_slots.h
+  kEven,     // find_even_splits.h
+};
+
+// What fa3 asks of a tile (fa3/config.h). Each schedule has a kernel of its own: one for all has more code than fits
+// the instruction cache, and takes 1 to 3 us longer (H200, calls of 20 to 130 us).
+template <Schedule kSchedule_>
 struct Tile {
+  static constexpr Schedule kSchedule = kSchedule_;
   static constexpr int kHeadDimQk = kLatentDim + kRopeDim;
   static constexpr int kHeadDimVo = kLatentDim;
   static constexpr int kConsumers =
@@ -24,7 +33,7 @@ struct Tile {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
-  static constexpr bool kInSlots = kSlots;
+  static constexpr bool kInSlots = kSchedule == Schedule::kInSlots;
   static_assert(kHeadDimVo <= kMostCombinedColumns);
 };
 

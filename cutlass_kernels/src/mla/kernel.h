@@ -5,7 +5,7 @@
 //
 //   producer warpgroup               shared memory                          consumer warpgroups
 //
-//   warp 0  find_tiles  -job_full->  jobs, 4                       ------>  all warps
+//   warp 0  scheduler   -job_full->  jobs, 4                       ------>  all warps
 //   warp 1  Q           --q_full-->  Q (64, 64, 9)                 ------>  both: S = Q K^T
 //   warp 2  K, even     --k_full-->  K (64, 64, 9), 2 stages       ------>  0: S of even blocks, left half of O
 //   warp 3  K, odd      <-k_empty--                                ------>  1: S of odd blocks, right half of O
@@ -20,9 +20,11 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/dependent_launch.h"
 #include "fa3/begin_packed.h"
 #include "fa3/find_tiles.h"
 #include "mla/consumer.h"
+#include "mla/find_even_splits.h"
 #include "mla/load.h"
 #include "mla/load_gather.h"
 #include "mla/shared_memory.h"
@@ -54,12 +56,28 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   fa3::fence_barrier_init();
 }
 
+// What the CTA does before its first tile, by all its threads; a barrier follows.
+template <class Tile>
+CUTE_DEVICE void begin(const fa3::KernelParams& params, Shared<Tile>& shared, int warp) {
+  if constexpr (Tile::kSchedule == Schedule::kEven) {
+    allow_next_kernel();  // which combines the partial results of KV splits
+    shared.splits.template load<Tile::kThreads>(params.attention);
+    fa3::clear_unused_rows<Tile>(params, shared);
+  } else {
+    fa3::begin_packed<Tile>(params, shared, warp);
+  }
+}
+
 template <class Tile>
 CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, int warp,
                          KeySource source) {
   const int lane = threadIdx.x % 32;
   if (warp == 0) {
-    if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);
+    if constexpr (Tile::kSchedule == Schedule::kEven) {
+      find_even_splits<Tile>(params, shared);
+    } else if (lane == 0) {
+      fa3::find_tiles<Tile, true>(params, shared);
+    }
   } else if (warp == 1) {
     if (lane == 0) load_q<Tile>(params, shared);
   } else if (source == KeySource::kBoxes) {
@@ -84,7 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
   if (threadIdx.x == 96) cute::prefetch_tma_descriptor(&k_rope_map(params));
   if (threadIdx.x == 0) init_barriers<Tile>(shared, source);
-  fa3::begin_packed<Tile>(params, shared, warp);
+  begin<Tile>(params, shared, warp);
   __syncthreads();
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();

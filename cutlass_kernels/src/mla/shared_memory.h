@@ -12,6 +12,7 @@
 #include "fa3/mbarrier.h"
 #include "fa3/shared_memory.h"
 #include "mla/config.h"
+#include "mla/even_splits.h"
 
 namespace cutlass_kernels::mla {
 
@@ -70,7 +71,9 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];  // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2]
                                             [2];  // (K warp, of the latent columns and the others)
-  std::conditional_t<Tile::kInSlots, fa3::Nothing, SplitTable> splits;
+  std::conditional_t<Tile::kSchedule == Schedule::kEven, EvenSplits,
+                     std::conditional_t<Tile::kInSlots, fa3::Nothing, SplitTable>>
+      splits;
   std::conditional_t<Tile::kInSlots, SlotTable, fa3::Nothing> slots;
 };
 
