@@ -146,6 +146,8 @@ def every_latent(backend: str, head_dim: int) -> None:
         (8, [(1, 300), (0, 5), (2, 0), (1, 64), (1, 1)]),  # fa2: 16 rows
         (16, [(2, 1500), (1, 33), (3, 129)]),
         (128, [(1, 300), (0, 5), (3, 200), (40, 130)]),
+        (128, [(1, n) for n in (1500, 0, 70, 5000, 1, 640, 300)]),  # fa3: equal shares of the keys
+        (64, [(2, n) for n in (2500, 2, 700, 64)]),
     ):
         for dtype in (torch.bfloat16, torch.float16):
             for page_size in (None, 1, 5, 8, 64):
