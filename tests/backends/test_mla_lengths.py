@@ -30,6 +30,7 @@ def lengths(kind: str, count: int, mean: int) -> list[int]:
         (290, 16, 1, 400),
         (140, 16, 5, 100),
         (33, 96, 8, 300),
+        (5, 128, 40, 300),  # more tiles than are split evenly
         (700, 16, 1, 50),
         (1000, 8, 1, 20),
         (1100, 8, 1, 20),  # more than are split
@@ -50,6 +51,11 @@ def test_every_request_is_computed_once(count, heads, rows, mean, kind, page_siz
 def test_masks_leave_some_keys(form, mask, kind):
     batch = latent_batch([2] * 150, [max(n, 2) for n in lengths(kind, 150, 600)], 64, "cuda:0", torch.float16)
     check(batch, "fa3", form, mask)
+
+
+def test_keys_of_requests_without_rows():
+    kv_lens = lengths("random", 90, 900)
+    check(latent_batch([i % 3 % 2 for i in range(90)], kv_lens, 128, "cuda:0"), "fa3", "indices", Mask(causal=True))
 
 
 @pytest.mark.parametrize("num_splits", [0, 4])

@@ -9,8 +9,8 @@ namespace cutlass_kernels::mla {
 
 // Where the CTAs of a kernel find their tiles.
 enum class Schedule {
-  kInOrder,  // find_tiles.h of fa3, by one index after the other
-  kInSlots,  // the same, by batch_slots.h
+  kInOrder,  // fa3/find_tiles.h, one tile index after the other
+  kInSlots,  // the same with common/batch_slots.h
   kEven,     // find_even_splits.h
 };
 

@@ -1,14 +1,14 @@
-// KV splits of a batch without a tile list, such that all thread blocks get about as much to compute.
+// KV splits of a batch without a tile list, such that all CTAs get about the same amount of work.
 //
-// Where requests are about as long, each gets as many splits as fill the thread blocks. Else all thread blocks get
-// equal shares of the keys, and a share may begin and end within a request. Requests lie on a line one after the other,
-// each as long as its cost: what it takes to start and to end one, and then its KV blocks. Cuts at equal distances make
-// shares of the line. What a share has of a request is a split; that of request b in share s is number s + b of all, as
-// from each split to the next one of the two grows by one.
+// Where requests are about as long, each gets the same number of splits. Else all CTAs get equal shares of the work,
+// and a share may begin and end within a request: requests are laid end to end, each as long as its cost, which is what
+// it takes to start and to end one, and then its KV blocks; cuts at equal distances make the shares. What a share has
+// of a request is a split. The split of request b in share s has the index s + b: within a request indices are
+// consecutive, so that its partial results are, too; they increase from request to request, and stay below
+// plan.num_splits, as there are at most num_splits - batch_size shares.
 //
 // Splits in proportion to keys, rounded down (common/batch_splits.h), take up to twice as long as the mean where
-// lengths differ: 128 heads over 64 requests of 1 to 8k keys take 157 us with equal shares, and 219 us with those
-// (H200).
+// lengths differ. 128 heads over 64 requests of 1 to 8k keys, H200: 157 us with equal shares, 219 us with those.
 #pragma once
 
 #include <cute/config.hpp>
@@ -24,27 +24,29 @@
 
 namespace cutlass_kernels::mla {
 
-// A request on the line, in KV blocks.
-struct LinePart {
+// Of a request, in KV blocks.
+struct RequestCost {
   static constexpr int kBlockN = Tile<Schedule::kEven>::kBlockN;
-  static constexpr int kStart = 3;  // as long as the start and the end of a split take
+  // The start and the end of a split. With 5, 256 requests take up to 5 % longer, with 2, 8 to 64 requests up to 7 %.
+  static constexpr int kStart = 3;
   static constexpr int kMostBlocks = (1 << 20) - kStart;
   static_assert((kMostBlocks + kStart) * std::int64_t(kMostSearchedRequests) <= 1 << 30,
                 "Ends of shares are numbers of 32 bits, whatever the lengths are.");
 
-  int start;   // none of a request without rows, which is padding
+  int start;   // 0 where there are no rows: padding
   int blocks;  // at least 1
 
-  CUTE_DEVICE LinePart(const LaunchParams& p, int batch, const KeysOfRequest& keys) {
-    const int seen = min(max(keys.length, 0), p.plan.most_split_keys);
-    start = seen > 0 || rows_of_request(p, batch).length > 0 ? kStart : 0;
+  CUTE_DEVICE RequestCost(const LaunchParams& p, int batch, const KeysOfRequest& keys) {
+    const bool has_rows = rows_of_request(p, batch).length > 0;
+    const int seen = has_rows ? min(max(keys.length, 0), p.plan.most_split_keys) : 0;
+    start = has_rows ? kStart : 0;
     blocks = min(max(int(unsigned(seen + kBlockN - 1) / kBlockN), 1), kMostBlocks);
   }
-  CUTE_DEVICE int cost() const { return start + blocks; }
+  CUTE_DEVICE int all() const { return start + blocks; }
 };
 
 // KV blocks [begin, end) of `all` that a request has.
-struct BlocksOfSplit {
+struct SplitRange {
   int begin;
   int end;
   int all;
@@ -53,14 +55,16 @@ struct BlocksOfSplit {
 // In shared memory.
 class EvenSplits {
  public:
-  // Whether a problem is split so, whatever its lengths.
+  // Whether a problem is split so, whatever its lengths. What a caller asks for is dealt out as it is.
   static bool serve(const LaunchParams& p) {
-    // All tiles of a request have the same splits, so all requests must have as many. What a caller asks for is dealt
-    // out as it is.
+    // A share is computed for each tile of the longest request: CTAs whose requests have fewer tiles would be idle.
     const bool same_tiles =
         tiles_of_longest(p, p.plan.tile_rows) == 1 ||
         (p.seqused_q == nullptr && p.total_q == std::int64_t(p.batch_size) * p.max_qo_len);
-    return splits_batch(p) && p.batch_size > 1 && p.plan.least_split_keys > 1 && same_tiles;
+    // So would be the CTAs that are left where few shares, times tiles and packs of heads, fill the device: an eighth.
+    constexpr int kFewShares = 8;
+    return splits_batch(p) && p.batch_size > 1 && p.num_splits <= 1 && same_tiles &&
+           p.plan.num_splits - p.batch_size >= kFewShares;
   }
 
   // By all threads. A barrier follows.
@@ -78,34 +82,35 @@ class EvenSplits {
     }
   }
 
-  // By all lanes of the warp that finds splits afterwards. thread_blocks: that run at once, for each tile and head.
-  CUTE_DEVICE void share(const LaunchParams& p, int thread_blocks) {
+  // By all lanes of the warp that finds splits afterwards. ctas: per tile and pack of heads.
+  CUTE_DEVICE void divide(const LaunchParams& p, int ctas) {
     const int lane = threadIdx.x % 32;
     const int sum = before_[lane];
     const int inclusive = inclusive_sum(sum);
     const int all = __shfl_sync(0xffffffffu, inclusive, 31);
     // Of the longest request.
-    const int blocks = max(__reduce_max_sync(0xffffffffu, most_[lane]) - LinePart::kStart, 1);
-    const int shares = min(max(thread_blocks, 1), SplitShares::splits_to_share(p));
-    const int least = max(p.plan.least_split_keys / LinePart::kBlockN, 1);
-    each_ = max(int(unsigned(all + shares - 1) / unsigned(shares)), least);
-    splits_ = max(min(int(unsigned(shares) / unsigned(p.batch_size)),
-                      int(unsigned(blocks) / unsigned(least))),
-                  1);
-    count_ = p.batch_size * splits_;
-    // A share may have a start more, and leaves more to be combined.
-    const int time_of_shares = each_ + each_ / 32 + LinePart::kStart;
+    const int blocks = max(__reduce_max_sync(0xffffffffu, most_[lane]) - RequestCost::kStart, 1);
+    const int shares = min(max(ctas, 1), SplitShares::splits_to_share(p));
+    const int least = max(p.plan.least_split_keys / RequestCost::kBlockN, 1);
+    share_length_ = max(int(unsigned(all + shares - 1) / unsigned(shares)), least);
+    splits_per_request_ = max(min(int(unsigned(shares) / unsigned(p.batch_size)),
+                                  int(unsigned(blocks) / unsigned(least))),
+                              1);
+    count_ = p.batch_size * splits_per_request_;
+    // A share costs one more start, and 1/32 for what is to be combined.
+    const int time_of_shares = share_length_ + share_length_ / 32 + RequestCost::kStart;
     const int waves = int(unsigned(count_ + shares - 1) / unsigned(shares));
-    const int of_split = int(unsigned(blocks + splits_ - 1) / unsigned(splits_));
-    if (waves * (of_split + LinePart::kStart) > time_of_shares) {
-      splits_ = 0;
-      count_ = int(unsigned(all + each_ - 1) / unsigned(each_));
+    const int of_split =
+        int(unsigned(blocks + splits_per_request_ - 1) / unsigned(splits_per_request_));
+    if (waves * (of_split + RequestCost::kStart) > time_of_shares) {
+      splits_per_request_ = 0;
+      count_ = int(unsigned(all + share_length_ - 1) / unsigned(share_length_));
     }
     before_[lane] = inclusive - sum;
     __syncwarp();
   }
 
-  // How often there are splits to walk: once per share, or per split.
+  // How many walks there are: one per share, or per split where each request has the same number of them.
   CUTE_DEVICE int count() const { return count_; }
 
   // The splits of a share, in order; or one split.
@@ -114,49 +119,49 @@ class EvenSplits {
     // By all lanes of the warp, and the same share. Afterwards each of them may walk.
     CUTE_DEVICE Walk(const LaunchParams& p, const EvenSplits& splits, int share)
         : p_(p), splits_(splits), share_(share) {
-      if (splits.splits_ > 0) {
-        batch_ = int(unsigned(share) / unsigned(splits.splits_));
+      if (splits.splits_per_request_ > 0) {
+        batch_ = int(unsigned(share) / unsigned(splits.splits_per_request_));
       } else {
         find_first();
       }
     }
 
     // The next split; false if there is none. Of `work` it sets the request, its keys, and the split, and as
-    // partial_row the number of the request's first split among all.
-    CUTE_DEVICE bool next(WorkItem& work, BlocksOfSplit& blocks) {
+    // partial_row the index of the request's first split.
+    CUTE_DEVICE bool next(WorkItem& work, SplitRange& range) {
       while (batch_ < p_.batch_size) {
         const KeysOfRequest keys = keys_of_request(p_, batch_);
-        const LinePart part(p_, batch_, keys);
+        const RequestCost cost(p_, batch_, keys);
         work.batch = batch_;
         work.kv_begin = keys.begin;
         work.kv_len = keys.length;
-        blocks.all = part.blocks;
-        if (splits_.splits_ > 0) {
-          const int count = splits_.splits_;
+        range.all = cost.blocks;
+        if (splits_.splits_per_request_ > 0) {
+          const int count = splits_.splits_per_request_;
           const int index = share_ - batch_ * count;
-          number(work, batch_ * count, index, count);
-          blocks.begin = int(unsigned(part.blocks * index) / unsigned(count));
-          blocks.end = int(unsigned(part.blocks * (index + 1)) / unsigned(count));
+          set_split(work, batch_ * count, index, count);
+          range.begin = int(unsigned(cost.blocks * index) / unsigned(count));
+          range.end = int(unsigned(cost.blocks * (index + 1)) / unsigned(count));
           batch_ = p_.batch_size;
           return true;
         }
-        blocks.begin = cut(part, share_);
-        blocks.end = cut(part, share_ + 1);
-        if (blocks.end == 0) return false;  // the request begins in the next share
-        if (blocks.begin < part.blocks) number(part, work);
-        position_ += part.cost();
+        range.begin = cut(cost, share_);
+        range.end = cut(cost, share_ + 1);
+        if (range.end == 0) return false;  // the request begins in the next share
+        if (range.begin < cost.blocks) set_split(cost, work);
+        position_ += cost.all();
         ++batch_;
-        if (blocks.begin < part.blocks) return true;
+        if (range.begin < cost.blocks) return true;
       }
       return false;
     }
 
    private:
-    // The first request of which the share has a part.
+    // The first request that the share reaches into.
     CUTE_DEVICE void find_first() {
       const int lane = threadIdx.x % 32;
-      const int begin = share_ * splits_.each_;
-      // The last group that does not begin behind the share: groups without requests do.
+      const int begin = share_ * splits_.share_length_;
+      // The last group that does not begin behind the start of the share: those behind the last request do.
       const unsigned reached = __ballot_sync(0xffffffffu, splits_.before_[lane] <= begin);
       const int group = 31 - __clz(int(reached));
       const int cost = cost_of(p_, 32 * group + lane);
@@ -167,37 +172,37 @@ class EvenSplits {
     }
 
     // Blocks of the request before the cut at which a share begins. A cut that would leave too few is moved.
-    CUTE_DEVICE int cut(const LinePart& part, int share) const {
-      const int blocks = share * splits_.each_ - position_ - part.start;
+    CUTE_DEVICE int cut(const RequestCost& cost, int share) const {
+      const int blocks = share * splits_.share_length_ - position_ - cost.start;
       if (blocks <= 0) return 0;
-      if (blocks > part.blocks - kLeastBlocks) return part.blocks;
+      if (blocks > cost.blocks - kLeastBlocks) return cost.blocks;
       return blocks < kLeastBlocks ? 0 : blocks;
     }
 
-    CUTE_DEVICE static void number(WorkItem& work, int first, int index, int count) {
+    CUTE_DEVICE static void set_split(WorkItem& work, int first, int index, int count) {
       work.partial_row = first;
       work.split = std::int16_t(index);
       work.num_splits = std::int16_t(count);
     }
 
     // From the shares of its first and its last block, unless the cut next to that block was moved. Lengths that change
-    // meanwhile, against the contract, lead to other numbers, but none without room for its partial results.
-    CUTE_DEVICE void number(const LinePart& part, WorkItem& work) const {
-      const int first_block = position_ + part.start;
-      int first = int(unsigned(first_block) / unsigned(splits_.each_));
-      if (cut(part, first + 1) == 0) ++first;
-      int last = int(unsigned(first_block + part.blocks - 1) / unsigned(splits_.each_));
-      if (cut(part, last) == part.blocks) --last;
+    // meanwhile, against the contract, lead to other indices, but none without room for its partial results.
+    CUTE_DEVICE void set_split(const RequestCost& cost, WorkItem& work) const {
+      const int first_block = position_ + cost.start;
+      int first = int(unsigned(first_block) / unsigned(splits_.share_length_));
+      if (cut(cost, first + 1) == 0) ++first;
+      int last = int(unsigned(first_block + cost.blocks - 1) / unsigned(splits_.share_length_));
+      if (cut(cost, last) == cost.blocks) --last;
       first = min(max(first, 0), share_);
       last = min(max(last, share_), splits_.count_ - 1);
-      number(work, first + batch_, share_ - first, last + 1 - first);
+      set_split(work, first + batch_, share_ - first, last + 1 - first);
     }
 
     const LaunchParams& p_;
     const EvenSplits& splits_;
     const int share_;
     int batch_;
-    int position_;  // of the request on the line
+    int position_;  // what the requests before it cost
   };
 
  private:
@@ -206,13 +211,13 @@ class EvenSplits {
   static constexpr int kLeastBlocks = 2;  // of a split of a request that has more
 
   CUTE_DEVICE static int cost_of(const LaunchParams& p, int batch) {
-    return batch < p.batch_size ? LinePart(p, batch, keys_of_request(p, batch)).cost() : 0;
+    return batch < p.batch_size ? RequestCost(p, batch, keys_of_request(p, batch)).all() : 0;
   }
 
   int before_[kGroups];  // what the requests of earlier groups cost
   int most_[kGroups];    // what the longest request costs
-  int each_;             // length of a share
-  int splits_;           // of each request; 0: as shares have them
+  int share_length_;
+  int splits_per_request_;  // 0: as shares have them
   int count_;
 };
 

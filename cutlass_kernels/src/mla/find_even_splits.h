@@ -35,7 +35,8 @@ CUTE_DEVICE void find_even_splits(const fa3::KernelParams& params, Shared<Tile>&
   fa3::Ring<kJobSlots> jobs;
   fa3::Ring<1> wanted;
   const auto publish = [&](auto describe) {
-    shared.job_wanted.wait(wanted.phase);  // load_keys() relies on it
+    // load_keys() relies on it: no job before its warp 0 has waited for the last block of the one before.
+    shared.job_wanted.wait(wanted.phase);
     wanted.advance();
     Job& job = shared.jobs[jobs.index];
     shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
@@ -45,7 +46,7 @@ CUTE_DEVICE void find_even_splits(const fa3::KernelParams& params, Shared<Tile>&
   };
   // The tiles of a share follow one another: those of all packs of heads read the same keys.
   const int tiles = params.rows.tiles;
-  splits.share(params.attention, int(unsigned(gridDim.x) / unsigned(tiles * params.heads)));
+  splits.divide(params.attention, int(unsigned(gridDim.x) / unsigned(tiles * params.heads)));
   CUTE_NO_UNROLL
   for (int index = int(blockIdx.x); index < splits.count() * tiles * params.heads;
        index += int(gridDim.x)) {
@@ -55,23 +56,22 @@ CUTE_DEVICE void find_even_splits(const fa3::KernelParams& params, Shared<Tile>&
     const int tile = share_and_tile - share * tiles;
     EvenSplits::Walk walk(params.attention, splits, share);
     WorkItem work;
-    BlocksOfSplit blocks;
+    SplitRange range;
     CUTE_NO_UNROLL
-    while (publishes && walk.next(work, blocks)) {
+    while (publishes && walk.next(work, range)) {
       if (!place_split(params, tile, work)) continue;
       publish([&](Job& job) {
         const int num_splits = work.num_splits;
-        work.num_splits = 1;
+        work.num_splits = 1;  // describe_job() would split the tile by itself
         fa3::describe_job<Tile, true>(params, work, head, 0, job);
         job.valid = 1;
         job.num_splits = num_splits;
         if (num_splits == 1) return;
         // A mask may leave the tile fewer KV blocks than the request has.
         const auto of_tile = [&](int n) {
-          return job.kv_blocks == blocks.all ? n
-                                             : int(std::int64_t(n) * job.kv_blocks / blocks.all);
+          return job.kv_blocks == range.all ? n : int(std::int64_t(n) * job.kv_blocks / range.all);
         };
-        fa3::keep_blocks<Tile>(job, of_tile(blocks.begin), of_tile(blocks.end));
+        fa3::keep_blocks<Tile>(job, of_tile(range.begin), of_tile(range.end));
       });
     }
     __syncwarp();
