@@ -16,7 +16,6 @@ from problems import Batch, make_batch
 from ran import counts
 
 import cutlass_kernels as ck
-from cutlass_kernels._request import feature_of_rows
 
 on_hopper = pytest.mark.parametrize(
     "place",
@@ -230,16 +229,6 @@ def test_what_the_kernel_does_not_read_is_never_computed_wrongly(what):
     assert counts() - before == {"reference": 2}
     want, _, base = expect(batch, Mask(causal=True), Options())
     assert_close(out, want, base)
-
-
-def test_auto_takes_fa3_for_many_requests_of_few_rows(extension):
-    """fa2 waits for memory only, but where lengths differ, fa3 evens them out."""
-
-    def feature(requests: int, heads: int = 16) -> str:
-        return feature_of_rows(torch.bfloat16, torch.bfloat16, requests, requests, heads, (576, 512))
-
-    assert feature(1) == feature(64) == feature(64, heads=8) == "short_queries"
-    assert feature(65) == feature(300, heads=1) == feature(64, heads=32) == ""
 
 
 def test_explain_says_what_is_missing(extension):

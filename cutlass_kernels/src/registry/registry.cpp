@@ -56,11 +56,6 @@ bool is_latent(const AttentionParams& params) {
 }  // namespace
 
 bool is_decode(const AttentionParams& params) {
-  // More requests than that differ in length, as a rule.
-  constexpr int kManyRequests = 64;
-  if (is_latent(params) && params.batch_size > kManyRequests && !params.batch_invariant) {
-    return false;
-  }
   return params.q_dtype == params.kv_dtype && size_of(params.q_dtype) == 2 &&
          (params.head_dim_qk == params.head_dim_vo || is_latent(params)) && decodes(params);
 }
