@@ -48,6 +48,8 @@ endforeach()
 if("ptx" IN_LIST CK_ARCHS)
   list(APPEND CK_GENCODE "--generate-code=arch=compute_80,code=compute_80")
 endif()
+set(CK_GENCODE_BUT_HOPPER ${CK_GENCODE})
+list(FILTER CK_GENCODE_BUT_HOPPER EXCLUDE REGEX "sm_90$")
 
 # Compute capabilities that this code runs on: from the oldest GPU compiled for to the last of the newest GPU's
 # generation (sm_80 code runs on 8.6, not on 9.0), or without end where there is portable code.
@@ -122,6 +124,9 @@ endmacro()
 # CK_DTYPE_NAME: "bfloat16", or "bfloat16/float8_e5m2" where keys and values are of another type than queries.
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
 # TEMPLATE: after the features, the file of src/ that the unit is generated from, where it is not the backend's own.
+#
+# Beside a template X.cu.in there may be X_ampere.cu.in, for a second unit of its rows: tiles that Hopper does without
+# where fa3 is built. (Rows of 8-bit keys without a template of their own have none.) CK_AMPERE_TILES tells the first unit which GPUs have them (AmpereTiles in fa2/choose_tile.h).
 macro(ck_instance CK_BACKEND CK_DTYPE_NAME CK_HEAD_DIM_QK CK_HEAD_DIM_VO CK_MIN_CC CK_MAX_CC)
   ck_add_instance("${CK_BACKEND}" "${CK_DTYPE_NAME}" "${CK_HEAD_DIM_QK}" "${CK_HEAD_DIM_VO}" "${CK_MIN_CC}" "${CK_MAX_CC}" "${ARGN}")
 endmacro()
@@ -159,6 +164,23 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   if(ROW_TEMPLATE)
     set(template "${CK_DIR}/src/${ROW_TEMPLATE}")
   endif()
+  set(sources "${source}")
+  set(CK_AMPERE_TILES kNowhere)
+  string(REPLACE ".cu.in" "_ampere.cu.in" ampere "${template}")
+  if("fa3" IN_LIST CK_BACKENDS)
+    set(ampere_gencode ${CK_GENCODE_BUT_HOPPER})
+  else()
+    set(ampere_gencode ${CK_GENCODE})
+  endif()
+  if(EXISTS "${ampere}" AND ampere_gencode AND (dtype STREQUAL kv_dtype OR ROW_TEMPLATE))
+    set(CK_AMPERE_TILES kEverywhere)
+    if("fa3" IN_LIST CK_BACKENDS)
+      set(CK_AMPERE_TILES kNotOnHopper)
+    endif()
+    list(APPEND sources "${CK_GENERATED}/${CK_NAME}_ampere.cu")
+    configure_file("${ampere}" "${CK_GENERATED}/${CK_NAME}_ampere.cu" @ONLY)
+    set_source_files_properties("${CK_GENERATED}/${CK_NAME}_ampere.cu" PROPERTIES COMPILE_OPTIONS "${ampere_gencode}")
+  endif()
   configure_file("${template}" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${CK_GENCODE_${CK_BACKEND}}")
 
@@ -180,7 +202,7 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   endforeach()
   list(JOIN feature_bits " | " feature_bits)
 
-  set(CK_INSTANCE_SOURCES ${CK_INSTANCE_SOURCES} "${source}" PARENT_SCOPE)
+  set(CK_INSTANCE_SOURCES ${CK_INSTANCE_SOURCES} ${sources} PARENT_SCOPE)
   set(CK_BUILT_BACKENDS ${CK_BUILT_BACKENDS} ${CK_BACKEND} PARENT_SCOPE)
   set(CK_REGISTRY_DECLARATIONS
     "${CK_REGISTRY_DECLARATIONS}namespace ${CK_BACKEND} {\nKernelEntry ${CK_NAME}_entry();\n}\n" PARENT_SCOPE)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from paths import ROOT
+
+BUDGET = ROOT / "cutlass_kernels" / "kernel_budget.txt"
 
 MAX_STACK_BYTES = 64
 # A pair of uniform registers begins at an even one. ptxas 13.0 has made kernels in which it does not: illegal
@@ -103,3 +107,57 @@ def test_no_kernel_keeps_more_than_a_few_values_in_local_memory(cuobjdump: str, 
         if int(stack) + int(local) > MAX_STACK_BYTES
     ]
     assert not heavy, "\n".join(heavy)
+
+
+# --- the budget ---------------------------------------------------------------------------------------------------
+
+
+def budget(kind: str) -> dict[tuple[str, ...], float]:
+    """The rows of the budget that begin with ``kind``: what they allow, by their other words."""
+    lines = (line.partition("#")[0].split() for line in BUDGET.read_text().splitlines())
+    return {tuple(words[1:-1]): float(words[-1]) for words in lines if words and words[0] == kind}
+
+
+def group_of(symbol: str) -> str:
+    """Of a mangled kernel name: a backend, "latent" attention of either, or "others"."""
+    return "latent" if "15cutlass_kernels3mla" in symbol else backend_of(symbol) or "others"
+
+
+@pytest.fixture(scope="module")
+def counted(cuobjdump: str, library: Path) -> Counter[tuple[str, ...]]:
+    """Kernels in the library, by GPU and group."""
+    text = subprocess.run([cuobjdump, "-res-usage", str(library)], capture_output=True, text=True, check=True).stdout
+    found: Counter[tuple[str, ...]] = Counter()
+    gpu = ""
+    for match in re.finditer(r"^arch = (\S+)|^ Function (\S+):", text, re.MULTILINE):
+        if match[1]:
+            gpu = match[1]
+        else:
+            found[gpu, group_of(match[2])] += 1
+    assert found
+    return found
+
+
+def leaves_out_rows() -> bool:
+    from cutlass_kernels import _C
+
+    instances = (ROOT / "cutlass_kernels" / "instances.cmake").read_text()
+    return len(_C.list_kernels()) < len(re.findall(r"^ck_instance", instances, re.MULTILINE))
+
+
+def test_kernels_are_within_their_budget(counted: Counter[tuple[str, ...]]) -> None:
+    allowed = budget("kernels")
+    over = {key: (count, allowed[key]) for key, count in counted.items() if key in allowed and count > allowed[key]}
+    assert not over, f"more kernels than {BUDGET.name} allows: {over}. Take away as many, or say there what needs them"
+    if not leaves_out_rows():
+        loose = {key: (counted[key], most) for key, most in allowed.items() if 0 < counted[key] < most}
+        assert not loose, f"{BUDGET.name} allows more kernels than there are, lower it: {loose}"
+
+
+def test_the_library_is_within_its_budget(counted: Counter[tuple[str, ...]], library: Path) -> None:
+    gpus = ",".join(sorted({gpu.removesuffix("a") for gpu, _ in counted}))
+    allowed = budget("megabytes").get((gpus,))
+    if allowed is None:
+        pytest.skip(f"{BUDGET.name} has no row of megabytes for {gpus}")
+    size = library.stat().st_size / 1e6
+    assert size <= allowed, f"{library.name} has {size:.1f} MB, {BUDGET.name} allows {allowed}"

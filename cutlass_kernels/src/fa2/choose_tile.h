@@ -77,6 +77,16 @@ constexpr bool general_turns_fit() {
          Tiles::PackedTurnsGeneral::kBlockM == Tiles::PackedTurns::kBlockM;
 }
 
+// On which of the GPUs compiled for there are the tiles that Hopper does without where fa3 computes its prefill: all but
+// Decode, Packed and those of 8-bit keys. A quarter of the build's time.
+enum class AmpereTiles { kNowhere, kNotOnHopper, kEverywhere };
+
+template <AmpereTiles kAmpere>
+bool has_ampere_tiles(const Device& device) {
+  return kAmpere == AmpereTiles::kEverywhere ||
+         (kAmpere == AmpereTiles::kNotOnHopper && device.compute_capability / 10 != 9);
+}
+
 // Thread blocks that run at once on an SM. Beside its own shared memory each takes 1 KB.
 template <class Tile>
 int blocks_per_sm_on(const Device& device) {
@@ -201,10 +211,14 @@ std::vector<TileShape> all_shapes(const AttentionParams& params, const Device& d
 }
 
 // The tile of a problem.
-template <int HeadDim>
+template <int HeadDim, AmpereTiles kAmpere>
 TileShape tile_shape(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDim>;
   if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
+  if (!has_ampere_tiles<kAmpere>(device)) {
+    using Packed = typename Tiles::Packed;
+    return shape_of_packed<Packed>(packed_heads(params, Packed::kBlockM), kPacked, device);
+  }
   // Where results must not depend on the batch, one tile for all of its rows.
   if (is_alone(params)) return packed_shape<Tiles>(params, params.least_rows, device);
   TileShape usual = usual_shape<HeadDim>(params, device);

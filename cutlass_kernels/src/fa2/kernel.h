@@ -28,8 +28,7 @@
 // bounds that depend on a condition are found in the kernel itself.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
-#include <cute/arch/util.hpp>
+#include <cute/config.hpp>
 
 #include <cstdint>
 #include <type_traits>
@@ -38,6 +37,8 @@
 #include "common/find_work.h"
 #include "common/logits.h"
 #include "common/mask.h"
+#include "common/ptx/cp_async.h"
+#include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "fa2/config.h"
 #include "fa2/fragments.h"
@@ -65,17 +66,19 @@ constexpr int blocks_per_sm() {
 }
 
 // Kv: Element, or what K and V hold instead (fp8.h).
-template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
+template <class Element, class Kv, class Tile, Logits kLogits, KvRows kKvRows>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>())
     attention_kernel(__grid_constant__ const KernelParams params) {
   static_assert(is_consistent<Tile>());
   using Warp = WarpTile<Element, Kv, Tile, kLogits>;
+  constexpr bool kPaged = kKvRows != KvRows::kInTensors;
   using KvSource =
-      std::conditional_t<kPaged, PagedKv<Tile, Warp::kGeneral>, RaggedKv<Tile, Warp::kGeneral>>;
+      std::conditional_t<kPaged, PagedKv<Tile, Warp::kGeneral, kKvRows == KvRows::kInEither>,
+                         RaggedKv<Tile, Warp::kGeneral>>;
   constexpr int kRows = Warp::kRows;
   const LaunchParams& p = params.attention;
   extern __shared__ __align__(128) char shared_memory[];
-  const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+  const std::uint32_t shared = shared_address(shared_memory);
 
   // Decode tiles use counters, which the previous kernel may write. Then the next kernel may start: all that it reads
   // before this kernel ends was written before this kernel began.
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     finish_softmax();
     neighbour.write_rows(row_sum);
   }
-  cute::cp_async_wait<0>();
+  cp_async_wait<0>();
   __syncthreads();  // Q has landed even if there was no key; its rows become the output's
   if (!share.has_rows) return;
   if constexpr (Tile::kSharers > 1) {

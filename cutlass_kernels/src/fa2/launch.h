@@ -31,9 +31,22 @@ struct KernelFacts {
   bool general;  // Logits::kGeneral
 };
 
+// Of kernels that find rows by their addresses. Where they serve tensors, too (KvRows::kInEither), a tensor is a cache
+// whose pages begin a token apart: the keys of a request are in the one that begins with its first key.
 inline void set_pages(int kv_bytes, KernelParams* kernel_params) {
   const LaunchParams& p = kernel_params->attention;
   const PageTable& pages = p.pages;
+  if (pages.page_size == 0) {
+    const auto tensor = [&](const ConstTensorView& view) {
+      const std::int64_t token_bytes = kv_bytes * view.stride_token;
+      return PagedMatrix{nullptr, static_cast<const char*>(view.data), token_bytes, token_bytes,
+                         kv_bytes * view.stride_head};
+    };
+    kernel_params->num_pages = std::uint32_t(1) << 31;
+    kernel_params->paged[0] = tensor(p.k);
+    kernel_params->paged[1] = tensor(p.v);
+    return;
+  }
   const auto matrix = [&](const ConstTensorView& view, const std::int32_t* indices,
                           std::int64_t stride_page) {
     return PagedMatrix{indices, static_cast<const char*>(view.data), kv_bytes * stride_page,
@@ -72,7 +85,7 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   // others.
   const std::int64_t tail_tiles = facts.decodes ? std::int64_t(tiles) * heads : two_waves(device);
   kernel_params.order = TileOrder::make(p, tiles, tail_tiles, device, kTailBytes);
-  if (p.pages.page_size > 0) set_pages(facts.kv_bytes, &kernel_params);
+  set_pages(facts.kv_bytes, &kernel_params);
 
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(tiles) * unsigned(heads));
@@ -89,23 +102,29 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
 }
 
-template <class Element, class Kv, class Tile, Logits kLogits, bool kPaged>
+template <class Element, class Kv, class Tile, Logits kLogits, KvRows kKvRows>
 Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
   static DoneOnDevices allowed;  // this kernel, so much shared memory
-  const KernelFacts facts{&attention_kernel<Element, Kv, Tile, kLogits, kPaged>,
-                          Tile::kThreads,
-                          kPaged ? SharedLayout<Tile>::kPagedBytes : SharedLayout<Tile>::kBytes,
-                          Tile::kKvBytes,
-                          Tile::kDecodes,
-                          kLogits == Logits::kGeneral};
+  const KernelFacts facts{
+      &attention_kernel<Element, Kv, Tile, kLogits, kKvRows>,
+      Tile::kThreads,
+      kKvRows == KvRows::kInTensors ? SharedLayout<Tile>::kBytes : SharedLayout<Tile>::kPagedBytes,
+      Tile::kKvBytes,
+      Tile::kDecodes,
+      kLogits == Logits::kGeneral};
   return enqueue_kernel(facts, params, stream, &allowed);
 }
 
+// Kernels of packed heads that are general, and those of 8-bit keys, serve pages and tensors alike.
 template <class Element, class Tile, Logits kLogits, class Kv = Element>
 Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
-  return params.pages.page_size > 0
-             ? launch_kernel<Element, Kv, Tile, kLogits, true>(params, stream)
-             : launch_kernel<Element, Kv, Tile, kLogits, false>(params, stream);
+  if constexpr (Tile::kKvBytes == 1 || (Tile::kPacked && kLogits == Logits::kGeneral)) {
+    return launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInEither>(params, stream);
+  } else {
+    return params.pages.page_size > 0
+               ? launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInPages>(params, stream)
+               : launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInTensors>(params, stream);
+  }
 }
 
 template <int HeadDim>
@@ -130,89 +149,23 @@ Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
              : launch_tile<Element, Packed, Logits::kPlain, Kv>(params, stream);
 }
 
+// The tiles of launch_ampere.h, which are a unit of their own.
 template <class Element, int HeadDim>
-Status launch_decode(const LaunchParams& params, cudaStream_t stream) {
-  using Tile = typename TileTable<HeadDim>::Decode;
-  using Small = typename TileTable<HeadDim>::DecodeSmall;
-  static_assert(Small::kBlockM == Tile::kBlockM);  // one schedule serves both
-  if constexpr (!std::is_same_v<Tile, Small>) {
-    Device device;
-    if (Status status = current_device(&device); !status.ok()) return status;
-    if (!has_shared_memory_for<Tile>(device)) {
-      return launch_packed<Element, HeadDim, Small>(params, stream);
-    }
-  }
-  return launch_packed<Element, HeadDim, Tile>(params, stream);
-}
+Status launch_ampere(const LaunchParams& params, cudaStream_t stream);
 
-// The kernel for one head's rows, by warps that take turns. (One for all other logits: of the general variant.)
-template <class Element, int HeadDim, Logits kLogits>
-Status launch_turns(const LaunchParams& params, cudaStream_t stream) {
+template <class Element, int HeadDim, AmpereTiles kAmpere>
+Status launch(const LaunchParams& params, cudaStream_t stream) {
   using Tiles = TileTable<HeadDim>;
-  if constexpr (kLogits == Logits::kPlain) {
-    return launch_tile<Element, typename Tiles::Turns, Logits::kPlain>(params, stream);
-  } else {
-    return launch_tile<Element, typename Tiles::TurnsGeneral, Logits::kGeneral>(params, stream);
-  }
-}
-
-// The kernel for one head's rows.
-template <class Element, int HeadDim, Logits kLogits>
-Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
-  using Tiles = TileTable<HeadDim>;
-  static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
-                Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
-  const int rows = params.plan.tile_rows;
-  if constexpr (kHasTurns<Tiles>) {
-    static_assert(general_turns_fit<Tiles>());
-    if (rows == Tiles::Turns::kBlockM && params.plan.packed_heads == 0) {
-      return launch_turns<Element, HeadDim, kLogits>(params, stream);
-    }
-  }
-  if (params.plan.packed_heads != 0 || params.plan.split_tile_capacity != 0 ||
-      (rows != Tiles::Small::kBlockM && rows != Tiles::Large::kBlockM)) {
-    return no_such_tile<HeadDim>(params);
-  }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  bool small = rows == Tiles::Small::kBlockM;
-  if constexpr (kEqualRows<Tiles>) small = !has_shared_memory_for<typename Tiles::Large>(device);
-  if (small) return launch_tile<Element, typename Tiles::Small, kLogits>(params, stream);
-  if constexpr (kLogits != Logits::kPlain) {
-    return launch_tile<Element, typename Tiles::Capped, kLogits>(params, stream);
-  } else if (many_short_tiles<typename Tiles::Large>(params, device)) {
-    return launch_tile<Element, typename Tiles::Medium, kLogits>(params, stream);
-  } else {
-    return launch_tile<Element, typename Tiles::Large, kLogits>(params, stream);
+  if (params.plan.tile_kind == kDecode && has_shared_memory_for<typename Tiles::Decode>(device)) {
+    return launch_packed<Element, HeadDim, typename Tiles::Decode>(params, stream);
   }
-}
-
-template <class Element, int HeadDim>
-Status launch(const LaunchParams& params, cudaStream_t stream) {
-  switch (params.plan.tile_kind) {
-    case kPacked:
-      return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::Packed>(params, stream);
-    case kPackedWide:
-      if constexpr (kHasPackedWide<TileTable<HeadDim>>) {
-        return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::PackedWide>(params,
-                                                                                        stream);
-      }
-      break;
-    case kPackedTurns:
-      if constexpr (kHasTurns<TileTable<HeadDim>>) {
-        return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::PackedTurns, Element,
-                             typename TileTable<HeadDim>::PackedTurnsGeneral>(params, stream);
-      }
-      break;
-    case kDecode:
-      return launch_decode<Element, HeadDim>(params, stream);
-    case kRows:
-      if (GeneralTransform::needed(params)) {
-        return launch_rows<Element, HeadDim, Logits::kGeneral>(params, stream);
-      }
-      return LogitsTransform::needed(params)
-                 ? launch_rows<Element, HeadDim, Logits::kTransformed>(params, stream)
-                 : launch_rows<Element, HeadDim, Logits::kPlain>(params, stream);
+  if (params.plan.tile_kind == kPacked) {
+    return launch_packed<Element, HeadDim, typename Tiles::Packed>(params, stream);
+  }
+  if constexpr (kAmpere != AmpereTiles::kNowhere) {
+    if (has_ampere_tiles<kAmpere>(device)) return launch_ampere<Element, HeadDim>(params, stream);
   }
   return no_such_tile<HeadDim>(params);
 }
@@ -241,15 +194,15 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
              : launch_tile<Element, Tile, Logits::kPlain, Kv>(params, stream);
 }
 
-template <class Element, class Kv, int HeadDim>
+template <class Element, class Kv, int HeadDim, AmpereTiles kAmpere>
 KernelEntry kernel_entry() {
   using Tiles = TileTable<HeadDim>;
   KernelEntry entry;
   entry.uses_mask_extents = true;
   if constexpr (std::is_same_v<Element, Kv>) {
     static_assert(serves_every_device<Tiles>());
-    entry.tile = &tile_shape<HeadDim>;
-    entry.launch = &launch<Element, HeadDim>;
+    entry.tile = &tile_shape<HeadDim, kAmpere>;
+    entry.launch = &launch<Element, HeadDim, kAmpere>;
   } else {
     static_assert(fit_every_device<typename Tiles::Fp8, typename Tiles::Fp8Wide,
                                    typename Tiles::DecodeFp8>());

@@ -22,6 +22,13 @@
 
 namespace cutlass_kernels::fa2 {
 
+// Where the rows of K and V may lie.
+enum class KvRows {
+  kInTensors,  // a stride apart
+  kInPages,    // each by its address
+  kInEither,  // also those of tensors by their addresses: up to 20 % more time there, 0 to 5 % of pages
+};
+
 // kSeen: whether there may be a bit mask.
 template <class Tile, bool kSeen>
 struct RaggedKv {
@@ -71,13 +78,14 @@ struct RaggedKv {
   }
 };
 
-template <class Tile, bool kSeen>
+template <class Tile, bool kSeen, bool kTensorsToo>
 struct PagedKv {
   static constexpr bool kPaged = true;
   using Layout = SharedLayout<Tile>;
   using Loader = PageLoader<Tile>;
-  using Loads = PagedLoads<Tile>;
-  using Pages = std::conditional_t<kSeen, SeenPageRows<Tile>, PageRows<Tile>>;
+  using Loads = PagedLoads<Tile, kTensorsToo>;
+  using Pages =
+      std::conditional_t<kSeen, SeenPageRows<Tile, kTensorsToo>, PageRows<Tile, kTensorsToo>>;
   static constexpr int kFoundAhead =
       Tile::kStages;  // KV blocks: the next one whose pages are fetched
 
@@ -106,7 +114,7 @@ struct PagedKv {
   }
   CUTE_DEVICE Loader v(int, int stage, int thread) const {
     return Loader(shared + Layout::kV + stage * Layout::kStageBytes,
-                  pages.entries(thread) + PageRows<Tile>::kRows, p.head_dim_vo, thread);
+                  pages.entries(thread) + Pages::kRows, p.head_dim_vo, thread);
   }
   CUTE_DEVICE Loads loads(int block, int stage, int thread) const {
     return {{k(block, stage, thread), v(block, stage, thread)}};

@@ -20,7 +20,9 @@
 namespace cutlass_kernels::fa2 {
 
 // Entries [warp][K, V][step of the loader][row of the warp's step]; null: zeros instead of a row.
-template <class Tile>
+//
+// kTensorsToo: rows may be those of a tensor.
+template <class Tile, bool kTensorsToo>
 struct PageRows {
   using Loader = RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes>;
   static constexpr int kLanes = Loader::kChunks < 32 ? Loader::kChunks : 32;  // that copy a row
@@ -33,7 +35,7 @@ struct PageRows {
 
   const KernelParams& params;
   const char** table;
-  int kv_begin;  // the request's first entry of the page table
+  int kv_begin;  // the request's first entry of the page table; of a tensor, its first row
   int kv_head;
   int key_begin;  // keys outside [key_begin, key_begin + key_extent) are not loaded
   int key_extent;
@@ -63,12 +65,20 @@ struct PageRows {
     const int of_key = key(k_block, v_block, thread);
     int page = -1;
     if (std::uint32_t(of_key - key_begin) < std::uint32_t(key_extent)) {
+      const std::int32_t* index =
+          params.paged[is_v(thread)].indices + kv_begin + params.page_size.divide(of_key);
       // In its place among loads: left alone, the compiler moves it to where its result is needed.
-      asm volatile(
-          "ld.global.nc.b32 %0, [%1];"
-          : "=r"(page)
-          : "l"(params.paged[is_v(thread)].indices + kv_begin + params.page_size.divide(of_key))
-          : "memory");
+      if constexpr (kTensorsToo) {
+        page = kv_begin;  // of a tensor: set_pages()
+        asm volatile(
+            "{\n.reg .pred paged;\nsetp.ne.s32 paged, %2, 0;\n"
+            "@paged ld.global.nc.b32 %0, [%1];\n}"
+            : "+r"(page)
+            : "l"(index), "r"(params.attention.pages.page_size)
+            : "memory");
+      } else {
+        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(page) : "l"(index) : "memory");
+      }
     }
     return page;
   }
@@ -103,7 +113,7 @@ struct PageRows {
 template <class Tile>
 struct PageLoader {
   using Layout = SharedLayout<Tile>;
-  using Rows = PageRows<Tile>;
+  using Rows = PageRows<Tile, false>;
   static constexpr int kPieces = Rows::kPieces;
   static constexpr int kPieceBytes = Rows::kLanes * 16;
   static constexpr int kRowSteps = Rows::kRows / Rows::kStepRows;
@@ -172,12 +182,12 @@ struct PageLoader {
 };
 
 // PendingLoads' twin: the loads of a KV block, and the table for those of the next one.
-template <class Tile>
+template <class Tile, bool kTensorsToo>
 struct PagedLoads {
   using Loader = PageLoader<Tile>;
 
   Loader matrices[2];  // K, V
-  const PageRows<Tile>* rows;
+  const PageRows<Tile, kTensorsToo>* rows;
   int next_block;
   int page;  // of this lane's row of it
 

@@ -91,9 +91,9 @@ struct SeenRowLoader : RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes, Tile::kDec
 };
 
 // PageRows of such keys: they have no page.
-template <class Tile>
-struct SeenPageRows : PageRows<Tile> {
-  using Rows = PageRows<Tile>;
+template <class Tile, bool kTensorsToo>
+struct SeenPageRows : PageRows<Tile, kTensorsToo> {
+  using Rows = PageRows<Tile, kTensorsToo>;
 
   const SeenKeys<Tile>* seen = nullptr;  // found for v_block
 

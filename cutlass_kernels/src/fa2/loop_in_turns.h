@@ -26,9 +26,9 @@
 // both groups. (racecheck reports V(t) as overwritten in turn t + 1: it does not follow bar.arrive.)
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
 #include <cute/config.hpp>
 
+#include "common/ptx/cp_async.h"
 #include "common/ptx/named_barrier.h"
 #include "fa2/load.h"
 #include "fa2/shared_memory.h"
@@ -73,14 +73,14 @@ CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& t
   for (int t = 0; t < kStages; ++t) {
     if constexpr (kPaged) kv.pages.store(page[t], block - t, block - t);
     if (t < 2 || group == 1) kv.k(block - t, t, thread).issue_all();
-    if (t == 0) cute::cp_async_fence();
+    if (t == 0) cp_async_commit();
     if (t < 2) kv.v(block - t, t, thread).issue_all();
   }
-  cute::cp_async_fence();
+  cp_async_commit();
   [[maybe_unused]] int next_page = 0;
   if constexpr (kPaged) next_page = kv.pages.fetch(block - 2 - group, block - 2);
   q.finish(shared_memory);
-  cute::cp_async_wait<1>();
+  cp_async_wait<1>();
   __syncthreads();  // Q and K(0) have landed
   if (block < block_begin) return;
 
@@ -88,7 +88,7 @@ CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& t
   typename Warp::P p;
   int stage = 0;  // of `block`
   if (group == 1) {
-    cute::cp_async_wait<0>();
+    cp_async_wait<0>();
     turn.await();
   }
   warp.compute_scores(s, 0, [&] { turn.hand_over(); });
@@ -106,7 +106,7 @@ CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& t
         {kv.k(block - 2 - group, group == 0 ? last_stage : stage, opaque_thread),
          kv.v(block - 2, last_stage, opaque_thread)}};
     next.begin();
-    cute::cp_async_wait<0>();
+    cp_async_wait<0>();
     turn.await();
     if (block == block_begin) break;
     if constexpr (Tile::kPacked) {
@@ -116,7 +116,7 @@ CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& t
     }
     warp.compute_scores(s, next_stage * kStageBytes, [&] { turn.hand_over(); });
     if constexpr (!Tile::kPacked) next.issue(0, 1);
-    cute::cp_async_fence();
+    cp_async_commit();
     if constexpr (kPaged) next_page = kv.pages.fetch(block - 3 - group, block - 3);
     stage = next_stage;
   }

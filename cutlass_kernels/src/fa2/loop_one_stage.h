@@ -2,9 +2,9 @@
 // K of the next one during P V. The letters are those of the drawing in row_sharing.h.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
 #include <cute/config.hpp>
 
+#include "common/ptx/cp_async.h"
 #include "fa2/exponentials.h"
 #include "fa2/load.h"
 #include "fa2/shared_memory.h"
@@ -37,16 +37,16 @@ CUTE_DEVICE void one_stage_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
   if (block_begin < block_end) {
     if constexpr (kGeneral && !kPaged) kv.seen.find(block_end - 1);
     kv.k(block_end - 1, 0, thread).issue_all();
-    cute::cp_async_fence();
+    cp_async_commit();
     kv.v(block_end - 1, 0, thread).issue_all();
   }
-  cute::cp_async_fence();
+  cp_async_commit();
   if constexpr (kPaged) kv.pages.store(page[1], block_end - 2, block_end - 1);
 
   // ---- KV block after KV block. ----
   NoLoads none;
   for (int block = block_end - 1; block >= block_begin; --block) {
-    cute::cp_async_wait<1>();
+    cp_async_wait<1>();
     __syncthreads();  // A
 
     int opaque_thread = thread;  // addresses are computed anew, not kept in registers
@@ -61,13 +61,13 @@ CUTE_DEVICE void one_stage_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
     if constexpr (kGeneral) warp.logits.fetch((block - 1) * kBlockN);
     if constexpr (kGeneral) kv.seen.find(block - 1);
     if constexpr (kPaged) page[0] = kv.pages.fetch(block - 2, block - 1);
-    cute::cp_async_fence();
-    cute::cp_async_wait<0>();
+    cp_async_commit();
+    cp_async_wait<0>();
     const bool raise = __syncthreads_or(warp.softmax.exceeds(thread_max, warp.headroom));  // B
 
     asm volatile("" : "+r"(opaque_thread));
     if (block > block_begin) kv.k(block - 1, 0, opaque_thread).issue_all();
-    cute::cp_async_fence();
+    cp_async_commit();
     if constexpr (kPaged) kv.pages.store(page[0], block - 2, block - 1);
     if (raise) {
       warp.softmax.reduce_max(thread_max);
@@ -83,7 +83,7 @@ CUTE_DEVICE void one_stage_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
       warp.raise(thread_max);
     }
     warp.accumulate(s, 0);
-    cute::cp_async_fence();  // no loads: stands for V, which the wait at A leaves in flight
+    cp_async_commit();  // no loads: stands for V, which the wait at A leaves in flight
   }
 }
 

@@ -1,9 +1,9 @@
 // The main loop with two stages or more: loads run kStages - 1 KV blocks ahead, and warps meet once per KV block.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
 #include <cute/config.hpp>
 
+#include "common/ptx/cp_async.h"
 #include "fa2/shared_memory.h"
 #include "fa2/tile_work.h"
 #include "fa2/warp_share.h"
@@ -83,7 +83,7 @@ CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
       kv.k(block_end - 1 - i, i, thread).issue_all();
       kv.v(block_end - 1 - i, i, thread).issue_all();
     }
-    cute::cp_async_fence();
+    cp_async_commit();
   }
   if constexpr (kPaged) kv.pages.store(page[kStages - 1], block_end - kStages, block_end - kStages);
   q.finish(shared_memory);
@@ -95,7 +95,7 @@ CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
   int next_stage = kStages - 1;
   for (; block_end > block_begin; --block_end) {
     const int block = block_end - 1;
-    cute::cp_async_wait<kStages - 2>();
+    cp_async_wait<kStages - 2>();
     __syncthreads();  // K and V of `block` have landed; all warps are done with those of the KV block before
 
     int opaque_thread = thread;  // addresses are computed anew, not kept in registers
@@ -115,7 +115,7 @@ CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
       compute_all_steps<Warp, Tile>(warp, block, stage, next);
     }
     if constexpr (kGeneral) kv.seen.find(block - 1 - KvSource::kFoundAhead);
-    cute::cp_async_fence();
+    cp_async_commit();
     stage = stage + 1 == kStages ? 0 : stage + 1;
     next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
   }

@@ -22,13 +22,15 @@ CUTE_DEVICE void clear_unused_rows(const KernelParams& params, SharedMemory& sha
 template <class Tile, class SharedMemory>
 CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
   allow_next_kernel();  // which combines the partial results of KV splits
-  if constexpr (Tile::kInSlots) {
-    if (warp == 0) shared.slots.fill(params.attention);
-    if (warp == 0 && blockIdx.x == 0 && params.attention.plan.split_tiles != nullptr) {
-      describe_other_requests(params.attention);
+  const LaunchParams& p = params.attention;
+  if constexpr (Tile::kSlots != Slots::kNone) {
+    if (warp == 0 && (Tile::kSlots == Slots::kOnly || is_in_slots(p))) {
+      shared.slots.fill(p);
+      if (blockIdx.x == 0 && p.plan.split_tiles != nullptr) describe_other_requests(p);
     }
-  } else {
-    if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
+  }
+  if constexpr (Tile::kSlots != Slots::kOnly) {
+    if (warp == 0 && splits_batch(p)) shared.splits.fill(p);
   }
   clear_unused_rows<Tile>(params, shared);
 }

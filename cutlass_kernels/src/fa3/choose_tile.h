@@ -114,15 +114,15 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   const TileShape packed = packed_tile_shape<Packed>(params, heads);
   const bool compares = compares_packed<Large>(params, packed, device);
   if (has_short_queries(params, heads) && !compares) return packed;
+  const bool general = GeneralTransform::needed(params);
+  if (gathers(params) && general) return packed;
   const auto choose = [&](auto tile, int kind) {
     using Tile = decltype(tile);
     return compares ? row_or_packed_shape<Tile, Packed>(params, kind, packed, device)
                     : row_tile_shape<Tile>(kind);
   };
-  const bool general = GeneralTransform::needed(params);
   const bool small = needs_small<Tiles>(params, device);
   if (gathers(params)) {
-    if (general) return choose(typename Tiles::GatherGeneral{}, kGather);
     if (small) return choose(typename Tiles::GatherSmall{}, kGather);
     return choose(typename Tiles::Gather{}, kGather);
   }

@@ -18,6 +18,9 @@ constexpr int kWarpgroupRows = 64;
 // LaunchPlan::tile_kind.
 enum TileKind { kRows, kGeneral, kGather, kPacked };
 
+// Whether a kernel finds its tiles in slots (common/batch_slots.h).
+enum class Slots { kNone, kOnly, kAtRunTime };
+
 // ---- What a tile chooses. A tile of the table overrides the defaults in which it differs.
 
 template <int HeadDimQk, int HeadDimVo = HeadDimQk>
@@ -52,8 +55,7 @@ struct TileDefaults {
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
   static constexpr bool kSharesKeys = false;  // whether tiles with the same keys follow one another
-  // Tiles come in slots (common/batch_slots.h).
-  static constexpr bool kInSlots = false;
+  static constexpr Slots kSlots = Slots::kNone;
   // Warpgroups. A second one, in kernels that gather, adds warps that copy.
   static constexpr int kProducers = 1;
 
@@ -74,11 +76,12 @@ struct Packing : Base {
 };
 
 // The tile in a kernel of its own for slots: what finds them would move the main loop of the other kernel, of 36 KB, in
-// the instruction cache, and make it up to 5 % slower.
-template <class Base>
-struct InSlots : Base {
+// the instruction cache, and make it up to 5 % slower. So it does in kernels of general logits and of gathered keys,
+// which have one kernel for both all the same: a fifth of the time to compile fa3 was theirs.
+template <class Base, Slots kSlots_>
+struct WithSlots : Base {
   static_assert(Base::kPacked);
-  static constexpr bool kInSlots = true;
+  static constexpr Slots kSlots = kSlots_;
 };
 
 // The tile with gathered keys. Two: by a second producer warpgroup, with which two warps copy K, and two V.
@@ -125,8 +128,8 @@ struct Tile : Choices {
   static constexpr int kCopyWarps = kConverts ? 1 : kProducers;
 
   // Registers per thread: at the launch, and after setmaxnreg has moved what the producer warpgroup does not need to
-  // the consumers. Producers that copy row by row (from pages whose size is no multiple of 8, or V under a custom mask) or transpose need
-  // more.
+  // the consumers. Producers that copy row by row (from pages whose size is no multiple of 8, or V
+  // under a custom mask) or transpose need more.
   static constexpr int kLaunchRegisters = std::min(65536 / kCtasPerSm / kThreads / 8 * 8, 240);
   static constexpr int producer_registers(bool copies_rows) {
     if (kTransposers > 0) return 56;
@@ -142,11 +145,11 @@ struct Tile : Choices {
   }
 };
 
-template <class>
-struct SlottedTile;
-template <class Choices>
-struct SlottedTile<Tile<Choices>> {
-  using Type = Tile<InSlots<Choices>>;
+template <class, Slots>
+struct TileWithSlots;
+template <class Choices, Slots kSlots>
+struct TileWithSlots<Tile<Choices>, kSlots> {
+  using Type = Tile<WithSlots<Choices, kSlots>>;
 };
 
 // ---- The tiles. In front of each: query rows x keys of a KV block, shared memory, registers of producer and consumer
@@ -308,9 +311,11 @@ struct Hd256Converted : Converting<Hd256Large> {
 // FewKeys       as many rows, for rows that see few keys: the cost of a tile beside its KV blocks counts more.
 // Small         fewer rows, for queries that are few or short; Large itself where there is no smaller tile.
 // General       custom masks, ALiBi, statistics, and factors that only the device knows.
-// Gather...     in place of Large, Small and General for pages of a size that is no multiple of 8.
+// Gather...     in place of Large and Small for pages of a size that is no multiple of 8; Packed in place of General.
 // Packed...     short queries: the rows of several heads share a tile, and keys may be split.
 //
+// kCapped         soft caps have kernels of their own, beside the general ones.
+// kSkips          negligible KV blocks may be skipped.
 // few_tiles(SMs)  with fewer tiles of the large kind than this on a device of so many SMs, the small one is taken.
 // kSmallUpToKeys  so it is where a mask is and rows see no more keys than this, on average.
 template <int HeadDimQk, int HeadDimVo>
@@ -324,9 +329,9 @@ struct TileTable<64, 64> {
   using General = Tile<Hd64General>;
   using Gather = Tile<Gathering<Hd64Large>>;
   using GatherSmall = Tile<Gathering<Hd64Small>>;
-  using GatherGeneral = Tile<Gathering<Hd64General>>;
   using Packed = Tile<Hd64Packed>;
   using PackedGather = Tile<Gathering<Hd64Packed>>;
+  static constexpr bool kCapped = true, kSkips = false;
   static constexpr int few_tiles(int multiprocessors) { return multiprocessors; }
   static constexpr int kSmallUpToKeys = 1024;
 };
@@ -339,9 +344,9 @@ struct TileTable<96, 96> {
   using General = Tile<Hd96General>;
   using Gather = Tile<GatheringByTwo<Hd96General>>;
   using GatherSmall = Gather;
-  using GatherGeneral = Tile<Gathering<Hd96General>>;
   using Packed = Tile<Packing<Hd96General>>;
   using PackedGather = Tile<Gathering<Packing<Hd96General>>>;
+  static constexpr bool kCapped = true, kSkips = false;
   static constexpr int few_tiles(int multiprocessors) { return multiprocessors; }
   static constexpr int kSmallUpToKeys = 1024;
 };
@@ -354,10 +359,10 @@ struct TileTable<128, 128> {
   using General = FewKeys;  // the registers that could hold Q hold bits
   using Gather = Tile<GatheringByTwo<Hd128FewKeys>>;
   using GatherSmall = Gather;
-  using GatherGeneral = Tile<Gathering<Hd128FewKeys>>;
   using Packed = Tile<Packing<Hd128FewKeys>>;
   using PackedGather = Tile<Gathering<Packing<Hd128FewKeys>>>;
   // Up to half as many as SMs: the small tile, which has half the rows, then still runs all at once.
+  static constexpr bool kCapped = true, kSkips = true;
   static constexpr int few_tiles(int multiprocessors) { return multiprocessors / 2 + 1; }
   static constexpr int kSmallUpToKeys = 0;
 };
@@ -370,15 +375,15 @@ struct TileTable<192, 128> {
   using General = Large;
   using Gather = Tile<GatheringByTwo<Hd192Large>>;
   using GatherSmall = Gather;
-  using GatherGeneral = Tile<Gathering<Hd192Large>>;
   using Packed = Tile<Packing<Hd192Large>>;
   using PackedGather = Tile<Gathering<Packing<Hd192Large>>>;
+  static constexpr bool kCapped = false, kSkips = false;
   static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };
 
 // One tile for all kinds, with one producer warpgroup where rows are gathered.
-template <class Choices>
+template <class Choices, bool kCapped_>
 struct OneTile {
   using Large = Tile<Choices>;
   using FewKeys = Large;
@@ -386,22 +391,22 @@ struct OneTile {
   using General = Large;
   using Gather = Tile<Gathering<Choices>>;
   using GatherSmall = Gather;
-  using GatherGeneral = Gather;
   using Packed = Tile<Packing<Choices>>;
   using PackedGather = Tile<Gathering<Packing<Choices>>>;
+  static constexpr bool kCapped = kCapped_, kSkips = false;
   static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };
 
 // Each of two producer warpgroups would have 48 rows, and rows are looked up 32 at a time.
 template <>
-struct TileTable<192, 192> : OneTile<Hd192Square> {};
+struct TileTable<192, 192> : OneTile<Hd192Square, false> {};
 
 // A product of 256 columns needs more registers than 512 threads are launched with.
 template <>
-struct TileTable<256, 256> : OneTile<Hd256Large> {};
+struct TileTable<256, 256> : OneTile<Hd256Large, true> {};
 template <>
-struct TileTable<512, 512> : OneTile<Hd512Large> {};
+struct TileTable<512, 512> : OneTile<Hd512Large, false> {};
 
 // The tiles of e4m3. Problems that need another tile are computed from copies of 16 bits.
 template <int HeadDim>

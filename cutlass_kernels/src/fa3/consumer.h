@@ -9,6 +9,7 @@
 //   values.h        O += P V; hands the finished rows to store.h or store_packed.h
 #pragma once
 
+#include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
@@ -103,9 +104,9 @@ struct Consumer {
         shared(shared_),
         warpgroup(warpgroup_),
         lane(threadIdx.x % 32),
-        q_base(cute::cast_smem_ptr_to_uint(shared_.q)),
-        k_base(cute::cast_smem_ptr_to_uint(shared_.k)),
-        v_base(cute::cast_smem_ptr_to_uint(shared_.v)),
+        q_base(shared_address(shared_.q)),
+        k_base(shared_address(shared_.k)),
+        v_base(shared_address(shared_.v)),
         q_buffer(warpgroup_),
         softmax(params_.transform.scale) {}
 

@@ -5,17 +5,19 @@
 // S is computed.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/config.hpp>
 
+#include "common/ptx/shared_address.h"
 #include "fa3/consumer.h"
 #include "fa3/pair.h"
+#include "fa3/tma.h"
 
 namespace cutlass_kernels::fa3 {
 
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::return_receive_buffer() const {
   if constexpr (Layout::kPair) {
-    if (lane == 0) cute::tma_store_wait<0>();  // TMA has read O
+    if (lane == 0) tma_store_wait();  // TMA has read O
     __syncwarp();
     if (lane == 0) {
       Barrier::arrive_in_peer(address_in_peer(shared.s_empty[warpgroup].address()));
@@ -28,8 +30,8 @@ template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_peer_scores(ScoreFragment& s) {
   if constexpr (Layout::kPair) {
     // A warp's memory for O: 16 rows of each panel. Four of a thread's values, of all lanes, are 512 bytes.
-    const std::uint32_t buffer = cute::cast_smem_ptr_to_uint(shared.o[warpgroup]) +
-                                 threadIdx.x / 32 % 4 * (16 * 128) + lane * 16;
+    const std::uint32_t buffer =
+        shared_address(shared.o[warpgroup]) + threadIdx.x / 32 % 4 * (16 * 128) + lane * 16;
     constexpr int kPerPanel = 16 * 128 / 512;
     const auto offset = [](int i) {
       return i / kPerPanel * Layout::kPanelBytesQ + i % kPerPanel * 512;

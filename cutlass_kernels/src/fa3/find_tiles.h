@@ -4,6 +4,7 @@
 #include "common/find_work.h"
 #include "common/mask.h"
 #include "common/ptx/atomic.h"
+#include "common/ptx/shared_address.h"
 #include "common/tickets.h"
 #include "fa3/pair.h"
 #include "fa3/params.h"
@@ -24,16 +25,19 @@ class TileClaims {
         counter_(reinterpret_cast<TicketCounter*>(params.attention.plan.tile_counter)),
         claimers_(int(gridDim.x) / Tile::kCtasPerTile),
         index_(-1) {
-    if constexpr (!Tile::kInSlots) count_ = params.order.tiles * params.heads;
+    if constexpr (Tile::kSlots != Slots::kOnly) {
+      count_ = params.order.tiles * params.heads;
+      if constexpr (Tile::kSlots == Slots::kAtRunTime) {
+        if (in_slots()) count_ = shared.slots.count() * params.heads;
+      }
+    }
   }
 
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
-    if constexpr (Tile::kInSlots) {
-      if (--splits_left_ > 0) {
-        ++work.split;
-        return true;
-      }
+    if (in_slots() && --splits_left_ > 0) {
+      ++work.split;
+      return true;
     }
     do {
       if (index_ < 0) {
@@ -57,12 +61,15 @@ class TileClaims {
   // The tile with the claimed index.
   CUTE_DEVICE bool find(WorkItem& work, int& head, int& rank) {
     const LaunchParams& p = params_.attention;
-    if constexpr (Tile::kInSlots) {
-      const TileOrder::Position position = params_.order.among(shared_.slots.count(), index_);
-      head = position.head;
-      rank = position.rank;
-      return find_slot(p, shared_.slots, rank, work, splits_left_);
-    } else {
+    if constexpr (Tile::kSlots != Slots::kNone) {
+      if (in_slots()) {
+        const TileOrder::Position position = params_.order.among(shared_.slots.count(), index_);
+        head = position.head;
+        rank = position.rank;
+        return find_slot(p, shared_.slots, rank, work, splits_left_);
+      }
+    }
+    if constexpr (Tile::kSlots != Slots::kOnly) {
       const TileOrder::Position position = params_.order(index_);
       head = position.head;
       rank = position.rank;
@@ -75,17 +82,23 @@ class TileClaims {
       };
       return find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
     }
+    return false;
   }
 
   // Tile indices of all heads.
   CUTE_DEVICE int count() const {
-    if constexpr (Tile::kInSlots) return shared_.slots.count() * params_.heads;
+    if constexpr (Tile::kSlots == Slots::kOnly) return shared_.slots.count() * params_.heads;
     return count_;
+  }
+
+  CUTE_DEVICE bool in_slots() const {
+    return Tile::kSlots == Slots::kOnly ||
+           (Tile::kSlots == Slots::kAtRunTime && is_in_slots(params_.attention));
   }
 
   const KernelParams& params_;
   const SharedMemory& shared_;
-  int count_;  // without slots
+  int count_;  // but of slots alone, for which there are no registers
   unsigned long long* const counter_;
   const int claimers_;
   int index_;
@@ -99,7 +112,7 @@ constexpr int kJobWords = sizeof(Job) / sizeof(int4);
 static_assert(sizeof(Job) % sizeof(int4) == 0);
 
 CUTE_DEVICE void send_job(const Job& job, Job& sent, Barrier& barrier) {
-  const std::uint32_t to = address_in_peer(cute::cast_smem_ptr_to_uint(&sent));
+  const std::uint32_t to = address_in_peer(shared_address(&sent));
   const std::uint32_t peer_barrier = address_in_peer(barrier.address());
   CUTE_NO_UNROLL
   for (int i = 0; i < kJobWords; ++i) {

@@ -42,8 +42,9 @@
 // would have 160 registers per thread, as much as S, P and O alone.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
+#include <cute/config.hpp>
 
+#include "common/ptx/setmaxnreg.h"
 #include "fa3/begin_packed.h"
 #include "fa3/convert_keys.h"
 #include "fa3/find_tiles.h"
@@ -56,6 +57,7 @@
 #include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
+#include "fa3/tma.h"
 #include "fa3/transpose_values.h"
 
 namespace cutlass_kernels::fa3 {
@@ -195,9 +197,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const int k_lanes = paged ? 32 * Tile::kCopyWarps : 1;
   const int v_lanes = paged || hides ? 32 * Tile::kCopyWarps : 1;
   // Tensor maps are fetched while barriers are initialised and the first tile is found.
-  if (threadIdx.x == 32) cute::prefetch_tma_descriptor(&params.q_map);
-  if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
-  if (threadIdx.x == 96) cute::prefetch_tma_descriptor(&params.v_map);
+  if (threadIdx.x == 32) prefetch_tensor_map(&params.q_map);
+  if (threadIdx.x == 64) prefetch_tensor_map(&params.k_map);
+  if (threadIdx.x == 96) prefetch_tensor_map(&params.v_map);
   if (threadIdx.x == 0) init_barriers<Tile>(shared, k_lanes, v_lanes);
   if constexpr (Tile::kPacked) begin_packed<Tile>(params, shared, warp);
   if constexpr (Layout::kPair) {
@@ -207,14 +209,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   }
 
   if (warpgroup < Tile::kProducers) {
-    cutlass::arch::warpgroup_reg_dealloc<Tile::producer_registers(kHides)>();
+    decrease_registers<Tile::producer_registers(kHides)>();
     if constexpr (Layout::kTransposed) {
       produce_fp8<Tile, kHides>(params, shared, warp);
     } else {
       produce<Element, Tile, kHides>(params, shared, warp, k_lanes, v_lanes);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Tile::consumer_registers(kHides)>();
+    increase_registers<Tile::consumer_registers(kHides)>();
     Consumer<Element, Tile, kLogits>(params, shared, warpgroup - Tile::kProducers).run();
   }
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "cuda_failure.h"
 #include "device.h"
@@ -104,35 +105,6 @@ inline Status no_such_tile(const LaunchParams& params) {
                          "pages: make_plan() makes a plan for these parameters.");
 }
 
-// Tiles of one head, and keys that come by TMA.
-template <class Element, class Tiles, Logits kLogits>
-Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
-  using Large = typename Tiles::Large;
-  using FewKeys = typename Tiles::FewKeys;
-  using Small = typename Tiles::Small;
-  static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
-  const int rows = params.plan.tile_rows;
-  if (rows == Large::kBlockM) {
-    if constexpr (kLogits == Logits::kPlain) {
-      if (params.skip_softmax_factor > 0.0f) {
-        return launch_tile<Element, Large, Logits::kSkipping>(params, stream);
-      }
-    }
-    return few_keys(params) && !is_alone(params)
-               ? launch_tile<Element, FewKeys, kLogits>(params, stream)
-               : launch_tile<Element, Large, kLogits>(params, stream);
-  }
-  return rows == Small::kBlockM ? launch_tile<Element, Small, kLogits>(params, stream)
-                                : no_such_tile(params);
-}
-
-template <class Element, class Tile>
-Status launch_logits(const LaunchParams& params, cudaStream_t stream) {
-  return GeneralTransform::needed(params) || LogitsTransform::needed(params)
-             ? launch_tile<Element, Tile, Logits::kGeneral>(params, stream)
-             : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
-}
-
 template <class Element, class Tile>
 Status launch_capped(const LaunchParams& params, cudaStream_t stream) {
   return LogitsTransform::needed(params)
@@ -140,11 +112,53 @@ Status launch_capped(const LaunchParams& params, cudaStream_t stream) {
              : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
 }
 
+// Tiles of one head, and keys that come by TMA.
+template <class Element, class Tiles>
+Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
+  using Large = typename Tiles::Large;
+  using FewKeys = typename Tiles::FewKeys;
+  using Small = typename Tiles::Small;
+  static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
+  const int rows = params.plan.tile_rows;
+  if constexpr (!Tiles::kCapped) {
+    static_assert(std::is_same_v<Large, typename Tiles::General>);
+    if (rows == Large::kBlockM && LogitsTransform::needed(params)) {
+      return launch_tile<Element, Large, Logits::kGeneral>(params, stream);
+    }
+    return rows == Large::kBlockM ? launch_tile<Element, Large, Logits::kPlain>(params, stream)
+                                  : no_such_tile(params);
+  } else {
+    if (rows == Small::kBlockM && rows != Large::kBlockM) {
+      return launch_capped<Element, Small>(params, stream);
+    }
+    if (rows != Large::kBlockM) return no_such_tile(params);
+    if (LogitsTransform::needed(params)) {
+      return launch_tile<Element, Large, Logits::kTransformed>(params, stream);
+    }
+    if constexpr (Tiles::kSkips) {
+      if (params.skip_softmax_factor > 0.0f) {
+        return launch_tile<Element, Large, Logits::kSkipping>(params, stream);
+      }
+    }
+    return few_keys(params) && !is_alone(params)
+               ? launch_tile<Element, FewKeys, Logits::kPlain>(params, stream)
+               : launch_tile<Element, Large, Logits::kPlain>(params, stream);
+  }
+}
+
 template <class Element, class Packed>
 Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
-  return is_in_slots(params)
-             ? launch_logits<Element, typename SlottedTile<Packed>::Type>(params, stream)
-             : launch_logits<Element, Packed>(params, stream);
+  using Either = typename TileWithSlots<Packed, Slots::kAtRunTime>::Type;
+  if (GeneralTransform::needed(params) || LogitsTransform::needed(params)) {
+    return launch_tile<Element, Either, Logits::kGeneral>(params, stream);
+  }
+  if constexpr (Packed::kGather) {
+    return launch_tile<Element, Either, Logits::kPlain>(params, stream);
+  } else {
+    using InSlots = typename TileWithSlots<Packed, Slots::kOnly>::Type;
+    return is_in_slots(params) ? launch_tile<Element, InSlots, Logits::kPlain>(params, stream)
+                               : launch_tile<Element, Packed, Logits::kPlain>(params, stream);
+  }
 }
 
 // Tiles of one head, and a page size that is no multiple of 8.
@@ -152,14 +166,10 @@ template <class Element, class Tiles>
 Status launch_gather(const LaunchParams& params, cudaStream_t stream) {
   using Gather = typename Tiles::Gather;
   using Small = typename Tiles::GatherSmall;
-  using General = typename Tiles::GatherGeneral;
   const int rows = params.plan.tile_rows;
-  if (!GeneralTransform::needed(params)) {
-    if (rows == Gather::kBlockM) return launch_capped<Element, Gather>(params, stream);
-    if (rows == Small::kBlockM) return launch_capped<Element, Small>(params, stream);
-  }
-  return rows == General::kBlockM ? launch_tile<Element, General, Logits::kGeneral>(params, stream)
-                                  : no_such_tile(params);
+  if (rows == Gather::kBlockM) return launch_capped<Element, Gather>(params, stream);
+  return rows == Small::kBlockM ? launch_capped<Element, Small>(params, stream)
+                                : no_such_tile(params);
 }
 
 template <class Packed>
@@ -179,7 +189,7 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
       return gathers(params) ? launch_packed<Element, typename Tiles::PackedGather>(params, stream)
                              : launch_packed<Element, typename Tiles::Packed>(params, stream);
     case kGather:
-      if (!gathers(params)) return no_such_tile(params);
+      if (general || !gathers(params)) return no_such_tile(params);
       return launch_gather<Element, Tiles>(params, stream);
     case kGeneral:
       if (gathers(params) || params.plan.tile_rows != Tiles::General::kBlockM) {
@@ -188,9 +198,7 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
       return launch_tile<Element, typename Tiles::General, Logits::kGeneral>(params, stream);
     case kRows:
       if (general || gathers(params)) return no_such_tile(params);
-      return LogitsTransform::needed(params)
-                 ? launch_rows<Element, Tiles, Logits::kTransformed>(params, stream)
-                 : launch_rows<Element, Tiles, Logits::kPlain>(params, stream);
+      return launch_rows<Element, Tiles>(params, stream);
   }
   return no_such_tile(params);
 }

@@ -1,17 +1,15 @@
 // The producer warps of Q, and of K and V that lie one after the other (ragged tensors): one thread each, all by TMA.
 #pragma once
 
-#include <cute/arch/copy_sm90_desc.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/config.hpp>
 
 #include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "fa3/tensor_map.h"
+#include "fa3/tma.h"
 
 namespace cutlass_kernels::fa3 {
-
-using CacheHint = cute::TMA::CacheHintSm90;
 
 // Loads a box of rows of a request, panel by panel. Row coordinates count backwards from the request's end, so that
 // rows past its end lie outside the tensor map (tensor_map.h).
@@ -21,10 +19,8 @@ CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, 
   full.arrive_and_expect(kPanels * kPanelBytes);
   CUTE_UNROLL
   for (int panel = 0; panel < kPanels; ++panel) {
-    cute::SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
-                                 static_cast<std::uint64_t>(hint), shared + panel * kPanelBytes,
-                                 column + panel * kColumns, kMapRows - length + row, head, end,
-                                 int(kMapRows));
+    tma_load(map, full, hint, shared + panel * kPanelBytes, column + panel * kColumns,
+             kMapRows - length + row, head, end, int(kMapRows));
   }
 }
 
@@ -37,11 +33,9 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, const Job& job, Barri
                          int(params.packed.heads.divisor));
   CUTE_UNROLL
   for (int panel = 0; panel < Shared<Tile>::kPanelsQk; ++panel) {
-    cute::SM90_TMA_LOAD_5D::copy(
-        &params.q_map, reinterpret_cast<std::uint64_t*>(&full),
-        static_cast<std::uint64_t>(CacheHint::EVICT_FIRST), q + panel * Shared<Tile>::kPanelBytesQ,
-        first_column<Tile>(Tile::kHeadDimQk) + panel * Shared<Tile>::kColumns, job.head,
-        kMapRows - job.qo_len + token, job.q_end, int(kMapRows));
+    tma_load(&params.q_map, full, CacheHint::kEvictFirst, q + panel * Shared<Tile>::kPanelBytesQ,
+             first_column<Tile>(Tile::kHeadDimQk) + panel * Shared<Tile>::kColumns, job.head,
+             kMapRows - job.qo_len + token, job.q_end, int(kMapRows));
   }
 }
 
@@ -55,10 +49,9 @@ CUTE_DEVICE void load_q_of_tile(const KernelParams& params, Shared<Tile>& shared
     // No buffer is free for the next tile's Q before the last product with this tile's: at least bring it to L2.
     for (int wg = 0; wg < Tile::kConsumers; ++wg) {
       for (int panel = 0; panel < Layout::kPanelsQk; ++panel) {
-        cute::SM90_TMA_LOAD_5D::PREFETCH::copy(
-            &params.q_map, column + panel * Layout::kColumns,
-            kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head, job.q_end,
-            int(kMapRows));
+        tma_prefetch(&params.q_map, column + panel * Layout::kColumns,
+                     kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head,
+                     job.q_end, int(kMapRows));
       }
     }
   }
@@ -71,7 +64,7 @@ CUTE_DEVICE void load_q_of_tile(const KernelParams& params, Shared<Tile>& shared
       load_rows<Layout::kPanelsQk, Layout::kPanelBytesQ, Layout::kColumns>(
           &params.q_map, shared.q_full[ring.index], shared.q[ring.index],
           job.row_begin + wg * kWarpgroupRows, job.qo_len, job.head, job.q_end,
-          CacheHint::EVICT_FIRST, column);
+          CacheHint::kEvictFirst, column);
     }
     ring.advance();
   }
@@ -106,7 +99,7 @@ CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, con
       load_rows<kPanels, kPanelBytes>(
           map, full[ring.index], stages + ring.index * (kPanels * kPanelBytes),
           job.key_begin + kv_block * Tile::kBlockN, job.visible_end, job.kv_head,
-          job.kv_begin + job.visible_end, CacheHint::EVICT_LAST, first_column<Tile>(64 * kPanels));
+          job.kv_begin + job.visible_end, CacheHint::kEvictLast, first_column<Tile>(64 * kPanels));
       ring.advance();
     }
   }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "fa3/load.h"
+#include "fa3/tma.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -23,7 +24,7 @@ CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int kv_b
     if (lane == 0) {
       load_rows<kPanels, Layout::kPanelBytesKv, Layout::kColumns>(
           map, full, stage, first_key, job.visible_end, job.kv_head, job.kv_begin + job.visible_end,
-          CacheHint::EVICT_LAST);
+          CacheHint::kEvictLast);
     }
     __syncwarp();
     return;
@@ -49,10 +50,8 @@ CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int kv_b
     const int slot = params.page_size.modulo(first_key + row);
     CUTE_NO_UNROLL
     for (int panel = 0; panel < kPanels; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(map, reinterpret_cast<std::uint64_t*>(&full),
-                                   static_cast<std::uint64_t>(CacheHint::EVICT_LAST),
-                                   stage + panel * Layout::kPanelBytesKv + row * 128,
-                                   panel * Layout::kColumns, slot, job.kv_head, page);
+      tma_load(map, full, CacheHint::kEvictLast, stage + panel * Layout::kPanelBytesKv + row * 128,
+               panel * Layout::kColumns, slot, job.kv_head, page);
     }
   }
   __syncwarp();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/ptx/cp_async.h"
+#include "common/ptx/shared_address.h"
 #include "fa3/fully_masked_keys.h"
 #include "fa3/pair.h"
 #include "fa3/params.h"
@@ -16,8 +17,7 @@ namespace cutlass_kernels::fa3 {
 // capability 9.0, the only one of these kernels, what has landed is in shared memory for every reader. The fence would
 // have to be in the consumers, where it costs 1 % (RESULTS.md).
 CUTE_DEVICE void arrive_when_landed(Barrier& full) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                   cute::cast_smem_ptr_to_uint(&full))
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&full))
                : "memory");
 }
 
@@ -117,8 +117,8 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   const int column = first_column<Tile>(kColumns);
   const int head_dim =  // from the CTA's first column on
       (kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo) / kPerColumn - column;
-  const std::uint32_t to = cute::cast_smem_ptr_to_uint(stages) + (first_row + lane / 8) * 128 +
-                           ((lane % 8 ^ lane / 8) << 4);
+  const std::uint32_t to =
+      shared_address(stages) + (first_row + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4);
   RowOffsets<kOwnRows>& offsets = shared.row_offsets[kIsK ? 0 : 1][copy_warp];
   JobReader jobs(shared);
   Ring<kStages> ring;

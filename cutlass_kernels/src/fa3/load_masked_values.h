@@ -3,11 +3,13 @@
 // same copy.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
+#include <cute/config.hpp>
 
 #include "common/ptx/cp_async.h"
+#include "common/ptx/shared_address.h"
 #include "fa3/fully_masked_keys.h"
 #include "fa3/load.h"
+#include "fa3/tma.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -92,9 +94,9 @@ CUTE_DEVICE void copy_visible_values(const Values& values, const Job& job, int k
     const int row = 32 * w + lane;
     const bool seen = visible.contains(row) && (masked.words[w] >> lane & 1) == 0;
     const std::int64_t offset = seen ? values.offset_of(first_key + row) : -1;
-    copy_rows<kRows, kPanels>(values, offset, 32 * w, cute::cast_smem_ptr_to_uint(stage));
+    copy_rows<kRows, kPanels>(values, offset, 32 * w, shared_address(stage));
   }
-  cute::cp_async_wait<0>();
+  cp_async_wait<0>();
   fence_proxy_async();
   __syncwarp();
 }
@@ -122,7 +124,7 @@ CUTE_DEVICE void load_masked_values(const KernelParams& params, Shared<Tile>& sh
         load_rows<kPanels, kPanelBytes>(
             &params.v_map, shared.v_full[ring.index], shared.v[ring.index],
             job.key_begin + kv_block * kRows, job.visible_end, job.kv_head,
-            job.kv_begin + job.visible_end, CacheHint::EVICT_LAST, column);
+            job.kv_begin + job.visible_end, CacheHint::kEvictLast, column);
       }
       __syncwarp();
       ring.advance();

@@ -5,7 +5,7 @@
 // of a size that is no multiple of 8 are gathered row by row (load_gather.h).
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/config.hpp>
 
 #include "common/ptx/cp_async.h"
 #include "fa3/fully_masked_keys.h"
@@ -13,6 +13,7 @@
 #include "fa3/load_masked_values.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
+#include "fa3/tma.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -144,10 +145,8 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
           const BoxSource source = of_block[i];
           CUTE_UNROLL
           for (int panel = 0; panel < kPanels; ++panel) {
-            cute::SM90_TMA_LOAD_4D::copy(map, reinterpret_cast<std::uint64_t*>(&signal),
-                                         static_cast<std::uint64_t>(CacheHint::EVICT_LAST),
-                                         to + panel * kPanelBytes, column + panel * 64, source.slot,
-                                         head, source.page);
+            tma_load(map, signal, CacheHint::kEvictLast, to + panel * kPanelBytes,
+                     column + panel * 64, source.slot, head, source.page);
           }
           to += 128 << params.box_rows_log2;
         }

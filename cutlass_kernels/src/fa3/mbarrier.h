@@ -5,9 +5,11 @@
 // ordinary loads and stores of shared memory across them. These do.
 #pragma once
 
-#include <cute/arch/util.hpp>
+#include <cute/config.hpp>
 
 #include <cstdint>
+
+#include "common/ptx/shared_address.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -45,7 +47,7 @@ class Barrier {
         "r"(parity)
         : "memory");
   }
-  CUTE_DEVICE std::uint32_t address() const { return cute::cast_smem_ptr_to_uint(&state_); }
+  CUTE_DEVICE std::uint32_t address() const { return shared_address(&state_); }
 
  private:
   std::uint64_t state_;

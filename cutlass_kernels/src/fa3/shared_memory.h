@@ -138,8 +138,10 @@ struct Shared : StagedValues<Tile> {
   std::conditional_t<Tile::kGather,
                      RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
       row_offsets;  // (K and V, copying warps)
-  std::conditional_t<Tile::kPacked && !Tile::kInSlots, SplitTable, Nothing> splits;
-  std::conditional_t<Tile::kInSlots, SlotTable, Nothing> slots;
+  union {           // where batches without a list find their tiles
+    std::conditional_t<Tile::kPacked && Tile::kSlots != Slots::kOnly, SplitTable, Nothing> splits;
+    std::conditional_t<Tile::kSlots != Slots::kNone, SlotTable, Nothing> slots;
+  };
 };
 
 }  // namespace cutlass_kernels::fa3

@@ -2,7 +2,7 @@
 // e4m3 goes straight to global memory.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/config.hpp>
 
 #include "common/finish_row.h"
 #include "common/softmax.h"
@@ -11,6 +11,7 @@
 #include "fa3/shared_memory.h"
 #include "fa3/store_e4m3.h"
 #include "fa3/tensor_map.h"
+#include "fa3/tma.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -19,15 +20,6 @@ CUTE_DEVICE void stmatrix_x4(std::uint32_t address, std::uint32_t a, std::uint32
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
-}
-
-CUTE_DEVICE void store_panel(const CUtensorMap* map, std::uint32_t source, int column, int row,
-                             int head, int end) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
-          "l"(map),
-      "r"(source), "r"(column), "r"(row), "r"(head), "r"(end), "r"(kMapRows)
-      : "memory");
 }
 
 // Writes 64 rows of O and their LSE. `staging` is the warpgroup's memory for O, of which each warp uses the part of its
@@ -106,7 +98,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   const std::uint32_t row_base = warp_base + stage_row * 128;
   CUTE_UNROLL
   for (int pass = 0; pass < Layout::kPanelsO; pass += Tile::kOPanels) {
-    if (lane == 0) cute::tma_store_wait<0>();  // the previous pass, or tile, has been read
+    if (lane == 0) tma_store_wait();  // the previous pass, or tile, has been read
     __syncwarp();
     CUTE_UNROLL
     for (int i = 0; i < Tile::kOPanels * 4; ++i) {         // 16 columns
@@ -114,23 +106,23 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       const float* x = &o[8 * (pass * 4 + i)];
       const int chunk = i % 4 * 2 + lane / 16;
       stmatrix_x4(row_base + i / 4 * Layout::kPanelBytesQ + ((chunk ^ (stage_row & 7)) << 4),
-                  Output::pack(x[0] * scale[0], x[1] * scale[0]),
-                  Output::pack(x[2] * scale[1], x[3] * scale[1]),
-                  Output::pack(x[4] * scale[0], x[5] * scale[0]),
-                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
+                  pack_output<Output>(p.o_dtype, x[0] * scale[0], x[1] * scale[0]),
+                  pack_output<Output>(p.o_dtype, x[2] * scale[1], x[3] * scale[1]),
+                  pack_output<Output>(p.o_dtype, x[4] * scale[0], x[5] * scale[0]),
+                  pack_output<Output>(p.o_dtype, x[6] * scale[1], x[7] * scale[1]));
     }
-    cute::tma_store_fence();
+    fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
       if (warp_row < job.qo_len) {
         CUTE_UNROLL
         for (int panel = 0; panel < Tile::kOPanels; ++panel) {
-          store_panel(&params.o_map, warp_base + panel * Layout::kPanelBytesQ,
-                      column + (pass + panel) * 64, kMapRows - job.qo_len + warp_row, head,
-                      job.q_end);
+          tma_store(&params.o_map, warp_base + panel * Layout::kPanelBytesQ,
+                    column + (pass + panel) * 64, kMapRows - job.qo_len + warp_row, head, job.q_end,
+                    kMapRows);
         }
       }
-      cute::tma_store_arrive();
+      tma_store_commit();
     }
   }
 }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/ptx/ldmatrix.h"
+#include "common/ptx/shared_address.h"
 #include "fa3/fully_masked_keys.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
@@ -87,8 +88,8 @@ template <class Tile>
 CUTE_DEVICE void transpose_values(const KernelParams& params, Shared<Tile>& shared, int warp) {
   constexpr int kRows = Tile::kBlockN;
   const int lane = threadIdx.x % 32;
-  const std::uint32_t staged = cute::cast_smem_ptr_to_uint(shared.staged);
-  const std::uint32_t values = cute::cast_smem_ptr_to_uint(shared.v);
+  const std::uint32_t staged = shared_address(shared.staged);
+  const std::uint32_t values = shared_address(shared.v);
   JobReader jobs(shared);
   Ring<Tile::kStagedStages> from;
   Ring<Tile::kVStages> to;

@@ -1,6 +1,7 @@
 // Consumer: O += P V, and what becomes of O.
 #pragma once
 
+#include "common/ptx/shared_address.h"
 #include "fa3/consumer.h"
 #include "fa3/store.h"
 #include "fa3/store_packed.h"
@@ -55,7 +56,7 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::store(OutputFragment& o,
                                                 shared.o[warpgroup]);
   } else {
     store_tile<Element, Tile, kLogits>(params, shared.jobs[slot], warpgroup, of_tile, o,
-                                       cute::cast_smem_ptr_to_uint(shared.o[warpgroup]));
+                                       shared_address(shared.o[warpgroup]));
   }
   // Every lane, having read the job: racecheck does not follow an order through lane 0.
   shared.job_empty[slot].arrive();

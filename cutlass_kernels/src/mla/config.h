@@ -33,7 +33,8 @@ struct Tile {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
-  static constexpr bool kInSlots = kSchedule == Schedule::kInSlots;
+  static constexpr fa3::Slots kSlots =
+      kSchedule == Schedule::kInSlots ? fa3::Slots::kOnly : fa3::Slots::kNone;
   static_assert(kHeadDimVo <= kMostCombinedColumns);
 };
 

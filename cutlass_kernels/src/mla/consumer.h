@@ -18,6 +18,7 @@
 #include "common/mask.h"
 #include "common/ptx/ldmatrix.h"
 #include "common/ptx/named_barrier.h"
+#include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "fa3/store.h"
 #include "fa3/wgmma.h"
@@ -50,8 +51,8 @@ struct Consumer {
         shared(shared_),
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32 % 4),
-        q_base(cute::cast_smem_ptr_to_uint(shared_.q)),
-        k_base(cute::cast_smem_ptr_to_uint(shared_.k)) {}
+        q_base(shared_address(shared_.q)),
+        k_base(shared_address(shared_.k)) {}
 
   CUTE_DEVICE int row_of(int r) const { return warp * 16 + r * 8 + lane / 4; }
   CUTE_DEVICE void arrive(Barrier& barrier) const {

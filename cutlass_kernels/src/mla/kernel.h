@@ -18,11 +18,13 @@
 // the tensor cores 2176 cycles: 1152 for S, whose operands both come from shared memory, 1024 for P V.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
+#include <cute/config.hpp>
 
 #include "common/dependent_launch.h"
+#include "common/ptx/setmaxnreg.h"
 #include "fa3/begin_packed.h"
 #include "fa3/find_tiles.h"
+#include "fa3/tma.h"
 #include "mla/consumer.h"
 #include "mla/find_even_splits.h"
 #include "mla/load.h"
@@ -98,20 +100,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const KeySource source = params.box_rows > 0                     ? KeySource::kBoxes
                            : params.attention.pages.page_size == 0 ? KeySource::kRows
                                                                    : KeySource::kGathered;
-  if (threadIdx.x == 32) cute::prefetch_tma_descriptor(&params.q_map);
-  if (threadIdx.x == 64) cute::prefetch_tma_descriptor(&params.k_map);
-  if (threadIdx.x == 96) cute::prefetch_tma_descriptor(&k_rope_map(params));
+  if (threadIdx.x == 32) fa3::prefetch_tensor_map(&params.q_map);
+  if (threadIdx.x == 64) fa3::prefetch_tensor_map(&params.k_map);
+  if (threadIdx.x == 96) fa3::prefetch_tensor_map(&k_rope_map(params));
   if (threadIdx.x == 0) init_barriers<Tile>(shared, source);
   begin<Tile>(params, shared, warp);
   __syncthreads();
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
+    decrease_registers<Tile::kProducerRegisters>();
     produce<Tile>(params, shared, warp, source);
   } else if (warp < 8) {
-    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
+    increase_registers<Tile::kConsumerRegisters>();
     Consumer<Element, Tile, 0>(params, shared).run();
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
+    increase_registers<Tile::kConsumerRegisters>();
     Consumer<Element, Tile, 1>(params, shared).run();
   }
 }

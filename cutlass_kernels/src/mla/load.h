@@ -5,11 +5,12 @@
 // The panels that the owner's half of the output takes from its V are free first, so they are loaded first.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/config.hpp>
 
 #include <type_traits>
 
 #include "fa3/load_pages.h"
+#include "fa3/tma.h"
 #include "mla/shared_memory.h"
 
 namespace cutlass_kernels::mla {
@@ -33,12 +34,10 @@ CUTE_DEVICE void load_q(const fa3::KernelParams& params, Shared<Tile>& shared) {
                                     int(params.packed.heads.divisor));
     for (int panel = 0; panel < kPanels; ++panel) {
       const bool rope = panel == kRopePanel;
-      cute::SM90_TMA_LOAD_5D::copy(rope ? &q_rope_map(params) : &params.q_map,
-                                   reinterpret_cast<std::uint64_t*>(&shared.q_full),
-                                   static_cast<std::uint64_t>(fa3::CacheHint::EVICT_FIRST),
-                                   shared.q + panel * kPanelBytes, rope ? 0 : panel * 64, job.head,
-                                   fa3::kMapRows - job.qo_len + job.row_begin, job.q_end,
-                                   int(fa3::kMapRows));
+      fa3::tma_load(rope ? &q_rope_map(params) : &params.q_map, shared.q_full,
+                    fa3::CacheHint::kEvictFirst, shared.q + panel * kPanelBytes,
+                    rope ? 0 : panel * 64, job.head, fa3::kMapRows - job.qo_len + job.row_begin,
+                    job.q_end, int(fa3::kMapRows));
     }
   }
 }
@@ -75,7 +74,7 @@ struct NoPages {
 template <class Tile, bool kPaged>
 CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared, int owner) {
   constexpr int kRows = Tile::kBlockN;
-  constexpr auto kHint = static_cast<std::uint64_t>(fa3::CacheHint::EVICT_FIRST);
+  constexpr auto kHint = fa3::CacheHint::kEvictFirst;
   const int lane = threadIdx.x % 32;
   const int own_group = lane == kRopePanel   ? int(kRope)
                         : lane >= kRopePanel ? -1
@@ -120,7 +119,6 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
       }
       Barrier& signal =
           clears ? shared.landed[owner] : shared.k_full[stage][lane < kPanels ? lane : 0];
-      auto* const barrier = reinterpret_cast<std::uint64_t*>(&signal);
       CUTE_NO_UNROLL
       for (int n = 0; n < kPanelGroups; ++n) {
         const PanelGroup group = nth_group(owner, n);
@@ -133,13 +131,13 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
           CUTE_NO_UNROLL
           for (int box = 0; box < boxes; ++box) {
             const fa3::BoxSource source = sources[(kv_block * per_block + box) % fa3::kBoxBatch];
-            cute::SM90_TMA_LOAD_4D::copy(map, barrier, kHint, panel + box * box_bytes, column,
-                                         source.slot, 0, source.page);
+            fa3::tma_load(map, signal, kHint, panel + box * box_bytes, column, source.slot, 0,
+                          source.page);
           }
         } else {
-          cute::SM90_TMA_LOAD_5D::copy(map, barrier, kHint, panel, column,
-                                       fa3::kMapRows - job.visible_end + first_key, 0,
-                                       job.kv_begin + job.visible_end, int(fa3::kMapRows));
+          fa3::tma_load(map, signal, kHint, panel, column,
+                        fa3::kMapRows - job.visible_end + first_key, 0,
+                        job.kv_begin + job.visible_end, int(fa3::kMapRows));
         }
       }
       if (lane == 0 && owner == 0 && i + 2 >= kv_blocks) shared.job_wanted.arrive();

@@ -1,6 +1,7 @@
 // The K warps of a cache whose page size is no multiple of 8, which TMA boxes need: row by row, through cp.async.
 #pragma once
 
+#include "common/ptx/shared_address.h"
 #include "fa3/load_gather.h"
 #include "mla/load.h"
 
@@ -18,8 +19,7 @@ CUTE_DEVICE void gather_keys(const fa3::KernelParams& params, Shared<Tile>& shar
       (p.k_rope.data == nullptr ? static_cast<const char*>(p.k.data) + 2 * kLatentDim
                                 : static_cast<const char*>(p.k_rope.data)) +
       lane % 8 * 16;
-  const std::uint32_t to =
-      cute::cast_smem_ptr_to_uint(shared.k) + lane / 8 * 128 + ((lane % 8 ^ lane / 8) << 4);
+  const std::uint32_t to = shared_address(shared.k) + lane / 8 * 128 + ((lane % 8 ^ lane / 8) << 4);
   auto& of_latent = shared.row_offsets[owner][0];
   auto& of_rope = shared.row_offsets[owner][1];
   fa3::JobReader<Shared<Tile>> jobs(shared);

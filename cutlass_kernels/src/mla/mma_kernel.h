@@ -27,11 +27,12 @@
 // mma.sync.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
-#include <cute/arch/util.hpp>
+#include <cute/config.hpp>
 
 #include <cstdint>
 
+#include "common/ptx/cp_async.h"
+#include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "mla/mma_load.h"
 #include "mla/mma_products.h"
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_kernel(__grid_constant__ const KernelParams params) {
   constexpr int kStages = Tile::kStages;
   extern __shared__ __align__(128) char shared_memory[];
-  const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+  const std::uint32_t shared = shared_address(shared_memory);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
 
@@ -70,10 +71,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       CUTE_UNROLL
       for (int panel = 0; panel < Tile::kPanels; ++panel) copies(panel);
     }
-    cute::cp_async_fence();
+    cp_async_commit();
   };
   load_q<Tile>(params, tile, shared_q, shared + Tile::kQ, warp, lane);
-  cute::cp_async_fence();
+  cp_async_commit();
   CUTE_UNROLL
   for (int i = 0; i < kFirstBlocks; ++i) copy(i);
 
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   OnlineSoftmax<2> softmax(params.transform.scale);
   const int half = mine.half;
   KeptQ<Tile> q;
-  cute::cp_async_wait<kFirstBlocks>();
+  cp_async_wait<kFirstBlocks>();
   __syncthreads();
   const int q_row = mine.row_tile * 16;
   const std::uint32_t kept_rows =
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto next = keys.copies(last_block - next_stage, next_stage, places[kStages - 1]);
   CUTE_NO_UNROLL
   for (int i = 0; i < blocks; ++i) {
-    cute::cp_async_wait<kStages - 2>();
+    cp_async_wait<kStages - 2>();
     __syncthreads();
     const auto next_places = keys.find(last_block - (i + kStages), i + kStages < blocks);
     const bool loads = i + kStages - 1 < blocks;
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     take_scores<Element, Tile>(part, k_lane + stage * Tile::kStageBytes, q, q_rows, [&](int panel) {
       if constexpr (Tile::kSpreadsCopies) copy_next(panel);
     });
-    cute::cp_async_fence();
+    cp_async_commit();
     float s[Tile::kTilesN][4];  // S (8 keys, fragment)
     add_halves<Tile>(s, part, half, barrier, own_sums, other_sums);
     scores.transform(s);
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 
   // ---- The end of the tile. ----
-  cute::cp_async_wait<0>();
+  cp_async_wait<0>();
   __syncthreads();  // all warps are done with keys and factors
   scores.finish(softmax);
   __syncthreads();

@@ -22,11 +22,12 @@
 // other half has come to a common one (benchmarks/RESULTS.md, 2026-11-28).
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
-#include <cute/arch/util.hpp>
+#include <cute/config.hpp>
 
 #include <cstdint>
 
+#include "common/ptx/cp_async.h"
+#include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "mla/mma_load.h"
 #include "mla/mma_products.h"
@@ -41,7 +42,7 @@ template <class Element, class Kv, class Tile>
 CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile,
                                 char* shared_memory, int warp, int lane) {
   using Scores = WarpScores<fp16, Tile>;
-  const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+  const std::uint32_t shared = shared_address(shared_memory);
   const int blocks = tile.block_end - tile.block_begin;
   const int last_block = tile.block_end - 1;
   const WarpPart<Tile> mine(warp);
@@ -59,8 +60,8 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
   static_assert(Tile::kQStages <= 2);
   const std::uint32_t shared_q = shared + (Tile::kStages - 2) * Tile::kStageBytes;
   load_q<Tile>(params, tile, shared_q, 0, warp, lane);  // all panels are kept
-  cute::cp_async_fence();
-  cute::cp_async_wait<0>();
+  cp_async_commit();
+  cp_async_wait<0>();
   Scores::sync();
   const Fp16Q<Element, Tile> q(shared_q + mine.row_tile * 16 * Tile::kRowBytes, mine.half, lane);
   const std::uint32_t k_lane = held(sixteen_fp8_keys<Tile>(
@@ -107,7 +108,7 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
                                 const Store& store, char* shared_memory, int warp, int lane) {
   constexpr int kAhead = Tile::kStages - 2;  // KV blocks
   using Loader = KeyLoader<Tile>;
-  const std::uint32_t shared = cute::cast_smem_ptr_to_uint(shared_memory);
+  const std::uint32_t shared = shared_address(shared_memory);
   const int blocks = tile.block_end - tile.block_begin;
   const int last_block = tile.block_end - 1;
   const Loader keys(params, tile, shared, warp, lane);
@@ -118,7 +119,7 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
       CUTE_UNROLL
       for (int step = 0; step < Loader::kSteps; ++step) copies(step);
     }
-    cute::cp_async_fence();
+    cp_async_commit();
   };
   typename Loader::Places first[kAhead + 1];
   CUTE_UNROLL
@@ -141,13 +142,13 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
   // Their addresses are computed at the end of the turn before, from page indices that are read at its beginning.
   int stage = 0, next_stage = kAhead + 1;
   auto places = find(kAhead + 1);
-  cute::cp_async_wait<kAhead - 1>();
+  cp_async_wait<kAhead - 1>();
   __syncthreads_or(false);
   copy(kAhead, kAhead, first[kAhead]);
   auto next = keys.copies(last_block - (kAhead + 1), next_stage, places);
   CUTE_NO_UNROLL
   for (int i = 1; i <= blocks; ++i) {
-    cute::cp_async_wait<kAhead - 1>();
+    cp_async_wait<kAhead - 1>();
     if (__builtin_expect(__syncthreads_or(false), 0)) {
       __syncthreads();
       CUTE_UNROLL
@@ -169,12 +170,12 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
         if (step * Products::kAllReads / Loader::kSteps == read && loads) next(step);
       }
     });
-    cute::cp_async_fence();
+    cp_async_commit();
     stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
     next_stage = next_stage + 1 == Tile::kStages ? 0 : next_stage + 1;
     next = keys.copies(last_block - (i + kAhead + 1), next_stage, places);
   }
-  cute::cp_async_wait<0>();
+  cp_async_wait<0>();
   __syncthreads();  // all are done with keys and factors
   __syncthreads();  // maxima and sums are there
   store(o);

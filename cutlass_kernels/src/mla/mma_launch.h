@@ -16,6 +16,8 @@
 
 namespace cutlass_kernels::mla::mma_sync {
 
+using fa2::AmpereTiles;
+
 template <class Tile>
 bool fits(const Device& device) {
   return Tile::kBytes <= device.shared_memory_per_block;
@@ -69,34 +71,36 @@ inline TileShape fp8_tile_shape(const AttentionParams& params, const Device& dev
                                                       : shape_of<SomeFp8>(params, kSome);
 }
 
-template <class Element, class Kv, class Tile, class Small>
-Status launch_that_fits(const LaunchParams& params, const Device& device, cudaStream_t stream) {
-  static_assert(Tile::kBlockM == Small::kBlockM);  // a plan serves both
-  return fits<Tile>(device) ? launch_tile<Element, Kv, Tile>(params, stream)
-                            : launch_tile<Element, Kv, Small>(params, stream);
-}
-
+// The tiles for devices that lack the shared memory of the others, which are a unit of their own
+// (mma_launch_small.h).
 template <class Element, class Kv>
-Status launch_fp8_kind(const LaunchParams& params, const Device& device, cudaStream_t stream) {
-  return params.plan.tile_kind == kFew
-             ? launch_that_fits<Element, Kv, FewFp8, FewFp8Small>(params, device, stream)
-             : launch_that_fits<Element, Kv, SomeFp8, SomeFp8Small>(params, device, stream);
+Status launch_small(const LaunchParams& params, cudaStream_t stream);
+
+template <class Element, class Kv, class Tile, AmpereTiles kAmpere>
+Status launch_that_fits(const LaunchParams& params, const Device& device, cudaStream_t stream) {
+  if constexpr (kAmpere != AmpereTiles::kNowhere) {
+    if (!fits<Tile>(device)) return launch_small<Element, Kv>(params, stream);
+  }
+  return launch_tile<Element, Kv, Tile>(params, stream);
 }
 
-template <class Element>
+template <class Element, class Kv, AmpereTiles kAmpere>
 Status launch_kind(const LaunchParams& params, const Device& device, cudaStream_t stream) {
+  constexpr bool kFp8 = !std::is_same_v<Element, Kv>;
   switch (params.plan.tile_kind) {
     case kFew:
-      return launch_tile<Element, Element, Few>(params, stream);
+      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, FewFp8, Few>, kAmpere>(
+          params, device, stream);
     case kSome:
-      return launch_that_fits<Element, Element, Some, SomeSmall>(params, device, stream);
+      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, SomeFp8, Some>, kAmpere>(
+          params, device, stream);
     case kMany:
-      return launch_tile<Element, Element, Many>(params, stream);
+      if constexpr (!kFp8) return launch_tile<Element, Kv, Many>(params, stream);
   }
   return fa2::no_such_tile<kLatentDim + kRopeDim>(params);
 }
 
-template <class Element, class Kv>
+template <class Element, class Kv, AmpereTiles kAmpere>
 Status launch(const LaunchParams& params, cudaStream_t stream) {
   // The plan may have been made for other tensors: values of their own would not be read.
   if (std::string fault = common_refusal(params); !fault.empty()) {
@@ -104,20 +108,16 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  if constexpr (std::is_same_v<Element, Kv>) {
-    return launch_kind<Element>(params, device, stream);
-  } else {
-    return launch_fp8_kind<Element, Kv>(params, device, stream);
-  }
+  return launch_kind<Element, Kv, kAmpere>(params, device, stream);
 }
 
-template <class Element, class Kv>
+template <class Element, class Kv, AmpereTiles kAmpere>
 KernelEntry kernel_entry() {
   KernelEntry entry;
   entry.tile = std::is_same_v<Element, Kv> ? &tile_shape : &fp8_tile_shape;
   entry.refusal = &common_refusal;
   entry.reads_rope = true;
-  entry.launch = &launch<Element, Kv>;
+  entry.launch = &launch<Element, Kv, kAmpere>;
   return entry;
 }
 

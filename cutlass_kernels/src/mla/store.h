@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/finish_row.h"
+#include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "fa3/store.h"
 #include "merge/partial_results.h"
@@ -98,7 +99,7 @@ CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job,
     const int row = first_row + lane % 16;
     const int chunk = step % 4 * 2 + lane / 16;
     char* const at = panels + step / 4 * kPanelBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
-    fa3::stmatrix_x4(cute::cast_smem_ptr_to_uint(at), words[0], words[1], words[2], words[3]);
+    fa3::stmatrix_x4(shared_address(at), words[0], words[1], words[2], words[3]);
   }
   __syncwarp();
 #pragma unroll 4

@@ -46,4 +46,16 @@ CUTE_DEVICE void cp_async_16_once_unless(std::uint32_t shared, const void* globa
       : "memory");
 }
 
+// Ends a group of copies.
+CUTE_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
+// Waits until at most kPending of the thread's groups have not landed.
+template <int kPending>
+CUTE_DEVICE void cp_async_wait() {
+  if constexpr (kPending == 0) {
+    asm volatile("cp.async.wait_all;");
+  } else {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
+  }
+}
+
 }  // namespace cutlass_kernels
