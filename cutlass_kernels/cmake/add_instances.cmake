@@ -125,8 +125,9 @@ endmacro()
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
 # TEMPLATE: after the features, the file of src/ that the unit is generated from, where it is not the backend's own.
 #
-# Beside a template X.cu.in there may be X_ampere.cu.in, for a second unit of its rows: tiles that Hopper does without
-# where fa3 is built. (Rows of 8-bit keys without a template of their own have none.) CK_AMPERE_TILES tells the first unit which GPUs have them (AmpereTiles in fa2/choose_tile.h).
+# A template X.cu.in may have a twin X_ampere.cu.in, for a second unit of its rows with tiles that Hopper does not need
+# where fa3 is built. Rows of 8-bit keys have one only with a template of their own. CK_AMPERE_TILES tells the first unit
+# which GPUs have these tiles (AmpereTiles in fa2/choose_tile.h).
 macro(ck_instance CK_BACKEND CK_DTYPE_NAME CK_HEAD_DIM_QK CK_HEAD_DIM_VO CK_MIN_CC CK_MAX_CC)
   ck_add_instance("${CK_BACKEND}" "${CK_DTYPE_NAME}" "${CK_HEAD_DIM_QK}" "${CK_HEAD_DIM_VO}" "${CK_MIN_CC}" "${CK_MAX_CC}" "${ARGN}")
 endmacro()
@@ -167,16 +168,14 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   set(sources "${source}")
   set(CK_AMPERE_TILES kNowhere)
   string(REPLACE ".cu.in" "_ampere.cu.in" ampere "${template}")
-  if("fa3" IN_LIST CK_BACKENDS)
+  set(ampere_gencode ${CK_GENCODE})
+  set(ampere_tiles kEverywhere)
+  if("fa3" IN_LIST CK_BACKENDS AND CK_GENCODE_fa3)
     set(ampere_gencode ${CK_GENCODE_BUT_HOPPER})
-  else()
-    set(ampere_gencode ${CK_GENCODE})
+    set(ampere_tiles kNotOnHopper)
   endif()
   if(EXISTS "${ampere}" AND ampere_gencode AND (dtype STREQUAL kv_dtype OR ROW_TEMPLATE))
-    set(CK_AMPERE_TILES kEverywhere)
-    if("fa3" IN_LIST CK_BACKENDS)
-      set(CK_AMPERE_TILES kNotOnHopper)
-    endif()
+    set(CK_AMPERE_TILES ${ampere_tiles})
     list(APPEND sources "${CK_GENERATED}/${CK_NAME}_ampere.cu")
     configure_file("${ampere}" "${CK_GENERATED}/${CK_NAME}_ampere.cu" @ONLY)
     set_source_files_properties("${CK_GENERATED}/${CK_NAME}_ampere.cu" PROPERTIES COMPILE_OPTIONS "${ampere_gencode}")

@@ -74,6 +74,7 @@ def test_tiles_that_would_be_wrong(tmp_path, backend, base, members, sentence):
 def row(backend: str, element: str, qk: int, vo: int, template: str = "attention.cu.in") -> str:
     """The unit of a row of instances.cmake."""
     words = {"NAME": "row", "ELEMENT": element, "KV_ELEMENT": element, "HEAD_DIM_QK": str(qk), "HEAD_DIM_VO": str(vo)}
+    words["AMPERE_TILES"] = "kEverywhere"
     text = (SOURCES / "src" / backend / template).read_text()
     return re.sub(r"@CK_(\w+)@", lambda match: words[match[1]], text)
 

@@ -180,7 +180,8 @@ SKIPPING = [(kind, dims) for kind, dims in itertools.product(KINDS, DIMS) if kin
 @pytest.mark.parametrize("kind,dims", SKIPPING, ids=str)
 def test_fa3_skips(kind, dims, causal):
     """Every row sees keys from ``first`` on, beside which all earlier ones weigh nothing. Blocks are computed from the
-    last to the first: those before ``first`` are skipped, and their values, huge ones, are nowhere in the output."""
+    last to the first: those before ``first`` are skipped, and their values, huge ones, are nowhere in the output. Head
+    dimensions other than 128 have no kernels that skip: the factor changes nothing."""
     rows, keys = 1200, 19 * BLOCK
     first = keys - rows
     huge = first // BLOCK * BLOCK
@@ -193,6 +194,9 @@ def test_fa3_skips(kind, dims, causal):
     full, _ = run(kind, batch, 0.0, options, "fa3")
     assert float(full.float().abs().min()) > 1e15
     out, lse = run(kind, batch, 1.0, options, "fa3")
+    if dims != (128, 128):  # the only kernels that skip
+        assert_bitwise(out, full)
+        return
     assert_close(out, want.out, want.baseline)
     if lse is not None:
         assert float((lse - want.lse).abs().max()) < 2e-3

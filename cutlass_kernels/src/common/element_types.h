@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "cutlass_kernels/types.h"
 
@@ -56,31 +55,10 @@ struct fp32 {
   static constexpr DType kDType = DType::kFloat32;
 };
 
-// What kernels of e4m3 tensors write: either type of 16 bits, as params.o_dtype says (or e4m3: fa3/store_e4m3.h).
-struct Any16Bits {};
-
-template <class Output>
-CUTE_DEVICE std::uint32_t pack_output([[maybe_unused]] DType dtype, float lo, float hi) {
-  if constexpr (std::is_same_v<Output, Any16Bits>) {
-    std::uint32_t packed;
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b32 half, brain;\nsetp.eq.s32 p, %3, %4;\n"
-        "cvt.rn.f16x2.f32 half, %1, %2;\ncvt.rn.bf16x2.f32 brain, %1, %2;\n"
-        "selp.b32 %0, half, brain, p;\n}"
-        : "=r"(packed)
-        : "f"(hi), "f"(lo), "r"(int(dtype)), "n"(int(DType::kFloat16)));
-    return packed;
-  } else {
-    return Output::pack(lo, hi);
-  }
-}
-
 // Exponent and mantissa of an 8-bit number in the places of a float give a float whose exponent is off by the
 // difference of the biases; the product that sets it right is exact for every finite number, subnormal ones too.
 
 struct e4m3 {  // no infinity; NaN is all ones
-  using Operand = e4m3;
-  using Output = Any16Bits;
   static constexpr int kBytes = 1;
   static constexpr DType kDType = DType::kFloat8E4M3;
   __host__ __device__ static float decode(std::uint32_t bits) {
@@ -111,6 +89,14 @@ struct e5m2 {
     const std::uint32_t placed = (bits & 0x80) << 24 | magnitude << 21;
     return magnitude >= 0x7c ? as_float(placed | 0x7f800000) : as_float(placed) * 0x1p112f;
   }
+};
+
+// q, k and v of e4m3, o of another type or, where params.o_dtype says so, of theirs.
+template <class Out>
+struct Fp8To {
+  using Operand = e4m3;
+  using Output = Out;
+  static constexpr int kBytes = e4m3::kBytes;
 };
 
 }  // namespace cutlass_kernels

@@ -1,4 +1,4 @@
-// Host side of the tiles that Hopper does without, because fa3 computes its prefill (AmpereTiles in choose_tile.h).
+// Host side of the tiles that Hopper does not need, because fa3 computes its prefill (AmpereTiles in choose_tile.h).
 #pragma once
 
 #include "fa2/launch.h"

@@ -76,8 +76,8 @@ struct Packing : Base {
 };
 
 // The tile in a kernel of its own for slots: what finds them would move the main loop of the other kernel, of 36 KB, in
-// the instruction cache, and make it up to 5 % slower. So it does in kernels of general logits and of gathered keys,
-// which have one kernel for both all the same: a fifth of the time to compile fa3 was theirs.
+// the instruction cache, and make it up to 5 % slower. Kernels of general logits and of gathered keys find slots at run
+// time and pay that: as kernels of their own they were a fifth of the time to compile fa3.
 template <class Base, Slots kSlots_>
 struct WithSlots : Base {
   static_assert(Base::kPacked);
@@ -361,8 +361,8 @@ struct TileTable<128, 128> {
   using GatherSmall = Gather;
   using Packed = Tile<Packing<Hd128FewKeys>>;
   using PackedGather = Tile<Gathering<Packing<Hd128FewKeys>>>;
-  // Up to half as many as SMs: the small tile, which has half the rows, then still runs all at once.
   static constexpr bool kCapped = true, kSkips = true;
+  // Up to half as many as SMs: the small tile, which has half the rows, then still runs all at once.
   static constexpr int few_tiles(int multiprocessors) { return multiprocessors / 2 + 1; }
   static constexpr int kSmallUpToKeys = 0;
 };

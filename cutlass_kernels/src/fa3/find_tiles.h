@@ -98,7 +98,7 @@ class TileClaims {
 
   const KernelParams& params_;
   const SharedMemory& shared_;
-  int count_;  // but of slots alone, for which there are no registers
+  int count_;  // not set for Slots::kOnly, whose scheduler has no register for it
   unsigned long long* const counter_;
   const int claimers_;
   int index_;

@@ -106,12 +106,12 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       const float* x = &o[8 * (pass * 4 + i)];
       const int chunk = i % 4 * 2 + lane / 16;
       stmatrix_x4(row_base + i / 4 * Layout::kPanelBytesQ + ((chunk ^ (stage_row & 7)) << 4),
-                  pack_output<Output>(p.o_dtype, x[0] * scale[0], x[1] * scale[0]),
-                  pack_output<Output>(p.o_dtype, x[2] * scale[1], x[3] * scale[1]),
-                  pack_output<Output>(p.o_dtype, x[4] * scale[0], x[5] * scale[0]),
-                  pack_output<Output>(p.o_dtype, x[6] * scale[1], x[7] * scale[1]));
+                  Output::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Output::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Output::pack(x[4] * scale[0], x[5] * scale[0]),
+                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
-    fence_proxy_async();
+    tma_store_fence();
     __syncwarp();
     if (lane == 0) {
       if (warp_row < job.qo_len) {

@@ -129,10 +129,10 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       const float* x = &o[8 * (panel * 4 + i)];
       const int chunk = i * 2 + lane / 16;
       stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4),
-                  pack_output<Output>(p.o_dtype, x[0] * scale[0], x[1] * scale[0]),
-                  pack_output<Output>(p.o_dtype, x[2] * scale[1], x[3] * scale[1]),
-                  pack_output<Output>(p.o_dtype, x[4] * scale[0], x[5] * scale[0]),
-                  pack_output<Output>(p.o_dtype, x[6] * scale[1], x[7] * scale[1]));
+                  Output::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Output::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Output::pack(x[4] * scale[0], x[5] * scale[0]),
+                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
     __syncwarp();
     CUTE_NO_UNROLL                     // registers are few: S of the next tile is in flight

@@ -57,7 +57,7 @@ template <int HeadDim>
 std::vector<Choice> fa2_choices(const ck::AttentionParams& params, const ck::Device& device) {
   namespace fa2 = ck::fa2;
   std::vector<ck::TileShape> shapes = fa2::all_shapes<HeadDim>(params, device);
-  shapes.push_back(fa2::tile_shape<HeadDim>(params, device));
+  shapes.push_back(fa2::tile_shape<HeadDim, ck::fa2::AmpereTiles::kEverywhere>(params, device));
   std::vector<Choice> choices;
   for (const ck::TileShape& shape : shapes) choices.push_back({name_of(shape), shape, kAnySpeed});
   return choices;
@@ -197,7 +197,8 @@ void judge_everywhere(const std::string& cell, const ck::AttentionParams& params
                       bool print, std::vector<Totals>* totals) {
   std::size_t i = 0;
   for (const NamedDevice& device : kDevices) {
-    judge("fa2 " + cell, device, params, ck::fa2::tile_shape<HeadDim>(params, device.facts),
+    judge("fa2 " + cell, device, params,
+          ck::fa2::tile_shape<HeadDim, ck::fa2::AmpereTiles::kEverywhere>(params, device.facts),
           fa2_choices<HeadDim>(params, device.facts), causal, print, &(*totals)[i++]);
     if (device.facts.compute_capability != 90) continue;
     judge("fa3 " + cell, device, params,
