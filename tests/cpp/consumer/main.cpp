@@ -140,8 +140,9 @@ void check_without_gpu() {
 
     ck::AttentionParams single = params;
     single.batch_size = 1;
-    single.disable_split_kv = is_latent(kernel);  // of its few tiles, keys would be split
     const bool counts_tiles = kernel.backend == ck::Backend::kFa3;
+    // Of few tiles, and of fa2's tiles for Hopper, keys would be split.
+    single.disable_split_kv = is_latent(kernel) || !counts_tiles;
     require(ck::workspace_size(single, kernel.backend) == (counts_tiles ? 16 : 0),
             "a single request may use counters on fa3, and nothing on fa2");
 
