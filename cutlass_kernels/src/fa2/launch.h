@@ -134,7 +134,7 @@ Status no_such_tile(const LaunchParams& params) {
       "The plan is for tiles of " + std::to_string(plan.tile_rows) + " rows (kind " +
       std::to_string(plan.tile_kind) + ", " + std::to_string(plan.packed_heads) +
       " packed heads), but fa2 has none such for head dimension " + std::to_string(HeadDim) +
-      " and these heads: make_plan() makes a plan for these parameters.");
+      " with these heads on this device: make_plan() makes a plan for these parameters.");
 }
 
 // The kernels for packed heads. General: the tile for whatever Packed has no registers for.
