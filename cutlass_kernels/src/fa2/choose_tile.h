@@ -78,7 +78,7 @@ constexpr bool general_turns_fit() {
 }
 
 // GPUs with fa2's tiles for prefill, which are all but Decode, Packed and those of 8-bit keys. Where fa3 is built,
-// Hopper does not need them: they took a third of the time to compile for compute capability 9.0.
+// Hopper does not need them: they took a quarter of the time to compile for compute capability 9.0.
 enum class AmpereTiles { kNowhere, kNotOnHopper, kEverywhere };
 
 template <AmpereTiles kAmpere>

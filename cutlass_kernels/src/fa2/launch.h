@@ -151,7 +151,7 @@ Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
 
 // The tiles of launch_ampere.h, which are a unit of their own.
 template <class Element, int HeadDim>
-Status launch_ampere(const LaunchParams& params, cudaStream_t stream);
+Status launch_ampere(const LaunchParams& params, const Device& device, cudaStream_t stream);
 
 template <class Element, int HeadDim, AmpereTiles kAmpere>
 Status launch(const LaunchParams& params, cudaStream_t stream) {
@@ -165,7 +165,9 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
     return launch_packed<Element, HeadDim, typename Tiles::Packed>(params, stream);
   }
   if constexpr (kAmpere != AmpereTiles::kNowhere) {
-    if (has_ampere_tiles<kAmpere>(device)) return launch_ampere<Element, HeadDim>(params, stream);
+    if (has_ampere_tiles<kAmpere>(device)) {
+      return launch_ampere<Element, HeadDim>(params, device, stream);
+    }
   }
   return no_such_tile<HeadDim>(params);
 }

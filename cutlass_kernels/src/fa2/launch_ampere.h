@@ -63,10 +63,8 @@ Status launch_rows(const LaunchParams& params, const Device& device, cudaStream_
 }
 
 template <class Element, int HeadDim>
-Status launch_ampere(const LaunchParams& params, cudaStream_t stream) {
+Status launch_ampere(const LaunchParams& params, const Device& device, cudaStream_t stream) {
   using Tiles = TileTable<HeadDim>;
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
   switch (params.plan.tile_kind) {
     case kPackedWide:
       if constexpr (kHasPackedWide<Tiles>) {

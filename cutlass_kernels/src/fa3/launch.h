@@ -121,12 +121,11 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
   static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
   const int rows = params.plan.tile_rows;
   if constexpr (!Tiles::kCapped) {
-    static_assert(std::is_same_v<Large, typename Tiles::General>);
-    if (rows == Large::kBlockM && LogitsTransform::needed(params)) {
-      return launch_tile<Element, Large, Logits::kGeneral>(params, stream);
-    }
-    return rows == Large::kBlockM ? launch_tile<Element, Large, Logits::kPlain>(params, stream)
-                                  : no_such_tile(params);
+    static_assert(std::is_same_v<Large, Small> && std::is_same_v<Large, typename Tiles::General>);
+    if (rows != Large::kBlockM) return no_such_tile(params);
+    return LogitsTransform::needed(params)
+               ? launch_tile<Element, Large, Logits::kGeneral>(params, stream)
+               : launch_tile<Element, Large, Logits::kPlain>(params, stream);
   } else {
     if (rows == Small::kBlockM && rows != Large::kBlockM) {
       return launch_capped<Element, Small>(params, stream);
