@@ -46,7 +46,8 @@ CUTE_DEVICE float tanh_of_small(float x) {
 }
 
 // Replaces `count` values by their tanh. By all lanes of a warp: logits beyond the cap are rare, and the way is one
-// for all.
+// for all. Whichever it is, a value's tanh depends on nothing else: there are values of keys and rows that do not count,
+// from what happens to be in memory.
 CUTE_DEVICE void replace_by_tanh(float* x, int count) {
   float largest = 0.0f;
   CUTE_UNROLL
@@ -54,7 +55,15 @@ CUTE_DEVICE void replace_by_tanh(float* x, int count) {
   if (__any_sync(0xffffffffu, largest > 1.0f)) {
     __syncwarp();  // keeps this a branch
     CUTE_UNROLL
-    for (int i = 0; i < count; ++i) x[i] = tanh_from_log2(x[i] * (2.0f * kLog2e));
+    for (int i = 0; i < count; ++i) {
+      asm volatile("" : "+f"(x[i]));  // keeps what both ways have in common from being computed before the branch
+      if (fabsf(x[i]) <= 1.0f) x[i] = tanh_of_small(x[i]);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < count; ++i) {  // tanh is below 1: what is not was left by the first pass
+      const float of_large = tanh_from_log2(x[i] * (2.0f * kLog2e));
+      if (fabsf(x[i]) > 1.0f) x[i] = of_large;
+    }
   } else {
     CUTE_UNROLL
     for (int i = 0; i < count; ++i) x[i] = tanh_of_small(x[i]);
