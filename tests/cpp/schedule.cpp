@@ -78,9 +78,44 @@ void check(const Requests& requests, const ck::SplitRule& rule, int tile_rows) {
   require(found == expected, "the list has other splits than the host finds");
 }
 
+/// Requests that overlap have more splits than 32 bits count: none is computed, and nothing is written beside the list.
+void check_overlapping_requests() {
+  constexpr int kRequests = 160, kRows = 16 * 900, kKeys = 32767, kGuard = 40000;
+  std::vector<int> qo_indptr, kv_indptr;
+  for (int b = 0; b <= kRequests; ++b) {  // up and down
+    qo_indptr.push_back(b % 2 * kRows);
+    kv_indptr.push_back(b % 2 * kKeys);
+  }
+  ck::SplitRule rule;
+  rule.fixed = 1;
+  rule.most_splits = kKeys;
+  const int tiles = kRows / 16, capacity = 3 * tiles;
+  rule.extra_tiles = capacity - tiles;
+  ck::AttentionParams params;
+  params.batch_size = kRequests;
+  params.total_q = kRows;
+  params.total_kv = kKeys;
+  params.qo_indptr = qo_indptr.data();
+  params.kv_indptr = kv_indptr.data();
+  std::vector<ck::WorkItem> list(std::size_t(capacity + 2 * kGuard), ck::WorkItem{});
+  std::vector<ck::SplitTile> split_tiles(1);
+  ck::TileListHeader header{};
+  require(ck::launch_schedule(params, 16, rule, capacity, &header, list.data() + kGuard,
+                              split_tiles.data(), nullptr, {}, {})
+              .ok(),
+          "a list is written");
+  require(header.num_split_tiles == 0, "nothing is combined");
+  for (int i = -kGuard; i < capacity + kGuard; ++i) {
+    const ck::WorkItem& item = list[std::size_t(i + kGuard)];
+    require(item.batch == (0 <= i && i < capacity ? -1 : 0) && item.num_splits == 0,
+            "an entry of a tile, or beside the list");
+  }
+}
+
 }  // namespace
 
 int main() {
+  check_overlapping_requests();
   std::mt19937 random(5);
   for (int i = 0; i < 40; ++i) {
     Requests requests;

@@ -113,7 +113,10 @@ def test_shared_library_hides_everything_but_the_api(build_directory: Path) -> N
 
 
 def test_host_code_on_a_stand_in_for_the_cuda_runtime(build_directory: Path) -> None:
-    """Workspaces of exactly the promised size, where in them everything lies, and what is refused: tests/cpp/host."""
+    """Workspaces of exactly the promised size, where in them everything lies, and what is refused: tests/cpp/host.
+
+    Plans are compiled again, with a sanitizer that ends the program at a division by zero or an overflow.
+    """
     if os.environ.get("CK_TEST_INSTALL_PREFIX"):
         pytest.skip("CK_TEST_INSTALL_PREFIX may hold a shared library")
     prefix, sources = install(build_directory, shared=False), ROOT / "tests" / "cpp" / "host"
@@ -121,8 +124,11 @@ def test_host_code_on_a_stand_in_for_the_cuda_runtime(build_directory: Path) -> 
     flags = ["-std=c++17", "--expt-relaxed-constexpr", "-DNDEBUG", "-arch=sm_80", "-cudart=none"]
     (library,) = (prefix / "lib").glob("libcutlass_kernels.a")
     program = build_directory / "host_checks"
-    units = [*sources.glob("*.cu"), sources / "stand_in_cuda.cpp"]
-    run(compilers.nvcc(), *flags, *folders, *units, library, "-o", program)
+    library_sources = ROOT / "cutlass_kernels" / "src"
+    planning = [*library_sources.glob("plan/*.cpp"), library_sources / "registry" / "validate.cpp"]
+    units = [*sources.glob("*.cu"), sources / "stand_in_cuda.cpp", *planning]
+    sanitizer = "-Xcompiler=-fsanitize=undefined,-fno-sanitize-recover=undefined"
+    run(compilers.nvcc(), *flags, sanitizer, *folders, *units, library, "-o", program)
     assert run(program).rstrip().endswith("OK")
 
 

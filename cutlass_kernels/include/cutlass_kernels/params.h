@@ -116,7 +116,7 @@ struct AttentionParams {
   std::int32_t head_dim_vo = 0;
 
   // Requests. Lengths live on the device; the host knows only the totals. A request whose offsets do not
-  // lie inside the totals is not computed, its output not written.
+  // lie inside the totals, or that has 2^30 keys or more, is not computed, its output not written.
   std::int32_t batch_size = 1;
   /// [batch_size + 1], device: cu_seqlens_q. Null: every request has max_qo_len rows, and total_q is batch_size times
   /// that. (A single request with neither indptrs nor seqused is as long as q and k.)
@@ -129,8 +129,8 @@ struct AttentionParams {
   /// (batch_size - 1) * kv_stride_request + max_kv_len.
   std::int32_t kv_stride_request = kNotSet;
   /// Optional [batch_size], device: how many rows and keys of a request are used, from its first on, instead of all
-  /// that the indptrs leave room for. With seqused_k, only the first batch_size entries of kv_indptr are read, and
-  /// last_page_len is not.
+  /// that the indptrs leave room for. With seqused_k, of a kv_indptr in tokens only the first batch_size entries are
+  /// read (of one in entries of pages all, as they bound a request's pages), and last_page_len is not.
   const std::int32_t* seqused_q = nullptr;
   const std::int32_t* seqused_k = nullptr;
   KvShard kv_shard;

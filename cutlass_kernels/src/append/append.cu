@@ -132,12 +132,18 @@ std::string fault_in(const AppendParams& p) {
            " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
            " are too many elements for one token.";
   }
+  if (p.pages.num_indices < 0) {
+    return "pages.num_indices is not set: it counts the entries of pages.indices.";
+  }
+  if (p.pages.num_pages < 0) {
+    return "pages.num_pages is not set: it counts the pages of the caches.";
+  }
   if (p.pages.table_stride != 0 || p.pages.v_offset != 0) {
     return "pages.table_stride=" + std::to_string(p.pages.table_stride) +
            " and pages.v_offset=" + std::to_string(p.pages.v_offset) +
            " are for attention() only: requests' pages must follow one another here.";
   }
-  if (p.num_tokens == 0 || p.pages.num_indices <= 0 || p.pages.num_pages <= 0) return "";
+  if (p.num_tokens == 0 || p.pages.num_indices == 0 || p.pages.num_pages == 0) return "";
   if (p.batch_indices == nullptr || p.positions == nullptr || p.kv_indptr == nullptr ||
       p.pages.indices == nullptr) {
     return "batch_indices, positions, kv_indptr and pages.indices are needed, but one of them is "
@@ -195,7 +201,7 @@ Status append_paged_kv_cache(const AppendParams& params, cudaStream_t stream) {
   if (std::string fault = fault_in(params); !fault.empty())
     return Status::invalid(std::move(fault));
   const PageTable& pages = params.pages;
-  if (params.num_tokens == 0 || pages.num_indices <= 0 || pages.num_pages <= 0) {
+  if (params.num_tokens == 0 || pages.num_indices == 0 || pages.num_pages == 0) {
     return Status::success();
   }
   const int bytes = size_of(params.dtype);

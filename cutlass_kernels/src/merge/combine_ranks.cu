@@ -25,12 +25,12 @@ namespace cutlass_kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 2;  // all resident at once: they wait for other ranks
+constexpr int kBlocksPerSm = 2;
 
 // The beginning of the memory.
 struct Header {
   std::uint32_t calls;    // number of the last call that all blocks have begun
-  std::uint32_t arrived;  // blocks that have read it
+  std::uint32_t arrived;  // blocks that have read it, the order in which they share out the rows
   std::uint32_t unused[30];
 };
 
@@ -105,22 +105,33 @@ __device__ Packet* packets_of(const ExchangeParams& p, int receiver, int sender,
   return reinterpret_cast<Packet*>(half) + (std::int64_t(sender) * p.rows + row) * p.packets_of_row;
 }
 
-// The number of this call, the same on all ranks. The block that reads it last stores it for the next call; no block
-// waits for another.
-__device__ std::uint32_t begin_call(const ExchangeParams& p) {
-  __shared__ std::uint32_t call;
+struct Begun {
+  std::uint32_t call;   // the number of this call, the same on all ranks
+  std::uint32_t block;  // of this call, in the order of arrival
+};
+
+// The block that reads the number last stores it for the next call; no block waits for another of its rank.
+//
+// Rows are dealt out in the order in which blocks start, and a block sends all of its own before it waits for the same
+// ones of other ranks. So blocks before the first row that some rank has yet to send wait for nothing: they end, and make
+// room for the block that sends it. However few blocks a rank runs at once (beside other kernels, in a green context),
+// the exchange goes on.
+__device__ Begun begin_call(const ExchangeParams& p) {
+  __shared__ Begun begun;
   if (threadIdx.x == 0) {
     auto* own = reinterpret_cast<Header*>(p.memory[p.rank]);
-    call = *reinterpret_cast<volatile std::uint32_t*>(&own->calls) + 1;
+    std::uint32_t call = *reinterpret_cast<volatile std::uint32_t*>(&own->calls) + 1;
     if (call == 0) call = 2;  // memory begins with zeros; halves go on taking turns
     __threadfence();
-    if (atomicAdd(&own->arrived, 1) == gridDim.x - 1) {
+    const std::uint32_t block = atomicAdd(&own->arrived, 1);
+    if (block == gridDim.x - 1) {
       own->arrived = 0;
       own->calls = call;
     }
+    begun = {call, block};
   }
   __syncthreads();
-  return call;
+  return begun;
 }
 
 __device__ void send_item(const ExchangeParams& p, int row, int chunk, std::uint32_t call) {
@@ -169,8 +180,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
   await_previous_kernel();
   allow_next_kernel();
-  const std::uint32_t call = begin_call(p);
-  const int first = blockIdx.x * p.rows_of_block;
+  const Begun begun = begin_call(p);
+  const std::uint32_t call = begun.call;
+  const int first = int(begun.block) * p.rows_of_block;
   const int items = (min(first + p.rows_of_block, p.rows) - first) * p.chunks;
   for (int item = threadIdx.x; item < items; item += kThreads) {
     send_item(p, first + item / p.chunks, item % p.chunks, call);

@@ -16,8 +16,8 @@ constexpr int kThreads = 1024;
 constexpr int kBuckets = 1024;  // one per thread in the prefix sum
 // Keys the last row of a tile sees under a causal mask: [0, kv_len].
 __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int tile_rows) {
-  const int last_row = min((tile + 1) * tile_rows, qo_len) - 1;
-  return max(0, min(kv_len, last_row + 1 + kv_len - qo_len));
+  const int hidden = qo_len - min((tile + 1) * tile_rows, qo_len);
+  return max(0, kv_len - hidden);
 }
 
 // Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can
@@ -56,6 +56,11 @@ struct ScheduleArgs {
   PageTable pages;
 };
 
+__device__ inline int tiles_of_request(const ScheduleArgs& args, int batch) {
+  const auto [begin, length] = rows_of_request(args, batch);
+  return is_in_part(args, length) ? tile_count(begin, length, args.total_q, args.tile_rows) : 0;
+}
+
 // Calls visit(batch, tile) for every tile, spread over the block: a thread per request where requests are known to have
 // few tiles, else a warp, its lanes over tiles.
 template <class Visit>
@@ -65,9 +70,7 @@ __device__ void for_each_tile(const ScheduleArgs& args, Visit&& visit) {
   const int lanes = has_few ? 1 : 32;
   const int lane = has_few ? 0 : threadIdx.x % 32;
   for (int batch = threadIdx.x / lanes; batch < args.batch_size; batch += kThreads / lanes) {
-    const auto [begin, length] = rows_of_request(args, batch);
-    const int tiles =
-        is_in_part(args, length) ? tile_count(begin, length, args.total_q, args.tile_rows) : 0;
+    const int tiles = tiles_of_request(args, batch);
     for (int tile = lane; tile < tiles; tile += lanes) visit(batch, tile);
   }
 }
@@ -124,10 +127,19 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
+  unsigned long long own_tiles = 0;
   for (int batch = thread; batch < args.batch_size; batch += kThreads) {
     atomicMax(&max_kv_len, keys_of_request(args, batch).length);
+    own_tiles += tiles_of_request(args, batch);
   }
+  atomicAdd(&tile_total, own_tiles);
   __syncthreads();
+  // Requests that overlap, which offsets on the device may, can have more tiles and splits than 32 bits count: then none
+  // is computed.
+  const int most_splits = max(args.rule.most_splits, max(args.rule.own.most, 1));
+  const bool countable =
+      tile_total <= (unsigned long long)(args.capacity - args.rule.extra_tiles) ||
+      tile_total * most_splits <= 0x7fffffffull;
   int shift = 0;
   while ((max_kv_len >> shift) >= kBuckets) ++shift;
 
@@ -135,15 +147,13 @@ __global__ void __launch_bounds__(kThreads)
     return tile_cost(rows_of_request(args, batch).length, keys_of_request(args, batch).length, tile,
                      args.tile_rows);
   };
-  auto for_all = [&](auto&& visit) { for_each_tile(args, visit); };
+  auto for_all = [&](auto&& visit) {
+    if (countable) for_each_tile(args, visit);
+  };
   if (args.rule.wave > 0) {
-    unsigned long long own_work = 0, own_tiles = 0;
-    for_all([&](int batch, int tile) {
-      own_work += cost_of(batch, tile);
-      ++own_tiles;
-    });
+    unsigned long long own_work = 0;
+    for_all([&](int batch, int tile) { own_work += cost_of(batch, tile); });
     atomicAdd(&work, own_work);
-    atomicAdd(&tile_total, own_tiles);
     __syncthreads();
   }
   if (thread == 0) {

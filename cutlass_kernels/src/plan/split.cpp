@@ -203,7 +203,7 @@ double idle_share(const AttentionParams& params, const TileShape& tile, const De
 std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
                            std::int64_t tiles) {
   if (rule.own.most > 1) return rule.own.most;
-  if (rule.wave <= 0) return 1;
+  if (rule.wave <= 0 || tiles <= 0) return 1;
   const std::int64_t keys = all_keys(params) / params.batch_size;
   if (keys <= 0) return slots_for(rule, tiles) / tiles;
   return std::max<std::int64_t>(split_slots(rule, tiles, tiles * keys).splits(tiles, keys), 1);

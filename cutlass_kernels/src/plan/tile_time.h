@@ -27,7 +27,8 @@ struct TileSpeed {
 // as long as of two: 28/4 heads, 8 x 512 rows over 8k, 3.4 waves, as long as 32/8, 3.9.)
 inline double estimated_time(const AttentionParams& params, const TileShape& shape,
                              const TileSpeed& speed, const Device& device) {
-  const std::int64_t rows = params.total_q / params.batch_size;
+  // Fewer rows than requests leave some without any.
+  const std::int64_t rows = (params.total_q + params.batch_size - 1) / params.batch_size;
   const std::int64_t keys = all_keys(params) / params.batch_size;
   const std::int64_t tiles = (rows + shape.rows - 1) / shape.rows * params.batch_size;
   const SplitRule rule = split_rule(params, shape, TileSource::kList, device);

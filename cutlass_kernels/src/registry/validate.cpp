@@ -180,6 +180,10 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " must lie between 0 and " + number(kMaxTokens) +
            ": the offsets in qo_indptr and kv_indptr are 32-bit.";
   }
+  if (!is_batch(params) && params.total_kv > kMaxKeys) {
+    return "total_kv=" + number(params.total_kv) + " of one request must be at most " +
+           number(kMaxKeys) + ": attend to parts of its keys, and merge the results.";
+  }
   for (const auto& [name, value] :
        {std::pair("sm_scale", params.sm_scale),
         std::pair("logits_soft_cap", params.logits_soft_cap),
@@ -253,6 +257,10 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " must be a range of row counts, and need batch_invariant: leave them as they are.";
   }
   if (std::string fault = impossible_shard(params); !fault.empty()) return fault;
+  if (params.fixed_split_size < 0) {
+    return "fixed_split_size=" + number(params.fixed_split_size) +
+           " must not be negative; 0 lets the library choose.";
+  }
   if (params.num_splits < 0) {
     return "num_splits=" + number(params.num_splits) +
            " must not be negative; 0 lets the library choose.";

@@ -34,6 +34,12 @@ inline ck::AppendParams append(void* tokens, void* cache, const std::int32_t* ba
 inline void check_pages_without_gpu() {
   ck::AppendParams pages = append(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
   require_refusal(ck::append_paged_kv_cache(pages, nullptr), "one of them is null");
+  for (std::int64_t* count : {&pages.pages.num_indices, &pages.pages.num_pages}) {
+    const std::int64_t before = *count;
+    *count = ck::kNotSet;
+    require_refusal(ck::append_paged_kv_cache(pages, nullptr), "is not set");
+    *count = before;
+  }
   pages.pages.page_size = 0;
   require_refusal(ck::append_paged_kv_cache(pages, nullptr), "pages.page_size=0");
   ck::BatchIndicesPositionsParams places;

@@ -1,12 +1,10 @@
 // What calls of the C++ API enqueue, and where in the workspace: seen through a stand-in for the CUDA runtime, so on
 // any machine. Exit status 0 if all is as documented.
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +12,7 @@
 #include "checks.h"
 #include "mask_extents.h"
 #include "plan_checks.h"
+#include "random.h"
 
 namespace {
 
@@ -356,25 +355,6 @@ void check_promised_size(const ck::AttentionParams& params, std::size_t any) {
   }
 }
 
-class Random {
- public:
-  explicit Random(unsigned seed) : engine_(seed) {}
-  int in(int least, int most) { return std::uniform_int_distribution<int>(least, most)(engine_); }
-  /// Small numbers as often as large ones.
-  int log_in(int least, int most) {
-    const double x =
-        std::uniform_real_distribution<double>(std::log(least), std::log(most + 1.0))(engine_);
-    return std::clamp(int(std::exp(x)), least, most);
-  }
-  template <class T>
-  T of(std::initializer_list<T> values) {
-    return values.begin()[in(0, int(values.size()) - 1)];
-  }
-
- private:
-  std::mt19937 engine_;
-};
-
 ck::AttentionParams random_problem(Random& random) {
   const auto [q_dtype, kv_dtype] =
       random.of({std::pair(ck::DType::kFloat16, ck::DType::kFloat16),
@@ -474,6 +454,7 @@ int main(int count, char** given) {
                       0);
   check_promised_sizes_of_random_problems();
   check_promised_sizes_of_parts();
+  check_random_plans();
   std::printf("OK\n");
   return 0;
 }

@@ -15,5 +15,9 @@ void check_splits_of_many_requests();
 /// FAILED where kAuto gives 8-bit keys in pages to another backend than the Python package does (backends.cu).
 void check_backends_of_8_bit_pages();
 
+/// Plans problems of any sizes, possible and impossible ones: under a sanitizer, what planning must not do ends the program
+/// (random_plans.cu). FAILED where workspace_size() promises too little.
+void check_random_plans();
+
 /// FAILED where the splits of latent attention depend on the batch although they must not (latent.cu).
 void check_latent_attention();
