@@ -86,10 +86,11 @@ def mask_of_rule(
 
 
 def whole_words(bits: torch.Tensor) -> torch.Tensor:
-    """``bits`` if they lie in memory as 32-bit words that may all be read, else a copy that does; never empty."""
+    """``bits`` and up to three bytes more, a whole number of 32-bit words: as they lie in memory if these words are
+    aligned and may all be read, else a copy. Never empty."""
     size = max((bits.numel() + 3) // 4 * 4, 4)
     if bits.numel() and bits.data_ptr() % 4 == 0 and bits.storage_offset() + size <= bits.untyped_storage().nbytes():
-        return bits
+        return bits if bits.numel() == size else bits.as_strided((size,), (1,))
     words = bits.new_zeros(size)
     words[: bits.numel()].copy_(bits)
     return words

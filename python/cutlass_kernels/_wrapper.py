@@ -426,7 +426,7 @@ class BatchPrefillWrapper(Copied):
                 self._custom_mask_buf[: plan.bits.numel()].copy_(plan.bits, non_blocking=True)
                 self._mask_indptr_buf.copy_(plan.bits_indptr, non_blocking=True)  # type: ignore[arg-type]
             assert self._graph_mask_words is not None
-            if self._graph_mask_words is not self._custom_mask_buf:
+            if self._graph_mask_words.data_ptr() != self._custom_mask_buf.data_ptr():
                 self._graph_mask_words[: self._custom_mask_buf.numel()].copy_(self._custom_mask_buf)
             plan.bits, plan.bits_indptr = self._graph_mask_words, self._mask_indptr_buf
         elif not self._graph_mask:

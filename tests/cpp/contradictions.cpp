@@ -253,6 +253,8 @@ std::vector<Case> tensors() {
     p.max_kv_len = int(p.total_kv) / p.batch_size;
   });
   add(single, nullptr, [](auto& p) { p.qo_indptr = p.kv_indptr = indptr; });
+  add(single, "qo_indptr is null, so every request has", [](auto& p) { p.kv_indptr = indptr; });
+  add(single, nullptr, [](auto& p) { p.kv_indptr = indptr, p.max_qo_len = int(p.total_q); });
   add(paged, "kv_indptr is null: a paged cache", [](auto& p) { p.kv_indptr = nullptr; });
   add(paged, nullptr, [](auto& p) {
     p.seqused_k = indptr;

@@ -103,8 +103,8 @@ CK_HOST_DEVICE inline int combine_counter(int partial_row, int pack, int packs) 
 
 /// Whether there are requests. Else there is one, which starts at 0 and is as long as the tensors.
 inline bool is_batch(const AttentionParams& params) {
-  return params.batch_size > 1 || params.qo_indptr != nullptr || params.seqused_q != nullptr ||
-         params.seqused_k != nullptr || params.pages.page_size > 0;
+  return params.batch_size > 1 || params.qo_indptr != nullptr || params.kv_indptr != nullptr ||
+         params.seqused_q != nullptr || params.seqused_k != nullptr || params.pages.page_size > 0;
 }
 
 /// Keys of all requests, as far as the host knows. There are more rows of k and v where a tensor has other requests, too,
