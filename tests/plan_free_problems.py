@@ -73,7 +73,7 @@ def keys(batch: Batch, form: str, layout: str, page_size: int, side_by_side: boo
     """k, v, and what says whose they are. What belongs to nobody is NaN."""
     device, lens = batch.device, torch.tensor(batch.kv_lens, dtype=torch.int32, device=batch.device)
     if form == "ragged":
-        k, v = batch.k, batch.v
+        k, v = (torch.cat([x, poison_(torch.empty_like(x[:1].expand(5, -1, -1)))]) for x in (batch.k, batch.v))
         given: dict[str, Any] = dict(cu_seqlens_k=batch.kv_indptr(device))
     elif form in ("dense", "strided", "used"):
         room = max(batch.kv_lens) + (0 if form == "dense" else 5)

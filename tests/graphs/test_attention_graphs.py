@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_close
-from plan_free_problems import Mask, Options, expect, keys
+from plan_free_problems import Mask, Options, expect, keys, queries
 from problems import Batch, indptr, make_batch
 
 import cutlass_kernels as ck
@@ -99,3 +99,24 @@ def test_a_call_is_one_kernel_or_two(kernel_backend, requests, rows):
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [name for name in names if "cutlass_kernels" in name]
     assert 1 <= len(kernels) <= 2 and len(names) == len(kernels), names
+
+
+@pytest.mark.parametrize("first", [0, 1, 4])
+@pytest.mark.parametrize("qo_lens,kv_lens", [((1,), (9,)), ((3, 0, 70), (50, 13, 333)), ((20, 1), (33, 700))])
+def test_masks_of_any_bytes_are_captured(kernel_backend, qo_lens, kv_lens, first):
+    """Whatever their number, and wherever they begin."""
+    batch = make_batch(list(qo_lens), list(kv_lens), 4, 2, dtype=torch.bfloat16, device=DEVICE)
+    mask = Mask(bits=batch.random_masks())
+    k, v, whose_keys = keys(batch, "ragged", "NHD", PAGE, False)
+    q, whose_rows = queries(batch, dense=False)
+    given = {**whose_rows, **whose_keys, **mask.arguments(DEVICE), "backend": kernel_backend}
+    bits = given["packed_custom_mask"]
+    given["packed_custom_mask"] = torch.cat([bits.new_zeros(first), bits])[first:]
+    ck.attention(q, k, v, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ck.attention(q, k, v, **given)
+    out.fill_(7.0)
+    graph.replay()
+    want, _, base = expect(batch, mask, Options())
+    assert_close(out, want, base)
