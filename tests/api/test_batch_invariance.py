@@ -31,22 +31,25 @@ def draw(rng: random.Random, device: str, **sizes: Any) -> Batch:
     return make_batch(rows, lens, *rng.choice(HEADS), device=device, seed=rng.randrange(1 << 30), **sizes)
 
 
-def together_and_alone(batch: Batch, form: str, some: list[int], **options: Any) -> None:
+def together_and_alone(batch: Batch, form: str, some: list[int], mask: Mask | None = None, **options: Any) -> None:
     """The requests of ``some`` have the same bits alone as in the batch."""
+    mask = mask or Mask(causal=True)
     k, v, given = keys(batch, form, "NHD", 16, False)
     if batch.q.size(-1) == 576:  # latent attention: values are columns of the keys
         v = k[..., :512]
     q, whose = queries(batch, dense=False)
     options = dict(options, batch_invariant=True, return_lse=True)
-    out, lse = (x.split(batch.qo_lens) for x in ck.attention(q, k, v, **whose, **given, **options))
+    masked = mask.arguments(batch.device)
+    out, lse = (x.split(batch.qo_lens) for x in ck.attention(q, k, v, **whose, **given, **masked, **options))
     rows = q.split(batch.qo_lens)
     for b in some:
         if batch.qo_lens[b] == 0:
             continue
         mine = {name: x[b : b + 1] for name, x in given.items() if name in ("page_table", "seqused_k")}
         mine["kv_layout"] = "NHD"
-        key, value = (x.split(batch.kv_lens)[b] if form == "ragged" else x for x in (k, v))
-        alone = ck.attention(rows[b], key, value, **mine, **options)
+        key, value = (x[: sum(batch.kv_lens)].split(batch.kv_lens)[b] if form == "ragged" else x for x in (k, v))
+        own_mask = dataclasses.replace(mask, bits=None if mask.bits is None else [mask.bits[b]])
+        alone = ck.attention(rows[b], key, value, **mine, **own_mask.arguments(batch.device), **options)
         assert_bitwise(alone[0], out[b])
         assert_bitwise(alone[1], lse[b])
 
@@ -58,11 +61,29 @@ def test_a_request_has_the_same_bits_alone(target, seed):
     dtype = rng.choice([torch.bfloat16, torch.float16])
     batch = draw(rng, target.device, head_dim=dims[0], head_dim_vo=dims[1], dtype=dtype)
     backend = "auto" if rng.random() < 0.6 else target.backend
-    options: dict[str, Any] = dict(
-        causal=rng.random() < 0.7, window=(rng.choice([-1, -1, 300]), -1), logits_soft_cap=rng.choice([0.0, 0.0, 20.0])
-    )
+    options: dict[str, Any] = dict(logits_soft_cap=rng.choice([0.0, 0.0, 20.0]))
+    if rng.random() < 0.3:
+        options["sinks"] = torch.randn(batch.num_qo_heads, device=target.device)
+    if rng.random() < 0.3:
+        options["alibi_slopes"] = torch.rand(batch.num_qo_heads, device=target.device)
+    if rng.random() < 0.3:
+        options["k_descale"] = torch.rand(batch.num_kv_heads, device=target.device) + 0.5
     some = rng.sample(range(len(batch.qo_lens)), min(6, len(batch.qo_lens)))
-    together_and_alone(batch, rng.choice(["table", "ragged"]), some, backend=backend, **options)
+    together_and_alone(
+        batch, rng.choice(["table", "ragged"]), some, random_mask(rng, batch), backend=backend, **options
+    )
+
+
+@pytest.mark.parametrize("head_dim, dtype", [(128, torch.float16), (64, torch.bfloat16), (40, torch.float16)])
+@pytest.mark.parametrize("heads", [(16, 2), (4, 4)])
+def test_custom_masks(target, heads, head_dim, dtype):
+    """Rows past the end of a request would have the mask of the next one."""
+    for backend in {"auto", target.backend}:
+        batch = make_batch(
+            [679, 33, 1, 80], [1200, 900, 203, 2047], *heads, head_dim, device=target.device, dtype=dtype
+        )
+        mask = Mask(bits=batch.random_masks(0.02))
+        together_and_alone(batch, "ragged", [0, 1, 2, 3], mask, backend=backend)
 
 
 @pytest.mark.gpu
@@ -71,14 +92,14 @@ def test_a_request_has_the_same_bits_alone(target, seed):
 @pytest.mark.parametrize("rows, length", [(64, 16384), (64, 8192), (32, 8192), (17, 9000), (130, 5000)])
 def test_tiles_of_a_request_are_split_alike(backend, form, rows, length):
     batch = make_batch([rows, 3, rows], [length, 40, 700], 32, 8, 128, device="cuda:0")
-    together_and_alone(batch, form, [0, 2], backend=backend, causal=True)
+    together_and_alone(batch, form, [0, 2], backend=backend)
 
 
 @pytest.mark.parametrize("head_dim", [96, 192, 512])
 @pytest.mark.parametrize("rows", [[1, 5, 80], [1, 1, 1]])
 def test_other_head_dims(target, head_dim, rows):
     batch = make_batch(rows, [700, 2100, 300], 8, 2, head_dim, device=target.device)
-    together_and_alone(batch, "table", [0, 1, 2], backend="auto", causal=True)
+    together_and_alone(batch, "table", [0, 1, 2], backend="auto")
 
 
 @pytest.mark.gpu
@@ -86,7 +107,7 @@ def test_other_head_dims(target, head_dim, rows):
 @pytest.mark.parametrize("rows", [[1, 5, 80], [2, 1, 1]])
 def test_fp8_caches(kv_dtype, rows):
     batch = make_batch(rows, [700, 2100, 300], 8, 2, 128, device="cuda:0", kv_dtype=kv_dtype)
-    together_and_alone(batch, "table", [0, 1, 2], backend="auto", causal=True)
+    together_and_alone(batch, "table", [0, 1, 2], backend="auto")
 
 
 @pytest.mark.parametrize("heads", [5, 16, 128])
@@ -94,7 +115,7 @@ def test_fp8_caches(kv_dtype, rows):
 def test_latent_attention(target, rows, heads):
     batch = make_batch(rows, [4100, 2100, 300], heads, 1, 576, device=target.device, dtype=torch.bfloat16)
     batch = dataclasses.replace(batch, v=batch.k[..., :512])
-    together_and_alone(batch, "table", [0, 1, 2], backend="auto", causal=True)
+    together_and_alone(batch, "table", [0, 1, 2], backend="auto")
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -106,8 +106,11 @@ template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::apply_bits(ScoreFragment& s) const {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
+    // A row past the end sees all keys, of which it makes nothing. Its bits are those of another request: the lazy
+    // maximum, on which a warp votes, must not depend on them.
     const std::uint32_t own =
-        __funnelshift_r(low_bits[r], high_bits[r], std::uint32_t(first_bit(r)));
+        token(r) < qo_len ? __funnelshift_r(low_bits[r], high_bits[r], std::uint32_t(first_bit(r)))
+                          : ~0u;
     CUTE_UNROLL
     for (int w = 0; w < kQuadWords; ++w) {
       const std::uint32_t bits = __shfl_sync(0xffffffffu, own, (lane & ~3) | w) >> (lane % 4 * 2);
