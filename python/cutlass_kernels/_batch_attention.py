@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from . import _args, _options, _spellings, _vectors
+from ._copying import Part
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 _WORKSPACE_BYTES = 32 << 20
 
 
-class BatchAttention:
+class BatchAttention(Part):
     """Attention of a batch over pages: prompts, appends and decode steps in one kernel.
 
     A front of ``BatchPrefillWithPagedKVCacheWrapper``, which serves every mixture, too. This one owns its workspace and

@@ -19,6 +19,7 @@ import torch
 from . import _args, _block_lists, _vectors
 from ._attention import attention
 from ._autograd import forward_only, wants_grad
+from ._copying import Part
 from ._options import Options, Result, Shape
 from ._tracing import is_traced
 
@@ -39,7 +40,7 @@ class Blocks:
     selected: int | None = None  # columns that blocks of rows see, in all, where the host knows
 
 
-class PatternOfHeads:
+class PatternOfHeads(Part):
     """A planned pattern, and its runs over queries ``[num_qo_heads, rows, head_dim]`` and keys
     ``[num_kv_heads, keys, head_dim]`` of any strides.
 
@@ -120,10 +121,11 @@ class PatternOfHeads:
         scales: tuple[Any, Any, Any],
         out: torch.Tensor,
         wants_lse: bool,
+        options: Options,
     ) -> torch.Tensor | None:
         """Writes the output to ``out`` ``[num_qo_heads, rows, head_dim]``. Returns the LSE ``[num_qo_heads, rows]``
         where it is wanted."""
-        shape, options = self.shape, self.options
+        shape = self.shape
         if self.num_rows == 0:
             return q.new_empty(q.shape[:2], dtype=torch.float32) if wants_lse else None
         scale_q, scale_k, scale_v = scales
@@ -205,7 +207,8 @@ def results(
     return_lse: bool,
     *inputs: Any,
 ) -> Result:
-    """What a wrapper returns after ``run()`` has written to ``out``. The LSE that it returns is copied to ``lse``.
+    """What a wrapper returns after ``run()`` has written to ``out``. The LSE that ``run()`` returns is copied to
+    ``lse``, which the caller has checked.
 
     Runs without autograd: ``out`` is written to through a view. The results have a backward that raises.
     """
@@ -215,8 +218,7 @@ def results(
         with torch.no_grad():
             found = run()
     if found is not None:
-        shape = tuple(found.shape)
-        lse = _args.lse_output(lse, shape, found.device)
+        lse = _args.lse_output(lse, tuple(found.shape), found.device)
         with torch.no_grad():
             lse.copy_(found)
     result = (out, lse) if return_lse else out

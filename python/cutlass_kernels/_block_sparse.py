@@ -8,6 +8,7 @@ import torch
 
 from . import _args, _block_lists, _options, _signatures_sparse, _vectors
 from ._block_heads import PatternOfHeads, results, uniform_blocks
+from ._copying import Part
 from ._describe import describe_several
 from ._options import Result
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
@@ -47,7 +48,7 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
     return _block_lists.mask_by_request(mask, indptr)
 
 
-class BlockSparseAttentionWrapper:
+class BlockSparseAttentionWrapper(Part):
     """Attention whose mask is a block-sparse row (BSR) matrix: row block i of R query rows sees the blocks of C keys
     that ``indices[indptr[i]:indptr[i + 1]]`` lists, all of their keys or those of a mask.
 
@@ -284,7 +285,8 @@ class BlockSparseAttentionWrapper:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         if self._heads is not None:
-            return self._run_heads(self._heads, q, k, v, (scale_q, scale_k, scale_v), out, lse, return_lse)
+            heads, scales_of_heads = self._heads, (scale_q, scale_k, scale_v)
+            return self._run_heads(heads, heads.options, q, k, v, scales_of_heads, out, lse, return_lse)
         self._check_planned()
         for name, x in (("k", k), ("v", v)):
             _args.tensor(name, x, 3)
@@ -304,13 +306,14 @@ class BlockSparseAttentionWrapper:
     @staticmethod
     def _run_heads(
         heads: PatternOfHeads,
+        options: _options.Options,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         scales: tuple[Any, Any, Any],
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
     ) -> Result:
         by_head = [_args.tensor(name, x, 3).transpose(0, 1) for name, x in (("q", q), ("k", k), ("v", v))]
         q_by_head, k_by_head, v_by_head = by_head
@@ -319,10 +322,12 @@ class BlockSparseAttentionWrapper:
         # Like q in memory, so that where q need not be copied, the output need not either.
         place = torch.empty_like(q, dtype=heads.shape.o_dtype) if out is None else out
         place = _args.output(place, q.shape, heads.shape.o_dtype, q.device)
+        if lse is not None:
+            lse = _args.lse_output(lse, q.shape[:2], q.device)
+        wants_lse = return_lse or lse is not None
 
         def run() -> torch.Tensor | None:
-            wants_lse = return_lse or lse is not None
-            found = heads.run(q_by_head, k_by_head, v_by_head, scales, place.transpose(0, 1), wants_lse)
+            found = heads.run(q_by_head, k_by_head, v_by_head, scales, place.transpose(0, 1), wants_lse, options)
             return None if found is None else found.t()
 
         return results(run, place, lse, return_lse, q, k, v, *scales, *given)
@@ -363,8 +368,9 @@ class BlockSparseAttentionWrapper:
         )
         if self._heads is not None:
             check_encoding(pos_encoding_mode, "block_mask")
+            result = self._run_heads(self._heads, values, q, k, v, (scale_q, scale_k, scale_v))
             self._heads.options = values
-            return self.run(q, k, v, scale_q, scale_k, scale_v)
+            return result
         self._check_planned()
         return self._paged._forward(values, lambda: self.run(q, k, v, scale_q, scale_k, scale_v))
 

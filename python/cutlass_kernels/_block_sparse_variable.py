@@ -9,11 +9,12 @@ import torch
 from . import _args, _options, _select, _signatures_sparse
 from ._block_heads import PatternOfHeads, blocks_of_sizes, results
 from ._block_sparse import check_encoding
+from ._copying import Part
 from ._options import Result
 from ._signatures import typed_as
 
 
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(Part):
     """Attention under a pattern of blocks that differ in size, with a pattern per key/value head.
 
     Block i of the rows of head h has ``block_row_sz[h, i]`` rows, block j of its keys ``block_col_sz[h, j]`` keys;
@@ -184,18 +185,36 @@ class VariableBlockSparseAttentionWrapper:
         Example:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
-        heads = self._heads
-        if heads is None:
+        heads = self._planned()
+        return self._run(heads, heads.options, q, k, v, out, lse, return_lse)
+
+    def _planned(self) -> PatternOfHeads:
+        if self._heads is None:
             raise RuntimeError(f"{type(self).__name__} has no plan: call plan() before run().")
+        return self._heads
+
+    @staticmethod
+    def _run(
+        heads: PatternOfHeads,
+        options: _options.Options,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Result:
         for name, x in (("q", q), ("k", k), ("v", v)):
             _args.tensor(name, x, 3)
         heads.check(q, k, v, heads_first=True)
         given = (out, lse)
         place = _args.output(out, (*q.shape[:2], heads.shape.head_dim_vo), heads.shape.o_dtype, q.device)
+        if lse is not None:
+            lse = _args.lse_output(lse, q.shape[:2], q.device)
         wants_lse = return_lse or lse is not None
 
         def run() -> torch.Tensor | None:
-            return heads.run(q, k, v, (None, None, None), place, wants_lse)
+            return heads.run(q, k, v, (None, None, None), place, wants_lse, options)
 
         return results(run, place, lse, return_lse, q, k, v, *given)
 
@@ -221,18 +240,20 @@ class VariableBlockSparseAttentionWrapper:
         The older form of ``run``: an option left out takes its default here, not its planned value.
         """
         check_encoding(pos_encoding_mode, "patterns per head")
-        if self._heads is not None:
-            self._heads.options = _options.options(
-                self._heads.options.causal,
-                pos_encoding_mode,
-                -1,
-                logits_soft_cap,
-                sm_scale,
-                rope_scale,
-                rope_theta,
-                use_fp16_qk_reduction,
-            )
-        return self.run(q, k, v)
+        heads = self._planned()
+        options = _options.options(
+            heads.options.causal,
+            pos_encoding_mode,
+            -1,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            use_fp16_qk_reduction,
+        )
+        result = self._run(heads, options, q, k, v)
+        heads.options = options
+        return result
 
     def end_forward(self) -> None:
         """Does nothing; kept for callers that pair it with begin_forward."""

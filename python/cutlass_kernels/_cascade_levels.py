@@ -14,6 +14,7 @@ import torch
 
 from . import _args
 from ._autograd import forward_only_as_a_whole
+from ._copying import Part
 from ._describe import describe_several
 from ._merge import merge_state_in_place
 from ._options import Result
@@ -27,7 +28,7 @@ _PINNED = ("_max_total_num_rows", "_graph_general", "_graph_rows", "_graph_split
 Tensors = Sequence[torch.Tensor]
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(Part):
     """Attention of a batch whose requests share keys, over the pages of every level.
 
     Level 0 is the one that most rows share, e.g. a system prompt that all of them see; the last one holds the keys that

@@ -1,11 +1,14 @@
 """Copies of the batch wrappers: shallow, deep (as for a second set of a model's weights) and pickled ones.
 
-A shallow copy shares the plan and all buffers. A deep or pickled one has buffers of its own, so it has no plan for
-kernels: such a plan holds addresses of the buffers that it was made with. A plan of the reference is copied.
+A shallow copy shares the plan and all buffers; later plans of either leave the other as it is. A deep or pickled one
+has buffers of its own, so it has no plan for kernels: such a plan holds addresses of the buffers that it was made with.
+A plan of the reference is copied.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,10 +18,34 @@ from ._select import KERNEL_BACKENDS
 if TYPE_CHECKING:
     from ._plan import Plan
 
-W = TypeVar("W", bound="Copied")
+W = TypeVar("W", bound="Part")
 
 
-class Copied:
+class Part:
+    """A wrapper, or an object that it changes when it plans or runs. A shallow copy has copies of all parts below."""
+
+    def __copy__(self: W) -> W:
+        other = object.__new__(type(self))
+        other.__setstate__({name: _apart(value, self, other) for name, value in self.__dict__.items()})
+        return other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _apart(value: Any, original: Part, other: Part) -> Any:
+    """An attribute of ``original`` as ``other``, its shallow copy, has it."""
+    if isinstance(value, Part):
+        return copy.copy(value)
+    if type(value) is list:
+        return [_apart(x, original, other) for x in value]
+    if isinstance(value, functools.partial):  # engines put one with the wrapper in the place of plan()
+        args = (other if x is original else x for x in value.args)
+        return functools.partial(value.func, *args, **value.keywords)
+    return value
+
+
+class Copied(Part):
     """What makes copies of a wrapper. Its constructor sets the attributes."""
 
     _number: int
@@ -26,11 +53,6 @@ class Copied:
     _stored: Mapping[str, Any]
     _use_cuda_graph: bool
     _graph_mask: bool
-
-    def __copy__(self: W) -> W:
-        other = object.__new__(type(self))
-        other.__setstate__(self.__dict__)
-        return other
 
     def __getstate__(self) -> dict[str, Any]:
         """What deep copies and pickles get."""
@@ -47,5 +69,5 @@ class Copied:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another

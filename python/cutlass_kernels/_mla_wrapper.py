@@ -10,6 +10,7 @@ import torch
 from . import _args, _buffers, _mla_op, _mla_plan, _ops, _select, _signatures_mla, _spellings, _trtllm_call, _vectors
 from ._attention import attention
 from ._autograd import written
+from ._copying import Part
 from ._mla_plan import MLAPlanMetadata
 from ._options import Result
 from ._problem import FP8_DTYPES
@@ -20,7 +21,7 @@ _NAME = "BatchMLAPagedAttentionWrapper"
 _BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(Part):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form, over a paged cache.
 
     For decode steps, draft tokens and short appends. All heads share the keys: a latent vector ``ckv`` of 512 columns,
@@ -98,7 +99,7 @@ class BatchMLAPagedAttentionWrapper:
                     raise ValueError(f"{name} has {size} elements and kv_len_arr {batch}: it needs one more.")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
 
     def plan(

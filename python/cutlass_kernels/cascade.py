@@ -14,6 +14,7 @@ import torch
 from . import _args, _select, _unplanned_ops, _vectors
 from ._autograd import forward_only_as_a_whole
 from ._cascade_levels import MultiLevelCascadeAttentionWrapper
+from ._copying import Part
 from ._decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from ._describe import describe_several
 from ._merge import merge_state, merge_state_in_place, merge_states
@@ -116,7 +117,7 @@ def _padded(k: torch.Tensor, v: torch.Tensor) -> RaggedKv | PagedKv:
     return PagedKv(k, v, offsets, offsets[:batch], torch.full_like(offsets[:batch], length))
 
 
-class _SharedPrefixWrapper:
+class _SharedPrefixWrapper(Part):
     """What the two wrappers below share: a paged wrapper for the keys of each request."""
 
     _kv_layout: str
@@ -409,7 +410,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     run = forward
 
 
-class _Begun:
+class _Begun(Part):
     """Arguments of begin_forward(), planned when the first forward() tells page size and dtypes."""
 
     def __init__(self, indices: tuple[torch.Tensor, ...], sizes: tuple[int, int, int], page_size: int | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import _args, _spellings
+from ._copying import Part
 from ._decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from ._describe import describe_several
 from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
@@ -22,7 +23,7 @@ __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class PODWithPagedKVCacheWrapper:
+class PODWithPagedKVCacheWrapper(Part):
     """A prompt over keys and values of its own, and decode steps of a batch over pages.
 
     ``plan()`` is that of the decode steps. The prompt is what ``single_prefill_with_kv_cache`` computes.
@@ -223,7 +224,7 @@ class PODWithPagedKVCacheWrapper:
         """Does nothing; kept for callers that pair it with begin_forward."""
 
 
-class BatchPODWithPagedKVCacheWrapper:
+class BatchPODWithPagedKVCacheWrapper(Part):
     """A batch of prompts and a batch of decode steps, each over a paged cache.
 
     Both are planned as ``BatchPrefillWithPagedKVCacheWrapper`` plans them.

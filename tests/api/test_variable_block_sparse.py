@@ -117,6 +117,23 @@ def test_strides_and_places(target):
     assert "128 rows, 256 keys" in repr(wrapper)
 
 
+def test_what_a_call_that_raises_leaves(target):
+    """Not its options, and no output."""
+    problem = Problem(target.device, (128, 4, 1), (256, 4, 16))
+    wrapper = problem.wrapper(target)
+    q, k, v = problem.hnd
+    want = wrapper.run(q, k, v)
+    with pytest.raises(ValueError, match="dtype"):
+        wrapper.forward(q.float(), k, v, sm_scale=0.5)
+    assert_bitwise(wrapper.run(q, k, v), want)
+    out = torch.full_like(want, 7.0)
+    with pytest.raises(ValueError, match=r"lse has shape \(3, 4\)"):
+        wrapper.run(q, k, v, out=out, lse=torch.empty(3, 4, device=target.device))
+    assert torch.all(out == 7.0)
+    assert not torch.equal(wrapper.forward(q, k, v, sm_scale=0.5), want)
+    assert not torch.equal(wrapper.run(q, k, v), want)  # options of a call that succeeds stay
+
+
 @pytest.mark.parametrize("kind", ["variable", "per head"])
 def test_results_have_no_backward(target, kind):
     problem = Problem(target.device, (128, 4, 32), (256, 4, 64))
