@@ -109,7 +109,7 @@ def heads(num_qo_heads: int, num_kv_heads: int) -> int:
 def heads_of(q: torch.Tensor, k: torch.Tensor, layout: str) -> int:
     """``heads`` of q and token-major keys, which the caller passed in ``layout``."""
     try:
-        return heads(q.size(1), k.size(-2))
+        return heads(q.size(-2), k.size(-2))
     except RuntimeError as error:
         raise RuntimeError(f"{error}{_hints.other_heads(q, k, layout)}") from None
 
@@ -212,6 +212,8 @@ def _number(name: str, value: Any) -> float:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but it is one number: pass a float.")
         value = value.item()
     try:
+        if isinstance(value, (str, bytes, bool)):  # which float() takes
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}={shown(value)} is not a number.") from None

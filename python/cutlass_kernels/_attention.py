@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _attention_op, _native, _plan_free, _select, _signatures
+from . import _args, _attention_op, _native, _plan_free, _select, _signatures
 from ._autograd import needs_grad, written
 from ._options import Result
 from ._plan_free import NATURAL, OUT, RETURNED, SINKS, Call
@@ -159,7 +159,7 @@ def attention(
     if not traced and is_grad_enabled():
         grad = needs_grad(q, k, v, out, None, sinks, q_descale, k_descale, v_descale, alibi_slopes, q_rope, k_rope)
     lse_form = 0
-    if return_lse:
+    if _args.flag("return_lse", return_lse):
         lse_form = RETURNED if lse_base == 2 else RETURNED | NATURAL
     pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not (traced or grad) and pair and lse_base in (2, math.e) and not _select.is_logged():

@@ -259,7 +259,7 @@ class Batch:
                 f"fixed_split_size={fixed_split_size} needs the lengths on the CPU (kv_indptr or seq_lens), or "
                 "max_sequence_kv."
             )
-        return Split(fixed, bool(disable_split_kv), most, told)
+        return Split(fixed, _args.flag("disable_split_kv", disable_split_kv), most, told)
 
 
 def read_offsets(qo: Any, kv: Any, like: torch.Tensor) -> Batch | None:

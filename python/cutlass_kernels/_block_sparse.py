@@ -284,6 +284,7 @@ class BlockSparseAttentionWrapper(Part):
         Example:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
+        return_lse = _args.flag("return_lse", return_lse)
         if self._heads is not None:
             heads, scales_of_heads = self._heads, (scale_q, scale_k, scale_v)
             return self._run_heads(heads, heads.options, q, k, v, scales_of_heads, out, lse, return_lse)

@@ -185,7 +185,7 @@ class VariableBlockSparseAttentionWrapper(Part):
         Example:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
-        heads = self._planned()
+        heads, return_lse = self._planned(), _args.flag("return_lse", return_lse)
         return self._run(heads, heads.options, q, k, v, out, lse, return_lse)
 
     def _planned(self) -> PatternOfHeads:

@@ -87,7 +87,7 @@ class MultiLevelCascadeAttentionWrapper(Part):
                 if arr is None:
                     raise ValueError(f"use_cuda_graph=True needs {name}_arr, one int32 tensor for each level.")
                 given[name] = _one_per_level(f"{name}_arr", arr, num_levels)
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = _args.flag("use_cuda_graph", use_cuda_graph)
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, **{name: arr[level] for name, arr in given.items()}
@@ -270,6 +270,7 @@ class MultiLevelCascadeAttentionWrapper(Part):
             >>> out = wrapper.run(q, (k_cache, v_cache))
         """
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return_lse = _args.flag("return_lse", return_lse)
         *shared, last = self._levels
         given = out is not None
         out, lse = last.run(q, paged_kv_cache, out=out, return_lse=True, **scales)

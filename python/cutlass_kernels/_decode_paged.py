@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _args, _buffers, _hints, _options, _vectors
+from . import _args, _buffers, _hints, _options, _spellings, _vectors
 from ._batch import Index
 from ._native import PER_THREAD_STREAM, stream_of
 from ._options import Result
 from ._plan import Plan
-from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ._prefill_paged import RUN_KEYWORDS, BatchPrefillWithPagedKVCacheWrapper
 from ._problem import FP8_DTYPES
 from ._signatures import PagedDecode, typed_as
 from ._tracing import cache_of_real_tensors
@@ -286,6 +286,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         Example:
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
+        if more:
+            _spellings.refuse_others(self, more, RUN_KEYWORDS)
         if q_len_per_req is not None and q_len_per_req != (planned := self._q_len(self._planned())):
             raise ValueError(f"q_len_per_req={q_len_per_req}, but {planned} is planned: pass it to plan().")
         return super().run(  # type: ignore[call-overload, misc]  # *args may be those of any overload

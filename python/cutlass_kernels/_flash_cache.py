@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from . import _plan_free
+from . import _args, _plan_free, _vectors
 from ._append_by_slot import append_paged_kv_cache_by_slot
+from ._hints import shown
 
 Window = tuple[int, int] | list[int] | torch.Tensor | None
 Ropes = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -17,17 +18,29 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | No
 NO_ROPES: Ropes = (None, None)
 
 
-def refuse_training(dropout_p: float) -> None:
-    """ValueError for arguments that mean training."""
+def refuse_training(dropout_p: float, softmax_scale: Any) -> None:
+    """ValueError for arguments that mean training, and for FlashAttention-2's ``dropout_p`` by position."""
+    if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:
+        raise ValueError(
+            f"softmax_scale={softmax_scale} would make all logits equal. The argument in this place is softmax_scale, "
+            "as in FlashAttention-3, where FlashAttention-2 has dropout_p: leave it out, or pass both by keyword."
+        )
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p} is for training, and this library computes attention forward only: 0.")
 
 
 def window_of(size: Window) -> tuple[int, int]:
     """Keys to the left and to the right."""
-    if type(size) is tuple and len(size) == 2:
-        return size  # the call checks the numbers
-    return (-1, -1) if size is None else _plan_free.window(size)
+    if type(size) is tuple and len(size) == 2 and type(size[0]) is type(size[1]) is int:
+        return size
+    return (-1, -1) if size is None else _plan_free.window(size, "window_size")
+
+
+def tensors(**given: Any) -> None:
+    """TypeError where one of these is neither a tensor nor None."""
+    for name, x in given.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}={shown(x)} is {type(x).__name__}, not a tensor.")
 
 
 def shard_of(
@@ -48,6 +61,7 @@ def with_values(
 
     In the sizes of latent attention (MLA) the keys are read where they lie. Others are copied behind one another.
     """
+    tensors(q=q, k=k, v=v, qv=qv)
     if scale is None:
         scale = (q.size(-1) + qv.size(-1)) ** -0.5
     if k.size(-2) == 1 and (q.size(-1), k.size(-1), qv.size(-1), v.size(-1)) == (64, 64, 512, 512):
@@ -72,14 +86,28 @@ def cache_of(
     """
     cache_seqlens, batch_idx, leftpad, page_table = places
     k, v, cu_new = new
+    tensors(q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, k=k, v=v, rotary_cos=rotary[0])
+    tensors(rotary_sin=rotary[1], cu_seqlens_q=cu_seqlens_q)
+    if (k is None) != (v is None):
+        raise ValueError(f"{'v' if v is None else 'k'} is missing: new keys and values are appended together.")
     batch = q.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    batch_idx = _vector("cache_batch_idx", batch_idx, batch)
+    leftpad = _vector("cache_leftpad", leftpad, batch)
+    if k is not None:
+        cu_new = _vector("cu_seqlens_k_new", cu_new, batch + 1)
+    if page_table is not None and (page_table.dim() != 2 or page_table.is_floating_point()):
+        raise ValueError(
+            f"page_table has shape {tuple(page_table.shape)} and dtype {page_table.dtype}: it must be an int32 tensor "
+            f"[{batch}, pages of a request]."
+        )
     size = k_cache.size(1) if page_table is None else k_cache.size(1) * page_table.size(1)  # tokens of a request
     lens = _lens(cache_seqlens, batch, size, k_cache.device)
     if page_table is not None and batch_idx is not None:
         page_table = page_table[batch_idx.long()]
     entry = batch_idx if page_table is None else None
     if k is not None:
-        rotated_at = lens if rotary[2] is None else rotary[2]
+        at = _vector("rotary_seqlens", rotary[2], batch)
+        rotated_at = lens if at is None else at
         owner, place = _owners(k, cu_new, batch)
         if rotary[0] is not None:
             k = _rotate(k.flatten(0, -3), rotated_at[owner] + place, rotary).view(k.shape)
@@ -97,14 +125,19 @@ def cache_of(
     entry = torch.arange(batch, device=lens.device) if entry is None else entry.long()
     begins = torch.zeros(batch + 1, dtype=torch.int32, device=lens.device)
     begins[:batch] = entry * size + leftpad
-    rows = [x.contiguous().flatten(0, 1) for x in (k_cache, v_cache)]
-    return q, (*rows, begins, lens - leftpad.to(torch.int32), None)
+    keys, values = (x.contiguous().flatten(0, 1) for x in (k_cache, v_cache))
+    return q, (keys, values, begins, lens - leftpad.to(torch.int32), None)
 
 
 def _lens(value: Any, batch: int, size: int, device: torch.device) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return torch.full((batch,), size if value is None else int(value), dtype=torch.int32, device=device)
+        return _vectors.index_vector("cache_seqlens", value, batch).to(device)
+    number = size if value is None else _args.integer("cache_seqlens", value)
+    return torch.full((batch,), number, dtype=torch.int32, device=device)
+
+
+def _vector(name: str, x: Any, length: int) -> torch.Tensor | None:
+    return None if x is None else _vectors.index_vector(name, x, length)
 
 
 def _owners(x: torch.Tensor, cu_seqlens: torch.Tensor | None, batch: int) -> tuple[torch.Tensor, torch.Tensor]:

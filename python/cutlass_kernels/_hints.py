@@ -61,7 +61,16 @@ def other_layout(layout: str, fits: bool, where: str = "") -> str:
 def other_heads(q: torch.Tensor, k: torch.Tensor, layout: str) -> str:
     """The hint for heads that do not divide: token-major keys ``k``, given in ``layout``, may be in the other one."""
     heads = k.size(-3)  # if tokens and heads are exchanged
-    if heads <= 0 or q.size(1) % heads:
+    if q.dim() == 4 and q.size(-2) % max(heads, 1):
+        own, exchanged = (x > 0 and q.size(-3) % x == 0 for x in (k.size(-2), heads))
+        if not (own or exchanged):
+            return ""
+        other = other_layout(layout, exchanged and (layout == "NHD" or not own))
+        return (
+            " q is [batch, rows, num_qo_heads, head_dim]: where heads come first, as in torch's "
+            f"scaled_dot_product_attention(), use q.transpose(1, 2).{other}"
+        )
+    if heads <= 0 or q.size(-2) % heads:
         return ""
     if layout.endswith(("NHD", "HND")):
         return other_layout(layout, True)

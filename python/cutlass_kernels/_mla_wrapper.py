@@ -76,7 +76,7 @@ class BatchMLAPagedAttentionWrapper(Part):
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._backend = backend
         self._number = _ops.number_of(self)
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = _args.flag("use_cuda_graph", use_cuda_graph)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         self._most_rows: int | None = None  # of a request; None: unknown
@@ -332,6 +332,8 @@ class BatchMLAPagedAttentionWrapper(Part):
         contract, name = self._contract, f"{_NAME}.run()"
         if contract is None:
             raise RuntimeError(f"{_NAME} has no plan: call plan() before run().")
+        return_lse = _args.flag("return_lse", return_lse)
+        base_e = _args.flag("return_lse_base_on_e", return_lse_base_on_e)
         _spellings.unsupported(name, "use Nsight Systems.", profiler_buffer=profiler_buffer)
         remedy = "plan() takes lengths and page tables; for others call cutlass_kernels.attention()."
         _spellings.unsupported(name, remedy, kv_len=kv_len, page_table=page_table)
@@ -344,8 +346,7 @@ class BatchMLAPagedAttentionWrapper(Part):
         ckv_cache, kpe_cache = self._parts("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache})
         if is_traced() and isinstance(q_nope, torch.Tensor) and isinstance(ckv_cache, torch.Tensor):
             tensors, scales = (q_nope, q_pe, ckv_cache, kpe_cache), (bmm1_scale, bmm2_scale)
-            o_dtype, base_e = contract.output_dtype, bool(return_lse_base_on_e)
-            kv_scales = (ckv_scale, kpe_scale)
+            o_dtype, kv_scales = contract.output_dtype, (ckv_scale, kpe_scale)
             return _mla_op.run(self._number, tensors, kv_scales, sinks, scales, o_dtype, base_e, out, lse, return_lse)
         self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
         place = None if lse is None else _args.lse_output(lse, q_nope.shape[:2], q_nope.device)
@@ -353,7 +354,7 @@ class BatchMLAPagedAttentionWrapper(Part):
         for what, value in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
             _args.one_factor(what, value)
         kv, bmm = (ckv_scale, kpe_scale), (bmm1_scale, bmm2_scale)
-        contract.check_run(out, wants_lse, bool(return_lse_base_on_e), kv, bmm, sinks is not None)
+        contract.check_run(out, wants_lse, base_e, kv, bmm, sinks is not None)
         k_descale, values, q_nope, q_pe = self._scaled(ckv_scale, kpe_scale, q_nope, q_pe)
         sm_scale, q_descale, v_descale = self._sm_scale, None, values if bmm2_scale is None else bmm2_scale
         if isinstance(bmm1_scale, torch.Tensor):
@@ -382,7 +383,7 @@ class BatchMLAPagedAttentionWrapper(Part):
             o_dtype=contract.output_dtype,
             out=out,
             return_lse=wants_lse,
-            lse_base=math.e if return_lse_base_on_e else 2,
+            lse_base=math.e if base_e else 2,
             backend=self._backend,
         )
         if not isinstance(result, tuple):

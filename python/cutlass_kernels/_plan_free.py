@@ -14,7 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _fused, _keys_of, _kv_shard, _latent, _masks, _native, _reference, _request, _select, _vectors
+from . import (
+    _args,
+    _fused,
+    _hints,
+    _keys_of,
+    _kv_shard,
+    _latent,
+    _masks,
+    _native,
+    _reference,
+    _request,
+    _select,
+    _vectors,
+)
 from ._autograd import forward_only, needs_grad, written
 from ._errors import BackendError
 from ._options import Result
@@ -70,11 +83,12 @@ class Call(NamedTuple):
 SINKS, OUT = Call._fields.index("sinks"), Call._fields.index("out")
 
 
-def window(value: Any) -> tuple[int, int]:
-    """``(left, right)`` of a window; ValueError for anything else than two integers."""
-    if not isinstance(value, (tuple, list, torch.Tensor)) or len(value) != 2:
-        raise ValueError(f"window={value!r} is not a pair: pass (left, right), -1 for no limit.")
-    left, right = (max(_args.integer("window", int(x)), -1) for x in value)
+def window(value: Any, name: str = "window") -> tuple[int, int]:
+    """``(left, right)`` of a window; ValueError for anything else than a pair, TypeError for one not of integers."""
+    pair = value.tolist() if isinstance(value, torch.Tensor) else value
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{name}={_hints.shown(value)} is not a pair: pass (left, right), -1 for no limit.")
+    left, right = (max(_args.integer(name, x), -1) for x in pair)
     return left, right
 
 
@@ -130,7 +144,9 @@ def checked(call: Call) -> Call:
     k, v = _tensor("k", call.k, (3, 4)), _tensor("v", call.v, (3, 4))
     if q.dim() == 4 and call.cu_seqlens_q is not None:
         raise ValueError(f"q has shape {tuple(q.shape)}: with cu_seqlens_q it must be [rows, num_qo_heads, head_dim].")
-    batch = q.size(0) if q.dim() == 4 else 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
+    batch = q.size(0) if q.dim() == 4 else 1
+    if call.cu_seqlens_q is not None:
+        batch = _vectors.index_vector("cu_seqlens_q", call.cu_seqlens_q).numel() - 1
     if batch < 0:
         raise ValueError("cu_seqlens_q is empty: it needs batch_size + 1 elements, starting with 0.")
     heads = 2 if call.kv_layout == "NHD" or k.dim() == 3 else 1
@@ -143,7 +159,7 @@ def checked(call: Call) -> Call:
     dim, keys_dim = _latent.head_dim(q, call.q_rope), _latent.head_dim(k, call.k_rope)
     if keys_dim != dim:
         raise ValueError(f"q has head_dim {dim} and k {keys_dim}: they must be equal.")
-    _args.heads(q.size(-2), k.size(heads))
+    _args.heads_of(q, k.transpose(-3, -2) if call.kv_layout == "HND" else k, call.kv_layout)
     _args.same_device(q.device, k=k, v=v)
     o_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else call.o_dtype
     if o_dtype is None and q.dtype in FP8_DTYPES:

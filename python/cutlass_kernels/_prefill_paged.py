@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -480,3 +481,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
 
         @typed_as(PagedPrefill.forward_return_lse)
         def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+RUN_KEYWORDS = frozenset(inspect.signature(BatchPrefillWithPagedKVCacheWrapper.run).parameters)

@@ -8,6 +8,7 @@ kept apart from the functions, since three long lists above each would hide the 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, overload
 
@@ -39,11 +40,14 @@ def declares(implementation: Callable[..., Any]) -> Callable[[S], S]:
     """Puts ``implementation`` in the place of a function, under its name, signature and documentation.
 
     For an implementation that takes more than the documented signature. Pages made from the sources, ``help()`` and
-    ``inspect.signature`` show the function.
+    ``inspect.signature`` show the function. ``inspect.unwrap`` does not lead to it, as it has no body.
     """
 
     def decorate(function: Any) -> Any:
-        return functools.update_wrapper(implementation, function)
+        declared: Any = functools.update_wrapper(implementation, function)
+        declared.__signature__ = inspect.signature(function)
+        del declared.__wrapped__
+        return declared
 
     return decorate
 

@@ -126,6 +126,7 @@ def _single_prefill(
                 written(out, lse)
             return result
     refuse_4bit(kv_cache_sf)
+    return_lse = _args.flag("return_lse", return_lse)
     if traced or have_own_dispatch(q, k, v):
         values = _options.options(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, False

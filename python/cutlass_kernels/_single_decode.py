@@ -116,6 +116,7 @@ def single_decode_with_kv_cache(
                 written(out, lse)
             return result
     refuse_4bit(kv_cache_sf)
+    return_lse = _args.flag("return_lse", return_lse)
     rows = _args.tensor("q", q, 2).unsqueeze(0)
     if out is not None:
         out = _args.tensor("out", out, 2).unsqueeze(0)

@@ -8,9 +8,9 @@ import torch
 
 from . import _args, _signatures_trtllm
 from ._options import Result
-from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ._prefill_paged import RUN_KEYWORDS, BatchPrefillWithPagedKVCacheWrapper
 from ._signatures import typed_as
-from ._spellings import spellings
+from ._spellings import refuse_others, spellings
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -100,6 +100,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         Raises:
             ValueError, KeyError, AssertionError, NotImplementedError, RuntimeError: as the base class.
         """
+        refuse_others(self, options, RUN_KEYWORDS)
         run = super().run
         if sm_scale is None or sm_scale == self._sm_scale:
             return run(q, paged_kv_cache, sinks=sinks, **options)

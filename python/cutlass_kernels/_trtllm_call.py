@@ -36,6 +36,7 @@ def attend(
     return_lse: bool,
     natural: bool = False,  # the LSE in base e instead of 2
 ) -> Result:
+    return_lse = _args.flag("return_lse", return_lse)
     k, v = _caches(kv_cache)
     seq_lens = _signed(seq_lens)
     causal, window_left, draft_mask = masks

@@ -154,6 +154,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         place = None if out is None else _flat(out)
     else:
         each = _trtllm_call.rows(query, None, cum_seq_lens_q, max_q_len)
+    return_lse = _args.flag("return_lse", return_lse)
     wants_lse = return_lse or lse is not None
     result = _trtllm_call.attend(
         query,

@@ -66,7 +66,7 @@ class BatchPrefillWrapper(Copied):
         self._traced_options: Options | None = None
         self._requested_backend = backend
         self._backend = backend
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = _args.flag("use_cuda_graph", use_cuda_graph)
         self._place = Place(self.device, self._kv_layout, backend, self._use_cuda_graph)
         self._fixed_batch_size = 0
         self._max_total_num_rows: int | None = None

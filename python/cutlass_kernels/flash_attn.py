@@ -18,7 +18,7 @@ import torch
 
 from . import _args
 from ._attention import attend
-from ._flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
+from ._flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, tensors, window_of, with_values
 from ._merge import merge_states
 from ._plan_free import HEADS_FIRST, LN2, NATURAL, RETURNED
 
@@ -49,7 +49,7 @@ def flash_attn_func(
     window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 0,
+    num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -72,7 +72,7 @@ def flash_attn_func(
         window_size: ``(left, right)``, -1 is no limit.
         attention_chunk: rows see the keys of their chunk of so many; 0 is none.
         softcap: c > 0 replaces a logit s by ``c tanh(s / c)``.
-        num_splits: KV splits of short queries; 0 lets the library choose (FlashAttention's default is 1, none).
+        num_splits: KV splits of short queries. 1 is none; 0 lets the library choose, best for few rows over many keys.
         return_attn_probs: whether to return the LSE too.
         dropout_p: must be 0.
         alibi_slopes: fp32 ``[Hq]``, adds ``slope * (j - i)``.
@@ -90,7 +90,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 16, 8, 64])
     """
-    refuse_training(dropout_p)
+    refuse_training(dropout_p, softmax_scale)
     ropes = NO_ROPES
     if qv is not None:
         q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
@@ -125,7 +125,7 @@ def flash_attn_func(
         v_descale,
         None,  # o_dtype
         out,
-        _LSE if return_attn_probs else 0,  # lse_form
+        _lse_form(return_attn_probs=return_attn_probs),
         num_splits,
         False,  # batch_invariant
         None,  # kv_shard
@@ -164,7 +164,13 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.unbind(2)
     else:
         _args.tensor("qkv", qkv, 4)
+        num_heads_q = _args.integer("num_heads_q", num_heads_q)
         num_heads_k = (qkv.size(2) - num_heads_q) // 2
+        if num_heads_q < 1 or num_heads_k < 1 or num_heads_q + 2 * num_heads_k != qkv.size(2):
+            raise ValueError(
+                f"num_heads_q={num_heads_q} leaves {qkv.size(2) - num_heads_q} of the {qkv.size(2)} heads of qkv "
+                f"{tuple(qkv.shape)}: they must be as many for keys as for values, qkv [B, n, Hq + 2 Hkv, D]."
+            )
         q, k, v = qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
     return flash_attn_func(
         q,
@@ -204,7 +210,7 @@ def flash_attn_varlen_func(
     window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 0,
+    num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -254,7 +260,12 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 6, 6, causal=True).shape
         torch.Size([10, 8, 64])
     """
-    refuse_training(dropout_p)
+    refuse_training(dropout_p, softmax_scale)
+    if isinstance(seqused_q, float):
+        raise TypeError(
+            f"seqused_q={seqused_q} is float, not a tensor. The argument in this place is seqused_q, as in "
+            "FlashAttention-3, where FlashAttention-2 has dropout_p: leave it out, or pass it by keyword."
+        )
     kv_shard, seqused_k = shard_of(cp_world_size, cp_rank, cp_tot_seqused_k, seqused_k)
     qv = q_v if qv is None else qv
     ropes = NO_ROPES
@@ -291,7 +302,7 @@ def flash_attn_varlen_func(
         v_descale,
         None,  # o_dtype
         out,
-        _LSE if return_attn_probs or return_softmax_lse else 0,  # lse_form
+        _lse_form(return_attn_probs=return_attn_probs, return_softmax_lse=return_softmax_lse),
         num_splits,
         False,  # batch_invariant
         kv_shard,
@@ -365,7 +376,7 @@ def flash_attn_with_kvcache(
         descale_q, descale_k, descale_v, gqa_parallel, max_seqlen_k_hint: older names; the last two have no effect.
         sinks, ver: SGLang's names: ``s_aux``, and the version, which has no effect.
 
-    The other arguments are those of ``flash_attn_func``.
+    The other arguments are those of ``flash_attn_func``. Here ``num_splits`` is 0 unless said, as in FlashAttention-3.
 
     Returns:
         The output, shaped as q; or the pair of it and the natural LSE, fp32 ``[B, Hq, n]`` (or ``[Hq, rows]``).
@@ -422,7 +433,7 @@ def flash_attn_with_kvcache(
         descale_v if v_descale is None else v_descale,  # v_descale
         None,  # o_dtype
         out,
-        _LSE if return_softmax_lse else 0,  # lse_form
+        _lse_form(return_softmax_lse=return_softmax_lse),
         num_splits,
         False,  # batch_invariant
         None,  # kv_shard
@@ -453,6 +464,7 @@ def flash_attn_combine(
         >>> out.shape, lse.shape
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 8]))
     """
+    tensors(out_partial=out_partial, lse_partial=lse_partial, out=out)
     if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
         raise ValueError(
             f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}: they must "
@@ -475,17 +487,35 @@ def get_scheduler_metadata(
     num_heads_kv: int,
     headdim: int,
     cache_seqlens: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
 ) -> torch.Tensor:
     """What FlashAttention-3 computes beforehand for ``scheduler_metadata``: kernels here find their work themselves, so
-    this is an int32 tensor ``[1]`` that nobody reads. Other arguments are FlashAttention's.
+    this is an int32 tensor ``[1]`` that nobody reads. The arguments are FlashAttention-3's, in its order; only the
+    device of ``cache_seqlens`` counts.
 
     Example:
         >>> get_scheduler_metadata(2, 1, 128, 8, 2, 64, torch.tensor([100, 7], dtype=torch.int32))
         tensor([0], dtype=torch.int32)
     """
+    tensors(cache_seqlens=cache_seqlens)
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _lse_form(**flags: bool) -> int:
+    return _LSE if True in [_args.flag(name, value) for name, value in flags.items()] else 0
 
 
 def _of_batch(result: Any, q: torch.Tensor) -> Any:

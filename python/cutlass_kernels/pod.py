@@ -365,6 +365,7 @@ class BatchPODWithPagedKVCacheWrapper(Part):
         Example:
             >>> out_p, out_d = wrapper.run(q_p, cache, q_d, cache, causal_p=True)
         """
+        return_lse = _args.flag("return_lse", return_lse)
         prefill, has_mask = self._prefill, custom_mask_p is not None or packed_custom_mask_p is not None
         prefill._planned()
         args, options = self._plan_of_prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -297,3 +298,18 @@ def test_what_means_training_is_refused():
         flash_attn_func(q, q, q, dropout_p=0.1)
     with pytest.raises(ValueError, match="cp_world_size=2 needs cp_tot_seqused_k"):
         flash_attn_varlen_func(q[0], q[0], q[0], ints([0, 2], "cpu"), ints([0, 2], "cpu"), 2, 2, cp_world_size=2)
+
+
+def test_parameters_are_those_of_flash_attention_3():
+    """Their order, and the defaults of those that decide KV splits."""
+    splits = {flash_attn_func: 1, flash_attn_varlen_func: 1, flash_attn_with_kvcache: 0, get_scheduler_metadata: 0}
+    for function, default in splits.items():
+        assert inspect.signature(function).parameters["num_splits"].default == default
+    names = (
+        "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype headdim_v "
+        "cu_seqlens_q cu_seqlens_k_new cache_leftpad page_size max_seqlen_k_new causal window_size attention_chunk "
+        "has_softcap num_splits pack_gqa sm_margin"
+    )
+    assert list(inspect.signature(get_scheduler_metadata).parameters) == names.split()
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        get_scheduler_metadata(2, 1, 128, 8, 2, 64, torch.zeros(2, dtype=torch.int32), unknown=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,19 @@ from problems import make_batch
 from small_calls import HEADS, PAGE, Calls, ints, qkv_of
 
 import cutlass_kernels as ck
+from cutlass_kernels.flash_attn import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 
 pytestmark = pytest.mark.runs_nothing("calls are refused, or planned only")
 
 E4M3 = torch.float8_e4m3fn
 
 
-def refuse(error: type[Exception], call: Callable[[], Any], *words: str) -> None:
+def refuse(error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any], *words: str) -> None:
     """``call`` raises ``error`` with all these words."""
     with pytest.raises(error) as caught:
         call()
@@ -347,3 +354,104 @@ def test_a_warning_of_the_reference_points_at_its_caller(monkeypatch):
         monkeypatch.setattr(_select, "_warned", set())
         places = warned_at(call)
         assert places and set(places) == {line_of(call)}
+
+
+# --- what cannot be meant ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["0.125", b"1", True], ids=repr)
+def test_scales_that_are_no_numbers(calls, value):
+    words = f"sm_scale={value!r} is not a number"
+    refuse(TypeError, lambda: calls.single(sm_scale=value), words)
+    refuse(TypeError, lambda: calls.planned("paged", sm_scale=value), words)
+    refuse(TypeError, lambda: ck.attention(*calls.qkv, sm_scale=value), words)
+    refuse(TypeError, lambda: calls.planned("decode").run(calls.q[:1], calls.cache, v_scale=value), "is not a number")
+
+
+@pytest.mark.parametrize("value", [2, "yes", None], ids=repr)
+def test_return_lse_that_is_no_bool(calls, value):
+    refuse(TypeError, lambda: ck.attention(*calls.qkv, return_lse=value), f"return_lse={value!r}")
+    refuse(TypeError, lambda: calls.planned("paged").run(calls.q, calls.cache, return_lse=value), "return_lse")
+    refuse(TypeError, lambda: calls.decode(return_lse=value), f"return_lse={value!r}")
+    refuse(TypeError, lambda: calls.cascade().run(calls.q, calls.cache, return_lse=value), f"return_lse={value!r}")
+    for name in ("return_attn_probs", "return_softmax_lse"):
+        call = functools.partial(flash_attn_varlen_func, *calls.qkv, ints(0, 5), ints(0, 20), 5, 20)
+        refuse(TypeError, lambda: call(**{name: value}), f"{name}={value!r}", "pass True or False")
+
+
+def test_disable_split_kv_that_is_no_bool(calls):
+    refuse(TypeError, lambda: calls.planned("paged", disable_split_kv="no"), "disable_split_kv='no'")
+
+
+@pytest.mark.parametrize("value", [(1.9, -1), [1, 2.0], ("1", 2), torch.tensor([1.5, 2.0])], ids=str)
+def test_windows_of_other_numbers(calls, value):
+    refuse(TypeError, lambda: ck.attention(*calls.qkv, window=value), "window=", "pass an integer")
+    call = functools.partial(flash_attn_func, *(x[None] for x in calls.qkv))
+    refuse(TypeError, lambda: call(window_size=value), "window_size=", "pass an integer")
+
+
+@pytest.mark.parametrize("value", [(3,), 3, torch.tensor(3)], ids=str)
+def test_windows_that_are_no_pairs(calls, value):
+    refuse(ValueError, lambda: ck.attention(*calls.qkv, window=value), "window=", "is not a pair")
+    call = functools.partial(flash_attn_func, *(x[None] for x in calls.qkv))
+    refuse(ValueError, lambda: call(window_size=value), "window_size=", "is not a pair")
+
+
+def test_heads_before_rows_or_tokens(calls):
+    q, kv = torch.zeros(2, 24, 5, 64).half(), torch.zeros(2, 8, 16, 64).half()
+    words = ("num_qo_heads=5", "num_kv_heads=16", "use q.transpose(1, 2)", "kv_layout='HND'")
+    refuse(RuntimeError, lambda: ck.attention(q, kv, kv), *words)
+    refuse(RuntimeError, lambda: ck.attention(q, kv, kv, kv_layout="HND"), "num_kv_heads=8", "use q.transpose(1, 2)")
+    refuse(RuntimeError, lambda: ck.attention(q.transpose(1, 2), kv, kv), "num_kv_heads=16", "kv_layout='HND' fits")
+    ck.attention(q.transpose(1, 2), kv, kv, kv_layout="HND")
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "q", "k"])
+def test_lists_in_place_of_tensors(calls, name):
+    given: dict[str, Any] = dict(q=calls.q, k=calls.k, v=calls.v, cu_seqlens_q=ints(0, 5), cu_seqlens_k=ints(0, 20))
+    refuse((TypeError, ValueError), lambda: ck.attention(**given | {name: [0, 3]}), f"{name} is", "list")
+
+
+CACHED = ("k", "qv", "rotary_cos", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_q", "cache_seqlens")
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_lists_in_place_of_tensors_beside_a_cache(calls, name):
+    cache = torch.zeros(1, 32, 2, 64).half()
+    new = torch.zeros(1, 1, 2, 64).half()
+    given: dict[str, Any] = dict(k=new, v=new, cache_seqlens=4) | {name: [0, 3]}
+    refuse(TypeError, lambda: flash_attn_with_kvcache(calls.q[None], cache, cache, **given), name, "list")
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("value", [4.5, torch.tensor([4.5])], ids=str)
+def test_lengths_of_a_cache_that_are_no_integers(calls, value):
+    cache = torch.zeros(1, 32, 2, 64).half()
+    call = functools.partial(flash_attn_with_kvcache, calls.q[None], cache, cache, cache_leftpad=ints(0))
+    refuse((TypeError, ValueError), lambda: call(cache_seqlens=value), "cache_seqlens")
+
+
+def test_dropout_by_position(calls):
+    q, k, v = (x[None] for x in calls.qkv)
+    words = ("softmax_scale=0", "FlashAttention-3", "FlashAttention-2 has dropout_p")
+    refuse(ValueError, lambda: flash_attn_func(q, k, v, 0.0, 0.125, True), *words)
+    refuse(ValueError, lambda: flash_attn_qkvpacked_func(torch.zeros(1, 9, 3, 2, 64).half(), 0.0), *words)
+    ends = (ints(0, 5), ints(0, 20), 5, 20)
+    refuse(TypeError, lambda: flash_attn_varlen_func(*calls.qkv, *ends, 0.0), "seqused_q=0.0", *words[1:])
+
+
+@pytest.mark.parametrize("heads", [12, 9, 5, 0, -2])
+def test_query_heads_of_packed_tensors(heads):
+    qkv = torch.zeros(1, 9, 12, 64).half()
+    refuse(ValueError, lambda: flash_attn_qkvpacked_func(qkv, num_heads_q=heads), f"num_heads_q={heads}", "Hkv")
+    refuse(TypeError, lambda: flash_attn_qkvpacked_func(qkv, num_heads_q=8.0), "num_heads_q=8.0", "pass an integer")
+
+
+def test_an_unknown_keyword_names_the_callers_class(calls):
+    words = "BatchDecodeWithPagedKVCacheWrapper.run() got an unexpected keyword argument 'causal'"
+    refuse(TypeError, lambda: calls.planned("decode").run(calls.q[:1], calls.cache, causal=True), words)
+    refuse(TypeError, lambda: calls.planned("decode").forward(calls.q[:1], calls.cache, causal=True), words)
+    sink = ck.BatchAttentionWithAttentionSinkWrapper(calls.target.workspace())
+    sink.plan(**dict(num_qo_heads=4, num_kv_heads=2) | calls.plans["paged"])
+    words = words.replace("BatchDecodeWithPagedKVCache", "BatchAttentionWithAttentionSink")
+    refuse(TypeError, lambda: sink.run(calls.q, calls.cache, causal=True), words)
