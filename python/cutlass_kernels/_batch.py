@@ -244,14 +244,19 @@ class Batch:
             )
 
     def split(self, fixed_split_size: int | None, disable_split_kv: bool, max_sequence_kv: int | None) -> Split:
-        """The rule by which keys are split. A size of 0 or -1 is none.
+        """The rule by which keys are split. A size of None or -1 is none.
 
-        ValueError where nothing tells how many KV splits of a fixed size there may be.
+        ValueError for other sizes below 1, and where nothing tells how many KV splits of a fixed size there may be.
         """
         fixed = 0
-        if fixed_split_size:
-            size = _args.integer("fixed_split_size", fixed_split_size)
-            fixed = min(max(size, 0) * (self.page_size or 1), MOST_KEYS)
+        size = -1 if fixed_split_size is None else _args.integer("fixed_split_size", fixed_split_size)
+        if size != -1:
+            if size < 1:
+                unit = "keys" if self.page_size is None else "pages"
+                raise ValueError(
+                    f"fixed_split_size={size} must be at least 1, the {unit} of a KV split; None or -1 sets no size."
+                )
+            fixed = min(size * (self.page_size or 1), MOST_KEYS)
         told = 0 if max_sequence_kv is None else min(_args.integer("max_sequence_kv", max_sequence_kv), MOST_KEYS)
         most = min(told or self.longest or 0, MOST_KEYS)
         if fixed and self.page_size is None and not told and self.longest is None:

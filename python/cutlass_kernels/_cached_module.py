@@ -69,7 +69,7 @@ class Planner:
             qo_indptr: int32 ``[batch + 1]`` on the CPU, as in the buffer.
             kv_lens: int32 ``[batch]`` on the CPU, keys per request.
             batch_size: that of the wrapper's buffers.
-            fixed_split_size: pages per KV split; 0 and -1 are none.
+            fixed_split_size: pages per KV split; 0 and -1 are none, as in FlashInfer's module.
 
         Raises:
             ValueError: another batch size or workspace; lengths on the GPU; more rows than the first plan or run had;
@@ -112,7 +112,7 @@ class Planner:
         names = ("_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in_items_len", "_max_item_len_ptr")
         prefix, positions, length, longest = (getattr(wrapper, name, None) for name in names)
         items = _options.multi_item(prefix, positions, length or 0, longest)
-        split = batch.split(fixed_split_size, disable_split_kv, None)
+        split = batch.split(fixed_split_size or None, disable_split_kv, None)
         plan = wrapper._prepare(shape, planned.options, batch, split, None, None, items, rows, keep_mask=True)
         in_effect = wrapper._options
         wrapper._commit_pages(plan)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _args, _buffers, _hints, _options, _spellings, _vectors
+from . import _args, _buffers, _hints, _kept, _options, _spellings, _vectors
 from ._batch import Index
 from ._native import PER_THREAD_STREAM, stream_of
 from ._options import Result
@@ -484,4 +484,7 @@ def _offsets(batch: int, q_len: int) -> torch.Tensor:
 def _offsets_on(batch: int, q_len: int, device: torch.device, stream: int, thread: int) -> Index:
     """The same on a CUDA device, written once for all plans on ``stream``, which is its current one, or, where a stream
     is each thread's own, on that of a ``thread``."""
-    return Index(torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len, _offsets(batch, q_len))
+    host = _offsets(batch, q_len)
+    made = _kept.empty(batch + 1, torch.int32, device)
+    torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, out=made)  # a copy from the host would wait
+    return Index(made, host)

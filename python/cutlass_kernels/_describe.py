@@ -19,6 +19,25 @@ def describe(wrapper: Any) -> str:
     return f"{type(wrapper).__name__}({', '.join(facts)})"
 
 
+def describe_latent(wrapper: Any) -> str:
+    """The ``repr()`` of a wrapper of latent attention."""
+    facts: list[str] = []
+    if hasattr(wrapper, "_contract"):
+        contract = wrapper._contract
+        facts = ["not planned"]
+        if contract is not None:
+            rows = wrapper._total_rows
+            facts = [_count(wrapper._kv_len_arr_buf.numel(), "request")]
+            facts += ["rows known to the device" if rows is None else _count(rows, "row")]
+            facts += [f"num_heads={wrapper._heads}", "head_dim_ckv={}, head_dim_kpe={}".format(*wrapper._dims)]
+            facts += [f"page_size={wrapper._page_size}", f"q_data_type={_short(contract.q_dtype)}"]
+            facts += [f"kv_data_type={_short(contract.kv_dtype)}", f"causal={wrapper._causal}"]
+            facts += [f"sm_scale={wrapper._sm_scale!r}"]
+        facts += [f"backend={wrapper._backend!r}", f"device={str(wrapper.device)!r}"]
+        facts += ["use_cuda_graph=True"] * wrapper._use_cuda_graph
+    return f"{type(wrapper).__name__}({', '.join(facts)})"
+
+
 def describe_several(wrapper: Any, parts: dict[str, Any]) -> str:
     """The ``repr()`` of a wrapper that consists of others, a line for each."""
     lines = [f"\n  {name}: {part!r}" for name, part in parts.items()]

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import _half_precision, _native
+from . import _half_precision, _kept, _native
 from ._native import current_device as _current_device
 from ._native import stream_of as _stream_of
 from ._problem import FP8_DTYPES, Copies, Offsets, PagedKv, Pages, Problem, Split
 from ._request import MOST_SEPARATE_COLUMNS, ROW_FEATURES, Request
 
-_INT_WORKSPACE_BYTES = 8 << 20  # enough for the tile list of every plan
+_INT_WORKSPACE_BYTES = 8 << 20  # enough for the tile list of every plan, unless its KV splits are of a small fixed size
 _MOST_BYTES = (1 << 63) - 1
 _NO_COPIES = Copies()
 
@@ -157,7 +158,8 @@ class Schedule:
     knows it from q; a captured run makes its own. The constructor then refuses what has no room for a single row.
 
     ``copies`` to the vectors of ``offsets`` are made first: all of them, or none where the constructor raises. The last
-    ``tail`` bytes of the workspace are those of vectors.
+    ``tail`` bytes of the workspace are those of vectors. ``grow`` gives a larger workspace, None where it is the
+    caller's, who has to.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Schedule:
         workspace: torch.Tensor,
         copies: Copies = _NO_COPIES,
         tail: int = 0,
+        grow: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.backend = backend
         self.request = request
@@ -176,14 +179,17 @@ class Schedule:
         self.general = offsets.general
         self.as_is = reads_as_is(backend, request)  # fp8 tensors
         self.partials = offsets.partials
-        self._tail = tail
+        self._tail, self._grow = tail, grow
         self._plan: Any = None
         if offsets.total_q:
             self._plan = self._make(offsets.total_q, copies)
+            self._grow = None  # a wrapper's method: no longer held
             return
         # Of a fixed size, the splits of a row are known, and more rows need more. Else long queries may need none.
         if offsets.total_q is None and offsets.split.fixed_size:
-            self._check_room(*_sizes_of(backend, request, offsets, 1), "at least ")
+            list_bytes, partial_bytes = _sizes_of(backend, request, offsets, 1)
+            self._grows_to(list_bytes)
+            self._check_room(list_bytes, partial_bytes, "at least ")
         if any(copies):
             _copy(copies, workspace.device)
 
@@ -197,7 +203,7 @@ class Schedule:
         if self.offsets.total_q is None and torch.cuda.is_current_stream_capturing():
             return self._make(rows)  # not kept: the list exists only once the graph has run
         if self._plan is None:
-            self._plan = self._make(rows)
+            self._plan, self._grow = self._make(rows), None
         return self._plan
 
     def _make(self, total_q: int, copies: Copies = _NO_COPIES) -> Any:
@@ -205,7 +211,17 @@ class Schedule:
         if device.index != _current_device():
             with torch.cuda.device(device):
                 return self._make(total_q, copies)
-        plan, list_bytes, partial_bytes = _plan_of(
+        plan, list_bytes, partial_bytes = self._list(total_q, copies)
+        if self._grows_to(list_bytes):
+            plan, list_bytes, partial_bytes = self._list(total_q, copies)
+        self._check_room(list_bytes, partial_bytes)
+        if self.partials is None:
+            self.partials = (self._grow or functools.partial(room, device))(partial_bytes)
+        return plan
+
+    def _list(self, total_q: int, copies: Copies) -> tuple[Any, int, int]:
+        """Makes the tile list where there is room."""
+        return _plan_of(
             self.backend,
             self.request,
             self.offsets,
@@ -214,12 +230,16 @@ class Schedule:
             max(self.workspace.nbytes - self._tail, 0),
             _MOST_BYTES if self.partials is None else self.partials.nbytes,
             copies,
-            _stream(device),
+            _stream(self.workspace.device),
         )
-        self._check_room(list_bytes, partial_bytes)
-        if self.partials is None:
-            self.partials = torch.empty(partial_bytes, dtype=torch.uint8, device=device)
-        return plan
+
+    def _grows_to(self, list_bytes: int) -> bool:
+        """Whether the workspace was too small for such a list and has grown. Vectors stay at the end of the old one."""
+        size = list_bytes + self._tail
+        if self._grow is None or size <= self.workspace.nbytes:
+            return False
+        self.workspace, self._tail = self._grow(size), 0
+        return True
 
     def _check_room(self, list_bytes: int, partial_bytes: int, bound: str = "") -> None:
         """RuntimeError where the workspaces have no room for these."""
@@ -283,7 +303,17 @@ def _sizes_of(backend: str, request: Request, offsets: Offsets, rows: int) -> tu
 
 def int_workspace(device: torch.device) -> torch.Tensor:
     """Room for a tile list on ``device``."""
-    return torch.empty(_INT_WORKSPACE_BYTES if device.type == "cuda" else 16, dtype=torch.uint8, device=device)
+    return room(device, _INT_WORKSPACE_BYTES if device.type == "cuda" else 16)
+
+
+def room(device: torch.device, size: int = _INT_WORKSPACE_BYTES, *, kept: bool = False) -> torch.Tensor:
+    """``size`` bytes on ``device``; ``kept`` if they outlive the call."""
+    return (_kept.empty if kept else torch.empty)(size, dtype=torch.uint8, device=device)
+
+
+def grown_workspace(device: torch.device, size: int) -> torch.Tensor:
+    """An int workspace of ``size`` bytes at least, for plans of a wrapper: some more, as sizes often grow slowly."""
+    return room(device, -(-size // _INT_WORKSPACE_BYTES) * _INT_WORKSPACE_BYTES, kept=True)
 
 
 def is_general(problem: Problem) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from . import _args, _buffers, _mla_op, _mla_plan, _ops, _select, _signatures_ml
 from ._attention import attention
 from ._autograd import written
 from ._copying import Part
+from ._describe import describe_latent
 from ._mla_plan import MLAPlanMetadata
 from ._options import Result
 from ._problem import FP8_DTYPES
@@ -56,6 +58,7 @@ class BatchMLAPagedAttentionWrapper(Part):
         torch.Size([2, 16, 512])
     """
 
+    _dry_run = False  # plan without writing anything; see workspace_size
     _pin_memory_int_workspace_buffer: torch.Tensor | None = None  # FlashInfer's plans need one; engines pass it on
 
     def __init__(
@@ -80,6 +83,7 @@ class BatchMLAPagedAttentionWrapper(Part):
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         self._most_rows: int | None = None  # of a request; None: unknown
+        self._bounded = False  # whether it bounds later plans, since graphs may have been captured
         self._most_keys: int | None = None
         self._total_rows: int | None = None  # of all requests
         self._page_bound = 0  # pages that a cache must have; 0: unknown
@@ -101,6 +105,46 @@ class BatchMLAPagedAttentionWrapper(Part):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
+
+    def __repr__(self) -> str:
+        return describe_latent(self)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether index data is kept in the buffers given to the constructor."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
+    ) -> None:
+        """Takes another device from ``float_workspace_buffer``; call plan() again before running.
+
+        Args:
+            float_workspace_buffer: contiguous, 16-byte aligned; its device becomes the wrapper's.
+            int_workspace_buffer: accepted, not used.
+
+        Raises:
+            ValueError: a buffer that is not aligned or not contiguous; under CUDA graphs, one on another device than
+                the index buffers.
+        """
+        buffer = _args.workspace("float_workspace_buffer", float_workspace_buffer)
+        if self._use_cuda_graph and buffer.device != self.device:
+            raise ValueError(
+                f"float_workspace_buffer is on {buffer.device}, but the index buffers of this wrapper for CUDA graphs "
+                f"are on {self.device}: pass one there, or make another wrapper."
+            )
+        if int_workspace_buffer is not None:
+            self._int_workspace_buffer = _args.workspace("int_workspace_buffer", int_workspace_buffer)
+        self._float_workspace_buffer, self.device = buffer, buffer.device
+        self._contract = None
+
+    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Bytes ``(float_workspace, int_workspace)`` that plan() with the same arguments, and its runs, need: 16 each,
+        as runs take their memory from PyTorch. Arguments are checked as in plan(). Nothing is planned or written."""
+        probe = copy.copy(self)
+        probe._dry_run = True
+        type(self).plan(probe, *args, **kwargs)  # not a function that is bound to this wrapper
+        return 16, 16  # a buffer of this size has an address
 
     def plan(
         self,
@@ -205,6 +249,8 @@ class BatchMLAPagedAttentionWrapper(Part):
             skip_softmax,
             use_sinks,
         )
+        if self._dry_run:
+            return
         self._keep(lengths)
         self._heads, self._dims, self._page_size = heads, (dims[0], dims[1]), size
         self._causal, self._sm_scale, self._contract = causal, scale, contract
@@ -239,7 +285,7 @@ class BatchMLAPagedAttentionWrapper(Part):
     def _copy_to_buffers(self, x: _mla_plan.Lengths) -> None:
         self._check_buffers(x.batch, 0 if x.kv_indices is None else x.kv_indices.numel())
         rows = x.most_rows
-        if self._contract is None:
+        if not self._bounded:
             self._most_rows = rows
         elif self._most_rows is not None and rows is not None and rows > self._most_rows:
             raise ValueError(
@@ -259,6 +305,7 @@ class BatchMLAPagedAttentionWrapper(Part):
             assert buffer is not None
             if buffer.data_ptr() != vector.data_ptr():  # engines write to the buffers themselves
                 buffer[: vector.numel()].copy_(self._pinned(vector), non_blocking=True)
+        self._bounded = True
 
     def _pinned(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu" or self.device.type == "cpu":

@@ -200,7 +200,8 @@ class Plan:
             assert problem.qo_indptr is not None
             offsets = _kernels.offsets_of(problem)
             offsets.split = self.split
-            schedule = _kernels.Schedule(backend, request, offsets, _kernels.int_workspace(self.place.device))
+            allocate = functools.partial(_kernels.room, self.place.device, kept=not make_anew)
+            schedule = _kernels.Schedule(backend, request, offsets, allocate(), grow=allocate)
             if not make_anew:
                 self.other_schedules[key] = schedule
         return schedule

@@ -188,7 +188,6 @@ def compute_selected(problem: Problem, request: Request, selected: str) -> None:
     """The same with the backend that was selected for its facts."""
     schedule = None
     if selected in KERNEL_BACKENDS and problem.qo_indptr is not None:
-        schedule = _kernels.Schedule(
-            selected, request, _kernels.offsets_of(problem), _kernels.int_workspace(problem.q.device)
-        )
+        allocate = functools.partial(_kernels.room, problem.q.device)
+        schedule = _kernels.Schedule(selected, request, _kernels.offsets_of(problem), allocate(), grow=allocate)
     compute(problem, selected, schedule)

@@ -61,7 +61,7 @@ class BatchPrefillWrapper(Copied):
         self._kv_layout = _args.kv_layout(kv_layout)
         self._float_workspace_buffer = _args.workspace("float_workspace_buffer", float_workspace_buffer)
         self.device = self._float_workspace_buffer.device
-        self._int_workspace_buffer = _kernels.int_workspace(self.device)
+        self._own_int_workspace = self._int_workspace_buffer = _kernels.int_workspace(self.device)
         self._number = _ops.number_of(self)
         self._traced_options: Options | None = None
         self._requested_backend = backend
@@ -111,8 +111,9 @@ class BatchPrefillWrapper(Copied):
 
         Args:
             float_workspace_buffer: contiguous, 16-byte aligned; its device becomes the wrapper's.
-            int_workspace_buffer: the same for index data (8 MiB serve every plan; ``workspace_size`` says how much
-                one needs). None keeps the present one.
+            int_workspace_buffer: the same for index data (``workspace_size`` says how much a plan needs: at most 8 MiB,
+                but for a small ``fixed_split_size``). None keeps the present one. One that the wrapper has allocated
+                itself grows as needed, until a CUDA graph may read it.
 
         Raises:
             ValueError: a buffer is not aligned or not contiguous, or the two are on different devices.
@@ -123,7 +124,7 @@ class BatchPrefillWrapper(Copied):
         elif new_float.device == self.device:
             new_int = self._int_workspace_buffer
         else:
-            new_int = _kernels.int_workspace(new_float.device)
+            new_int = self._own_int_workspace = _kernels.int_workspace(new_float.device)
         if new_int.device != new_float.device:
             raise ValueError(
                 f"int_workspace_buffer is on {new_int.device} and float_workspace_buffer on {new_float.device}: "
@@ -453,10 +454,23 @@ class BatchPrefillWrapper(Copied):
         elif tail and packed is not None:
             copies = Copies([(packed.address, packed.host_address, packed.size // 4)])
         workspace = self._int_workspace_buffer
-        plan.schedule = _kernels.Schedule(plan.backend, plan.request, offsets, workspace, copies, tail)
+        grow = self._grow_int_workspace if workspace is self._own_int_workspace else None
+        plan.schedule = _kernels.Schedule(plan.backend, plan.request, offsets, workspace, copies, tail, grow)
         del apart  # in the order of the stream
         if self._use_cuda_graph and any(copies):
             written(*(self._stored[name] for name in indices))
+
+    def _grow_int_workspace(self, size: int) -> torch.Tensor:
+        """A buffer in the place of the wrapper's own. RuntimeError where CUDA graphs may read the present one."""
+        captured = self._use_cuda_graph and self._max_total_num_rows is not None
+        if captured or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(
+                f"int_workspace_buffer has {self._int_workspace_buffer.nbytes} bytes, but the tile list of this batch "
+                f"needs {size}, and it cannot grow any more, as CUDA graphs read it: pass a larger one to "
+                "reset_workspace_buffer() before the first plan."
+            )
+        self._own_int_workspace = self._int_workspace_buffer = _kernels.grown_workspace(self.device, size)
+        return self._int_workspace_buffer
 
     def _vectors(self, plan: Plan, stored: Mapping[str, Vector]) -> tuple[Vector, Vector, Pages | None]:
         """qo_indptr, kv_indptr and the page tables that runs will read."""

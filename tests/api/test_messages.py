@@ -379,6 +379,17 @@ def test_return_lse_that_is_no_bool(calls, value):
         refuse(TypeError, lambda: call(**{name: value}), f"{name}={value!r}", "pass True or False")
 
 
+@pytest.mark.parametrize("kind", ["paged", "ragged", "decode"])
+@pytest.mark.parametrize("value", [-7, -2, 0], ids=repr)
+def test_fixed_split_sizes_below_one(calls, kind, value):
+    unit = "keys" if kind == "ragged" else "pages"
+    words = (f"fixed_split_size={value} must be at least 1, the {unit}", "None or -1")
+    refuse(ValueError, lambda: calls.planned(kind, fixed_split_size=value), *words)
+    refuse(TypeError, lambda: calls.planned(kind, fixed_split_size=2.0), "fixed_split_size=2.0", "pass an integer")
+    for none in (None, -1):
+        calls.planned(kind, fixed_split_size=none)
+
+
 def test_disable_split_kv_that_is_no_bool(calls):
     refuse(TypeError, lambda: calls.planned("paged", disable_split_kv="no"), "disable_split_kv='no'")
 

@@ -217,6 +217,37 @@ def test_the_planner_of_the_compiled_module_takes_lengths():
     assert_close(wrapper.run(*problem.halves), want, base)
 
 
+def test_what_all_wrappers_have():
+    """A representation, the size of workspaces, and new ones."""
+    given = buffers(2, 40, "cpu")
+    for wrapper in (wrapper_for("cpu"), wrapper_for("cpu", use_cuda_graph=True, **given)):
+        problem = make([3, 1], [30, 7], 4, 16)
+        assert "not planned" in repr(wrapper)
+        assert wrapper.workspace_size(**problem.plan()) == (16, 16)
+        assert "not planned" in repr(wrapper) and not any(x.any() for x in given.values())
+        with pytest.raises(TypeError, match="plan\\(\\) needs num_heads"):
+            wrapper.workspace_size(**problem.plan() | {"num_heads": None})
+        wrapper.plan(**problem.plan())
+        for fact in ("2 requests, 4 rows", "num_heads=4", "head_dim_kpe=64", "page_size=16", "causal=", "device='cpu'"):
+            assert fact in repr(wrapper)
+        graph = wrapper.is_cuda_graph_enabled
+        assert graph == ("use_cuda_graph=True" in repr(wrapper))
+        want = wrapper.run(*problem.halves)
+        workspace = torch.empty(32, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="float_workspace_buffer must be 16-byte aligned"):
+            wrapper.reset_workspace_buffer(workspace[1:])
+        assert_bitwise(wrapper.run(*problem.halves), want)
+        wrapper.reset_workspace_buffer(workspace)
+        assert wrapper._float_workspace_buffer is workspace
+        with pytest.raises(RuntimeError, match="has no plan"):
+            wrapper.run(*problem.halves)
+        if graph:  # captured runs still count on the first plan
+            with pytest.raises(ValueError, match="the first plan of this wrapper had at most 3"):
+                wrapper.plan(**make([4, 1], [30, 7], 4, 16).plan())
+        wrapper.plan(**problem.plan())
+        assert_bitwise(wrapper.run(*problem.halves), want)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [pytest.param("fa3", marks=pytest.mark.hopper), "fa2"])
 @pytest.mark.parametrize("on", ["cpu", None], ids=["CPU lengths", "lengths on the device"])

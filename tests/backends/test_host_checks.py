@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from compare import assert_bitwise
 from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _batch, _buffers, _kernels, _native, _vectors
+from cutlass_kernels import _batch, _buffers, _kernels, _native, _select, _vectors
 from cutlass_kernels._batch import Index, Packed, Part
 from cutlass_kernels._problem import Offsets, Split
 
@@ -343,6 +344,94 @@ def test_a_plan_of_fixed_splits_asks_for_the_room_of_one_row(extension, monkeypa
     with pytest.raises(RuntimeError, match=r"8000 bytes.* at least 8192") if refused else contextlib.nullcontext():
         _kernels.Schedule("fa2", None, offsets, torch.empty(48, dtype=torch.uint8), [(1, 2, 3)])
     assert copied == ([] if refused else [(1, 2, 3)])  # what fails writes nothing
+
+
+class TileLists:
+    """Stands for the compiled planner: a list takes 48 bytes a row."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.made: list[tuple[int, Any]] = []  # where, and after which copies
+        monkeypatch.setattr(_kernels, "_plan_of", self.plan_of)
+        monkeypatch.setattr(_kernels, "reads_as_is", lambda *facts: False)
+        monkeypatch.setattr(_kernels, "_current_device", lambda: None)
+        monkeypatch.setattr(_kernels, "_stream", lambda device: 0)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def plan_of(self, backend, request, offsets, rows, workspace=0, room=0, partial_room=0, copies=(), stream=0):
+        if 48 * rows <= room:
+            self.made.append((workspace, copies))
+        return "plan", 48 * rows, 0
+
+
+@pytest.mark.parametrize("tail", [0, 32, 4800])
+@pytest.mark.parametrize("rows_are_known", [True, False])
+def test_a_workspace_that_is_no_callers_grows(monkeypatch, rows_are_known, tail):
+    """Vectors in the last ``tail`` bytes stay where they are. The list is made once, after the copies."""
+    lists, copies = TileLists(monkeypatch), [(1, 2, 3)]
+    monkeypatch.setattr(_kernels, "_copy", lambda copies, device: None)
+    indptr, asked = torch.tensor([0, 5]), []
+
+    def grow(size: int) -> torch.Tensor:
+        asked.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    offsets = Offsets(indptr, indptr, 100 if rows_are_known else None, split=Split(fixed_size=1))
+    small, tail = torch.empty(4096, dtype=torch.uint8), tail if rows_are_known else 0
+    schedule = _kernels.Schedule("fa2", None, offsets, small, copies, tail, grow)
+    assert schedule.plan(100) == "plan" and asked[0] == 4800 + tail
+    assert schedule.workspace is not small
+    assert lists.made == [(schedule.workspace.data_ptr(), copies if rows_are_known else _kernels._NO_COPIES)]
+    with pytest.raises(RuntimeError, match=r"int_workspace_buffer has 4096 bytes.* reset_workspace_buffer"):
+        _kernels.Schedule("fa2", None, offsets, small, copies, tail).plan(100)  # a caller's
+
+
+@pytest.mark.runs_nothing("only plans")
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_own_int_workspace_of_a_wrapper_grows(monkeypatch, graph):
+    """A caller's does not, nor one that captured graphs read."""
+    lists = TileLists(monkeypatch)
+    monkeypatch.setattr(_select, "select", lambda requested, request: "fa2")
+    monkeypatch.setattr(_kernels, "room", lambda device, size=64, kept=False: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(_kernels, "_copy", lambda copies, device: None)
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, **graph_buffers(3, 60, "cpu") if graph else {})
+    batch = make_batch([5] * 3, [40] * 3, 4, 2, 64)
+    plan = functools.partial(wrapper.plan, batch.qo_indptr(), *batch.paged(16).table(), 4, 2, 64, 16)
+    wrapper._int_workspace_buffer = wrapper._own_int_workspace = torch.empty(16, dtype=torch.uint8)
+    plan()
+    own = wrapper._int_workspace_buffer
+    assert own.nbytes == 8 << 20 and lists.made[-1][0] == own.data_ptr()
+    plan()
+    assert wrapper._int_workspace_buffer is own
+    if graph:  # planned once: its address may be in a graph
+        wrapper._int_workspace_buffer = wrapper._own_int_workspace = torch.empty(16, dtype=torch.uint8)
+        with pytest.raises(RuntimeError, match="cannot grow any more, as CUDA graphs read it: pass a larger one"):
+            plan()
+    wrapper.reset_workspace_buffer(workspace, torch.empty(16, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match=r"int_workspace_buffer has 16 bytes.* needs 720: pass a larger one"):
+        plan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_small_fixed_splits_of_many_decodes(target, graph, where):
+    """Their tile list takes 10 MB, more than a wrapper has at first."""
+    if target.is_reference:
+        pytest.skip("only kernels need a tile list")
+    batch = make_batch([1] * 128, [428 - i for i in range(128)], 12, 3, 64, device=target.device)
+    paged = batch.paged(1)
+    buffers = graph_buffers(128, paged.table()[1].numel(), target.device) if graph else {}
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(256 << 20), backend=target.backend, **buffers)
+    before = wrapper._int_workspace_buffer.nbytes
+    indptr = batch.qo_indptr().to(where)
+    wrapper.plan(indptr, *paged.table(where), *batch.heads, 1, fixed_split_size=2, max_sequence_kv=428)
+    got = wrapper.run(batch.q, paged.cache)
+    assert wrapper._int_workspace_buffer.nbytes > before
+    other = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
+    other.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 1)
+    torch.testing.assert_close(got, other.run(batch.q, paged.cache), atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("empty", [0, 10000], ids=["small", "large"])  # from 32 KB on, the way to the device is another

@@ -12,7 +12,7 @@ from compare import assert_bitwise
 from problems import make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _kept
+from cutlass_kernels import _args, _decode_paged, _kept, _kernels
 
 CPU = torch.device("cpu")
 HEADS = (12, 4, 64)  # of no other test: their slopes are new
@@ -39,6 +39,20 @@ def fused() -> Callable[[], torch.Tensor]:
     return lambda: fused_problems.call(batch, "CONTIGUOUS_Q_KV", fused_problems.Mode())
 
 
+def planned_decode() -> Callable[[], torch.Tensor]:
+    batch = make_batch([1] * 3, [500, 9, 30], *HEADS, device="cuda:0")
+    pages = batch.paged(16)
+    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8, device="cuda:0"))
+    table = pages.table("cuda:0")
+
+    def call() -> torch.Tensor:
+        _decode_paged._offsets_on.cache_clear()
+        wrapper.plan(*table, *HEADS, 16)
+        return wrapper.run(batch.q, pages.cache)
+
+    return call
+
+
 CALLS = {
     "a short prompt": lambda: single_prefill(5, 20, causal=True),
     "many tiles": lambda: single_prefill(3000, 3000, causal=True),
@@ -48,6 +62,7 @@ CALLS = {
     "slopes": lambda: single_decode(5000, pos_encoding_mode="ALIBI"),
     "attention": attention,
     "fused": fused,
+    "planned decode": planned_decode,
 }
 
 
@@ -165,6 +180,19 @@ def test_the_caller_gets_the_error(pretend):
     with pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
         _kept.empty("too much", torch.int32, torch.device("cuda:0"))
     assert pretend == ["on default", "allocates elsewhere"]
+
+
+def test_offsets_of_decode_steps_are_kept_outside_of_pools(pretend):
+    _decode_paged._offsets_on.cache_clear()
+    made = _decode_paged._offsets_on(3, 2, torch.device("cuda:1"), 0, 0)
+    assert made.tensor.tolist() == made.host.tolist() == [0, 2, 4, 6] and made.tensor.dtype == torch.int32
+    assert pretend == ["on default", "allocates elsewhere", "current waits for default"]
+    _decode_paged._offsets_on.cache_clear()
+
+
+def test_room_that_is_kept_is_outside_of_pools(pretend):
+    assert _kernels.grown_workspace(torch.device("cuda:1"), (8 << 20) + 1).nbytes == 16 << 20
+    assert pretend == ["on default", "allocates elsewhere", "current waits for default"]
 
 
 def test_results_are_the_callers(monkeypatch):

@@ -313,6 +313,18 @@ def test_no_function_with_two_results_is_left_out() -> None:
     assert {x.__qualname__ for x in flagged} - {row[1].__qualname__ for row in TYPED} == TWO_BATCHES
 
 
+def test_no_function_unwraps_to_a_stub() -> None:
+    """Tools that unwrap functions, such as profilers and mocks, call what they find."""
+    for name, function in [(name, getattr(ck, name)) for name in ck.__all__]:
+        if inspect.isfunction(function):
+            source = inspect.getsource(inspect.unwrap(function))
+            assert not source.rstrip().endswith("raise NotImplementedError"), name
+    q = k = v = torch.randn(3, 2, 64).half()
+    for function in (ck.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache_return_lse):
+        assert len(inspect.unwrap(function)(q, k, v)) == len(function(q, k, v))
+        assert "custom_mask" in inspect.signature(function).parameters
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not keep overloads")
 @pytest.mark.parametrize("row", TYPED, ids=lambda row: row[0].__qualname__)
 def test_signatures_are_those_of_the_functions(row: tuple[Callable, ...]) -> None:
