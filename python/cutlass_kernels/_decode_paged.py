@@ -174,8 +174,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             block_tables: a hint that nothing here needs.
             seq_lens: keys per request ``[batch]``; a CPU tensor lets the host size things where ``indptr`` is a CUDA
                 tensor.
-            fixed_split_size, disable_split_kv: pages per KV split, or no KV splits. With either, results of a request
-                are bitwise the same in every batch. By default keys are split to fill the device.
+            fixed_split_size, disable_split_kv: pages per KV split (None and -1 set none), or no KV splits. With either,
+                results of a request are bitwise the same in every batch. By default keys are split to fill the device.
             q_len_per_req: rows of every request, the last of which stands at its last key.
 
         Raises:

@@ -188,8 +188,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 and ``seq_lens_q``, on the CPU. CUDA graphs need mask buffers, else PyTorch computes it.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
                 where the offsets are CUDA tensors.
-            fixed_split_size, disable_split_kv: pages per KV split, or no KV splits. With either, results of a request
-                are bitwise the same in every batch. By default the keys of short queries are split to fill the device.
+            fixed_split_size, disable_split_kv: pages per KV split (None and -1 set none), or no KV splits. With either,
+                results of a request are bitwise the same in every batch. By default the keys of short queries are split
+                to fill the device.
             max_sequence_kv: keys of the longest request. Where the offsets are CUDA tensors it keeps what
                 ``fixed_split_size`` needs of the workspace small.
             block_tables, max_token_per_sequence, uniform_q_len: hints that nothing here needs.

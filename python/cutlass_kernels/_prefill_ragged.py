@@ -163,8 +163,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 number, uint16 ``[batch]``. Requests whose positions lie behind the end are causal. Replaces ``causal``
                 and custom masks. Lengths on the GPU are read back, which waits for it: pass offsets, or ``seq_lens``
                 and ``seq_lens_q``, on the CPU. CUDA graphs need mask buffers, else PyTorch computes it.
-            fixed_split_size, disable_split_kv: keys per KV split, or no KV splits. With either, results of a request
-                are bitwise the same in every batch. By default the keys of short queries are split to fill the device.
+            fixed_split_size, disable_split_kv: keys per KV split (None and -1 set none), or no KV splits. With either,
+                results of a request are bitwise the same in every batch. By default the keys of short queries are split
+                to fill the device.
             seq_lens, seq_lens_q: keys and rows per request ``[batch]``; CPU tensors let the host check and size things
                 where the offsets are CUDA tensors.
             max_sequence_kv: keys of the longest request; needed beside ``fixed_split_size`` where the offsets are CUDA

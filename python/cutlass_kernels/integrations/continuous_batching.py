@@ -136,8 +136,10 @@ def _with_own_functions(lookup: Any) -> Any:
         if implementation != FLASH_NAME:
             return lookup(implementation, *args, **options)
         padding = (modeling_flash_attention_utils._pad_input, modeling_flash_attention_utils._unpad_input)
-        functions = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
-        return *functions, *padding
+        # 0: keys are split where that is faster, as for new tokens over a long past.
+        functions = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func)
+        splitting = (functools.partial(function, num_splits=0) for function in functions)
+        return *splitting, flash_attn.flash_attn_with_kvcache, *padding
 
     return found
 
