@@ -97,10 +97,16 @@ def forward_only(result: Any, places: tuple[torch.Tensor | None, ...], *inputs: 
     for place in places:
         if place is not None:
             _ForwardOnly.apply(place, *tensors)
-    for x in result if isinstance(result, tuple) else (result,):
-        if not x.requires_grad:
-            _ForwardOnly.apply(x, *tensors)
-    return result
+    if isinstance(result, tuple):
+        return tuple(_connected(x, tensors) for x in result)
+    return _connected(result, tensors)
+
+
+def _connected(x: Any, tensors: list[torch.Tensor]) -> Any:
+    if x.requires_grad:
+        return x
+    # autograd refuses to write to a view that was made without grad. Detached, it is none.
+    return _ForwardOnly.apply(x.detach() if x._is_view() else x, *tensors)
 
 
 def forward_only_as_a_whole(function: Callable[P, R]) -> Callable[P, R]:
@@ -114,8 +120,8 @@ def forward_only_as_a_whole(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         with torch.no_grad():
             result = function(*args, **kwargs)
-        forward_only(result, (kwargs.get("out"),), *given)
-        return result
+        connected: R = forward_only(result, (kwargs.get("out"),), *given)
+        return connected
 
     return call
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from . import _args, _plan_free, _vectors
+from . import _args, _latent, _plan_free, _vectors
 from ._append_by_slot import append_paged_kv_cache_by_slot
+from ._autocast import without_autocast
 from ._hints import shown
 
 Window = tuple[int, int] | list[int] | torch.Tensor | None
@@ -66,7 +67,7 @@ def with_values(
         scale = (q.size(-1) + qv.size(-1)) ** -0.5
     if k.size(-2) == 1 and (q.size(-1), k.size(-1), qv.size(-1), v.size(-1)) == (64, 64, 512, 512):
         return qv, v, scale, (q, k)
-    return torch.cat([q, qv], -1), torch.cat([k, v], -1), scale, NO_ROPES
+    return _latent.joined(q, qv), _latent.joined(k, v), scale, NO_ROPES
 
 
 def cache_of(
@@ -152,6 +153,7 @@ def _owners(x: torch.Tensor, cu_seqlens: torch.Tensor | None, batch: int) -> tup
     return owner, torch.where(inside, rows - cu_seqlens.long()[owner], -(1 << 40))
 
 
+@without_autocast
 def _rotate(x: torch.Tensor, positions: torch.Tensor, rotary: tuple[Any, ...]) -> torch.Tensor:
     """``x [tokens, heads, dim]`` with its first ``rotary_dim`` columns rotated."""
     cos, sin, _, interleaved = rotary

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _args
+from ._autocast import without_autocast
 from ._problem import FP8_DTYPES
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def whole(x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
     return joined(x, rope) if both is None else both
 
 
+@without_autocast
 def joined(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rows of ``x``, each followed by that of ``rope``."""
     if x.dtype in FP8_DTYPES:  # not every torch release concatenates fp8

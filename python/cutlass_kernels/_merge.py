@@ -20,6 +20,7 @@ import math
 import torch
 
 from . import _memory_kernels
+from ._autocast import without_autocast
 from ._autograd import written
 
 
@@ -47,7 +48,7 @@ def merge_state(
     v_b, s_a, s_b = _as(v_b, v_a.dtype), _as(s_a, torch.float32), _as(s_b, torch.float32)
     if _memory_kernels.serve(v_a, s_a, v_b, s_b) and _memory_kernels.merges(v_a):
         return _memory_kernels.merge_state(v_a, s_a, v_b, s_b)
-    return _merge(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+    return _merge_two(v_a, s_a, v_b, s_b)
 
 
 def merge_state_in_place(
@@ -119,6 +120,14 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     return _merge(v, s)
 
 
+@without_autocast
+def _merge_two(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _merge(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+
+
+@without_autocast
 def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``v`` [tokens, states, heads, dim] and fp32 ``s`` [tokens, states, heads] merged over the states."""
     if s.size(1) == 0:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ._autocast import without_autocast
 from ._problem import FP8_DTYPES, HALF_DTYPES, Mask, PagedKv, Problem, RaggedKv
 
 LOG2E = 1.4426950408889634
@@ -43,6 +44,7 @@ class _Request:
         return self.kv_len - self.qo_len
 
 
+@without_autocast
 @torch.no_grad()
 def compute(problem: Problem) -> None:
     """Computes ``problem`` into its output tensors."""

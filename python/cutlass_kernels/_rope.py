@@ -6,6 +6,7 @@ import torch
 
 from . import _append_by_slot, _args, _autograd, _memory_kernels, _native, _page_ops
 from ._append_by_slot import Scale
+from ._autocast import without_autocast
 from ._tracing import have_own_dispatch, is_traced
 
 _IN_PLACE = "apply_rope_with_cos_sin_cache_inplace"
@@ -222,6 +223,7 @@ def _has_row(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return (positions >= 0) & (positions < table.size(0))
 
 
+@without_autocast
 def _rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool) -> torch.Tensor:
     """``[tokens, heads, dim]`` rotated, by PyTorch."""
     if table.size(0) == 0:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .. import _ops
+from .._autocast import without_autocast
 from .._autograd import forward_only, with_grad
 from .._problem import FP8_DTYPES
 from .._tracing import have_own_dispatch, is_traced
@@ -60,6 +61,7 @@ def traceable(
         types = {name: _TYPES[parameter.annotation] for name, parameter in parameters.items()}
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
         names, operator = tuple(types), function.__name__
+        function = without_autocast(function)
 
         def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             values = _joined(types, args)
@@ -95,7 +97,6 @@ def traceable(
                 return function(*args, **kwargs)
             with torch.no_grad():
                 result = function(*args, **kwargs)
-            result = tuple(x.detach() for x in result) if isinstance(result, tuple) else result.detach()
             return forward_only(result, (), *inputs)
 
         return call

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .._autocast import without_autocast
 from . import _plans, _shards
 from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, is_capturing, wait
@@ -14,6 +15,7 @@ from ._request import plain
 from ._rows import Rows
 
 
+@without_autocast
 def cp_split(
     x: torch.Tensor,
     group: Group,
@@ -51,6 +53,7 @@ def cp_split(
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
 
+@without_autocast
 def cp_restore(
     x: torch.Tensor,
     group: Group,
