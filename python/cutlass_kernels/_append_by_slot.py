@@ -62,18 +62,18 @@ def append_paged_kv_cache_by_slot(
     """
     given = key, value, key_cache, value_cache, slot_mapping
     traced = is_traced()
-    direct = not (traced or _autograd.wants_grad(key, value, key_cache, value_cache))
+    direct = not (traced or _autograd.wants_grad(key, value, key_cache, value_cache, k_scale, v_scale))
     if direct and _native.append_by_slot(*given, k_scale, v_scale, kv_layout):
         _autograd.written(key_cache, value_cache)
         return
     _args.kv_layout(kv_layout)
     if traced or have_own_dispatch(key, key_cache, slot_mapping):
-        new = _autograd.without_grad(key, value, _NAME)
+        new = _autograd.without_grad(key, value, _NAME, k_scale, v_scale)
         _page_ops.append_by_slot(new, (key_cache, value_cache), slot_mapping, (k_scale, v_scale), kv_layout)
         return
     places = checked(*given, (k_scale, v_scale), kv_layout)
     k_cache, v_cache, count = places.k_cache, places.v_cache, slot_mapping.size(0)
-    key, value = _autograd.without_grad(key, value, _NAME)
+    key, value = _autograd.without_grad(key, value, _NAME, k_scale, v_scale)
     if count == 0 or k_cache.numel() == 0:
         return
     if _memory_kernels.serve(k_cache, v_cache) and _native.append_by_slot(rows(key[:count]), *places.of(value)):
@@ -188,7 +188,7 @@ def _scale(name: str, value: Scale, heads: int, device: torch.device) -> float |
     if value.numel() not in (1, heads) or value.dim() > 1:
         raise ValueError(f"{name} has shape {tuple(value.shape)}: pass one number, or one per head, [{heads}].")
     _args.same_device(device, "key_cache is", **{name: value})
-    return value.reshape(-1).to(torch.float32)
+    return value.detach().reshape(-1).to(torch.float32)
 
 
 def _write(new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float | torch.Tensor) -> None:

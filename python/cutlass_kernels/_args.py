@@ -16,6 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _hints, _kept
+from ._autograd import wants_grad
 from ._hints import shown
 from ._problem import FLOAT_DTYPES, FP8_DTYPES
 from ._tracing import is_traced, without_modes
@@ -166,7 +167,7 @@ def scale(value: Any, name: str = "scale") -> Scale:
                 f"{name} has shape {tuple(value.shape)}, but it scales the whole tensor: pass one element."
             )
         return value.reshape(1).to(torch.float32)
-    return _number(name, value)
+    return _number(name, value.detach() if isinstance(value, torch.Tensor) else value)  # autograd knows of scales
 
 
 def one_factor(name: str, value: Any) -> None:
@@ -202,6 +203,12 @@ def rope_dim(mode: str, head_dim: int) -> None:
         )
 
 
+def no_gradient(name: str, value: Any) -> None:
+    """TypeError for a tensor that is read as a number, where autograd would lose it."""
+    if wants_grad(value):
+        raise TypeError(f"{name} requires a gradient, but it is read as a number, which has none: pass {name}.item().")
+
+
 def _number(name: str, value: Any) -> float:
     if is_dynamo_compiling() and isinstance(value, float):
         return value  # may be a symbol: the graph checks the number when it runs
@@ -210,6 +217,7 @@ def _number(name: str, value: Any) -> float:
             raise TypeError(f"{name} is a CUDA tensor, which would have to be read back: pass a number.")
         if value.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but it is one number: pass a float.")
+        no_gradient(name, value)
         value = value.item()
     try:
         if isinstance(value, (str, bytes, bool)):  # which float() takes

@@ -11,7 +11,7 @@ from torch import is_grad_enabled
 from . import _args, _attention_op, _native, _plan_free, _select, _signatures
 from ._autograd import needs_grad, written
 from ._options import Result
-from ._plan_free import NATURAL, OUT, RETURNED, SINKS, Call
+from ._plan_free import NATURAL, O_DTYPE, OUT, RETURNED, SINKS, Call
 from ._signatures import typed_as
 from ._tracing import have_own_dispatch, is_traced
 
@@ -255,7 +255,7 @@ def attend(arguments: tuple[Any, ...], ropes: tuple[Any, Any] = (None, None)) ->
     """
     if not is_traced() and not _select.is_logged():
         q, k, v, out = arguments[0], arguments[1], arguments[2], arguments[OUT]
-        if not (is_grad_enabled() and needs_grad(q, k, v, out, None, arguments[SINKS], *ropes)):
+        if not (is_grad_enabled() and needs_grad(q, k, v, out, None, *arguments[SINKS:O_DTYPE], *ropes)):
             result = _native.attention(*arguments, *ropes, _select.asked_for("auto"))
             if result is not None:
                 if out is not None:

@@ -126,15 +126,15 @@ def forward_only_as_a_whole(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def without_grad(keys: Any, values: Any, function: str = "append_paged_kv_cache") -> tuple[Any, Any]:
-    """Detaches ``keys`` and ``values`` that ``function`` appends to a cache. Warns where they require gradients: a
-    cache with gradients would keep the autograd graph of every step alive."""
-    if not wants_grad(keys, values):
+def without_grad(keys: Any, values: Any, function: str = "append_paged_kv_cache", *scales: Any) -> tuple[Any, Any]:
+    """Detaches ``keys`` and ``values`` that ``function`` appends to a cache. Warns where they or ``scales`` require
+    gradients: a cache with gradients would keep the autograd graph of every step alive."""
+    if not wants_grad(keys, values, scales):
         return keys, values
     if not is_traced():
         warn(
-            f"{function}() got keys or values that require gradients, but a cache carries no gradients: for inference, "
-            "use torch.no_grad().",
+            f"{function}() got keys or values that require gradients, or scales that do, but a cache carries no gradients: "
+            "for inference, use torch.no_grad().",
             UserWarning,
         )
     return keys.detach(), values.detach()

@@ -492,6 +492,7 @@ class BatchMLAPagedAttentionWrapper(Part):
         factors = []
         for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
             _args.one_factor(name, value)
+            _args.no_gradient(name, value)
             factors.append(1.0 if value is None else float(value))
             if not (math.isfinite(factors[-1]) and factors[-1] > 0):
                 raise ValueError(f"{name}={value} must be finite and positive.")

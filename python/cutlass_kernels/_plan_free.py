@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import is_grad_enabled
 
 from . import (
     _args,
@@ -28,7 +27,7 @@ from . import (
     _select,
     _vectors,
 )
-from ._autograd import forward_only, needs_grad, written
+from ._autograd import forward_only, wants_grad, written
 from ._errors import BackendError
 from ._options import Result
 from ._problem import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, Problem, RaggedKv
@@ -80,7 +79,8 @@ class Call(NamedTuple):
     backend: str = "auto"
 
 
-SINKS, OUT = Call._fields.index("sinks"), Call._fields.index("out")
+OUT = Call._fields.index("out")
+SINKS, O_DTYPE = Call._fields.index("sinks"), Call._fields.index("o_dtype")  # between them: slopes and descales
 
 
 def window(value: Any, name: str = "window") -> tuple[int, int]:
@@ -94,13 +94,12 @@ def window(value: Any, name: str = "window") -> tuple[int, int]:
 
 def compute(call: Call) -> Result:
     """Computes a call of any arguments, or says what is wrong with them."""
-    ropes = (call.q_rope, call.k_rope)
-    grad = is_grad_enabled() and needs_grad(call.q, call.k, call.v, call.out, None, call.sinks, *ropes)
+    grad = wants_grad(*call)
     ready = checked(call)
     with torch.no_grad():
         result = _compute(ready, call.out)
     if grad:
-        return forward_only(result, (call.out,), call.q, call.k, call.v, call.sinks, *ropes)
+        return forward_only(result, (call.out,), *call._replace(out=None))
     return result
 
 

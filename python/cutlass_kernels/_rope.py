@@ -71,7 +71,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     """
     given = positions, query, key, head_size, cos_sin_cache, is_neox
     traced = is_traced()
-    direct = not (traced or _autograd.wants_grad(query, key))
+    direct = not (traced or _autograd.wants_grad(query, key, cos_sin_cache))
     if direct and _native.rope(*given):
         _autograd.written(query, key)
         return
@@ -83,7 +83,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     if q.size(0) == 0:
         return
     angles = head_size, cos_sin_cache, bool(is_neox)
-    if _memory_kernels.serve(q, k) and _native.rope(positions.contiguous(), q, k, *angles):
+    if _memory_kernels.serve(q, k, cos_sin_cache) and _native.rope(positions.contiguous(), q, k, *angles):
         _autograd.written(query, key)
         return
     for x in (q, k):
@@ -133,7 +133,8 @@ def rope_append_paged_kv_cache_by_slot(
         >>> rope_append_paged_kv_cache_by_slot(q, k, v, places[0], table, k_cache, v_cache, places[1])
     """
     traced = is_traced()
-    if not (traced or _autograd.wants_grad(query, key, value, key_cache, value_cache)):
+    new = query, key, value, cos_sin_cache
+    if not (traced or _autograd.wants_grad(*new, key_cache, value_cache, k_scale, v_scale)):
         places = value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_layout
         if _native.rope_append_by_slot(query, key, positions, cos_sin_cache, is_neox, update_key, *places):
             _autograd.written(query, key_cache, value_cache, key if update_key else None)
@@ -159,7 +160,7 @@ def rope_append_paged_kv_cache_by_slot(
         )
     if key.size(0) == 0:
         return
-    if _memory_kernels.serve(query, key, value, key_cache, value_cache):
+    if _memory_kernels.serve(*new, key_cache, value_cache):
         angles = positions.contiguous(), cos_sin_cache, bool(is_neox)
         if _native.rope_append_by_slot(query, key, *angles, bool(update_key), *checked.of(value)):
             _autograd.written(query, key_cache, value_cache, key if update_key else None)

@@ -12,7 +12,7 @@ import torch
 from torch import is_grad_enabled
 
 from . import _args, _fused, _hints, _native, _options, _request, _select, _signatures, _unplanned_ops, _vectors
-from ._autograd import forward_only, written
+from ._autograd import forward_only, wants_grad, written
 from ._problem import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, PagedKv, Problem, RaggedKv
 from ._signatures import typed_as
 from ._tracing import have_own_dispatch, is_traced
@@ -285,14 +285,17 @@ def fmha_v2_stats_to_lse(
     """
     if not isinstance(stats, torch.Tensor):
         raise TypeError(f"stats is {type(stats).__name__}, not a tensor.")
-    if isinstance(bmm1_scale, torch.Tensor) and is_traced():  # whose value cannot be read
-        bmm1_scale = bmm1_scale.to(stats.device)
     head_dim = _args.integer("head_dim", head_dim)
     if stats.dim() == 0 or stats.size(-1) != 2:
         raise ValueError(f"stats has shape {tuple(stats.shape)}: its last dimension must hold the maximum and the sum.")
     unit: float | torch.Tensor = math.sqrt(head_dim)
     if _args.soft_cap(logits_soft_cap_scale) == 0.0:
-        unit = unit * _fused_scale(bmm1_scale, head_dim)
+        if isinstance(bmm1_scale, torch.Tensor) and (is_traced() or wants_grad(bmm1_scale)):  # not read as a number
+            _args.one_factor("bmm1_scale", bmm1_scale)
+            factor = bmm1_scale.reshape(1).to(stats.device, torch.float32)
+            unit = unit * torch.where(factor == 0.0, 1.0 / unit, factor)
+        else:
+            unit = unit * _fused_scale(bmm1_scale, head_dim)
     maximum, total = stats.to(torch.float32).unbind(-1)
     lse = (maximum * unit) * LOG2E + torch.log2(total)
     return torch.where(total == 0.0, -math.inf, lse)  # NaN stays NaN

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 
 import pytest
 import torch
 from compare import assert_bitwise
+from compiled_calls import CALLS
+from compiled_data import Call, Data
 from problems import make_batch
 from public_calls import ATTENTION, public_call, several
 
 import cutlass_kernels as ck
+from cutlass_kernels import flash_attn
 
 SENTENCE = "forward only, so it has no backward: train with torch.nn.functional.scaled_dot_product_attention"
 
@@ -135,6 +139,71 @@ def test_states_of_attention_merge(target):
     out, lse = call()
     ck.merge_state_in_place(out, lse, *state)
     assert_raises_in_backward(out, lse)
+
+
+def _options(x: Data) -> list[Call]:
+    """Tensors of ``attention()`` beside queries, keys and values, and LSEs of all shapes."""
+    named = dict(alibi_slopes=x.sinks, q_descale=x.sinks[None], k_descale=x.sinks[:2], v_descale=x.one, sinks=x.sinks)
+    names, dense = tuple(named), tuple(y[None] for y in x.qkv)
+    tensors = (*dense, *named.values())
+    given = lambda t: dict(zip(names, t[3:]))  # noqa: E731
+    scales = lambda t: dict(zip(names[:4], t[3:7]))  # noqa: E731
+    return [
+        (lambda *t: ck.attention(*t[:3], **given(t), return_lse=True), tensors),
+        (lambda *t: ck.attention(*(y[0] for y in t[:3]), **given(t), return_lse=True), tensors),
+        (lambda *t: flash_attn.flash_attn_func(*t[:3], **scales(t), return_attn_probs=True), tensors[:-1]),
+    ]
+
+
+def _places(x: Data) -> list[Call]:
+    """LSEs that are written to the caller's tensors."""
+    unread, latent = x.target.workspace(16), (x.randn(1, 5, 4, 576).half(), x.randn(4, 16, 576).half())
+    places = (x.here(1, 2)[None], x.here(20))
+
+    def decode(q, cache, lse):
+        options = dict(q_len_per_req=5, kv_layout="NHD", lse=lse)
+        return ck.trtllm_batch_decode_with_kv_cache(q, cache, unread, *places, 20, 0.2, **options), lse
+
+    def latent_decode(q, cache, lse):
+        function = ck.mla.trtllm_batch_decode_with_kv_cache_mla
+        return function(q, cache, unread, 128, 512, 64, *places, 20, bmm1_scale=0.1, lse=lse), lse
+
+    zeros = torch.zeros(5, 4, device=x.device)
+    return [(decode, (x.q, x.cache, zeros)), (latent_decode, (*latent, zeros)), (latent_decode, (*latent, zeros[None]))]
+
+
+_OTHERS = ("append", "rope", "merge", "get_", "bits", "list_", "explain", "fast_", "convert", "stats")
+FORWARD_ONLY = {name: make for name, make in CALLS.items() if not any(word in name for word in _OTHERS)}
+FORWARD_ONLY |= {"options": _options, "places": _places}
+
+
+@pytest.mark.parametrize("name", FORWARD_ONLY)
+def test_every_tensor_counts(target, name):
+    for function, tensors in FORWARD_ONLY[name](Data(target)):
+        for at in (i for i, x in enumerate(tensors) if x.is_floating_point() and bool(x.any())):
+            given = [x.clone().requires_grad_() * 1 if i == at else x.clone() for i, x in enumerate(tensors)]
+            results = function(*given)
+            results = [x for x in (results if isinstance(results, (tuple, list)) else (results,)) if x.requires_grad]
+            assert results, f"tensor {at} of shape {tuple(tensors[at].shape)} is lost"
+            assert_raises_in_backward(*results)
+
+
+def test_numbers_have_no_gradients(target):
+    q, k, v = Data(target).qkv
+    temperature = torch.tensor(0.2, requires_grad=True)
+    call = lambda: ck.single_prefill_with_kv_cache(q, k, v, sm_scale=temperature, backend=target.backend)  # noqa: E731
+    with pytest.raises(TypeError, match=r"sm_scale requires a gradient, but it is read as a number"):
+        call()
+    with torch.no_grad():
+        call()
+
+
+@pytest.mark.runs_nothing("converts statistics")
+def test_statistics_have_gradients(target):
+    stats, scale = torch.rand(5, 4, 2, device=target.device), torch.tensor(0.1, requires_grad=True)
+    ck.fmha_v2_stats_to_lse(stats, 64, scale).sum().backward()
+    want = (stats[..., 0] * 8).sum() / math.log(2)
+    torch.testing.assert_close(scale.grad, want.cpu())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
