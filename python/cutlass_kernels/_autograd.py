@@ -133,8 +133,8 @@ def without_grad(keys: Any, values: Any, function: str = "append_paged_kv_cache"
         return keys, values
     if not is_traced():
         warn(
-            f"{function}() got keys or values that require gradients, or scales that do, but a cache carries no gradients: "
-            "for inference, use torch.no_grad().",
+            f"{function}() got keys or values that require gradients, or scales that do, but a cache carries no "
+            "gradients: for inference, use torch.no_grad().",
             UserWarning,
         )
     return keys.detach(), values.detach()

@@ -287,7 +287,8 @@ class BatchPODWithPagedKVCacheWrapper(Part):
         non_blocking: bool = True,
     ) -> None:
         """Prepares runs over both batches. Index tensors are int32, on the CPU or on the device; nothing synchronises.
-        ``torch.compile`` cannot trace this method: plan outside of the compiled function.
+        A plan that fails leaves none in force. ``torch.compile`` cannot trace this method: plan outside of the compiled
+        function.
 
         Args:
             qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: of the prompts, as
@@ -318,8 +319,12 @@ class BatchPODWithPagedKVCacheWrapper(Part):
         vectors = (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p)
         prompts: tuple[Any, ...] = (*vectors, *sizes)
         plans: tuple[Any, ...] = (self._prefill.plan, self._decode.plan)
-        plans[0](*prompts, **options)
-        plans[1](qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, *sizes, **options)
+        try:
+            plans[0](*prompts, **options)
+            plans[1](qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, *sizes, **options)
+        except BaseException:
+            self._prefill._plan_info = self._decode._plan_info = None  # one may be new, the other old
+            raise
         # Copies: a run with a mask plans from them again, when the caller's tensors may hold another batch.
         self._plan_of_prompts = ((*(x.clone() for x in vectors), *sizes), options)
 

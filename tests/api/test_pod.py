@@ -115,3 +115,24 @@ def test_batches_of_prompts_beside_decode_steps(target, layout):
     assert "prefill" in repr(wrapper) and not wrapper.is_cuda_graph_enabled
     with pytest.raises(RuntimeError, match="has no plan"):
         ck.BatchPODWithPagedKVCacheWrapper(target.workspace()).run(*tensors)
+
+
+def test_a_failed_plan_leaves_none(target):
+    """Not the new prompts beside the old steps."""
+    prompts, steps = batches(target, ([20, 5], [40, 33]))
+    tables = [x.paged(16, unused="zero") for x in (prompts, steps)]
+    wrapper = ck.BatchPODWithPagedKVCacheWrapper(target.workspace())
+    plans = (prompts.qo_indptr(), *tables[0].table()), (steps.qo_indptr(), *tables[1].table())
+    run = lambda: wrapper.run(prompts.q, tables[0].cache, steps.q, tables[1].cache)  # noqa: E731
+    wrapper.plan(*plans[0], *plans[1], *prompts.heads, 16)
+    want = run()
+    for wrong in (0, 1):
+        given = [list(plan) for plan in plans]
+        given[wrong][3] = given[wrong][3] + 16
+        with pytest.raises(RuntimeError, match="is not in"):
+            wrapper.plan(*given[0], *given[1], *prompts.heads, 16)
+        with pytest.raises(RuntimeError, match="has no plan"):
+            run()
+    wrapper.plan(*plans[0], *plans[1], *prompts.heads, 16)
+    for a, b in zip(run(), want):
+        assert_bitwise(a, b)
