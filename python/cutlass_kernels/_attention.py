@@ -144,7 +144,8 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or an explicit backend that cannot serve the
-            call.
+            call; on the CPU, lengths, offsets and page numbers that q and k do not have. (A GPU does not read them
+            back: such requests compute nothing.)
         RuntimeError: ``Hkv`` does not divide ``Hq``.
 
     Example:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_INT32_MAX = 2**31 - 1
+from . import _vectors
 
 
 def custom_mask(
@@ -24,7 +24,7 @@ def custom_mask(
     packed = _rows_of_bytes(mask, rows)
     device, batch = packed.device, seq_lens.numel()
     size = -(-rows * most_keys // 32) * 4  # bytes of a request, whole words
-    if batch * size > _INT32_MAX:
+    if batch * size > _vectors.INT32_MAX:
         raise ValueError(
             f"mask of {batch} requests of {rows} rows and up to {most_keys} keys takes {batch * size} bytes, more than "
             "int32 offsets reach: pass a smaller max_seq_len, or mask=None for causal drafts."
@@ -56,7 +56,7 @@ def custom_mask(
 
 
 def _rows_of_bytes(mask: Any, rows: int) -> torch.Tensor:
-    if not isinstance(mask, torch.Tensor) or mask.is_floating_point() or mask.dtype == torch.bool or mask.dim() < 2:
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in _vectors.INTEGERS or mask.dim() < 2:
         shown = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(
             f"mask is {shown}: pass packed bits, uint16 [batch, q_len, 2 * ceil(q_len / 32)], or with q_cu_seq_lens "

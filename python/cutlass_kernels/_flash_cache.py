@@ -11,12 +11,14 @@ from . import _args, _latent, _plan_free, _vectors
 from ._append_by_slot import append_paged_kv_cache_by_slot
 from ._autocast import without_autocast
 from ._hints import shown
+from ._tracing import is_traced
 
 Window = tuple[int, int] | list[int] | torch.Tensor | None
 Ropes = tuple[torch.Tensor | None, torch.Tensor | None]
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 NO_ROPES: Ropes = (None, None)
+_NOWHERE = -(1 << 40)  # place of a token behind the last request
 
 
 def refuse_training(dropout_p: float, softmax_scale: Any) -> None:
@@ -150,7 +152,7 @@ def _owners(x: torch.Tensor, cu_seqlens: torch.Tensor | None, batch: int) -> tup
     owner = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
     inside = owner < batch
     owner = owner.clamp(max=batch - 1)
-    return owner, torch.where(inside, rows - cu_seqlens.long()[owner], -(1 << 40))
+    return owner, torch.where(inside, rows - cu_seqlens.long()[owner], _NOWHERE)
 
 
 @without_autocast
@@ -185,10 +187,18 @@ def _append(
     entry: torch.Tensor | None,
     page_table: torch.Tensor | None,
 ) -> None:
-    """Writes new keys and values to their positions in the cache; those behind its end are dropped."""
+    """Writes new keys and values to their positions in the cache. Those behind its end raise ValueError on the CPU, and
+    are dropped on a CUDA device."""
     page_size = k_cache.size(1)
     room = page_size * (1 if page_table is None else page_table.size(1))
     inside = (position >= 0) & (position < room)
+    if not (position.is_cuda or is_traced()):
+        wrong = position[~inside & (position > _NOWHERE // 2)]
+        if wrong.numel():
+            raise ValueError(
+                f"a new key has position {int(wrong[0])} in a cache with room for {room} tokens per request: "
+                "cache_seqlens and the new keys must fit into it."
+            )
     position = torch.where(inside, position, 0)
     if page_table is not None:
         page = page_table[owner, position // page_size].long()

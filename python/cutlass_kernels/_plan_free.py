@@ -237,10 +237,11 @@ class _Indices:
     def table(self, x: Any, batch: int) -> torch.Tensor | None:
         if x is None:
             return None
-        if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.size(0) != batch or x.is_floating_point():
-            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.size(0) != batch or x.dtype not in _vectors.INTEGERS:
+            shape = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
             raise ValueError(f"page_table is {shape}: it must be an int32 tensor [{batch}, pages of a request].")
-        x = self._moved("page_table", x.to(torch.int32))
+        # Not wrapped: what does not fit becomes a number that no cache has. The reference reads any integers.
+        x = self._moved("page_table", x if self.device.type == "cpu" else _vectors.saturated(x))
         apart = x.stride(1) == 1 and x.stride(0) >= x.size(1)
         return x if apart else x.contiguous()
 

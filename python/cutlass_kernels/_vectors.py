@@ -13,7 +13,8 @@ from . import _native
 from ._tracing import is_traced
 
 INT32_MAX = 2**31 - 1
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+INT32_MIN = -(2**31)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def index_vector(name: str, tensor: Any, length: int | None = None, per: str = "request") -> torch.Tensor:
@@ -21,7 +22,7 @@ def index_vector(name: str, tensor: Any, length: int | None = None, per: str = "
     has not ``length`` elements, one per request (or what ``per`` says)."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor: pass a 1-D int32 tensor.")
-    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS:
+    if tensor.dim() != 1 or tensor.dtype not in INTEGERS:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: it must be a 1-D int32 tensor."
         )
@@ -31,10 +32,15 @@ def index_vector(name: str, tensor: Any, length: int | None = None, per: str = "
         return tensor
     # The values of a traced tensor are not known.
     if tensor.dtype in (torch.int64, torch.uint32) and not tensor.is_cuda and not is_traced() and tensor.numel():
-        largest = int(tensor.to(torch.int64).abs().max())
-        if largest > INT32_MAX:
-            raise ValueError(f"{name} holds {largest}, which does not fit into int32: split the batch.")
+        for extreme in map(int, torch.aminmax(tensor.to(torch.int64))):
+            if not INT32_MIN <= extreme <= INT32_MAX:
+                raise ValueError(f"{name} holds {extreme}, which does not fit into int32: split the batch.")
     return tensor.to(torch.int32).contiguous()
+
+
+def saturated(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as int32; what does not fit becomes the nearest number that does."""
+    return x if x.dtype == torch.int32 else x.to(torch.int64).clamp(INT32_MIN, INT32_MAX).to(torch.int32)
 
 
 def indptr(

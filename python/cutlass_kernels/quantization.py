@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from . import _vectors
+
 _CHUNK_BYTES = 1 << 20
 
 
@@ -75,7 +77,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     _check_vector(x)
     if not isinstance(indptr, torch.Tensor):
         raise TypeError(f"indptr is {type(indptr).__name__}, not a tensor: pass an integer vector [segments + 1].")
-    if indptr.dim() != 1 or indptr.numel() == 0 or indptr.is_floating_point():
+    if indptr.dim() != 1 or indptr.numel() == 0 or indptr.dtype not in _vectors.INTEGERS:
         raise ValueError(
             f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: it must be an integer vector "
             "[segments + 1]."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,6 +248,49 @@ WRONG = [
 ]
 
 
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _table(*pages: int, **given: Any) -> dict[str, Any]:
+    """2 requests over pages of 9 tokens."""
+    return dict(page_table=torch.tensor([pages, pages]), seqused_k=ints(9, 9)) | given
+
+
+def _indices(*offsets: int, last: tuple[int, int] = (9, 9), pages: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
+    return dict(kv_indptr=ints(*offsets), kv_indices=ints(*pages), kv_last_page_len=ints(*last))
+
+
+def _ragged(of_q: tuple[int, ...], of_k: tuple[int, ...]) -> dict[str, Any]:
+    q, kv = torch.zeros(8, 4, 64).half(), torch.zeros(18, 2, 64).half()
+    return dict(q=q, k=kv, v=kv, cu_seqlens_q=ints(*of_q), cu_seqlens_k=ints(*of_k))
+
+
+# The CPU knows all values. A GPU does not read them back: kernels compute nothing from what makes no sense.
+WRONG += [
+    ("page number 99, but the cache has only 2 pages", _table(99)),
+    (f"page number {2**32}, but the cache has only 2 pages", _table(2**32)),
+    (f"page number {-(2**63)}, but the cache", _table(-(2**63))),
+    ("page number 5, but the cache has only 2 pages", _indices(0, 1, 2, pages=(0, 5))),
+    ("page_table is .* torch.bool", _table(page_table=torch.zeros(2, 1).bool())),
+    ("page_table is .* torch.complex64", _table(page_table=torch.zeros(2, 1, dtype=torch.complex64))),
+    (f"seqused_k holds {-(2**63)}, which does not fit", dict(seqused_k=torch.tensor([9, -(2**63)]))),
+    (f"seqused_k holds {2**31}, which does not fit", dict(seqused_k=torch.tensor([9, 2**31]))),
+    ("request 1 has 10 keys, but its 1 pages have room for 9", _table(0, seqused_k=ints(9, 10))),
+    ("request 1 has 10 keys from row 0 on, but k has 9 rows", dict(seqused_k=ints(9, 10))),
+    ("request 0 has -1 keys", dict(seqused_k=ints(-1, 9))),
+    ("seqused_q.1.=-4 is negative", dict(seqused_q=ints(1, -4))),
+    ("cu_seqlens_q goes from 5 to 4 at request 1", _ragged((0, 5, 4), (0, 9, 18))),
+    ("cu_seqlens_q goes from 4 to 9 at request 1, but q has 8 rows", _ragged((0, 4, 9), (0, 9, 18))),
+    ("request 1 has -2 keys from row 9 on", _ragged((0, 4, 8), (0, 9, 7))),
+    ("request 1 has 10 keys from row 9 on, but k has 18 rows", _ragged((0, 4, 8), (0, 9, 19))),
+    ("kv_indptr goes from 1 to 0 at request 1", _indices(0, 1, 0)),
+    ("kv_indptr goes from 1 to 3 at request 1, but kv_indices has 2 pages", _indices(0, 1, 3)),
+    ("kv_last_page_len.1.=10, but a page holds 9", _indices(0, 1, 2, last=(9, 10))),
+    ("kv_last_page_len.1.=0, but a page holds 9", _indices(0, 1, 2, last=(9, 0))),
+]
+
+
 @pytest.mark.parametrize("message,change", WRONG, ids=[x[0] for x in WRONG])
 def test_what_makes_no_sense_is_refused_in_a_sentence(message, change):
     kv = torch.zeros(2, 9, 2, 64).half()
@@ -281,3 +325,10 @@ def test_compiled(target, dense, with_out):
     found = compiled(q, k, v, whose, more, torch.empty_like(q) if with_out else None)
     assert_bitwise(found[0], want[0])
     assert_bitwise(found[1], want[1], "lse")
+
+
+def test_nothing_is_written_where_a_later_request_is_refused():
+    kv, out = torch.ones(2, 9, 2, 64).half(), torch.zeros(2, 4, 4, 64).half()
+    with pytest.raises(ValueError, match="request 1 has 10 keys"):
+        ck.attention(torch.ones(2, 4, 4, 64).half(), kv, kv, seqused_k=ints(9, 10), out=out)
+    assert not out.any()

@@ -44,13 +44,12 @@ def test_flash_mla_names_its_own_arguments():
 
 
 @pytest.mark.parametrize("page", [-1, 1000])
-def test_keys_of_pages_that_the_cache_does_not_have_are_zeros(page):
+def test_pages_that_the_cache_does_not_have_are_refused_on_the_cpu(page):
     problem = make([1, 1], [40, 9], 4, 16)
-    cache, table = problem.cache.clone(), problem.table.clone()
-    cache[table[0, 1]] = 0
-    want = flash(dataclasses.replace(problem, cache=cache))
+    table = problem.table.clone()
     table[0, 1] = page
-    assert_bitwise(flash(dataclasses.replace(problem, table=table)), want)
+    with pytest.raises(ValueError, match=rf"page number {page}, but the cache has only {problem.cache.size(0)} pages"):
+        flash(dataclasses.replace(problem, table=table))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
