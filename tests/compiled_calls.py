@@ -103,6 +103,7 @@ def _attention(x: Data) -> list[Call]:
 
     return [
         (lambda *t: ck.attention(*t, causal=True), dense),
+        (lambda *t: ck.attention(*t[:3], sinks=[t[3]], o_dtype="float16"), (*dense, x.sinks)),
         (lambda *t: varlen(*t, **every), (*x.qkv, x.here(0, 5), x.here(0, 20))),
         (paged, (dense[0], x.cache, x.here(20), x.here(1, 2)[None], x.sinks, torch.zeros_like(dense[0]))),
     ]

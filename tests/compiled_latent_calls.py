@@ -24,6 +24,7 @@ def _latent(x: Data) -> list[Call]:
     return [
         (w.run, tensors),
         (lambda *t: w.run(*t, return_lse=True, return_lse_base_on_e=True), tensors),
+        (lambda *t: w.run(*t[:4], sinks=[t[4]]), (*tensors, x.randn(4))),
         (lambda *t: w.run(*t[:4], out=t[4]), (*tensors, torch.zeros_like(queries[0]))),
         (lambda *t: w.run(*t[:4], lse=t[4]), (*tensors, torch.zeros(5, 4, device=queries[0].device))),
         last,

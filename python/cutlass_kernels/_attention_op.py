@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _ops
+from . import _args, _ops
 from ._options import Result
 from ._plan_free import HEADS_FIRST, RETURNED, Call
 from ._problem import FP8_DTYPES
@@ -26,7 +26,8 @@ _OUT = Call._fields.index("out")
 
 def traced(call: Call) -> Result:
     """The call in a graph."""
-    every: tuple[Any, ...] = tuple(call)
+    o_dtype = None if call.o_dtype is None else _args.dtype(call.o_dtype)
+    every: tuple[Any, ...] = tuple(call._replace(sinks=_ops.one(call.sinks), o_dtype=o_dtype))
     o_dtype, _, *others = every[_DESCALES.stop :]
     args = (*every[: _DESCALES.start], *_ops.split_scales(every[_DESCALES]), o_dtype, *others)
     return _ops.call("attention", args, call.out, None, bool(call.lse_form & RETURNED))

@@ -34,7 +34,7 @@ def run(
     scales = [x for pair in bmm_scales for x in ((None, pair) if isinstance(pair, torch.Tensor) else (pair, None))]
     if o_dtype is None and out is not None:
         o_dtype = out.dtype
-    args = (number, *tensors, *kv_scales, sinks, *scales, o_dtype, base_e, return_lse)
+    args = (number, *tensors, *kv_scales, _ops.one(sinks), *scales, o_dtype, base_e, return_lse)
     return _ops.call("run_mla", args, out, lse, return_lse)
 
 

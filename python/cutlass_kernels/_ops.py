@@ -60,7 +60,7 @@ def run(
             v,
             *_options(values),
             o_dtype,
-            _one(args.sinks),
+            one(args.sinks),
             *split_scales(args.scales),
             args.return_lse,
             values.fp16_qk_reduction,
@@ -101,7 +101,7 @@ def single(
             v,
             *_options(values),
             o_dtype,
-            _one(sinks),
+            one(sinks),
             *split_scales(scales),
             return_lse,
             *masks,
@@ -146,7 +146,8 @@ def _options(values: Options) -> tuple[Any, ...]:
     )
 
 
-def _one(sinks: Any) -> Any:
+def one(sinks: Any) -> Any:
+    """The tensor of a list of one: operators take no lists."""
     return sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
 
 
