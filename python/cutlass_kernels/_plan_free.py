@@ -287,8 +287,9 @@ def _joined(x: torch.Tensor) -> torch.Tensor:
 def _output(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     if call.out is None:
         return None
-    out = _args.output(call.out, shape, dtype, call.q.device)
-    return out if _joined(out) is out else torch.empty_like(out, memory_format=torch.contiguous_format)
+    # A copy starts with what ``out`` holds: rows that are not used go back as they were.
+    with torch.no_grad():
+        return _joined(_args.output(call.out, shape, dtype, call.q.device))
 
 
 def _slopes(value: Any, heads: int, device: torch.device) -> torch.Tensor | None:

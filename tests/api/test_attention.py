@@ -107,6 +107,22 @@ def test_used_rows(target):
     assert bool((out[7 : first[2]] == 7.0).all())
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_used_rows_of_requests_that_do_not_join(target, learned):
+    batch = make_batch([5, 5, 5], [50, 9, 70], device=target.device)
+    q, whose = queries(batch, dense=True)
+    k, v, more = keys(batch, "table", "NHD", 16, False)
+    used = torch.tensor([2, 0, 5], dtype=torch.int32, device=target.device)
+    want = ck.attention(q, k, v, seqused_q=used, backend=target.backend, **whose, **more)
+    for value in (7.0, 9.0, 7.0, 9.0):  # freed memory may hold one of them
+        big = torch.full((3, 8, *q.shape[2:]), value, dtype=q.dtype, device=target.device).requires_grad_(learned) * 1
+        out = big[:, :5]
+        ck.attention(q, k, v, seqused_q=used, out=out, backend=target.backend, **whose, **more)
+        for b, count in enumerate([2, 0, 5]):
+            assert_bitwise(out[b, :count], want[b, :count])
+            assert bool((out[b, count:] == value).all())
+
+
 def test_rows_behind_the_last_request_are_not_written(target):
     batch = make_batch([4, 5], [30, 40], device=target.device)
     k, v, more = keys(batch, "table", "NHD", 16, False)
