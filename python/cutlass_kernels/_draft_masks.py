@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _vectors
+from ._tracing import is_traced
 
 
 def custom_mask(
@@ -35,6 +36,12 @@ def custom_mask(
         first, count = owner * rows, torch.full_like(owner, rows)
         inside = owner < batch
     else:
+        longest = max(cu_seqlens_q.diff().tolist(), default=0) if cu_seqlens_q.is_cpu and not is_traced() else 0
+        if longest > rows:
+            raise ValueError(
+                f"a request has {longest} draft tokens, but rows of mask, or the bound of query lengths, allow for "
+                f"{rows}: a row needs a bit for each."
+            )
         ends = cu_seqlens_q.to(device, torch.int64)
         owner = torch.searchsorted(ends[1:], row, right=True)
         inside = owner < batch  # not behind the last request

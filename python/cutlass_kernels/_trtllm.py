@@ -138,7 +138,7 @@ def trtllm_batch_decode_with_kv_cache(
     return _trtllm_call.attend(
         query,
         cum_seq_lens_q,
-        _trtllm_call.rows(query, q_len_per_req, cum_seq_lens_q, max_q_len),
+        _trtllm_call.rows(query, q_len_per_req, cum_seq_lens_q, max_q_len, mask),
         kv_cache,
         kv_layout,
         block_tables,
@@ -209,7 +209,7 @@ def xqa_batch_decode_with_kv_cache(
         query,
         q_cu_seq_lens,
         # The default, 1, tells nothing of requests that have offsets.
-        _trtllm_call.rows(query, q_len_per_req, q_cu_seq_lens, None if q_len_per_req == 1 else q_len_per_req),
+        _trtllm_call.rows(query, q_len_per_req, q_cu_seq_lens, None if q_len_per_req == 1 else q_len_per_req, mask),
         kv_cache,
         kv_layout,
         block_tables,

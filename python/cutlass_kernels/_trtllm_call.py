@@ -145,11 +145,16 @@ def _by_request(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x.unsqueeze(1) if rows == 1 else x.unflatten(0, (x.size(0) // rows, rows))
 
 
-def rows(query: torch.Tensor, each: int | None, cu_seqlens_q: torch.Tensor | None, bound: int | None) -> int:
-    """Rows of each request; where offsets tell them, the bound of them."""
+def rows(
+    query: torch.Tensor, each: int | None, cu_seqlens_q: torch.Tensor | None, bound: int | None, mask: Any = None
+) -> int:
+    """Rows of each request; where offsets tell them, the bound of them, at most the bits in a row of ``mask``."""
     _args.tensor("query", query, 3)
     if cu_seqlens_q is not None:
-        return query.size(0) if bound is None else _args.integer("the bound of query lengths", bound)
+        if bound is not None:
+            return _args.integer("the bound of query lengths", bound)
+        has_bits = isinstance(mask, torch.Tensor) and mask.dim() > 0
+        return min(query.size(0), max(8 * mask.element_size() * mask.size(-1), 1)) if has_bits else query.size(0)
     if each is None:
         raise ValueError("q_len_per_req=None: pass the number of query rows of each request, or their offsets.")
     count = _args.integer("q_len_per_req", each)

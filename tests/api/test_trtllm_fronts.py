@@ -293,6 +293,26 @@ def test_masks_of_drafts_whose_lengths_differ(target):
     compare(batch, XQA(batch.q, *cache, scale_of(batch), mask=mask, **given), Mask(bits=whole))
 
 
+@pytest.mark.parametrize("width", [2, 40])
+@pytest.mark.parametrize("function", [DECODE, XQA])
+def test_rows_of_a_mask_bound_the_drafts(target, function, width):
+    """More rows in all than a row has bits, and no bound of the drafts: the default of ``q_len_per_req`` is none."""
+    batch = make_batch([2, 1, width] * 14, [70, 5, 41] * 14, 8, 2, 64, device=target.device)
+    drafts, whole = draft_problem(batch, torch.Generator().manual_seed(0))
+    offsets = {"cum_seq_lens_q" if function is DECODE else "q_cu_seq_lens": batch.qo_indptr(target.device)}
+    mask = packed(drafts, width, target.device)
+    assert mask.shape == (batch.q.size(0), 2 if width == 2 else 4)
+    cache = cache_and_table(batch)
+    compare(batch, function(batch.q, *cache, scale_of(batch), kv_layout="HND", mask=mask, **offsets), Mask(bits=whole))
+
+
+def test_drafts_that_are_longer_than_rows_of_their_mask():
+    batch = make_batch([3, 33], [70, 40], 8, 2, 64)
+    given = dict(q_cu_seq_lens=batch.qo_indptr("cpu"), mask=torch.zeros(36, 2, dtype=torch.uint16))
+    with pytest.raises(ValueError, match="a request has 33 draft tokens, but rows of mask"):
+        XQA(batch.q, *cache_and_table(batch, "NHD"), scale_of(batch), **given)
+
+
 def test_a_causal_mask_is_the_default(target):
     batch = decode_batch(target, 3)
     mask = packed([torch.ones(3, 3).tril()] * 4, 3, target.device).view(4, 3, -1)
