@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _options, _select, _signatures_sparse
+from . import _args, _options, _select, _signatures_sparse, _vectors
 from ._block_heads import PatternOfHeads, blocks_of_sizes, results
 from ._block_sparse import check_encoding
 from ._copying import Part
@@ -126,9 +126,10 @@ class VariableBlockSparseAttentionWrapper(Part):
             causal, pos_encoding_mode, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta, use_fp16_qk_reduction
         )
         check_encoding(pos_encoding_mode, "patterns per head")
+        allowed = {2: _vectors.INTEGERS, 3: (torch.bool, *_vectors.INTEGERS)}
         sizes = (("block_row_sz", block_row_sz, 2), ("block_col_sz", block_col_sz, 2))
         for name, x, rank in (("block_mask_map", block_mask_map, 3), *sizes):
-            if not isinstance(x, torch.Tensor) or x.dim() != rank or x.is_floating_point():
+            if not isinstance(x, torch.Tensor) or x.dim() != rank or x.dtype not in allowed[rank]:
                 what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
                 form = "[num_kv_heads, MB, NB] of bools" if rank == 3 else "[num_kv_heads, blocks] of integers"
                 raise ValueError(f"{name} is {what}: it must be a tensor {form}.")

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from . import _vectors
-
 _CHUNK_BYTES = 1 << 20
 
 
@@ -77,7 +75,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     _check_vector(x)
     if not isinstance(indptr, torch.Tensor):
         raise TypeError(f"indptr is {type(indptr).__name__}, not a tensor: pass an integer vector [segments + 1].")
-    if indptr.dim() != 1 or indptr.numel() == 0 or indptr.dtype not in _vectors.INTEGERS:
+    if indptr.dim() != 1 or indptr.numel() == 0 or not _is_integer(indptr.dtype):
         raise ValueError(
             f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: it must be an integer vector "
             "[segments + 1]."
@@ -151,6 +149,10 @@ def pack_rule(
 def _weights(little: bool, device: torch.device) -> torch.Tensor:
     lanes = torch.arange(8, dtype=torch.uint8, device=device)
     return torch.bitwise_left_shift(torch.ones_like(lanes), lanes if little else 7 - lanes)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _is_little(bitorder: str) -> bool:

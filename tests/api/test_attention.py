@@ -15,6 +15,7 @@ from plan_free_problems import FORMS, Mask, Options, check, expect, keys, querie
 from problems import make_batch, randn
 
 import cutlass_kernels as ck
+from cutlass_kernels import _vectors
 
 E4M3 = torch.float8_e4m3fn
 
@@ -341,6 +342,12 @@ def test_compiled(target, dense, with_out):
     found = compiled(q, k, v, whose, more, torch.empty_like(q) if with_out else None)
     assert_bitwise(found[0], want[0])
     assert_bitwise(found[1], want[1], "lse")
+
+
+def test_tables_of_64_bits_for_kernels_do_not_wrap():
+    numbers = torch.tensor([[3, 2**32, -(2**63)]])
+    assert _vectors.saturated(numbers).tolist() == [[3, 2**31 - 1, -(2**31)]]
+    assert _vectors.saturated(numbers).dtype == torch.int32
 
 
 def test_nothing_is_written_where_a_later_request_is_refused():

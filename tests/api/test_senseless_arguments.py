@@ -142,3 +142,22 @@ def test_refusals_are_sentences(calls, attempts):
                     if fault or re.search(FAULTS, text):
                         faults.append(f"{name}({parameter}={value!r}): {type(error).__name__}: {text[:100]}")
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.runs_nothing("refuses all of them")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_index_tensors_are_of_integers(calls, dtype):
+    wrong = torch.zeros(1, 2).to(dtype)
+    wrapper = ck.VariableBlockSparseAttentionWrapper(calls.target.workspace())
+    blocks = torch.ones(1, 2, 2, dtype=torch.bool)
+    decode = (calls.q, calls.cache, torch.empty(0), calls.pages.table()[1][None], ints(20), 20, 0.1)
+    for call, told in (
+        (lambda: ck.segment_packbits(torch.ones(5), wrong[0]), "indptr has shape .* it must be an integer vector"),
+        (lambda: wrapper.plan(blocks, wrong, wrong, 1, 1, 64), "block_row_sz is .* of integers"),
+        (
+            lambda: ck.xqa_batch_decode_with_kv_cache(*decode, q_len_per_req=5, mask=wrong),
+            "mask is .* pass packed bits",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call()
