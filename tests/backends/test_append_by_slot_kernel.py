@@ -180,3 +180,31 @@ def test_a_call_allocates_nothing_and_does_not_synchronise():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float64 numbers rounded to the nearest of an fp8 type, to even in the middle of two, not beyond its range."""
+    grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    grid = grid[grid.isfinite() & (grid > 0)].sort().values
+    grid = torch.cat([grid.new_zeros(1), grid])
+    middle = (grid[1:] + grid[:-1]) / 2
+    at = torch.searchsorted(middle, x.abs())  # the lower one in the middle
+    tie = (at < middle.numel()) & (middle[at.clamp(max=middle.numel() - 1)] == x.abs())
+    return torch.copysign(grid[at + (tie & (at % 2 == 1)).long()], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [0.875, 1.2, 0.3, 3.0, 0.5])
+def test_every_number_is_rounded_to_nearest(dtype, cache_dtype, scale):
+    """The exact quotient is, by the scale as fp32 holds it."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    new = torch.cat([numbers, numbers.new_zeros(-numbers.numel() % 576)]).view(-1, 8, 72).to(DEVICE)
+    cache = torch.zeros(new.size(0), 1, 8, 72, device=DEVICE).to(cache_dtype)
+    values = torch.zeros_like(cache)
+    slots = torch.arange(new.size(0), device=DEVICE)
+    ck.append_paged_kv_cache_by_slot(new, new, cache, values, slots, scale, scale)
+    exact = new.cpu().double() / float(torch.tensor(scale, dtype=torch.float32))
+    for stored in (cache, values):
+        assert_bitwise(stored.cpu().double().view(-1, 8, 72), nearest(exact, cache_dtype))
