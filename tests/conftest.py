@@ -7,7 +7,7 @@ Where tests stack many parameters and are marked ``pairwise``, the CPU runs a sa
 values that occur together still do; ``--every-case`` runs all.
 
 A case runs the backend that it is named after and no other, or it fails. In place of ``backend="auto"`` stands the
-target's. What cannot be served is listed in ``UNSERVED`` and must be refused (``Target.attempt``).
+target's. What cannot be served is listed in ``targets.UNSERVED`` and must be refused (``Target.attempt``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import importlib.util
 import os
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,19 +27,9 @@ import ran
 import torch
 from environment import choose_backend, why_no_fa3
 from hypothesis import HealthCheck, Phase, settings
+from targets import KERNELS, TARGETS, Target
 
-# What each backend refuses when asked for by name. A feature that starts to work is removed here, and the same tests
-# then require it: attempt() fails when a call that is listed as unserved goes through.
-UNSERVED: dict[str, frozenset[str]] = {
-    "reference": frozenset(),
-    # FlashInfer's callers expect the refusal of fp8 batches (contract 0.8); single calls are served.
-    "fa2": frozenset({"fp8_batch", "unaligned", "qv"}),
-    # TMA cannot address a token stride of 0. attention() makes no copies of keys, and fa3 reads no e5m2.
-    "fa3": frozenset({"unaligned", "stride_0", "qv", "e5m2_keys_as_they_are"}),
-}
 SEED = "CK_TEST_SEED"  # of the random cases; every run draws its own
-REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
-WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,49 +39,6 @@ def pytest_xdist_auto_num_workers() -> int:
     if not torch.cuda.is_available():
         return cores
     return max(1, min(cores, torch.cuda.get_device_properties(0).total_memory >> 33))
-
-
-@dataclass(frozen=True)
-class Target:
-    device: str
-    backend: str
-
-    @property
-    def is_reference(self) -> bool:
-        return self.backend == "reference"
-
-    def serves(self, *needs: str) -> bool:
-        return not UNSERVED[self.backend].intersection(needs)
-
-    def attempt(self, call: Callable[[str], Any], needs: Iterable[str] = ()) -> Any:
-        """``call(backend)``. Where the backend does not serve ``needs`` it must refuse by name, and auto must serve."""
-        if self.serves(*needs):
-            return call(self.backend)
-        with pytest.raises(REFUSALS) as refusal:
-            call(self.backend)
-        assert self.backend in str(refusal.value), f"the refusal does not name the backend: {refusal.value}"
-        with pytest.MonkeyPatch.context() as environment, ran.in_place_of_a_refusal():
-            choose_backend(environment)
-            return call("auto")
-
-    def workspace(self, size: int | None = None) -> torch.Tensor:
-        size = WORKSPACE_BYTES[self.device.split(":")[0]] if size is None else size
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
-
-    def __str__(self) -> str:
-        return f"{self.device.split(':')[0]}-{self.backend}"
-
-
-TARGETS = [
-    pytest.param(Target("cpu", "reference"), id="cpu-reference"),
-    pytest.param(Target("cuda:0", "fa2"), id="cuda-fa2", marks=pytest.mark.gpu),
-    pytest.param(Target("cuda:0", "fa3"), id="cuda-fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
-]
-# The compiled backends, for tests of what the reference does not have.
-KERNELS = [
-    pytest.param("fa2", marks=pytest.mark.gpu),
-    pytest.param("fa3", marks=[pytest.mark.gpu, pytest.mark.hopper]),
-]
 
 
 def _why_no_gpu() -> str | None:

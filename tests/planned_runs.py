@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conftest import Target
 from problems import Batch, Options
+from targets import Target
 
 import cutlass_kernels as ck
 

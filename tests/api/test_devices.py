@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
-from conftest import Target
 from problems import Options, expect, graph_buffers, make_batch
 from public_calls import ATTENTION, NAMES, PAGE, public_call
+from targets import Target
 
 import cutlass_kernels as ck
 

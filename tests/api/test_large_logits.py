@@ -13,9 +13,9 @@ import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from conftest import TARGETS, Target
 from planned_runs import paged, ragged
 from problems import Batch, Options, make_batch
+from targets import TARGETS, Target
 
 import cutlass_kernels as ck
 

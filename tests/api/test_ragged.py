@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from conftest import Target
 from problems import Batch, Options, allowed_in_fp8, expect, make_batch
+from targets import Target
 
 import cutlass_kernels as ck
 from cutlass_kernels import _select

@@ -29,7 +29,7 @@ def call(device: str = "cpu", backend: str = "auto") -> torch.Tensor:
 # case says of itself.
 CASES = """
 import pytest
-from conftest import Target
+from targets import Target
 from environment import choose_backend
 from test_named_backends import call
 
@@ -84,9 +84,9 @@ def test_marked_but_another_ran(target):
 
 @fa2
 def test_refused_and_served_by_auto(target, monkeypatch):
-    import conftest
+    import targets
 
-    monkeypatch.setitem(conftest.UNSERVED, "fa2", frozenset({"cpu"}))
+    monkeypatch.setitem(targets.UNSERVED, "fa2", frozenset({"cpu"}))
     target.attempt(lambda backend: call(backend=backend), ["cpu"])
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
-from conftest import TARGETS, Target
 from planned_runs import paged, ragged
 from problems import Batch, Options, expect, make_batch
+from targets import TARGETS, Target
 
 import cutlass_kernels as ck
 

@@ -169,7 +169,7 @@ def test_inductor_appends_in_place(data, name, step):
 @pytest.mark.parametrize("name", TRACED)
 def test_reduce_overhead(name):
     """Several calls with new values at new addresses: the first warms up, the second records, the others replay."""
-    from conftest import Target
+    from targets import Target
 
     data = Data(Target("cuda:0", "auto"))
     for function, tensors in CALLS[name](data):
