@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise
-from compiled_calls import CALLS
-from compiled_data import HEADS, PAGE, Data, ints
 from paths import ROOT
+from registry import ENTRIES, HEADS, PAGE, Call, Data, Entry, each, ints, several
 from torch._dynamo.backends.registry import lookup_backend
 
 import cutlass_kernels as ck
 
-pytestmark = pytest.mark.runs_nothing("many functions compute no attention")
 DOCUMENT = ROOT / "docs" / "torch-compile.md"
 
 
@@ -28,8 +26,7 @@ def rows() -> dict[str, tuple[str, str]]:
 
 
 ROWS = rows()
-TRACED = [name for name, (fullgraph, _) in ROWS.items() if fullgraph == "yes"]
-NOT_TRACED = [name for name in ROWS if name not in TRACED]
+traced = each(lambda entry: entry.compiles != "no")
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +41,8 @@ def data(target) -> Data:
     return Data(target)
 
 
-def copies(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(x.clone(memory_format=torch.preserve_format) for x in tensors)
-
-
-def several(result: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+def forms(entry: Entry, data: Data) -> list[Call]:
+    return [form for call in entry.calls(data) for form in call.forms()]
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -65,27 +58,27 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 def test_the_table_has_a_row_for_every_function():
-    public = {name: getattr(ck, name) for name in ck.__all__ if callable(getattr(ck, name))}
-    functions = {name for name, x in public.items() if not (isinstance(x, type) and issubclass(x, Exception))}
-    assert set(ROWS) == functions == set(CALLS)
-    assert set(ROWS.values()) == {("yes", "between graphs"), ("yes", "captured"), ("no", "no")}
+    """Of the package itself: those of its modules are in the text below it."""
+    promised = {name: entry.compiles for name, entry in ENTRIES.items() if "." not in name}
+    assert {name: ("no" if how == "no" else "yes", how) for name, how in promised.items()} == ROWS
 
 
 def assert_marked(operators: list[Any], between_graphs: bool) -> None:
-    """Inductor knows which operators may not be captured."""
+    """Inductor knows which operators may not be captured. Writing to a cache before attention may."""
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # since torch 2.9
     marked = {str(x): unsafe in getattr(x, "default", x).tags for x in operators}
     if unsafe is not None and between_graphs:
-        assert marked and all(marked.values()), marked
+        attends = {name: is_marked for name, is_marked in marked.items() if "append" not in name}
+        assert attends and all(attends.values()), marked
     else:
         assert not any(marked.values()), marked
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", TRACED)
-def test_fullgraph(data, name, dynamic):
+@traced
+def test_fullgraph(data, entry, dynamic):
     """One graph, which computes and writes what the call does."""
-    for function, tensors in CALLS[name](data):
+    for call in forms(entry, data):
         operators = []
 
         def backend(graph, inputs):
@@ -94,32 +87,31 @@ def test_fullgraph(data, name, dynamic):
             return lookup_backend("aot_eager")(graph, inputs)
 
         torch._dynamo.reset()
-        ours, theirs = copies(tensors), copies(tensors)
-        got = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)(*ours)
-        assert_same(got, function(*theirs))
+        ours, theirs = call.copies(), call.copies()
+        got = torch.compile(call.run, fullgraph=True, backend=backend, dynamic=dynamic)(*ours)
+        assert_same(got, call.run(*theirs))
         assert_same(ours, theirs)
-        assert_marked(operators, ROWS[name][1] == "between graphs")
+        assert_marked(operators, entry.compiles == "between graphs")
 
 
-@pytest.mark.parametrize("name", NOT_TRACED)
-def test_what_breaks_the_graph(data, name):
+@each(lambda entry: entry.compiles == "no" and "." not in entry.name)
+def test_what_breaks_the_graph(data, entry):
     """The docstring says so. Without fullgraph=True the results are the same."""
-    assert "``torch.compile`` cannot trace this" in getattr(ck, name).__doc__
-    for function, tensors in CALLS[name](data):
+    assert "``torch.compile`` cannot trace this" in getattr(ck, entry.name).__doc__
+    for call in entry.calls(data):
         torch._dynamo.reset()
         with pytest.raises(RuntimeError):  # of several classes of torch
-            torch.compile(function, fullgraph=True, backend="aot_eager")(*copies(tensors))
+            torch.compile(call.run, fullgraph=True, backend="aot_eager")(*call.copies())
         torch._dynamo.reset()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # dynamo's, about what it cannot trace
-            got = torch.compile(function, backend="aot_eager")(*copies(tensors))
-        assert_same(got, function(*copies(tensors)))
+            got = torch.compile(call.run, backend="aot_eager")(*call.copies())
+        assert_same(got, call.run(*call.copies()))
 
 
-@pytest.mark.parametrize("name", [name for name in TRACED if name.endswith("Wrapper")])
+@pytest.mark.parametrize("name", [name for name in ENTRIES if hasattr(getattr(ck, name, None), "plan")])
 def test_plans_say_that_they_break_the_graph(name):
-    cls = getattr(ck, name)
-    assert "``torch.compile`` cannot trace this method" in cls.plan.__doc__
+    assert "``torch.compile`` cannot trace this method" in getattr(ck, name).plan.__doc__
 
 
 def test_a_plan_inside_breaks_the_graph_and_is_made(data):
@@ -154,33 +146,32 @@ def test_new_tokens_reach_the_graph(data):
         assert_same(ours, theirs)
 
 
+@pytest.mark.runs_nothing("appends to a cache")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
 @pytest.mark.parametrize("name,step", [("append_paged_kv_cache", 4), ("append_paged_kv_cache_by_slot", 1)])
 def test_inductor_appends_in_place(data, name, step):
-    for function, tensors in CALLS[name](data)[::step]:
+    for call in ENTRIES[name].calls(data)[::step]:
         torch._dynamo.reset()
-        ours, theirs = copies(tensors), copies(tensors)
-        got, want = torch.compile(function, fullgraph=True)(*ours), function(*theirs)
+        ours, theirs = call.copies(), call.copies()
+        got, want = torch.compile(call.run, fullgraph=True)(*ours), call.run(*theirs)
         for a, b in zip((*several(got), *ours), (*several(want), *theirs)):
             torch.testing.assert_close(a.float(), b.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", TRACED)
-def test_reduce_overhead(name):
+@traced
+def test_reduce_overhead(entry):
     """Several calls with new values at new addresses: the first warms up, the second records, the others replay."""
     from targets import Target
 
     data = Data(Target("cuda:0", "auto"))
-    for function, tensors in CALLS[name](data):
+    for call in forms(entry, data):
         torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
+        compiled = torch.compile(call.run, fullgraph=True, mode="reduce-overhead")
         for turn in range(4):
-            ours = [
-                x * (1 + turn / 4) if x.is_floating_point() and x.element_size() > 1 else x for x in copies(tensors)
-            ]
+            ours = [x * (1 + turn / 4) if x.is_floating_point() and x.element_size() > 1 else x for x in call.copies()]
             theirs = [x.clone() for x in ours]
             torch.compiler.cudagraph_mark_step_begin()
-            got, want = several(compiled(*ours)), several(function(*theirs))
+            got, want = several(compiled(*ours)), several(call.run(*theirs))
             for a, b in zip((*(x.clone() for x in got), *ours), (*want, *theirs)):
                 torch.testing.assert_close(a.float(), b.float(), rtol=2e-3, atol=2e-3, equal_nan=True)

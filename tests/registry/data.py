@@ -1,8 +1,7 @@
-"""What calls for torch.compile are made of (compiled_calls): one request, in every form that the functions take."""
+"""What the calls of the registry are made of: one request, in every form that the functions take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from problems import make_batch
 
 import cutlass_kernels as ck
 
-Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 HEADS, PAGE = (4, 2, 64), 16
 
 
@@ -19,20 +17,25 @@ def ints(*numbers: int) -> torch.Tensor:
 
 
 class Data:
-    """One request of 5 rows and 20 keys, which lie in tensors and in pages 1 and 2."""
+    """One request of 5 rows and 20 keys, which lie in tensors and in pages 1 and 2. Two of a target are equal."""
 
     def __init__(self, target: Any) -> None:
         self.target, self.device = target, target.device
+        self.generator = torch.Generator().manual_seed(0)
         batch = make_batch([5], [20], *HEADS, device=target.device)
         self.q, self.k, self.v = self.qkv = batch.q, batch.k, batch.v
         self.kv = torch.stack([batch.k, batch.v], 1)
         self.cache = self.randn(4, 2, PAGE, 2, 64).half()
         self.table = (ints(0, 2), ints(1, 2), ints(4))
-        self.sinks, self.one = self.randn(4), torch.rand(1).to(self.device)
+        self.table_here = tuple(x.to(self.device) for x in self.table)
+        self.sinks, self.one = self.randn(4), self.rand(1)
         self.state = (self.randn(5, 4, 64), self.randn(5, 4))
 
     def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape).to(self.device)
+        return torch.randn(*shape, generator=self.generator).to(self.device)
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=self.generator).to(self.device)
 
     def here(self, *numbers: int) -> torch.Tensor:
         return ints(*numbers).to(self.device)

@@ -1,0 +1,26 @@
+"""Every public call of the package, once: how it is made, and what it promises. How to enter one: tests/README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from . import attention, blocks, flash, latent, multi_gpu, others, pages, singles, wrappers  # noqa: F401, enter calls
+from .data import HEADS, PAGE, Data, ints
+from .entry import ENTRIES, Call, Entry, Planned, several
+
+__all__ = ["ENTRIES", "HEADS", "PAGE", "Call", "Data", "Entry", "Planned", "each", "ints", "several"]
+
+
+def each(chosen: Callable[[Entry], bool] = lambda entry: True, skip: dict[str, str] | None = None) -> Any:
+    """Parametrizes a test by the chosen entries. ``skip``: reasons by name."""
+    found = []
+    for name, entry in ENTRIES.items():
+        marks = [] if entry.attends else [pytest.mark.runs_nothing("computes no attention")]
+        if name in (skip or {}):
+            marks.append(pytest.mark.skip(reason=skip[name]))
+        if chosen(entry):
+            found.append(pytest.param(entry, id=name, marks=marks))
+    return pytest.mark.parametrize("entry", found)

@@ -1,0 +1,77 @@
+"""Block-sparse attention, and batches that mix prefill and decode."""
+
+from __future__ import annotations
+
+import torch
+
+import cutlass_kernels as ck
+
+from .data import HEADS, PAGE, Data, ints
+from .entry import Call, Planned, no_attention, public
+
+
+@public("BatchAttention")
+def _mixed(x: Data) -> list[Planned]:
+    half = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
+
+    def plan(w):
+        w.plan(ints(0, 5), *x.table[:2], ints(20), *HEADS, 64, PAGE, causal=True, **half)
+
+    def calls(w):
+        options = dict(k_scale=0.5, v_scale=2.0, logits_soft_cap=2.0)
+        scaled = lambda q, cache, **p: w.run(q, cache, **options, **p)  # noqa: E731
+        return [Call(run, (x.q, x.cache), ("out", "lse")) for run in (w.run, scaled)]
+
+    return [Planned(ck.BatchAttention(device=x.device), plan, calls)]
+
+
+@public("PODWithPagedKVCacheWrapper")
+def _pod(x: Data) -> list[Planned]:
+    tensors = (*x.qkv, x.randn(1, 4, 64).half(), x.cache)
+    other = dict(causal_p=True, sm_scale_p=0.2, v_scale=2.0)
+    calls = lambda w: [Call(w.run, tensors), Call(lambda *t: w.run(*t, **other), tensors)]  # noqa: E731
+    return [Planned(x.wrapper("PODWithPagedKVCacheWrapper"), lambda w: w.plan(*x.table, *HEADS, PAGE), calls)]
+
+
+@public("BatchPODWithPagedKVCacheWrapper")
+def _batch_pod(x: Data) -> list[Planned]:
+    tensors = (x.q, x.cache, x.randn(1, 4, 64).half(), x.cache)
+
+    def plan(w):
+        w.plan(ints(0, 5), *x.table, ints(0, 1), *x.table, *HEADS, PAGE)
+
+    def calls(w):
+        pairs = lambda *t: [y for pair in w.run(*t, causal_p=True, return_lse=True) for y in pair]  # noqa: E731
+        return [Call(w.run, tensors), Call(pairs, tensors)]
+
+    return [Planned(x.wrapper("BatchPODWithPagedKVCacheWrapper"), plan, calls)]
+
+
+@public("BlockSparseAttentionWrapper")
+def _blocks(x: Data) -> list[Planned]:
+    def planned(pattern: torch.Tensor | None) -> Planned:
+        lists = (ints(0, 1, 3), ints(1, 0, 1)) if pattern is None else (None, None)
+        plan = lambda w: w.plan(*lists, 5, 20, 3, 10, *HEADS, block_mask=pattern)  # noqa: E731
+        return Planned(x.wrapper("BlockSparseAttentionWrapper"), plan, lambda w: _runs(w, x.qkv))
+
+    pattern = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])
+    return [planned(None), planned(pattern)]
+
+
+def _runs(w, tensors: tuple[torch.Tensor, ...]) -> list[Call]:
+    lse = lambda *t, **p: w.run_return_lse(*t, **p)  # noqa: E731
+    return [Call(w.run, tensors, ("out",)), Call(lse, tensors, ("out", "lse")), Call(w.forward, tensors)]
+
+
+@public("VariableBlockSparseAttentionWrapper")
+def _blocks_of_heads(x: Data) -> list[Planned]:
+    pattern = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])
+    sizes = (torch.tensor([[2, 3], [1, 4]]), torch.tensor([[8, 12], [10, 10]]))
+    tensors = tuple(y.transpose(0, 1).contiguous() for y in x.qkv)
+    plan = lambda w: w.plan(pattern, *sizes, *HEADS, logits_soft_cap=2.0)  # noqa: E731
+    return [Planned(x.wrapper("VariableBlockSparseAttentionWrapper"), plan, lambda w: _runs(w, tensors))]
+
+
+@no_attention("convert_bsr_mask_layout")
+def _layout(x: Data) -> list[Call]:
+    return [Call(lambda *t: ck.convert_bsr_mask_layout(*t), (x.rand(3, 2, 4) < 0.5, x.here(0, 1, 3)))]

@@ -1,0 +1,92 @@
+"""Latent attention (MLA), and writing its cache."""
+
+from __future__ import annotations
+
+import torch
+
+import cutlass_kernels as ck
+from cutlass_kernels import mla
+
+from .data import PAGE, Data, ints
+from .entry import Call, Planned, no_attention, public
+
+
+@public("BatchMLAPagedAttentionWrapper")
+def _wrapper(x: Data) -> list[Planned]:
+    queries = (x.randn(5, 4, 512).half(), x.randn(5, 4, 64).half())
+    tensors = (*queries, x.randn(4, PAGE, 512).half(), x.randn(4, PAGE, 64).half())
+    packed = (x.randn(5, 4, 576).half(), x.randn(4, PAGE, 576).half(), x.randn(4), x.randn(1).abs())
+
+    def plan(w):
+        half = (torch.float16, torch.float16)
+        w.plan(ints(0, 5), *x.table[:2], ints(20), 4, 512, 64, PAGE, True, 0.07, *half)
+
+    def calls(w):
+        if x.target.backend == "fa3":  # scales in tensors are fa2's
+            run = lambda q, c, s: w.run(query=q, kv_cache=c, sinks=s, bmm1_scale=0.1, bmm2_scale=0.5)  # noqa: E731
+        else:
+            run = lambda q, c, s, y: w.run(query=q, kv_cache=c, sinks=s, bmm1_scale=y, bmm2_scale=0.5)  # noqa: E731
+        e = dict(return_lse=True, return_lse_base_on_e=True)
+        return [
+            Call(w.run, tensors, ("out",)),
+            Call(lambda *t, **p: w.run(*t, **e, **p), tensors, ("out", "lse"), label="returns LSE"),
+            Call(run, packed[: 3 if x.target.backend == "fa3" else 4], label="scales"),
+        ]
+
+    return [Planned(x.wrapper("BatchMLAPagedAttentionWrapper"), plan, calls)]
+
+
+@public("mla.trtllm_batch_decode_with_kv_cache_mla")
+def _trtllm(x: Data) -> list[Call]:
+    tensors = (x.randn(1, 5, 4, 576).half(), x.randn(4, PAGE, 576).half(), x.here(1, 2)[None], x.here(20))
+    unread = x.target.workspace(16)
+
+    def call(q, cache, table, used, **options):
+        sizes = (unread, 128, 512, 64, table, used, 20)
+        return mla.trtllm_batch_decode_with_kv_cache_mla(q, cache, *sizes, bmm1_scale=0.1, **options)
+
+    lse = lambda *t, **p: call(*t[:4], sinks=t[4], return_lse=True, **p)  # noqa: E731
+    return [
+        Call(call, tensors, ("out",)),
+        Call(lse, (*tensors, x.sinks), ("out", "lse"), label="returns LSE"),
+    ]
+
+
+@public("mla.flash_mla_with_kvcache")
+def _flash_mla(x: Data) -> list[Call]:
+    tensors = (x.randn(1, 5, 4, 576).half(), x.randn(4, PAGE, 1, 576).half(), x.here(1, 2)[None], x.here(20))
+
+    def call(*tensors, **places):
+        return mla.flash_mla_with_kvcache(*tensors, 512, *mla.get_mla_metadata(), causal=True, **places)
+
+    return [Call(call, tensors, ("out",), label="returns LSE")]
+
+
+@no_attention("mla.get_mla_metadata")
+def _metadata(x: Data) -> list[Call]:
+    return [Call(lambda lens: mla.get_mla_metadata(lens, 4, 1), (x.here(20, 7),))]
+
+
+@no_attention("append_paged_mla_kv_cache", gradients="warned")
+def _append(x: Data) -> list[Call]:
+    new = (x.randn(3, 512).half(), x.randn(3, 64).half())
+    caches = (x.randn(4, PAGE, 512).half(), x.randn(4, PAGE, 64).half())
+    places = (x.here(0, 0, -1), x.here(3, 17, 4))
+
+    def append(ckv, kpe, owner, position, ckv_cache, kpe_cache, *table):
+        ck.append_paged_mla_kv_cache(ckv, kpe, owner, position, ckv_cache, kpe_cache, *table)
+        return ckv_cache.clone(), kpe_cache * 2
+
+    indptr, indices, last = x.table_here
+    return [Call(append, (*new, *places, *caches, indices, indptr, last), writes=True)]
+
+
+@no_attention("mla.concat_and_cache_mla", gradients="warned")
+def _concat(x: Data) -> list[Call]:
+    new, slots = (x.randn(3, 512).half(), x.randn(3, 64).half()), x.here(35, -1, 18)
+    quantized = (x.randn(4, PAGE, 576).to(torch.float8_e4m3fn), slots, x.one + 1)
+    fp8 = lambda *t: mla.concat_and_cache_mla(*t[:4], "fp8", t[4])  # noqa: E731
+    return [
+        Call(lambda *t: mla.concat_and_cache_mla(*t), (*new, x.randn(4, PAGE, 576).half(), slots), writes=True),
+        Call(fp8, (*new, *quantized), writes=True),
+    ]
