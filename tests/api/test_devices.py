@@ -6,13 +6,12 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from problems import Options, expect, graph_buffers, make_batch
-from public_calls import ATTENTION, NAMES, PAGE, public_call
+from registry import PAGE, Data, each
 from targets import Target
 
 import cutlass_kernels as ck
 
 OTHER = "cuda:1"
-MERGES = pytest.mark.runs_nothing("merges states that no backend computed")
 
 
 @pytest.fixture(
@@ -29,30 +28,31 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *(pytest.param(x, marks=MERGES) for x in NAMES if x not in ATTENTION)])
-def test_every_function(target, name):
-    call = public_call(name, target)
-    got = [call() for _ in range(3)]  # the later ones may go a shorter way
+@each()
+def test_every_function(target, entry):
+    got = [[call() for _ in range(3)] for call in entry.calls(Data(target))]  # the later ones may go a shorter way
     assert torch.cuda.current_device() == 0
     with torch.cuda.device(1):
-        want = public_call(name, target)()
-    for results in got:
-        for a, b in zip(results, want, strict=True):
-            assert a.device == torch.device(OTHER)
-            assert_bitwise(a, b)
+        want = [call() for call in entry.calls(Data(target))]
+    for several, results in zip(got, want, strict=True):
+        for found in several:
+            for a, b in zip(found, results, strict=True):
+                if isinstance(b, torch.Tensor):
+                    assert a.device == b.device
+                    assert_bitwise(a, b)
     assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_places_on_the_other_device(target, name):
-    call = public_call(name, target)
-    places = call.places()
-    if not places:
+@each(lambda entry: entry.attends)
+def test_places_on_the_other_device(target, entry):
+    calls = [call for call in entry.calls(Data(target)) if call.places]
+    if not calls:
         pytest.skip("this function writes to no tensor of the caller")
-    want = call()
-    call(**places)
-    assert torch.cuda.current_device() == 0
-    assert_bitwise(places["out"], want[0])
+    for call in calls:
+        want, places = call(), call.empty_places()
+        call(**places)
+        assert torch.cuda.current_device() == 0
+        assert_bitwise(places["out"], want[0])
 
 
 @pytest.mark.parametrize("graph", [False, True])

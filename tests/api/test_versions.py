@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from problems import graph_buffers, make_batch
-from public_calls import ATTENTION, PAGE, public_call
+from registry import PAGE, Data, each, usual
 
 import cutlass_kernels as ck
 from cutlass_kernels import _kernels, _memory_kernels, _native, _plan, _problem, _select
 
-WRITING = ["single_prefill", "single_decode", "ragged", "paged", "paged tuple", "decode"]
+WRITING = ["single_prefill", "single_decode", "ragged", "paged", "paged pair", "decode"]
 
 
 def assert_new_versions(call, *tensors: torch.Tensor) -> None:
@@ -21,17 +21,18 @@ def assert_new_versions(call, *tensors: torch.Tensor) -> None:
     assert all(x._version > version for x, version in zip(tensors, before))
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_of_places(target, name):
-    call = public_call(name, target)
-    places = call.places()
-    if not places:
+@each(lambda entry: entry.attends)
+def test_of_places(target, entry):
+    calls = [call for call in entry.calls(Data(target)) if call.places]
+    if not calls:
         pytest.skip("this function writes to no tensor of the caller")
-    for _ in range(2):
-        assert_new_versions(lambda: call(**places), *places.values())
-    for x, place in places.items():
-        for _ in range(4):
-            assert_new_versions(lambda x=x, place=place: call(**{x: place}), place)
+    for call in calls:
+        places = call.empty_places()
+        for _ in range(2):
+            assert_new_versions(lambda: call(**places), *places.values())
+        for x, place in places.items():
+            for _ in range(4):
+                assert_new_versions(lambda x=x, place=place: call(**{x: place}), place)
 
 
 def workspace() -> torch.Tensor:
@@ -95,8 +96,8 @@ def test_of_the_buffers_of_a_graph(target):
 
 @pytest.mark.parametrize("name", ["single_prefill", "ragged", "fused"])
 def test_saved_tensors_are_protected(target, name):
-    call = public_call(name, target)
-    out = call.places()["out"]
+    call = usual(name, target)
+    out = call.empty_places()["out"]
     for _ in range(4):
         factor = torch.ones_like(out).requires_grad_()
         product = factor * out  # saves out
@@ -107,9 +108,9 @@ def test_saved_tensors_are_protected(target, name):
 
 @pytest.mark.parametrize("name", WRITING)
 def test_inference_tensors_have_none(name):
-    call = public_call(name, SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
+    call = usual(name, SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
     with torch.inference_mode():
-        places = call.places()
+        places = call.empty_places()
         for _ in range(2):
             call(**places)
 
@@ -128,7 +129,8 @@ def test_of_places_that_direct_calls_write_to(monkeypatch):
 
 @pytest.mark.parametrize("name", ["ragged", "paged", "decode"])
 def test_of_places_that_direct_runs_write_to(name, monkeypatch):
+    cpu = SimpleNamespace(device="cpu", backend="reference", workspace=workspace)
+    places = usual(name, cpu).empty_places()
     monkeypatch.setattr(_plan.Plan, "_make_direct", lambda self, most_rows: lambda *args: "done")
-    call = public_call(name, SimpleNamespace(device="cpu", backend="reference", workspace=workspace))
-    places = {x: y for x, y in call.places().items() if x != "lse" or y.size(0) > 4}
+    call = usual(name, cpu)
     assert_new_versions(lambda: call.run(*call.tensors, **places), *places.values())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import assert_bitwise
 from problems import make_batch
-from public_calls import ATTENTION, public_call, several
+from registry import Data, each, several
 
 import cutlass_kernels as ck
 from cutlass_kernels import _native, _select
@@ -33,18 +33,19 @@ def general(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("the_targets_backend")
-@pytest.mark.parametrize("name", ATTENTION)
-def test_direct_calls_compute_what_others_compute(target, name, monkeypatch):
+@each(lambda entry: entry.attends)
+def test_direct_calls_compute_what_others_compute(target, entry, monkeypatch):
     if target.is_reference:
         pytest.skip("the reference is never called directly")
-    call = public_call(name, target)
-    results = [call() for _ in range(2)]
+    results = [[call() for call in entry.calls(Data(target))]]
+    results.append([call() and call() for call in entry.calls(Data(target))])  # the second may go a shorter way
     with monkeypatch.context() as patched:
         general(patched)
-        results.append(public_call(name, target).run(*call.tensors))
+        results.append([call() for call in entry.calls(Data(target))])
     for other in results[1:]:
-        for a, b in zip(results[0], several(other)):
-            assert_bitwise(a, b)
+        for found, want in zip(other, results[0], strict=True):
+            for a, b in zip(found, want, strict=True):
+                assert_bitwise(a, b)
 
 
 @pytest.mark.gpu

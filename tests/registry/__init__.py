@@ -11,7 +11,23 @@ from . import attention, blocks, flash, latent, multi_gpu, others, pages, single
 from .data import HEADS, PAGE, Data, ints
 from .entry import ENTRIES, Call, Entry, Planned, several
 
-__all__ = ["ENTRIES", "HEADS", "PAGE", "Call", "Data", "Entry", "Planned", "each", "ints", "several"]
+__all__ = ["ENTRIES", "HEADS", "PAGE", "Call", "Data", "Entry", "Planned", "each", "ints", "several", "usual"]
+
+# Calls by short names, for tests of what is not common to all.
+USUAL = {
+    "single_prefill": ("single_prefill_with_kv_cache_return_lse", 1),
+    "single_decode": ("single_decode_with_kv_cache", 1),
+    "ragged": ("BatchPrefillWithRaggedKVCacheWrapper", 1),
+    "paged": ("BatchPrefillWithPagedKVCacheWrapper", 1),
+    "paged pair": ("BatchPrefillWithPagedKVCacheWrapper", 2),
+    "decode": ("BatchDecodeWithPagedKVCacheWrapper", 1),
+    "fused": ("trtllm_fmha_v2_prefill", 1),
+}
+
+
+def usual(name: str, target: Any) -> Call:
+    entry, number = USUAL[name]
+    return ENTRIES[entry].calls(Data(target))[number]
 
 
 def each(chosen: Callable[[Entry], bool] = lambda entry: True, skip: dict[str, str] | None = None) -> Any:

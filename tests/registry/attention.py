@@ -16,7 +16,7 @@ from .entry import Call, public
 def _attention(x: Data) -> list[Call]:
     every = dict(window=(3, 2), logits_soft_cap=2.0, sm_scale=0.2, return_lse=True, lse_base=math.e)
     dense = tuple(y.unsqueeze(0) for y in x.qkv)
-    both = ("out",)
+    out = ("out",)
 
     def varlen(q, k, v, cum_q, cum_kv, **options):
         return ck.attention(q, k, v, cu_seqlens_q=cum_q, cu_seqlens_k=cum_kv, max_seqlen_q=5, **options)
@@ -45,13 +45,13 @@ def _attention(x: Data) -> list[Call]:
     latent = (x.randn(1, 5, 4, 512).half(), x.randn(1, 5, 4, 64).half())
     latent += (x.randn(1, 20, 1, 512).half(), x.randn(1, 20, 1, 64).half())
     return [
-        Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, both),
-        Call(lambda *t, **p: varlen(*t, **every, **p), (*x.qkv, *offsets), both, label="returns LSE"),
-        Call(paged, (dense[0], x.cache, x.here(20), x.here(1, 2)[None], x.sinks), both),
-        Call(listed, (dense[0], x.cache, *x.table_here), both, label="returns LSE"),
+        Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, out),
+        Call(lambda *t, **p: varlen(*t, **every, **p), (*x.qkv, *offsets), out, label="returns LSE"),
+        Call(paged, (dense[0], x.cache, x.here(20), x.here(1, 2)[None], x.sinks), out),
+        Call(listed, (x.q[:4].unflatten(0, (2, 2)), x.cache, *x.table_here), out, label="returns LSE"),
         Call(scaled, (*dense, x.sinks.abs(), *[x.one] * 3), label="scales"),
         Call(masked, (*x.qkv, *offsets, bits, x.here(0, 13))),
-        Call(rotated, latent, label="in two parts"),
+        Call(rotated, latent),
     ]
 
 
@@ -86,7 +86,7 @@ def _xqa_decode(x: Data) -> list[Call]:
     def call(q, cache, table, used, mask=None, **options):
         return function(q, cache, unread, table, used, 20, 0.2, 0.5, q_len_per_req=5, mask=mask, **options)
 
-    return [Call(call, tensors, ("out",)), Call(call, (*tensors, (x.rand(1, 5, 4) * 32).to(torch.uint8)))]
+    return [Call(call, tensors, ("out",)), Call(call, (*tensors, (x.rand(1, 5, 4) * 32).to(torch.uint8)), label="mask")]
 
 
 @public("trtllm_batch_context_with_kv_cache")

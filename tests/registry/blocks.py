@@ -15,7 +15,7 @@ def _mixed(x: Data) -> list[Planned]:
     half = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
 
     def plan(w):
-        w.plan(ints(0, 5), *x.table[:2], ints(20), *HEADS, 64, PAGE, causal=True, **half)
+        w.plan(x.rows, *x.table[:2], ints(20, 9), *HEADS, 64, PAGE, causal=True, **half)
 
     def calls(w):
         options = dict(k_scale=0.5, v_scale=2.0, logits_soft_cap=2.0)
@@ -27,22 +27,22 @@ def _mixed(x: Data) -> list[Planned]:
 
 @public("PODWithPagedKVCacheWrapper")
 def _pod(x: Data) -> list[Planned]:
-    tensors = (*x.qkv, x.randn(1, 4, 64).half(), x.cache)
+    tensors = (*x.qkv, x.randn(2, 4, 64).half(), x.cache)
     other = dict(causal_p=True, sm_scale_p=0.2, v_scale=2.0)
-    calls = lambda w: [Call(w.run, tensors), Call(lambda *t: w.run(*t, **other), tensors)]  # noqa: E731
+    calls = lambda w: [Call(run, tensors, apart=True) for run in (w.run, lambda *t: w.run(*t, **other))]  # noqa: E731
     return [Planned(x.wrapper("PODWithPagedKVCacheWrapper"), lambda w: w.plan(*x.table, *HEADS, PAGE), calls)]
 
 
 @public("BatchPODWithPagedKVCacheWrapper")
 def _batch_pod(x: Data) -> list[Planned]:
-    tensors = (x.q, x.cache, x.randn(1, 4, 64).half(), x.cache)
+    tensors = (x.q, x.cache, x.randn(2, 4, 64).half(), x.cache)
 
     def plan(w):
-        w.plan(ints(0, 5), *x.table, ints(0, 1), *x.table, *HEADS, PAGE)
+        w.plan(x.rows, *x.table, ints(0, 1, 2), *x.table, *HEADS, PAGE)
 
     def calls(w):
         pairs = lambda *t: [y for pair in w.run(*t, causal_p=True, return_lse=True) for y in pair]  # noqa: E731
-        return [Call(w.run, tensors), Call(pairs, tensors)]
+        return [Call(run, tensors, apart=True) for run in (w.run, pairs)]
 
     return [Planned(x.wrapper("BatchPODWithPagedKVCacheWrapper"), plan, calls)]
 
@@ -52,15 +52,20 @@ def _blocks(x: Data) -> list[Planned]:
     def planned(pattern: torch.Tensor | None) -> Planned:
         lists = (ints(0, 1, 3), ints(1, 0, 1)) if pattern is None else (None, None)
         plan = lambda w: w.plan(*lists, 5, 20, 3, 10, *HEADS, block_mask=pattern)  # noqa: E731
-        return Planned(x.wrapper("BlockSparseAttentionWrapper"), plan, lambda w: _runs(w, x.qkv))
+        return Planned(
+            x.wrapper("BlockSparseAttentionWrapper"),
+            plan,
+            lambda w: _runs(w, x.qkv, "" if pattern is None else "by head"),
+        )
 
     pattern = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])
     return [planned(None), planned(pattern)]
 
 
-def _runs(w, tensors: tuple[torch.Tensor, ...]) -> list[Call]:
+def _runs(w, tensors: tuple[torch.Tensor, ...], label: str = "by head") -> list[Call]:
     lse = lambda *t, **p: w.run_return_lse(*t, **p)  # noqa: E731
-    return [Call(w.run, tensors, ("out",)), Call(lse, tensors, ("out", "lse")), Call(w.forward, tensors)]
+    calls = ((w.run, ("out",)), (lse, ("out", "lse")), (w.forward, ()))
+    return [Call(run, tensors, places, label=label) for run, places in calls]
 
 
 @public("VariableBlockSparseAttentionWrapper")

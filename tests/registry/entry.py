@@ -24,6 +24,8 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     places: tuple[str, ...] = ()  # arguments of run() for the caller's tensors, in the order of the results
     writes: bool = False  # to its tensors
+    inputs: tuple[int, ...] | None = None  # tensors that may require gradients; None: all of 16 bits and more
+    apart: bool = False  # each result depends on some of the inputs
     label: str = ""  # of a call that has to be told from others
 
     def __call__(self, tensors: tuple[torch.Tensor, ...] | None = None, **places: torch.Tensor) -> tuple[Any, ...]:
@@ -35,6 +37,12 @@ class Call:
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         return tuple(x.clone(memory_format=torch.preserve_format) for x in self.tensors)
+
+    def with_grad(self) -> list[tuple[torch.Tensor, ...]]:
+        """The tensors, of which one requires a gradient and is no leaf, as in a model: each of the inputs in turn."""
+        of_numbers = [i for i, x in enumerate(self.tensors) if x.is_floating_point() and x.element_size() > 1]
+        turns = of_numbers if self.inputs is None else self.inputs
+        return [tuple(x.requires_grad_() * 1 if i == at else x for i, x in enumerate(self.copies())) for at in turns]
 
     def empty_places(self) -> dict[str, torch.Tensor]:
         return dict(zip(self.places, map(torch.zeros_like, self())))

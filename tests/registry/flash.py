@@ -71,7 +71,7 @@ def _with_cache(x: Data) -> list[Call]:
     q = x.q[None]
     return [
         Call(seen, (q, *caches, x.here(20), table), ("out",)),
-        Call(appends, (q, *caches, *new, x.here(20), table, *turns), writes=True, label="appends"),
+        Call(appends, (q, *caches, *new, x.here(20), table, *turns), writes=True, inputs=(0,), label="appends"),
     ]
 
 

@@ -19,7 +19,7 @@ def _wrapper(x: Data) -> list[Planned]:
 
     def plan(w):
         half = (torch.float16, torch.float16)
-        w.plan(ints(0, 5), *x.table[:2], ints(20), 4, 512, 64, PAGE, True, 0.07, *half)
+        w.plan(x.rows, *x.table[:2], ints(20, 9), 4, 512, 64, PAGE, True, 0.07, *half)
 
     def calls(w):
         if x.target.backend == "fa3":  # scales in tensors are fa2's
@@ -71,14 +71,14 @@ def _metadata(x: Data) -> list[Call]:
 def _append(x: Data) -> list[Call]:
     new = (x.randn(3, 512).half(), x.randn(3, 64).half())
     caches = (x.randn(4, PAGE, 512).half(), x.randn(4, PAGE, 64).half())
-    places = (x.here(0, 0, -1), x.here(3, 17, 4))
+    places = (x.here(0, 1, -1), x.here(17, 4, 4))
 
     def append(ckv, kpe, owner, position, ckv_cache, kpe_cache, *table):
         ck.append_paged_mla_kv_cache(ckv, kpe, owner, position, ckv_cache, kpe_cache, *table)
         return ckv_cache.clone(), kpe_cache * 2
 
     indptr, indices, last = x.table_here
-    return [Call(append, (*new, *places, *caches, indices, indptr, last), writes=True)]
+    return [Call(append, (*new, *places, *caches, indices, indptr, last), writes=True, inputs=(0, 1))]
 
 
 @no_attention("mla.concat_and_cache_mla", gradients="warned")
@@ -86,7 +86,5 @@ def _concat(x: Data) -> list[Call]:
     new, slots = (x.randn(3, 512).half(), x.randn(3, 64).half()), x.here(35, -1, 18)
     quantized = (x.randn(4, PAGE, 576).to(torch.float8_e4m3fn), slots, x.one + 1)
     fp8 = lambda *t: mla.concat_and_cache_mla(*t[:4], "fp8", t[4])  # noqa: E731
-    return [
-        Call(lambda *t: mla.concat_and_cache_mla(*t), (*new, x.randn(4, PAGE, 576).half(), slots), writes=True),
-        Call(fp8, (*new, *quantized), writes=True),
-    ]
+    calls = [(lambda *t: mla.concat_and_cache_mla(*t), (x.randn(4, PAGE, 576).half(), slots)), (fp8, quantized)]
+    return [Call(run, (*new, *others), writes=True, inputs=(0, 1)) for run, others in calls]

@@ -21,7 +21,7 @@ def _merge_states(x: Data) -> list[Call]:
     return [Call(ck.merge_states, (y, s)) for y in (v, v.half(), v.double())]
 
 
-@no_attention("merge_state_in_place")
+@no_attention("merge_state_in_place", gradients="computed")
 def _merge_in_place(x: Data) -> list[Call]:
     def call(v, s, *others):
         ck.merge_state_in_place(v, s, *others)

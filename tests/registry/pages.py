@@ -18,7 +18,7 @@ def _new(x: Data) -> tuple[torch.Tensor, torch.Tensor]:
 
 @no_attention("append_paged_kv_cache", gradients="warned")
 def _append(x: Data) -> list[Call]:
-    places = (x.here(0, 0, -1), x.here(3, 17, 4))
+    places = (x.here(0, 1, -1), x.here(17, 4, 4))
     indptr, indices, last = x.table_here
     new, table = _new(x), (indices, indptr, last)
 
@@ -36,7 +36,7 @@ def _append(x: Data) -> list[Call]:
 
     wide = tuple(y.long() for y in places)
     return [
-        Call(run, (*new, *where, cache, *table), writes=True)
+        Call(run, (*new, *where, cache, *table), writes=True, inputs=(0, 1))
         for run, where, cache in (
             (stacked, places, x.cache),
             (stacked, wide, x.cache.float()),
@@ -66,10 +66,10 @@ def _append_by_slot(x: Data) -> list[Call]:
 
     separate = (x.cache[:, 0].clone(), x.cache[:, 1].clone())
     return [
-        Call(halves, (*new, x.cache, slots), writes=True),
-        Call(halves, (*new, x.cache.to(torch.float8_e4m3fn), slots), writes=True),
-        Call(side_by_side, (*new, torch.cat(separate, -1), slots.long(), *scales), writes=True),
-        Call(added, (*new, *separate, slots), writes=True),
+        Call(halves, (*new, x.cache, slots), writes=True, inputs=(0, 1)),
+        Call(halves, (*new, x.cache.to(torch.float8_e4m3fn), slots), writes=True, inputs=(0, 1)),
+        Call(side_by_side, (*new, torch.cat(separate, -1), slots.long(), *scales), writes=True, inputs=(0, 1)),
+        Call(added, (*new, *separate, slots), writes=True, inputs=(0, 1)),
     ]
 
 
@@ -95,7 +95,7 @@ def _turns(x: Data) -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
-@no_attention("apply_rope_with_cos_sin_cache")
+@no_attention("apply_rope_with_cos_sin_cache", gradients="computed")
 def _rope(x: Data) -> list[Call]:
     tensors = x.here(3, 0, 9), x.q[:3], x.k[:3]
     flat = tensors[0], x.q[:3].flatten(1), x.k[:3].flatten(1)
@@ -106,7 +106,7 @@ def _rope(x: Data) -> list[Call]:
     return [Call(rotate, (*tensors, _turns(x))), Call(rotate, (*flat, _turns(x)))]
 
 
-@no_attention("apply_rope_with_cos_sin_cache_inplace")
+@no_attention("apply_rope_with_cos_sin_cache_inplace", gradients="computed")
 def _rope_in_place(x: Data) -> list[Call]:
     def rotate(positions, q, k, table):
         ck.apply_rope_with_cos_sin_cache_inplace(positions, q, k, 64, table, False)
@@ -115,7 +115,7 @@ def _rope_in_place(x: Data) -> list[Call]:
     return [Call(rotate, (x.here(3, 0, 9), x.q[:3].clone(), x.k[:3].clone(), _turns(x)), writes=True)]
 
 
-@no_attention("rope_append_paged_kv_cache_by_slot")
+@no_attention("rope_append_paged_kv_cache_by_slot", gradients="warned")
 def _rope_append(x: Data) -> list[Call]:
     def step(q, k, v, positions, table, cache, slots, scale):
         ck.rope_append_paged_kv_cache_by_slot(q, k, v, positions, table, *cache.unbind(1), slots, 0.5, scale)
@@ -124,4 +124,4 @@ def _rope_append(x: Data) -> list[Call]:
     new = x.q[:3].clone(), *_new(x), x.here(3, 0, 9), _turns(x)
     slots, scale = x.here(35, -1, 18), x.randn(2).abs() + 1
     caches = (x.cache.clone(), x.cache.to(torch.float8_e4m3fn))
-    return [Call(step, (*new, cache, slots, scale), writes=True) for cache in caches]
+    return [Call(step, (*new, cache, slots, scale), writes=True, inputs=(1, 2)) for cache in caches]

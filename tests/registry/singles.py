@@ -128,5 +128,5 @@ def _stats(x: Data) -> list[Call]:
     return [
         Call(lambda stats: function(stats, 64, 0.1), (stats,)),
         Call(lambda stats: function(stats, 64, 0, 2.0), (stats,)),
-        Call(lambda stats, scale: function(stats, 64, scale), (stats, x.one)),
+        Call(lambda stats, scale: function(stats, 64, scale), (stats, x.one), inputs=(0,)),
     ]

@@ -22,7 +22,7 @@ def _paged(x: Data) -> list[Planned]:
     tensors = (x.q, x.cache)
 
     def plan(w):
-        w.plan(ints(0, 5), *x.table, *HEADS, PAGE, causal=True)
+        w.plan(x.rows, *x.table, *HEADS, PAGE, causal=True)
 
     def calls(w):
         return [
@@ -36,7 +36,7 @@ def _paged(x: Data) -> list[Planned]:
         ]
 
     name = "BatchPrefillWithPagedKVCacheWrapper"
-    buffers = graph_buffers(1, 4, x.device)
+    buffers = graph_buffers(2, 4, x.device)
     return [
         Planned(x.wrapper(name), plan, calls),
         Planned(getattr(ck, name)(x.target.workspace(), **buffers), plan, lambda w: calls(w)[:1]),
@@ -48,7 +48,7 @@ def _with_sinks(x: Data) -> list[Planned]:
     tensors = (x.q, x.cache, x.sinks)
 
     def plan(w):
-        w.plan(ints(0, 5), *x.table, *HEADS, PAGE, causal=True)
+        w.plan(x.rows, *x.table, *HEADS, PAGE, causal=True)
 
     def calls(w):
         older = lambda run: lambda q, cache, sinks: run(q, cache, causal=True, sinks=sinks)  # noqa: E731
@@ -65,7 +65,7 @@ def _with_sinks(x: Data) -> list[Planned]:
 @public("BatchPrefillWithRaggedKVCacheWrapper")
 def _ragged(x: Data) -> list[Planned]:
     def plan(w):
-        w.plan(ints(0, 2, 5), ints(0, 11, 20), *HEADS, causal=True, pos_encoding_mode="ALIBI")
+        w.plan(x.rows, ints(0, 11, 20), *HEADS, causal=True, pos_encoding_mode="ALIBI")
 
     def scaled(w):
         return lambda q, k, v, s: w.run(q, k, v, s, s[:2], s[:2], return_lse=True)
@@ -87,7 +87,7 @@ def _ragged(x: Data) -> list[Planned]:
 
 @public("BatchDecodeWithPagedKVCacheWrapper")
 def _decode(x: Data, w: Any = None) -> list[Planned]:
-    tensors = (x.q[:1], x.cache)
+    tensors = (x.q[:2], x.cache)
 
     def calls(w):
         return [
@@ -106,7 +106,7 @@ def _decode(x: Data, w: Any = None) -> list[Planned]:
 
 @public("CUDAGraphBatchDecodeWithPagedKVCacheWrapper")
 def _graph_decode(x: Data) -> list[Planned]:
-    buffers = [torch.zeros(n, dtype=torch.int32, device=x.device) for n in (2, 4, 1)]
+    buffers = [torch.zeros(n, dtype=torch.int32, device=x.device) for n in (3, 4, 2)]
     return _decode(x, ck.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(x.target.workspace(), *buffers))
 
 
@@ -118,7 +118,7 @@ def _fast_decode_plan(x: Data) -> list[Call]:
         ck.fast_decode_plan(w, *table, *HEADS, PAGE)
         return w.run(q, cache)
 
-    return [Call(call, (x.q[:1], x.cache, *x.table))]
+    return [Call(call, (x.q[:2], x.cache, *x.table))]
 
 
 @public("MultiLevelCascadeAttentionWrapper")
@@ -126,7 +126,7 @@ def _cascade(x: Data) -> list[Planned]:
     tensors = (x.q, x.cache)
 
     def plan(w):
-        levels = zip((ints(0, 5), ints(0, 1), ints(0), ints(PAGE)), (ints(0, 5), *x.table))
+        levels = zip((ints(0, 5), ints(0, 1), ints(0), ints(PAGE)), (x.rows, *x.table))
         w.plan(*map(list, levels), *HEADS, PAGE, causal=True)
 
     def calls(w):
@@ -141,7 +141,7 @@ def _cascade(x: Data) -> list[Planned]:
 
 @public("BatchDecodeWithSharedPrefixPagedKVCacheWrapper")
 def _shared_decode(x: Data) -> list[Planned]:
-    tensors = (x.q[:1], x.k, x.v, x.cache)
+    tensors = (x.q[:2], x.k, x.v, x.cache)
     calls = lambda w: [Call(w.forward, tensors), *_scaled(w, tensors)]  # noqa: E731
     plan = lambda w: w.plan(*x.table, *HEADS, PAGE)  # noqa: E731
     return [Planned(x.wrapper("BatchDecodeWithSharedPrefixPagedKVCacheWrapper"), plan, calls)]
@@ -156,7 +156,7 @@ def _shared_prefill(x: Data) -> list[Planned]:
     tensors = (x.q, x.k, x.v, x.cache)
 
     def plan(w):
-        w.plan(ints(0, 5), *x.table, *HEADS, PAGE)
+        w.plan(x.rows, *x.table, *HEADS, PAGE)
 
     def calls(w):
         w.forward(*tensors)  # which plans, where the page size and the dtypes are those of the tensors
