@@ -50,7 +50,7 @@ def _batch_pod(x: Data) -> list[Planned]:
 @public("BlockSparseAttentionWrapper")
 def _blocks(x: Data) -> list[Planned]:
     def planned(pattern: torch.Tensor | None) -> Planned:
-        lists = (ints(0, 1, 3), ints(1, 0, 1)) if pattern is None else (None, None)
+        lists = (None, None) if pattern is not None else (ints(0, 1, 3), ints(int(x.blocks[1, 0, 1]), 0, 1))
         plan = lambda w: w.plan(*lists, 5, 20, 3, 10, *HEADS, block_mask=pattern)  # noqa: E731
         return Planned(
             x.wrapper("BlockSparseAttentionWrapper"),
@@ -58,8 +58,7 @@ def _blocks(x: Data) -> list[Planned]:
             lambda w: _runs(w, x.qkv, "" if pattern is None else "by head"),
         )
 
-    pattern = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])
-    return [planned(None), planned(pattern)]
+    return [planned(None), planned(x.blocks)]
 
 
 def _runs(w, tensors: tuple[torch.Tensor, ...], label: str = "by head") -> list[Call]:
@@ -70,10 +69,9 @@ def _runs(w, tensors: tuple[torch.Tensor, ...], label: str = "by head") -> list[
 
 @public("VariableBlockSparseAttentionWrapper")
 def _blocks_of_heads(x: Data) -> list[Planned]:
-    pattern = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])
     sizes = (torch.tensor([[2, 3], [1, 4]]), torch.tensor([[8, 12], [10, 10]]))
     tensors = tuple(y.transpose(0, 1).contiguous() for y in x.qkv)
-    plan = lambda w: w.plan(pattern, *sizes, *HEADS, logits_soft_cap=2.0)  # noqa: E731
+    plan = lambda w: w.plan(x.blocks, *sizes, *HEADS, logits_soft_cap=2.0)  # noqa: E731
     return [Planned(x.wrapper("VariableBlockSparseAttentionWrapper"), plan, lambda w: _runs(w, tensors))]
 
 

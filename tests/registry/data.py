@@ -18,17 +18,20 @@ def ints(*numbers: int) -> torch.Tensor:
 
 class Data:
     """One request of 5 rows and 20 keys in tensors, and two requests of 20 and 9 keys in pages 1 to 3 (``table``), with
-    5 rows in all. Two of a target are equal."""
+    5 rows in all. Two of a target are equal, but for what wrappers plan: ``again`` has another plan."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, again: bool = False) -> None:
         self.target, self.device = target, target.device
         self.generator = torch.Generator().manual_seed(0)
         batch = make_batch([5], [20], *HEADS, device=target.device)
         self.q, self.k, self.v = self.qkv = batch.q, batch.k, batch.v
         self.kv = torch.stack([batch.k, batch.v], 1)
         self.cache = self.randn(4, 2, PAGE, 2, 64).half()
-        self.table = (ints(0, 2, 3), ints(1, 2, 3), ints(4, 9))
-        self.rows = ints(0, 2, 5)
+        self.table = (ints(0, 2, 3), ints(3, 0, 1) if again else ints(1, 2, 3), ints(4, 9))
+        self.rows = ints(0, 3, 5) if again else ints(0, 2, 5)
+        self.blocks = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])  # per head
+        if again:
+            self.blocks = ~self.blocks
         self.table_here = tuple(x.to(self.device) for x in self.table)
         self.sinks, self.one = self.randn(4), self.rand(1)
         self.state = (self.randn(5, 4, 64), self.randn(5, 4))

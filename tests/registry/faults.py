@@ -5,7 +5,6 @@ from __future__ import annotations
 from .entry import ENTRIES
 
 # Issue 52, fault 4: the reference and whatever joins tensors compute in the dtype of autocast, or raise.
-# On the CPU.
 UNDER_AUTOCAST = {name for name, entry in ENTRIES.items() if entry.attends or "rope" in name or name == "merge_state"}
 
 # Issue 52, faults 12 and 13: LSEs in another layout than the kernels' raise in the forward; scales in tensors are left
@@ -24,4 +23,15 @@ IN_COMPILED_BACKWARD = {
     **IN_BACKWARD,
     "BlockSparseAttentionWrapper": {"by head"},
     "VariableBlockSparseAttentionWrapper": {"by head"},
+}
+
+# Issue 52, fault 18: a shallow copy shares the inner wrappers, so that planning it changes the original.
+SHARED_BY_COPIES = {
+    "BatchAttention",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
 }
