@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise
-from registry import ENTRIES, Data, each
+from registry import ENTRIES, Data, Entry, each
 from registry.faults import UNDER_AUTOCAST
 from targets import Target
 
@@ -118,10 +118,30 @@ def disturbed(call: Callable[[], Any], stream: torch.cuda.Stream, chance: random
     return call()
 
 
-@each()
+# On a GPU also shapes of several tiles and KV splits, for each head dimension that all functions serve.
+SHAPES = [pytest.param({}, id="small")] + [
+    pytest.param({"heads": heads, "size": size}, id=f"{heads}-{size}", marks=pytest.mark.gpu)
+    for heads in ((4, 4, 64), (16, 2, 128), (8, 4, 256))
+    for size in (8, 32)
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@each(lambda entry: entry.attends)
+def test_bits_of_attention_are_the_same_in_every_run(target, entry, shape):
+    if target.is_reference and shape:
+        pytest.skip("the reference has no tiles")
+    check_bits(entry, target, **shape)
+
+
+@each(lambda entry: not entry.attends)
 def test_bits_are_the_same_in_every_run(target, entry):
+    check_bits(entry, target)
+
+
+def check_bits(entry: Entry, target: Target, **shape: Any) -> None:
     """The documentation promises it of all results. On a GPU also while another stream computes."""
-    for call in entry.calls(Data(target)):
+    for call in entry.calls(Data(target, **shape)):
         want = call()
         assert_same(call(), want)
         assert_same(call(call.copies()), want)  # at other addresses

@@ -19,7 +19,7 @@ def _attention(x: Data) -> list[Call]:
     out = ("out",)
 
     def varlen(q, k, v, cum_q, cum_kv, **options):
-        return ck.attention(q, k, v, cu_seqlens_q=cum_q, cu_seqlens_k=cum_kv, max_seqlen_q=5, **options)
+        return ck.attention(q, k, v, cu_seqlens_q=cum_q, cu_seqlens_k=cum_kv, max_seqlen_q=x.n, **options)
 
     def paged(q, cache, used, table, sinks, **p):
         k, v = cache.unbind(1)
@@ -40,17 +40,17 @@ def _attention(x: Data) -> list[Call]:
     def rotated(q, q_rope, k, k_rope):
         return ck.attention(q, k, k, q_rope=q_rope, k_rope=k_rope, causal=True)
 
-    offsets = (x.here(0, 5), x.here(0, 20))
-    bits = (x.rand(13) * 256).to(torch.uint8)
-    latent = (x.randn(1, 5, 4, 512).half(), x.randn(1, 5, 4, 64).half())
-    latent += (x.randn(1, 20, 1, 512).half(), x.randn(1, 20, 1, 64).half())
+    offsets = (x.sizes_here(0, 5), x.sizes_here(0, 20))
+    bits = (x.rand(-(-x.n * x.m // 128) * 16) * 256).to(torch.uint8)
+    latent = (x.randn(1, x.n, x.heads[0], 512).half(), x.randn(1, x.n, x.heads[0], 64).half())
+    latent += (x.randn(1, x.m, 1, 512).half(), x.randn(1, x.m, 1, 64).half())
     return [
         Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, out),
         Call(lambda *t, **p: varlen(*t, **every, **p), (*x.qkv, *offsets), out, label="returns LSE"),
-        Call(paged, (dense[0], x.cache, x.here(20), x.here(1, 2)[None], x.sinks), out),
+        Call(paged, (dense[0], x.cache, x.sizes_here(20), x.here(1, 2)[None], x.sinks), out),
         Call(listed, (x.q[:4].unflatten(0, (2, 2)), x.cache, *x.table_here), out, label="returns LSE"),
         Call(scaled, (*dense, x.sinks.abs(), *[x.one] * 3), label="scales"),
-        Call(masked, (*x.qkv, *offsets, bits, x.here(0, 13))),
+        Call(masked, (*x.qkv, *offsets, bits, x.here(0, bits.numel()))),
         Call(rotated, latent),
     ]
 
@@ -58,33 +58,33 @@ def _attention(x: Data) -> list[Call]:
 @public("trtllm_batch_decode_with_kv_cache")
 def _trtllm_decode(x: Data) -> list[Call]:
     function, unread = ck.trtllm_batch_decode_with_kv_cache, x.target.workspace(16)
-    tensors = (x.q, x.cache, x.here(1, 2)[None], x.here(20))
+    tensors = (x.q, x.cache, x.here(1, 2)[None], x.sizes_here(20))
 
     def call(q, cache, table, used, *scales, **options):
         scales = scales or (0.2,)
-        return function(q, cache, unread, table, used, 20, *scales, q_len_per_req=5, kv_layout="NHD", **options)
+        return function(q, cache, unread, table, used, x.m, *scales, q_len_per_req=x.n, kv_layout="NHD", **options)
 
     def with_sinks(q, cache, table, used, sinks, **p):
         return call(q, cache, table, used, sinks=[sinks], **p)
 
     def of_offsets(q, cache, table, used, cum_q):
-        return call(q, cache, table, used, cum_seq_lens_q=cum_q, max_q_len=5, out_dtype="bfloat16")
+        return call(q, cache, table, used, cum_seq_lens_q=cum_q, max_q_len=x.n, out_dtype="bfloat16")
 
     return [
         Call(call, tensors, ("out",)),
         Call(lambda *t: call(*t, 0.5, window_left=3, return_lse=True), (*tensors, x.one), label="scales"),
         Call(with_sinks, (*tensors, x.sinks), ("out",)),
-        Call(of_offsets, (*tensors, x.here(0, 5))),
+        Call(of_offsets, (*tensors, x.sizes_here(0, 5))),
     ]
 
 
 @public("xqa_batch_decode_with_kv_cache")
 def _xqa_decode(x: Data) -> list[Call]:
     function, unread = ck.xqa_batch_decode_with_kv_cache, x.target.workspace(16)
-    tensors = (x.q, x.cache, x.here(1, 2)[None], x.here(20))
+    tensors = (x.q[:5], x.cache, x.here(1, 2)[None], x.sizes_here(20))
 
     def call(q, cache, table, used, mask=None, **options):
-        return function(q, cache, unread, table, used, 20, 0.2, 0.5, q_len_per_req=5, mask=mask, **options)
+        return function(q, cache, unread, table, used, x.m, 0.2, 0.5, q_len_per_req=5, mask=mask, **options)
 
     return [Call(call, tensors, ("out",)), Call(call, (*tensors, (x.rand(1, 5, 4) * 32).to(torch.uint8)), label="mask")]
 
@@ -92,10 +92,10 @@ def _xqa_decode(x: Data) -> list[Call]:
 @public("trtllm_batch_context_with_kv_cache")
 def _trtllm_context(x: Data) -> list[Call]:
     function, unread = ck.trtllm_batch_context_with_kv_cache, x.target.workspace(16)
-    tensors = (x.q, x.cache, x.here(1, 2)[None], x.here(20), x.here(0, 5), x.here(0, 20))
+    tensors = (x.q, x.cache, x.here(1, 2)[None], x.sizes_here(20), x.sizes_here(0, 5), x.sizes_here(0, 20))
 
     def call(q, cache, table, used, cum_q, cum_kv, bmm1=0.2, **options):
-        lengths = (5, 20, bmm1, 1.0, 1, cum_q, cum_kv)
+        lengths = (x.n, x.m, bmm1, 1.0, 1, cum_q, cum_kv)
         return function(q, cache, unread, table, used, *lengths, kv_layout="NHD", **options)
 
     scaled = lambda *t: call(*t, causal=False, window_left=3, return_lse=True)  # noqa: E731

@@ -6,7 +6,7 @@ import torch
 
 import cutlass_kernels as ck
 
-from .data import HEADS, PAGE, Data, ints
+from .data import Data, ints
 from .entry import Call, Planned, no_attention, public
 
 
@@ -15,7 +15,7 @@ def _mixed(x: Data) -> list[Planned]:
     half = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
 
     def plan(w):
-        w.plan(x.rows, *x.table[:2], ints(20, 9), *HEADS, 64, PAGE, causal=True, **half)
+        w.plan(x.rows, *x.table[:2], x.sizes(20, 9), *x.heads, x.heads[2], x.page, causal=True, **half)
 
     def calls(w):
         options = dict(k_scale=0.5, v_scale=2.0, logits_soft_cap=2.0)
@@ -27,18 +27,18 @@ def _mixed(x: Data) -> list[Planned]:
 
 @public("PODWithPagedKVCacheWrapper")
 def _pod(x: Data) -> list[Planned]:
-    tensors = (*x.qkv, x.randn(2, 4, 64).half(), x.cache)
+    tensors = (*x.qkv, x.step, x.cache)
     other = dict(causal_p=True, sm_scale_p=0.2, v_scale=2.0)
     calls = lambda w: [Call(run, tensors, apart=True) for run in (w.run, lambda *t: w.run(*t, **other))]  # noqa: E731
-    return [Planned(x.wrapper("PODWithPagedKVCacheWrapper"), lambda w: w.plan(*x.table, *HEADS, PAGE), calls)]
+    return [Planned(x.wrapper("PODWithPagedKVCacheWrapper"), lambda w: w.plan(*x.table, *x.heads, x.page), calls)]
 
 
 @public("BatchPODWithPagedKVCacheWrapper")
 def _batch_pod(x: Data) -> list[Planned]:
-    tensors = (x.q, x.cache, x.randn(2, 4, 64).half(), x.cache)
+    tensors = (x.q, x.cache, x.step, x.cache)
 
     def plan(w):
-        w.plan(x.rows, *x.table, ints(0, 1, 2), *x.table, *HEADS, PAGE)
+        w.plan(x.rows, *x.table, ints(0, 1, 2), *x.table, *x.heads, x.page)
 
     def calls(w):
         pairs = lambda *t: [y for pair in w.run(*t, causal_p=True, return_lse=True) for y in pair]  # noqa: E731
@@ -51,7 +51,7 @@ def _batch_pod(x: Data) -> list[Planned]:
 def _blocks(x: Data) -> list[Planned]:
     def planned(pattern: torch.Tensor | None) -> Planned:
         lists = (None, None) if pattern is not None else (ints(0, 1, 3), ints(int(x.blocks[1, 0, 1]), 0, 1))
-        plan = lambda w: w.plan(*lists, 5, 20, 3, 10, *HEADS, block_mask=pattern)  # noqa: E731
+        plan = lambda w: w.plan(*lists, x.n, x.m, 3 * x.size, 10 * x.size, *x.heads, block_mask=pattern)  # noqa: E731
         return Planned(
             x.wrapper("BlockSparseAttentionWrapper"),
             plan,
@@ -69,9 +69,9 @@ def _runs(w, tensors: tuple[torch.Tensor, ...], label: str = "by head") -> list[
 
 @public("VariableBlockSparseAttentionWrapper")
 def _blocks_of_heads(x: Data) -> list[Planned]:
-    sizes = (torch.tensor([[2, 3], [1, 4]]), torch.tensor([[8, 12], [10, 10]]))
+    sizes = [torch.tensor([[2, 3], [1, 4]] * (x.heads[1] // 2)), torch.tensor([[8, 12], [10, 10]] * (x.heads[1] // 2))]
     tensors = tuple(y.transpose(0, 1).contiguous() for y in x.qkv)
-    plan = lambda w: w.plan(x.blocks, *sizes, *HEADS, logits_soft_cap=2.0)  # noqa: E731
+    plan = lambda w: w.plan(x.blocks, *(y * x.size for y in sizes), *x.heads, logits_soft_cap=2.0)  # noqa: E731
     return [Planned(x.wrapper("VariableBlockSparseAttentionWrapper"), plan, lambda w: _runs(w, tensors))]
 
 

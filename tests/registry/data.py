@@ -18,22 +18,27 @@ def ints(*numbers: int) -> torch.Tensor:
 
 class Data:
     """One request of 5 rows and 20 keys in tensors, and two requests of 20 and 9 keys in pages 1 to 3 (``table``), with
-    5 rows in all. Two of a target are equal, but for what wrappers plan: ``again`` has another plan."""
+    5 rows in all. Two of a target are equal, but for what wrappers plan: ``again`` has another plan.
 
-    def __init__(self, target: Any, again: bool = False) -> None:
+    ``size`` multiplies all lengths, and so the size of a page."""
+
+    def __init__(self, target: Any, heads: tuple[int, int, int] = HEADS, size: int = 1, again: bool = False) -> None:
         self.target, self.device = target, target.device
         self.generator = torch.Generator().manual_seed(0)
-        batch = make_batch([5], [20], *HEADS, device=target.device)
+        self.heads, self.size = heads, size
+        self.n, self.m, self.page = 5 * size, 20 * size, PAGE * size
+        batch = make_batch([self.n], [self.m], *heads, device=target.device)
         self.q, self.k, self.v = self.qkv = batch.q, batch.k, batch.v
         self.kv = torch.stack([batch.k, batch.v], 1)
-        self.cache = self.randn(4, 2, PAGE, 2, 64).half()
-        self.table = (ints(0, 2, 3), ints(3, 0, 1) if again else ints(1, 2, 3), ints(4, 9))
-        self.rows = ints(0, 3, 5) if again else ints(0, 2, 5)
-        self.blocks = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]])  # per head
+        self.cache = self.randn(4, 2, self.page, *heads[1:]).half()
+        self.step = self.randn(2, *heads[::2]).half()  # queries of a decode step
+        self.table = (ints(0, 2, 3), ints(3, 0, 1) if again else ints(1, 2, 3), self.sizes(4, 9))
+        self.rows = self.sizes(0, 3, 5) if again else self.sizes(0, 2, 5)
+        self.blocks = torch.tensor([[[True, False], [True, True]], [[False, True], [True, False]]] * (heads[1] // 2))
         if again:
             self.blocks = ~self.blocks
         self.table_here = tuple(x.to(self.device) for x in self.table)
-        self.sinks, self.one = self.randn(4), self.rand(1)
+        self.sinks, self.one = self.randn(heads[0]), self.rand(1)
         self.state = (self.randn(5, 4, 64), self.randn(5, 4))
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -41,6 +46,12 @@ class Data:
 
     def rand(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self.generator).to(self.device)
+
+    def sizes(self, *lengths: int) -> torch.Tensor:
+        return ints(*lengths) * self.size
+
+    def sizes_here(self, *lengths: int) -> torch.Tensor:
+        return self.sizes(*lengths).to(self.device)
 
     def here(self, *numbers: int) -> torch.Tensor:
         return ints(*numbers).to(self.device)

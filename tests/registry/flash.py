@@ -19,7 +19,7 @@ def _func(x: Data) -> list[Call]:
         scales = dict(q_descale=q_scale, k_descale=k_scale, v_descale=v_scale)
         return flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes, **scales)
 
-    scales = (x.rand(1, 4), x.rand(1, 2), x.rand(1, 2))
+    scales = (x.rand(1, x.heads[0]), x.rand(1, x.heads[1]), x.rand(1, x.heads[1]))
     return [
         Call(lambda *t, **p: flash_attn.flash_attn_func(*t, causal=True, **p), dense, ("out",)),
         Call(lambda *t, **p: flash_attn.flash_attn_func(*t, **every, **p), dense, ("out",), label="returns LSE"),
@@ -30,10 +30,10 @@ def _func(x: Data) -> list[Call]:
 @public("flash_attn.flash_attn_qkvpacked_func")
 def _packed(x: Data) -> list[Call]:
     function = lambda *t, **o: flash_attn.flash_attn_qkvpacked_func(*t, **o)  # noqa: E731
-    keys = [y[None, :5] for y in (x.k, x.v)]
+    keys = [y[None, : x.n] for y in (x.k, x.v)]
     return [
         Call(lambda qkv: function(qkv, causal=True), (torch.stack([x.q[None]] * 3, 2),)),
-        Call(lambda qkv: function(qkv, num_heads_q=4), (torch.cat([x.q[None], *keys], 2),)),
+        Call(lambda qkv: function(qkv, num_heads_q=x.heads[0]), (torch.cat([x.q[None], *keys], 2),)),
     ]
 
 
@@ -43,12 +43,12 @@ def _varlen(x: Data) -> list[Call]:
 
     def paged(q, cache, cum_q, used, table, sinks, **p):
         given = dict(seqused_k=used, block_table=table, s_aux=sinks, causal=True, return_softmax_lse=True)
-        return function(q, *cache.unbind(1), cum_q, None, 5, 20, **given, **p)
+        return function(q, *cache.unbind(1), cum_q, None, x.n, x.m, **given, **p)
 
-    offsets = (x.here(0, 5), x.here(0, 20))
-    pages = (x.q, x.cache, offsets[0], x.here(20), x.here(1, 2)[None], x.sinks.bfloat16())
+    offsets = (x.sizes_here(0, 5), x.sizes_here(0, 20))
+    pages = (x.q, x.cache, offsets[0], x.sizes_here(20), x.here(1, 2)[None], x.sinks.bfloat16())
     return [
-        Call(lambda *t, **p: function(*t, 5, 20, causal=True, **p), (*x.qkv, *offsets), ("out",)),
+        Call(lambda *t, **p: function(*t, x.n, x.m, causal=True, **p), (*x.qkv, *offsets), ("out",)),
         Call(paged, pages, ("out",), label="returns LSE"),
     ]
 
@@ -57,7 +57,7 @@ def _varlen(x: Data) -> list[Call]:
 def _with_cache(x: Data) -> list[Call]:
     function = lambda *t, **o: flash_attn.flash_attn_with_kvcache(*t, **o)  # noqa: E731
     caches = tuple(y.clone() for y in x.cache.unbind(1))
-    new = (x.k[None, :5], x.v[None, :5])
+    new = (x.k[None, : x.n], x.v[None, : x.n])
 
     def seen(q, k_cache, v_cache, used, table, **p):
         return function(q, k_cache, v_cache, cache_seqlens=used, page_table=table, causal=True, **p)
@@ -66,12 +66,12 @@ def _with_cache(x: Data) -> list[Call]:
         given = dict(cache_seqlens=used, page_table=table, rotary_cos=cos, rotary_sin=sin, causal=True)
         return function(q, k_cache, v_cache, k, v, **given, return_softmax_lse=True)
 
-    angles, table = x.rand(40, 16), x.here(1, 2)[None]
+    angles, table = x.rand(40 * x.size, 16), x.here(1, 2)[None]
     turns = (angles.cos().half(), angles.sin().half())
     q = x.q[None]
     return [
-        Call(seen, (q, *caches, x.here(20), table), ("out",)),
-        Call(appends, (q, *caches, *new, x.here(20), table, *turns), writes=True, inputs=(0,), label="appends"),
+        Call(seen, (q, *caches, x.sizes_here(20), table), ("out",)),
+        Call(appends, (q, *caches, *new, x.sizes_here(20), table, *turns), writes=True, inputs=(0,), label="appends"),
     ]
 
 
@@ -83,4 +83,5 @@ def _combine(x: Data) -> list[Call]:
 
 @no_attention("flash_attn.get_scheduler_metadata")
 def _metadata(x: Data) -> list[Call]:
-    return [Call(lambda lens: flash_attn.get_scheduler_metadata(1, 5, 20, 4, 2, 64, lens, causal=True), (x.here(20),))]
+    sizes = (1, x.n, x.m, *x.heads)
+    return [Call(lambda lens: flash_attn.get_scheduler_metadata(*sizes, lens, causal=True), (x.sizes_here(20),))]

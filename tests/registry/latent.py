@@ -7,19 +7,19 @@ import torch
 import cutlass_kernels as ck
 from cutlass_kernels import mla
 
-from .data import PAGE, Data, ints
+from .data import Data
 from .entry import Call, Planned, no_attention, public
 
 
 @public("BatchMLAPagedAttentionWrapper")
 def _wrapper(x: Data) -> list[Planned]:
-    queries = (x.randn(5, 4, 512).half(), x.randn(5, 4, 64).half())
-    tensors = (*queries, x.randn(4, PAGE, 512).half(), x.randn(4, PAGE, 64).half())
-    packed = (x.randn(5, 4, 576).half(), x.randn(4, PAGE, 576).half(), x.randn(4), x.randn(1).abs())
+    queries = (x.randn(x.n, x.heads[0], 512).half(), x.randn(x.n, x.heads[0], 64).half())
+    tensors = (*queries, x.randn(4, x.page, 512).half(), x.randn(4, x.page, 64).half())
+    packed = (x.randn(x.n, x.heads[0], 576).half(), x.randn(4, x.page, 576).half(), x.sinks, x.randn(1).abs())
 
     def plan(w):
         half = (torch.float16, torch.float16)
-        w.plan(x.rows, *x.table[:2], ints(20, 9), 4, 512, 64, PAGE, True, 0.07, *half)
+        w.plan(x.rows, *x.table[:2], x.sizes(20, 9), x.heads[0], 512, 64, x.page, True, 0.07, *half)
 
     def calls(w):
         if x.target.backend == "fa3":  # scales in tensors are fa2's
@@ -38,11 +38,12 @@ def _wrapper(x: Data) -> list[Planned]:
 
 @public("mla.trtllm_batch_decode_with_kv_cache_mla")
 def _trtllm(x: Data) -> list[Call]:
-    tensors = (x.randn(1, 5, 4, 576).half(), x.randn(4, PAGE, 576).half(), x.here(1, 2)[None], x.here(20))
+    pages = (x.randn(4, x.page, 576).half(), x.here(1, 2)[None], x.sizes_here(20))
+    tensors = (x.randn(1, x.n, x.heads[0], 576).half(), *pages)
     unread = x.target.workspace(16)
 
     def call(q, cache, table, used, **options):
-        sizes = (unread, 128, 512, 64, table, used, 20)
+        sizes = (unread, 128, 512, 64, table, used, x.m)
         return mla.trtllm_batch_decode_with_kv_cache_mla(q, cache, *sizes, bmm1_scale=0.1, **options)
 
     lse = lambda *t, **p: call(*t[:4], sinks=t[4], return_lse=True, **p)  # noqa: E731
@@ -54,7 +55,8 @@ def _trtllm(x: Data) -> list[Call]:
 
 @public("mla.flash_mla_with_kvcache")
 def _flash_mla(x: Data) -> list[Call]:
-    tensors = (x.randn(1, 5, 4, 576).half(), x.randn(4, PAGE, 1, 576).half(), x.here(1, 2)[None], x.here(20))
+    pages = (x.randn(4, x.page, 1, 576).half(), x.here(1, 2)[None], x.sizes_here(20))
+    tensors = (x.randn(1, x.n, x.heads[0], 576).half(), *pages)
 
     def call(*tensors, **places):
         return mla.flash_mla_with_kvcache(*tensors, 512, *mla.get_mla_metadata(), causal=True, **places)
@@ -70,7 +72,7 @@ def _metadata(x: Data) -> list[Call]:
 @no_attention("append_paged_mla_kv_cache", gradients="warned")
 def _append(x: Data) -> list[Call]:
     new = (x.randn(3, 512).half(), x.randn(3, 64).half())
-    caches = (x.randn(4, PAGE, 512).half(), x.randn(4, PAGE, 64).half())
+    caches = (x.randn(4, x.page, 512).half(), x.randn(4, x.page, 64).half())
     places = (x.here(0, 1, -1), x.here(17, 4, 4))
 
     def append(ckv, kpe, owner, position, ckv_cache, kpe_cache, *table):
@@ -84,7 +86,7 @@ def _append(x: Data) -> list[Call]:
 @no_attention("mla.concat_and_cache_mla", gradients="warned")
 def _concat(x: Data) -> list[Call]:
     new, slots = (x.randn(3, 512).half(), x.randn(3, 64).half()), x.here(35, -1, 18)
-    quantized = (x.randn(4, PAGE, 576).to(torch.float8_e4m3fn), slots, x.one + 1)
+    quantized = (x.randn(4, x.page, 576).to(torch.float8_e4m3fn), slots, x.one + 1)
     fp8 = lambda *t: mla.concat_and_cache_mla(*t[:4], "fp8", t[4])  # noqa: E731
-    calls = [(lambda *t: mla.concat_and_cache_mla(*t), (x.randn(4, PAGE, 576).half(), slots)), (fp8, quantized)]
+    calls = [(lambda *t: mla.concat_and_cache_mla(*t), (x.randn(4, x.page, 576).half(), slots)), (fp8, quantized)]
     return [Call(run, (*new, *others), writes=True, inputs=(0, 1)) for run, others in calls]

@@ -39,7 +39,7 @@ ALONE = dict(threads=False, compiles="no")
 
 @public("distributed.cp_prefill", **ALONE)
 def _prefill(x: Data) -> list[Call]:
-    whole = lambda *t: distributed.cp_prefill(*t, kv_seqlens=[20], causal=True, return_lse=True)  # noqa: E731
+    whole = lambda *t: distributed.cp_prefill(*t, kv_seqlens=[x.m], causal=True, return_lse=True)  # noqa: E731
     return [Call(_in_a_group(whole), x.qkv)]
 
 
@@ -48,7 +48,7 @@ def _decode(x: Data) -> list[Call]:
     def call(q, k, v, used, table, group):
         return distributed.dcp_decode(q, k, v, group, seqused_k=used, page_table=table)
 
-    tensors = (x.q[None, :1], *(y.clone() for y in x.cache.unbind(1)), x.here(20), x.here(1, 2)[None])
+    tensors = (x.q[None, :1], *(y.clone() for y in x.cache.unbind(1)), x.sizes_here(20), x.here(1, 2)[None])
     return [Call(_in_a_group(call), tensors)]
 
 

@@ -24,7 +24,7 @@ def _prefill(x: Data, function: Any, returns_lse: bool) -> list[Call]:
         run = lambda *t, **p: call(*t, names=tuple(named), **rest, **p)  # noqa: E731
         return Call(run, (*tensors, *named.values()), places)
 
-    mask = x.rand(5, 20) < 0.5
+    mask = x.rand(x.n, x.m) < 0.5
     every = dict(k_scale=2.0, v_scale=0.7, window_left=3, logits_soft_cap=2.0, sm_scale=0.2)
     every |= {} if returns_lse else {"return_lse": True}
     return [
@@ -33,7 +33,7 @@ def _prefill(x: Data, function: Any, returns_lse: bool) -> list[Call]:
         case((x.q, x.k.transpose(0, 1), x.v.transpose(0, 1)), kv_layout="HND", pos_encoding_mode="ROPE_LLAMA"),
         case(custom_mask=mask, sinks=x.sinks, o_dtype="float16"),
         case(packed_custom_mask=ck.packbits(mask.flatten(), "little")),
-        case(scale_q=x.sinks.abs(), scale_k=x.sinks[:2].abs(), scale_v=x.sinks[:2].abs()),
+        case(scale_q=x.sinks.abs(), scale_k=x.sinks[: x.heads[1]].abs(), scale_v=x.sinks[: x.heads[1]].abs()),
     ]
 
 
@@ -66,7 +66,7 @@ def _decode(x: Data) -> list[Call]:
 @public("batch_decode_with_shared_prefix_padded_kv_cache")
 def _padded(x: Data) -> list[Call]:
     function = ck.batch_decode_with_shared_prefix_padded_kv_cache
-    own = [torch.stack([y] * 5) for y in (x.k, x.v)]
+    own = [torch.stack([y] * x.n) for y in (x.k, x.v)]
     swapped = [y.transpose(-3, -2) for y in (x.k, x.v, *own)]
     return [
         Call(function, (x.q, x.k, x.v, *own)),
@@ -77,8 +77,8 @@ def _padded(x: Data) -> list[Call]:
 @public("trtllm_fmha_v2_prefill")
 def _fused(x: Data) -> list[Call]:
     unread = x.target.workspace(16)
-    offsets = (x.here(0, 5), x.here(0, 20))
-    several = (x.here(0, 2, 5), x.here(0, 11, 20))
+    offsets = (x.sizes_here(0, 5), x.sizes_here(0, 20))
+    several = (x.sizes_here(0, 2, 5), x.sizes_here(0, 11, 20))
 
     def call(qkv: Any, layout: str, q_len: int, kv_len: int, cum_q: Any, cum_kv: Any, *scales: Any, **more: Any) -> Any:
         lengths = cum_kv[1:] - cum_kv[:-1]
@@ -88,21 +88,25 @@ def _fused(x: Data) -> list[Call]:
         )
 
     def contiguous(offsets: Any = offsets, **options: Any) -> Call:
-        run = lambda q, kv, *t, **p: call((q, kv), "CONTIGUOUS_Q_KV", 5, 20, *t, **options, **p)  # noqa: E731
+        run = lambda q, kv, *t, **p: call((q, kv), "CONTIGUOUS_Q_KV", x.n, x.m, *t, **options, **p)  # noqa: E731
         return Call(run, (x.q, x.kv, *offsets), ("out",))
 
     def separate(q, k, v, *t):
         return call((q, k, v), "SEPARATE_Q_K_V", len(q), len(k), *t)
 
     def scaled(q, kv, cum_q, cum_kv, scale, sinks):
-        return call((q, kv), "CONTIGUOUS_Q_KV", 5, 20, cum_q, cum_kv, scale, scale, sinks=[sinks])
+        return call((q, kv), "CONTIGUOUS_Q_KV", x.n, x.m, cum_q, cum_kv, scale, scale, sinks=[sinks])
 
-    def paged(q, cache, cum_q, cum_kv, table, **p):
-        return call((q, cache), "Q_PAGED_KV_NHD", 5, 20, cum_q, cum_kv, block_tables=table, **p)
+    def paged(q, cache, cum_q, cum_kv, table, **more):
+        return call((q, cache), "Q_PAGED_KV_NHD", x.n, x.m, cum_q, cum_kv, block_tables=table, **more)
+
+    def capped(*tensors):
+        window = dict(mask_mode="sliding_window", window_left=2 * x.size)
+        return paged(*tensors, logits_soft_cap_scale=10.0, **window)
 
     def heads_first(q, cache, cum_q, cum_kv, table, **p):
         given = dict(block_tables=table, pos_encoding_mode="alibi")
-        return call((q, cache), "Q_PAGED_KV_HND", 5, 20, cum_q, cum_kv, **given, **p)
+        return call((q, cache), "Q_PAGED_KV_HND", x.n, x.m, cum_q, cum_kv, **given, **p)
 
     return [
         contiguous(),
@@ -110,10 +114,11 @@ def _fused(x: Data) -> list[Call]:
         contiguous(save_softmax_stats=True, mask_mode="padding", pos_encoding_mode="alibi"),
         contiguous(mask_mode="sliding_window", window_left=4, logits_soft_cap_scale=3.0, out_dtype="float16"),
         contiguous(mask_mode="chunked", chunked_attention_size=8, skip_softmax_threshold_scale_factor=1e-3),
-        Call(lambda qkv, *t: call(qkv, "PACKED_QKV", 5, 5, *t), (torch.stack([x.q] * 3, 1), *[x.here(0, 5)] * 2)),
+        Call(lambda qkv, cum: call(qkv, "PACKED_QKV", x.n, x.n, cum, cum), (torch.stack([x.q] * 3, 1), offsets[0])),
         Call(separate, (*x.qkv, *offsets)),
         Call(scaled, (x.q, x.kv, *offsets, x.one, x.sinks), label="scales"),
         Call(paged, (x.q, x.cache, *offsets, x.here(1, 2)[None]), ("out",)),
+        Call(capped, (x.q, x.cache, *offsets, x.here(1, 2)[None])),
         Call(
             heads_first,
             (x.q, x.cache.transpose(2, 3).contiguous(), *several, torch.stack([x.here(1, 2), x.here(3, 0)])),

@@ -9,7 +9,7 @@ from problems import graph_buffers
 
 import cutlass_kernels as ck
 
-from .data import HEADS, PAGE, Data, ints
+from .data import Data, ints
 from .entry import Call, Planned, public
 
 BOTH = ("out", "lse")
@@ -22,7 +22,7 @@ def _paged(x: Data) -> list[Planned]:
     tensors = (x.q, x.cache)
 
     def plan(w):
-        w.plan(x.rows, *x.table, *HEADS, PAGE, causal=True)
+        w.plan(x.rows, *x.table, *x.heads, x.page, causal=True)
 
     def calls(w):
         return [
@@ -48,7 +48,7 @@ def _with_sinks(x: Data) -> list[Planned]:
     tensors = (x.q, x.cache, x.sinks)
 
     def plan(w):
-        w.plan(x.rows, *x.table, *HEADS, PAGE, causal=True)
+        w.plan(x.rows, *x.table, *x.heads, x.page, causal=True)
 
     def calls(w):
         older = lambda run: lambda q, cache, sinks: run(q, cache, causal=True, sinks=sinks)  # noqa: E731
@@ -65,10 +65,10 @@ def _with_sinks(x: Data) -> list[Planned]:
 @public("BatchPrefillWithRaggedKVCacheWrapper")
 def _ragged(x: Data) -> list[Planned]:
     def plan(w):
-        w.plan(x.rows, ints(0, 11, 20), *HEADS, causal=True, pos_encoding_mode="ALIBI")
+        w.plan(x.rows, x.sizes(0, 11, 20), *x.heads, causal=True, pos_encoding_mode="ALIBI")
 
     def scaled(w):
-        return lambda q, k, v, s: w.run(q, k, v, s, s[:2], s[:2], return_lse=True)
+        return lambda q, k, v, s: w.run(q, k, v, s, s[: x.heads[1]], s[: x.heads[1]], return_lse=True)
 
     def calls(w):
         forward = dict(logits_soft_cap=2.0, return_lse=True, lse_layout="HN")
@@ -101,7 +101,7 @@ def _decode(x: Data, w: Any = None) -> list[Planned]:
 
     if w is None:
         w = x.wrapper("BatchDecodeWithPagedKVCacheWrapper")
-    return [Planned(w, lambda w: w.plan(*x.table, *HEADS, PAGE), calls)]
+    return [Planned(w, lambda w: w.plan(*x.table, *x.heads, x.page), calls)]
 
 
 @public("CUDAGraphBatchDecodeWithPagedKVCacheWrapper")
@@ -115,7 +115,7 @@ def _fast_decode_plan(x: Data) -> list[Call]:
     w = x.wrapper("BatchDecodeWithPagedKVCacheWrapper")
 
     def call(q, cache, *table):
-        ck.fast_decode_plan(w, *table, *HEADS, PAGE)
+        ck.fast_decode_plan(w, *table, *x.heads, x.page)
         return w.run(q, cache)
 
     return [Call(call, (x.q[:2], x.cache, *x.table))]
@@ -126,8 +126,8 @@ def _cascade(x: Data) -> list[Planned]:
     tensors = (x.q, x.cache)
 
     def plan(w):
-        levels = zip((ints(0, 5), ints(0, 1), ints(0), ints(PAGE)), (x.rows, *x.table))
-        w.plan(*map(list, levels), *HEADS, PAGE, causal=True)
+        levels = zip((x.sizes(0, 5), ints(0, 1), ints(0), ints(x.page)), (x.rows, *x.table))
+        w.plan(*map(list, levels), *x.heads, x.page, causal=True)
 
     def calls(w):
         return [
@@ -143,7 +143,7 @@ def _cascade(x: Data) -> list[Planned]:
 def _shared_decode(x: Data) -> list[Planned]:
     tensors = (x.q[:2], x.k, x.v, x.cache)
     calls = lambda w: [Call(w.forward, tensors), *_scaled(w, tensors)]  # noqa: E731
-    plan = lambda w: w.plan(*x.table, *HEADS, PAGE)  # noqa: E731
+    plan = lambda w: w.plan(*x.table, *x.heads, x.page)  # noqa: E731
     return [Planned(x.wrapper("BatchDecodeWithSharedPrefixPagedKVCacheWrapper"), plan, calls)]
 
 
@@ -156,7 +156,7 @@ def _shared_prefill(x: Data) -> list[Planned]:
     tensors = (x.q, x.k, x.v, x.cache)
 
     def plan(w):
-        w.plan(x.rows, *x.table, *HEADS, PAGE)
+        w.plan(x.rows, *x.table, *x.heads, x.page)
 
     def calls(w):
         w.forward(*tensors)  # which plans, where the page size and the dtypes are those of the tensors
