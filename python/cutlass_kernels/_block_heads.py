@@ -219,8 +219,11 @@ def results(
             found = run()
     if found is not None:
         lse = _args.lse_output(lse, tuple(found.shape), found.device)
-        with torch.no_grad():
+        if is_traced():  # what the operator returned has a backward, which goes along
             lse.copy_(found)
+        else:
+            with torch.no_grad():
+                lse.copy_(found)
     result = (out, lse) if return_lse else out
     if not is_traced() and wants_grad(*inputs, out, lse):
         return forward_only(result, (out, lse), *inputs)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from compare import assert_bitwise
-from compiled_calls import CALLS
-from compiled_data import Call, Data
 from problems import make_batch
-from registry import Call, Data, Entry, each, several, usual
-from registry.faults import IN_BACKWARD, IN_COMPILED_BACKWARD
+from registry import Call, Data, each, several, usual
 
 import cutlass_kernels as ck
 from cutlass_kernels import flash_attn
@@ -32,11 +28,6 @@ def fresh_dynamo():
 refused = each(lambda entry: entry.gradients == "refused")
 
 
-def calls_of(entry: Entry, target: Any, faults: dict[str, set[str]] = IN_BACKWARD) -> list[Call]:
-    calls = [x for x in entry.calls(Data(target)) if x.label not in faults.get(entry.name, ())]
-    return calls or pytest.skip("issue 52")
-
-
 def assert_raises_in_backward(*results: torch.Tensor) -> None:
     for x in results:
         assert x.requires_grad
@@ -46,7 +37,7 @@ def assert_raises_in_backward(*results: torch.Tensor) -> None:
 
 @refused
 def test_every_result_raises_in_backward(target, entry):
-    for call in calls_of(entry, target):
+    for call in entry.calls(Data(target)):
         want = several(call.run(*call.copies()))
         assert not any(x.requires_grad for x in want)
         for tensors in call.with_grad():
@@ -63,7 +54,7 @@ def test_every_result_raises_in_backward(target, entry):
 
 @refused
 def test_every_place_raises_in_backward(target, entry):
-    calls = [call for call in calls_of(entry, target) if call.places]
+    calls = [call for call in entry.calls(Data(target)) if call.places]
     if not calls:
         pytest.skip("this function writes to no tensor of the caller")
     for call in calls:
@@ -182,9 +173,9 @@ def _options(x: Data) -> list[Call]:
     given = lambda t: dict(zip(names, t[3:]))  # noqa: E731
     scales = lambda t: dict(zip(names[:4], t[3:7]))  # noqa: E731
     return [
-        (lambda *t: ck.attention(*t[:3], **given(t), return_lse=True), tensors),
-        (lambda *t: ck.attention(*(y[0] for y in t[:3]), **given(t), return_lse=True), tensors),
-        (lambda *t: flash_attn.flash_attn_func(*t[:3], **scales(t), return_attn_probs=True), tensors[:-1]),
+        Call(lambda *t: ck.attention(*t[:3], **given(t), return_lse=True), tensors),
+        Call(lambda *t: ck.attention(*(y[0] for y in t[:3]), **given(t), return_lse=True), tensors),
+        Call(lambda *t: flash_attn.flash_attn_func(*t[:3], **scales(t), return_attn_probs=True), tensors[:-1]),
     ]
 
 
@@ -202,22 +193,19 @@ def _places(x: Data) -> list[Call]:
         return function(q, cache, unread, 128, 512, 64, *places, 20, bmm1_scale=0.1, lse=lse), lse
 
     zeros = torch.zeros(5, 4, device=x.device)
-    return [(decode, (x.q, x.cache, zeros)), (latent_decode, (*latent, zeros)), (latent_decode, (*latent, zeros[None]))]
+    return [
+        Call(decode, (x.q, x.cache, zeros), inputs=(0, 1)),
+        Call(latent_decode, (*latent, zeros), inputs=(0, 1)),
+        Call(latent_decode, (*latent, zeros[None]), inputs=(0, 1)),
+    ]
 
 
-_OTHERS = ("append", "rope", "merge", "get_", "bits", "list_", "explain", "fast_", "convert", "stats")
-FORWARD_ONLY = {name: make for name, make in CALLS.items() if not any(word in name for word in _OTHERS)}
-FORWARD_ONLY |= {"options": _options, "places": _places}
-
-
-@pytest.mark.parametrize("name", FORWARD_ONLY)
-def test_every_tensor_counts(target, name):
-    for function, tensors in FORWARD_ONLY[name](Data(target)):
-        for at in (i for i, x in enumerate(tensors) if x.is_floating_point() and bool(x.any())):
-            given = [x.clone().requires_grad_() * 1 if i == at else x.clone() for i, x in enumerate(tensors)]
-            results = function(*given)
-            results = [x for x in (results if isinstance(results, (tuple, list)) else (results,)) if x.requires_grad]
-            assert results, f"tensor {at} of shape {tuple(tensors[at].shape)} is lost"
+@pytest.mark.parametrize("make", [_options, _places], ids=["options", "places"])
+def test_every_tensor_counts(target, make):
+    for call in make(Data(target)):
+        for tensors in call.with_grad():
+            results = [x for x in several(call.run(*tensors)) if x.requires_grad]
+            assert results, "a tensor is lost"
             assert_raises_in_backward(*results)
 
 
@@ -265,7 +253,7 @@ def test_calls_that_were_made_without_gradients_before(target):
 
 @each(lambda entry: entry.gradients == "refused" and entry.compiles != "no")
 def test_compiled_calls_raise_in_backward(target, entry):
-    for call in calls_of(entry, target, IN_COMPILED_BACKWARD):
+    for call in entry.calls(Data(target)):
         torch._dynamo.reset()
         compiled = torch.compile(call.run, fullgraph=True, backend="aot_eager")
         tensors = call.with_grad()[0]

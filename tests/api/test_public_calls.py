@@ -15,7 +15,6 @@ import pytest
 import torch
 from compare import assert_bitwise
 from registry import ENTRIES, Data, Entry, each
-from registry.faults import UNDER_AUTOCAST
 from targets import Target
 
 import cutlass_kernels as ck
@@ -153,7 +152,7 @@ def check_bits(entry: Entry, target: Target, **shape: Any) -> None:
         torch.cuda.synchronize()
 
 
-@each(skip=dict.fromkeys(UNDER_AUTOCAST, "issue 52, fault 4"))
+@each()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_changes_nothing(target, entry, dtype):
     kind = target.device.split(":")[0]

@@ -30,13 +30,11 @@ def usual(name: str, target: Any) -> Call:
     return ENTRIES[entry].calls(Data(target))[number]
 
 
-def each(chosen: Callable[[Entry], bool] = lambda entry: True, skip: dict[str, str] | None = None) -> Any:
-    """Parametrizes a test by the chosen entries. ``skip``: reasons by name."""
+def each(chosen: Callable[[Entry], bool] = lambda entry: True) -> Any:
+    """Parametrizes a test by the chosen entries."""
     found = []
     for name, entry in ENTRIES.items():
         marks = [] if entry.attends else [pytest.mark.runs_nothing("computes no attention")]
-        if name in (skip or {}):
-            marks.append(pytest.mark.skip(reason=skip[name]))
         if chosen(entry):
             found.append(pytest.param(entry, id=name, marks=marks))
     return pytest.mark.parametrize("entry", found)

@@ -46,6 +46,7 @@ def _attention(x: Data) -> list[Call]:
     latent += (x.randn(1, x.m, 1, 512).half(), x.randn(1, x.m, 1, 64).half())
     return [
         Call(lambda *t, **p: ck.attention(*t, causal=True, **p), dense, out),
+        Call(lambda *t: ck.attention(*t[:3], sinks=[t[3]], o_dtype="float16"), (*dense, x.sinks)),
         Call(lambda *t, **p: varlen(*t, **every, **p), (*x.qkv, *offsets), out, label="returns LSE"),
         Call(paged, (dense[0], x.cache, x.sizes_here(20), x.here(1, 2)[None], x.sinks), out),
         Call(listed, (x.q[:4].unflatten(0, (2, 2)), x.cache, *x.table_here), out, label="returns LSE"),

@@ -30,6 +30,7 @@ def _wrapper(x: Data) -> list[Planned]:
         return [
             Call(w.run, tensors, ("out",)),
             Call(lambda *t, **p: w.run(*t, **e, **p), tensors, ("out", "lse"), label="returns LSE"),
+            Call(lambda *t: w.run(*t[:4], sinks=[t[4]]), (*tensors, x.sinks)),
             Call(run, packed[: 3 if x.target.backend == "fa3" else 4], label="scales"),
         ]
 
