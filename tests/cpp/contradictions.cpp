@@ -126,8 +126,6 @@ std::vector<Case> sizes() {
   add(ragged, "must lie between 0 and", [](auto& p) { p.total_q = kMostTokens + 1; });
   add(ragged, "must lie between 0 and", [](auto& p) { p.total_kv = kMostTokens + 1; });
   add(ragged, "must lie between 0 and", [](auto& p) { p.total_q = -2; });
-  add(single, nullptr, [](auto& p) { p.total_kv = (1 << 30) - 1; });
-  add(single, "of one request must be at most", [](auto& p) { p.total_kv = 1 << 30; });
   add(ragged, "fixed_split_size=-7 must not be negative", [](auto& p) { p.fixed_split_size = -7; });
   add(ragged, "num_splits=-1 must not be negative", [](auto& p) { p.num_splits = -1; });
   add(paged, "must lie between 0 and", [](auto& p) { p.total_kv = -2; });

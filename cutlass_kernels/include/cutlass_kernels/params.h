@@ -116,7 +116,7 @@ struct AttentionParams {
   std::int32_t head_dim_vo = 0;
 
   // Requests. Lengths live on the device; the host knows only the totals. A request whose offsets do not
-  // lie inside the totals, or that has 2^30 keys or more, is not computed, its output not written.
+  // lie inside the totals is not computed, its output not written.
   std::int32_t batch_size = 1;
   /// [batch_size + 1], device: cu_seqlens_q. Null: every request has max_qo_len rows, and total_q is batch_size times
   /// that. (A single request with neither indptrs nor seqused is as long as q and k.)

@@ -60,14 +60,11 @@ template <class P>
 CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const P& p, int batch) {
   const std::int32_t begin =
       p.kv_indptr == nullptr ? batch * kv_stride_request(p) : p.kv_indptr[batch];
-  std::int32_t length = p.max_kv_len;
   if (p.seqused_k != nullptr) {
-    length = used_keys(p, batch);
-    if (p.kv_indptr == nullptr && length > p.max_kv_len) length = -1;
-  } else if (p.kv_indptr != nullptr) {
-    length = p.kv_indptr[batch + 1] - begin;
+    const std::int32_t used = used_keys(p, batch);
+    return {begin, p.kv_indptr == nullptr && used > p.max_kv_len ? -1 : used};
   }
-  return {begin, length <= kMaxKeys ? length : -1};
+  return {begin, p.kv_indptr == nullptr ? p.max_kv_len : p.kv_indptr[batch + 1] - begin};
 }
 
 // In a page table with a row per request.

@@ -160,7 +160,6 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
     problem.causal = false;
     problem.chunk_size = 0;
   }
-  problem.chunk_size = std::min(problem.chunk_size, kMaxKeys + 1);  // all keys; its end has 32 bits
   // Kernels look at either.
   if (problem.causal) problem.window_right = 0;
   problem.causal = problem.window_right == 0;

@@ -180,10 +180,6 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
            " must lie between 0 and " + number(kMaxTokens) +
            ": the offsets in qo_indptr and kv_indptr are 32-bit.";
   }
-  if (!is_batch(params) && params.total_kv > kMaxKeys) {
-    return "total_kv=" + number(params.total_kv) + " of one request must be at most " +
-           number(kMaxKeys) + ": attend to parts of its keys, and merge the results.";
-  }
   for (const auto& [name, value] :
        {std::pair("sm_scale", params.sm_scale),
         std::pair("logits_soft_cap", params.logits_soft_cap),
