@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,6 +240,32 @@ class Contract:
             raise ValueError("scale_mode='kv-per-tensor' is planned: pass ckv_scale and kpe_scale to run().")
         if self.use_sinks and not sinks:
             raise ValueError("use_sinks=True is planned: pass sinks to run().")
+
+    def scaled(
+        self, ckv_scale: Any, kpe_scale: Any, q_nope: torch.Tensor, q_pe: torch.Tensor
+    ) -> tuple[float | None, float | None, torch.Tensor, torch.Tensor]:
+        """The factors of keys and of values, and queries that make the first one common to both parts of a key."""
+        if ckv_scale is None and kpe_scale is None:
+            return None, None, q_nope, q_pe
+        if self.kv_dtype not in FP8_DTYPES:
+            raise ValueError(f"ckv_scale and kpe_scale are for fp8 caches, but {self.kv_dtype} is planned.")
+        factors = []
+        for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+            _args.one_factor(name, value)
+            _args.no_gradient(name, value)
+            factors.append(1.0 if value is None else float(value))
+            if not (math.isfinite(factors[-1]) and factors[-1] > 0):
+                raise ValueError(f"{name}={value} must be finite and positive.")
+        ckv, kpe = factors
+        if ckv == kpe or q_pe.size(-1) == 0:
+            return ckv, ckv, q_nope, q_pe
+        if q_pe.dtype in FP8_DTYPES:
+            raise ValueError(
+                f"ckv_scale={ckv_scale} and kpe_scale={kpe_scale} differ, which fp8 queries do not allow for: use "
+                "one scale, or 16-bit queries."
+            )
+        # The smaller factor goes to the queries: a quotient above 1 could make them overflow.
+        return (ckv, ckv, q_nope, q_pe * (kpe / ckv)) if kpe < ckv else (kpe, ckv, q_nope * (ckv / kpe), q_pe)
 
 
 def contract(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -13,9 +12,9 @@ from ._attention import attention
 from ._autograd import written
 from ._copying import Part
 from ._describe import describe_latent
+from ._dry_run import DryRun
 from ._mla_plan import MLAPlanMetadata
 from ._options import Result
-from ._problem import FP8_DTYPES
 from ._signatures import typed_as
 from ._tracing import is_traced
 
@@ -23,7 +22,7 @@ _NAME = "BatchMLAPagedAttentionWrapper"
 _BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
-class BatchMLAPagedAttentionWrapper(Part):
+class BatchMLAPagedAttentionWrapper(DryRun, Part):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form, over a paged cache.
 
     For decode steps, draft tokens and short appends. All heads share the keys: a latent vector ``ckv`` of 512 columns,
@@ -58,7 +57,6 @@ class BatchMLAPagedAttentionWrapper(Part):
         torch.Size([2, 16, 512])
     """
 
-    _dry_run = False  # plan without writing anything; see workspace_size
     _pin_memory_int_workspace_buffer: torch.Tensor | None = None  # FlashInfer's plans need one; engines pass it on
 
     def __init__(
@@ -109,11 +107,6 @@ class BatchMLAPagedAttentionWrapper(Part):
     def __repr__(self) -> str:
         return describe_latent(self)
 
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether index data is kept in the buffers given to the constructor."""
-        return self._use_cuda_graph
-
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
@@ -137,14 +130,6 @@ class BatchMLAPagedAttentionWrapper(Part):
             self._int_workspace_buffer = _args.workspace("int_workspace_buffer", int_workspace_buffer)
         self._float_workspace_buffer, self.device = buffer, buffer.device
         self._contract = None
-
-    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Bytes ``(float_workspace, int_workspace)`` that plan() with the same arguments, and its runs, need: 16 each,
-        as runs take their memory from PyTorch. Arguments are checked as in plan(). Nothing is planned or written."""
-        probe = copy.copy(self)
-        probe._dry_run = True
-        type(self).plan(probe, *args, **kwargs)  # not a function that is bound to this wrapper
-        return 16, 16  # a buffer of this size has an address
 
     def plan(
         self,
@@ -402,7 +387,7 @@ class BatchMLAPagedAttentionWrapper(Part):
             _args.one_factor(what, value)
         kv, bmm = (ckv_scale, kpe_scale), (bmm1_scale, bmm2_scale)
         contract.check_run(out, wants_lse, base_e, kv, bmm, sinks is not None)
-        k_descale, values, q_nope, q_pe = self._scaled(ckv_scale, kpe_scale, q_nope, q_pe)
+        k_descale, values, q_nope, q_pe = contract.scaled(ckv_scale, kpe_scale, q_nope, q_pe)
         sm_scale, q_descale, v_descale = self._sm_scale, None, values if bmm2_scale is None else bmm2_scale
         if isinstance(bmm1_scale, torch.Tensor):
             sm_scale, q_descale = 1.0, bmm1_scale
@@ -478,34 +463,6 @@ class BatchMLAPagedAttentionWrapper(Part):
                 "rows, or plan again."
             )
         _vectors.enough_pages("kv_indices", self._page_bound, ckv_cache)
-
-    def _scaled(
-        self, ckv_scale: Any, kpe_scale: Any, q_nope: torch.Tensor, q_pe: torch.Tensor
-    ) -> tuple[float | None, float | None, torch.Tensor, torch.Tensor]:
-        """The factors of keys and of values, and queries that make the first one common to both parts of a key."""
-        assert self._contract is not None
-        if ckv_scale is None and kpe_scale is None:
-            return None, None, q_nope, q_pe
-        dtype = self._contract.kv_dtype
-        if dtype not in FP8_DTYPES:
-            raise ValueError(f"ckv_scale and kpe_scale are for fp8 caches, but {dtype} is planned.")
-        factors = []
-        for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
-            _args.one_factor(name, value)
-            _args.no_gradient(name, value)
-            factors.append(1.0 if value is None else float(value))
-            if not (math.isfinite(factors[-1]) and factors[-1] > 0):
-                raise ValueError(f"{name}={value} must be finite and positive.")
-        ckv, kpe = factors
-        if ckv == kpe or not self._dims[1]:
-            return ckv, ckv, q_nope, q_pe
-        if q_pe.dtype in FP8_DTYPES:
-            raise ValueError(
-                f"ckv_scale={ckv_scale} and kpe_scale={kpe_scale} differ, which fp8 queries do not allow for: use "
-                "one scale, or 16-bit queries."
-            )
-        # The smaller factor goes to the queries: a quotient above 1 could make them overflow.
-        return (ckv, ckv, q_nope, q_pe * (kpe / ckv)) if kpe < ckv else (kpe, ckv, q_nope * (ckv / kpe), q_pe)
 
 
 class _Planner:

@@ -7,7 +7,6 @@ mask, scale, cap, window and encoding are attributes of the wrapper that take ef
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,16 +18,15 @@ from ._autograd import written
 from ._batch import Batch, Index
 from ._copying import Copied
 from ._describe import describe
+from ._dry_run import LEAST_WORKSPACE, DryRun
 from ._options import Options, Result, RunArgs, Shape
 from ._plan import Place, Plan, request_of
 from ._problem import Copies, Mask, MultiItem, Offsets, PagedKv, Pages, RaggedKv, Split, Vector
 from ._select import KERNEL_BACKENDS
 from ._tracing import is_traced
 
-_LEAST_WORKSPACE = 16  # bytes: no plan is told that it needs an empty buffer
 
-
-class BatchPrefillWrapper(Copied):
+class BatchPrefillWrapper(DryRun, Copied):
     """Base of the paged and the ragged wrapper. Attributes with an underscore are read by serving engines."""
 
     _causal = Option()
@@ -39,8 +37,6 @@ class BatchPrefillWrapper(Copied):
     _rope_scale = Option()
     _rope_theta = Option()
     _use_fp16_qk_reduction = Option("fp16_qk_reduction")
-    _dry_run = False  # plan without writing anything; see workspace_size
-    _needed = (_LEAST_WORKSPACE, _LEAST_WORKSPACE)  # what a dry run found
     _qo_indptr_buf = IndexBuffer()
     _pin_memory_int_workspace_buffer: torch.Tensor | None = None  # FlashInfer's plans need one; engines pass it on
 
@@ -99,11 +95,6 @@ class BatchPrefillWrapper(Copied):
         """What the constructor was told, or what the environment puts in its place."""
         return _select.asked_for(self._requested_backend)
 
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether index data is kept in the buffers given to the constructor."""
-        return self._use_cuda_graph
-
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
@@ -140,19 +131,6 @@ class BatchPrefillWrapper(Copied):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
-
-    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Bytes ``(float_workspace, int_workspace)`` that plan() with the same arguments, and its runs, need.
-
-        The float workspace holds the partial results of KV splits. Both sizes are at least 16, so that a buffer of this
-        size has an address. Nothing is planned or written.
-
-        If qo_indptr is a CUDA tensor, its last element is read back: unlike plan(), this waits for the device.
-        """
-        probe = copy.copy(self)
-        probe._dry_run = True
-        type(self).plan(probe, *args, **kwargs)  # not a function that is bound to this wrapper
-        return probe._needed
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` with ``return_lse=True``."""
@@ -412,7 +390,7 @@ class BatchPrefillWrapper(Copied):
                     # The rows of the vector that was given: the buffers of a CUDA graph do not hold it yet.
                     offsets.total_q = int(indices["qo_indptr_buf"].tensor[-1])
                 partial_bytes, list_bytes = _kernels.workspace_size(plan.backend, plan.request, offsets)
-                self._needed = max(partial_bytes, _LEAST_WORKSPACE), max(list_bytes + tail, _LEAST_WORKSPACE)
+                self._needed = max(partial_bytes, LEAST_WORKSPACE), max(list_bytes + tail, LEAST_WORKSPACE)
                 return
             self._make_schedule(plan, offsets, indices, tail)
         elif self._dry_run:
