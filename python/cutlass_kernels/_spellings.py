@@ -133,11 +133,12 @@ def _has_scales(args: tuple[Any, ...]) -> bool:
 
 def refuse_others(owner: Any, given: dict[str, Any], known: frozenset[str]) -> None:
     """TypeError for a keyword of ``owner.run()`` that is not ``known``, which names the caller's class."""
-    for name in given.keys() - known:
-        raise TypeError(
-            f"{type(owner).__name__}.run() got an unexpected keyword argument {name!r}: masks and scales of logits are "
-            "arguments of plan()."
-        )
+    for name in given:  # one by one: PyTorch 2.11 cannot trace a difference of sets
+        if name not in known:
+            raise TypeError(
+                f"{type(owner).__name__}.run() got an unexpected keyword argument {name!r}: masks and scales of logits "
+                "are arguments of plan()."
+            )
 
 
 def unsupported(owner: str, remedy: str, **arguments: Any) -> None:

@@ -1,7 +1,7 @@
 // A consumer warpgroup: S = Q K^T, softmax and O += P V for its 64 query rows of every tile of the CTA.
 //
-// This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h) calls them in this
-// order:
+// This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h, of e4m3
+// main_loop_fp8.h) calls them in this order:
 //   scores.h        begins a tile; S = Q K^T of a KV block
 //   exchange.h      of a pair of CTAs: the other one's part of S
 //   logits.h        from S to logits: scales, soft cap, ALiBi, masks
@@ -34,6 +34,9 @@ struct Consumer {
   using ProbabilityFragment = std::uint32_t[kPRegisters];  // P (2, BLK_N / 4), packed
   using OutputFragment = float[kDvo / 2];                  // O (2, D_VO / 4)
   using RowFactors = float[2];                             // (2)
+  // Sums of a thread's part of each row, of e4m3 in two halves.
+  static constexpr int kRowSums = kFp8 ? 4 : 2;
+  using RowSums = float[kRowSums];  // (2, halves)
 
   // Under a causal mask the first warpgroup of a tile may see no key of the tile's last KV block.
   static constexpr bool kSkips = !Tile::kPacked && Tile::kBlockM - kWarpgroupRows >= kN;
@@ -45,17 +48,20 @@ struct Consumer {
 
   // Lazy maximum: the maximum of a KV block is taken in a tile's first block, where an interval mask hides keys (but in
   // the general variant), and for softmax statistics. Elsewhere P = 2^(x - m) uses the m there is. If a thread's part
-  // of a row then sums to kSumLimit or more, the block is done again with its own maximum: P must fit its type (fp16),
-  // and O must stay far from 2^127 where V is large. A block without a larger x needs no m of its own: P, sums and O
-  // are floating-point numbers relative to 2^m, whatever m is. P of e4m3 ends at 448. A sum below 256 contains no
-  // larger P; above, P itself is inspected (holds()).
+  // of a row, of e4m3 half of it, then sums to kSumLimit or more, the block is done again with its own maximum: P must
+  // fit its type, and O must stay far from 2^127 where V is large. A block without a larger x needs no m of its own: P,
+  // sums and O are floating-point numbers relative to 2^m, whatever m is. P of e4m3 ends at 448.
   static constexpr bool kLazyMax = Tile::kLazyMax && !kSkipsNegligible;
-  static constexpr float kSumLimit = kFp8                            ? 0x1p8f
+  static constexpr float kSumLimit = kFp8                            ? 448.0f
                                      : std::is_same_v<Element, fp16> ? 0x1p15f
                                                                      : 0x1p30f;
   // log2 of the P that belongs to the maximum. P of e4m3 has 3 mantissa bits down to 2^-6. With 2^4 as its largest
   // value it keeps them for 2^10 below the maximum, and may grow 2^4-fold before another maximum must be taken.
   static constexpr int kLift = kFp8 ? 4 : 0;
+  // By how much x of e4m3 may exceed m in a block that is done again. Not by more than the lift: then no sum of half a
+  // part reaches kSumLimit before there is a larger x, else a row could be done again in every block.
+  static constexpr float kHeadroomAgain = float(kLift);
+  static_assert(!kFp8 || kN / 8 * 0x1p4f < kSumLimit);
 
   // The logits_scale of a head, which only the device knows, is folded into the scale of the softmax.
   static constexpr bool kFoldsScale = kFp8 && kLogits == Logits::kTransformed;
@@ -115,6 +121,11 @@ struct Consumer {
   CUTE_DEVICE bool compute_tiles();
   CUTE_DEVICE void drain_tile();
 
+  // main_loop_fp8.h
+  CUTE_DEVICE bool compute_fp8_tiles();
+  CUTE_DEVICE void compute_probabilities(ProbabilityFragment& p, OutputFragment& o, bool first);
+  CUTE_DEVICE bool compute_logits(ScoreFragment& s);
+
   // scores.h
   CUTE_DEVICE bool begin_tile();
   CUTE_DEVICE float softmax_scale() const;
@@ -138,11 +149,12 @@ struct Consumer {
   CUTE_DEVICE float headroom() const;
   CUTE_DEVICE static void find_maximum(const ScoreFragment& s, RowFactors& row_max);
   CUTE_DEVICE bool are_negligible(const RowFactors& row_max) const;
-  CUTE_DEVICE bool raise_to(RowFactors& row_max, RowFactors& factor);
-  CUTE_DEVICE bool raise_maximum(const ScoreFragment& s, RowFactors& factor);
+  CUTE_DEVICE bool raise_to(RowFactors& row_max, RowFactors& factor, float headroom);
+  CUTE_DEVICE bool raise_maximum(const ScoreFragment& s, RowFactors& factor, float headroom);
   CUTE_DEVICE void take_exponentials(const ScoreFragment& s, ProbabilityFragment& p,
-                                     RowFactors& sum) const;
-  CUTE_DEVICE static bool holds(const RowFactors& sum, const ProbabilityFragment& p);
+                                     RowSums& sum) const;
+  CUTE_DEVICE static bool fits(const RowSums& sum, int r);
+  CUTE_DEVICE void add_sums(const RowSums& sum);
 
   // exchange.h
   CUTE_DEVICE void return_receive_buffer() const;
@@ -150,6 +162,7 @@ struct Consumer {
 
   // values.h
   CUTE_DEVICE void issue_output(OutputFragment& o, ProbabilityFragment& p, bool accumulate);
+  CUTE_DEVICE void add_output(OutputFragment& o, ProbabilityFragment& p);
   CUTE_DEVICE void skip_values();
   CUTE_DEVICE static void rescale(OutputFragment& o, const RowFactors& factor);
   CUTE_DEVICE void store(OutputFragment& o, const OnlineSoftmax<2>& of_tile, int slot);

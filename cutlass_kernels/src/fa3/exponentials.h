@@ -49,34 +49,35 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::are_negligible(const RowFacto
   return all_agree(below);
 }
 
-// Raises m where a row's maximum leaves no headroom. Returns whether O must be multiplied by `factor`.
+// Raises m where a row's maximum exceeds it by more than `headroom`. Returns whether O must be multiplied by `factor`.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max,
-                                                            RowFactors& factor) {
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max, RowFactors& factor,
+                                                            float headroom) {
   bool raised = false;
-  if (__any_sync(0xffffffffu, softmax.exceeds(row_max, headroom()))) {
+  if (__any_sync(0xffffffffu, softmax.exceeds(row_max, headroom))) {
     OnlineSoftmax<2>::reduce_max(row_max);
-    softmax.template raise<kLift>(row_max, [&](int r, float f) { factor[r] = f; }, headroom());
+    softmax.template raise<kLift>(row_max, [&](int r, float f) { factor[r] = f; }, headroom);
     raised = true;
   }
   return raised;
 }
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_maximum(const ScoreFragment& s,
-                                                                 RowFactors& factor) {
+                                                                 RowFactors& factor,
+                                                                 float headroom) {
   float row_max[2];  // (row)
   find_maximum(s, row_max);
-  return raise_to(row_max, factor);
+  return raise_to(row_max, factor, headroom);
 }
 
-// P = 2^(scale s - m), packed, and its row sums. S stays as it is, for a block that must be done again. The unit of
-// the exponentials takes eight times as long as the others and leaves seven of eight issue slots: sums and packing go
-// there.
+// P = 2^(scale s - m), packed, and its sums. S stays as it is. The unit of the exponentials takes eight times as long as
+// the others and leaves seven of eight issue slots: sums and packing go there.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::take_exponentials(const ScoreFragment& s,
                                                                      ProbabilityFragment& p,
-                                                                     RowFactors& sum) const {
-  sum[0] = sum[1] = 0.0f;
+                                                                     RowSums& sum) const {
+  CUTE_UNROLL
+  for (float& x : sum) x = 0.0f;
   CUTE_UNROLL
   for (int i = 0; i < kPRegisters; ++i) {
     const int r = i % 2;
@@ -88,8 +89,8 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::take_exponentials(const Score
     if constexpr (kFp8) {  // eight keys on: V lies in that order, see transpose_values.h
       const float p2 = exp2_unordered(fmaf(s[first + 4], softmax.scale, softmax.minus_m[r]));
       const float p3 = exp2_unordered(fmaf(s[first + 5], softmax.scale, softmax.minus_m[r]));
-      sum[r] += p2;
-      sum[r] += p3;
+      sum[kRowSums - 2 + r] += p2;
+      sum[kRowSums - 2 + r] += p3;
       p[i] = Operand::pack(p0, p1, p2, p3);
     } else {
       p[i] = Operand::pack(p0, p1);
@@ -97,17 +98,17 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::take_exponentials(const Score
   }
 }
 
-// Whether P with these sums fits its type.
+// Whether P of a row fits its type.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::holds(const RowFactors& sum,
-                                                         const ProbabilityFragment& p) {
-  const bool small = sum[0] < kSumLimit && sum[1] < kSumLimit;
-  if constexpr (!kFp8) return small;
-  if (__all_sync(0xffffffffu, small)) return true;
-  std::uint32_t carries = 0;  // adding 8 to a byte of 256 or more, or of NaN, sets its highest bit
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::fits(const RowSums& sum, int r) {
+  return sum[r] < kSumLimit && sum[kRowSums - 2 + r] < kSumLimit;
+}
+
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_sums(const RowSums& sum) {
   CUTE_UNROLL
-  for (int i = 0; i < kPRegisters; ++i) carries |= p[i] + 0x08080808u;
-  return (carries & 0x80808080u) == 0;
+  for (int r = 0; r < 2; ++r)
+    softmax.partial_sum[r] += kFp8 ? sum[r] + sum[kRowSums - 2 + r] : sum[r];
 }
 
 }  // namespace cutlass_kernels::fa3

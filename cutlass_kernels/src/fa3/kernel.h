@@ -31,7 +31,8 @@
 // producer warpgroup, warps 4 and 5, may help. Of e4m3:
 //   below 16-bit queries  bytes are gathered from pages of any size, and four warps of a second producer warpgroup
 //                         convert them to stages of 16 bits (convert_keys.h)
-//   throughout            warp 1 loads Q, K and V (load_fp8.h), and warps 2 and 3 transpose V (transpose_values.h)
+//   throughout            warp 1 loads Q, K and V (load_fp8.h), warps 2 and 3 transpose V (transpose_values.h), and
+//                         O is a sum in fp32 of the P V of KV blocks (main_loop_fp8.h)
 //
 // Of head dimension 512, a pair of CTAs computes a tile, each half of its columns (pair.h).
 //

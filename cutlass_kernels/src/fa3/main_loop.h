@@ -1,4 +1,4 @@
-// Consumer: the loop over tiles and their KV blocks.
+// Consumer: the loop over tiles and their KV blocks, of 16 bits.
 //
 // All tiles of a CTA form one stream of KV blocks without a gap: while the last P V of a tile runs, the first S of
 // the next tile is computed and its exponentials are taken. In a tile, KV blocks run from the last to the first.
@@ -11,6 +11,7 @@
 #include "fa3/exchange.h"
 #include "fa3/exponentials.h"
 #include "fa3/logits.h"
+#include "fa3/main_loop_fp8.h"
 #include "fa3/scores.h"
 #include "fa3/tma.h"
 #include "fa3/values.h"
@@ -20,6 +21,13 @@ namespace cutlass_kernels::fa3 {
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::run() {
   bool found = begin_tile();
+  const auto compute = [&] {
+    if constexpr (kFp8) {
+      return compute_fp8_tiles();
+    } else {
+      return compute_tiles();
+    }
+  };
   if constexpr (Tile::kPacked) {
     while (true) {
       while (found && !has_rows) {
@@ -27,10 +35,10 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::run() {
         found = begin_tile();
       }
       if (!found) return;
-      found = compute_tiles();
+      found = compute();
     }
   } else if (found) {
-    compute_tiles();
+    compute();
     if (lane == 0) tma_store_wait();  // TMA reads shared memory until its stores are done
   }
 }
@@ -61,7 +69,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
   OutputFragment o;       // (2, D_VO / 4)
   ProbabilityFragment p;  // (2, BLK_N / 4)
   RowFactors factor;      // of O, when m is raised
-  RowFactors sum;
+  RowSums sum;
   bool found = false;
   softmax = OnlineSoftmax<2>(softmax_scale());
 
@@ -76,7 +84,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
   add_peer_scores(s);
   transform(s);
   if (needs_mask()) apply_mask(s);
-  raise_maximum(s, factor);
+  raise_maximum(s, factor, headroom());
   take_exponentials(s, p, softmax.partial_sum);
   if (Tile::kPingPong && warpgroup == Tile::kConsumers - 1) end_turn();  // warpgroup 0 begins
 
@@ -132,10 +140,10 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
       float row_max[2];  // (row)
       find_maximum(s, row_max);
       negligible = !last && are_negligible(row_max);
-      if (!negligible) raised = raise_to(row_max, factor);
+      if (!negligible) raised = raise_to(row_max, factor, headroom());
     } else if (!lazy) {
       __syncwarp();  // keeps this a branch
-      raised = raise_maximum(s, factor);
+      raised = raise_maximum(s, factor, headroom());
     }
 
     // P V is done: its V stage may be refilled, and O stored or rescaled.
@@ -158,15 +166,13 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     if (!(kSkipsNegligible && negligible)) {
       take_exponentials(s, p, sum);
       if constexpr (kLazyMax) {
-        const bool fits = holds(sum, p);
-        if (lazy && unlikely(!__all_sync(0xffffffffu, fits))) {
+        if (lazy && unlikely(!__all_sync(0xffffffffu, fits(sum, 0) && fits(sum, 1)))) {
           __syncwarp();  // keeps this a branch
-          if (raise_maximum(s, factor)) rescale(o, factor);
+          if (raise_maximum(s, factor, headroom())) rescale(o, factor);
           take_exponentials(s, p, sum);
         }
       }
-      softmax.partial_sum[0] += sum[0];
-      softmax.partial_sum[1] += sum[1];
+      add_sums(sum);
     }
   }
 

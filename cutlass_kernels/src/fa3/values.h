@@ -8,27 +8,53 @@
 
 namespace cutlass_kernels::fa3 {
 
-// Starts O (+)= P V with the V stage at v_ring.
+// Starts O (+)= P V with the V stage at v_ring, of 16 bits.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_output(OutputFragment& o,
                                                                 ProbabilityFragment& p,
                                                                 bool accumulate) {
-  const std::uint32_t v_stage = v_base + v_ring.index * Layout::kVBytes;
-  // (BLK_N, C, D_VO / C); of e4m3, transposed, (D_VO, 128, BLK_N / 128)
+  // (BLK_N, C, D_VO / C)
   const auto v =
-      kFp8 ? descriptor_k_major(v_stage) : descriptor_mn_major(v_stage, Layout::kPanelBytesKv);
+      descriptor_mn_major(v_base + v_ring.index * Layout::kVBytes, Layout::kPanelBytesKv);
   wgmma_fence();
   CUTE_UNROLL
   for (int i = 0; i < kN / kStep; ++i) {
-    if constexpr (kFp8) {
-      const std::uint64_t v_step = v + (i / 4 * Layout::kPanelBytesVt + i % 4 * 32) / 16;
-      Wgmma<Operand, kDvo>::template rs<BOrder::kKMajor>(o, &p[4 * i], v_step, i > 0 || accumulate);
-    } else {
-      Wgmma<Operand, kDvo>::template rs<BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16),
-                                                          i > 0 || accumulate);
-    }
+    Wgmma<Operand, kDvo>::template rs<BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16),
+                                                        i > 0 || accumulate);
   }
   wgmma_commit();
+}
+
+// O += P V with the V stage at v_ring, of e4m3: a part of the columns at a time, whose products are added up alone and
+// then to O (main_loop_fp8.h). Ends the turn with the last products.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_output(OutputFragment& o,
+                                                              ProbabilityFragment& p) {
+  constexpr int kColumns = kDvo / Tile::kOutputParts;
+  shared.v_full[v_ring.index].wait(v_ring.phase);
+  wait_turn();
+  // (D_VO, 128, BLK_N / 128)
+  const auto v = descriptor_k_major(v_base + v_ring.index * Layout::kVBytes);
+  CUTE_UNROLL
+  for (int part = 0; part < Tile::kOutputParts; ++part) {
+    float sum[kColumns / 2];  // (2, columns / 4)
+    wgmma_fence();
+    CUTE_UNROLL
+    for (int i = 0; i < kN / kStep; ++i) {
+      const int offset = part * kColumns * 128 + i / 4 * Layout::kPanelBytesVt + i % 4 * 32;
+      Wgmma<Operand, kColumns>::template rs<BOrder::kKMajor>(sum, &p[4 * i], v + offset / 16,
+                                                             i > 0);
+    }
+    wgmma_commit();
+    if (part + 1 == Tile::kOutputParts) end_turn();
+    wgmma_wait<0>();
+    pin(sum);
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns / 2; ++i) o[part * (kColumns / 2) + i] += sum[i];
+  }
+  pin(p);  // was read until here: its registers must not have been given to anything else
+  release(shared.v_empty[v_ring.index]);
+  v_ring.advance();
 }
 
 // Skips the V stage of a KV block that the warpgroup does not need.

@@ -14,10 +14,10 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kBuckets = 1024;  // one per thread in the prefix sum
-// Keys the last row of a tile sees under a causal mask: [0, kv_len].
+// Keys the last row of a tile sees under a causal mask: [0, kv_len], none of a length that makes no sense.
 __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int tile_rows) {
   const int hidden = qo_len - min((tile + 1) * tile_rows, qo_len);
-  return max(0, kv_len - hidden);
+  return max(0, max(0, kv_len) - hidden);
 }
 
 // Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can

@@ -1,0 +1,91 @@
+// Consumer: the loop over tiles and their KV blocks, of e4m3.
+//
+// wgmma adds e4m3 products to a sum of 14 bits and truncates. A long sum of one sign shrinks: by 1 % over 1k keys, by half
+// over 128k (benchmarks/RESULTS.md). So P V of a KV block is a product of its own, and O its sum over KV blocks in fp32.
+// Beside O there are registers for S, or for P and that product, not for all: a warpgroup computes one after the other.
+// What keeps the tensor cores busy in the meantime are the products of the other warpgroups, and P V are taken in turns.
+#pragma once
+
+#include "fa3/consumer.h"
+#include "fa3/exponentials.h"
+#include "fa3/logits.h"
+#include "fa3/scores.h"
+#include "fa3/values.h"
+
+namespace cutlass_kernels::fa3 {
+
+// Waits for K of the KV block at block_begin and computes its logits. Returns whether any were masked.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_logits(ScoreFragment& s) {
+  shared.k_full[k_ring.index].wait(k_ring.phase);
+  issue_scores(s);
+  read_bits();
+  wgmma_wait<0>();
+  pin(s);
+  transform(s);
+  const bool masked = needs_mask();
+  if (unlikely(masked)) apply_mask(s);
+  return masked;
+}
+
+// P of the KV block at block_begin, and what it changes: m, the sums of rows, and O. `first`: of its tile.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::compute_probabilities(ProbabilityFragment& p,
+                                                                         OutputFragment& o,
+                                                                         bool first) {
+  ScoreFragment s;  // (2, BLK_N / 4)
+  RowFactors factor;
+  RowSums sum;
+  const bool masked = compute_logits(s);
+  const bool lazy = kLazyMax && !(masked && !kIsGeneral) && !first;
+  if (!lazy) {
+    __syncwarp();  // keeps this a branch
+    if (raise_maximum(s, factor, headroom())) rescale(o, factor);
+  }
+  take_exponentials(s, p, sum);
+  const bool row_fits[2] = {fits(sum, 0), fits(sum, 1)};
+  // S is not kept, its registers become P's: it is computed again, which takes all warps of the warpgroup.
+  if (lazy && unlikely(!all_agree(row_fits[0] && row_fits[1]))) {
+    __syncwarp();  // keeps this a branch
+    compute_logits(s);
+    float row_max[2];  // (row)
+    find_maximum(s, row_max);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (row_fits[r]) row_max[r] = -INFINITY;  // else its m would depend on other rows
+    }
+    if (raise_to(row_max, factor, kHeadroomAgain)) rescale(o, factor);
+    take_exponentials(s, p, sum);
+  }
+  end_scores(first);
+  add_sums(sum);
+}
+
+// As compute_tiles().
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_fp8_tiles() {
+  OutputFragment o;  // (2, D_VO / 4)
+  bool found = true;
+  if (Tile::kPingPong && warpgroup == Tile::kConsumers - 1) end_turn();  // warpgroup 0 begins
+  while (found && (!Tile::kPacked || has_rows)) {
+    softmax = OnlineSoftmax<2>(softmax_scale());
+    CUTE_UNROLL
+    for (float& x : o) x = 0.0f;
+    if (kSkips && skips_block) {
+      skip_keys();
+      skip_values();
+    }
+    for (bool first = true; block_begin >= key_begin; block_begin -= kN, first = false) {
+      ProbabilityFragment p;  // (2, BLK_N / 4)
+      compute_probabilities(p, o, first);
+      add_output(o, p);
+    }
+    store(o, softmax, jobs.index);
+    advance_q();
+    jobs.advance();
+    found = begin_tile();
+  }
+  return found;
+}
+
+}  // namespace cutlass_kernels::fa3

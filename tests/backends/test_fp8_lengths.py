@@ -1,0 +1,115 @@
+"""Sums of e4m3 products: an error that does not grow with the number of keys (docs/conventions.md states it).
+
+Tensor cores add such products with about 14 bits and truncate, so that one long sum of numbers of one sign shrinks."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from fused_problems import Mode, call
+from problems import Batch
+
+import cutlass_kernels as ck
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+DEVICE, E4M3 = "cuda:0", torch.float8_e4m3fn
+DIMS, LENGTHS = [64, 128, 256], [1 << 10, 1 << 14, 1 << 17]
+# Rows: those of few heads share a tile, whose keys may be split; more of them fill tiles of their own.
+ROWS = {"packed": 64, "tiles": 400}
+
+
+def tensors(rows: int, keys: int, dim: int, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, heads, dim, device=DEVICE) for n in (rows, keys, keys))
+    return q.to(E4M3), k.to(E4M3), (v + 1).to(E4M3)
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int) -> tuple[torch.Tensor, ...]:
+    """Output and base-2 LSE in fp64, head by head."""
+    rows, keys = len(q), len(k)
+    last = torch.arange(keys - rows, keys, device=DEVICE)[:, None]
+    key = torch.arange(keys, device=DEVICE)[None]
+    hidden = torch.zeros(rows, keys, dtype=torch.bool, device=DEVICE)
+    if causal:
+        hidden |= key > last
+    if window >= 0:
+        hidden |= key < last - window
+    outs, lses = [], []
+    for h in range(q.shape[1]):
+        s = (q[:, h].double() @ k[:, h].double().T / math.sqrt(q.shape[2])).masked_fill(hidden, -math.inf)
+        outs.append(torch.softmax(s, -1) @ v[:, h].double())
+        lses.append(torch.logsumexp(s, -1) / math.log(2))
+    return torch.stack(outs, 1), torch.stack(lses, 1)
+
+
+def check(out: torch.Tensor, lse: torch.Tensor | None, want: tuple[torch.Tensor, ...], at_1k: float) -> float:
+    """The relative error. It is that of 1k keys at most, where fewer P take part, and has no direction: a bias of
+    0.0007 is that of P, which is rounded to 3 bits."""
+    wrong = out.double() - want[0]
+    error = float(wrong.norm() / want[0].norm())
+    bias = float(wrong.mean() / want[0].mean())
+    assert error <= 1.1 * at_1k and abs(bias) < 1.2e-3, f"error {error:.5f}, bias {bias:+.5f}"
+    if lse is not None:
+        assert float((lse.double() - want[1]).abs().max()) < 5e-3
+    return error
+
+
+AT_1K = 0.0023  # of P rounded to e4m3, with exact sums: 0.0020 to 0.0021
+
+
+@functools.cache
+def problem(rows: int, keys: int, dim: int, causal: bool = False, window: int = -1):
+    q, k, v = tensors(rows, keys, dim)
+    return (q, k, v), exact(q, k, v, causal, window)
+
+
+@pytest.fixture(autouse=True)
+def free_memory():
+    yield
+    problem.cache_clear()
+
+
+def ragged(q, k, v, causal=False, window=-1, split=True):
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE), backend="fa3"
+    )
+    offsets = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
+    types = dict(q_data_type=E4M3, kv_data_type=E4M3, o_data_type=torch.float16)
+    options = dict(causal=causal, window_left=window, disable_split_kv=not split)
+    wrapper.plan(*offsets, q.shape[1], k.shape[1], q.shape[2], **types, **options)
+    return wrapper.run(q, k, v, return_lse=True)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("keys", LENGTHS)
+def test_of_all_keys(keys, dim, rows, split):
+    given, want = problem(ROWS[rows], keys, dim)
+    check(*ragged(*given, split=split), want, AT_1K)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("window", [-1, 70_000])
+def test_of_keys_in_a_mask(dim, rows, window):
+    given, want = problem(ROWS[rows], 1 << 17, dim, True, window)
+    check(*ragged(*given, causal=True, window=window), want, AT_1K)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_of_pages_fused(dim):
+    (q, k, v), want = problem(400, 1 << 16, dim)
+    batch = Batch([len(q)], [len(k)], q, k, v)
+    out = call(batch, "Q_PAGED_KV_HND", Mode("padding"), out_dtype=torch.float16)
+    check(out, None, want, AT_1K)
+
+
+def test_of_keys_on_several_devices():
+    (q, k, v), want = problem(400, 1 << 16, 128)
+    parts = [ragged(q, k[i::2].contiguous(), v[i::2].contiguous()) for i in range(2)]
+    check(*ck.merge_state(*parts[0], *parts[1]), want, AT_1K)
