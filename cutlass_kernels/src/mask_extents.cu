@@ -80,15 +80,17 @@ __global__ void __launch_bounds__(32 * kWarps)
         IntervalMask::make<false>(p, divisors, work.batch, work.qo_len, work.kv_len);
     const std::int64_t first_bit =
         p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
-    for (int chunk = 0; chunk < work.kv_len; chunk += 32 * kWords) {
+    const std::uint32_t kv_len = std::uint32_t(work.kv_len);
+    // Unsigned: behind the last chunk of 2^31 - 1 keys lies no signed number.
+    for (std::uint32_t chunk = 0; chunk < kv_len; chunk += 32 * kWords) {
       if (threadIdx.x < kWords) {
         by_some[threadIdx.x] = 0;
         by_all[threadIdx.x] = ~0u;
       }
       __syncthreads();
       for (int word = threadIdx.x % 32; word < kWords; word += 32) {
-        const int key = chunk + 32 * word;
-        if (key >= work.kv_len) break;
+        if (chunk + 32 * word >= kv_len) break;
+        const int key = int(chunk) + 32 * word;
         std::uint32_t some = 0, all = ~0u;
         for (int row0 = first_row + int(threadIdx.x / 32); row0 < end_row;
              row0 += kWarps * kRowsAhead) {
@@ -111,16 +113,17 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
       __syncthreads();
       if (threadIdx.x < kWords) {
-        const int key = chunk + 32 * int(threadIdx.x);
+        const bool is_key = chunk + 32 * threadIdx.x < kv_len;
+        const int key = is_key ? int(chunk + 32 * threadIdx.x) : 0;
         const std::uint32_t some = by_some[threadIdx.x];
         if (some != 0) {
           atomicMin(&begin, key + __ffs(some) - 1);
-          atomicMax(&end, key + 32 - __clz(some));
+          atomicMax(&end, key + (32 - __clz(some)));
           atomicAdd(&count, __popc(some));
         }
         // Keys behind the last one do not count.
         const bool full =
-            key < work.kv_len && (by_all[threadIdx.x] | ~bits_between(0, work.kv_len - key)) == ~0u;
+            is_key && (by_all[threadIdx.x] | ~bits_between(0, work.kv_len - key)) == ~0u;
         const std::uint32_t words = __ballot_sync(0xffffffffu, full);
         if (threadIdx.x % 32 == 0) full_words[threadIdx.x / 32] = words;
       }
@@ -135,7 +138,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     MaskExtent extent{};
     if (end != 0) {
       extent = {begin, end, 32 * seen_by_all.begin,
-                min(32 * (seen_by_all.begin + seen_by_all.length), work.kv_len),
+                int(min(32u * std::uint32_t(seen_by_all.begin + seen_by_all.length),
+                        std::uint32_t(work.kv_len))),
                 count < end - begin};
     }
     extents[blockIdx.x] = extent;

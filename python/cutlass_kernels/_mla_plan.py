@@ -268,6 +268,20 @@ class Contract:
         return (ckv, ckv, q_nope, q_pe * (kpe / ckv)) if kpe < ckv else (kpe, ckv, q_nope * (ckv / kpe), q_pe)
 
 
+def why_not_captured(dims: tuple[int, int], kv_dtype: torch.dtype) -> str | None:
+    """Why no kernel serves caches of so many columns (ckv, kpe), so that CUDA graphs cannot hold the runs."""
+    ckv, kpe = dims
+    if kpe and dims != (512, 64):
+        return f"head_dim_ckv={ckv} and head_dim_kpe={kpe} have no kernel: 512 and 64 have."
+    if kpe:
+        return f"kv_data_type={kv_dtype} has no kernel: use e4m3 or 16 bits." if kv_dtype == torch.float8_e5m2 else None
+    if ckv > 512 or ckv % 8:
+        return f"head_dim_ckv={ckv} without kpe has no kernel: use a multiple of 8 up to 512."
+    if kv_dtype in FP8_DTYPES and ckv > 256:
+        return f"kv_data_type={kv_dtype} of head_dim_ckv={ckv} without kpe has no kernel: use a cache of 16 bits."
+    return None
+
+
 def contract(
     name: str,
     q_data_type: Any,

@@ -13,6 +13,7 @@ from ._autograd import written
 from ._copying import Part
 from ._describe import describe_latent
 from ._dry_run import DryRun
+from ._errors import BackendError
 from ._mla_plan import MLAPlanMetadata
 from ._options import Result
 from ._signatures import typed_as
@@ -204,6 +205,7 @@ class BatchMLAPagedAttentionWrapper(DryRun, Part):
             ValueError: tensors or numbers that do not fit together; under CUDA graphs, more than the buffers hold.
             RuntimeError: offsets on the CPU that decrease.
             NotImplementedError: an argument that is refused.
+            BackendError: under CUDA graphs, columns or a cache dtype that no kernel serves.
         """
         _spellings.unsupported(_NAME, "use Nsight Systems.", use_profiler=use_profiler)
         needed: dict[str, Any] = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe)
@@ -234,6 +236,9 @@ class BatchMLAPagedAttentionWrapper(DryRun, Part):
             skip_softmax,
             use_sinks,
         )
+        why = _mla_plan.why_not_captured((dims[0], dims[1]), contract.kv_dtype)
+        if why is not None and self._use_cuda_graph and self.device.type == "cuda":
+            raise BackendError(f"PyTorch computes this, which CUDA graphs cannot hold: {why}")
         if self._dry_run:
             return
         self._keep(lengths)

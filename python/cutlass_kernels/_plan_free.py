@@ -379,12 +379,9 @@ def _by_reference(call: Call) -> Result:
         k_rope = None if k_rope is None else k_rope.transpose(-3, -2)
     empty = q.numel() == 0
     if not empty:
-        _choose_reference(call, k, v, k_rope)
-    if not empty and q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise BackendError(
-            "backend='reference' works from lengths on the host, so this call cannot be captured in a CUDA graph: "
-            "explain() says why no kernel serves it."
-        )
+        request = _choose_reference(call, k, v, k_rope)
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise _select.not_captured(request)
     assert call.o_dtype is not None
     out = call.out
     if out is None:
@@ -410,8 +407,9 @@ def _by_reference(call: Call) -> Result:
     return out, lse.view(q.shape[:-1])
 
 
-def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> None:
-    """Asks for a backend as every call does, which warns or raises where the reference is not what was asked for."""
+def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> _request.Request:
+    """Asks for a backend as every call does, which warns or raises where the reference is not what was asked for.
+    Returns the facts of the call."""
     q = call.q.flatten(0, -3)
     logits = Logits(1.0, call.logits_soft_cap or 0.0, alibi=call.alibi_slopes, sinks=call.sinks)
     mask = Mask(call.causal, call.window_left, call.chunk_size, call.packed_custom_mask)
@@ -429,6 +427,7 @@ def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torc
     if selected != "reference" and backend != "auto":
         raise BackendError(f"backend={backend!r} cannot serve this call: use backend='auto' or 'reference'.")
     # (Under "auto", kernels that serve plain tensors of this kind may still not read these: see RESULTS.md.)
+    return request
 
 
 def _mask(call: Call, index: int, rows: int) -> Mask:

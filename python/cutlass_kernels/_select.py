@@ -164,14 +164,25 @@ def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> N
         raise ValueError(f"{what}={name!r} is not a backend of this library: use one of {', '.join(choices)}.")
 
 
+def not_captured(request: Request) -> BackendError:
+    """That a CUDA graph cannot hold what PyTorch computes here: for that, lengths are read on the host."""
+    try:
+        refused = _resolve("auto", request)[1]
+    except BackendError:
+        refused = ()
+    why = (
+        " ".join(refused) or "strides, dtypes or options of its tensors have no kernel without a plan (docs/limits.md)."
+    )
+    return BackendError(
+        f"no kernel serves this request ({request}), and what PyTorch computes cannot be captured in a CUDA graph: {why}"
+    )
+
+
 def compute(problem: Problem, backend: str, schedule: Any = None) -> None:
     """Computes ``problem`` with a backend that ``select`` returned; ``schedule`` is what the kernels planned."""
     if backend == "reference":
         if problem.qo_indptr is not None and problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise BackendError(
-                "backend='reference' works from lengths on the host, so a batch cannot be captured in a CUDA graph: "
-                "use a request that a kernel serves (explain() says why one is not), or run it outside the capture."
-            )
+            raise not_captured(Request.from_problem(problem))
         _reference.compute(problem)
         return
     _kernels.compute(problem, backend, schedule)

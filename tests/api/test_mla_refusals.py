@@ -9,7 +9,8 @@ import torch
 from compare import assert_bitwise, assert_close
 from mla_problems import SCALE, make
 
-from cutlass_kernels import mla
+from cutlass_kernels import _errors as errors
+from cutlass_kernels import _mla_plan, mla
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 
@@ -119,3 +120,35 @@ def test_the_planner_of_the_compiled_module_counts_pages():
         wrapper._cached_module.plan(None, None, None, *lengths)
     want, _, base = problem.expected(True)
     assert_close(wrapper.run(*problem.halves), want, base)
+
+
+@pytest.mark.parametrize(
+    "dims,dtype,why",
+    [
+        ((512, 64), E4M3, None),
+        ((512, 64), torch.float8_e5m2, "e5m2"),
+        ((512, 0), torch.float16, None),
+        ((512, 0), E4M3, "without kpe has no kernel: use a cache of 16 bits"),
+        ((256, 0), E4M3, None),
+        ((600, 0), torch.float16, "head_dim_ckv=600"),
+        ((448, 64), torch.float16, "head_dim_ckv=448 and head_dim_kpe=64"),
+    ],
+    ids=str,
+)
+def test_what_graphs_cannot_hold_is_known_when_planned(dims, dtype, why):
+    said = _mla_plan.why_not_captured(dims, dtype)
+    assert said is None if why is None else said is not None and why in said
+
+
+@pytest.mark.gpu
+def test_plans_for_graphs_refuse_what_no_kernel_serves():
+    def ints(*numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=INT32, device="cuda")
+
+    buffers = dict(qo_indptr=ints(0, 0), kv_indptr=ints(0, 0), kv_indices=ints(0, 0), kv_len_arr=ints(0))
+    room = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = mla.BatchMLAPagedAttentionWrapper(room, True, *buffers.values())
+    sizes = (128, 512, 0, 16, False, SCALE)
+    with pytest.raises(errors.BackendError, match="CUDA graphs cannot hold"):
+        wrapper.plan(ints(0, 1), ints(0, 2), ints(0, 1), ints(20), *sizes, torch.bfloat16, E4M3)
+    wrapper.plan(ints(0, 1), ints(0, 2), ints(0, 1), ints(20), *sizes, torch.bfloat16, torch.bfloat16)

@@ -79,10 +79,12 @@ struct IntervalMask {
     if constexpr (kGeneral) {
       const int position = row + offset;
       int bound = total;
-      if (window_right >= 0 && bound > position + window_right) bound = position + window_right + 1;
+      // Differences are small or negative where sums would not fit: a window may have 2^31 - 1 keys.
+      if (window_right >= 0 && bound - position > window_right) bound = position + window_right + 1;
       if (chunk_size > 0) {
-        const int chunks = position < 0 ? 0 : int(chunk.divide(position)) + 1;
-        if (bound > chunks * chunk_size) bound = chunks * chunk_size;
+        if (position < 0) return 0;
+        const int chunk_begin = int(chunk.divide(position)) * chunk_size;
+        if (bound - chunk_begin > chunk_size) bound = chunk_begin + chunk_size;
       }
       return bound < 0 ? 0 : bound;
     }

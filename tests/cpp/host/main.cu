@@ -455,6 +455,7 @@ int main(int count, char** given) {
   check_promised_sizes_of_random_problems();
   check_promised_sizes_of_parts();
   check_random_plans();
+  check_mask_bounds();
   std::printf("OK\n");
   return 0;
 }

@@ -19,5 +19,8 @@ void check_backends_of_8_bit_pages();
 /// (random_plans.cu). FAILED where workspace_size() promises too little.
 void check_random_plans();
 
+/// FAILED where a mask's bounds are not what 64 bits give (mask_bounds.cu).
+void check_mask_bounds();
+
 /// FAILED where the splits of latent attention depend on the batch although they must not (latent.cu).
 void check_latent_attention();
