@@ -170,11 +170,9 @@ def not_captured(request: Request) -> BackendError:
         refused = _resolve("auto", request)[1]
     except BackendError:
         refused = ()
-    why = (
-        " ".join(refused) or "strides, dtypes or options of its tensors have no kernel without a plan (docs/limits.md)."
-    )
+    why = " ".join(refused) or "its strides, dtypes or options have no kernel without a plan (docs/limits.md)."
     return BackendError(
-        f"no kernel serves this request ({request}), and what PyTorch computes cannot be captured in a CUDA graph: {why}"
+        f"no kernel serves this request ({request}), and a CUDA graph cannot hold what PyTorch computes: {why}"
     )
 
 
