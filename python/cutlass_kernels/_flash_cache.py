@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _latent, _plan_free, _vectors
+from . import _args, _hints, _latent, _plan_free, _vectors
 from ._append_by_slot import append_paged_kv_cache_by_slot
 from ._autocast import without_autocast
 from ._hints import shown
@@ -89,8 +89,19 @@ def cache_of(
     """
     cache_seqlens, batch_idx, leftpad, page_table = places
     k, v, cu_new = new
-    tensors(q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, k=k, v=v, rotary_cos=rotary[0])
-    tensors(rotary_sin=rotary[1], cu_seqlens_q=cu_seqlens_q)
+    tensors(page_table=page_table, k=k, v=v, rotary_cos=rotary[0], rotary_sin=rotary[1], cu_seqlens_q=cu_seqlens_q)
+    _hints.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    rows, new_rows = (4 if x is None else 3 for x in (cu_seqlens_q, cu_new))
+    for name, x, rank in (
+        ("q", q, rows),
+        ("k_cache", k_cache, 4),
+        ("v_cache", v_cache, 4),
+        ("k", k, new_rows),
+        ("v", v, new_rows),
+    ):
+        if x is not None and x.dim() != rank:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must have {rank} dimensions.")
+    _check_rotary(rotary[0], rotary[1], q.size(-1))
     if (k is None) != (v is None):
         raise ValueError(f"{'v' if v is None else 'k'} is missing: new keys and values are appended together.")
     batch = q.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
@@ -137,6 +148,18 @@ def _lens(value: Any, batch: int, size: int, device: torch.device) -> torch.Tens
         return _vectors.index_vector("cache_seqlens", value, batch).to(device)
     number = size if value is None else _args.integer("cache_seqlens", value)
     return torch.full((batch,), number, dtype=torch.int32, device=device)
+
+
+def _check_rotary(cos: torch.Tensor | None, sin: torch.Tensor | None, head_dim: int) -> None:
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ValueError(f"rotary_{'cos' if cos is None else 'sin'} is missing: pass both.")
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.size(1) > head_dim:
+        raise ValueError(
+            f"rotary_cos has shape {tuple(cos.shape)} and rotary_sin {tuple(sin.shape)}: both must be "
+            f"[positions, rotary_dim / 2], with rotary_dim up to the head dimension {head_dim}."
+        )
 
 
 def _vector(name: str, x: Any, length: int) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import _hints
 from ._flash_cache import Window, tensors
 from ._merge import merge_states
 from ._plan_free import LN2
@@ -34,7 +35,8 @@ def flash_attn_combine(
         >>> out.shape, lse.shape
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 8]))
     """
-    tensors(out_partial=out_partial, lse_partial=lse_partial, out=out)
+    _hints.tensors(out_partial=out_partial, lse_partial=lse_partial)
+    tensors(out=out)
     if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
         raise ValueError(
             f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}: they must "
@@ -80,5 +82,5 @@ def get_scheduler_metadata(
         >>> get_scheduler_metadata(2, 1, 128, 8, 2, 64, torch.tensor([100, 7], dtype=torch.int32))
         tensor([0], dtype=torch.int32)
     """
-    tensors(cache_seqlens=cache_seqlens)
+    _hints.tensors(cache_seqlens=cache_seqlens)
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)

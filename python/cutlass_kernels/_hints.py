@@ -96,6 +96,13 @@ def tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name}={shown(value)} is of type {type(value).__name__}: pass an int32 tensor or None.")
 
 
+def tensors(**given: Any) -> None:
+    """TypeError unless all of these are tensors."""
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}={shown(value)} is of type {type(value).__name__}: pass a tensor.")
+
+
 def compute_capability(value: Any) -> int | None:
     """``10 * major + minor``, or None; TypeError or ValueError for a version, or a pair of numbers."""
     if value is None:

@@ -298,6 +298,8 @@ def _slopes(value: Any, heads: int, device: torch.device) -> torch.Tensor | None
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != (heads,):
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(f"alibi_slopes is {shape}: it must be a float32 tensor [{heads}], one slope per query head.")
+    if not value.is_floating_point():
+        raise TypeError(f"alibi_slopes has dtype {value.dtype}: it must be float32.")
     _args.same_device(device, alibi_slopes=value)
     return value.to(torch.float32).contiguous()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _append_by_slot, _args, _autograd, _memory_kernels, _native, _page_ops
+from . import _append_by_slot, _args, _autograd, _hints, _memory_kernels, _native, _page_ops
 from ._append_by_slot import Scale
 from ._autocast import without_autocast
 from ._tracing import have_own_dispatch, is_traced
@@ -29,6 +29,7 @@ def apply_rope_with_cos_sin_cache(
         >>> q, k = torch.randn(3, 8 * 64), torch.randn(3, 2 * 64)
         >>> q, k = apply_rope_with_cos_sin_cache(torch.tensor([4, 5, 6]), q, k, 64, table)
     """
+    _hints.tensors(query=query, key=key)
     query, key = (x.clone(memory_format=torch.contiguous_format) for x in (query, key))
     apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key

@@ -104,7 +104,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         run = super().run
         if sm_scale is None or sm_scale == self._sm_scale:
             return run(q, paged_kv_cache, sinks=sinks, **options)
-        values = self._options.replaced("sm_scale", _args.sm_scale(sm_scale, q.size(-1)))
+        values = self._options.replaced("sm_scale", _args.sm_scale(sm_scale, _args.tensor("q", q, 3).size(-1)))
         return self._forward(values, lambda: run(q, paged_kv_cache, sinks=sinks, **options))
 
     if TYPE_CHECKING:  # that of the base class, which takes any arguments

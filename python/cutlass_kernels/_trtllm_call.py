@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import _args, _attention, _draft_masks, _spellings
+from . import _args, _attention, _draft_masks, _hints, _spellings
 from ._options import Result
 from ._plan_free import NATURAL, RETURNED
 from ._problem import FLOAT_DTYPES, FP8_DTYPES, HALF_DTYPES
@@ -46,6 +46,7 @@ def attend(
         _check_batch(block_tables, seq_lens, query.size(0) // rows)
         q, max_seqlen_q = _by_request(query, rows), None
     else:
+        _hints.tensors(cum_seq_lens_q=cu_seqlens_q)
         cu_seqlens_q = _signed(cu_seqlens_q)
         _check_batch(block_tables, seq_lens, cu_seqlens_q.numel() - 1)
         q, max_seqlen_q = query, rows
@@ -124,6 +125,7 @@ def attend(
 def _caches(kv_cache: Any) -> tuple[Any, Any]:
     if not isinstance(kv_cache, torch.Tensor):
         if isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
+            _hints.tensors(k_cache=kv_cache[0], v_cache=kv_cache[1])
             return kv_cache[0], kv_cache[1]
         raise ValueError(f"kv_cache is {type(kv_cache).__name__}: pass one tensor or a tuple (k_cache, v_cache).")
     if kv_cache.dim() != 5 or kv_cache.size(1) not in (1, 2):

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from .. import merge_states
+from .. import _hints, merge_states
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
@@ -62,6 +62,7 @@ def dcp_combine(
         >>> out, lse = cutlass_kernels.attention(q, k_here, v_here, return_lse=True)
         >>> dcp_combine(out, lse, group).shape  # [rows, heads / W, D]
     """
+    _hints.tensors(out=out, lse=lse)
     peers = peers_of(group)
     options = (comm, scatter_heads, lse_base, return_lse)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import _latent, _plan_free, attention
+from .. import _hints, _latent, _plan_free, attention
 from .._plan_free import Call
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree, form
@@ -32,6 +32,9 @@ def dcp_local_lengths(
         >>> dcp_local_lengths(torch.tensor([9]), 0, 2, block_size=4)  # tokens 0 to 3, and 8
         tensor([5])
     """
+    _hints.tensors(lengths=lengths)
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths have dtype {lengths.dtype}: they are integers.")
     period, lengths = world * block_size, lengths.clamp(min=0)
     rounds = lengths.div(period, rounding_mode="floor")
     return rounds * block_size + (lengths - rounds * period - rank * block_size).clamp(0, block_size)
@@ -100,6 +103,7 @@ def dcp_decode(
     Example:
         >>> out = dcp_decode(q, k_cache, v_cache, group, page_table=table, seqused_k=lens, block_size=16)
     """
+    _hints.tensors(q=q, k=k, v=v, seqused_k=seqused_k)
     peers = peers_of(group)
     shard = (peers.world, peers.rank, block_size)
     heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import _hints
 from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring
 from ._agreement import Facts, agree, form
 from ._gather import Shard, State
@@ -96,6 +97,7 @@ def cp_prefill(
         >>> cp_prefill(q, k, v, torch.distributed.group.WORLD, causal=True).shape
         torch.Size([6, 4, 64])
     """
+    _hints.tensors(q=q, k=k, v=v)
     grid = group if isinstance(group, Grid) else grid_of(group)
     seqlens, kv_seqlens = _request.plain(seqlens), _request.plain(kv_seqlens)
     window = tuple(window) if isinstance(window, list) else window

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import _hints
 from .._autocast import without_autocast
 from . import _plans, _shards
 from ._agreement import Facts, agree
@@ -42,6 +43,7 @@ def cp_split(
     Example:
         >>> hidden = cp_split(hidden, group)  # [tokens, hidden] -> [tokens / W, hidden]
     """
+    _check(x, dim)
     grid = grid_of(group)
     lengths = _lengths(x.size(dim), seqlens)
     _shards.check_layout(layout, block_size)
@@ -51,6 +53,12 @@ def cp_split(
         return x.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
     parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+
+def _check(x: torch.Tensor, dim: int) -> None:
+    _hints.tensors(x=x)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim} is no dimension of x, which has shape {tuple(x.shape)}.")
 
 
 @without_autocast
@@ -77,6 +85,7 @@ def cp_restore(
         ValueError: x has another number of tokens than this rank holds, or an unknown layout; on every rank, where they
             differ between ranks.
     """
+    _check(x, dim)
     grid = grid_of(group)
     seqlens = plain(seqlens)
 
