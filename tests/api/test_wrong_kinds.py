@@ -1,5 +1,5 @@
-"""Every public call with arguments of another kind in the place of each of its tensors: what it does not take, it refuses
-in words of its own, before anything is computed."""
+"""Every public call with arguments of another kind in the place of each of its tensors: what it does not take, it
+refuses in words of its own, before anything is computed."""
 
 from __future__ import annotations
 
