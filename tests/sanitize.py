@@ -8,7 +8,8 @@
 
 The filter takes the kernels of both backends; without a backend, the kernels that only move memory are left. A hazard
 may show in one round of several. Shapes are small, but have tiles enough to be given the large ones (config.h of either
-backend) and to give blocks of fa3 several, rows and warps without keys, and tiles that end inside a sequence.
+backend) and to give blocks of fa3 several, rows and warps without keys, and tiles that end inside a sequence. The part
+"calls" is every public call of the registry, once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from registry import ENTRIES, Data
+from targets import Target
 
 import cutlass_kernels as ck
 from cutlass_kernels import _C, _select
@@ -381,6 +384,18 @@ def every_counter(backend: str, head_dim: int) -> None:
     counters.zero_()
 
 
+def every_public_call(backend: str, device: str = "cuda:0") -> None:
+    """The calls of the registry, once each; those of no device and of several ranks aside."""
+    previous, _select.environment = _select.environment, _select.Environment(backend, None)
+    try:
+        data = Data(Target(device, backend))
+        for entry in ENTRIES.values():
+            for call in [] if entry.name.startswith("distributed.") else entry.calls(data):
+                call()
+    finally:
+        _select.environment = previous
+
+
 PARTS = {
     "tiles": every_tile,
     "decode": every_decode,
@@ -390,13 +405,16 @@ PARTS = {
     "fused": every_fused,
     "counters": every_counter,
 }
+CALLS = "calls"  # of the registry, whatever the head dimension
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--backends", nargs="*", default=[b for b in ("fa2", "fa3") if not ck.explain().reasons[b]])
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="of what a backend has")
+    parser.add_argument(
+        "--parts", nargs="*", choices=[*PARTS, CALLS], default=[*PARTS, CALLS], help="of what a backend has"
+    )
     parser.add_argument("--head-dims", type=int, nargs="*", default=[64, 80, 128, 160, 192, 256, 512])
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -404,7 +422,10 @@ def main() -> None:
         for backend in args.backends:
             for head_dim in args.head_dims:
                 for part in args.parts:
-                    PARTS[part](backend, head_dim)
+                    if part != CALLS:
+                        PARTS[part](backend, head_dim)
+            if CALLS in args.parts:
+                every_public_call(backend)
         every_merge()
         every_append()
     torch.cuda.synchronize()
