@@ -62,8 +62,7 @@ struct TileDefaults {
   // Of e4m3.
   static constexpr int kTransposers = 0;   // warps that transpose V (transpose_values.h)
   static constexpr int kStagedStages = 0;  // KV blocks of V that wait for them
-  static constexpr int kOutputParts =
-      1;  // in which the columns of P V are computed, one after the other
+  static constexpr int kOutputParts = 1;   // of the columns of P V, computed one after the other
 
   // Of e4m3 below 16-bit queries: warps that convert K and V (convert_keys.h), blocks of which wait in staged stages.
   static constexpr int kConverters = 0;

@@ -48,18 +48,18 @@ struct Consumer {
 
   // Lazy maximum: the maximum of a KV block is taken in a tile's first block, where an interval mask hides keys (but in
   // the general variant), and for softmax statistics. Elsewhere P = 2^(x - m) uses the m there is. If a thread's part
-  // of a row, of e4m3 half of it, then sums to kSumLimit or more, the block is done again with its own maximum: P must
-  // fit its type, and O must stay far from 2^127 where V is large. A block without a larger x needs no m of its own: P,
-  // sums and O are floating-point numbers relative to 2^m, whatever m is. P of e4m3 ends at 448.
+  // of a row, of e4m3 half of it, then sums to kSumLimit or more, the block is done again with the maximum of such
+  // parts: P must fit its type, and O must stay far from 2^127 where V is large. A block without a larger x needs no m
+  // of its own: P, sums and O are floating-point numbers relative to 2^m, whatever m is. P of e4m3 ends at 448.
   static constexpr bool kLazyMax = Tile::kLazyMax && !kSkipsNegligible;
   static constexpr float kSumLimit = kFp8                            ? 448.0f
                                      : std::is_same_v<Element, fp16> ? 0x1p15f
                                                                      : 0x1p30f;
-  // log2 of the P that belongs to the maximum. P of e4m3 has 3 mantissa bits down to 2^-6. With 2^4 as its largest
-  // value it keeps them for 2^10 below the maximum, and may grow 2^4-fold before another maximum must be taken.
+  // log2 of the P that belongs to the maximum. P of e4m3 has 3 mantissa bits down to 2^-6 and none below 2^-9. With 2^4
+  // as its largest value it keeps them for 2^10 below the maximum, and may still grow before another one is taken.
   static constexpr int kLift = kFp8 ? 4 : 0;
-  // By how much x of e4m3 may exceed m in a block that is done again. Not by more than the lift: then no sum of half a
-  // part reaches kSumLimit before there is a larger x, else a row could be done again in every block.
+  // By how much the maximum of parts of e4m3 that do not fit may exceed m. Not by more than the lift: then no such part
+  // reaches kSumLimit again before it has a larger x, else a row could be done again in every block.
   static constexpr float kHeadroomAgain = float(kLift);
   static_assert(!kFp8 || kN / 8 * 0x1p4f < kSumLimit);
 

@@ -110,9 +110,8 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::end_scores(bool first) {
   if (Tile::kQInRegisters ? first : block_begin == key_begin) release(shared.q_empty[q_buffer]);
 }
 
-// Skips a KV block, of which the warpgroup sees no key. It takes its turn all the same: warpgroups that are more than
-// a KV block out of step could wait for each other's stages. Only one KV block of a tile is skipped, and of 16 bits none
-// of the first tile, so that V stages are not held for long.
+// Skips a KV block, of which the warpgroup sees no key. It takes its turn all the same, as others wait for it. Only one
+// KV block of a tile is skipped, and of 16 bits none of the first tile, so that V stages are not held for long.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::skip_keys() {
   shared.k_full[k_ring.index].wait(k_ring.phase);

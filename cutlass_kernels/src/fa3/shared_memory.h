@@ -21,7 +21,7 @@ enum NamedBarrier : int {
   kBarrierCta = 0,   // all threads, mbarriers being ready     all threads: __syncthreads()
   kBarrierTurn = 1,  // the previous warpgroup, its turn over  the warpgroup, to issue its products
   kBarrierVote =
-      4,  // the threads of the warpgroup           the same, to agree on skipping a KV block
+      4,  // the threads of the warpgroup           the same, to agree: skip a KV block? does P fit?
 };
 
 // Offsets of the rows that a warp gathers (load_gather.h): row r at [r % 4][r / 4]. A lane reads four words at once,
