@@ -468,7 +468,10 @@ def per_head(name: str, value: Any, num_heads: int, group: int, device: torch.de
     None, numbers and one-element tensors behave as in ``scale``; a tensor ``[num_heads]`` becomes fp32
     ``[num_heads * group]`` on ``device``, one element per query head.
     """
-    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+    if not isinstance(value, torch.Tensor):
+        return scale(value, name)
+    _hints.real(name, value)
+    if value.numel() == 1:
         return scale(value, name)
     if tuple(value.shape) != (num_heads,):
         raise ValueError(f"{name} has shape {tuple(value.shape)}: pass one number or one per head, [{num_heads}].")

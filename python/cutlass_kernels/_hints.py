@@ -103,6 +103,12 @@ def tensors(**given: Any) -> None:
             raise TypeError(f"{name}={shown(value)} is of type {type(value).__name__}: pass a tensor.")
 
 
+def real(name: str, x: torch.Tensor) -> None:
+    """TypeError for a tensor of complex numbers or bools, which are no factors."""
+    if x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {x.dtype}: pass float32.")
+
+
 def compute_capability(value: Any) -> int | None:
     """``10 * major + minor``, or None; TypeError or ValueError for a version, or a pair of numbers."""
     if value is None:

@@ -324,6 +324,7 @@ def _with_scales(call: Call, batch: int, num_kv_heads: int) -> Call:
             return None
         if not isinstance(value, torch.Tensor):
             return _args.scale(value, name)
+        _hints.real(name, value)
         if value.numel() == 1:
             if value.is_cuda or device.type == "cpu":
                 return value.reshape(1).to(torch.float32)

@@ -54,3 +54,16 @@ def test_what_is_no_such_tensor_is_refused_in_words(target, entry: Entry):
                     if not is_our_own(error):
                         wrong.append(f"tensor {at}, {kind}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.runs_nothing("a call without such tensors is none")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool], ids=str)
+@each(lambda entry: entry.attends)
+def test_factors_are_real_numbers(target, entry: Entry, dtype):
+    for call in entry.calls(Data(target)):
+        for at, x in enumerate(call.tensors):
+            if x.dtype == torch.float32:
+                tensors = [*call.copies()]
+                tensors[at] = x.to(dtype)
+                with pytest.raises((TypeError, ValueError)):
+                    call.run(*tensors)
