@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import oracle
+import pytest
 import torch
+from compare import assert_bitwise
 from problems import randn
 
 
@@ -102,3 +104,17 @@ def tensors(
     generator = torch.Generator().manual_seed(seed)
     shapes = ((M, heads[0], dim), (N, heads[1], dim), (N, heads[1], dim))
     return tuple(randn(shape, dtype, device, generator) for shape in shapes)  # type: ignore[return-value]
+
+
+def check_what_refused_calls_leave(wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Not their options, and no output."""
+    want = wrapper.run(q, k, v)
+    with pytest.raises(ValueError, match="dtype"):
+        wrapper.forward(q.float(), k, v, sm_scale=0.5, logits_soft_cap=1.0)
+    assert_bitwise(wrapper.run(q, k, v), want)
+    out = torch.full_like(want, 7.0)
+    with pytest.raises(ValueError, match=r"lse has shape \(3, 4\)"):
+        wrapper.run(q, k, v, out=out, lse=torch.empty(3, 4, device=q.device))
+    assert torch.all(out == 7.0)
+    assert not torch.equal(wrapper.forward(q, k, v, sm_scale=0.5), want)
+    assert not torch.equal(wrapper.run(q, k, v), want)  # options of a call that succeeds stay

@@ -10,7 +10,6 @@ import torch
 from . import _args, _hints, _latent, _plan_free, _vectors
 from ._append_by_slot import append_paged_kv_cache_by_slot
 from ._autocast import without_autocast
-from ._hints import shown
 from ._tracing import is_traced
 
 Window = tuple[int, int] | list[int] | torch.Tensor | None
@@ -41,9 +40,7 @@ def window_of(size: Window) -> tuple[int, int]:
 
 def tensors(**given: Any) -> None:
     """TypeError where one of these is neither a tensor nor None."""
-    for name, x in given.items():
-        if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}={shown(x)} is {type(x).__name__}, not a tensor.")
+    _hints.tensors(**{name: x for name, x in given.items() if x is not None})
 
 
 def shard_of(

@@ -167,13 +167,14 @@ def _check_name(name: str, choices: tuple[str, ...], what: str = "backend") -> N
 def not_captured(request: Request) -> BackendError:
     """That a CUDA graph cannot hold what PyTorch computes here: for that, lengths are read on the host."""
     try:
-        refused = _resolve("auto", request)[1]
-    except BackendError:
-        refused = ()
-    why = " ".join(refused) or "its strides, dtypes or options have no kernel without a plan (docs/limits.md)."
-    return BackendError(
-        f"no kernel serves this request ({request}), and a CUDA graph cannot hold what PyTorch computes: {why}"
-    )
+        selected, refused = _resolve("auto", request)
+    except BackendError as error:
+        selected, refused = "reference", (str(error),)
+    if selected == "reference":
+        why = f"no kernel serves it. {' '.join(refused)}"
+    else:
+        why = f"{selected} serves such requests: use backend='auto', or what it reads without a plan (docs/limits.md)."
+    return BackendError(f"a CUDA graph cannot hold what PyTorch computes, as this request ({request}): {why}")
 
 
 def compute(problem: Problem, backend: str, schedule: Any = None) -> None:

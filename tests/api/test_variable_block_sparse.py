@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import poison_
-from sparse_problems import expect, tensors
+from sparse_problems import check_what_refused_calls_leave, expect, tensors
 
 import cutlass_kernels as ck
 from cutlass_kernels import _vectors
@@ -118,20 +118,9 @@ def test_strides_and_places(target):
 
 
 def test_what_a_call_that_raises_leaves(target):
-    """Not its options, and no output."""
     problem = Problem(target.device, (128, 4, 1), (256, 4, 16))
     wrapper = problem.wrapper(target)
-    q, k, v = problem.hnd
-    want = wrapper.run(q, k, v)
-    with pytest.raises(ValueError, match="dtype"):
-        wrapper.forward(q.float(), k, v, sm_scale=0.5)
-    assert_bitwise(wrapper.run(q, k, v), want)
-    out = torch.full_like(want, 7.0)
-    with pytest.raises(ValueError, match=r"lse has shape \(3, 4\)"):
-        wrapper.run(q, k, v, out=out, lse=torch.empty(3, 4, device=target.device))
-    assert torch.all(out == 7.0)
-    assert not torch.equal(wrapper.forward(q, k, v, sm_scale=0.5), want)
-    assert not torch.equal(wrapper.run(q, k, v), want)  # options of a call that succeeds stay
+    check_what_refused_calls_leave(wrapper, *problem.hnd)
 
 
 @pytest.mark.parametrize("kind", ["variable", "per head"])

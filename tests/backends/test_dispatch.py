@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,8 @@ from environment import choose_backend, why_no_fa3
 from problems import Options, expect, make_batch
 
 import cutlass_kernels as ck
+from cutlass_kernels import _select
+from cutlass_kernels._request import Request
 
 VARIABLE, FORCED = "CUTLASS_KERNELS_BACKEND", "CUTLASS_KERNELS_FORCE_BACKEND"
 KERNELS = ["fa2", "fa3"]
@@ -237,6 +240,19 @@ def test_explicit_fa3_with_position_encoding_is_refused_not_dropped(kind, mode, 
     with pytest.raises((ValueError, RuntimeError), match="backend='fa3' needs CUDA tensors"):
         wrapper, _, data = plan("cpu", "fa3", kind, pos_encoding_mode=mode)
         wrapper.run(*data)
+
+
+@pytest.mark.parametrize(
+    "dtype,said",
+    [
+        (torch.float32, "no kernel serves it. .*float32"),
+        (torch.float16, "serves such requests: use backend='auto'"),  # where backend="reference" was asked for
+    ],
+    ids=str,
+)
+def test_what_a_cuda_graph_cannot_hold_is_told_why(extension, clean_environment, dtype, said):
+    request = Request("cuda", 90, dtype, dtype, dtype, 8, 2, 64, 64, frozenset(), None)
+    assert re.search(rf"a CUDA graph cannot hold .*{said}", str(_select.not_captured(request)))
 
 
 def test_importing_does_not_touch_cuda():
