@@ -11,8 +11,11 @@ namespace cutlass_kernels {
 namespace {
 
 constexpr int kWarps = 32;
-constexpr int kWords = 256;    // of 32 keys, looked at together
-constexpr int kRowsAhead = 4;  // whose words are read at once: the loads are what takes the time
+constexpr int kWords = 32 * kWarps;  // of 32 keys, looked at together: one per thread
+// Rows whose words a thread reads at once. The loads are what takes the time: of 64 rows over 16k keys 28 us where a warp
+// read words of one row after another, 4 at once.
+constexpr int kRowsAhead = 8;
+constexpr int kNone = 0x7fffffff;  // behind all keys
 
 // The longest run of ones in a sequence of bits that comes in words.
 struct LongestRun {
@@ -41,8 +44,8 @@ struct LongestRun {
   }
 };
 
-// A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, warps taking rows in turn;
-// then a thread per word.
+// A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, a warp taking 32 words and
+// some of the rows; then a thread per word.
 __global__ void __launch_bounds__(32 * kWarps)
     mask_extents_kernel(__grid_constant__ const LaunchParams p, const MaskDivisors divisors,
                         const RowTiles rows, MaskExtent* extents) {
@@ -52,7 +55,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   __shared__ SplitTable splits;
   __shared__ SlotTable slots;
   if (threadIdx.x == 0) {
-    begin = 0x7fffffff;
+    begin = kNone;
     end = count = 0;
   }
   LongestRun seen_by_all;  // in words; thread 0's
@@ -83,50 +86,57 @@ __global__ void __launch_bounds__(32 * kWarps)
     const std::uint32_t kv_len = std::uint32_t(work.kv_len);
     // Unsigned: behind the last chunk of 2^31 - 1 keys lies no signed number.
     for (std::uint32_t chunk = 0; chunk < kv_len; chunk += 32 * kWords) {
-      if (threadIdx.x < kWords) {
-        by_some[threadIdx.x] = 0;
-        by_all[threadIdx.x] = ~0u;
-      }
+      by_some[threadIdx.x] = 0;
+      by_all[threadIdx.x] = ~0u;
       __syncthreads();
-      for (int word = threadIdx.x % 32; word < kWords; word += 32) {
-        if (chunk + 32 * word >= kv_len) break;
+      // Warps that share 32 words take rows in turn.
+      const int groups = int(min((kv_len - chunk + 1023) / 1024, unsigned(kWarps)));
+      const int sharers = kWarps / groups;
+      const int share = int(threadIdx.x) / 32 / groups;
+      const int word = int(threadIdx.x) / 32 % groups * 32 + int(threadIdx.x) % 32;
+      if (share < sharers && chunk + 32 * word < kv_len) {
         const int key = int(chunk) + 32 * word;
         std::uint32_t some = 0, all = ~0u;
-        for (int row0 = first_row + int(threadIdx.x / 32); row0 < end_row;
-             row0 += kWarps * kRowsAhead) {
+        for (int row0 = first_row + share; row0 < end_row; row0 += sharers * kRowsAhead) {
           std::uint32_t bits[kRowsAhead];
           CUTE_UNROLL
           for (int i = 0; i < kRowsAhead; ++i) {  // past the last row, the last row again
-            const int row = min(row0 + i * kWarps, end_row - 1);
+            const int row = min(row0 + i * sharers, end_row - 1);
             bits[i] = bits_at(p.mask, first_bit + std::int64_t(row) * work.kv_len + key);
           }
           CUTE_UNROLL
           for (int i = 0; i < kRowsAhead; ++i) {
-            const int row = min(row0 + i * kWarps, end_row - 1);
             all &= bits[i];
-            some |= bits[i] & bits_between(window.begin_of_all(row) - key,
-                                           window.end_of_all<true>(row) - key);
+            if (window.hides_keys()) {
+              const int row = min(row0 + i * sharers, end_row - 1);
+              bits[i] &=
+                  bits_between(window.begin_of_all(row) - key, window.end_of_all<true>(row) - key);
+            }
+            some |= bits[i];
           }
         }
-        atomicOr(&by_some[word], some);
+        atomicOr(&by_some[word], some & bits_between(0, work.kv_len - key));
         atomicAnd(&by_all[word], all);
       }
       __syncthreads();
-      if (threadIdx.x < kWords) {
-        const bool is_key = chunk + 32 * threadIdx.x < kv_len;
-        const int key = is_key ? int(chunk + 32 * threadIdx.x) : 0;
-        const std::uint32_t some = by_some[threadIdx.x];
-        if (some != 0) {
-          atomicMin(&begin, key + __ffs(some) - 1);
-          atomicMax(&end, key + (32 - __clz(some)));
-          atomicAdd(&count, __popc(some));
+      const bool is_key = chunk + 32 * threadIdx.x < kv_len;
+      const int key = is_key ? int(chunk + 32 * threadIdx.x) : 0;
+      const std::uint32_t some = by_some[threadIdx.x];
+      if (__any_sync(0xffffffffu, some != 0)) {
+        const int first = __reduce_min_sync(0xffffffffu, some ? key + __ffs(some) - 1 : kNone);
+        const int last = __reduce_max_sync(0xffffffffu, some ? key + (32 - __clz(some)) : 0);
+        const int seen = __reduce_add_sync(0xffffffffu, __popc(some));
+        if (threadIdx.x % 32 == 0) {
+          atomicMin(&begin, first);
+          atomicMax(&end, last);
+          atomicAdd(&count, seen);
         }
-        // Keys behind the last one do not count.
-        const bool full =
-            is_key && (by_all[threadIdx.x] | ~bits_between(0, work.kv_len - key)) == ~0u;
-        const std::uint32_t words = __ballot_sync(0xffffffffu, full);
-        if (threadIdx.x % 32 == 0) full_words[threadIdx.x / 32] = words;
       }
+      // Keys behind the last one do not count.
+      const bool full =
+          is_key && (by_all[threadIdx.x] | ~bits_between(0, work.kv_len - key)) == ~0u;
+      const std::uint32_t words = __ballot_sync(0xffffffffu, full);
+      if (threadIdx.x % 32 == 0) full_words[threadIdx.x / 32] = words;
       __syncthreads();
       if (threadIdx.x == 0) {
         for (const std::uint32_t words : full_words) seen_by_all.append(words);

@@ -162,10 +162,8 @@ def scale(value: Any, name: str = "scale") -> Scale:
     if value is None:
         return 1.0
     if isinstance(value, torch.Tensor) and (value.is_cuda or is_traced()):
-        if value.numel() != 1:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, but it scales the whole tensor: pass one element."
-            )
+        _hints.real(name, value)
+        one_factor(name, value)
         return value.reshape(1).to(torch.float32)
     return _number(name, value.detach() if isinstance(value, torch.Tensor) else value)  # autograd knows of scales
 

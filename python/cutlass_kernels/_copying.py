@@ -1,6 +1,7 @@
 """Copies of the batch wrappers: shallow, deep (as for a second set of a model's weights) and pickled ones.
 
-A shallow copy shares the plan and all buffers; later plans of either leave the other as it is. A deep or pickled one
+A shallow copy shares the plan and all buffers; later plans of either leave the other as it is, and put their index data
+into a new buffer, as the present one has that of the other's plan. A deep or pickled one
 has buffers of its own, so it has no plan for kernels: such a plan holds addresses of the buffers that it was made with.
 A plan of the reference is copied.
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ._plan import Plan
 
 W = TypeVar("W", bound="Part")
+C = TypeVar("C", bound="Copied")
 
 
 class Part:
@@ -53,6 +55,13 @@ class Copied(Part):
     _stored: Mapping[str, Any]
     _use_cuda_graph: bool
     _graph_mask: bool
+    _shares_int_workspace = False  # with a copy, whose plan may be in it
+
+    def __copy__(self: C) -> C:
+        other = super().__copy__()
+        if not self._use_cuda_graph:  # there all buffers are shared
+            self._shares_int_workspace = other._shares_int_workspace = True
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         """What deep copies and pickles get."""

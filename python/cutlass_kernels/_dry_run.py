@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
+
+from ._copying import Part
 
 LEAST_WORKSPACE = 16  # bytes: no plan is told that it needs an empty buffer
 
 
-class DryRun:
+class DryRun(Part):
     """A wrapper whose plan() ends before it writes anything where ``_dry_run`` is set."""
 
     _dry_run = False
@@ -32,7 +33,7 @@ class DryRun:
 
         If qo_indptr is a CUDA tensor, its last element is read back: unlike plan(), this waits for the device.
         """
-        probe = copy.copy(self)
+        probe = Part.__copy__(self)  # which plans nothing, and so leaves what it shares
         probe._dry_run = True
         type(self).plan(probe, *args, **kwargs)  # not a function that is bound to this wrapper
         return probe._needed

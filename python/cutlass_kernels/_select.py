@@ -174,7 +174,7 @@ def not_captured(request: Request) -> BackendError:
         why = f"no kernel serves it. {' '.join(refused)}"
     else:
         why = f"{selected} serves such requests: use backend='auto', or what it reads without a plan (docs/limits.md)."
-    return BackendError(f"a CUDA graph cannot hold what PyTorch computes, as this request ({request}): {why}")
+    return BackendError(f"a CUDA graph cannot hold what PyTorch computes, such as this request ({request}): {why}")
 
 
 def compute(problem: Problem, backend: str, schedule: Any = None) -> None:

@@ -383,6 +383,9 @@ class BatchPrefillWrapper(DryRun, Copied):
         # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
         if plan.backend in KERNEL_BACKENDS:
+            if self._shares_int_workspace and not self._dry_run:
+                self._own_int_workspace = self._int_workspace_buffer = _kernels.int_workspace(self.device)
+                self._shares_int_workspace = False
             tail = 0 if self._use_cuda_graph else plan.place_vectors(self._int_workspace_buffer)
             offsets = self._planned_offsets(plan, stored)
             if self._dry_run:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import oracle
 import pytest
 import torch
@@ -317,6 +319,32 @@ def test_items_of_lengths_on_the_device(kernel_backend, told):
     wrapper.plan(*indptrs, *batch.heads, **multi_item_arguments(items, "cuda:0"), **more)
     want = expect(batch, Options(multi_items=items))
     assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+
+
+@pytest.mark.parametrize("lengths_on", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("seed", range(6))
+def test_workspaces_of_items_are_as_large_as_promised(kernel_backend, lengths_on, dtype, seed):
+    if kernel_backend == "fa2" and dtype == torch.float8_e4m3fn:
+        pytest.skip("fa2 has no fp8 tensor cores and refuses fp8 batches")
+    draw = random.Random(seed)
+    qo_lens = [[265, 256, 183], [1, 31, 1, 1]][seed] if seed < 2 else draw.choices([1, 2, 31, 100, 300], k=4)
+    items = [item_positions(draw.randint(1, 2000), draw.choices([1, 7, 30], k=3)) for _ in qo_lens]
+    kv_lens = [max(n, x.prefix_len + len(x.token_pos)) for n, x in zip(qo_lens, items)]
+    batch = make_batch(
+        qo_lens, kv_lens, *draw.choice([(8, 1), (32, 1), (4, 4)]), draw.choice([64, 128]), device="cuda:0"
+    )
+    pages = batch.paged(16)
+    vectors = (batch.qo_indptr(), *pages.table())
+    plan = (*(x.to(lengths_on) for x in vectors), *batch.heads, 16)
+    options = dict(q_data_type=dtype, kv_data_type=dtype, o_data_type=torch.float16, causal=True)
+    options |= multi_item_arguments(items, "cuda:0")
+    memory = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(memory, backend=kernel_backend)
+    room = [torch.empty(n, dtype=torch.uint8, device="cuda:0") for n in wrapper.workspace_size(*plan, **options)]
+    wrapper.reset_workspace_buffer(*room)
+    wrapper.plan(*plan, **options)
+    wrapper.run(batch.q.to(dtype), pages.cache.nan_to_num().to(dtype), return_lse=True)
 
 
 @pytest.mark.parametrize("lengths_on", ["cpu", "cuda:0"])

@@ -409,7 +409,7 @@ def test_windows_that_are_no_pairs(calls, value):
 
 
 def test_heads_before_rows_or_tokens(calls):
-    q, kv = torch.zeros(2, 24, 5, 64).half(), torch.zeros(2, 8, 16, 64).half()
+    q, kv = calls.q.new_zeros(2, 24, 5, 64), calls.q.new_zeros(2, 8, 16, 64)
     words = ("num_qo_heads=5", "num_kv_heads=16", "use q.transpose(1, 2)", "kv_layout='HND'")
     refuse(RuntimeError, lambda: ck.attention(q, kv, kv), *words)
     refuse(RuntimeError, lambda: ck.attention(q, kv, kv, kv_layout="HND"), "num_kv_heads=8", "use q.transpose(1, 2)")

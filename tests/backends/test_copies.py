@@ -109,6 +109,21 @@ def test_copies_on_the_cpu_are_planned(entry, way):
         assert_same(run(made, WAYS[way](made.wrapper)), run(made, made.wrapper))
 
 
+@pytest.mark.runs_nothing("the reference computes in place of a kernel")
+def test_shallow_copies_leave_the_memory_of_each_other_s_plan(compiled_plans):
+    made = planned("BatchPrefillWithPagedKVCacheWrapper")
+    made.plan(made.wrapper)
+    memory = made.wrapper._int_workspace_buffer
+    other = copy.copy(made.wrapper)
+    assert other._int_workspace_buffer is memory  # its plan is there
+    for wrapper in (other, made.wrapper):
+        made.plan(wrapper)
+        assert wrapper._int_workspace_buffer is not memory
+        memory_of_its_own = wrapper._int_workspace_buffer
+        made.plan(wrapper)
+        assert wrapper._int_workspace_buffer is memory_of_its_own
+
+
 @pytest.mark.parametrize("way", [*WAYS, "copy"])
 @wrappers
 def test_copies_are_apart_from_the_original(target, entry, way):

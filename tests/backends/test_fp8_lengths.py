@@ -46,19 +46,18 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, windo
     return torch.stack(outs, 1), torch.stack(lses, 1)
 
 
-def check(out: torch.Tensor, lse: torch.Tensor | None, want: tuple[torch.Tensor, ...], at_1k: float) -> float:
-    """The relative error. It is that of 1k keys at most, where fewer P take part, and has no direction: a bias of
-    0.0007 is that of P, which is rounded to 3 bits."""
+# At 1k keys, where it is largest since the fewest P take part: 0.0013. O is divided by sums of P as rounded, so that
+# rounding to 3 bits, alone a bias of 0.0007, has no direction.
+MOST_ERROR, MOST_BIAS = 0.0015, 5e-4
+
+
+def check(out: torch.Tensor, lse: torch.Tensor | None, want: tuple[torch.Tensor, ...]) -> None:
     wrong = out.double() - want[0]
     error = float(wrong.norm() / want[0].norm())
     bias = float(wrong.mean() / want[0].mean())
-    assert error <= 1.1 * at_1k and abs(bias) < 1.2e-3, f"error {error:.5f}, bias {bias:+.5f}"
+    assert error < MOST_ERROR and abs(bias) < MOST_BIAS, f"error {error:.5f}, bias {bias:+.5f}"
     if lse is not None:
         assert float((lse.double() - want[1]).abs().max()) < 5e-3
-    return error
-
-
-AT_1K = 0.0023  # of P rounded to e4m3, with exact sums: 0.0020 to 0.0021
 
 
 @functools.cache
@@ -90,7 +89,7 @@ def ragged(q, k, v, causal=False, window=-1, split=True):
 @pytest.mark.parametrize("keys", LENGTHS)
 def test_of_all_keys(keys, dim, rows, split):
     given, want = problem(ROWS[rows], keys, dim)
-    check(*ragged(*given, split=split), want, AT_1K)
+    check(*ragged(*given, split=split), want)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -98,7 +97,7 @@ def test_of_all_keys(keys, dim, rows, split):
 @pytest.mark.parametrize("window", [-1, 70_000])
 def test_of_keys_in_a_mask(dim, rows, window):
     given, want = problem(ROWS[rows], 1 << 17, dim, True, window)
-    check(*ragged(*given, causal=True, window=window), want, AT_1K)
+    check(*ragged(*given, causal=True, window=window), want)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -106,10 +105,10 @@ def test_of_pages_fused(dim):
     (q, k, v), want = problem(400, 1 << 16, dim)
     batch = Batch([len(q)], [len(k)], q, k, v)
     out = call(batch, "Q_PAGED_KV_HND", Mode("padding"), out_dtype=torch.float16)
-    check(out, None, want, AT_1K)
+    check(out, None, want)
 
 
 def test_of_keys_on_several_devices():
     (q, k, v), want = problem(400, 1 << 16, 128)
     parts = [ragged(q, k[i::2].contiguous(), v[i::2].contiguous()) for i in range(2)]
-    check(*ck.merge_state(*parts[0], *parts[1]), want, AT_1K)
+    check(*ck.merge_state(*parts[0], *parts[1]), want)

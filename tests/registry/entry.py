@@ -80,6 +80,7 @@ class Entry:
     # With fullgraph=True, how mode="reduce-overhead" runs it (docs/torch-compile.md). "no": it cannot be traced.
     compiles: Literal["between graphs", "captured", "no"] = "between graphs"
     threads: bool = True  # may call it at once
+    merges: bool = False  # states: in a graph by PyTorch's own operators, outside of it by a kernel, with other bits
 
     def planned(self, x: Data) -> list[Planned]:
         return [y for y in self.make(x) if isinstance(y, Planned)]

@@ -69,12 +69,12 @@ def _restore(x: Data) -> list[Call]:
 
 @no_attention("distributed.cp_indices", **ALONE)
 def _indices(x: Data) -> list[Call]:
-    return [Call(lambda q: q[distributed.cp_indices([3, 2], 1, 2, device=q.device)], (x.q,))]
+    return [Call(lambda q: distributed.cp_indices([3, 2], 1, 2, device=q.device), (x.q,))]
 
 
 @no_attention("distributed.cp_positions", **ALONE)
 def _positions(x: Data) -> list[Call]:
-    return [Call(lambda q: q[distributed.cp_positions([3, 2], 1, 2, device=q.device)], (x.q,))]
+    return [Call(lambda q: distributed.cp_positions([3, 2], 1, 2, device=q.device), (x.q,))]
 
 
 @no_attention("distributed.dcp_local_lengths", **ALONE)

@@ -121,7 +121,7 @@ def _fast_decode_plan(x: Data) -> list[Call]:
     return [Call(call, (x.q[:2], x.cache, *x.table))]
 
 
-@public("MultiLevelCascadeAttentionWrapper")
+@public("MultiLevelCascadeAttentionWrapper", merges=True)
 def _cascade(x: Data) -> list[Planned]:
     tensors = (x.q, x.cache)
 
@@ -139,7 +139,7 @@ def _cascade(x: Data) -> list[Planned]:
     return [Planned(x.wrapper("MultiLevelCascadeAttentionWrapper", 2), plan, calls)]
 
 
-@public("BatchDecodeWithSharedPrefixPagedKVCacheWrapper")
+@public("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", merges=True)
 def _shared_decode(x: Data) -> list[Planned]:
     tensors = (x.q[:2], x.k, x.v, x.cache)
     calls = lambda w: [Call(w.forward, tensors), *_scaled(w, tensors)]  # noqa: E731
@@ -151,7 +151,7 @@ def _scaled(w: Any, tensors: tuple[torch.Tensor, ...], **options: Any) -> list[C
     return [Call(lambda *t: y(*t, sm_scale=0.2, **options), tensors) for y in (w.forward, w.run)]
 
 
-@public("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
+@public("BatchPrefillWithSharedPrefixPagedKVCacheWrapper", merges=True)
 def _shared_prefill(x: Data) -> list[Planned]:
     tensors = (x.q, x.k, x.v, x.cache)
 

@@ -34,9 +34,6 @@ struct Consumer {
   using ProbabilityFragment = std::uint32_t[kPRegisters];  // P (2, BLK_N / 4), packed
   using OutputFragment = float[kDvo / 2];                  // O (2, D_VO / 4)
   using RowFactors = float[2];                             // (2)
-  // Sums of a thread's part of each row, of e4m3 in two halves.
-  static constexpr int kRowSums = kFp8 ? 4 : 2;
-  using RowSums = float[kRowSums];  // (2, halves)
 
   // Under a causal mask the first warpgroup of a tile may see no key of the tile's last KV block.
   static constexpr bool kSkips = !Tile::kPacked && Tile::kBlockM - kWarpgroupRows >= kN;
@@ -48,20 +45,16 @@ struct Consumer {
 
   // Lazy maximum: the maximum of a KV block is taken in a tile's first block, where an interval mask hides keys (but in
   // the general variant), and for softmax statistics. Elsewhere P = 2^(x - m) uses the m there is. If a thread's part
-  // of a row, of e4m3 half of it, then sums to kSumLimit or more, the block is done again with the maximum of such
-  // parts: P must fit its type, and O must stay far from 2^127 where V is large. A block without a larger x needs no m
-  // of its own: P, sums and O are floating-point numbers relative to 2^m, whatever m is. P of e4m3 ends at 448.
+  // of a row then sums to kSumLimit or more, the block is done again with its own maximum: P must fit its type (fp16),
+  // and O must stay far from 2^127 where V is large. A block without a larger x needs no m of its own: P, sums and O
+  // are floating-point numbers relative to 2^m, whatever m is. P of e4m3, which ends at 448, is looked at itself.
   static constexpr bool kLazyMax = Tile::kLazyMax && !kSkipsNegligible;
-  static constexpr float kSumLimit = kFp8                            ? 448.0f
-                                     : std::is_same_v<Element, fp16> ? 0x1p15f
-                                                                     : 0x1p30f;
+  static constexpr float kSumLimit = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p30f;
   // log2 of the P that belongs to the maximum. P of e4m3 has 3 mantissa bits down to 2^-6 and none below 2^-9. With 2^4
-  // as its largest value it keeps them for 2^10 below the maximum, and may still grow before another one is taken.
+  // as its largest value it keeps them for 2^10 below the maximum, and may grow 2^4-fold before another maximum must be
+  // taken: P fits up to 248, which is rounded to 256.
   static constexpr int kLift = kFp8 ? 4 : 0;
-  // By how much the maximum of parts of e4m3 that do not fit may exceed m. Not by more than the lift: then no such part
-  // reaches kSumLimit again before it has a larger x, else a row could be done again in every block.
-  static constexpr float kHeadroomAgain = float(kLift);
-  static_assert(!kFp8 || kN / 8 * 0x1p4f < kSumLimit);
+  static constexpr float kHeadroom = kFp8 ? 7.0f : OnlineSoftmax<2>::kHeadroom;  // below log2(248)
 
   // The logits_scale of a head, which only the device knows, is folded into the scale of the softmax.
   static constexpr bool kFoldsScale = kFp8 && kLogits == Logits::kTransformed;
@@ -104,6 +97,7 @@ struct Consumer {
   Ring<Tile::kVStages> v_ring;
   std::uint32_t exchange_phase = 0;  // of a pair of CTAs
   OnlineSoftmax<2> softmax;          // of the two rows
+  float weight_sum[2];               // of e4m3: (row) of the rounded P, which O is divided by
 
   CUTE_DEVICE Consumer(const KernelParams& params_, Layout& shared_, int warpgroup_)
       : params(params_),
@@ -123,7 +117,8 @@ struct Consumer {
 
   // main_loop_fp8.h
   CUTE_DEVICE bool compute_fp8_tiles();
-  CUTE_DEVICE void compute_probabilities(ProbabilityFragment& p, OutputFragment& o, bool first);
+  CUTE_DEVICE void compute_probabilities(ScoreFragment& s, ProbabilityFragment& p,
+                                         OutputFragment& o, bool first);
   CUTE_DEVICE bool compute_logits(ScoreFragment& s);
 
   // scores.h
@@ -137,8 +132,9 @@ struct Consumer {
 
   // logits.h
   CUTE_DEVICE void transform(ScoreFragment& s) const;
-  CUTE_DEVICE bool needs_mask() const;
-  CUTE_DEVICE void read_bits();
+  CUTE_DEVICE bool needs_mask() const { return needs_mask(block_begin); }
+  CUTE_DEVICE bool needs_mask(int begin) const;
+  CUTE_DEVICE void read_bits(int ahead);
   CUTE_DEVICE void apply_mask(ScoreFragment& s) const;
   CUTE_DEVICE bool has_bits() const;
   CUTE_DEVICE std::int64_t first_bit(int r) const;
@@ -149,12 +145,13 @@ struct Consumer {
   CUTE_DEVICE float headroom() const;
   CUTE_DEVICE static void find_maximum(const ScoreFragment& s, RowFactors& row_max);
   CUTE_DEVICE bool are_negligible(const RowFactors& row_max) const;
-  CUTE_DEVICE bool raise_to(RowFactors& row_max, RowFactors& factor, float headroom);
-  CUTE_DEVICE bool raise_maximum(const ScoreFragment& s, RowFactors& factor, float headroom);
+  CUTE_DEVICE bool raise_to(RowFactors& row_max, RowFactors& factor);
+  CUTE_DEVICE bool raise_maximum(const ScoreFragment& s, RowFactors& factor);
+  template <bool kSums>
   CUTE_DEVICE void take_exponentials(const ScoreFragment& s, ProbabilityFragment& p,
-                                     RowSums& sum) const;
-  CUTE_DEVICE static bool fits(const RowSums& sum, int r);
-  CUTE_DEVICE void add_sums(const RowSums& sum);
+                                     RowFactors& sum) const;
+  CUTE_DEVICE static bool fits(const RowFactors& sum, int r);
+  CUTE_DEVICE static bool fits(const ProbabilityFragment& p, int r);
 
   // exchange.h
   CUTE_DEVICE void return_receive_buffer() const;
@@ -162,6 +159,8 @@ struct Consumer {
 
   // values.h
   CUTE_DEVICE void issue_output(OutputFragment& o, ProbabilityFragment& p, bool accumulate);
+  template <int kPart>
+  CUTE_DEVICE void add_part(OutputFragment& o, ProbabilityFragment& p);
   CUTE_DEVICE void add_output(OutputFragment& o, ProbabilityFragment& p);
   CUTE_DEVICE void skip_values();
   CUTE_DEVICE static void rescale(OutputFragment& o, const RowFactors& factor);

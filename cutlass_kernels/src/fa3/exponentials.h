@@ -15,7 +15,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::is_exact() const {
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE float Consumer<Element, Tile, kLogits>::headroom() const {
   if constexpr (kSkipsNegligible) return 0.0f;
-  return kHasStats ? params.stats.headroom : OnlineSoftmax<2>::kHeadroom;
+  return kHasStats ? params.stats.headroom : kHeadroom;
 }
 
 // The maxima of the thread's part of its rows.
@@ -49,66 +49,72 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::are_negligible(const RowFacto
   return all_agree(below);
 }
 
-// Raises m where a row's maximum exceeds it by more than `headroom`. Returns whether O must be multiplied by `factor`.
+// Raises m where a row's maximum leaves no headroom. Returns whether O must be multiplied by `factor`.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max, RowFactors& factor,
-                                                            float headroom) {
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max,
+                                                            RowFactors& factor) {
   bool raised = false;
-  if (__any_sync(0xffffffffu, softmax.exceeds(row_max, headroom))) {
+  if (__any_sync(0xffffffffu, softmax.exceeds(row_max, headroom()))) {
     OnlineSoftmax<2>::reduce_max(row_max);
-    softmax.template raise<kLift>(row_max, [&](int r, float f) { factor[r] = f; }, headroom);
+    softmax.template raise<kLift>(row_max, [&](int r, float f) { factor[r] = f; }, headroom());
     raised = true;
   }
   return raised;
 }
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_maximum(const ScoreFragment& s,
-                                                                 RowFactors& factor,
-                                                                 float headroom) {
+                                                                 RowFactors& factor) {
   float row_max[2];  // (row)
   find_maximum(s, row_max);
-  return raise_to(row_max, factor, headroom);
+  return raise_to(row_max, factor);
 }
 
-// P = 2^(scale s - m), packed, and its sums. S stays as it is. The unit of the exponentials takes eight times as long as
-// the others and leaves seven of eight issue slots: sums and packing go there.
+// P = 2^(scale s - m), packed, and, if kSums, its row sums. S stays as it is. The unit of the exponentials takes eight
+// times as long as the others and leaves seven of eight issue slots: sums and packing go there.
 template <class Element, class Tile, Logits kLogits>
+template <bool kSums>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::take_exponentials(const ScoreFragment& s,
                                                                      ProbabilityFragment& p,
-                                                                     RowSums& sum) const {
-  CUTE_UNROLL
-  for (float& x : sum) x = 0.0f;
+                                                                     RowFactors& sum) const {
+  sum[0] = sum[1] = 0.0f;
+  float more[2] = {0.0f, 0.0f};  // of e4m3, half of each sum: an addition waits for the one before
   CUTE_UNROLL
   for (int i = 0; i < kPRegisters; ++i) {
     const int r = i % 2;
     const int first = kFp8 ? i / 2 * 8 + 2 * r : 2 * i;
     const float p0 = exp2_unordered(fmaf(s[first], softmax.scale, softmax.minus_m[r]));
     const float p1 = exp2_unordered(fmaf(s[first + 1], softmax.scale, softmax.minus_m[r]));
-    sum[r] += p0;
-    sum[r] += p1;
+    if constexpr (kSums) sum[r] += p0;
+    if constexpr (kSums) sum[r] += p1;
     if constexpr (kFp8) {  // eight keys on: V lies in that order, see transpose_values.h
       const float p2 = exp2_unordered(fmaf(s[first + 4], softmax.scale, softmax.minus_m[r]));
       const float p3 = exp2_unordered(fmaf(s[first + 5], softmax.scale, softmax.minus_m[r]));
-      sum[kRowSums - 2 + r] += p2;
-      sum[kRowSums - 2 + r] += p3;
+      if constexpr (kSums) more[r] += p2;
+      if constexpr (kSums) more[r] += p3;
       p[i] = Operand::pack(p0, p1, p2, p3);
     } else {
       p[i] = Operand::pack(p0, p1);
     }
   }
+  if constexpr (kFp8) {
+    sum[0] += more[0];
+    sum[1] += more[1];
+  }
 }
 
-// Whether P of a row fits its type.
+// Whether P of a row fits its type: of 16 bits, by the sums.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::fits(const RowSums& sum, int r) {
-  return sum[r] < kSumLimit && sum[kRowSums - 2 + r] < kSumLimit;
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::fits(const RowFactors& sum, int r) {
+  return sum[r] < kSumLimit;
 }
 
+// And of e4m3: whether all are numbers below 256.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_sums(const RowSums& sum) {
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::fits(const ProbabilityFragment& p, int r) {
+  std::uint32_t carries = 0;  // adding 8 to a byte of 256 or more, or of NaN, sets its highest bit
   CUTE_UNROLL
-  for (int r = 0; r < 2; ++r)
-    softmax.partial_sum[r] += kFp8 ? sum[r] + sum[kRowSums - 2 + r] : sum[r];
+  for (int i = r; i < kPRegisters; i += 2) carries |= p[i] + 0x08080808u;
+  return (carries & 0x80808080u) == 0;
 }
 
 }  // namespace cutlass_kernels::fa3

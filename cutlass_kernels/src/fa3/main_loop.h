@@ -69,7 +69,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
   OutputFragment o;       // (2, D_VO / 4)
   ProbabilityFragment p;  // (2, BLK_N / 4)
   RowFactors factor;      // of O, when m is raised
-  RowSums sum;
+  RowFactors sum;
   bool found = false;
   softmax = OnlineSoftmax<2>(softmax_scale());
 
@@ -77,15 +77,16 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
   shared.k_full[k_ring.index].wait(k_ring.phase);
   return_receive_buffer();
   issue_scores(s);
-  read_bits();
+  read_bits(0);
   wgmma_wait<0>();
   pin(s);
   end_scores(true);
   add_peer_scores(s);
   transform(s);
   if (needs_mask()) apply_mask(s);
-  raise_maximum(s, factor, headroom());
-  take_exponentials(s, p, softmax.partial_sum);
+  read_bits(kN);
+  raise_maximum(s, factor);
+  take_exponentials<true>(s, p, softmax.partial_sum);
   if (Tile::kPingPong && warpgroup == Tile::kConsumers - 1) end_turn();  // warpgroup 0 begins
 
   bool accumulate = false;  // else P V replaces O: the tile's first KV block
@@ -122,7 +123,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     }
 
     // While P V runs: logits of the next KV block, and its m.
-    read_bits();
+    if (unlikely(last)) read_bits(0);
     wgmma_wait<1>();
     pin(s);
     if constexpr (Layout::kPair) end_scores(last);
@@ -130,6 +131,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     transform(s);
     const bool masked = needs_mask();
     if (unlikely(masked)) apply_mask(s);
+    read_bits(kN);
     if constexpr (!Layout::kPair) end_scores(last);
     // Not lazy in the first KV block of a tile. Later, a row that has seen no key so far gets an infinite sum from its
     // first one, and the block is done again with its maximum: right under any mask, but only custom masks, which may
@@ -140,10 +142,10 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
       float row_max[2];  // (row)
       find_maximum(s, row_max);
       negligible = !last && are_negligible(row_max);
-      if (!negligible) raised = raise_to(row_max, factor, headroom());
+      if (!negligible) raised = raise_to(row_max, factor);
     } else if (!lazy) {
       __syncwarp();  // keeps this a branch
-      raised = raise_maximum(s, factor, headroom());
+      raised = raise_maximum(s, factor);
     }
 
     // P V is done: its V stage may be refilled, and O stored or rescaled.
@@ -164,15 +166,22 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
 
     // P of the next KV block.
     if (!(kSkipsNegligible && negligible)) {
-      take_exponentials(s, p, sum);
+      take_exponentials<true>(s, p, sum);
       if constexpr (kLazyMax) {
         if (lazy && unlikely(!__all_sync(0xffffffffu, fits(sum, 0) && fits(sum, 1)))) {
-          __syncwarp();  // keeps this a branch
-          if (raise_maximum(s, factor, headroom())) rescale(o, factor);
-          take_exponentials(s, p, sum);
+          __syncwarp();      // keeps this a branch
+          float row_max[2];  // (row)
+          find_maximum(s, row_max);
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            if (fits(sum, r)) row_max[r] = -INFINITY;  // else its m would depend on other rows
+          }
+          if (raise_to(row_max, factor)) rescale(o, factor);
+          take_exponentials<true>(s, p, sum);
         }
       }
-      add_sums(sum);
+      softmax.partial_sum[0] += sum[0];
+      softmax.partial_sum[1] += sum[1];
     }
   }
 

@@ -5,6 +5,9 @@
 // Beside O there are registers for S, or for P and that product, not for all: a warpgroup computes one after the other.
 // What keeps the tensor cores busy in the meantime are the products of the other warpgroups. Where they take turns
 // (kPingPong), a turn is one's P V.
+//
+// O is divided by the tensor cores' own sums of the rounded P: both are truncated alike, which leaves a quarter of the
+// bias, and fp32 units do not add P up unless an LSE or partial results need that.
 #pragma once
 
 #include "fa3/consumer.h"
@@ -15,12 +18,11 @@
 
 namespace cutlass_kernels::fa3 {
 
-// Waits for K of the KV block at block_begin and computes its logits. Returns whether any were masked.
+// S of the KV block at block_begin, once its K is there, and its logits. Returns whether any were masked.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_logits(ScoreFragment& s) {
   shared.k_full[k_ring.index].wait(k_ring.phase);
   issue_scores(s);
-  read_bits();
   wgmma_wait<0>();
   pin(s);
   transform(s);
@@ -31,21 +33,35 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_logits(ScoreFragment&
 
 // P of the KV block at block_begin, and what it changes: m, the sums of rows, and O. `first`: of its tile.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::compute_probabilities(ProbabilityFragment& p,
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::compute_probabilities(ScoreFragment& s,
+                                                                         ProbabilityFragment& p,
                                                                          OutputFragment& o,
                                                                          bool first) {
-  ScoreFragment s;  // (2, BLK_N / 4)
   RowFactors factor;
-  RowSums sum;
+  RowFactors sum;
+  const auto raise = [&](RowFactors& row_max) {
+    if (!raise_to(row_max, factor)) return;
+    rescale(o, factor);
+    weight_sum[0] *= factor[0];
+    weight_sum[1] *= factor[1];
+  };
+  // Sums of P that are not rounded. Partial results have them, and an LSE.
+  const bool sums = Tile::kPacked || params.attention.lse != nullptr;
   const bool masked = compute_logits(s);
   const bool lazy = kLazyMax && !(masked && !kIsGeneral) && !first;
   if (!lazy) {
-    __syncwarp();  // keeps this a branch
-    if (raise_maximum(s, factor, headroom())) rescale(o, factor);
+    __syncwarp();      // keeps this a branch
+    float row_max[2];  // (row)
+    find_maximum(s, row_max);
+    raise(row_max);
   }
-  take_exponentials(s, p, sum);
-  const bool row_fits[2] = {fits(sum, 0), fits(sum, 1)};
-  // S is not kept, its registers become P's: it is computed again, which takes all warps of the warpgroup.
+  if (sums) {
+    take_exponentials<true>(s, p, sum);
+  } else {
+    take_exponentials<false>(s, p, sum);
+  }
+  const bool row_fits[2] = {fits(p, 0), fits(p, 1)};
+  // S was not kept, its registers became P's: it is computed again, which takes all warps of the warpgroup.
   if (lazy && unlikely(!all_agree(row_fits[0] && row_fits[1]))) {
     __syncwarp();  // keeps this a branch
     compute_logits(s);
@@ -55,11 +71,14 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::compute_probabilities(Probabi
     for (int r = 0; r < 2; ++r) {
       if (row_fits[r]) row_max[r] = -INFINITY;  // else its m would depend on other rows
     }
-    if (raise_to(row_max, factor, kHeadroomAgain)) rescale(o, factor);
-    take_exponentials(s, p, sum);
+    raise(row_max);
+    take_exponentials<true>(s, p, sum);
   }
   end_scores(first);
-  add_sums(sum);
+  if (sums) {
+    softmax.partial_sum[0] += sum[0];
+    softmax.partial_sum[1] += sum[1];
+  }
 }
 
 // As compute_tiles().
@@ -72,14 +91,19 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_fp8_tiles() {
     softmax = OnlineSoftmax<2>(softmax_scale());
     CUTE_UNROLL
     for (float& x : o) x = 0.0f;
+    weight_sum[0] = weight_sum[1] = 0.0f;
     if (kSkips && skips_block) {
       skip_keys();
       skip_values();
     }
-    for (bool first = true; block_begin >= key_begin; block_begin -= kN, first = false) {
+    for (bool first = true;; first = false) {
+      ScoreFragment s;        // (2, BLK_N / 4), not of the call: there ptxas would spill 300 bytes
       ProbabilityFragment p;  // (2, BLK_N / 4)
-      compute_probabilities(p, o, first);
+      compute_probabilities(s, p, o, first);
+      const bool last = block_begin == key_begin;
+      block_begin -= kN;
       add_output(o, p);
+      if (last) break;
     }
     store(o, softmax, jobs.index);
     advance_q();

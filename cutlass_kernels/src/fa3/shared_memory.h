@@ -61,7 +61,10 @@ struct Shared : StagedValues<Tile> {
   static constexpr int kPanelsQk = (Tile::kHeadDimQk + kColumns - 1) / kColumns;
   static constexpr int kPanelsVo = (Tile::kHeadDimVo + kColumns - 1) / kColumns;
   static constexpr int kPanelsO = (Tile::kHeadDimVo + 63) / 64;
-  static constexpr int kPanelBytesVt = Tile::kHeadDimVo * 128;
+  // V, transposed, has rows of ones behind its columns: P V then has the sums of P, too.
+  static constexpr int kRowsOfOnes = 8;
+  static constexpr int kPanelBytesVt = (Tile::kHeadDimVo + kRowsOfOnes) * 128;
+  static_assert(!kTransposed || kPanelBytesVt % 1024 == 0, "panels begin where a swizzle does");
   static constexpr int kQBytes = kPanelBytesQ * kPanelsQk;
   static constexpr int kKBytes = kPanelBytesKv * kPanelsQk;
   static constexpr int kVBytes =
@@ -78,7 +81,7 @@ struct Shared : StagedValues<Tile> {
   alignas(kAlignment) char q[Tile::kQBuffers][kQBytes];
   // K: (BLK_N, C, D_QK / C), PIPE_K of them.
   char k[Tile::kKStages][kKBytes];
-  // V: (BLK_N, C, D_VO / C), PIPE_V of them; of e4m3, transposed: (D_VO, 128, BLK_N / 128).
+  // V: (BLK_N, C, D_VO / C), PIPE_V of them; of e4m3, transposed: (D_VO + 8, 128, BLK_N / 128).
   char v[Tile::kVStages][kVBytes];
   // O: (64, 64, kOPanels) of 16 bits per warpgroup. Each warp uses its own 16 rows. Of a pair of CTAs, also the partial
   // sums of S that the warpgroup receives: a warp's in the memory of its own rows.

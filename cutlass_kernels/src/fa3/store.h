@@ -22,14 +22,16 @@ CUTE_DEVICE void stmatrix_x4(std::uint32_t address, std::uint32_t a, std::uint32
                : "memory");
 }
 
-// Writes 64 rows of O and their LSE. `staging` is the warpgroup's memory for O, of which each warp uses the part of its
-// own 16 rows. On return the last stores may still be reading it.
+// Writes 64 rows of O and their LSE. weight_sum: of e4m3, what O is divided by. `staging` is the
+// warpgroup's memory for O, of which each warp uses the part of its own 16 rows. On return the last stores may still be
+// reading it.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warpgroup,
-                            const OnlineSoftmax<2>& softmax, float (&o)[Tile::kHeadDimVo / 2],
-                            std::uint32_t staging) {
+                            const OnlineSoftmax<2>& softmax, const float (&weight_sum)[2],
+                            float (&o)[Tile::kHeadDimVo / 2], std::uint32_t staging) {
   using Layout = Shared<Tile>;
   using Output = typename Element::Output;
+  constexpr bool kFp8 = Element::kBytes == 1;
   const LaunchParams& p = params.attention;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
@@ -50,18 +52,21 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
         params.stats.store(p, std::int64_t(job.q_end) - job.qo_len + row, head, m, sum);
       }
     }
-    no_key[r] = has_no_key(m, sum);
+    const float weights = kFp8 ? weight_sum[r] : sum;
+    no_key[r] = kFp8 ? weights == 0.0f : has_no_key(m, sum);
     float factor = p.v_scale;
     if constexpr (kLogits == Logits::kGeneral || Element::kBytes == 1) {
       factor *= scale_of(p.output_scale, job.batch, head);
     }
     const FinishedRow finished =
-        finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
+        finish_row(m, weights, p.sinks, head, [&](float weight) { factor *= weight; });
     scale[r] = finished.fast_scale(factor);
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && writes_rows && row < job.qo_len) {
+      const float lse =
+          kFp8 ? finish_row(m, sum, p.sinks, head, [](float) {}).lse() : finished.lse();
       p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +
-            head * p.lse_stride_head] = finished.lse() * p.lse_scale;
+            head * p.lse_stride_head] = lse * p.lse_scale;
     }
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.

@@ -83,6 +83,21 @@ CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int warp,
   }
 }
 
+// Writes the rows of ones behind the columns of V, which stay.
+template <class Tile>
+CUTE_DEVICE void write_ones(Shared<Tile>& shared, int warp) {
+  using Layout = Shared<Tile>;
+  constexpr int kChunks = Layout::kRowsOfOnes * 128 / 16;
+  constexpr std::uint32_t kOnes = 0x38383838;
+  for (int i = 0; i < Tile::kVStages * (Layout::kVBytes / Layout::kPanelBytesVt); ++i) {
+    char* ones = shared.v[0] + (i + 1) * Layout::kPanelBytesVt - Layout::kRowsOfOnes * 128;
+    for (int chunk = warp * 32 + threadIdx.x % 32; chunk < kChunks;
+         chunk += 32 * Tile::kTransposers) {
+      reinterpret_cast<uint4*>(ones)[chunk] = make_uint4(kOnes, kOnes, kOnes, kOnes);
+    }
+  }
+}
+
 // A transposing warp, by all its lanes: index `warp` of kTransposers.
 template <class Tile>
 CUTE_DEVICE void transpose_values(const KernelParams& params, Shared<Tile>& shared, int warp) {
@@ -93,6 +108,7 @@ CUTE_DEVICE void transpose_values(const KernelParams& params, Shared<Tile>& shar
   JobReader jobs(shared);
   Ring<Tile::kStagedStages> from;
   Ring<Tile::kVStages> to;
+  write_ones(shared, warp);
   for (; jobs.next(); jobs.release()) {
     const Job& job = jobs.job();
     CUTE_NO_UNROLL

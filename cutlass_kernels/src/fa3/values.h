@@ -25,33 +25,44 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_output(OutputFragment& 
   wgmma_commit();
 }
 
-// O += P V with the V stage at v_ring, of e4m3: a part of the columns at a time, whose products are added up alone and
-// then to O (main_loop_fp8.h). Ends the turn with the last products.
+// O += P V with the V stage at v_ring, of e4m3: kPart of the columns, whose products are added up alone and then to O
+// (main_loop_fp8.h), and the parts behind it. The last one has the sums of P, by V's rows of ones, and ends the turn.
+template <class Element, class Tile, Logits kLogits>
+template <int kPart>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_part(OutputFragment& o,
+                                                            ProbabilityFragment& p) {
+  constexpr bool kLast = kPart + 1 == Tile::kOutputParts;
+  constexpr int kColumns = kDvo / Tile::kOutputParts;
+  constexpr int kWithOnes = kColumns + (kLast ? Layout::kRowsOfOnes : 0);
+  float product[kWithOnes / 2];  // (2, columns / 4)
+  // (D_VO + 8, 128, BLK_N / 128)
+  const auto v = descriptor_k_major(v_base + v_ring.index * Layout::kVBytes);
+  wgmma_fence();
+  CUTE_UNROLL
+  for (int i = 0; i < kN / kStep; ++i) {
+    const int offset = kPart * kColumns * 128 + i / 4 * Layout::kPanelBytesVt + i % 4 * 32;
+    Wgmma<Operand, kWithOnes>::template rs<BOrder::kKMajor>(product, &p[4 * i], v + offset / 16,
+                                                            i > 0);
+  }
+  wgmma_commit();
+  if constexpr (kLast) end_turn();
+  wgmma_wait<0>();
+  pin(product);
+  CUTE_UNROLL
+  for (int i = 0; i < kColumns / 2; ++i) o[kPart * (kColumns / 2) + i] += product[i];
+  if constexpr (!kLast) {
+    add_part<kPart + 1>(o, p);
+  } else {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) weight_sum[r] += product[kColumns / 2 + 2 * r];
+  }
+}
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_output(OutputFragment& o,
                                                               ProbabilityFragment& p) {
-  constexpr int kColumns = kDvo / Tile::kOutputParts;
   shared.v_full[v_ring.index].wait(v_ring.phase);
   wait_turn();
-  // (D_VO, 128, BLK_N / 128)
-  const auto v = descriptor_k_major(v_base + v_ring.index * Layout::kVBytes);
-  CUTE_UNROLL
-  for (int part = 0; part < Tile::kOutputParts; ++part) {
-    float sum[kColumns / 2];  // (2, columns / 4)
-    wgmma_fence();
-    CUTE_UNROLL
-    for (int i = 0; i < kN / kStep; ++i) {
-      const int offset = part * kColumns * 128 + i / 4 * Layout::kPanelBytesVt + i % 4 * 32;
-      Wgmma<Operand, kColumns>::template rs<BOrder::kKMajor>(sum, &p[4 * i], v + offset / 16,
-                                                             i > 0);
-    }
-    wgmma_commit();
-    if (part + 1 == Tile::kOutputParts) end_turn();
-    wgmma_wait<0>();
-    pin(sum);
-    CUTE_UNROLL
-    for (int i = 0; i < kColumns / 2; ++i) o[part * (kColumns / 2) + i] += sum[i];
-  }
+  add_part<0>(o, p);
   pin(p);  // was read until here: its registers must not have been given to anything else
   release(shared.v_empty[v_ring.index]);
   v_ring.advance();
@@ -78,10 +89,21 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::store(OutputFragment& o,
                                                          const OnlineSoftmax<2>& of_tile,
                                                          int slot) {
   if constexpr (Tile::kPacked) {
+    if constexpr (kFp8) {
+      // From here on, sums are those of P that are not rounded: of partial results, too.
+      RowFactors factor;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float m, sum;
+        of_tile.finish(r, m, sum);
+        factor[r] = weight_sum[r] > 0.0f ? __fdividef(sum, weight_sum[r]) : 1.0f;
+      }
+      rescale(o, factor);
+    }
     store_packed_tile<Element, Tile, kHasStats>(params, shared.jobs[slot], warpgroup, of_tile, o,
                                                 shared.o[warpgroup]);
   } else {
-    store_tile<Element, Tile, kLogits>(params, shared.jobs[slot], warpgroup, of_tile, o,
+    store_tile<Element, Tile, kLogits>(params, shared.jobs[slot], warpgroup, of_tile, weight_sum, o,
                                        shared_address(shared.o[warpgroup]));
   }
   // Every lane, having read the job: racecheck does not follow an order through lane 0.

@@ -74,6 +74,7 @@ struct Wgmma;
 #define CK_D13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define CK_D14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define CK_D15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define CK_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CK_F8(i)                                                                              \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -176,11 +177,23 @@ CK_WGMMA_BOTH(256,
                CK_F8(120)),
               128, 129, 130, 131, 132, 133, 134)
 
+// With the eight columns of ones behind 64 or 128 columns of V (values.h).
+CK_WGMMA_E4M3(72, CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", %32, %33, %34, %35",
+              CK_LIST(CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F4(32)), 36, 37, 38, 39, 40, 41,
+              42)
+CK_WGMMA_E4M3(136,
+              CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", " CK_D4 ", " CK_D5 ", " CK_D6 ", " CK_D7
+                    ", %64, %65, %66, %67",
+              CK_LIST(CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F8(32), CK_F8(40), CK_F8(48),
+                      CK_F8(56), CK_F4(64)),
+              68, 69, 70, 71, 72, 73, 74)
+
 #undef CK_WGMMA_BOTH
 #undef CK_WGMMA_E4M3
 #undef CK_WGMMA
 #undef CK_LIST
 #undef CK_F8
+#undef CK_F4
 #undef CK_D0
 #undef CK_D1
 #undef CK_D2
