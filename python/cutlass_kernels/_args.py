@@ -376,14 +376,7 @@ def output(
     if out is None:
         allocate = torch.zeros if zero else torch.empty
         return allocate(tuple(shape), dtype=dtype, device=device)
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"{name} is {type(out).__name__}: pass a tensor or None.")
-    if out.shape != tuple(shape) or out.dtype != dtype or out.device != device:
-        raise ValueError(
-            f"{name} has shape {tuple(out.shape)}, dtype {out.dtype} on {out.device}, but this call writes "
-            f"{tuple(shape)}, {dtype} on {device}."
-        )
-    return last_dim_contiguous(name, out)
+    return last_dim_contiguous(name, _place(name, out, shape, dtype, device))
 
 
 def lse_output(
@@ -392,14 +385,21 @@ def lse_output(
     """The fp32 LSE tensor: allocated where ``lse`` is None, else checked (ValueError)."""
     if lse is None:
         return output(None, shape, torch.float32, device, zero=zero)
-    if not isinstance(lse, torch.Tensor):
-        raise TypeError(f"lse is {type(lse).__name__}: pass a tensor or None.")
-    if lse.shape != tuple(shape) or lse.dtype != torch.float32 or lse.device != device:
+    return _place("lse", lse, shape, torch.float32, device)
+
+
+def _place(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A caller's tensor that a call writes to."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}: pass a tensor or None.")
+    if x.shape != tuple(shape) or x.dtype != dtype or x.device != device:
         raise ValueError(
-            f"lse has shape {tuple(lse.shape)}, dtype {lse.dtype} on {lse.device}, but this call writes "
-            f"{tuple(shape)}, torch.float32 on {device}."
+            f"{name} has shape {tuple(x.shape)}, dtype {x.dtype} on {x.device}, but this call writes "
+            f"{tuple(shape)}, {dtype} on {device}."
         )
-    return lse
+    if 0 in x.stride() and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape)):
+        raise ValueError(f"{name} has strides {x.stride()}, so that its elements share memory: pass another.")
+    return x
 
 
 # --- per-head parameters -----------------------------------------------------------------------------------------

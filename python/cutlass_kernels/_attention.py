@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _attention_op, _native, _plan_free, _select, _signatures
+from . import _args, _attention_op, _hints, _native, _plan_free, _select, _signatures
 from ._autograd import needs_grad, written
 from ._options import Result
 from ._plan_free import NATURAL, O_DTYPE, OUT, RETURNED, SINKS, Call
 from ._signatures import typed_as
 from ._tracing import have_own_dispatch, is_traced
+
+_SAME_NAMES: Mapping[str, str] = {}
 
 
 @typed_as(_signatures.attention)
@@ -248,9 +251,11 @@ def attention(
     return _attention_op.traced(call) if _is_for_graphs(call) else _plan_free.compute(call)
 
 
-def attend(arguments: tuple[Any, ...], ropes: tuple[Any, Any] = (None, None)) -> Any:
-    """The same of arguments in the order of ``Call``, up to ``kv_shard``: for functions with other names for them.
-    ``ropes`` are ``q_rope`` and ``k_rope``.
+def attend(
+    arguments: tuple[Any, ...], ropes: tuple[Any, Any] = (None, None), names: Mapping[str, str] = _SAME_NAMES
+) -> Any:
+    """The same of arguments in the order of ``Call``, up to ``kv_shard``: for functions with other ``names`` for them,
+    which errors are to say. ``ropes`` are ``q_rope`` and ``k_rope``.
 
     A plain tuple: to make a ``Call`` takes 2 us.
     """
@@ -263,7 +268,18 @@ def attend(arguments: tuple[Any, ...], ropes: tuple[Any, Any] = (None, None)) ->
                     written(out)
                 return result
     call = Call._make((*arguments, *ropes, "auto"))
-    return _attention_op.traced(call) if _is_for_graphs(call) else _plan_free.compute(call)
+    if _is_for_graphs(call):
+        return _attention_op.traced(call)
+    with _hints.spelt(names):
+        return _plan_free.compute(call)
+
+
+def check(arguments: tuple[Any, ...], ropes: tuple[Any, Any], names: Mapping[str, str]) -> None:
+    """Raises what ``attend()`` of these arguments would raise before it computes, for calls that write something else
+    first."""
+    if not is_traced():
+        with _hints.spelt(names):
+            _plan_free.checked(Call._make((*arguments, *ropes, "auto")))
 
 
 def _is_for_graphs(call: Call) -> bool:

@@ -1,9 +1,9 @@
 """Copies of the batch wrappers: shallow, deep (as for a second set of a model's weights) and pickled ones.
 
-A shallow copy shares the plan and all buffers; later plans of either leave the other as it is, and put their index data
-into a new buffer, as the present one has that of the other's plan. A deep or pickled one
-has buffers of its own, so it has no plan for kernels: such a plan holds addresses of the buffers that it was made with.
-A plan of the reference is copied.
+A shallow copy shares the plan and all buffers. Later plans of either leave the other as it is: the next of each puts
+index data into a new buffer (but not those for CUDA graphs, which keep sharing). A deep or pickled copy has buffers of
+its own, so it has no plan for kernels: such a plan holds addresses of the buffers that it was made with. A plan of the
+reference is copied.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ class Copied(Part):
 
     def __copy__(self: C) -> C:
         other = super().__copy__()
-        if not self._use_cuda_graph:  # there all buffers are shared
+        if not self._use_cuda_graph:
             self._shares_int_workspace = other._shares_int_workspace = True
+            if self._plan_info is not None and self._plan_info.schedule is not None:
+                self._plan_info.schedule.is_shared()
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         """What deep copies and pickles get."""
-        state, plan = dict(self.__dict__), self._plan_info
+        state, plan = self.__dict__ | {"_shares_int_workspace": False}, self._plan_info
         if plan is None:
             return state
         if plan.backend not in KERNEL_BACKENDS:

@@ -3,6 +3,8 @@ keys that are spread over ranks; and other arguments of its functions."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from ._tracing import is_traced
 Window = tuple[int, int] | list[int] | torch.Tensor | None
 Ropes = tuple[torch.Tensor | None, torch.Tensor | None]
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Finds = Callable[[], Found]
+Appends = Callable[[], None]
 
 NO_ROPES: Ropes = (None, None)
 _NOWHERE = -(1 << 40)  # place of a token behind the last request
@@ -78,8 +82,9 @@ def cache_of(
     rotary: tuple[Any, ...],
     cu_seqlens_q: torch.Tensor | None,
     is_local: bool,
-) -> tuple[torch.Tensor, Found]:
-    """q (rotated), and the keys that it sees: keys, values, ``cu_seqlens_k``, ``seqused_k`` and page table.
+) -> tuple[torch.Tensor, Finds, Appends | None]:
+    """q (rotated), what gives the keys that it sees (keys, values, ``cu_seqlens_k``, ``seqused_k`` and page table), and
+    what appends the new ones, which is for when all arguments of the call have been checked.
 
     ``places``: cache_seqlens, cache_batch_idx, cache_leftpad, page_table. ``new``: k, v, cu_seqlens_k_new, which are
     appended. ``rotary``: cos, sin, rotary_seqlens, interleaved.
@@ -104,40 +109,82 @@ def cache_of(
     batch = q.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     batch_idx = _vector("cache_batch_idx", batch_idx, batch)
     leftpad = _vector("cache_leftpad", leftpad, batch)
-    if k is not None:
-        cu_new = _vector("cu_seqlens_k_new", cu_new, batch + 1)
-    if page_table is not None and (page_table.dim() != 2 or page_table.is_floating_point()):
-        raise ValueError(
-            f"page_table has shape {tuple(page_table.shape)} and dtype {page_table.dtype}: it must be an int32 tensor "
-            f"[{batch}, pages of a request]."
-        )
+    if k is not None and cu_new is not None:
+        cu_new = _vectors.indptr("cu_seqlens_k_new", cu_new, batch, from_zero=True, told_by="q")
+    if page_table is not None:
+        if page_table.dim() != 2 or page_table.dtype not in _vectors.INTEGERS:
+            raise ValueError(
+                f"page_table has shape {tuple(page_table.shape)} and dtype {page_table.dtype}: it must be an int32 "
+                f"tensor [{batch}, pages of a request]."
+            )
+        page_table = _vectors.saturated(page_table)
     size = k_cache.size(1) if page_table is None else k_cache.size(1) * page_table.size(1)  # tokens of a request
     lens = _lens(cache_seqlens, batch, size, k_cache.device)
-    if page_table is not None and batch_idx is not None:
-        page_table = page_table[batch_idx.long()]
-    entry = batch_idx if page_table is None else None
+    entry = None
+    if batch_idx is not None:
+        holder = k_cache if page_table is None else page_table
+        entry = _entries(batch_idx, holder.size(0))
+        if page_table is not None:
+            page_table = torch.where(entry.unsqueeze(1) < 0, -1, page_table[entry.clamp(min=0).long()])
+            entry = None
+    append: Appends | None = None
     if k is not None:
         at = _vector("rotary_seqlens", rotary[2], batch)
         rotated_at = lens if at is None else at
         owner, place = _owners(k, cu_new, batch)
         if rotary[0] is not None:
+            _check_positions(rotated_at[owner] + place, rotary[0].size(0))
             k = _rotate(k.flatten(0, -3), rotated_at[owner] + place, rotary).view(k.shape)
             q = _rotated_queries(q, rotated_at, rotary, cu_seqlens_q, is_local)
-        _append(k, v, k_cache, v_cache, owner, lens[owner] + place, entry, page_table)
+        slots = _slots(k_cache, owner, lens[owner] + place, entry, page_table)
+        append = functools.partial(
+            append_paged_kv_cache_by_slot, k.flatten(0, -3), v.flatten(0, -3), k_cache, v_cache, slots
+        )
         count = k.size(1) if cu_new is None else cu_new[1:] - cu_new[:-1]
         lens = lens + count
     lens = lens.to(torch.int32)
+    if leftpad is not None:
+        finds = functools.partial(_behind_padding, k_cache, v_cache, leftpad, lens, size, entry, page_table)
+        return q, finds, append
     if page_table is not None:
-        return q, _in_pages(k_cache, v_cache, page_table, leftpad, lens)
-    if leftpad is None:
-        if entry is None:
-            return q, (k_cache[:batch], v_cache[:batch], None, lens, None)
-        return q, (k_cache, v_cache, None, lens, entry.to(torch.int32).unsqueeze(1))  # pages of `size` tokens
-    entry = torch.arange(batch, device=lens.device) if entry is None else entry.long()
+        found: Found = (k_cache, v_cache, None, lens, page_table)
+    elif entry is None:
+        found = (k_cache[:batch], v_cache[:batch], None, lens, None)
+    else:
+        found = (k_cache, v_cache, None, lens, entry.to(torch.int32).unsqueeze(1))  # pages of `size` tokens
+    return q, lambda: found, append
+
+
+def _behind_padding(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    leftpad: torch.Tensor,
+    lens: torch.Tensor,
+    size: int,
+    entry: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+) -> Found:
+    """The keys of each request without its first ``leftpad``: none where these are more than it has, or it has more
+    than ``size``, for which there is no room. On the CPU that raises ValueError."""
+    inside = (leftpad >= 0) & (leftpad <= lens) & (lens <= size)
+    if entry is not None:
+        inside &= entry >= 0
+    if not (lens.is_cuda or is_traced() or bool(inside.all())):
+        at = int((~inside).nonzero()[0])
+        raise ValueError(
+            f"request {at} has {int(lens[at])} keys behind cache_leftpad={int(leftpad[at])}, in a cache with room for "
+            f"{size} tokens per request: 0 <= cache_leftpad <= cache_seqlens (and new keys) <= {size}."
+        )
+    lens = torch.where(inside, lens - leftpad.to(torch.int32), 0)
+    leftpad = torch.where(inside, leftpad, 0)
+    if page_table is not None:
+        return _in_pages(k_cache, v_cache, page_table, leftpad, lens)
+    batch = lens.numel()
+    entry = torch.arange(batch, device=lens.device) if entry is None else entry.clamp(min=0).long()
     begins = torch.zeros(batch + 1, dtype=torch.int32, device=lens.device)
     begins[:batch] = entry * size + leftpad
     keys, values = (x.contiguous().flatten(0, 1) for x in (k_cache, v_cache))
-    return q, (keys, values, begins, lens - leftpad.to(torch.int32), None)
+    return keys, values, begins, lens, None
 
 
 def _lens(value: Any, batch: int, size: int, device: torch.device) -> torch.Tensor:
@@ -145,6 +192,15 @@ def _lens(value: Any, batch: int, size: int, device: torch.device) -> torch.Tens
         return _vectors.index_vector("cache_seqlens", value, batch).to(device)
     number = size if value is None else _args.integer("cache_seqlens", value)
     return torch.full((batch,), number, dtype=torch.int32, device=device)
+
+
+def _entries(batch_idx: torch.Tensor, count: int) -> torch.Tensor:
+    """``cache_batch_idx``, with -1 in the place of entries that there are not. On the CPU, these raise ValueError."""
+    inside = (batch_idx >= 0) & (batch_idx < count)
+    if not (batch_idx.is_cuda or is_traced() or bool(inside.all())):
+        at = int((~inside).nonzero()[0])
+        raise ValueError(f"cache_batch_idx[{at}]={int(batch_idx[at])}, but there are only {count} entries, from 0 on.")
+    return torch.where(inside, batch_idx, -1)
 
 
 def _check_rotary(cos: torch.Tensor | None, sin: torch.Tensor | None, head_dim: int) -> None:
@@ -175,6 +231,18 @@ def _owners(x: torch.Tensor, cu_seqlens: torch.Tensor | None, batch: int) -> tup
     return owner, torch.where(inside, rows - cu_seqlens.long()[owner], _NOWHERE)
 
 
+def _check_positions(positions: torch.Tensor, most: int) -> None:
+    """ValueError where positions of new tokens, on the CPU, have no row in the rotary tables. (A CUDA device takes the
+    nearest one.)"""
+    if positions.is_cuda or is_traced():
+        return
+    wrong = positions[(positions >= most) | ((positions < 0) & (positions > _NOWHERE // 2))]
+    if wrong.numel():
+        raise ValueError(
+            f"a token has position {int(wrong[0])}, but rotary_cos and rotary_sin have {most} rows: add the missing."
+        )
+
+
 @without_autocast
 def _rotate(x: torch.Tensor, positions: torch.Tensor, rotary: tuple[Any, ...]) -> torch.Tensor:
     """``x [tokens, heads, dim]`` with its first ``rotary_dim`` columns rotated."""
@@ -194,21 +262,19 @@ def _rotated_queries(
 ) -> torch.Tensor:
     owner, place = _owners(q, cu_seqlens_q, begins.numel())
     positions = begins[owner] + place if is_local else begins[owner]
+    _check_positions(positions, rotary[0].size(0))
     return _rotate(q.flatten(0, -3), positions, rotary).view(q.shape)
 
 
-def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
+def _slots(
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     owner: torch.Tensor,
     position: torch.Tensor,
     entry: torch.Tensor | None,
     page_table: torch.Tensor | None,
-) -> None:
-    """Writes new keys and values to their positions in the cache. Those behind its end raise ValueError on the CPU, and
-    are dropped on a CUDA device."""
+) -> torch.Tensor:
+    """Where in the cache new keys and values go. Those behind its end raise ValueError on the CPU, and are dropped on a
+    CUDA device."""
     page_size = k_cache.size(1)
     room = page_size * (1 if page_table is None else page_table.size(1))
     inside = (position >= 0) & (position < room)
@@ -224,19 +290,16 @@ def _append(
         page = page_table[owner, position // page_size].long()
     else:
         page = owner if entry is None else entry.long()[owner]
-    slot = torch.where(inside, page * page_size + position % page_size, -1)
-    append_paged_kv_cache_by_slot(k.flatten(0, -3), v.flatten(0, -3), k_cache, v_cache, slot)
+    return torch.where(inside, page * page_size + position % page_size, -1)
 
 
 def _in_pages(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, leftpad: torch.Tensor | None, lens: torch.Tensor
+    k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, leftpad: torch.Tensor, lens: torch.Tensor
 ) -> Found:
-    """Keys in pages. Without the first ``leftpad`` of them, in pages of one token."""
-    if leftpad is None:
-        return k_cache, v_cache, None, lens, table
+    """``lens`` keys behind the first ``leftpad`` of each request, in pages of one token."""
     size = k_cache.size(1)
     token = torch.arange(table.size(1) * size, device=table.device) + leftpad.long().unsqueeze(1)
     page = table.gather(1, (token // size).clamp(max=table.size(1) - 1)).long()
     tokens = (page * size + token % size).to(torch.int32)
     caches = [x.flatten(0, 1).unsqueeze(1) for x in (k_cache, v_cache)]
-    return caches[0], caches[1], None, lens - leftpad.to(torch.int32), tokens
+    return caches[0], caches[1], None, lens, tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _hints
+from . import _args, _hints
 from ._flash_cache import Window, tensors
 from ._merge import merge_states
 from ._plan_free import LN2
@@ -42,6 +42,10 @@ def flash_attn_combine(
             f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}: they must "
             "be [splits, B, n, H, D] and the same without D."
         )
+    if out_dtype is not None:
+        out_dtype = _args.dtype(out_dtype)
+    if out is not None:
+        out = _args.output(out, out_partial.shape[1:], out_dtype or out.dtype, out_partial.device)
     states = out_partial.movedim(0, -3).flatten(0, -4)  # [tokens, splits, H, D]
     merged, lse = merge_states(states, (lse_partial.movedim(0, -2).flatten(0, -3) / LN2).contiguous())
     merged, lse = merged.view(out_partial.shape[1:]), lse.view(lse_partial.shape[1:]) * LN2

@@ -5,6 +5,8 @@ Nothing here is reached by a call that is right, but for ``one_cache`` and ``ten
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,14 +63,15 @@ def other_layout(layout: str, fits: bool, where: str = "") -> str:
 def other_heads(q: torch.Tensor, k: torch.Tensor, layout: str) -> str:
     """The hint for heads that do not divide: token-major keys ``k``, given in ``layout``, may be in the other one."""
     heads = k.size(-3)  # if tokens and heads are exchanged
-    if q.dim() == 4 and q.size(-2) % max(heads, 1):
+    if q.dim() > 2 and q.size(-2) % max(heads, 1):
         own, exchanged = (x > 0 and q.size(-3) % x == 0 for x in (k.size(-2), heads))
         if not (own or exchanged):
             return ""
         other = other_layout(layout, exchanged and (layout == "NHD" or not own))
+        form, dims = ("batch, rows", "1, 2") if q.dim() == 4 else ("rows", "0, 1")
         return (
-            " q is [batch, rows, num_qo_heads, head_dim]: where heads come first, as in torch's "
-            f"scaled_dot_product_attention(), use q.transpose(1, 2).{other}"
+            f" q is [{form}, num_qo_heads, head_dim]: where heads come first, as in torch's "
+            f"scaled_dot_product_attention(), use q.transpose({dims}).{other}"
         )
     if heads <= 0 or q.size(-2) % heads:
         return ""
@@ -94,6 +97,21 @@ def tensor(name: str, value: Any) -> None:
     """TypeError unless ``value``, which may have been None, is a tensor: for arguments that are not always read."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}={shown(value)} is of type {type(value).__name__}: pass an int32 tensor or None.")
+
+
+class spelt:
+    """Sentences of errors say the caller's ``names`` of arguments. (A class: a generator takes 1 us more.)"""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.names and kind in (ValueError, TypeError, RuntimeError):
+            words = rf"\b({'|'.join(self.names)})\b"
+            raise kind(re.sub(words, lambda found: self.names[found[0]], str(error))).with_traceback(trace) from None
 
 
 def tensors(**given: Any) -> None:

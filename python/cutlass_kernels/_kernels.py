@@ -193,6 +193,11 @@ class Schedule:
         if any(copies):
             _copy(copies, workspace.device)
 
+    def is_shared(self) -> None:
+        """By wrappers: from now on, a workspace that grows is nobody's but the schedule's."""
+        if self._grow is not None:
+            self._grow = functools.partial(grown_workspace, self.workspace.device)
+
     @property
     def made(self) -> Any:
         """The compiled plan, None while the number of rows is not known."""

@@ -29,7 +29,7 @@ def requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k
     found: list[tuple[int, _Place | None]] = []
     for b in range(batch):  # all of them, before results of the first are written
         try:
-            count = _rows_of(b, begins[b], begins[b + 1], rows.size(0), used_q)
+            count = _rows_of(b, begins[b], begins[b + 1], rows, used_q)
             found.append((count, keys_of.place(b) if count else None))
         except ValueError:
             if not rows.is_cuda:
@@ -38,14 +38,16 @@ def requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k
     return ((begins[b], count, *keys_of.read(b, place)) for b, (count, place) in enumerate(found))
 
 
-def _rows_of(b: int, begin: int, end: int, rows: int, used: list[int] | None) -> int:
-    if not 0 <= begin <= end <= rows:
+def _rows_of(b: int, begin: int, end: int, q: torch.Tensor, used: list[int] | None) -> int:
+    if not 0 <= begin <= end <= q.size(0):
         raise ValueError(
-            f"cu_seqlens_q goes from {begin} to {end} at request {b}, but q has {rows} rows: offsets start at 0, do "
-            "not decrease, and end at the rows of q at most."
+            f"cu_seqlens_q goes from {begin} to {end} at request {b}, but q has {q.size(0)} rows: offsets start at 0, "
+            "do not decrease, and end at the rows of q at most."
         )
-    if used is not None and used[b] < 0:
-        raise ValueError(f"seqused_q[{b}]={used[b]} is negative: it is a number of rows.")
+    if used is not None and (used[b] < 0 or (used[b] > end - begin and not q.is_cuda)):  # kernels use what there is
+        raise ValueError(
+            f"seqused_q[{b}]={used[b]}, but request {b} has {end - begin} rows: it lies between 0 and that."
+        )
     return end - begin if used is None else min(end - begin, used[b])
 
 

@@ -10,7 +10,6 @@ import torch
 from . import _args, _buffers, _mla_op, _mla_plan, _ops, _select, _signatures_mla, _spellings, _trtllm_call, _vectors
 from ._attention import attention
 from ._autograd import written
-from ._copying import Part
 from ._describe import describe_latent
 from ._dry_run import DryRun
 from ._errors import BackendError
@@ -23,7 +22,7 @@ _NAME = "BatchMLAPagedAttentionWrapper"
 _BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
-class BatchMLAPagedAttentionWrapper(DryRun, Part):
+class BatchMLAPagedAttentionWrapper(DryRun):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form, over a paged cache.
 
     For decode steps, draft tokens and short appends. All heads share the keys: a latent vector ``ckv`` of 512 columns,

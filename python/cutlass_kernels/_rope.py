@@ -79,11 +79,12 @@ def apply_rope_with_cos_sin_cache_inplace(
     if traced or have_own_dispatch(query, key, positions):
         _page_ops.rope(*given)
         return
+    is_neox = _args.flag("is_neox", is_neox)
     q, k = _heads("query", query, head_size), _heads("key", key, head_size)
     _check(positions, q, k, cos_sin_cache)
     if q.size(0) == 0:
         return
-    angles = head_size, cos_sin_cache, bool(is_neox)
+    angles = head_size, cos_sin_cache, is_neox
     if _memory_kernels.serve(q, k, cos_sin_cache) and _native.rope(positions.contiguous(), q, k, *angles):
         _autograd.written(query, key)
         return
@@ -159,11 +160,12 @@ def rope_append_paged_kv_cache_by_slot(
             f"slot_mapping has {slot_mapping.size(0)} entries and value {value.size(0)} tokens, but key has "
             f"{key.size(0)}: pass one of each per token, and slot -1 where none is to be stored."
         )
+    is_neox, update_key = _args.flag("is_neox", is_neox), _args.flag("update_key", update_key)
     if key.size(0) == 0:
         return
     if _memory_kernels.serve(*new, key_cache, value_cache):
-        angles = positions.contiguous(), cos_sin_cache, bool(is_neox)
-        if _native.rope_append_by_slot(query, key, *angles, bool(update_key), *checked.of(value)):
+        angles = positions.contiguous(), cos_sin_cache, is_neox
+        if _native.rope_append_by_slot(query, key, *angles, update_key, *checked.of(value)):
             _autograd.written(query, key_cache, value_cache, key if update_key else None)
             return
     query.copy_(_rotated(query, positions, cos_sin_cache, is_neox))

@@ -16,6 +16,7 @@ Sinks = torch.Tensor | list[torch.Tensor] | None
 
 FOUR_BITS = "4-bit floats need a Blackwell GPU. Leave it out, and use fp8 or 16-bit tensors."
 OTHER_GPUS = "it is for Blackwell GPUs. Leave it out."
+_NAMES = {"sm_scale": "bmm1_scale", "q_descale": "bmm1_scale", "v_descale": "bmm2_scale", "page_table": "block_tables"}
 
 
 def attend(
@@ -106,7 +107,8 @@ def attend(
             0,  # num_splits
             False,  # batch_invariant
             None,  # kv_shard
-        )
+        ),
+        names=_NAMES,
     )
     found, found_lse = result if isinstance(result, tuple) else (result, None)
     if place is not None:

@@ -121,6 +121,7 @@ class BatchPrefillWrapper(DryRun, Copied):
                 f"int_workspace_buffer is on {new_int.device} and float_workspace_buffer on {new_float.device}: "
                 "allocate both on the device of queries and keys."
             )
+        self._shares_int_workspace &= new_int is self._int_workspace_buffer
         self._float_workspace_buffer, self._int_workspace_buffer = new_float, new_int
         self.device = new_float.device
         self._place = self._place._replace(device=self.device)
@@ -384,7 +385,8 @@ class BatchPrefillWrapper(DryRun, Copied):
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
         if plan.backend in KERNEL_BACKENDS:
             if self._shares_int_workspace and not self._dry_run:
-                self._own_int_workspace = self._int_workspace_buffer = _kernels.int_workspace(self.device)
+                size = self._int_workspace_buffer.nbytes
+                self._own_int_workspace = self._int_workspace_buffer = _kernels.grown_workspace(self.device, size)
                 self._shares_int_workspace = False
             tail = 0 if self._use_cuda_graph else plan.place_vectors(self._int_workspace_buffer)
             offsets = self._planned_offsets(plan, stored)

@@ -237,7 +237,8 @@ def trtllm_fmha_v2_prefill(
     skip = _args.skip_softmax(skip_softmax_threshold_scale_factor)
     shape = (q.size(0), group_heads, v.size(-1))
     result = _args.output(out, shape, _output_dtype(q.dtype, out, out_dtype), q.device)
-    stats = torch.empty((*shape[:2], 2), dtype=torch.float32, device=q.device) if save_softmax_stats else None
+    has_stats = _args.flag("save_softmax_stats", save_softmax_stats)
+    stats = torch.empty((*shape[:2], 2), dtype=torch.float32, device=q.device) if has_stats else None
     output = Output(result, stats=stats, scale=_args.scale(bmm2_scale, "bmm2_scale"))
     problem = Problem(q, kv, logits, output, mask, qo_indptr, skip)
     request = _request.Request.from_problem(problem)

@@ -67,3 +67,18 @@ def test_factors_are_real_numbers(target, entry: Entry, dtype):
                 tensors[at] = x.to(dtype)
                 with pytest.raises((TypeError, ValueError)):
                     call.run(*tensors)
+
+
+@pytest.mark.runs_nothing("calls are refused")
+@each(lambda entry: entry.attends)
+def test_results_need_memory_of_their_own(target, entry: Entry):
+    """Tensors for results whose elements share memory are refused, before another result is written."""
+    for call in entry.calls(Data(target)):
+        for name in call.places:
+            places = call.empty_places()
+            if places[name].numel() < 2:
+                continue
+            places[name] = places[name].flatten()[:1].expand(places[name].shape)
+            with pytest.raises((ValueError, RuntimeError), match=r"share memory|must be contiguous|is not contiguous"):
+                call.run(*call.copies(), **places)
+            assert not any(x.any() for x in places.values())

@@ -33,6 +33,9 @@ def planned(name: str, number: int = 0) -> Planned:
 class Uncopied(SimpleNamespace):
     """Like a compiled plan, cannot be copied."""
 
+    def is_shared(self) -> None:
+        pass
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("cannot pickle 'cutlass_kernels._C.BatchPlan'")
 
@@ -122,6 +125,11 @@ def test_shallow_copies_leave_the_memory_of_each_other_s_plan(compiled_plans):
         memory_of_its_own = wrapper._int_workspace_buffer
         made.plan(wrapper)
         assert wrapper._int_workspace_buffer is memory_of_its_own
+    given = copy.copy(other), torch.zeros(64, dtype=torch.uint8)
+    given[0].reset_workspace_buffer(given[0]._float_workspace_buffer, given[1])
+    made.plan(given[0])
+    assert given[0]._int_workspace_buffer is given[1]
+    assert not copy.deepcopy(other)._shares_int_workspace
 
 
 @pytest.mark.parametrize("way", [*WAYS, "copy"])

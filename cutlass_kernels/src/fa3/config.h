@@ -264,7 +264,7 @@ struct Hd64Fp8Packed : Packing<Fp8Defaults<64>> {
   static constexpr int kKStages = 4;
   static constexpr int kStagedStages = 3;
 };
-// 192 x 128, 188 KB, 56 / 152: O 64, S 64 or P 32 and half of P V 32.
+// 192 x 128, 188 KB, 56 / 152: O 64, S 64 or P 32 and half of P V 36.
 struct Hd128Fp8Large : Fp8Defaults<128> {
   static constexpr int kConsumers = 3;
   static constexpr int kQBuffers = 6;
@@ -275,7 +275,7 @@ struct Hd128Fp8Large : Fp8Defaults<128> {
 struct Hd128Fp8Packed : Packing<Fp8Defaults<128>> {
   static constexpr double kTimePerLogit = 1.17;
 };
-// 128 x 128, 212 KB, 56 / 224: O 128, S 64 or P 32 and a quarter of P V 32. KV blocks of 96 keys, with two staged ones,
+// 128 x 128, 212 KB, 56 / 224: O 128, S 64 or P 32 and a quarter of P V 36. KV blocks of 96 keys, with two staged ones,
 // are 7 to 15 % slower.
 struct Hd256Fp8Large : Fp8Defaults<256> {
   static constexpr int kStagedStages = 1;
@@ -286,7 +286,7 @@ struct Hd256Fp8Large : Fp8Defaults<256> {
 };
 // 128 x 64, 196 KB, 56 / 224.
 struct Hd256Fp8Packed : Packing<Fp8Defaults<256>> {
-  static constexpr bool kLazyMax = false;
+  static constexpr bool kLazyMax = false;  // S computed again would spill 70 bytes
   static constexpr int kBlockN = 64;
   static constexpr int kOutputParts = 4;
   static constexpr int kKStages = 2;

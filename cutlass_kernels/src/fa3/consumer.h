@@ -51,8 +51,8 @@ struct Consumer {
   static constexpr bool kLazyMax = Tile::kLazyMax && !kSkipsNegligible;
   static constexpr float kSumLimit = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p30f;
   // log2 of the P that belongs to the maximum. P of e4m3 has 3 mantissa bits down to 2^-6 and none below 2^-9. With 2^4
-  // as its largest value it keeps them for 2^10 below the maximum, and may grow 2^4-fold before another maximum must be
-  // taken: P fits up to 248, which is rounded to 256.
+  // as its largest value it keeps them for 2^10 below the maximum, and may still grow before another one is taken. P has
+  // to stay below 248, which rounds to 256.
   static constexpr int kLift = kFp8 ? 4 : 0;
   static constexpr float kHeadroom = kFp8 ? 7.0f : OnlineSoftmax<2>::kHeadroom;  // below log2(248)
 
@@ -90,7 +90,7 @@ struct Consumer {
   int kv_len;
   LogitsTransform head_transform;  // if kFoldsScale
   float log2_threshold;            // if kSkipsNegligible: weights below it are negligible
-  // Of a custom mask and the KV block at block_begin: the two words that contain the lane's 32 bits, of each row.
+  // Of a custom mask: the two words that contain the lane's 32 bits, of each row. Read a KV block ahead (read_bits()).
   std::uint32_t low_bits[2], high_bits[2];  // (2)
 
   Ring<Tile::kKStages> k_ring;
@@ -147,7 +147,7 @@ struct Consumer {
   CUTE_DEVICE bool are_negligible(const RowFactors& row_max) const;
   CUTE_DEVICE bool raise_to(RowFactors& row_max, RowFactors& factor);
   CUTE_DEVICE bool raise_maximum(const ScoreFragment& s, RowFactors& factor);
-  template <bool kSums>
+  template <bool kSums = true>
   CUTE_DEVICE void take_exponentials(const ScoreFragment& s, ProbabilityFragment& p,
                                      RowFactors& sum) const;
   CUTE_DEVICE static bool fits(const RowFactors& sum, int r);

@@ -86,7 +86,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
   if (needs_mask()) apply_mask(s);
   read_bits(kN);
   raise_maximum(s, factor);
-  take_exponentials<true>(s, p, softmax.partial_sum);
+  take_exponentials(s, p, softmax.partial_sum);
   if (Tile::kPingPong && warpgroup == Tile::kConsumers - 1) end_turn();  // warpgroup 0 begins
 
   bool accumulate = false;  // else P V replaces O: the tile's first KV block
@@ -166,7 +166,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
 
     // P of the next KV block.
     if (!(kSkipsNegligible && negligible)) {
-      take_exponentials<true>(s, p, sum);
+      take_exponentials(s, p, sum);
       if constexpr (kLazyMax) {
         if (lazy && unlikely(!__all_sync(0xffffffffu, fits(sum, 0) && fits(sum, 1)))) {
           __syncwarp();      // keeps this a branch
@@ -177,7 +177,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
             if (fits(sum, r)) row_max[r] = -INFINITY;  // else its m would depend on other rows
           }
           if (raise_to(row_max, factor)) rescale(o, factor);
-          take_exponentials<true>(s, p, sum);
+          take_exponentials(s, p, sum);
         }
       }
       softmax.partial_sum[0] += sum[0];

@@ -53,7 +53,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       }
     }
     const float weights = kFp8 ? weight_sum[r] : sum;
-    no_key[r] = kFp8 ? weights == 0.0f : has_no_key(m, sum);
+    no_key[r] = has_no_key(m, weights);
     float factor = p.v_scale;
     if constexpr (kLogits == Logits::kGeneral || Element::kBytes == 1) {
       factor *= scale_of(p.output_scale, job.batch, head);

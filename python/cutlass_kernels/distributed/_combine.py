@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from .. import _hints, merge_states
+from .. import _args, _hints, merge_states
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
@@ -68,6 +68,7 @@ def dcp_combine(
 
     def prepare() -> tuple[Facts, None]:
         _check(out, lse, peers.world, comm, scatter_heads, lse_base)
+        _args.flag("return_lse", return_lse)
         return {"the shape of out": tuple(out.shape), "its dtype": out.dtype, "options": options}, None
 
     agree(grid_of(group), ("dcp_combine", out.shape, out.dtype, lse.shape, lse.dtype, *options), prepare)

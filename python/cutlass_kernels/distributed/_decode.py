@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import _hints, _latent, _plan_free, attention
+from .. import _args, _hints, _latent, _plan_free, attention
 from .._plan_free import Call
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree, form
@@ -114,6 +114,7 @@ def dcp_decode(
 
     def prepare() -> tuple[Facts, None]:
         _check(q, q_rope, cu_seqlens_q, block_size, comm, lse_base)
+        _args.flag("return_lse", return_lse)
         if not is_capturing():
             ranks = peers.world if gather_heads else 1
             call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table)

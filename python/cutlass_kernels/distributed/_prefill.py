@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import _hints
+from .. import _args, _hints
 from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring
 from ._agreement import Facts, agree, form
 from ._gather import Shard, State
@@ -112,6 +112,7 @@ def cp_prefill(
             q, k, v, grid, comm, layout, block_size, seqlens, kv_seqlens, page_table, kv_layout
         )
         kind = kind._replace(mask=_request.mask_of(causal, window, chunk_size))
+        _args.flag("return_lse", return_lse)
         if not is_capturing():
             call = dict(causal=causal, chunk_size=chunk_size, sinks=sinks, o_dtype=o_dtype, **scales, **options)
             _request.check_options(q, k, v, len(kind.q_lens), page_table, kv_layout, call)

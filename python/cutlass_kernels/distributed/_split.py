@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import _hints
+from .. import _args, _hints
 from .._autocast import without_autocast
 from . import _plans, _shards
 from ._agreement import Facts, agree
@@ -57,7 +57,7 @@ def cp_split(
 
 def _check(x: torch.Tensor, dim: int) -> None:
     _hints.tensors(x=x)
-    if not -x.dim() <= dim < x.dim():
+    if not -x.dim() <= _args.integer("dim", dim) < x.dim():
         raise ValueError(f"dim={dim} is no dimension of x, which has shape {tuple(x.shape)}.")
 
 

@@ -1,0 +1,104 @@
+"""flash_attn_with_kvcache(): what it refuses, it refuses before it writes new keys to the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cutlass_kernels.flash_attn import flash_attn_with_kvcache
+
+HEADS, DIM, ROOM, PAGE = 2, 64, 16, 4
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def given(paged: bool = False, requests: int = 2, new: int = 2) -> dict[str, Any]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, requests, new, HEADS, DIM).half()
+    pages = requests * ROOM // PAGE
+    size = (pages, PAGE) if paged else (requests, ROOM)
+    k_cache, v_cache = torch.randn(2, *size, HEADS, DIM).half()
+    more = {"page_table": torch.randperm(pages).int().view(requests, -1)} if paged else {}
+    return dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=ints(*[5] * requests), **more)
+
+
+def refused(words: str, kinds: Any = (ValueError, TypeError, RuntimeError), *, paged: bool = False, **options: Any):
+    call = given(paged) | options
+    before = call["k_cache"].clone(), call["v_cache"].clone()
+    with pytest.raises(kinds, match=words):
+        flash_attn_with_kvcache(**call)
+    assert torch.equal(call["k_cache"], before[0]) and torch.equal(call["v_cache"], before[1])
+
+
+LATE = {
+    "out": (torch.zeros(1), "out has shape"),
+    "return_softmax_lse": (2, "return_softmax_lse=2"),
+    "causal": ("yes", "causal="),
+    "softcap": ("high", "softcap="),
+    "softmax_scale": ("big", "softmax_scale="),
+    "s_aux": (torch.zeros(7), "s_aux has shape"),
+    "q_descale": (torch.zeros(5), "q_descale has shape"),
+    "num_splits": (-2, "num_splits=-2"),
+    "attention_chunk": (-2, "attention_chunk=-2 must not be negative"),
+    "alibi_slopes": (torch.zeros(9), "alibi_slopes is"),
+    "cache_leftpad": (ints(9, 0), "request 0 has 7 keys behind cache_leftpad=9"),
+    "rotary_cos": (torch.zeros(3, 16).half(), "position 5, but rotary_cos and rotary_sin have 3 rows"),
+    "cu_seqlens_k_new": (ints(0, 3, 2), "cu_seqlens_k_new decreases from 3 to 2"),
+    "cache_batch_idx": (ints(0, 2), r"cache_batch_idx\[1\]=2, but there are only 2 entries"),
+}
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("name", LATE)
+def test_what_is_refused_leaves_the_cache(name, paged):
+    value, words = LATE[name]
+    more: dict[str, Any] = {name: value}
+    if name == "rotary_cos":
+        more["rotary_sin"] = value
+    if name == "cu_seqlens_k_new":
+        more |= {x: y.flatten(0, 1)[:2] for x, y in given().items() if x in "kv"}
+    refused(words, paged=paged, **more)
+
+
+@pytest.mark.parametrize("leftpad", [None, ints(1, 0)], ids=["no padding", "padding"])
+@pytest.mark.parametrize("table", [torch.ones(2, 4).bool(), torch.ones(2, 4, dtype=torch.complex64)], ids=str)
+def test_page_tables_are_of_integers(table, leftpad):
+    refused("page_table has shape .* it must be an int32 tensor", paged=True, page_table=table, cache_leftpad=leftpad)
+
+
+@pytest.mark.parametrize("leftpad", [None, ints(1, 0)], ids=["no padding", "padding"])
+def test_page_numbers_do_not_wrap(leftpad):
+    call = given(paged=True) | dict(cache_leftpad=leftpad, k=None, v=None)
+    call["page_table"] = call["page_table"].long() + 2**32
+    with pytest.raises(ValueError, match="page number"):
+        flash_attn_with_kvcache(**call)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+def test_padding_does_not_reach_the_keys_of_the_next_request(paged):
+    refused(
+        "in a cache with room for 16", paged=paged, k=None, v=None, cache_leftpad=ints(1, 0), cache_seqlens=ints(17, 5)
+    )
+
+
+def test_copies_of_the_cache_hold_the_new_keys():
+    """Behind padding, the keys of a cache that is not contiguous are copied: after the new ones have been appended."""
+    call = given() | dict(cache_leftpad=ints(2, 1), causal=True)
+    want = flash_attn_with_kvcache(**call)
+    again = given() | dict(cache_leftpad=ints(2, 1), causal=True)
+    for name in ("k_cache", "v_cache"):
+        again[name] = again[name].transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(flash_attn_with_kvcache(**again), want)
+
+
+def test_new_keys_that_require_gradients():
+    call = given()
+    call["k"].requires_grad_()
+    out = flash_attn_with_kvcache(**call)
+    with pytest.raises(RuntimeError, match="has no backward"):
+        out.sum().backward()
+    assert not call["k_cache"].requires_grad
