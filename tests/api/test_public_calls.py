@@ -8,12 +8,13 @@ import importlib
 import inspect
 import pkgutil
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from compare import assert_bitwise
+from disturbance import disturbed
 from registry import ENTRIES, Data, Entry, each
 from targets import Target
 
@@ -105,16 +106,6 @@ def assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -
     for a, b in zip(got, want):
         if isinstance(b, torch.Tensor):
             assert_bitwise(a, b)
-
-
-def disturbed(call: Callable[[], Any], stream: torch.cuda.Stream, chance: random.Random) -> Any:
-    """While another stream holds some of the multiprocessors, thread blocks start in another order."""
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(chance.randrange(1, 200_000))
-        x = torch.ones(chance.choice([128, 512, 1024]), 512, device=stream.device)
-        for _ in range(chance.randrange(1, 6)):
-            x = x @ x.T @ x * 1e-6
-    return call()
 
 
 # On a GPU also shapes of several tiles and KV splits, for each head dimension that all functions serve.
