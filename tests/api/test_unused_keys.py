@@ -49,11 +49,10 @@ def dense(k: list[torch.Tensor], v: list[torch.Tensor], fill: float) -> Given:
 def ragged(k: list[torch.Tensor], v: list[torch.Tensor], fill: float) -> Given:
     """Each request has five rows more than keys."""
     device = k[0].device.type
-    joined = (
-        lambda xs: torch.cat(  # noqa: E731
-            [y for x in xs for y in (x, made((5, *x.shape[1:]), x.dtype, fill, device))]
-        )
-    )
+
+    def joined(xs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([y for x in xs for y in (x, made((5, *x.shape[1:]), x.dtype, fill, device))])
+
     offsets = [0, *itertools.accumulate(len(x) + 5 for x in k)]
     used = numbers(*map(len, k), device=device)
     return joined(k), joined(v), dict(cu_seqlens_k=numbers(*offsets, device=device), seqused_k=used)

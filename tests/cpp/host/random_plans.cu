@@ -36,6 +36,11 @@ ck::AttentionParams any_problem(Random& random) {
   ck::AttentionParams params =
       batch(dtype, kv_dtype, random.of({16, 64, 64, 128, 256, 512}),
             kv_heads * random.of({1, 2, 7, 8, 32}), kv_heads, requests, 1, random.log_in(1, 5000));
+  if (random.in(0, 7) == 0) {  // latent attention
+    params.head_dim_qk = 576;
+    params.head_dim_vo = 512;
+    params.num_kv_heads = 1;
+  }
   params.total_q = any_size(random, -1);
   if (random.in(0, 1) == 0) params.total_q = random.in(0, 2 * requests);
   if (random.in(0, 2) == 0) params.total_kv = any_size(random, -1);
