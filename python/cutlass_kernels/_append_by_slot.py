@@ -31,8 +31,9 @@ def append_paged_kv_cache_by_slot(
     """Writes new keys and values to slots of a paged cache, in place: what vLLM calls reshape_and_cache_flash.
 
     Token ``i`` goes to entry ``slot_mapping[i] % page_size`` of page ``slot_mapping[i] // page_size``. Stored is
-    ``key / k_scale`` and ``value / v_scale``, rounded to nearest in the type of the cache. In an fp8 cache, what lies
-    beyond the largest finite number becomes that number, and NaN stays NaN. Attention over the cache then takes
+    ``key / k_scale`` and ``value / v_scale``: the quotient by the scale as fp32 holds it, in fp32, rounded to nearest
+    (ties to even) in the type of the cache. To multiply by the reciprocal gives other bytes in places. In an fp8 cache,
+    what lies beyond the largest finite number becomes that number, and NaN stays NaN. Attention over it then takes
     ``k_descale=k_scale`` and ``v_descale=v_scale``. On a GPU this is one kernel, which a CUDA graph can capture. On the
     CPU, PyTorch stores the same bits.
 
