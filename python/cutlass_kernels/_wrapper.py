@@ -381,6 +381,9 @@ class BatchPrefillWrapper(DryRun, Copied):
         """Makes ``plan`` the one that runs use. ``indices`` are stored by name, in graph mode by copying."""
         if self._use_cuda_graph:
             self._check_split(plan)
+            on_gpu = self.device.type == "cuda" and self._asked_backend != "reference"
+            if on_gpu and plan.backend not in KERNEL_BACKENDS:
+                raise _select.not_captured(plan.request)
         # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
         if plan.backend in KERNEL_BACKENDS:

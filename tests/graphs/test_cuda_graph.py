@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 
 import oracle
 import pytest
@@ -269,6 +270,18 @@ def test_attention_in_pytorch_cannot_be_captured(target):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(ck.BackendError, match="a CUDA graph cannot hold"):
         wrapper.run(batch.q, batch.k, batch.v, out=out)
+
+
+@pytest.mark.runs_nothing("plans are refused")
+@pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 64), (torch.float16, 60), (torch.float16, 520)])
+def test_plans_for_graphs_without_a_kernel_are_refused(target, dtype, head_dim):
+    batch = make_batch([8, 3], [40, 60], 4, 2, 64, device=target.device)
+    offsets = [torch.zeros(3, dtype=torch.int32, device=target.device) for _ in "qk"]
+    buffers = dict(zip(("qo_indptr_buf", "kv_indptr_buf"), offsets))
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), use_cuda_graph=True, **buffers)
+    with warnings.catch_warnings(), pytest.raises(ck.BackendError, match="a CUDA graph cannot hold"):
+        warnings.simplefilter("ignore")
+        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), 4, 2, head_dim, q_data_type=dtype, kv_data_type=dtype)
 
 
 def test_capture_of_single_calls(target):
