@@ -134,7 +134,7 @@ def list_kernels() -> list[Any]:
 
     ``torch.compile`` cannot trace this function: call it outside of the compiled function.
 
-    Example:
+    Examples:
         >>> for kernel in list_kernels():
         ...     print(kernel)
     """

@@ -56,7 +56,7 @@ def append_paged_kv_cache_by_slot(
         ValueError: shapes, dtypes or devices that do not fit together; a number of 0 as scale; on the CPU, slots behind
             the cache.
 
-    Example:
+    Examples:
         >>> k_cache, v_cache = torch.zeros(2, 8, 16, 4, 64).to(torch.float8_e4m3fn)
         >>> k, v = torch.randn(2, 3, 4, 64, dtype=torch.bfloat16)
         >>> append_paged_kv_cache_by_slot(k, v, k_cache, v_cache, torch.tensor([17, 18, -1]), k_scale=0.5)

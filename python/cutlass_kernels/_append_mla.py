@@ -52,7 +52,7 @@ def concat_and_cache_mla(
             scale; on the CPU, slots behind the cache.
         NotImplementedError: ``kv_cache_dtype="fp8_ds_mla"``.
 
-    Example:
+    Examples:
         >>> cache = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
         >>> kv_c, k_pe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
         >>> concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([70, 71, -1]))

@@ -151,7 +151,7 @@ def attention(
             back: such requests compute nothing.)
         RuntimeError: ``Hkv`` does not divide ``Hq``.
 
-    Example:
+    Examples:
         >>> q = torch.randn(4, 1, 32, 128, dtype=torch.float16)  # a decode step of 4 requests
         >>> k, v = torch.randn(2, 64, 16, 8, 128, dtype=torch.float16)  # 64 pages of 16 tokens
         >>> table = torch.arange(64, dtype=torch.int32).view(4, 16)

@@ -27,7 +27,7 @@ class BatchAttention(Part):
     Raises:
         KeyError: unknown ``kv_layout``.
 
-    Example:
+    Examples:
         >>> wrapper = BatchAttention(device="cpu")
         >>> ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> wrapper.plan(ints(0, 3, 4), ints(0, 2, 3), ints(5, 1, 2), ints(20, 7), 8, 2, 64, 64, 16, causal=True,
@@ -91,7 +91,7 @@ class BatchAttention(Part):
             RuntimeError: heads that do not divide, decreasing offsets.
             NotImplementedError: ``use_profiler``.
 
-        Example:
+        Examples:
             >>> wrapper.plan(qo_indptr, kv_indptr, kv_indices, kv_lens, 32, 8, 128, 128, 16, causal=True)
         """
         _spellings.unsupported(f"{type(self).__name__}.plan", "leave it out.", use_profiler=use_profiler)
@@ -159,7 +159,7 @@ class BatchAttention(Part):
             RuntimeError: nothing has been planned.
             NotImplementedError: ``profiler_buffer`` or ``kv_cache_sf``.
 
-        Example:
+        Examples:
             >>> out, lse = wrapper.run(q, (k_cache, v_cache))
         """
         _spellings.unsupported(

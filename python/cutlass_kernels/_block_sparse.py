@@ -32,7 +32,7 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
         ValueError: ``mask`` has not three dimensions, or ``indptr`` not one; ``indptr`` ends behind the last block.
         RuntimeError: ``indptr`` on the CPU decreases.
 
-    Example:
+    Examples:
         >>> blocks = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])  # two blocks of 2 x 2 side by side
         >>> convert_bsr_mask_layout(blocks, torch.tensor([0, 2]))
         tensor([1, 2, 5, 6, 3, 4, 7, 8])
@@ -65,7 +65,7 @@ class BlockSparseAttentionWrapper(Part):
     Raises:
         ValueError: unknown ``backend``, as FlashInfer's for Blackwell are; a workspace that is not aligned.
 
-    Example:
+    Examples:
         >>> wrapper = BlockSparseAttentionWrapper(torch.empty(16 << 20, dtype=torch.uint8))
         >>> indptr, indices = torch.tensor([0, 1, 3]).int(), torch.tensor([0, 0, 1]).int()
         >>> wrapper.plan(indptr, indices, 128, 128, 64, 64, 8, 2, 64)  # [[1, 0], [1, 1]] in blocks of 64 x 64
@@ -170,7 +170,7 @@ class BlockSparseAttentionWrapper(Part):
             RuntimeError: heads that do not divide, decreasing offsets.
             KeyError: unknown ``pos_encoding_mode``.
 
-        Example:
+        Examples:
             >>> wrapper.plan(indptr, indices, 16384, 16384, 128, 128, 32, 8, 128, q_data_type=torch.bfloat16)
         """
         sizes = tuple(_args.integer(name, x) for name, x in (("M", M), ("N", N), ("R", R), ("C", C)))
@@ -281,7 +281,7 @@ class BlockSparseAttentionWrapper(Part):
             ValueError: dtypes, shapes or devices that differ from the plan.
             RuntimeError: nothing has been planned.
 
-        Example:
+        Examples:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         return_lse = _args.flag("return_lse", return_lse)

@@ -32,7 +32,7 @@ class VariableBlockSparseAttentionWrapper(Part):
     Raises:
         ValueError: unknown ``backend``; a workspace that is not aligned.
 
-    Example:
+    Examples:
         >>> wrapper = VariableBlockSparseAttentionWrapper(torch.empty(16, dtype=torch.uint8))
         >>> pattern = torch.tensor([[[False, False, True], [True, False, True], [False, True, True]]])
         >>> wrapper.plan(pattern, torch.tensor([[1, 2, 3]]), torch.tensor([[3, 1, 2]]), 1, 1, 64)
@@ -118,7 +118,7 @@ class VariableBlockSparseAttentionWrapper(Part):
             RuntimeError: heads that do not divide.
             KeyError: unknown ``pos_encoding_mode``.
 
-        Example:
+        Examples:
             >>> wrapper.plan(pattern, block_row_sz, block_col_sz, 32, 8, 128, q_data_type=torch.bfloat16)
         """
         shape = _options.shape(num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, None)
@@ -183,7 +183,7 @@ class VariableBlockSparseAttentionWrapper(Part):
             ValueError: dtypes, shapes or devices that differ from the plan.
             RuntimeError: nothing has been planned.
 
-        Example:
+        Examples:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         heads, return_lse = self._planned(), _args.flag("return_lse", return_lse)

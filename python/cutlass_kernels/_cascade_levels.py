@@ -52,7 +52,7 @@ class MultiLevelCascadeAttentionWrapper(Part):
         KeyError: unknown ``kv_layout``.
         ValueError: no levels; a workspace that is not aligned; missing, misplaced or mismatched buffers.
 
-    Example:
+    Examples:
         >>> wrapper = MultiLevelCascadeAttentionWrapper(2, torch.empty(16 << 20, dtype=torch.uint8))
         >>> ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> wrapper.plan(  # three requests of one row share pages 0 and 1, and have one of their own each
@@ -180,7 +180,7 @@ class MultiLevelCascadeAttentionWrapper(Part):
             ValueError: not one tensor for each level, or levels of different numbers of rows; else as of that plan().
             KeyError, RuntimeError, AssertionError: as of that plan().
 
-        Example:
+        Examples:
             >>> wrapper.plan([shared_qo_indptr, qo_indptr], [shared_kv_indptr, kv_indptr], [shared_pages, pages],
             ...              [shared_last_page_len, last_page_len], 32, 8, 128, 16, causal=True)
         """
@@ -266,7 +266,7 @@ class MultiLevelCascadeAttentionWrapper(Part):
             KeyError: ``paged_kv_cache`` is neither a tensor nor a tuple.
             RuntimeError: nothing has been planned.
 
-        Example:
+        Examples:
             >>> out = wrapper.run(q, (k_cache, v_cache))
         """
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}

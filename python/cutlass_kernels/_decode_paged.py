@@ -54,7 +54,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         ValueError: unknown ``backend``; a workspace that is not aligned; missing, misplaced or mismatched buffers.
         NotImplementedError: ``jit_args``.
 
-    Example:
+    Examples:
         >>> wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8), "NHD")
         >>> wrapper.plan(torch.tensor([0, 2, 3]).int(), torch.tensor([5, 1, 0]).int(), torch.tensor([4, 16]).int(),
         ...              8, 2, 64, 16)
@@ -187,7 +187,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             RuntimeError: heads that do not divide, decreasing offsets, ``last_page_len`` out of range.
             AssertionError: fp8 queries with ``backend="fa2"``.
 
-        Example:
+        Examples:
             >>> wrapper.plan(indptr, indices, last_page_len, 32, 8, 128, 16, q_data_type=torch.bfloat16)
         """
         q_len = _rows_per_request(q_len_per_req)
@@ -283,7 +283,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             NotImplementedError: ``kv_cache_sf`` is set.
             RuntimeError: nothing has been planned.
 
-        Example:
+        Examples:
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
         if more:
@@ -376,7 +376,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     Raises:
         KeyError, ValueError: as ``BatchDecodeWithPagedKVCacheWrapper``.
 
-    Example:
+    Examples:
         >>> buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (9, 4096, 8)]
         >>> workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
         >>> wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers)
@@ -430,7 +430,7 @@ def fast_decode_plan(
     The other arguments, and what is raised, are those of plan(); they lack its ``o_data_type``, so their order differs.
     ``torch.compile`` cannot trace this function: plan outside of the compiled function.
 
-    Example:
+    Examples:
         >>> wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)
     """
     if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):

@@ -68,7 +68,7 @@ def explain(
         An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``. The
         environment's choice is not considered.
 
-    Example:
+    Examples:
         >>> explain(device="cpu").selected
         'reference'
     """

@@ -30,7 +30,7 @@ def flash_attn_combine(
         The output ``[B, n, H, D]`` (or ``[rows, H, D]``) and its natural LSE, fp32, the same shape without D. Where all
         partial LSEs are -inf they are 0 and -inf.
 
-    Example:
+    Examples:
         >>> out, lse = flash_attn_combine(torch.randn(3, 2, 5, 8, 64), torch.randn(3, 2, 5, 8))
         >>> out.shape, lse.shape
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 8]))
@@ -82,7 +82,7 @@ def get_scheduler_metadata(
     this is an int32 tensor ``[1]`` that nobody reads. The arguments are FlashAttention-3's, in its order; only the
     device of ``cache_seqlens`` counts.
 
-    Example:
+    Examples:
         >>> get_scheduler_metadata(2, 1, 128, 8, 2, 64, torch.tensor([100, 7], dtype=torch.int32))
         tensor([0], dtype=torch.int32)
     """

@@ -45,7 +45,7 @@ def get_mla_metadata(cache_seqlens: torch.Tensor | None = None, *args: Any, **kw
     Raises:
         NotImplementedError: ``topk`` is given.
 
-    Example:
+    Examples:
         >>> metadata, num_splits = get_mla_metadata(torch.tensor([100, 7], dtype=torch.int32), 16, 1)
         >>> metadata.shape, num_splits.shape
         (torch.Size([1, 8]), torch.Size([3]))
@@ -112,7 +112,7 @@ def flash_mla_with_kvcache(
         ValueError: shapes, dtypes or devices that do not fit together.
         NotImplementedError: an argument that is refused.
 
-    Example:
+    Examples:
         >>> q = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)  # 2 requests
         >>> cache = torch.randn(10, 64, 1, 576, dtype=torch.bfloat16)  # 10 pages of 64 tokens
         >>> table, lens = torch.arange(10, dtype=torch.int32).view(2, 5), torch.tensor([300, 7], dtype=torch.int32)

@@ -39,7 +39,7 @@ def merge_state(
     Raises:
         RuntimeError: the shapes do not fit together, or a tensor is not floating-point.
 
-    Example:
+    Examples:
         >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
         >>> merge_state(v, s, 3 * v, s)
         (tensor([[[2., 2.]]]), tensor([[1.]]))
@@ -68,7 +68,7 @@ def merge_state_in_place(
     Raises:
         RuntimeError: the shapes do not fit together, or a tensor is not floating-point.
 
-    Example:
+    Examples:
         >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
         >>> merge_state_in_place(v, s, 3 * v, s)
         >>> v
@@ -108,7 +108,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Raises:
         RuntimeError: the shapes do not fit together.
 
-    Example:
+    Examples:
         >>> v, s = merge_states(torch.randn(7, 4, 8, 64), torch.randn(7, 4, 8))
         >>> v.shape, s.shape
         (torch.Size([7, 8, 64]), torch.Size([7, 8]))

@@ -30,7 +30,7 @@ class MLAPlanMetadata:
         seq_lens: int32 ``[batch]``, keys of each request.
         max_q_len: bound of the query lengths, with either form.
 
-    Example:
+    Examples:
         >>> tables, lens = torch.tensor([[4, 0], [7, 0]], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
         >>> MLAPlanMetadata.dense(torch.arange(3, dtype=torch.int32), tables, lens).max_q_len is None
         True

@@ -45,7 +45,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         TypeError: the workspace is not a tensor.
         ValueError: an unknown backend; ``use_cuda_graph`` with a buffer that is missing, or of another dtype or device.
 
-    Example:
+    Examples:
         >>> wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
         >>> qo_indptr, kv_indptr = torch.arange(3, dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
         >>> pages, lens = torch.tensor([4, 0, 7], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)

@@ -55,7 +55,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         ValueError: unknown ``backend``; a workspace that is not aligned; missing, misplaced or mismatched buffers.
         NotImplementedError: ``jit_args`` or its relatives.
 
-    Example:
+    Examples:
         >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8), "NHD")
         >>> wrapper.plan(torch.tensor([0, 3]).int(), torch.tensor([0, 2]).int(), torch.tensor([5, 1]).int(),
         ...              torch.tensor([4]).int(), 8, 2, 64, 16, causal=True)
@@ -204,7 +204,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
                 small for the plan.
             AssertionError: fp8 queries with ``backend="fa2"``.
 
-        Example:
+        Examples:
             >>> wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, 32, 8, 128, 16, causal=True,
             ...              q_data_type=torch.bfloat16)
         """
@@ -375,7 +375,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             NotImplementedError: ``kv_cache_sf``, ``use_fp16_softmax`` or ``uses_spcompress`` is set.
             RuntimeError: nothing has been planned.
 
-        Example:
+        Examples:
             >>> out, lse = wrapper.run(q, (k_cache, v_cache), return_lse=True)
         """
         plan = self._plan_info or self._planned()

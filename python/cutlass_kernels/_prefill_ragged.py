@@ -53,7 +53,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
         ValueError: unknown ``backend``; a workspace that is not aligned; missing, misplaced or mismatched buffers.
         NotImplementedError: ``jit_args`` or its relatives.
 
-    Example:
+    Examples:
         >>> wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8), "NHD")
         >>> wrapper.plan(torch.tensor([0, 3, 5]).int(), torch.tensor([0, 8, 10]).int(), 8, 2, 64, causal=True)
         >>> q, k, v = torch.randn(5, 8, 64).half(), torch.randn(10, 2, 64).half(), torch.randn(10, 2, 64).half()
@@ -181,7 +181,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             RuntimeError: heads that do not divide, decreasing offsets, workspaces too small for the plan.
             NotImplementedError: ``v_indptr`` or ``o_indptr`` is set.
 
-        Example:
+        Examples:
             >>> wrapper.plan(qo_indptr, kv_indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16)
         """
         if v_indptr is not None or o_indptr is not None:
@@ -294,7 +294,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_wrapper.BatchPrefillWrapper):
             NotImplementedError: ``o_scale`` or ``kv_cache_sf`` is set.
             RuntimeError: nothing has been planned.
 
-        Example:
+        Examples:
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         plan = self._plan_info or self._planned()

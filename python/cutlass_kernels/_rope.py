@@ -23,7 +23,7 @@ def apply_rope_with_cos_sin_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys rotated by their positions, in new tensors: see ``apply_rope_with_cos_sin_cache_inplace``.
 
-    Example:
+    Examples:
         >>> angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(32) / 32)
         >>> table = torch.cat([angles.cos(), angles.sin()], -1)
         >>> q, k = torch.randn(3, 8 * 64), torch.randn(3, 2 * 64)
@@ -64,7 +64,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU, positions that the table does not
             have.
 
-    Example:
+    Examples:
         >>> angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(32) / 32)
         >>> table = torch.cat([angles.cos(), angles.sin()], -1)
         >>> q, k = torch.randn(3, 8 * 64), torch.randn(3, 2 * 64)
@@ -126,7 +126,7 @@ def rope_append_paged_kv_cache_by_slot(
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU, positions that the table does not
             have, and slots behind the cache.
 
-    Example:
+    Examples:
         >>> angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(32) / 32)
         >>> table = torch.cat([angles.cos(), angles.sin()], -1)
         >>> q, k, v = (torch.randn(3, heads, 64) for heads in (8, 2, 2))

@@ -258,7 +258,7 @@ def single_prefill_with_kv_cache(
         RuntimeError: ``num_kv_heads`` does not divide ``num_qo_heads``.
         NotImplementedError: ``kv_cache_sf`` is set.
 
-    Example:
+    Examples:
         >>> q = torch.randn(128, 32, 128, dtype=torch.float16)
         >>> k, v = torch.randn(2, 4096, 4, 128, dtype=torch.float16)
         >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
@@ -292,7 +292,7 @@ def single_prefill_with_kv_cache_return_lse(
 
     ``more`` are the keyword-only arguments of that function. It accepts both positional orders, too.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 16, 8, 64, dtype=torch.float16)
         >>> out, lse = single_prefill_with_kv_cache_return_lse(q, k, v)
         >>> lse.shape

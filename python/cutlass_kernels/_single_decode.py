@@ -74,7 +74,7 @@ def single_decode_with_kv_cache(
         KeyError, ValueError, RuntimeError, NotImplementedError: as in
             ``single_prefill_with_kv_cache``.
 
-    Example:
+    Examples:
         >>> q = torch.randn(32, 128, dtype=torch.float16)
         >>> k, v = torch.randn(2, 4096, 8, 128, dtype=torch.float16)
         >>> single_decode_with_kv_cache(q, k, v).shape

@@ -29,7 +29,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         ValueError: ``pos_encoding_mode`` is not ``"NONE"``.
         KeyError, ValueError: as the base class.
 
-    Example:
+    Examples:
         >>> wrapper = BatchAttentionWithAttentionSinkWrapper(torch.empty(16 << 20, dtype=torch.uint8), "NHD")
         >>> wrapper.plan(torch.tensor([0, 3]).int(), torch.tensor([0, 2]).int(), torch.tensor([5, 1]).int(),
         ...              torch.tensor([4]).int(), 8, 2, 64, 16, causal=True)

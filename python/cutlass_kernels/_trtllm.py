@@ -109,7 +109,7 @@ def trtllm_batch_decode_with_kv_cache(
         NotImplementedError: an argument that is refused.
         RuntimeError: ``num_kv_heads`` does not divide ``num_qo_heads``.
 
-    Example:
+    Examples:
         >>> query = torch.randn(2, 8, 64, dtype=torch.float16)  # 2 requests
         >>> cache = torch.randn(10, 2, 2, 16, 64, dtype=torch.float16)  # 10 pages of 16 tokens, 2 key/value heads
         >>> tables, lens = torch.arange(10, dtype=torch.int32).view(2, 5), torch.tensor([80, 7], dtype=torch.int32)
@@ -195,7 +195,7 @@ def xqa_batch_decode_with_kv_cache(
     Raises:
         ValueError, NotImplementedError, RuntimeError: as ``trtllm_batch_decode_with_kv_cache``.
 
-    Example:
+    Examples:
         >>> query = torch.randn(6, 8, 64, dtype=torch.float16)  # 2 requests of 3 draft tokens
         >>> cache = torch.randn(10, 2, 16, 2, 64, dtype=torch.float16)
         >>> tables, lens = torch.arange(10, dtype=torch.int32).view(2, 5), torch.tensor([80, 7], dtype=torch.int32)
@@ -280,7 +280,7 @@ def trtllm_batch_context_with_kv_cache(
     Raises:
         ValueError, NotImplementedError, RuntimeError: as ``trtllm_batch_decode_with_kv_cache``.
 
-    Example:
+    Examples:
         >>> query = torch.randn(9, 8, 64, dtype=torch.float16)  # 2 requests of 4 and 5 rows
         >>> cache = torch.randn(10, 2, 2, 16, 64, dtype=torch.float16)
         >>> tables, lens = torch.arange(10, dtype=torch.int32).view(2, 5), torch.tensor([80, 7], dtype=torch.int32)

@@ -99,7 +99,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ValueError: shapes, dtypes or devices that do not fit together, or an unknown backend.
         NotImplementedError: an argument that is refused.
 
-    Example:
+    Examples:
         >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
         >>> cache = torch.randn(10, 64, 576, dtype=torch.bfloat16)  # 10 pages of 64 tokens
         >>> tables, lens = torch.arange(10, dtype=torch.int32).view(2, 5), torch.tensor([300, 7], dtype=torch.int32)

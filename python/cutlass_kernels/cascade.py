@@ -71,7 +71,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         ValueError: shapes, dtypes or devices that do not fit together.
         RuntimeError: ``num_qo_heads`` is not a multiple of ``num_kv_heads``.
 
-    Example:
+    Examples:
         >>> q, shared = torch.randn(7, 8, 64).half(), torch.randn(2, 100, 2, 64).half()
         >>> unique = torch.randn(2, 7, 16, 2, 64).half()
         >>> batch_decode_with_shared_prefix_padded_kv_cache(q, *shared, *unique).shape
@@ -170,7 +170,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         KeyError: unknown ``kv_layout``.
         ValueError: a workspace that is not aligned.
 
-    Example:
+    Examples:
         >>> wrapper = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
         >>> wrapper.begin_forward(torch.tensor([0, 1, 3]).int(), torch.tensor([2, 0, 1]).int(),
         ...                       torch.tensor([5, 16]).int(), 8, 2, 64, 16, data_type=torch.float16)
@@ -212,7 +212,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             ValueError: index tensors that do not fit together.
             RuntimeError: heads that do not divide, decreasing offsets, ``last_page_len`` out of range.
 
-        Example:
+        Examples:
             >>> wrapper.begin_forward(indptr, indices, last_page_len, 32, 8, 128, 16, data_type=torch.bfloat16)
         """
         self._unique.plan(
@@ -259,7 +259,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             ValueError: shapes, dtypes or devices that differ from begin_forward().
             RuntimeError: begin_forward() was not called.
 
-        Example:
+        Examples:
             >>> out = wrapper.forward(q, k_shared, v_shared, unique_kv_data)
         """
         return self._merged(q, k_shared, v_shared, unique_kv_data, sm_scale)
@@ -283,7 +283,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         KeyError: unknown ``kv_layout``.
         ValueError: a workspace that is not aligned.
 
-    Example:
+    Examples:
         >>> wrapper = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
         >>> wrapper.begin_forward(torch.tensor([0, 4, 6]).int(), torch.tensor([0, 1, 3]).int(),
         ...                       torch.tensor([2, 0, 1]).int(), torch.tensor([5, 16]).int(), 8, 2, 64)
@@ -327,7 +327,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             ValueError: index tensors that do not fit together.
             RuntimeError: heads that do not divide, decreasing offsets.
 
-        Example:
+        Examples:
             >>> wrapper.begin_forward(qo_indptr, kv_indptr, kv_indices, last_page_len, 32, 8, 128)
         """
         qo = _vectors.indptr("qo_indptr", qo_indptr)
@@ -397,7 +397,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             ValueError: shapes, dtypes or devices that differ from begin_forward().
             RuntimeError: begin_forward() was not called.
 
-        Example:
+        Examples:
             >>> out = wrapper.forward(q, k_shared, v_shared, unique_kv_data, causal=True)
         """
         if self._begun is None:

@@ -87,7 +87,7 @@ def flash_attn_func(
     Raises:
         ValueError, RuntimeError: as ``cutlass_kernels.attention``; arguments that mean training.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 2, 16, 8, 64, dtype=torch.float16)
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 16, 8, 64])
@@ -157,7 +157,7 @@ def flash_attn_qkvpacked_func(
 
     Nothing is copied: kernels read q, k and v where they are.
 
-    Example:
+    Examples:
         >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 8, 64, dtype=torch.float16)).shape
         torch.Size([2, 16, 8, 64])
     """
@@ -258,7 +258,7 @@ def flash_attn_varlen_func(
     Returns:
         The output ``[rows, Hq, Dv]``, or the pair of it and the natural LSE, fp32 ``[Hq, rows]``.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 10, 8, 64, dtype=torch.float16)
         >>> offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
         >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 6, 6, causal=True).shape
@@ -387,7 +387,7 @@ def flash_attn_with_kvcache(
     Returns:
         The output, shaped as q; or the pair of it and the natural LSE, fp32 ``[B, Hq, n]`` (or ``[Hq, rows]``).
 
-    Example:
+    Examples:
         >>> q = torch.randn(2, 1, 8, 64, dtype=torch.float16)
         >>> k_cache, v_cache = torch.randn(2, 2, 128, 2, 64, dtype=torch.float16)
         >>> lens = torch.tensor([100, 7], dtype=torch.int32)

@@ -125,7 +125,7 @@ def trtllm_fmha_v2_prefill(
         KeyError: unknown ``pos_encoding_mode``.
         RuntimeError: ``num_qo_heads`` is not a multiple of ``num_kv_heads``; offsets that decrease.
 
-    Example:
+    Examples:
         >>> q, kv = torch.randn(6, 8, 64).half(), torch.randn(9, 2, 2, 64).half()
         >>> cum_q, cum_kv = torch.tensor([0, 2, 6]).int(), torch.tensor([0, 3, 9]).int()
         >>> trtllm_fmha_v2_prefill((q, kv), "CONTIGUOUS_Q_KV", torch.zeros(16).byte(), torch.tensor([3, 6]), 4, 6,
@@ -280,7 +280,7 @@ def fmha_v2_stats_to_lse(
     Raises:
         ValueError: ``stats`` does not end in a dimension of 2.
 
-    Example:
+    Examples:
         >>> out, stats = trtllm_fmha_v2_prefill(..., save_softmax_stats=True)
         >>> lse = fmha_v2_stats_to_lse(stats, head_dim=128, bmm1_scale=128**-0.5)
     """

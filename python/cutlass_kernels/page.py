@@ -35,7 +35,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         ValueError: a tensor is not a vector of integers, the two disagree about the batch size, or ``page_size`` is
             not positive.
 
-    Example:
+    Examples:
         >>> get_seq_lens(torch.tensor([0, 2, 2, 3]), torch.tensor([5, 0, 16]), 16)
         tensor([21,  0, 16], dtype=torch.int32)
     """
@@ -69,7 +69,7 @@ def get_batch_indices_positions(
         ValueError: a tensor has another rank, dtype or length, or ``nnz`` is smaller than a CPU ``append_indptr[-1]``.
         RuntimeError: a CPU ``append_indptr`` decreases.
 
-    Example:
+    Examples:
         >>> get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 9]), 3)
         (tensor([0, 0, 1], dtype=torch.int32), tensor([3, 4, 8], dtype=torch.int32))
     """
@@ -140,7 +140,7 @@ def append_paged_kv_cache(
         ValueError: shapes that do not fit together; on the CPU, page numbers that the cache does not have, requests
             that ``kv_indptr`` does not have, and positions behind the pages of their request.
 
-    Example:
+    Examples:
         >>> batch_indices, positions = get_batch_indices_positions(append_indptr, seq_lens, nnz)
         >>> append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
     """
@@ -219,7 +219,7 @@ def append_paged_mla_kv_cache(
         TypeError: an argument is no tensor.
         ValueError: shapes that do not fit together; on the CPU, places that the pages do not have.
 
-    Example:
+    Examples:
         >>> cache = torch.zeros(4, 16, 576, dtype=torch.bfloat16)
         >>> ckv, kpe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
         >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [3, 1], [2]))

@@ -42,7 +42,7 @@ class PODWithPagedKVCacheWrapper(Part):
         ValueError: a workspace that is not aligned; missing, misplaced or mismatched buffers.
         NotImplementedError: ``jit_args``.
 
-    Example:
+    Examples:
         >>> wrapper = PODWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
         >>> ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> wrapper.plan(ints(0, 2, 3), ints(5, 1, 2), ints(4, 16), 8, 2, 64, 16)
@@ -189,7 +189,7 @@ class PODWithPagedKVCacheWrapper(Part):
             RuntimeError: nothing has been planned.
             NotImplementedError: a mask of decode steps; further positional arguments.
 
-        Example:
+        Examples:
             >>> out_p, out_d = wrapper.run(q_p, k_p, v_p, q_d, cache, causal_p=True)
         """
         if args:
@@ -237,7 +237,7 @@ class BatchPODWithPagedKVCacheWrapper(Part):
         KeyError: unknown ``kv_layout``.
         ValueError: a workspace that is not aligned.
 
-    Example:
+    Examples:
         >>> wrapper = BatchPODWithPagedKVCacheWrapper(torch.empty(16 << 20, dtype=torch.uint8))
         >>> ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
         >>> prompts, steps = (ints(0, 20), ints(0, 2), ints(0, 3), ints(4)), (ints(0, 1), ints(0, 1), ints(5), ints(7))
@@ -367,7 +367,7 @@ class BatchPODWithPagedKVCacheWrapper(Part):
             ValueError: dtypes, shapes or devices that differ from the plan.
             RuntimeError: nothing has been planned.
 
-        Example:
+        Examples:
             >>> out_p, out_d = wrapper.run(q_p, cache, q_d, cache, causal_p=True)
         """
         return_lse = _args.flag("return_lse", return_lse)

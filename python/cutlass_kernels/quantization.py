@@ -32,7 +32,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
         TypeError: ``x`` is not a tensor.
         ValueError: ``x`` is not one-dimensional.
 
-    Example:
+    Examples:
         >>> packbits(torch.tensor([True, False, False, True]), bitorder="little")
         tensor([9], dtype=torch.uint8)
     """
@@ -67,7 +67,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
         RuntimeError: ``bitorder`` is unknown, or ``indptr`` decreases.
         ValueError: ``x`` or ``indptr`` is not one-dimensional, or ``x`` is shorter than ``indptr[-1]``.
 
-    Example:
+    Examples:
         >>> segment_packbits(torch.tensor([True, True, True]), torch.tensor([0, 1, 3]), bitorder="little")
         (tensor([1, 3], dtype=torch.uint8), tensor([0, 1, 2], dtype=torch.int32))
     """

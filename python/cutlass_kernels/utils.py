@@ -28,7 +28,7 @@ def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: in
     """Bytes that callers allocate for ``multi_ctas_kv_counter_buffer``: 4 per request and head, at least 4 per SM, in
     multiples of 32. Functions here accept the buffer and do not use it.
 
-    Example:
+    Examples:
         >>> get_trtllm_gen_multi_ctas_kv_counter_bytes(2, 8, 132)
         544
     """

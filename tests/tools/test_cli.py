@@ -117,7 +117,8 @@ def test_info_tables_of_gpus_and_kernels(monkeypatch):
     monkeypatch.setattr(_info, "gpus", lambda: [gpu])
     monkeypatch.setattr(cutlass_kernels, "list_kernels", lambda: [KERNEL])
     text = invoke("info")
-    assert all(part in text for part in ("GPU X", "9.0", "132", "80.0 GiB", "64/64", "sm_80 and up", "soft_cap"))
+    assert all(part in text for part in ("GPU X", "9.0", "132", "80.0 GiB", "64", "sm_80 and up", "1 compiled kernels"))
+    assert all(part in invoke("info", "--kernels") for part in ("64/64", "sm_80 and up", "soft_cap"))
 
 
 def test_info_survives_a_broken_nvcc(monkeypatch, tmp_path):

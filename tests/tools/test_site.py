@@ -45,6 +45,14 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
+def test_examples_are_code(site: Path) -> None:
+    for page in (site / "reference").glob("*.html"):
+        text = page.read_text()
+        assert "<blockquote" not in text, page.name
+        prompts = text.count("&gt;&gt;&gt;")
+        assert text.count('<span class="gp">&gt;&gt;&gt;') == prompts, f"{page.name}: a prompt in prose"
+
+
 def test_the_reference_has_every_public_name(site: Path) -> None:
     import cutlass_kernels as ck
 

@@ -23,13 +23,14 @@ from .. import _select
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    all_kernels: Annotated[bool, typer.Option("--kernels", help="Print a row per kernel, with its features.")] = False,
 ) -> None:
     """Print versions, GPUs, compiled kernels and the default backend."""
     facts = collect()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
-        _print(facts, Console())
+        _print(facts, Console(), all_kernels)
 
 
 def collect() -> dict[str, Any]:
@@ -145,7 +146,7 @@ def _nvcc() -> dict[str, str] | None:
     return {"path": path, "version": match[1] if match else "unknown"}
 
 
-def _print(facts: dict[str, Any], console: Console) -> None:
+def _print(facts: dict[str, Any], console: Console, all_kernels: bool) -> None:
     nvcc, cutlass = facts["nvcc"], facts["cutlass"]
     override = ", ".join(f"{name}={word}" for name, word in facts["environment"].items())
     rows = [
@@ -171,7 +172,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     if facts["driver_problem"]:
         console.print(f"\n{facts['driver_problem']}", markup=False)
     if facts["kernels"]:
-        console.print(_kernel_table(facts["kernels"]))
+        console.print(_kernel_table(facts["kernels"]) if all_kernels else _summary(facts["kernels"]))
     else:
         console.print(f"No compiled kernels: {facts['why_no_kernels']}.", markup=False)
 
@@ -184,6 +185,28 @@ def _gpu_table(found: list[dict[str, Any]]) -> Table:
         major, minor = divmod(gpu["compute_capability"], 10)
         memory = f"{gpu['memory_bytes'] / 2**30:.1f} GiB"
         table.add_row(f"cuda:{gpu['index']}", gpu["name"], f"{major}.{minor}", str(gpu["multiprocessors"]), memory)
+    return table
+
+
+def _summary(kernels: list[dict[str, Any]]) -> Table:
+    """Head dimensions by backend and types; types with the same dimensions share a row."""
+    dims: dict[tuple[str, str, str, str], list[str]] = {}
+    for kernel in kernels:
+        types = kernel["q_dtype"], "the same" if kernel["kv_dtype"] == kernel["q_dtype"] else kernel["kv_dtype"]
+        qk, vo = kernel["head_dim_qk"], kernel["head_dim_vo"]
+        mine = dims.setdefault((kernel["backend"], capability_range(kernel), *types), [])
+        mine.append(str(qk) if qk == vo else f"{qk}/{vo}")
+    rows: dict[tuple[str, str, str, tuple[str, ...]], list[str]] = {}
+    for (backend, gpus_of_it, q, kv), found in dims.items():
+        rows.setdefault((backend, gpus_of_it, kv, tuple(found)), []).append(q)
+    title = f"\n{len(kernels)} compiled kernels (info --kernels: each, with its features)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("backend", "GPUs", "q"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("k, v", no_wrap=True)
+    table.add_column("head dimensions")
+    for (backend, gpus_of_it, kv, found), types in rows.items():
+        table.add_row(backend, gpus_of_it, " ".join(types), kv, " ".join(found))
     return table
 
 

@@ -58,7 +58,7 @@ def dcp_combine(
     Raises:
         ValueError: on every rank, where shapes or options differ between ranks, or ranks cannot share the heads.
 
-    Example:
+    Examples:
         >>> out, lse = cutlass_kernels.attention(q, k_here, v_here, return_lse=True)
         >>> dcp_combine(out, lse, group).shape  # [rows, heads / W, D]
     """

@@ -28,7 +28,7 @@ def dcp_local_lengths(
     Returns:
         Tokens of that rank, of the dtype and shape of lengths; 0 of negative lengths.
 
-    Example:
+    Examples:
         >>> dcp_local_lengths(torch.tensor([9]), 0, 2, block_size=4)  # tokens 0 to 3, and 8
         tensor([5])
     """
@@ -100,7 +100,7 @@ def dcp_decode(
     Raises:
         ValueError: shapes that do not fit together; on every rank, where they differ between ranks.
 
-    Example:
+    Examples:
         >>> out = dcp_decode(q, k_cache, v_cache, group, page_table=table, seqused_k=lens, block_size=16)
     """
     _hints.tensors(q=q, k=k, v=v, seqused_k=seqused_k)

@@ -92,7 +92,7 @@ def cp_prefill(
             before the first call of its kind. A later difference ends the waiting ranks after the timeout of the
             group: gloo raises, NCCL ends the process.
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(6, heads, 64) for heads in (4, 2, 2))
         >>> cp_prefill(q, k, v, torch.distributed.group.WORLD, causal=True).shape
         torch.Size([6, 4, 64])

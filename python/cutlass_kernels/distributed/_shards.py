@@ -89,7 +89,7 @@ def positions(
     Raises:
         ValueError: an unknown layout, a rank outside the world, a negative length.
 
-    Example:
+    Examples:
         >>> cp_positions([8], 0, 2)
         tensor([0, 1, 6, 7])
     """
@@ -110,7 +110,7 @@ def indices(
 
     Arguments, errors and order are those of ``cp_positions()``.
 
-    Example:
+    Examples:
         >>> cp_indices([4, 8], 1, 2)
         tensor([ 1,  2,  6,  7,  8,  9])
     """

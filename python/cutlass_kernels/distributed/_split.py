@@ -40,7 +40,7 @@ def cp_split(
     Raises:
         ValueError: ``seqlens`` do not add up to the tokens of x, or an unknown layout.
 
-    Example:
+    Examples:
         >>> hidden = cp_split(hidden, group)  # [tokens, hidden] -> [tokens / W, hidden]
     """
     _check(x, dim)

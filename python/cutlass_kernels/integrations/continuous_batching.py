@@ -43,7 +43,7 @@ def register() -> str:
     Raises:
         ImportError: transformers is not installed, or older than 5.17.
 
-    Example:
+    Examples:
         >>> model.set_attn_implementation(register())
         >>> outputs = model.generate_batch([[1, 2, 3], [4, 5]], GenerationConfig(max_new_tokens=8))
     """

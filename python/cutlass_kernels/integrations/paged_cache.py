@@ -42,7 +42,7 @@ class PagedCache(Cache):
         RuntimeError: a forward pass that would exceed ``max_tokens``.
         NotImplementedError: attention that this cache does not serve.
 
-    Example:
+    Examples:
         >>> cache = PagedCache(model.config, 1, 512, model.device, model.dtype)
         >>> model.set_attn_implementation(cache.register())
         >>> logits = model(ids, past_key_values=cache, use_cache=True).logits

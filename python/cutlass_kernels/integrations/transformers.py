@@ -32,7 +32,7 @@ def register(name: str = NAME) -> str:
     Raises:
         ImportError: transformers is not installed, or older than 5.17.
 
-    Example:
+    Examples:
         >>> model.set_attn_implementation(register())
         >>> model.generate(**tokenizer(["Hello", "Good morning"], padding=True, return_tensors="pt"))
     """
