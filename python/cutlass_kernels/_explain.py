@@ -11,7 +11,7 @@ from . import _args, _hints
 from ._problem import FP8_DTYPES
 from ._request import FEATURES, Layout, Request, is_ordinary
 from ._request import compute_capability as _capability_of
-from ._select import BACKENDS, preferred, reasons
+from ._select import BACKENDS, preferred, reasons, why_first
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,19 @@ class Explanation:
     selected: str | None
     reasons: dict[str, list[str]]
 
+    @property
+    def is_before_others(self) -> bool:
+        """Whether a backend that usually comes first could serve the request, too."""
+        usual = [name for name in BACKENDS if not self.reasons[name]]
+        return self.selected in BACKENDS and self.selected != usual[0]
+
     def __str__(self) -> str:
         lines = [str(self.request)]
         for backend in BACKENDS:
             against = self.reasons[backend]
             mark = "selected" if backend == self.selected else "can serve" if not against else "cannot serve"
-            lines.append(f"  {backend}: {mark}")
+            first = f", {why_first(self.request)}" if backend == self.selected and self.is_before_others else ""
+            lines.append(f"  {backend}: {mark}{first}")
             lines += [f"    - {reason}" for reason in against]
         return "\n".join(lines)
 
@@ -73,7 +80,7 @@ def explain(
         'reference'
     """
     wanted = frozenset([features] if isinstance(features, str) else features)
-    unknown = wanted - FEATURES
+    unknown = wanted - FEATURES.keys()
     if unknown:
         raise ValueError(f"features={sorted(unknown)} are not known: use some of {', '.join(sorted(FEATURES))}.")
     layout = None

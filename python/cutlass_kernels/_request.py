@@ -13,31 +13,29 @@ import torch
 from . import _native
 from ._problem import FP8_DTYPES, HALF_DTYPES, Mask, PagedKv, Problem, RaggedKv
 
-FEATURES = frozenset(
-    {
-        "causal",
-        "window",
-        "chunk",
-        "custom_mask",
-        "multi_item",
-        "soft_cap",
-        "alibi",
-        "rope",
-        "sinks",
-        "paged",
-        "short_queries",
-        "fp8_few_rows",
-        "fp8_some_rows",
-        "stats",
-        "head_scale",
-        "tensor_scale",
-        "unaligned",
-        "unsized",
-        "fp8_copies",
-        "separate_rope",
-        "separate_values",
-    }
-)
+FEATURES = {
+    "causal": "a causal mask",
+    "window": "a sliding window",
+    "chunk": "chunked attention",
+    "custom_mask": "a mask of one bit per row and key",
+    "multi_item": "multi-item scoring",
+    "soft_cap": "logits_soft_cap",
+    "alibi": "ALiBi",
+    "rope": "pos_encoding_mode='ROPE_LLAMA'",
+    "sinks": "attention sinks",
+    "paged": "a paged KV cache",
+    "short_queries": "decode: query rows times query heads per key head are at most 16, on average; fa2 comes first",
+    "fp8_few_rows": "of fp8 keys below 16-bit queries: that product is at most 128, so that fa2 reads them as they are",
+    "fp8_some_rows": "the same: at most 1024, so that fa3 does",
+    "stats": "save_softmax_stats",
+    "head_scale": "scales of q or k in tensors, one per head",
+    "tensor_scale": "scales of q or k in tensors of one element",
+    "unaligned": "an address or a stride that is no multiple of 16 bytes (8 in fp8)",
+    "unsized": "multi-item scoring whose mask has no size that the host knows, or no place in a CUDA graph",
+    "fp8_copies": "fp8 tensors, or outputs, that lie where only copies of them serve",
+    "separate_rope": "the last columns of the keys lie in a tensor of their own",
+    "separate_values": "values beside keys of more than 512 columns that are not the first columns of these",
+}
 
 # Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
 ORDINARY = 1 << 30
@@ -85,13 +83,6 @@ class Request(NamedTuple):
 
     ``compute_capability`` is ``10 * major + minor``, or None without a CUDA device. ``features`` are elements of
     ``FEATURES``: what the mask, the logits, the output and the tensors ask for beyond plain attention.
-    ``unaligned`` means that an address or a stride is no multiple of 16 bytes (8 in fp8), ``unsized`` that multi-item
-    scoring has not been turned into the bits of a mask, because its size or a place for it was missing,
-    ``short_queries`` that fa2 comes first, ``fp8_few_rows`` and ``fp8_some_rows`` that kernels may read fp8 keys and
-    values as they are (``feature_of_rows``),
-    ``fp8_copies`` that fp8 queries, keys, values or outputs lie where only copies of them serve (``copies_fp8``),
-    ``separate_rope`` that the last columns of the keys lie in a tensor of their own,
-    ``separate_values`` that values beside keys of more than 512 columns are not the first columns of these keys.
     ``layout`` is None where every kernel takes such numbers of rows and strides.
     """
 

@@ -13,8 +13,6 @@ import cutlass_kernels
 
 from .. import _request, _select
 
-_FEATURES = ", ".join(sorted(_request.FEATURES))
-
 
 def command(
     device: Annotated[
@@ -31,14 +29,19 @@ def command(
     head_dim: Annotated[int, typer.Option("--head-dim", "--head-dim-qk", help="Dimension of queries and keys.")] = 128,
     head_dim_vo: Annotated[int | None, typer.Option(help="Dimension of values. Default: that of the keys.")] = None,
     feature: Annotated[
-        list[str] | None, typer.Option("--feature", "-f", help=f"Repeat or separate by commas: {_FEATURES}.")
+        list[str] | None, typer.Option("--feature", "-f", help="Repeat or separate by commas; --features lists them.")
     ] = None,
+    list_features: Annotated[bool, typer.Option("--features", help="Print what features there are.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say which backend would compute an attention, and why not the others.
 
     Example: python -m cutlass_kernels explain --cc 90 --dtype bf16 --kv-heads 8 -f causal,window
     """
+    if list_features:
+        for name, meaning in _request.FEATURES.items():
+            typer.echo(f"{name:16} {meaning}")
+        return
     features = [name.strip() for item in feature or [] for name in item.split(",") if name.strip()]
     try:
         explained = cutlass_kernels.explain(
@@ -74,6 +77,8 @@ def command(
         against = explained.reasons[backend]
         if backend == explained.selected:
             mark = "[bold green]selected[/]"
+            if explained.is_before_others:
+                mark += f", {_select.why_first(explained.request)}"
         else:
             mark = "[yellow]cannot serve[/]" if against else "can serve"
         console.print(f"  {backend}: {mark}", highlight=False)

@@ -205,8 +205,8 @@ def _summary(kernels: list[dict[str, Any]]) -> Table:
         table.add_column(name, no_wrap=True)
     table.add_column("k, v", no_wrap=True)
     table.add_column("head dimensions")
-    for (backend, gpus_of_it, kv, found), types in rows.items():
-        table.add_row(backend, gpus_of_it, " ".join(types), kv, " ".join(found))
+    for (backend, gpus_of_it, kv, columns), queries in rows.items():
+        table.add_row(backend, gpus_of_it, " ".join(queries), kv, " ".join(columns))
     return table
 
 
