@@ -26,12 +26,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import cutlass_kernels
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"This example needs {missing.name}: pip install transformers typer rich") from None
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CPU_DEFAULTS = {"dtype": "float32", "layers": 2, "hidden": 256, "heads": 8, "kv_heads": 2, "prompt": 48, "tokens": 16}

@@ -37,7 +37,7 @@ def single_prefill() -> None:
         torch.full((qo_len, kv_len), True, device=DEVICE),
         diagonal=(kv_len - qo_len),
     )
-    print(mask)
+    print("mask", tuple(mask.shape))
     o_custom = flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
     print("custom mask equals causal:", torch.allclose(o, o_custom, rtol=1e-3, atol=1e-3))
     assert torch.allclose(o, o_custom, rtol=1e-3, atol=1e-3)
