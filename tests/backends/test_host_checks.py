@@ -423,7 +423,7 @@ def test_small_fixed_splits_of_many_decodes(target, graph, where):
     batch = make_batch([1] * 320, [428 - i // 5 for i in range(320)], 12, 3, 64, device=target.device)
     paged = batch.paged(1)
     buffers = graph_buffers(320, paged.table()[1].numel(), target.device) if graph else {}
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(256 << 20), backend=target.backend, **buffers)
+    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(512 << 20), backend=target.backend, **buffers)
     before = wrapper._int_workspace_buffer.nbytes
     plan = (batch.qo_indptr().to(where), *paged.table(where), *batch.heads, 1)
     splits = dict(fixed_split_size=2, max_sequence_kv=428)
