@@ -48,6 +48,8 @@ def test_of_every_variant(kernel_backend, types, head_dim, options):
     try:
         wrapper.plan(batch.qo_indptr(), *pages.table(), *batch.heads, 16, **dtypes, **given)
     except (BackendError, AssertionError) as error:
+        if kv_dtype.itemsize > 1:  # both serve all 16-bit types
+            raise
         pytest.skip(f"no such kernel: {str(error)[:80]}")
     q, cache = batch.q.to(q_dtype), pages.cache.to(kv_dtype)
     want = wrapper.run(q, cache, return_lse=True)
