@@ -62,7 +62,7 @@ class Copied(Part):
         if not self._use_cuda_graph:
             self._shares_int_workspace = other._shares_int_workspace = True
             if self._plan_info is not None and self._plan_info.schedule is not None:
-                self._plan_info.schedule.is_shared()
+                self._plan_info.schedule.share()
         return other
 
     def __getstate__(self) -> dict[str, Any]:

@@ -193,8 +193,8 @@ class Schedule:
         if any(copies):
             _copy(copies, workspace.device)
 
-    def is_shared(self) -> None:
-        """By wrappers: from now on, a workspace that grows is nobody's but the schedule's."""
+    def share(self) -> None:
+        """Wrappers share it from now on: a workspace that grows is then the schedule's alone."""
         if self._grow is not None:
             self._grow = functools.partial(grown_workspace, self.workspace.device)
 

@@ -428,7 +428,10 @@ def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torc
     backend = "auto" if _select.asked_for(call.backend) == "auto" else call.backend
     selected = _select.select(backend, request)
     if selected != "reference" and backend != "auto":
-        raise BackendError(f"backend={backend!r} cannot serve this call: use backend='auto' or 'reference'.")
+        raise BackendError(
+            f"backend={backend!r} cannot read {k.dtype} keys and values of shape {tuple(k.shape)} and strides "
+            f"{k.stride()} as they are: use backend='auto', or a wrapper, which copies what kernels do not read."
+        )
     # (Under "auto", kernels that serve plain tensors of this kind may still not read these: see RESULTS.md.)
     return request
 

@@ -19,7 +19,7 @@ import torch
 from . import _args
 from ._attention import attend, check
 from ._autograd import forward_only, wants_grad
-from ._flash_cache import NO_ROPES, Found, Ropes, Window, cache_of, refuse_training, shard_of, window_of, with_values
+from ._flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
 from ._flash_combine import Pair, flash_attn_combine, get_scheduler_metadata
 from ._plan_free import HEADS_FIRST, NATURAL, RETURNED
 from ._tracing import is_traced
@@ -396,10 +396,9 @@ def flash_attn_with_kvcache(
     """
     page_table = block_table if page_table is None else page_table
     left, right = window_of(window_size)
-    lse_form = _LSE if _args.flag("return_softmax_lse", return_softmax_lse) else 0
     plain = k is None and cache_batch_idx is None and cache_leftpad is None and rotary_cos is None
     append, trained = None, None
-    if wants_grad(k, v) and not is_traced():  # the cache carries no gradients, and what is read from it is no constant
+    if k is not None and wants_grad(k, v) and not is_traced():  # the cache carries no gradients: the result is to
         trained = k, v
         k, v = (None if x is None else x.detach() for x in trained)
     if plain and isinstance(cache_seqlens, torch.Tensor):
@@ -411,55 +410,53 @@ def flash_attn_with_kvcache(
         rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
         q, finds, append = cache_of(q, k_cache, v_cache, places, new, rotary, cu_seqlens_q, is_local)
         found = finds()
-
-    def call_of(found: Found) -> tuple[tuple[Any, ...], Ropes]:
-        queries, scale, ropes = q, softmax_scale, NO_ROPES
-        keys, values, begins, lens, table = found
-        if qv is not None:
-            queries, keys, scale, ropes = with_values(q, keys, values, qv, softmax_scale)
-        call = (
-            queries,
-            keys,
-            values,
-            cu_seqlens_q,
-            begins,  # cu_seqlens_k
-            None,  # seqused_q
-            lens,  # seqused_k
-            max_seqlen_q,
-            None,  # max_seqlen_k
-            table,
-            None,  # kv_indptr
-            None,  # kv_indices
-            None,  # kv_last_page_len
-            "NHD",  # kv_layout
-            causal,
-            left,  # window_left
-            right,  # window_right
-            attention_chunk,  # chunk_size
-            None,  # packed_custom_mask
-            None,  # mask_indptr
-            softcap,  # logits_soft_cap
-            scale,  # sm_scale
-            sinks if s_aux is None else s_aux,  # sinks
-            alibi_slopes,
-            descale_q if q_descale is None else q_descale,  # q_descale
-            descale_k if k_descale is None else k_descale,  # k_descale
-            descale_v if v_descale is None else v_descale,  # v_descale
-            None,  # o_dtype
-            out,
-            lse_form,
-            num_splits,
-            False,  # batch_invariant
-            None,  # kv_shard
-        )
-        return call, ropes
-
-    call, ropes = call_of(found)
+    keys, values, begins, lens, page_table = found
+    queries, scale, ropes = q, softmax_scale, NO_ROPES
+    if qv is not None:
+        queries, keys, scale, ropes = with_values(q, keys, values, qv, softmax_scale)
+    call = (
+        queries,
+        keys,
+        values,
+        cu_seqlens_q,
+        begins,  # cu_seqlens_k
+        None,  # seqused_q
+        lens,  # seqused_k
+        max_seqlen_q,
+        None,  # max_seqlen_k
+        page_table,
+        None,  # kv_indptr
+        None,  # kv_indices
+        None,  # kv_last_page_len
+        "NHD",  # kv_layout
+        causal,
+        left,  # window_left
+        right,  # window_right
+        attention_chunk,  # chunk_size
+        None,  # packed_custom_mask
+        None,  # mask_indptr
+        softcap,  # logits_soft_cap
+        scale,  # sm_scale
+        sinks if s_aux is None else s_aux,  # sinks
+        alibi_slopes,
+        descale_q if q_descale is None else q_descale,  # q_descale
+        descale_k if k_descale is None else k_descale,  # k_descale
+        descale_v if v_descale is None else v_descale,  # v_descale
+        None,  # o_dtype
+        out,
+        _LSE if _args.flag("return_softmax_lse", return_softmax_lse) else 0,
+        num_splits,
+        False,  # batch_invariant
+        None,  # kv_shard
+    )
     if append is not None:
         check(call, ropes, _NAMES)
         append()
-        if cache_leftpad is not None or qv is not None:  # these may have copied the cache
-            call, ropes = call_of(finds())
+        if cache_leftpad is not None or qv is not None:  # the keys may be copies, made before
+            keys, values = finds()[:2]
+            if qv is not None:
+                _, keys, _, ropes = with_values(q, keys, values, qv, softmax_scale)
+            call = (queries, keys, values, *call[3:])
     result = _of_batch(attend(call, ropes, _NAMES), q)
     return result if trained is None else forward_only(result, (out,), *trained)
 

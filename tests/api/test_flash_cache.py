@@ -102,3 +102,12 @@ def test_new_keys_that_require_gradients():
     with pytest.raises(RuntimeError, match="has no backward"):
         out.sum().backward()
     assert not call["k_cache"].requires_grad
+
+
+def test_values_of_queries_count_for_new_keys():
+    """With ``qv``, keys and values are copied side by side: after the new ones have been appended."""
+    call = given()
+    call["qv"] = torch.randn(*call["q"].shape[:-1], DIM).half()
+    out = flash_attn_with_kvcache(**call, causal=True)
+    whole = {name: x for name, x in call.items() if name not in "kv"} | dict(cache_seqlens=ints(7, 7))
+    assert torch.equal(flash_attn_with_kvcache(**whole, causal=True), out)

@@ -137,3 +137,25 @@ def test_ragged_rows(kernel_backend):
     want = expect(batch, Options(causal=True))
     assert_close(out[-40:], want.out, want.baseline)
     assert int(torch.count_nonzero(out[::4099][:200])) == 0 and int(torch.count_nonzero(out[first - 1])) == 0
+
+
+@pytest.mark.parametrize("keys", [(1 << 30) - 1, (1 << 29) + 77])
+def test_a_mask_over_nearly_all_keys_that_there_can_be(kernel_backend, keys):
+    """All pages are one. A row sees a key at either end of them and some between."""
+    room(4)
+    page = 1 << 16
+    torch.manual_seed(0)
+    q = torch.randn(1, 1, 64, dtype=torch.float16, device="cuda:0")
+    k, v = torch.randn(2, 1, page, 1, 64, dtype=torch.float16, device="cuda:0")
+    bits = torch.zeros((keys + 7) // 8, dtype=torch.uint8, device="cuda:0")
+    seen = [0, 5, page, 1 << 29, keys - 8192, keys - 1]
+    for key in seen:
+        bits[key // 8] |= 1 << key % 8
+    table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device="cuda:0")
+    lens = torch.tensor([keys], dtype=torch.int32, device="cuda:0")
+    given = dict(page_table=table, seqused_k=lens, packed_custom_mask=bits, backend=kernel_backend)
+    out, lse = ck.attention(q, k, v, **given, return_lse=True)
+    at = torch.tensor([key % page for key in seen], device="cuda:0")
+    want = oracle.attention(q, k[0, at], v[0, at])
+    torch.testing.assert_close(out.double(), want.out.double(), atol=2e-3, rtol=2e-3)
+    assert_lse_close(lse, want.lse)

@@ -44,10 +44,13 @@ def test_of_every_variant(kernel_backend, types, head_dim, options):
         given["custom_mask"] = torch.cat([x.flatten() for x in batch.random_masks()])
     memory = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
     wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(memory, backend=kernel_backend)
-    dtypes = dict(q_data_type=q_dtype, kv_data_type=kv_dtype, o_data_type=torch.bfloat16)
+    o_dtype = torch.bfloat16 if q_dtype == E4M3 else q_dtype
+    dtypes = dict(q_data_type=q_dtype, kv_data_type=kv_dtype, o_data_type=o_dtype)
     try:
         wrapper.plan(batch.qo_indptr(), *pages.table(), *batch.heads, 16, **dtypes, **given)
     except (BackendError, AssertionError) as error:
+        if kv_dtype.itemsize > 1:  # both serve all 16-bit types
+            raise
         pytest.skip(f"no such kernel: {str(error)[:80]}")
     q, cache = batch.q.to(q_dtype), pages.cache.to(kv_dtype)
     want = wrapper.run(q, cache, return_lse=True)

@@ -127,6 +127,8 @@ def test_nothing_of_it_shows(target, form, variant, rows, options):
         try:
             results.append(ck.attention(q, k_all, v_all, **call))
         except ck.BackendError as error:
+            if kv_dtype.itemsize > 1:  # both serve all 16-bit types
+                raise
             pytest.skip(f"no such kernel: {str(error)[:80]}")
     assert not results[0][0].isnan().any()
     for with_zeros, with_nan in zip(*results):

@@ -33,7 +33,7 @@ def planned(name: str, number: int = 0) -> Planned:
 class Uncopied(SimpleNamespace):
     """Like a compiled plan, cannot be copied."""
 
-    def is_shared(self) -> None:
+    def share(self) -> None:
         pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:

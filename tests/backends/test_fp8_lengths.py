@@ -74,12 +74,11 @@ def free_memory():
     problem.cache_clear()
 
 
-def ragged(q, k, v, causal=False, window=-1, split=True, lse=True):
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
-        torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE), backend="fa3"
-    )
+def ragged(q, k, v, causal=False, window=-1, split=True, lse=True, backend="fa3"):
+    memory = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(memory, backend=backend)
     offsets = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
-    types = dict(q_data_type=E4M3, kv_data_type=E4M3, o_data_type=torch.float16)
+    types = dict(q_data_type=q.dtype, kv_data_type=E4M3, o_data_type=torch.float16)
     options = dict(causal=causal, window_left=window, disable_split_kv=not split)
     wrapper.plan(*offsets, q.shape[1], k.shape[1], q.shape[2], **types, **options)
     return wrapper.run(q, k, v, return_lse=lse)
@@ -113,20 +112,24 @@ def test_outputs_do_not_depend_on_an_lse(dim, rows, growth):
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
 @pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("rows", [4, 64])  # few are for kernels that read e4m3
 @pytest.mark.parametrize("keys", LENGTHS)
-def test_caches_become_16_bits(keys, dim, backend):
-    """Keys and values of e4m3 below fp16 queries, and latent ones."""
-    (q, k, v), want = problem(64, keys, dim)
-    given = dict(cu_seqlens_k=torch.tensor([0, keys], dtype=torch.int32, device=DEVICE), backend=backend)
-    out, lse = ck.attention(q.half(), k, v, **given, return_lse=True)
+def test_caches_become_16_bits(keys, rows, dim, backend):
+    """Keys and values of e4m3 below fp16 queries."""
+    (q, k, v), want = problem(rows, keys, dim)
+    check(*ragged(q.half(), k, v, backend=backend), want, most_bias=1e-3)
+
+
+@pytest.mark.parametrize("keys", LENGTHS)
+def test_latent_caches_become_16_bits(keys):
+    torch.manual_seed(0)
+    latent = torch.randn(keys, 1, 576, device=DEVICE).add(1).to(E4M3)
+    queries = torch.randn(4, 4, 576, device=DEVICE).half()
+    values = latent[..., :512]
+    want = exact(queries, latent.expand(-1, 4, -1), values.expand(-1, 4, -1), False, -1)
+    offsets = torch.tensor([0, keys], dtype=torch.int32, device=DEVICE)
+    out, lse = ck.attention(queries, latent, values, cu_seqlens_k=offsets, backend="fa2", return_lse=True)
     check(out, lse, want, most_bias=1e-3)
-    if dim == 64:
-        latent = torch.randn(keys, 1, 576, device=DEVICE).add(1).to(E4M3)
-        queries = torch.randn(4, 4, 576, device=DEVICE).half()
-        values = latent[..., :512]
-        want = exact(queries, latent.expand(-1, 4, -1), values.expand(-1, 4, -1), False, -1)
-        out, lse = ck.attention(queries, latent, values, **given | {"backend": "fa2"}, return_lse=True)
-        check(out, lse, want, most_bias=1e-3)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -420,9 +420,9 @@ def test_small_fixed_splits_of_many_decodes(target, graph, where):
     """Their tile list takes more than the 8 MiB that a wrapper has at first."""
     if target.is_reference:
         pytest.skip("only kernels need a tile list")
-    batch = make_batch([1] * 320, [428 - i // 5 for i in range(320)], 12, 3, 64, device=target.device)
+    batch = make_batch([1] * 1300, [428 - i // 20 for i in range(1300)], 4, 4, 64, device=target.device)
     paged = batch.paged(1)
-    buffers = graph_buffers(320, paged.table()[1].numel(), target.device) if graph else {}
+    buffers = graph_buffers(1300, paged.table()[1].numel(), target.device) if graph else {}
     wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(512 << 20), backend=target.backend, **buffers)
     before = wrapper._int_workspace_buffer.nbytes
     plan = (batch.qo_indptr().to(where), *paged.table(where), *batch.heads, 1)

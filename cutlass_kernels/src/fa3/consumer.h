@@ -117,8 +117,14 @@ struct Consumer {
 
   // main_loop_fp8.h
   CUTE_DEVICE bool compute_fp8_tiles();
-  CUTE_DEVICE void compute_probabilities(ScoreFragment& s, ProbabilityFragment& p,
-                                         OutputFragment& o, bool first);
+  CUTE_DEVICE void raise_sums(RowFactors& row_max, OutputFragment& o);
+  CUTE_DEVICE bool compute_probabilities(ScoreFragment& s, ProbabilityFragment& p,
+                                         OutputFragment& o, RowFactors& sum, bool first);
+  CUTE_DEVICE void add_output(ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o,
+                              RowFactors& sum, bool lazy, bool first);
+  // Whether P is added up before it is rounded too, for an LSE or partial results. In packed tiles always: leaving it out
+  // is no faster there.
+  CUTE_DEVICE bool needs_sums() const { return Tile::kPacked || params.attention.lse != nullptr; }
   CUTE_DEVICE bool compute_logits(ScoreFragment& s);
 
   // scores.h
@@ -159,9 +165,15 @@ struct Consumer {
 
   // values.h
   CUTE_DEVICE void issue_output(OutputFragment& o, ProbabilityFragment& p, bool accumulate);
+  template <int kPart>  // (2, columns / 4)
+  using Product = float[(kDvo / Tile::kOutputParts +
+                         (kPart + 1 == Tile::kOutputParts ? Layout::kRowsOfOnes : 0)) /
+                        2];
   template <int kPart>
-  CUTE_DEVICE void add_part(OutputFragment& o, ProbabilityFragment& p);
-  CUTE_DEVICE void add_output(OutputFragment& o, ProbabilityFragment& p);
+  CUTE_DEVICE void issue_part(Product<kPart>& product, ProbabilityFragment& p);
+  CUTE_DEVICE void begin_output(Product<0>& product, ProbabilityFragment& p);
+  template <int kPart>
+  CUTE_DEVICE void add_part(OutputFragment& o, Product<kPart>& product, ProbabilityFragment& p);
   CUTE_DEVICE void skip_values();
   CUTE_DEVICE static void rescale(OutputFragment& o, const RowFactors& factor);
   CUTE_DEVICE void store(OutputFragment& o, const OnlineSoftmax<2>& of_tile, int slot);

@@ -31,39 +31,55 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_logits(ScoreFragment&
   return masked;
 }
 
-// P of the KV block at block_begin, and what it changes: m, the sums of rows, and O. `first`: of its tile.
+// Raises m of each row to row_max, where that is higher, and what was added up so far.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::compute_probabilities(ScoreFragment& s,
-                                                                         ProbabilityFragment& p,
-                                                                         OutputFragment& o,
-                                                                         bool first) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::raise_sums(RowFactors& row_max,
+                                                              OutputFragment& o) {
   RowFactors factor;
-  RowFactors sum;
-  const auto raise = [&](RowFactors& row_max) {
-    if (!raise_to(row_max, factor)) return;
-    rescale(o, factor);
-    weight_sum[0] *= factor[0];
-    weight_sum[1] *= factor[1];
-  };
-  // Sums of P that are not rounded. Packed tiles always add them up: leaving them out is no faster there.
-  const bool sums = Tile::kPacked || params.attention.lse != nullptr;
+  if (!raise_to(row_max, factor)) return;
+  rescale(o, factor);
+  weight_sum[0] *= factor[0];
+  weight_sum[1] *= factor[1];
+}
+
+// P of the KV block at block_begin, and the sums of its rows. `first`: of its tile. Returns whether P is relative to an m
+// that the block may exceed.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_probabilities(
+    ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o, RowFactors& sum, bool first) {
   const bool masked = compute_logits(s);
   const bool lazy = kLazyMax && !(masked && !kIsGeneral) && !first;
   if (!lazy) {
     __syncwarp();      // keeps this a branch
     float row_max[2];  // (row)
     find_maximum(s, row_max);
-    raise(row_max);
+    raise_sums(row_max, o);
   }
-  if (sums) {
+  if (needs_sums()) {
     take_exponentials(s, p, sum);
   } else {
     take_exponentials<false>(s, p, sum);
   }
+  return lazy;
+}
+
+// Makes sure that P fits e4m3, which it may not if it is `lazy`, and O += P V.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_output(ScoreFragment& s,
+                                                              ProbabilityFragment& p,
+                                                              OutputFragment& o, RowFactors& sum,
+                                                              bool lazy, bool first) {
+  Product<0> product;
+  if constexpr (Tile::kChecksLate) begin_output(product, p);
   const bool row_fits[2] = {fits(p, 0), fits(p, 1)};
   // S was not kept, its registers became P's: it is computed again, which takes all warps of the warpgroup.
   if (lazy && unlikely(!all_agree(row_fits[0] && row_fits[1]))) {
     __syncwarp();  // keeps this a branch
+    if constexpr (Tile::kChecksLate) {
+      wgmma_wait<0>();
+      pin(product);
+      pin(p);
+    }
     compute_logits(s);
     float row_max[2];  // (row)
     find_maximum(s, row_max);
@@ -71,14 +87,20 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::compute_probabilities(ScoreFr
     for (int r = 0; r < 2; ++r) {
       if (row_fits[r]) row_max[r] = -INFINITY;  // else its m would depend on other rows
     }
-    raise(row_max);
+    raise_sums(row_max, o);
     take_exponentials(s, p, sum);
+    if constexpr (Tile::kChecksLate) issue_part<0>(product, p);
   }
   end_scores(first);
-  if (sums) {
+  if (needs_sums()) {
     softmax.partial_sum[0] += sum[0];
     softmax.partial_sum[1] += sum[1];
   }
+  if constexpr (!Tile::kChecksLate) begin_output(product, p);
+  add_part<0>(o, product, p);
+  pin(p);  // was read until here: its registers must not have been given to anything else
+  release(shared.v_empty[v_ring.index]);
+  v_ring.advance();
 }
 
 // As compute_tiles().
@@ -100,10 +122,11 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_fp8_tiles() {
     for (bool first = true;; first = false) {
       ScoreFragment s;        // (2, BLK_N / 4)
       ProbabilityFragment p;  // (2, BLK_N / 4)
-      compute_probabilities(s, p, o, first);
+      RowFactors sum;
+      const bool lazy = compute_probabilities(s, p, o, sum, first);
+      add_output(s, p, o, sum, lazy, first);
       const bool last = block_begin == key_begin;
       block_begin -= kN;
-      add_output(o, p);
       if (last) break;
     }
     store(o, softmax, jobs.index);

@@ -25,47 +25,55 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_output(OutputFragment& 
   wgmma_commit();
 }
 
-// O += P V with the V stage at v_ring, of e4m3: kPart of the columns, whose products are added up alone and then to O
-// (main_loop_fp8.h), and the parts behind it. The last one has the sums of P, by V's rows of ones, and ends the turn.
+// Starts the products of P with kPart of the columns of V, of e4m3, at v_ring. The last part has the sums of P too, by V's
+// rows of ones.
 template <class Element, class Tile, Logits kLogits>
 template <int kPart>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_part(OutputFragment& o,
-                                                            ProbabilityFragment& p) {
-  constexpr bool kLast = kPart + 1 == Tile::kOutputParts;
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_part(Product<kPart>& product,
+                                                              ProbabilityFragment& p) {
   constexpr int kColumns = kDvo / Tile::kOutputParts;
-  constexpr int kWithOnes = kColumns + (kLast ? Layout::kRowsOfOnes : 0);
-  float product[kWithOnes / 2];  // (2, columns / 4)
   // (D_VO + 8, 128, BLK_N / 128)
   const auto v = descriptor_k_major(v_base + v_ring.index * Layout::kVBytes);
   wgmma_fence();
   CUTE_UNROLL
   for (int i = 0; i < kN / kStep; ++i) {
     const int offset = kPart * kColumns * 128 + i / 4 * Layout::kPanelBytesVt + i % 4 * 32;
-    Wgmma<Operand, kWithOnes>::template rs<BOrder::kKMajor>(product, &p[4 * i], v + offset / 16,
-                                                            i > 0);
+    Wgmma<Operand, int(sizeof(product) / 2)>::template rs<BOrder::kKMajor>(product, &p[4 * i],
+                                                                           v + offset / 16, i > 0);
   }
   wgmma_commit();
+}
+
+// Once V of the KV block is there, and it is the warpgroup's turn.
+template <class Element, class Tile, Logits kLogits>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::begin_output(Product<0>& product,
+                                                                ProbabilityFragment& p) {
+  shared.v_full[v_ring.index].wait(v_ring.phase);
+  wait_turn();
+  issue_part<0>(product, p);
+}
+
+// Adds them to O (main_loop_fp8.h), and the parts behind them. The last one ends the turn.
+template <class Element, class Tile, Logits kLogits>
+template <int kPart>
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_part(OutputFragment& o,
+                                                            Product<kPart>& product,
+                                                            ProbabilityFragment& p) {
+  constexpr bool kLast = kPart + 1 == Tile::kOutputParts;
+  constexpr int kColumns = kDvo / Tile::kOutputParts;
   if constexpr (kLast) end_turn();
   wgmma_wait<0>();
   pin(product);
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 2; ++i) o[kPart * (kColumns / 2) + i] += product[i];
   if constexpr (!kLast) {
-    add_part<kPart + 1>(o, p);
+    Product<kPart + 1> next;
+    issue_part<kPart + 1>(next, p);
+    add_part<kPart + 1>(o, next, p);
   } else {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) weight_sum[r] += product[kColumns / 2 + 2 * r];
   }
-}
-template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_output(OutputFragment& o,
-                                                              ProbabilityFragment& p) {
-  shared.v_full[v_ring.index].wait(v_ring.phase);
-  wait_turn();
-  add_part<0>(o, p);
-  pin(p);  // was read until here: its registers must not have been given to anything else
-  release(shared.v_empty[v_ring.index]);
-  v_ring.advance();
 }
 
 // Skips the V stage of a KV block that the warpgroup does not need.
