@@ -28,6 +28,11 @@
 namespace py = pybind11;
 using namespace cutlass_kernels;
 
+namespace cutlass_kernels {
+// Of the sources, with a + if files had changed since; empty where they were no checkout (commit.cpp.in).
+extern const char* const kCommit;
+}  // namespace cutlass_kernels
+
 namespace {
 
 std::vector<std::string> feature_names(std::uint32_t bits) {
@@ -119,6 +124,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("driver_problem", &driver_problem,
         "A sentence where the CUDA driver is too old for this module; else empty.");
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
+  m.attr("commit") = kCommit;
   m.attr("call_counters") = kCallCounterWords;
   py::list names;
   for (const BackendName& entry : backends()) names.append(entry.name);

@@ -11,6 +11,20 @@ if(CK_PYBIND11)
 endif()
 find_package(pybind11 2.13 CONFIG REQUIRED ${CK_PYBIND11_PLACE})
 
+# The commit of the sources, for `info`; empty outside of a checkout. Found anew after each commit.
+set(CK_COMMIT "")
+find_program(CK_GIT git)
+if(CK_GIT AND EXISTS "${PROJECT_SOURCE_DIR}/.git")
+  execute_process(COMMAND "${CK_GIT}" describe --always --exclude=* --abbrev=12 --dirty=+
+    WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE CK_COMMIT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  execute_process(COMMAND "${CK_GIT}" rev-parse --path-format=absolute --git-path logs/HEAD
+    WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE CK_GIT_LOG OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  if(EXISTS "${CK_GIT_LOG}")
+    set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${CK_GIT_LOG}")
+  endif()
+endif()
+configure_file("${CK_DIR}/bindings/commit.cpp.in" "${CK_GENERATED}/commit.cpp" @ONLY)
+
 # One unit, so names that are local to a file must differ: pybind11.h takes 8 of the 9 seconds of each.
 set(CK_PYBIND11_SOURCES "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp"
   "${CK_DIR}/bindings/attention.cpp" "${CK_DIR}/bindings/batch.cpp" "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp")
@@ -28,7 +42,7 @@ function(ck_add_extension name python)
     message(FATAL_ERROR "${python} has no headers (${include}/Python.h): install them (python3-dev).")
   endif()
   add_library(${name} MODULE
-    ${CK_PYBIND11_SOURCES}
+    ${CK_PYBIND11_SOURCES} "${CK_GENERATED}/commit.cpp"
     "${CK_DIR}/bindings/direct.cpp" "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp"
     "${CK_DIR}/bindings/rope.cpp" "${CK_DIR}/bindings/run.cpp" "${CK_DIR}/bindings/single.cpp"
     "${CK_DIR}/bindings/slots.cpp" "${CK_DIR}/bindings/torch.cpp" "${CK_DIR}/bindings/unplanned.cpp")

@@ -12,7 +12,7 @@ import torch
 from paths import ROOT
 
 from cutlass_kernels.distributed import _cost, _cost_decode, _plan_report, _work
-from cutlass_kernels.distributed.__main__ import count, main
+from cutlass_kernels.distributed.__main__ import EXAMPLES, count, main
 from cutlass_kernels.distributed._cost import Problem
 from cutlass_kernels.distributed._gather_plan import Mask
 from cutlass_kernels.distributed._hardware import GPUS, Cluster
@@ -272,6 +272,16 @@ def test_prints_a_table(arguments, capsys):
     rows = [line.count("|") for line in lines if line.startswith("|")]
     assert len(rows) >= 3 and len(set(rows)) == 1
     assert max(map(len, lines)) <= 160
+    assert lines[-1].startswith("Expected, not measured")
+
+
+def test_help_shows_defaults_and_examples_that_run(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"({default})" in text for default in ("8", "h100", "prefill", "64/8", "128", "bf16", "zigzag"))
+    for line in EXAMPLES.splitlines()[1:]:
+        main(shlex.split(line.strip().removeprefix("python -m cutlass_kernels.distributed")))
 
 
 COMMANDS = re.findall(r"^python -m cutlass_kernels\.distributed (plan .*?)(?: *#.*)?$", PAGE, re.MULTILINE)

@@ -105,6 +105,14 @@ def test_info_prints_the_same():
     assert torch.__version__ in text and "default backend" in text
 
 
+@pytest.mark.parametrize("commit", ["1f40bdd2a0c1+", None])
+def test_info_names_the_commit(commit, monkeypatch):
+    monkeypatch.setattr(_info, "commit", lambda: commit)
+    assert json.loads(invoke("info", "--json"))["commit"] == commit
+    version = cutlass_kernels.__version__
+    assert (f"{version}, commit {commit}" if commit else f"{version} ") in invoke("info")
+
+
 def test_info_shows_the_override(clean_environment):
     choose_backend(clean_environment, "reference", "auto")
     facts = json.loads(invoke("info", "--json"))
@@ -146,6 +154,9 @@ def test_check_of_the_reference(options):
     text = invoke("check", "--device", "cpu", *options)
     assert "reference float32 on cpu" in text and "all within their bounds" in text
     assert ("bfloat16" in text) == (not options)
+    assert re.search(r"^\[1/\d+\] reference float32 on cpu$", text, re.MULTILINE), (
+        "no progress where there is no terminal"
+    )
 
 
 def test_check_fails_on_a_wrong_result(monkeypatch):

@@ -90,7 +90,7 @@ CK_API Status make_schedule(const Plan& plan, const AttentionParams& params, voi
 CK_API Status attention(const Plan& plan, const AttentionParams& params, void* workspace,
                         std::size_t workspace_bytes, cudaStream_t stream);
 
-/// The library's version, e.g. "0.1.0".
+/// The library's version, e.g. "0.3.0", or "0.3.0.dev0" of sources before that.
 CK_API const char* version();
 
 }  // namespace cutlass_kernels

@@ -155,11 +155,13 @@ def _compared(case: _cases.Case, kernel: dict[str, Any], device: torch.device) -
 
 
 def run_jobs(jobs: list[Job], console: Console) -> None:
-    """Runs all jobs under a progress bar and collects errors in their rows."""
+    """Runs all jobs and collects errors in their rows. Shows a bar on a terminal; elsewhere a line per row."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(jobs))
-        for job in jobs:
+        for i, job in enumerate(jobs):
+            if not console.is_terminal and (i == 0 or jobs[i - 1].row is not job.row):
+                console.print(f"[{i + 1}/{len(jobs)}] {job.row.name}", markup=False, highlight=False)
             progress.update(task, description=f"{escape(job.row.name)}: {escape(job.name)}")
             try:
                 for comparison in job.run():

@@ -38,6 +38,7 @@ def collect() -> dict[str, Any]:
     kernels, missing = compiled_kernels()
     return {
         "cutlass_kernels": cutlass_kernels.__version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
@@ -65,6 +66,15 @@ def compiled_kernels() -> tuple[list[dict[str, Any]], str | None]:
     except ImportError as error:  # e.g. built for another Python, or a C++ runtime that is too old
         return [], f"the compiled extension does not load: {error}"
     return [], "the compiled extension contains no kernel"
+
+
+def commit() -> str | None:
+    """Of the sources of the compiled code, with a + if files had changed since; None where that is not known."""
+    try:
+        extension: Any = importlib.import_module("cutlass_kernels._C")
+    except ImportError:
+        return None
+    return getattr(extension, "commit", None) or None
 
 
 def driver_problem() -> str | None:
@@ -150,7 +160,7 @@ def _print(facts: dict[str, Any], console: Console, all_kernels: bool) -> None:
     nvcc, cutlass = facts["nvcc"], facts["cutlass"]
     override = ", ".join(f"{name}={word}" for name, word in facts["environment"].items())
     rows = [
-        ("cutlass_kernels", facts["cutlass_kernels"]),
+        ("cutlass_kernels", facts["cutlass_kernels"] + (f", commit {facts['commit']}" if facts["commit"] else "")),
         ("Python", f"{facts['python']} on {facts['platform']}"),
         ("torch", f"{facts['torch']}, CUDA runtime {facts['torch_cuda'] or 'none'}"),
         ("CUTLASS of the kernels", cutlass["built_with"] or ("unknown" if facts["kernels"] else "none")),

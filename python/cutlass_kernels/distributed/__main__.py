@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from . import _cost, _cost_decode, _plan_report
 from ._gather_plan import Mask
@@ -44,20 +45,34 @@ def heads(text: str) -> tuple[int, int]:
     return query, key
 
 
+EXAMPLES = """examples:
+  python -m cutlass_kernels.distributed plan --tokens 128k
+  python -m cutlass_kernels.distributed plan --tokens 1M --gpus 64 --gpu h200 --curve
+  python -m cutlass_kernels.distributed plan --mode decode --tokens 128k --requests 8 --heads 32/8 --curve"""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cutlass_kernels.distributed", description=__doc__)
+    about = "expected time and efficiency of a prefill or a decode step over GPUs"
     plan = parser.add_subparsers(dest="command", required=True).add_parser(
-        "plan", help="expected time and efficiency of a prefill or a decode step over GPUs"
+        "plan", help=about, description=about, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = plan.add_argument
+
+    def add(*names: str, **options: Any) -> None:
+        default = options.get("default")
+        if default is not None and default is not False:
+            shown = "/".join(map(str, default)) if isinstance(default, tuple) else default
+            options["help"] = f"{options.get('help', '')} ({shown})".strip()
+        plan.add_argument(*names, **options)
+
     add("--gpus", type=count, default=8, help="GPUs that tokens are spread over")
-    add("--gpus-per-node", type=count, default=8, help="GPUs that NVLink connects (8)")
+    add("--gpus-per-node", type=count, default=8, help="GPUs that NVLink connects")
     add("--gpu", choices=sorted(GPUS), default="h100")
     add("--mode", choices=("prefill", "decode"), default="prefill")
     add("--tokens", type=count, help="of each request: 4096, 128k, 1M")
     add("--requests", type=count, default=1, help="of --tokens tokens each")
     add("--seqlens", type=counts, help="instead of --tokens: of every request, with commas")
-    add("--heads", type=heads, default=(64, 8), help="query heads/key heads of a rank's model: 64/8")
+    add("--heads", type=heads, default=(64, 8), help="query heads/key heads")
     add("--head-dim", type=int, choices=(64, 128, 256), default=128)
     add("--dtype", choices=sorted(DTYPES), default="bf16")
     add("--layout", choices=LAYOUTS, default="zigzag")
