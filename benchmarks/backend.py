@@ -120,13 +120,17 @@ def needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "needs a CUDA device"
 
 
+ALSO = {"flash_attn_interface": "vllm_fa3"}  # other places of the same functions
+
+
 @functools.cache
 def module(name: str) -> Any:
     """The module of a peer, or why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # not only ImportError: a broken installation must not stop the others
-        return f"{name} cannot be imported: {error}"
+        also = module(ALSO[name]) if name in ALSO else ""
+        return f"{name} cannot be imported: {error}" if isinstance(also, str) else also
 
 
 def needs_module(name: str) -> Callable[[torch.device], str | None]:

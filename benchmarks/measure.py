@@ -135,7 +135,7 @@ def environment(settings: Settings, dtype: str, monitor: Monitor | None, other: 
         facts["driver"] = monitor.driver if monitor else "unknown"
     if other is not None:
         facts["other"] = {"folder": str(other.resolve()), "commit": _commit(other)}
-    for module in ("flashinfer", "flash_attn_interface", "flash_mla"):
+    for module in ("flashinfer", "flash_attn_interface", "vllm_fa3", "flash_mla"):
         if module in sys.modules:
             facts[module] = getattr(sys.modules[module], "__version__", "unknown")
     return facts

@@ -8,7 +8,7 @@ from typing import Any
 
 import api
 import torch
-from backend import Backend, Operation, Workload, module, needs_cuda
+from backend import ALL, Backend, Operation, Workload, module, needs_cuda
 from inputs import Inputs
 from problem import Problem
 from timing import Timed
@@ -88,6 +88,16 @@ def _torch(case: Host, x: Inputs) -> Timed:
     return sdpa([torch.nn.attention.SDPBackend.FLASH_ATTENTION], case.problem, x)
 
 
+def _torch_add(case: Host, x: Inputs) -> Timed:
+    """The measure of a host: a small addition into a tensor that exists."""
+    a = torch.ones(16, device=x.q.device)
+
+    def add() -> None:
+        torch.add(a, a, out=a)
+
+    return Timed(add)
+
+
 def _has(case: Host, device: torch.device) -> str | None:
     return "has no such call" if case.call == "attention" else None
 
@@ -119,11 +129,12 @@ OPERATION = Operation(
     ("us",),
     api.our_columns(call),
     [
+        Backend("torch_add", False, ALL, needs_cuda, _torch_add),
         Backend("torch_fa2", False, frozenset({"causal", "gqa"}), needs_cuda, _torch, _only_single),
         *(replace(column, refuses=_has) for column in api.flashinfer_columns(_flashinfer)),
     ],
     {"calls": Workload("host time of single_prefill, attention(), run() and plan()", calls)},
     "calls",
-    ("auto", "torch_fa2", "flashinfer_fa2", "flashinfer_fa3"),
+    ("auto", "torch_add", "torch_fa2", "flashinfer_fa2", "flashinfer_fa3"),
     host_clock=True,
 )

@@ -154,9 +154,7 @@ def test_check_of_the_reference(options):
     text = invoke("check", "--device", "cpu", *options)
     assert "reference float32 on cpu" in text and "all within their bounds" in text
     assert ("bfloat16" in text) == (not options)
-    assert re.search(r"^\[1/\d+\] reference float32 on cpu$", text, re.MULTILINE), (
-        "no progress where there is no terminal"
-    )
+    assert re.search(r"^\[1/\d+\] reference float32 on cpu$", text, re.MULTILINE), "no progress without a terminal"
 
 
 def test_check_fails_on_a_wrong_result(monkeypatch):
