@@ -120,7 +120,10 @@ def needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "needs a CUDA device"
 
 
-ALSO = {"flash_attn_interface": "vllm_fa3"}  # other places of the same functions
+ALSO = {  # other places of the same functions
+    "flash_attn_interface": "vllm_fa3",
+    "flash_mla": "vllm.third_party.flashmla.flash_mla_interface",
+}
 
 
 @functools.cache

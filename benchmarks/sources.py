@@ -1,4 +1,4 @@
-"""What figures were measured on: a digest per folder of the kernels' sources, which tells whether they changed since."""
+"""What figures were measured on: a digest per folder of the kernels' sources, to tell whether they changed since."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """FlashAttention-3 as vLLM's wheel ships it, with the functions of flash_attn_interface that are measured here.
 
-A machine rarely has flash_attn_interface, which takes an hour to compile. The operators are those of the compiled module
-alone, so that nothing else of vLLM, nor the torch that it asks for, need be installed.
+A machine rarely has flash_attn_interface, which takes an hour to compile. The operators are those of the compiled
+module alone, so that nothing else of vLLM, nor the torch that it asks for, need be installed.
 """
 
 from __future__ import annotations
