@@ -6,6 +6,7 @@ module alone, so that nothing else of vLLM, nor the torch that it asks for, need
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from importlib import metadata
@@ -21,8 +22,17 @@ except metadata.PackageNotFoundError:
     __version__ = "FlashAttention-3 of vLLM"
 
 
+@functools.cache
+def _offsets(count: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
+
+
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    return _forward(q, k, v, **options)
+    """Of tensors ``[batch, length, heads, dim]``, as offsets: vLLM compiles nothing else."""
+    for name, x in (("q", q), ("k", k)):
+        options[f"cu_seqlens_{name}"] = _offsets(*x.shape[:2], x.device)
+        options[f"max_seqlen_{name}"] = x.size(1)
+    return _forward(*(x.flatten(0, 1) for x in (q, k, v)), **options)
 
 
 def flash_attn_varlen_func(
@@ -39,7 +49,10 @@ def flash_attn_varlen_func(
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cache_seqlens: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    return _forward(q, k_cache, v_cache, seqused_k=cache_seqlens, **options)
+    if q.dim() == 4:
+        options |= {"cu_seqlens_q": _offsets(*q.shape[:2], q.device), "max_seqlen_q": q.size(1)}
+        q = q.flatten(0, 1)
+    return _forward(q, k_cache, v_cache, seqused_k=cache_seqlens, num_splits=0, **options)
 
 
 def _forward(
@@ -58,26 +71,16 @@ def _forward(
     scheduler_metadata: torch.Tensor | None = None,
     num_splits: int = 1,
 ) -> torch.Tensor:
-    before = [None] * 3 + [cu_seqlens_q, cu_seqlens_k, None, None, seqused_k, max_seqlen_q, max_seqlen_k, page_table]
-    if page_table is not None:
-        num_splits = 0  # the default of flash_attn_with_kvcache()
+    lengths = (cu_seqlens_q, cu_seqlens_k, None, None, seqused_k, max_seqlen_q, max_seqlen_k)
     out, *_ = _ops.fwd(
-        *(q, k, v, None),
-        *before,
+        *(q, k, v),
+        *[None] * 4,  # new keys and values, qv, out
+        *lengths,
+        page_table,
         *[None] * 8,  # entries, left padding, rotary embeddings, scales
-        1 / math.sqrt(q.size(-1)),
-        causal,
-        *window_size,
-        softcap,
-        True,
-        scheduler_metadata,
-        num_splits,
-        None,
-        0,
-        None,
-        1,
-        0,
-        None,
+        *(1 / math.sqrt(q.size(-1)), causal, *window_size, softcap, True),
+        *(scheduler_metadata, num_splits, None, 0),
+        *(None, 1, 0, None),  # sinks, context parallelism
     )
     result: torch.Tensor = out
     return result
