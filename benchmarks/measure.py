@@ -23,6 +23,7 @@ from report import Result
 from timing import Clock, Monitor, Settings, Timed, interleave
 
 import cutlass_kernels as ck
+from cutlass_kernels import _native
 
 ROOT = Path(__file__).resolve().parent.parent
 Tick = Callable[[str], None]
@@ -120,7 +121,7 @@ def environment(settings: Settings, dtype: str, monitor: Monitor | None, other: 
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
-        "commit": _commit(ROOT),
+        "commit": getattr(_native._C, "commit", "") or _commit(ROOT),  # of the compiled code, where that knows it
         "cutlass_kernels": ck.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -1,0 +1,378 @@
+"""Writes the figures of the pages from docs/data: tables and sentences between marks, and pictures.
+
+    python benchmarks/figures.py           # on the GPU: measures, and writes docs/data
+    python tools/site_figures.py           # pip install matplotlib: pages and pictures
+    python tools/site_figures.py --pages   # pages alone
+
+A block of a page begins with `<!-- figures: NAME -->` and ends with `<!-- end of figures -->`. Each says where and when
+it was measured, and whether the sources of the kernels that it is about have changed since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+from sources import digests  # noqa: E402
+
+DATA = ROOT / "docs" / "data"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?<=<!-- figures: )([a-z0-9-]+)( -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+NAMES = {
+    "flash_attn_3": "FlashAttention-3",
+    "flash_attn_3_scheduled": "FlashAttention-3, scheduled",
+    "cudnn": "cuDNN",
+    "torch_fa2": "PyTorch's FlashAttention-2",
+    "flashinfer_fa2": "FlashInfer (fa2)",
+    "flashinfer_fa3": "FlashInfer (fa3)",
+    "flashinfer_heads": "FlashInfer, a pattern per head",
+    "flashinfer": "FlashInfer",
+    "flashinfer_tc": "FlashInfer (tensor cores)",
+    "flash_mla": "FlashMLA",
+    "torch_add": "`torch.add`",
+}
+
+
+class Figures:
+    """What a file of docs/data holds."""
+
+    def __init__(self, name: str) -> None:
+        data = json.loads((DATA / f"{name}.json").read_text())
+        self.environment: dict[str, Any] = data["environment"]
+        self.by_case: dict[tuple[str, str], dict[str, float]] = {}
+        for result in data["results"]:
+            case = self.by_case.setdefault((result["group"], result["column"]), {})
+            case[result["backend"]] = result["figure"]
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(group for group, _ in self.by_case))
+
+    @property
+    def backends(self) -> list[str]:
+        return list(dict.fromkeys(backend for case in self.by_case.values() for backend in case))
+
+    def columns(self, groups: Iterable[str]) -> list[str]:
+        wanted = set(groups)
+        return list(dict.fromkeys(column for group, column in self.by_case if group in wanted))
+
+    def figure(self, group: str, column: str, backend: str) -> float | None:
+        return self.by_case.get((group, column), {}).get(backend)
+
+    def ratio(self, case: tuple[str, str], ours: str, peers: Sequence[str], more_is_better: bool) -> float | None:
+        """How many times as fast ours is as the fastest of the peers."""
+        figures = self.by_case[case]
+        found = [figures[peer] for peer in peers if peer in figures]
+        if ours not in figures or not found:
+            return None
+        return figures[ours] / max(found) if more_is_better else min(found) / figures[ours]
+
+    def ratios(self, ours: str, peers: Sequence[str], more_is_better: bool) -> list[float]:
+        every = (self.ratio(case, ours, peers, more_is_better) for case in self.by_case)
+        return [ratio for ratio in every if ratio is not None]
+
+    def peers(self, of: Iterable[str]) -> list[str]:
+        return [backend for backend in of if backend in self.backends]
+
+
+# --- texts -------------------------------------------------------------------------------------------------------
+
+
+def shown(figure: float | None, digits: int = 3) -> str:
+    """Of so many digits, but never fewer than those before the point."""
+    if figure is None:
+        return "-"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(figure)))) if figure else 0
+    return f"{figure:.{places}f}"
+
+
+def row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def lines_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join([row(header), "|" + "---|" * len(header), *map(row, rows)])
+
+
+def grid(
+    figures: Figures,
+    unit: str,
+    names: dict[str, str],
+    ratio: tuple[str, str, Sequence[str]] | None = None,
+    groups: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> str:
+    """Groups and backends down, columns across. ``names``: of backends, ours first. ``ratio``: name, ours, peers."""
+    groups = figures.groups if groups is None else groups
+    columns = figures.columns(groups) if columns is None else columns
+    rows = []
+    for group in groups:
+        for backend, name in names.items():
+            cells = [figures.figure(group, column, backend) for column in columns]
+            if any(cell is not None for cell in cells):
+                rows.append([group, name, *map(shown, cells)])
+        if ratio is not None:
+            what, ours, peers = ratio
+            found = [figures.ratio((group, column), ours, peers, unit != "us") for column in columns]
+            if any(x is not None for x in found):
+                rows.append([group, what, *("-" if x is None else f"{x:.2f}" for x in found)])
+    return lines_of([unit, "", *columns], rows)
+
+
+def cases(
+    figures: Figures,
+    unit: str,
+    names: dict[str, str],
+    ours: str,
+    peers: Sequence[str],
+    only: str = "",
+    without: str = "^$",
+) -> str:
+    """A row per case, a column per backend, and how many times as fast ours is as the fastest peer."""
+    present = {backend: name for backend, name in names.items() if backend in figures.backends}
+    header = ["", unit, *present.values(), *(["faster by"] if figures.peers(peers) else [])]
+    rows = []
+    for case, found in figures.by_case.items():
+        if not re.search(only, " ".join(case)) or re.search(without, " ".join(case)):
+            continue
+        cells = [*case, *(shown(found.get(backend)) for backend in present)]
+        ratio = figures.ratio(case, ours, peers, unit != "us")
+        rows.append([*cells, *(["-" if ratio is None else f"{ratio:.2f} x"] if figures.peers(peers) else [])])
+    return lines_of(header, rows)
+
+
+def mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def summary(figures: Figures, ours: str, peers: Sequence[str], more_is_better: bool = True, name: str = "") -> str:
+    """How ours compares with the fastest of the peers, over all cases; nothing where none of them was measured."""
+    present, every = figures.peers(peers), figures.ratios(ours, peers, more_is_better)
+    if not every:
+        return ""
+    behind = sum(f"{ratio:.2f}" < "1.00" for ratio in every)
+    of = listed([NAMES[p] for p in present])
+    than = of if len(present) == 1 else f"the {'faster' if len(present) == 2 else 'fastest'} of {of}"
+    slower = f"slower in {behind} of the {len(every)} cells" if behind else f"slower in none of the {len(every)} cells"
+    return (
+        f"{name or ours} is {min(every):.2f} to {max(every):.2f} times as fast as {than} (geometric mean "
+        f"{mean(every):.2f}), {slower}."
+    )
+
+
+def caption(environment: dict[str, Any], folders: Iterable[str]) -> str:
+    now, then = digests(), environment.get("sources", {})
+    changed = [folder for folder in folders if now.get(folder) != then.get(folder)]
+    peers = [environment[k] for k in ("flash_attn_interface", "vllm_fa3") if k in environment]
+    if "flashinfer" in environment:
+        peers.append(f"FlashInfer {environment['flashinfer']}")
+    rounds = environment["settings"]["rounds"]
+    facts = [environment["gpu"], f"torch {environment['torch']}", *peers, f"{rounds} rounds", environment["date"]]
+    since = f" The sources of {listed(changed)} have changed since." if changed else ""
+    return f"{', '.join(facts)}, commit {environment['commit']}.{since}"
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """``data``: the files it is made from; the caption is that of the first. ``folders``: the kernels it is about."""
+
+    data: tuple[str, ...]
+    folders: tuple[str, ...]
+    text: Callable[..., str]
+
+    def render(self) -> str:
+        if missing := [name for name in self.data if not (DATA / f"{name}.json").exists()]:
+            return f"(Not measured yet: {', '.join(missing)}.)"
+        files = [Figures(name) for name in self.data]
+        said = textwrap.fill(caption(files[0].environment, self.folders), 120)
+        return "\n\n".join(part for part in (self.text(*files), said) if part)
+
+
+def fill(*sentences: str) -> str:
+    return textwrap.fill(" ".join(s for s in sentences if s), 120, break_long_words=False, break_on_hyphens=False)
+
+
+FA3_PEERS, FA2_PEERS = ("flash_attn_3", "cudnn"), ("flashinfer_fa2", "torch_fa2")
+DECODE_PEERS = ("flashinfer", "flashinfer_tc")
+PLAN_FREE = {"attention": "**attention()**", "planned": "planned wrapper"}
+LATENT_PEERS = ("flash_mla", "flashinfer_fa3", "flashinfer_fa2")
+
+
+def prefill(ours: str, peers: Sequence[str], picture: str) -> Callable[[Figures], str]:
+    def text(figures: Figures) -> str:
+        names = {ours: f"**{ours}**", **{p: NAMES[p] for p in peers}}
+        told = summary(figures, ours, peers)
+        table = grid(figures, "TFLOP/s", names, (f"{ours} / faster peer", ours, peers))
+        return "\n\n".join([f"![Prefill: {ours} and its peers](images/{picture})", fill(told), table])
+
+    return text
+
+
+def readme(prefill_: Figures, decode_: Figures) -> str:
+    rate = [b / 1e6 for b in _rates(decode_, "32/8 hd128", ("32 x 4k", "64 x 4k", "128 x 2k", "64 x 8k"))]
+    return fill(
+        summary(prefill_, "fa3", FA3_PEERS, name="On Hopper, prefill (fa3)"),
+        summary(decode_, "auto", DECODE_PEERS, False, "Decode"),
+        f"From 32 requests of 4k keys on, it reads the KV cache at {min(rate):.1f} to {max(rate):.1f} TB/s."
+        if rate
+        else "",
+    )
+
+
+def _rates(figures: Figures, group: str, columns: Iterable[str]) -> list[float]:
+    """Bytes of keys and values per microsecond, of 16 bits, 8 heads and 128 columns."""
+    found = []
+    for column in columns:
+        time = figures.figure(group, column, "auto")
+        requests, keys = column.split(" x ")
+        if time is not None:
+            found.append(int(requests) * int(keys.removesuffix("k")) * 1024 * 2 * 8 * 128 * 2 / time)
+    return found
+
+
+def decode(figures: Figures) -> str:
+    names = {"auto": "**this library**", **{p: NAMES[p] for p in DECODE_PEERS}}
+    table = grid(figures, "us", names, ("faster peer / ours", "auto", DECODE_PEERS), ["32/8 hd128"])
+    rate = [b / 1e6 for b in _rates(figures, "32/8 hd128", ("32 x 4k", "64 x 4k", "128 x 2k", "64 x 8k"))]
+    told = summary(figures, "auto", DECODE_PEERS, False, "Over all heads and head dimensions measured, it")
+    return "\n\n".join([table, fill(f"From 32 x 4k on, that is {min(rate):.1f} to {max(rate):.1f} TB/s.", told)])
+
+
+def plan_free(groups: str) -> Callable[[Figures], str]:
+    def text(figures: Figures) -> str:
+        chosen = [g for g in figures.groups if re.fullmatch(r".* page 16", g)]
+        columns = [c for c in figures.columns(chosen) if bool(re.search(" over ", c)) == (groups == "appends")]
+        names = {**PLAN_FREE, **{p: NAMES[p] for p in ("flash_attn_3", "flash_attn_3_scheduled")}}
+        of = Figures.__new__(Figures)
+        of.environment = figures.environment
+        of.by_case = {case: x for case, x in figures.by_case.items() if case[1] in columns}
+        told = [
+            summary(of, "attention", [peer], False, "`attention()`")
+            for peer in ("flash_attn_3", "flash_attn_3_scheduled")
+        ]
+        return "\n\n".join([grid(figures, "us", names, groups=chosen, columns=columns), fill(*told)])
+
+    return text
+
+
+def latent(figures: Figures) -> str:
+    names = {"auto": "this library", **{p: NAMES[p] for p in LATENT_PEERS}}
+    equal = cases(figures, "us", names, "auto", LATENT_PEERS, without="uniform|log-normal")
+    varied = cases(figures, "us", names, "auto", LATENT_PEERS, only="uniform|log-normal")
+    return "\n\n".join([equal, "Requests whose lengths differ, 4k or 1k on average:", varied])
+
+
+def latent_e4m3(e4m3: Figures, bf16: Figures) -> str:
+    rows = []
+    for (group, column), found in e4m3.by_case.items():
+        other = bf16.figure(group, column, "auto")
+        if other is not None and "auto" in found:
+            rows.append([group, column, shown(found["auto"]), shown(other), f"{other / found['auto']:.2f} x"])
+    return lines_of(["", "us", "e4m3 cache", "bf16 cache", "faster by"], rows)
+
+
+def fused(figures: Figures) -> str:
+    every = [x["auto"] / x["contiguous"] for x in figures.by_case.values() if "contiguous" in x]
+    return fill(
+        f"`trtllm_fmha_v2_prefill` runs at {min(every):.2f} to {max(every):.2f} of fa3's speed on contiguous tensors, "
+        f"in each of its layouts."
+    )
+
+
+def block_sparse(figures: Figures) -> str:
+    rows = []
+    for group in figures.groups:
+        dense = figures.figure(group, "100%", "dense")
+        for backend, note in (("blocks", ""), ("heads", ", a pattern per head")):
+            cells = [figures.figure(group, column, backend) for column in ("10%", "25%", "50%")]
+            if dense is not None and all(cells):
+                rows.append([group + note, *(f"{dense / cell:.2f}" for cell in cells if cell)])
+    peers = ("flashinfer_fa3", "flashinfer_heads")
+    told = [summary(figures, ours, [peer]) for ours, peer in zip(("blocks", "heads"), peers)]
+    return "\n\n".join([lines_of(["", "10 %", "25 %", "50 %"], rows), fill(*told)])
+
+
+def host(figures: Figures) -> str:
+    names = {"auto": "this library", "torch_fa2": NAMES["torch_fa2"], "flashinfer_fa3": "FlashInfer"}
+    present = {backend: name for backend, name in names.items() if backend in figures.backends}
+    rows = []
+    for (_, column), found in figures.by_case.items():
+        add = found.get("torch_add")
+        cells = [f"{found[b] / add:.1f}" if b in found and add else "-" for b in present]
+        rows.append([f"`{column}`" if "(" in column or "_" in column else column, *cells])
+    adds = [x["torch_add"] for x in figures.by_case.values() if "torch_add" in x]
+    told = f"`torch.add` of 16 numbers took {min(adds):.1f} to {max(adds):.1f} us."
+    return "\n\n".join([lines_of(["in times of `torch.add`", *present.values()], rows), told])
+
+
+def fp8(figures: Figures) -> str:
+    return grid(figures, "TFLOP/s", {"fa3": "**fa3**", "flash_attn_3": NAMES["flash_attn_3"]})
+
+
+def errors(figures: Figures) -> str:
+    rows = []
+    for group in figures.groups:
+        for kind in ("error", "bias", "LSE"):
+            cells = [figures.figure(group, column, kind) or 0.0 for column in figures.columns([group])]
+            name = {"error": "error (RMS)", "bias": "bias", "LSE": "LSE, largest error"}[kind]
+            rows.append([group, name, *(f"{cell:.1g}" if abs(cell) < 1e-4 else f"{cell:.4f}" for cell in cells)])
+    return lines_of(["", "", *figures.columns(figures.groups)], rows)
+
+
+COMMON = ("common", "plan")
+BLOCKS = {
+    "summary": Block(("prefill", "decode"), ("fa3", "fa2", *COMMON), readme),
+    "prefill-fa3": Block(("prefill",), ("fa3", *COMMON), prefill("fa3", FA3_PEERS, "speed.svg")),
+    "prefill-fa2": Block(("prefill-fa2",), ("fa2", *COMMON), prefill("fa2", FA2_PEERS, "speed-fa2.svg")),
+    "fp8": Block(("fp8",), ("fa3", *COMMON), fp8),
+    "errors": Block(("errors",), ("fa3", "fa2", *COMMON), errors),
+    "decode": Block(("decode",), ("fa2", *COMMON), decode),
+    "plan-free": Block(("plan-free",), ("fa2", "fa3", *COMMON), plan_free("decode")),
+    "appends": Block(("plan-free",), ("fa2", "fa3", *COMMON), plan_free("appends")),
+    "fused": Block(("fused",), ("fmha_v2", "fa3", *COMMON), fused),
+    "latent": Block(("latent",), ("mla", *COMMON), latent),
+    "latent-e4m3": Block(("latent-e4m3", "latent"), ("mla", *COMMON), latent_e4m3),
+    "block-sparse": Block(("block-sparse",), ("fa3", *COMMON), block_sparse),
+    "host": Block(("host",), (), host),
+}
+
+
+def update(page: str) -> str:
+    """The page with its blocks made anew."""
+    return BLOCK.sub(lambda m: f"{m[1]}{m[2]}{BLOCKS[m[1]].render()}\n", page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", action="store_true", help="no pictures")
+    args = parser.parse_args()
+    for path in PAGES:
+        text = path.read_text()
+        if (new := update(text)) != text:
+            path.write_text(new)
+            print(f"wrote {path.relative_to(ROOT)}")
+    if not args.pages:
+        import draw_speed
+
+        draw_speed.main()
+
+
+if __name__ == "__main__":
+    main()
