@@ -98,6 +98,20 @@ def test_installed_library_serves_another_project(build_directory: Path, shared:
         assert re.search(r"difference from the CPU|no GPU here: .*\w", outputs[program]), program
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["static", "shared"])
+def test_the_program_of_the_page_builds_and_runs(build_directory: Path, shared: bool, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cpp.md").read_text()
+    for name, language in (("CMakeLists.txt", "cmake"), ("main.cpp", "cpp")):
+        text = re.search(rf"`{re.escape(name)}`:\n\n```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        assert text is not None, name
+        (tmp_path / name).write_text(text[1])
+    prefix = install(build_directory, shared)
+    run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *generator(), f"-DCMAKE_PREFIX_PATH={prefix}")
+    run("cmake", "--build", tmp_path / "build")
+    done = subprocess.run([tmp_path / "build" / "app"], capture_output=True, text=True, check=False)
+    assert re.search(r"cutlass_kernels .*: no error|driver|no CUDA-capable device", done.stdout), done
+
+
 def test_shared_library_hides_everything_but_the_api(build_directory: Path) -> None:
     if os.environ.get("CK_TEST_INSTALL_PREFIX"):
         pytest.skip("CK_TEST_INSTALL_PREFIX may hold a static library")
