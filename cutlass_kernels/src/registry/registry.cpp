@@ -120,11 +120,9 @@ std::vector<std::string> not_supported_reasons(Backend backend, const AttentionP
                                                int compute_capability) {
   std::vector<std::string> reasons;
   std::string fault = contradiction(params, /*with_tensors=*/false);
-  if (!fault.empty()) reasons.push_back(std::move(fault));
-  std::vector<std::string> refused;
-  if (choose(backend, params, compute_capability, &refused) == nullptr) {
-    reasons.insert(reasons.end(), refused.begin(), refused.end());
-  }
+  // What makes no sense, such as no heads at all, has no number of rows per key head that choose() could ask for.
+  if (!fault.empty()) return {fault};
+  if (choose(backend, params, compute_capability, &reasons) != nullptr) reasons.clear();
   return reasons;
 }
 

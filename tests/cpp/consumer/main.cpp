@@ -118,6 +118,14 @@ void check_without_gpu() {
   check_memory_kernels_without_gpu();
   check_misaligned_memory();
   check_fmha_v2_without_gpu();
+  const ck::AttentionParams empty;
+  for (const ck::Backend backend : {ck::Backend::kAuto, ck::Backend::kFa2, ck::Backend::kFa3}) {
+    require(!ck::not_supported_reasons(backend, empty, 90).empty(), "no sizes are a reason");
+    require(ck::workspace_size(empty, backend) == 0, "no sizes need no workspace");
+    ck::Plan plan;
+    require_refusal(ck::make_plan(empty, &plan, backend), "num_qo_heads");
+    require_refusal(ck::attention(empty, nullptr, 0, nullptr, backend), "num_qo_heads");
+  }
   ck::PrepareParams narrow = copies(nullptr, nullptr, nullptr, nullptr);
   require(ck::prepare(narrow, nullptr).ok(), "there is nothing to copy");
   narrow.head_dim_qk = 12;
