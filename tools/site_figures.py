@@ -180,8 +180,8 @@ def caption(environment: dict[str, Any], folders: Iterable[str]) -> str:
     peers = [environment[k] for k in ("flash_attn_interface", "vllm_fa3") if k in environment]
     if "flashinfer" in environment:
         peers.append(f"FlashInfer {environment['flashinfer']}")
-    rounds = environment["settings"]["rounds"]
-    facts = [environment["gpu"], f"torch {environment['torch']}", *peers, f"{rounds} rounds", environment["date"]]
+    rounds = [f"{environment['settings']['rounds']} rounds"] if "settings" in environment else []
+    facts = [environment["gpu"], f"torch {environment['torch']}", *peers, *rounds, environment["date"]]
     since = f" The sources of {listed(changed)} have changed since." if changed else ""
     return f"{', '.join(facts)}, commit {environment['commit']}.{since}"
 
