@@ -114,6 +114,13 @@ def test_code_has_a_copy_button(site: Path) -> None:
         assert config and "content.code.copy" in json.loads(config[1])["features"], name
 
 
+def test_code_fits_the_page() -> None:
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"^```(?:python|diff|text)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.splitlines():
+                assert len(line) <= 100, f"{path.name}: {line}"
+
+
 def test_pictures_are_those_of_the_data() -> None:
     for path, text in {**draw_speed.files(), **draw_pipelines.files()}.items():
         assert path.read_text() == text, "run `python tools/draw_speed.py` and `python tools/draw_pipelines.py`"
