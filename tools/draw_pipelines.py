@@ -1,5 +1,7 @@
 """Draws docs/images/fa3.svg and fa2.svg: who does what when in a thread block. Widths are not to scale.
 
+The pictures have no background. Text and lines follow the colour scheme of the page, as those of charts.py do.
+
 python tools/draw_pipelines.py
 """
 
@@ -9,6 +11,14 @@ from pathlib import Path
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 GREEN, DARK, ORANGE, BLUE, VIOLET = "#76b900", "#4a7c00", "#e69f00", "#4477aa", "#8c6bb1"
+ON_LIGHT = (GREEN, ORANGE)  # text on these boxes is black, on others white
+STYLE = """<style>
+text { fill: #333333 }
+path { stroke: #00000026 }
+@media (prefers-color-scheme: dark) { text { fill: #d8dae0 } path { stroke: #ffffff33 } }
+.black { fill: #000000 }
+.white { fill: #ffffff }
+</style>"""
 UNIT, LEFT, ROW = 82, 190, 34
 
 Box = tuple[float, float, str, str]  # start, width, text, colour
@@ -70,21 +80,29 @@ def draw(rows: list[tuple[str, list[Box]]], title: str) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{title}"',
         '  font-family="system-ui, sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="12" y="24" font-weight="bold" fill="#222222">{title}</text>',
+        STYLE,
+        f'<text x="12" y="24" font-weight="bold">{title}</text>',
     ]
     for i, (name, boxes) in enumerate(rows):
         y = 40 + ROW * i
-        out.append(f'<text x="12" y="{y + 18}" fill="#222222">{name}</text>')
-        out.append(f'<path d="M{LEFT} {y + 13}H{width - 12}" stroke="#dddddd"/>')
+        out.append(f'<text x="12" y="{y + 18}">{name}</text>')
+        out.append(f'<path d="M{LEFT} {y + 13}H{width - 12}"/>')
         for start, length, text, colour in boxes:
             x, box = LEFT + start * UNIT, length * UNIT - 2
             out.append(f'<rect x="{x:.0f}" y="{y}" width="{box:.0f}" height="26" rx="3" fill="{colour}"/>')
-            middle = x + box / 2
-            out.append(f'<text x="{middle:.0f}" y="{y + 18}" text-anchor="middle" fill="#ffffff">{text}</text>')
+            on = "black" if colour in ON_LIGHT else "white"
+            out.append(f'<text x="{x + box / 2:.0f}" y="{y + 18}" text-anchor="middle" class="{on}">{text}</text>')
     return "\n".join([*out, "</svg>", ""])
 
 
+def files() -> dict[Path, str]:
+    """Everything that this script writes."""
+    return {
+        IMAGES / "fa3.svg": draw(fa3(), "fa3: one CTA, from the last KV block to the first"),
+        IMAGES / "fa2.svg": draw(fa2(), "fa2: two thread blocks of an SM, from the last KV block to the first"),
+    }
+
+
 if __name__ == "__main__":
-    (IMAGES / "fa3.svg").write_text(draw(fa3(), "fa3: one CTA, from the last KV block to the first"))
-    (IMAGES / "fa2.svg").write_text(draw(fa2(), "fa2: two thread blocks of an SM, from the last KV block to the first"))
+    for path, text in files().items():
+        path.write_text(text)

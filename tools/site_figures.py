@@ -1,8 +1,7 @@
 """Writes the figures of the pages from docs/data: tables and sentences between marks, and pictures.
 
     python benchmarks/figures.py           # on the GPU: measures, and writes docs/data
-    python tools/site_figures.py           # pip install matplotlib: pages and pictures
-    python tools/site_figures.py --pages   # pages alone
+    python tools/site_figures.py
 
 A block of a page begins with `<!-- figures: NAME -->` and ends with `<!-- end of figures -->`. Each says where and when
 it was measured, and whether the sources of the kernels that it is about have changed since.
@@ -10,7 +9,7 @@ it was measured, and whether the sources of the kernels that it is about have ch
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import math
 import re
@@ -23,9 +22,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
+from charts import Chart, picture  # noqa: E402
 from sources import digests  # noqa: E402
 
-DATA = ROOT / "docs" / "data"
+DATA, IMAGES = ROOT / "docs" / "data", ROOT / "docs" / "images"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?<=<!-- figures: )([a-z0-9-]+)( -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
 NAMES = {
@@ -215,44 +215,44 @@ PLAN_FREE = {"attention": "**attention()**", "planned": "planned wrapper"}
 LATENT_PEERS = ("flash_mla", "flashinfer_fa3", "flashinfer_fa2")
 
 
-def prefill(ours: str, peers: Sequence[str], picture: str) -> Callable[[Figures], str]:
+def prefill(ours: str, peers: Sequence[str], file: str) -> Callable[[Figures], str]:
     def text(figures: Figures) -> str:
         names = {ours: f"**{ours}**", **{p: NAMES[p] for p in peers}}
         told = summary(figures, ours, peers)
         table = grid(figures, "TFLOP/s", names, (f"{ours} / faster peer", ours, peers))
-        return "\n\n".join([f"![Prefill: {ours} and its peers](images/{picture})", fill(told), table])
+        return "\n\n".join([picture(file, f"Prefill: {ours} and its peers"), fill(told), table])
 
     return text
 
 
+BANDWIDTH = ("32 x 4k", "64 x 4k", "128 x 2k", "64 x 8k")  # of decode: where the cache is all that counts
+
+
 def readme(prefill_: Figures, decode_: Figures) -> str:
-    rate = [b / 1e6 for b in _rates(decode_, "32/8 hd128", ("32 x 4k", "64 x 4k", "128 x 2k", "64 x 8k"))]
     return fill(
         summary(prefill_, "fa3", FA3_PEERS, name="On Hopper, prefill (fa3)"),
         summary(decode_, "auto", DECODE_PEERS, False, "Decode"),
-        f"From 32 requests of 4k keys on, it reads the KV cache at {min(rate):.1f} to {max(rate):.1f} TB/s."
-        if rate
-        else "",
+        f"From 32 requests of 4k keys on, it reads the KV cache at {_bandwidth(decode_)}.",
     )
 
 
-def _rates(figures: Figures, group: str, columns: Iterable[str]) -> list[float]:
-    """Bytes of keys and values per microsecond, of 16 bits, 8 heads and 128 columns."""
-    found = []
-    for column in columns:
-        time = figures.figure(group, column, "auto")
-        requests, keys = column.split(" x ")
-        if time is not None:
-            found.append(int(requests) * int(keys.removesuffix("k")) * 1024 * 2 * 8 * 128 * 2 / time)
-    return found
+def _bandwidth(figures: Figures) -> str:
+    rates = [decode_rate(column, figures.by_case["32/8 hd128", column]["auto"], 8 * 128) for column in BANDWIDTH]
+    return f"{min(rates):.1f} to {max(rates):.1f} TB/s"
+
+
+def decode_rate(column: str, time: float, columns: int, parts: int = 2) -> float:
+    """TB/s of a cache of 16 bits, of keys and values; ``columns`` of each token."""
+    requests, keys = column.split(" x ")
+    return int(requests) * int(keys.removesuffix("k")) * 1024 * columns * parts * 2 / time / 1e6
 
 
 def decode(figures: Figures) -> str:
     names = {"auto": "**this library**", **{p: NAMES[p] for p in DECODE_PEERS}}
     table = grid(figures, "us", names, ("faster peer / ours", "auto", DECODE_PEERS), ["32/8 hd128"])
-    rate = [b / 1e6 for b in _rates(figures, "32/8 hd128", ("32 x 4k", "64 x 4k", "128 x 2k", "64 x 8k"))]
     told = summary(figures, "auto", DECODE_PEERS, False, "Over all heads and head dimensions measured, it")
-    return "\n\n".join([table, fill(f"From 32 x 4k on, that is {min(rate):.1f} to {max(rate):.1f} TB/s.", told)])
+    rate = f"From 32 x 4k on, that is {_bandwidth(figures)}."
+    return "\n\n".join([picture("decode", "Decode in TB/s"), table, fill(rate, told)])
 
 
 def plan_free(groups: str) -> Callable[[Figures], str]:
@@ -276,7 +276,8 @@ def latent(figures: Figures) -> str:
     names = {"auto": "this library", **{p: NAMES[p] for p in LATENT_PEERS}}
     equal = cases(figures, "us", names, "auto", LATENT_PEERS, without="uniform|log-normal")
     varied = cases(figures, "us", names, "auto", LATENT_PEERS, only="uniform|log-normal")
-    return "\n\n".join([equal, "Requests whose lengths differ, 4k or 1k on average:", varied])
+    chart = picture("latent", "Latent attention in TB/s")
+    return "\n\n".join([chart, equal, "Requests whose lengths differ, 4k or 1k on average:", varied])
 
 
 def latent_e4m3(e4m3: Figures, bf16: Figures) -> str:
@@ -339,8 +340,8 @@ def errors(figures: Figures) -> str:
 COMMON = ("common", "plan")
 BLOCKS = {
     "summary": Block(("prefill", "decode"), ("fa3", "fa2", *COMMON), readme),
-    "prefill-fa3": Block(("prefill",), ("fa3", *COMMON), prefill("fa3", FA3_PEERS, "speed.svg")),
-    "prefill-fa2": Block(("prefill-fa2",), ("fa2", *COMMON), prefill("fa2", FA2_PEERS, "speed-fa2.svg")),
+    "prefill-fa3": Block(("prefill",), ("fa3", *COMMON), prefill("fa3", FA3_PEERS, "speed")),
+    "prefill-fa2": Block(("prefill-fa2",), ("fa2", *COMMON), prefill("fa2", FA2_PEERS, "speed-fa2")),
     "fp8": Block(("fp8",), ("fa3", *COMMON), fp8),
     "errors": Block(("errors",), ("fa3", "fa2", *COMMON), errors),
     "decode": Block(("decode",), ("fa2", *COMMON), decode),
@@ -354,25 +355,80 @@ BLOCKS = {
 }
 
 
+# --- charts ------------------------------------------------------------------------------------------------------
+
+
+def speed_chart(ours: str, peers: Sequence[str], figures: Figures) -> Chart:
+    names = {ours: f"cutlass_kernels ({ours})", **{p: NAMES[p] for p in figures.peers(peers)}}
+    panels = {}
+    for mask in ("causal", "full"):
+        for dim in ("hd64", "hd128", "hd256"):
+            group = f"{dim} {mask}"
+            columns = figures.columns([group])
+            panels[f"head dim {dim[2:]}, {mask}"] = {c: _of(names, figures.by_case[group, c]) for c in columns}
+    text = f"TFLOP/s by sequence length. bfloat16, 16k tokens in all. {_where(figures)}."
+    return Chart(names, panels, (3, 1), text, f"Prefill in TFLOP/s: {', '.join(names.values())}")
+
+
+def decode_chart(figures: Figures) -> Chart:
+    names = {"auto": "cutlass_kernels", **{p: NAMES[p] for p in figures.peers(DECODE_PEERS)}}
+    panels: dict[str, dict[str, dict[str, float]]] = {"one request": {}, "8 to 32 requests": {}, "64 and more": {}}
+    for column in figures.columns(["32/8 hd128"]):
+        requests = int(column.split(" ")[0])
+        title = "one request" if requests == 1 else "8 to 32 requests" if requests <= 32 else "64 and more"
+        found = _of(names, figures.by_case["32/8 hd128", column])
+        panels[title][column] = {name: decode_rate(column, time, 8 * 128) for name, time in found.items()}
+    text = f"TB/s of the KV cache, by requests x keys. bfloat16, 32/8 heads of 128, pages of 16. {_where(figures)}."
+    return Chart(names, panels, (3, 1), text, f"Decode in TB/s: {', '.join(names.values())}")
+
+
+def latent_chart(figures: Figures) -> Chart:
+    names = {"auto": "cutlass_kernels", **{p: NAMES[p] for p in figures.peers(LATENT_PEERS)}}
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for (group, column), case in figures.by_case.items():
+        if re.fullmatch(r"\d+ x \d+k", column):
+            rates = {name: decode_rate(column, time, 576, parts=1) for name, time in _of(names, case).items()}
+            panels.setdefault(group, {})[column] = rates
+    text = f"TB/s of the latent cache, by requests x keys. bfloat16, pages of 64. {_where(figures)}."
+    return Chart(names, panels, (4, 1), text, f"Latent attention in TB/s: {', '.join(names.values())}")
+
+
+def _of(names: dict[str, str], case: dict[str, float]) -> dict[str, float]:
+    return {name: figure for name, figure in case.items() if name in names}
+
+
+def _where(figures: Figures) -> str:
+    facts = figures.environment
+    return f"{facts['gpu']}, {facts['date']}, commit {facts['commit']}"
+
+
+CHARTS: dict[str, tuple[str, Callable[[Figures], Chart]]] = {
+    "speed": ("prefill", functools.partial(speed_chart, "fa3", FA3_PEERS)),
+    "speed-fa2": ("prefill-fa2", functools.partial(speed_chart, "fa2", FA2_PEERS)),
+    "decode": ("decode", decode_chart),
+    "latent": ("latent", latent_chart),
+}
+
+
 def update(page: str) -> str:
     """The page with its blocks made anew."""
     return BLOCK.sub(lambda m: f"{m[1]}{m[2]}{BLOCKS[m[1]].render()}\n", page)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", action="store_true", help="no pictures")
-    args = parser.parse_args()
-    for path in PAGES:
-        text = path.read_text()
-        if (new := update(text)) != text:
-            path.write_text(new)
-            print(f"wrote {path.relative_to(ROOT)}")
-    if not args.pages:
-        import draw_speed
-
-        draw_speed.main()
+def files() -> dict[Path, str]:
+    """Everything that this script writes."""
+    found = {path: update(path.read_text()) for path in PAGES}
+    for file, (data, chart) in CHARTS.items():
+        if (DATA / f"{data}.json").exists():
+            made = chart(Figures(data))
+            found |= {
+                IMAGES / f"{file}{'-narrow' if narrow else ''}.svg": made.draw(narrow) for narrow in (False, True)
+            }
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    for path, text in files().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")

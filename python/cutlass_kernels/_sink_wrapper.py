@@ -20,8 +20,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     constructor. Nothing is compiled here, so ``plan()`` alone decides them.
 
     Args:
-        float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
-            paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend: see the base class.
+        float_workspace_buffer, kv_layout, use_cuda_graph, backend: see the base class.
+        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf: see the base class.
+        custom_mask_buf, mask_indptr_buf: see the base class.
         pos_encoding_mode: ``"NONE"``; others are arguments of ``plan()``.
         use_fp16_qk_reduction, q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left: accepted, not used.
 

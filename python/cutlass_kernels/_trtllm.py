@@ -98,8 +98,8 @@ def trtllm_batch_decode_with_kv_cache(
         multi_ctas_kv_counter_buffer: accepted, not used.
         o_sf_scale, o_sf_vec_size, kv_cache_sf: of 4-bit tensors, refused.
         uses_shared_paged_kv_idx: False (other pages for values than for keys) is refused.
-        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
-            request_order, request_order_plan: for Blackwell GPUs, refused.
+        enable_block_sparse_attention, bf16q_fp8kv_transform_mode: for Blackwell GPUs, refused.
+        cp_world, cp_rank, causal_seqlens_kv_global, request_order, request_order_plan: for Blackwell GPUs, refused.
 
     Returns:
         ``out``, shaped as ``query``; or ``(out, lse)``.

@@ -171,8 +171,9 @@ class PODWithPagedKVCacheWrapper(Part):
             k_p, v_p: ``[keys, num_kv_heads, head_dim]`` (NHD) or ``[num_kv_heads, keys, head_dim]`` (HND).
             q_d: ``[batch, num_qo_heads, head_dim]``.
             paged_kv_cache_d: the cache of the decode steps, as ``BatchDecodeWithPagedKVCacheWrapper.run()`` takes it.
-            custom_mask_p, packed_custom_mask_p, causal_p, kv_layout_p, pos_encoding_mode_p, sm_scale_p, window_left_p,
-                rope_scale_p, rope_theta_p: of the prompt, as ``single_prefill_with_kv_cache`` takes them.
+            custom_mask_p, packed_custom_mask_p, causal_p, kv_layout_p: as in ``single_prefill_with_kv_cache()``.
+            pos_encoding_mode_p, sm_scale_p, window_left_p: as in ``single_prefill_with_kv_cache()``.
+            rope_scale_p, rope_theta_p: as in ``single_prefill_with_kv_cache()``.
             causal_d, kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: accepted,
                 not used, as in FlashInfer: those of the constructor and of plan() count.
             custom_mask_d, packed_custom_mask_d: not served.

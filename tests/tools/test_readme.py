@@ -14,7 +14,6 @@ from paths import ROOT
 import cutlass_kernels
 
 sys.path.insert(0, str(ROOT / "tools"))
-import draw_speed
 import support_matrix
 
 README = (ROOT / "README.md").read_text()
@@ -35,11 +34,6 @@ def test_matrix_is_up_to_date() -> None:
     assert support_matrix.update(page, support_matrix.render(kernels)) == page, (
         "run `python tools/support_matrix.py --update docs/backends.md`"
     )
-
-
-def test_tables_of_speed_are_those_of_the_benchmark() -> None:
-    page = draw_speed.PAGE.read_text()
-    assert draw_speed.update(page, draw_speed.section(*draw_speed.read())) == page, "run `python tools/draw_speed.py`"
 
 
 def test_names_of_flashinfer() -> None:

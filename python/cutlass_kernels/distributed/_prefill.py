@@ -81,8 +81,10 @@ def cp_prefill(
             expects another to be more than 6 % faster, or gathered keys to need more than 16 GB.
         page_table: int32 ``[B, M]``: k and v are ``[pages, P, Hkv, D]`` (``kv_layout="HND"``: heads before tokens), and
             this rank's keys of request b lie in pages ``page_table[b]``, in order.
-        causal, window, chunk_size, logits_soft_cap, sm_scale, sinks, q_descale, k_descale, v_descale, o_dtype,
-            return_lse, lse_base, batch_invariant, backend: as of ``cutlass_kernels.attention()``. Sinks count once.
+        causal, window, chunk_size, logits_soft_cap, sm_scale: as in ``cutlass_kernels.attention()``.
+        sinks: as in ``cutlass_kernels.attention()``; they count once, not once per rank.
+        q_descale, k_descale, v_descale, o_dtype: as in ``cutlass_kernels.attention()``.
+        return_lse, lse_base, batch_invariant, backend: as in ``cutlass_kernels.attention()``.
 
     Returns:
         This rank's rows of the output, and with ``return_lse`` their LSE, fp32 ``[rows, Hq]``.
