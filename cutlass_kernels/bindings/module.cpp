@@ -131,6 +131,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("backends") = py::tuple(names);  // in the order of kAuto
   // Of what is no backend's: 10 * major + minor of the oldest and the newest GPU; 0: no newest.
   m.attr("compute_capabilities") = py::make_tuple(CK_ARCHS_MIN, CK_ARCHS_MAX);
+  // A GPU of another major version runs PTX, which the driver compiles.
+  m.attr("machine_codes") = py::make_tuple(CK_MACHINE_CODES);
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
   m.def(
       "launch_count", [](const std::string& backend) { return launch_count(backend_of(backend)); },

@@ -25,6 +25,8 @@ if(CK_GIT AND EXISTS "${PROJECT_SOURCE_DIR}/.git")
 endif()
 configure_file("${CK_DIR}/bindings/commit.cpp.in" "${CK_GENERATED}/commit.cpp" @ONLY)
 
+list(JOIN CK_REAL_ARCHS "," CK_MACHINE_CODES)
+
 # One unit, so names that are local to a file must differ: pybind11.h takes 8 of the 9 seconds of each.
 set(CK_PYBIND11_SOURCES "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp"
   "${CK_DIR}/bindings/attention.cpp" "${CK_DIR}/bindings/batch.cpp" "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp")
@@ -50,7 +52,7 @@ function(ck_add_extension name python)
   target_include_directories(${name} SYSTEM PRIVATE
     "${include}" "${pybind11_INCLUDE_DIR}" "${CK_DLPACK_INCLUDE}")
   target_compile_definitions(${name} PRIVATE "CK_CUTLASS_VERSION=\"${CK_CUTLASS_VERSION}\""
-    CK_ARCHS_MIN=${CK_ARCHS_MIN} CK_ARCHS_MAX=${CK_ARCHS_MAX}
+    CK_ARCHS_MIN=${CK_ARCHS_MIN} CK_ARCHS_MAX=${CK_ARCHS_MAX} "CK_MACHINE_CODES=${CK_MACHINE_CODES}"
     CK_PYBIND11_VERSION=${pybind11_VERSION})  # read by nobody, but makes objects of another out of date
   target_compile_options(${name} PRIVATE ${CK_COMPILE_OPTIONS})
   target_link_libraries(${name} PRIVATE cutlass_kernels_shared ck_old_runtime)

@@ -274,6 +274,16 @@ def test_explain_of_a_gpu_that_is_not_here(capability):
     assert "selected" in text
 
 
+@pytest.mark.parametrize("codes, capability, told", [((80, 90), 100, True), ((80, 90), 89, False), ((80,), 90, True)])
+def test_explain_says_where_the_driver_compiles(codes, capability, told, monkeypatch):
+    request = SimpleNamespace(__str__=lambda: "request", compute_capability=capability)
+    explained = _explain.Explanation(request, "fa2", {name: [] for name in _select.BACKENDS})
+    monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: explained)
+    monkeypatch.setattr(_select, "why_first", lambda request: "")
+    monkeypatch.setattr(_cli._explain._native, "_C", SimpleNamespace(machine_codes=codes))
+    assert ("the driver compiles PTX" in words(invoke("explain"))) == told
+
+
 def test_explain_prints_reasons_as_they_are(monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request")
     told = _explain.Explanation(request, None, {name: ["takes [64, 128] only"] for name in _select.BACKENDS})

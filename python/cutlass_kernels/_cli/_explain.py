@@ -11,7 +11,7 @@ from rich.markup import escape
 
 import cutlass_kernels
 
-from .. import _request, _select
+from .. import _native, _request, _select
 
 
 def command(
@@ -84,9 +84,21 @@ def command(
         console.print(f"  {backend}: {mark}", highlight=False)
         for reason in against:
             console.print(f"    - {escape(reason)}", highlight=False)
+    if explained.selected in _select.KERNEL_BACKENDS and not has_machine_code(explained.request.compute_capability):
+        console.print(
+            "This build has no machine code for such a GPU: at the first use, the driver compiles PTX, for minutes, "
+            "and keeps the result in its cache.",
+            highlight=False,
+        )
     for name, word in _select.environment.shown().items():
         what = "backend='auto'" if name == _select.VARIABLES[0] else "every backend"
         console.print(f"{name}={word} is set: it replaces {what}.", highlight=False, markup=False)
+
+
+def has_machine_code(capability: int | None) -> bool:
+    """Whether the kernels of this build run as they are on a GPU of 10 * major + minor."""
+    assert _native._C is not None and capability is not None
+    return any(code // 10 == capability // 10 and code <= capability for code in _native._C.machine_codes)
 
 
 def _capability(text: str | None) -> int | None:
