@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent.parent / "cutlass_kernels" / "src"
@@ -21,5 +22,6 @@ def digests(sources: Path = SOURCES) -> dict[str, str]:
 def _digest(paths: list[Path], sources: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path.relative_to(sources).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+        code = " ".join(re.sub(r"//.*", "", path.read_text()).split())  # neither comments nor line ends
+        digest.update(f"{path.relative_to(sources).as_posix()}\0{code}\0".encode())
     return digest.hexdigest()[:12]

@@ -66,6 +66,7 @@ def test_digests_change_with_the_sources(tmp_path):
     before = digests(tmp_path)
     assert set(before) == {"fa2", "others"}
     (tmp_path / "fa2" / "notes.md").write_text("2")
+    (tmp_path / "fa2" / "a.h").write_text("\n1  // a comment\n")
     assert digests(tmp_path) == before
     (tmp_path / "fa2" / "a.h").write_text("2")
     after = digests(tmp_path)
