@@ -9,7 +9,7 @@
     python benchmarks/bench.py decode --against ../old/python            # beside another build of this library
     python benchmarks/bench.py prefill --workload paper --dry-run        # lists the cases; needs no GPU
 
-How to read the output, and what was measured so far: benchmarks/RESULTS.md.
+How to read the output, and what was measured so far: benchmarks/results/README.md.
 """
 
 from __future__ import annotations

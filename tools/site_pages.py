@@ -15,13 +15,14 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
-    "benchmarks/RESULTS.md": "project/results.md",
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
     "cutlass_kernels/src/README.md": "project/source.md",
     "third_party/README.md": "project/third-party.md",
 }
+RESULTS = sorted((ROOT / "benchmarks").glob("results/**/*.md"))
+PAGES |= {str(path.relative_to(ROOT)): f"project/{path.relative_to(ROOT / 'benchmarks')}" for path in RESULTS}
 LINK = re.compile(r"(?<!!)\[([^\[\]]+)\]\(([^()\s#:]+)(#[^()\s]*)?\)")
 
 

@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 2 benchmarks/distributed/bench.py prefill --device cpu       # a dry run with gloo
 
 `one` is one GPU with the whole problem; `of linear` its time over W times that of W GPUs. How to read the rest:
-benchmarks/RESULTS.md.
+benchmarks/results/README.md.
 """
 
 from __future__ import annotations

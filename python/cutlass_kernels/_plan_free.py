@@ -432,7 +432,7 @@ def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torc
             f"backend={backend!r} cannot read {k.dtype} keys and values of shape {tuple(k.shape)} and strides "
             f"{k.stride()} as they are: use backend='auto', or a wrapper, which copies what kernels do not read."
         )
-    # (Under "auto", kernels that serve plain tensors of this kind may still not read these: see RESULTS.md.)
+    # (Under "auto", kernels that serve plain tensors of this kind may still not read these: see docs/limits.md.)
     return request
 
 

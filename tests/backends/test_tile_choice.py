@@ -34,6 +34,6 @@ def test_small_tiles_with_fewer_large_tiles_than_sms(extension, multiprocessors,
 
 
 def test_tiles_of_132_sms_are_those_that_were_measured(extension):
-    """The thresholds of H100 and H200, on which benchmarks/RESULTS.md stands: 67 tiles at hd128, 132 at hd64."""
+    """The thresholds of H100 and H200, with which benchmarks/results was measured: 67 tiles at hd128, 132 at hd64."""
     assert [tile_rows(128, 128 * tiles, 1, 132) for tiles in (66, 67)] == [64, 128]
     assert [tile_rows(64, 192 * tiles, 1, 132) for tiles in (131, 132)] == [64, 192]

@@ -41,7 +41,7 @@ def cluster(world: int, per_node: int = 8, gpu: str = "h100") -> Cluster:
     return Cluster(GPUS[gpu], world, per_node)
 
 
-# benchmarks/RESULTS.md, 2026-11-27, second; H200. Whether in a graph; ms of one GPU and two, and of one and four in
+# benchmarks/results/log, 2026-11-27, second; H200. Whether in a graph; ms of one GPU and two, and of one and four in
 # another run.
 PREFILL: dict[str, tuple[Problem, bool, tuple[float, float], tuple[float, float]]] = {
     "1 x 8k": (problem(8 * K), False, (0.741, 0.446), (0.745, 0.346)),

@@ -18,8 +18,9 @@ import support_matrix
 
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md", "third_party/README.md"]
-PAGES += sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "third_party/README.md"]
+for folder in (DOCS, ROOT / "benchmarks" / "results"):
+    PAGES += sorted(str(path.relative_to(ROOT)) for path in folder.rglob("*.md"))
 INSTANCES = (ROOT / support_matrix.INSTANCES).read_text()
 
 
