@@ -1,7 +1,7 @@
 // The tiles of the fa2 backend, read by the host (launch.h) and by the device (kernel.h).
 //
 // A tile is what one thread block computes at a time: kBlockM query rows, of one head or of several that share their
-// keys. The entries are the fastest of some sixty measured on an H200 (benchmarks/RESULTS.md). These are their numbers:
+// keys. The entries are the fastest of some sixty measured on an H200 (benchmarks/results/prefill-fa2.md). Numbers:
 //
 //   kBlockM       query rows of the tile
 //   kRowTiles     row tiles of a warp, of 16 rows each: the M of mma.sync

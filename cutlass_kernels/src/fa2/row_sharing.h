@@ -22,7 +22,7 @@
 // V 1024 each, P 256, loads from global memory 1024. Warps with 16 rows each, 128 per thread block, take 5120: Q 512,
 // K and V 2048 each, loads 512. One stage leaves room for two thread blocks per SM (104.5 KB each), which cover each
 // other's waits, starts and ends. FlashAttention-2's tile (two thread blocks, too, 16 rows per warp) is a fifth
-// slower (RESULTS.md).
+// slower (benchmarks/results/prefill-fa2.md).
 #pragma once
 
 #include <cute/config.hpp>

@@ -50,13 +50,13 @@ struct SharedLayout {
 
   // Bytes from a row's start to chunk `swizzle` ^ `chunk`, swizzle < 8. At head dim 256 it is spelled out that chunks
   // eight apart differ by an immediate: of the plain XOR, ptxas kept 32 addresses in registers. At 128 the plain one
-  // is as fast (RESULTS.md).
+  // is as fast (benchmarks/results/log/2026-11-21.md).
   CUTE_HOST_DEVICE static constexpr int chunk_offset(int swizzle, int chunk) {
     return Tile::kHeadDim > 128 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7)
                                 : (swizzle ^ chunk) << 4;
   }
   // Where that chunk begins. In turns, instructions of one warp delay the products of another: one XOR per address is
-  // part of what made a prototype 432 TFLOP/s fast, and not 391 (RESULTS.md).
+  // part of what made a prototype 432 TFLOP/s fast, and not 391 (benchmarks/results/log/2026-11-25.md).
   CUTE_HOST_DEVICE static constexpr std::uint32_t chunk_at(std::uint32_t row, int swizzle,
                                                            int chunk) {
     return Tile::kTakesTurns ? ((row + (swizzle << 4)) ^ ((chunk & 7) << 4)) + (chunk >> 3 << 7)

@@ -3,7 +3,7 @@
 // A tile is what one CTA computes at a time: 64 query rows for each consumer warpgroup, against KV blocks of kBlockN
 // keys. A larger tile needs fewer instructions and less traffic per product, but its stages must fit the shared
 // memory (227 KB per SM), and its fragments the registers (65536 per SM). The tiles below are the fastest measured
-// (benchmarks/RESULTS.md).
+// (benchmarks/results/prefill-fa3.md).
 #pragma once
 
 #include <algorithm>

@@ -15,7 +15,7 @@ namespace cutlass_kernels::fa3 {
 // Arrives once all copies of this thread have landed. They write through the generic proxy and wgmma reads through the
 // async one, between which PTX asks for a fence. There is none, as in CUTLASS and FlashAttention-3: on compute
 // capability 9.0, the only one of these kernels, what has landed is in shared memory for every reader. The fence would
-// have to be in the consumers, where it costs 1 % (RESULTS.md).
+// have to be in the consumers, where it costs 1 % (benchmarks/results/pages-and-masks.md).
 CUTE_DEVICE void arrive_when_landed(Barrier& full) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&full))
                : "memory");

@@ -1,7 +1,8 @@
 // Consumer: the loop over tiles and their KV blocks, of e4m3.
 //
-// wgmma adds e4m3 products to a sum of 14 bits and truncates. A long sum of one sign shrinks: by 1 % over 1k keys, by half
-// over 128k (benchmarks/RESULTS.md). So P V of a KV block is a product of its own, and O its sum over KV blocks in fp32.
+// wgmma adds e4m3 products to a sum of 14 bits and truncates. A long sum of one sign shrinks: by 1 % over 1k keys, by
+// half over 128k (benchmarks/results/e4m3.md). So P V of a KV block is a product of its own, and O its sum over KV
+// blocks in fp32.
 // Beside O there are registers for S, or for P and that product, not for all: a warpgroup computes one after the other.
 // What keeps the tensor cores busy in the meantime are the products of the other warpgroups. Where they take turns
 // (kPingPong), a turn is one's P V.

@@ -18,8 +18,8 @@
 // Q passes through the last two stages before turn 0. Each warp converts the keys that it reads in registers
 // (mma_products_fp8.h).
 //
-// racecheck reports hazards across A and R: where half of the warps have a named barrier of their own, it misses that the
-// other half has come to a common one (benchmarks/RESULTS.md, 2026-11-28).
+// racecheck reports hazards across A and R: where half of the warps have a named barrier of their own, it misses that
+// the other half has come to a common one (benchmarks/results/build-and-tests.md).
 #pragma once
 
 #include <cute/config.hpp>
