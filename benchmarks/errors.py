@@ -45,9 +45,10 @@ def _errors(q_dtype: torch.dtype, kv_dtype: torch.dtype, keys: int, dim: int) ->
     q, k, v = (torch.randn(n, HEADS, dim, device="cuda") for n in (ROWS, keys, keys))
     q, k, v = q.to(q_dtype), k.to(kv_dtype), v.add(1).to(kv_dtype)
     wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(256 << 20, dtype=torch.uint8, device="cuda"))
-    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (ROWS, keys)]
+    rows_at, keys_at = (torch.tensor([0, n], dtype=torch.int32) for n in (ROWS, keys))
     o_dtype = F16 if q_dtype == E4M3 else q_dtype
-    wrapper.plan(*offsets, HEADS, HEADS, dim, q_data_type=q_dtype, kv_data_type=kv_dtype, o_data_type=o_dtype)
+    dtypes: dict[str, Any] = dict(q_data_type=q_dtype, kv_data_type=kv_dtype, o_data_type=o_dtype)
+    wrapper.plan(rows_at, keys_at, HEADS, HEADS, dim, **dtypes)
     out, lse = wrapper.run(q, k, v, return_lse=True)
     wrong, exact, of_lse = [], [], 0.0
     for h in range(HEADS):

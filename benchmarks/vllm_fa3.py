@@ -32,7 +32,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
     for name, x in (("q", q), ("k", k)):
         options[f"cu_seqlens_{name}"] = _offsets(*x.shape[:2], x.device)
         options[f"max_seqlen_{name}"] = x.size(1)
-    return _forward(*(x.flatten(0, 1) for x in (q, k, v)), **options)
+    return _forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
 
 
 def flash_attn_varlen_func(
