@@ -49,12 +49,11 @@ def measured(command: str, options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*shlex.split(command), *options, "--out", folder, "--name", "figures"]
         sys.argv = ["benchmarks/bench.py", *shlex.split(command), *options]  # what the report calls its command
-        try:
-            bench.app(arguments, standalone_mode=False)
-        except SystemExit as end:  # a wrong result of ours: its cell stays empty
-            print(f"{command}: exit code {end.code}", file=sys.stderr)
+        wrong = bench.app(arguments, standalone_mode=False)  # the exit code
         data: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
     results = [{key: result.get(key) for key in KEPT} for result in data["results"] if result["figure"] is not None]
+    if wrong:
+        raise RuntimeError(f"bench.py {command}: a result of this library is wrong, or a call failed.")
     return {"environment": data["environment"], "results": results}
 
 

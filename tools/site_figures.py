@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -140,14 +141,15 @@ def cases(
 ) -> str:
     """A row per case, a column per backend, and how many times as fast ours is as the fastest peer."""
     present = {backend: name for backend, name in names.items() if backend in figures.backends}
-    header = ["", unit, *present.values(), *(["faster by"] if figures.peers(peers) else [])]
+    header = ["", "requests x keys", *(f"{name}, {unit}" for name in present.values())]
+    header += ["fastest peer / ours" if unit == "us" else "ours / fastest peer"] if figures.peers(peers) else []
     rows = []
     for case, found in figures.by_case.items():
         if not re.search(only, " ".join(case)) or re.search(without, " ".join(case)):
             continue
         cells = [*case, *(shown(found.get(backend)) for backend in present)]
         ratio = figures.ratio(case, ours, peers, unit != "us")
-        rows.append([*cells, *(["-" if ratio is None else f"{ratio:.2f} x"] if figures.peers(peers) else [])])
+        rows.append([*cells, *(["-" if ratio is None else f"{ratio:.2f}"] if figures.peers(peers) else [])])
     return lines_of(header, rows)
 
 
@@ -174,11 +176,14 @@ def summary(figures: Figures, ours: str, peers: Sequence[str], more_is_better: b
     )
 
 
-def caption(environment: dict[str, Any], folders: Iterable[str]) -> str:
+def caption(environment: dict[str, Any], folders: Iterable[str], backends: Sequence[str] = ()) -> str:
+    """Where and when, and beside which releases of those ``backends`` that are peers."""
     now, then = digests(), environment.get("sources", {})
     changed = [folder for folder in folders if now.get(folder) != then.get(folder)]
-    peers = [environment[k] for k in ("flash_attn_interface", "vllm_fa3") if k in environment]
-    if "flashinfer" in environment:
+    peers = [
+        environment[k] for k in ("flash_attn_interface", "vllm_fa3") if k in environment and "flash_attn_3" in backends
+    ]
+    if "flashinfer" in environment and any(backend.startswith("flashinfer") for backend in backends):
         peers.append(f"FlashInfer {environment['flashinfer']}")
     rounds = [f"{environment['settings']['rounds']} rounds"] if "settings" in environment else []
     facts = [environment["gpu"], f"torch {environment['torch']}", *peers, *rounds, environment["date"]]
@@ -191,7 +196,7 @@ def caption(environment: dict[str, Any], folders: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """``data``: the files it is made from; the caption is that of the first. ``folders``: the kernels it is about."""
+    """``data``: the files it is made from. ``folders``: the kernels it is about."""
 
     data: tuple[str, ...]
     folders: tuple[str, ...]
@@ -201,8 +206,10 @@ class Block:
         if missing := [name for name in self.data if not (DATA / f"{name}.json").exists()]:
             return f"(Not measured yet: {', '.join(missing)}.)"
         files = [Figures(name) for name in self.data]
-        said = textwrap.fill(caption(files[0].environment, self.folders), 120)
-        return "\n\n".join(part for part in (self.text(*files), said) if part)
+        said = list(dict.fromkeys(caption(file.environment, self.folders, file.backends) for file in files))
+        if len(said) > 1:
+            said = [f"{name}: {text}" for name, text in zip(self.data, said)]
+        return "\n\n".join(part for part in (self.text(*files), textwrap.fill(" ".join(said), 120)) if part)
 
 
 def fill(*sentences: str) -> str:
@@ -262,7 +269,7 @@ def plan_free(groups: str) -> Callable[[Figures], str]:
         names = {**PLAN_FREE, **{p: NAMES[p] for p in ("flash_attn_3", "flash_attn_3_scheduled")}}
         of = Figures.__new__(Figures)
         of.environment = figures.environment
-        of.by_case = {case: x for case, x in figures.by_case.items() if case[1] in columns}
+        of.by_case = {case: x for case, x in figures.by_case.items() if case[0] in chosen and case[1] in columns}
         told = [
             summary(of, "attention", [peer], False, "`attention()`")
             for peer in ("flash_attn_3", "flash_attn_3_scheduled")
@@ -285,8 +292,8 @@ def latent_e4m3(e4m3: Figures, bf16: Figures) -> str:
     for (group, column), found in e4m3.by_case.items():
         other = bf16.figure(group, column, "auto")
         if other is not None and "auto" in found:
-            rows.append([group, column, shown(found["auto"]), shown(other), f"{other / found['auto']:.2f} x"])
-    return lines_of(["", "us", "e4m3 cache", "bf16 cache", "faster by"], rows)
+            rows.append([group, column, shown(found["auto"]), shown(other), f"{other / found['auto']:.2f}"])
+    return lines_of(["", "requests x keys", "e4m3 cache, us", "bf16 cache, us", "bf16 / e4m3"], rows)
 
 
 def fused(figures: Figures) -> str:
@@ -307,20 +314,22 @@ def block_sparse(figures: Figures) -> str:
                 rows.append([group + note, *(f"{dense / cell:.2f}" for cell in cells if cell)])
     peers = ("flashinfer_fa3", "flashinfer_heads")
     told = [summary(figures, ours, [peer]) for ours, peer in zip(("blocks", "heads"), peers)]
-    return "\n\n".join([lines_of(["", "10 %", "25 %", "50 %"], rows), fill(*told)])
+    return "\n\n".join(part for part in (lines_of(["", "10 %", "25 %", "50 %"], rows), fill(*told)) if part)
 
 
 def host(figures: Figures) -> str:
     names = {"auto": "this library", "torch_fa2": NAMES["torch_fa2"], "flashinfer_fa3": "FlashInfer"}
     present = {backend: name for backend, name in names.items() if backend in figures.backends}
+    add = statistics.median(x["torch_add"] for x in figures.by_case.values() if "torch_add" in x)
     rows = []
     for (_, column), found in figures.by_case.items():
-        add = found.get("torch_add")
-        cells = [f"{found[b] / add:.1f}" if b in found and add else "-" for b in present]
-        rows.append([f"`{column}`" if "(" in column or "_" in column else column, *cells])
-    adds = [x["torch_add"] for x in figures.by_case.values() if "torch_add" in x]
-    told = f"`torch.add` of 16 numbers took {min(adds):.1f} to {max(adds):.1f} us."
-    return "\n\n".join([lines_of(["in times of `torch.add`", *present.values()], rows), told])
+        cells = [f"{found[b]:.1f}" if b in found else "-" for b in present]
+        call = f"`{column}`" if re.fullmatch(r"\w+_\w+", column) else column
+        rows.append([call, *cells, f"{found['auto'] / add:.1f}"])
+    header = ["us", *present.values(), "in times of `torch.add`"]
+    return "\n\n".join(
+        [lines_of(header, rows), f"`torch.add` of 16 numbers took {add:.1f} us, the median beside these calls."]
+    )
 
 
 def fp8(figures: Figures) -> str:

@@ -30,6 +30,9 @@ def flash_attn_combine(
         The output ``[B, n, H, D]`` (or ``[rows, H, D]``) and its natural LSE, fp32, the same shape without D. Where all
         partial LSEs are -inf they are 0 and -inf.
 
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit.
+
     Examples:
         >>> out, lse = flash_attn_combine(torch.randn(3, 2, 5, 8, 64), torch.randn(3, 2, 5, 8))
         >>> out.shape, lse.shape

@@ -253,7 +253,7 @@ def flash_attn_varlen_func(
         cp_tot_seqused_k: int32 ``[B]``, the keys of each request on all ranks together, of which masks speak.
             ``seqused_k`` follows from it.
 
-    The other arguments are those of ``flash_attn_func``.
+    The other arguments, and what is raised, are those of ``flash_attn_func``.
 
     Returns:
         The output ``[rows, Hq, Dv]``, or the pair of it and the natural LSE, fp32 ``[Hq, rows]``.
@@ -382,7 +382,8 @@ def flash_attn_with_kvcache(
         descale_q, descale_k, descale_v, gqa_parallel, max_seqlen_k_hint: older names; the last two have no effect.
         sinks, ver: SGLang's names: ``s_aux``, and the version, which has no effect.
 
-    The other arguments are those of ``flash_attn_func``. Here ``num_splits`` is 0 unless said, as in FlashAttention-3.
+    The other arguments, and what is raised, are those of ``flash_attn_func``. Here ``num_splits`` is 0 unless said, as
+    in FlashAttention-3.
 
     Returns:
         The output, shaped as q; or the pair of it and the natural LSE, fp32 ``[B, Hq, n]`` (or ``[Hq, rows]``).

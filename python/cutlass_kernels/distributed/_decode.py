@@ -28,6 +28,9 @@ def dcp_local_lengths(
     Returns:
         Tokens of that rank, of the dtype and shape of lengths; 0 of negative lengths.
 
+    Raises:
+        TypeError: lengths that are no integers.
+
     Examples:
         >>> dcp_local_lengths(torch.tensor([9]), 0, 2, block_size=4)  # tokens 0 to 3, and 8
         tensor([5])

@@ -84,6 +84,9 @@ def cp_restore(
     Raises:
         ValueError: x has another number of tokens than this rank holds, or an unknown layout; on every rank, where they
             differ between ranks.
+
+    Examples:
+        >>> hidden = cp_restore(hidden, group)  # [tokens / W, hidden] -> [tokens, hidden]
     """
     _check(x, dim)
     grid = grid_of(group)
