@@ -114,6 +114,10 @@ def _main(
     backend = "nccl" if device == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    # A rank that leaves while others still connect would fail their init_process_group(), not a call.
+    connected = dist.distributed_c10d._get_default_store()
+    connected.set(f"connected {rank}", "")
+    connected.wait([f"connected {other}" for other in range(world)])
     try:
         function(dist.group.WORLD, where, *args)
         if device == "cuda":

@@ -144,5 +144,5 @@ def test_the_documented_signature_is_shown():
     assert list(shown.parameters)[3:5] == ["custom_mask", "packed_custom_mask"]
     assert shown.parameters["causal"].default is False and shown.parameters["kv_layout"].default == "NHD"
     for function in (ck.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache_return_lse):
-        assert function.__qualname__ == function.__name__ and "Example:" in (function.__doc__ or "")
+        assert function.__qualname__ == function.__name__ and "Examples:" in (function.__doc__ or "")
         assert all(x.kind is not x.VAR_POSITIONAL for x in inspect.signature(function).parameters.values())
