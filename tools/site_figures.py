@@ -9,6 +9,7 @@ it was measured, and whether the sources of the kernels that it is about have ch
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -54,6 +55,12 @@ class Figures:
         for result in data["results"]:
             case = self.by_case.setdefault((result["group"], result["column"]), {})
             case[result["backend"]] = result["figure"]
+
+    def only(self, wanted: Callable[[str, str], bool]) -> Figures:
+        """The cases whose group and column are ``wanted``."""
+        some = copy.copy(self)
+        some.by_case = {case: found for case, found in self.by_case.items() if wanted(*case)}
+        return some
 
     @property
     def groups(self) -> list[str]:
@@ -130,23 +137,13 @@ def grid(
     return lines_of([unit, "", *columns], rows)
 
 
-def cases(
-    figures: Figures,
-    unit: str,
-    names: dict[str, str],
-    ours: str,
-    peers: Sequence[str],
-    only: str = "",
-    without: str = "^$",
-) -> str:
+def cases(figures: Figures, unit: str, names: dict[str, str], ours: str, peers: Sequence[str]) -> str:
     """A row per case, a column per backend, and how many times as fast ours is as the fastest peer."""
     present = {backend: name for backend, name in names.items() if backend in figures.backends}
     header = ["", "requests x keys", *(f"{name}, {unit}" for name in present.values())]
     header += ["fastest peer / ours" if unit == "us" else "ours / fastest peer"] if figures.peers(peers) else []
     rows = []
     for case, found in figures.by_case.items():
-        if not re.search(only, " ".join(case)) or re.search(without, " ".join(case)):
-            continue
         cells = [*case, *(shown(found.get(backend)) for backend in present)]
         ratio = figures.ratio(case, ours, peers, unit != "us")
         rows.append([*cells, *(["-" if ratio is None else f"{ratio:.2f}"] if figures.peers(peers) else [])])
@@ -262,29 +259,23 @@ def decode(figures: Figures) -> str:
     return "\n\n".join([picture("decode", "Decode in TB/s"), table, fill(rate, told)])
 
 
-def plan_free(groups: str) -> Callable[[Figures], str]:
-    def text(figures: Figures) -> str:
-        chosen = [g for g in figures.groups if re.fullmatch(r".* page 16", g)]
-        columns = [c for c in figures.columns(chosen) if bool(re.search(" over ", c)) == (groups == "appends")]
-        names = {**PLAN_FREE, **{p: NAMES[p] for p in ("flash_attn_3", "flash_attn_3_scheduled")}}
-        of = Figures.__new__(Figures)
-        of.environment = figures.environment
-        of.by_case = {case: x for case, x in figures.by_case.items() if case[0] in chosen and case[1] in columns}
-        told = [
-            summary(of, "attention", [peer], False, "`attention()`")
-            for peer in ("flash_attn_3", "flash_attn_3_scheduled")
-        ]
-        return "\n\n".join([grid(figures, "us", names, groups=chosen, columns=columns), fill(*told)])
-
-    return text
+def plan_free(appends: bool, figures: Figures) -> str:
+    """Of pages of 16 tokens: decode steps, or appends and mixtures."""
+    of = figures.only(lambda group, column: group.endswith("page 16") and (" over " in column) == appends)
+    peers = ("flash_attn_3", "flash_attn_3_scheduled")
+    told = [summary(of, "attention", [peer], False, "`attention()`") for peer in peers]
+    return "\n\n".join([grid(of, "us", PLAN_FREE | {p: NAMES[p] for p in peers}), fill(*told)])
 
 
 def latent(figures: Figures) -> str:
     names = {"auto": "this library", **{p: NAMES[p] for p in LATENT_PEERS}}
-    equal = cases(figures, "us", names, "auto", LATENT_PEERS, without="uniform|log-normal")
-    varied = cases(figures, "us", names, "auto", LATENT_PEERS, only="uniform|log-normal")
+
+    def of(varied: bool) -> str:
+        some = figures.only(lambda _, column: column.endswith(("uniform", "log-normal")) == varied)
+        return cases(some, "us", names, "auto", LATENT_PEERS)
+
     chart = picture("latent", "Latent attention in TB/s")
-    return "\n\n".join([chart, equal, "Requests whose lengths differ, 4k or 1k on average:", varied])
+    return "\n\n".join([chart, of(False), "Requests whose lengths differ, 4k or 1k on average:", of(True)])
 
 
 def latent_e4m3(e4m3: Figures, bf16: Figures) -> str:
@@ -354,8 +345,8 @@ BLOCKS = {
     "fp8": Block(("fp8",), ("fa3", *COMMON), fp8),
     "errors": Block(("errors",), ("fa3", "fa2", *COMMON), errors),
     "decode": Block(("decode",), ("fa2", *COMMON), decode),
-    "plan-free": Block(("plan-free",), ("fa2", "fa3", *COMMON), plan_free("decode")),
-    "appends": Block(("plan-free",), ("fa2", "fa3", *COMMON), plan_free("appends")),
+    "plan-free": Block(("plan-free",), ("fa2", "fa3", *COMMON), functools.partial(plan_free, False)),
+    "appends": Block(("plan-free",), ("fa2", "fa3", *COMMON), functools.partial(plan_free, True)),
     "fused": Block(("fused",), ("fmha_v2", "fa3", *COMMON), fused),
     "latent": Block(("latent",), ("mla", *COMMON), latent),
     "latent-e4m3": Block(("latent-e4m3", "latent"), ("mla", *COMMON), latent_e4m3),
