@@ -86,6 +86,7 @@ class Operation:
     inputs: Callable[[Any, torch.device], Any] = lambda case, device: make_inputs(case.problem, device)
     expect: Callable[[Any, Any], check.Expected] = lambda case, inputs: check.expect(case.problem, inputs)
     host_clock: bool = False
+    yardstick: str = ""  # a column that does something else, and is no peer
 
     @functools.cached_property
     def backends(self) -> dict[str, Backend]:
@@ -133,7 +134,8 @@ def module(name: str) -> Any:
         return importlib.import_module(name)
     except Exception as error:  # not only ImportError: a broken installation must not stop the others
         also = module(ALSO[name]) if name in ALSO else ""
-        return f"{name} cannot be imported: {error}" if isinstance(also, str) else also
+        why = f"{name} cannot be imported: {error}"
+        return " ".join(filter(None, (why, also))) if isinstance(also, str) else also
 
 
 def needs_module(name: str) -> Callable[[torch.device], str | None]:

@@ -244,6 +244,7 @@ def main(
         environment(settings, dtype, monitor, folder),
         results,
         {name: twin.name for name, twin in twins.items()},
+        chosen.yardstick,
     )
     reports = [report.in_unit(UNITS[item]) for item in chosen.units]
     for each in reports:

@@ -23,11 +23,12 @@ from typing import Any
 import bench
 import errors
 import torch
+from measure import ROOT, commit_of
 from sources import digests
 
 import cutlass_kernels as ck
 
-DATA = Path(__file__).resolve().parent.parent / "docs" / "data"
+DATA = ROOT / "docs" / "data"
 MEASUREMENTS = {
     "prefill": "prefill --workload paper --backends fa3,flash_attn_3,cudnn",
     "fp8": "prefill --workload paper --dtype float8_e4m3fn --backends fa3,flash_attn_3",
@@ -48,8 +49,11 @@ def measured(command: str, options: list[str]) -> dict[str, Any]:
     """What a command of bench.py writes, without the single rounds."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*shlex.split(command), *options, "--out", folder, "--name", "figures"]
-        sys.argv = ["benchmarks/bench.py", *shlex.split(command), *options]  # what the report calls its command
-        wrong = bench.app(arguments, standalone_mode=False)  # the exit code
+        own, sys.argv = sys.argv, ["benchmarks/bench.py", *shlex.split(command), *options]  # what the report calls it
+        try:
+            wrong = bench.app(arguments, standalone_mode=False)  # the exit code
+        finally:
+            sys.argv = own
         data: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
     results = [{key: result.get(key) for key in KEPT} for result in data["results"] if result["figure"] is not None]
     if wrong:
@@ -78,6 +82,9 @@ def main() -> None:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of what this build serves: {', '.join(names)}.")
     if not torch.cuda.is_available():
         sys.exit("There is no CUDA device here: run this on a machine with the GPU whose figures you want.")
+    built, here = getattr(ck._native._C, "commit", ""), commit_of(ROOT)
+    if built and here != "unknown" and built.rstrip("+")[:7] != here[:7]:
+        sys.exit(f"The package was built from commit {built}, this is {here}: install it from here first.")
     args.out.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in wanted:

@@ -25,6 +25,14 @@ from timing import Clock, Monitor, Settings, Timed, interleave
 import cutlass_kernels as ck
 from cutlass_kernels import _native
 
+# By module: how the names of its columns begin, and what it is.
+PEERS = {
+    "flashinfer": ("flashinfer", "FlashInfer"),
+    "flash_attn_interface": ("flash_attn_3", "FlashAttention-3"),
+    "vllm_fa3": ("flash_attn_3", "FlashAttention-3 of vLLM"),
+    "flash_mla": ("flash_mla", "FlashMLA"),
+    "vllm.third_party.flashmla.flash_mla_interface": ("flash_mla", "FlashMLA of vLLM"),
+}
 ROOT = Path(__file__).resolve().parent.parent
 Tick = Callable[[str], None]
 
@@ -121,7 +129,7 @@ def environment(settings: Settings, dtype: str, monitor: Monitor | None, other: 
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
-        "commit": getattr(_native._C, "commit", "") or _commit(ROOT),  # of the compiled code, where that knows it
+        "commit": getattr(_native._C, "commit", "") or commit_of(ROOT),  # of the compiled code, where that knows it
         "cutlass_kernels": ck.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -135,14 +143,18 @@ def environment(settings: Settings, dtype: str, monitor: Monitor | None, other: 
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["driver"] = monitor.driver if monitor else "unknown"
     if other is not None:
-        facts["other"] = {"folder": str(other.resolve()), "commit": _commit(other)}
-    for module in ("flashinfer", "flash_attn_interface", "vllm_fa3", "flash_mla"):
-        if module in sys.modules:
-            facts[module] = getattr(sys.modules[module], "__version__", "unknown")
+        facts["other"] = {"folder": str(other.resolve()), "commit": commit_of(other)}
+    facts["peers"] = {
+        columns: f"{name} {getattr(sys.modules[module], '__version__', '')}".strip()
+        for module, (columns, name) in PEERS.items()
+        if module in sys.modules
+    }
     return facts
 
 
-def _commit(folder: Path) -> str:
+def commit_of(folder: Path) -> str:
+    """Of a checkout; "unknown" elsewhere."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -72,6 +72,7 @@ class Report:
     environment: dict[str, Any]
     results: list[Result] = field(default_factory=list)
     twins: dict[str, str] = field(default_factory=dict)  # columns of ours and those of another build
+    yardstick: str = ""  # a column that does something else, and is no peer
 
     def in_unit(self, unit: Unit) -> Report:
         """The same measurements in another unit."""
@@ -106,7 +107,8 @@ class Report:
     def peers(self, ours: str, against: str) -> list[str]:
         if against == "other":
             return [self.twins[ours]] if ours in self.twins else []
-        names = [b for b in self.backends if b not in self.ours and b not in self.twins.values()]
+        others = {*self.ours, *self.twins.values(), self.yardstick}
+        names = [b for b in self.backends if b not in others]
         return names if against == "best" else [b for b in against.split("+") if b in self.backends]
 
     def ratio(self, case: tuple[str, str], ours: str, against: str) -> float | None:

@@ -17,9 +17,9 @@ import torch
 importlib.import_module("vllm.vllm_flash_attn._vllm_fa3_C")
 _ops = torch.ops._vllm_fa3_C
 try:
-    __version__ = f"FlashAttention-3 of vLLM {metadata.version('vllm')}"
-except metadata.PackageNotFoundError:
-    __version__ = "FlashAttention-3 of vLLM"
+    __version__ = metadata.version("vllm")
+except metadata.PackageNotFoundError:  # the compiled module alone
+    __version__ = ""
 
 
 @functools.cache

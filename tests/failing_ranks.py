@@ -117,7 +117,7 @@ def _main(
     # A rank that leaves while others still connect would fail their init_process_group(), not a call.
     connected = dist.distributed_c10d._get_default_store()
     connected.set(f"connected {rank}", "")
-    connected.wait([f"connected {other}" for other in range(world)])
+    connected.wait([f"connected {other}" for other in range(world)], datetime.timedelta(seconds=60))
     try:
         function(dist.group.WORLD, where, *args)
         if device == "cuda":

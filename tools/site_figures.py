@@ -163,7 +163,7 @@ def summary(figures: Figures, ours: str, peers: Sequence[str], more_is_better: b
     present, every = figures.peers(peers), figures.ratios(ours, peers, more_is_better)
     if not every:
         return ""
-    behind = sum(f"{ratio:.2f}" < "1.00" for ratio in every)
+    behind = sum(round(ratio, 2) < 1 for ratio in every)
     of = listed([NAMES[p] for p in present])
     than = of if len(present) == 1 else f"the {'faster' if len(present) == 2 else 'fastest'} of {of}"
     slower = f"slower in {behind} of the {len(every)} cells" if behind else f"slower in none of the {len(every)} cells"
@@ -178,10 +178,10 @@ def caption(environment: dict[str, Any], folders: Iterable[str], backends: Seque
     now, then = digests(), environment.get("sources", {})
     changed = [folder for folder in folders if now.get(folder) != then.get(folder)]
     peers = [
-        environment[k] for k in ("flash_attn_interface", "vllm_fa3") if k in environment and "flash_attn_3" in backends
+        name
+        for columns, name in environment.get("peers", {}).items()
+        if any(backend.startswith(columns) for backend in backends)
     ]
-    if "flashinfer" in environment and any(backend.startswith("flashinfer") for backend in backends):
-        peers.append(f"FlashInfer {environment['flashinfer']}")
     rounds = [f"{environment['settings']['rounds']} rounds"] if "settings" in environment else []
     facts = [environment["gpu"], f"torch {environment['torch']}", *peers, *rounds, environment["date"]]
     since = f" The sources of {listed(changed)} have changed since." if changed else ""
@@ -236,7 +236,7 @@ def readme(prefill_: Figures, decode_: Figures) -> str:
     return fill(
         summary(prefill_, "fa3", FA3_PEERS, name="On Hopper, prefill (fa3)"),
         summary(decode_, "auto", DECODE_PEERS, False, "Decode"),
-        f"From 32 requests of 4k keys on, it reads the KV cache at {_bandwidth(decode_)}.",
+        f"Decode reads the KV cache at {_bandwidth(decode_)} from 32 requests of 4k keys on.",
     )
 
 
@@ -316,7 +316,7 @@ def host(figures: Figures) -> str:
     for (_, column), found in figures.by_case.items():
         cells = [f"{found[b]:.1f}" if b in found else "-" for b in present]
         call = f"`{column}`" if re.fullmatch(r"\w+_\w+", column) else column
-        rows.append([call, *cells, f"{found['auto'] / add:.1f}"])
+        rows.append([call, *cells, f"{found['auto'] / found['torch_add']:.1f}" if "torch_add" in found else "-"])
     header = ["us", *present.values(), "in times of `torch.add`"]
     return "\n\n".join(
         [lines_of(header, rows), f"`torch.add` of 16 numbers took {add:.1f} us, the median beside these calls."]
@@ -331,13 +331,19 @@ def errors(figures: Figures) -> str:
     rows = []
     for group in figures.groups:
         for kind in ("error", "bias", "LSE"):
-            cells = [figures.figure(group, column, kind) or 0.0 for column in figures.columns([group])]
+            cells = [figures.figure(group, column, kind) for column in figures.columns([group])]
             name = {"error": "error (RMS)", "bias": "bias", "LSE": "LSE, largest error"}[kind]
-            rows.append([group, name, *(f"{cell:.1g}" if abs(cell) < 1e-4 else f"{cell:.4f}" for cell in cells)])
+            rows.append([group, name, *map(_error, cells)])
     return lines_of(["", "", *figures.columns(figures.groups)], rows)
 
 
-COMMON = ("common", "plan")
+def _error(figure: float | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure:.1g}" if abs(figure) < 1e-4 else f"{figure:.4f}"
+
+
+COMMON = ("common", "plan", "merge", "others")
 BLOCKS = {
     "summary": Block(("prefill", "decode"), ("fa3", "fa2", *COMMON), readme),
     "prefill-fa3": Block(("prefill",), ("fa3", *COMMON), prefill("fa3", FA3_PEERS, "speed")),
@@ -348,8 +354,8 @@ BLOCKS = {
     "plan-free": Block(("plan-free",), ("fa2", "fa3", *COMMON), functools.partial(plan_free, False)),
     "appends": Block(("plan-free",), ("fa2", "fa3", *COMMON), functools.partial(plan_free, True)),
     "fused": Block(("fused",), ("fmha_v2", "fa3", *COMMON), fused),
-    "latent": Block(("latent",), ("mla", *COMMON), latent),
-    "latent-e4m3": Block(("latent-e4m3", "latent"), ("mla", *COMMON), latent_e4m3),
+    "latent": Block(("latent",), ("mla", "fa2", "fa3", *COMMON), latent),
+    "latent-e4m3": Block(("latent-e4m3", "latent"), ("mla", "fa2", "fa3", *COMMON), latent_e4m3),
     "block-sparse": Block(("block-sparse",), ("fa3", *COMMON), block_sparse),
     "host": Block(("host",), (), host),
 }

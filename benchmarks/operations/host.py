@@ -137,4 +137,5 @@ OPERATION = Operation(
     "calls",
     ("auto", "torch_add", "torch_fa2", "flashinfer_fa2", "flashinfer_fa3"),
     host_clock=True,
+    yardstick="torch_add",
 )

@@ -29,7 +29,7 @@ namespace py = pybind11;
 using namespace cutlass_kernels;
 
 namespace cutlass_kernels {
-// Of the sources, with a + if files had changed since; empty where they were no checkout (commit.cpp.in).
+// Of the sources when the build was configured: commit.cpp.in.
 extern const char* const kCommit;
 }  // namespace cutlass_kernels
 

@@ -11,16 +11,27 @@ if(CK_PYBIND11)
 endif()
 find_package(pybind11 2.13 CONFIG REQUIRED ${CK_PYBIND11_PLACE})
 
-# The commit of the sources, for `info`; empty outside of a checkout. Found anew after each commit.
+# The commit of the sources when CMake was configured, for `info`, with a + where what is compiled had changed since; empty
+# outside of a checkout. A new commit configures again.
 set(CK_COMMIT "")
 find_program(CK_GIT git)
 if(CK_GIT AND EXISTS "${PROJECT_SOURCE_DIR}/.git")
-  execute_process(COMMAND "${CK_GIT}" describe --always --exclude=* --abbrev=12 --dirty=+
+  execute_process(COMMAND "${CK_GIT}" rev-parse --short=12 HEAD
     WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE CK_COMMIT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-  execute_process(COMMAND "${CK_GIT}" rev-parse --path-format=absolute --git-path logs/HEAD
+  execute_process(COMMAND "${CK_GIT}" rev-parse --git-path logs/HEAD
     WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE CK_GIT_LOG OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-  if(EXISTS "${CK_GIT_LOG}")
-    set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${CK_GIT_LOG}")
+  get_filename_component(CK_GIT_LOG "${CK_GIT_LOG}" ABSOLUTE BASE_DIR "${PROJECT_SOURCE_DIR}")
+  if(CK_COMMIT)
+    execute_process(COMMAND "${CK_GIT}" diff --quiet HEAD -- cutlass_kernels CMakeLists.txt
+      WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}" RESULT_VARIABLE CK_CHANGED ERROR_QUIET)
+    if(NOT CK_CHANGED EQUAL 0)
+      string(APPEND CK_COMMIT "+")
+    endif()
+    if(EXISTS "${CK_GIT_LOG}")
+      set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${CK_GIT_LOG}")
+    endif()
+  else()
+    message(STATUS "git does not tell the commit of ${PROJECT_SOURCE_DIR}: `info` will not, either")
   endif()
 endif()
 configure_file("${CK_DIR}/bindings/commit.cpp.in" "${CK_GENERATED}/commit.cpp" @ONLY)

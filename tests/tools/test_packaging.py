@@ -54,15 +54,17 @@ spec = importlib.util.spec_from_file_location("_C", {str(extension)!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 assert "torch" not in sys.modules
-print(module.version(), len(module.list_kernels()), module.cutlass_version)
+print(module.version(), len(module.list_kernels()), module.cutlass_version, module.commit or "-", *module.machine_codes)
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    extension_version, count, cutlass_version = done.stdout.split()
+    extension_version, count, cutlass_version, commit, *machine_codes = done.stdout.split()
     assert extension_version == version("cutlass_kernels")
     assert int(count) > 0
     assert re.fullmatch(r"[34]\.\d+\.\d+", cutlass_version)
+    assert re.fullmatch(r"[0-9a-f]{7,40}\+?|-", commit)
+    assert all(re.fullmatch(r"\d{2,3}", code) for code in machine_codes)
 
 
 def test_launch_without_gpu_is_a_sentence(extension: Path) -> None:

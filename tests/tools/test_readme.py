@@ -119,6 +119,10 @@ def test_python_examples_run(page: str) -> None:
     assert page != "README.md" or "selected" in done.stdout
 
 
+def test_the_cpp_page_has_examples() -> None:
+    assert len(blocks("cpp", "docs/cpp.md")) >= 4
+
+
 @pytest.mark.parametrize("number", range(len(blocks("cpp", "docs/cpp.md"))))
 def test_cpp_example_compiles(tmp_path: Path, number: int) -> None:
     source, headers = tmp_path / "example.cpp", ROOT / "cutlass_kernels" / "include"

@@ -69,7 +69,7 @@ def compiled_kernels() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def commit() -> str | None:
-    """Of the sources of the compiled code, with a + if files had changed since; None where that is not known."""
+    """Of the sources when the build was configured, with a + where they had changed since; None if it is not known."""
     try:
         extension: Any = importlib.import_module("cutlass_kernels._C")
     except ImportError:
@@ -211,9 +211,8 @@ def _summary(kernels: list[dict[str, Any]]) -> Table:
         rows.setdefault((backend, gpus_of_it, kv, tuple(found)), []).append(q)
     title = f"\n{len(kernels)} compiled kernels (info --kernels: each, with its features)"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("backend", "GPUs", "q"):
+    for name in ("backend", "GPUs", "q", "k, v"):
         table.add_column(name, no_wrap=True)
-    table.add_column("k, v", no_wrap=True)
     table.add_column("head dimensions")
     for (backend, gpus_of_it, kv, columns), queries in rows.items():
         table.add_row(backend, gpus_of_it, " ".join(queries), kv, " ".join(columns))

@@ -239,8 +239,7 @@ def _fault(problem: Problem, kind: Kind, comm: str) -> str | None:
 # Gathered keys lie beside weights and caches: a fifth of 80 GB. Above, another method is taken that needs less.
 MOST_KEY_BYTES = 16e9
 # Ratios of ring and ulysses to allgather err by up to 6 % in most cells of two and four GPUs; by -11 % (ulysses) and
-# -8 % (ring) in 8 x 16k over two, and by 14 and 17 % in 1 x 8k over four (benchmarks/results/log, 2026-11-27,
-# second).
+# -8 % (ring) in 8 x 16k over two, and by 14 and 17 % in 1 x 8k over four (benchmarks/results/log/2026-11-27.md).
 # "allgather", whose results are those of one GPU, is left only for what should be faster by more than the usual error.
 MARGIN = 0.06
 

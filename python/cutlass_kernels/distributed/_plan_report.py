@@ -113,7 +113,7 @@ def decode(step: Step, cluster: Cluster, curve: bool) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     if curve:
         lines += ["", f"Fastest on {min(totals, key=lambda w: totals[w])} GPUs."]
-    lines += [_ERROR] if curve else ["", _ERROR]
+    lines += ["", _ERROR]
     return "\n".join(lines) + "\n"
 
 
