@@ -429,8 +429,9 @@ def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torc
     selected = _select.select(backend, request)
     if selected != "reference" and backend != "auto":
         raise BackendError(
-            f"backend={backend!r} cannot read {k.dtype} keys and values of shape {tuple(k.shape)} and strides "
-            f"{k.stride()} as they are: use backend='auto', or a wrapper, which copies what kernels do not read."
+            f"backend={backend!r} has no kernel for these tensors as they are: q {call.q.dtype} {tuple(call.q.shape)} "
+            f"with strides {call.q.stride()}, k {k.dtype} {tuple(k.shape)} with strides {k.stride()}. Use "
+            "backend='auto', or a wrapper, which copies what kernels do not read."
         )
     # (Under "auto", kernels that serve plain tensors of this kind may still not read these: see docs/limits.md.)
     return request

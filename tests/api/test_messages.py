@@ -13,6 +13,7 @@ from problems import make_batch
 from small_calls import HEADS, PAGE, Calls, ints, qkv_of
 
 import cutlass_kernels as ck
+from cutlass_kernels import _select
 from cutlass_kernels.flash_attn import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
@@ -466,3 +467,13 @@ def test_an_unknown_keyword_names_the_callers_class(calls):
     sink.plan(**dict(num_qo_heads=4, num_kv_heads=2) | calls.plans["paged"])
     words = words.replace("BatchDecodeWithPagedKVCache", "BatchAttentionWithAttentionSink")
     refuse(TypeError, lambda: sink.run(calls.q, calls.cache, causal=True), words)
+
+
+def test_kernels_that_serve_the_types_but_not_the_tensors(monkeypatch):
+    """As where an fp8 cache lies below too many rows: of which tensors, and what to do."""
+    monkeypatch.setattr(_select, "select", lambda backend, request: backend)
+    q, k, v = (torch.randn(5, heads, 64).half() for heads in (4, 2, 2))
+    with pytest.raises(ck.BackendError) as caught:
+        ck.attention(q, k, v, cu_seqlens_k=torch.tensor([0, 5], dtype=torch.int32), backend="fa3")
+    for words in ("backend='fa3'", "(5, 4, 64) with strides (256, 64, 1)", "(5, 2, 64)", "use backend='auto'"):
+        assert words.lower() in str(caught.value).lower()
