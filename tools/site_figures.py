@@ -38,7 +38,7 @@ NAMES = {
     "flashinfer_fa2": "FlashInfer (fa2)",
     "flashinfer_fa3": "FlashInfer (fa3)",
     "flashinfer_heads": "FlashInfer, a pattern per head",
-    "flashinfer": "FlashInfer",
+    "flashinfer": "FlashInfer (CUDA cores)",
     "flashinfer_tc": "FlashInfer (tensor cores)",
     "flash_mla": "FlashMLA",
     "torch_add": "`torch.add`",

@@ -109,7 +109,9 @@ def test_the_program_of_the_page_builds_and_runs(build_directory: Path, shared: 
     run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *generator(), f"-DCMAKE_PREFIX_PATH={prefix}")
     run("cmake", "--build", tmp_path / "build")
     done = subprocess.run([tmp_path / "build" / "app"], capture_output=True, text=True, check=False)
-    assert re.search(r"cutlass_kernels .*: no error|driver|no CUDA-capable device", done.stdout), done
+    served = done.returncode == 0 and re.search(r"cutlass_kernels .*: no error", done.stdout)
+    without_gpu = done.returncode == 1 and re.search(r"driver|no CUDA-capable device", done.stdout)
+    assert served or without_gpu, done
 
 
 def test_shared_library_hides_everything_but_the_api(build_directory: Path) -> None:

@@ -50,6 +50,15 @@ def test_no_other_figures(path):
             assert not found, f"measured by what? Add them to a block of tools/site_figures.py: {found}"
 
 
+@pytest.mark.parametrize("path", sorted(site_figures.DATA.glob("*.json")), ids=lambda path: path.stem)
+def test_data_say_where_they_are_from(path):
+    data = json.loads(path.read_text())
+    assert {"date", "command", "commit", "gpu", "torch", "sources"} <= set(data["environment"])
+    assert not data["environment"]["commit"].endswith(("+", "changes"))
+    for result in data["results"] if path.stem != "errors" else ():  # those are not timed
+        assert result["rounds"] >= 5 and result["seconds"] > 0, result
+
+
 def test_blocks_name_folders_that_exist():
     assert {folder for block in site_figures.BLOCKS.values() for folder in block.folders} <= set(digests())
 
