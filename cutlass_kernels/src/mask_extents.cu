@@ -56,29 +56,21 @@ __global__ void __launch_bounds__(32 * kWarps)
   __shared__ std::uint32_t full_words[kWords / 32];  // a bit per word of by_all: no zero in it
   __shared__ int begin, end, count;
   __shared__ SplitTable splits;
-  __shared__ SlotTable slots;
   if (threadIdx.x == 0) {
     begin = kNone;
     end = count = 0;
   }
   LongestRun seen_by_all;  // in words; thread 0's
   WorkItem work;
-  const bool in_slots = is_in_slots(p);
-  if (in_slots || splits_batch(p)) {
-    if (threadIdx.x < 32 && in_slots) slots.fill(p);
-    if (threadIdx.x < 32 && !in_slots) splits.fill(p);
+  if (splits_batch(p)) {
+    if (threadIdx.x < 32) splits.fill(p);
     __syncthreads();
   }
   const auto find_split = [&](int split) { return splits.find(p, split); };
-  bool found;
-  if (in_slots) {
-    int splits_of_slot;  // all have the extent of their tile
-    found = find_slot(p, slots, blockIdx.x, work, splits_of_slot);
-  } else if (p.plan.source == TileSource::kBatchBySplit) {
-    found = find_own_split(p, rows, blockIdx.x, work);
-  } else {
-    found = find_work<true, true, true>(p, rows, find_split, blockIdx.x, work);
-  }
+  const bool found = p.plan.source == TileSource::kBatchBySplit
+                         ? find_own_split(p, rows, blockIdx.x, work)
+                         : find_work<true, true, true>(p, rows, find_split, blockIdx.x, work) &&
+                               int(blockIdx.x) < num_ranks(p.plan);
   if (found) {
     const int first_row = work.tile * p.plan.tile_rows;
     const int end_row = min(first_row + p.plan.tile_rows, work.qo_len);

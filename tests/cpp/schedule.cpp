@@ -58,8 +58,9 @@ void check(const Requests& requests, const ck::SplitRule& rule, int tile_rows) {
   std::vector<ck::WorkItem> list(std::size_t(capacity), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity) + 1);
   ck::TileListHeader header{};
-  const ck::Status status = ck::launch_schedule(params, tile_rows, rule, capacity, &header,
-                                                list.data(), split_tiles.data(), nullptr, {}, {});
+  const ck::Status status =
+      ck::launch_schedule(params, tile_rows, rule, capacity, /*fills=*/true, &header, list.data(),
+                          split_tiles.data(), nullptr, {}, {});
   require(status.ok(), status.message);
 
   std::set<std::tuple<int, int, int, int>> found;
@@ -75,6 +76,7 @@ void check(const Requests& requests, const ck::SplitRule& rule, int tile_rows) {
     require(cost <= before + (1 << 6), "longer tiles come first, but for a bucket");
     before = cost;
   }
+  require(header.num_items == int(expected.size()), "the list counts its entries");
   require(found == expected, "the list has other splits than the host finds");
 }
 
@@ -100,11 +102,11 @@ void check_overlapping_requests() {
   std::vector<ck::WorkItem> list(std::size_t(capacity + 2 * kGuard), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(1);
   ck::TileListHeader header{};
-  require(ck::launch_schedule(params, 16, rule, capacity, &header, list.data() + kGuard,
-                              split_tiles.data(), nullptr, {}, {})
+  require(ck::launch_schedule(params, 16, rule, capacity, /*fills=*/true, &header,
+                              list.data() + kGuard, split_tiles.data(), nullptr, {}, {})
               .ok(),
           "a list is written");
-  require(header.num_split_tiles == 0, "nothing is combined");
+  require(header.num_split_tiles == 0 && header.num_items == 0, "nothing is computed");
   for (int i = -kGuard; i < capacity + kGuard; ++i) {
     const ck::WorkItem& item = list[std::size_t(i + kGuard)];
     require(item.batch == (0 <= i && i < capacity ? -1 : 0) && item.num_splits == 0,

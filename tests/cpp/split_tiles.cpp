@@ -246,17 +246,17 @@ void check_garbage(Batch& batch, int round) {
   }
 }
 
-// Makes the requests of a batch have splits of their own, in slots or not, and leaves some to other kernels.
-void give_own_splits(Batch& batch, bool in_slots) {
+// Makes the requests of a batch have splits of their own, and leaves some to other kernels.
+void give_own_splits(Batch& batch) {
   LaunchParams& p = batch.params;
   LaunchPlan& plan = p.plan;
-  if (!in_slots) plan.tile_rows = p.max_qo_len;  // requests of one tile
+  plan.tile_rows = p.max_qo_len;  // requests of one tile
   if (one_in(3)) p.least_rows = draw(1, 40);
   if (one_in(3)) p.most_rows = p.least_rows + draw(0, 40);
   OwnSplits& own = plan.own_splits;
   own.most = draw(2, 40);
   own.tile_rows = plan.tile_rows;
-  own.most_rows = in_slots ? draw(1, 4 * plan.tile_rows) : plan.tile_rows;
+  own.most_rows = plan.tile_rows;
   own.least_keys = 256;
   own.keys_per_row = draw(1, 30);
   own.most_keys = one_in(4) ? 700 : kMaxKeys;
@@ -264,13 +264,9 @@ void give_own_splits(Batch& batch, bool in_slots) {
   const int most = own.of(1, kMaxKeys);
   const int rows = std::min({p.max_qo_len, int(p.total_q), own.most_rows});
   plan.partial_rows = p.batch_size * std::min(rows * most, own.partial_rows);
-  if (in_slots) plan.partial_rows = std::min(plan.partial_rows, int(p.total_q) * most);
-  plan.wanted_slots = draw(1, 80);
-  plan.source = in_slots ? TileSource::kBatchInSlots : TileSource::kBatchBySplit;
-  const int tiles = int(p.total_q) / plan.tile_rows + p.batch_size;
-  plan.num_splits =
-      in_slots ? tiles + std::min(plan.wanted_slots, p.batch_size * (own.most - 1)) : most;
-  plan.tile_indices = in_slots ? plan.num_splits : most * p.batch_size;
+  plan.source = TileSource::kBatchBySplit;
+  plan.num_splits = most;
+  plan.tile_indices = most * p.batch_size;
   plan.split_tile_capacity = p.batch_size;
   // What an earlier call may have left: a split tile of each request.
   batch.tiles.clear();
@@ -281,29 +277,14 @@ void give_own_splits(Batch& batch, bool in_slots) {
 // Returns how many splits there are.
 int check_own_splits(Batch& batch, int round) {
   const LaunchParams& p = batch.params;
-  const bool in_slots = p.plan.source == TileSource::kBatchInSlots;
-  SlotTable slots;
-  if (in_slots) {
-    run_warp([&] {
-      slots.fill(p);
-      describe_other_requests(p);
-    });
-    require(slots.count() <= p.plan.num_splits, "more slots than there is room for", round, 0);
-  }
   std::map<std::tuple<int, int, int>, int> found;  // (request, tile, split): how often
   std::map<int, int> partial_rows;                 // (request): where its partial results begin
-  const int indices = in_slots ? slots.count() : p.plan.tile_indices;
-  for (int rank = 0; rank < indices; ++rank) {
+  for (int rank = 0; rank < p.plan.tile_indices; ++rank) {
     WorkItem work;
-    int splits = 1;
-    if (!(in_slots ? find_slot(p, slots, rank, work, splits)
-                   : find_own_split(p, RowTiles::make(p), rank, work))) {
-      continue;
-    }
-    const int partial_row = work.partial_row - work.tile * p.plan.tile_rows * int(work.num_splits);
-    require(partial_rows.emplace(work.batch, partial_row).first->second == partial_row,
-            "tiles of a request leave their partial results apart", round, work.batch);
-    for (; splits > 0; --splits, ++work.split) ++found[{work.batch, work.tile, work.split}];
+    if (!find_own_split(p, RowTiles::make(p), rank, work)) continue;
+    require(partial_rows.emplace(work.batch, work.partial_row).first->second == work.partial_row,
+            "splits of a request leave their partial results apart", round, work.batch);
+    ++found[{work.batch, work.tile, work.split}];
   }
   int count = 0;
   std::int64_t next_partial_row = 0;
@@ -351,8 +332,7 @@ int main() {
   for (int round = 0; round < 600; ++round) {
     Batch batch;
     if (!batch.make()) continue;
-    const bool in_slots = round % 2 == 0;
-    give_own_splits(batch, in_slots);
+    give_own_splits(batch);
     own += check_own_splits(batch, round);
   }
   if (own < 2000) std::printf("only %d splits of requests' own\n", own);

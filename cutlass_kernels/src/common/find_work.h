@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/batch_slots.h"
 #include "common/batch_splits.h"
 #include "common/fast_divisor.h"
 #include "common/requests.h"
@@ -21,7 +20,6 @@ namespace cutlass_kernels {
 //   kBatchInOrder    in the order of rows, last request first: a request whose rows begin at q has the indices from
 //                    q / tile_rows + (requests before it) on, up to one more than it needs
 //   kBatchBySplit    as many KV splits for each request as one can have: find_own_split()
-//   kBatchInSlots    those of request 0, last rows first, then of request 1: find_slot()
 struct RowTiles {
   FastDivisor repeats;    // of a tile: KV splits, or requests
   FastDivisor tile_rows;  // of kBatchInOrder
@@ -112,42 +110,6 @@ CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOf
   work.split = 0;
   work.num_splits = std::int16_t(is_here ? own.of(work.qo_len, work.kv_len) : 1);
   return is_here && work.qo_len > 0 && lies_inside(p, work);
-}
-
-// kBatchInSlots: the tile in a slot, and how many of its KV splits, from work.split on. False as in find_work().
-CUTE_DEVICE bool find_slot(const LaunchParams& p, const SlotTable& slots, int slot, WorkItem& work,
-                           int& splits) {
-  const RequestSlots own = slots.find(p, slot);
-  if (own.count == 0) return false;
-  const bool is_computed = begin_own_splits(p, own.batch, own.keys, work);
-  const int partial_row = work.num_splits > 1 ? slots.partial_row(p, own.batch) : 0;
-  if (own.index == 0 && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
-    describe_own_splits(p, work, partial_row);
-  }
-  // Slots of the request's tiles take turns, the last tile first.
-  const int tiles = work.tile + 1;
-  const int index = int(unsigned(own.index) / unsigned(tiles));
-  const int slots_of_tile = int(unsigned(own.count) / unsigned(tiles));
-  work.tile -= own.index - index * tiles;
-  const int first = index * work.num_splits / slots_of_tile;
-  splits = (index + 1) * work.num_splits / slots_of_tile - first;
-  work.split = std::int16_t(first);
-  work.partial_row = partial_row + work.tile * p.plan.tile_rows * work.num_splits;
-  // Valid requests fit, whatever their lengths are. Of rows that overlap, the last may not.
-  const bool fits =
-      work.num_splits == 1 || partial_row + work.qo_len * work.num_splits <= p.plan.partial_rows;
-  return is_computed && fits;
-}
-
-// Says of the requests that this kernel leaves to others that they have no splits, by all lanes of a warp.
-CUTE_DEVICE void describe_other_requests(const LaunchParams& p) {
-  for (int batch = threadIdx.x % 32; batch < p.batch_size; batch += 32) {
-    if (is_in_part(p, rows_of_request(p, batch).length)) continue;
-    WorkItem work{};
-    work.batch = batch;
-    work.num_splits = 1;
-    describe_own_splits(p, work, 0);
-  }
 }
 
 // kBatchBySplit: the KV split of a rank.

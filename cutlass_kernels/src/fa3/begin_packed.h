@@ -1,10 +1,8 @@
 // What a CTA does before its first packed tile, by all its threads; a barrier follows.
 #pragma once
 
-#include "common/batch_slots.h"
 #include "common/batch_splits.h"
 #include "common/dependent_launch.h"
-#include "common/find_work.h"
 #include "fa3/mbarrier.h"
 #include "fa3/params.h"
 
@@ -22,16 +20,7 @@ CUTE_DEVICE void clear_unused_rows(const KernelParams& params, SharedMemory& sha
 template <class Tile, class SharedMemory>
 CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
   allow_next_kernel();  // which combines the partial results of KV splits
-  const LaunchParams& p = params.attention;
-  if constexpr (Tile::kSlots != Slots::kNone) {
-    if (warp == 0 && (Tile::kSlots == Slots::kOnly || is_in_slots(p))) {
-      shared.slots.fill(p);
-      if (blockIdx.x == 0 && p.plan.split_tiles != nullptr) describe_other_requests(p);
-    }
-  }
-  if constexpr (Tile::kSlots != Slots::kOnly) {
-    if (warp == 0 && splits_batch(p)) shared.splits.fill(p);
-  }
+  if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
   clear_unused_rows<Tile>(params, shared);
 }
 

@@ -18,9 +18,6 @@ constexpr int kWarpgroupRows = 64;
 // LaunchPlan::tile_kind.
 enum TileKind { kRows, kGeneral, kGather, kPacked };
 
-// Whether a kernel finds its tiles in slots (common/batch_slots.h).
-enum class Slots { kNone, kOnly, kAtRunTime };
-
 // ---- What a tile chooses. A tile of the table overrides the defaults in which it differs.
 
 template <int HeadDimQk, int HeadDimVo = HeadDimQk>
@@ -55,7 +52,6 @@ struct TileDefaults {
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
   static constexpr bool kSharesKeys = false;  // whether tiles with the same keys follow one another
-  static constexpr Slots kSlots = Slots::kNone;
   // Warpgroups. A second one, in kernels that gather, adds warps that copy.
   static constexpr int kProducers = 1;
 
@@ -77,15 +73,6 @@ template <class Base>
 struct Packing : Base {
   static constexpr bool kPacked = true;
   static constexpr bool kPingPong = false;
-};
-
-// The tile in a kernel of its own for slots: what finds them would move the main loop of the other kernel, of 36 KB, in
-// the instruction cache, and make it up to 5 % slower. Kernels of general logits and of gathered keys find slots at run
-// time and pay that: as kernels of their own they were a fifth of the time to compile fa3.
-template <class Base, Slots kSlots_>
-struct WithSlots : Base {
-  static_assert(Base::kPacked);
-  static constexpr Slots kSlots = kSlots_;
 };
 
 // The tile with gathered keys. Two: by a second producer warpgroup, with which two warps copy K, and two V.
@@ -147,13 +134,6 @@ struct Tile : Choices {
             (128 * kConsumers) / 8 * 8,
         240);
   }
-};
-
-template <class, Slots>
-struct TileWithSlots;
-template <class Choices, Slots kSlots>
-struct TileWithSlots<Tile<Choices>, kSlots> {
-  using Type = Tile<WithSlots<Choices, kSlots>>;
 };
 
 // ---- The tiles. In front of each: query rows x keys of a KV block, shared memory, registers of producer and consumer

@@ -22,37 +22,32 @@ class TileClaims {
   CUTE_DEVICE TileClaims(const KernelParams& params, const SharedMemory& shared)
       : params_(params),
         shared_(shared),
+        ranks_(num_ranks(params.attention.plan)),
         counter_(reinterpret_cast<TicketCounter*>(params.attention.plan.tile_counter)),
         claimers_(int(gridDim.x) / Tile::kCtasPerTile),
-        index_(-1) {
-    if constexpr (Tile::kSlots != Slots::kOnly) {
-      count_ = params.order.tiles * params.heads;
-      if constexpr (Tile::kSlots == Slots::kAtRunTime) {
-        if (in_slots()) count_ = shared.slots.count() * params.heads;
-      }
-    }
-  }
+        index_(-1) {}
 
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
-    if (in_slots() && --splits_left_ > 0) {
-      ++work.split;
-      return true;
+    const int count = ranks_ * params_.heads;
+    if (index_ < 0) {
+      // Looked at before it is known how many there are: one latency instead of two.
+      index_ = int(blockIdx.x) / Tile::kCtasPerTile;
+      const bool found = find(work, head, rank);
+      if (index_ >= count) return false;
+      if (found) return true;
     }
     do {
-      if (index_ < 0) {
-        index_ = int(blockIdx.x) / Tile::kCtasPerTile;
-      } else if (counter_ == nullptr) {
+      if (counter_ == nullptr) {
         index_ += claimers_;
       } else {
-        // As many tickets as there are tile indices: one for each but the CTAs' first, and one with which each CTA is
-        // refused.
+        // As many tickets as there are tiles: one for each but the CTAs' first, and one with which each CTA is refused.
         const bool is_first = index_ < claimers_;
         index_ = claimers_ +
-                 int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count()), is_first));
+                 int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count), is_first));
       }
       // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
-      if (unsigned(index_) >= unsigned(count())) return false;
+      if (unsigned(index_) >= unsigned(count)) return false;
     } while (!find(work, head, rank));
     return true;
   }
@@ -61,48 +56,25 @@ class TileClaims {
   // The tile with the claimed index.
   CUTE_DEVICE bool find(WorkItem& work, int& head, int& rank) {
     const LaunchParams& p = params_.attention;
-    if constexpr (Tile::kSlots != Slots::kNone) {
-      if (in_slots()) {
-        const TileOrder::Position position = params_.order.among(shared_.slots.count(), index_);
-        head = position.head;
-        rank = position.rank;
-        return find_slot(p, shared_.slots, rank, work, splits_left_);
-      }
-    }
-    if constexpr (Tile::kSlots != Slots::kOnly) {
-      const TileOrder::Position position = params_.order(index_);
-      head = position.head;
-      rank = position.rank;
-      if (Tile::kSharesKeys && p.plan.tile_list == nullptr) {
-        rank = params_.rows.with_keys_together(rank);
-      }
-      const auto find_split = [&](int split) {
-        if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
-        return RequestSplits{};
-      };
-      return find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
-    }
-    return false;
-  }
-
-  // Tile indices of all heads.
-  CUTE_DEVICE int count() const {
-    if constexpr (Tile::kSlots == Slots::kOnly) return shared_.slots.count() * params_.heads;
-    return count_;
-  }
-
-  CUTE_DEVICE bool in_slots() const {
-    return Tile::kSlots == Slots::kOnly ||
-           (Tile::kSlots == Slots::kAtRunTime && is_in_slots(params_.attention));
+    const bool listed = p.plan.tile_list != nullptr;
+    const TileOrder::Position position =
+        listed ? params_.order.among(ranks_, index_) : params_.order(index_);
+    head = position.head;
+    rank = position.rank;
+    if (Tile::kSharesKeys && !listed) rank = params_.rows.with_keys_together(rank);
+    const auto find_split = [&](int split) {
+      if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
+      return RequestSplits{};
+    };
+    return find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
   }
 
   const KernelParams& params_;
   const SharedMemory& shared_;
-  int count_;  // not set for Slots::kOnly, whose scheduler has no register for it
-  unsigned long long* const counter_;
+  const int ranks_;  // tiles of each head
+  TicketCounter* const counter_;
   const int claimers_;
   int index_;
-  int splits_left_ = 0;  // of the slot, with the last one claimed
 };
 
 // Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. A slot is free in

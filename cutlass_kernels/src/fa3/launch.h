@@ -147,17 +147,9 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
 
 template <class Element, class Packed>
 Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
-  using Either = typename TileWithSlots<Packed, Slots::kAtRunTime>::Type;
-  if (GeneralTransform::needed(params) || LogitsTransform::needed(params)) {
-    return launch_tile<Element, Either, Logits::kGeneral>(params, stream);
-  }
-  if constexpr (Packed::kGather) {
-    return launch_tile<Element, Either, Logits::kPlain>(params, stream);
-  } else {
-    using InSlots = typename TileWithSlots<Packed, Slots::kOnly>::Type;
-    return is_in_slots(params) ? launch_tile<Element, InSlots, Logits::kPlain>(params, stream)
-                               : launch_tile<Element, Packed, Logits::kPlain>(params, stream);
-  }
+  return GeneralTransform::needed(params) || LogitsTransform::needed(params)
+             ? launch_tile<Element, Packed, Logits::kGeneral>(params, stream)
+             : launch_tile<Element, Packed, Logits::kPlain>(params, stream);
 }
 
 // Tiles of one head, and a page size that is no multiple of 8.

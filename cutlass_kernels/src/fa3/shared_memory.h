@@ -141,10 +141,8 @@ struct Shared : StagedValues<Tile> {
   std::conditional_t<Tile::kGather,
                      RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
       row_offsets;  // (K and V, copying warps)
-  union {           // where batches without a list find their tiles
-    std::conditional_t<Tile::kPacked && Tile::kSlots != Slots::kOnly, SplitTable, Nothing> splits;
-    std::conditional_t<Tile::kSlots != Slots::kNone, SlotTable, Nothing> slots;
-  };
+  // Where batches without a list find their splits.
+  std::conditional_t<Tile::kPacked, SplitTable, Nothing> splits;
 };
 
 }  // namespace cutlass_kernels::fa3

@@ -10,7 +10,6 @@ namespace cutlass_kernels::mla {
 // Where the CTAs of a kernel find their tiles.
 enum class Schedule {
   kInOrder,  // fa3/find_tiles.h, one tile index after the other
-  kInSlots,  // the same with common/batch_slots.h
   kEven,     // find_even_splits.h
 };
 
@@ -33,8 +32,6 @@ struct Tile {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
-  static constexpr fa3::Slots kSlots =
-      kSchedule == Schedule::kInSlots ? fa3::Slots::kOnly : fa3::Slots::kNone;
   static_assert(kHeadDimVo <= kMostCombinedColumns);
 };
 

@@ -73,9 +73,6 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  if (is_in_slots(params)) {
-    return launch_tile<Element, Tile<Schedule::kInSlots>>(params, stream);
-  }
   return EvenSplits::serve(params) ? launch_tile<Element, Tile<Schedule::kEven>>(params, stream)
                                    : launch_tile<Element, Tile<Schedule::kInOrder>>(params, stream);
 }

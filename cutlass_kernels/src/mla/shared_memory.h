@@ -6,7 +6,6 @@
 
 #include <type_traits>
 
-#include "common/batch_slots.h"
 #include "common/batch_splits.h"
 #include "fa3/job.h"
 #include "fa3/mbarrier.h"
@@ -71,11 +70,7 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];  // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2]
                                             [2];  // (K warp, of the latent columns and the others)
-  std::conditional_t<
-      Tile::kSchedule == Schedule::kEven, EvenSplits,
-      std::conditional_t<Tile::kSlots == fa3::Slots::kOnly, fa3::Nothing, SplitTable>>
-      splits;
-  std::conditional_t<Tile::kSlots == fa3::Slots::kOnly, SlotTable, fa3::Nothing> slots;
+  std::conditional_t<Tile::kSchedule == Schedule::kEven, EvenSplits, SplitTable> splits;
 };
 
 // Named barriers (bar.sync), by ID; 0 is __syncthreads().

@@ -43,7 +43,6 @@ LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, con
   launched.likely_splits = plan.likely_splits;
   launched.partial_rows = plan.partial_rows;
   launched.own_splits = plan.own_splits;
-  launched.wanted_slots = plan.wanted_slots;
   launched.partial_o = layout.partial_o.in<float>(memory.scratch);
   launched.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
   if (plan.source == TileSource::kList) {
@@ -139,6 +138,7 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
   }
   const WorkspaceLayout& layout = plan.layout;
   return launch_schedule(params, plan.tile.rows, plan.rule, plan.tile_indices,
+                         /*fills=*/!plan.kernel->is_persistent,
                          layout.header.in<TileListHeader>(schedule),
                          layout.tile_list.in<WorkItem>(schedule),
                          layout.split_tiles.in<SplitTile>(schedule),

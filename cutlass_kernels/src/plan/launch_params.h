@@ -16,7 +16,6 @@ enum class TileSource : std::int32_t {
   kBatchByLength,  ///< as many tile indices per request as the longest one has tiles: all long tiles come first
   kBatchInOrder,  ///< tile indices in the order of rows: few of them map to no tile
   kBatchBySplit,  ///< request after request, as many KV splits for each as one can have; requests of one tile
-  kBatchInSlots,  ///< request after request, a slot for some KV splits of a tile: batch_slots.h
 };
 
 /// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one
@@ -52,7 +51,7 @@ struct alignas(16) SplitTile {
 struct alignas(16) TileListHeader {
   std::uint64_t tile_counter;
   std::int32_t num_split_tiles;  ///< entries of the list of split tiles
-  std::int32_t unused;
+  std::int32_t num_items;        ///< entries of the tile list
 };
 
 /// What a launched kernel is given of the plan, with addresses.
@@ -65,13 +64,11 @@ struct LaunchPlan {
   std::int32_t tile_kind = 0;     ///< TileShape::kind
   std::int32_t packed_heads = 0;  ///< TileShape::packed_heads
   /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, others in proportion to
-  /// KV length, but no more than one per least_split_keys keys. By split: of each request, at most. In slots: how many
-  /// there is room for.
+  /// KV length, but no more than one per least_split_keys keys. By split: of each request, at most.
   std::int32_t num_splits = 1;
   std::int32_t least_split_keys = 1;
   std::int32_t most_split_keys = 0;  ///< no more of a request's keys count for its share of splits
-  OwnSplits own_splits;              ///< in slots
-  std::int32_t wanted_slots = 1;     ///< KV splits share slots where there are more of them
+  OwnSplits own_splits;              ///< by split
   /// A counter from which persistent thread blocks claim tiles (common/tickets.h). Zero it once: every call leaves it
   /// zero, and restarts it where it holds anything else. Null: tiles are dealt out beforehand.
   std::uint64_t* tile_counter = nullptr;
@@ -83,13 +80,20 @@ struct LaunchPlan {
   std::int32_t likely_splits = 1;        ///< of such a tile, if all are alike
   /// SplitTile[split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
   /// [t * batch_size + b]; with splits of its own, all of request b at [b]. Null without a list where no second kernel
-  /// combines, or there is one request and no slots.
+  /// combines, or there is one request.
   const void* split_tiles = nullptr;
   std::int32_t partial_rows = 0;       ///< that there is room for, of all heads each
   float* partial_o = nullptr;          ///< [rows, num_qo_heads, head_dim_vo]
   float* partial_max_sum = nullptr;    ///< [rows, num_qo_heads, 2]: merge/partial_results.h
   const void* mask_extents = nullptr;  ///< MaskExtent[tile_indices], or null
 };
+
+/// How many tiles each head has: what the list says, or all indices where there is no list.
+CK_HOST_DEVICE inline std::int32_t num_ranks(const LaunchPlan& plan) {
+  return plan.tile_list == nullptr
+             ? plan.tile_indices
+             : (static_cast<const TileListHeader*>(plan.tile_list) - 1)->num_items;
+}
 
 struct LaunchParams : AttentionParams {
   LaunchPlan plan;

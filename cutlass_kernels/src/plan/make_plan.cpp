@@ -157,14 +157,8 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
                        const PlanOptions& options, PlanState* plan) {
   const SplitRule rule =
       split_rule(params, plan->tile, plan->source, device, options.partial_bytes);
-  const OwnBounds bounds = own_bounds(rule, params, plan->tile, plan->source);
+  const OwnBounds bounds = own_bounds(rule, params);
   if (Status status = check_tiles(params, bounds.tile_indices); !status.ok()) return status;
-  // Sums of 32 numbers of slots fit 32 bits.
-  if (bounds.tile_indices > 1 << 25) {
-    return Status::invalid("total_q=" + std::to_string(params.total_q) + " makes " +
-                           std::to_string(bounds.tile_indices) +
-                           " tiles, too many for batch_invariant: split the batch.");
-  }
   if (Status status = check_partial_rows(params, bounds.partial_rows); !status.ok()) return status;
   WorkspaceLayout& layout = plan->layout;
   RegionStack scratch;
@@ -173,7 +167,6 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
     add_partial_results(params, bounds.partial_rows, &scratch, &layout);
     layout.split_tiles = scratch.add(std::size_t(params.batch_size) * sizeof(SplitTile));
     plan->own_splits = rule.own;
-    plan->wanted_slots = bounds.wanted_slots;
     plan->likely_splits = rule.own.most;
     plan->partial_rows = std::int32_t(bounds.partial_rows);
     plan->split_tile_capacity = params.batch_size;
@@ -182,13 +175,8 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
     return workspace_too_small("Splitting the keys", params, scratch.bytes(),
                                options.workspace_bytes);
   }
-  if (plan->kernel->is_persistent && !options.call_counters &&
-      scratch.bytes() + sizeof(TileListHeader) <= options.workspace_bytes) {
-    layout.tile_counter = scratch.add(sizeof(TileListHeader));
-  }
   plan->tile_indices = std::int32_t(bounds.tile_indices);
-  plan->num_splits = plan->source == TileSource::kBatchBySplit ? std::max(rule.most_splits, 1)
-                                                               : plan->tile_indices;
+  plan->num_splits = std::max(rule.most_splits, 1);
   if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
     return status;
   }
@@ -213,7 +201,7 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
   plan->tile = kernel->tile(with_rows_of_requests(params), device);
   plan->source = tile_source(params, *kernel, plan->tile);
   if (plan->source == TileSource::kList) return plan_with_list(params, device, options, plan);
-  if (plan->source == TileSource::kBatchBySplit || plan->source == TileSource::kBatchInSlots) {
+  if (plan->source == TileSource::kBatchBySplit) {
     return plan_own_splits(params, device, options, plan);
   }
   if (is_batch(params) && !params.batch_invariant &&

@@ -42,7 +42,6 @@ struct PlanState {
   std::int32_t likely_splits = 1;        ///< LaunchPlan::likely_splits
   std::int32_t partial_rows = 0;         ///< LaunchPlan::partial_rows
   OwnSplits own_splits;                  ///< LaunchPlan::own_splits
-  std::int32_t wanted_slots = 1;         ///< LaunchPlan::wanted_slots
   std::int32_t combine_counters = 0;  ///< > 0: the attention kernel combines partial results itself
   SplitRule rule;                     ///< by which make_schedule() splits the tiles of a list
   WorkspaceLayout layout;

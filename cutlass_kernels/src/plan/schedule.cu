@@ -49,6 +49,7 @@ struct ScheduleArgs {
   int tile_rows;
   SplitRule rule;
   int capacity;
+  bool fills;
   TileListHeader* header;
   WorkItem* list;
   SplitTile* split_tiles;
@@ -231,10 +232,12 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) {
     args.header->num_split_tiles =
         int(min(std::int64_t(split_count), args.rule.split_tile_capacity));
+    args.header->num_items = min(total, args.capacity);
   }
+  if (!args.fills) return;
   WorkItem none{};
   none.batch = -1;
-  for (int slot = total + thread; slot < args.capacity; slot += kThreads) args.list[slot] = none;
+  for (int i = total + thread; i < args.capacity; i += kThreads) args.list[i] = none;
 }
 
 template <int kWords>
@@ -249,7 +252,7 @@ cudaError_t launch(const ScheduleArgs& args, const Carried<kWords>& carried, cud
 }  // namespace
 
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t capacity, TileListHeader* header, WorkItem* list,
+                       std::int32_t capacity, bool fills, TileListHeader* header, WorkItem* list,
                        SplitTile* split_tiles, std::uint64_t* combine_counters,
                        const VectorCopies& uploads, cudaStream_t stream) {
   ScheduleArgs args{params.qo_indptr,
@@ -267,6 +270,7 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
                     tile_rows,
                     rule,
                     capacity,
+                    fills,
                     header,
                     list,
                     split_tiles,

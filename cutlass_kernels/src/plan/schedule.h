@@ -16,11 +16,12 @@
 
 namespace cutlass_kernels {
 
-/// Enqueues the kernel that writes the header, `capacity` entries of the list, the split tiles and their counters.
+/// Enqueues the kernel that writes the header, the list, the split tiles and their counters. `fills`: entries up to
+/// `capacity` say that there is no tile, for kernels with a thread block for each.
 /// `uploads`, from pageable host memory, are made first, as parameters of that kernel as far as they fit: a plan of 128
 /// requests is one launch.
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t capacity, TileListHeader* header, WorkItem* list,
+                       std::int32_t capacity, bool fills, TileListHeader* header, WorkItem* list,
                        SplitTile* split_tiles, std::uint64_t* combine_counters,
                        const VectorCopies& uploads, cudaStream_t stream);
 

@@ -71,7 +71,8 @@ SplitRule own_rule(const AttentionParams& params, const TileShape& tile, std::in
   rule.most_splits = rule.own.of(1, kMaxKeys);
   if (rule.most_splits < 2 || params.least_rows > rule.own.most_rows) return {};
   const std::int64_t requests = std::min<std::int64_t>(params.batch_size, tiles);
-  rule.extra_tiles = requests * (rule.own.most - 1);  // all tiles of a request
+  // All tiles of a request together have as many splits as fill the device, at most.
+  rule.extra_tiles = std::min(requests * (rule.own.most - 1), tiles * (rule.most_splits - 1));
   rule.split_tile_capacity = tiles;
   rule.partial_rows =
       std::min(params.total_q * rule.most_splits, requests * std::int64_t(rule.own.partial_rows));
@@ -226,25 +227,15 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
   return rule.most_splits > 1 ? splits + requests : requests;
 }
 
-OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile,
-                     TileSource source) {
+OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params) {
   OwnBounds bounds;
-  bounds.tile_indices = tile_index_count(source, params, tile.rows);
-  if (rule.most_splits < 2) return bounds;
   const std::int64_t requests = params.batch_size;
+  bounds.tile_indices = requests * std::max(rule.most_splits, 1);
+  if (rule.most_splits < 2) return bounds;
   const std::int64_t rows = std::min<std::int64_t>(
       std::min<std::int64_t>(params.max_qo_len, params.total_q), rule.own.most_rows);
   bounds.partial_rows =
       requests * std::min<std::int64_t>(rows * rule.most_splits, rule.own.partial_rows);
-  if (source == TileSource::kBatchBySplit) {
-    bounds.tile_indices += requests * (rule.most_splits - 1);
-  } else {
-    constexpr int kWaves = 4;  // the last one is partly empty
-    bounds.wanted_slots = kWaves * rule.own.most;
-    bounds.tile_indices +=
-        std::min<std::int64_t>(bounds.wanted_slots, requests * (rule.own.most - 1));
-    bounds.partial_rows = std::min(bounds.partial_rows, params.total_q * rule.most_splits);
-  }
   return bounds;
 }
 

@@ -147,14 +147,12 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
                                  const TileShape& tile, TileSource source);
 
 /// Of a batch without a list whose requests have splits of their own: how many tile indices and rows of partial results
-/// there are at most; 0 if nothing is split. By split, each request has room for the same number of rows.
+/// there are at most; 0 if nothing is split. Each request has room for the same number of rows.
 struct OwnBounds {
   std::int64_t tile_indices;
   std::int64_t partial_rows = 0;
-  std::int32_t wanted_slots = 1;  ///< LaunchPlan::wanted_slots
 };
-OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile,
-                     TileSource source);
+OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params);
 
 /// Rows of partial results of so many splits; 0 if nothing is split.
 std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,

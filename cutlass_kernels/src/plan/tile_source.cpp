@@ -55,8 +55,9 @@ TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
   if (needs_list(params, tile)) return TileSource::kList;
   if (params.batch_invariant) {
     // A list leaves out requests that other kernels compute.
-    if (tile.packed_heads == 0 || !tile.splits_without_list) return TileSource::kList;
-    return kernel.is_persistent ? TileSource::kBatchInSlots : TileSource::kBatchBySplit;
+    const bool by_split =
+        tile.packed_heads > 0 && tile.splits_without_list && !kernel.is_persistent;
+    return by_split ? TileSource::kBatchBySplit : TileSource::kList;
   }
   if (kernel.is_persistent && keys_differ_much(params)) return TileSource::kBatchInOrder;
   // An index without a tile costs a persistent thread block up to half a microsecond: no more than one in five.
@@ -77,7 +78,6 @@ std::int64_t tile_index_count(TileSource source, const AttentionParams& params, 
     case TileSource::kBatchBySplit:
       return params.batch_size;
     case TileSource::kBatchInOrder:
-    case TileSource::kBatchInSlots:
       return indices_in_order(params, tile_rows);
   }
   return 0;
