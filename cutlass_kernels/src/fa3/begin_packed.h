@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common/batch_splits.h"
-#include "common/dependent_launch.h"
 #include "fa3/mbarrier.h"
 #include "fa3/params.h"
 
@@ -19,7 +18,6 @@ CUTE_DEVICE void clear_unused_rows(const KernelParams& params, SharedMemory& sha
 
 template <class Tile, class SharedMemory>
 CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
-  allow_next_kernel();  // which combines the partial results of KV splits
   if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
   clear_unused_rows<Tile>(params, shared);
 }

@@ -45,6 +45,7 @@
 
 #include <cute/config.hpp>
 
+#include "common/dependent_launch.h"
 #include "common/ptx/setmaxnreg.h"
 #include "fa3/begin_packed.h"
 #include "fa3/convert_keys.h"
@@ -202,6 +203,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   if (threadIdx.x == 64) prefetch_tensor_map(&params.k_map);
   if (threadIdx.x == 96) prefetch_tensor_map(&params.v_map);
   if (threadIdx.x == 0) init_barriers<Tile>(shared, k_lanes, v_lanes);
+  // From here on memory is read that the previous kernel may have written. Then the next kernel may start: all that it
+  // reads before this one ends was written before this one began.
+  await_previous_kernel();
+  allow_next_kernel();
   if constexpr (Tile::kPacked) begin_packed<Tile>(params, shared, warp);
   if constexpr (Layout::kPair) {
     sync_pair();

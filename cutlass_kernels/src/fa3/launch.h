@@ -71,11 +71,13 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   config.blockDim = dim3(unsigned(facts.threads));
   config.dynamicSmemBytes = std::size_t(facts.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute pairs{};
-  pairs.id = cudaLaunchAttributeClusterDimension;
-  pairs.val.clusterDim = {unsigned(facts.ctas_per_tile), 1, 1};
-  config.attrs = &pairs;
-  config.numAttrs = facts.ctas_per_tile > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(facts.ctas_per_tile), 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = facts.ctas_per_tile > 1 ? 2 : 1;
   const cudaError_t error =
       launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);

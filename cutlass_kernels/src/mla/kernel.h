@@ -62,7 +62,6 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
 template <class Tile>
 CUTE_DEVICE void begin(const fa3::KernelParams& params, Shared<Tile>& shared, int warp) {
   if constexpr (Tile::kSchedule == Schedule::kEven) {
-    allow_next_kernel();  // which combines the partial results of KV splits
     shared.splits.template load<Tile::kThreads>(params.attention);
     fa3::clear_unused_rows<Tile>(params, shared);
   } else {
@@ -104,6 +103,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 64) fa3::prefetch_tensor_map(&params.k_map);
   if (threadIdx.x == 96) fa3::prefetch_tensor_map(&k_rope_map(params));
   if (threadIdx.x == 0) init_barriers<Tile>(shared, source);
+  await_previous_kernel();
+  allow_next_kernel();
   begin<Tile>(params, shared, warp);
   __syncthreads();
   if (warp < 4) {

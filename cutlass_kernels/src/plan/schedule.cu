@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/dependent_launch.h"
 #include "common/requests.h"
 #include "cuda_failure.h"
 
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ SplitSlots slots;
   __shared__ unsigned long long work, tile_total, partial_rows;  // of the batch
 
+  allow_next_kernel();  // the attention kernel, which then waits for the list
   const int thread = threadIdx.x;
   position[thread] = 0;
   for (std::int64_t i = thread; i < args.rule.combine_counters; i += kThreads) {
