@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#define __CUDA_ARCH_LIST__ 900
 #define __global__
 #define __device__
 #define __host__
@@ -34,21 +35,26 @@ static thread_local struct {
 namespace one_block {
 
 inline pthread_barrier_t barrier, warp_barriers[32];
-inline int of_lanes[1024];
+inline unsigned long long of_lanes[1024];
 
 inline void wait(pthread_barrier_t& of) { pthread_barrier_wait(&of); }
 
 }  // namespace one_block
 
 inline void __syncthreads() { one_block::wait(one_block::barrier); }
-inline int __shfl_up_sync(unsigned, int value, int step) {
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
   pthread_barrier_t& warp = one_block::warp_barriers[threadIdx.x / 32];
   one_block::of_lanes[threadIdx.x] = value;
   one_block::wait(warp);
-  const bool outside = int(threadIdx.x % 32) < step;
-  const int other = outside ? value : one_block::of_lanes[threadIdx.x - unsigned(step)];
+  const T other = T(one_block::of_lanes[threadIdx.x / 32 * 32 + unsigned(lane)]);
   one_block::wait(warp);
   return other;
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int step) {
+  const int lane = int(threadIdx.x % 32);
+  return __shfl_sync(mask, value, lane < step ? lane : lane - step);
 }
 template <class T>
 T atomicAdd(T* at, T value) {

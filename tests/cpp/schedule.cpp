@@ -3,6 +3,7 @@
 #include "plan/schedule.cu"
 
 #include <cstdio>
+#include <map>
 #include <random>
 #include <set>
 #include <string>
@@ -114,11 +115,110 @@ void check_overlapping_requests() {
   }
 }
 
+/// Even shares: each request's blocks are cut into as many splits as it says, a share has no more than its length, and
+/// partial results do not overlap.
+void check_even_shares(std::mt19937& random, int round) {
+  const auto draw = [&](int least, int most) {
+    return least + int(random() % unsigned(most - least + 1));
+  };
+  constexpr int kTileRows = 4, kGuard = 64;
+  const int batch_size = draw(2, round % 5 == 0 ? 1024 : 40),
+            tiles = round % 3 == 0 ? draw(1, 3) : 1;
+  const int longest = round % 2 == 0 ? 500 : draw(1, 30000);
+  Requests requests;
+  std::vector<int> used;
+  for (int b = 0; b < batch_size; ++b) {
+    const int rows = tiles > 1 ? tiles * kTileRows - 1 : draw(0, 9) > 0 ? draw(1, kTileRows) : 0;
+    requests.qo_indptr.push_back(requests.qo_indptr.back() + rows);
+    used.push_back(draw(0, 3) > 0 ? draw(0, longest) : longest);
+    requests.kv_indptr.push_back(requests.kv_indptr.back() + used.back());
+  }
+  ck::AttentionParams params;
+  params.batch_size = batch_size;
+  params.total_q = requests.qo_indptr.back();
+  params.total_kv = requests.kv_indptr.back();
+  params.max_qo_len = tiles > 1 ? tiles * kTileRows - 1 : kTileRows;
+  params.qo_indptr = requests.qo_indptr.data();
+  params.kv_indptr = requests.kv_indptr.data();
+  ck::SplitRule rule;
+  rule.shares = draw(8, 132);
+  rule.share_tiles = tiles;
+  rule.most_keys = ck::kMaxKeys;
+  rule.least_split_keys = 256;
+  const ck::SharesLayout layout{rule.shares, batch_size, tiles};
+  const int capacity = int(layout.capacity());
+  rule.split_tile_capacity = batch_size * tiles;
+  rule.partial_rows = layout.most_splits() * kTileRows;
+  std::vector<ck::WorkItem> list(std::size_t(capacity + kGuard), ck::WorkItem{});
+  std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity));
+  ck::TileListHeader header{};
+  require(ck::launch_schedule(params, kTileRows, rule, capacity, /*fills=*/false, &header,
+                              list.data(), split_tiles.data(), nullptr, {}, {})
+              .ok(),
+          "a list is written");
+  require(header.num_items <= std::max(rule.shares, batch_size) * tiles, "too many shares");
+
+  std::map<std::pair<int, int>, std::map<int, ck::WorkItem>> found;  // (request, tile): its splits
+  int most = 0, whole = 0;
+  for (int rank = 0; rank < header.num_items; ++rank) {
+    int cost = 0;
+    for (int at = rank; at >= 0;) {
+      require(at < capacity, "an entry beside the list");
+      const ck::WorkItem& item = list[std::size_t(at)];
+      if (item.batch < 0) break;
+      require(item.kv_len == used[std::size_t(item.batch)] && item.tile == rank % tiles,
+              "another tile");
+      require(found[{item.batch, item.tile}].emplace(item.split, item).second,
+              "a split comes twice");
+      cost += item.cut_end - item.cut_begin + ck::EvenShares::kStart;
+      at = item.next > 0 ? item.next : -1;
+    }
+    most = std::max(most, cost);
+  }
+  std::vector<bool> taken(std::size_t(rule.partial_rows), false);
+  int expected = 0, split = 0;
+  for (int b = 0; b < batch_size; ++b) {
+    const int rows = requests.qo_indptr[std::size_t(b) + 1] - requests.qo_indptr[std::size_t(b)];
+    if (rows == 0) continue;
+    const int blocks = ck::EvenShares::blocks_of(used[std::size_t(b)]);
+    whole += blocks + ck::EvenShares::kStart;
+    for (int tile = 0; tile < tiles; ++tile, ++expected) {
+      const auto& splits = found[{b, tile}];
+      int end = 0;
+      for (const auto& [index, item] : splits) {
+        require(item.cut_begin == end && item.cut_end >= end && item.cut_all == blocks,
+                "blocks are left out");
+        require(item.num_splits == int(splits.size()), "another number of splits");
+        end = item.cut_end;
+      }
+      require(end == blocks, "the last blocks are left out");
+      if (splits.size() < 2) continue;
+      ++split;
+      const int tile_rows = std::min(kTileRows, rows - tile * kTileRows);
+      for (int i = 0; i < tile_rows * int(splits.size()); ++i) {
+        const std::size_t row = std::size_t(splits.begin()->second.partial_row + i);
+        require(row < taken.size() && !taken[row], "partial results overlap");
+        taken[row] = true;
+      }
+    }
+  }
+  require(int(found.size()) == expected, "a tile that does not exist");
+  require(header.num_split_tiles == split, "tiles are combined that were split, and no others");
+  // An equal share, or a whole request where there are more of these; two cuts may be moved.
+  const int fair = (whole + rule.shares - 1) / rule.shares;
+  const int longest_blocks = ck::EvenShares::blocks_of(longest);
+  require(most <= std::max(2 * fair, 4 + 2) + ck::EvenShares::kStart +
+                      2 * ck::EvenShares::kLeastBlocks ||
+              most <= longest_blocks + ck::EvenShares::kStart,
+          "a share is too long");
+}
+
 }  // namespace
 
 int main() {
   check_overlapping_requests();
   std::mt19937 random(5);
+  for (int round = 0; round < 24; ++round) check_even_shares(random, round);
   for (int i = 0; i < 40; ++i) {
     Requests requests;
     const int count = 1 + int(random() % 9);

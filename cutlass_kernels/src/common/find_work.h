@@ -152,6 +152,8 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
     work.kv_len = int(p.total_kv);
     work.split = std::int16_t(repeat);
     work.num_splits = std::int16_t(repeats);
+    work.cut_all = 0;
+    work.next = 0;
     [[maybe_unused]] int first_split = -1;  // of the request, in a batch that is split
     if (kBatches && p.plan.source != TileSource::kSingleRequest) {
       KeysOfRequest keys;
@@ -212,7 +214,17 @@ struct SplitBlocks {
   int end;
 };
 
+template <bool kCuts>
 CUTE_DEVICE SplitBlocks blocks_of_split(const WorkItem& work, int kv_blocks) {
+  if constexpr (kCuts) {
+    if (work.cut_all > 0) {
+      // A mask may leave the tile fewer KV blocks than the request has.
+      const auto of_tile = [&](int n) {
+        return kv_blocks == work.cut_all ? n : int(std::int64_t(n) * kv_blocks / work.cut_all);
+      };
+      return {of_tile(work.cut_begin), of_tile(work.cut_end)};
+    }
+  }
   const int each = int(unsigned(kv_blocks) / unsigned(work.num_splits));
   const int longer = kv_blocks - each * work.num_splits;  // the first splits, by one
   const int begin = work.split * each + min(int(work.split), longer);

@@ -35,8 +35,9 @@ struct TileOrder {
 
   // The same where only the device knows how many tiles there are, no more than `tiles`.
   CUTE_DEVICE Position among(int actual_tiles, int index) const {
+    if (sections == 1) return at(index, 0, 0);  // whatever their number
     const int each = actual_tiles * int(section_heads.divisor);
-    return at(index, sections == 1 ? 0 : int(unsigned(index) / unsigned(each)), each);
+    return at(index, int(unsigned(index) / unsigned(each)), each);
   }
 
   // In a section of `each` tiles.

@@ -47,7 +47,7 @@ struct WarpRows<Tile, true> {
 // Restricts a tile to the KV blocks of one split; none where there are fewer KV blocks than splits.
 CUTE_DEVICE void take_split(const WorkItem& work, int block_n, int& key_begin, int& key_end,
                             int& block_begin, int& block_end) {
-  const SplitBlocks blocks = blocks_of_split(work, block_end - block_begin);
+  const SplitBlocks blocks = blocks_of_split<false>(work, block_end - block_begin);
   block_end = block_begin + blocks.end;
   block_begin += blocks.begin;
   key_begin = max(key_begin, block_begin * block_n);

@@ -29,44 +29,52 @@ class TileClaims {
 
   // The next tile; false once there is none. `work`, `head` and `rank` are those of the last one.
   CUTE_DEVICE bool claim(WorkItem& work, int& head, int& rank) {
+    const LaunchParams& p = params_.attention;
     const int count = ranks_ * params_.heads;
-    if (index_ < 0) {
-      // Looked at before it is known how many there are: one latency instead of two.
-      index_ = int(blockIdx.x) / Tile::kCtasPerTile;
-      const bool found = find(work, head, rank);
-      if (index_ >= count) return false;
+    const auto find_split = [&](int split) {
+      if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
+      return RequestSplits{};
+    };
+    while (true) {
+      const bool is_first = index_ < 0;
+      if (Tile::kShares && !is_first && work.next > 0) {
+        rank = work.next;
+      } else {
+        claim_index(count);
+        // The first tile is looked at before it is known how many there are: one latency instead of two.
+        if (!is_first && unsigned(index_) >= unsigned(count)) return false;
+        place(head, rank);
+      }
+      const bool found =
+          find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
+      if (unsigned(index_) >= unsigned(count)) return false;
       if (found) return true;
     }
-    do {
-      if (counter_ == nullptr) {
-        index_ += claimers_;
-      } else {
-        // As many tickets as there are tiles: one for each but the CTAs' first, and one with which each CTA is refused.
-        const bool is_first = index_ < claimers_;
-        index_ = claimers_ +
-                 int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count), is_first));
-      }
-      // Unsigned: no ticket leads out of memory, even where calls that overlap in time share a counter.
-      if (unsigned(index_) >= unsigned(count)) return false;
-    } while (!find(work, head, rank));
-    return true;
   }
 
  private:
-  // The tile with the claimed index.
-  CUTE_DEVICE bool find(WorkItem& work, int& head, int& rank) {
-    const LaunchParams& p = params_.attention;
-    const bool listed = p.plan.tile_list != nullptr;
+  CUTE_DEVICE void claim_index(int count) {
+    if (index_ < 0) {
+      index_ = int(blockIdx.x) / Tile::kCtasPerTile;
+    } else if (counter_ == nullptr) {
+      index_ += claimers_;
+    } else {
+      // As many tickets as there are tiles: one for each but the CTAs' first, and one with which each CTA is refused.
+      // Compared unsigned, no ticket leads out of memory, even where calls that overlap in time share a counter.
+      const bool had_none = index_ < claimers_;
+      index_ =
+          claimers_ + int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count), had_none));
+    }
+  }
+
+  // The head, and the rank among its tiles, of the claimed index.
+  CUTE_DEVICE void place(int& head, int& rank) const {
+    const bool listed = params_.attention.plan.tile_list != nullptr;
     const TileOrder::Position position =
         listed ? params_.order.among(ranks_, index_) : params_.order(index_);
     head = position.head;
     rank = position.rank;
     if (Tile::kSharesKeys && !listed) rank = params_.rows.with_keys_together(rank);
-    const auto find_split = [&](int split) {
-      if constexpr (Tile::kPacked) return shared_.splits.find(p, split);
-      return RequestSplits{};
-    };
-    return find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
   }
 
   const KernelParams& params_;
@@ -156,7 +164,7 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
     job.split = work.split;
     job.num_splits = work.num_splits;
     if (work.num_splits > 1) {
-      const SplitBlocks blocks = blocks_of_split(work, job.kv_blocks);
+      const SplitBlocks blocks = blocks_of_split<Tile::kShares>(work, job.kv_blocks);
       keep_blocks<Tile>(job, blocks.begin, blocks.end);
     }
   }

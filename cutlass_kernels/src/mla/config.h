@@ -4,20 +4,12 @@
 #include "fa3/config.h"
 #include "merge/combine_splits.h"
 #include "mla/dims.h"
+#include "plan/even_shares.h"
 
 namespace cutlass_kernels::mla {
 
-// Where the CTAs of a kernel find their tiles.
-enum class Schedule {
-  kInOrder,  // fa3/find_tiles.h, one tile index after the other
-  kEven,     // find_even_splits.h
-};
-
-// What fa3 asks of a tile (fa3/config.h). Each schedule has a kernel of its own: one for all has more code than fits
-// the instruction cache, and takes 1 to 3 us longer (H200, calls of 20 to 130 us).
-template <Schedule kSchedule_>
+// What fa3 asks of a tile (fa3/config.h).
 struct Tile {
-  static constexpr Schedule kSchedule = kSchedule_;
   static constexpr int kHeadDimQk = kLatentDim + kRopeDim;
   static constexpr int kHeadDimVo = kLatentDim;
   static constexpr int kConsumers =
@@ -32,6 +24,8 @@ struct Tile {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kPacked = true;
   static constexpr bool kSharesKeys = true;  // with the tiles of other heads, and of other tokens
+  static constexpr bool kShares = true;
+  static_assert(kBlockN == EvenShares::kBlockKeys);
   static_assert(kHeadDimVo <= kMostCombinedColumns);
 };
 

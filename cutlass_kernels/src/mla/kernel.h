@@ -26,7 +26,6 @@
 #include "fa3/find_tiles.h"
 #include "fa3/tma.h"
 #include "mla/consumer.h"
-#include "mla/find_even_splits.h"
 #include "mla/load.h"
 #include "mla/load_gather.h"
 #include "mla/shared_memory.h"
@@ -58,27 +57,12 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   fa3::fence_barrier_init();
 }
 
-// What the CTA does before its first tile, by all its threads; a barrier follows.
-template <class Tile>
-CUTE_DEVICE void begin(const fa3::KernelParams& params, Shared<Tile>& shared, int warp) {
-  if constexpr (Tile::kSchedule == Schedule::kEven) {
-    shared.splits.template load<Tile::kThreads>(params.attention);
-    fa3::clear_unused_rows<Tile>(params, shared);
-  } else {
-    fa3::begin_packed<Tile>(params, shared, warp);
-  }
-}
-
 template <class Tile>
 CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, int warp,
                          KeySource source) {
   const int lane = threadIdx.x % 32;
   if (warp == 0) {
-    if constexpr (Tile::kSchedule == Schedule::kEven) {
-      find_even_splits<Tile>(params, shared);
-    } else if (lane == 0) {
-      fa3::find_tiles<Tile, true>(params, shared);
-    }
+    if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);
   } else if (warp == 1) {
     if (lane == 0) load_q<Tile>(params, shared);
   } else if (source == KeySource::kBoxes) {
@@ -105,7 +89,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 0) init_barriers<Tile>(shared, source);
   await_previous_kernel();
   allow_next_kernel();
-  begin<Tile>(params, shared, warp);
+  fa3::begin_packed<Tile>(params, shared, warp);
   __syncthreads();
   if (warp < 4) {
     decrease_registers<Tile::kProducerRegisters>();

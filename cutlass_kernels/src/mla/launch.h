@@ -10,8 +10,9 @@
 namespace cutlass_kernels::mla {
 
 inline TileShape tile_shape(const AttentionParams& params, const Device&) {
-  return fa3::packed_tile_shape<Tile<Schedule::kInOrder>>(
-      params, packed_heads(params, fa3::kWarpgroupRows));
+  TileShape shape = fa3::packed_tile_shape<Tile>(params, packed_heads(params, fa3::kWarpgroupRows));
+  shape.has_shares = true;
+  return shape;
 }
 
 // The latent columns as k_map and q_map, those of the position as the maps that load.h names.
@@ -68,13 +69,12 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
 
 template <class Element>
 Status launch(const LaunchParams& params, cudaStream_t stream) {
-  if (!fa3::is_packed_schedule<Tile<Schedule::kInOrder>>(params)) return fa3::no_such_tile(params);
+  if (!fa3::is_packed_schedule<Tile>(params)) return fa3::no_such_tile(params);
   // The plan may have been made for other tensors: values of their own would not be read.
   if (std::string fault = refusal(params); !fault.empty()) {
     return Status::invalid(std::move(fault));
   }
-  return EvenSplits::serve(params) ? launch_tile<Element, Tile<Schedule::kEven>>(params, stream)
-                                   : launch_tile<Element, Tile<Schedule::kInOrder>>(params, stream);
+  return launch_tile<Element, Tile>(params, stream);
 }
 
 }  // namespace cutlass_kernels::mla

@@ -4,14 +4,11 @@
 // those of the position. Shapes below are (row, column, panel).
 #pragma once
 
-#include <type_traits>
-
 #include "common/batch_splits.h"
 #include "fa3/job.h"
 #include "fa3/mbarrier.h"
 #include "fa3/shared_memory.h"
 #include "mla/config.h"
-#include "mla/even_splits.h"
 
 namespace cutlass_kernels::mla {
 
@@ -70,7 +67,7 @@ struct Shared {
   fa3::BoxSource boxes[2][fa3::kBoxBatch];  // (K warp, 32)
   fa3::RowOffsets<Tile::kBlockN> row_offsets[2]
                                             [2];  // (K warp, of the latent columns and the others)
-  std::conditional_t<Tile::kSchedule == Schedule::kEven, EvenSplits, SplitTable> splits;
+  SplitTable splits;
 };
 
 // Named barriers (bar.sync), by ID; 0 is __syncthreads().

@@ -30,6 +30,9 @@ struct alignas(16) WorkItem {
   std::int16_t split;     ///< which KV split of the tile
   std::int16_t num_splits;
   std::int32_t partial_row;  ///< first row of the tile's partial results
+  /// The split's KV blocks: [cut_begin, cut_end) of each cut_all. 0: all splits are as long.
+  std::int32_t cut_begin, cut_end, cut_all;
+  std::int32_t next;  ///< the entry that the same thread block computes next; 0: none
 };
 
 /// A tile whose keys are split, or a request whose splits are its own. Its partial results have rows * num_splits rows:

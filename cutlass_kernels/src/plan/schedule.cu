@@ -1,4 +1,4 @@
-// Writes the tile list of a batch: a counting sort of its tiles by cost, in one thread block.
+// Writes the tile list of a batch, in one thread block: a counting sort of its tiles by cost, or even shares.
 #include "plan/schedule.h"
 
 #include <cuda_runtime.h>
@@ -9,6 +9,7 @@
 #include "common/dependent_launch.h"
 #include "common/requests.h"
 #include "cuda_failure.h"
+#include "plan/even_shares.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -77,6 +78,118 @@ __device__ void for_each_tile(const ScheduleArgs& args, Visit&& visit) {
   }
 }
 
+// By all threads: the sum of the values of the threads before each, and of all.
+struct BlockSum {
+  std::uint64_t before, all;
+};
+__device__ inline std::uint64_t sum_in_warp(std::uint64_t value) {
+  for (int step = 1; step < 32; step *= 2) {
+    const std::uint64_t other = __shfl_up_sync(0xffffffffu, value, step);
+    if (int(threadIdx.x % 32) >= step) value += other;
+  }
+  return value;
+}
+__device__ inline BlockSum block_sum(std::uint64_t value, std::uint64_t (&of_warps)[32]) {
+  const int warp = int(threadIdx.x / 32);
+  const std::uint64_t inclusive = sum_in_warp(value);
+  if (threadIdx.x % 32 == 31) of_warps[warp] = inclusive;
+  __syncthreads();
+  const std::uint64_t warps = sum_in_warp(of_warps[threadIdx.x % 32]);
+  const std::uint64_t before = __shfl_sync(0xffffffffu, warps, warp > 0 ? warp - 1 : 0);
+  return {(warp > 0 ? before : 0) + inclusive - value, __shfl_sync(0xffffffffu, warps, 31)};
+}
+
+// The list of even shares. A thread for each request.
+__device__ void write_even_shares(const ScheduleArgs& args, std::uint64_t (&of_warps)[32]) {
+  // By request that has rows: its first share, and, an entry later, its last.
+  __shared__ int first_share[EvenShares::kMostRequests + 1];
+  __shared__ int last_share[EvenShares::kMostRequests + 1];
+  __shared__ int longest, split_count, partial_rows;
+  static_assert(EvenShares::kMostRequests <= kThreads);
+  const int thread = threadIdx.x;
+  const int batch = thread;
+  const int tiles = args.rule.share_tiles;
+  if (thread == 0) longest = split_count = partial_rows = 0;
+  __syncthreads();
+
+  const bool is_there = batch < args.batch_size && tiles_of_request(args, batch) > 0;
+  KeysOfRequest keys{0, 0};
+  EvenShares::Request request{0, 0, 0};
+  if (is_there) {
+    keys = keys_of_request(args, batch);
+    request.blocks = EvenShares::blocks_of(min(keys.length, args.rule.most_keys));
+    atomicMax(&longest, request.blocks);
+  }
+  // Requests in the upper half, what they cost in the lower one.
+  constexpr std::uint64_t kOne = std::uint64_t(1) << 32;
+  const BlockSum sum =
+      block_sum(is_there ? kOne + unsigned(EvenShares::kStart + request.blocks) : 0, of_warps);
+  const int requests = int(sum.all / kOne);
+  request.index = int(sum.before / kOne);
+  request.first_block = int(sum.before % kOne) + EvenShares::kStart;
+  const EvenShares shares =
+      EvenShares::make(args.rule.shares, requests, int(sum.all % kOne), longest,
+                       max(args.rule.least_split_keys / EvenShares::kBlockKeys, 1));
+  EvenShares::Range range{0, -1};
+  if (is_there) {
+    range = shares.shares_of(request);
+    first_share[request.index] = range.first;
+    last_share[request.index + 1] = range.last;
+  }
+  if (thread == 0) {
+    last_share[0] = -1;
+    first_share[requests] = -1;
+  }
+  // A share whose cuts were moved may have nothing.
+  WorkItem none{};
+  none.batch = -1;
+  for (int i = thread; i < shares.count * tiles; i += kThreads) args.list[i] = none;
+  __syncthreads();
+
+  if (is_there) {
+    const SharesLayout layout{args.rule.shares, args.batch_size, tiles};
+    const RowsOfRequest rows = rows_of_request(args, batch);
+    WorkItem item{};
+    item.batch = batch;
+    item.q_begin = rows.begin;
+    item.qo_len = min(rows.length, args.max_qo_len);
+    item.kv_begin = keys.begin;
+    item.num_splits = std::int16_t(range.last + 1 - range.first);
+    item.cut_all = request.blocks;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first_row = tile * args.tile_rows;
+      const int tile_rows = max(min(args.tile_rows, item.qo_len - first_row), 0);
+      item.tile = tile;
+      item.kv_len = tile_rows > 0 ? keys.length : -1;
+      if (item.num_splits > 1 && tile_rows > 0) {
+        const int room = tile_rows * item.num_splits;
+        item.partial_row = atomicAdd(&partial_rows, room);
+        const bool fits = item.partial_row + room <= args.rule.partial_rows;
+        const int index = atomicAdd(&split_count, 1);
+        if (!fits) item.kv_len = -1;
+        args.split_tiles[index] = {
+            item.q_begin + first_row,   fits ? tile_rows : 0, item.partial_row, item.num_splits,
+            item.q_begin + item.qo_len, item.kv_begin,        item.kv_len,      batch};
+      }
+      for (int share = range.first; share <= range.last; ++share) {
+        item.split = std::int16_t(share - range.first);
+        item.cut_begin = shares.cut(request, share);
+        item.cut_end = shares.cut(request, share + 1);
+        const bool is_followed = first_share[request.index + 1] == share;
+        item.next = is_followed ? layout.following(share, request.index + 1, tile) : 0;
+        const bool is_first = last_share[request.index] < share;
+        args.list[is_first ? layout.first_of_share(share, tile)
+                           : layout.following(share, request.index, tile)] = item;
+      }
+    }
+  }
+  __syncthreads();
+  if (thread == 0) {
+    args.header->num_split_tiles = split_count;
+    args.header->num_items = shares.count * tiles;
+  }
+}
+
 /// Vectors that come as parameters of the kernel.
 template <int kWords>
 struct Carried {
@@ -106,7 +219,7 @@ __global__ void __launch_bounds__(kThreads)
     schedule_kernel(__grid_constant__ const ScheduleArgs args,
                     __grid_constant__ const Carried<kWords> carried) {
   __shared__ int position[kBuckets];
-  __shared__ int warp_total[32];
+  __shared__ std::uint64_t of_warps[32];
   __shared__ int max_kv_len;
   __shared__ int split_count;
   __shared__ SplitSlots slots;
@@ -130,6 +243,10 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
+  if (args.rule.shares > 0) {
+    write_even_shares(args, of_warps);
+    return;
+  }
   unsigned long long own_tiles = 0;
   for (int batch = thread; batch < args.batch_size; batch += kThreads) {
     atomicMax(&max_kv_len, keys_of_request(args, batch).length);
@@ -177,20 +294,9 @@ __global__ void __launch_bounds__(kThreads)
   });
   __syncthreads();
 
-  // Exclusive prefix sum over the buckets.
-  const int count = position[thread];
-  int inclusive = count;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
-    if (thread % 32 >= step) inclusive += other;
-  }
-  if (thread % 32 == 31) warp_total[thread / 32] = inclusive;
-  __syncthreads();
-  int before = 0;
-  for (int warp = 0; warp < thread / 32; ++warp) before += warp_total[warp];
-  position[thread] = before + inclusive - count;
-  int total = 0;
-  for (int warp = 0; warp < 32; ++warp) total += warp_total[warp];
+  const BlockSum buckets = block_sum(std::uint64_t(position[thread]), of_warps);
+  position[thread] = int(buckets.before);
+  const int total = int(buckets.all);
   __syncthreads();
 
   for_all([&](int batch, int tile) {
@@ -299,8 +405,8 @@ std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indpt
     const int kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
     const int tiles = tile_count(qo_indptr[batch], qo_len, qo_indptr.back(), tile_rows);
     for (int tile = 0; tile < tiles; ++tile) {
-      list.push_back(
-          {int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0});
+      list.push_back({int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0,
+                      0, 0, 0, 0});
     }
   }
   auto cost_of = [&](const WorkItem& item) {

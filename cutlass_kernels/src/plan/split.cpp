@@ -7,6 +7,7 @@
 #include "common/packing.h"
 #include "common/requests.h"
 #include "device.h"
+#include "plan/even_shares.h"
 #include "plan/tile_source.h"
 #include "plan/workspace.h"
 
@@ -84,6 +85,25 @@ std::int64_t rows_of_split(const AttentionParams& params, const TileShape& tile)
   return std::min({std::int64_t(tile.rows), std::int64_t(params.max_qo_len), params.total_q});
 }
 
+/// Even shares of a batch, for each tile of a request and pack of heads; 0 where keys are split otherwise.
+std::int64_t even_shares(const AttentionParams& params, const TileShape& tile,
+                         const SplitRule& rule) {
+  // Few shares, times tiles and packs of heads, leave up to an eighth of the thread blocks idle. So would requests with
+  // fewer tiles than the longest. What a caller asks for is dealt out as it is.
+  constexpr int kFewShares = 8;
+  if (!tile.has_shares || params.batch_size < 2 || params.max_qo_len <= 0 ||
+      params.batch_size > EvenShares::kMostRequests || params.num_splits > 1) {
+    return 0;
+  }
+  const std::int64_t tiles = tiles_of_longest(params, tile.rows);
+  const bool same_tiles =
+      tiles == 1 || (params.seqused_q == nullptr &&
+                     params.total_q == std::int64_t(params.batch_size) * params.max_qo_len);
+  const std::int64_t shares =
+      std::min(rule.wave, rule.most_slots) / std::max<std::int64_t>(tiles, 1);
+  return same_tiles && shares >= kFewShares ? shares : 0;
+}
+
 /// Splits that fill the device, of up to `rows` rows each.
 SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles,
                        std::int64_t rows, std::int64_t keys, const Device& device,
@@ -119,6 +139,16 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};
+  if (const std::int64_t shares = even_shares(params, tile, rule); shares > 0) {
+    rule.shares = int(shares);
+    rule.share_tiles = int(tiles_of_longest(params, tile.rows));
+    rule.most_keys = int(std::min<std::int64_t>(most_keys_of_rows(params, tile.rows), kMaxKeys));
+    const SharesLayout layout{rule.shares, params.batch_size, rule.share_tiles};
+    rule.extra_tiles = std::max<std::int64_t>(layout.capacity() - tiles, 0);
+    rule.split_tile_capacity = std::int64_t(params.batch_size) * rule.share_tiles;
+    rule.partial_rows = layout.most_splits() * rows_of_split(params, tile);
+    return rule;
+  }
   const std::int64_t pairs = rule.most_pairs;
   rule.extra_tiles = std::min(pairs, tiles * (rule.most_splits - 1));
   rule.split_tile_capacity = std::min((pairs + 1) / 2, tiles);
@@ -204,6 +234,7 @@ double idle_share(const AttentionParams& params, const TileShape& tile, const De
 std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
                            std::int64_t tiles) {
   if (rule.own.most > 1) return rule.own.most;
+  if (rule.shares > 0) return std::max(rule.shares / params.batch_size, 1);
   if (rule.wave <= 0 || tiles <= 0) return 1;
   const std::int64_t keys = all_keys(params) / params.batch_size;
   if (keys <= 0) return slots_for(rule, tiles) / tiles;

@@ -26,8 +26,12 @@ struct SplitRule {
   std::int32_t few_slots = 0;            ///< pairs up to which splits may be shorter; 0: none
   std::int64_t partial_rows_of_one = 1;  ///< of all heads, if each tile came in one split
   std::int32_t least_split_keys_of_few = 1;
-  std::int32_t fixed = 0;        ///< keys of a split; 0: by `own` or `wave`
-  OwnSplits own;                 ///< by the lengths of the request alone
+  std::int32_t fixed = 0;  ///< keys of a split; 0: by `own` or `wave`
+  OwnSplits own;           ///< by the lengths of the request alone
+  std::int32_t shares =
+      0;  ///< > 0: even shares (plan/even_shares.h), so many for each tile of a head
+  std::int32_t share_tiles = 1;  ///< of a request, at most
+  std::int32_t most_keys = 0;    ///< that rows of one tile see
   std::int32_t most_splits = 1;  ///< of a tile
   std::int64_t extra_tiles = 0;  ///< entries of the tile list beside one per tile
   std::int64_t split_tile_capacity = 0;

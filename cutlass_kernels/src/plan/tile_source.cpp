@@ -96,6 +96,8 @@ bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const T
   const bool wastes = wastes_tile_indices(params, tile.rows);
   if (wastes && !kernel.is_persistent) return true;
   if (tile.packed_heads == 0) return false;
+  if (tile.has_shares && split_rule(params, tile, TileSource::kList, device).shares > 0)
+    return true;
   if (params.batch_size > kMostSearchedRequests) {
     return split_rule(params, tile, TileSource::kList, device).most_splits > 1;
   }
