@@ -19,11 +19,11 @@
 #include "device.h"
 #include "functions.h"
 #include "plan/plan.h"
-#include "plan/schedule.h"
 #include "registry/backends.h"
 #include "registry/is_decode.h"
 #include "registry/registry.h"
 #include "registry/validate.h"
+#include "schedule/write_list.h"
 
 namespace py = pybind11;
 using namespace cutlass_kernels;

@@ -7,7 +7,7 @@
 #include "common/element_bytes.h"
 #include "direct.h"
 #include "functions.h"
-#include "mla/dims.h"
+#include "latent/dims.h"
 
 namespace cutlass_kernels {
 namespace {

@@ -3,9 +3,9 @@
 #include <cuda_runtime.h>
 
 #include "common/bit_mask.h"
-#include "common/find_work.h"
 #include "common/mask.h"
 #include "cuda_failure.h"
+#include "schedule/find_work.h"
 
 namespace cutlass_kernels {
 namespace {

@@ -1,4 +1,4 @@
-// merge/split_tiles.h on the host: the kernel that combines partial results finds the very tiles that find_work() has
+// schedule/split_tiles.h on the host: the kernel that combines partial results finds the very tiles that find_work() has
 // given to attention, with requests that make no sense among them; and what nobody has described leads nowhere. And
 // where requests have splits of their own, each tile and split is found once.
 #include <algorithm>
@@ -95,8 +95,8 @@ static int __ffs(int value) { return __builtin_ffs(value); }
 using std::max;
 using std::min;
 
-#include "common/find_work.h"
-#include "merge/split_tiles.h"
+#include "schedule/find_work.h"
+#include "schedule/split_tiles.h"
 
 namespace {
 

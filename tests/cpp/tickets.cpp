@@ -1,4 +1,4 @@
-// common/tickets.h on the host: whatever a counter holds at first, each ticket is taken once, and zero is left.
+// schedule/tickets.h on the host: whatever a counter holds at first, each ticket is taken once, and zero is left.
 //
 // Coroutines stand for thread blocks. Before each atomic operation, which of them goes on is drawn by lot.
 #include <ucontext.h>
@@ -60,7 +60,7 @@ void Lot::start() { (*lot.body_)(lot.running_); }
 
 }  // namespace
 
-#include "common/tickets.h"
+#include "schedule/tickets.h"
 
 namespace {
 

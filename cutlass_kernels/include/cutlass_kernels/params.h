@@ -146,7 +146,7 @@ struct AttentionParams {
   std::int32_t fixed_split_size = 0;  ///< 0: chosen from the batch
   bool disable_split_kv = false;
   /// The bits of a request's result depend on nothing but the request: its own lengths decide how its keys are split
-  /// (common/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not used.
+  /// (schedule/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not used.
   /// A Plan has one kernel for all lengths, so that its bits are others, and depend on the most keys it was made for.
   bool batch_invariant = false;
   /// With batch_invariant, requests of a batch with fewer or more rows are not computed: attention() makes parts of a

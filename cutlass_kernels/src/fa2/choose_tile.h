@@ -8,11 +8,11 @@
 
 #include "common/logits.h"
 #include "common/mask.h"
-#include "common/packing.h"
 #include "cutlass_kernels/params.h"
 #include "device.h"
 #include "fa2/config.h"
 #include "fa2/shared_memory.h"
+#include "plan/packing.h"
 #include "plan/split.h"
 #include "plan/tile_shape.h"
 #include "plan/tile_time.h"

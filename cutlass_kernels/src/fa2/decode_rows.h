@@ -15,13 +15,13 @@
 #include "common/logits.h"
 #include "common/numeric.h"
 #include "common/ptx/atomic.h"
-#include "common/tickets.h"
 #include "fa2/key_sharing.h"
 #include "fa2/params.h"
 #include "fa2/shared_memory.h"
 #include "merge/combine_row.h"
 #include "merge/partial_results.h"
 #include "plan/launch_params.h"
+#include "schedule/tickets.h"
 
 namespace cutlass_kernels::fa2 {
 

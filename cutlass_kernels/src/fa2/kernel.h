@@ -34,7 +34,6 @@
 #include <type_traits>
 
 #include "common/dependent_launch.h"
-#include "common/find_work.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/ptx/cp_async.h"
@@ -55,6 +54,7 @@
 #include "fa2/tile_work.h"
 #include "fa2/warp_share.h"
 #include "fa2/warp_tile.h"
+#include "schedule/find_work.h"
 
 namespace cutlass_kernels::fa2 {
 

@@ -7,12 +7,12 @@
 #include <string>
 #include <type_traits>
 
-#include "common/packing.h"
 #include "cuda_failure.h"
 #include "device.h"
 #include "fa2/choose_tile.h"
 #include "fa2/kernel.h"
 #include "launch_kernel.h"
+#include "plan/packing.h"
 #include "registry/registry.h"
 
 namespace cutlass_kernels::fa2 {

@@ -9,7 +9,6 @@
 #include <type_traits>
 
 #include "common/element_types.h"
-#include "common/find_work.h"
 #include "common/finish_row.h"
 #include "common/fp8_operands.h"
 #include "common/logits.h"
@@ -20,6 +19,7 @@
 #include "fa2/shared_memory.h"
 #include "merge/partial_results.h"
 #include "plan/launch_params.h"
+#include "schedule/find_work.h"
 
 namespace cutlass_kernels::fa2 {
 

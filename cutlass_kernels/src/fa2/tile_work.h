@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
-#include "common/find_work.h"
 #include "common/mask.h"
 #include "fa2/packed_rows.h"
 #include "fa2/params.h"
 #include "mask_extents.h"
+#include "schedule/find_work.h"
 
 namespace cutlass_kernels::fa2 {
 

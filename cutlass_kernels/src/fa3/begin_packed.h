@@ -1,9 +1,9 @@
 // What a CTA does before its first packed tile, by all its threads; a barrier follows.
 #pragma once
 
-#include "common/batch_splits.h"
 #include "fa3/mbarrier.h"
 #include "fa3/params.h"
+#include "schedule/batch_splits.h"
 
 namespace cutlass_kernels::fa3 {
 

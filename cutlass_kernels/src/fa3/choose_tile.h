@@ -7,10 +7,10 @@
 #include "common/element_bytes.h"
 #include "common/logits.h"
 #include "common/mask.h"
-#include "common/packing.h"
 #include "cutlass_kernels/params.h"
 #include "device.h"
 #include "fa3/config.h"
+#include "plan/packing.h"
 #include "plan/tile_shape.h"
 #include "plan/tile_time.h"
 

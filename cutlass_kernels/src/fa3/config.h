@@ -52,7 +52,8 @@ struct TileDefaults {
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
   static constexpr bool kSharesKeys = false;  // whether tiles with the same keys follow one another
-  static constexpr bool kShares = false;  // whether it computes even shares (plan/even_shares.h)
+  static constexpr bool kShares =
+      false;  // whether it computes even shares (schedule/even_shares.h)
   // Warpgroups. A second one, in kernels that gather, adds warps that copy.
   static constexpr int kProducers = 1;
 

@@ -1,15 +1,15 @@
 // The scheduler warp: finds the tiles of the CTA and publishes them as jobs.
 #pragma once
 
-#include "common/find_work.h"
 #include "common/mask.h"
 #include "common/ptx/atomic.h"
 #include "common/ptx/shared_address.h"
-#include "common/tickets.h"
 #include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "mask_extents.h"
+#include "schedule/find_work.h"
+#include "schedule/tickets.h"
 
 namespace cutlass_kernels::fa3 {
 

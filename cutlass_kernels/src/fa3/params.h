@@ -3,13 +3,13 @@
 
 #include <cuda.h>
 
-#include "common/find_work.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/stats.h"
-#include "common/tile_order.h"
 #include "cutlass_kernels/params.h"
 #include "fa3/config.h"
+#include "schedule/find_work.h"
+#include "schedule/tile_order.h"
 
 namespace cutlass_kernels::fa3 {
 

@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/batch_splits.h"
 #include "fa3/config.h"
 #include "fa3/job.h"
 #include "fa3/mbarrier.h"
+#include "schedule/batch_splits.h"
 
 namespace cutlass_kernels::fa3 {
 

@@ -9,8 +9,8 @@
 #include "cuda_failure.h"
 #include "device.h"
 #include "merge/combine_row.h"
-#include "merge/split_tiles.h"
 #include "plan/launch_params.h"
+#include "schedule/split_tiles.h"
 
 namespace cutlass_kernels {
 namespace {

@@ -11,14 +11,14 @@
 #include <vector>
 
 #include "common/mask.h"
-#include "common/requests.h"
 #include "cuda_failure.h"
 #include "mask_extents.h"
 #include "merge/combine_splits.h"
 #include "plan/plan.h"
-#include "plan/schedule.h"
 #include "registry/reasons.h"
 #include "registry/validate.h"
+#include "schedule/requests.h"
+#include "schedule/write_list.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -137,12 +137,11 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
     return Status::invalid(std::move(fault));
   }
   const WorkspaceLayout& layout = plan.layout;
-  return launch_schedule(params, plan.tile.rows, plan.rule, plan.tile_indices,
-                         /*fills=*/!plan.kernel->is_persistent,
-                         layout.header.in<TileListHeader>(schedule),
-                         layout.tile_list.in<WorkItem>(schedule),
-                         layout.split_tiles.in<SplitTile>(schedule),
-                         layout.combine_counters.in<std::uint64_t>(schedule), uploads, stream);
+  return launch_schedule(
+      params, plan.tile.rows, plan.rule, plan.tile_indices,
+      /*fills=*/!plan.kernel->is_persistent, layout.header.in<TileListHeader>(schedule),
+      layout.tile_list.in<WorkItem>(schedule), layout.split_tiles.in<SplitTile>(schedule),
+      layout.combine_counters.in<std::uint64_t>(schedule), uploads, stream);
 }
 
 Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,

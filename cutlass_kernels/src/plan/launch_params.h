@@ -4,14 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/own_splits.h"
 #include "cutlass_kernels/params.h"
+#include "schedule/own_splits.h"
 
 namespace cutlass_kernels {
 
-/// Where a kernel's tiles come from. The device finds them in common/find_work.h.
+/// Where a kernel's tiles come from. The device finds them in schedule/find_work.h.
 enum class TileSource : std::int32_t {
-  kList,           ///< a list in the workspace, longest tiles first: plan/schedule.cu
+  kList,           ///< a list in the workspace, longest tiles first: schedule/write_list.cu
   kSingleRequest,  ///< one request without indptrs: its tiles, last rows first
   kBatchByLength,  ///< as many tile indices per request as the longest one has tiles: all long tiles come first
   kBatchInOrder,  ///< tile indices in the order of rows: few of them map to no tile
@@ -72,7 +72,7 @@ struct LaunchPlan {
   std::int32_t least_split_keys = 1;
   std::int32_t most_split_keys = 0;  ///< no more of a request's keys count for its share of splits
   OwnSplits own_splits;              ///< by split
-  /// A counter from which persistent thread blocks claim tiles (common/tickets.h). Zero it once: every call leaves it
+  /// A counter from which persistent thread blocks claim tiles (schedule/tickets.h). Zero it once: every call leaves it
   /// zero, and restarts it where it holds anything else. Null: tiles are dealt out beforehand.
   std::uint64_t* tile_counter = nullptr;
   /// Counters with which the last thread block of a split tile knows that it is, and combines the partial results.

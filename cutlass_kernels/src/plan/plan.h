@@ -48,7 +48,7 @@ struct PlanState {
 };
 
 /// Counters for a call without a list: the tile counter, then combine counters, enough for the keys of 16 rows of 8 heads
-/// in 60 splits. Of 64 bits, so that memory which nobody has cleared is never taken for a count (common/tickets.h).
+/// in 60 splits. Of 64 bits, so that memory which nobody has cleared is never taken for a count (schedule/tickets.h).
 constexpr int kCallCounters = 2048;
 constexpr int kCallCounterWords = 2 * kCallCounters;  // of 32 bits
 constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::uint64_t);

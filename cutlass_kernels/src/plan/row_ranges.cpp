@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "common/packing.h"
 #include "plan/launch_params.h"
+#include "plan/packing.h"
 #include "registry/registry.h"
 
 namespace cutlass_kernels {

@@ -4,12 +4,12 @@
 #include <cmath>
 
 #include "common/mask.h"
-#include "common/packing.h"
-#include "common/requests.h"
 #include "device.h"
-#include "plan/even_shares.h"
+#include "plan/packing.h"
 #include "plan/tile_source.h"
 #include "plan/workspace.h"
+#include "schedule/even_shares.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels {
 namespace {

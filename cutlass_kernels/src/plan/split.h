@@ -2,7 +2,7 @@
 //
 // Only tiles of packed heads are split. They serve short queries, and all queries where results must not depend on the
 // batch. The rule is made on the host from sizes. The number of splits of each tile follows from it on the device,
-// where lengths are: plan/schedule.cu for a tile list, common/batch_splits.h without.
+// where lengths are: schedule/write_list.cu for a tile list, schedule/batch_splits.h without.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,7 @@ struct SplitRule {
   std::int32_t fixed = 0;  ///< keys of a split; 0: by `own` or `wave`
   OwnSplits own;           ///< by the lengths of the request alone
   std::int32_t shares =
-      0;  ///< > 0: even shares (plan/even_shares.h), so many for each tile of a head
+      0;  ///< > 0: even shares (schedule/even_shares.h), so many for each tile of a head
   std::int32_t share_tiles = 1;  ///< of a request, at most
   std::int32_t most_keys = 0;    ///< that rows of one tile see
   std::int32_t most_splits = 1;  ///< of a tile
@@ -146,7 +146,7 @@ std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
                            std::int64_t tiles);
 
 /// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of
-/// the longest, one per request and the rest in proportion to KV length (common/batch_splits.h).
+/// the longest, one per request and the rest in proportion to KV length (schedule/batch_splits.h).
 std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
                                  const TileShape& tile, TileSource source);
 

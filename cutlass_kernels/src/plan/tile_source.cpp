@@ -10,7 +10,7 @@ namespace cutlass_kernels {
 namespace {
 
 /// Whether a batch cannot do without a list. Tiles of one whose longest query is known follow from their indices
-/// (common/find_work.h), but not with a fixed_split_size.
+/// (schedule/find_work.h), but not with a fixed_split_size.
 bool needs_list(const AttentionParams& params, const TileShape& tile) {
   return params.max_qo_len <= 0 || params.fixed_split_size > 0 || tile.needs_list;
 }

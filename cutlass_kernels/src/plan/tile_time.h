@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "common/mask.h"
-#include "common/packing.h"
 #include "cutlass_kernels/params.h"
 #include "device.h"
+#include "plan/packing.h"
 #include "plan/split.h"
 #include "plan/tile_shape.h"
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "common/element_bytes.h"
-#include "common/packing.h"
 #include "cutlass_kernels/version.h"
-#include "mla/dims.h"
+#include "latent/dims.h"
+#include "plan/packing.h"
 #include "registry/backends.h"
 #include "registry/fits.h"
 #include "registry/is_decode.h"

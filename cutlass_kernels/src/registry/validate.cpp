@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "common/element_bytes.h"
-#include "common/requests.h"
-#include "mla/dims.h"
+#include "latent/dims.h"
 #include "plan/launch_params.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels {
 namespace {

@@ -16,8 +16,8 @@
 #include "functions.h"
 #include "mask_extents.h"
 #include "merge/combine_splits.h"
-#include "plan/schedule.h"
 #include "registry/registry.h"
+#include "schedule/write_list.h"
 
 namespace py = pybind11;
 

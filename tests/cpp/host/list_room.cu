@@ -21,7 +21,7 @@ std::vector<int> parts(std::mt19937& random, int count, int total) {
   return cuts;
 }
 
-/// As plan/schedule.cu deals splits out.
+/// As schedule/write_list.cu deals splits out.
 void check_list(const ck::PlanState& plan, const std::vector<int>& rows,
                 const std::vector<int>& keys) {
   struct Tile {

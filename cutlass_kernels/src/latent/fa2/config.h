@@ -16,8 +16,8 @@
 // columns were split, for 3250.
 #pragma once
 
+#include "latent/dims.h"
 #include "merge/combine_splits.h"
-#include "mla/dims.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

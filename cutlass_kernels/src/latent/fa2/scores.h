@@ -11,8 +11,8 @@
 #include "common/softmax.h"
 #include "fa2/params.h"
 #include "fa2/tile_work.h"
-#include "mla/mma_config.h"
-#include "mla/mma_store.h"
+#include "latent/fa2/config.h"
+#include "latent/fa2/store.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "fa3/config.h"
+#include "latent/dims.h"
 #include "merge/combine_splits.h"
-#include "mla/dims.h"
-#include "plan/even_shares.h"
+#include "schedule/even_shares.h"
 
 namespace cutlass_kernels::mla {
 

@@ -22,9 +22,9 @@
 #include "common/softmax.h"
 #include "fa3/store.h"
 #include "fa3/wgmma.h"
-#include "mla/load.h"
-#include "mla/shared_memory.h"
-#include "mla/store.h"
+#include "latent/fa3/load.h"
+#include "latent/fa3/shared_memory.h"
+#include "latent/fa3/store.h"
 
 namespace cutlass_kernels::mla {
 

@@ -1,5 +1,5 @@
 // Writes the tile list of a batch, in one thread block: a counting sort of its tiles by cost, or even shares.
-#include "plan/schedule.h"
+#include "schedule/write_list.h"
 
 #include <cuda_runtime.h>
 
@@ -7,9 +7,9 @@
 #include <cstring>
 
 #include "common/dependent_launch.h"
-#include "common/requests.h"
 #include "cuda_failure.h"
-#include "plan/even_shares.h"
+#include "schedule/even_shares.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels {
 namespace {

@@ -11,10 +11,10 @@
 #include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/ptx/atomic.h"
-#include "common/tickets.h"
+#include "latent/fa2/load.h"
 #include "merge/combine_row.h"
 #include "merge/partial_results.h"
-#include "mla/mma_load.h"
+#include "schedule/tickets.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

@@ -14,8 +14,8 @@
 #include "common/fp8_operands.h"
 #include "common/ptx/ldmatrix.h"
 #include "common/ptx/mma.h"
-#include "mla/mma_config.h"
-#include "mla/mma_products.h"
+#include "latent/fa2/config.h"
+#include "latent/fa2/products.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

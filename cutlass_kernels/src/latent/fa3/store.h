@@ -6,8 +6,8 @@
 #include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "fa3/store.h"
+#include "latent/fa3/shared_memory.h"
 #include "merge/partial_results.h"
-#include "mla/shared_memory.h"
 
 namespace cutlass_kernels::mla {
 

@@ -11,12 +11,12 @@
 #include <cstdint>
 
 #include "common/dependent_launch.h"
-#include "common/find_work.h"
 #include "common/ptx/cp_async.h"
 #include "fa2/params.h"
 #include "fa2/tile_work.h"
-#include "mla/mma_config.h"
-#include "mla/mma_products.h"
+#include "latent/fa2/config.h"
+#include "latent/fa2/products.h"
+#include "schedule/find_work.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

@@ -5,7 +5,7 @@
 
 #include "fa3/launch.h"
 #include "fa3/tensor_map_limits.h"
-#include "mla/kernel.h"
+#include "latent/fa3/kernel.h"
 
 namespace cutlass_kernels::mla {
 

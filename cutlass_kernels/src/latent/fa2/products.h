@@ -13,7 +13,7 @@
 #include "common/ptx/ldmatrix.h"
 #include "common/ptx/mma.h"
 #include "common/ptx/named_barrier.h"
-#include "mla/mma_config.h"
+#include "latent/fa2/config.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

@@ -1,7 +1,7 @@
 // Host side of latent attention by mma.sync on devices with less shared memory than Hopper has.
 #pragma once
 
-#include "mla/mma_launch.h"
+#include "latent/fa2/launch.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

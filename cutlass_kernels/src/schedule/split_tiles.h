@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-#include "common/batch_splits.h"
-#include "common/requests.h"
 #include "plan/launch_params.h"
+#include "schedule/batch_splits.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels {
 

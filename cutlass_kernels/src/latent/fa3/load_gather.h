@@ -3,7 +3,7 @@
 
 #include "common/ptx/shared_address.h"
 #include "fa3/load_gather.h"
-#include "mla/load.h"
+#include "latent/fa3/load.h"
 
 namespace cutlass_kernels::mla {
 

@@ -29,11 +29,11 @@
 #include "common/ptx/cp_async.h"
 #include "common/ptx/shared_address.h"
 #include "common/softmax.h"
-#include "mla/mma_load.h"
-#include "mla/mma_products.h"
-#include "mla/mma_products_fp8.h"
-#include "mla/mma_scores.h"
-#include "mla/mma_store.h"
+#include "latent/fa2/load.h"
+#include "latent/fa2/products.h"
+#include "latent/fa2/products_fp8.h"
+#include "latent/fa2/scores.h"
+#include "latent/fa2/store.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

@@ -4,11 +4,11 @@
 // those of the position. Shapes below are (row, column, panel).
 #pragma once
 
-#include "common/batch_splits.h"
 #include "fa3/job.h"
 #include "fa3/mbarrier.h"
 #include "fa3/shared_memory.h"
-#include "mla/config.h"
+#include "latent/fa3/config.h"
+#include "schedule/batch_splits.h"
 
 namespace cutlass_kernels::mla {
 

@@ -11,7 +11,7 @@
 
 #include "fa3/load_pages.h"
 #include "fa3/tma.h"
-#include "mla/shared_memory.h"
+#include "latent/fa3/shared_memory.h"
 
 namespace cutlass_kernels::mla {
 

@@ -12,8 +12,8 @@
 
 #include <cstdint>
 
-#include "common/requests.h"
 #include "plan/launch_params.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels {
 

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/batch_splits.h"
 #include "common/fast_divisor.h"
-#include "common/requests.h"
 #include "plan/launch_params.h"
+#include "schedule/batch_splits.h"
+#include "schedule/requests.h"
 
 namespace cutlass_kernels {
 

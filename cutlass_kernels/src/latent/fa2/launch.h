@@ -7,12 +7,12 @@
 #include <string>
 #include <type_traits>
 
-#include "common/packing.h"
 #include "device.h"
 #include "fa2/launch.h"
-#include "mla/dims.h"
-#include "mla/mma_kernel.h"
-#include "mla/mma_kernel_fp8.h"
+#include "latent/dims.h"
+#include "latent/fa2/kernel.h"
+#include "latent/fa2/kernel_fp8.h"
+#include "plan/packing.h"
 
 namespace cutlass_kernels::mla::mma_sync {
 

@@ -25,10 +25,10 @@
 #include "fa3/begin_packed.h"
 #include "fa3/find_tiles.h"
 #include "fa3/tma.h"
-#include "mla/consumer.h"
-#include "mla/load.h"
-#include "mla/load_gather.h"
-#include "mla/shared_memory.h"
+#include "latent/fa3/consumer.h"
+#include "latent/fa3/load.h"
+#include "latent/fa3/load_gather.h"
+#include "latent/fa3/shared_memory.h"
 
 namespace cutlass_kernels::mla {
 
