@@ -10,9 +10,8 @@
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "enqueue.h"
-#include "plan/plan.h"
+#include "plan/call.h"
 #include "registry/backends.h"
-#include "registry/validate.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -318,18 +317,11 @@ bool is_launched(const Status& status) {
 
 Status launch_once(const Torch& torch, const AttentionParams& params, Backend backend,
                    int device_index) {
-  if (std::string fault = contradiction(params, /*with_tensors=*/true); !fault.empty()) {
-    return Status::invalid(std::move(fault));
-  }
   const CurrentDevice current(device_index);
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
   PlanOptions options;
   options.call_counters = true;
   CallPlan plan;
-  if (Status status = plan_call(params, backend, device, options, &plan); !status.ok()) {
-    return status;
-  }
+  if (Status status = plan_once(params, backend, options, &plan); !status.ok()) return status;
   if (plan.is_empty()) return Status::success();
 
   const Address stream = torch.stream(device_index);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "device.h"
-#include "plan/plan.h"
+#include "plan/call.h"
 #include "registry/backends.h"
 #include "registry/validate.h"
 
@@ -31,28 +31,6 @@ std::vector<Device> sized_devices() {
 Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
                  cudaStream_t stream, Backend backend) {
   return run_once(params, backend, workspace, workspace_bytes, /*call_counters=*/nullptr, stream);
-}
-
-Status run_once(const AttentionParams& params, Backend backend, void* workspace,
-                std::size_t workspace_bytes, std::uint64_t* call_counters, cudaStream_t stream) {
-  std::string fault = contradiction(params, /*with_tensors=*/true);
-  if (!fault.empty()) return Status::invalid(std::move(fault));
-  if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
-  if (params.total_q == 0) return Status::success();
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-
-  PlanOptions options;
-  options.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
-  options.call_counters = call_counters != nullptr;
-  CallPlan plan;
-  Status status = plan_call(params, backend, device, options, &plan);
-  if (!status.ok()) return status;
-  if (plan.workspace_bytes() > options.workspace_bytes) {
-    return workspace_too_small("Attention", params, plan.workspace_bytes(),
-                               options.workspace_bytes);
-  }
-  return launch_call(plan, workspace, call_counters, stream);
 }
 
 std::size_t workspace_size(const AttentionParams& given, Backend backend) {

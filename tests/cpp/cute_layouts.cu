@@ -48,7 +48,7 @@ static_assert(fa3_swizzles_as_wgmma());
 
 // ---- Accumulators: which element of the product value v of thread t is. ----
 
-// fa2/fragments.h: of 16 x 8, (t / 4, 2 (t % 4) + {0, 1}) and the same eight rows below.
+// fa2/softmax.h: of 16 x 8, (t / 4, 2 (t % 4) + {0, 1}) and the same eight rows below.
 constexpr bool fa2_accumulates_as_cute() {
   using Traits = cute::MMA_Traits<cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   for (int t = 0; t < 32; ++t) {

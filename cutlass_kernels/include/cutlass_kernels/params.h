@@ -150,7 +150,7 @@ struct AttentionParams {
   /// A Plan has one kernel for all lengths, so that its bits are others, and depend on the most keys it was made for.
   bool batch_invariant = false;
   /// With batch_invariant, requests of a batch with fewer or more rows are not computed: attention() makes parts of a
-  /// batch, each with the kernel for its rows (plan/row_ranges.h), unless these are set.
+  /// batch, each with the kernel for its rows (plan/call.h), unless these are set.
   std::int32_t least_rows = 0;
   std::int32_t most_rows = std::numeric_limits<std::int32_t>::max();
   /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which

@@ -12,7 +12,6 @@
 #include <limits>
 #include <string>
 
-#include "common/chunk.h"
 #include "common/element_bytes.h"
 #include "common/element_types.h"
 #include "common/fast_divisor.h"

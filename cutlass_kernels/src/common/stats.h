@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/numeric.h"
 #include "common/softmax.h"

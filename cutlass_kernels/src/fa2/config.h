@@ -14,7 +14,7 @@
 // Two row tiles halve the shared-memory traffic per product: a K or V fragment read by ldmatrix feeds two mma.sync.
 // One row tile reads 128 bytes of shared memory per clock and SM at full tensor rate, which is all there is. Three
 // row tiles (or two at head dimension 256) do not fit 255 registers. At head dimension 256 two warps share 32 rows
-// instead, each with half of the output's columns, at 512 four (row_sharing.h).
+// instead, each with half of the output's columns, at 512 four (sharing.h).
 #pragma once
 
 #include "merge/combine_splits.h"
@@ -34,10 +34,10 @@ struct OneHeadTile {
   static constexpr int kColumnParts = 1;  // of O, by warps that compute the same keys
   static constexpr bool kPacked = false;  // whether rows are those of several heads (packed_rows.h)
   static constexpr bool kSharesKeys =
-      false;  // whether warps share rows and split the keys (key_sharing.h)
-  static constexpr bool kDecodes = false;     // whether all rows are one warp's (decode_rows.h)
+      false;  // whether warps share rows and split the keys (sharing.h)
+  static constexpr bool kDecodes = false;     // whether all rows are one warp's (store.h)
   static constexpr int kKvBytes = 2;          // of an element of K and V
-  static constexpr bool kTakesTurns = false;  // whether two groups of warps do (loop_in_turns.h)
+  static constexpr bool kTakesTurns = false;  // whether two groups of warps do (loops.h)
 };
 
 // Query rows of several heads that share their keys, and possibly one KV split of them.
@@ -76,7 +76,7 @@ struct DecodeTile : PackedTile<HeadDim> {
   static constexpr bool kDecodes = true;
 };
 
-// Packed rows over keys and values of 8 bits (fp8.h), whatever the type of the queries. In steps of 16 keys all four
+// Packed rows over keys and values of 8 bits (products.h), whatever the type of the queries. In steps of 16 keys all four
 // warps have work even if there are 16 rows or fewer.
 template <int HeadDim>
 struct Fp8Tile : PackedTile<HeadDim> {

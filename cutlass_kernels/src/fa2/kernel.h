@@ -10,16 +10,16 @@
 //            +------------------------------------------------------+
 //
 // Each warp has whole rows of its own, so the softmax needs no exchange between warps. The two or three warps of a
-// scheduler overlap the softmax of one with the products of another, in the largest tiles by turns (loop_in_turns.h has
+// scheduler overlap the softmax of one with the products of another, in the largest tiles by turns (loops.h has
 // that drawing). There are two exceptions: from head dimension 256 on warps share rows and split the columns
-// (row_sharing.h), and in tiles of few rows warps share rows and split the keys (key_sharing.h).
+// (sharing.h), and in tiles of few rows warps share rows and split the keys (sharing.h).
 //
-//   tile_work.h   which tile, which keys          scores.h        S = Q K^T
-//   warp_share.h  which rows are a warp's         logits.h        logits transform and mask
-//   load_q.h      loads of Q                      exponentials.h  maxima, P
-//   load_kv.h     loads of K and V: rows, pages   values.h        O += P V
+//   tile_work.h   which tile, which keys          products.h        S = Q K^T
+//   tile_work.h  which rows are a warp's         softmax.h        logits transform and mask
+//   load_tiles.h      loads of Q                      softmax.h  maxima, P
+//   load_tiles.h     loads of K and V: rows, pages   products.h        O += P V
 //   loop_*.h      the main loop                   store.h         O, LSE
-//   warp_tile.h   a step of it                    fp8.h           products of 8-bit keys and values
+//   warp_tile.h   a step of it                    products.h           products of 8-bit keys and values
 //
 // What is scarce is registers (255 per thread) and, at one row tile per warp, shared-memory bandwidth: short live
 // ranges beat fewer instructions. ptxas orders the main loop anew after small changes in front of it; compare the
@@ -40,19 +40,14 @@
 #include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "fa2/config.h"
-#include "fa2/fragments.h"
-#include "fa2/load_kv.h"
-#include "fa2/load_q.h"
-#include "fa2/load_seen_keys.h"
-#include "fa2/logits.h"
-#include "fa2/loop_in_turns.h"
-#include "fa2/loop_one_stage.h"
-#include "fa2/loop_pipelined.h"
+#include "fa2/load_pages.h"
+#include "fa2/load_tiles.h"
+#include "fa2/loops.h"
 #include "fa2/params.h"
-#include "fa2/row_sharing.h"
+#include "fa2/sharing.h"
+#include "fa2/softmax.h"
 #include "fa2/store.h"
 #include "fa2/tile_work.h"
-#include "fa2/warp_share.h"
 #include "fa2/warp_tile.h"
 #include "schedule/find_work.h"
 
@@ -65,7 +60,7 @@ constexpr int blocks_per_sm() {
                                                                                : Tile::kBlocksPerSm;
 }
 
-// Kv: Element, or what K and V hold instead (fp8.h).
+// Kv: Element, or what K and V hold instead (products.h).
 template <class Element, class Kv, class Tile, Logits kLogits, KvRows kKvRows>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>())
     attention_kernel(__grid_constant__ const KernelParams params) {

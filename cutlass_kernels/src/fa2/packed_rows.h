@@ -9,12 +9,12 @@
 #include <type_traits>
 
 #include "common/element_types.h"
-#include "common/finish_row.h"
 #include "common/fp8_operands.h"
 #include "common/logits.h"
 #include "common/mask.h"
 #include "common/numeric.h"
 #include "common/ptx/cp_async.h"
+#include "common/softmax.h"
 #include "fa2/params.h"
 #include "fa2/shared_memory.h"
 #include "merge/partial_results.h"
@@ -75,7 +75,7 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared,
   }
 }
 
-// Q for keys of 8 bits: in fp16, and columns in the order that fp8.h asks for: of 16, two at a time, first those that
+// Q for keys of 8 bits: in fp16, and columns in the order that products.h asks for: of 16, two at a time, first those that
 // are the first two of four. Through registers, which leaves time for other loads between begin() and finish().
 template <class Element, class Tile>
 struct PackedQ {

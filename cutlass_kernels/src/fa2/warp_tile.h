@@ -9,15 +9,11 @@
 #include "common/element_types.h"
 #include "common/logits.h"
 #include "common/softmax.h"
-#include "fa2/exponentials.h"
-#include "fa2/fp8.h"
-#include "fa2/fragments.h"
 #include "fa2/load.h"
-#include "fa2/logits.h"
 #include "fa2/params.h"
-#include "fa2/row_sharing.h"
-#include "fa2/scores.h"
-#include "fa2/values.h"
+#include "fa2/products.h"
+#include "fa2/sharing.h"
+#include "fa2/softmax.h"
 
 namespace cutlass_kernels::fa2 {
 

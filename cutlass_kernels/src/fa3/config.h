@@ -58,14 +58,14 @@ struct TileDefaults {
   static constexpr int kProducers = 1;
 
   // Of e4m3.
-  static constexpr int kTransposers = 0;   // warps that transpose V (transpose_values.h)
+  static constexpr int kTransposers = 0;   // warps that transpose V (load_fp8.h)
   static constexpr int kStagedStages = 0;  // KV blocks of V that wait for them
   static constexpr int kOutputParts = 1;   // of the columns of P V, computed one after the other
   // Whether P V begins before it is known that P fits e4m3: up to 11 % faster. With more columns than 64 it takes more
   // registers than there are.
   static constexpr bool kChecksLate = false;
 
-  // Of e4m3 below 16-bit queries: warps that convert K and V (convert_keys.h), blocks of which wait in staged stages.
+  // Of e4m3 below 16-bit queries: warps that convert K and V (load_gather.h), blocks of which wait in staged stages.
   static constexpr int kConverters = 0;
 };
 

@@ -1,12 +1,12 @@
 // A consumer warpgroup: S = Q K^T, softmax and O += P V for its 64 query rows of every tile of the CTA.
 //
 // This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h, of e4m3
-// main_loop_fp8.h) calls them in this order:
-//   scores.h        begins a tile; S = Q K^T of a KV block
-//   exchange.h      of a pair of CTAs: the other one's part of S
-//   logits.h        from S to logits: scales, soft cap, ALiBi, masks
-//   exponentials.h  the reference m of the softmax, P = 2^(logits - m), row sums
-//   values.h        O += P V; hands the finished rows to store.h or store_packed.h
+// main_loop.h) calls them in this order:
+//   products.h        begins a tile; S = Q K^T of a KV block
+//   products.h      of a pair of CTAs: the other one's part of S
+//   softmax.h        from S to logits: scales, soft cap, ALiBi, masks
+//   softmax.h  the reference m of the softmax, P = 2^(logits - m), row sums
+//   products.h        O += P V; hands the finished rows to store.h or store.h
 #pragma once
 
 #include "common/ptx/shared_address.h"
@@ -115,7 +115,7 @@ struct Consumer {
   CUTE_DEVICE bool compute_tiles();
   CUTE_DEVICE void drain_tile();
 
-  // main_loop_fp8.h
+  // main_loop.h
   CUTE_DEVICE bool compute_fp8_tiles();
   CUTE_DEVICE void raise_sums(RowFactors& row_max, OutputFragment& o);
   CUTE_DEVICE bool compute_probabilities(ScoreFragment& s, ProbabilityFragment& p,
@@ -127,7 +127,7 @@ struct Consumer {
   CUTE_DEVICE bool needs_sums() const { return Tile::kPacked || params.attention.lse != nullptr; }
   CUTE_DEVICE bool compute_logits(ScoreFragment& s);
 
-  // scores.h
+  // products.h
   CUTE_DEVICE bool begin_tile();
   CUTE_DEVICE float softmax_scale() const;
   CUTE_DEVICE void read_q(std::uint32_t (&a)[4], int step) const;
@@ -136,7 +136,7 @@ struct Consumer {
   CUTE_DEVICE void end_scores(bool first);
   CUTE_DEVICE void skip_keys();
 
-  // logits.h
+  // softmax.h
   CUTE_DEVICE void transform(ScoreFragment& s) const;
   CUTE_DEVICE bool needs_mask() const { return needs_mask(block_begin); }
   CUTE_DEVICE bool needs_mask(int begin) const;
@@ -146,7 +146,7 @@ struct Consumer {
   CUTE_DEVICE std::int64_t first_bit(int r) const;
   CUTE_DEVICE void apply_bits(ScoreFragment& s) const;
 
-  // exponentials.h
+  // softmax.h
   CUTE_DEVICE bool is_exact() const;
   CUTE_DEVICE float headroom() const;
   CUTE_DEVICE static void find_maximum(const ScoreFragment& s, RowFactors& row_max);
@@ -159,11 +159,11 @@ struct Consumer {
   CUTE_DEVICE static bool fits(const RowFactors& sum, int r);
   CUTE_DEVICE static bool fits(const ProbabilityFragment& p, int r);
 
-  // exchange.h
+  // products.h
   CUTE_DEVICE void return_receive_buffer() const;
   CUTE_DEVICE void add_peer_scores(ScoreFragment& s);
 
-  // values.h
+  // products.h
   CUTE_DEVICE void issue_output(OutputFragment& o, ProbabilityFragment& p, bool accumulate);
   template <int kPart>  // (2, columns / 4)
   using Product = float[(kDvo / Tile::kOutputParts +

@@ -7,11 +7,32 @@
 #include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
+#include "fa3/tma.h"
 #include "mask_extents.h"
+#include "schedule/batch_splits.h"
 #include "schedule/find_work.h"
 #include "schedule/tickets.h"
 
 namespace cutlass_kernels::fa3 {
+
+// ---- What a CTA does before its first packed tile, by all its threads; a barrier follows.
+
+// Unused rows of Q are never loaded. NaN in them would keep the other rows from lazy maxima.
+template <class Tile, class SharedMemory>
+CUTE_DEVICE void clear_unused_rows(const KernelParams& params, SharedMemory& shared) {
+  if (params.packed.tokens * params.packed.heads.divisor >= kWarpgroupRows) return;
+  auto* q = reinterpret_cast<uint4*>(shared.q);
+  for (int i = threadIdx.x; i < int(sizeof(shared.q) / 16); i += Tile::kThreads) q[i] = {};
+  fence_proxy_async();
+}
+
+template <class Tile, class SharedMemory>
+CUTE_DEVICE void begin_packed(const KernelParams& params, SharedMemory& shared, int warp) {
+  if (warp == 0 && splits_batch(params.attention)) shared.splits.fill(params.attention);
+  clear_unused_rows<Tile>(params, shared);
+}
+
+// ---- The scheduler warp: finds the tiles of the CTA and publishes them as jobs.
 
 // Claims tiles for this CTA: the first by its own index. With a counter in device memory, it claims each further one
 // when it is about to need it; without, every gridDim.x-th index is its own. A pair of CTAs

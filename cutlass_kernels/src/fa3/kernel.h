@@ -12,12 +12,12 @@
 //   warp 0  find_tiles  -job_full->  jobs, 4                        ------>  all warps; warps 1 to 3, too
 //                       <-job_empty  (all who read the job)
 //                       <-job_wanted (the K warp, one KV block before the end of its tile)
-//   warp 1  Q           --q_full-->  Q (64, C, D_QK / C), PIPE_Q    ------>  its warpgroup: S = Q K^T    scores.h
+//   warp 1  Q           --q_full-->  Q (64, C, D_QK / C), PIPE_Q    ------>  its warpgroup: S = Q K^T    products.h
 //                       <-q_empty--
-//   warp 2  K           --k_full-->  K (BLK_N, C, D_QK / C), PIPE_K ------>  each warpgroup: S = Q K^T   scores.h
-//                       <-k_empty--                                          masks, softmax              logits.h,
-//                                                                                                        exponentials.h
-//   warp 3  V           --v_full-->  V (BLK_N, C, D_VO / C), PIPE_V ------>  each warpgroup: O += P V    values.h
+//   warp 2  K           --k_full-->  K (BLK_N, C, D_QK / C), PIPE_K ------>  each warpgroup: S = Q K^T   products.h
+//                       <-k_empty--                                          masks, softmax              softmax.h,
+//                                                                                                        softmax.h
+//   warp 3  V           --v_full-->  V (BLK_N, C, D_VO / C), PIPE_V ------>  each warpgroup: O += P V    products.h
 //                       <-v_empty--
 //                                    O (64, 64, panels)             <------  each warp: its 16 rows      store*.h
 //                                                                   ------>  TMA: global memory
@@ -26,13 +26,13 @@
 // waits at the end of a tile: producers run ahead into the next one, and each warpgroup stores its rows when they are
 // done (main_loop.h).
 //
-// K and V come from ragged tensors (load.h), under a custom mask with V from load_masked_values.h, from
-// pages by TMA (load_pages.h), or row by row from pages whose size is no multiple of 8 (load_gather.h), where a second
+// K and V come from ragged tensors (load.h), under a custom mask with V from load.h, from
+// pages by TMA (load.h), or row by row from pages whose size is no multiple of 8 (load_gather.h), where a second
 // producer warpgroup, warps 4 and 5, may help. Of e4m3:
 //   below 16-bit queries  bytes are gathered from pages of any size, and four warps of a second producer warpgroup
-//                         convert them to stages of 16 bits (convert_keys.h)
-//   throughout            warp 1 loads Q, K and V (load_fp8.h), warps 2 and 3 transpose V (transpose_values.h), and
-//                         O is a sum in fp32 of the P V of KV blocks (main_loop_fp8.h)
+//                         convert them to stages of 16 bits (load_gather.h)
+//   throughout            warp 1 loads Q, K and V (load_fp8.h), warps 2 and 3 transpose V (load_fp8.h), and
+//                         O is a sum in fp32 of the P V of KV blocks (main_loop.h)
 //
 // Of head dimension 512, a pair of CTAs computes a tile, each half of its columns (pair.h).
 //
@@ -47,20 +47,15 @@
 
 #include "common/dependent_launch.h"
 #include "common/ptx/setmaxnreg.h"
-#include "fa3/begin_packed.h"
-#include "fa3/convert_keys.h"
 #include "fa3/find_tiles.h"
 #include "fa3/load.h"
 #include "fa3/load_fp8.h"
 #include "fa3/load_gather.h"
-#include "fa3/load_masked_values.h"
-#include "fa3/load_pages.h"
 #include "fa3/main_loop.h"
 #include "fa3/pair.h"
 #include "fa3/params.h"
 #include "fa3/shared_memory.h"
 #include "fa3/tma.h"
-#include "fa3/transpose_values.h"
 
 namespace cutlass_kernels::fa3 {
 

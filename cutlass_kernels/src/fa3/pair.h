@@ -20,7 +20,7 @@
 
 #include <cstdint>
 
-#include "fa3/mbarrier.h"
+#include "fa3/tma.h"
 
 namespace cutlass_kernels::fa3 {
 

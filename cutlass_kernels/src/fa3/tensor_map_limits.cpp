@@ -1,7 +1,6 @@
-#include "fa3/tensor_map_limits.h"
 #include "common/element_bytes.h"
-
 #include "fa3/tensor_map.h"
+
 #include "registry/registry.h"
 
 namespace cutlass_kernels::fa3 {

@@ -3,7 +3,7 @@
 // Thread t of the warpgroup holds rows r and r + 8, r = 16 (t / 32) + t % 32 / 4, of the 64 x N accumulator: d[4 j +
 // {0, 1}] = (r, 8 j + 2 (t % 4) + {0, 1}), d[4 j + {2, 3}] the same of r + 8. As an A operand, 16 columns of such a
 // matrix are four registers of packed pairs in the same order, so P needs no exchange between threads. For e4m3 see
-// transpose_values.h.
+// load_fp8.h.
 #pragma once
 
 #include <cute/config.hpp>
@@ -177,7 +177,7 @@ CK_WGMMA_BOTH(256,
                CK_F8(120)),
               128, 129, 130, 131, 132, 133, 134)
 
-// With the eight columns of ones behind 64 or 128 columns of V (values.h).
+// With the eight columns of ones behind 64 or 128 columns of V (products.h).
 CK_WGMMA_E4M3(72, CK_D0 ", " CK_D1 ", " CK_D2 ", " CK_D3 ", %32, %33, %34, %35",
               CK_LIST(CK_F8(0), CK_F8(8), CK_F8(16), CK_F8(24), CK_F4(32)), 36, 37, 38, 39, 40, 41,
               42)

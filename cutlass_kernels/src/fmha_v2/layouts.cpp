@@ -8,7 +8,7 @@
 
 #include "common/element_bytes.h"
 #include "cutlass_kernels/attention.h"
-#include "plan/plan.h"
+#include "plan/call.h"
 
 namespace cutlass_kernels {
 namespace {

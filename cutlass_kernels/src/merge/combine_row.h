@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "common/element_types.h"
-#include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/numeric.h"
+#include "common/softmax.h"
 #include "merge/partial_results.h"
 
 namespace cutlass_kernels {

@@ -4,8 +4,8 @@
 // weight, it is that state to the last bit.
 #pragma once
 
-#include "common/chunk.h"
 #include "common/element_bytes.h"
+#include "common/element_types.h"
 
 namespace cutlass_kernels {
 

@@ -1,9 +1,79 @@
-// A single call, planned and launched part by part.
-#include <algorithm>
+#include "plan/call.h"
 
-#include "plan/plan.h"
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/packing.h"
+#include "registry/registry.h"
+#include "registry/validate.h"
 
 namespace cutlass_kernels {
+namespace {
+
+constexpr std::int32_t kAnyRows = std::numeric_limits<std::int32_t>::max();
+
+/// The kernel and the tile of a part; the same for two parts: one kernel computes both.
+struct PartTile {
+  const KernelEntry* kernel = nullptr;
+  TileShape tile;
+
+  PartTile(const AttentionParams& part, Backend backend, const Device& device) {
+    std::vector<std::string> reasons;
+    kernel = choose(backend, part, device.compute_capability, &reasons);
+    if (kernel != nullptr) tile = kernel->tile(part, device);
+  }
+  // `combines` and `splits_without_list` decide the splits of a request, which must not depend on the parts of its batch.
+  bool operator==(const PartTile& other) const {
+    return kernel == other.kernel && tile.kind == other.tile.kind && tile.rows == other.tile.rows &&
+           tile.combines == other.tile.combines &&
+           tile.splits_without_list == other.tile.splits_without_list;
+  }
+};
+
+}  // namespace
+
+RowRanges row_ranges(const AttentionParams& params, Backend backend, const Device& device) {
+  RowRanges ranges;
+  ranges.parts[0] = params;
+  ranges.count = 1;
+  const bool chosen = params.least_rows > 0 || params.most_rows != kAnyRows;  // by the caller
+  if (!params.batch_invariant || chosen) return ranges;
+  // Of the rows of a request only a bound may be known.
+  const bool exact = params.qo_indptr == nullptr && params.seqused_q == nullptr;
+  const std::int64_t most =
+      is_batch(params) && params.max_qo_len > 0 ? params.max_qo_len : params.total_q;
+  const std::int32_t decode_rows = kDecodeRows / (params.num_qo_heads / params.num_kv_heads);
+  ranges.count = 0;
+  std::int32_t least = 0;
+  for (const std::int32_t end : {decode_rows, std::int32_t(kPackedUpToRows), kAnyRows}) {
+    if (end < least || least > most) continue;
+    AttentionParams part = params;
+    part.least_rows = least;
+    part.most_rows = end;
+    least = end == kAnyRows ? end : end + 1;
+    if (ranges.count > 0) {
+      AttentionParams& before = ranges.parts[std::size_t(ranges.count - 1)];
+      if (PartTile(before, backend, device) == PartTile(part, backend, device)) {
+        before.most_rows = end;
+        continue;
+      }
+    }
+    ranges.parts[std::size_t(ranges.count++)] = part;
+  }
+  if (exact) {
+    for (int i = 0; i < ranges.count; ++i) {
+      if (most <= ranges.parts[std::size_t(i)].most_rows) {
+        ranges.parts[0] = ranges.parts[std::size_t(i)];
+        break;
+      }
+    }
+    ranges.count = 1;
+  }
+  return ranges;
+}
 
 std::size_t CallPlan::workspace_bytes() const {
   std::size_t most = 0;
@@ -46,6 +116,31 @@ Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_co
     if (!status.ok()) return status;
   }
   return Status::success();
+}
+
+Status plan_once(const AttentionParams& params, Backend backend, const PlanOptions& options,
+                 CallPlan* call) {
+  std::string fault = contradiction(params, /*with_tensors=*/true);
+  if (!fault.empty()) return Status::invalid(std::move(fault));
+  if (params.total_q == 0) return Status::success();
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  return plan_call(params, backend, device, options, call);
+}
+
+Status run_once(const AttentionParams& params, Backend backend, void* workspace,
+                std::size_t workspace_bytes, std::uint64_t* call_counters, cudaStream_t stream) {
+  if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
+  PlanOptions options;
+  options.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
+  options.call_counters = call_counters != nullptr;
+  CallPlan call;
+  if (Status status = plan_once(params, backend, options, &call); !status.ok()) return status;
+  if (call.workspace_bytes() > options.workspace_bytes) {
+    return workspace_too_small("Attention", params, call.workspace_bytes(),
+                               options.workspace_bytes);
+  }
+  return launch_call(call, workspace, call_counters, stream);
 }
 
 }  // namespace cutlass_kernels

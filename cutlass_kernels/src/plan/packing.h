@@ -27,7 +27,7 @@ inline bool is_alone(const AttentionParams& params) {
 }
 
 // Whether all rows of a request, on average, that share a key head fit a tile of kDecodeRows rows. Where results must
-// not depend on the batch, all requests of the part (row_ranges.h).
+// not depend on the batch, all requests of the part (plan/call.h).
 constexpr int kDecodeRows = 16;
 
 inline bool decodes(const AttentionParams& params) {

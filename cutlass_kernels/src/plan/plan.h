@@ -2,7 +2,6 @@
 // everything lies in the workspace. A pure function of sizes, options and device facts; holds no address.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <limits>
 
@@ -10,7 +9,6 @@
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "plan/launch_params.h"
-#include "plan/row_ranges.h"
 #include "plan/split.h"
 #include "plan/tile_shape.h"
 #include "plan/workspace.h"
@@ -98,32 +96,9 @@ CK_API Status launch(const PlanState& plan, const AttentionParams& params, const
 CK_API Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
                   cudaStream_t stream);
 
-/// A single call: the plan of each of its parts. They run one after the other, in the same memory.
-struct CallPlan {
-  RowRanges ranges;
-  std::array<PlanState, RowRanges::kMost> plans;
-
-  CK_API std::size_t workspace_bytes() const;
-  CK_API bool needs_counters() const;
-  CK_API bool is_empty() const;  ///< there is nothing to compute
-};
-
-/// Plans a single call of validated `params`.
-CK_API Status plan_call(const AttentionParams& params, Backend backend, const Device& device,
-                        const PlanOptions& options, CallPlan* call);
-
-/// Enqueues the kernels of a planned call. `workspace` has its workspace_bytes(); `call_counters` may be null.
-CK_API Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters,
-                          cudaStream_t stream);
-
 /// Attention kernels of `backend` that the threads of this process have launched, so that tests can prove which backend
 /// ran. A replay of a CUDA graph launches none.
 CK_API std::uint64_t launch_count(Backend backend);
-
-/// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be
-/// null.
-Status run_once(const AttentionParams& params, Backend backend, void* workspace,
-                std::size_t workspace_bytes, std::uint64_t* call_counters, cudaStream_t stream);
 
 CK_API Status workspace_too_small(const char* what, const AttentionParams& params,
                                   std::size_t needed, std::size_t got);

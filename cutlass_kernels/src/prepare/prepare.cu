@@ -10,8 +10,8 @@
 #include <string>
 #include <utility>
 
-#include "common/chunk.h"
 #include "common/element_bytes.h"
+#include "common/element_types.h"
 #include "cuda_failure.h"
 #include "cutlass_kernels/prepare.h"
 #include "prepare/params.h"

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "checks.h"
-#include "plan/row_ranges.h"
+#include "plan/call.h"
 #include "plan_checks.h"
 
 namespace {

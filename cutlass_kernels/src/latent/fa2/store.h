@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/finish_row.h"
 #include "common/logits.h"
 #include "common/ptx/atomic.h"
+#include "common/softmax.h"
 #include "latent/fa2/load.h"
 #include "merge/combine_row.h"
 #include "merge/partial_results.h"
@@ -82,7 +82,7 @@ struct TileStore {
       const TicketCounter last = work.num_splits - 1;
       const int counter =
           combine_counter(work.partial_row, tile.head / heads, p.num_qo_heads / heads);
-      // As in fa2/decode_rows.h.
+      // As in fa2/store.h.
       *is_last = take_ticket<OrderingAtomics>(
                      reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
                      last + 1) == last;

@@ -22,12 +22,10 @@
 
 #include "common/dependent_launch.h"
 #include "common/ptx/setmaxnreg.h"
-#include "fa3/begin_packed.h"
 #include "fa3/find_tiles.h"
 #include "fa3/tma.h"
 #include "latent/fa3/consumer.h"
 #include "latent/fa3/load.h"
-#include "latent/fa3/load_gather.h"
 #include "latent/fa3/shared_memory.h"
 
 namespace cutlass_kernels::mla {

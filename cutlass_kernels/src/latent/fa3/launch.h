@@ -4,7 +4,7 @@
 #include <string>
 
 #include "fa3/launch.h"
-#include "fa3/tensor_map_limits.h"
+#include "fa3/tensor_map.h"
 #include "latent/fa3/kernel.h"
 
 namespace cutlass_kernels::mla {

@@ -2,7 +2,6 @@
 // results instead, as they are, in fp32.
 #pragma once
 
-#include "common/finish_row.h"
 #include "common/ptx/shared_address.h"
 #include "common/softmax.h"
 #include "fa3/store.h"
