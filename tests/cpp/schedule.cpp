@@ -16,6 +16,8 @@ ck::Status ck::upload(const VectorCopies&, cudaStream_t) { return Status::succes
 
 namespace {
 
+constexpr int kSplitsOfWarp = 2;
+
 void require(bool condition, const std::string& what) {
   if (condition) return;
   std::printf("FAILED: %s\n", what.c_str());
@@ -60,8 +62,8 @@ void check(const Requests& requests, const ck::SplitRule& rule, int tile_rows) {
   std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity) + 1);
   ck::TileListHeader header{};
   const ck::Status status =
-      ck::launch_schedule(params, tile_rows, rule, capacity, /*fills=*/true, &header, list.data(),
-                          split_tiles.data(), nullptr, {}, {});
+      ck::launch_schedule(params, tile_rows, rule, kSplitsOfWarp, capacity, /*fills=*/true, &header,
+                          list.data(), split_tiles.data(), nullptr, {}, {});
   require(status.ok(), status.message);
 
   std::set<std::tuple<int, int, int, int>> found;
@@ -103,7 +105,7 @@ void check_overlapping_requests() {
   std::vector<ck::WorkItem> list(std::size_t(capacity + 2 * kGuard), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(1);
   ck::TileListHeader header{};
-  require(ck::launch_schedule(params, 16, rule, capacity, /*fills=*/true, &header,
+  require(ck::launch_schedule(params, 16, rule, kSplitsOfWarp, capacity, /*fills=*/true, &header,
                               list.data() + kGuard, split_tiles.data(), nullptr, {}, {})
               .ok(),
           "a list is written");
@@ -137,6 +139,7 @@ void check_even_shares(std::mt19937& random, int round) {
   params.batch_size = batch_size;
   params.total_q = requests.qo_indptr.back();
   params.total_kv = requests.kv_indptr.back();
+  params.num_qo_heads = draw(1, 128);
   params.max_qo_len = tiles > 1 ? tiles * kTileRows - 1 : kTileRows;
   params.qo_indptr = requests.qo_indptr.data();
   params.kv_indptr = requests.kv_indptr.data();
@@ -152,8 +155,8 @@ void check_even_shares(std::mt19937& random, int round) {
   std::vector<ck::WorkItem> list(std::size_t(capacity + kGuard), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity));
   ck::TileListHeader header{};
-  require(ck::launch_schedule(params, kTileRows, rule, capacity, /*fills=*/false, &header,
-                              list.data(), split_tiles.data(), nullptr, {}, {})
+  require(ck::launch_schedule(params, kTileRows, rule, kSplitsOfWarp, capacity, /*fills=*/false,
+                              &header, list.data(), split_tiles.data(), nullptr, {}, {})
               .ok(),
           "a list is written");
   require(header.num_items <= std::max(rule.shares, batch_size) * tiles, "too many shares");
@@ -204,6 +207,14 @@ void check_even_shares(std::mt19937& random, int round) {
   }
   require(int(found.size()) == expected, "a tile that does not exist");
   require(header.num_split_tiles == split, "tiles are combined that were split, and no others");
+  int units = 0;
+  for (int i = 0; i < split; ++i) {
+    const ck::SplitTile& tile = split_tiles[std::size_t(i)];
+    require(tile.first_unit == units, "units of combining do not follow one another");
+    units +=
+        ck::CombineUnits{kSplitsOfWarp}.of_rows(tile.rows * params.num_qo_heads, tile.num_splits);
+  }
+  require(header.num_units == units, "another number of units");
   // An equal share, or a whole request where there are more of these; two cuts may be moved.
   const int fair = (whole + rule.shares - 1) / rule.shares;
   const int longest_blocks = ck::EvenShares::blocks_of(longest);

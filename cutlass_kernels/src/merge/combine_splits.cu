@@ -19,17 +19,15 @@ namespace {
 // description of a tile. So there is little of each.
 struct CombineParams : LaunchParams {
   FastDivisor heads;
-  FastDivisor blocks_per_tile;
-  int sharing_log2;  // 1 << this many warps share a row
+  FastDivisor blocks_per_tile;  // without a list
 };
 
-constexpr int kWarps = 8;
+constexpr int kWarps = CombineUnits::kWarps;
 // Thread blocks that run at once, by the registers that so many panels of 128 columns take.
 template <int kPanels>
 constexpr int kBlocksPerSm = kPanels == 1 ? 3 : 2;
-// Splits whose loads are in flight together. Of 512 columns two: registers.
 template <int kPanels>
-constexpr int kAhead = kPanels <= 2 ? 8 : 2;
+constexpr int kAhead = combined_ahead(128 * kPanels);
 
 // What the warps that share a row have found. kPanels: of 128 columns.
 template <int kPanels>
@@ -53,66 +51,100 @@ struct SharedRows {
   }
 };
 
-// kShared: 1 << p.sharing_log2 warps share a row; else a warp combines it by itself.
-template <class Element, int kPanels, bool kShared>
+// A unit of a tile, by all threads.
+template <class Element, int kPanels>
+CUTE_DEVICE void combine_unit(const CombineParams& p, const SplitTile& tile, int unit) {
+  __shared__ SharedRows<kPanels> shared;
+  const int warp = threadIdx.x / 32;
+  const int sharing_log2 = CombineUnits{p.plan.splits_of_warp}.warps_log2(tile.num_splits);
+  const int sharers = 1 << sharing_log2, part = warp & (sharers - 1);
+  const int i = unit * (kWarps >> sharing_log2) + (warp >> sharing_log2);
+  const int row = int(p.heads.divide(i));
+  const int head = i - row * int(p.heads.divisor);
+  CombinedRow<kPanels> combined;
+  if (row < tile.rows) {
+    const TilePartials partials{tile.partial_row, tile.num_splits};
+    combined = combine_splits<kPanels, kAhead<kPanels>>(p, partials, row, head, part, sharers);
+  }
+  if (sharers > 1) {
+    if (part > 0) shared.write(warp, combined);
+    __syncthreads();
+    if (part == 0) {
+      CUTE_NO_UNROLL
+      for (int other = 1; other < sharers; ++other) shared.add(warp + other, combined);
+    }
+    __syncthreads();
+  }
+  if (part == 0 && row < tile.rows) {
+    store_row<Element>(p, combined, tile.batch, tile.q_begin + row, head);
+  }
+}
+
+// The last tile of a list whose first unit is not behind this one, by all threads: of the tiles, 256 at equal distances
+// are looked at together, and then those from the last such tile on.
+CUTE_DEVICE int tile_of_unit(const LaunchPlan& plan, int tiles, int unit) {
+  const auto* list = static_cast<const SplitTile*>(plan.split_tiles);
+  int first = 0;
+  for (int count = tiles; count > 1;) {
+    const int step = (count + 32 * kWarps - 1) / (32 * kWarps);
+    const int tile = first + int(threadIdx.x) * step;
+    const bool reached = int(threadIdx.x) * step < count && __ldcg(&list[tile].first_unit) <= unit;
+    first += (__syncthreads_count(reached) - 1) * step;
+    count = step > 1 ? min(step, tiles - first) : 1;
+  }
+  return first;
+}
+
+template <class Element, int kPanels>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm<kPanels>)
     combine_splits_kernel(__grid_constant__ const CombineParams p) {
+  const LaunchPlan& plan = p.plan;
+  const CombineUnits units{plan.splits_of_warp};
+  if (plan.tile_list != nullptr) {
+    // Thread blocks get as many units each, which follow one another. The list was there before the previous kernel.
+    const auto* header = static_cast<const TileListHeader*>(plan.tile_list) - 1;
+    const int tiles = __ldcg(&header->num_split_tiles), all = __ldcg(&header->num_units);
+    int unit = int(std::int64_t(all) * blockIdx.x / gridDim.x);
+    const int end = int(std::int64_t(all) * (blockIdx.x + 1) / gridDim.x);
+    int index = unit < end ? tile_of_unit(plan, tiles, unit) : tiles;
+    await_previous_kernel();
+    CUTE_NO_UNROLL
+    for (; index < tiles && unit < end; ++index) {
+      const SplitTile tile = tile_at(p, index);
+      const int last =
+          index + 1 < tiles
+              ? min(__ldcg(&static_cast<const SplitTile*>(plan.split_tiles)[index + 1].first_unit),
+                    end)
+              : end;
+      CUTE_NO_UNROLL
+      for (; unit < last; ++unit) combine_unit<Element, kPanels>(p, tile, unit - tile.first_unit);
+    }
+    return;
+  }
   const int index = int(p.blocks_per_tile.divide(blockIdx.x));
   const int block = int(blockIdx.x) - index * int(p.blocks_per_tile.divisor);
-  const int warp = threadIdx.x / 32;
-  const int sharing_log2 = kShared ? p.sharing_log2 : 0;
-  const int part = warp & ((1 << sharing_log2) - 1);
-  const int rows_of_block = kWarps >> sharing_log2;
-  if (is_described_by_kernel(p.plan)) await_previous_kernel();
+  if (is_described_by_kernel(plan)) await_previous_kernel();
   const SplitTile tile = tile_at(p, index);
   await_previous_kernel();
   if (tile.num_splits <= 1) return;
-  const TilePartials partials{tile.partial_row, tile.num_splits};
-  const int rows = tile.rows * p.num_qo_heads;
+  const int count = units.of_rows(tile.rows * p.num_qo_heads, tile.num_splits);
   CUTE_NO_UNROLL
-  for (int first = block * rows_of_block; first < rows;
-       first += int(p.blocks_per_tile.divisor) * rows_of_block) {
-    const int i = first + (warp >> sharing_log2);
-    if (!kShared && i >= rows) break;
-    const int row = int(p.heads.divide(i));
-    const int head = i - row * int(p.heads.divisor);
-    CombinedRow<kPanels> combined;
-    if (i < rows) {
-      combined =
-          combine_splits<kPanels, kAhead<kPanels>>(p, partials, row, head, part, 1 << sharing_log2);
-    }
-    if constexpr (kShared) {
-      __shared__ SharedRows<kPanels> shared;
-      if (part > 0) shared.write(warp, combined);
-      __syncthreads();
-      if (part == 0) {
-        CUTE_NO_UNROLL
-        for (int other = 1; other < 1 << sharing_log2; ++other) shared.add(warp + other, combined);
-      }
-      __syncthreads();
-      if (part > 0 || i >= rows) continue;
-    }
-    store_row<Element>(p, combined, tile.batch, tile.q_begin + row, head);
+  for (int unit = block; unit < count; unit += int(p.blocks_per_tile.divisor)) {
+    combine_unit<Element, kPanels>(p, tile, unit);
   }
 }
 
 using Kernel = void (*)(CombineParams);
 
-template <class Element, int kPanels>
-Kernel kernel_for(bool shared) {
-  return shared ? &combine_splits_kernel<Element, kPanels, true>
-                : &combine_splits_kernel<Element, kPanels, false>;
-}
-
 template <int kPanels>
-Kernel kernel_for(DType dtype, bool shared) {
+Kernel kernel_for(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
-      return kernel_for<fp16, kPanels>(shared);
+      return &combine_splits_kernel<fp16, kPanels>;
     case DType::kFloat8E4M3:
-      return kernel_for<e4m3, kPanels>(shared);
+      return &combine_splits_kernel<e4m3, kPanels>;
     default:
-      return kernel_for<bf16, kPanels>(shared);
+      return &combine_splits_kernel<bf16, kPanels>;
   }
 }
 
@@ -130,40 +162,34 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   if (plan.source != TileSource::kList && plan.source != TileSource::kSingleRequest) {
     rows = std::min<std::int64_t>(rows, params.max_qo_len);
   }
-  rows *= params.num_qo_heads;  // of a tile, of one head each
-  // A warp for as many splits as it loads at once, while there are no more than two thread blocks per SM: with more,
-  // warps that share rows only wait for each other (16 rows of 32 heads in 16 splits: 14.0 -> 10.5 us in all). The order
-  // of additions depends on their number. Where results must not depend on the batch, it does not, either: with a fixed
-  // split size a row has one warp.
-  const int ahead = params.head_dim_vo <= 256 ? kAhead<1> : kAhead<4>;
-  const std::int64_t most_warps =
-      params.batch_invariant ? tiles * rows * kWarps : 2 * kWarps * device.multiprocessors;
-  int sharing_log2 = 0;
-  while (params.fixed_split_size == 0 && 1 << sharing_log2 < kWarps &&
-         ahead << sharing_log2 < plan.likely_splits &&
-         (tiles * rows) << (sharing_log2 + 1) <= most_warps) {
-    ++sharing_log2;
-  }
   // About as many as run at once: the lengths on the device may leave nothing to combine, and each further wave of thread
   // blocks takes a microsecond to find that out (128 heads, 128 requests: 1152 -> 384 thread blocks, 0.6 to 8 us less).
   // In a batch, tiles may have far fewer rows than there is room for, too.
   const std::int64_t blocks = std::int64_t(device.multiprocessors) *
                               (params.head_dim_vo <= 128 ? kBlocksPerSm<1> : kBlocksPerSm<4>);
-  const std::int64_t blocks_per_tile =
-      std::min(((rows << sharing_log2) + kWarps - 1) / kWarps, (blocks + tiles - 1) / tiles);
+  const std::int64_t heads = params.num_qo_heads;
+  const CombineUnits units{plan.splits_of_warp};
+  std::int64_t grid = 0, blocks_per_tile = 1;
+  if (plan.tile_list != nullptr) {
+    // A unit combines eight rows of a head, or splits for eight warps: no fewer than eight partial rows.
+    grid = std::clamp<std::int64_t>(plan.partial_rows * heads / kWarps, 1, blocks);
+  } else {
+    blocks_per_tile = std::min<std::int64_t>(
+        units.of_rows(int(std::min<std::int64_t>(rows * heads, 1 << 24)), plan.num_splits),
+        (blocks + tiles - 1) / tiles);
+    grid = tiles * blocks_per_tile;
+  }
   static_assert(kMostCombinedColumns <= 4 * 128,
                 "Columns beyond those of four panels of 128 would never be combined.");
-  const bool shared = sharing_log2 > 0;
-  const Kernel kernel = params.head_dim_vo <= 128   ? kernel_for<1>(params.o_dtype, shared)
-                        : params.head_dim_vo <= 256 ? kernel_for<2>(params.o_dtype, shared)
-                                                    : kernel_for<4>(params.o_dtype, shared);
+  const Kernel kernel = params.head_dim_vo <= 128   ? kernel_for<1>(params.o_dtype)
+                        : params.head_dim_vo <= 256 ? kernel_for<2>(params.o_dtype)
+                                                    : kernel_for<4>(params.o_dtype);
   CombineParams combine_params;
   static_cast<LaunchParams&>(combine_params) = params;
-  combine_params.sharing_log2 = sharing_log2;
-  combine_params.heads = FastDivisor(std::uint32_t(params.num_qo_heads));
+  combine_params.heads = FastDivisor(std::uint32_t(heads));
   combine_params.blocks_per_tile = FastDivisor(std::uint32_t(blocks_per_tile));
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(tiles * blocks_per_tile));
+  config.gridDim = dim3(unsigned(grid));
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   // Blocks start while the last of the attention kernel's run, and wait for their results: 2 us less between the two.

@@ -9,6 +9,9 @@ namespace cutlass_kernels {
 /// Columns of O that the kernels have registers for. Tiles whose keys may be split assert that they have no more.
 constexpr int kMostCombinedColumns = 512;
 
+/// Splits of a row whose loads a warp has in flight together. Of 512 columns two: registers.
+constexpr int combined_ahead(int columns) { return columns <= 256 ? 8 : 2; }
+
 /// Enqueues the kernel that combines the partial results (partial_results.h) of all split tiles into params.o and
 /// params.lse.
 ///

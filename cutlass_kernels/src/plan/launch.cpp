@@ -40,7 +40,7 @@ LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, con
   launched.most_split_keys =
       std::int32_t(std::min<std::int64_t>(most_keys_of_rows(params, plan.tile.rows), kMaxKeys));
   launched.split_tile_capacity = plan.split_tile_capacity;
-  launched.likely_splits = plan.likely_splits;
+  launched.splits_of_warp = plan.splits_of_warp;
   launched.partial_rows = plan.partial_rows;
   launched.own_splits = plan.own_splits;
   launched.partial_o = layout.partial_o.in<float>(memory.scratch);
@@ -138,7 +138,7 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
   }
   const WorkspaceLayout& layout = plan.layout;
   return launch_schedule(
-      params, plan.tile.rows, plan.rule, plan.tile_indices,
+      params, plan.tile.rows, plan.rule, plan.splits_of_warp, plan.tile_indices,
       /*fills=*/!plan.kernel->is_persistent, layout.header.in<TileListHeader>(schedule),
       layout.tile_list.in<WorkItem>(schedule), layout.split_tiles.in<SplitTile>(schedule),
       layout.combine_counters.in<std::uint64_t>(schedule), uploads, stream);

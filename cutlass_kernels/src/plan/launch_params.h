@@ -47,6 +47,8 @@ struct alignas(16) SplitTile {
   std::int32_t kv_begin;
   std::int32_t kv_len;
   std::int32_t batch;
+  std::int32_t
+      first_unit;  ///< of a list: the units of combining (CombineUnits) of the tiles before it
 };
 
 /// What the memory of a schedule begins with. The counter comes first: where another batch is planned into the same
@@ -55,6 +57,7 @@ struct alignas(16) TileListHeader {
   std::uint64_t tile_counter;
   std::int32_t num_split_tiles;  ///< entries of the list of split tiles
   std::int32_t num_items;        ///< entries of the tile list
+  std::int32_t num_units;        ///< of combining, of all split tiles
 };
 
 /// What a launched kernel is given of the plan, with addresses.
@@ -80,7 +83,7 @@ struct LaunchPlan {
   std::uint64_t* combine_counters = nullptr;
   std::int32_t num_combine_counters = 0;
   std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
-  std::int32_t likely_splits = 1;        ///< of such a tile, if all are alike
+  std::int32_t splits_of_warp = 1;       ///< CombineUnits::splits_of_warp
   /// SplitTile[split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
   /// [t * batch_size + b]; with splits of its own, all of request b at [b]. Null without a list where no second kernel
   /// combines, or there is one request.
@@ -97,6 +100,24 @@ CK_HOST_DEVICE inline std::int32_t num_ranks(const LaunchPlan& plan) {
              ? plan.tile_indices
              : (static_cast<const TileListHeader*>(plan.tile_list) - 1)->num_items;
 }
+
+/// How partial results are combined: a row of a head has a warp for every splits_of_warp of its splits, up to all of a
+/// thread block. A unit is what a thread block combines at a time.
+struct CombineUnits {
+  static constexpr int kWarps = 8;
+
+  std::int32_t splits_of_warp;
+
+  CK_HOST_DEVICE int warps_log2(int num_splits) const {
+    int log2 = 0;
+    while (1 << log2 < kWarps && splits_of_warp << log2 < num_splits) ++log2;
+    return log2;
+  }
+  /// Of so many rows of a head.
+  CK_HOST_DEVICE int of_rows(int rows, int num_splits) const {
+    return ((rows << warps_log2(num_splits)) + kWarps - 1) / kWarps;
+  }
+};
 
 struct LaunchParams : AttentionParams {
   LaunchPlan plan;

@@ -68,7 +68,7 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
 // (merge/combine_splits.cu), by one thread of a thread block that has their first split, whether keys are split or not.
 CUTE_DEVICE void describe_split_rows(const LaunchParams& p, const WorkItem& work, int first_row,
                                      int rows, int partial_row, int index) {
-  SplitTile tile;
+  SplitTile tile{};
   tile.q_begin = work.q_begin + first_row;
   tile.rows = min(rows, work.qo_len - first_row);
   tile.partial_row = partial_row;

@@ -39,6 +39,7 @@ CUTE_DEVICE SplitTile tile_of_one(const LaunchParams& p, int index) {
           rows.begin + rows.length,
           splits.keys.begin,
           splits.keys.length,
+          0,
           0};
 }
 
@@ -56,20 +57,18 @@ CUTE_DEVICE bool is_possible(const LaunchParams& p, const SplitTile& tile, int i
          tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= plan.partial_rows;
 }
 
-// The tile with this index; without rows, if there is none.
+// The tile with this index, of a list below its num_split_tiles; without rows, if there is none.
 CUTE_DEVICE SplitTile tile_at(const LaunchParams& p, int index) {
   const LaunchPlan& plan = p.plan;
   SplitTile tile;
   if (plan.split_tiles == nullptr) {
     tile = tile_of_one(p, index);
   } else {
-    const int4* words = reinterpret_cast<const int4*>(plan.split_tiles) + 2 * index;
-    reinterpret_cast<int4*>(&tile)[0] = __ldcg(words);
-    reinterpret_cast<int4*>(&tile)[1] = __ldcg(words + 1);
-    const auto* header = static_cast<const TileListHeader*>(plan.tile_list) - 1;
-    const bool is_there = plan.tile_list == nullptr ? is_possible(p, tile, index)
-                                                    : index < __ldcg(&header->num_split_tiles);
-    if (!is_there) tile.rows = 0;
+    static_assert(sizeof(SplitTile) == 3 * sizeof(int4));
+    const int4* words = reinterpret_cast<const int4*>(plan.split_tiles) + 3 * std::int64_t(index);
+    CUTE_UNROLL
+    for (int i = 0; i < 3; ++i) reinterpret_cast<int4*>(&tile)[i] = __ldcg(words + i);
+    if (plan.tile_list == nullptr && !is_possible(p, tile, index)) tile.rows = 0;
   }
   if (!is_inside(p, tile)) tile.rows = 0;
   return tile;

@@ -48,6 +48,8 @@ struct ScheduleArgs {
   std::int32_t most_rows;
   int batch_size;
   std::int64_t total_q;
+  int num_qo_heads;
+  int splits_of_warp;
   int tile_rows;
   SplitRule rule;
   int capacity;
@@ -99,17 +101,41 @@ __device__ inline BlockSum block_sum(std::uint64_t value, std::uint64_t (&of_war
   return {(warp > 0 ? before : 0) + inclusive - value, __shfl_sync(0xffffffffu, warps, 31)};
 }
 
+// The list of split tiles: how many there are, and how many units of combining they have.
+struct SplitTiles {
+  unsigned long long tiles_and_units;  // in the upper half, and in the lower one
+
+  struct Place {
+    int index, first_unit;
+  };
+  __device__ Place add(const ScheduleArgs& args, int rows, int num_splits) {
+    const int units =
+        CombineUnits{args.splits_of_warp}.of_rows(rows * args.num_qo_heads, num_splits);
+    const unsigned long long before = atomicAdd(&tiles_and_units, (1ull << 32) + unsigned(units));
+    return {int(before >> 32), int(before & 0xffffffffu)};
+  }
+  __device__ void count(const ScheduleArgs& args) const {
+    args.header->num_split_tiles =
+        int(min(std::int64_t(tiles_and_units >> 32), args.rule.split_tile_capacity));
+    args.header->num_units = int(tiles_and_units & 0xffffffffu);
+  }
+};
+
 // The list of even shares. A thread for each request.
 __device__ void write_even_shares(const ScheduleArgs& args, std::uint64_t (&of_warps)[32]) {
   // By request that has rows: its first share, and, an entry later, its last.
   __shared__ int first_share[EvenShares::kMostRequests + 1];
   __shared__ int last_share[EvenShares::kMostRequests + 1];
-  __shared__ int longest, split_count, partial_rows;
+  __shared__ int longest, partial_rows;
+  __shared__ SplitTiles combined;
   static_assert(EvenShares::kMostRequests <= kThreads);
   const int thread = threadIdx.x;
   const int batch = thread;
   const int tiles = args.rule.share_tiles;
-  if (thread == 0) longest = split_count = partial_rows = 0;
+  if (thread == 0) {
+    longest = partial_rows = 0;
+    combined.tiles_and_units = 0;
+  }
   __syncthreads();
 
   const bool is_there = batch < args.batch_size && tiles_of_request(args, batch) > 0;
@@ -165,11 +191,17 @@ __device__ void write_even_shares(const ScheduleArgs& args, std::uint64_t (&of_w
         const int room = tile_rows * item.num_splits;
         item.partial_row = atomicAdd(&partial_rows, room);
         const bool fits = item.partial_row + room <= args.rule.partial_rows;
-        const int index = atomicAdd(&split_count, 1);
+        const auto [index, first_unit] = combined.add(args, tile_rows, item.num_splits);
         if (!fits) item.kv_len = -1;
-        args.split_tiles[index] = {
-            item.q_begin + first_row,   fits ? tile_rows : 0, item.partial_row, item.num_splits,
-            item.q_begin + item.qo_len, item.kv_begin,        item.kv_len,      batch};
+        args.split_tiles[index] = {item.q_begin + first_row,
+                                   fits ? tile_rows : 0,
+                                   item.partial_row,
+                                   item.num_splits,
+                                   item.q_begin + item.qo_len,
+                                   item.kv_begin,
+                                   item.kv_len,
+                                   batch,
+                                   first_unit};
       }
       for (int share = range.first; share <= range.last; ++share) {
         item.split = std::int16_t(share - range.first);
@@ -185,7 +217,7 @@ __device__ void write_even_shares(const ScheduleArgs& args, std::uint64_t (&of_w
   }
   __syncthreads();
   if (thread == 0) {
-    args.header->num_split_tiles = split_count;
+    combined.count(args);
     args.header->num_items = shares.count * tiles;
   }
 }
@@ -221,7 +253,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int position[kBuckets];
   __shared__ std::uint64_t of_warps[32];
   __shared__ int max_kv_len;
-  __shared__ int split_count;
+  __shared__ SplitTiles combined;
   __shared__ SplitSlots slots;
   __shared__ unsigned long long work, tile_total, partial_rows;  // of the batch
 
@@ -232,7 +264,8 @@ __global__ void __launch_bounds__(kThreads)
     args.combine_counters[i] = 0;
   }
   if (thread == 0) {
-    max_kv_len = split_count = 0;
+    max_kv_len = 0;
+    combined.tiles_and_units = 0;
     work = tile_total = partial_rows = 0;
     args.header->tile_counter = 0;
   }
@@ -316,7 +349,7 @@ __global__ void __launch_bounds__(kThreads)
     if (num_splits > 1) {
       const int first_row = tile * args.tile_rows;
       const int rows = min(args.tile_rows, item.qo_len - first_row);
-      const int index = atomicAdd(&split_count, 1);
+      const auto [index, first_unit] = combined.add(args, rows, num_splits);
       const std::int64_t row =
           std::int64_t(atomicAdd(&partial_rows, (unsigned long long)(rows * num_splits)));
       // Requests that overlap, which offsets on the device may, have more tiles than there is room for: not computed.
@@ -326,9 +359,15 @@ __global__ void __launch_bounds__(kThreads)
       if (!fits) item.kv_len = -1;
       item.partial_row = fits ? int(row) : 0;
       if (index < args.rule.split_tile_capacity) {
-        args.split_tiles[index] = {
-            item.q_begin + first_row,   fits ? rows : 0, item.partial_row, num_splits,
-            item.q_begin + item.qo_len, item.kv_begin,   item.kv_len,      batch};
+        args.split_tiles[index] = {item.q_begin + first_row,
+                                   fits ? rows : 0,
+                                   item.partial_row,
+                                   num_splits,
+                                   item.q_begin + item.qo_len,
+                                   item.kv_begin,
+                                   item.kv_len,
+                                   batch,
+                                   first_unit};
       }
     }
     for (int split = 0; split < num_splits && slot + split < args.capacity; ++split) {
@@ -338,8 +377,7 @@ __global__ void __launch_bounds__(kThreads)
   });
   __syncthreads();
   if (thread == 0) {
-    args.header->num_split_tiles =
-        int(min(std::int64_t(split_count), args.rule.split_tile_capacity));
+    combined.count(args);
     args.header->num_items = min(total, args.capacity);
   }
   if (!args.fills) return;
@@ -360,9 +398,10 @@ cudaError_t launch(const ScheduleArgs& args, const Carried<kWords>& carried, cud
 }  // namespace
 
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t capacity, bool fills, TileListHeader* header, WorkItem* list,
-                       SplitTile* split_tiles, std::uint64_t* combine_counters,
-                       const VectorCopies& uploads, cudaStream_t stream) {
+                       std::int32_t splits_of_warp, std::int32_t capacity, bool fills,
+                       TileListHeader* header, WorkItem* list, SplitTile* split_tiles,
+                       std::uint64_t* combine_counters, const VectorCopies& uploads,
+                       cudaStream_t stream) {
   ScheduleArgs args{params.qo_indptr,
                     params.kv_indptr,
                     params.seqused_q,
@@ -375,6 +414,8 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
                     params.most_rows,
                     params.batch_size,
                     params.total_q,
+                    params.num_qo_heads,
+                    splits_of_warp,
                     tile_rows,
                     rule,
                     capacity,

@@ -102,9 +102,9 @@ const std::vector<RegistryRow>& registry_rows() {
 }
 
 // What is enqueued beside attention kernels does nothing.
-Status launch_schedule(const AttentionParams&, std::int32_t, const SplitRule&, std::int32_t, bool,
-                       TileListHeader*, WorkItem*, SplitTile*, std::uint64_t*, const VectorCopies&,
-                       cudaStream_t) {
+Status launch_schedule(const AttentionParams&, std::int32_t, const SplitRule&, std::int32_t,
+                       std::int32_t, bool, TileListHeader*, WorkItem*, SplitTile*, std::uint64_t*,
+                       const VectorCopies&, cudaStream_t) {
   return Status::success();
 }
 Status copy_vectors(const VectorCopies&, cudaStream_t) { return Status::success(); }
