@@ -1,12 +1,10 @@
 // A consumer warpgroup: S = Q K^T, softmax and O += P V for its 64 query rows of every tile of the CTA.
 //
-// This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h, of e4m3
-// main_loop.h) calls them in this order:
-//   products.h        begins a tile; S = Q K^T of a KV block
-//   products.h      of a pair of CTAs: the other one's part of S
-//   softmax.h        from S to logits: scales, soft cap, ALiBi, masks
-//   softmax.h  the reference m of the softmax, P = 2^(logits - m), row sums
-//   products.h        O += P V; hands the finished rows to store.h or store.h
+// This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h) calls them in this order:
+//   products.h  begins a tile; S = Q K^T of a KV block; of a pair of CTAs the other one's part of S
+//   softmax.h   from S to logits: scales, soft cap, ALiBi, masks; the reference m of the softmax, P = 2^(logits - m), row
+//               sums
+//   products.h  O += P V; hands the finished rows to store.h
 #pragma once
 
 #include "common/ptx/shared_address.h"

@@ -1,4 +1,4 @@
-// The tiles of latent attention by mma.sync, read by the host (mma_launch.h) and by the device.
+// The tiles of latent attention by mma.sync, read by the host (launch.h) and by the device.
 //
 // A tile is 16 kRowTiles rows, of tokens and heads, which eight warps share (of 8-bit keys eight for S, eight for O).
 // For S = Q K^T a warp has 16 of the rows, and two warps split the 576 columns: each keeps its half of Q in 72

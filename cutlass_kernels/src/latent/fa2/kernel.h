@@ -17,9 +17,9 @@
 // All warps know the m of their rows, and P is computed with the m of the block before. Only where a row exceeds its
 // headroom, mostly in the first KV block alone, the warps exchange maxima and compute P anew.
 //
-//   mma_config.h  the tiles: how warps share S and O       mma_products.h  S = Q K^T, O += P V
-//   mma_load.h    loads of Q and keys                      mma_scores.h    from S to P
-//   mma_store.h   O, LSE, partial results                  mma_kernel_fp8.h  the kernel for 8-bit keys
+//   config.h  the tiles: how warps share S and O       products.h  S = Q K^T, O += P V
+//   load.h    loads of Q and keys                      scores.h    from S to P
+//   store.h   O, LSE, partial results
 //
 // Numbers. Registers: O takes 32 (Few), 64 (Some) or 128 (Many), Q 72, or 32 of Many. Of 16 rows on an H200, a KV block
 // of 64 keys, 74 KB, takes 3600 cycles to arrive at 4.8 TB/s, and about 3900 by the time of a whole call. Of 64 rows,
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   store.combine_if_last();
 }
 
-// ---- mla: latent attention as in mma_kernel.h, over keys of 8 bits.
+// ---- The same over keys of 8 bits.
 //
 // 8-bit keys take half the time to load, and S, softmax and O, one after the other, do not fit into it: 64 keys of
 // 16 rows took 4300 cycles, mostly spent waiting. So the S warps compute P of one KV block, while the O warps add the
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 //   R  __syncthreads, then alone: the S warps have written P(j - 1) anew, and the O warps multiply O.
 //
 // Q passes through the last two stages before turn 0. Each warp converts the keys that it reads in registers
-// (mma_products_fp8.h).
+// (products.h).
 //
 // racecheck reports hazards across A and R: where half of the warps have a named barrier of their own, it misses that
 // the other half has come to a common one (benchmarks/results/build-and-tests.md).

@@ -1,5 +1,5 @@
 // S = Q K^T and O += P V of a warp, from keys of which there is one copy in shared memory. For keys of 8 bits see
-// mma_products_fp8.h.
+// products.h.
 //
 // Row r of the keys is kKeyRowBytes long, and the 16-byte chunk c of each 128 bytes lies at position c ^ (r % 8): the
 // eight rows that an ldmatrix phase reads lie in eight different bank groups. A row is a multiple of 128 bytes, so an
@@ -191,7 +191,7 @@ struct ValueProducts {
   }
 };
 
-// ---- The products of mma_products.h for keys of 8 bits: from bytes in shared memory to the B fragments of mma.sync.
+// ---- The same for keys of 8 bits: from bytes in shared memory to the B fragments of mma.sync.
 //
 // ldmatrix moves 16-bit elements; here each is two bytes, and fa2/products.h says what a lane then has. Of 16 bytes per row:
 //   S   four columns that follow one another, of one key. Of each 16 columns a lane takes the same four of Q.
