@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bind.h"
+#include "direct.h"
 #include "functions.h"
 
 namespace cutlass_kernels {
@@ -10,6 +11,8 @@ namespace cutlass_kernels {
 void bind_attention(py::module_& m) {
   // Positional: keywords would take 7 us, positions take 0.4.
   py::class_<BatchPlan>(m, "BatchPlan");
+  py::class_<SharedSchedule>(m, "SharedSchedule", "A schedule that calls of attention share.")
+      .def(py::init<>());
   m.def("plan_batch", &plan_batch,
         "A plan, and the bytes that its tile list and its scratch take. From: backend, Request, "
         "Offsets, rows of q, "

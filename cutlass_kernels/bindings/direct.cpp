@@ -315,8 +315,33 @@ bool is_launched(const Status& status) {
   return true;
 }
 
+namespace {
+
+/// Where a shared schedule lies, and whether it has been made; for other sizes than these, an error.
+KeptSchedule kept_schedule(const Torch& torch, const CallPlan& plan, int device,
+                           SharedSchedule* schedule) {
+  if (schedule == nullptr) return {};
+  if (!schedule->is_made) {
+    const auto words = std::int64_t(plan.schedule_bytes() / sizeof(float));
+    if (words > 0) schedule->memory = torch.empty({words}, DType::kFloat32, device);
+    schedule->plan = plan;
+    schedule->device = device;
+  } else if (schedule->device != device || !share_schedule(schedule->plan, plan)) {
+    throw py::value_error(
+        "schedule was made by a call of other sizes, options or another device: calls that share "
+        "one differ in their tensors alone. Pass a new Schedule().");
+  }
+  Tensor memory;
+  if (!schedule->memory) return {};
+  if (!torch.read(schedule->memory.ptr(), &memory))
+    throw std::runtime_error("torch made no schedule.");
+  return {pointer<void>(memory.data), schedule->is_made};
+}
+
+}  // namespace
+
 Status launch_once(const Torch& torch, const AttentionParams& params, Backend backend,
-                   int device_index) {
+                   int device_index, SharedSchedule* schedule) {
   const CurrentDevice current(device_index);
   PlanOptions options;
   options.call_counters = true;
@@ -326,6 +351,7 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
 
   const Address stream = torch.stream(device_index);
   const Scratch workspace = torch.scratch(plan.workspace_bytes(), device_index);
+  const KeptSchedule kept = kept_schedule(torch, plan, device_index, schedule);
   py::object counters;  // of a captured call, they belong to nobody else
   Tensor counter_tensor;
   if (plan.needs_counters()) {
@@ -334,10 +360,13 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
       throw std::runtime_error("torch made no counters.");
     }
   }
-  return without_gil([&] {
+  Status status = without_gil([&] {
     return launch_call(plan, pointer<void>(workspace.data()),
-                       pointer<std::uint64_t>(counter_tensor.data), pointer<CUstream_st>(stream));
+                       pointer<std::uint64_t>(counter_tensor.data), pointer<CUstream_st>(stream),
+                       kept);
   });
+  if (schedule != nullptr && status.ok()) schedule->is_made = true;
+  return status;
 }
 
 }  // namespace cutlass_kernels

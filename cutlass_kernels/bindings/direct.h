@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cutlass_kernels/params.h"
+#include "plan/call.h"
 #include "torch.h"
 
 namespace cutlass_kernels {
@@ -110,8 +111,17 @@ bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out
                      PyObject* return_lse, PyObject* like, Results* results,
                      AttentionParams* params);
 
+/// A schedule that calls of the same sizes and lengths share. The first of them makes it.
+struct SharedSchedule {
+  bool is_made = false;
+  CallPlan plan;
+  py::object memory;  // a tensor; none where kernels need no schedule
+  int device = -1;
+};
+
 /// Plans and enqueues a problem without a plan of its own, on a device's current stream.
-Status launch_once(const Torch& torch, const AttentionParams& params, Backend backend, int device);
+Status launch_once(const Torch& torch, const AttentionParams& params, Backend backend, int device,
+                   SharedSchedule* schedule = nullptr);
 
 /// False where it was refused; any other failure raises.
 bool is_launched(const Status& status);

@@ -451,7 +451,14 @@ struct Call {
 };
 
 py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
-  if (count != kArguments) throw py::type_error("Wrong number of arguments.");
+  // A schedule may follow.
+  if (count != kArguments && count != kArguments + 1) {
+    throw py::type_error("Wrong number of arguments.");
+  }
+  SharedSchedule* schedule = nullptr;
+  if (count > kArguments && given[kArguments] != Py_None) {
+    schedule = py::handle(given[kArguments]).cast<SharedSchedule*>();
+  }
   Call call{Torch::get(), given, {}, {}, {}, {}, {}, {}};
   Backend backend{};
   Results results;
@@ -459,7 +466,7 @@ py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
       !call.read_mask() || !call.read_logits() || !call.prepare(&results)) {
     return py::none();
   }
-  return is_launched(launch_once(call.torch, call.params, backend, call.device))
+  return is_launched(launch_once(call.torch, call.params, backend, call.device, schedule))
              ? results.returned()
              : py::object(py::none());
 }

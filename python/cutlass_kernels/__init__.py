@@ -16,6 +16,7 @@ from ._attention import attention
 from ._batch_attention import BatchAttention
 from ._errors import BackendError, PerformanceWarning
 from ._explain import explain
+from ._schedule import Schedule
 from ._sink_wrapper import BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -87,6 +88,7 @@ __all__ = [
     "MultiLevelCascadeAttentionWrapper",
     "PODWithPagedKVCacheWrapper",
     "PerformanceWarning",
+    "Schedule",
     "VariableBlockSparseAttentionWrapper",
     "__version__",
     "append_paged_kv_cache",

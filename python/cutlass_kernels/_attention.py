@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from . import _args, _attention_op, _hints, _native, _plan_free, _select, _signatures
+from . import _args, _attention_op, _hints, _native, _plan_free, _schedule, _select, _signatures
 from ._autograd import needs_grad, written
 from ._options import Result
 from ._plan_free import NATURAL, O_DTYPE, OUT, RETURNED, SINKS, Call
+from ._schedule import Schedule
 from ._signatures import typed_as
 from ._tracing import have_own_dispatch, is_traced
 
@@ -57,6 +58,7 @@ def attention(
     lse_base: float = 2,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    schedule: Schedule | None = None,
     backend: str = "auto",
 ) -> Result:
     r"""Attention of a batch of prompts, appends, decodes or any mixture: ``softmax(cap(sm_scale * q k^T)) v``.
@@ -139,6 +141,7 @@ def attention(
             short and long queries takes up to three kernels. ``num_splits=1`` still means no splits; other numbers are
             not used. Decodes and prompts take 0.9 to 1.5 times as long, a prompt beside decodes up to 1.9 times, and
             a few rows over long keys 1.1 to 3.2 times, most with few key heads.
+        schedule: shared by calls of the same sizes and lengths, such as those of a model's layers; see ``Schedule``.
         backend: "auto", "fa3", "fa2" or "reference". "auto" takes the fastest that serves all arguments.
 
     Returns:
@@ -148,7 +151,8 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or an explicit backend that cannot serve the
             call; on the CPU, lengths, offsets and page numbers that q and k do not have. (A GPU does not read them
-            back: such requests compute nothing.)
+            back: such requests compute nothing.) Or ``schedule`` was made by a call of other sizes or options.
+        TypeError: ``schedule`` is none.
         RuntimeError: ``Hkv`` does not divide ``Hq``.
 
     Examples:
@@ -162,6 +166,7 @@ def attention(
     traced, grad = is_traced(), False
     if not traced and is_grad_enabled():
         grad = needs_grad(q, k, v, out, None, sinks, q_descale, k_descale, v_descale, alibi_slopes, q_rope, k_rope)
+    shared = _schedule.shared(schedule)
     lse_form = 0
     if _args.flag("return_lse", return_lse):
         lse_form = RETURNED if lse_base == 2 else RETURNED | NATURAL
@@ -204,6 +209,7 @@ def attention(
             q_rope,
             k_rope,
             _select.asked_for(backend),
+            shared,
         )
         if result is not None:
             if out is not None:

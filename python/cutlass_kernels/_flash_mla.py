@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from . import _args, _spellings
 from ._attention import attention
 from ._problem import FP8_DTYPES
+from ._schedule import Schedule
 
 Scale = float | torch.Tensor | None
 
@@ -20,19 +21,21 @@ _SPARSE = "sparse attention is not served. Leave it out for all keys of the bloc
 
 @dataclass
 class FlashMLASchedMeta:
-    """What engines keep of ``get_mla_metadata()`` and pass back. Nothing reads it: kernels find their work themselves.
+    """What engines keep of ``get_mla_metadata()`` and pass to layers of a step: its schedule, made by the first.
 
-    Its attributes may be assigned, as vLLM does. It stays valid for other shapes and lengths, and in CUDA graphs.
+    As FlashMLA's, it serves calls of the same sizes and lengths, and follows new lengths in CUDA graphs that captured
+    its first call. Its attributes may be assigned, as vLLM does; nothing reads them.
     """
 
     have_initialized: bool = False
     config: Any = None
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
+    schedule: Schedule = field(default_factory=Schedule, repr=False, compare=False)
 
 
 def get_mla_metadata(cache_seqlens: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """What FlashMLA computes before a decode step. Kernels here need none of it, so nothing is computed.
+    """What FlashMLA computes before a decode step: here the first call that gets it does.
 
     Args:
         cache_seqlens: int32 ``[batch]``, of which the device and the size are used; or None.
@@ -93,7 +96,9 @@ def flash_mla_with_kvcache(
         block_table: int32 ``[batch, M]``, the pages of each request.
         cache_seqlens: int32 ``[batch]``, keys of each request, those of its query rows included.
         head_dim_v: 512.
-        tile_scheduler_metadata, num_splits: what ``get_mla_metadata()`` returned, or anything else: not used.
+        tile_scheduler_metadata: what ``get_mla_metadata()`` returned for this step. Of a ``FlashMLASchedMeta`` the
+            schedule is used; anything else is not.
+        num_splits: not used.
         softmax_scale: default ``1 / sqrt(576)``; DeepSeek's models need ``1 / sqrt(192)`` times their own factor.
         causal: whether rows see only keys up to their own position.
         is_fp8_kvcache: a uint8 cache of 576 columns is then read as float8_e4m3fn. FlashMLA's format of 656 bytes per
@@ -175,5 +180,6 @@ def flash_mla_with_kvcache(
         out=out,
         return_lse=True,
         lse_base=math.e,
+        schedule=meta.schedule if isinstance(meta := tile_scheduler_metadata, FlashMLASchedMeta) else None,
     )
     return result, lse.transpose(1, 2)

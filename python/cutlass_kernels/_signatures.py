@@ -18,6 +18,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ._schedule import Schedule
+
 Pair = tuple[Tensor, Tensor]
 Either = Tensor | Pair
 Cache = Tensor | Pair
@@ -87,6 +89,7 @@ class AttentionOptions(TypedDict, total=False):
     lse_base: float
     num_splits: int
     batch_invariant: bool
+    schedule: Schedule | None
     backend: str
 
 

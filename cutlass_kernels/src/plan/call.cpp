@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -105,13 +106,43 @@ Status plan_call(const AttentionParams& params, Backend backend, const Device& d
   return Status::success();
 }
 
+std::size_t CallPlan::schedule_bytes() const {
+  std::size_t bytes = 0;
+  for (int i = 0; i < ranges.count; ++i) bytes += plans[std::size_t(i)].layout.schedule_bytes;
+  return bytes;
+}
+
+bool share_schedule(const CallPlan& a, const CallPlan& b) {
+  const auto facts = [](const PlanState& plan) {
+    const PlannedFor& sizes = plan.planned_for;
+    const SplitRule& rule = plan.rule;
+    return std::tuple(plan.kernel, plan.source, plan.tile.rows, plan.tile.kind,
+                      plan.tile.packed_heads, plan.tile_indices, plan.split_tile_capacity,
+                      plan.partial_rows, plan.splits_of_warp, rule.shares, rule.share_tiles,
+                      rule.most_keys, rule.wave, rule.fixed, sizes.num_qo_heads, sizes.batch_size,
+                      sizes.page_size, sizes.max_qo_len, sizes.least_rows, sizes.most_rows,
+                      sizes.total_q, sizes.has_indptrs, sizes.has_block_table);
+  };
+  if (a.ranges.count != b.ranges.count) return false;
+  for (std::size_t i = 0; i < std::size_t(a.ranges.count); ++i) {
+    if (facts(a.plans[i]) != facts(b.plans[i])) return false;
+  }
+  return true;
+}
+
 Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters,
-                   cudaStream_t stream) {
+                   cudaStream_t stream, const KeptSchedule& kept) {
+  auto* schedule = static_cast<char*>(kept.memory);
   for (int i = 0; i < call.ranges.count; ++i) {
     const PlanState& plan = call.plans[std::size_t(i)];
     const AttentionParams& part = call.ranges.parts[std::size_t(i)];
-    const Memory memory = Memory::in(workspace, plan.layout, call_counters);
-    Status status = write_schedule(plan, part, memory.schedule, stream);
+    Memory memory = Memory::in(workspace, plan.layout, call_counters);
+    if (schedule != nullptr) {
+      memory.schedule = schedule;
+      schedule += plan.layout.schedule_bytes;
+    }
+    Status status = Status::success();
+    if (!kept.is_written) status = write_schedule(plan, part, memory.schedule, stream);
     if (status.ok()) status = launch(plan, part, memory, stream);
     if (!status.ok()) return status;
   }

@@ -30,6 +30,7 @@ struct CallPlan {
   std::array<PlanState, RowRanges::kMost> plans;
 
   CK_API std::size_t workspace_bytes() const;
+  CK_API std::size_t schedule_bytes() const;  ///< of all parts
   CK_API bool needs_counters() const;
   CK_API bool is_empty() const;  ///< there is nothing to compute
 };
@@ -38,9 +39,18 @@ struct CallPlan {
 CK_API Status plan_call(const AttentionParams& params, Backend backend, const Device& device,
                         const PlanOptions& options, CallPlan* call);
 
+/// Where the schedules of a call's parts are kept beyond it, for calls of the same sizes and lengths.
+struct KeptSchedule {
+  void* memory = nullptr;  ///< schedule_bytes(), 16-byte aligned; null: they lie in the workspace
+  bool is_written = false;
+};
+
+/// Whether a schedule of one call serves the other.
+CK_API bool share_schedule(const CallPlan& a, const CallPlan& b);
+
 /// Enqueues the kernels of a planned call. `workspace` has its workspace_bytes(); `call_counters` may be null.
 CK_API Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters,
-                          cudaStream_t stream);
+                          cudaStream_t stream, const KeptSchedule& kept = {});
 
 /// The same of any `params`, for the current device: refuses those that are invalid.
 CK_API Status plan_once(const AttentionParams& params, Backend backend, const PlanOptions& options,
