@@ -1,0 +1,110 @@
+"""attention(schedule=): one schedule for the layers of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_bitwise
+
+import cutlass_kernels as ck
+from cutlass_kernels.mla import flash_mla_with_kvcache, get_mla_metadata
+
+LENS = [70, 4000, 1, 900, 2500, 64, 0, 1300] * 2
+hopper = [pytest.mark.gpu, pytest.mark.hopper]
+
+
+def latent(layers: int, lens: list[int] = LENS, device: str = "cuda") -> tuple[Any, dict[str, Any]]:
+    """Queries and caches of some layers, and what they share."""
+    g = torch.Generator(device).manual_seed(0)
+    pages = -(-max(lens) // 64)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
+
+    tensors = [(randn(len(lens), 1, 16, 576), randn(len(lens) * pages, 64, 1, 576)) for _ in range(layers)]
+    table = torch.randperm(len(lens) * pages, generator=g, device=device).int().view(len(lens), pages)
+    return tensors, dict(page_table=table, seqused_k=torch.tensor(lens, dtype=torch.int32, device=device))
+
+
+def attend(q: torch.Tensor, cache: torch.Tensor, **options: Any) -> Any:
+    return ck.attention(q, cache, cache[..., :512], causal=True, return_lse=True, **options)
+
+
+def kernels(function: Any) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if "schedule_kernel" in event.name]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_results_are_the_same(device):
+    lens = [30, 7, 0] if device == "cpu" else LENS
+    layers, shared = latent(3, lens, device)
+    schedule = ck.Schedule()
+    for q, cache in layers:
+        for got, want in zip(attend(q, cache, **shared, schedule=schedule), attend(q, cache, **shared)):
+            assert_bitwise(got, want)
+
+
+@pytest.mark.parametrize("mode", [pytest.param("latent", marks=hopper), pytest.param("invariant", marks=hopper)])
+def test_it_is_written_once(mode):
+    layers, shared = latent(3)
+    if mode == "invariant":
+        shared["batch_invariant"] = True
+    attend(*layers[0], **shared)  # modules are loaded
+    apart = kernels(lambda: [attend(*layer, **shared) for layer in layers])
+    schedule = ck.Schedule()
+    together = kernels(lambda: [attend(*layer, **shared, schedule=schedule) for layer in layers])
+    assert len(apart) == 3 * len(together) > 0
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_new_lengths():
+    layers, shared = latent(2)
+    lens = shared["seqused_k"]
+    schedule, graph = ck.Schedule(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [attend(*layer, **shared, schedule=schedule) for layer in layers]
+    for seed in range(3):
+        torch.manual_seed(seed)
+        lens.copy_(torch.randint(0, max(LENS), (len(LENS),)))
+        graph.replay()
+        for layer, result in zip(layers, results):
+            for got, want in zip(result, attend(*layer, **shared)):
+                assert_bitwise(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_other_sizes_are_refused():
+    (layer,), shared = latent(1)
+    schedule = ck.Schedule()
+    attend(*layer, **shared, schedule=schedule)
+    q, cache = layer
+    few = dict(shared, page_table=shared["page_table"][:4], seqused_k=shared["seqused_k"][:4])
+    with pytest.raises(ValueError, match=r"schedule was made by a call of other sizes.* Pass a new Schedule\(\)"):
+        attend(q[:4], cache, **few, schedule=schedule)
+    attend(q, cache, **shared, schedule=schedule)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_flash_mla_shares_it_by_its_metadata():
+    layers, shared = latent(3)
+    (metadata, _), table, lens = get_mla_metadata(), shared["page_table"], shared["seqused_k"]
+
+    def call(layer: Any) -> Any:
+        return flash_mla_with_kvcache(*layer, table, lens, 512, metadata, causal=True)
+
+    assert len(kernels(lambda: [call(layer) for layer in layers])) == 1
+    for layer in layers:
+        assert_bitwise(call(layer)[0], attend(*layer, **shared)[0])
+
+
+def test_what_is_none_is_refused():
+    layers, shared = latent(1, [3, 5], "cpu")
+    with pytest.raises(TypeError, match=r"schedule has type dict: pass a cutlass_kernels.Schedule\(\), or None."):
+        attend(*layers[0], **shared, schedule={})
