@@ -35,8 +35,8 @@ enum {
 class DirectRuns {
  public:
   explicit DirectRuns(const Fields& fields)
-      : owner_(fields.object("schedule")),
-        plan_(fields.object("plan").cast<const BatchPlan*>()),
+      : owners_{fields.object("schedule"), fields.object("plan")},
+        plan_(owners_[1].cast<const BatchPlan*>()),
         device_(fields.as<int>("device")),
         hnd_(fields.as<bool>("hnd")),
         rows_(fields.as<std::int64_t>("rows")),
@@ -174,7 +174,7 @@ class DirectRuns {
     return true;
   }
 
-  py::object owner_;  // of the plan, and of the memory that it has addresses of
+  std::array<py::object, 2> owners_;  // of the memory that the plan has addresses of; of the plan
   const BatchPlan* plan_;
   AttentionParams params_;
   int device_;

@@ -105,8 +105,8 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
   WorkspaceLayout& layout = plan->layout;
   RegionStack scratch;
   if (plan->kernel->is_persistent && !options.call_counters &&
-      sizeof(TileListHeader) <= options.workspace_bytes) {
-    layout.tile_counter = scratch.add(sizeof(TileListHeader));
+      2 * sizeof(std::uint64_t) <= options.workspace_bytes) {
+    layout.tile_counter = scratch.add(2 * sizeof(std::uint64_t));
   }
 
   const SplitRule rule = split_rule(params, tile, plan->source, device, options.partial_bytes);
