@@ -1,6 +1,6 @@
 """Measures what the documentation states of one GPU, and writes it to docs/data.
 
-    python benchmarks/figures.py                       # all of it: 10 minutes of an H200, and FlashInfer's compiler
+    python benchmarks/figures.py                       # all of it: 20 minutes of an H200, with FlashInfer's compiler
     python benchmarks/figures.py --only decode,latent --rounds 3 --out results
     CK_BACKENDS=fa2 pip install . && python benchmarks/figures.py      # of fa2's prefill alone
 

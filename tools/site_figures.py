@@ -92,6 +92,12 @@ class Figures:
     def peers(self, of: Iterable[str]) -> list[str]:
         return [backend for backend in of if backend in self.backends]
 
+    def name(self, backend: str) -> str:
+        """Of a peer, and whose build it is, if not its authors'."""
+        releases = self.environment.get("peers", {}).items()
+        of_vllm = any(backend.startswith(columns) and release.endswith(" of vLLM") for columns, release in releases)
+        return f"vLLM's {NAMES[backend]}" if of_vllm else NAMES[backend]
+
 
 # --- texts -------------------------------------------------------------------------------------------------------
 
@@ -164,7 +170,7 @@ def summary(figures: Figures, ours: str, peers: Sequence[str], more_is_better: b
     if not every:
         return ""
     behind = sum(round(ratio, 2) < 1 for ratio in every)
-    of = listed([NAMES[p] for p in present])
+    of = listed([figures.name(p) for p in present])
     than = of if len(present) == 1 else f"the {'faster' if len(present) == 2 else 'fastest'} of {of}"
     slower = f"slower in {behind} of the {len(every)} cells" if behind else f"slower in none of the {len(every)} cells"
     return (
@@ -221,7 +227,7 @@ LATENT_PEERS = ("flash_mla", "flashinfer_fa3", "flashinfer_fa2")
 
 def prefill(ours: str, peers: Sequence[str], file: str) -> Callable[[Figures], str]:
     def text(figures: Figures) -> str:
-        names = {ours: f"**{ours}**", **{p: NAMES[p] for p in peers}}
+        names = {ours: f"**{ours}**", **{p: figures.name(p) for p in peers}}
         told = summary(figures, ours, peers)
         table = grid(figures, "TFLOP/s", names, (f"{ours} / faster peer", ours, peers))
         return "\n\n".join([picture(file, f"Prefill: {ours} and its peers"), fill(told), table])
@@ -252,7 +258,7 @@ def decode_rate(column: str, time: float, columns: int, parts: int = 2) -> float
 
 
 def decode(figures: Figures) -> str:
-    names = {"auto": "**this library**", **{p: NAMES[p] for p in DECODE_PEERS}}
+    names = {"auto": "**this library**", **{p: figures.name(p) for p in DECODE_PEERS}}
     table = grid(figures, "us", names, ("faster peer / ours", "auto", DECODE_PEERS), ["32/8 hd128"])
     told = summary(figures, "auto", DECODE_PEERS, False, "Over all heads and head dimensions measured, it")
     rate = f"From 32 x 4k on, that is {_bandwidth(figures)}."
@@ -264,11 +270,11 @@ def plan_free(appends: bool, figures: Figures) -> str:
     of = figures.only(lambda group, column: group.endswith("page 16") and (" over " in column) == appends)
     peers = ("flash_attn_3", "flash_attn_3_scheduled")
     told = [summary(of, "attention", [peer], False, "`attention()`") for peer in peers]
-    return "\n\n".join([grid(of, "us", PLAN_FREE | {p: NAMES[p] for p in peers}), fill(*told)])
+    return "\n\n".join([grid(of, "us", PLAN_FREE | {p: figures.name(p) for p in peers}), fill(*told)])
 
 
 def latent(figures: Figures) -> str:
-    names = {"auto": "this library", **{p: NAMES[p] for p in LATENT_PEERS}}
+    names = {"auto": "this library", **{p: figures.name(p) for p in LATENT_PEERS}}
 
     def of(varied: bool) -> str:
         some = figures.only(lambda _, column: column.endswith(("uniform", "log-normal")) == varied)
@@ -309,7 +315,7 @@ def block_sparse(figures: Figures) -> str:
 
 
 def host(figures: Figures) -> str:
-    names = {"auto": "this library", "torch_fa2": NAMES["torch_fa2"], "flashinfer_fa3": "FlashInfer"}
+    names = {"auto": "this library", "torch_fa2": figures.name("torch_fa2"), "flashinfer_fa3": "FlashInfer"}
     present = {backend: name for backend, name in names.items() if backend in figures.backends}
     add = statistics.median(x["torch_add"] for x in figures.by_case.values() if "torch_add" in x)
     rows = []
@@ -324,7 +330,7 @@ def host(figures: Figures) -> str:
 
 
 def fp8(figures: Figures) -> str:
-    return grid(figures, "TFLOP/s", {"fa3": "**fa3**", "flash_attn_3": NAMES["flash_attn_3"]})
+    return grid(figures, "TFLOP/s", {"fa3": "**fa3**", "flash_attn_3": figures.name("flash_attn_3")})
 
 
 def errors(figures: Figures) -> str:
@@ -365,7 +371,7 @@ BLOCKS = {
 
 
 def speed_chart(ours: str, peers: Sequence[str], figures: Figures) -> Chart:
-    names = {ours: f"cutlass_kernels ({ours})", **{p: NAMES[p] for p in figures.peers(peers)}}
+    names = {ours: f"cutlass_kernels ({ours})", **{p: figures.name(p) for p in figures.peers(peers)}}
     panels = {}
     for mask in ("causal", "full"):
         for dim in ("hd64", "hd128", "hd256"):
@@ -377,7 +383,7 @@ def speed_chart(ours: str, peers: Sequence[str], figures: Figures) -> Chart:
 
 
 def decode_chart(figures: Figures) -> Chart:
-    names = {"auto": "cutlass_kernels", **{p: NAMES[p] for p in figures.peers(DECODE_PEERS)}}
+    names = {"auto": "cutlass_kernels", **{p: figures.name(p) for p in figures.peers(DECODE_PEERS)}}
     panels: dict[str, dict[str, dict[str, float]]] = {"one request": {}, "8 to 32 requests": {}, "64 and more": {}}
     for column in figures.columns(["32/8 hd128"]):
         requests = int(column.split(" ")[0])
@@ -389,7 +395,7 @@ def decode_chart(figures: Figures) -> Chart:
 
 
 def latent_chart(figures: Figures) -> Chart:
-    names = {"auto": "cutlass_kernels", **{p: NAMES[p] for p in figures.peers(LATENT_PEERS)}}
+    names = {"auto": "cutlass_kernels", **{p: figures.name(p) for p in figures.peers(LATENT_PEERS)}}
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for (group, column), case in figures.by_case.items():
         if re.fullmatch(r"\d+ x \d+k", column):

@@ -35,9 +35,9 @@ class Tile(NamedTuple):
     masked: int  # keys of its tile that a mask hides, on each side that has a limit
 
 
-# By head dimension, fitted to TFLOP/s of 512 to 16k tokens on an H200 (docs/performance.md, 2026-11-23), where 128
+# By head dimension, fitted to TFLOP/s of 512 to 16k tokens on an H200 (docs/performance.md, 2026-11-29), where 128
 # without tile starts is 787. Off by up to 4 %, at head dimension 64 by up to 9 %: a test repeats it.
-TILES = {64: Tile(0.84, 240, 50), 128: Tile(1.0, 171, 112), 256: Tile(1.07, 250, 75)}
+TILES = {64: Tile(0.84, 240, 50), 128: Tile(1.0, 171, 112), 256: Tile(1.07, 250, 60)}
 # e4m3 over bf16, causal, 16k tokens, H200 (log, 2026-11-21: fp8, masks, pages). Head dimension 64: as 128.
 FP8_SPEED = {64: 1.30, 128: 1.30, 256: 1.47}
 # A call besides its tiles. Five calls of 128 and 256 rows over 1k to 8k keys leave 5.4 to 10.2 us (log, 2026-11-25,
