@@ -349,7 +349,7 @@ def _error(figure: float | None) -> str:
     return f"{figure:.1g}" if abs(figure) < 1e-4 else f"{figure:.4f}"
 
 
-COMMON = ("common", "plan", "merge", "others")
+COMMON = ("common", "plan", "schedule", "merge", "others")
 BLOCKS = {
     "summary": Block(("prefill", "decode"), ("fa3", "fa2", *COMMON), readme),
     "prefill-fa3": Block(("prefill",), ("fa3", *COMMON), prefill("fa3", FA3_PEERS, "speed")),
@@ -360,8 +360,8 @@ BLOCKS = {
     "plan-free": Block(("plan-free",), ("fa2", "fa3", *COMMON), functools.partial(plan_free, False)),
     "appends": Block(("plan-free",), ("fa2", "fa3", *COMMON), functools.partial(plan_free, True)),
     "fused": Block(("fused",), ("fmha_v2", "fa3", *COMMON), fused),
-    "latent": Block(("latent",), ("mla", "fa2", "fa3", *COMMON), latent),
-    "latent-e4m3": Block(("latent-e4m3", "latent"), ("mla", "fa2", "fa3", *COMMON), latent_e4m3),
+    "latent": Block(("latent",), ("latent", "fa2", "fa3", *COMMON), latent),
+    "latent-e4m3": Block(("latent-e4m3", "latent"), ("latent", "fa2", "fa3", *COMMON), latent_e4m3),
     "block-sparse": Block(("block-sparse",), ("fa3", *COMMON), block_sparse),
     "host": Block(("host",), (), host),
 }
