@@ -12,7 +12,8 @@ void bind_attention(py::module_& m) {
   // Positional: keywords would take 7 us, positions take 0.4.
   py::class_<BatchPlan>(m, "BatchPlan");
   py::class_<SharedSchedule>(m, "SharedSchedule", "A schedule that calls of attention share.")
-      .def(py::init<>());
+      .def(py::init<bool>(), py::arg("strict"))
+      .def("renew", &SharedSchedule::renew);
   m.def("plan_batch", &plan_batch,
         "A plan, and the bytes that its tile list and its scratch take. From: backend, Request, "
         "Offsets, rows of q, "

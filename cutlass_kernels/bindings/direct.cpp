@@ -317,25 +317,39 @@ bool is_launched(const Status& status) {
 
 namespace {
 
-/// Where a shared schedule lies, and whether it has been made; for other sizes than these, an error.
-KeptSchedule kept_schedule(const Torch& torch, const CallPlan& plan, int device,
+/// Where a shared schedule lies, and whether it has been written; for other sizes than these, an error.
+KeptSchedule kept_schedule(const Torch& torch, const CallPlan& plan, int device, Address stream,
                            SharedSchedule* schedule) {
   if (schedule == nullptr) return {};
-  if (!schedule->is_made) {
-    const auto words = std::int64_t(plan.schedule_bytes() / sizeof(float));
-    if (words > 0) schedule->memory = torch.empty({words}, DType::kFloat32, device);
-    schedule->plan = plan;
-    schedule->device = device;
-  } else if (schedule->device != device || !share_schedule(schedule->plan, plan)) {
+  const bool fits = schedule->device == device && share_schedule(schedule->plan, plan);
+  if (schedule->is_made && schedule->is_strict && !fits) {
     throw py::value_error(
         "schedule was made by a call of other sizes, options or another device: calls that share "
         "one differ in their tensors alone. Pass a new Schedule().");
   }
+  if (plan.schedule_bytes() == 0) {
+    schedule->plan = plan;
+    schedule->device = device;
+    return {};
+  }
+  const std::uint64_t capture = capture_of(pointer<CUstream_st>(stream));
+  const bool is_written = schedule->is_made && fits && schedule->capture == capture;
+  if (!fits || schedule->memories.empty()) {
+    if (!schedule->is_captured && !schedule->memories.empty()) schedule->memories.pop_back();
+    schedule->is_captured = false;
+    const auto words = std::int64_t(plan.schedule_bytes() / sizeof(float));
+    schedule->memories.push_back(torch.empty({words}, DType::kFloat32, device));
+    schedule->plan = plan;
+    schedule->device = device;
+  }
+  schedule->capture = capture;
+  schedule->is_captured |= capture != 0;
+  schedule->is_made = false;  // until the call is launched
   Tensor memory;
-  if (!schedule->memory) return {};
-  if (!torch.read(schedule->memory.ptr(), &memory))
+  if (!torch.read(schedule->memories.back().ptr(), &memory)) {
     throw std::runtime_error("torch made no schedule.");
-  return {pointer<void>(memory.data), schedule->is_made};
+  }
+  return {pointer<void>(memory.data), is_written};
 }
 
 }  // namespace
@@ -351,7 +365,7 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
 
   const Address stream = torch.stream(device_index);
   const Scratch workspace = torch.scratch(plan.workspace_bytes(), device_index);
-  const KeptSchedule kept = kept_schedule(torch, plan, device_index, schedule);
+  const KeptSchedule kept = kept_schedule(torch, plan, device_index, stream, schedule);
   py::object counters;  // of a captured call, they belong to nobody else
   Tensor counter_tensor;
   if (plan.needs_counters()) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "cutlass_kernels/params.h"
 #include "plan/call.h"
@@ -111,12 +112,21 @@ bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out
                      PyObject* return_lse, PyObject* like, Results* results,
                      AttentionParams* params);
 
-/// A schedule that calls of the same sizes and lengths share. The first of them makes it.
+/// A schedule that calls of the same sizes and lengths share. The first of them makes it; so does the first in each
+/// capture of a CUDA graph, whose replays then follow new lengths.
 struct SharedSchedule {
+  const bool is_strict;  // calls of other sizes are refused; else they make it anew
   bool is_made = false;
+  std::uint64_t capture = 0;  // in which it was made
   CallPlan plan;
-  py::object memory;  // a tensor; none where kernels need no schedule
   int device = -1;
+  std::vector<py::object> memories;  // tensors: the last one, and others that graphs have captured
+  bool is_captured = false;          // the last one
+
+  explicit SharedSchedule(bool strict) : is_strict(strict) {}
+
+  /// The next call has other lengths, perhaps other sizes.
+  void renew() { is_made = false; }
 };
 
 /// Plans and enqueues a problem without a plan of its own, on a device's current stream.

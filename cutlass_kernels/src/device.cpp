@@ -92,10 +92,14 @@ Status set_current_device(int index) {
                               : cuda_failure("Selecting the tensors' GPU", error);
 }
 
-bool is_capturing(cudaStream_t stream) {
+bool is_capturing(cudaStream_t stream) { return capture_of(stream) != 0; }
+
+std::uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-         status != cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
+  if (error == cudaSuccess && status == cudaStreamCaptureStatusNone) return 0;
+  return error == cudaSuccess && id != 0 ? id : ~std::uint64_t(0);
 }
 
 }  // namespace cutlass_kernels

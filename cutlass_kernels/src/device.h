@@ -32,4 +32,7 @@ CK_API Status set_current_device(int index);
 /// Whether a stream is being captured, or cannot be asked.
 CK_API bool is_capturing(cudaStream_t stream);
 
+/// The number of the capture that a stream is in; 0: none.
+CK_API std::uint64_t capture_of(cudaStream_t stream);
+
 }  // namespace cutlass_kernels

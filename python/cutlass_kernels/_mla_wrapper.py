@@ -15,6 +15,7 @@ from ._dry_run import DryRun
 from ._errors import BackendError
 from ._mla_plan import MLAPlanMetadata
 from ._options import Result
+from ._schedule import Schedule
 from ._signatures import typed_as
 from ._tracing import is_traced
 
@@ -91,6 +92,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         self._causal = False
         self._page_size = 0
         self._sm_scale = 1.0
+        self._schedule = Schedule(_strict=False)  # of the runs of a plan
         if self._use_cuda_graph:
             given = dict(zip(_BUFFERS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)))
             _buffers.check_indices(given, self.device)
@@ -261,6 +263,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
 
     def _keep(self, x: _mla_plan.Lengths) -> None:
         """Copies index vectors to where runs read them."""
+        self._schedule.renew()
         if self._use_cuda_graph:
             self._copy_to_buffers(x)
         else:
@@ -420,6 +423,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
             out=out,
             return_lse=wants_lse,
             lse_base=math.e if base_e else 2,
+            schedule=self._schedule,
             backend=self._backend,
         )
         if not isinstance(result, tuple):

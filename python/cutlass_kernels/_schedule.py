@@ -15,9 +15,9 @@ class Schedule:
     apart (``batch_invariant``) is then written once per step instead of once per layer. Results are the same without.
 
     The calls that share a schedule differ in their tensors alone; sizes, options, the device, and the numbers in
-    ``seqused_k`` and other lengths are the same, and they run in the order of one stream. In a CUDA graph, the captured
-    first call writes the schedule anew at each replay, so that it follows new lengths; keep the object as long as the
-    graph. Where no kernel needs a schedule, or PyTorch computes, it stays empty.
+    ``seqused_k`` and other lengths are the same, and they run in the order of one stream. In each capture of a CUDA
+    graph, the first call writes the schedule anew, at every replay too, so that it follows new lengths; keep the object
+    as long as the graph. Where no kernel needs a schedule, or PyTorch computes, it stays empty.
 
     Examples:
         >>> schedule = cutlass_kernels.Schedule()
@@ -27,10 +27,23 @@ class Schedule:
         ...     out = cutlass_kernels.attention(q, k, k[..., :512], seqused_k=lens, schedule=schedule)
     """
 
-    __slots__ = ("_shared",)
+    __slots__ = ("_shared", "_strict")
 
-    def __init__(self) -> None:
-        self._shared = None if _C is None else _C.SharedSchedule()
+    def __init__(self, *, _strict: bool = True) -> None:
+        self._strict = _strict  # other sizes are refused; else they renew it
+        self._shared = None if _C is None else _C.SharedSchedule(_strict)
+
+    def __reduce__(self) -> tuple[Any, tuple[bool]]:
+        return _empty, (self._strict,)  # a copy is made by its own first call
+
+    def renew(self) -> None:
+        """Makes it the schedule of a next step: the first call behind this one makes it anew."""
+        if self._shared is not None:
+            self._shared.renew()
+
+
+def _empty(strict: bool) -> Schedule:
+    return Schedule(_strict=strict)
 
 
 def shared(schedule: Any) -> Any:

@@ -123,9 +123,16 @@ bool share_schedule(const CallPlan& a, const CallPlan& b) {
                       sizes.page_size, sizes.max_qo_len, sizes.least_rows, sizes.most_rows,
                       sizes.total_q, sizes.has_indptrs, sizes.has_block_table);
   };
+  // What lengths of requests are bounded by, and where their keys begin.
+  const auto lengths = [](const AttentionParams& p) {
+    return std::tuple(p.pages.page_size > 0 ? 0 : p.total_kv, p.max_kv_len, p.kv_stride_request,
+                      p.pages.table_stride, p.pages.table_width, p.pages.num_indices,
+                      p.kv_shard.world, p.kv_shard.rank, p.kv_shard.block);
+  };
   if (a.ranges.count != b.ranges.count) return false;
   for (std::size_t i = 0; i < std::size_t(a.ranges.count); ++i) {
     if (facts(a.plans[i]) != facts(b.plans[i])) return false;
+    if (lengths(a.ranges.parts[i]) != lengths(b.ranges.parts[i])) return false;
   }
   return true;
 }
