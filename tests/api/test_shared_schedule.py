@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -62,10 +64,13 @@ def test_it_is_written_once(mode):
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_new_lengths():
+@pytest.mark.parametrize("warm", [False, True], ids=["captured at once", "made before"])
+def test_a_graph_follows_new_lengths(warm):
     layers, shared = latent(2)
     lens = shared["seqused_k"]
     schedule, graph = ck.Schedule(), torch.cuda.CUDAGraph()
+    if warm:
+        attend(*layers[0], **shared, schedule=schedule)
     with torch.cuda.graph(graph):
         results = [attend(*layer, **shared, schedule=schedule) for layer in layers]
     for seed in range(3):
@@ -92,6 +97,40 @@ def test_other_sizes_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.hopper
+def test_a_renewed_one_is_made_anew():
+    (layer,), shared = latent(1)
+    schedule = ck.Schedule()
+    for count in (4, 4, 16):
+        some = dict(page_table=shared["page_table"][:count], seqused_k=shared["seqused_k"][:count].flip(0))
+        schedule.renew()
+        got = attend(layer[0][:count], layer[1], **some, schedule=schedule)
+        assert_bitwise(got[0], attend(layer[0][:count], layer[1], **some)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_runs_of_a_plan_share_one():
+    layers, shared = latent(3)
+    batch, pages = shared["page_table"].shape
+    wrapper = ck.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    rows, starts = torch.arange(batch + 1, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32) * pages
+    indices, lens = shared["page_table"].flatten().cpu(), shared["seqused_k"].cpu()
+
+    def run(q: torch.Tensor, cache: torch.Tensor) -> Any:
+        (q_nope, q_pe), (ckv, kpe) = q[:, 0].split((512, 64), -1), cache[:, :, 0].split((512, 64), -1)
+        return wrapper.run(q_nope, q_pe, ckv, kpe)
+
+    for _ in range(2):
+        wrapper.plan(rows, starts, indices, lens, 16, 512, 64, 64, True, 0.1, torch.bfloat16, torch.bfloat16)
+        assert len(kernels(lambda: [run(*layer) for layer in layers])) == 1
+        for layer in layers:
+            want = attend(*layer, page_table=shared["page_table"], seqused_k=lens.cuda(), sm_scale=0.1)[0]
+            assert_bitwise(run(*layer), want[:, 0])
+        lens = lens.flip(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
 def test_flash_mla_shares_it_by_its_metadata():
     layers, shared = latent(3)
     (metadata, _), table, lens = get_mla_metadata(), shared["page_table"], shared["seqused_k"]
@@ -102,6 +141,12 @@ def test_flash_mla_shares_it_by_its_metadata():
     assert len(kernels(lambda: [call(layer) for layer in layers])) == 1
     for layer in layers:
         assert_bitwise(call(layer)[0], attend(*layer, **shared)[0])
+
+
+def test_a_copy_is_empty():
+    layers, shared = latent(1, [3, 5], "cpu")
+    for copied in (copy.copy(ck.Schedule()), copy.deepcopy(ck.Schedule()), pickle.loads(pickle.dumps(ck.Schedule()))):
+        assert isinstance(attend(*layers[0], **shared, schedule=copied), tuple)
 
 
 def test_what_is_none_is_refused():
