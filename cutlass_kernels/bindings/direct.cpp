@@ -317,39 +317,43 @@ bool is_launched(const Status& status) {
 
 namespace {
 
-/// Where a shared schedule lies, and whether it has been written; for other sizes than these, an error.
-KeptSchedule kept_schedule(const Torch& torch, const CallPlan& plan, int device, Address stream,
-                           SharedSchedule* schedule) {
-  if (schedule == nullptr) return {};
-  const bool fits = schedule->device == device && share_schedule(schedule->plan, plan);
-  if (schedule->is_made && schedule->is_strict && !fits) {
-    throw py::value_error(
-        "schedule was made by a call of other sizes, options or another device: calls that share "
-        "one differ in their tensors alone. Pass a new Schedule().");
-  }
-  if (plan.schedule_bytes() == 0) {
-    schedule->plan = plan;
-    schedule->device = device;
-    return {};
-  }
+/// The place of a shared schedule for a call, and what is there; for other sizes than these, an error.
+SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int device, Address stream,
+                               SharedSchedule& schedule) {
+  constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
+  const std::thread::id thread =
+      stream == kPerThread ? std::this_thread::get_id() : std::thread::id();
   const std::uint64_t capture = capture_of(pointer<CUstream_st>(stream));
-  const bool is_written = schedule->is_made && fits && schedule->capture == capture;
-  if (!fits || schedule->memories.empty()) {
-    if (!schedule->is_captured && !schedule->memories.empty()) schedule->memories.pop_back();
-    schedule->is_captured = false;
-    const auto words = std::int64_t(plan.schedule_bytes() / sizeof(float));
-    schedule->memories.push_back(torch.empty({words}, DType::kFloat32, device));
-    schedule->plan = plan;
-    schedule->device = device;
+  SharedSchedule::Made* place = nullptr;
+  for (auto& one : schedule.made) {
+    if (schedule.is_strict && one->is_written && !share_schedule(one->plan, plan)) {
+      throw py::value_error(
+          "schedule was made by a call of other sizes or options: calls that share one differ in "
+          "their tensors alone. Pass a new Schedule().");
+    }
+    if (one->device == device && one->stream == stream && one->thread == thread &&
+        one->capture == capture) {
+      place = one.get();
+    }
   }
-  schedule->capture = capture;
-  schedule->is_captured |= capture != 0;
-  schedule->is_made = false;  // until the call is launched
-  Tensor memory;
-  if (!torch.read(schedule->memories.back().ptr(), &memory)) {
-    throw std::runtime_error("torch made no schedule.");
+  if (place == nullptr) {
+    schedule.made.push_back(std::make_unique<SharedSchedule::Made>());
+    place = schedule.made.back().get();
+    place->device = device;
+    place->stream = stream;
+    place->thread = thread;
+    place->capture = capture;
   }
-  return {pointer<void>(memory.data), is_written};
+  place->is_written &= share_schedule(place->plan, plan);
+  place->plan = plan;
+  if (plan.schedule_bytes() > place->bytes) {
+    const auto words = std::int64_t(plan.schedule_bytes() / sizeof(std::int32_t));
+    place->memory = schedule.is_strict || capture != 0
+                        ? torch.empty({words}, DType::kFloat32, device)
+                        : torch.kept_words(words, device);
+    place->bytes = plan.schedule_bytes();
+  }
+  return *place;
 }
 
 }  // namespace
@@ -365,7 +369,16 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
 
   const Address stream = torch.stream(device_index);
   const Scratch workspace = torch.scratch(plan.workspace_bytes(), device_index);
-  const KeptSchedule kept = kept_schedule(torch, plan, device_index, stream, schedule);
+  KeptSchedule kept;
+  SharedSchedule::Made* place = nullptr;
+  if (schedule != nullptr && plan.schedule_bytes() > 0) {
+    place = &place_of(torch, plan, device_index, stream, *schedule);
+    Tensor memory;
+    if (!torch.read(place->memory.ptr(), &memory)) {
+      throw std::runtime_error("torch made no schedule.");
+    }
+    kept = {pointer<void>(memory.data), place->is_written};
+  }
   py::object counters;  // of a captured call, they belong to nobody else
   Tensor counter_tensor;
   if (plan.needs_counters()) {
@@ -374,12 +387,14 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
       throw std::runtime_error("torch made no counters.");
     }
   }
-  Status status = without_gil([&] {
+  const auto work = [&] {
     return launch_call(plan, pointer<void>(workspace.data()),
                        pointer<std::uint64_t>(counter_tensor.data), pointer<CUstream_st>(stream),
                        kept);
-  });
-  if (schedule != nullptr && status.ok()) schedule->is_made = true;
+  };
+  if (place == nullptr) return without_gil(work);
+  Status status = without_gil_in_turn(stream, work);
+  place->is_written = status.ok();
   return status;
 }
 

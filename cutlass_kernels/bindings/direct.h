@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <thread>
 #include <vector>
 
 #include "cutlass_kernels/params.h"
@@ -112,21 +114,28 @@ bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out
                      PyObject* return_lse, PyObject* like, Results* results,
                      AttentionParams* params);
 
-/// A schedule that calls of the same sizes and lengths share. The first of them makes it; so does the first in each
+/// A schedule that calls of the same sizes and lengths share. The first of them makes it: on each stream, and in each
 /// capture of a CUDA graph, whose replays then follow new lengths.
 struct SharedSchedule {
-  const bool is_strict;  // calls of other sizes are refused; else they make it anew
-  bool is_made = false;
-  std::uint64_t capture = 0;  // in which it was made
-  CallPlan plan;
-  int device = -1;
-  std::vector<py::object> memories;  // tensors: the last one, and others that graphs have captured
-  bool is_captured = false;          // the last one
+  struct Made {
+    int device;
+    Address stream;
+    std::thread::id thread;  // of a stream that each thread has
+    std::uint64_t capture;   // 0: none
+    CallPlan plan;
+    py::object memory;
+    std::size_t bytes = 0;
+    bool is_written = false;
+  };
+  /// Calls of other sizes are refused. Else they make it anew, and its memory outlives them: a wrapper's.
+  const bool is_strict;
+  std::vector<std::unique_ptr<Made>> made;
 
   explicit SharedSchedule(bool strict) : is_strict(strict) {}
-
   /// The next call has other lengths, perhaps other sizes.
-  void renew() { is_made = false; }
+  void renew() {
+    for (auto& one : made) one->is_written = false;
+  }
 };
 
 /// Plans and enqueues a problem without a plan of its own, on a device's current stream.

@@ -180,6 +180,10 @@ py::object Torch::counters(int device, Address stream) const {
   return kept.emplace(key, std::move(made)).first->second;  // another thread's, if it was faster
 }
 
+py::object Torch::kept_words(std::int64_t count, int device) const {
+  return make(zeros_, {count}, int32_, device);
+}
+
 Address Torch::stream(int device) const {
   if (api_ != nullptr) {
     void* stream = nullptr;

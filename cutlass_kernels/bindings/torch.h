@@ -78,6 +78,8 @@ class Torch {
   /// The call counters of a device and a stream (kCallCounters, all zero between calls, as int32). A captured call has
   /// its own, in the memory pool of its graph: the graph may be replayed beside others captured on the same stream.
   py::object counters(int device, Address stream) const;
+  /// int32 zeros that may outlive the call: outside of private memory pools. Takes 0.1 ms.
+  py::object kept_words(std::int64_t count, int device) const;
 
   Address stream(int device) const;
 

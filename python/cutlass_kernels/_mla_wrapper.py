@@ -29,8 +29,8 @@ class BatchMLAPagedAttentionWrapper(DryRun):
     For decode steps, draft tokens and short appends. All heads share the keys: a latent vector ``ckv`` of 512 columns,
     which is the value too, and ``kpe`` of 64 columns that carry the position.
 
-    ``plan()`` keeps the lengths and page tables; nothing is scheduled there, and nothing synchronises. Kernels read
-    them on the GPU.
+    ``plan()`` keeps the lengths and page tables, and nothing synchronises. Kernels read them on the GPU; the first run
+    of a plan schedules them for all of its runs.
 
     Args:
         float_workspace_buffer: a tensor on the device of queries and cache. Its memory is not used.
@@ -103,7 +103,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
                     raise ValueError(f"{name} has {size} elements and kv_len_arr {batch}: it needs one more.")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state | {"_schedule": Schedule(_strict=False)})  # a copy plans by itself
         self._number = _ops.number_of(self)  # compiled functions know a wrapper by it: a copy is another
 
     def __repr__(self) -> str:

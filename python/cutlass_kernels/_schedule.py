@@ -15,9 +15,9 @@ class Schedule:
     apart (``batch_invariant``) is then written once per step instead of once per layer. Results are the same without.
 
     The calls that share a schedule differ in their tensors alone; sizes, options, the device, and the numbers in
-    ``seqused_k`` and other lengths are the same, and they run in the order of one stream. In each capture of a CUDA
-    graph, the first call writes the schedule anew, at every replay too, so that it follows new lengths; keep the object
-    as long as the graph. Where no kernel needs a schedule, or PyTorch computes, it stays empty.
+    ``seqused_k`` and other lengths are the same. The first call on a stream makes it for that stream, and the first in
+    each capture of a CUDA graph for that graph, at every replay anew, so that it follows new lengths; keep the object
+    until the capture ends. Where no kernel needs a schedule, or PyTorch computes, it stays empty.
 
     Examples:
         >>> schedule = cutlass_kernels.Schedule()

@@ -94,7 +94,8 @@ class TileClaims {
     const TileOrder::Position position =
         listed ? params_.order.among(ranks_, index_) : params_.order(index_);
     head = position.head;
-    rank = position.rank;
+    // The first is placed before it is known how many there are.
+    rank = listed ? min(position.rank, params_.order.tiles - 1) : position.rank;
     if (Tile::kSharesKeys && !listed) rank = params_.rows.with_keys_together(rank);
   }
 

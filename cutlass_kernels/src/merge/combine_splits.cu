@@ -112,10 +112,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm<kPanels>)
     for (; index < tiles && unit < end; ++index) {
       const SplitTile tile = tile_at(p, index);
       const int last =
-          index + 1 < tiles
-              ? min(__ldcg(&static_cast<const SplitTile*>(plan.split_tiles)[index + 1].first_unit),
-                    end)
-              : end;
+          min(end, tile.first_unit + units.of_rows(tile.rows * p.num_qo_heads, tile.num_splits));
+      unit = max(unit, tile.first_unit);
       CUTE_NO_UNROLL
       for (; unit < last; ++unit) combine_unit<Element, kPanels>(p, tile, unit - tile.first_unit);
     }

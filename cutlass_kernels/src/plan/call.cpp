@@ -127,7 +127,8 @@ bool share_schedule(const CallPlan& a, const CallPlan& b) {
   const auto lengths = [](const AttentionParams& p) {
     return std::tuple(p.pages.page_size > 0 ? 0 : p.total_kv, p.max_kv_len, p.kv_stride_request,
                       p.pages.table_stride, p.pages.table_width, p.pages.num_indices,
-                      p.kv_shard.world, p.kv_shard.rank, p.kv_shard.block);
+                      p.kv_shard.world, p.kv_shard.rank, p.kv_shard.block, p.qo_indptr != nullptr,
+                      p.kv_indptr != nullptr, p.seqused_q != nullptr, p.seqused_k != nullptr);
   };
   if (a.ranges.count != b.ranges.count) return false;
   for (std::size_t i = 0; i < std::size_t(a.ranges.count); ++i) {

@@ -36,7 +36,7 @@ struct TileOrder {
   // The same where only the device knows how many tiles there are, no more than `tiles`.
   CUTE_DEVICE Position among(int actual_tiles, int index) const {
     if (sections == 1) return at(index, 0, 0);  // whatever their number
-    const int each = actual_tiles * int(section_heads.divisor);
+    const int each = max(actual_tiles, 1) * int(section_heads.divisor);
     return at(index, int(unsigned(index) / unsigned(each)), each);
   }
 
