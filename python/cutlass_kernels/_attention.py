@@ -166,7 +166,7 @@ def attention(
     traced, grad = is_traced(), False
     if not traced and is_grad_enabled():
         grad = needs_grad(q, k, v, out, None, sinks, q_descale, k_descale, v_descale, alibi_slopes, q_rope, k_rope)
-    shared = _schedule.shared(schedule)
+    shared = None if traced else _schedule.shared(schedule)
     lse_form = 0
     if _args.flag("return_lse", return_lse):
         lse_form = RETURNED if lse_base == 2 else RETURNED | NATURAL

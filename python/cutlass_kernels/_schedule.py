@@ -31,7 +31,7 @@ class Schedule:
 
     def __init__(self, *, _strict: bool = True) -> None:
         self._strict = _strict  # other sizes are refused; else they renew it
-        self._shared = None if _C is None else _C.SharedSchedule(_strict)
+        self._shared: Any = None  # made by the first call
 
     def __reduce__(self) -> tuple[Any, tuple[bool]]:
         return _empty, (self._strict,)  # a copy is made by its own first call
@@ -52,4 +52,6 @@ def shared(schedule: Any) -> Any:
         return None
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule has type {type(schedule).__name__}: pass a cutlass_kernels.Schedule(), or None.")
+    if schedule._shared is None and _C is not None:
+        schedule._shared = _C.SharedSchedule(schedule._strict)
     return schedule._shared

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, ov
 import torch
 from torch import Tensor
 
+from ._schedule import Schedule
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ._schedule import Schedule
 
 Pair = tuple[Tensor, Tensor]
 Either = Tensor | Pair

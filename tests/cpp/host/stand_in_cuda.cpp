@@ -89,8 +89,12 @@ cudaError_t cudaSetDevice(int index) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+// As of CUDA 13; the library calls it with three arguments.
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+                                     const cudaGraphEdgeData**, std::size_t*) {
   *status = stand_in::is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = stand_in::is_capturing ? 1 : 0;
   return cudaSuccess;
 }
 
