@@ -12,6 +12,7 @@ from . import _args, _spellings
 from ._attention import attention
 from ._problem import FP8_DTYPES
 from ._schedule import Schedule
+from ._tracing import is_traced
 
 Scale = float | torch.Tensor | None
 
@@ -31,7 +32,15 @@ class FlashMLASchedMeta:
     config: Any = None
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
-    schedule: Schedule = field(default_factory=Schedule, repr=False, compare=False)
+    schedule: Schedule | None = field(default=None, repr=False, compare=False)
+
+
+def _schedule_of(metadata: Any) -> Schedule | None:
+    if is_traced() or not isinstance(metadata, FlashMLASchedMeta):
+        return None
+    if metadata.schedule is None:
+        metadata.schedule = Schedule()
+    return metadata.schedule
 
 
 def get_mla_metadata(cache_seqlens: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -180,6 +189,6 @@ def flash_mla_with_kvcache(
         out=out,
         return_lse=True,
         lse_base=math.e,
-        schedule=meta.schedule if isinstance(meta := tile_scheduler_metadata, FlashMLASchedMeta) else None,
+        schedule=_schedule_of(tile_scheduler_metadata),
     )
     return result, lse.transpose(1, 2)
