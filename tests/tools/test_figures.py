@@ -55,6 +55,7 @@ def test_data_say_where_they_are_from(path):
     data = json.loads(path.read_text())
     assert {"date", "command", "commit", "gpu", "torch", "sources"} <= set(data["environment"])
     assert not data["environment"]["commit"].endswith(("+", "changes"))
+    assert " /" not in data["environment"]["command"], "a path of one machine"
     for result in data["results"] if path.stem != "errors" else ():  # those are not timed
         assert result["rounds"] >= 5 and result["seconds"] > 0, result
 
