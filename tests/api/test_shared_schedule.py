@@ -25,7 +25,7 @@ def latent(layers: int, lens: list[int] = LENS, device: str = "cuda") -> tuple[A
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
 
-    tensors = [(randn(len(lens), 1, 16, 576), randn(len(lens) * pages, 64, 1, 576)) for _ in range(layers)]
+    tensors = [(randn(len(lens), 1, 64, 576), randn(len(lens) * pages, 64, 1, 576)) for _ in range(layers)]
     table = torch.randperm(len(lens) * pages, generator=g, device=device).int().view(len(lens), pages)
     return tensors, dict(page_table=table, seqused_k=torch.tensor(lens, dtype=torch.int32, device=device))
 
@@ -121,7 +121,7 @@ def test_runs_of_a_plan_share_one():
         return wrapper.run(q_nope, q_pe, ckv, kpe)
 
     for _ in range(2):
-        wrapper.plan(rows, starts, indices, lens, 16, 512, 64, 64, True, 0.1, torch.bfloat16, torch.bfloat16)
+        wrapper.plan(rows, starts, indices, lens, 64, 512, 64, 64, True, 0.1, torch.bfloat16, torch.bfloat16)
         assert len(kernels(lambda: [run(*layer) for layer in layers])) == 1
         for layer in layers:
             want = attend(*layer, page_table=shared["page_table"], seqused_k=lens.cuda(), sm_scale=0.1)[0]

@@ -56,6 +56,20 @@ T __shfl_up_sync(unsigned mask, T value, int step) {
   const int lane = int(threadIdx.x % 32);
   return __shfl_sync(mask, value, lane < step ? lane : lane - step);
 }
+inline unsigned __ballot_sync(unsigned mask, bool value) {
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    lanes |= unsigned(__shfl_sync(mask, int(value), lane)) << lane;
+  }
+  return lanes;
+}
+inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+inline int __reduce_max_sync(unsigned mask, int value) {
+  int most = value;
+  for (int lane = 0; lane < 32; ++lane) most = std::max(most, __shfl_sync(mask, value, lane));
+  return most;
+}
+inline int __ffs(int word) { return __builtin_ffs(word); }
 template <class T>
 T atomicAdd(T* at, T value) {
   return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);

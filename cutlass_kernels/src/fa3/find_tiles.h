@@ -67,7 +67,9 @@ class TileClaims {
         place(head, rank);
       }
       const bool found =
-          find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
+          Tile::kPacked && p.plan.source == TileSource::kBatchBySplit
+              ? find_own_split<true>(p, params_.rows, rank, work)
+              : find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
       if (unsigned(index_) >= unsigned(count)) return false;
       if (found) return true;
     }

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <climits>
 
 #include "common/dependent_launch.h"
 #include "common/fast_divisor.h"
@@ -62,6 +63,7 @@ CUTE_DEVICE void combine_unit(const CombineParams& p, const SplitTile& tile, int
   const int row = int(p.heads.divide(i));
   const int head = i - row * int(p.heads.divisor);
   CombinedRow<kPanels> combined;
+  await_previous_kernel();  // late: what is above takes 0.2 us; once it has ended, this takes no time
   if (row < tile.rows) {
     const TilePartials partials{tile.partial_row, tile.num_splits};
     combined = combine_splits<kPanels, kAhead<kPanels>>(p, partials, row, head, part, sharers);
@@ -95,41 +97,48 @@ CUTE_DEVICE int tile_of_unit(const LaunchPlan& plan, int tiles, int unit) {
   return first;
 }
 
+// The units of a thread block: of the tiles from `index` on, below `tiles`, those from `unit` on, below `end`, `step` apart.
+struct UnitsOfBlock {
+  int index, tiles;
+  int unit, end, step;
+};
+
+CUTE_DEVICE UnitsOfBlock units_of_block(const CombineParams& p) {
+  const LaunchPlan& plan = p.plan;
+  if (plan.tile_list == nullptr) {
+    const int index = int(p.blocks_per_tile.divide(blockIdx.x));
+    const int blocks = int(p.blocks_per_tile.divisor);
+    return {index, index + 1, int(blockIdx.x) - index * blocks, INT_MAX, blocks};
+  }
+  // As many as the others have, which follow one another. The list was there before the previous kernel.
+  const auto* header = static_cast<const TileListHeader*>(plan.tile_list) - 1;
+  const int tiles = __ldcg(&header->num_split_tiles);
+  const unsigned all = unsigned(__ldcg(&header->num_units)), each = all / gridDim.x;
+  const unsigned longer = all - each * gridDim.x;  // the first blocks, by one
+  const int begin = int(each * blockIdx.x + min(longer, blockIdx.x));
+  const int end = begin + int(each + (blockIdx.x < longer ? 1 : 0));
+  return {begin < end ? tile_of_unit(plan, tiles, begin) : tiles, tiles, begin, end, 1};
+}
+
 template <class Element, int kPanels>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm<kPanels>)
     combine_splits_kernel(__grid_constant__ const CombineParams p) {
-  const LaunchPlan& plan = p.plan;
-  const CombineUnits units{plan.splits_of_warp};
-  if (plan.tile_list != nullptr) {
-    // Thread blocks get as many units each, which follow one another. The list was there before the previous kernel.
-    const auto* header = static_cast<const TileListHeader*>(plan.tile_list) - 1;
-    const int tiles = __ldcg(&header->num_split_tiles), all = __ldcg(&header->num_units);
-    int unit = int(std::int64_t(all) * blockIdx.x / gridDim.x);
-    const int end = int(std::int64_t(all) * (blockIdx.x + 1) / gridDim.x);
-    int index = unit < end ? tile_of_unit(plan, tiles, unit) : tiles;
-    await_previous_kernel();
-    CUTE_NO_UNROLL
-    for (; index < tiles && unit < end; ++index) {
-      const SplitTile tile = tile_at(p, index);
-      const int last =
-          min(end, tile.first_unit + units.of_rows(tile.rows * p.num_qo_heads, tile.num_splits));
-      unit = max(unit, tile.first_unit);
-      CUTE_NO_UNROLL
-      for (; unit < last; ++unit) combine_unit<Element, kPanels>(p, tile, unit - tile.first_unit);
-    }
-    return;
-  }
-  const int index = int(p.blocks_per_tile.divide(blockIdx.x));
-  const int block = int(blockIdx.x) - index * int(p.blocks_per_tile.divisor);
-  if (is_described_by_kernel(plan)) await_previous_kernel();
-  const SplitTile tile = tile_at(p, index);
-  await_previous_kernel();
-  if (tile.num_splits <= 1) return;
-  const int count = units.of_rows(tile.rows * p.num_qo_heads, tile.num_splits);
+  if (is_described_by_kernel(p.plan)) await_previous_kernel();
+  UnitsOfBlock own = units_of_block(p);
   CUTE_NO_UNROLL
-  for (int unit = block; unit < count; unit += int(p.blocks_per_tile.divisor)) {
-    combine_unit<Element, kPanels>(p, tile, unit);
+  for (; own.index < own.tiles && own.unit < own.end; ++own.index) {
+    const SplitTile tile = tile_at(p, own.index);
+    const CombineUnits units{p.plan.splits_of_warp};
+    const int count =
+        tile.num_splits > 1 ? units.of_rows(tile.rows * p.num_qo_heads, tile.num_splits) : 0;
+    const int last = min(own.end, tile.first_unit + count);
+    own.unit = max(own.unit, tile.first_unit);
+    CUTE_NO_UNROLL
+    for (; own.unit < last; own.unit += own.step) {
+      combine_unit<Element, kPanels>(p, tile, own.unit - tile.first_unit);
+    }
   }
+  await_previous_kernel();  // what comes after this kernel comes after that one, too
 }
 
 using Kernel = void (*)(CombineParams);
@@ -172,9 +181,13 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
     // A unit combines eight rows of a head, or splits for eight warps: no fewer than eight partial rows.
     grid = std::clamp<std::int64_t>(plan.partial_rows * heads / kWarps, 1, blocks);
   } else {
+    // Of a batch, the plan has the splits of all requests together.
+    const int splits = plan.source == TileSource::kBatchByLength
+                           ? (plan.num_splits + params.batch_size - 1) / params.batch_size
+                           : plan.num_splits;
     blocks_per_tile = std::min<std::int64_t>(
-        units.of_rows(int(std::min<std::int64_t>(rows * heads, 1 << 24)), plan.num_splits),
-        (blocks + tiles - 1) / tiles);
+        units.of_rows(int(std::min<std::int64_t>(rows * heads, 1 << 24)), splits),
+        std::max<std::int64_t>(blocks / tiles, 1));
     grid = tiles * blocks_per_tile;
   }
   static_assert(kMostCombinedColumns <= 4 * 128,

@@ -15,7 +15,7 @@ enum class TileSource : std::int32_t {
   kSingleRequest,  ///< one request without indptrs: its tiles, last rows first
   kBatchByLength,  ///< as many tile indices per request as the longest one has tiles: all long tiles come first
   kBatchInOrder,  ///< tile indices in the order of rows: few of them map to no tile
-  kBatchBySplit,  ///< request after request, as many KV splits for each as one can have; requests of one tile
+  kBatchBySplit,  ///< request after request, as many tiles and KV splits for each as one can have
 };
 
 /// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one

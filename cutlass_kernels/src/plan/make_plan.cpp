@@ -156,7 +156,7 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
                        const PlanOptions& options, PlanState* plan) {
   const SplitRule rule =
       split_rule(params, plan->tile, plan->source, device, options.partial_bytes);
-  const OwnBounds bounds = own_bounds(rule, params);
+  const OwnBounds bounds = own_bounds(rule, params, plan->tile);
   if (Status status = check_tiles(params, bounds.tile_indices); !status.ok()) return status;
   if (Status status = check_partial_rows(params, bounds.partial_rows); !status.ok()) return status;
   WorkspaceLayout& layout = plan->layout;

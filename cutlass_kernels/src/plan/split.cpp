@@ -258,16 +258,21 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
   return rule.most_splits > 1 ? splits + requests : requests;
 }
 
-OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params) {
-  OwnBounds bounds;
+OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile) {
   const std::int64_t requests = params.batch_size;
-  bounds.tile_indices = requests * std::max(rule.most_splits, 1);
-  if (rule.most_splits < 2) return bounds;
+  const std::int64_t tiles = tiles_of_longest(params, tile.rows);
+  if (rule.most_splits < 2) return {requests * tiles};
+  // A request of more tiles has fewer splits of each.
+  std::int64_t indices = tiles;
+  for (std::int64_t some = 1; some <= tiles; ++some) {
+    const std::int64_t rows = (some - 1) * tile.rows + 1;
+    if (rows > rule.own.most_rows) break;
+    indices = std::max(indices, some * rule.own.of(int(rows), kMaxKeys));
+  }
   const std::int64_t rows = std::min<std::int64_t>(
       std::min<std::int64_t>(params.max_qo_len, params.total_q), rule.own.most_rows);
-  bounds.partial_rows =
-      requests * std::min<std::int64_t>(rows * rule.most_splits, rule.own.partial_rows);
-  return bounds;
+  return {requests * indices,
+          requests * std::min<std::int64_t>(rows * rule.most_splits, rule.own.partial_rows)};
 }
 
 std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,

@@ -156,7 +156,7 @@ struct OwnBounds {
   std::int64_t tile_indices;
   std::int64_t partial_rows = 0;
 };
-OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params);
+OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile);
 
 /// Rows of partial results of so many splits; 0 if nothing is split.
 std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,

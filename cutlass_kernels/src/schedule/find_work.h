@@ -19,7 +19,7 @@ namespace cutlass_kernels {
 //                    batch
 //   kBatchInOrder    in the order of rows, last request first: a request whose rows begin at q has the indices from
 //                    q / tile_rows + (requests before it) on, up to one more than it needs
-//   kBatchBySplit    as many KV splits for each request as one can have: find_own_split()
+//   kBatchBySplit    for each request as many as one can have tiles and splits of its own: find_own_split()
 struct RowTiles {
   FastDivisor repeats;    // of a tile: KV splits, or requests
   FastDivisor tile_rows;  // of kBatchInOrder
@@ -29,7 +29,8 @@ struct RowTiles {
     const LaunchPlan& plan = p.plan;
     const bool in_order = plan.source == TileSource::kBatchInOrder;
     const bool by_split = plan.source == TileSource::kBatchBySplit;
-    const int repeats = std::max(plan.num_splits, is_batch(p) && !by_split ? p.batch_size : 1);
+    const int repeats = by_split ? plan.tile_indices / p.batch_size
+                                 : std::max(plan.num_splits, is_batch(p) ? p.batch_size : 1);
     return {FastDivisor(std::uint32_t(repeats)),
             FastDivisor(std::uint32_t(std::max(plan.tile_rows, 1))),
             in_order ? 0 : plan.tile_indices / repeats};
@@ -112,19 +113,28 @@ CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOf
   return is_here && work.qo_len > 0 && lies_inside(p, work);
 }
 
-// kBatchBySplit: the KV split of a rank.
+// kBatchBySplit: the KV split of a rank. kTiles: requests may have several tiles.
+template <bool kTiles = false>
 CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int rank,
                                 WorkItem& work) {
   const int batch = int(rows.repeats.divide(rank));
   const bool is_computed = begin_own_splits(p, batch, keys_of_request(p, batch), work);
-  const int split = rank - batch * int(rows.repeats.divisor);
+  const int first_rank = batch * int(rows.repeats.divisor);
   // Each request has room for the same number of rows.
   work.partial_row = batch * (p.plan.partial_rows / p.batch_size);
-  if (split == 0 && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
+  if (rank == first_rank && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
     describe_own_splits(p, work, work.partial_row);
   }
+  int split = rank - first_rank;
+  if constexpr (kTiles) {
+    const int position = int(unsigned(split) / unsigned(work.num_splits));
+    split -= position * work.num_splits;
+    work.tile -= position;
+    work.partial_row += work.tile * p.plan.own_splits.tile_rows * work.num_splits;
+    work.cut_all = work.next = 0;
+  }
   work.split = std::int16_t(split);
-  return is_computed && work.tile == 0 && split < work.num_splits;
+  return is_computed && (kTiles ? work.tile >= 0 : work.tile == 0 && split < work.num_splits);
 }
 
 // The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not

@@ -1,0 +1,105 @@
+// What the kernel that writes tile lists is given, and what its thread block shares.
+//
+// It runs once per step or call, on one SM: what takes its time is to fetch its instructions (0.1 us for every hundred),
+// and to wait for lengths. So requests are read once, and each thing is written once.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/split.h"
+#include "schedule/requests.h"
+
+namespace cutlass_kernels {
+
+constexpr int kListThreads = 1024;
+
+struct ListArgs {
+  // Of AttentionParams.
+  const std::int32_t* qo_indptr;
+  const std::int32_t* kv_indptr;
+  const std::int32_t* seqused_q;
+  const std::int32_t* seqused_k;
+  KvShard kv_shard;
+  std::int32_t max_qo_len;
+  std::int32_t max_kv_len;
+  std::int32_t kv_stride_request;
+  std::int32_t least_rows;
+  std::int32_t most_rows;
+  int batch_size;
+  std::int64_t total_q;
+  int num_qo_heads;
+  int splits_of_warp;
+  int tile_rows;
+  SplitRule rule;
+  int capacity;
+  bool fills;
+  TileListHeader* header;
+  WorkItem* list;
+  SplitTile* split_tiles;
+  std::uint64_t* combine_counters;
+  PageTable pages;
+};
+
+// Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can neither make
+// sums overflow nor push others out of the list.
+CK_HOST_DEVICE inline int tile_count(int begin, int length, std::int64_t total_q, int tile_rows) {
+  return 0 <= begin && 0 <= length && begin + std::int64_t(length) <= total_q
+             ? (length + tile_rows - 1) / tile_rows
+             : 0;
+}
+
+struct alignas(16) RequestOfList {
+  int q_begin, qo_len, kv_begin, kv_len;
+
+  __device__ static RequestOfList read(const ListArgs& args, int batch) {
+    const RowsOfRequest rows = rows_of_request(args, batch);
+    const KeysOfRequest keys = keys_of_request(args, batch);
+    return {rows.begin, rows.length, keys.begin, keys.length};
+  }
+  __device__ int tiles(const ListArgs& args) const {
+    return is_in_part(args, qo_len) ? tile_count(q_begin, qo_len, args.total_q, args.tile_rows) : 0;
+  }
+};
+
+__device__ inline std::uint64_t sum_in_warp(std::uint64_t value) {
+  for (int step = 1; step < 32; step *= 2) {
+    const std::uint64_t other = __shfl_up_sync(0xffffffffu, value, step);
+    if (int(threadIdx.x % 32) >= step) value += other;
+  }
+  return value;
+}
+
+// By all threads: the sum of the values of the threads before each, and of all.
+struct BlockSum {
+  std::uint64_t before, all;
+};
+__device__ inline BlockSum block_sum(std::uint64_t value) {
+  __shared__ std::uint64_t of_warps[32];
+  const int warp = int(threadIdx.x / 32);
+  const std::uint64_t inclusive = sum_in_warp(value);
+  __syncthreads();  // others may still read the last sum
+  if (threadIdx.x % 32 == 31) of_warps[warp] = inclusive;
+  __syncthreads();
+  const std::uint64_t warps = sum_in_warp(of_warps[threadIdx.x % 32]);
+  const std::uint64_t before = __shfl_sync(0xffffffffu, warps, warp > 0 ? warp - 1 : 0);
+  return {(warp > 0 ? before : 0) + inclusive - value, __shfl_sync(0xffffffffu, warps, 31)};
+}
+
+// What split tiles take, in this order: places in their list and units of combining (CombineUnits), in the upper and in
+// the lower half of a word; and partial rows.
+struct SplitRoom {
+  std::uint64_t tiles_and_units, rows;
+
+  __device__ static SplitRoom of(int tiles, int units, std::int64_t rows) {
+    return {(std::uint64_t(unsigned(tiles)) << 32) + unsigned(units), std::uint64_t(rows)};
+  }
+  __device__ int tiles() const { return int(tiles_and_units >> 32); }
+  __device__ int units() const { return int(tiles_and_units & 0xffffffffu); }
+  __device__ void count(const ListArgs& args) const {
+    args.header->num_split_tiles =
+        int(min(std::int64_t(tiles_and_units >> 32), args.rule.split_tile_capacity));
+    args.header->num_units = units();
+  }
+};
+
+}  // namespace cutlass_kernels
