@@ -78,6 +78,17 @@ def fused(target, seed: int) -> Job:
     )
 
 
+def latent(target, seed: int) -> Job:
+    """A batch of latent caches: each call writes a list of even shares, and keeps none."""
+    pages, g = 2 if target.is_reference else 40, torch.Generator().manual_seed(seed)
+    q = torch.randn(3, 1, 64, 576, generator=g).bfloat16().to(target.device)
+    cache = torch.randn(3 * pages, 64, 1, 576, generator=g).bfloat16().to(target.device)
+    table = torch.randperm(3 * pages, generator=g).int().view(3, pages).to(target.device)
+    lens = torch.tensor([64 * pages, 20 * pages, 7], dtype=torch.int32, device=target.device)
+    options = dict(page_table=table, seqused_k=lens, backend=target.backend)
+    return lambda: ck.attention(q, cache, cache[..., :512], **options)
+
+
 def states(target, seed: int) -> Job:
     """Attention over two halves of the keys, merged."""
     batch = make_batch([9], [300], 4, 2, 64, device=target.device, seed=seed)
@@ -92,7 +103,7 @@ def states(target, seed: int) -> Job:
     return job
 
 
-JOBS = [tiles, split_keys, slopes, rotated, planned, replanned, fused, states]
+JOBS = [tiles, split_keys, slopes, rotated, planned, replanned, fused, latent, states]
 
 
 def stream_of(target) -> contextlib.AbstractContextManager[object]:

@@ -131,6 +131,29 @@ def test_runs_of_a_plan_share_one():
 
 @pytest.mark.gpu
 @pytest.mark.hopper
+def test_a_copy_of_a_wrapper_has_its_own():
+    (layer,), shared = latent(1)
+    batch, pages = shared["page_table"].shape
+    wrapper = ck.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    rows, starts = torch.arange(batch + 1, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32) * pages
+    indices, sizes = shared["page_table"].flatten().cpu(), (64, 512, 64, 64, True, 0.1, torch.bfloat16, torch.bfloat16)
+    (q_nope, q_pe), (ckv, kpe) = layer[0][:, 0].split((512, 64), -1), layer[1][:, :, 0].split((512, 64), -1)
+    lens = {"first": shared["seqused_k"].cpu(), "second": shared["seqused_k"].flip(0).cpu()}
+    want = {
+        name: attend(*layer, page_table=shared["page_table"], seqused_k=some.cuda(), sm_scale=0.1)[0][:, 0]
+        for name, some in lens.items()
+    }
+    wrapper.plan(rows, starts, indices, lens["first"], *sizes)
+    assert_bitwise(wrapper.run(q_nope, q_pe, ckv, kpe), want["first"])
+    other = copy.copy(wrapper)
+    other.plan(rows, starts, indices, lens["second"], *sizes)
+    for _ in range(2):
+        assert_bitwise(other.run(q_nope, q_pe, ckv, kpe), want["second"])
+        assert_bitwise(wrapper.run(q_nope, q_pe, ckv, kpe), want["first"])
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
 def test_flash_mla_shares_it_by_its_metadata():
     layers, shared = latent(3)
     (metadata, _), table, lens = get_mla_metadata(), shared["page_table"], shared["seqused_k"]

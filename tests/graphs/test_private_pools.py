@@ -53,6 +53,14 @@ def planned_decode() -> Callable[[], torch.Tensor]:
     return call
 
 
+def latent() -> Callable[[], torch.Tensor]:
+    """A batch of latent caches, with a list of even shares."""
+    q, cache = (torch.randn(*shape, 576, device="cuda:0").bfloat16() for shape in ((3, 1, 64), (3 * 40, 64, 1)))
+    table = torch.arange(3 * 40, dtype=torch.int32, device="cuda:0").view(3, 40)
+    lens = torch.tensor([2500, 900, 7], dtype=torch.int32, device="cuda:0")
+    return lambda: ck.attention(q, cache, cache[..., :512], page_table=table, seqused_k=lens)
+
+
 CALLS = {
     "a short prompt": lambda: single_prefill(5, 20, causal=True),
     "many tiles": lambda: single_prefill(3000, 3000, causal=True),
@@ -63,6 +71,7 @@ CALLS = {
     "attention": attention,
     "fused": fused,
     "planned decode": planned_decode,
+    "latent": latent,
 }
 
 

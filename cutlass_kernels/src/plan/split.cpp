@@ -260,7 +260,9 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
 
 OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile) {
   const std::int64_t requests = params.batch_size;
-  const std::int64_t tiles = tiles_of_longest(params, tile.rows);
+  const std::int64_t longest = std::min<std::int64_t>(
+      std::min<std::int64_t>(params.max_qo_len, params.total_q), params.most_rows);
+  const std::int64_t tiles = (longest + tile.rows - 1) / tile.rows;
   if (rule.most_splits < 2) return {requests * tiles};
   // A request of more tiles has fewer splits of each.
   std::int64_t indices = tiles;
@@ -269,8 +271,7 @@ OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const
     if (rows > rule.own.most_rows) break;
     indices = std::max(indices, some * rule.own.of(int(rows), kMaxKeys));
   }
-  const std::int64_t rows = std::min<std::int64_t>(
-      std::min<std::int64_t>(params.max_qo_len, params.total_q), rule.own.most_rows);
+  const std::int64_t rows = std::min<std::int64_t>(longest, rule.own.most_rows);
   return {requests * indices,
           requests * std::min<std::int64_t>(rows * rule.most_splits, rule.own.partial_rows)};
 }
