@@ -70,7 +70,8 @@ def _table_and_lengths(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attention(library: Any, name: str, case: MlaDecode, x: Inputs) -> Timed:
-    """attention(), which reads page table and lengths on the device."""
+    """attention(), which reads page table and lengths on the device; one schedule for all calls, as layers share it."""
+    shared = {"schedule": library.Schedule()} if hasattr(library, "Schedule") else {}
     q, (table, lengths) = _by_request(case, x), _table_and_lengths(x)
     pairs = itertools.cycle([(cache, cache[..., :CKV]) for cache in _caches(x)])
     call = functools.partial(
@@ -81,6 +82,7 @@ def attention(library: Any, name: str, case: MlaDecode, x: Inputs) -> Timed:
         causal=case.problem.causal,
         sm_scale=SCALE,
         backend=name,
+        **shared,
     )
     return Timed(lambda: call(q, *next(pairs)), output=lambda out: out.flatten(0, 1))
 
