@@ -11,14 +11,12 @@
 namespace cutlass_kernels {
 namespace {
 
-void run_append(const std::string& dtype, int num_kv_heads, int head_dim_qk, int head_dim_vo,
-                int batch_size, std::int64_t num_tokens, Address batch_indices, Address positions,
-                Address kv_indptr, Address indices, std::int64_t num_indices,
-                std::int64_t num_pages, int page_size, Address k, std::int64_t k_st,
-                std::int64_t k_sh, Address v, std::int64_t v_st, std::int64_t v_sh, Address k_cache,
-                std::int64_t k_sp, std::int64_t k_cache_st, std::int64_t k_cache_sh,
-                Address v_cache, std::int64_t v_sp, std::int64_t v_cache_st,
-                std::int64_t v_cache_sh, Address stream) {
+void run_append(const std::string& dtype, int num_kv_heads, int head_dim_qk, int head_dim_vo, int batch_size,
+                std::int64_t num_tokens, Address batch_indices, Address positions, Address kv_indptr, Address indices,
+                std::int64_t num_indices, std::int64_t num_pages, int page_size, Address k, std::int64_t k_st,
+                std::int64_t k_sh, Address v, std::int64_t v_st, std::int64_t v_sh, Address k_cache, std::int64_t k_sp,
+                std::int64_t k_cache_st, std::int64_t k_cache_sh, Address v_cache, std::int64_t v_sp,
+                std::int64_t v_cache_st, std::int64_t v_cache_sh, Address stream) {
   AppendParams params;
   params.dtype = dtype_of(dtype);
   params.num_kv_heads = num_kv_heads;
@@ -58,8 +56,7 @@ void run_positions(int batch_size, std::int64_t num_tokens, Address append_indpt
 
 void bind_append(pybind11::module_& m) {
   // Positional: keywords would take 7 us, positions take 0.4.
-  m.def("append_paged_kv_cache", &run_append,
-        "Writes new keys and values into their pages; see append.h.");
+  m.def("append_paged_kv_cache", &run_append, "Writes new keys and values into their pages; see append.h.");
   m.def("get_batch_indices_positions", &run_positions,
         "Writes the request and the position of every new token; see append.h.");
 }

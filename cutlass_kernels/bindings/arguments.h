@@ -28,8 +28,7 @@ inline void raise_unless_ok(const Status& status) {
 }
 
 inline DType dtype_of(const std::string& name) {
-  for (DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3,
-                      DType::kFloat8E5M2}) {
+  for (DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
     if (name == to_string(dtype)) return dtype;
   }
   throw pybind11::value_error("dtype '" + name + "' is not known to the compiled kernels.");
@@ -42,8 +41,7 @@ inline Backend backend_of(const std::string& name) {
     if (name == entry.name) return entry.backend;
     names += std::string(names.empty() ? "'" : ", '") + entry.name + "'";
   }
-  throw pybind11::value_error("backend '" + name + "' is not compiled code: use 'auto' or one of " +
-                              names + ".");
+  throw pybind11::value_error("backend '" + name + "' is not compiled code: use 'auto' or one of " + names + ".");
 }
 
 }  // namespace cutlass_kernels

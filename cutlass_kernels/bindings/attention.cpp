@@ -18,10 +18,8 @@ void bind_attention(py::module_& m) {
         "A plan, and the bytes that its tile list and its scratch take. From: backend, Request, "
         "Offsets, rows of q, "
         "workspace and its bytes, room for scratch, uploads, copies, stream.");
-  m.def("attend", &attend,
-        "Computes a Problem: with a backend, and for a batch with its plan and scratch.",
-        py::arg("problem"), py::arg("backend"), py::arg("plan") = nullptr,
-        py::arg("scratch") = py::none());
+  m.def("attend", &attend, "Computes a Problem: with a backend, and for a batch with its plan and scratch.",
+        py::arg("problem"), py::arg("backend"), py::arg("plan") = nullptr, py::arg("scratch") = py::none());
   m.def("attend_fused", &attend_fused,
         "Computes a Problem whose indptrs and block tables kernels read on the device. From: "
         "problem, backend, block "
@@ -30,9 +28,8 @@ void bind_attention(py::module_& m) {
         "The function (q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse, options) "
         "that makes direct "
         "runs of a plan: their results, or None where the call is one for Python.");
-  m.def(
-      "ascend", &ascends,
-      "Whether int32 offsets (address, count) never decrease, from a first that is not negative.");
+  m.def("ascend", &ascends,
+        "Whether int32 offsets (address, count) never decrease, from a first that is not negative.");
   m.def("copy_vectors", &copy_index_vectors,
         "Copies int32 vectors to the device, (to, from, elements) each: from the host, from the "
         "device; stream.");

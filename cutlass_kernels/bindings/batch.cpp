@@ -75,10 +75,9 @@ AttentionParams planned_params(const Fields& request, const Fields& offsets, std
 // mask, as far as it is known, decides the size of tiles; runs may have another. `uploads` of vectors on the host and
 // `copies` of others are made before the schedule, which is made from what they write, and after all checks: a plan that
 // cannot be made changes nothing.
-py::tuple plan_batch(const std::string& backend, py::object request, py::object offsets_object,
-                     std::int64_t total_q, Address workspace, std::size_t workspace_bytes,
-                     std::size_t room, const Copies& uploads, const Copies& copies,
-                     Address stream) {
+py::tuple plan_batch(const std::string& backend, py::object request, py::object offsets_object, std::int64_t total_q,
+                     Address workspace, std::size_t workspace_bytes, std::size_t room, const Copies& uploads,
+                     const Copies& copies, Address stream) {
   const Fields offsets(std::move(offsets_object));
   auto plan = std::make_unique<BatchPlan>();
   plan->backend = backend_of(backend);
@@ -120,8 +119,7 @@ namespace {
 // --- a problem ---
 
 ConstTensorView view_of(const Tensor& tensor, int first) {
-  return {pointer<const void>(tensor.data), tensor.strides[std::size_t(first)],
-          tensor.strides[std::size_t(first + 1)]};
+  return {pointer<const void>(tensor.data), tensor.strides[std::size_t(first)], tensor.strides[std::size_t(first + 1)]};
 }
 
 DType element_type(const Tensor& tensor, const char* name) {
@@ -153,8 +151,7 @@ void read_logits(const Fields& logits, AttentionParams* params) {
   params->alibi = {pointer<const float>(logits.address("alibi")), logits.as<bool>("alibi_relative"),
                    logits.as<bool>("alibi_after_cap")};
   params->sinks = pointer<const float>(logits.address("sinks"));
-  if (!logits.at("rope").is_none())
-    throw py::value_error("Kernels rotate nothing: prepare copies.");
+  if (!logits.at("rope").is_none()) throw py::value_error("Kernels rotate nothing: prepare copies.");
 }
 
 void read_output(const Fields& output, AttentionParams* params) {
@@ -184,8 +181,7 @@ void read_keys(const Fields& kv, bool paged, AttentionParams* params) {
   }
   PageTable& pages = params->pages;
   pages.page_size = int(k.shape[1]);
-  pages.num_pages = std::max(
-      k.shape[0], v.shape[0]);  // equal, but for copies, whose tables are known to be right
+  pages.num_pages = std::max(k.shape[0], v.shape[0]);  // equal, but for copies, whose tables are known to be right
   pages.k_stride_page = k.strides[0];
   pages.v_stride_page = v.strides[0];
   if (!kv.at("v_indices").is_none()) {  // else they are the plan's
@@ -198,8 +194,7 @@ void read_keys(const Fields& kv, bool paged, AttentionParams* params) {
 
 // Computes a Problem that Python has checked, on the current stream of its device. A batch brings its plan, and its
 // scratch.
-void attend(py::object object, const std::string& backend, const BatchPlan* plan,
-            py::object scratch) {
+void attend(py::object object, const std::string& backend, const BatchPlan* plan, py::object scratch) {
   const Torch& torch = Torch::get();
   const Fields problem(std::move(object));
   const int device = problem.tensor("q").device.device_id;
@@ -245,8 +240,8 @@ void read_problem(const Fields& problem, AttentionParams* params) {
   params->skip_softmax_factor = float(problem.as<double>("skip_softmax_factor"));
 }
 
-Status run_batch(const BatchPlan& plan, const AttentionParams& params, int device, Address stream,
-                 Address scratch, std::size_t scratch_bytes) {
+Status run_batch(const BatchPlan& plan, const AttentionParams& params, int device, Address stream, Address scratch,
+                 std::size_t scratch_bytes) {
   const CurrentDevice current(device);
   if (plan.state.layout.scratch_bytes > scratch_bytes) {
     return workspace_too_small("Attention", params, plan.state.layout.scratch_bytes, scratch_bytes);

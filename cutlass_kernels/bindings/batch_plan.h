@@ -22,7 +22,7 @@ struct BatchPlan {
 
 /// Enqueues a run on a device's current stream. The scratch may be shared by plans: no kernel of another call comes
 /// between those of this one.
-Status run_batch(const BatchPlan& plan, const AttentionParams& params, int device, Address stream,
-                 Address scratch, std::size_t scratch_bytes);
+Status run_batch(const BatchPlan& plan, const AttentionParams& params, int device, Address stream, Address scratch,
+                 std::size_t scratch_bytes);
 
 }  // namespace cutlass_kernels

@@ -18,11 +18,9 @@ inline VectorCopies vector_copies(const Copies& copies) {
   for (const auto& [to, from, count] : copies) {
     if (result.count == VectorCopies::kMost) {
       throw pybind11::value_error("A batch has at most " + std::to_string(VectorCopies::kMost) +
-                                  " index vectors, but " + std::to_string(copies.size()) +
-                                  " copies are asked for.");
+                                  " index vectors, but " + std::to_string(copies.size()) + " copies are asked for.");
     }
-    result.vectors[result.count++] = {pointer<std::int32_t>(to), pointer<const std::int32_t>(from),
-                                      count};
+    result.vectors[result.count++] = {pointer<std::int32_t>(to), pointer<const std::int32_t>(from), count};
   }
   return result;
 }

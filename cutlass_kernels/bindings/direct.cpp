@@ -80,8 +80,7 @@ bool read_backend(PyObject* object, Backend* backend) {
 }
 
 bool DirectOptions::read(PyObject* window, PyObject* cap, PyObject* scale) {
-  if (!read_integer(window, &window_left) || !read_number(cap, &soft_cap) ||
-      !read_number(scale, &sm_scale)) {
+  if (!read_integer(window, &window_left) || !read_number(cap, &soft_cap) || !read_number(scale, &sm_scale)) {
     return false;
   }
   if (window_left < 0) window_left = -1;
@@ -120,18 +119,16 @@ namespace {
 
 /// [pages, page_size, heads, dim] of keys or of values, from [pages, (2,) (tokens,) heads, dim]. `first` is the first
 /// dimension inside a page. Pages of one token may lack the dimension of tokens.
-bool read_pages(const Tensor& tensor, int first, bool hnd, std::int64_t* pages,
-                std::int64_t* stride_page, Matrix* matrix) {
+bool read_pages(const Tensor& tensor, int first, bool hnd, std::int64_t* pages, std::int64_t* stride_page,
+                Matrix* matrix) {
   *pages = tensor.shape[0];
   *stride_page = tensor.strides[0];
   if (!is_ordinary(*stride_page, tensor.item_bytes()) || *pages > kOrdinary) return false;
   if (tensor.ndim == first + 3) return read_matrix_at(tensor, first, hnd, matrix);
   if (tensor.ndim != first + 2) return false;
   const auto head = std::size_t(first), last = std::size_t(first + 1);
-  *matrix = {tensor.data,         1, tensor.shape[head], tensor.shape[last], *stride_page,
-             tensor.strides[head]};
-  return tensor.strides[last] == 1 && tensor.data % 16 == 0 &&
-         is_ordinary(matrix->stride_head, tensor.item_bytes());
+  *matrix = {tensor.data, 1, tensor.shape[head], tensor.shape[last], *stride_page, tensor.strides[head]};
+  return tensor.strides[last] == 1 && tensor.data % 16 == 0 && is_ordinary(matrix->stride_head, tensor.item_bytes());
 }
 
 /// Both caches; `first` is the first dimension inside a page.
@@ -181,8 +178,7 @@ bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache
   return read_caches(k, v, 2, hnd, cache);
 }
 
-bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int device,
-                  const std::int32_t** lengths) {
+bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int device, const std::int32_t** lengths) {
   Tensor tensor;
   if (!torch.read(object, &tensor) || tensor.ndim != 1 || tensor.shape[0] != count ||
       (tensor.strides[0] != 1 && count != 1) || !is_int32(tensor) || !tensor.is_on_gpu(device)) {
@@ -194,8 +190,7 @@ bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int 
 
 bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTable* pages) {
   const int last = separate ? 2 : 1;
-  if (tables.ndim != last + 1 || tables.shape[0] != batch || (separate && tables.shape[1] != 2) ||
-      !is_int32(tables)) {
+  if (tables.ndim != last + 1 || tables.shape[0] != batch || (separate && tables.shape[1] != 2) || !is_int32(tables)) {
     return false;
   }
   const std::int64_t width = tables.shape[std::size_t(last)];
@@ -208,18 +203,16 @@ bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTa
   }
   // Of a single row the stride may be anything.
   pages->table_stride = std::max({tables.strides[0], width, std::int64_t(1)});
-  pages->table_width =
-      std::int32_t(std::min<std::int64_t>(width, std::numeric_limits<std::int32_t>::max()));
+  pages->table_width = std::int32_t(std::min<std::int64_t>(width, std::numeric_limits<std::int32_t>::max()));
   return true;
 }
 
-bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int device,
-                const float** sinks) {
+bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int device, const float** sinks) {
   *sinks = nullptr;
   if (object == Py_None) return true;
   Tensor tensor;
-  if (!torch.read(object, &tensor) || tensor.ndim != 1 || tensor.shape[0] != heads ||
-      tensor.strides[0] != 1 || !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(device)) {
+  if (!torch.read(object, &tensor) || tensor.ndim != 1 || tensor.shape[0] != heads || tensor.strides[0] != 1 ||
+      !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(device)) {
     return false;
   }
   *sinks = pointer<const float>(tensor.data);
@@ -228,18 +221,17 @@ bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int de
 
 // --- results ---
 
-bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out, PyObject* lse,
-                     PyObject* return_lse, PyObject* like, Results* results,
-                     AttentionParams* params) {
+bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out, PyObject* lse, PyObject* return_lse,
+                     PyObject* like, Results* results, AttentionParams* params) {
   Tensor tensor;
   const bool squeezed = shape.squeezed;
   if (!read_flag(return_lse, &results->return_lse)) return false;
   // What the caller gave is read before anything is allocated.
   if (lse != Py_None) {
     const auto head = std::size_t(!squeezed);
-    if (!torch.read(lse, &tensor) || tensor.ndim != 2 - squeezed ||
-        tensor.shape[head] != shape.heads || (!squeezed && tensor.shape[0] != shape.rows) ||
-        !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(shape.device)) {
+    if (!torch.read(lse, &tensor) || tensor.ndim != 2 - squeezed || tensor.shape[head] != shape.heads ||
+        (!squeezed && tensor.shape[0] != shape.rows) || !has_dtype(tensor, DType::kFloat32) ||
+        !tensor.is_on_gpu(shape.device)) {
       return false;
     }
     params->lse = pointer<float>(tensor.data);
@@ -250,8 +242,8 @@ bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out
     return false;  // rows that no kernel writes are -inf
   }
   if (out != Py_None) {
-    if (!torch.read(out, &tensor) || tensor.ndim != 3 - squeezed ||
-        !has_dtype(tensor, shape.dtype) || !tensor.is_on_gpu(shape.device)) {
+    if (!torch.read(out, &tensor) || tensor.ndim != 3 - squeezed || !has_dtype(tensor, shape.dtype) ||
+        !tensor.is_on_gpu(shape.device)) {
       return false;
     }
     results->out = py::reinterpret_borrow<py::object>(out);
@@ -275,8 +267,8 @@ bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out
     params->o = {pointer<void>(tensor.data), shape.heads * tensor.strides[0], tensor.strides[0]};
   } else {
     Matrix matrix;
-    if (!read_matrix(tensor, /*hnd=*/false, &matrix) || matrix.tokens != shape.rows ||
-        matrix.heads != shape.heads || matrix.dim != shape.dim) {
+    if (!read_matrix(tensor, /*hnd=*/false, &matrix) || matrix.tokens != shape.rows || matrix.heads != shape.heads ||
+        matrix.dim != shape.dim) {
       return false;
     }
     params->o = {pointer<void>(matrix.data), matrix.stride_token, matrix.stride_head};
@@ -321,8 +313,7 @@ namespace {
 SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int device, Address stream,
                                SharedSchedule& schedule) {
   constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
-  const std::thread::id thread =
-      stream == kPerThread ? std::this_thread::get_id() : std::thread::id();
+  const std::thread::id thread = stream == kPerThread ? std::this_thread::get_id() : std::thread::id();
   const std::uint64_t capture = capture_of(pointer<CUstream_st>(stream));
   SharedSchedule::Made* place = nullptr;
   for (auto& one : schedule.made) {
@@ -331,8 +322,7 @@ SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int dev
           "schedule was made by a call of other sizes or options: calls that share one differ in "
           "their tensors alone. Pass a new Schedule().");
     }
-    if (one->device == device && one->stream == stream && one->thread == thread &&
-        one->capture == capture) {
+    if (one->device == device && one->stream == stream && one->thread == thread && one->capture == capture) {
       place = one.get();
     }
   }
@@ -348,9 +338,8 @@ SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int dev
   place->plan = plan;
   if (plan.schedule_bytes() > place->bytes) {
     const auto words = std::int64_t(plan.schedule_bytes() / sizeof(std::int32_t));
-    place->memory = schedule.is_strict || capture != 0
-                        ? torch.empty({words}, DType::kFloat32, device)
-                        : torch.kept_words(words, device);
+    place->memory = schedule.is_strict || capture != 0 ? torch.empty({words}, DType::kFloat32, device)
+                                                       : torch.kept_words(words, device);
     place->bytes = plan.schedule_bytes();
   }
   return *place;
@@ -358,8 +347,8 @@ SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int dev
 
 }  // namespace
 
-Status launch_once(const Torch& torch, const AttentionParams& params, Backend backend,
-                   int device_index, SharedSchedule* schedule) {
+Status launch_once(const Torch& torch, const AttentionParams& params, Backend backend, int device_index,
+                   SharedSchedule* schedule) {
   const CurrentDevice current(device_index);
   PlanOptions options;
   options.call_counters = true;
@@ -388,9 +377,8 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
     }
   }
   const auto work = [&] {
-    return launch_call(plan, pointer<void>(workspace.data()),
-                       pointer<std::uint64_t>(counter_tensor.data), pointer<CUstream_st>(stream),
-                       kept);
+    return launch_call(plan, pointer<void>(workspace.data()), pointer<std::uint64_t>(counter_tensor.data),
+                       pointer<CUstream_st>(stream), kept);
   };
   if (place == nullptr) return without_gil(work);
   Status status = without_gil_in_turn(stream, work);

@@ -74,21 +74,18 @@ bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache
 bool read_paged_cache(const Tensor& k, const Tensor& v, bool hnd, PagedCache* cache);
 
 /// Indptrs or lengths, int32 [count] on a device.
-bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int device,
-                  const std::int32_t** lengths);
+bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int device, const std::int32_t** lengths);
 
 /// A page table [batch, width], or [batch, 2, width] of separate caches. Rows do not overlap, their entries lie side by
 /// side.
 bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTable* pages);
 
-constexpr std::int64_t kMostKeys = std::int64_t(1)
-                                   << 30;  // in pages: an estimate, which needs to go no further
+constexpr std::int64_t kMostKeys = std::int64_t(1) << 30;  // in pages: an estimate, which needs to go no further
 /// A bound of lengths: more than there can be is no limit.
 std::int32_t limited(std::int64_t value);
 
 /// Sinks, fp32 [heads] on a device; none where they are None.
-bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int device,
-                const float** sinks);
+bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int device, const float** sinks);
 
 // --- results ---
 
@@ -110,9 +107,8 @@ struct ResultShape {
 };
 /// Reads the places that the caller gave (None: a new tensor is made), and fills params.o and params.lse.
 /// `like`: a tensor whose empty_like() is a new output; null where none is. Call this last: it allocates.
-bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out, PyObject* lse,
-                     PyObject* return_lse, PyObject* like, Results* results,
-                     AttentionParams* params);
+bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out, PyObject* lse, PyObject* return_lse,
+                     PyObject* like, Results* results, AttentionParams* params);
 
 /// A schedule that calls of the same sizes and lengths share. The first of them makes it: on each stream, and in each
 /// capture of a CUDA graph, whose replays then follow new lengths.
@@ -176,8 +172,7 @@ PyObject* guarded(Function function) {
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
 inline PyMethodDef fast(const char* name, FastFunction function) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
-          METH_FASTCALL, nullptr};
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
 inline void add_function(const py::object& module, PyMethodDef* def) {

@@ -14,9 +14,8 @@ namespace cutlass_kernels {
 
 /// The interned string of a literal, made once: looking up an attribute by it takes a third of the time.
 inline PyObject* interned(const char* literal) {
-  static auto& strings =
-      *new std::unordered_map<const char*,
-                              PyObject*>;  // never destroyed: Python may be gone by then
+  static auto& strings = *new std::unordered_map<const char*,
+                                                 PyObject*>;  // never destroyed: Python may be gone by then
   PyObject*& string = strings[literal];
   if (string == nullptr) string = PyUnicode_InternFromString(literal);
   return string;

@@ -17,15 +17,14 @@ namespace cutlass_kernels {
 namespace py = pybind11;
 
 // batch.cpp
-py::tuple plan_batch(const std::string& backend, py::object request, py::object offsets_object,
-                     std::int64_t total_q, Address workspace, std::size_t workspace_bytes,
-                     std::size_t room, const Copies& uploads, const Copies& copies, Address stream);
-void attend(py::object object, const std::string& backend, const BatchPlan* plan,
-            py::object scratch);
+py::tuple plan_batch(const std::string& backend, py::object request, py::object offsets_object, std::int64_t total_q,
+                     Address workspace, std::size_t workspace_bytes, std::size_t room, const Copies& uploads,
+                     const Copies& copies, Address stream);
+void attend(py::object object, const std::string& backend, const BatchPlan* plan, py::object scratch);
 
 // fused.cpp
-void attend_fused(py::object object, const std::string& backend, const py::object& tables,
-                  std::int64_t v_offset, std::int64_t max_q_len, std::int64_t max_kv_len);
+void attend_fused(py::object object, const std::string& backend, const py::object& tables, std::int64_t v_offset,
+                  std::int64_t max_q_len, std::int64_t max_kv_len);
 void add_fused(const py::object& module);
 
 // indices.cpp

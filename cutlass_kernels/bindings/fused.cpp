@@ -69,8 +69,7 @@ bool read_layout(const Torch& torch, PyObject* name, PyObject* qkv, Layout* layo
   if (is_text(name, "PACKED_QKV")) {
     if (!torch.read(qkv, &q) || q.ndim != 4 || q.shape[1] != 3) return false;
     k = v = q;
-    if (!read_part(q, 0, &layout->q) || !read_part(q, 1, &layout->k) ||
-        !read_part(q, 2, &layout->v)) {
+    if (!read_part(q, 0, &layout->q) || !read_part(q, 1, &layout->k) || !read_part(q, 2, &layout->v)) {
       return false;
     }
   } else if (is_text(name, "SEPARATE_Q_K_V")) {
@@ -82,8 +81,7 @@ bool read_layout(const Torch& torch, PyObject* name, PyObject* qkv, Layout* layo
     }
     layout->q_tensor = PyTuple_GET_ITEM(qkv, 0);
   } else {
-    if (!is_sequence(qkv, 2) || !torch.read(PyTuple_GET_ITEM(qkv, 0), &q) ||
-        !read_matrix(q, false, &layout->q)) {
+    if (!is_sequence(qkv, 2) || !torch.read(PyTuple_GET_ITEM(qkv, 0), &q) || !read_matrix(q, false, &layout->q)) {
       return false;
     }
     layout->q_tensor = PyTuple_GET_ITEM(qkv, 0);
@@ -126,10 +124,9 @@ bool read_value_offset(const PagedCache& cache, bool hnd, std::int64_t* offset) 
     return cache.k_stride_page == rows * cache.dim_qk && cache.v_stride_page == cache.k_stride_page;
   }();
   const std::int64_t block = rows * cache.dim_qk * size_of(cache.dtype);
-  const auto distance = std::int64_t(reinterpret_cast<Address>(cache.v.data)) -
-                        std::int64_t(reinterpret_cast<Address>(cache.k.data));
-  if (!contiguous || cache.dim_qk != cache.dim_vo || block <= 0 || distance <= 0 ||
-      distance % block != 0) {
+  const auto distance =
+      std::int64_t(reinterpret_cast<Address>(cache.v.data)) - std::int64_t(reinterpret_cast<Address>(cache.k.data));
+  if (!contiguous || cache.dim_qk != cache.dim_vo || block <= 0 || distance <= 0 || distance % block != 0) {
     return false;
   }
   *offset = distance / block;
@@ -181,16 +178,15 @@ py::object fused_prefill(PyObject* const* given, Py_ssize_t count) {
   params.head_dim_vo = int(layout.paged ? cache.dim_vo : layout.v.dim);
   params.total_q = q.tokens;
   params.q = q.view();
-  if (q.tokens < 1 || q.heads <= 0 || params.num_kv_heads <= 0 ||
-      q.heads % params.num_kv_heads != 0 || (layout.paged ? cache.dim_qk : layout.k.dim) != q.dim) {
+  if (q.tokens < 1 || q.heads <= 0 || params.num_kv_heads <= 0 || q.heads % params.num_kv_heads != 0 ||
+      (layout.paged ? cache.dim_qk : layout.k.dim) != q.dim) {
     return no;
   }
 
   std::int64_t max_q = 0, max_kv = 0, batch = 0;
   if (!read_integer(given[kMaxQLen], &max_q) || !read_integer(given[kMaxKvLen], &max_kv) ||
-      !read_integer(given[kBatchSize], &batch) || batch < 1 ||
-      batch > std::numeric_limits<std::int32_t>::max() - 1 || max_q < 1 || max_kv < max_q ||
-      (is_text(given[kInputLayout], "PACKED_QKV") && max_kv != max_q)) {
+      !read_integer(given[kBatchSize], &batch) || batch < 1 || batch > std::numeric_limits<std::int32_t>::max() - 1 ||
+      max_q < 1 || max_kv < max_q || (is_text(given[kInputLayout], "PACKED_QKV") && max_kv != max_q)) {
     return no;
   }
   params.batch_size = int(batch);
@@ -208,8 +204,7 @@ py::object fused_prefill(PyObject* const* given, Py_ssize_t count) {
         !read_tables(tables, layout.separate, batch, &params.pages)) {
       return no;
     }
-    if (layout.separate &&
-        !read_value_offset(cache, is_text(given[kInputLayout], "Q_PAGED_KV_HND"), &v_offset)) {
+    if (layout.separate && !read_value_offset(cache, is_text(given[kInputLayout], "Q_PAGED_KV_HND"), &v_offset)) {
       return no;
     }
     if (size_of(layout.dtype) == 1 && cache.page_size % kPagesOfFp8 != 0) return no;
@@ -220,11 +215,10 @@ py::object fused_prefill(PyObject* const* given, Py_ssize_t count) {
     params.pages.v_offset = limited(v_offset);
     params.k = cache.k;
     params.v = cache.v;
-    params.total_kv = std::min({max_kv > kMostKeys / batch ? kMostKeys : batch * max_kv,
-                                cache.pages * cache.page_size, kMostKeys});
+    params.total_kv =
+        std::min({max_kv > kMostKeys / batch ? kMostKeys : batch * max_kv, cache.pages * cache.page_size, kMostKeys});
   } else {
-    if (given[kBlockTables] != Py_None || layout.k.tokens != layout.v.tokens ||
-        layout.k.heads != layout.v.heads) {
+    if (given[kBlockTables] != Py_None || layout.k.tokens != layout.v.tokens || layout.k.heads != layout.v.heads) {
       return no;
     }
     params.k = layout.k.view();
@@ -235,13 +229,11 @@ py::object fused_prefill(PyObject* const* given, Py_ssize_t count) {
   double bmm1_scale = 0.0, bmm2_scale = 0.0, soft_cap = 0.0, skip_softmax = 0.0;
   bool with_stats = false;
   Backend backend{};
-  if (given[kBmm1Scale] == Py_None || given[kBmm2Scale] == Py_None ||
-      !read_number(given[kBmm1Scale], &bmm1_scale) ||
+  if (given[kBmm1Scale] == Py_None || given[kBmm2Scale] == Py_None || !read_number(given[kBmm1Scale], &bmm1_scale) ||
       !read_number(given[kBmm2Scale], &bmm2_scale) || !read_number(given[kSoftCap], &soft_cap) ||
       !read_number(given[kSkipSoftmax], &skip_softmax) || skip_softmax < 0.0 ||
       !read_flag(given[kSaveStats], &with_stats) || !read_backend(given[kBackend], &backend) ||
-      !read_mask(given, &params) ||
-      !read_sinks(torch, given[kSinks], q.heads, layout.device, &params.sinks) ||
+      !read_mask(given, &params) || !read_sinks(torch, given[kSinks], q.heads, layout.device, &params.sinks) ||
       !read_output_dtype(torch, given, layout.dtype, &params.o_dtype)) {
     return no;
   }
@@ -251,12 +243,11 @@ py::object fused_prefill(PyObject* const* given, Py_ssize_t count) {
   params.skip_softmax_factor = float(skip_softmax);
 
   const ResultShape shape{q.tokens, q.heads, params.head_dim_vo, params.o_dtype, layout.device};
-  const bool like_q = layout.q_tensor != nullptr && q.dim == params.head_dim_vo &&
-                      params.o_dtype == layout.dtype && q.stride_head == q.dim &&
-                      q.stride_token == q.heads * q.dim;
+  const bool like_q = layout.q_tensor != nullptr && q.dim == params.head_dim_vo && params.o_dtype == layout.dtype &&
+                      q.stride_head == q.dim && q.stride_token == q.heads * q.dim;
   Results results;
-  if (!prepare_results(torch, shape, given[kOut], Py_None, Py_False,
-                       like_q ? layout.q_tensor : nullptr, &results, &params)) {
+  if (!prepare_results(torch, shape, given[kOut], Py_None, Py_False, like_q ? layout.q_tensor : nullptr, &results,
+                       &params)) {
     return no;
   }
   py::object stats;
@@ -279,8 +270,8 @@ PyObject* fused(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }  // namespace
 
 // Block tables as read_tables() takes them: `tables` is None without pages. kv.indptr counts tokens.
-void attend_fused(py::object object, const std::string& backend, const py::object& tables,
-                  std::int64_t v_offset, std::int64_t max_q_len, std::int64_t max_kv_len) {
+void attend_fused(py::object object, const std::string& backend, const py::object& tables, std::int64_t v_offset,
+                  std::int64_t max_q_len, std::int64_t max_kv_len) {
   const Torch& torch = Torch::get();
   const Fields problem(std::move(object)), kv = problem.at("kv");
   AttentionParams params;

@@ -30,8 +30,7 @@ bool read_vector(const Torch& torch, PyObject* object, const Tensor* device, Vec
   Tensor tensor;
   if (!torch.read(object, &tensor) || tensor.ndim != 1 || !is_int32(tensor)) return false;
   if (tensor.strides[0] != 1 && tensor.shape[0] > 1) return false;
-  if (device != nullptr ? !tensor.is_on_gpu(device->device.device_id)
-                        : tensor.device.device_type != kDLCPU) {
+  if (device != nullptr ? !tensor.is_on_gpu(device->device.device_id) : tensor.device.device_type != kDLCPU) {
     return false;
   }
   *vector = {pointer<const std::int32_t>(tensor.data), tensor.shape[0]};
@@ -50,8 +49,7 @@ constexpr std::int64_t kAlign = 4;  // a vector starts at a multiple of 16 bytes
 py::tuple pack(std::initializer_list<Vector> vectors) {
   std::int64_t total = 0;
   for (const Vector& x : vectors) total += (x.count + kAlign - 1) / kAlign * kAlign;
-  const auto packed = py::reinterpret_steal<py::object>(
-      PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(4 * total)));
+  const auto packed = py::reinterpret_steal<py::object>(PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(4 * total)));
   if (!packed) throw py::error_already_set();
   char* to = PyByteArray_AS_STRING(packed.ptr());
   for (const Vector& x : vectors) {
@@ -103,9 +101,8 @@ py::object read_pages(PyObject* const* given) {
   bool on_gpu = false, whole = false;
   std::int64_t page_size = 0;
   if (!read_vector(torch, given[0], nullptr, &qo) || !read_vector(torch, given[1], nullptr, &kv) ||
-      !read_vector(torch, given[2], nullptr, &last) || given[4] == Py_None ||
-      !read_integer(given[4], &page_size) || page_size <= 0 || !read_flag(given[5], &whole) ||
-      !read_like(torch, given[6], &like, &on_gpu)) {
+      !read_vector(torch, given[2], nullptr, &last) || given[4] == Py_None || !read_integer(given[4], &page_size) ||
+      page_size <= 0 || !read_flag(given[5], &whole) || !read_like(torch, given[6], &like, &on_gpu)) {
     return py::none();
   }
   const bool readable = read_vector(torch, given[3], nullptr, &indices);
@@ -130,8 +127,7 @@ py::object read_pages(PyObject* const* given) {
   const std::int64_t given_pages = indices.count;
   indices.count = readable ? (whole ? given_pages : end) : 0;
   return py::make_tuple(qo.count - 1, qo.last(), end, longest, std::int64_t(highest) + 1,
-                        readable ? indices.count : std::int64_t(-1), given_pages,
-                        pack({qo, kv, last, indices}));
+                        readable ? indices.count : std::int64_t(-1), given_pages, pack({qo, kv, last, indices}));
 }
 
 // The sizes of int32 vectors that are on the same GPU as the first tensor; None where one is not, or is no such vector.
@@ -166,9 +162,7 @@ PyObject* read_sizes(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 }  // namespace
 
-bool ascends(Address offsets, std::int64_t count) {
-  return ascend({pointer<const std::int32_t>(offsets), count});
-}
+bool ascends(Address offsets, std::int64_t count) { return ascend({pointer<const std::int32_t>(offsets), count}); }
 
 void copy_index_vectors(const Copies& uploads, const Copies& copies, Address stream) {
   const VectorCopies on_host = vector_copies(uploads), on_device = vector_copies(copies);

@@ -71,9 +71,9 @@ py::list kernels() {
   return rows;
 }
 
-AttentionParams sizes(const std::string& q_dtype, const std::string& kv_dtype,
-                      const std::string& o_dtype, int num_qo_heads, int num_kv_heads,
-                      int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q) {
+AttentionParams sizes(const std::string& q_dtype, const std::string& kv_dtype, const std::string& o_dtype,
+                      int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo, int batch_size,
+                      std::int64_t total_q) {
   AttentionParams params;
   params.q_dtype = dtype_of(q_dtype);
   params.kv_dtype = dtype_of(kv_dtype);
@@ -104,10 +104,7 @@ void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
       params.o.stride_head = head;
       continue;
     }
-    ConstTensorView* view = name == "q"   ? &params.q
-                            : name == "k" ? &params.k
-                            : name == "v" ? &params.v
-                                          : nullptr;
+    ConstTensorView* view = name == "q" ? &params.q : name == "k" ? &params.k : name == "v" ? &params.v : nullptr;
     if (view == nullptr) throw py::value_error("strides of '" + name + "': use q, k, v or o.");
     // Never read; strides of an address that is null and 0 mean "not known yet".
     *view = {pointer<void>(16), token, head};
@@ -121,8 +118,7 @@ PYBIND11_MODULE(_C, m) {
       "Compiled attention kernels. Addresses and strides (in elements) stand for tensors; see "
       "params.h.";
   m.def("version", &version);
-  m.def("driver_problem", &driver_problem,
-        "A sentence where the CUDA driver is too old for this module; else empty.");
+  m.def("driver_problem", &driver_problem, "A sentence where the CUDA driver is too old for this module; else empty.");
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
   m.attr("commit") = kCommit;
   m.attr("call_counters") = kCallCounterWords;
@@ -136,17 +132,15 @@ PYBIND11_MODULE(_C, m) {
   m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
   m.def(
       "launch_count", [](const std::string& backend) { return launch_count(backend_of(backend)); },
-      "Attention kernels of this backend that the threads of this process have launched.",
-      py::arg("backend"));
+      "Attention kernels of this backend that the threads of this process have launched.", py::arg("backend"));
   m.def(
       "not_supported_reasons",
       [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
-         const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
-         int head_dim_vo, bool soft_cap, bool sinks, bool paged, bool bit_mask, bool alibi,
-         bool device_scales, bool stats, int compute_capability, std::int64_t total_q,
-         std::int64_t total_kv, const std::vector<Strides>& strides) {
-        AttentionParams params = sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads,
-                                       head_dim_qk, head_dim_vo, 1, total_q);
+         const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
+         bool soft_cap, bool sinks, bool paged, bool bit_mask, bool alibi, bool device_scales, bool stats,
+         int compute_capability, std::int64_t total_q, std::int64_t total_kv, const std::vector<Strides>& strides) {
+        AttentionParams params =
+            sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 1, total_q);
         params.total_kv = total_kv;
         params.pages.page_size = paged ? 8 : 0;  // of fp8, other pages are the caller's to copy
         set_strides(params, strides);
@@ -164,16 +158,14 @@ PYBIND11_MODULE(_C, m) {
       "Sentences that say why the backend cannot serve the request; empty if it can. strides: (q, "
       "k, v or o; of a "
       "token; of a head) of tensors where they are known.",
-      py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"),
-      py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-      py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"), py::arg("paged"),
-      py::arg("bit_mask"), py::arg("alibi"), py::arg("device_scales"), py::arg("stats"),
+      py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"), py::arg("num_qo_heads"),
+      py::arg("num_kv_heads"), py::arg("head_dim_qk"), py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"),
+      py::arg("paged"), py::arg("bit_mask"), py::arg("alibi"), py::arg("device_scales"), py::arg("stats"),
       py::arg("compute_capability"), py::arg("total_q") = 0, py::arg("total_kv") = 0,
       py::arg("strides") = std::vector<Strides>());
   m.def(
       "is_decode",
-      [](std::int64_t rows, int requests, int group_size, int head_dim_qk, int head_dim_vo,
-         bool alone) {
+      [](std::int64_t rows, int requests, int group_size, int head_dim_qk, int head_dim_vo, bool alone) {
         AttentionParams params;
         params.num_qo_heads = group_size;
         params.num_kv_heads = 1;
@@ -189,11 +181,9 @@ PYBIND11_MODULE(_C, m) {
       "batch.");
   m.def(
       "schedule_on_host",
-      [](const std::vector<std::int32_t>& qo_indptr, const std::vector<std::int32_t>& kv_indptr,
-         int tile_rows) {
+      [](const std::vector<std::int32_t>& qo_indptr, const std::vector<std::int32_t>& kv_indptr, int tile_rows) {
         if (qo_indptr.empty() || qo_indptr.size() != kv_indptr.size() || tile_rows <= 0) {
-          throw py::value_error(
-              "qo_indptr and kv_indptr need batch_size + 1 entries each, tile_rows > 0.");
+          throw py::value_error("qo_indptr and kv_indptr need batch_size + 1 entries each, tile_rows > 0.");
         }
         std::vector<std::pair<int, int>> list;
         for (const WorkItem& item : schedule_on_host(qo_indptr, kv_indptr, tile_rows)) {
@@ -201,21 +191,20 @@ PYBIND11_MODULE(_C, m) {
         }
         return list;
       },
-      "The tile list as (request, tile) pairs, longest tile first.", py::arg("qo_indptr"),
-      py::arg("kv_indptr"), py::arg("tile_rows"));
+      "The tile list as (request, tile) pairs, longest tile first.", py::arg("qo_indptr"), py::arg("kv_indptr"),
+      py::arg("tile_rows"));
   m.def(
       "tile_rows",
-      [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads,
-         int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q,
-         int compute_capability, int multiprocessors, bool general) {
-        AttentionParams params = sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk,
-                                       head_dim_vo, batch_size, total_q);
+      [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
+         int head_dim_vo, int batch_size, std::int64_t total_q, int compute_capability, int multiprocessors,
+         bool general) {
+        AttentionParams params =
+            sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, batch_size, total_q);
         set_general(params, general);
         std::string text = contradiction(params, /*with_tensors=*/false);
         if (!text.empty()) throw py::value_error(text);
         std::vector<std::string> reasons;
-        const KernelEntry* entry =
-            choose(backend_of(backend), params, compute_capability, &reasons);
+        const KernelEntry* entry = choose(backend_of(backend), params, compute_capability, &reasons);
         for (const std::string& reason : reasons) text += reason + " ";
         if (entry == nullptr) throw std::runtime_error(text);
         Device device = kH200;
@@ -223,10 +212,10 @@ PYBIND11_MODULE(_C, m) {
         device.multiprocessors = multiprocessors;
         return entry->tile(params, device).rows;
       },
-      "Query rows per tile of the kernel that would be chosen.", py::arg("backend"),
-      py::arg("dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"),
-      py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"),
-      py::arg("compute_capability"), py::arg("multiprocessors"), py::arg("general") = false);
+      "Query rows per tile of the kernel that would be chosen.", py::arg("backend"), py::arg("dtype"),
+      py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"), py::arg("head_dim_vo"),
+      py::arg("batch_size"), py::arg("total_q"), py::arg("compute_capability"), py::arg("multiprocessors"),
+      py::arg("general") = false);
   bind_attention(m);
   bind_append(m);
   bind_merge(m);

@@ -14,16 +14,14 @@ namespace cutlass_kernels {
 namespace {
 
 // Addresses of 0 stand for tensors that are not there; rope_scale 0 for no rotary embedding.
-void run_prepare(const std::string& q_dtype, const std::string& kv_dtype, const std::string& dtype,
-                 int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
-                 int batch_size, Address qo_indptr, Address kv_indptr, std::int64_t total_q,
-                 std::int64_t total_kv, Address q, std::int64_t q_st, std::int64_t q_sh, Address k,
-                 std::int64_t k_st, std::int64_t k_sh, std::int64_t k_stride_page, Address v,
-                 std::int64_t v_st, std::int64_t v_sh, std::int64_t v_stride_page, Address indices,
+void run_prepare(const std::string& q_dtype, const std::string& kv_dtype, const std::string& dtype, int num_qo_heads,
+                 int num_kv_heads, int head_dim_qk, int head_dim_vo, int batch_size, Address qo_indptr,
+                 Address kv_indptr, std::int64_t total_q, std::int64_t total_kv, Address q, std::int64_t q_st,
+                 std::int64_t q_sh, Address k, std::int64_t k_st, std::int64_t k_sh, std::int64_t k_stride_page,
+                 Address v, std::int64_t v_st, std::int64_t v_sh, std::int64_t v_stride_page, Address indices,
                  Address v_indices, Address last_page_len, int page_size, std::int64_t num_indices,
-                 std::int64_t num_pages, std::int64_t window_left, double rope_scale,
-                 double rope_theta, Address q_copy, Address k_copy, Address v_copy, Address tables,
-                 Address stream) {
+                 std::int64_t num_pages, std::int64_t window_left, double rope_scale, double rope_theta, Address q_copy,
+                 Address k_copy, Address v_copy, Address tables, Address stream) {
   PrepareParams params;
   params.q_dtype = dtype_of(q_dtype);
   params.kv_dtype = dtype_of(kv_dtype);
@@ -60,9 +58,8 @@ void run_prepare(const std::string& q_dtype, const std::string& kv_dtype, const 
   enqueue([&] { return prepare(params, pointer<CUstream_st>(stream)); });
 }
 
-void run_round_output(std::int64_t rows, int num_heads, int head_dim, Address from,
-                      std::int64_t from_st, std::int64_t from_sh, Address to, std::int64_t to_st,
-                      std::int64_t to_sh, Address stream) {
+void run_round_output(std::int64_t rows, int num_heads, int head_dim, Address from, std::int64_t from_st,
+                      std::int64_t from_sh, Address to, std::int64_t to_st, std::int64_t to_sh, Address stream) {
   RoundParams params;
   params.rows = rows;
   params.num_heads = num_heads;
@@ -76,8 +73,7 @@ void run_round_output(std::int64_t rows, int num_heads, int head_dim, Address fr
 
 void bind_prepare(pybind11::module_& m) {
   // Positional: keywords would take 7 us, positions take 0.4.
-  m.def("prepare", &run_prepare,
-        "Copies q, k and v into temporaries, rotated or converted to 16 bits; see prepare.h.");
+  m.def("prepare", &run_prepare, "Copies q, k and v into temporaries, rotated or converted to 16 bits; see prepare.h.");
   m.def("round_output", &run_round_output,
         "Writes an output of e4m3 from one of float16 that was filled with unwritten_byte; see "
         "prepare.h.");

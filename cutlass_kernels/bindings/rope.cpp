@@ -24,15 +24,14 @@ bool read_heads(const Torch& torch, PyObject* object, std::int64_t head_size, Ro
 }
 
 /// What both calls say of queries, keys and angles.
-bool read_rope(const Torch& torch, const Rows& q, const Rows& k, PyObject* positions,
-               PyObject* cos_sin, PyObject* is_neox, RopeParams* params) {
+bool read_rope(const Torch& torch, const Rows& q, const Rows& k, PyObject* positions, PyObject* cos_sin,
+               PyObject* is_neox, RopeParams* params) {
   Integers places;
   Tensor table;
   bool neox = false;
-  if (q.device != k.device || q.dtype != k.dtype || q.tokens != k.tokens || q.dim != k.dim ||
-      q.tokens == 0 || !read_integers(torch, positions, q.device, &places) ||
-      places.count != q.tokens || !torch.read(cos_sin, &table) || table.ndim != 2 ||
-      table.strides[1] != 1 || !table.is_on_gpu(q.device) || table.shape[1] > q.dim ||
+  if (q.device != k.device || q.dtype != k.dtype || q.tokens != k.tokens || q.dim != k.dim || q.tokens == 0 ||
+      !read_integers(torch, positions, q.device, &places) || places.count != q.tokens || !torch.read(cos_sin, &table) ||
+      table.ndim != 2 || table.strides[1] != 1 || !table.is_on_gpu(q.device) || table.shape[1] > q.dim ||
       !dtype_of(table, &params->cos_sin_dtype) || !read_flag(is_neox, &neox)) {
     return false;
   }
@@ -61,15 +60,13 @@ py::object rope(PyObject* const* given, Py_ssize_t count) {
   std::int64_t head_size = 0;
   Rows q, k;
   RopeParams params;
-  if (!read_integer(given[kHeadSize], &head_size) ||
-      !read_heads(torch, given[kQuery], head_size, &q) ||
+  if (!read_integer(given[kHeadSize], &head_size) || !read_heads(torch, given[kQuery], head_size, &q) ||
       !read_heads(torch, given[kKey], head_size, &k) ||
       !read_rope(torch, q, k, given[kPositions], given[kCosSin], given[kIsNeox], &params)) {
     return py::none();
   }
   params.k_out = k.written_here();
-  return launch_on(torch, q.device,
-                   [&](cudaStream_t stream) { return apply_rope(params, stream); });
+  return launch_on(torch, q.device, [&](cudaStream_t stream) { return apply_rope(params, stream); });
 }
 
 py::object rope_append_by_slot(PyObject* const* given, Py_ssize_t count) {
@@ -88,9 +85,8 @@ py::object rope_append_by_slot(PyObject* const* given, Py_ssize_t count) {
     return py::none();
   }
   if (update_key) params.k_out = k.written_here();
-  return launch_on(torch, q.device, [&](cudaStream_t stream) {
-    return apply_rope_and_append_by_slot(params, append, stream);
-  });
+  return launch_on(torch, q.device,
+                   [&](cudaStream_t stream) { return apply_rope_and_append_by_slot(params, append, stream); });
 }
 
 PyObject* rope_guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {

@@ -16,20 +16,7 @@ namespace cutlass_kernels {
 namespace {
 
 // Arguments, in this order. V is None for a cache in pages.
-enum {
-  kQ,
-  kK,
-  kV,
-  kQScale,
-  kKScale,
-  kVScale,
-  kOut,
-  kLse,
-  kSinks,
-  kReturnLse,
-  kOptions,
-  kArguments
-};
+enum { kQ, kK, kV, kQScale, kKScale, kVScale, kOut, kLse, kSinks, kReturnLse, kOptions, kArguments };
 
 /// What the runs of a plan must be. Of the dataclass DirectRuns.
 class DirectRuns {
@@ -60,8 +47,8 @@ class DirectRuns {
     }
     scratch_at_ = fields.as<Address>("scratch");
     scratch_bytes_ = std::size_t(fields.as<std::int64_t>("scratch_bytes"));
-    names_ = {py::str("causal"), py::str("pos_encoding_mode"), py::str("window_left"),
-              py::str("logits_soft_cap"), py::str("sm_scale")};
+    names_ = {py::str("causal"), py::str("pos_encoding_mode"), py::str("window_left"), py::str("logits_soft_cap"),
+              py::str("sm_scale")};
     for (py::str& name : names_) PyUnicode_InternInPlace(&name.ptr());
   }
 
@@ -80,25 +67,21 @@ class DirectRuns {
     if (rows_ >= 0 ? queries.tokens != rows_ : queries.tokens > most_rows_) return no;
     params.total_q = queries.tokens;
     params.q = queries.view();
-    if (!(params.pages.page_size > 0 ? read_pages(torch, given, &params)
-                                     : read_keys(torch, given, &params))) {
+    if (!(params.pages.page_size > 0 ? read_pages(torch, given, &params) : read_keys(torch, given, &params))) {
       return no;
     }
-    if (!read_options(given, &params) ||
-        !read_sinks(torch, given[kSinks], queries.heads, device_, &params.sinks)) {
+    if (!read_options(given, &params) || !read_sinks(torch, given[kSinks], queries.heads, device_, &params.sinks)) {
       return no;
     }
     const Address stream = torch.stream(device_);
     if (captured_ && is_capturing(pointer<CUstream_st>(stream))) return no;
 
-    const ResultShape shape{
-        queries.tokens, queries.heads, params.head_dim_vo, params.o_dtype, device_, false, zero_};
+    const ResultShape shape{queries.tokens, queries.heads, params.head_dim_vo, params.o_dtype, device_, false, zero_};
     const bool like_q = queries.dim == params.head_dim_vo && params.q_dtype == params.o_dtype &&
-                        queries.stride_head == queries.dim &&
-                        queries.stride_token == queries.heads * queries.dim;
+                        queries.stride_head == queries.dim && queries.stride_token == queries.heads * queries.dim;
     Results results;
-    if (!prepare_results(torch, shape, given[kOut], given[kLse], given[kReturnLse],
-                         like_q ? given[kQ] : nullptr, &results, &params)) {
+    if (!prepare_results(torch, shape, given[kOut], given[kLse], given[kReturnLse], like_q ? given[kQ] : nullptr,
+                         &results, &params)) {
       return no;
     }
     const Status status = run_batch(*plan_, params, device_, stream, scratch_at_, scratch_bytes_);
@@ -109,15 +92,13 @@ class DirectRuns {
   bool read_keys(const Torch& torch, PyObject* const* given, AttentionParams* params) const {
     Tensor k, v;
     Matrix keys, values;
-    if (!torch.read(given[kK], &k) || !torch.read(given[kV], &v) || !k.is_on_gpu(device_) ||
-        !v.is_on_gpu(device_) || !has_dtype(k, params->kv_dtype) ||
-        !has_dtype(v, params->kv_dtype) || !read_matrix(k, hnd_, &keys) ||
+    if (!torch.read(given[kK], &k) || !torch.read(given[kV], &v) || !k.is_on_gpu(device_) || !v.is_on_gpu(device_) ||
+        !has_dtype(k, params->kv_dtype) || !has_dtype(v, params->kv_dtype) || !read_matrix(k, hnd_, &keys) ||
         !read_matrix(v, hnd_, &values)) {
       return false;
     }
-    if (keys.heads != params->num_kv_heads || values.heads != params->num_kv_heads ||
-        keys.dim != params->head_dim_qk || values.dim != params->head_dim_vo ||
-        keys.tokens != values.tokens || keys.tokens < least_kv_) {
+    if (keys.heads != params->num_kv_heads || values.heads != params->num_kv_heads || keys.dim != params->head_dim_qk ||
+        values.dim != params->head_dim_vo || keys.tokens != values.tokens || keys.tokens < least_kv_) {
       return false;
     }
     params->k = keys.view();
@@ -129,10 +110,9 @@ class DirectRuns {
   bool read_pages(const Torch& torch, PyObject* const* given, AttentionParams* params) const {
     PagedCache cache;
     if (given[kV] != Py_None || !read_paged_cache(torch, given[kK], hnd_, &cache)) return false;
-    if (cache.device != device_ || cache.dtype != params->kv_dtype ||
-        cache.page_size != params->pages.page_size || cache.heads != params->num_kv_heads ||
-        cache.dim_qk != params->head_dim_qk || cache.dim_vo != params->head_dim_vo ||
-        cache.pages < least_kv_) {
+    if (cache.device != device_ || cache.dtype != params->kv_dtype || cache.page_size != params->pages.page_size ||
+        cache.heads != params->num_kv_heads || cache.dim_qk != params->head_dim_qk ||
+        cache.dim_vo != params->head_dim_vo || cache.pages < least_kv_) {
       return false;
     }
     if (size_of(params->q_dtype) == 1 && cache.page_size % kPagesOfFp8 != 0) return false;
@@ -148,8 +128,7 @@ class DirectRuns {
   bool read_options(PyObject* const* given, AttentionParams* params) const {
     std::array<py::object, 5> values;
     for (std::size_t i = 0; i < names_.size(); ++i) {
-      values[i] =
-          py::reinterpret_steal<py::object>(PyObject_GetAttr(given[kOptions], names_[i].ptr()));
+      values[i] = py::reinterpret_steal<py::object>(PyObject_GetAttr(given[kOptions], names_[i].ptr()));
       if (!values[i]) throw py::error_already_set();
     }
     const auto& [causal, mode, window, cap, scale] = values;
@@ -161,8 +140,7 @@ class DirectRuns {
       PyErr_Clear();
       return false;
     }
-    if (!read_flag(causal.ptr(), &options.causal) ||
-        !options.read(window.ptr(), cap.ptr(), scale.ptr()) ||
+    if (!read_flag(causal.ptr(), &options.causal) || !options.read(window.ptr(), cap.ptr(), scale.ptr()) ||
         !read_number(given[kQScale], &q_scale) || !read_number(given[kKScale], &k_scale) ||
         !read_number(given[kVScale], &v_scale)) {
       return false;

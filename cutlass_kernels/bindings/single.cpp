@@ -48,8 +48,8 @@ py::object attend(PyObject* const* given, Py_ssize_t count, bool squeezed) {
   }
   bool hnd = false;
   Matrix queries, keys, values;
-  if (!read_layout(given[kLayout], &hnd) || !read_matrix(q, /*hnd=*/false, &queries) ||
-      !read_matrix(k, hnd, &keys) || !read_matrix(v, hnd, &values)) {
+  if (!read_layout(given[kLayout], &hnd) || !read_matrix(q, /*hnd=*/false, &queries) || !read_matrix(k, hnd, &keys) ||
+      !read_matrix(v, hnd, &values)) {
     return no;
   }
   AttentionParams params;
@@ -61,8 +61,8 @@ py::object attend(PyObject* const* given, Py_ssize_t count, bool squeezed) {
   if (params.q_dtype != params.kv_dtype || v_dtype != params.kv_dtype || q.item_bytes() != 2) {
     return no;
   }
-  if (keys.tokens != values.tokens || keys.heads != values.heads || keys.dim != queries.dim ||
-      queries.heads <= 0 || keys.heads <= 0 || queries.heads % keys.heads != 0) {
+  if (keys.tokens != values.tokens || keys.heads != values.heads || keys.dim != queries.dim || queries.heads <= 0 ||
+      keys.heads <= 0 || queries.heads % keys.heads != 0) {
     return no;
   }
   params.o_dtype = params.q_dtype;
@@ -80,8 +80,7 @@ py::object attend(PyObject* const* given, Py_ssize_t count, bool squeezed) {
   options.sm_scale = 1.0 / std::sqrt(double(queries.dim));
   double q_scale = 1.0, k_scale = 1.0, v_scale = 1.0;
   Backend backend{};
-  if (!read_flag(given[kCausal], &options.causal) ||
-      !options.read(given[kWindow], given[kSoftCap], given[kSmScale]) ||
+  if (!read_flag(given[kCausal], &options.causal) || !options.read(given[kWindow], given[kSoftCap], given[kSmScale]) ||
       !read_number(given[kQScale], &q_scale) || !read_number(given[kKScale], &k_scale) ||
       !read_number(given[kVScale], &v_scale) || !read_backend(given[kBackend], &backend) ||
       !read_sinks(torch, given[kSinks], queries.heads, device, &params.sinks)) {
@@ -95,8 +94,8 @@ py::object attend(PyObject* const* given, Py_ssize_t count, bool squeezed) {
   const bool like_q = queries.dim == values.dim && queries.stride_head == queries.dim &&
                       queries.stride_token == queries.heads * queries.dim;
   Results results;
-  if (!prepare_results(torch, shape, given[kOut], given[kLse], given[kReturnLse],
-                       like_q ? given[kQ] : nullptr, &results, &params)) {
+  if (!prepare_results(torch, shape, given[kOut], given[kLse], given[kReturnLse], like_q ? given[kQ] : nullptr,
+                       &results, &params)) {
     return no;
   }
   return is_launched(launch_once(torch, params, backend, device)) ? results.returned() : no;

@@ -17,12 +17,10 @@ bool is_contiguous(const Tensor& tensor, int dimension) {
 }
 
 /// Keys or values of a cache, for new ones of `rows`.
-bool read_cache(const Tensor& tensor, const Rows& rows, bool hnd, TensorView* cache,
-                std::int64_t* stride_page) {
+bool read_cache(const Tensor& tensor, const Rows& rows, bool hnd, TensorView* cache, std::int64_t* stride_page) {
   const auto token = std::size_t(1 + hnd), head = std::size_t(1 + !hnd);
   if (tensor.ndim != 4 || tensor.shape[head] != rows.heads || tensor.shape[3] != rows.dim ||
-      !is_contiguous(tensor, 3) || tensor.shape[token] > kMostOfRow ||
-      !tensor.is_on_gpu(rows.device)) {
+      !is_contiguous(tensor, 3) || tensor.shape[token] > kMostOfRow || !tensor.is_on_gpu(rows.device)) {
     return false;
   }
   *cache = {pointer<void>(tensor.data), tensor.strides[token], tensor.strides[head]};
@@ -31,16 +29,15 @@ bool read_cache(const Tensor& tensor, const Rows& rows, bool hnd, TensorView* ca
 }
 
 /// A number, or fp32 factors on the device: one, or one for each head.
-bool read_scale(const Torch& torch, PyObject* object, const Rows& rows, float* number,
-                DeviceScale* factors) {
+bool read_scale(const Torch& torch, PyObject* object, const Rows& rows, float* number, DeviceScale* factors) {
   double given = 1.0;
   if (read_number(object, &given)) {
     *number = float(given);
     return *number != 0.0f && std::isfinite(*number);
   }
   Tensor tensor;
-  if (!torch.read(object, &tensor) || !has_dtype(tensor, DType::kFloat32) ||
-      !tensor.is_on_gpu(rows.device) || tensor.ndim > 1) {
+  if (!torch.read(object, &tensor) || !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(rows.device) ||
+      tensor.ndim > 1) {
     return false;
   }
   factors->data = pointer<const float>(tensor.data);
@@ -62,9 +59,8 @@ py::object append_by_slot(PyObject* const* given, Py_ssize_t count) {
   params.num_kv_heads = key.heads;
   params.head_dim_qk = key.dim;
   params.k = key.read_here();
-  return launch_on(torch, key.device, [&](cudaStream_t stream) {
-    return append_paged_kv_cache_by_slot(params, stream);
-  });
+  return launch_on(torch, key.device,
+                   [&](cudaStream_t stream) { return append_paged_kv_cache_by_slot(params, stream); });
 }
 
 PyObject* append_by_slot_guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -95,17 +91,15 @@ bool read_rows(const Torch& torch, PyObject* object, Rows* rows) {
 
 bool read_integers(const Torch& torch, PyObject* object, int device, Integers* integers) {
   Tensor tensor;
-  if (!torch.read(object, &tensor) || tensor.ndim != 1 || !is_contiguous(tensor, 0) ||
-      !tensor.is_on_gpu(device) || tensor.dtype.code != kDLInt || tensor.dtype.lanes != 1 ||
-      (tensor.dtype.bits != 32 && tensor.dtype.bits != 64)) {
+  if (!torch.read(object, &tensor) || tensor.ndim != 1 || !is_contiguous(tensor, 0) || !tensor.is_on_gpu(device) ||
+      tensor.dtype.code != kDLInt || tensor.dtype.lanes != 1 || (tensor.dtype.bits != 32 && tensor.dtype.bits != 64)) {
     return false;
   }
   *integers = {pointer<const void>(tensor.data), tensor.dtype.bits == 64, tensor.shape[0]};
   return true;
 }
 
-bool read_append(const Torch& torch, PyObject* const* given, const Rows& key, Rows* value,
-                 AppendBySlotParams* params) {
+bool read_append(const Torch& torch, PyObject* const* given, const Rows& key, Rows* value, AppendBySlotParams* params) {
   bool hnd = false;
   Tensor k_cache, v_cache;
   DType v_cache_dtype{};
@@ -117,8 +111,8 @@ bool read_append(const Torch& torch, PyObject* const* given, const Rows& key, Ro
   }
   const auto token = std::size_t(1 + hnd);
   if (value->device != key.device || value->dtype != key.dtype || value->heads != key.heads ||
-      slots.count > value->tokens || !dtype_of(k_cache, &params->cache_dtype) ||
-      !dtype_of(v_cache, &v_cache_dtype) || v_cache_dtype != params->cache_dtype ||
+      slots.count > value->tokens || !dtype_of(k_cache, &params->cache_dtype) || !dtype_of(v_cache, &v_cache_dtype) ||
+      v_cache_dtype != params->cache_dtype ||
       !read_cache(k_cache, key, hnd, &params->k_cache, &params->k_stride_page) ||
       !read_cache(v_cache, *value, hnd, &params->v_cache, &params->v_stride_page) ||
       k_cache.shape[0] != v_cache.shape[0] || k_cache.shape[token] != v_cache.shape[token]) {

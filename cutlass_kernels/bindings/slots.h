@@ -18,9 +18,7 @@ struct Rows {
   int heads = 0, dim = 0;
   std::int64_t stride_token = 0, stride_head = 0;
 
-  ConstTensorView read_here() const {
-    return {pointer<const void>(data), stride_token, stride_head};
-  }
+  ConstTensorView read_here() const { return {pointer<const void>(data), stride_token, stride_head}; }
   TensorView written_here() const { return {pointer<void>(data), stride_token, stride_head}; }
 };
 bool read_rows(const Tensor& tensor, Rows* rows);
@@ -38,8 +36,7 @@ bool read_integers(const Torch& torch, PyObject* object, int device, Integers* i
 enum { kValue, kKeyCache, kValueCache, kSlots, kKScale, kVScale, kCacheLayout, kSlotArguments };
 
 /// Values, and all of `params` but the keys. Its num_tokens is the number of slots: there are no fewer values.
-bool read_append(const Torch& torch, PyObject* const* given, const Rows& key, Rows* value,
-                 AppendBySlotParams* params);
+bool read_append(const Torch& torch, PyObject* const* given, const Rows& key, Rows* value, AppendBySlotParams* params);
 
 /// Whether this module has kernels for the current device.
 bool serves_current_device();

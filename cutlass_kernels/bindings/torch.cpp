@@ -128,16 +128,14 @@ py::object Torch::device(int index) const {
   return devices_[i];
 }
 
-py::object Torch::make(const py::object& function, std::initializer_list<std::int64_t> shape,
-                       const py::object& dtype, int index) const {
+py::object Torch::make(const py::object& function, std::initializer_list<std::int64_t> shape, const py::object& dtype,
+                       int index) const {
   const py::object sizes = tuple_of(shape), on = device(index);
   PyObject* arguments[] = {sizes.ptr(), dtype.ptr(), on.ptr()};
   return checked(PyObject_Vectorcall(function.ptr(), arguments, 1, names_.ptr()));
 }
 
-py::object Torch::empty_like(PyObject* tensor) const {
-  return checked(PyObject_CallOneArg(empty_like_.ptr(), tensor));
-}
+py::object Torch::empty_like(PyObject* tensor) const { return checked(PyObject_CallOneArg(empty_like_.ptr(), tensor)); }
 
 py::object Torch::empty(std::initializer_list<std::int64_t> shape, DType dtype, int device) const {
   return make(empty_, shape, dtypes_[std::size_t(dtype)], device);
@@ -169,20 +167,16 @@ Scratch Torch::scratch(std::size_t bytes, int device) const {
 
 py::object Torch::counters(int device, Address stream) const {
   constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
-  if (is_capturing(pointer<CUstream_st>(stream)))
-    return make(empty_, {kCallCounterWords}, int32_, device);
+  if (is_capturing(pointer<CUstream_st>(stream))) return make(empty_, {kCallCounterWords}, int32_, device);
   using Key = std::tuple<int, Address, std::thread::id>;
   static auto& kept = *new std::map<Key, py::object>;
-  const Key key{device, stream,
-                stream == kPerThread ? std::this_thread::get_id() : std::thread::id()};
+  const Key key{device, stream, stream == kPerThread ? std::this_thread::get_id() : std::thread::id()};
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
   py::object made = make(zeros_, {kCallCounterWords}, int32_, device);
   return kept.emplace(key, std::move(made)).first->second;  // another thread's, if it was faster
 }
 
-py::object Torch::kept_words(std::int64_t count, int device) const {
-  return make(zeros_, {count}, int32_, device);
-}
+py::object Torch::kept_words(std::int64_t count, int device) const { return make(zeros_, {count}, int32_, device); }
 
 Address Torch::stream(int device) const {
   if (api_ != nullptr) {
@@ -205,8 +199,7 @@ bool Torch::find_dtype(PyObject* object, DType* dtype) const {
 DType Torch::dtype(const py::object& object) const {
   DType dtype{};
   if (!find_dtype(object.ptr(), &dtype)) {
-    throw py::value_error(py::str(object).cast<std::string>() +
-                          " is not a type that kernels read.");
+    throw py::value_error(py::str(object).cast<std::string>() + " is not a type that kernels read.");
   }
   return dtype;
 }

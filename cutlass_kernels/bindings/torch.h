@@ -30,9 +30,7 @@ struct Tensor {
   std::array<std::int64_t, kMaxDims> shape{};
   std::array<std::int64_t, kMaxDims> strides{};  // in elements
 
-  bool is_on_gpu(int index) const {
-    return device.device_type == kDLCUDA && device.device_id == index;
-  }
+  bool is_on_gpu(int index) const { return device.device_type == kDLCUDA && device.device_id == index; }
   int item_bytes() const { return dtype.bits / 8; }
 };
 
@@ -41,12 +39,9 @@ class Scratch {
  public:
   Scratch() = default;
   explicit Scratch(DLManagedTensorVersioned* managed)
-      : managed_(managed),
-        data_(reinterpret_cast<Address>(managed->dl_tensor.data) + managed->dl_tensor.byte_offset) {
-  }
+      : managed_(managed), data_(reinterpret_cast<Address>(managed->dl_tensor.data) + managed->dl_tensor.byte_offset) {}
   Scratch(py::object tensor, Address data) : tensor_(std::move(tensor)), data_(data) {}
-  Scratch(Scratch&& other) noexcept
-      : managed_(other.managed_), tensor_(std::move(other.tensor_)), data_(other.data_) {
+  Scratch(Scratch&& other) noexcept : managed_(other.managed_), tensor_(std::move(other.tensor_)), data_(other.data_) {
     other.managed_ = nullptr;
   }
   Scratch& operator=(Scratch&&) = delete;
@@ -91,14 +86,13 @@ class Torch {
   Torch(const py::object& exchange_api, const py::dict& functions);
 
  private:
-  py::object make(const py::object& function, std::initializer_list<std::int64_t> shape,
-                  const py::object& dtype, int device) const;
+  py::object make(const py::object& function, std::initializer_list<std::int64_t> shape, const py::object& dtype,
+                  int device) const;
   py::object device(int index) const;
   bool read_attributes(PyObject* object, Tensor* tensor) const;
 
   const DLPackExchangeAPI* api_ = nullptr;  // null before torch 2.10
-  py::object tensor_type_, parameter_type_, facts_, empty_like_, empty_, zeros_, device_type_,
-      stream_of_;
+  py::object tensor_type_, parameter_type_, facts_, empty_like_, empty_, zeros_, device_type_, stream_of_;
   py::object names_;  // of keywords: (dtype, device)
   py::object uint8_, int32_;
   std::array<py::object, 5> dtypes_;  // by DType

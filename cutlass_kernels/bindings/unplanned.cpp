@@ -60,8 +60,7 @@ constexpr double kLn2 = 0.6931471805599453;
 
 /// Whether the columns of `rope` lie right behind those of `x`, row by row: two views of one tensor.
 bool is_behind(const Matrix& rope, const Matrix& x, int item_bytes) {
-  return rope.data == x.data + Address(x.dim * item_bytes) &&
-         (x.tokens == 1 || rope.stride_token == x.stride_token) &&
+  return rope.data == x.data + Address(x.dim * item_bytes) && (x.tokens == 1 || rope.stride_token == x.stride_token) &&
          (x.heads == 1 || rope.stride_head == x.stride_head);
 }
 
@@ -75,8 +74,7 @@ bool read_rows(const Tensor& tensor, Matrix* matrix) {
   if (batch > 1 && each > 1 && tensor.strides[0] != each * stride) return false;
   rows.ndim = 3;
   rows.shape = {batch * each, tensor.shape[2], tensor.shape[3]};
-  rows.strides = {batch * each == 1 ? tensor.shape[2] * tensor.shape[3] : stride, tensor.strides[2],
-                  tensor.strides[3]};
+  rows.strides = {batch * each == 1 ? tensor.shape[2] * tensor.shape[3] : stride, tensor.strides[2], tensor.strides[3]};
   return read_matrix(rows, /*hnd=*/false, matrix);
 }
 
@@ -155,10 +153,9 @@ struct Call {
   bool read_q_rope() {
     Tensor tensor;
     Matrix rope;
-    if (!torch.read(given[kQRope], &tensor) || tensor.ndim != q.ndim ||
-        tensor.shape[0] != q.shape[0] || !is_rope(tensor, params.q_dtype) ||
-        !read_rows(tensor, &rope) || rope.tokens != queries.tokens || rope.heads != queries.heads ||
-        rope.dim != mla::kRopeDim) {
+    if (!torch.read(given[kQRope], &tensor) || tensor.ndim != q.ndim || tensor.shape[0] != q.shape[0] ||
+        !is_rope(tensor, params.q_dtype) || !read_rows(tensor, &rope) || rope.tokens != queries.tokens ||
+        rope.heads != queries.heads || rope.dim != mla::kRopeDim) {
       return false;
     }
     if (!is_behind(rope, queries, q.item_bytes())) params.q_rope = rope.view();
@@ -166,9 +163,7 @@ struct Call {
     return true;
   }
 
-  bool is_rope(const Tensor& tensor, DType dtype) const {
-    return has_dtype(tensor, dtype) && tensor.is_on_gpu(device);
-  }
+  bool is_rope(const Tensor& tensor, DType dtype) const { return has_dtype(tensor, dtype) && tensor.is_on_gpu(device); }
 
   /// k_rope of keys that are no pages: read as they are.
   bool set_k_rope(const Matrix& rope, const Matrix& keys) {
@@ -182,13 +177,11 @@ struct Call {
   bool set_k_rope(const PagedCache& cache) {
     PagedCache rope;
     if (!read_paged_cache(k_rope, k_rope, hnd, &rope) || rope.pages != cache.pages ||
-        rope.page_size != cache.page_size || rope.heads != cache.heads ||
-        rope.dim_qk != mla::kRopeDim) {
+        rope.page_size != cache.page_size || rope.heads != cache.heads || rope.dim_qk != mla::kRopeDim) {
       return false;
     }
     const auto matrix = [](const PagedCache& x) {
-      return Matrix{Address(x.k.data), x.page_size,      x.heads,
-                    x.dim_qk,          x.k.stride_token, x.k.stride_head};
+      return Matrix{Address(x.k.data), x.page_size, x.heads, x.dim_qk, x.k.stride_token, x.k.stride_head};
     };
     const bool same_pages = cache.pages == 1 || rope.k_stride_page == cache.k_stride_page;
     if (same_pages && is_behind(matrix(rope), matrix(cache), k.item_bytes())) return true;
@@ -223,8 +216,7 @@ struct Call {
 
   bool read_pages(std::int64_t max_kv) {
     PagedCache cache;
-    if (k.ndim != 4 || !read_paged_cache(k, v, hnd, &cache) ||
-        !set_keys(cache.heads, cache.dim_qk, cache.dim_vo) ||
+    if (k.ndim != 4 || !read_paged_cache(k, v, hnd, &cache) || !set_keys(cache.heads, cache.dim_qk, cache.dim_vo) ||
         (is_given(kKRope) && !set_k_rope(cache))) {
       return false;
     }
@@ -240,9 +232,8 @@ struct Call {
     std::int64_t room = 0;
     if (is_given(kPageTable)) {
       Tensor table;
-      if (is_given(kKvIndptr) || !torch.read(given[kPageTable], &table) ||
-          !table.is_on_gpu(device) || !read_tables(table, /*separate=*/false, batch, &pages) ||
-          !(is_given(kSequsedK) || is_given(kCuSeqlensK)) ||
+      if (is_given(kKvIndptr) || !torch.read(given[kPageTable], &table) || !table.is_on_gpu(device) ||
+          !read_tables(table, /*separate=*/false, batch, &pages) || !(is_given(kSequsedK) || is_given(kCuSeqlensK)) ||
           !read_lengths_of(kCuSeqlensK, batch + 1, &params.kv_indptr)) {
         return false;
       }
@@ -261,17 +252,16 @@ struct Call {
     }
     max_kv = std::min({max_kv < 0 ? room : max_kv, room, kMostKeys - 1});
     params.max_kv_len = limited(max_kv);
-    params.total_kv =
-        std::min({max_kv * batch, is_given(kPageTable) ? kMostKeys : room,
-                  std::max<std::int64_t>(cache.pages * cache.page_size, 1) * batch, kMostKeys});
+    params.total_kv = std::min({max_kv * batch, is_given(kPageTable) ? kMostKeys : room,
+                                std::max<std::int64_t>(cache.pages * cache.page_size, 1) * batch, kMostKeys});
     return true;
   }
 
   bool read_keys() {
     std::int64_t max_kv = -1;
     if (!read_integer(given[kMaxSeqlenK], &max_kv) ||
-        (is_given(kKRope) && !(torch.read(given[kKRope], &k_rope) && k_rope.ndim == k.ndim &&
-                               is_rope(k_rope, params.kv_dtype)))) {
+        (is_given(kKRope) &&
+         !(torch.read(given[kKRope], &k_rope) && k_rope.ndim == k.ndim && is_rope(k_rope, params.kv_dtype)))) {
       return false;
     }
     if (is_given(kPageTable) || is_given(kKvIndptr)) return read_pages(max_kv);
@@ -292,18 +282,16 @@ struct Call {
       }
     } else {
       if (k.ndim != 4 || is_given(kCuSeqlensK) || k.shape[0] != batch || v.shape[0] != batch ||
-          !read_dense_keys(k, hnd, &keys, &stride) ||
-          !read_dense_keys(v, hnd, &values, &v_stride) || stride != v_stride ||
+          !read_dense_keys(k, hnd, &keys, &stride) || !read_dense_keys(v, hnd, &values, &v_stride) ||
+          stride != v_stride ||
           (is_given(kKRope) &&
-           (k_rope.shape[0] != batch || !read_dense_keys(k_rope, hnd, &rope, &rope_stride) ||
-            rope_stride != stride))) {
+           (k_rope.shape[0] != batch || !read_dense_keys(k_rope, hnd, &rope, &rope_stride) || rope_stride != stride))) {
         return false;
       }
       each = k.shape[std::size_t(1 + hnd)];
       params.kv_stride_request = std::int32_t(stride);
     }
-    if (keys.tokens != values.tokens || keys.heads != values.heads ||
-        !set_keys(keys.heads, keys.dim, values.dim) ||
+    if (keys.tokens != values.tokens || keys.heads != values.heads || !set_keys(keys.heads, keys.dim, values.dim) ||
         (is_given(kKRope) && !set_k_rope(rope, keys))) {
       return false;
     }
@@ -321,8 +309,7 @@ struct Call {
   bool read_mask() {
     std::int64_t left = -1, right = -1, chunk = 0;
     if (!read_flag(given[kCausal], &params.causal) || !read_integer(given[kWindowLeft], &left) ||
-        !read_integer(given[kWindowRight], &right) || !read_integer(given[kChunkSize], &chunk) ||
-        chunk < 0) {
+        !read_integer(given[kWindowRight], &right) || !read_integer(given[kChunkSize], &chunk) || chunk < 0) {
       return false;
     }
     constexpr std::int64_t kNoLimit = 1 << 29;
@@ -331,9 +318,8 @@ struct Call {
     params.chunk_size = limited(chunk);
     if (!is_given(kMask)) return true;
     Tensor bits;
-    if (!torch.read(given[kMask], &bits) || bits.ndim != 1 || bits.strides[0] != 1 ||
-        bits.dtype.bits != 8 || bits.data % 4 != 0 || !bits.is_on_gpu(device) ||
-        (params.batch_size > 1 && !is_given(kMaskIndptr)) ||
+    if (!torch.read(given[kMask], &bits) || bits.ndim != 1 || bits.strides[0] != 1 || bits.dtype.bits != 8 ||
+        bits.data % 4 != 0 || !bits.is_on_gpu(device) || (params.batch_size > 1 && !is_given(kMaskIndptr)) ||
         !read_lengths_of(kMaskIndptr, params.batch_size + 1, &params.mask.indptr)) {
       return false;
     }
@@ -351,8 +337,8 @@ struct Call {
       return true;
     }
     Tensor tensor;
-    if (!torch.read(object, &tensor) || !has_dtype(tensor, DType::kFloat32) ||
-        !tensor.is_on_gpu(device) || tensor.ndim > 2) {
+    if (!torch.read(object, &tensor) || !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(device) ||
+        tensor.ndim > 2) {
       return false;
     }
     scale->data = pointer<const float>(tensor.data);
@@ -407,15 +393,14 @@ struct Call {
     Tensor out;
     Matrix matrix;
     if (is_given(kOut)) {
-      if (!torch.read(given[kOut], &out) || !dtype_of(out, &params.o_dtype) ||
-          !out.is_on_gpu(device) || out.ndim != q.ndim ||
-          (q.ndim == 4 && out.shape[0] != q.shape[0])) {
+      if (!torch.read(given[kOut], &out) || !dtype_of(out, &params.o_dtype) || !out.is_on_gpu(device) ||
+          out.ndim != q.ndim || (q.ndim == 4 && out.shape[0] != q.shape[0])) {
         return false;
       }
       results->out = py::reinterpret_borrow<py::object>(given[kOut]);
     } else {
-      const bool like_q = dim == queries.dim && params.o_dtype == params.q_dtype &&
-                          queries.stride_head == dim && queries.stride_token == heads * dim;
+      const bool like_q = dim == queries.dim && params.o_dtype == params.q_dtype && queries.stride_head == dim &&
+                          queries.stride_token == heads * dim;
       if (like_q) {
         results->out = torch.empty_like(given[kQ]);
       } else if (q.ndim == 4) {
@@ -425,8 +410,7 @@ struct Call {
       }
       if (!torch.read(results->out.ptr(), &out)) return false;
     }
-    if (!read_rows(out, &matrix) || matrix.tokens != rows || matrix.heads != heads ||
-        matrix.dim != dim) {
+    if (!read_rows(out, &matrix) || matrix.tokens != rows || matrix.heads != heads || matrix.dim != dim) {
       return false;
     }
     params.o = {pointer<void>(matrix.data), matrix.stride_token, matrix.stride_head};
@@ -462,13 +446,12 @@ py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
   Call call{Torch::get(), given, {}, {}, {}, {}, {}, {}};
   Backend backend{};
   Results results;
-  if (!read_backend(given[kBackend], &backend) || !call.read_queries() || !call.read_keys() ||
-      !call.read_mask() || !call.read_logits() || !call.prepare(&results)) {
+  if (!read_backend(given[kBackend], &backend) || !call.read_queries() || !call.read_keys() || !call.read_mask() ||
+      !call.read_logits() || !call.prepare(&results)) {
     return py::none();
   }
-  return is_launched(launch_once(call.torch, call.params, backend, call.device, schedule))
-             ? results.returned()
-             : py::object(py::none());
+  return is_launched(launch_once(call.torch, call.params, backend, call.device, schedule)) ? results.returned()
+                                                                                           : py::object(py::none());
 }
 
 PyObject* attention_without_plan(PyObject*, PyObject* const* given, Py_ssize_t count) {

@@ -16,13 +16,11 @@ namespace std {
 // Since GCC 11 std::exception_ptr is copied and destroyed inline, by these. Before, the runtime did it, and still can.
 extern "C" {
 #pragma GCC visibility push(default)
-void copy_exception(void* to,
-                    void* const* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
+void copy_exception(void* to, void* const* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
 void destroy_exception(void** held) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
 #pragma GCC visibility pop
 
-void add_reference(void** held) noexcept
-    __asm__("_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv");
+void add_reference(void** held) noexcept __asm__("_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv");
 void add_reference(void** held) noexcept {
   void* copy;  // never destroyed
   copy_exception(&copy, held);

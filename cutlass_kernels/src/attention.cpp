@@ -28,8 +28,8 @@ std::vector<Device> sized_devices() {
 
 // ---- One call ----
 
-Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
-                 cudaStream_t stream, Backend backend) {
+Status attention(const AttentionParams& params, void* workspace, std::size_t workspace_bytes, cudaStream_t stream,
+                 Backend backend) {
   return run_once(params, backend, workspace, workspace_bytes, /*call_counters=*/nullptr, stream);
 }
 
@@ -83,8 +83,8 @@ Status make_plan(const AttentionParams& params, Plan* plan, Backend backend) {
   return make_plan(params, backend, device, {}, PlanAccess::state(plan));
 }
 
-Status make_schedule(const Plan& plan, const AttentionParams& params, void* workspace,
-                     std::size_t workspace_bytes, cudaStream_t stream) {
+Status make_schedule(const Plan& plan, const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                     cudaStream_t stream) {
   const PlanState& state = PlanAccess::state(plan);
   if (Status status = fits_plan(state, params, /*with_tensors=*/false); !status.ok()) return status;
   if (state.layout.schedule_bytes == 0) return Status::success();
@@ -96,13 +96,12 @@ Status make_schedule(const Plan& plan, const AttentionParams& params, void* work
   return write_schedule(state, params, workspace, stream);
 }
 
-Status attention(const Plan& plan, const AttentionParams& params, void* workspace,
-                 std::size_t workspace_bytes, cudaStream_t stream) {
+Status attention(const Plan& plan, const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                 cudaStream_t stream) {
   const PlanState& state = PlanAccess::state(plan);
   if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
   if (state.layout.bytes() > (workspace == nullptr ? 0 : workspace_bytes)) {
-    return workspace_too_small("The plan", params, state.layout.bytes(),
-                               workspace == nullptr ? 0 : workspace_bytes);
+    return workspace_too_small("The plan", params, state.layout.bytes(), workspace == nullptr ? 0 : workspace_bytes);
   }
   return run(state, params, Memory::in(workspace, state.layout), stream);
 }

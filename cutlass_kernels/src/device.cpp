@@ -39,12 +39,12 @@ Status ask(int index, Device* device) {
 
 std::string driver_problem() {
   int driver = 0, runtime = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 ||
-      cudaRuntimeGetVersion(&runtime) != cudaSuccess || driver / 1000 >= runtime / 1000) {
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 || cudaRuntimeGetVersion(&runtime) != cudaSuccess ||
+      driver / 1000 >= runtime / 1000) {
     return "";
   }
-  return "The NVIDIA driver supports CUDA " + cuda_version(driver) +
-         ", but cutlass_kernels was built with CUDA " + cuda_version(runtime) +
+  return "The NVIDIA driver supports CUDA " + cuda_version(driver) + ", but cutlass_kernels was built with CUDA " +
+         cuda_version(runtime) +
          ": install a newer driver, or build cutlass_kernels with a CUDA toolkit as old as the "
          "driver (12.4 or newer).";
 }
@@ -53,8 +53,7 @@ Status cuda_failure(const char* what, cudaError_t error) {
   std::string problem = error == cudaErrorInsufficientDriver ? driver_problem() : "";
   cudaGetLastError();  // not left behind for the caller's own error check
   if (problem.empty()) {
-    problem = std::string(what) + " failed: " + cudaGetErrorName(error) + " (" +
-              cudaGetErrorString(error) + ").";
+    problem = std::string(what) + " failed: " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ").";
   }
   return {StatusCode::kCudaError, std::move(problem)};
 }
@@ -88,8 +87,7 @@ int current_device_index() {
 
 Status set_current_device(int index) {
   const cudaError_t error = cudaSetDevice(index);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Selecting the tensors' GPU", error);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Selecting the tensors' GPU", error);
 }
 
 bool is_capturing(cudaStream_t stream) { return capture_of(stream) != 0; }

@@ -11,9 +11,7 @@ namespace cutlass_kernels {
 /// The devices on which something has been done that needs doing once.
 class DoneOnDevices {
  public:
-  bool contains(int device) const {
-    return (done_.load(std::memory_order_relaxed) & bit(device)) != 0;
-  }
+  bool contains(int device) const { return (done_.load(std::memory_order_relaxed) & bit(device)) != 0; }
   void add(int device) { done_.fetch_or(bit(device), std::memory_order_relaxed); }
 
  private:
@@ -23,15 +21,14 @@ class DoneOnDevices {
 
 /// `allowed` is the kernel's own: asking for the shared memory each time would cost as much as a fifth of the launch.
 template <class Params>
-cudaError_t launch_with_shared_memory(cudaLaunchConfig_t config, void (*kernel)(Params),
-                                      const Params& params, int device, DoneOnDevices* allowed) {
+cudaError_t launch_with_shared_memory(cudaLaunchConfig_t config, void (*kernel)(Params), const Params& params,
+                                      int device, DoneOnDevices* allowed) {
   cudaError_t error = cudaErrorInvalidValue;
   const bool known = allowed->contains(device);
   if (known) error = cudaLaunchKernelEx(&config, kernel, params);
   if (error == cudaErrorInvalidValue) {  // not allowed yet, or forgotten in a cudaDeviceReset()
     if (known) cudaGetLastError();
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 int(config.dynamicSmemBytes));
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(config.dynamicSmemBytes));
     if (error == cudaSuccess) {
       allowed->add(device);
       error = cudaLaunchKernelEx(&config, kernel, params);

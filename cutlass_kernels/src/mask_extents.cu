@@ -32,8 +32,7 @@ struct LongestRun {
   }
   CUTE_DEVICE void append(std::uint32_t bits) {
     for (int rest = 32; rest > 0;) {
-      const int ones =
-          bits == ~0u ? 32 : __ffs(~bits) - 1;  // of a shifted word, never past its end
+      const int ones = bits == ~0u ? 32 : __ffs(~bits) - 1;  // of a shifted word, never past its end
       current += ones;
       at += ones;
       rest -= ones;
@@ -50,8 +49,8 @@ struct LongestRun {
 // A block per tile. Of each chunk of keys: which of them some row sees, and which all rows, a warp taking 32 words and
 // some of the rows; then a thread per word.
 __global__ void __launch_bounds__(32 * kWarps)
-    mask_extents_kernel(__grid_constant__ const LaunchParams p, const MaskDivisors divisors,
-                        const RowTiles rows, MaskExtent* extents) {
+    mask_extents_kernel(__grid_constant__ const LaunchParams p, const MaskDivisors divisors, const RowTiles rows,
+                        MaskExtent* extents) {
   __shared__ std::uint32_t by_some[kWords], by_all[kWords];
   __shared__ std::uint32_t full_words[kWords / 32];  // a bit per word of by_all: no zero in it
   __shared__ int begin, end, count;
@@ -67,17 +66,15 @@ __global__ void __launch_bounds__(32 * kWarps)
     __syncthreads();
   }
   const auto find_split = [&](int split) { return splits.find(p, split); };
-  const bool found = p.plan.source == TileSource::kBatchBySplit
-                         ? find_own_split<true>(p, rows, blockIdx.x, work)
-                         : find_work<true, true, true>(p, rows, find_split, blockIdx.x, work) &&
-                               int(blockIdx.x) < num_ranks(p.plan);
+  const bool found =
+      p.plan.source == TileSource::kBatchBySplit
+          ? find_own_split<true>(p, rows, blockIdx.x, work)
+          : find_work<true, true, true>(p, rows, find_split, blockIdx.x, work) && int(blockIdx.x) < num_ranks(p.plan);
   if (found) {
     const int first_row = work.tile * p.plan.tile_rows;
     const int end_row = min(first_row + p.plan.tile_rows, work.qo_len);
-    const IntervalMask window =
-        IntervalMask::make<false>(p, divisors, work.batch, work.qo_len, work.kv_len);
-    const std::int64_t first_bit =
-        p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
+    const IntervalMask window = IntervalMask::make<false>(p, divisors, work.batch, work.qo_len, work.kv_len);
+    const std::int64_t first_bit = p.mask.indptr == nullptr ? 0 : std::int64_t(p.mask.indptr[work.batch]) * 8;
     const std::uint32_t kv_len = std::uint32_t(work.kv_len);
     // Unsigned: behind the last chunk of 2^31 - 1 keys lies no signed number.
     for (std::uint32_t chunk = 0; chunk < kv_len; chunk += 32 * kWords) {
@@ -104,8 +101,7 @@ __global__ void __launch_bounds__(32 * kWarps)
             all &= bits[i];
             if (window.hides_keys()) {
               const int row = min(row0 + i * sharers, end_row - 1);
-              bits[i] &=
-                  bits_between(window.begin_of_all(row) - key, window.end_of_all<true>(row) - key);
+              bits[i] &= bits_between(window.begin_of_all(row) - key, window.end_of_all<true>(row) - key);
             }
             some |= bits[i];
           }
@@ -128,8 +124,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         }
       }
       // Keys behind the last one do not count.
-      const bool full =
-          is_key && (by_all[threadIdx.x] | ~bits_between(0, work.kv_len - key)) == ~0u;
+      const bool full = is_key && (by_all[threadIdx.x] | ~bits_between(0, work.kv_len - key)) == ~0u;
       const std::uint32_t words = __ballot_sync(0xffffffffu, full);
       if (threadIdx.x % 32 == 0) full_words[threadIdx.x / 32] = words;
       __syncthreads();
@@ -145,8 +140,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     MaskExtent extent{};
     if (end != 0) {
       extent = {begin, end, 32 * seen_by_all.begin,
-                int(min(32u * std::uint32_t(seen_by_all.begin + seen_by_all.length),
-                        std::uint32_t(work.kv_len))),
+                int(min(32u * std::uint32_t(seen_by_all.begin + seen_by_all.length), std::uint32_t(work.kv_len))),
                 count < end - begin};
     }
     extents[blockIdx.x] = extent;
@@ -160,10 +154,9 @@ Status launch_mask_extents(const LaunchParams& params, MaskExtent* extents, cuda
   config.gridDim = dim3(params.plan.tile_indices);
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(
-      &config, mask_extents_kernel, params, MaskDivisors(params), RowTiles::make(params), extents);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the mask kernel", error);
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, mask_extents_kernel, params, MaskDivisors(params), RowTiles::make(params), extents);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the mask kernel", error);
 }
 
 }  // namespace cutlass_kernels

@@ -51,8 +51,7 @@ class PagedAttention {
 
   std::size_t workspace_size() const { return workspace_size_; }
 
-  ck::Status enqueue(const void* const* inputs, void* const* outputs, void* workspace,
-                     cudaStream_t stream) const {
+  ck::Status enqueue(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) const {
     // TensorRT shares one workspace among its layers, so that its contents are arbitrary here. The counters in front are the only
     // part that must be cleared.
     if (workspace != nullptr) {
@@ -82,8 +81,7 @@ class PagedAttention {
 struct Batch {
   std::vector<std::int32_t> cum_q = {0, 20, 21, 61};
   std::vector<std::int32_t> cum_kv = {0, 100, 101, 149};
-  std::vector<std::int32_t>
-      tables;  // [3, kMaxPages]; entries that no key refers to are no page numbers
+  std::vector<std::int32_t> tables;  // [3, kMaxPages]; entries that no key refers to are no page numbers
   int num_pages = 0;
   std::vector<__half> q;     // [61, kHeads, kHeadDim]
   std::vector<__half> pool;  // [num_pages, 2, kPageSize, kKvHeads, kHeadDim]
@@ -178,9 +176,8 @@ int main() {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     // Nothing is read before the library has found out that nobody can.
-    const void* inputs[PagedAttention::kInputs] = {batch.q.data(),      batch.pool.data(),
-                                                   batch.tables.data(), batch.cum_q.data(),
-                                                   batch.cum_kv.data(), batch.sinks.data()};
+    const void* inputs[PagedAttention::kInputs] = {batch.q.data(),     batch.pool.data(),   batch.tables.data(),
+                                                   batch.cum_q.data(), batch.cum_kv.data(), batch.sinks.data()};
     void* outputs[] = {out.data()};
     const ck::Status status = plugin.enqueue(inputs, outputs, nullptr, nullptr);
     std::printf("There is no GPU here: %s\n", status.message.c_str());

@@ -68,14 +68,13 @@ int main() {
   }
 
   std::vector<__half> output(kTokens * kHeads * kHeadDim);
-  if (const cudaError_t error = cudaMemcpy(output.data(), o, q_bytes, cudaMemcpyDeviceToHost);
-      error != cudaSuccess) {
+  if (const cudaError_t error = cudaMemcpy(output.data(), o, q_bytes, cudaMemcpyDeviceToHost); error != cudaSuccess) {
     std::printf("The GPU failed: %s\n", cudaGetErrorString(error));
     return 1;
   }
   for (int token : {0, 1, 511, 1023}) {
-    std::printf("row %4d: %.4f, expected %.4f\n", token,
-                __half2float(output[token * kHeads * kHeadDim]), token / 2.0 / kTokens);
+    std::printf("row %4d: %.4f, expected %.4f\n", token, __half2float(output[token * kHeads * kHeadDim]),
+                token / 2.0 / kTokens);
   }
   for (void* buffer : {q, k, v, o}) cudaFree(buffer);
   return 0;

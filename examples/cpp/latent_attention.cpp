@@ -167,8 +167,7 @@ struct Batch {
       const __half* columns = &cache[slot(b, key) * kCacheDim];
       double dot = 0.0;
       for (int d = 0; d < kCacheDim; ++d) {
-        const __half query =
-            d < kLatentDim ? q[row * kLatentDim + d] : q_rope[row * kRopeDim + d - kLatentDim];
+        const __half query = d < kLatentDim ? q[row * kLatentDim + d] : q_rope[row * kRopeDim + d - kLatentDim];
         dot += double(__half2float(query)) * __half2float(columns[d]);
       }
       const double weight = std::exp(dot * kScale);
@@ -213,8 +212,7 @@ struct OnDevice {
 };
 
 /// A step of so many tokens per request. False where it fails, or where the result differs from the CPU's.
-bool run_step(int tokens, Batch* batch, void* cache, const std::int32_t* page_table,
-              cudaStream_t stream) {
+bool run_step(int tokens, Batch* batch, void* cache, const std::int32_t* page_table, cudaStream_t stream) {
   batch->begin_step(tokens);
   const LatentDecode layer(tokens);
   std::vector<__half> out(batch->q.size(), __float2half(NAN));
@@ -233,8 +231,7 @@ bool run_step(int tokens, Batch* batch, void* cache, const std::int32_t* page_ta
   }
   cudaError_t error = cudaStreamSynchronize(stream);
   if (error == cudaSuccess) {
-    error =
-        cudaMemcpy(out.data(), dev_out.data, out.size() * sizeof(__half), cudaMemcpyDeviceToHost);
+    error = cudaMemcpy(out.data(), dev_out.data, out.size() * sizeof(__half), cudaMemcpyDeviceToHost);
   }
   if (error != cudaSuccess) {
     std::printf("The GPU failed: %s\n", cudaGetErrorString(error));
@@ -242,8 +239,7 @@ bool run_step(int tokens, Batch* batch, void* cache, const std::int32_t* page_ta
   }
   batch->append();
   const double largest = batch->largest_error(out);
-  std::printf("%d tokens per request: largest difference from the CPU's result: %.5f\n", tokens,
-              largest);
+  std::printf("%d tokens per request: largest difference from the CPU's result: %.5f\n", tokens, largest);
   return largest < 2e-3;
 }
 

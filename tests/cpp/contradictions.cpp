@@ -95,8 +95,7 @@ struct Case {
 
 /// What is wrong with sizes, whether or not there are tensors.
 std::vector<Case> sizes() {
-  static const std::int32_t decreasing[3] = {0, 8, 3}, negative[3] = {-1, 3, 8},
-                            long_rows[3] = {0, 3, 9};
+  static const std::int32_t decreasing[3] = {0, 8, 3}, negative[3] = {-1, 3, 8}, long_rows[3] = {0, 3, 9};
   std::vector<Case> cases;
   const auto add = [&](Problem problem, const char* fragment, Change change) {
     cases.push_back({problem, std::move(change), fragment});
@@ -138,9 +137,7 @@ std::vector<Case> sizes() {
   add(ragged, "offsets start at 0", [](auto& p) { p.qo_indptr_host = decreasing; });
   add(ragged, "offsets start at 0", [](auto& p) { p.qo_indptr_host = negative; });
   add(ragged, "qo_indptr_host ends at 9", [](auto& p) { p.qo_indptr_host = long_rows; });
-  const auto mask = [](AttentionParams& p) {
-    p.mask.words = reinterpret_cast<std::uint32_t*>(memory);
-  };
+  const auto mask = [](AttentionParams& p) { p.mask.words = reinterpret_cast<std::uint32_t*>(memory); };
   add(ragged, "mask.indptr is null", mask);
   add(single, nullptr, mask);
   add(ragged, nullptr, [=](auto& p) { mask(p), p.mask.indptr = indptr; });
@@ -148,8 +145,7 @@ std::vector<Case> sizes() {
   add(ragged, "page_size=0", [](auto& p) { p.pages.indices = indptr; });
   add(block_table, "table_stride=-4 with batch_size=2", [](auto& p) { p.pages.table_stride = -4; });
   add(block_table, nullptr, [](auto& p) { p.pages.table_stride = kMost / 2; });
-  add(block_table, "makes a page table of more than",
-      [](auto& p) { p.pages.table_stride = kMost / 2 + 1; });
+  add(block_table, "makes a page table of more than", [](auto& p) { p.pages.table_stride = kMost / 2 + 1; });
   add(block_table, nullptr, [](auto& p) { p.pages.table_width = 4; });
   add(block_table, nullptr, [](auto& p) { p.pages.table_width = 0; });
   add(block_table, "table_width=5", [](auto& p) { p.pages.table_width = 5; });
@@ -175,12 +171,10 @@ std::vector<Case> sizes() {
   add(latent, nullptr, [](auto& p) { p.q_rope = {}; });
   add(latent, nullptr, [](auto& p) { p.k_rope = {}; });
   add(latent, "q_rope is given with head_dim_qk=512", [](auto& p) { p.head_dim_qk = 512; });
-  add(latent, "q_rope is given with head_dim_qk=576 and head_dim_vo=256",
-      [](auto& p) { p.head_dim_vo = 256; });
+  add(latent, "q_rope is given with head_dim_qk=576 and head_dim_vo=256", [](auto& p) { p.head_dim_vo = 256; });
   add(latent, "q_rope has a token stride of ", [](auto& p) { p.q_rope.stride_token += 4; });
   add(latent, "q_rope has a head stride of 136 bytes", [](auto& p) { p.q_rope.stride_head += 4; });
-  add(latent, "k_rope has a token stride of 136 bytes",
-      [](auto& p) { p.k_rope.stride_token += 4; });
+  add(latent, "k_rope has a token stride of 136 bytes", [](auto& p) { p.k_rope.stride_token += 4; });
   add(latent, "k_rope_stride_page=", [](auto& p) { p.pages.k_rope_stride_page += 4; });
   add(latent, "Set v to k", [](auto& p) { p.v.data = memory + 16; });
   add(ragged, "k_rope is given with head_dim_qk=", [](auto& p) { p.k_rope = p.k; });
@@ -190,8 +184,7 @@ std::vector<Case> sizes() {
   add(ragged, "o has a head stride of 264 bytes", [](auto& p) { p.o.stride_head += 4; });
   add(ragged, "k has a token stride of 136 bytes", [=](auto& p) { fp8(p), p.k.stride_token += 8; });
   add(ragged, "v has a token stride of 264 bytes", [=](auto& p) { fp8(p), p.v.stride_token += 8; });
-  for (const KvShard shard :
-       {KvShard{2, 2, 1}, {2, -1, 1}, {0, 0, 1}, {2, 0, 0}, {1 << 15, 0, 1 << 15}}) {
+  for (const KvShard shard : {KvShard{2, 2, 1}, {2, -1, 1}, {0, 0, 1}, {2, 0, 0}, {1 << 15, 0, 1 << 15}}) {
     add(ragged, "rank must lie between 0 and world - 1", [=](auto& p) {
       p.kv_shard = shard;
       p.seqused_k = long_rows;
@@ -235,12 +228,9 @@ std::vector<Case> tensors() {
     p.kv_indptr = nullptr;
     p.kv_stride_request = -2;
   });
-  add(ragged, "kv_stride_request=10 is for requests without kv_indptr",
-      [](auto& p) { p.kv_stride_request = 10; });
-  add(block_table, "kv_stride_request=0 is for requests without kv_indptr",
-      [](auto& p) { p.kv_stride_request = 0; });
-  add(ragged, "seqused_k is null although kv_shard.world=2",
-      [](auto& p) { p.kv_shard = {2, 1, 16}; });
+  add(ragged, "kv_stride_request=10 is for requests without kv_indptr", [](auto& p) { p.kv_stride_request = 10; });
+  add(block_table, "kv_stride_request=0 is for requests without kv_indptr", [](auto& p) { p.kv_stride_request = 0; });
+  add(ragged, "seqused_k is null although kv_shard.world=2", [](auto& p) { p.kv_shard = {2, 1, 16}; });
   add(ragged, nullptr, [](auto& p) {
     p.kv_shard = {2, 1, 16};
     p.seqused_k = indptr;
@@ -267,8 +257,7 @@ std::vector<Case> tensors() {
     p.num_qo_heads = p.num_kv_heads = 1;
     p.o.stride_head = p.lse_stride_head = 0;
   });
-  add(ragged, nullptr,
-      [](auto& p) { p.lse = nullptr, p.lse_stride_token = p.lse_stride_head = 0; });
+  add(ragged, nullptr, [](auto& p) { p.lse = nullptr, p.lse_stride_token = p.lse_stride_head = 0; });
   add(ragged, nullptr, [](auto& p) { p.k.stride_token = p.v.stride_head = 0; });
   add(ragged, nullptr, [](auto& p) { p.stats = floats(8); });
   add(ragged, "stats starts at", [](auto& p) { p.stats = floats(4); });
@@ -299,8 +288,8 @@ void check(const Case& entry, int number, bool with_tensors) {
   const std::string text = contradiction(params, with_tensors);
   const bool served = entry.fragment == nullptr || (entry.needs_tensors && !with_tensors);
   if (served ? text.empty() : text.find(entry.fragment) != std::string::npos) return;
-  std::printf("Case %d %s tensors: '%s' instead of '%s'\n", number,
-              with_tensors ? "with" : "without", text.c_str(), served ? "" : entry.fragment);
+  std::printf("Case %d %s tensors: '%s' instead of '%s'\n", number, with_tensors ? "with" : "without", text.c_str(),
+              served ? "" : entry.fragment);
   std::exit(1);
 }
 

@@ -19,19 +19,17 @@ constexpr int log2_of(int n) { return n <= 1 ? 0 : 1 + log2_of(n / 2); }
 template <int kHeadDim>
 constexpr bool fa2_swizzles_as_cute() {
   using Tile = typename ck::fa2::TileTable<kHeadDim>::Large;
-  constexpr auto kRows =
-      cute::composition(cute::Swizzle<3, 3, log2_of(kHeadDim / 8)>{}, Int<0>{},
-                        Layout<Shape<Int<64>, Int<kHeadDim>>, Stride<Int<kHeadDim>, _1>>{});
+  constexpr auto kRows = cute::composition(cute::Swizzle<3, 3, log2_of(kHeadDim / 8)>{}, Int<0>{},
+                                           Layout<Shape<Int<64>, Int<kHeadDim>>, Stride<Int<kHeadDim>, _1>>{});
   for (int row = 0; row < 64; ++row) {
     for (int chunk = 0; chunk < kHeadDim / 8; ++chunk) {
-      if (ck::fa2::SharedLayout<Tile>::offset(row, chunk) != 2 * kRows(row, 8 * chunk))
-        return false;
+      if (ck::fa2::SharedLayout<Tile>::offset(row, chunk) != 2 * kRows(row, 8 * chunk)) return false;
     }
   }
   return true;
 }
-static_assert(fa2_swizzles_as_cute<64>() && fa2_swizzles_as_cute<128>() &&
-              fa2_swizzles_as_cute<256>() && fa2_swizzles_as_cute<512>());
+static_assert(fa2_swizzles_as_cute<64>() && fa2_swizzles_as_cute<128>() && fa2_swizzles_as_cute<256>() &&
+              fa2_swizzles_as_cute<512>());
 
 // ---- Panels of fa3: rows of 128 bytes, as TMA and wgmma swizzle them. ----
 

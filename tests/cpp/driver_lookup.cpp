@@ -14,9 +14,9 @@ int lookups = 0;
 int maps = 0;
 bool has_context = false;
 
-CUresult encode(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+CUresult encode(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                CUtensorMapFloatOOBfill) {
   if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   ++maps;
   return CUDA_SUCCESS;
@@ -33,8 +33,7 @@ cudaError_t find(void** function, cudaDriverEntryPointQueryResult* found) {
 
 extern "C" {
 #if CUDART_VERSION >= 12050
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
-                                             unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
   return find(function, found);
 }
@@ -64,11 +63,10 @@ int main() {
   const fa3::PagesOfTensor pages{&lookups, 128, 64, 1024, 8, 2, 3, 64};
   CUtensorMap map;
   for (int call = 1; call <= 6; ++call) {
-    const Status status = call % 2 == 1
-                              ? fa3::make_tensor_map("q", rows, DType::kFloat16, 64, &map)
-                              : fa3::make_tensor_map("k", pages, DType::kFloat16, 8, &map);
-    const bool refused = status.code == StatusCode::kCudaError &&
-                         status.message.find("cuTensorMapEncodeTiled") != std::string::npos;
+    const Status status = call % 2 == 1 ? fa3::make_tensor_map("q", rows, DType::kFloat16, 64, &map)
+                                        : fa3::make_tensor_map("k", pages, DType::kFloat16, 8, &map);
+    const bool refused =
+        status.code == StatusCode::kCudaError && status.message.find("cuTensorMapEncodeTiled") != std::string::npos;
     if (call <= 2 ? !refused : !status.ok()) {
       std::printf("Call %d: '%s'\n", call, status.message.c_str());
       return 1;

@@ -76,8 +76,8 @@ T atomicAdd(T* at, T value) {
 }
 inline int atomicMax(int* at, int value) {
   int before = __atomic_load_n(at, __ATOMIC_RELAXED);
-  while (before < value && !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_RELAXED,
-                                                        __ATOMIC_RELAXED)) {
+  while (before < value &&
+         !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
   return before;
 }
@@ -85,8 +85,7 @@ using std::max;
 using std::min;
 
 template <class... Parameter, class... Given>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameter...),
-                               const Given&... given) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameter...), const Given&... given) {
   const unsigned threads = config->blockDim.x;
   pthread_barrier_init(&one_block::barrier, nullptr, threads);
   for (pthread_barrier_t& warp : one_block::warp_barriers) pthread_barrier_init(&warp, nullptr, 32);

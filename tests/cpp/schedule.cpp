@@ -44,10 +44,10 @@ void check(const Requests& requests, const ck::SplitRule& rule, int tile_rows) {
       work += tiles.back().cost;
     }
   }
-  const ck::SplitSlots slots = ck::split_slots(rule, std::int64_t(tiles.size()), work);
+  const ck::ItemBudget budget = ck::item_budget(rule, std::int64_t(tiles.size()), work);
   std::set<std::tuple<int, int, int, int>> expected;  // request, tile, split, splits
   for (const Tile& tile : tiles) {
-    const int splits = ck::splits_of(rule, slots, tile.cost, tile.rows);
+    const int splits = ck::splits_of(rule, budget, tile.cost, tile.rows);
     for (int i = 0; i < splits; ++i) expected.emplace(tile.batch, tile.tile, i, splits);
   }
 
@@ -61,21 +61,18 @@ void check(const Requests& requests, const ck::SplitRule& rule, int tile_rows) {
   std::vector<ck::WorkItem> list(std::size_t(capacity), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity) + 1);
   ck::TileListHeader header{};
-  const ck::Status status =
-      ck::launch_schedule(params, tile_rows, rule, kSplitsOfWarp, capacity, /*fills=*/true, &header,
-                          list.data(), split_tiles.data(), nullptr, {}, {});
+  const ck::Status status = ck::launch_schedule(params, tile_rows, rule, kSplitsOfWarp, capacity, /*fills=*/true,
+                                                &header, list.data(), split_tiles.data(), nullptr, {}, {});
   require(status.ok(), status.message);
 
   std::set<std::tuple<int, int, int, int>> found;
   int before = 1 << 30;
   for (const ck::WorkItem& item : list) {
     if (item.batch < 0) continue;
-    require(found.emplace(item.batch, item.tile, item.split, item.num_splits).second,
-            "an entry comes twice");
+    require(found.emplace(item.batch, item.tile, item.split, item.num_splits).second, "an entry comes twice");
     require(item.kv_len >= 0, "a split has no room");
     const int last = std::min((item.tile + 1) * tile_rows, item.qo_len) - 1;
-    const int cost =
-        std::clamp(last + 1 + item.kv_len - item.qo_len, 0, item.kv_len) / item.num_splits;
+    const int cost = std::clamp(last + 1 + item.kv_len - item.qo_len, 0, item.kv_len) / item.num_splits;
     require(cost <= before + (1 << 6), "longer tiles come first, but for a bucket");
     before = cost;
   }
@@ -105,8 +102,8 @@ void check_overlapping_requests() {
   std::vector<ck::WorkItem> list(std::size_t(capacity + 2 * kGuard), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(1);
   ck::TileListHeader header{};
-  require(ck::launch_schedule(params, 16, rule, kSplitsOfWarp, capacity, /*fills=*/true, &header,
-                              list.data() + kGuard, split_tiles.data(), nullptr, {}, {})
+  require(ck::launch_schedule(params, 16, rule, kSplitsOfWarp, capacity, /*fills=*/true, &header, list.data() + kGuard,
+                              split_tiles.data(), nullptr, {}, {})
               .ok(),
           "a list is written");
   require(header.num_split_tiles == 0 && header.num_items == 0, "nothing is computed");
@@ -120,12 +117,9 @@ void check_overlapping_requests() {
 /// Even shares: each request's blocks are cut into as many splits as it says, a share has no more than its length, and
 /// partial results do not overlap.
 void check_even_shares(std::mt19937& random, int round) {
-  const auto draw = [&](int least, int most) {
-    return least + int(random() % unsigned(most - least + 1));
-  };
+  const auto draw = [&](int least, int most) { return least + int(random() % unsigned(most - least + 1)); };
   constexpr int kTileRows = 4, kGuard = 64;
-  const int batch_size = draw(2, round % 5 == 0 ? 1024 : 40),
-            tiles = round % 3 == 0 ? draw(1, 3) : 1;
+  const int batch_size = draw(2, round % 5 == 0 ? 1024 : 40), tiles = round % 3 == 0 ? draw(1, 3) : 1;
   const int longest = round % 2 == 0 ? 500 : draw(1, 30000);
   Requests requests;
   std::vector<int> used;
@@ -155,8 +149,8 @@ void check_even_shares(std::mt19937& random, int round) {
   std::vector<ck::WorkItem> list(std::size_t(capacity + kGuard), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity));
   ck::TileListHeader header{};
-  require(ck::launch_schedule(params, kTileRows, rule, kSplitsOfWarp, capacity, /*fills=*/false,
-                              &header, list.data(), split_tiles.data(), nullptr, {}, {})
+  require(ck::launch_schedule(params, kTileRows, rule, kSplitsOfWarp, capacity, /*fills=*/false, &header, list.data(),
+                              split_tiles.data(), nullptr, {}, {})
               .ok(),
           "a list is written");
   require(header.num_items <= std::max(rule.shares, batch_size) * tiles, "too many shares");
@@ -169,10 +163,8 @@ void check_even_shares(std::mt19937& random, int round) {
       require(at < capacity, "an entry beside the list");
       const ck::WorkItem& item = list[std::size_t(at)];
       if (item.batch < 0) break;
-      require(item.kv_len == used[std::size_t(item.batch)] && item.tile == rank % tiles,
-              "another tile");
-      require(found[{item.batch, item.tile}].emplace(item.split, item).second,
-              "a split comes twice");
+      require(item.kv_len == used[std::size_t(item.batch)] && item.tile == rank % tiles, "another tile");
+      require(found[{item.batch, item.tile}].emplace(item.split, item).second, "a split comes twice");
       cost += item.cut_end - item.cut_begin + ck::EvenShares::kStart;
       at = item.next > 0 ? item.next : -1;
     }
@@ -189,8 +181,7 @@ void check_even_shares(std::mt19937& random, int round) {
       const auto& splits = found[{b, tile}];
       int end = 0;
       for (const auto& [index, item] : splits) {
-        require(item.cut_begin == end && item.cut_end >= end && item.cut_all == blocks,
-                "blocks are left out");
+        require(item.cut_begin == end && item.cut_end >= end && item.cut_all == blocks, "blocks are left out");
         require(item.num_splits == int(splits.size()), "another number of splits");
         end = item.cut_end;
       }
@@ -211,15 +202,13 @@ void check_even_shares(std::mt19937& random, int round) {
   for (int i = 0; i < split; ++i) {
     const ck::SplitTile& tile = split_tiles[std::size_t(i)];
     require(tile.first_unit == units, "units of combining do not follow one another");
-    units +=
-        ck::CombineUnits{kSplitsOfWarp}.of_rows(tile.rows * params.num_qo_heads, tile.num_splits);
+    units += ck::CombineUnits{kSplitsOfWarp}.of_rows(tile.rows * params.num_qo_heads, tile.num_splits);
   }
   require(header.num_units == units, "another number of units");
   // An equal share, or a whole request where there are more of these; two cuts may be moved.
   const int fair = (whole + rule.shares - 1) / rule.shares;
   const int longest_blocks = ck::EvenShares::blocks_of(longest);
-  require(most <= std::max(2 * fair, 4 + 2) + ck::EvenShares::kStart +
-                      2 * ck::EvenShares::kLeastBlocks ||
+  require(most <= std::max(2 * fair, 4 + 2) + ck::EvenShares::kStart + 2 * ck::EvenShares::kLeastBlocks ||
               most <= longest_blocks + ck::EvenShares::kStart,
           "a share is too long");
 }
@@ -242,16 +231,16 @@ int main() {
     if (i % 4 != 0) {
       rule.wave = 33;
       rule.most_waves = 2;
-      rule.most_slots = 40 + int(random() % 20);
-      rule.most_pairs = i % 4 == 1 ? rule.most_slots : int(ck::rounded_up(rule.most_slots));
-      rule.most_splits = rule.most_slots;
+      rule.most_items = 40 + int(random() % 20);
+      rule.most_rounded_items = i % 4 == 1 ? rule.most_items : int(ck::rounded_up(rule.most_items));
+      rule.most_splits = rule.most_items;
       rule.least_split_keys = 256;
-      rule.few_slots = i % 2 == 0 ? 16 : 0;
+      rule.few_items = i % 2 == 0 ? 16 : 0;
       rule.least_split_keys_of_few = 64;
       rule.partial_rows_of_one = std::max(32 * requests.qo_indptr.back(), 1);
-      rule.extra_tiles = rule.most_pairs;
-      rule.split_tile_capacity = (rule.most_pairs + 1) / 2;
-      rule.partial_rows = std::int64_t(rule.most_pairs) * 16;
+      rule.extra_tiles = rule.most_rounded_items;
+      rule.split_tile_capacity = (rule.most_rounded_items + 1) / 2;
+      rule.partial_rows = std::int64_t(rule.most_rounded_items) * 16;
     }
     check(requests, rule, 16);
   }

@@ -184,8 +184,7 @@ struct Batch {
     const SplitShares shares(params, units);
     for (int b = 0, before = 0; b < params.batch_size; ++b) {
       const KeysOfRequest keys = keys_of_request(params, b);
-      const int after =
-          std::min(before + shares.of(SplitShares::units(params, keys)), shares.extra);
+      const int after = std::min(before + shares.of(SplitShares::units(params, keys)), shares.extra);
       if (split < b + 1 + after) return {b, b + before, 1 + after - before, keys};
       before = after;
     }
@@ -215,14 +214,12 @@ int check_batch(Batch& batch, int round) {
     const WorkItem& work = computed[std::size_t(index)];
     const SplitTile tile = tile_at(p, index);
     const bool is_split = work.num_splits > 1;
-    require((tile.num_splits > 1 && tile.rows > 0) == is_split, "whether it is split", round,
-            index);
+    require((tile.num_splits > 1 && tile.rows > 0) == is_split, "whether it is split", round, index);
     if (!is_split) continue;
     const int first_row = work.tile * p.plan.tile_rows;
     require(tile.q_begin == work.q_begin + first_row &&
                 tile.rows == std::min(p.plan.tile_rows, work.qo_len - first_row) &&
-                tile.partial_row == work.partial_row && tile.num_splits == work.num_splits &&
-                tile.batch == work.batch,
+                tile.partial_row == work.partial_row && tile.num_splits == work.num_splits && tile.batch == work.batch,
             "another description", round, index);
     ++combined;
   }
@@ -239,9 +236,9 @@ void check_garbage(Batch& batch, int round) {
     require(tile.rows >= 0, "rows are counted", round, index);
     if (tile.rows <= 0 || tile.num_splits <= 1) continue;
     require(tile.q_begin >= 0 && tile.q_begin + tile.rows <= p.total_q, "rows", round, index);
-    require(tile.partial_row >= 0 &&
-                tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= p.plan.partial_rows,
-            "partial results", round, index);
+    require(
+        tile.partial_row >= 0 && tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= p.plan.partial_rows,
+        "partial results", round, index);
     require(tile.batch == index % p.batch_size, "request", round, index);
   }
 }
@@ -309,8 +306,7 @@ int check_own_splits(Batch& batch, int round) {
     require(tile.q_begin == rows.begin && tile.rows == length && tile.num_splits == splits &&
                 tile.partial_row == partial_rows[b],
             "another description", round, b);
-    require(tile.partial_row >= next_partial_row &&
-                tile.partial_row + length * splits <= p.plan.partial_rows,
+    require(tile.partial_row >= next_partial_row && tile.partial_row + length * splits <= p.plan.partial_rows,
             "partial results overlap", round, b);
     next_partial_row = tile.partial_row + length * splits;
   }

@@ -71,8 +71,7 @@ struct DrawnAtomics {
     *at += value;
     return before;
   }
-  static TicketCounter compare_and_swap(TicketCounter* at, TicketCounter expected,
-                                        TicketCounter value) {
+  static TicketCounter compare_and_swap(TicketCounter* at, TicketCounter expected, TicketCounter value) {
     lot.draw();
     const TicketCounter before = *at;
     if (before == expected) *at = value;
@@ -132,8 +131,8 @@ bool all_right() {
   constexpr TicketCounter kStep = cutlass_kernels::kTicketStep;
   std::mt19937_64 random(1);
   bool right = true;
-  for (const TicketCounter tickets : {TicketCounter(kBlocks), TicketCounter(kBlocks + 1),
-                                      TicketCounter(60), TicketCounter(500)}) {
+  for (const TicketCounter tickets :
+       {TicketCounter(kBlocks), TicketCounter(kBlocks + 1), TicketCounter(60), TicketCounter(500)}) {
     std::vector<TicketCounter> firsts = {0,
                                          1,
                                          2,

@@ -20,8 +20,7 @@ struct BatchIndicesPositionsParams {
 
 /// Writes, for every new token, its request and where it stands there: the i-th of n new tokens at seq_len - n + i.
 /// Entries outside of all requests become -1. One kernel on `stream`; see append_paged_kv_cache().
-CK_API Status get_batch_indices_positions(const BatchIndicesPositionsParams& params,
-                                          cudaStream_t stream);
+CK_API Status get_batch_indices_positions(const BatchIndicesPositionsParams& params, cudaStream_t stream);
 
 /// Token i goes to entry positions[i] % page_size of page positions[i] / page_size of request batch_indices[i]. Skipped
 /// are tokens of a negative request or position, or of a request that does not exist; places outside of the pages of
@@ -36,7 +35,7 @@ struct AppendParams {
   std::int64_t num_tokens = kNotSet;
   const std::int32_t* batch_indices = nullptr;  ///< [num_tokens], device
   const std::int32_t* positions = nullptr;      ///< [num_tokens], device
-  const std::int32_t* kv_indptr = nullptr;  ///< [batch_size + 1], device, entries of pages.indices
+  const std::int32_t* kv_indptr = nullptr;      ///< [batch_size + 1], device, entries of pages.indices
   // [num_tokens, num_kv_heads, head_dim], and the cache as in PageTable. Any strides and addresses: slower where 16
   // bytes do not divide all of them.
   ConstTensorView k;

@@ -33,8 +33,7 @@ CK_API const std::vector<KernelInfo>& list_kernels();
 
 /// Why `backend` cannot compute `params` on a device of this compute capability (10 * major + minor);
 /// empty if it can. Looks at types, sizes, strides and features, never at device memory.
-CK_API std::vector<std::string> not_supported_reasons(Backend backend,
-                                                      const AttentionParams& params,
+CK_API std::vector<std::string> not_supported_reasons(Backend backend, const AttentionParams& params,
                                                       int compute_capability);
 
 /// Workspace size for full speed: tile list, partial results, counters. A batch that needs a tile list (attention()
@@ -73,8 +72,7 @@ class Plan {
 /// refuse a plan made without. Types, sizes, max_qo_len, the rule for splitting keys, and whether there are indptrs must
 /// not change: attention() then refuses the plan. total_q may where the plan has a tile list; make_schedule() refuses
 /// more rows than were planned. Leaves `plan` as it was where it fails.
-CK_API Status make_plan(const AttentionParams& params, Plan* plan,
-                        Backend backend = Backend::kAuto);
+CK_API Status make_plan(const AttentionParams& params, Plan* plan, Backend backend = Backend::kAuto);
 
 /// Writes the tile list of a batch, longest tiles first, into the workspace: once, and again when lengths change. Reads
 /// qo_indptr and kv_indptr on the device. Does nothing for a plan without a list.
@@ -87,8 +85,8 @@ CK_API Status make_schedule(const Plan& plan, const AttentionParams& params, voi
 
 /// Computes attention as planned, in the workspace in which make_schedule() left its list. Calls with one workspace
 /// must follow one another, as on one stream they do: running kernels share counters in it.
-CK_API Status attention(const Plan& plan, const AttentionParams& params, void* workspace,
-                        std::size_t workspace_bytes, cudaStream_t stream);
+CK_API Status attention(const Plan& plan, const AttentionParams& params, void* workspace, std::size_t workspace_bytes,
+                        cudaStream_t stream);
 
 /// The library's version, e.g. "0.3.0", or "0.3.0.dev0" of sources before that.
 CK_API const char* version();

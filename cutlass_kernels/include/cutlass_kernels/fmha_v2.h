@@ -25,8 +25,8 @@ enum class FmhaV2Layout : std::int32_t {
   kPackedQkv,      ///< qkv [T, 3, num_qo_heads, head_dim]; as many key heads as query heads
   kContiguousQKv,  ///< q [T, num_qo_heads, head_dim], kv [Tkv, 2, num_kv_heads, head_dim]
   kSeparateQKV,    ///< q, k [Tkv, num_kv_heads, head_dim], v [Tkv, num_kv_heads, head_dim_vo]
-  kQPagedKvHnd,  ///< q, and kv [num_pages, 2, num_kv_heads, page_size, head_dim], or k and v, see below
-  kQPagedKvNhd,  ///< the same with page_size before num_kv_heads
+  kQPagedKvHnd,    ///< q, and kv [num_pages, 2, num_kv_heads, page_size, head_dim], or k and v, see below
+  kQPagedKvNhd,    ///< the same with page_size before num_kv_heads
 };
 
 /// Row i of a request stands at position p = i + kv_len - q_len.
@@ -53,8 +53,8 @@ struct FmhaV2Params {
 
   // Lengths. A request whose offsets make no sense, or lie outside the tensors, is not computed, its output not
   // written.
-  std::int32_t max_q_len = 0;   ///< most rows of a request; those beyond need not be computed
-  std::int32_t max_kv_len = 0;  ///< most keys, at least max_q_len; equal with kPackedQkv
+  std::int32_t max_q_len = 0;                     ///< most rows of a request; those beyond need not be computed
+  std::int32_t max_kv_len = 0;                    ///< most keys, at least max_q_len; equal with kPackedQkv
   const std::int32_t* cum_seq_lens_q = nullptr;   ///< [batch_size + 1], device
   const std::int32_t* cum_seq_lens_kv = nullptr;  ///< the same; null with kPackedQkv: those of q
 
@@ -81,15 +81,13 @@ struct FmhaV2Params {
   std::int32_t chunked_attention_size = 0;  ///< a power of two; 0: none
 
   // Scales.
-  float bmm1_scale = 0.0f;  ///< 0: 1 / sqrt(head_dim)
-  float bmm2_scale = 1.0f;  ///< multiplies the output
-  const float* bmm1_scale_device =
-      nullptr;  ///< optional, device: multiplies bmm1_scale (or its default)
+  float bmm1_scale = 0.0f;                   ///< 0: 1 / sqrt(head_dim)
+  float bmm2_scale = 1.0f;                   ///< multiplies the output
+  const float* bmm1_scale_device = nullptr;  ///< optional, device: multiplies bmm1_scale (or its default)
   const float* bmm2_scale_device = nullptr;  ///< optional, device: multiplies bmm2_scale
-  float logits_soft_cap_scale =
-      0.0f;  ///< c: a logit s becomes c tanh(s / c), before ALiBi; <= 0: off
-  const float* alibi_slopes = nullptr;  ///< optional [num_qo_heads], device: adds slope * key
-  const float* sinks = nullptr;  ///< optional [num_qo_heads], device: denominator += exp(sink)
+  float logits_soft_cap_scale = 0.0f;        ///< c: a logit s becomes c tanh(s / c), before ALiBi; <= 0: off
+  const float* alibi_slopes = nullptr;       ///< optional [num_qo_heads], device: adds slope * key
+  const float* sinks = nullptr;              ///< optional [num_qo_heads], device: denominator += exp(sink)
 
   /// Optional [T, num_qo_heads, 2], device, 8-byte aligned; not of 8-bit tensors. Of each row the maximum of its logits
   /// over bmm1_scale * sqrt(head_dim), device factor included, or with a soft cap over sqrt(head_dim), and the sum of
@@ -109,14 +107,13 @@ constexpr std::size_t kFmhaV2CounterBytes = 16384;
 
 /// Bytes of workspace for calls of these sizes (tensors, offsets and tables may be null as yet): counters, and what
 /// split keys and lists need. Calls that overlap in time need one each, others may share one, as large as the largest.
-CK_API std::size_t fmha_v2_workspace_size(const FmhaV2Params& params,
-                                          Backend backend = Backend::kAuto);
+CK_API std::size_t fmha_v2_workspace_size(const FmhaV2Params& params, Backend backend = Backend::kAuto);
 
 /// Enqueues the call on `stream`. `workspace` is device memory, 16-byte aligned. With kFmhaV2CounterBytes only, or
 /// null, no keys are split; and without the counters blocks cannot share out the work as they become free, which takes
 /// longer where lengths differ. `backend` as of attention().
-CK_API Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes,
-                      cudaStream_t stream, Backend backend = Backend::kAuto);
+CK_API Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes, cudaStream_t stream,
+                      Backend backend = Backend::kAuto);
 
 /// Writes the usual ALiBi slopes of `num_heads` heads (Press et al., "Train Short, Test Long", 2022) to host memory.
 CK_API void fmha_v2_alibi_slopes(std::int32_t num_heads, float* slopes);

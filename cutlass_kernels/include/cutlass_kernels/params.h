@@ -51,12 +51,10 @@ struct PageTable {
   std::int32_t page_size = 0;                   ///< 0: no pages, k and v are ragged
   /// Entries of `indices` (>= kv_indptr[batch_size]); of a table not used.
   std::int64_t num_indices = kNotSet;
-  std::int64_t table_stride =
-      0;  ///< 0: requests follow one another; batch_size times it is below 2^31
+  std::int64_t table_stride = 0;       ///< 0: requests follow one another; batch_size times it is below 2^31
   std::int32_t table_width = kNotSet;  ///< at most table_stride
-  std::int32_t v_offset =
-      0;  ///< subtracted from the page numbers of v: those of k count further on
-  std::int64_t num_pages = kNotSet;  ///< of k and of v
+  std::int32_t v_offset = 0;           ///< subtracted from the page numbers of v: those of k count further on
+  std::int64_t num_pages = kNotSet;    ///< of k and of v
   std::int64_t k_stride_page = 0;
   std::int64_t v_stride_page = 0;
   std::int64_t k_rope_stride_page = 0;  ///< of AttentionParams::k_rope
@@ -65,8 +63,7 @@ struct PageTable {
 /// A mask of any form, instead of causal and chunk_size; the window still counts. Row i of request b sees key j if bit
 /// i * kv_len + j, counted from the lowest bit of byte indptr[b], is set.
 struct BitMask {
-  const std::uint32_t* words =
-      nullptr;  ///< device; null: no such mask. Readable up to a multiple of four bytes
+  const std::uint32_t* words = nullptr;  ///< device; null: no such mask. Readable up to a multiple of four bytes
   const std::int32_t* indptr =
       nullptr;  ///< [batch_size + 1], device, in bytes; null for a single request: it starts at 0
   std::int64_t num_words = 0;
@@ -191,9 +188,8 @@ struct AttentionParams {
   float sm_scale = 1.0f;
   float logits_soft_cap = 0.0f;  ///< <= 0: off
   Alibi alibi;
-  const float* sinks =
-      nullptr;           ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
-  float v_scale = 1.0f;  ///< multiplies the output
+  const float* sinks = nullptr;  ///< optional [num_qo_heads], natural-log units: denominator += exp(sink)
+  float v_scale = 1.0f;          ///< multiplies the output
   /// Permission to skip keys: a block of keys adds nothing to its rows where all its weights, relative to the row's
   /// largest so far, are below skip_softmax_factor / kv_len. Kernels without such a variant compute all. 0: off.
   float skip_softmax_factor = 0.0f;

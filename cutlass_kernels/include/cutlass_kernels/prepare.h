@@ -45,8 +45,7 @@ struct PrepareParams {
   ConstTensorView q;
   ConstTensorView k;
   ConstTensorView v;
-  std::int32_t window_left =
-      -1;  ///< of every later attention() with these copies; negative: no window
+  std::int32_t window_left = -1;  ///< of every later attention() with these copies; negative: no window
 
   // The rotary embedding of q and k.
   bool rotate = false;  ///< false: q and k are only converted
@@ -54,8 +53,7 @@ struct PrepareParams {
   double rope_theta = 1e4;
 
   // Copies, 16-byte aligned, on the device. Null: none is made.
-  DType dtype =
-      DType::kBFloat16;  ///< of the copies, and of whatever has 16 bits: kFloat16 or kBFloat16
+  DType dtype = DType::kBFloat16;  ///< of the copies, and of whatever has 16 bits: kFloat16 or kBFloat16
   void* q_copy = nullptr;
   void* k_copy = nullptr;
   void* v_copy = nullptr;
@@ -76,8 +74,8 @@ struct RoundParams {
   std::int64_t rows = 0;
   std::int32_t num_heads = 0;
   std::int32_t head_dim = 0;  ///< a multiple of 8
-  ConstTensorView from;  ///< float16, filled with kUnwrittenByte before attention() wrote to it
-  TensorView to;         ///< kFloat8E4M3, at any address and with any strides
+  ConstTensorView from;       ///< float16, filled with kUnwrittenByte before attention() wrote to it
+  TensorView to;              ///< kFloat8E4M3, at any address and with any strides
 };
 
 /// Rounds to nearest, on `stream`: beyond 448, infinities included, to 448; NaN stays NaN. Rows that attention() has

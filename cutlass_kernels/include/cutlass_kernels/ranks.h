@@ -26,9 +26,8 @@ struct RankMemory {
 /// States over the keys of each rank become the state over all keys. Heads are those of all ranks.
 struct CombineRanksParams {
   MergeSizes sizes;
-  ConstTensorView
-      v;  ///< this rank's output, [num_tokens, num_heads, head_dim], of 16-byte aligned rows
-  ConstLseView s;  ///< its base-2 LSE
+  ConstTensorView v;  ///< this rank's output, [num_tokens, num_heads, head_dim], of 16-byte aligned rows
+  ConstLseView s;     ///< its base-2 LSE
   /// Whether this rank gets heads [rank * num_heads / world, (rank + 1) * num_heads / world) only.
   bool scatter_heads = true;
   TensorView merged_v;  ///< [num_tokens, num_heads / world or num_heads, head_dim]

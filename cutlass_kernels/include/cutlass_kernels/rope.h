@@ -43,7 +43,7 @@ CK_API Status apply_rope(const RopeParams& params, cudaStream_t stream);
 /// The same kernel also writes the rotated keys, and append.v, to their slots: the same bits as apply_rope() and then
 /// append_paged_kv_cache_by_slot(). Of `append`, k and what both structs have is not read: dtype, num_kv_heads,
 /// head_dim_qk, num_tokens. A token whose position the table does not have is not appended.
-CK_API Status apply_rope_and_append_by_slot(const RopeParams& params,
-                                            const AppendBySlotParams& append, cudaStream_t stream);
+CK_API Status apply_rope_and_append_by_slot(const RopeParams& params, const AppendBySlotParams& append,
+                                            cudaStream_t stream);
 
 }  // namespace cutlass_kernels

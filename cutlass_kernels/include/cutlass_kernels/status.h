@@ -21,12 +21,8 @@ struct [[nodiscard]] Status {
   bool ok() const { return code == StatusCode::kOk; }
 
   static Status success() { return {}; }
-  static Status invalid(std::string text) {
-    return {StatusCode::kInvalidArgument, std::move(text)};
-  }
-  static Status unsupported(std::string text) {
-    return {StatusCode::kUnsupported, std::move(text)};
-  }
+  static Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
+  static Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 };
 
 }  // namespace cutlass_kernels

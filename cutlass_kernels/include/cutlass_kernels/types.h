@@ -28,8 +28,7 @@ enum Feature : std::uint32_t {
   kFeatureAlibi = 1u << 6,
   kFeatureDeviceScales = 1u << 7,  ///< factors of logits and output in device memory, also per head
   kFeatureStats = 1u << 8,         ///< AttentionParams::stats
-  kFeatureGeneralMask = 1u
-      << 9,  ///< windows to the right, chunks without causality, masks over spread keys
+  kFeatureGeneralMask = 1u << 9,   ///< windows to the right, chunks without causality, masks over spread keys
 };
 
 CK_API const char* to_string(DType dtype);

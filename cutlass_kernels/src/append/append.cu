@@ -68,16 +68,13 @@ __device__ Place find_place(const AppendKernelParams& p, int token) {
   const std::int64_t index = std::int64_t(begin) + page_of_request;
   if (begin < 0 || index >= end || index >= p.num_indices) return kNowhere;
   const int page = __ldg(p.indices + index);
-  return {0 <= page && page < p.num_pages, page,
-          position - page_of_request * int(p.page_size.divisor)};
+  return {0 <= page && page < p.num_pages, page, position - page_of_request * int(p.page_size.divisor)};
 }
 
 template <class Unit>
-__global__ void __launch_bounds__(kThreads)
-    append_kernel(const __grid_constant__ AppendKernelParams p) {
+__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendKernelParams p) {
   const int team = 1 << p.log2_team;
-  const std::int64_t number =
-      std::int64_t(blockIdx.x) * (kThreads >> p.log2_team) + (threadIdx.x >> p.log2_team);
+  const std::int64_t number = std::int64_t(blockIdx.x) * (kThreads >> p.log2_team) + (threadIdx.x >> p.log2_team);
   int unit = int(threadIdx.x) & (team - 1);
   if (number >= p.num_tokens || unit >= p.units) return;
   const int token = int(number);
@@ -93,16 +90,15 @@ __global__ void __launch_bounds__(kThreads)
   };
   Unit moved;
   auto load = [&](const Part& part, std::int64_t head, int offset) {
-    moved = __ldg(reinterpret_cast<const Unit*>(part.from + token * part.from_token +
-                                                head * part.from_head + offset));
+    moved = __ldg(reinterpret_cast<const Unit*>(part.from + token * part.from_token + head * part.from_head + offset));
   };
   for_unit(load);
   const Place place = find_place(p, token);
   if (!place.exists) return;
   while (true) {
     for_unit([&](const Part& part, std::int64_t head, int offset) {
-      *reinterpret_cast<Unit*>(part.to + place.page * part.to_page + place.entry * part.to_token +
-                               head * part.to_head + offset) = moved;
+      *reinterpret_cast<Unit*>(part.to + place.page * part.to_page + place.entry * part.to_token + head * part.to_head +
+                               offset) = moved;
     });
     unit += team;
     if (unit >= p.units) return;
@@ -121,16 +117,13 @@ std::string fault_in(const AppendParams& p) {
   }
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (p.num_tokens < 0 || p.num_tokens > kMost) {
-    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " +
-           std::to_string(kMost) + ": split the batch.";
+    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " + std::to_string(kMost) +
+           ": split the batch.";
   }
-  const std::int64_t bytes =
-      std::int64_t(p.num_kv_heads) * (std::int64_t(p.head_dim_qk) + p.head_dim_vo) * 4;
+  const std::int64_t bytes = std::int64_t(p.num_kv_heads) * (std::int64_t(p.head_dim_qk) + p.head_dim_vo) * 4;
   if (bytes > kMost) {
-    return "num_kv_heads=" + std::to_string(p.num_kv_heads) +
-           " heads of head_dim_qk=" + std::to_string(p.head_dim_qk) +
-           " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
-           " are too many elements for one token.";
+    return "num_kv_heads=" + std::to_string(p.num_kv_heads) + " heads of head_dim_qk=" + std::to_string(p.head_dim_qk) +
+           " and head_dim_vo=" + std::to_string(p.head_dim_vo) + " are too many elements for one token.";
   }
   if (p.pages.num_indices < 0) {
     return "pages.num_indices is not set: it counts the entries of pages.indices.";
@@ -144,20 +137,17 @@ std::string fault_in(const AppendParams& p) {
            " are for attention() only: requests' pages must follow one another here.";
   }
   if (p.num_tokens == 0 || p.pages.num_indices == 0 || p.pages.num_pages == 0) return "";
-  if (p.batch_indices == nullptr || p.positions == nullptr || p.kv_indptr == nullptr ||
-      p.pages.indices == nullptr) {
+  if (p.batch_indices == nullptr || p.positions == nullptr || p.kv_indptr == nullptr || p.pages.indices == nullptr) {
     return "batch_indices, positions, kv_indptr and pages.indices are needed, but one of them is "
            "null.";
   }
-  if (p.k.data == nullptr || p.v.data == nullptr || p.k_cache.data == nullptr ||
-      p.v_cache.data == nullptr) {
+  if (p.k.data == nullptr || p.v.data == nullptr || p.k_cache.data == nullptr || p.v_cache.data == nullptr) {
     return "k, v, k_cache and v_cache are needed, but one of them is null.";
   }
   return "";
 }
 
-Part make_part(const ConstTensorView& from, const TensorView& to, std::int64_t stride_page,
-               int bytes) {
+Part make_part(const ConstTensorView& from, const TensorView& to, std::int64_t stride_page, int bytes) {
   Part part{};
   part.from = static_cast<const char*>(from.data);
   part.from_token = from.stride_token * bytes;
@@ -172,13 +162,11 @@ Part make_part(const ConstTensorView& from, const TensorView& to, std::int64_t s
 // All addresses and strides, or-ed: divisible by powers of two that divide each.
 std::uintptr_t alignment_of(const Part& part) {
   return reinterpret_cast<std::uintptr_t>(part.from) | reinterpret_cast<std::uintptr_t>(part.to) |
-         std::uintptr_t(part.from_token | part.from_head | part.to_page | part.to_token |
-                        part.to_head);
+         std::uintptr_t(part.from_token | part.from_head | part.to_page | part.to_token | part.to_head);
 }
 
 template <class Unit>
-cudaError_t launch(AppendKernelParams& p, int heads, int k_bytes, int v_bytes,
-                   cudaStream_t stream) {
+cudaError_t launch(AppendKernelParams& p, int heads, int k_bytes, int v_bytes, cudaStream_t stream) {
   const int k_units = k_bytes / int(sizeof(Unit)), v_units = v_bytes / int(sizeof(Unit));
   p.parts[0].units_of_head = FastDivisor(unsigned(k_units));
   p.parts[1].units_of_head = FastDivisor(unsigned(v_units));
@@ -188,8 +176,7 @@ cudaError_t launch(AppendKernelParams& p, int heads, int k_bytes, int v_bytes,
   while ((1 << p.log2_team) < std::clamp(p.units, kLeastTeam, kThreads)) ++p.log2_team;
   const int tokens_of_block = kThreads >> p.log2_team;
   cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(unsigned((std::int64_t(p.num_tokens) + tokens_of_block - 1) / tokens_of_block));
+  config.gridDim = dim3(unsigned((std::int64_t(p.num_tokens) + tokens_of_block - 1) / tokens_of_block));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, &append_kernel<Unit>, p);
@@ -198,8 +185,7 @@ cudaError_t launch(AppendKernelParams& p, int heads, int k_bytes, int v_bytes,
 }  // namespace
 
 Status append_paged_kv_cache(const AppendParams& params, cudaStream_t stream) {
-  if (std::string fault = fault_in(params); !fault.empty())
-    return Status::invalid(std::move(fault));
+  if (std::string fault = fault_in(params); !fault.empty()) return Status::invalid(std::move(fault));
   const PageTable& pages = params.pages;
   if (params.num_tokens == 0 || pages.num_indices == 0 || pages.num_pages == 0) {
     return Status::success();
@@ -225,8 +211,7 @@ Status append_paged_kv_cache(const AppendParams& params, cudaStream_t stream) {
                             : alignment % 2 == 0 ? &launch<std::uint16_t>
                                                  : &launch<std::uint8_t>;
   const cudaError_t error = launch_units(p, params.num_kv_heads, k_bytes, v_bytes, stream);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the appending kernel", error);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the appending kernel", error);
 }
 
 }  // namespace cutlass_kernels

@@ -46,8 +46,7 @@ template <class In, class Out, int kCount>
 __global__ void __launch_bounds__(kThreads, 4) append_kernel(const __grid_constant__ Params p) {
   const int team = 1 << p.log2_team;
   const int teams = kThreads >> p.log2_team;
-  const std::int64_t first_token =
-      std::int64_t(blockIdx.x) * teams * p.tokens_of_team + (threadIdx.x >> p.log2_team);
+  const std::int64_t first_token = std::int64_t(blockIdx.x) * teams * p.tokens_of_team + (threadIdx.x >> p.log2_team);
   for (int unit = int(threadIdx.x) & (team - 1); unit < p.units; unit += team) {
     const bool is_value = unit >= p.units_of_keys;
     const Part& part = p.parts[is_value];
@@ -62,8 +61,7 @@ __global__ void __launch_bounds__(kThreads, 4) append_kernel(const __grid_consta
       slots[i] = i < p.tokens_of_team && token < p.num_tokens ? p.slots.of_token(token) : -1;
       // Not of the token's slot alone: the load need not wait for it.
       if (i < p.tokens_of_team && token < p.num_tokens) {
-        loaded[i].load(part.from +
-                       (token * part.from_token + head * part.from_head + column) * In::kBytes);
+        loaded[i].load(part.from + (token * part.from_token + head * part.from_head + column) * In::kBytes);
       }
     }
     const Divisor divide = part.to.divisor_of(head);
@@ -127,21 +125,18 @@ cudaError_t launch_to(Params& p, const AppendBySlotParams& params, cudaStream_t 
 }  // namespace
 
 std::string fault_in(const AppendBySlotParams& p) {
-  for (const auto& [name, value] :
-       {std::pair("num_kv_heads", p.num_kv_heads), std::pair("head_dim_qk", p.head_dim_qk),
-        std::pair("head_dim_vo", p.head_dim_vo), std::pair("page_size", p.page_size)}) {
+  for (const auto& [name, value] : {std::pair("num_kv_heads", p.num_kv_heads), std::pair("head_dim_qk", p.head_dim_qk),
+                                    std::pair("head_dim_vo", p.head_dim_vo), std::pair("page_size", p.page_size)}) {
     if (value <= 0) return std::string(name) + "=" + std::to_string(value) + " must be positive.";
   }
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (p.num_tokens < 0 || p.num_tokens > kMost) {
-    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " +
-           std::to_string(kMost) + ": split the batch.";
+    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " + std::to_string(kMost) +
+           ": split the batch.";
   }
   if (std::int64_t(p.num_kv_heads) * (std::int64_t(p.head_dim_qk) + p.head_dim_vo) > kMost) {
-    return "num_kv_heads=" + std::to_string(p.num_kv_heads) +
-           " heads of head_dim_qk=" + std::to_string(p.head_dim_qk) +
-           " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
-           " are too many elements for one token.";
+    return "num_kv_heads=" + std::to_string(p.num_kv_heads) + " heads of head_dim_qk=" + std::to_string(p.head_dim_qk) +
+           " and head_dim_vo=" + std::to_string(p.head_dim_vo) + " are too many elements for one token.";
   }
   if (p.num_pages < 0) return "num_pages is not set: it counts the pages of the caches.";
   if (p.num_pages > std::numeric_limits<std::int64_t>::max() / p.page_size) {
@@ -153,8 +148,8 @@ std::string fault_in(const AppendBySlotParams& p) {
            ": keys and values are float16 or bfloat16, and caches have their type or 8 bits.";
   }
   if (p.num_tokens == 0 || p.num_pages == 0) return "";
-  if (p.slots == nullptr || p.k.data == nullptr || p.v.data == nullptr ||
-      p.k_cache.data == nullptr || p.v_cache.data == nullptr) {
+  if (p.slots == nullptr || p.k.data == nullptr || p.v.data == nullptr || p.k_cache.data == nullptr ||
+      p.v_cache.data == nullptr) {
     return "slots, k, v, k_cache and v_cache are needed, but one of them is null.";
   }
   return "";
@@ -166,16 +161,13 @@ Status append_paged_kv_cache_by_slot(const AppendBySlotParams& params, cudaStrea
   }
   if (params.num_tokens == 0 || params.num_pages == 0) return Status::success();
   Params p{};
-  p.parts[0] =
-      make_part(params.k, {params.k_cache, params.k_stride_page, params.k_scale, params.k_scales});
-  p.parts[1] =
-      make_part(params.v, {params.v_cache, params.v_stride_page, params.v_scale, params.v_scales});
+  p.parts[0] = make_part(params.k, {params.k_cache, params.k_stride_page, params.k_scale, params.k_scales});
+  p.parts[1] = make_part(params.v, {params.v_cache, params.v_stride_page, params.v_scale, params.v_scales});
   p.num_tokens = params.num_tokens;
   p.slots = SlotMap(params);
-  const cudaError_t error = params.dtype == DType::kFloat16 ? launch_to<fp16>(p, params, stream)
-                                                            : launch_to<bf16>(p, params, stream);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the kernel that appends by slot", error);
+  const cudaError_t error =
+      params.dtype == DType::kFloat16 ? launch_to<fp16>(p, params, stream) : launch_to<bf16>(p, params, stream);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the kernel that appends by slot", error);
 }
 
 }  // namespace cutlass_kernels

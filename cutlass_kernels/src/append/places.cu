@@ -12,8 +12,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-__global__ void __launch_bounds__(kThreads)
-    places_kernel(const __grid_constant__ BatchIndicesPositionsParams p) {
+__global__ void __launch_bounds__(kThreads) places_kernel(const __grid_constant__ BatchIndicesPositionsParams p) {
   const std::int64_t token = std::int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (token >= p.num_tokens) return;
   // How many requests end at the token or before: the index of its own, whatever empty ones stand before that. Offsets
@@ -29,8 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const bool is_inside = low < p.batch_size && __ldg(p.append_indptr) <= token;
   p.batch_indices[token] = is_inside ? low : -1;
-  p.positions[token] =
-      is_inside ? __ldg(p.seq_lens + low) - __ldg(p.append_indptr + low + 1) + int(token) : -1;
+  p.positions[token] = is_inside ? __ldg(p.seq_lens + low) - __ldg(p.append_indptr + low + 1) + int(token) : -1;
 }
 
 }  // namespace
@@ -38,13 +36,11 @@ __global__ void __launch_bounds__(kThreads)
 Status get_batch_indices_positions(const BatchIndicesPositionsParams& params, cudaStream_t stream) {
   constexpr std::int64_t kMostTokens = std::numeric_limits<std::int32_t>::max();
   if (params.batch_size < 0) {
-    return Status::invalid("batch_size=" + std::to_string(params.batch_size) +
-                           " must not be negative.");
+    return Status::invalid("batch_size=" + std::to_string(params.batch_size) + " must not be negative.");
   }
   if (params.num_tokens < 0 || params.num_tokens > kMostTokens) {
-    return Status::invalid("num_tokens=" + std::to_string(params.num_tokens) +
-                           " must lie between 0 and " + std::to_string(kMostTokens) +
-                           ": split the batch.");
+    return Status::invalid("num_tokens=" + std::to_string(params.num_tokens) + " must lie between 0 and " +
+                           std::to_string(kMostTokens) + ": split the batch.");
   }
   if (params.num_tokens == 0) return Status::success();
   if (params.batch_indices == nullptr || params.positions == nullptr ||
@@ -58,8 +54,7 @@ Status get_batch_indices_positions(const BatchIndicesPositionsParams& params, cu
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   const cudaError_t error = cudaLaunchKernelEx(&config, places_kernel, params);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the kernel of positions", error);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the kernel of positions", error);
 }
 
 }  // namespace cutlass_kernels

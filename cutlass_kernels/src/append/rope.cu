@@ -133,15 +133,13 @@ template <class In, class Table, class Out, PairOrder kOrder, int kCount>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
   const std::int64_t token = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) >> p.log2_team;
   if (token >= p.num_tokens) return;
-  const std::int64_t position = p.positions_are_64_bit
-                                    ? __ldg(static_cast<const long long*>(p.positions) + token)
-                                    : __ldg(static_cast<const int*>(p.positions) + token);
+  const std::int64_t position = p.positions_are_64_bit ? __ldg(static_cast<const long long*>(p.positions) + token)
+                                                       : __ldg(static_cast<const int*>(p.positions) + token);
   if (position < 0 || position >= p.num_positions) return;
   const std::int64_t slot = p.slots.slots == nullptr ? -1 : p.slots.of_token(token);
   constexpr bool kAnyTable = std::is_same_v<Table, AnyTable>;
   const bool fp32_table = kAnyTable ? p.table_is_fp32 : std::is_same_v<Table, fp32>;
-  const bool interleaved =
-      kOrder == PairOrder::kAtRunTime ? p.interleaved : kOrder == PairOrder::kInterleaved;
+  const bool interleaved = kOrder == PairOrder::kAtRunTime ? p.interleaved : kOrder == PairOrder::kInterleaved;
   const int table_bytes = fp32_table ? fp32::kBytes : In::kBytes;
   const char* table = p.cos_sin + position * p.stride_position * table_bytes;
   const int team = 1 << p.log2_team;
@@ -193,13 +191,13 @@ std::string fault_in(const RopeParams& p) {
     return std::string("dtype=") + to_string(p.dtype) + " is not rotated: use float16 or bfloat16.";
   }
   if (p.cos_sin_dtype != DType::kFloat32 && p.cos_sin_dtype != p.dtype) {
-    return std::string("cos_sin_dtype=") + to_string(p.cos_sin_dtype) + " must be float32, or " +
-           to_string(p.dtype) + " like queries and keys.";
+    return std::string("cos_sin_dtype=") + to_string(p.cos_sin_dtype) + " must be float32, or " + to_string(p.dtype) +
+           " like queries and keys.";
   }
   if (p.head_dim <= 0) return "head_dim=" + std::to_string(p.head_dim) + " must be positive.";
   if (p.num_qo_heads < 0 || p.num_kv_heads < 0) {
-    return "num_qo_heads=" + std::to_string(p.num_qo_heads) +
-           " and num_kv_heads=" + std::to_string(p.num_kv_heads) + " must not be negative.";
+    return "num_qo_heads=" + std::to_string(p.num_qo_heads) + " and num_kv_heads=" + std::to_string(p.num_kv_heads) +
+           " must not be negative.";
   }
   if (p.rotary_dim <= 0 || p.rotary_dim > p.head_dim || p.rotary_dim % 2 != 0) {
     return "rotary_dim=" + std::to_string(p.rotary_dim) +
@@ -208,12 +206,11 @@ std::string fault_in(const RopeParams& p) {
   if (p.head_dim % 2 != 0) return "head_dim=" + std::to_string(p.head_dim) + " must be even.";
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (p.num_tokens < 0 || p.num_tokens > kMost) {
-    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " +
-           std::to_string(kMost) + ": split the batch.";
+    return "num_tokens=" + std::to_string(p.num_tokens) + " must lie between 0 and " + std::to_string(kMost) +
+           ": split the batch.";
   }
   if ((std::int64_t(p.num_qo_heads) + 2 * std::int64_t(p.num_kv_heads)) * p.head_dim > kMost) {
-    return "num_qo_heads=" + std::to_string(p.num_qo_heads) +
-           " and num_kv_heads=" + std::to_string(p.num_kv_heads) +
+    return "num_qo_heads=" + std::to_string(p.num_qo_heads) + " and num_kv_heads=" + std::to_string(p.num_kv_heads) +
            " of head_dim=" + std::to_string(p.head_dim) + " are too many elements for one token.";
   }
   if (p.num_positions < 0) return "num_positions is not set: it counts the rows of cos_sin.";
@@ -243,14 +240,13 @@ bool is_aligned(const Part& part, int cache_bytes) {
   const std::uintptr_t addresses =
       reinterpret_cast<std::uintptr_t>(part.from) | reinterpret_cast<std::uintptr_t>(part.to);
   const std::int64_t strides = part.from_token | part.from_head | part.to_token | part.to_head;
-  return strides % 8 == 0 && addresses % 16 == 0 &&
-         (part.cache.data == nullptr || part.cache.is_aligned(cache_bytes));
+  return strides % 8 == 0 && addresses % 16 == 0 && (part.cache.data == nullptr || part.cache.is_aligned(cache_bytes));
 }
 
 // Rotated in place, other elements stay where they are.
 bool is_in_place(const Part& part) {
-  return part.to == part.from && part.to_token == part.from_token &&
-         part.to_head == part.from_head && part.cache.data == nullptr;
+  return part.to == part.from && part.to_token == part.from_token && part.to_head == part.from_head &&
+         part.cache.data == nullptr;
 }
 
 struct Sizes {
@@ -293,8 +289,8 @@ cudaError_t launch(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
 
 template <class In, class Out>
 cudaError_t launch_pairs(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
-  bool aligned = reinterpret_cast<std::uintptr_t>(p.cos_sin) % 16 == 0 &&
-                 p.stride_position % 8 == 0 && p.rotary_dim % 16 == 0;
+  bool aligned =
+      reinterpret_cast<std::uintptr_t>(p.cos_sin) % 16 == 0 && p.stride_position % 8 == 0 && p.rotary_dim % 16 == 0;
   for (int i = 0; i < 3; ++i) {
     aligned &= is_aligned(p.parts[i], Out::kBytes) && sizes[i].head_dim % 16 == 0;
   }
@@ -349,21 +345,16 @@ Status rotate(const RopeParams& params, const AppendBySlotParams* append, cudaSt
   if (params.k_out.data == nullptr && k_cache.data == nullptr) sizes[1].heads = 0;
   p.parts[1] = make_part(params.k, params.k_out, k_cache);
   const DType cache_dtype = append == nullptr ? params.dtype : append->cache_dtype;
-  const cudaError_t error = params.dtype == DType::kFloat16
-                                ? launch_to<fp16>(cache_dtype, p, sizes, stream)
-                                : launch_to<bf16>(cache_dtype, p, sizes, stream);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the kernel of rotary embeddings", error);
+  const cudaError_t error = params.dtype == DType::kFloat16 ? launch_to<fp16>(cache_dtype, p, sizes, stream)
+                                                            : launch_to<bf16>(cache_dtype, p, sizes, stream);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the kernel of rotary embeddings", error);
 }
 
 }  // namespace
 
-Status apply_rope(const RopeParams& params, cudaStream_t stream) {
-  return rotate(params, nullptr, stream);
-}
+Status apply_rope(const RopeParams& params, cudaStream_t stream) { return rotate(params, nullptr, stream); }
 
-Status apply_rope_and_append_by_slot(const RopeParams& params, const AppendBySlotParams& append,
-                                     cudaStream_t stream) {
+Status apply_rope_and_append_by_slot(const RopeParams& params, const AppendBySlotParams& append, cudaStream_t stream) {
   AppendBySlotParams whole = append;
   whole.dtype = params.dtype;
   whole.num_kv_heads = params.num_kv_heads;

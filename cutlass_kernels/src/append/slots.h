@@ -130,8 +130,7 @@ struct SlotMap {
     return slot < num_slots ? slot : -1;
   }
   __device__ Place place_of(std::int64_t slot) const {
-    const std::int64_t page =
-        small_page_size.divisor > 0 ? small_page_size.divide(unsigned(slot)) : slot / page_size;
+    const std::int64_t page = small_page_size.divisor > 0 ? small_page_size.divide(unsigned(slot)) : slot / page_size;
     return {page, slot - page * page_size};
   }
 };

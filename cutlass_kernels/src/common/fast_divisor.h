@@ -19,8 +19,7 @@ struct FastDivisor {
     if (d <= 1) return;
     std::uint32_t log2 = 0;
     while ((1u << log2) < d && log2 < 31) ++log2;
-    const int power =
-        31 + int(log2);  // 2^power / d rounded up fits 32 bits and is exact for n < 2^31
+    const int power = 31 + int(log2);  // 2^power / d rounded up fits 32 bits and is exact for n < 2^31
     multiplier = std::uint32_t(((std::uint64_t(1) << power) + d - 1) / d);
     shift = power - 32;
   }

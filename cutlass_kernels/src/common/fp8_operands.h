@@ -67,8 +67,7 @@ CUTE_DEVICE float row_factor(std::uint32_t largest) {
 }
 
 CUTE_DEVICE std::uint32_t scaled_to_fp16(std::uint32_t pair, float scale) {
-  return fp16::pack(__uint_as_float(pair << 16) * scale,
-                    __uint_as_float(pair & 0xffff0000u) * scale);
+  return fp16::pack(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xffff0000u) * scale);
 }
 
 }  // namespace cutlass_kernels

@@ -9,8 +9,7 @@
 namespace cutlass_kernels {
 
 /// Of the first `keys` keys; `rounds` is keys / (world * block), rounded down.
-CK_HOST_DEVICE inline std::int32_t keys_held(const KvShard& shard, std::int32_t keys,
-                                             std::int32_t rounds) {
+CK_HOST_DEVICE inline std::int32_t keys_held(const KvShard& shard, std::int32_t keys, std::int32_t rounds) {
   const std::int32_t rest = keys - (rounds * shard.world + shard.rank) * shard.block;
   return rounds * shard.block + (rest < 0 ? 0 : rest < shard.block ? rest : shard.block);
 }

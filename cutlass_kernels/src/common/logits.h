@@ -32,9 +32,7 @@ struct LogitsTransform {
     if (sm_scale < 0.0f) return {-1.0f, false, -sm_scale * kLog2e};
     return {sm_scale, false, kLog2e};
   }
-  static LogitsTransform make(const AttentionParams& params) {
-    return make(params.sm_scale, params.logits_soft_cap);
-  }
+  static LogitsTransform make(const AttentionParams& params) { return make(params.sm_scale, params.logits_soft_cap); }
 
   CUTE_DEVICE bool changes_logits() const { return capped || multiplier != 1.0f; }
 
@@ -85,15 +83,13 @@ struct GeneralTransform {
   float scale;  // log2 units per unit of s, > 0
 
   static bool needed(const AttentionParams& params) {
-    return params.alibi.slopes != nullptr || params.mask.words != nullptr ||
-           has_logits_scale(params) || params.output_scale.data != nullptr ||
-           params.stats != nullptr || needs_general_mask(params);
+    return params.alibi.slopes != nullptr || params.mask.words != nullptr || has_logits_scale(params) ||
+           params.output_scale.data != nullptr || params.stats != nullptr || needs_general_mask(params);
   }
 
   // Whether q.k is changed at all: masks and statistics leave it as it is.
   static bool changes(const AttentionParams& params) {
-    return params.alibi.slopes != nullptr || has_logits_scale(params) ||
-           LogitsTransform::needed(params);
+    return params.alibi.slopes != nullptr || has_logits_scale(params) || LogitsTransform::needed(params);
   }
 
   static GeneralTransform make(const AttentionParams& params) {
@@ -112,8 +108,8 @@ struct GeneralTransform {
   // keys 8 i + {0, 1}). Of each row: its head's logits_scale and slope, and the distance that s[0] or s[2] is biased
   // by.
   template <int kCount>
-  CUTE_DEVICE void apply(float (&s)[kCount], const float (&logits_scale)[2],
-                         const float (&slope)[2], const int (&distance)[2]) const {
+  CUTE_DEVICE void apply(float (&s)[kCount], const float (&logits_scale)[2], const float (&slope)[2],
+                         const int (&distance)[2]) const {
     if (capped) {
       apply_as<true>(s, logits_scale, slope, distance);
     } else {
@@ -121,10 +117,10 @@ struct GeneralTransform {
     }
   }
 
-  // The same where `capped` is known to be kCapped: one branch for all elements.
-  template <bool kCapped, int kCount>
-  CUTE_DEVICE void apply_as(float (&s)[kCount], const float (&logits_scale)[2],
-                            const float (&slope)[2], const int (&distance)[2]) const {
+  // The same where `soft_capped` is known to be kSoftCap: one branch for all elements.
+  template <bool kSoftCap, int kCount>
+  CUTE_DEVICE void apply_as(float (&s)[kCount], const float (&logits_scale)[2], const float (&slope)[2],
+                            const int (&distance)[2]) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const float factor = multiplier * logits_scale[r];
@@ -136,7 +132,7 @@ struct GeneralTransform {
         const float x = first + float(i / 4 * 8 + i % 2);
         s[i] = fmaf(s[i], factor, before * x);
         // Not replace_by_tanh(): there are no registers for it.
-        if constexpr (kCapped) s[i] = fmaf(after, x, tanh_from_log2(s[i]));
+        if constexpr (kSoftCap) s[i] = fmaf(after, x, tanh_from_log2(s[i]));
       }
     }
   }

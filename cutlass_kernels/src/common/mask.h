@@ -30,18 +30,16 @@ struct MaskDivisors {
 };
 
 // The right window, whichever way it is asked for.
-CUTE_HOST_DEVICE int window_right_of(const AttentionParams& p) {
-  return p.causal ? 0 : p.window_right;
-}
+CUTE_HOST_DEVICE int window_right_of(const AttentionParams& p) { return p.causal ? 0 : p.window_right; }
 
 // The mask of one request's rows.
 struct IntervalMask {
-  int kv_len;   // keys that this device holds
-  int total;    // keys on all devices
-  int offset;   // total - qo_len: row i stands at absolute position i + offset (may be negative)
-  bool causal;  // hi = position + 1
+  int kv_len;       // keys that this device holds
+  int total;        // keys on all devices
+  int offset;       // total - qo_len: row i stands at absolute position i + offset (may be negative)
+  bool causal;      // hi = position + 1
   int window_left;  // < 0: none; else lo >= position - window_left
-  int chunk_size;  // 0: none; else lo >= position rounded down to a multiple of it, and hi is no more than the next
+  int chunk_size;   // 0: none; else lo >= position rounded down to a multiple of it, and hi is no more than the next
   FastDivisor chunk;
   int window_right;  // < 0: none; else hi <= position + window_right + 1; 0 if causal
   KvShard shard;
@@ -52,8 +50,8 @@ struct IntervalMask {
   //
   // Of problems whose host has set causal and window_right alike: launch().
   template <bool kGeneral>
-  CUTE_DEVICE static IntervalMask make(const AttentionParams& p, const MaskDivisors& divisors,
-                                       int batch, int qo_len, int kv_len) {
+  CUTE_DEVICE static IntervalMask make(const AttentionParams& p, const MaskDivisors& divisors, int batch, int qo_len,
+                                       int kv_len) {
     int total = kv_len;
     if constexpr (kGeneral) {
       if (p.kv_shard.world > 1) total = p.seqused_k[batch];
@@ -112,9 +110,7 @@ struct IntervalMask {
   }
 
   // Whether a row may see fewer keys than its request has.
-  CUTE_HOST_DEVICE bool hides_keys() const {
-    return window_right >= 0 || window_left >= 0 || chunk_size > 0;
-  }
+  CUTE_HOST_DEVICE bool hides_keys() const { return window_right >= 0 || window_left >= 0 || chunk_size > 0; }
 };
 
 // ---- Estimates, before a request's lengths are known. ----
@@ -123,16 +119,13 @@ inline bool hides_later_keys(const AttentionParams& params) {
   return window_right_of(params) >= 0 || params.chunk_size > 0;
 }
 
-inline bool hides_keys(const AttentionParams& params) {
-  return hides_later_keys(params) || params.window_left >= 0;
-}
+inline bool hides_keys(const AttentionParams& params) { return hides_later_keys(params) || params.window_left >= 0; }
 
 // Whether rows may see keys behind their own position and not all of them (a window to the right, or a chunk), or do not
 // see all keys of requests that are spread over devices. (A single causal row sees all.)
 inline bool needs_general_mask(const AttentionParams& params) {
   const int right = window_right_of(params);
-  const bool sees_all =
-      params.max_qo_len == 1 && right == 0 && params.window_left < 0 && params.chunk_size == 0;
+  const bool sees_all = params.max_qo_len == 1 && right == 0 && params.window_left < 0 && params.chunk_size == 0;
   return right > 0 || (params.chunk_size > 0 && right < 0) ||
          (params.kv_shard.world > 1 && hides_keys(params) && !sees_all);
 }

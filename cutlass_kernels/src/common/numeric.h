@@ -56,10 +56,7 @@ CUTE_DEVICE void replace_by_tanh(float* x, int count) {
     __syncwarp();  // keeps this a branch
     CUTE_UNROLL
     for (int i = 0; i < count; ++i) {
-      asm volatile(
-          ""
-          : "+f"(
-              x[i]));  // keeps what both ways have in common from being computed before the branch
+      asm volatile("" : "+f"(x[i]));  // keeps what both ways have in common from being computed before the branch
       if (fabsf(x[i]) <= 1.0f) x[i] = tanh_of_small(x[i]);
     }
     CUTE_UNROLL

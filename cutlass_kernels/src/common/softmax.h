@@ -88,8 +88,7 @@ struct OnlineSoftmax {
   // a row's result depends on no other row. The new m is kLift below the maximum: a P of few exponents spends them
   // better if its largest numbers are 2^kLift.
   template <int kLift = 0, class Rescale>
-  CUTE_DEVICE void raise(const float (&row_max)[kRows], Rescale&& rescale,
-                         float headroom = kHeadroom) {
+  CUTE_DEVICE void raise(const float (&row_max)[kRows], Rescale&& rescale, float headroom = kHeadroom) {
     static_assert(kLift < kHeadroom);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -103,9 +102,7 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE float exponential(int r, float s) const {
-    return exp2_approx(fmaf(s, scale, minus_m[r]));
-  }
+  CUTE_DEVICE float exponential(int r, float s) const { return exp2_approx(fmaf(s, scale, minus_m[r])); }
 
   // The row's denominator as (m, sum) in log2 units, m = -inf if it saw no key. Reduces over the quad.
   CUTE_DEVICE void finish(int r, float& m, float& sum) const {
@@ -142,8 +139,7 @@ struct FinishedRow {
 //
 // (A pointer to the head's sink, or a returned weight, makes ptxas order the main loop of fa2's large tiles anew.)
 template <class Rescale>
-CUTE_DEVICE FinishedRow finish_row(float m, float sum, const float* sinks, int head,
-                                   Rescale&& rescale) {
+CUTE_DEVICE FinishedRow finish_row(float m, float sum, const float* sinks, int head, Rescale&& rescale) {
   if (sinks != nullptr) {
     const float top = fmaxf(m, sinks[head] * kLog2e);
     if (top > -INFINITY) {

@@ -26,8 +26,7 @@ struct RowStats {
   }
 
   // Of a row of the tensor: (m, sum) of OnlineSoftmax::finish(), before a sink becomes part of them.
-  CUTE_DEVICE void store(const LaunchParams& p, std::int64_t row, int head, float m,
-                         float sum) const {
+  CUTE_DEVICE void store(const LaunchParams& p, std::int64_t row, int head, float m, float sum) const {
     float2 stats{-FLT_MAX, 0.0f};
     if (!has_no_key(m, sum)) {
       const float known = p.logits_soft_cap > 0.0f ? 1.0f : logits_scale_of(p, 0, head);

@@ -44,14 +44,13 @@ constexpr bool fit_every_device() {
 
 template <class Tiles>
 constexpr bool serves_every_device() {
+  static_assert(fit_every_device<typename Tiles::Small, typename Tiles::Packed, typename Tiles::PackedWide,
+                                 typename Tiles::DecodeSmall>(),
+                "fa2: 99 KB, the shared memory of compute capability 8.6, must be enough for these.");
   static_assert(
-      fit_every_device<typename Tiles::Small, typename Tiles::Packed, typename Tiles::PackedWide,
-                       typename Tiles::DecodeSmall>(),
-      "fa2: 99 KB, the shared memory of compute capability 8.6, must be enough for these.");
-  static_assert(std::max(SharedLayout<typename Tiles::Medium>::kPagedBytes,
-                         SharedLayout<typename Tiles::Capped>::kPagedBytes) <=
-                    SharedLayout<typename Tiles::Large>::kPagedBytes,
-                "fa2: where there is memory for Large, Medium and Capped are launched, too.");
+      std::max(SharedLayout<typename Tiles::FewKeys>::kPagedBytes,
+               SharedLayout<typename Tiles::SoftCap>::kPagedBytes) <= SharedLayout<typename Tiles::Large>::kPagedBytes,
+      "fa2: where there is memory for Large, FewKeys and SoftCap are launched, too.");
   return true;
 }
 
@@ -71,8 +70,7 @@ constexpr bool kHasTurns<Tiles, std::void_t<typename Tiles::Turns>> = true;
 // A tile of 256 rows whose warps do not take turns needs less shared memory.
 template <class Tiles>
 constexpr bool general_turns_fit() {
-  return SharedLayout<typename Tiles::TurnsGeneral>::kPagedBytes <=
-             SharedLayout<typename Tiles::Turns>::kPagedBytes &&
+  return SharedLayout<typename Tiles::TurnsGeneral>::kPagedBytes <= SharedLayout<typename Tiles::Turns>::kPagedBytes &&
          Tiles::TurnsGeneral::kBlockM == Tiles::Turns::kBlockM &&
          Tiles::PackedTurnsGeneral::kBlockM == Tiles::PackedTurns::kBlockM;
 }
@@ -90,8 +88,7 @@ bool has_ampere_tiles(const Device& device) {
 // Thread blocks that run at once on an SM. Beside its own shared memory each takes 1 KB.
 template <class Tile>
 int blocks_per_sm_on(const Device& device) {
-  const int fit =
-      (device.shared_memory_per_block + 1024) / (SharedLayout<Tile>::kPagedBytes + 1024);
+  const int fit = (device.shared_memory_per_block + 1024) / (SharedLayout<Tile>::kPagedBytes + 1024);
   return std::clamp(fit, 1, Tile::kBlocksPerSm);
 }
 
@@ -140,8 +137,7 @@ TileShape usual_shape(const AttentionParams& params, const Device& device) {
   using Large = typename Tiles::Large;
   const int heads = packed_heads(params, Tiles::Packed::kBlockM);
   // Packed tiles as fast as those of one head serve a whole wave of them.
-  const int per_sm =
-      kHasPackedWide<Tiles> ? blocks_per_sm_on<typename Tiles::PackedWide>(device) : 1;
+  const int per_sm = kHasPackedWide<Tiles> ? blocks_per_sm_on<typename Tiles::PackedWide>(device) : 1;
   if (has_short_queries(params, heads) ||
       leaves_device_idle(params, Large::kBlockM, per_sm * device.multiprocessors, 4)) {
     return packed_shape<Tiles>(params, params.total_q / params.batch_size, device);
@@ -151,8 +147,8 @@ TileShape usual_shape(const AttentionParams& params, const Device& device) {
     const bool causal = hides_later_keys(params) || is_batch(params);
     const int few_on_132 = causal ? Tiles::kFewTilesCausal : Tiles::kFewTiles;
     const int few = few_on_132 * device.multiprocessors / 132;
-    small = params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
-            tile_count<Large>(params) < few || !has_shared_memory_for<Large>(device);
+    small = params.total_q / params.batch_size <= Tiles::Small::kBlockM || tile_count<Large>(params) < few ||
+            !has_shared_memory_for<Large>(device);
   }
   return small ? shape_of_rows<typename Tiles::Small>(device) : shape_of_rows<Large>(device);
 }
@@ -169,8 +165,7 @@ template <class Tiles>
 TileShape with_turns(const AttentionParams& params, const TileShape& usual, const Device& device) {
   using Turns = typename Tiles::Turns;
   using PackedTurns = typename Tiles::PackedTurns;
-  const bool wide =
-      usual.kind == kPackedWide || (usual.kind == kRows && usual.rows == Tiles::Large::kBlockM);
+  const bool wide = usual.kind == kPackedWide || (usual.kind == kRows && usual.rows == Tiles::Large::kBlockM);
   if (!wide || !has_shared_memory_for<Turns>(device) || GeneralTransform::needed(params) ||
       LogitsTransform::needed(params) || all_keys(params) < params.total_q) {
     return usual;
@@ -182,8 +177,7 @@ TileShape with_turns(const AttentionParams& params, const TileShape& usual, cons
     if (time < least) best = shape, least = time;
   };
   consider(shape_of_rows<Turns>(device), kTurnsSpeed);
-  consider(shape_of_packed<PackedTurns>(packed_heads(params, PackedTurns::kBlockM), kPackedTurns,
-                                        device),
+  consider(shape_of_packed<PackedTurns>(packed_heads(params, PackedTurns::kBlockM), kPackedTurns, device),
            kPackedTurnsSpeed);
   return best;
 }
@@ -197,11 +191,9 @@ std::vector<TileShape> all_shapes(const AttentionParams& params, const Device& d
   std::vector<TileShape> shapes;
   if (can_split(params)) {
     if constexpr (kHasPackedWide<Tiles>) {
-      shapes.push_back(
-          shape_of_packed<Wide>(packed_heads(params, Wide::kBlockM), kPackedWide, device));
+      shapes.push_back(shape_of_packed<Wide>(packed_heads(params, Wide::kBlockM), kPackedWide, device));
     }
-    shapes.push_back(
-        shape_of_packed<Packed>(packed_heads(params, Packed::kBlockM), kPacked, device));
+    shapes.push_back(shape_of_packed<Packed>(packed_heads(params, Packed::kBlockM), kPacked, device));
   }
   if (has_shared_memory_for<typename Tiles::Large>(device)) {
     shapes.push_back(shape_of_rows<typename Tiles::Large>(device));
@@ -244,8 +236,7 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
 template <class Tile>
 bool many_short_tiles(const AttentionParams& params, const Device& device) {
   const std::int64_t keys = all_keys(params) / params.batch_size;
-  return (hides_later_keys(params) ? keys / 2 : keys) <= 1024 &&
-         tile_count<Tile>(params) >= 4 * two_waves(device);
+  return (hides_later_keys(params) ? keys / 2 : keys) <= 1024 && tile_count<Tile>(params) >= 4 * two_waves(device);
 }
 
 // Rows of a request, on average, up to which tiles of one row tile to a warp are faster.
@@ -253,8 +244,7 @@ constexpr std::int64_t kFp8NarrowRows = 32;
 
 inline bool is_fp8_wide(const AttentionParams& params, int packed_heads) {
   // The two sum in different orders: where results must not depend on the batch, there is one.
-  return !is_alone(params) && !GeneralTransform::needed(params) &&
-         !LogitsTransform::needed(params) &&
+  return !is_alone(params) && !GeneralTransform::needed(params) && !LogitsTransform::needed(params) &&
          params.total_q * packed_heads > kFp8NarrowRows * params.batch_size;
 }
 
@@ -266,9 +256,8 @@ TileShape packed_fp8_shape(const AttentionParams& params, const Device& device) 
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
   static_assert(Wide::kBlockM == Tile::kBlockM);
   const int heads = packed_heads(params, Tile::kBlockM);
-  TileShape shape{
-      Tile::kBlockM / heads, kPacked, heads,
-      is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(device) : blocks_per_sm_on<Tile>(device)};
+  TileShape shape{Tile::kBlockM / heads, kPacked, heads,
+                  is_fp8_wide(params, heads) ? blocks_per_sm_on<Wide>(device) : blocks_per_sm_on<Tile>(device)};
   shape.most_waves = 4;
   shape.needs_list = true;  // there are no registers to find tiles otherwise
   return shape;

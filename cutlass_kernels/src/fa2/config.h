@@ -30,11 +30,10 @@ struct OneHeadTile {
   static constexpr int kColumns = HeadDim;  // that are computed, from the first on
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kSharers = 1;      // warps that share rows: 1, 2 or 4
-  static constexpr int kColumnParts = 1;  // of O, by warps that compute the same keys
-  static constexpr bool kPacked = false;  // whether rows are those of several heads (packed_rows.h)
-  static constexpr bool kSharesKeys =
-      false;  // whether warps share rows and split the keys (sharing.h)
+  static constexpr int kSharers = 1;          // warps that share rows: 1, 2 or 4
+  static constexpr int kColumnParts = 1;      // of O, by warps that compute the same keys
+  static constexpr bool kPacked = false;      // whether rows are those of several heads (packed_rows.h)
+  static constexpr bool kSharesKeys = false;  // whether warps share rows and split the keys (sharing.h)
   static constexpr bool kDecodes = false;     // whether all rows are one warp's (store.h)
   static constexpr int kKvBytes = 2;          // of an element of K and V
   static constexpr bool kTakesTurns = false;  // whether two groups of warps do (loops.h)
@@ -104,22 +103,21 @@ constexpr bool is_consistent() {
   static_assert(Tile::kHeadDim % 64 == 0,
                 "fa2: the swizzle exchanges the eight chunks of 64 columns; a row that ends within "
                 "them would be written beyond its end.");
+  static_assert(32 % (Tile::kHeadDim / 8) == 0 || Tile::kHeadDim / 8 % 32 == 0,
+                "fa2: the 32 lanes of a warp copy whole rows, or whole warps a row, 8 columns each: "
+                "rows are of 64, 128, 256 or 512 columns, of which Narrow computes fewer.");
   static_assert(
-      32 % (Tile::kHeadDim / 8) == 0 || Tile::kHeadDim / 8 % 32 == 0,
-      "fa2: the 32 lanes of a warp copy whole rows, or whole warps a row, 8 columns each: "
-      "rows are of 64, 128, 256 or 512 columns, of which Narrow computes fewer.");
-  static_assert(Tile::kColumns % 16 == 0 && Tile::kColumns <= Tile::kHeadDim &&
-                    (Tile::kColumns == Tile::kHeadDim ||
-                     (Tile::kSharers == 1 && Tile::kColumnParts == 1 && Tile::kKvBytes == 2)),
-                "fa2: products take 16 columns; warps that share columns, and keys of 8 bits, take "
-                "all of a row.");
+      Tile::kColumns % 16 == 0 && Tile::kColumns <= Tile::kHeadDim &&
+          (Tile::kColumns == Tile::kHeadDim || (Tile::kSharers == 1 && Tile::kColumnParts == 1 && Tile::kKvBytes == 2)),
+      "fa2: products take 16 columns; warps that share columns, and keys of 8 bits, take "
+      "all of a row.");
   static_assert(!Tile::kPacked || Tile::kHeadDim <= kMostCombinedColumns,
                 "fa2: partial results have more columns than the kernels that combine them.");
   constexpr int kWarpRows = 16 * Tile::kRowTiles;
   return (Tile::kSharesKeys ? Tile::kRowTiles <= 2 && Tile::kWarps == 4 && Tile::kPacked
                             : Tile::kBlockM == kWarpRows * Tile::kWarps / Tile::kSharers) &&
-         (Tile::kSharers == 1 || ((Tile::kSharers == 2 || Tile::kSharers == 4) &&
-                                  Tile::kStages == 1 && Tile::kStepN == Tile::kBlockN)) &&
+         (Tile::kSharers == 1 ||
+          ((Tile::kSharers == 2 || Tile::kSharers == 4) && Tile::kStages == 1 && Tile::kStepN == Tile::kBlockN)) &&
          (!Tile::kTakesTurns || (Tile::kWarps == 8 && Tile::kStages == 3 && Tile::kSharers == 1 &&
                                  Tile::kStepN == Tile::kBlockN && Tile::kKvBytes == 2)) &&
          (Tile::kColumnParts == 1 || (Tile::kDecodes && Tile::kWarps % Tile::kColumnParts == 0)) &&
@@ -133,8 +131,8 @@ enum TileKind { kRows = 0, kPacked = 3, kDecode = 4, kPackedWide = 5, kPackedTur
 // ---- The tiles of each head dimension. ----
 //
 //   Large        long queries and keys
-//   Medium       as many rows, for fewer keys: three thread blocks per SM hide more of a tile's start and end
-//   Capped       as many rows, where a logits transform needs registers of its own
+//   FewKeys      as many rows, for fewer keys: three thread blocks per SM hide more of a tile's start and end
+//   SoftCap      as many rows, where a logits transform needs registers of its own
 //   Small        few or short queries, where more and shorter tiles fill the device; and devices that lack the shared
 //                memory of the others
 //   Packed       queries so short that reading the keys is what takes time: 64 KB of them or more are in flight per SM
@@ -164,12 +162,12 @@ struct TileTable<64> {
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
   };
-  struct Medium : OneHeadTile<64> {
+  struct FewKeys : OneHeadTile<64> {
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
-  using Capped = Medium;
+  using SoftCap = FewKeys;
   struct Small : OneHeadTile<64> {
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
@@ -214,8 +212,8 @@ struct TileTable<128> {
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
-  using Medium = Large;
-  using Capped = Large;
+  using FewKeys = Large;
+  using SoftCap = Large;
   struct Small : OneHeadTile<128> {
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
@@ -266,8 +264,8 @@ template <>
 struct TileTable<96> {
   using Wide = TileTable<128>;
   using Large = Narrow<Wide::Large, 96>;
-  using Medium = Large;
-  using Capped = Large;
+  using FewKeys = Large;
+  using SoftCap = Large;
   using Small = Narrow<Wide::Small, 96>;
   using Packed = Narrow<Wide::Packed, 96>;
   using PackedWide = Narrow<Wide::PackedWide, 96>;
@@ -285,8 +283,8 @@ struct TileTable<256> {
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
-  using Medium = Large;
-  using Capped = Large;
+  using FewKeys = Large;
+  using SoftCap = Large;
   struct Small : OneHeadTile<256> {  // 96 KB: compute capabilities 8.6, 8.9, 12.x
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
@@ -324,8 +322,8 @@ struct TileTable<512> {
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
     static constexpr int kAhead = 4, kBlocksPerSm = 1;
   };
-  using Medium = Large;
-  using Capped = Large;
+  using FewKeys = Large;
+  using SoftCap = Large;
   struct Small : OneHeadTile<512> {  // 98.5 KB
     static constexpr int kSharers = 2;
     static constexpr int kBlockM = 32, kRowTiles = 1;

@@ -56,8 +56,7 @@ namespace cutlass_kernels::fa2 {
 // Of a tile, per SM. A logits transform needs registers of its own: a third thread block would spill.
 template <class Tile, Logits kLogits>
 constexpr int blocks_per_sm() {
-  return kLogits != Logits::kPlain && Tile::kBlocksPerSm > 2 && !Tile::kPacked ? 2
-                                                                               : Tile::kBlocksPerSm;
+  return kLogits != Logits::kPlain && Tile::kBlocksPerSm > 2 && !Tile::kPacked ? 2 : Tile::kBlocksPerSm;
 }
 
 // Kv: Element, or what K and V hold instead (products.h).
@@ -67,9 +66,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   static_assert(is_consistent<Tile>());
   using Warp = WarpTile<Element, Kv, Tile, kLogits>;
   constexpr bool kPaged = kKvRows != KvRows::kInTensors;
-  using KvSource =
-      std::conditional_t<kPaged, PagedKv<Tile, Warp::kGeneral, kKvRows == KvRows::kInEither>,
-                         RaggedKv<Tile, Warp::kGeneral>>;
+  using KvSource = std::conditional_t<kPaged, PagedKv<Tile, Warp::kGeneral, kKvRows == KvRows::kInEither>,
+                                      RaggedKv<Tile, Warp::kGeneral>>;
   constexpr int kRows = Warp::kRows;
   const LaunchParams& p = params.attention;
   extern __shared__ __align__(128) char shared_memory[];
@@ -91,13 +89,11 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   if (Tile::kDecodes && p.plan.source == TileSource::kBatchBySplit) {
     found = find_own_split(p, params.rows, position.rank, tile.item);
   } else {
-    found = find_work<kPaged, false, Tile::kDecodes, kBatches>(p, params.rows, find_split,
-                                                               position.rank, tile.item);
+    found = find_work<kPaged, false, Tile::kDecodes, kBatches>(p, params.rows, find_split, position.rank, tile.item);
   }
   if (!found) return;
   tile.begin<Tile, Warp::kGeneral>(params, position);
-  SeenKeys<Tile> seen{p.mask,     tile.mask, tile.request_bit, tile.row_begin, tile.row_end,
-                      tile.hides, {}};
+  SeenKeys<Tile> seen{p.mask, tile.mask, tile.request_bit, tile.row_begin, tile.row_end, tile.hides, {}};
   KvSource kv(params, tile, seen, shared_memory, shared);
 
   // ---- This warp's rows, and which keys they see. ----
@@ -121,8 +117,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     }
   }
   OnlineSoftmax<kRows> softmax(params.transform.scale);
-  const float headroom =
-      Warp::kGeneral && !Warp::kFp8 ? params.stats.headroom : OnlineSoftmax<kRows>::kHeadroom;
+  const float headroom = Warp::kGeneral && !Warp::kFp8 ? params.stats.headroom : OnlineSoftmax<kRows>::kHeadroom;
   const RowSharing<Tile> neighbour(shared_memory, share.warp, share.lane);
   QLoader<Element, Tile> q(share.thread);
   Warp warp{params, at, logits, softmax, o, neighbour, share.sharer, headroom};
@@ -153,8 +148,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
-      for (int other = 1; other < Tile::kSharers; ++other)
-        row_sum[r] += neighbour.read_row(r, other);
+      for (int other = 1; other < Tile::kSharers; ++other) row_sum[r] += neighbour.read_row(r, other);
     }
   } else {
     finish_softmax();

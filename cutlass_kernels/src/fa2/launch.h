@@ -47,14 +47,12 @@ inline void set_pages(int kv_bytes, KernelParams* kernel_params) {
     kernel_params->paged[1] = tensor(p.v);
     return;
   }
-  const auto matrix = [&](const ConstTensorView& view, const std::int32_t* indices,
-                          std::int64_t stride_page) {
+  const auto matrix = [&](const ConstTensorView& view, const std::int32_t* indices, std::int64_t stride_page) {
     return PagedMatrix{indices, static_cast<const char*>(view.data), kv_bytes * stride_page,
                        kv_bytes * view.stride_token, kv_bytes * view.stride_head};
   };
   kernel_params->page_size = FastDivisor(std::uint32_t(pages.page_size));
-  kernel_params->num_pages =
-      std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
+  kernel_params->num_pages = std::uint32_t(std::clamp<std::int64_t>(pages.num_pages, 0, std::int64_t(1) << 31));
   kernel_params->paged[0] = matrix(p.k, pages.indices, pages.k_stride_page);
   const std::int32_t* v_indices = pages.v_indices != nullptr ? pages.v_indices : pages.indices;
   kernel_params->paged[1] = matrix(p.v, v_indices, pages.v_stride_page);
@@ -62,8 +60,8 @@ inline void set_pages(int kv_bytes, KernelParams* kernel_params) {
 }
 
 // No template: it is compiled once, not once per kernel.
-inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& params,
-                             cudaStream_t stream, DoneOnDevices* allowed) {
+inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& params, cudaStream_t stream,
+                             DoneOnDevices* allowed) {
   Device device;
   if (Status asked = current_device(&device); !asked.ok()) return asked;
   KernelParams kernel_params{};
@@ -97,21 +95,19 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
   config.numAttrs = facts.decodes && has_dependent_launch(device.compute_capability) ? 1 : 0;
-  const cudaError_t error =
-      launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
+  const cudaError_t error = launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa2 kernel", error);
 }
 
 template <class Element, class Kv, class Tile, Logits kLogits, KvRows kKvRows>
 Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
   static DoneOnDevices allowed;  // this kernel, so much shared memory
-  const KernelFacts facts{
-      &attention_kernel<Element, Kv, Tile, kLogits, kKvRows>,
-      Tile::kThreads,
-      kKvRows == KvRows::kInTensors ? SharedLayout<Tile>::kBytes : SharedLayout<Tile>::kPagedBytes,
-      Tile::kKvBytes,
-      Tile::kDecodes,
-      kLogits == Logits::kGeneral};
+  const KernelFacts facts{&attention_kernel<Element, Kv, Tile, kLogits, kKvRows>,
+                          Tile::kThreads,
+                          kKvRows == KvRows::kInTensors ? SharedLayout<Tile>::kBytes : SharedLayout<Tile>::kPagedBytes,
+                          Tile::kKvBytes,
+                          Tile::kDecodes,
+                          kLogits == Logits::kGeneral};
   return enqueue_kernel(facts, params, stream, &allowed);
 }
 
@@ -121,20 +117,18 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   if constexpr (Tile::kKvBytes == 1 || (Tile::kPacked && kLogits == Logits::kGeneral)) {
     return launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInEither>(params, stream);
   } else {
-    return params.pages.page_size > 0
-               ? launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInPages>(params, stream)
-               : launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInTensors>(params, stream);
+    return params.pages.page_size > 0 ? launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInPages>(params, stream)
+                                      : launch_kernel<Element, Kv, Tile, kLogits, KvRows::kInTensors>(params, stream);
   }
 }
 
 template <int HeadDim>
 Status no_such_tile(const LaunchParams& params) {
   const LaunchPlan& plan = params.plan;
-  return Status::invalid(
-      "The plan is for tiles of " + std::to_string(plan.tile_rows) + " rows (kind " +
-      std::to_string(plan.tile_kind) + ", " + std::to_string(plan.packed_heads) +
-      " packed heads), but fa2 has none such for head dimension " + std::to_string(HeadDim) +
-      " with these heads on this device: make_plan() makes a plan for these parameters.");
+  return Status::invalid("The plan is for tiles of " + std::to_string(plan.tile_rows) + " rows (kind " +
+                         std::to_string(plan.tile_kind) + ", " + std::to_string(plan.packed_heads) +
+                         " packed heads), but fa2 has none such for head dimension " + std::to_string(HeadDim) +
+                         " with these heads on this device: make_plan() makes a plan for these parameters.");
 }
 
 // The kernels for packed heads. General: the tile for whatever Packed has no registers for.
@@ -177,23 +171,20 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
   using Tile = typename TileTable<HeadDim>::Fp8;
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
   if (params.plan.tile_kind == kDecode) {
-    return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params,
-                                                                                       stream);
+    return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params, stream);
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   const TileShape shape = packed_fp8_shape<HeadDim>(params, device);
   const LaunchPlan& plan = params.plan;
-  if (plan.tile_kind != shape.kind || plan.packed_heads != shape.packed_heads ||
-      plan.tile_rows != shape.rows) {
+  if (plan.tile_kind != shape.kind || plan.packed_heads != shape.packed_heads || plan.tile_rows != shape.rows) {
     return no_such_tile<HeadDim>(params);
   }
   if (GeneralTransform::needed(params) || LogitsTransform::needed(params)) {
     return launch_tile<Element, Tile, Logits::kGeneral, Kv>(params, stream);
   }
-  return is_fp8_wide(params, shape.packed_heads)
-             ? launch_tile<Element, Wide, Logits::kPlain, Kv>(params, stream)
-             : launch_tile<Element, Tile, Logits::kPlain, Kv>(params, stream);
+  return is_fp8_wide(params, shape.packed_heads) ? launch_tile<Element, Wide, Logits::kPlain, Kv>(params, stream)
+                                                 : launch_tile<Element, Tile, Logits::kPlain, Kv>(params, stream);
 }
 
 template <class Element, class Kv, int HeadDim, AmpereTiles kAmpere>
@@ -206,8 +197,7 @@ KernelEntry kernel_entry() {
     entry.tile = &tile_shape<HeadDim, kAmpere>;
     entry.launch = &launch<Element, HeadDim, kAmpere>;
   } else {
-    static_assert(fit_every_device<typename Tiles::Fp8, typename Tiles::Fp8Wide,
-                                   typename Tiles::DecodeFp8>());
+    static_assert(fit_every_device<typename Tiles::Fp8, typename Tiles::Fp8Wide, typename Tiles::DecodeFp8>());
     entry.tile = &fp8_tile_shape<HeadDim>;
     entry.launch = &launch_fp8<Element, Kv, HeadDim>;
   }
@@ -219,7 +209,7 @@ KernelEntry kernel_entry() {
 // Soft caps have kernels of their own for long queries at the head dimensions of Gemma 2 and Grok alone. Elsewhere the
 // general ones compute them.
 template <int HeadDim>
-constexpr bool kHasCapped = HeadDim == 128 || HeadDim == 256;
+constexpr bool kHasSoftCap = HeadDim == 128 || HeadDim == 256;
 
 // Small tiles are for few rows: one kernel serves pages and tensors.
 template <class Element, class Tile>
@@ -233,19 +223,18 @@ Status launch_small(const LaunchParams& params, cudaStream_t stream) {
 template <class Element, int HeadDim>
 Status launch_long_rows(const LaunchParams& params, const Device& device, cudaStream_t stream) {
   using Tiles = TileTable<HeadDim>;
-  static_assert(Tiles::Large::kBlockM == Tiles::Medium::kBlockM &&
-                Tiles::Large::kBlockM == Tiles::Capped::kBlockM);
+  static_assert(Tiles::Large::kBlockM == Tiles::FewKeys::kBlockM && Tiles::Large::kBlockM == Tiles::SoftCap::kBlockM);
   const bool capped = LogitsTransform::needed(params);
-  if (GeneralTransform::needed(params) || (capped && !kHasCapped<HeadDim>)) {
-    return launch_tile<Element, typename Tiles::Capped, Logits::kGeneral>(params, stream);
+  if (GeneralTransform::needed(params) || (capped && !kHasSoftCap<HeadDim>)) {
+    return launch_tile<Element, typename Tiles::SoftCap, Logits::kGeneral>(params, stream);
   }
-  if constexpr (kHasCapped<HeadDim>) {
+  if constexpr (kHasSoftCap<HeadDim>) {
     if (capped) {
-      return launch_tile<Element, typename Tiles::Capped, Logits::kTransformed>(params, stream);
+      return launch_tile<Element, typename Tiles::SoftCap, Logits::kTransformed>(params, stream);
     }
   }
   return many_short_tiles<typename Tiles::Large>(params, device)
-             ? launch_tile<Element, typename Tiles::Medium, Logits::kPlain>(params, stream)
+             ? launch_tile<Element, typename Tiles::FewKeys, Logits::kPlain>(params, stream)
              : launch_tile<Element, typename Tiles::Large, Logits::kPlain>(params, stream);
 }
 
@@ -260,17 +249,15 @@ Status launch_rows(const LaunchParams& params, const Device& device, cudaStream_
     static_assert(general_turns_fit<Tiles>());
     if (rows == Tiles::Turns::kBlockM) {
       return GeneralTransform::needed(params) || LogitsTransform::needed(params)
-                 ? launch_tile<Element, typename Tiles::TurnsGeneral, Logits::kGeneral>(params,
-                                                                                        stream)
+                 ? launch_tile<Element, typename Tiles::TurnsGeneral, Logits::kGeneral>(params, stream)
                  : launch_tile<Element, typename Tiles::Turns, Logits::kPlain>(params, stream);
     }
   }
-  const bool is_long = rows == Tiles::Large::kBlockM &&
-                       (!kEqualRows<Tiles> || has_shared_memory_for<typename Tiles::Large>(device));
+  const bool is_long =
+      rows == Tiles::Large::kBlockM && (!kEqualRows<Tiles> || has_shared_memory_for<typename Tiles::Large>(device));
   if (is_long) return launch_long_rows<Element, HeadDim>(params, device, stream);
-  return rows == Tiles::Small::kBlockM
-             ? launch_small<Element, typename Tiles::Small>(params, stream)
-             : no_such_tile<HeadDim>(params);
+  return rows == Tiles::Small::kBlockM ? launch_small<Element, typename Tiles::Small>(params, stream)
+                                       : no_such_tile<HeadDim>(params);
 }
 
 template <class Element, int HeadDim>

@@ -12,10 +12,8 @@
 namespace cutlass_kernels::fa2 {
 
 // Where a token of a head begins.
-CUTE_DEVICE const char* element_ptr(const ConstTensorView& view, std::int64_t token, int head,
-                                    int bytes) {
-  return static_cast<const char*>(view.data) +
-         bytes * (token * view.stride_token + head * view.stride_head);
+CUTE_DEVICE const char* element_ptr(const ConstTensorView& view, std::int64_t token, int head, int bytes) {
+  return static_cast<const char*>(view.data) + bytes * (token * view.stride_token + head * view.stride_head);
 }
 
 // Whether the 16 bytes of a chunk are inside the tensor's own head dimension, a multiple of 8 elements: all or nothing.
@@ -66,8 +64,7 @@ struct RowLoader {
   static constexpr int kRowBytes = Tile::kHeadDim * kElementBytes;
   static constexpr int kRowStep = Tile::kThreads / kChunks;
   static constexpr int kSteps = kRows / kRowStep;
-  static constexpr int kPatterns =
-      kRowStep < 8 ? 8 / kRowStep : 1;  // the swizzle repeats after 8 rows
+  static constexpr int kPatterns = kRowStep < 8 ? 8 / kRowStep : 1;  // the swizzle repeats after 8 rows
   static_assert(kRows % kRowStep == 0 && Tile::kThreads % kChunks == 0,
                 "All threads copy 16 bytes of a row at each step, and steps end with the rows.");
 
@@ -79,8 +76,8 @@ struct RowLoader {
   std::uint32_t to[kPatterns];  // (step % kPatterns)
 
   // `base`: the tensor's first row for this head; rows [first, first + kRows) go to `shared`.
-  CUTE_DEVICE RowLoader(std::uint32_t shared, const char* base, std::int64_t stride_token,
-                        int head_dim, int first, int begin, int extent_, int thread) {
+  CUTE_DEVICE RowLoader(std::uint32_t shared, const char* base, std::int64_t stride_token, int head_dim, int first,
+                        int begin, int extent_, int thread) {
     const int thread_row = thread / kChunks;
     const int chunk = thread % kChunks;
     from = base + std::int64_t(first + thread_row) * (stride_token * kElementBytes) + chunk * 16;
@@ -91,8 +88,7 @@ struct RowLoader {
     CUTE_UNROLL
     for (int i = 0; i < kPatterns; ++i) {
       const int row = thread_row + i * kRowStep;
-      to[i] = shared +
-              (kElementBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
+      to[i] = shared + (kElementBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
     }
   }
 
@@ -100,8 +96,8 @@ struct RowLoader {
 
   // Step i of kSteps, in order. cp.async reads nothing where it is not valid.
   CUTE_DEVICE void issue(int i) {
-    columns.template copy<kOnce>(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * kRowBytes,
-                                 from, relative + i * kRowStep < extent);
+    columns.template copy<kOnce>(to[i % kPatterns] + (i - i % kPatterns) * kRowStep * kRowBytes, from,
+                                 relative + i * kRowStep < extent);
     from += step_bytes;
   }
 

@@ -70,8 +70,7 @@ struct PageRows {
     const int of_key = key(k_block, v_block, thread);
     int page = -1;
     if (std::uint32_t(of_key - key_begin) < std::uint32_t(key_extent)) {
-      const std::int32_t* index =
-          params.paged[is_v(thread)].indices + kv_begin + params.page_size.divide(of_key);
+      const std::int32_t* index = params.paged[is_v(thread)].indices + kv_begin + params.page_size.divide(of_key);
       // In its place among loads: left alone, the compiler moves it to where its result is needed.
       if constexpr (kTensorsToo) {
         page = kv_begin;  // of a tensor: set_pages()
@@ -97,10 +96,8 @@ struct PageRows {
     if (std::uint32_t(page) < params.num_pages) {
       const PagedMatrix& matrix = params.paged[is_v(thread)];
       const int of_key = key(k_block, v_block, thread);
-      const int slot =
-          of_key - int(params.page_size.divide(of_key)) * params.attention.pages.page_size;
-      row = matrix.data + page * matrix.stride_page + slot * matrix.stride_token +
-            kv_head * matrix.stride_head;
+      const int slot = of_key - int(params.page_size.divide(of_key)) * params.attention.pages.page_size;
+      row = matrix.data + page * matrix.stride_page + slot * matrix.stride_token + kv_head * matrix.stride_head;
     }
     __syncwarp();
     if (thread % 32 < 2 * kRows) table[thread / 32 * (2 * kRows) + thread % 32] = row;
@@ -133,8 +130,7 @@ struct PageLoader {
   ColumnBytes<Tile::kKvBytes> columns[kPieces];
   std::uint32_t to[kPatterns];  // (row step % kPatterns)
 
-  CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim,
-                         int thread)
+  CUTE_DEVICE PageLoader(std::uint32_t shared, const char* const* entries_, int head_dim, int thread)
       : entries(entries_) {
     const int thread_row = thread / Rows::kLanes;
     const int chunk = thread % Rows::kLanes;
@@ -153,8 +149,7 @@ struct PageLoader {
       } else {
         // Opaque, so that offsets are computed behind the loads of page indices: before them they cost 4 % at hd64.
         asm volatile("" : "+r"(row));
-        to[i] = shared +
-                (Tile::kKvBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
+        to[i] = shared + (Tile::kKvBytes == 1 ? Layout::kv_offset(row, chunk) : Layout::offset(row, chunk));
       }
     }
   }
@@ -174,8 +169,7 @@ struct PageLoader {
       rows[i % kAhead] = entries[(i + kAhead) * Rows::kStepRows];
     }
     columns[piece].template copy<Tile::kDecodes>(
-        to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes +
-            piece * kPieceBytes,
+        to[i % kPatterns] + (i - i % kPatterns) * kRowStep * Layout::kKvRowBytes + piece * kPieceBytes,
         row + column_bytes + piece * kPieceBytes, row != nullptr);
   }
 
@@ -258,9 +252,8 @@ struct SeenKeys {
       CUTE_UNROLL
       for (int w = 0; w < kWords; ++w) {
         const int key = first_key + 32 * w;
-        const std::uint32_t inside = windowed ? bits_between(interval.begin_of_all(row) - key,
-                                                             interval.end_of_all<true>(row) - key)
-                                              : ~0u;
+        const std::uint32_t inside =
+            windowed ? bits_between(interval.begin_of_all(row) - key, interval.end_of_all<true>(row) - key) : ~0u;
         words[w] |= bits_at(bit_mask, bit + 32 * w) & inside;
       }
     }

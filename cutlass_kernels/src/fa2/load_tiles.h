@@ -33,19 +33,17 @@ struct CopiedQ {
   CUTE_DEVICE void begin(const KernelParams& params, const TileWork& work, std::uint32_t shared) {
     const LaunchParams& p = params.attention;
     if constexpr (Tile::kPacked) {
-      load_packed_q<Tile>(params, shared + Layout::kQ, work.item.q_begin, work.row_begin,
-                          work.row_end, work.head, thread);
+      load_packed_q<Tile>(params, shared + Layout::kQ, work.item.q_begin, work.row_begin, work.row_end, work.head,
+                          thread);
     } else {
-      RowLoader<Tile, Tile::kBlockM>(
-          shared + Layout::kQ, element_ptr(p.q, work.item.q_begin, work.head, 2), p.q.stride_token,
-          p.head_dim_qk, work.row_begin, work.row_begin, work.row_end - work.row_begin, thread)
+      RowLoader<Tile, Tile::kBlockM>(shared + Layout::kQ, element_ptr(p.q, work.item.q_begin, work.head, 2),
+                                     p.q.stride_token, p.head_dim_qk, work.row_begin, work.row_begin,
+                                     work.row_end - work.row_begin, thread)
           .issue_all();
     }
   }
   CUTE_DEVICE void finish(char*) {}
-  CUTE_DEVICE bool read_factors(const char*, int, typename Fragments<Tile>::Rows&) const {
-    return false;
-  }
+  CUTE_DEVICE bool read_factors(const char*, int, typename Fragments<Tile>::Rows&) const { return false; }
 };
 
 // Beside keys of 8 bits: converted to fp16 on the way.
@@ -75,7 +73,7 @@ using QLoader = std::conditional_t<Tile::kKvBytes == 1, ConvertedQ<Element, Tile
 enum class KvRows {
   kInTensors,  // a stride apart
   kInPages,    // each by its address
-  kInEither,  // each by its address: short queries take up to 14 % longer over tensors, 5 % over pages
+  kInEither,   // each by its address: short queries take up to 14 % longer over tensors, 5 % over pages
 };
 
 // kSeen: whether there may be a bit mask.
@@ -83,8 +81,8 @@ template <class Tile, bool kSeen>
 struct RaggedKv {
   static constexpr bool kPaged = false;
   using Layout = SharedLayout<Tile>;
-  using Loader = std::conditional_t<kSeen, SeenRowLoader<Tile>,
-                                    RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes, Tile::kDecodes>>;
+  using Loader =
+      std::conditional_t<kSeen, SeenRowLoader<Tile>, RowLoader<Tile, Tile::kBlockN, Tile::kKvBytes, Tile::kDecodes>>;
   using Loads = PendingLoads<Loader>;
   static constexpr int kFoundAhead = Tile::kStages - 1;  // KV blocks: the next one to be loaded
 
@@ -96,8 +94,8 @@ struct RaggedKv {
   int key_begin;  // keys outside [key_begin, key_begin + key_extent) are not loaded
   int key_extent;
 
-  CUTE_DEVICE RaggedKv(const KernelParams& params, const TileWork& work, SeenKeys<Tile>& seen_,
-                       char*, std::uint32_t shared_)
+  CUTE_DEVICE RaggedKv(const KernelParams& params, const TileWork& work, SeenKeys<Tile>& seen_, char*,
+                       std::uint32_t shared_)
       : p(params.attention),
         seen(seen_),
         shared(shared_),
@@ -117,11 +115,10 @@ struct RaggedKv {
   }
 
  private:
-  CUTE_DEVICE Loader loader(const ConstTensorView& view, int head_dim, int offset, int block,
-                            int stage, int thread) const {
-    Loader loader(shared + offset + stage * Layout::kStageBytes,
-                  element_ptr(view, kv_begin, kv_head, Tile::kKvBytes), view.stride_token, head_dim,
-                  block * Tile::kBlockN, key_begin, key_extent, thread);
+  CUTE_DEVICE Loader loader(const ConstTensorView& view, int head_dim, int offset, int block, int stage,
+                            int thread) const {
+    Loader loader(shared + offset + stage * Layout::kStageBytes, element_ptr(view, kv_begin, kv_head, Tile::kKvBytes),
+                  view.stride_token, head_dim, block * Tile::kBlockN, key_begin, key_extent, thread);
     if constexpr (kSeen) loader.take_only(seen, thread);
     return loader;
   }
@@ -133,18 +130,16 @@ struct PagedKv {
   using Layout = SharedLayout<Tile>;
   using Loader = PageLoader<Tile>;
   using Loads = PagedLoads<Tile, kTensorsToo>;
-  using Pages =
-      std::conditional_t<kSeen, SeenPageRows<Tile, kTensorsToo>, PageRows<Tile, kTensorsToo>>;
-  static constexpr int kFoundAhead =
-      Tile::kStages;  // KV blocks: the next one whose pages are fetched
+  using Pages = std::conditional_t<kSeen, SeenPageRows<Tile, kTensorsToo>, PageRows<Tile, kTensorsToo>>;
+  static constexpr int kFoundAhead = Tile::kStages;  // KV blocks: the next one whose pages are fetched
 
   const LaunchParams& p;
   SeenKeys<Tile>& seen;
   std::uint32_t shared;
   Pages pages;
 
-  CUTE_DEVICE PagedKv(const KernelParams& params, const TileWork& work, SeenKeys<Tile>& seen_,
-                      char* shared_memory, std::uint32_t shared_)
+  CUTE_DEVICE PagedKv(const KernelParams& params, const TileWork& work, SeenKeys<Tile>& seen_, char* shared_memory,
+                      std::uint32_t shared_)
       : p(params.attention),
         seen(seen_),
         shared(shared_),
@@ -158,12 +153,11 @@ struct PagedKv {
   }
 
   CUTE_DEVICE Loader k(int, int stage, int thread) const {
-    return Loader(shared + Layout::kK + stage * Layout::kStageBytes, pages.entries(thread),
-                  p.head_dim_qk, thread);
+    return Loader(shared + Layout::kK + stage * Layout::kStageBytes, pages.entries(thread), p.head_dim_qk, thread);
   }
   CUTE_DEVICE Loader v(int, int stage, int thread) const {
-    return Loader(shared + Layout::kV + stage * Layout::kStageBytes,
-                  pages.entries(thread) + Pages::kRows, p.head_dim_vo, thread);
+    return Loader(shared + Layout::kV + stage * Layout::kStageBytes, pages.entries(thread) + Pages::kRows,
+                  p.head_dim_vo, thread);
   }
   CUTE_DEVICE Loads loads(int block, int stage, int thread) const {
     return {{k(block, stage, thread), v(block, stage, thread)}};

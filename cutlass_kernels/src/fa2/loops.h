@@ -17,8 +17,8 @@ namespace cutlass_kernels::fa2 {
 
 // All warps take part in all KV blocks, even those without a row that sees a key: they meet at the same barriers.
 template <class Warp, class KvSource, class Q, class Tile>
-CUTE_DEVICE void one_stage_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& tile,
-                                const WarpShare<Tile>& share, char* shared_memory) {
+CUTE_DEVICE void one_stage_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& tile, const WarpShare<Tile>& share,
+                                char* shared_memory) {
   constexpr bool kGeneral = Warp::kGeneral;
   constexpr bool kPaged = KvSource::kPaged;
   constexpr int kBlockN = Tile::kBlockN;
@@ -99,8 +99,7 @@ CUTE_DEVICE void compute_all_steps(Warp& warp, int block, int stage, Loads& next
   CUTE_UNROLL
   for (int sub = kSteps - 1; sub >= 0; --sub) {
     const int first_key = block * Tile::kBlockN + sub * Tile::kStepN;
-    const int offset = stage * SharedLayout<Tile>::kStageBytes +
-                       sub * Tile::kStepN * SharedLayout<Tile>::kKvRowBytes;
+    const int offset = stage * SharedLayout<Tile>::kStageBytes + sub * Tile::kStepN * SharedLayout<Tile>::kKvRowBytes;
     warp.step(first_key, first_key - Tile::kStepN, offset, next, sub == kSteps - 1, false, {});
   }
 }
@@ -108,25 +107,23 @@ CUTE_DEVICE void compute_all_steps(Warp& warp, int block, int stage, Loads& next
 // By warps that share their rows: every second or fourth step (sharing.h). The loads are issued at once: memory
 // is what takes time, and the first step may be another warp's.
 template <class Warp, class Tile, class Loads, class Q>
-CUTE_DEVICE void compute_own_steps(Warp& warp, const WarpShare<Tile>& share, const Q& q,
-                                   const char* shared_memory, int block, int stage, Loads& next,
-                                   bool loads_next) {
+CUTE_DEVICE void compute_own_steps(Warp& warp, const WarpShare<Tile>& share, const Q& q, const char* shared_memory,
+                                   int block, int stage, Loads& next, bool loads_next) {
   if (loads_next) next.issue_all();
   [[maybe_unused]] float factors[Warp::kRows];  // (row): of the scores
   [[maybe_unused]] const bool scales = q.read_factors(shared_memory, share.warp_row, factors);
   CUTE_NO_UNROLL
   for (int sub = share.keys.last_step(); sub >= 0; sub -= share.keys.groups) {
     const int first_key = block * Tile::kBlockN + sub * Tile::kStepN;
-    const int offset = stage * SharedLayout<Tile>::kStageBytes +
-                       sub * Tile::kStepN * SharedLayout<Tile>::kKvRowBytes;
+    const int offset = stage * SharedLayout<Tile>::kStageBytes + sub * Tile::kStepN * SharedLayout<Tile>::kKvRowBytes;
     const int next_key = first_key - share.keys.groups * Tile::kStepN;
     warp.step(first_key, next_key, offset, next, false, scales, factors);
   }
 }
 
 template <class Warp, class KvSource, class Q, class Tile>
-CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& tile,
-                                const WarpShare<Tile>& share, char* shared_memory) {
+CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& tile, const WarpShare<Tile>& share,
+                                char* shared_memory) {
   constexpr bool kGeneral = Warp::kGeneral;
   constexpr bool kPaged = KvSource::kPaged;
   constexpr int kStages = Tile::kStages;
@@ -236,14 +233,12 @@ struct TurnBarriers {
   int group;
 
   CUTE_DEVICE void await() const { named_barrier_wait(kMayBegin + group, Tile::kThreads); }
-  CUTE_DEVICE void hand_over() const {
-    named_barrier_arrive(kMayBegin + (group ^ 1), Tile::kThreads);
-  }
+  CUTE_DEVICE void hand_over() const { named_barrier_arrive(kMayBegin + (group ^ 1), Tile::kThreads); }
 };
 
 template <class Warp, class KvSource, class Q, class Tile>
-CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& tile,
-                               const WarpShare<Tile>& share, char* shared_memory) {
+CUTE_DEVICE void loop_in_turns(Warp& warp, KvSource& kv, Q& q, const TileWork& tile, const WarpShare<Tile>& share,
+                               char* shared_memory) {
   static_assert(!Warp::kGeneral && !Warp::kFp8);
   constexpr bool kPaged = KvSource::kPaged;
   constexpr int kStages = Tile::kStages;

@@ -28,8 +28,7 @@ template <class Tile, bool kPacked = Tile::kPacked>
 struct WarpRows {
   int first;
 
-  CUTE_DEVICE WarpRows(int row_begin, int warp_row, const FastDivisor&)
-      : first(row_begin + warp_row) {}
+  CUTE_DEVICE WarpRows(int row_begin, int warp_row, const FastDivisor&) : first(row_begin + warp_row) {}
   CUTE_DEVICE int operator()(int row) const { return first + row; }
 };
 
@@ -45,8 +44,8 @@ struct WarpRows<Tile, true> {
 };
 
 // Restricts a tile to the KV blocks of one split; none where there are fewer KV blocks than splits.
-CUTE_DEVICE void take_split(const WorkItem& work, int block_n, int& key_begin, int& key_end,
-                            int& block_begin, int& block_end) {
+CUTE_DEVICE void take_split(const WorkItem& work, int block_n, int& key_begin, int& key_end, int& block_begin,
+                            int& block_end) {
   const SplitBlocks blocks = blocks_of_split<false>(work, block_end - block_begin);
   block_end = block_begin + blocks.end;
   block_begin += blocks.begin;
@@ -56,8 +55,8 @@ CUTE_DEVICE void take_split(const WorkItem& work, int block_n, int& key_begin, i
 
 // Loads Q of the tokens [row_begin, row_end); zeros where there is none.
 template <class Tile>
-CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared, int q_begin,
-                               int row_begin, int row_end, int head, int thread) {
+CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared, int q_begin, int row_begin,
+                               int row_end, int head, int thread) {
   using Layout = SharedLayout<Tile>;
   const LaunchParams& p = params.attention;
   const int chunk = thread % Layout::kChunks;
@@ -67,11 +66,10 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared,
     const int row = i * kRowStep + thread / Layout::kChunks;
     const int token = params.pack.divide(row);
     const int of_pack = row - token * int(params.pack.divisor);
-    const char* from = static_cast<const char*>(p.q.data) + chunk * 16 +
-                       2 * ((std::int64_t(q_begin) + row_begin + token) * p.q.stride_token +
-                            (head + of_pack) * p.q.stride_head);
-    cp_async_16(shared + Layout::offset(row, chunk), from,
-                row_begin + token < row_end && chunk * 8 < p.head_dim_qk);
+    const char* from =
+        static_cast<const char*>(p.q.data) + chunk * 16 +
+        2 * ((std::int64_t(q_begin) + row_begin + token) * p.q.stride_token + (head + of_pack) * p.q.stride_head);
+    cp_async_16(shared + Layout::offset(row, chunk), from, row_begin + token < row_end && chunk * 8 < p.head_dim_qk);
   }
 }
 
@@ -91,17 +89,16 @@ struct PackedQ {
 
   CUTE_DEVICE explicit PackedQ(int thread) : group(thread % kGroups), first_row(thread / kGroups) {}
 
-  CUTE_DEVICE void begin(const KernelParams& params, int q_begin, int row_begin, int row_end,
-                         int head) {
+  CUTE_DEVICE void begin(const KernelParams& params, int q_begin, int row_begin, int row_end, int head) {
     const LaunchParams& p = params.attention;
     CUTE_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRowStep + first_row;
       const int token = params.pack.divide(row);
       const int of_pack = row - token * int(params.pack.divisor);
-      const char* from = static_cast<const char*>(p.q.data) + group * 32 +
-                         2 * ((std::int64_t(q_begin) + row_begin + token) * p.q.stride_token +
-                              (head + of_pack) * p.q.stride_head);
+      const char* from =
+          static_cast<const char*>(p.q.data) + group * 32 +
+          2 * ((std::int64_t(q_begin) + row_begin + token) * p.q.stride_token + (head + of_pack) * p.q.stride_head);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         columns[i][half] = uint4{};
@@ -113,9 +110,7 @@ struct PackedQ {
   }
 
   // All of a warp have one, or none.
-  CUTE_DEVICE static bool has_row(int row) {
-    return Tile::kBlockM % kRowStep == 0 || row < Tile::kBlockM;
-  }
+  CUTE_DEVICE static bool has_row(int row) { return Tile::kBlockM % kRowStep == 0 || row < Tile::kBlockM; }
 
   CUTE_DEVICE void finish(char* shared_memory) const {
     CUTE_UNROLL
@@ -154,11 +149,9 @@ struct PackedQ {
 
   // Factors of the scores of row tile r / 2, for the lane's rows r % 2; whether any of the warp is not 1. After a
   // barrier.
-  CUTE_DEVICE static bool read_factors(const char* shared_memory, int warp_row,
-                                       float (&factors)[2 * Tile::kRowTiles]) {
+  CUTE_DEVICE static bool read_factors(const char* shared_memory, int warp_row, float (&factors)[2 * Tile::kRowTiles]) {
     if constexpr (!kScales) return false;
-    const float* rows =
-        reinterpret_cast<const float*>(shared_memory + Layout::kRowFactors) + warp_row;
+    const float* rows = reinterpret_cast<const float*>(shared_memory + Layout::kRowFactors) + warp_row;
     bool any = false;
     CUTE_UNROLL
     for (int r = 0; r < 2 * Tile::kRowTiles; ++r) {
@@ -174,8 +167,8 @@ struct PackedQ {
 template <class Element, class Tile, bool kGeneral>
 CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, char* shared_memory,
                               const WarpRows<Tile>& row_at, int row_end, int head, int sharer,
-                              const float (&o)[1][Tile::kColumns / 8 / Tile::kSharers][4],
-                              const float (&row_m)[2], const float (&row_sum)[2]) {
+                              const float (&o)[1][Tile::kColumns / 8 / Tile::kSharers][4], const float (&row_m)[2],
+                              const float (&row_sum)[2]) {
   using Layout = SharedLayout<Tile>;
   constexpr int kTilesD = Tile::kColumns / 8 / Tile::kSharers;
   const int first_d = Tile::kSharers > 1 ? sharer * kTilesD : 0;
@@ -194,8 +187,8 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
       }
     }
     float factor = 1.0f;
-    const FinishedRow finished = finish_row(row_m[r], row_sum[r], partial ? nullptr : p.sinks,
-                                            of_head, [&](float weight) { factor *= weight; });
+    const FinishedRow finished =
+        finish_row(row_m[r], row_sum[r], partial ? nullptr : p.sinks, of_head, [&](float weight) { factor *= weight; });
     if (!partial) {
       factor *= p.v_scale;
       if constexpr (kGeneral) factor *= scale_of(p.output_scale, work.batch, of_head);
@@ -204,15 +197,15 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
     const float lse = finished.lse() * p.lse_scale;
     if (partial) {
       if (token >= row_end) continue;
-      const std::int64_t at = TilePartials{work.partial_row, work.num_splits}.at(
-          p, token - row_at.row_begin, of_head, work.split);
+      const std::int64_t at =
+          TilePartials{work.partial_row, work.num_splits}.at(p, token - row_at.row_begin, of_head, work.split);
       if constexpr (Tile::kKvBytes == 1) {  // four columns of 16 are this lane's
         float* out = partial_o(p, at) + lane % 4 * 4;
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; d += 2) {
           if (d * 8 + lane % 4 * 4 < p.head_dim_vo) {
-            *reinterpret_cast<float4*>(out + d * 8) = {o[0][d][r * 2], o[0][d + 1][r * 2],
-                                                       o[0][d][r * 2 + 1], o[0][d + 1][r * 2 + 1]};
+            *reinterpret_cast<float4*>(out + d * 8) = {o[0][d][r * 2], o[0][d + 1][r * 2], o[0][d][r * 2 + 1],
+                                                       o[0][d + 1][r * 2 + 1]};
           }
         }
       } else {
@@ -230,22 +223,21 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
       if constexpr (Tile::kKvBytes == 1) {
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; d += 2) {
-          *reinterpret_cast<uint2*>(
-              shared_q + Layout::offset(row_at.warp_row + row, d + lane % 4 / 2) + lane % 2 * 8) = {
+          *reinterpret_cast<uint2*>(shared_q + Layout::offset(row_at.warp_row + row, d + lane % 4 / 2) +
+                                    lane % 2 * 8) = {
               Element::pack(o[0][d][r * 2] * scale, o[0][d + 1][r * 2] * scale),
               Element::pack(o[0][d][r * 2 + 1] * scale, o[0][d + 1][r * 2 + 1] * scale)};
         }
       } else {
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; ++d) {
-          *reinterpret_cast<std::uint32_t*>(
-              shared_q + Layout::offset(row_at.warp_row + row, first_d + d) + lane % 4 * 4) =
+          *reinterpret_cast<std::uint32_t*>(shared_q + Layout::offset(row_at.warp_row + row, first_d + d) +
+                                            lane % 4 * 4) =
               Element::pack(o[0][d][r * 2] * scale, o[0][d][r * 2 + 1] * scale);
         }
       }
       if (p.lse != nullptr && is_first && lane % 4 == 0 && token < row_end) {
-        p.lse[(std::int64_t(work.q_begin) + token) * p.lse_stride_token +
-              of_head * p.lse_stride_head] = lse;
+        p.lse[(std::int64_t(work.q_begin) + token) * p.lse_stride_token + of_head * p.lse_stride_head] = lse;
       }
     }
   }
@@ -262,8 +254,7 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
       const std::int64_t at = (std::int64_t(work.q_begin) + token) * p.o.stride_token +
                               (head + row_at.pack_head(row)) * p.o.stride_head + chunk * 8;
       *reinterpret_cast<uint4*>(static_cast<char*>(p.o.data) + 2 * at) =
-          *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ +
-                                          Layout::offset(row_at.warp_row + row, chunk));
+          *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ + Layout::offset(row_at.warp_row + row, chunk));
     }
   }
 }

@@ -30,8 +30,8 @@ struct KernelParams {
   RowTiles rows;
   // Pages.
   FastDivisor page_size;
-  std::uint32_t num_pages;  // at most 2^31: as unsigned numbers, negative indices are not below it
-  PagedMatrix paged[2];     // K, V
+  std::uint32_t num_pages;     // at most 2^31: as unsigned numbers, negative indices are not below it
+  PagedMatrix paged[2];        // K, V
   std::uint32_t first_v_page;  // PageTable::v_offset
   FastDivisor pack;            // by LaunchPlan::packed_heads
   // The general variant.

@@ -21,25 +21,24 @@ namespace cutlass_kernels::fa2 {
 // Fragments of K are read kAhead steps, of 16 keys and 16 columns, before their products.
 // near_end() is called when an eighth of the products is left.
 template <class Element, class Tile, int kTilesN, class NearEnd>
-CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows,
-                            int swizzle_q, std::uint32_t keys, int swizzle_k, NearEnd&& near_end) {
+CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows, int swizzle_q,
+                            std::uint32_t keys, int swizzle_k, NearEnd&& near_end) {
   using Layout = SharedLayout<Tile>;
   constexpr int kStepsK = Tile::kColumns / 16;
   constexpr int kStepsN = kTilesN / 2;  // a step is one pair of key tiles
-  constexpr int kSlots = Tile::kAhead + 1;
-  std::uint32_t a[2][Tile::kRowTiles][4];  // Q: (slot, row tile, fragment)
-  std::uint32_t b[kSlots][4];              // K: (slot, two fragments of one key tile each)
+  constexpr int kBuffers = Tile::kAhead + 1;
+  std::uint32_t a[2][Tile::kRowTiles][4];  // Q: (buffer, row tile, fragment)
+  std::uint32_t b[kBuffers][4];            // K: (buffer, two fragments of one key tile each)
   auto read_q = [&](int kd) {
     CUTE_UNROLL
     for (int m = 0; m < Tile::kRowTiles; ++m) {
-      ldmatrix_x4(a[kd % 2][m],
-                  Layout::chunk_at(q_rows, swizzle_q, 2 * kd) + m * 16 * Layout::kRowBytes);
+      ldmatrix_x4(a[kd % 2][m], Layout::chunk_at(q_rows, swizzle_q, 2 * kd) + m * 16 * Layout::kRowBytes);
     }
   };
   auto read_k = [&](int step) {
     if (step < kStepsK * kStepsN) {
-      ldmatrix_x4(b[step % kSlots], Layout::chunk_at(keys, swizzle_k, 2 * (step / kStepsN)) +
-                                        step % kStepsN * 16 * Layout::kRowBytes);
+      ldmatrix_x4(b[step % kBuffers],
+                  Layout::chunk_at(keys, swizzle_k, 2 * (step / kStepsN)) + step % kStepsN * 16 * Layout::kRowBytes);
     }
   };
   read_q(0);
@@ -55,8 +54,8 @@ CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32
       read_k(step + Tile::kAhead);
       CUTE_UNROLL
       for (int m = 0; m < Tile::kRowTiles; ++m) {
-        mma<Element>(s[m][2 * pair], a[kd % 2][m], b[step % kSlots][0], b[step % kSlots][1]);
-        mma<Element>(s[m][2 * pair + 1], a[kd % 2][m], b[step % kSlots][2], b[step % kSlots][3]);
+        mma<Element>(s[m][2 * pair], a[kd % 2][m], b[step % kBuffers][0], b[step % kBuffers][1]);
+        mma<Element>(s[m][2 * pair + 1], a[kd % 2][m], b[step % kBuffers][2], b[step % kBuffers][3]);
       }
     }
   }
@@ -69,30 +68,29 @@ CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32
 // columns, before their products. Of warps that share rows each has P of some of the keys: its own products come first,
 // then those with P of the others.
 template <class Element, class Tile, int kTilesN, int kTilesD, class MakeP>
-CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32_t values,
-                            int swizzle_v, int sharer, const RowSharing<Tile>& other,
-                            const KernelParams& params, MakeP&& make_p) {
+CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32_t values, int swizzle_v, int sharer,
+                            const RowSharing<Tile>& other, const KernelParams& params, MakeP&& make_p) {
   using Layout = SharedLayout<Tile>;
   constexpr int kSharers = Tile::kSharers;
   constexpr int kOwnSteps = kTilesN / 2;  // of 16 keys and this warp's P; the other's follow
   constexpr int kStepsK = kOwnSteps * kSharers;
   constexpr int kStepsD = kTilesD / 2;
-  constexpr int kSlots = Tile::kAhead + 1;
-  std::uint32_t b[kSlots][4];  // V: (slot, two fragments of one d tile each)
+  constexpr int kBuffers = Tile::kAhead + 1;
+  std::uint32_t b[kBuffers][4];  // V: (buffer, two fragments of one d tile each)
   auto read_v = [&](int step) {
     if (step < kStepsK * kStepsD) {
       const int k = step / kStepsD;
       const int of_sharer = sharer ^ k / kOwnSteps;
       const int key = (of_sharer * kOwnSteps + k % kOwnSteps) * 16;
-      ldmatrix_x4_trans(b[step % kSlots], Layout::chunk_at(values, swizzle_v, step % kStepsD * 2) +
-                                              key * Layout::kRowBytes);
+      ldmatrix_x4_trans(b[step % kBuffers],
+                        Layout::chunk_at(values, swizzle_v, step % kStepsD * 2) + key * Layout::kRowBytes);
     }
   };
   CUTE_UNROLL
   for (int step = 0; step < Tile::kAhead; ++step) read_v(step);
 
   constexpr int kPacks = Tile::kRowTiles * 4;
-  std::uint32_t a[2][Tile::kRowTiles][4];  // P: (slot, row tile, fragment)
+  std::uint32_t a[2][Tile::kRowTiles][4];  // P: (buffer, row tile, fragment)
   CUTE_UNROLL
   for (int pack = 0; pack < kPacks; ++pack) a[0][pack / 4][pack % 4] = make_p(0, pack);
   if constexpr (kSharers > 1) other.write_p(0, a[0]);
@@ -119,8 +117,8 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32
       read_v(step + Tile::kAhead);
       CUTE_UNROLL
       for (int m = 0; m < Tile::kRowTiles; ++m) {
-        mma<Element>(o[m][2 * pair], a[k % 2][m], b[step % kSlots][0], b[step % kSlots][1]);
-        mma<Element>(o[m][2 * pair + 1], a[k % 2][m], b[step % kSlots][2], b[step % kSlots][3]);
+        mma<Element>(o[m][2 * pair], a[k % 2][m], b[step % kBuffers][0], b[step % kBuffers][1]);
+        mma<Element>(o[m][2 * pair + 1], a[k % 2][m], b[step % kBuffers][2], b[step % kBuffers][3]);
       }
       if (k + 1 < kOwnSteps) {
         CUTE_UNROLL
@@ -150,25 +148,24 @@ CUTE_DEVICE void add_values(float (&o)[Tile::kRowTiles][kTilesD][4], std::uint32
 // s += Q K^T: a warp's rows of Q at `q_rows` and a step of keys at `keys`, where ldmatrix addresses of a lane begin.
 // Fragments of K are read kAhead steps, of 16 keys and 32 columns, before their products.
 template <class Format, class Tile, int kTilesN>
-CUTE_DEVICE void add_scores_fp8(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows,
-                                int swizzle_q, std::uint32_t keys, int swizzle_k) {
+CUTE_DEVICE void add_scores_fp8(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32_t q_rows, int swizzle_q,
+                                std::uint32_t keys, int swizzle_k) {
   using Layout = SharedLayout<Tile>;
   constexpr int kColumns = Tile::kHeadDim / 32;
   constexpr int kPairs = kTilesN / 2;
-  constexpr int kSlots = Tile::kAhead + 1;
-  std::uint32_t words[kSlots][4];  // (keys 0-7, d 0-15), (0-7, 16-31), (8-15, 0-15), (8-15, 16-31)
+  constexpr int kBuffers = Tile::kAhead + 1;
+  std::uint32_t words[kBuffers][4];        // (keys 0-7, d 0-15), (0-7, 16-31), (8-15, 0-15), (8-15, 16-31)
   std::uint32_t a[4][Tile::kRowTiles][4];  // Q: (kd % 4, row tile, fragment)
   auto read_q = [&](int kd) {
     CUTE_UNROLL
     for (int m = 0; m < Tile::kRowTiles; ++m) {
-      ldmatrix_x4(a[kd % 4][m],
-                  q_rows + m * 16 * Layout::kRowBytes + Layout::chunk_offset(swizzle_q, 2 * kd));
+      ldmatrix_x4(a[kd % 4][m], q_rows + m * 16 * Layout::kRowBytes + Layout::chunk_offset(swizzle_q, 2 * kd));
     }
   };
   auto read_k = [&](int step) {
     if (step < kColumns * kPairs) {
-      ldmatrix_x4(words[step % kSlots], keys + step % kPairs * 16 * Layout::kKvRowBytes +
-                                            Layout::kv_chunk_offset(swizzle_k, step / kPairs * 2));
+      ldmatrix_x4(words[step % kBuffers], keys + step % kPairs * 16 * Layout::kKvRowBytes +
+                                              Layout::kv_chunk_offset(swizzle_k, step / kPairs * 2));
     }
   };
   CUTE_UNROLL
@@ -189,7 +186,7 @@ CUTE_DEVICE void add_scores_fp8(float (&s)[Tile::kRowTiles][kTilesN][4], std::ui
       for (int i = 0; i < 4; ++i) {
         const int n = i % 2;
         const int half = i / 2;
-        const std::uint32_t word = words[step % kSlots][2 * n + half];
+        const std::uint32_t word = words[step % kBuffers][2 * n + half];
         const std::uint32_t b0 = converted<Format, 0, 1>(word);
         const std::uint32_t b1 = converted<Format, 2, 3>(word);
         CUTE_UNROLL
@@ -204,17 +201,16 @@ CUTE_DEVICE void add_scores_fp8(float (&s)[Tile::kRowTiles][kTilesN][4], std::ui
 // o += P V: make_p(k, i) gives register i % 4 of the fragment of P for row tile i / 4 and keys 16 k on. Of 16 columns
 // d, tile 2 (d / 16) of `o` has the even ones, the next one the odd ones.
 template <class Format, class Tile, int kSteps, class MakeP>
-CUTE_DEVICE void add_values_fp8(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][4],
-                                std::uint32_t values, int swizzle_v, MakeP&& make_p) {
+CUTE_DEVICE void add_values_fp8(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][4], std::uint32_t values, int swizzle_v,
+                                MakeP&& make_p) {
   using Layout = SharedLayout<Tile>;
   constexpr int kColumns = Tile::kHeadDim / 32;
-  constexpr int kSlots = Tile::kAhead + 1;
-  std::uint32_t words[kSlots][4];  // (keys 0-7, d 0-15), (8-15, 0-15), (0-7, 16-31), (8-15, 16-31)
+  constexpr int kBuffers = Tile::kAhead + 1;
+  std::uint32_t words[kBuffers][4];  // (keys 0-7, d 0-15), (8-15, 0-15), (0-7, 16-31), (8-15, 16-31)
   auto read_v = [&](int step) {
     if (step < kColumns * kSteps) {
-      ldmatrix_x4_trans(words[step % kSlots],
-                        values + step / kColumns * 16 * Layout::kKvRowBytes +
-                            Layout::kv_chunk_offset(swizzle_v, step % kColumns * 2));
+      ldmatrix_x4_trans(words[step % kBuffers], values + step / kColumns * 16 * Layout::kKvRowBytes +
+                                                    Layout::kv_chunk_offset(swizzle_v, step % kColumns * 2));
     }
   };
   CUTE_UNROLL
@@ -230,8 +226,8 @@ CUTE_DEVICE void add_values_fp8(float (&o)[Tile::kRowTiles][Tile::kHeadDim / 8][
       read_v(step + Tile::kAhead);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const std::uint32_t low = words[step % kSlots][2 * half];
-        const std::uint32_t high = words[step % kSlots][2 * half + 1];
+        const std::uint32_t low = words[step % kBuffers][2 * half];
+        const std::uint32_t high = words[step % kBuffers][2 * half + 1];
         const int tile = 4 * column + 2 * half;
         std::uint32_t even[2], odd[2];
         convert_alternately<Format>(low, even[0], odd[0]);

@@ -27,10 +27,9 @@ struct SharedLayout {
   static constexpr int kP = kV + Tile::kStages * kStageBytes;
   static constexpr int kPWarpBytes = Tile::kRowTiles * 16 * Tile::kStepN / Tile::kSharers * 2;
   static constexpr int kRowValues = kP + Tile::kWarps * kPWarpBytes;  // floats [row][sharer]
-  static constexpr int kRowFactors = kP;  // of 8-bit keys: floats [row] (packed_rows.h)
-  static constexpr int kBytes = Tile::kSharers > 1
-                                    ? kRowValues + Tile::kBlockM * Tile::kSharers * 4
-                                    : kP + (Tile::kKvBytes == 1 ? Tile::kBlockM * 4 : 0);
+  static constexpr int kRowFactors = kP;                              // of 8-bit keys: floats [row] (packed_rows.h)
+  static constexpr int kBytes = Tile::kSharers > 1 ? kRowValues + Tile::kBlockM * Tile::kSharers * 4
+                                                   : kP + (Tile::kKvBytes == 1 ? Tile::kBlockM * 4 : 0);
   // Of a paged cache: the addresses of a KV block's rows of K and of V. 1 KB, or half of it at head dimension 128
   // with 32 keys per KV block, is what two thread blocks of 80 KB each leave of the 164 KB of an A100.
   static constexpr int kTable = kBytes;
@@ -41,9 +40,7 @@ struct SharedLayout {
   }
 
   // The same of K and V. Two rows of 64 bytes lie beside each other: there the pairs of rows take turns.
-  CUTE_HOST_DEVICE static constexpr int kv_swizzle(int row) {
-    return kKvChunks < 8 ? row >> 1 & 3 : row & 7;
-  }
+  CUTE_HOST_DEVICE static constexpr int kv_swizzle(int row) { return kKvChunks < 8 ? row >> 1 & 3 : row & 7; }
   CUTE_HOST_DEVICE static constexpr int kv_offset(int row, int chunk) {
     return row * kKvRowBytes + ((chunk ^ kv_swizzle(row)) << 4);
   }
@@ -52,19 +49,16 @@ struct SharedLayout {
   // eight apart differ by an immediate: of the plain XOR, ptxas kept 32 addresses in registers. At 128 the plain one
   // is as fast (benchmarks/results/log/2026-11-21.md).
   CUTE_HOST_DEVICE static constexpr int chunk_offset(int swizzle, int chunk) {
-    return Tile::kHeadDim > 128 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7)
-                                : (swizzle ^ chunk) << 4;
+    return Tile::kHeadDim > 128 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7) : (swizzle ^ chunk) << 4;
   }
   // Where that chunk begins. In turns, instructions of one warp delay the products of another: one XOR per address is
   // part of what made a prototype 432 TFLOP/s fast, and not 391 (benchmarks/results/log/2026-11-25.md).
-  CUTE_HOST_DEVICE static constexpr std::uint32_t chunk_at(std::uint32_t row, int swizzle,
-                                                           int chunk) {
+  CUTE_HOST_DEVICE static constexpr std::uint32_t chunk_at(std::uint32_t row, int swizzle, int chunk) {
     return Tile::kTakesTurns ? ((row + (swizzle << 4)) ^ ((chunk & 7) << 4)) + (chunk >> 3 << 7)
                              : row + chunk_offset(swizzle, chunk);
   }
   CUTE_HOST_DEVICE static constexpr int kv_chunk_offset(int swizzle, int chunk) {
-    return kKvChunks > 8 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7)
-                         : (swizzle ^ chunk) << 4;
+    return kKvChunks > 8 ? ((swizzle ^ (chunk & 7)) << 4) + (chunk >> 3 << 7) : (swizzle ^ chunk) << 4;
   }
 };
 

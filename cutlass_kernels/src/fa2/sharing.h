@@ -88,8 +88,7 @@ struct RowSharing {
   // Of warp ^ other, one of those that share its rows.
   CUTE_DEVICE void read_p(int other, int step, std::uint32_t (&p)[kRowTiles][4]) const {
     constexpr int kOfWarp = Layout::kPWarpBytes / 16;
-    const uint4* fragments =
-        other == 1 ? other_p : other_p + ((warp ^ other) - (warp ^ 1)) * kOfWarp;
+    const uint4* fragments = other == 1 ? other_p : other_p + ((warp ^ other) - (warp ^ 1)) * kOfWarp;
     CUTE_UNROLL
     for (int m = 0; m < kRowTiles; ++m) {
       const uint4 fragment = fragments[(step * kRowTiles + m) * 32 + lane];

@@ -62,8 +62,7 @@ struct OperandAddresses {
 
 // Multiplies the rows of S.
 template <class Tile>
-CUTE_DEVICE void multiply_rows(typename Fragments<Tile>::S& s,
-                               const typename Fragments<Tile>::Rows& factors) {
+CUTE_DEVICE void multiply_rows(typename Fragments<Tile>::S& s, const typename Fragments<Tile>::Rows& factors) {
   constexpr int kTilesN = Fragments<Tile>::kTilesN;
   __syncwarp();  // keeps this a branch
   CUTE_UNROLL
@@ -75,8 +74,8 @@ CUTE_DEVICE void multiply_rows(typename Fragments<Tile>::S& s,
 // Each thread's maximum of its part of the rows. If `load`, it issues the loads of the next KV block along the way:
 // in a burst before the products, they would hold up the ldmatrix behind them.
 template <class Tile, class Loads>
-CUTE_DEVICE void take_max(const typename Fragments<Tile>::S& s,
-                          typename Fragments<Tile>::Rows& thread_max, Loads& next, bool load) {
+CUTE_DEVICE void take_max(const typename Fragments<Tile>::S& s, typename Fragments<Tile>::Rows& thread_max, Loads& next,
+                          bool load) {
   constexpr int kRows = Fragments<Tile>::kRows;
   constexpr int kTilesN = Fragments<Tile>::kTilesN;
   CUTE_UNROLL
@@ -104,8 +103,8 @@ CUTE_DEVICE void rescale_row(typename Fragments<Tile>::O& o, int r, float factor
 // Two packed elements of P: tile pair k, row tile pack / 4, fragment register pack % 4, which is (tile 2k, row 0),
 // (2k, row 8), (2k + 1, row 0), (2k + 1, row 8).
 template <class Tile, class Factor>
-CUTE_DEVICE std::uint32_t make_p(OnlineSoftmax<Fragments<Tile>::kRows>& softmax,
-                                 const typename Fragments<Tile>::S& s, int k, int pack) {
+CUTE_DEVICE std::uint32_t make_p(OnlineSoftmax<Fragments<Tile>::kRows>& softmax, const typename Fragments<Tile>::S& s,
+                                 int k, int pack) {
   const int m = pack / 4;
   const int i = pack % 4;
   const int r = m * 2 + i % 2;
@@ -145,8 +144,8 @@ struct IntervalLogits {
   WarpShare<Tile> share;
   VisibleRange range;
 
-  CUTE_DEVICE IntervalLogits(const KernelParams& params_, const TileWork& tile,
-                             const WarpShare<Tile>& share_, const VisibleRange& range_)
+  CUTE_DEVICE IntervalLogits(const KernelParams& params_, const TileWork& tile, const WarpShare<Tile>& share_,
+                             const VisibleRange& range_)
       : params(params_), mask(tile.mask), share(share_), range(range_) {}
 
   CUTE_DEVICE bool skips(int first_key) const {
@@ -200,8 +199,8 @@ struct GeneralLogits {
   VisibleKeys<Tile> visible;
   std::uint32_t found = 0;  // keys of the step that the lane found (visible_keys.h)
 
-  CUTE_DEVICE GeneralLogits(const KernelParams& params_, const TileWork& tile,
-                            const WarpShare<Tile>& share_, const VisibleRange&)
+  CUTE_DEVICE GeneralLogits(const KernelParams& params_, const TileWork& tile, const WarpShare<Tile>& share_,
+                            const VisibleRange&)
       : params(params_),
         share(share_),
         batch(tile.item.batch),
@@ -245,11 +244,9 @@ struct GeneralLogits {
           const int of_head = head + share.row_at.pack_head(row);
           logits_scale[half] = logits_scale_of(p, batch, of_head);
           slope[half] = p.alibi.slopes == nullptr ? 0.0f : __ldg(p.alibi.slopes + of_head);
-          distance[half] =
-              first_key + share.lane % 4 * 2 - (p.alibi.relative ? share.row_at(row) : 0);
+          distance[half] = first_key + share.lane % 4 * 2 - (p.alibi.relative ? share.row_at(row) : 0);
         }
-        transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s[m]), logits_scale, slope,
-                        distance);
+        transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s[m]), logits_scale, slope, distance);
       }
     } else {
       const float logits_scale = logits_scale_of(p, batch, head);
@@ -260,8 +257,7 @@ struct GeneralLogits {
         const int key = first_key + (share.lane % 4) * 2;
         const int from_row = p.alibi.relative ? row : 0;
         const int from_row_8 = p.alibi.relative ? row + 8 : 0;
-        transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s[m]),
-                        {logits_scale, logits_scale}, {slope, slope},
+        transform.apply(reinterpret_cast<float (&)[kTilesN * 4]>(s[m]), {logits_scale, logits_scale}, {slope, slope},
                         {key - from_row, key - from_row_8});
       }
     }

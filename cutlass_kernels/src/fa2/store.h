@@ -68,8 +68,7 @@ struct DecodeRows {
   static constexpr int kRowsAtOnce = kGroups * kParts;
 
   // Called by all warps that have a part of the keys, when no one reads K or V any more.
-  CUTE_DEVICE void store(const float (&o)[1][kTilesD][4], const float (&row_m)[2],
-                         const float (&row_sum)[2]) const {
+  CUTE_DEVICE void store(const float (&o)[1][kTilesD][4], const float (&row_m)[2], const float (&row_sum)[2]) const {
     const LaunchParams& p = params.attention;
     const int lane = threadIdx.x % 32;
     const int heads = int(params.pack.divisor);
@@ -78,13 +77,12 @@ struct DecodeRows {
     for (int r = 0; r < 2; ++r) {
       const int row = r * 8 + lane / 4;
       if (row >= rows) continue;
-      float* to =
-          columns(group, row) + part * kTilesD * 8 + lane % 4 * (Tile::kKvBytes == 1 ? 4 : 2);
+      float* to = columns(group, row) + part * kTilesD * 8 + lane % 4 * (Tile::kKvBytes == 1 ? 4 : 2);
       if constexpr (Tile::kKvBytes == 1) {  // of two tiles one has the even columns (products.h)
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; d += 2) {
-          *reinterpret_cast<float4*>(to + d * 8) = {o[0][d][2 * r], o[0][d + 1][2 * r],
-                                                    o[0][d][2 * r + 1], o[0][d + 1][2 * r + 1]};
+          *reinterpret_cast<float4*>(to + d * 8) = {o[0][d][2 * r], o[0][d + 1][2 * r], o[0][d][2 * r + 1],
+                                                    o[0][d + 1][2 * r + 1]};
         }
       } else {
         CUTE_UNROLL
@@ -102,17 +100,14 @@ struct DecodeRows {
       const CombinedRow<kPanels> combined = combine_groups(row);
       if constexpr (kGeneral && Tile::kKvBytes == 2) {
         if (p.stats != nullptr && lane == 0) {
-          params.stats.store(p, std::int64_t(work.q_begin) + first_token + token, of_head,
-                             combined.m, combined.sum);
+          params.stats.store(p, std::int64_t(work.q_begin) + first_token + token, of_head, combined.m, combined.sum);
         }
       }
       if (!partial) {
-        store_row<Element>(p, combined, work.batch,
-                           std::int64_t(work.q_begin) + first_token + token, of_head);
+        store_row<Element>(p, combined, work.batch, std::int64_t(work.q_begin) + first_token + token, of_head);
         continue;
       }
-      const std::int64_t at =
-          TilePartials{work.partial_row, work.num_splits}.at(p, token, of_head, work.split);
+      const std::int64_t at = TilePartials{work.partial_row, work.num_splits}.at(p, token, of_head, work.split);
       float* to = partial_o(p, at);
       CUTE_UNROLL
       for (int c = 0; c < kPanels; ++c) {
@@ -151,8 +146,7 @@ struct DecodeRows {
     for (int g = 0; g < kGroups; ++g) {
       // Masked keys have p = 0, but their V may be infinite: what saw no key does not count.
       if (has_no_key(max_sum[g].x, max_sum[g].y)) continue;
-      const float weight =
-          max_sum[g].x == combined.m ? 1.0f : exp2_approx(max_sum[g].x - combined.m);
+      const float weight = max_sum[g].x == combined.m ? 1.0f : exp2_approx(max_sum[g].x - combined.m);
       combined.add(weight, max_sum[g].y, of_group[g]);
     }
     return combined;
@@ -168,9 +162,8 @@ struct DecodeRows {
       const int counter = combine_counter(work.partial_row, head / heads, p.num_qo_heads / heads);
       // Releases what the barrier has shown this thread, and acquires what the others released, for the block:
       // combine_splits() reads past the L1 cache, so one thread's order is enough.
-      *is_last = take_ticket<OrderingAtomics>(
-                     reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
-                     last + 1) == last;
+      *is_last = take_ticket<OrderingAtomics>(reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
+                                              last + 1) == last;
     }
     __syncthreads();
     if (!*is_last) return;
@@ -178,8 +171,8 @@ struct DecodeRows {
     for (int row = first_row(); row < rows; row += kRowsAtOnce) {
       const int token = int(params.pack.divide(row));
       const int of_head = head + row - token * heads;
-      store_row<Element>(p, combine_splits<kPanels, kSplitsAhead>(p, partials, token, of_head),
-                         work.batch, std::int64_t(work.q_begin) + first_token + token, of_head);
+      store_row<Element>(p, combine_splits<kPanels, kSplitsAhead>(p, partials, token, of_head), work.batch,
+                         std::int64_t(work.q_begin) + first_token + token, of_head);
     }
   }
 };
@@ -188,9 +181,8 @@ struct DecodeRows {
 
 // By all warps with rows, when no warp reads Q, K or V any more. O is not yet divided by the sums.
 template <class Element, class Tile, bool kGeneral>
-CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
-                            const WarpShare<Tile>& share, char* shared_memory,
-                            typename Fragments<Tile>::O& o, typename Fragments<Tile>::Rows& row_m,
+CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile, const WarpShare<Tile>& share,
+                            char* shared_memory, typename Fragments<Tile>::O& o, typename Fragments<Tile>::Rows& row_m,
                             typename Fragments<Tile>::Rows& row_sum) {
   using Layout = SharedLayout<Tile>;
   constexpr int kRowTiles = Tile::kRowTiles;
@@ -244,16 +236,15 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
   }
   if constexpr (Tile::kPacked && !Tile::kDecodes) {
     if constexpr (kRowTiles == 1) {
-      store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head,
-                                            part, o, row_m, row_sum);
+      store_packed<Element, Tile, kGeneral>(params, work, shared_memory, row_at, row_end, head, part, o, row_m,
+                                            row_sum);
     } else {
       CUTE_UNROLL
       for (int m = 0; m < kRowTiles; ++m) {
         const WarpRows<Tile> rows{row_begin, warp_row + m * 16, params.pack};
-        store_packed<Element, Tile, kGeneral>(
-            params, work, shared_memory, rows, row_end, head, part,
-            reinterpret_cast<const float (&)[1][kTilesD][4]>(o[m]),
-            {row_m[2 * m], row_m[2 * m + 1]}, {row_sum[2 * m], row_sum[2 * m + 1]});
+        store_packed<Element, Tile, kGeneral>(params, work, shared_memory, rows, row_end, head, part,
+                                              reinterpret_cast<const float (&)[1][kTilesD][4]>(o[m]),
+                                              {row_m[2 * m], row_m[2 * m + 1]}, {row_sum[2 * m], row_sum[2 * m + 1]});
       }
     }
     return;
@@ -269,8 +260,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
       }
     }
   }
-  [[maybe_unused]] const float output_scale =
-      kGeneral ? scale_of(p.output_scale, work.batch, head) : 1.0f;
+  [[maybe_unused]] const float output_scale = kGeneral ? scale_of(p.output_scale, work.batch, head) : 1.0f;
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     const FinishedRow finished = finish_row(row_m[r], row_sum[r], p.sinks, head, [&](float weight) {
@@ -287,30 +277,26 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile,
     for (int d = 0; d < kTilesD; ++d) {
       const std::uint32_t packed =
           Element::pack(o[r / 2][d][(r % 2) * 2] * scale, o[r / 2][d][(r % 2) * 2 + 1] * scale);
-      *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ +
-                                        Layout::offset(row, part * kTilesD + d) + (lane % 4) * 4) =
-          packed;
+      *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ + Layout::offset(row, part * kTilesD + d) +
+                                        (lane % 4) * 4) = packed;
     }
     if (p.lse != nullptr && part == 0 && lane % 4 == 0 && row_begin + row < row_end) {
-      p.lse[(work.q_begin + std::int64_t(row_begin + row)) * p.lse_stride_token +
-            head * p.lse_stride_head] = finished.lse() * p.lse_scale;
+      p.lse[(work.q_begin + std::int64_t(row_begin + row)) * p.lse_stride_token + head * p.lse_stride_head] =
+          finished.lse() * p.lse_scale;
     }
   }
   __syncwarp();
-  char* out = static_cast<char*>(p.o.data) +
-              2 * (std::int64_t(work.q_begin) * p.o.stride_token + head * p.o.stride_head);
+  char* out =
+      static_cast<char*>(p.o.data) + 2 * (std::int64_t(work.q_begin) * p.o.stride_token + head * p.o.stride_head);
   constexpr int kPartChunks = Layout::kChunks / kSharers;
-  constexpr int kRowsPerStep =
-      Tile::kPacked ? 1 : 32 / kPartChunks;  // packed rows are stored above
+  constexpr int kRowsPerStep = Tile::kPacked ? 1 : 32 / kPartChunks;  // packed rows are stored above
   const int out_chunk = part * kPartChunks + lane % kPartChunks;
   CUTE_UNROLL
   for (int i = 0; i < kRowTiles * 16 / kRowsPerStep; ++i) {
     const int row = warp_row + i * kRowsPerStep + lane / kPartChunks;
     if (row_begin + row < row_end && out_chunk * 8 < p.head_dim_vo) {
-      const uint4 value = *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ +
-                                                          Layout::offset(row, out_chunk));
-      *reinterpret_cast<uint4*>(out + 2 * (std::int64_t(row_begin + row) * p.o.stride_token) +
-                                out_chunk * 16) = value;
+      const uint4 value = *reinterpret_cast<const uint4*>(shared_memory + Layout::kQ + Layout::offset(row, out_chunk));
+      *reinterpret_cast<uint4*>(out + 2 * (std::int64_t(row_begin + row) * p.o.stride_token) + out_chunk * 16) = value;
     }
   }
 }

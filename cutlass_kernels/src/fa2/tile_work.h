@@ -41,8 +41,7 @@ struct TileWork {
     const int tile_rows = Tile::kPacked ? p.plan.tile_rows : Tile::kBlockM;
     row_begin = item.tile * tile_rows;
     row_end = min(row_begin + tile_rows, item.qo_len);
-    mask =
-        IntervalMask::make<kGeneral>(p, params.mask_divisors, item.batch, item.qo_len, item.kv_len);
+    mask = IntervalMask::make<kGeneral>(p, params.mask_divisors, item.batch, item.qo_len, item.kv_len);
     key_begin = mask.lo<kGeneral>(row_begin);
     key_end = mask.hi<kGeneral>(row_end - 1);
     hides = p.mask.words != nullptr;
@@ -107,8 +106,7 @@ struct WarpShare {
         warp_row((Tile::kTakesTurns ? warp % 4 * 2 + warp / 4 : keys.row_group) * kRows),
         row_at{tile.row_begin, warp_row, params.pack},
         first_row(row_at(0)),
-        last_row(Tile::kPacked ? min(row_at(kRows - 1), tile.row_end - 1)
-                               : min(row_at(kRows), tile.row_end) - 1),
+        last_row(Tile::kPacked ? min(row_at(kRows - 1), tile.row_end - 1) : min(row_at(kRows), tile.row_end) - 1),
         has_rows(first_row <= last_row && keys.has_part()) {}
 };
 

@@ -28,8 +28,7 @@ struct VisibleKeys {
   static constexpr int kKeys = Tile::kStepN / Tile::kSharers;  // of a warp's step
   static constexpr int kWords = kKeys < 32 ? 1 : kKeys / 32;   // that they take, of a row
   static constexpr int kTilesN = kKeys / 8;
-  static constexpr std::uint32_t kAll =
-      kKeys < 32 ? (1u << kKeys % 32) - 1 : ~0u;  // keys of a word
+  static constexpr std::uint32_t kAll = kKeys < 32 ? (1u << kKeys % 32) - 1 : ~0u;  // keys of a word
   // Whether a lane's keys of a step end where those of the step before began: words are shared.
   static constexpr bool kContiguous = Tile::kStepN == 32 && !Tile::kSharesKeys;
 
@@ -44,9 +43,8 @@ struct VisibleKeys {
   std::uint32_t high = ~0u;
 
   // request_bit: the request's first bit. Rows of the tile from row_end on do not exist.
-  CUTE_DEVICE VisibleKeys(const BitMask& bit_mask_, const IntervalMask& interval,
-                          std::int64_t request_bit, const WarpRows<Tile>& row_at, int row_end,
-                          int all_begin_, int all_end_)
+  CUTE_DEVICE VisibleKeys(const BitMask& bit_mask_, const IntervalMask& interval, std::int64_t request_bit,
+                          const WarpRows<Tile>& row_at, int row_end, int all_begin_, int all_end_)
       : bit_mask(bit_mask_), all_begin(all_begin_), all_end(all_end_) {
     const int row = row_at(threadIdx.x % kRows);
     lo = interval.lo<true>(row);
@@ -72,9 +70,7 @@ struct VisibleKeys {
   }
 
   // Of the warp's keys of a step.
-  CUTE_DEVICE bool all_see(int first_key) const {
-    return all_begin <= first_key && first_key + kWords * 32 <= all_end;
-  }
+  CUTE_DEVICE bool all_see(int first_key) const { return all_begin <= first_key && first_key + kWords * 32 <= all_end; }
 
   // Reads the words for the step of the keys from first_key on: the tile's last step, and the others.
   CUTE_DEVICE void fetch_last(int first_key) {
@@ -95,8 +91,7 @@ struct VisibleKeys {
   CUTE_DEVICE std::uint32_t find(int first_key) const {
     if (all_see(first_key)) return kAll;
     const int key = key_at(first_key);
-    return __funnelshift_r(low, high, std::uint32_t(row_bit + key)) & low_bits(hi - key) &
-           ~low_bits(lo - key) & kAll;
+    return __funnelshift_r(low, high, std::uint32_t(row_bit + key)) & low_bits(hi - key) & ~low_bits(lo - key) & kAll;
   }
 
   // s = -inf where the row does not see the key, from what the lanes found.

@@ -31,8 +31,8 @@ struct WarpTile {
   using Rows = typename Fragments<Tile>::Rows;
   using P = std::uint32_t[kTilesN / 2][kRowTiles * 4];     // (16 keys, registers of a fragment)
   using Factor = std::conditional_t<kFp8, fp16, Element>;  // of products
-  using Transform = std::conditional_t<kGeneral, GeneralLogits<Tile>,
-                                       IntervalLogits<Tile, kLogits == Logits::kTransformed>>;
+  using Transform =
+      std::conditional_t<kGeneral, GeneralLogits<Tile>, IntervalLogits<Tile, kLogits == Logits::kTransformed>>;
 
   const KernelParams& params;
   OperandAddresses<Tile> at;
@@ -73,8 +73,7 @@ struct WarpTile {
     if constexpr (kFp8) {
       add_values_fp8<Kv, Tile, kTilesN / 2>(o, at.v + offset, at.swizzle_v, p);
     } else {
-      add_values<Factor, Tile, kTilesN>(o, at.v + offset, at.swizzle_v, sharer, neighbour, params,
-                                        p);
+      add_values<Factor, Tile, kTilesN>(o, at.v + offset, at.swizzle_v, sharer, neighbour, params, p);
     }
   }
 
@@ -104,15 +103,14 @@ struct WarpTile {
       if (k > 0) next.issue((k - 1) * kRegisters + i, (kTilesN / 2 - 1) * kRegisters);
       return p[k][i];
     };
-    add_values<Factor, Tile, kTilesN>(o, at.v + offset, at.swizzle_v, sharer, neighbour, params,
-                                      p_of);
+    add_values<Factor, Tile, kTilesN>(o, at.v + offset, at.swizzle_v, sharer, neighbour, params, p_of);
   }
 
   // A step: the keys from first_key on, which lie at `offset`. next_key: those of the warp's next step. If `loads`,
   // the loads of the next KV block are issued along the way. The rows of S are multiplied by `factors` if `scales`.
   template <class Loads>
-  CUTE_DEVICE void step(int first_key, int next_key, int offset, Loads& next, bool loads,
-                        [[maybe_unused]] bool scales, [[maybe_unused]] const Rows& factors) {
+  CUTE_DEVICE void step(int first_key, int next_key, int offset, Loads& next, bool loads, [[maybe_unused]] bool scales,
+                        [[maybe_unused]] const Rows& factors) {
     if constexpr (kGeneral) logits.find(first_key);
     if (!logits.skips(first_key)) {
       float s[kRowTiles][kTilesN][4];  // (row tile, key tile, fragment)

@@ -29,15 +29,11 @@ inline std::int64_t keys_in_mask(const AttentionParams& params) {
 }
 
 // Whether keys and values of 8 bits become 16-bit ones on the way.
-inline bool converts(const AttentionParams& params) {
-  return size_of(params.kv_dtype) < size_of(params.q_dtype);
-}
+inline bool converts(const AttentionParams& params) { return size_of(params.kv_dtype) < size_of(params.q_dtype); }
 
 // Whether rows of K and V are gathered. The swizzle has a period of eight rows: a box of fewer rows, which no page
 // splits, would not start at one.
-inline bool gathers(const AttentionParams& params) {
-  return params.pages.page_size % 8 != 0 || converts(params);
-}
+inline bool gathers(const AttentionParams& params) { return params.pages.page_size % 8 != 0 || converts(params); }
 
 template <class Tile>
 int packed_tile_rows(const AttentionParams& params) {
@@ -77,8 +73,7 @@ constexpr TileSpeed tile_speed() {
 
 // The tile of one head, or that of packed heads where it is faster although queries are not short: it splits keys.
 template <class Tile, class Packed>
-TileShape row_or_packed_shape(const AttentionParams& params, int kind, const TileShape& packed,
-                              const Device& device) {
+TileShape row_or_packed_shape(const AttentionParams& params, int kind, const TileShape& packed, const Device& device) {
   const TileShape shape = row_tile_shape<Tile>(kind);
   const double time = estimated_time(params, shape, tile_speed<Tile>(), device);
   return estimated_time(params, packed, tile_speed<Packed>(), device) < time ? packed : shape;
@@ -91,18 +86,16 @@ bool compares_packed(const AttentionParams& params, const TileShape& packed, con
   if (is_alone(params) || !can_split(params) || device.multiprocessors == 0) return false;
   const std::int64_t rows = params.total_q / params.batch_size;
   if (packed.packed_heads > 1 && rows <= kPackedUpToRows) return rows > packed.rows;
-  return leaves_device_idle(params, Large::kBlockM, device.multiprocessors / Large::kCtasPerTile,
-                            2);
+  return leaves_device_idle(params, Large::kBlockM, device.multiprocessors / Large::kCtasPerTile, 2);
 }
 
 // Whether so few or so short queries, or so few keys, are left to them that the small tile of one head is faster.
 template <class Tiles>
 bool needs_small(const AttentionParams& params, const Device& device) {
   if (device.compute_capability == 0) return true;  // an unknown device: the smallest
-  return !is_alone(params) &&
-         (params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
-          (hides_keys(params) && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
-          tile_count<typename Tiles::Large>(params) < Tiles::few_tiles(device.multiprocessors));
+  return !is_alone(params) && (params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
+                               (hides_keys(params) && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
+                               tile_count<typename Tiles::Large>(params) < Tiles::few_tiles(device.multiprocessors));
 }
 
 template <int HeadDimQk, int HeadDimVo>
@@ -118,8 +111,7 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   if (gathers(params) && general) return packed;
   const auto choose = [&](auto tile, int kind) {
     using Tile = decltype(tile);
-    return compares ? row_or_packed_shape<Tile, Packed>(params, kind, packed, device)
-                    : row_tile_shape<Tile>(kind);
+    return compares ? row_or_packed_shape<Tile, Packed>(params, kind, packed, device) : row_tile_shape<Tile>(kind);
   };
   const bool small = needs_small<Tiles>(params, device);
   if (gathers(params)) {
@@ -145,8 +137,7 @@ TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
 
 template <int HeadDim>
 TileShape converted_tile_shape(const AttentionParams& params, const Device&) {
-  return packed_tile_shape<typename ConvertedTileTable<HeadDim>::Packed>(
-      params, packed_heads(params, kWarpgroupRows));
+  return packed_tile_shape<typename ConvertedTileTable<HeadDim>::Packed>(params, packed_heads(params, kWarpgroupRows));
 }
 
 // Whether FewKeys takes the place of Large, whose rows are as many: whether a mask leaves few keys to a row, on
@@ -155,8 +146,7 @@ inline bool few_keys(const AttentionParams& params) {
   // hd128, 16k tokens: 3 % faster at 512 keys, with and without a mask; 3 % slower at 8k.
   constexpr std::int64_t kFewKeys = 1024;
   const std::int64_t keys = keys_in_mask(params);
-  const std::int64_t hidden =
-      params.causal ? std::min(keys, params.total_q / params.batch_size) / 2 : 0;
+  const std::int64_t hidden = params.causal ? std::min(keys, params.total_q / params.batch_size) / 2 : 0;
   return keys - hidden <= kFewKeys;
 }
 

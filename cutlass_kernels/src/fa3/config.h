@@ -52,8 +52,7 @@ struct TileDefaults {
   // Rows are those of several query heads that share a KV head, and keys may be split.
   static constexpr bool kPacked = false;
   static constexpr bool kSharesKeys = false;  // whether tiles with the same keys follow one another
-  static constexpr bool kShares =
-      false;  // whether it computes even shares (schedule/even_shares.h)
+  static constexpr bool kShares = false;      // whether it computes even shares (schedule/even_shares.h)
   // Warpgroups. A second one, in kernels that gather, adds warps that copy.
   static constexpr int kProducers = 1;
 
@@ -109,8 +108,7 @@ struct Tile : Choices {
   static_assert(Choices::kHeadDimVo <= 256, "fa3: one wgmma makes all columns of O, at most 256.");
   static_assert(!Choices::kPacked || Choices::kHeadDimVo <= kMostCombinedColumns,
                 "fa3: partial results have more columns than the kernels that combine them.");
-  static_assert(Choices::kBlockN % 32 == 0,
-                "fa3: producers look at 32 keys at a time, a bit or a lane each.");
+  static_assert(Choices::kBlockN % 32 == 0, "fa3: producers look at 32 keys at a time, a bit or a lane each.");
   static_assert(kProducers == 1 || (kProducers == 2 && Choices::kGather));
   static_assert(!(Choices::kPacked && Choices::kPingPong), "see Packing");
 
@@ -132,8 +130,7 @@ struct Tile : Choices {
   }
   static constexpr int consumer_registers(bool copies_rows) {
     return std::min(
-        (kLaunchRegisters * kThreads - producer_registers(copies_rows) * 128 * kProducers) /
-            (128 * kConsumers) / 8 * 8,
+        (kLaunchRegisters * kThreads - producer_registers(copies_rows) * 128 * kProducers) / (128 * kConsumers) / 8 * 8,
         240);
   }
 };
@@ -307,7 +304,7 @@ struct Hd256Converted : Converting<Hd256Large> {
 // Gather...     in place of Large and Small for pages of a size that is no multiple of 8; Packed in place of General.
 // Packed...     short queries: the rows of several heads share a tile, and keys may be split.
 //
-// kCapped         soft caps have kernels of their own, beside the general ones.
+// kHasSoftCap         soft caps have kernels of their own, beside the general ones.
 // kSkips          negligible KV blocks may be skipped.
 // few_tiles(SMs)  with fewer tiles of the large kind than this on a device of so many SMs, the small one is taken.
 // kSmallUpToKeys  so it is where a mask is and rows see no more keys than this, on average.
@@ -324,7 +321,7 @@ struct TileTable<64, 64> {
   using GatherSmall = Tile<Gathering<Hd64Small>>;
   using Packed = Tile<Hd64Packed>;
   using PackedGather = Tile<Gathering<Hd64Packed>>;
-  static constexpr bool kCapped = true, kSkips = false;
+  static constexpr bool kHasSoftCap = true, kSkips = false;
   static constexpr int few_tiles(int multiprocessors) { return multiprocessors; }
   static constexpr int kSmallUpToKeys = 1024;
 };
@@ -339,7 +336,7 @@ struct TileTable<96, 96> {
   using GatherSmall = Gather;
   using Packed = Tile<Packing<Hd96General>>;
   using PackedGather = Tile<Gathering<Packing<Hd96General>>>;
-  static constexpr bool kCapped = true, kSkips = false;
+  static constexpr bool kHasSoftCap = true, kSkips = false;
   static constexpr int few_tiles(int multiprocessors) { return multiprocessors; }
   static constexpr int kSmallUpToKeys = 1024;
 };
@@ -354,7 +351,7 @@ struct TileTable<128, 128> {
   using GatherSmall = Gather;
   using Packed = Tile<Packing<Hd128FewKeys>>;
   using PackedGather = Tile<Gathering<Packing<Hd128FewKeys>>>;
-  static constexpr bool kCapped = true, kSkips = true;
+  static constexpr bool kHasSoftCap = true, kSkips = true;
   // Up to half as many as SMs: the small tile, which has half the rows, then still runs all at once.
   static constexpr int few_tiles(int multiprocessors) { return multiprocessors / 2 + 1; }
   static constexpr int kSmallUpToKeys = 0;
@@ -370,13 +367,13 @@ struct TileTable<192, 128> {
   using GatherSmall = Gather;
   using Packed = Tile<Packing<Hd192Large>>;
   using PackedGather = Tile<Gathering<Packing<Hd192Large>>>;
-  static constexpr bool kCapped = false, kSkips = false;
+  static constexpr bool kHasSoftCap = false, kSkips = false;
   static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };
 
 // One tile for all kinds, with one producer warpgroup where rows are gathered.
-template <class Choices, bool kCapped_>
+template <class Choices, bool kHasSoftCap_>
 struct OneTile {
   using Large = Tile<Choices>;
   using FewKeys = Large;
@@ -386,7 +383,7 @@ struct OneTile {
   using GatherSmall = Gather;
   using Packed = Tile<Packing<Choices>>;
   using PackedGather = Tile<Gathering<Packing<Choices>>>;
-  static constexpr bool kCapped = kCapped_, kSkips = false;
+  static constexpr bool kHasSoftCap = kHasSoftCap_, kSkips = false;
   static constexpr int few_tiles(int) { return 0; }
   static constexpr int kSmallUpToKeys = 0;
 };

@@ -71,7 +71,7 @@ struct Consumer {
   const std::uint32_t q_base, k_base, v_base;  // shared-memory addresses of the first buffers
 
   // The tile: its job, and the Q buffer of the warpgroup, which uses every kConsumers-th.
-  Ring<kJobSlots> jobs;
+  Ring<kJobBuffers> jobs;
   int q_buffer;
   // Q (2, D_QK / 4)
   std::uint32_t q_fragments[Tile::kQInRegisters ? kDqk * Element::kBytes / 8 : 1];
@@ -116,10 +116,10 @@ struct Consumer {
   // main_loop.h
   CUTE_DEVICE bool compute_fp8_tiles();
   CUTE_DEVICE void raise_sums(RowFactors& row_max, OutputFragment& o);
-  CUTE_DEVICE bool compute_probabilities(ScoreFragment& s, ProbabilityFragment& p,
-                                         OutputFragment& o, RowFactors& sum, bool first);
-  CUTE_DEVICE void add_output(ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o,
-                              RowFactors& sum, bool lazy, bool first);
+  CUTE_DEVICE bool compute_probabilities(ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o, RowFactors& sum,
+                                         bool first);
+  CUTE_DEVICE void add_output(ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o, RowFactors& sum, bool lazy,
+                              bool first);
   // Whether P is added up before it is rounded too, for an LSE or partial results. In packed tiles always: leaving it out
   // is no faster there.
   CUTE_DEVICE bool needs_sums() const { return Tile::kPacked || params.attention.lse != nullptr; }
@@ -152,8 +152,7 @@ struct Consumer {
   CUTE_DEVICE bool raise_to(RowFactors& row_max, RowFactors& factor);
   CUTE_DEVICE bool raise_maximum(const ScoreFragment& s, RowFactors& factor);
   template <bool kSums = true>
-  CUTE_DEVICE void take_exponentials(const ScoreFragment& s, ProbabilityFragment& p,
-                                     RowFactors& sum) const;
+  CUTE_DEVICE void take_exponentials(const ScoreFragment& s, ProbabilityFragment& p, RowFactors& sum) const;
   CUTE_DEVICE static bool fits(const RowFactors& sum, int r);
   CUTE_DEVICE static bool fits(const ProbabilityFragment& p, int r);
 
@@ -164,9 +163,7 @@ struct Consumer {
   // products.h
   CUTE_DEVICE void issue_output(OutputFragment& o, ProbabilityFragment& p, bool accumulate);
   template <int kPart>  // (2, columns / 4)
-  using Product = float[(kDvo / Tile::kOutputParts +
-                         (kPart + 1 == Tile::kOutputParts ? Layout::kRowsOfOnes : 0)) /
-                        2];
+  using Product = float[(kDvo / Tile::kOutputParts + (kPart + 1 == Tile::kOutputParts ? Layout::kRowsOfOnes : 0)) / 2];
   template <int kPart>
   CUTE_DEVICE void issue_part(Product<kPart>& product, ProbabilityFragment& p);
   CUTE_DEVICE void begin_output(Product<0>& product, ProbabilityFragment& p);
@@ -174,12 +171,10 @@ struct Consumer {
   CUTE_DEVICE void add_part(OutputFragment& o, Product<kPart>& product, ProbabilityFragment& p);
   CUTE_DEVICE void skip_values();
   CUTE_DEVICE static void rescale(OutputFragment& o, const RowFactors& factor);
-  CUTE_DEVICE void store(OutputFragment& o, const OnlineSoftmax<2>& of_tile, int slot);
+  CUTE_DEVICE void store(OutputFragment& o, const OnlineSoftmax<2>& of_tile, int job_buffer);
 
   // The thread's row r of the warpgroup's 64; its token in the request; its head in the pack of a packed tile.
-  CUTE_DEVICE static int warpgroup_row(int r) {
-    return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + r * 8;
-  }
+  CUTE_DEVICE static int warpgroup_row(int r) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + r * 8; }
   CUTE_DEVICE int token(int r) const {
     if constexpr (!Tile::kPacked) return row + r * 8;
     return row + int(params.packed.heads.divide(warpgroup_row(r)));

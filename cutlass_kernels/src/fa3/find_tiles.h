@@ -66,10 +66,9 @@ class TileClaims {
         if (!is_first && unsigned(index_) >= unsigned(count)) return false;
         place(head, rank);
       }
-      const bool found =
-          Tile::kPacked && p.plan.source == TileSource::kBatchBySplit
-              ? find_own_split<true>(p, params_.rows, rank, work)
-              : find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
+      const bool found = Tile::kPacked && p.plan.source == TileSource::kBatchBySplit
+                             ? find_own_split<true>(p, params_.rows, rank, work)
+                             : find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
       if (unsigned(index_) >= unsigned(count)) return false;
       if (found) return true;
     }
@@ -85,16 +84,14 @@ class TileClaims {
       // As many tickets as there are tiles: one for each but the CTAs' first, and one with which each CTA is refused.
       // Compared unsigned, no ticket leads out of memory, even where calls that overlap in time share a counter.
       const bool had_none = index_ < claimers_;
-      index_ =
-          claimers_ + int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count), had_none));
+      index_ = claimers_ + int(take_ticket<RelaxedAtomics>(counter_, TicketCounter(count), had_none));
     }
   }
 
   // The head, and the rank among its tiles, of the claimed index.
   CUTE_DEVICE void place(int& head, int& rank) const {
     const bool listed = params_.attention.plan.tile_list != nullptr;
-    const TileOrder::Position position =
-        listed ? params_.order.among(ranks_, index_) : params_.order(index_);
+    const TileOrder::Position position = listed ? params_.order.among(ranks_, index_) : params_.order(index_);
     head = position.head;
     // The first is placed before it is known how many there are.
     rank = listed ? min(position.rank, params_.order.tiles - 1) : position.rank;
@@ -109,7 +106,7 @@ class TileClaims {
   int index_;
 };
 
-// Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. A slot is free in
+// Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. A buffer is free in
 // CTA 0 when its consumers are done with the job in it. Warpgroup 0, which has rows of every tile, has then received
 // parts of S from the other CTA's consumers, who had read the same job: CTA 1 has copied it out of sent_jobs.
 constexpr int kJobWords = sizeof(Job) / sizeof(int4);
@@ -120,8 +117,7 @@ CUTE_DEVICE void send_job(const Job& job, Job& sent, Barrier& barrier) {
   const std::uint32_t peer_barrier = address_in_peer(barrier.address());
   CUTE_NO_UNROLL
   for (int i = 0; i < kJobWords; ++i) {
-    send(to + i * std::uint32_t(sizeof(int4)), peer_barrier,
-         reinterpret_cast<const int4*>(&job)[i]);
+    send(to + i * std::uint32_t(sizeof(int4)), peer_barrier, reinterpret_cast<const int4*>(&job)[i]);
   }
 }
 CUTE_DEVICE void copy_job(const Job& sent, Job& job) {
@@ -145,11 +141,10 @@ CUTE_DEVICE void keep_blocks(Job& job, int begin, int end) {
   job.kv_blocks = end - begin;
 }
 
-// The job of a tile. kHides: a custom mask may hide keys from all rows of a tile.
-template <class Tile, bool kHides>
-CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, int head, int rank,
-                              Job& job) {
-  const IntervalMask mask = make_mask<kHides>(params, work.batch, work.qo_len, work.kv_len);
+// The job of a tile. kCustomMask: a custom mask may hide keys from all rows of a tile.
+template <class Tile, bool kCustomMask>
+CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, int head, int rank, Job& job) {
+  const IntervalMask mask = make_mask<kCustomMask>(params, work.batch, work.qo_len, work.kv_len);
   const int tile_rows = Tile::kPacked ? params.attention.plan.tile_rows : int(Tile::kBlockM);
   const int row_begin = work.tile * tile_rows;
   const int row_end = min(row_begin + tile_rows, work.qo_len);
@@ -165,15 +160,14 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
   job.mask_begin = mask_indptr == nullptr ? 0 : mask_indptr[work.batch];
   // Only keys of this range are loaded, the rest of the last KV block is zeros: other keys may hold anything, and
   // 0 * inf is not 0.
-  job.visible_begin = mask.lo<kHides>(row_begin);
-  job.visible_end = mask.hi<kHides>(row_end - 1);
-  if constexpr (kHides) {
+  job.visible_begin = mask.lo<kCustomMask>(row_begin);
+  job.visible_end = mask.hi<kCustomMask>(row_end - 1);
+  if constexpr (kCustomMask) {
     job.has_hidden_keys = 1;
     job.unmasked_begin = 0;
     job.unmasked_end = params.attention.mask.words == nullptr ? work.kv_len : 0;
     if (params.attention.plan.mask_extents != nullptr) {
-      const MaskExtent extent =
-          static_cast<const MaskExtent*>(params.attention.plan.mask_extents)[rank];
+      const MaskExtent extent = static_cast<const MaskExtent*>(params.attention.plan.mask_extents)[rank];
       job.has_hidden_keys = extent.hides;
       job.unmasked_begin = extent.all_begin;
       job.unmasked_end = extent.all_end;
@@ -195,10 +189,10 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
 }
 
 // Publishes the jobs of this CTA, by one thread.
-template <class Tile, bool kHides, class SharedMemory>
+template <class Tile, bool kCustomMask, class SharedMemory>
 CUTE_DEVICE void find_tiles(const KernelParams& params, SharedMemory& shared) {
   constexpr bool kPair = Tile::kCtasPerTile == 2;
-  Ring<kJobSlots> jobs;
+  Ring<kJobBuffers> jobs;
   TileClaims<Tile, SharedMemory> claims(params, shared);
   WorkItem work;
   int head, rank;
@@ -213,7 +207,7 @@ CUTE_DEVICE void find_tiles(const KernelParams& params, SharedMemory& shared) {
       found = claims.claim(work, head, rank);
       shared.job_empty[jobs.index].wait(jobs.phase ^ 1);
       job.valid = found;
-      if (found) describe_job<Tile, kHides>(params, work, head, rank, job);
+      if (found) describe_job<Tile, kCustomMask>(params, work, head, rank, job);
       if constexpr (kPair) send_job(job, shared.sent_jobs[jobs.index], shared.job_sent[jobs.index]);
     } else if constexpr (kPair) {
       shared.job_sent[jobs.index].arrive_and_expect(sizeof(Job));

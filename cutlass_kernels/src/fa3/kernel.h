@@ -15,8 +15,7 @@
 //   warp 1  Q           --q_full-->  Q (64, C, D_QK / C), PIPE_Q    ------>  its warpgroup: S = Q K^T    products.h
 //                       <-q_empty--
 //   warp 2  K           --k_full-->  K (BLK_N, C, D_QK / C), PIPE_K ------>  each warpgroup: S = Q K^T   products.h
-//                       <-k_empty--                                          masks, softmax              softmax.h,
-//                                                                                                        softmax.h
+//                       <-k_empty--                                          masks, softmax              softmax.h
 //   warp 3  V           --v_full-->  V (BLK_N, C, D_VO / C), PIPE_V ------>  each warpgroup: O += P V    products.h
 //                       <-v_empty--
 //                                    O (64, 64, panels)             <------  each warp: its 16 rows      store*.h
@@ -26,13 +25,12 @@
 // waits at the end of a tile: producers run ahead into the next one, and each warpgroup stores its rows when they are
 // done (main_loop.h).
 //
-// K and V come from ragged tensors (load.h), under a custom mask with V from load.h, from
-// pages by TMA (load.h), or row by row from pages whose size is no multiple of 8 (load_gather.h), where a second
-// producer warpgroup, warps 4 and 5, may help. Of e4m3:
-//   below 16-bit queries  bytes are gathered from pages of any size, and four warps of a second producer warpgroup
-//                         convert them to stages of 16 bits (load_gather.h)
-//   throughout            warp 1 loads Q, K and V (load_fp8.h), warps 2 and 3 transpose V (load_fp8.h), and
-//                         O is a sum in fp32 of the P V of KV blocks (main_loop.h)
+// K and V come from ragged tensors or from pages by TMA (load.h). Where the page size is no multiple of 8, they come row
+// by row (load_gather.h); a second producer warpgroup, warps 4 and 5, may help. Of e4m3:
+//   below 16-bit queries  bytes are gathered from pages of any size; four warps of a second producer warpgroup convert
+//                         them to stages of 16 bits (load_gather.h)
+//   throughout            warp 1 loads Q, K and V, warps 2 and 3 transpose V (load_fp8.h); O is a sum in fp32 of the
+//                         P V of KV blocks (main_loop.h)
 //
 // Of head dimension 512, a pair of CTAs computes a tile, each half of its columns (pair.h).
 //
@@ -66,15 +64,14 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
   constexpr int kConsumerWarps = 4 * Tile::kConsumers;
   // Gathered rows arrive with every lane's copies, all else by one thread, of each warp of several.
   constexpr int kLoaders = Tile::kGather ? 32 * Tile::kCopyWarps : 1;
-  constexpr int kChangers = Tile::kTransposers + Tile::kConverters;
+  constexpr int kStageWriters = Tile::kTransposers + Tile::kConverters;
   constexpr int kKeyLoaders = Tile::kConverts ? Tile::kConverters : kLoaders;
   shared.job_wanted.init(1);
   shared.v_landed.init(1);
-  for (int i = 0; i < kJobSlots; ++i) {
+  for (int i = 0; i < kJobBuffers; ++i) {
     shared.job_full[i].init(1);
     constexpr int kProducerWarps = 1 + Tile::kTransposers;
-    const int producers =
-        Layout::kTransposed ? 32 * kProducerWarps : 1 + k_lanes + v_lanes + 32 * Tile::kConverters;
+    const int producers = Layout::kTransposed ? 32 * kProducerWarps : 1 + k_lanes + v_lanes + 32 * Tile::kConverters;
     shared.job_empty[i].init(producers + 32 * kConsumerWarps);
   }
   for (int i = 0; i < Tile::kQBuffers; ++i) {
@@ -92,7 +89,7 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
   if constexpr (Tile::kStagedStages > 0) {
     for (int i = 0; i < Tile::kStagedStages; ++i) {
       shared.staged_full[i].init(kLoaders);
-      shared.staged_empty[i].init(kChangers);
+      shared.staged_empty[i].init(kStageWriters);
     }
   }
   if constexpr (Layout::kPair) {
@@ -100,26 +97,25 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, int k_lanes, int v_lanes) {
       shared.s_full[i].init(1);
       shared.s_empty[i].init(4);
     }
-    for (int i = 0; i < kJobSlots; ++i) shared.job_sent[i].init(1);
+    for (int i = 0; i < kJobBuffers; ++i) shared.job_sent[i].init(1);
   }
   fence_barrier_init();
 }
 
-// The K or V producer, from wherever the matrix lies: warp copy_warp of those that share it. kHides: a custom mask
+// The K or V producer, from wherever the matrix lies: warp copy_warp of those that share it. kCustomMask: a custom mask
 // may hide keys from all rows of a tile.
-template <class Tile, int kPanels, int kStages, bool kIsK, bool kHides>
-CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map,
-                      Barrier* full, Barrier* empty, char* stages, int copy_warp) {
+template <class Tile, int kPanels, int kStages, bool kIsK, bool kCustomMask>
+CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map, Barrier* full,
+                      Barrier* empty, char* stages, int copy_warp) {
   if constexpr (Tile::kConverts) {
-    gather_keys<Tile, (64 * kPanels + 127) / 128, Tile::kStagedStages, kIsK, kHides>(
+    gather_keys<Tile, (64 * kPanels + 127) / 128, Tile::kStagedStages, kIsK, kCustomMask>(
         params, shared, shared.staged_full, shared.staged_empty, shared.staged[0], copy_warp);
   } else if constexpr (Tile::kGather) {
-    gather_keys<Tile, kPanels, kStages, kIsK, kHides>(params, shared, full, empty, stages,
-                                                      copy_warp);
+    gather_keys<Tile, kPanels, kStages, kIsK, kCustomMask>(params, shared, full, empty, stages, copy_warp);
   } else if (params.attention.pages.page_size > 0) {
-    load_boxes<Tile, kPanels, kStages, kIsK, kHides>(params, shared, map, full, empty, stages);
+    load_boxes<Tile, kPanels, kStages, kIsK, kCustomMask>(params, shared, map, full, empty, stages);
   } else {
-    if constexpr (kHides) {
+    if constexpr (kCustomMask) {
       if (params.attention.mask.words != nullptr) {
         load_masked_values<Tile, kPanels, kStages>(params, shared);
         return;
@@ -130,9 +126,8 @@ CUTE_DEVICE void load(const KernelParams& params, Shared<Tile>& shared, const CU
 }
 
 // The producers below 16-bit queries.
-template <class Element, class Tile, bool kHides>
-CUTE_DEVICE void produce(const KernelParams& params, Shared<Tile>& shared, int warp, int k_lanes,
-                         int v_lanes) {
+template <class Element, class Tile, bool kCustomMask>
+CUTE_DEVICE void produce(const KernelParams& params, Shared<Tile>& shared, int warp, int k_lanes, int v_lanes) {
   using Layout = Shared<Tile>;
   if constexpr (Tile::kConverts) {
     if (warp >= 4) {
@@ -148,28 +143,28 @@ CUTE_DEVICE void produce(const KernelParams& params, Shared<Tile>& shared, int w
   if (int(threadIdx.x % 32) >= lanes) return;
   switch (role) {
     case kFindTiles:
-      find_tiles<Tile, kHides>(params, shared);
+      find_tiles<Tile, kCustomMask>(params, shared);
       break;
     case kLoadQ:
       load_q<Tile>(params, shared);
       break;
     case kLoadK:
-      load<Tile, Layout::kPanelsQk, Tile::kKStages, true, false>(
-          params, shared, &params.k_map, shared.k_full, shared.k_empty, shared.k[0], copy_warp);
+      load<Tile, Layout::kPanelsQk, Tile::kKStages, true, false>(params, shared, &params.k_map, shared.k_full,
+                                                                 shared.k_empty, shared.k[0], copy_warp);
       break;
     case kLoadV:
-      load<Tile, Layout::kPanelsVo, Tile::kVStages, false, kHides>(
-          params, shared, &params.v_map, shared.v_full, shared.v_empty, shared.v[0], copy_warp);
+      load<Tile, Layout::kPanelsVo, Tile::kVStages, false, kCustomMask>(params, shared, &params.v_map, shared.v_full,
+                                                                        shared.v_empty, shared.v[0], copy_warp);
       break;
   }
 }
 
 // The producers of e4m3 tensors.
-template <class Tile, bool kHides>
+template <class Tile, bool kCustomMask>
 CUTE_DEVICE void produce_fp8(const KernelParams& params, Shared<Tile>& shared, int warp) {
   static_assert(Tile::kTransposers == 2);
   if (warp == 0) {
-    if (threadIdx.x % 32 == 0) find_tiles<Tile, kHides>(params, shared);
+    if (threadIdx.x % 32 == 0) find_tiles<Tile, kCustomMask>(params, shared);
   } else if (warp == 1) {
     load_tiles<Tile>(params, shared);
   } else {
@@ -181,14 +176,14 @@ template <class Element, class Tile, Logits kLogits>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     attention_kernel(__grid_constant__ const KernelParams params) {
   using Layout = Shared<Tile>;
-  constexpr bool kHides = kLogits == Logits::kGeneral;
+  constexpr bool kCustomMask = kLogits == Logits::kGeneral;
   extern __shared__ __align__(1024) char shared_memory[];
   Layout& shared = *reinterpret_cast<Layout*>(shared_memory);
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / 4;
   const bool paged = params.attention.pages.page_size > 0;
-  const bool hides = kHides && params.attention.mask.words != nullptr;
+  const bool hides = kCustomMask && params.attention.mask.words != nullptr;
   // Lanes of the K and of the V warps that take part. All of them release a job: racecheck does not follow an order
   // through lane 0.
   const int k_lanes = paged ? 32 * Tile::kCopyWarps : 1;
@@ -210,14 +205,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   }
 
   if (warpgroup < Tile::kProducers) {
-    decrease_registers<Tile::producer_registers(kHides)>();
+    decrease_registers<Tile::producer_registers(kCustomMask)>();
     if constexpr (Layout::kTransposed) {
-      produce_fp8<Tile, kHides>(params, shared, warp);
+      produce_fp8<Tile, kCustomMask>(params, shared, warp);
     } else {
-      produce<Element, Tile, kHides>(params, shared, warp, k_lanes, v_lanes);
+      produce<Element, Tile, kCustomMask>(params, shared, warp, k_lanes, v_lanes);
     }
   } else {
-    increase_registers<Tile::consumer_registers(kHides)>();
+    increase_registers<Tile::consumer_registers(kCustomMask)>();
     Consumer<Element, Tile, kLogits>(params, shared, warpgroup - Tile::kProducers).run();
   }
 }

@@ -31,8 +31,8 @@ struct KernelFacts {
 };
 
 // No template: it is compiled once, not once per kernel.
-inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& params,
-                             cudaStream_t stream, DoneOnDevices* allowed) {
+inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& params, cudaStream_t stream,
+                             DoneOnDevices* allowed) {
   KernelParams kernel_params;
   kernel_params.attention = params;
   const LaunchParams& p = kernel_params.attention;
@@ -49,10 +49,9 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   kernel_params.packed.last_token = (kWarpgroupRows - 1) / packed_heads;
   // Without a counter, each CTA has fixed tile indices. They even out only in one order of lengths, without sections.
   const bool fixed = p.plan.tile_counter == nullptr;
-  kernel_params.order =
-      fixed ? TileOrder::make(p, tiles, std::int64_t(tiles) * kernel_params.heads, device,
-                              std::numeric_limits<std::int64_t>::max())
-            : TileOrder::make(p, tiles, 2 * ctas, device, TileOrder::tail_bytes_in_l2(device));
+  kernel_params.order = fixed ? TileOrder::make(p, tiles, std::int64_t(tiles) * kernel_params.heads, device,
+                                                std::numeric_limits<std::int64_t>::max())
+                              : TileOrder::make(p, tiles, 2 * ctas, device, TileOrder::tail_bytes_in_l2(device));
   kernel_params.transform = LogitsTransform::make(params);
   kernel_params.general = GeneralTransform::make(params);
   kernel_params.stats = RowStats::make(params);
@@ -66,8 +65,7 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
 
   cudaLaunchConfig_t config{};
   config.gridDim =
-      dim3(unsigned(std::min<std::int64_t>(ctas, std::int64_t(tiles) * kernel_params.heads) *
-                    facts.ctas_per_tile));
+      dim3(unsigned(std::min<std::int64_t>(ctas, std::int64_t(tiles) * kernel_params.heads) * facts.ctas_per_tile));
   config.blockDim = dim3(unsigned(facts.threads));
   config.dynamicSmemBytes = std::size_t(facts.shared_bytes);
   config.stream = stream;
@@ -78,8 +76,7 @@ inline Status enqueue_kernel(const KernelFacts& facts, const LaunchParams& param
   attributes[1].val.clusterDim = {unsigned(facts.ctas_per_tile), 1, 1};
   config.attrs = attributes;
   config.numAttrs = facts.ctas_per_tile > 1 ? 2 : 1;
-  const cudaError_t error =
-      launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
+  const cudaError_t error = launch_with_shared_memory(config, facts.kernel, kernel_params, device.index, allowed);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the fa3 kernel", error);
 }
 
@@ -101,17 +98,16 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
 }
 
 inline Status no_such_tile(const LaunchParams& params) {
-  return Status::invalid("The plan is for tiles of " + std::to_string(params.plan.tile_rows) +
-                         " rows (kind " + std::to_string(params.plan.tile_kind) +
+  return Status::invalid("The plan is for tiles of " + std::to_string(params.plan.tile_rows) + " rows (kind " +
+                         std::to_string(params.plan.tile_kind) +
                          "), but fa3 has none such for these head dimensions, this mask and these "
                          "pages: make_plan() makes a plan for these parameters.");
 }
 
 template <class Element, class Tile>
 Status launch_capped(const LaunchParams& params, cudaStream_t stream) {
-  return LogitsTransform::needed(params)
-             ? launch_tile<Element, Tile, Logits::kTransformed>(params, stream)
-             : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
+  return LogitsTransform::needed(params) ? launch_tile<Element, Tile, Logits::kTransformed>(params, stream)
+                                         : launch_tile<Element, Tile, Logits::kPlain>(params, stream);
 }
 
 // Tiles of one head, and keys that come by TMA.
@@ -122,12 +118,11 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
   using Small = typename Tiles::Small;
   static_assert(Large::kBlockM == FewKeys::kBlockM && Small::kBlockM <= Large::kBlockM);
   const int rows = params.plan.tile_rows;
-  if constexpr (!Tiles::kCapped) {
+  if constexpr (!Tiles::kHasSoftCap) {
     static_assert(std::is_same_v<Large, Small> && std::is_same_v<Large, typename Tiles::General>);
     if (rows != Large::kBlockM) return no_such_tile(params);
-    return LogitsTransform::needed(params)
-               ? launch_tile<Element, Large, Logits::kGeneral>(params, stream)
-               : launch_tile<Element, Large, Logits::kPlain>(params, stream);
+    return LogitsTransform::needed(params) ? launch_tile<Element, Large, Logits::kGeneral>(params, stream)
+                                           : launch_tile<Element, Large, Logits::kPlain>(params, stream);
   } else {
     if (rows == Small::kBlockM && rows != Large::kBlockM) {
       return launch_capped<Element, Small>(params, stream);
@@ -141,9 +136,8 @@ Status launch_rows(const LaunchParams& params, cudaStream_t stream) {
         return launch_tile<Element, Large, Logits::kSkipping>(params, stream);
       }
     }
-    return few_keys(params) && !is_alone(params)
-               ? launch_tile<Element, FewKeys, Logits::kPlain>(params, stream)
-               : launch_tile<Element, Large, Logits::kPlain>(params, stream);
+    return few_keys(params) && !is_alone(params) ? launch_tile<Element, FewKeys, Logits::kPlain>(params, stream)
+                                                 : launch_tile<Element, Large, Logits::kPlain>(params, stream);
   }
 }
 
@@ -161,14 +155,12 @@ Status launch_gather(const LaunchParams& params, cudaStream_t stream) {
   using Small = typename Tiles::GatherSmall;
   const int rows = params.plan.tile_rows;
   if (rows == Gather::kBlockM) return launch_capped<Element, Gather>(params, stream);
-  return rows == Small::kBlockM ? launch_capped<Element, Small>(params, stream)
-                                : no_such_tile(params);
+  return rows == Small::kBlockM ? launch_capped<Element, Small>(params, stream) : no_such_tile(params);
 }
 
 template <class Packed>
 bool is_packed_schedule(const LaunchParams& params) {
-  return params.plan.tile_kind == kPacked &&
-         params.plan.packed_heads == packed_heads(params, kWarpgroupRows) &&
+  return params.plan.tile_kind == kPacked && params.plan.packed_heads == packed_heads(params, kWarpgroupRows) &&
          params.plan.tile_rows == packed_tile_rows<Packed>(params);
 }
 
@@ -226,8 +218,7 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
 template <class Element, int HeadDim>
 Status launch_converted(const LaunchParams& params, cudaStream_t stream) {
   using Tile = typename ConvertedTileTable<HeadDim>::Packed;
-  return is_packed_schedule<Tile>(params) ? launch_packed<Element, Tile>(params, stream)
-                                          : no_such_tile(params);
+  return is_packed_schedule<Tile>(params) ? launch_packed<Element, Tile>(params, stream) : no_such_tile(params);
 }
 
 }  // namespace cutlass_kernels::fa3

@@ -59,8 +59,7 @@ struct FullyMaskedKeys {
     std::uint32_t seen[kRows / 32] = {};  // (BLK_N / 32)
     for (int i = threadIdx.x % 32; i < rows; i += 32) {
       const int row = job.row_begin + i;
-      const std::int64_t bit =
-          std::int64_t(job.mask_begin) * 8 + std::int64_t(row) * job.kv_len + first_key;
+      const std::int64_t bit = std::int64_t(job.mask_begin) * 8 + std::int64_t(row) * job.kv_len + first_key;
       CUTE_UNROLL
       for (int w = 0; w < kRows / 32; ++w) {
         const int key = first_key + 32 * w;
@@ -71,8 +70,7 @@ struct FullyMaskedKeys {
     const StageRows visible = visible_rows<kRows>(job, first_key);
     CUTE_UNROLL
     for (int w = 0; w < kRows / 32; ++w) {
-      words[w] = ~__reduce_or_sync(0xffffffffu, seen[w]) &
-                 bits_between(visible.begin - 32 * w, visible.end - 32 * w);
+      words[w] = ~__reduce_or_sync(0xffffffffu, seen[w]) & bits_between(visible.begin - 32 * w, visible.end - 32 * w);
     }
   }
 };
@@ -82,23 +80,21 @@ struct FullyMaskedKeys {
 // Loads a box of rows of a request, panel by panel. Row coordinates count backwards from the request's end, so that
 // rows past its end lie outside the tensor map (tensor_map.h).
 template <int kPanels, int kPanelBytes, int kColumns = 64>
-CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, int row, int length,
-                           int head, int end, CacheHint hint, int column = 0) {
+CUTE_DEVICE void load_rows(const CUtensorMap* map, Barrier& full, char* shared, int row, int length, int head, int end,
+                           CacheHint hint, int column = 0) {
   full.arrive_and_expect(kPanels * kPanelBytes);
   CUTE_UNROLL
   for (int panel = 0; panel < kPanels; ++panel) {
-    tma_load(map, full, hint, shared + panel * kPanelBytes, column + panel * kColumns,
-             kMapRows - length + row, head, end, int(kMapRows));
+    tma_load(map, full, hint, shared + panel * kPanelBytes, column + panel * kColumns, kMapRows - length + row, head,
+             end, int(kMapRows));
   }
 }
 
 // Loads Q of one warpgroup of a packed tile: a box of all heads of the pack by its tokens (tensor_map.h). Unused
 // rows, past the last token, keep what they contain: their results are not stored.
 template <class Tile>
-CUTE_DEVICE void load_packed_q(const KernelParams& params, const Job& job, Barrier& full, char* q,
-                               int token) {
-  full.arrive_and_expect(Shared<Tile>::kPanelsQk * 128 * params.packed.tokens *
-                         int(params.packed.heads.divisor));
+CUTE_DEVICE void load_packed_q(const KernelParams& params, const Job& job, Barrier& full, char* q, int token) {
+  full.arrive_and_expect(Shared<Tile>::kPanelsQk * 128 * params.packed.tokens * int(params.packed.heads.divisor));
   CUTE_UNROLL
   for (int panel = 0; panel < Shared<Tile>::kPanelsQk; ++panel) {
     tma_load(&params.q_map, full, CacheHint::kEvictFirst, q + panel * Shared<Tile>::kPanelBytesQ,
@@ -118,8 +114,7 @@ CUTE_DEVICE void load_q_of_tile(const KernelParams& params, Shared<Tile>& shared
     for (int wg = 0; wg < Tile::kConsumers; ++wg) {
       for (int panel = 0; panel < Layout::kPanelsQk; ++panel) {
         tma_prefetch(&params.q_map, column + panel * Layout::kColumns,
-                     kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head,
-                     job.q_end, int(kMapRows));
+                     kMapRows - job.qo_len + job.row_begin + wg * kWarpgroupRows, job.head, job.q_end, int(kMapRows));
       }
     }
   }
@@ -130,9 +125,8 @@ CUTE_DEVICE void load_q_of_tile(const KernelParams& params, Shared<Tile>& shared
                           job.row_begin + wg * params.packed.tokens);
     } else {
       load_rows<Layout::kPanelsQk, Layout::kPanelBytesQ, Layout::kColumns>(
-          &params.q_map, shared.q_full[ring.index], shared.q[ring.index],
-          job.row_begin + wg * kWarpgroupRows, job.qo_len, job.head, job.q_end,
-          CacheHint::kEvictFirst, column);
+          &params.q_map, shared.q_full[ring.index], shared.q[ring.index], job.row_begin + wg * kWarpgroupRows,
+          job.qo_len, job.head, job.q_end, CacheHint::kEvictFirst, column);
     }
     ring.advance();
   }
@@ -152,8 +146,8 @@ CUTE_DEVICE void load_q(const KernelParams& params, Shared<Tile>& shared) {
 // The K or V producer of ragged tensors, by one thread: kPanels, kStages, map, full, empty and stages are those of
 // the matrix. kWantsJobs: the K producer asks for the next tile one KV block before the last of this one.
 template <class Tile, int kPanels, int kStages, bool kWantsJobs>
-CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map,
-                           Barrier* full, Barrier* empty, char* stages) {
+CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map, Barrier* full,
+                           Barrier* empty, char* stages) {
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   JobReader jobs(shared);
   Ring<kStages> ring;
@@ -164,10 +158,10 @@ CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, con
     for (int kv_block = job.kv_blocks - 1; kv_block >= 0; --kv_block) {
       empty[ring.index].wait(ring.phase ^ 1);
       if (kWantsJobs && kv_block == last_but_one) shared.job_wanted.arrive();
-      load_rows<kPanels, kPanelBytes>(
-          map, full[ring.index], stages + ring.index * (kPanels * kPanelBytes),
-          job.key_begin + kv_block * Tile::kBlockN, job.visible_end, job.kv_head,
-          job.kv_begin + job.visible_end, CacheHint::kEvictLast, first_column<Tile>(64 * kPanels));
+      load_rows<kPanels, kPanelBytes>(map, full[ring.index], stages + ring.index * (kPanels * kPanelBytes),
+                                      job.key_begin + kv_block * Tile::kBlockN, job.visible_end, job.kv_head,
+                                      job.kv_begin + job.visible_end, CacheHint::kEvictLast,
+                                      first_column<Tile>(64 * kPanels));
       ring.advance();
     }
   }
@@ -187,8 +181,7 @@ struct RaggedValues {
       : p(params.attention),
         first_column(first_column_),
         data(static_cast<const char*>(p.v.data) +
-             2 * (job.kv_begin * p.v.stride_token + job.kv_head * p.v.stride_head + first_column)) {
-  }
+             2 * (job.kv_begin * p.v.stride_token + job.kv_head * p.v.stride_head + first_column)) {}
   CUTE_DEVICE std::int64_t offset_of(int key) const { return 2 * (key * p.v.stride_token); }
   CUTE_DEVICE bool has_column(int column) const { return first_column + column < p.head_dim_vo; }
 };
@@ -212,21 +205,17 @@ struct PagedValues {
     const int entry = params.page_size.divide(key);
     const int page = page_of_entry(params.v_pages, indices[entry]);
     const int slot = key - entry * params.attention.pages.page_size;
-    return std::uint32_t(page) < params.num_pages
-               ? page * params.v_pages.page_bytes + slot * params.v_pages.slot_bytes
-               : -1;
+    return std::uint32_t(page) < params.num_pages ? page * params.v_pages.page_bytes + slot * params.v_pages.slot_bytes
+                                                  : -1;
   }
 
-  CUTE_DEVICE bool has_column(int column) const {
-    return first_column + column < params.attention.head_dim_vo;
-  }
+  CUTE_DEVICE bool has_column(int column) const { return first_column + column < params.attention.head_dim_vo; }
 };
 
 // Copies 32 rows from first_row on to the stage at `to`. Lane l brings the offset of row first_row + l in `offset`;
 // zeros are written for a negative one.
 template <int kRows, int kPanels, class Values>
-CUTE_DEVICE void copy_rows(const Values& values, std::int64_t offset, int first_row,
-                           std::uint32_t to) {
+CUTE_DEVICE void copy_rows(const Values& values, std::int64_t offset, int first_row, std::uint32_t to) {
   const int chunk = threadIdx.x % 8;  // of the 128 bytes of a panel's row: eight lanes copy one
   const int row_of_four = threadIdx.x % 32 / 8;
   const char* data = values.data + chunk * 16;
@@ -237,8 +226,7 @@ CUTE_DEVICE void copy_rows(const Values& values, std::int64_t offset, int first_
     CUTE_UNROLL
     for (int panel = 0; panel < kPanels; ++panel) {
       // Rows four apart differ in the bit of 64 bytes of their swizzle.
-      cp_async_16((to ^ (j % 2 * 64)) + j * (4 * 128) + panel * (kRows * 128),
-                  data + row_offset + panel * 128,
+      cp_async_16((to ^ (j % 2 * 64)) + j * (4 * 128) + panel * (kRows * 128), data + row_offset + panel * 128,
                   row_offset >= 0 && values.has_column(panel * 64 + chunk * 8));
     }
   }
@@ -285,10 +273,9 @@ CUTE_DEVICE void load_masked_values(const KernelParams& params, Shared<Tile>& sh
                                            shared.v[ring.index]);
         if (lane == 0) shared.v_full[ring.index].arrive();
       } else if (lane == 0) {
-        load_rows<kPanels, kPanelBytes>(
-            &params.v_map, shared.v_full[ring.index], shared.v[ring.index],
-            job.key_begin + kv_block * kRows, job.visible_end, job.kv_head,
-            job.kv_begin + job.visible_end, CacheHint::kEvictLast, column);
+        load_rows<kPanels, kPanelBytes>(&params.v_map, shared.v_full[ring.index], shared.v[ring.index],
+                                        job.key_begin + kv_block * kRows, job.visible_end, job.kv_head,
+                                        job.kv_begin + job.visible_end, CacheHint::kEvictLast, column);
       }
       __syncwarp();
       ring.advance();
@@ -316,12 +303,8 @@ struct BoxLookup {
   int batch;  // index of the batch that `page` belongs to
   int page;   // of the lane's box
 
-  CUTE_DEVICE BoxLookup(const KernelParams& params_, const PagesOfMatrix& pages_, const Job& job,
-                        int last_box)
-      : params(params_),
-        pages(pages_),
-        table(pages.indices + job.kv_begin),
-        key_begin(job.key_begin) {
+  CUTE_DEVICE BoxLookup(const KernelParams& params_, const PagesOfMatrix& pages_, const Job& job, int last_box)
+      : params(params_), pages(pages_), table(pages.indices + job.kv_begin), key_begin(job.key_begin) {
     count = job.visible_begin < job.visible_end
                 ? (job.visible_end - key_begin + params.box_rows - 1) >> params.box_rows_log2
                 : 0;
@@ -371,9 +354,9 @@ CUTE_DEVICE void clear_rows(const StageRows& visible, char* stage) {
 }
 
 // The K or V producer, by all lanes of a warp: kPanels, kStages, map, full, empty and stages are those of the matrix.
-template <class Tile, int kPanels, int kStages, bool kIsK, bool kHides>
-CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
-                            const CUtensorMap* map, Barrier* full, Barrier* empty, char* stages) {
+template <class Tile, int kPanels, int kStages, bool kIsK, bool kCustomMask>
+CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared, const CUtensorMap* map, Barrier* full,
+                            Barrier* empty, char* stages) {
   constexpr int kRows = Tile::kBlockN;
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
   const int lane = threadIdx.x % 32;
@@ -395,11 +378,10 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
     for (int kv_block = kv_blocks - 1; kv_block >= 0; --kv_block) {
       // All that needs no stage is done before waiting for one: from then on consumers may be waiting.
       const int first_box = kv_block * per_block;
-      if (kv_block == kv_blocks - 1 || Lookup::in_batch(first_box + per_block) == 0)
-        lookup.publish(sources);
+      if (kv_block == kv_blocks - 1 || Lookup::in_batch(first_box + per_block) == 0) lookup.publish(sources);
       const int count = min(max(lookup.count - first_box, 0), per_block);
       [[maybe_unused]] FullyMaskedKeys<kRows> masked;
-      if constexpr (kHides) {
+      if constexpr (kCustomMask) {
         if (params.attention.mask.words != nullptr && job.has_hidden_keys != 0)
           masked.template find<Tile>(params, job, kv_block);
       }
@@ -410,10 +392,9 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
       const bool clears = !kIsK && visible.end - visible.begin < kRows;
       empty[ring.index].wait(ring.phase ^ 1);
       char* stage = stages + ring.index * (kPanels * kPanelBytes);  // (BLK_N, 64, panels)
-      if constexpr (kHides) {
+      if constexpr (kCustomMask) {
         if (masked.any()) {
-          copy_visible_values<Tile, kPanels>(PagedValues(params, job, column), job, kv_block,
-                                             masked, stage);
+          copy_visible_values<Tile, kPanels>(PagedValues(params, job, column), job, kv_block, masked, stage);
           if (lane == 0) full[ring.index].arrive();
           ring.advance();
           continue;
@@ -430,8 +411,8 @@ CUTE_DEVICE void load_boxes(const KernelParams& params, Shared<Tile>& shared,
           const BoxSource source = of_block[i];
           CUTE_UNROLL
           for (int panel = 0; panel < kPanels; ++panel) {
-            tma_load(map, signal, CacheHint::kEvictLast, to + panel * kPanelBytes,
-                     column + panel * 64, source.slot, head, source.page);
+            tma_load(map, signal, CacheHint::kEvictLast, to + panel * kPanelBytes, column + panel * 64, source.slot,
+                     head, source.page);
           }
           to += 128 << params.box_rows_log2;
         }

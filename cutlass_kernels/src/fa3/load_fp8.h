@@ -19,8 +19,8 @@ namespace cutlass_kernels::fa3 {
 
 // Loads a KV block of K or V to `stage` (BLK_N, 128, panels), once that is empty. By all lanes of a warp.
 template <class Tile, bool kIsK>
-CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int kv_block, Barrier& full,
-                            Barrier& empty, std::uint32_t parity, char* stage) {
+CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int kv_block, Barrier& full, Barrier& empty,
+                            std::uint32_t parity, char* stage) {
   using Layout = Shared<Tile>;
   constexpr int kPanels = kIsK ? Layout::kPanelsQk : Layout::kPanelsVo;
   const CUtensorMap* map = kIsK ? &params.k_map : &params.v_map;
@@ -29,9 +29,9 @@ CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int kv_b
   if (params.box_rows == 0) {
     empty.wait(parity);
     if (lane == 0) {
-      load_rows<kPanels, Layout::kPanelBytesKv, Layout::kColumns>(
-          map, full, stage, first_key, job.visible_end, job.kv_head, job.kv_begin + job.visible_end,
-          CacheHint::kEvictLast);
+      load_rows<kPanels, Layout::kPanelBytesKv, Layout::kColumns>(map, full, stage, first_key, job.visible_end,
+                                                                  job.kv_head, job.kv_begin + job.visible_end,
+                                                                  CacheHint::kEvictLast);
     }
     __syncwarp();
     return;
@@ -42,8 +42,7 @@ CUTE_DEVICE void load_block(const KernelParams& params, const Job& job, int kv_b
   const int row = lane * params.box_rows;
   int page = kNoPage;
   if (row < keys) {
-    page = (kIsK ? params.k_pages : params.v_pages)
-               .indices[job.kv_begin + params.page_size.divide(first_key + row)];
+    page = (kIsK ? params.k_pages : params.v_pages).indices[job.kv_begin + params.page_size.divide(first_key + row)];
     if constexpr (!kIsK) page = page_of_entry(params.v_pages, page);
     if (std::uint32_t(page) >= params.num_pages) page = kNoPage;
   }
@@ -78,19 +77,16 @@ CUTE_DEVICE void load_tiles(const KernelParams& params, Shared<Tile>& shared) {
     const int kv_blocks = job.kv_blocks;
     CUTE_NO_UNROLL
     for (int kv_block = kv_blocks - 1; kv_block >= 0; --kv_block) {
-      load_block<Tile, true>(params, job, kv_block, shared.k_full[k_ring.index],
-                             shared.k_empty[k_ring.index], k_ring.phase ^ 1,
-                             shared.k[k_ring.index]);
+      load_block<Tile, true>(params, job, kv_block, shared.k_full[k_ring.index], shared.k_empty[k_ring.index],
+                             k_ring.phase ^ 1, shared.k[k_ring.index]);
       k_ring.advance();
-      if (kv_block ==
-          kv_blocks - 1) {  // Q is wanted as early as K, but its buffer may be free later
+      if (kv_block == kv_blocks - 1) {  // Q is wanted as early as K, but its buffer may be free later
         if (lane == 0) load_q_of_tile(params, shared, job, q_ring);
         __syncwarp();
       }
       if (lane == 0 && kv_block == min(1, kv_blocks - 1)) shared.job_wanted.arrive();
       load_block<Tile, false>(params, job, kv_block, shared.staged_full[v_ring.index],
-                              shared.staged_empty[v_ring.index], v_ring.phase ^ 1,
-                              shared.staged[v_ring.index]);
+                              shared.staged_empty[v_ring.index], v_ring.phase ^ 1, shared.staged[v_ring.index]);
       v_ring.advance();
     }
   }
@@ -125,8 +121,7 @@ CUTE_DEVICE std::uint32_t visible_bytes(const StageRows& visible, int first_row)
 // neither all even nor all odd columns of 16 are written by one matrix, but the even ones of the lower eight and the
 // odd ones of the upper.
 template <class Tile, int kWarps, bool kHidden>
-CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int warp,
-                                 const StageRows& visible) {
+CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int warp, const StageRows& visible) {
   using Layout = Shared<Tile>;
   constexpr int kGroups = Tile::kBlockN / 16;       // of keys
   constexpr int kBatch = kGroups % 4 == 0 ? 4 : 2;  // transposed at a time, to hide latencies
@@ -145,8 +140,7 @@ CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int warp,
   const std::uint32_t odd = lower ? 0x7531 : 0x6420;
   CUTE_NO_UNROLL
   for (int d32 = warp; d32 < Tile::kHeadDimVo / 32; d32 += kWarps) {
-    const std::uint32_t source =
-        from + d32 / 4 * Layout::kPanelBytesKv + (((d32 % 4 * 2 + matrix / 2) ^ u) << 4);
+    const std::uint32_t source = from + d32 / 4 * Layout::kPanelBytesKv + (((d32 % 4 * 2 + matrix / 2) ^ u) << 4);
     const std::uint32_t target = to + d32 * (32 * 128);
     CUTE_UNROLL
     for (int first = 0; first < kGroups; first += kBatch) {
@@ -156,16 +150,14 @@ CUTE_DEVICE void transpose_block(std::uint32_t from, std::uint32_t to, int warp,
       CUTE_UNROLL
       for (int i = 0; i < kBatch; ++i) {
         const int group = first + i;
-        std::uint32_t y[4] = {
-            __byte_perm(x[i][0], x[i][1], even), __byte_perm(x[i][0], x[i][1], odd),
-            __byte_perm(x[i][2], x[i][3], even), __byte_perm(x[i][2], x[i][3], odd)};
+        std::uint32_t y[4] = {__byte_perm(x[i][0], x[i][1], even), __byte_perm(x[i][0], x[i][1], odd),
+                              __byte_perm(x[i][2], x[i][3], even), __byte_perm(x[i][2], x[i][3], odd)};
         if constexpr (kHidden) {
           const std::uint32_t bytes = visible_bytes(visible, group * 16);
           CUTE_UNROLL
           for (int j = 0; j < 4; ++j) y[j] &= bytes;
         }
-        stmatrix_x4((target ^ (group % 8 << 4)) + group / 8 * Layout::kPanelBytesVt, y[0], y[1],
-                    y[2], y[3]);
+        stmatrix_x4((target ^ (group % 8 << 4)) + group / 8 * Layout::kPanelBytesVt, y[0], y[1], y[2], y[3]);
       }
     }
   }
@@ -179,8 +171,7 @@ CUTE_DEVICE void write_ones(Shared<Tile>& shared, int warp) {
   constexpr std::uint32_t kOnes = 0x38383838;
   for (int i = 0; i < Tile::kVStages * (Layout::kVBytes / Layout::kPanelBytesVt); ++i) {
     char* ones = shared.v[0] + (i + 1) * Layout::kPanelBytesVt - Layout::kRowsOfOnes * 128;
-    for (int chunk = warp * 32 + threadIdx.x % 32; chunk < kChunks;
-         chunk += 32 * Tile::kTransposers) {
+    for (int chunk = warp * 32 + threadIdx.x % 32; chunk < kChunks; chunk += 32 * Tile::kTransposers) {
       reinterpret_cast<uint4*>(ones)[chunk] = make_uint4(kOnes, kOnes, kOnes, kOnes);
     }
   }

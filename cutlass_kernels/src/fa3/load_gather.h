@@ -22,8 +22,7 @@ namespace cutlass_kernels::fa3 {
 // capability 9.0, the only one of these kernels, what has landed is in shared memory for every reader. The fence would
 // have to be in the consumers, where it costs 1 % (benchmarks/results/pages-and-masks.md).
 CUTE_DEVICE void arrive_when_landed(Barrier& full) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&full))
-               : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&full)) : "memory");
 }
 
 constexpr std::uint32_t kNoRow = 0xffffffff;  // in the place of a row's offset: write zeros
@@ -35,8 +34,7 @@ struct PageEntries {
   int page[kCount];  // (rows of the warp / 32)
 
   // Reads those of the visible rows, of the rows from `key` on.
-  CUTE_DEVICE void read(const KernelParams& params, const std::int32_t* table, int key,
-                        const StageRows& visible) {
+  CUTE_DEVICE void read(const KernelParams& params, const std::int32_t* table, int key, const StageRows& visible) {
     CUTE_UNROLL
     for (int i = 0; i < kCount; ++i) {
       const int row = 32 * i + int(threadIdx.x % 32);
@@ -63,8 +61,8 @@ struct PageEntries {
 // row in the i-th four, and `to` is the lane's 16 bytes of the first. kComplete: no row and no column of kColumns is to
 // be zeros.
 template <bool kComplete, int kRows, int kColumns, int kPanelBytes>
-CUTE_DEVICE void gather_rows(const std::uint32_t* offsets, const char* data, std::uint32_t unit,
-                             int head_dim, std::uint32_t to) {
+CUTE_DEVICE void gather_rows(const std::uint32_t* offsets, const char* data, std::uint32_t unit, int head_dim,
+                             std::uint32_t to) {
   const int column = threadIdx.x % 8 * 8;
   constexpr int kUnroll = kComplete ? kRows / 16 : 1;
 #pragma unroll kUnroll
@@ -72,10 +70,7 @@ CUTE_DEVICE void gather_rows(const std::uint32_t* offsets, const char* data, std
     const uint4 of_rows = reinterpret_cast<const uint4*>(offsets)[i];
     CUTE_UNROLL
     for (int j = 0; j < 4; ++j) {
-      const std::uint32_t row_offset = j == 0   ? of_rows.x
-                                       : j == 1 ? of_rows.y
-                                       : j == 2 ? of_rows.z
-                                                : of_rows.w;
+      const std::uint32_t row_offset = j == 0 ? of_rows.x : j == 1 ? of_rows.y : j == 2 ? of_rows.z : of_rows.w;
       // The sum of this product and `data` is one instruction, unlike that of mad or of a product in C++.
       std::uint64_t bytes;
       asm("mul.wide.u32 %0, %1, %2;" : "=l"(bytes) : "r"(row_offset), "r"(unit));
@@ -106,9 +101,9 @@ CUTE_DEVICE const T* kept(const T* pointer) {
 
 // The K or V producer, by all lanes of kCopyWarps warps, of which this one has index copy_warp: each copies its rows
 // of every KV block, having read the page table one block ahead. Every lane arrives at `full`.
-template <class Tile, int kPanels, int kStages, bool kIsK, bool kHides>
-CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, Barrier* full,
-                             Barrier* empty, char* stages, int copy_warp) {
+template <class Tile, int kPanels, int kStages, bool kIsK, bool kCustomMask>
+CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, Barrier* full, Barrier* empty,
+                             char* stages, int copy_warp) {
   constexpr int kRows = Tile::kBlockN;
   constexpr int kOwnRows = kRows / Tile::kCopyWarps;
   constexpr int kPanelBytes = Shared<Tile>::kPanelBytesKv;
@@ -122,8 +117,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   const int column = first_column<Tile>(kColumns);
   const int head_dim =  // from the CTA's first column on
       (kIsK ? params.attention.head_dim_qk : params.attention.head_dim_vo) / kPerColumn - column;
-  const std::uint32_t to =
-      shared_address(stages) + (first_row + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4);
+  const std::uint32_t to = shared_address(stages) + (first_row + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4);
   RowOffsets<kOwnRows>& offsets = shared.row_offsets[kIsK ? 0 : 1][copy_warp];
   JobReader jobs(shared);
   Ring<kStages> ring;
@@ -132,18 +126,16 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   for (; jobs.next(); jobs.release()) {
     const Job& job = jobs.job();
     const ConstTensorView& view = kIsK ? params.attention.k : params.attention.v;
-    const char* data =
-        kept(static_cast<const char*>(view.data) + kElementBytes * job.kv_head * view.stride_head +
-             2 * column + lane % 8 * 16);
-    const std::int32_t* table =
-        kept((kIsK ? params.k_pages : params.v_pages).indices + job.kv_begin);
+    const char* data = kept(static_cast<const char*>(view.data) + kElementBytes * job.kv_head * view.stride_head +
+                            2 * column + lane % 8 * 16);
+    const std::int32_t* table = kept((kIsK ? params.k_pages : params.v_pages).indices + job.kv_begin);
     int key = job.key_begin + (job.kv_blocks - 1) * kRows + first_row;  // of the warp's first row
     PageEntries<kOwnRows, kIsK> entries;
     entries.read(params, table, key, visible_rows<kOwnRows>(job, key));
     CUTE_NO_UNROLL
     for (int kv_block = job.kv_blocks - 1; kv_block >= 0; --kv_block) {
       [[maybe_unused]] FullyMaskedKeys<kRows> masked;
-      if constexpr (kHides) {
+      if constexpr (kCustomMask) {
         if (params.attention.mask.words != nullptr && job.has_hidden_keys != 0)
           masked.template find<Tile>(params, job, kv_block);
       }
@@ -151,7 +143,7 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
       CUTE_UNROLL
       for (int i = 0; i < kOwnRows / 32; ++i) {
         std::uint32_t offset = entries.offset(params, key, i);
-        if constexpr (kHides) {
+        if constexpr (kCustomMask) {
           if (masked.words[first_row / 32 + i] >> lane & 1) offset = kNoRow;
         }
         complete = complete && offset != kNoRow;
@@ -168,11 +160,9 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
       const std::uint32_t to_stage = to + ring.index * (kPanels * kPanelBytes);
       std::uint32_t unit = (kIsK ? params.k_units : params.v_units).bytes;
       if (complete) {
-        gather_rows<true, kOwnRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, unit,
-                                                           head_dim, to_stage);
+        gather_rows<true, kOwnRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, unit, head_dim, to_stage);
       } else {
-        gather_rows<false, kOwnRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, unit,
-                                                            head_dim, to_stage);
+        gather_rows<false, kOwnRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, unit, head_dim, to_stage);
       }
       arrive_when_landed(full[ring.index]);
       ring.advance();
@@ -218,8 +208,7 @@ CUTE_DEVICE void convert_rows(const char* from, char* to) {
   constexpr int kLoads = Tile::kBlockN / Tile::kConverters / kRowsAtOnce;
   // Loads that are done before the first store: for all the compiler knows, a store changes what is yet to be read.
   constexpr int kBatch = 4;
-  static_assert(Tile::kHeadDimVo == kColumns && kLoads % kBatch == 0 &&
-                (kBatch * kRowsAtOnce) % 8 == 0);
+  static_assert(Tile::kHeadDimVo == kColumns && kLoads % kBatch == 0 && (kBatch * kRowsAtOnce) % 8 == 0);
   const int lane = threadIdx.x % 32;
   // Eight lanes at a time use different banks. They read the eight chunks of a row; of 64 columns, which have four, those
   // of a row and of that four rows on. They write every other chunk of 16 bits, four of them the even ones and four the
@@ -237,18 +226,15 @@ CUTE_DEVICE void convert_rows(const char* from, char* to) {
     CUTE_UNROLL
     for (int j = 0; j < kBatch; ++j) {
       const int row_bits = j * kRowsAtOnce & 7;
-      bytes[j] = *reinterpret_cast<const uint4*>(from + (i + j) * (kRowsAtOnce * 128) +
-                                                 ((chunk ^ row_bits) << 4));
+      bytes[j] = *reinterpret_cast<const uint4*>(from + (i + j) * (kRowsAtOnce * 128) + ((chunk ^ row_bits) << 4));
     }
     CUTE_UNROLL
     for (int j = 0; j < kBatch; ++j) {
       const uint4& x = bytes[j];
       char* of_row = to + (i + j) * (kRowsAtOnce * 128);
       const int place = (first_chunk ^ (j * kRowsAtOnce & 7)) << 4;
-      *reinterpret_cast<uint4*>(of_row + place) =
-          converted<Element>(first ? x.z : x.x, first ? x.w : x.y);
-      *reinterpret_cast<uint4*>(of_row + (place ^ 16)) =
-          converted<Element>(first ? x.x : x.z, first ? x.y : x.w);
+      *reinterpret_cast<uint4*>(of_row + place) = converted<Element>(first ? x.z : x.x, first ? x.w : x.y);
+      *reinterpret_cast<uint4*>(of_row + (place ^ 16)) = converted<Element>(first ? x.x : x.z, first ? x.y : x.w);
     }
   }
 }
@@ -265,8 +251,7 @@ CUTE_DEVICE void convert_keys(Shared<Tile>& shared, int warp) {
   const auto convert = [&](auto& ring, Barrier* full, Barrier* empty, char* stage) {
     shared.staged_full[from.index].wait(from.phase);
     empty[ring.index].wait(ring.phase ^ 1);
-    convert_rows<Element, Tile>(shared.staged[from.index] + warp * kShareBytes,
-                                stage + warp * kShareBytes);
+    convert_rows<Element, Tile>(shared.staged[from.index] + warp * kShareBytes, stage + warp * kShareBytes);
     fence_proxy_async();  // wgmma reads it
     __syncwarp();
     if (lane == 0) {

@@ -35,8 +35,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_logits(ScoreFragment&
 
 // Raises m of each row to row_max, where that is higher, and what was added up so far.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::raise_sums(RowFactors& row_max,
-                                                              OutputFragment& o) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::raise_sums(RowFactors& row_max, OutputFragment& o) {
   RowFactors factor;
   if (!raise_to(row_max, factor)) return;
   rescale(o, factor);
@@ -47,8 +46,9 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::raise_sums(RowFactors& row_ma
 // P of the KV block at block_begin, and the sums of its rows. `first`: of its tile. Returns whether P is relative to an m
 // that the block may exceed.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_probabilities(
-    ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o, RowFactors& sum, bool first) {
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_probabilities(ScoreFragment& s, ProbabilityFragment& p,
+                                                                         OutputFragment& o, RowFactors& sum,
+                                                                         bool first) {
   const bool masked = compute_logits(s);
   const bool lazy = kLazyMax && !(masked && !kIsGeneral) && !first;
   if (!lazy) {
@@ -67,10 +67,9 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_probabilities(
 
 // Makes sure that P fits e4m3, which it may not if it is `lazy`, and O += P V.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_output(ScoreFragment& s,
-                                                              ProbabilityFragment& p,
-                                                              OutputFragment& o, RowFactors& sum,
-                                                              bool lazy, bool first) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_output(ScoreFragment& s, ProbabilityFragment& p,
+                                                              OutputFragment& o, RowFactors& sum, bool lazy,
+                                                              bool first) {
   Product<0> product;
   if constexpr (Tile::kChecksLate) begin_output(product, p);
   const bool row_fits[2] = {fits(p, 0), fits(p, 1)};
@@ -218,8 +217,8 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
   take_exponentials(s, p, softmax.partial_sum);
   if (Tile::kPingPong && warpgroup == Tile::kConsumers - 1) end_turn();  // warpgroup 0 begins
 
-  bool accumulate = false;  // else P V replaces O: the tile's first KV block
-  int slot = jobs.index;    // job of the tile that P belongs to
+  bool accumulate = false;      // else P V replaces O: the tile's first KV block
+  int job_buffer = jobs.index;  // job of the tile that P belongs to
   // There is no P: the KV block that it would belong to has negligible weight. Never a tile's first.
   bool negligible = false;
   while (true) {
@@ -243,7 +242,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     issue_scores(s);
     if (kSkipsNegligible && negligible) {
       end_turn();
-      wgmma_wait<0>();  // for S, which here is the last product issued
+      wgmma_wait<0>();                                 // for S, which here is the last product issued
       shared.v_full[v_ring.index].wait(v_ring.phase);  // only to be released
     } else {
       shared.v_full[v_ring.index].wait(v_ring.phase);
@@ -286,8 +285,8 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     accumulate = true;
     if (unlikely(last)) {
       if (kSkips && skips_block) skip_values();
-      store(o, of_tile, slot);
-      slot = jobs.index;
+      store(o, of_tile, job_buffer);
+      job_buffer = jobs.index;
       accumulate = false;
     } else if (unlikely(raised)) {
       rescale(o, factor);
@@ -323,7 +322,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_tiles() {
     release(shared.v_empty[v_ring.index]);
     v_ring.advance();
   }
-  store(o, softmax, slot);
+  store(o, softmax, job_buffer);
   return found;
 }
 

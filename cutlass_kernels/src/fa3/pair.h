@@ -46,16 +46,13 @@ CUTE_DEVICE bool writes_row_results() {
 
 // After the initialisation of barriers, before their first use: by all threads of both CTAs.
 CUTE_DEVICE void sync_pair() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // What an address of this CTA's shared memory is called in the other CTA's.
 CUTE_DEVICE std::uint32_t address_in_peer(std::uint32_t address) {
   std::uint32_t mapped;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(mapped)
-      : "r"(address), "r"(rank_in_pair() ^ 1));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank_in_pair() ^ 1));
   return mapped;
 }
 

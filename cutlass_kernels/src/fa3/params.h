@@ -71,8 +71,7 @@ struct KernelParams {
 
 template <bool kGeneral>
 CUTE_DEVICE IntervalMask make_mask(const KernelParams& params, int batch, int qo_len, int kv_len) {
-  return IntervalMask::make<kGeneral>(params.attention, params.mask_divisors, batch, qo_len,
-                                      kv_len);
+  return IntervalMask::make<kGeneral>(params.attention, params.mask_divisors, batch, qo_len, kv_len);
 }
 
 }  // namespace cutlass_kernels::fa3

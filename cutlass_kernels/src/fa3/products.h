@@ -47,19 +47,16 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::begin_tile() {
     unmasked_begin = max(unmasked_begin, job.unmasked_begin);
     unmasked_end = min(unmasked_end, job.unmasked_end);
   }
-  skips_block =
-      kSkips && block_begin > key_begin && block_begin >= mask.template hi<kIsGeneral>(last_row);
+  skips_block = kSkips && block_begin > key_begin && block_begin >= mask.template hi<kIsGeneral>(last_row);
   qo_len = job.qo_len;
   kv_len = job.kv_len;
   if constexpr (kFoldsScale) {
     const LaunchParams& p = params.attention;
-    head_transform = LogitsTransform::make(p.sm_scale * logits_scale_of(p, job.batch, job.head),
-                                           p.logits_soft_cap);
+    head_transform = LogitsTransform::make(p.sm_scale * logits_scale_of(p, job.batch, job.head), p.logits_soft_cap);
   }
   if constexpr (kSkipsNegligible) {
     // At most 1: with few keys, the factor must not hide what would be a new maximum.
-    log2_threshold =
-        fminf(__log2f(__fdividef(params.attention.skip_softmax_factor, float(job.kv_len))), 0.0f);
+    log2_threshold = fminf(__log2f(__fdividef(params.attention.skip_softmax_factor, float(job.kv_len))), 0.0f);
   }
   return true;
 }
@@ -75,8 +72,8 @@ template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::read_q(std::uint32_t (&a)[4], int step) const {
   const int q_row = threadIdx.x / 32 % 4 * 16 + lane % 16;
   const int chunk = step % 4 * 2 + lane / 16;  // of 16 bytes
-  ldmatrix_x4(a, q_base + q_buffer * Layout::kQBytes + step / 4 * Layout::kPanelBytesQ +
-                     q_row * 128 + ((chunk ^ (q_row & 7)) << 4));
+  ldmatrix_x4(a, q_base + q_buffer * Layout::kQBytes + step / 4 * Layout::kPanelBytesQ + q_row * 128 +
+                     ((chunk ^ (q_row & 7)) << 4));
 }
 
 template <class Element, class Tile, Logits kLogits>
@@ -101,8 +98,7 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_scores(ScoreFragment& s
     if constexpr (Tile::kQInRegisters) {
       Wgmma<Operand, kN>::template rs<BOrder::kKMajor>(s, &q_fragments[4 * i], k_step, i > 0);
     } else {
-      Wgmma<Operand, kN>::ss(s, q + (i / 4 * Layout::kPanelBytesQ + i % 4 * 32) / 16, k_step,
-                             i > 0);
+      Wgmma<Operand, kN>::ss(s, q + (i / 4 * Layout::kPanelBytesQ + i % 4 * 32) / 16, k_step, i > 0);
     }
   }
   wgmma_commit();
@@ -152,12 +148,9 @@ template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_peer_scores(ScoreFragment& s) {
   if constexpr (Layout::kPair) {
     // A warp's memory for O: 16 rows of each panel. Four of a thread's values, of all lanes, are 512 bytes.
-    const std::uint32_t buffer =
-        shared_address(shared.o[warpgroup]) + threadIdx.x / 32 % 4 * (16 * 128) + lane * 16;
+    const std::uint32_t buffer = shared_address(shared.o[warpgroup]) + threadIdx.x / 32 % 4 * (16 * 128) + lane * 16;
     constexpr int kPerPanel = 16 * 128 / 512;
-    const auto offset = [](int i) {
-      return i / kPerPanel * Layout::kPanelBytesQ + i % kPerPanel * 512;
-    };
+    const auto offset = [](int i) { return i / kPerPanel * Layout::kPanelBytesQ + i % kPerPanel * 512; };
     const std::uint32_t to = address_in_peer(buffer);
     const std::uint32_t full = address_in_peer(shared.s_full[warpgroup].address());
     shared.s_empty[warpgroup].wait(exchange_phase);
@@ -185,17 +178,14 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_peer_scores(ScoreFragment
 
 // Starts O (+)= P V with the V stage at v_ring, of 16 bits.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_output(OutputFragment& o,
-                                                                ProbabilityFragment& p,
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_output(OutputFragment& o, ProbabilityFragment& p,
                                                                 bool accumulate) {
   // (BLK_N, C, D_VO / C)
-  const auto v =
-      descriptor_mn_major(v_base + v_ring.index * Layout::kVBytes, Layout::kPanelBytesKv);
+  const auto v = descriptor_mn_major(v_base + v_ring.index * Layout::kVBytes, Layout::kPanelBytesKv);
   wgmma_fence();
   CUTE_UNROLL
   for (int i = 0; i < kN / kStep; ++i) {
-    Wgmma<Operand, kDvo>::template rs<BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16),
-                                                        i > 0 || accumulate);
+    Wgmma<Operand, kDvo>::template rs<BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16), i > 0 || accumulate);
   }
   wgmma_commit();
 }
@@ -204,8 +194,7 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_output(OutputFragment& 
 // rows of ones.
 template <class Element, class Tile, Logits kLogits>
 template <int kPart>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_part(Product<kPart>& product,
-                                                              ProbabilityFragment& p) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_part(Product<kPart>& product, ProbabilityFragment& p) {
   constexpr int kColumns = kDvo / Tile::kOutputParts;
   // (D_VO + 8, 128, BLK_N / 128)
   const auto v = descriptor_k_major(v_base + v_ring.index * Layout::kVBytes);
@@ -213,16 +202,14 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_part(Product<kPart>& pr
   CUTE_UNROLL
   for (int i = 0; i < kN / kStep; ++i) {
     const int offset = kPart * kColumns * 128 + i / 4 * Layout::kPanelBytesVt + i % 4 * 32;
-    Wgmma<Operand, int(sizeof(product) / 2)>::template rs<BOrder::kKMajor>(product, &p[4 * i],
-                                                                           v + offset / 16, i > 0);
+    Wgmma<Operand, int(sizeof(product) / 2)>::template rs<BOrder::kKMajor>(product, &p[4 * i], v + offset / 16, i > 0);
   }
   wgmma_commit();
 }
 
 // Once V of the KV block is there, and it is the warpgroup's turn.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::begin_output(Product<0>& product,
-                                                                ProbabilityFragment& p) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::begin_output(Product<0>& product, ProbabilityFragment& p) {
   shared.v_full[v_ring.index].wait(v_ring.phase);
   wait_turn();
   issue_part<0>(product, p);
@@ -231,8 +218,7 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::begin_output(Product<0>& prod
 // Adds them to O (main_loop.h), and the parts behind them. The last one ends the turn.
 template <class Element, class Tile, Logits kLogits>
 template <int kPart>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_part(OutputFragment& o,
-                                                            Product<kPart>& product,
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::add_part(OutputFragment& o, Product<kPart>& product,
                                                             ProbabilityFragment& p) {
   constexpr bool kLast = kPart + 1 == Tile::kOutputParts;
   constexpr int kColumns = kDvo / Tile::kOutputParts;
@@ -260,17 +246,15 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::skip_values() {
 }
 
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::rescale(OutputFragment& o,
-                                                           const RowFactors& factor) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::rescale(OutputFragment& o, const RowFactors& factor) {
   CUTE_UNROLL
   for (int i = 0; i < kDvo / 2; ++i) o[i] *= factor[i / 2 % 2];
 }
 
-// Stores O of the tile whose job is in `slot`, and releases the job.
+// Stores O of the tile whose job is in `job_buffer`, and releases the job.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::store(OutputFragment& o,
-                                                         const OnlineSoftmax<2>& of_tile,
-                                                         int slot) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::store(OutputFragment& o, const OnlineSoftmax<2>& of_tile,
+                                                         int job_buffer) {
   if constexpr (Tile::kPacked) {
     if constexpr (kFp8) {
       // From here on, sums are those of P that are not rounded: of partial results, too.
@@ -283,14 +267,14 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::store(OutputFragment& o,
       }
       rescale(o, factor);
     }
-    store_packed_tile<Element, Tile, kHasStats>(params, shared.jobs[slot], warpgroup, of_tile, o,
+    store_packed_tile<Element, Tile, kHasStats>(params, shared.jobs[job_buffer], warpgroup, of_tile, o,
                                                 shared.o[warpgroup]);
   } else {
-    store_tile<Element, Tile, kLogits>(params, shared.jobs[slot], warpgroup, of_tile, weight_sum, o,
+    store_tile<Element, Tile, kLogits>(params, shared.jobs[job_buffer], warpgroup, of_tile, weight_sum, o,
                                        shared_address(shared.o[warpgroup]));
   }
   // Every lane, having read the job: racecheck does not follow an order through lane 0.
-  shared.job_empty[slot].arrive();
+  shared.job_empty[job_buffer].arrive();
 }
 
 }  // namespace cutlass_kernels::fa3

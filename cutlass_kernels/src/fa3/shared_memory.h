@@ -22,23 +22,23 @@ struct alignas(16) Job {
   int kv_begin;  // first key of the request, in the tensor; or first entry of its page table
   int kv_len;
   int has_hidden_keys;  // whether a custom mask may hide some of the visible keys below from every row of the tile
-  int mask_begin;  // byte of the custom mask at which the request's bits begin
-  int unmasked_begin;  // by the custom mask, every row of the tile sees the keys [unmasked_begin, unmasked_end)
+  int mask_begin;       // byte of the custom mask at which the request's bits begin
+  int unmasked_begin;   // by the custom mask, every row of the tile sees the keys [unmasked_begin, unmasked_end)
   int unmasked_end;
   int visible_begin;  // keys outside [visible_begin, visible_end) are seen by no row of the tile
   int visible_end;
-  int key_begin;  // first key of KV block 0: visible_begin, or the first key of the TMA box that contains it
+  int key_begin;    // first key of KV block 0: visible_begin, or the first key of the TMA box that contains it
   int kv_blocks;    // from key_begin on; at least 1: a tile without keys has one, all masked
   int partial_row;  // first row of the tile's partial results
   int split;        // which of its KV splits
   int num_splits;   // 1: the keys are not split
 };
-constexpr int kJobSlots = 4;
+constexpr int kJobBuffers = 4;
 
 // The jobs of the CTA, in order, as every producer reads them, by all its threads that are counted in job_empty. A
-// producer with few registers reads a job in shared memory while it works, and gives the slot back afterwards:
+// producer with few registers reads a job in shared memory while it works, and releases the buffer afterwards:
 //   for (; jobs.next(); jobs.release()) { const Job& job = jobs.job(); ... }
-// The others copy it, and give the slot back at once:
+// The others copy it, and release the buffer at once:
 //   while (jobs.take(job)) { ... }
 template <class Shared>
 class JobReader {
@@ -67,7 +67,7 @@ class JobReader {
 
  private:
   Shared& shared_;
-  Ring<kJobSlots> ring_;
+  Ring<kJobBuffers> ring_;
 };
 
 // ---- Shared memory of a CTA: stages of Q, K, V and O, jobs, and the barriers between warps.
@@ -81,8 +81,7 @@ enum NamedBarrier : int {
   //                   arrives                               waits
   kBarrierCta = 0,   // all threads, mbarriers being ready     all threads: __syncthreads()
   kBarrierTurn = 1,  // the previous warpgroup, its turn over  the warpgroup, to issue its products
-  kBarrierVote =
-      4,  // the threads of the warpgroup           the same, to agree: skip a KV block? does P fit?
+  kBarrierVote = 4,  // the threads of the warpgroup           the same, to agree: skip a KV block? does P fit?
 };
 
 // Offsets of the rows that a warp gathers (load_gather.h): row r at [r % 4][r / 4]. A lane reads four words at once,
@@ -133,8 +132,7 @@ struct Shared : StagedValues<Tile> {
   static constexpr int kOBytes = kPanelBytesQ * Tile::kOPanels;
   static_assert(kPanelsO % Tile::kOPanels == 0, "O leaves in whole passes of kOPanels panels.");
   static_assert(Tile::kBlockN <= 8 * kBoxBatch);
-  static_assert(Tile::kBlockN % (32 / Tile::kElementBytes) == 0,
-                "P V takes 16 keys per instruction, of e4m3 32");
+  static_assert(Tile::kBlockN % (32 / Tile::kElementBytes) == 0, "P V takes 16 keys per instruction, of e4m3 32");
 
   // The alignment is explicit, because members of a derived struct may be placed in the padding of its base.
   static constexpr int kAlignment = Tile::kStagedStages > 0 ? 1024 : 16;
@@ -148,8 +146,8 @@ struct Shared : StagedValues<Tile> {
   // sums of S that the warpgroup receives: a warp's in the memory of its own rows.
   char o[Tile::kConsumers][kOBytes];
 
-  Job jobs[kJobSlots];
-  Job sent_jobs[kPair ? kJobSlots : 1];
+  Job jobs[kJobBuffers];
+  Job sent_jobs[kPair ? kJobBuffers : 1];
 
   //             arrives                                          waits
   // job_wanted  K warp, one KV block before the end of its tile; scheduler warp
@@ -181,8 +179,8 @@ struct Shared : StagedValues<Tile> {
   // gathered from pages, every lane that copies arrives at k_full and v_full; where they are converted, the
   // converting warps do, and wait at k_empty and v_empty; their lanes read jobs, too.
   Barrier job_wanted;
-  Barrier job_full[kJobSlots];
-  Barrier job_empty[kJobSlots];
+  Barrier job_full[kJobBuffers];
+  Barrier job_empty[kJobBuffers];
   Barrier q_full[Tile::kQBuffers];
   Barrier q_empty[Tile::kQBuffers];
   Barrier k_full[Tile::kKStages];
@@ -193,14 +191,13 @@ struct Shared : StagedValues<Tile> {
   static_assert(!kPair || kOBytes == kWarpgroupRows * Tile::kBlockN * int(sizeof(float)));
   Barrier s_full[kPair ? Tile::kConsumers : 1];
   Barrier s_empty[kPair ? Tile::kConsumers : 1];
-  Barrier job_sent[kPair ? kJobSlots : 1];
+  Barrier job_sent[kPair ? kJobBuffers : 1];
   static constexpr int kStaged = Tile::kStagedStages > 0 ? Tile::kStagedStages : 1;
   Barrier staged_full[kStaged];
   Barrier staged_empty[kStaged];
 
   BoxSource boxes[2][kBoxBatch];  // (K and V, 32)
-  std::conditional_t<Tile::kGather,
-                     RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
+  std::conditional_t<Tile::kGather, RowOffsets<Tile::kBlockN / Tile::kCopyWarps>[2][Tile::kCopyWarps], Nothing>
       row_offsets;  // (K and V, copying warps)
   // Where batches without a list find their splits.
   std::conditional_t<Tile::kPacked, SplitTable, Nothing> splits;

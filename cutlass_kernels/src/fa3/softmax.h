@@ -44,8 +44,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::needs_mask(int begin) const {
 // Replaces by -inf the scores of keys that a row does not see.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::apply_mask(ScoreFragment& s) const {
-  const IntervalMask mask =
-      make_mask<kIsGeneral>(params, shared.jobs[jobs.index].batch, qo_len, kv_len);
+  const IntervalMask mask = make_mask<kIsGeneral>(params, shared.jobs[jobs.index].batch, qo_len, kv_len);
   if (has_bits()) {
     apply_bits(s);
     if (!mask.hides_keys() && block_begin + kN <= kv_len) return;
@@ -87,8 +86,8 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::has_bits() const {
 // Index of the first of the lane's 32 bits of row r.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE std::int64_t Consumer<Element, Tile, kLogits>::first_bit(int r) const {
-  return std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 + std::int64_t(token(r)) * kv_len +
-         block_begin + lane % 4 % kQuadWords * 32;
+  return std::int64_t(shared.jobs[jobs.index].mask_begin) * 8 + std::int64_t(token(r)) * kv_len + block_begin +
+         lane % 4 % kQuadWords * 32;
 }
 
 // Reads the bits of the KV block that lies `ahead` keys before block_begin: a block ahead of their use, as memory takes
@@ -114,8 +113,7 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::apply_bits(ScoreFragment& s) 
     // A row past the end sees all keys, of which it makes nothing. Its bits are those of another request: the lazy
     // maximum, on which a warp votes, must not depend on them.
     const std::uint32_t own =
-        token(r) < qo_len ? __funnelshift_r(low_bits[r], high_bits[r], std::uint32_t(first_bit(r)))
-                          : ~0u;
+        token(r) < qo_len ? __funnelshift_r(low_bits[r], high_bits[r], std::uint32_t(first_bit(r))) : ~0u;
     CUTE_UNROLL
     for (int w = 0; w < kQuadWords; ++w) {
       const std::uint32_t bits = __shfl_sync(0xffffffffu, own, (lane & ~3) | w) >> (lane % 4 * 2);
@@ -145,8 +143,7 @@ CUTE_DEVICE float Consumer<Element, Tile, kLogits>::headroom() const {
 
 // The maxima of the thread's part of its rows.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::find_maximum(const ScoreFragment& s,
-                                                                RowFactors& row_max) {
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::find_maximum(const ScoreFragment& s, RowFactors& row_max) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     // Four chains, since each step of one waits for the step before.
@@ -176,8 +173,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::are_negligible(const RowFacto
 
 // Raises m where a row's maximum leaves no headroom. Returns whether O must be multiplied by `factor`.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max,
-                                                            RowFactors& factor) {
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max, RowFactors& factor) {
   bool raised = false;
   if (__any_sync(0xffffffffu, softmax.exceeds(row_max, headroom()))) {
     OnlineSoftmax<2>::reduce_max(row_max);
@@ -187,8 +183,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_to(RowFactors& row_max,
   return raised;
 }
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_maximum(const ScoreFragment& s,
-                                                                 RowFactors& factor) {
+CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_maximum(const ScoreFragment& s, RowFactors& factor) {
   float row_max[2];  // (row)
   find_maximum(s, row_max);
   return raise_to(row_max, factor);
@@ -198,8 +193,7 @@ CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::raise_maximum(const ScoreFrag
 // times as long as the others and leaves seven of eight issue slots: sums and packing go there.
 template <class Element, class Tile, Logits kLogits>
 template <bool kSums>
-CUTE_DEVICE void Consumer<Element, Tile, kLogits>::take_exponentials(const ScoreFragment& s,
-                                                                     ProbabilityFragment& p,
+CUTE_DEVICE void Consumer<Element, Tile, kLogits>::take_exponentials(const ScoreFragment& s, ProbabilityFragment& p,
                                                                      RowFactors& sum) const {
   sum[0] = sum[1] = 0.0f;
   float more[2] = {0.0f, 0.0f};  // of e4m3, half of each sum: an addition waits for the one before

@@ -40,8 +40,7 @@ CUTE_DEVICE void transpose_in_quad(std::uint32_t (&x)[4]) {
 // Writes o * scale, of the thread's row r of its two: beyond 448 they become 448, infinities too; NaN stays NaN. `out`
 // is where the row begins, null where nobody wants it. By all lanes of a warp.
 template <int kHeadDim>
-CUTE_DEVICE void store_e4m3_row(const float (&o)[kHeadDim / 2], float scale, int r, char* out,
-                                int head_dim) {
+CUTE_DEVICE void store_e4m3_row(const float (&o)[kHeadDim / 2], float scale, int r, char* out, int head_dim) {
   // Another number to the compiler, which else computes all products ahead, for the outputs of 16 bits, too.
   asm volatile("" : "+f"(scale));
   const int first_column = threadIdx.x % 4 * 16;
@@ -56,9 +55,8 @@ CUTE_DEVICE void store_e4m3_row(const float (&o)[kHeadDim / 2], float scale, int
     transpose_in_quad(x);
     const int column = panel * 64 + first_column;
     if (out != nullptr && column < head_dim) {
-      *reinterpret_cast<uint4*>(out + column) = {
-          __byte_perm(x[0], x[1], 0x5410), __byte_perm(x[2], x[3], 0x5410),
-          __byte_perm(x[0], x[1], 0x7632), __byte_perm(x[2], x[3], 0x7632)};
+      *reinterpret_cast<uint4*>(out + column) = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[2], x[3], 0x5410),
+                                                 __byte_perm(x[0], x[1], 0x7632), __byte_perm(x[2], x[3], 0x7632)};
     }
   }
 }
@@ -66,10 +64,10 @@ CUTE_DEVICE void store_e4m3_row(const float (&o)[kHeadDim / 2], float scale, int
 // ---- The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp. O of
 // e4m3 goes straight to global memory.
 
-CUTE_DEVICE void stmatrix_x4(std::uint32_t address, std::uint32_t a, std::uint32_t b,
-                             std::uint32_t c, std::uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(a), "r"(b), "r"(c), "r"(d)
+CUTE_DEVICE void stmatrix_x4(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
+                             std::uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 
@@ -77,9 +75,8 @@ CUTE_DEVICE void stmatrix_x4(std::uint32_t address, std::uint32_t a, std::uint32
 // warpgroup's memory for O, of which each warp uses the part of its own 16 rows. On return the last stores may still be
 // reading it.
 template <class Element, class Tile, Logits kLogits>
-CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warpgroup,
-                            const OnlineSoftmax<2>& softmax, const float (&weight_sum)[2],
-                            float (&o)[Tile::kHeadDimVo / 2], std::uint32_t staging) {
+CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warpgroup, const OnlineSoftmax<2>& softmax,
+                            const float (&weight_sum)[2], float (&o)[Tile::kHeadDimVo / 2], std::uint32_t staging) {
   using Layout = Shared<Tile>;
   using Output = typename Element::Output;
   constexpr bool kFp8 = Element::kBytes == 1;
@@ -109,15 +106,13 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
     if constexpr (kLogits == Logits::kGeneral || Element::kBytes == 1) {
       factor *= scale_of(p.output_scale, job.batch, head);
     }
-    const FinishedRow finished =
-        finish_row(m, weights, p.sinks, head, [&](float weight) { factor *= weight; });
+    const FinishedRow finished = finish_row(m, weights, p.sinks, head, [&](float weight) { factor *= weight; });
     scale[r] = finished.fast_scale(factor);
     const int row = warp_row + r * 8 + lane / 4;
     if (p.lse != nullptr && writes_rows && row < job.qo_len) {
-      const float lse =
-          kFp8 ? finish_row(m, sum, p.sinks, head, [](float) {}).lse() : finished.lse();
-      p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token +
-            head * p.lse_stride_head] = lse * p.lse_scale;
+      const float lse = kFp8 ? finish_row(m, sum, p.sinks, head, [](float) {}).lse() : finished.lse();
+      p.lse[(std::int64_t(job.q_end) - job.qo_len + row) * p.lse_stride_token + head * p.lse_stride_head] =
+          lse * p.lse_scale;
     }
   }
   // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
@@ -139,8 +134,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
         const int row = warp_row + r * 8 + lane / 4;
         char* out = nullptr;
         if (row < job.qo_len) {
-          out = static_cast<char*>(p.o.data) +
-                (std::int64_t(job.q_end) - job.qo_len + row) * p.o.stride_token +
+          out = static_cast<char*>(p.o.data) + (std::int64_t(job.q_end) - job.qo_len + row) * p.o.stride_token +
                 head * p.o.stride_head;
         }
         store_e4m3_row<Tile::kHeadDimVo>(o, scale[r], r, out, p.head_dim_vo);
@@ -162,10 +156,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       const float* x = &o[8 * (pass * 4 + i)];
       const int chunk = i % 4 * 2 + lane / 16;
       stmatrix_x4(row_base + i / 4 * Layout::kPanelBytesQ + ((chunk ^ (stage_row & 7)) << 4),
-                  Output::pack(x[0] * scale[0], x[1] * scale[0]),
-                  Output::pack(x[2] * scale[1], x[3] * scale[1]),
-                  Output::pack(x[4] * scale[0], x[5] * scale[0]),
-                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
+                  Output::pack(x[0] * scale[0], x[1] * scale[0]), Output::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Output::pack(x[4] * scale[0], x[5] * scale[0]), Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
     tma_store_fence();
     __syncwarp();
@@ -173,9 +165,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       if (warp_row < job.qo_len) {
         CUTE_UNROLL
         for (int panel = 0; panel < Tile::kOPanels; ++panel) {
-          tma_store(&params.o_map, warp_base + panel * Layout::kPanelBytesQ,
-                    column + (pass + panel) * 64, kMapRows - job.qo_len + warp_row, head, job.q_end,
-                    kMapRows);
+          tma_store(&params.o_map, warp_base + panel * Layout::kPanelBytesQ, column + (pass + panel) * 64,
+                    kMapRows - job.qo_len + warp_row, head, job.q_end, kMapRows);
         }
       }
       tma_store_commit();
@@ -189,8 +180,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
 // Writes 64 rows of O and their LSE. `staging` is as in store_tile().
 template <class Element, class Tile, bool kHasStats>
 CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, int warpgroup,
-                                   const OnlineSoftmax<2>& softmax,
-                                   float (&o)[Tile::kHeadDimVo / 2], char* staging) {
+                                   const OnlineSoftmax<2>& softmax, float (&o)[Tile::kHeadDimVo / 2], char* staging) {
   using Layout = Shared<Tile>;
   using Output = typename Element::Output;
   const LaunchParams& p = params.attention;
@@ -210,8 +200,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
   };
   auto place_of = [&](int row) -> Place {
     const int token = packed.heads.divide(row);
-    return {token < tokens ? first_token + token : -1,
-            job.head + row - token * int(packed.heads.divisor)};
+    return {token < tokens ? first_token + token : -1, job.head + row - token * int(packed.heads.divisor)};
   };
   auto partial_at = [&](const Place& place) {
     return TilePartials{job.partial_row, job.num_splits}.at(p, place.token, place.head, job.split);
@@ -238,8 +227,7 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       continue;
     }
     float factor = p.v_scale * scale_of(p.output_scale, job.batch, place.head);
-    const FinishedRow finished =
-        finish_row(m, sum, p.sinks, place.head, [&](float weight) { factor *= weight; });
+    const FinishedRow finished = finish_row(m, sum, p.sinks, place.head, [&](float weight) { factor *= weight; });
     scale[r] = finished.fast_scale(factor);
     if (p.lse != nullptr && place.token >= 0 && writes_rows) {
       p.lse[(q_begin + place.token) * p.lse_stride_token + place.head * p.lse_stride_head] =
@@ -280,8 +268,8 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
         const Place place = place_of(warp * 16 + r * 8 + lane / 4);
         char* out = nullptr;
         if (place.token >= 0) {
-          out = static_cast<char*>(p.o.data) + (q_begin + place.token) * p.o.stride_token +
-                place.head * p.o.stride_head;
+          out =
+              static_cast<char*>(p.o.data) + (q_begin + place.token) * p.o.stride_token + place.head * p.o.stride_head;
         }
         store_e4m3_row<Tile::kHeadDimVo>(o, scale[r], r, out, p.head_dim_vo);
       }
@@ -300,10 +288,8 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       if ((panel * 4 + i) * 16 >= Tile::kHeadDimVo) break;  // never read
       const float* x = &o[8 * (panel * 4 + i)];
       const int chunk = i * 2 + lane / 16;
-      stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4),
-                  Output::pack(x[0] * scale[0], x[1] * scale[0]),
-                  Output::pack(x[2] * scale[1], x[3] * scale[1]),
-                  Output::pack(x[4] * scale[0], x[5] * scale[0]),
+      stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4), Output::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Output::pack(x[2] * scale[1], x[3] * scale[1]), Output::pack(x[4] * scale[0], x[5] * scale[0]),
                   Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
     __syncwarp();
@@ -314,11 +300,9 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       const Place place = place_of(warp * 16 + row);
       const int column = own_column + panel * 64 + chunk * 8;
       if (place.token >= 0 && column < p.head_dim_vo) {
-        const uint4 value =
-            *reinterpret_cast<const uint4*>(warp_staging + row * 128 + ((chunk ^ (row & 7)) << 4));
-        *reinterpret_cast<uint4*>(static_cast<char*>(p.o.data) +
-                                  2 * ((q_begin + place.token) * p.o.stride_token +
-                                       place.head * p.o.stride_head + column)) = value;
+        const uint4 value = *reinterpret_cast<const uint4*>(warp_staging + row * 128 + ((chunk ^ (row & 7)) << 4));
+        *reinterpret_cast<uint4*>(static_cast<char*>(p.o.data) + 2 * ((q_begin + place.token) * p.o.stride_token +
+                                                                      place.head * p.o.stride_head + column)) = value;
       }
     }
   }

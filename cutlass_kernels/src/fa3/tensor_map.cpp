@@ -20,11 +20,10 @@ cudaError_t find_encode(EncodeTiled* encode) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
 #if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &found);
-#else
   const cudaError_t error =
-      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
 #endif
   if (error != cudaSuccess) return error;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
@@ -56,8 +55,7 @@ CUtensorMapDataType map_type(DType dtype) {
 // Encodes a map; boxes are 128 bytes of columns, swizzled, by box_rows by box_depth.
 template <int kRank>
 Status encode(const char* name, const void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
-              const cuuint64_t (&strides)[kRank - 1], int box_rows, CUtensorMap* map,
-              int box_depth = 1) {
+              const cuuint64_t (&strides)[kRank - 1], int box_rows, CUtensorMap* map, int box_depth = 1) {
   EncodeTiled function = nullptr;
   if (const cudaError_t error = encode_function(&function); error != cudaSuccess) {
     return cuda_failure("Finding cuTensorMapEncodeTiled in the driver", error);
@@ -70,9 +68,9 @@ Status encode(const char* name, const void* data, DType dtype, const cuuint64_t 
   box[1] = cuuint32_t(box_rows);
   box[2] = cuuint32_t(box_depth);
   const auto make = [&] {
-    return function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes, strides, box,
-                    steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes, strides, box, steps,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = make();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
@@ -99,32 +97,28 @@ cuuint64_t stride_bytes(DType dtype, std::int64_t size, std::int64_t stride) {
 
 }  // namespace
 
-Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
-                       CUtensorMap* map) {
+Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows, CUtensorMap* map) {
   const cuuint64_t token_bytes = stride_bytes(dtype, tensor.tokens, tensor.stride_token);
   const cuuint64_t head_bytes = stride_bytes(dtype, tensor.heads, tensor.stride_head);
   const cuuint64_t sizes[5] = {cuuint64_t(tensor.head_dim), kMapRows, cuuint64_t(tensor.heads),
                                cuuint64_t(tensor.tokens) + 1, cuuint64_t(kMapRows) + 1};
-  const cuuint64_t strides[4] = {token_bytes, head_bytes, token_bytes,
-                                 (cuuint64_t(1) << 34) - token_bytes};
+  const cuuint64_t strides[4] = {token_bytes, head_bytes, token_bytes, (cuuint64_t(1) << 34) - token_bytes};
   return encode<5>(name, tensor.data, dtype, sizes, strides, box_rows, map);
 }
 
-Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype,
-                              int box_heads, int box_rows, CUtensorMap* map) {
+Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_heads, int box_rows,
+                              CUtensorMap* map) {
   const cuuint64_t token_bytes = stride_bytes(dtype, tensor.tokens, tensor.stride_token);
   const cuuint64_t head_bytes = stride_bytes(dtype, tensor.heads, tensor.stride_head);
   const cuuint64_t sizes[5] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.heads), kMapRows,
                                cuuint64_t(tensor.tokens) + 1, cuuint64_t(kMapRows) + 1};
-  const cuuint64_t strides[4] = {head_bytes, token_bytes, token_bytes,
-                                 (cuuint64_t(1) << 34) - token_bytes};
+  const cuuint64_t strides[4] = {head_bytes, token_bytes, token_bytes, (cuuint64_t(1) << 34) - token_bytes};
   return encode<5>(name, tensor.data, dtype, sizes, strides, box_heads, map, box_rows);
 }
 
-Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows,
-                       CUtensorMap* map) {
-  const cuuint64_t sizes[4] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.page_size),
-                               cuuint64_t(tensor.heads), cuuint64_t(tensor.pages)};
+Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows, CUtensorMap* map) {
+  const cuuint64_t sizes[4] = {cuuint64_t(tensor.head_dim), cuuint64_t(tensor.page_size), cuuint64_t(tensor.heads),
+                               cuuint64_t(tensor.pages)};
   const cuuint64_t strides[3] = {stride_bytes(dtype, tensor.page_size, tensor.stride_slot),
                                  stride_bytes(dtype, tensor.heads, tensor.stride_head),
                                  stride_bytes(dtype, tensor.pages, tensor.stride_page)};

@@ -35,13 +35,12 @@ struct RowsOfTensor {
 constexpr int kMapRows = 1 << 30;  // R: no request may be longer
 
 /// A map of boxes of 128 bytes (64 columns of 16 bits, 128 of fp8), swizzled, by `box_rows` rows.
-Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows,
-                       CUtensorMap* map);
+Status make_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_rows, CUtensorMap* map);
 
 /// The same with rows and heads exchanged, coordinates (d, head, row, end, wrap), and boxes of `box_heads` heads by
 /// `box_rows` rows: rows of packed heads.
-Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype,
-                              int box_heads, int box_rows, CUtensorMap* map);
+Status make_packed_tensor_map(const char* name, const RowsOfTensor& tensor, DType dtype, int box_heads, int box_rows,
+                              CUtensorMap* map);
 
 /// A cache of pages: coordinates (d, slot, head, page). A page outside the cache reads as zeros.
 struct PagesOfTensor {
@@ -56,8 +55,7 @@ struct PagesOfTensor {
 };
 
 /// As above; box_rows divides the page size.
-Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows,
-                       CUtensorMap* map);
+Status make_tensor_map(const char* name, const PagesOfTensor& tensor, DType dtype, int box_rows, CUtensorMap* map);
 
 // ---- Problems that fa3 does not serve although the contract allows them: TMA addresses tensors through tensor maps,
 // whose strides and sizes have limits.

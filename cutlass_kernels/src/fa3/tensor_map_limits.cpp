@@ -24,8 +24,7 @@ struct View {
   std::int64_t stride_page = 0;
 };
 
-std::string stride_out_of_range(const View& view, const char* what, std::int64_t elements,
-                                std::int64_t most) {
+std::string stride_out_of_range(const View& view, const char* what, std::int64_t elements, std::int64_t most) {
   const std::int64_t bytes = elements * size_of(view.dtype);
   if (kLeastStride <= bytes && bytes <= most) return "";
   return std::string(view.name) + " has a " + what + " stride of " + std::to_string(bytes) +
@@ -36,8 +35,7 @@ std::string stride_out_of_range(const View& view, const char* what, std::int64_t
 
 std::string too_many_rows(const char* name, std::int64_t rows) {
   if (rows <= kMapRows) return "";
-  return std::string(name) + "=" + std::to_string(rows) + " is more than the " +
-         std::to_string(kMapRows) +
+  return std::string(name) + "=" + std::to_string(rows) + " is more than the " + std::to_string(kMapRows) +
          " rows of a tensor map of fa3: split the batch, or let fa2 compute it (backend 'auto').";
 }
 
@@ -48,13 +46,12 @@ std::string refusal(const AttentionParams& p, const char* q_name, const char* k_
   const PageTable& table = p.pages;
   const bool paged = table.page_size > 0;
   if (fault.empty() && !paged) fault = too_many_rows("total_kv", p.total_kv);
-  const View views[] = {
-      {q_name, p.q.data, p.q.stride_token, p.q.stride_head, p.q_dtype, p.total_q, p.num_qo_heads},
-      {k_name, p.k.data, p.k.stride_token, p.k.stride_head, p.kv_dtype,
-       paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.k_stride_page},
-      {"v", p.v.data, p.v.stride_token, p.v.stride_head, p.kv_dtype,
-       paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.v_stride_page},
-      {"o", p.o.data, p.o.stride_token, p.o.stride_head, p.o_dtype, p.total_q, p.num_qo_heads}};
+  const View views[] = {{q_name, p.q.data, p.q.stride_token, p.q.stride_head, p.q_dtype, p.total_q, p.num_qo_heads},
+                        {k_name, p.k.data, p.k.stride_token, p.k.stride_head, p.kv_dtype,
+                         paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.k_stride_page},
+                        {"v", p.v.data, p.v.stride_token, p.v.stride_head, p.kv_dtype,
+                         paged ? table.page_size : p.total_kv, p.num_kv_heads, table.num_pages, table.v_stride_page},
+                        {"o", p.o.data, p.o.stride_token, p.o.stride_head, p.o_dtype, p.total_q, p.num_qo_heads}};
   for (const View& view : views) {
     if (view.data == nullptr && view.stride_token == 0 && view.stride_head == 0) continue;
     if (view.pages > 0) {

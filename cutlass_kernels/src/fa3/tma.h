@@ -19,12 +19,9 @@ namespace cutlass_kernels::fa3 {
 class Barrier {
  public:
   CUTE_DEVICE void init(int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals)
-                 : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
-  CUTE_DEVICE void arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
-  }
+  CUTE_DEVICE void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory"); }
   // Arrives at the barrier of another CTA of the cluster, whose address there is `address` (pair.h). Not with the
   // scope of the cluster, which would write back and invalidate the L1 cache (hd512, causal 4k: 386 instead of 472
   // TFLOP/s): what it orders are accesses of shared memory.
@@ -33,9 +30,7 @@ class Barrier {
   }
   // Arrives, and holds the phase open until `bytes` have been transferred.
   CUTE_DEVICE void arrive_and_expect(int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
   // Waits for the end of the phase of this parity. Returns at once while the barrier is in the phase after it: a
   // producer that waits with parity 1 finds every buffer of a new ring empty.
@@ -57,9 +52,7 @@ class Barrier {
 };
 
 // Makes this thread's writes of shared memory visible to the async proxy, through which TMA and wgmma read it.
-CUTE_DEVICE void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+CUTE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Makes initialised barriers visible to TMA.
 CUTE_DEVICE void fence_barrier_init() {
@@ -95,16 +88,16 @@ CUTE_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
 }
 
 // c0, c1 ...: coordinates of the box, columns first.
-CUTE_DEVICE void tma_load(const CUtensorMap* map, Barrier& barrier, CacheHint hint, void* shared,
-                          int c0, int c1, int c2, int c3) {
+CUTE_DEVICE void tma_load(const CUtensorMap* map, Barrier& barrier, CacheHint hint, void* shared, int c0, int c1,
+                          int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(shared)),
       "l"(map), "r"(barrier.address()), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(hint)
       : "memory");
 }
-CUTE_DEVICE void tma_load(const CUtensorMap* map, Barrier& barrier, CacheHint hint, void* shared,
-                          int c0, int c1, int c2, int c3, int c4) {
+CUTE_DEVICE void tma_load(const CUtensorMap* map, Barrier& barrier, CacheHint hint, void* shared, int c0, int c1,
+                          int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(shared)),
@@ -113,18 +106,15 @@ CUTE_DEVICE void tma_load(const CUtensorMap* map, Barrier& barrier, CacheHint hi
 }
 // To L2 alone.
 CUTE_DEVICE void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
-               "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0), "r"(c1),
+               "r"(c2), "r"(c3), "r"(c4)
                : "memory");
 }
 
-CUTE_DEVICE void tma_store(const CUtensorMap* map, std::uint32_t shared, int c0, int c1, int c2,
-                           int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
-          "l"(map),
-      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
+CUTE_DEVICE void tma_store(const CUtensorMap* map, std::uint32_t shared, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
 }
 // Makes this thread's writes of shared memory visible to its stores by TMA. Unlike fence_proxy_async() it orders nothing
 // for the compiler: __syncwarp() follows, and ptxas keeps the order of the main loop.

@@ -31,9 +31,7 @@ const char* to_string(FmhaV2Layout layout) {
   return "unknown";
 }
 
-int dim_vo(const FmhaV2Params& params) {
-  return params.head_dim_vo == 0 ? params.head_dim : params.head_dim_vo;
-}
+int dim_vo(const FmhaV2Params& params) { return params.head_dim_vo == 0 ? params.head_dim : params.head_dim_vo; }
 
 /// `elements` behind a tensor's first.
 const void* behind(const void* data, std::int64_t elements, DType dtype) {
@@ -43,15 +41,12 @@ const void* behind(const void* data, std::int64_t elements, DType dtype) {
 Status describe_mask(const FmhaV2Params& params, AttentionParams* attention) {
   int window = std::max(params.window_left, -1);
   const int chunk = params.chunked_attention_size;
-  const std::string sizes =
-      "window_left=" + number(window) + " and chunked_attention_size=" + number(chunk);
+  const std::string sizes = "window_left=" + number(window) + " and chunked_attention_size=" + number(chunk);
   if (chunk < 0 || (chunk & (chunk - 1)) != 0) {
-    return Status::invalid("chunked_attention_size=" + number(chunk) +
-                           " must be a power of two, or 0 for none.");
+    return Status::invalid("chunked_attention_size=" + number(chunk) + " must be a power of two, or 0 for none.");
   }
   const int mode = static_cast<int>(params.mask_mode);
-  if (mode < static_cast<int>(FmhaV2Mask::kCausal) ||
-      mode > static_cast<int>(FmhaV2Mask::kChunked)) {
+  if (mode < static_cast<int>(FmhaV2Mask::kCausal) || mode > static_cast<int>(FmhaV2Mask::kChunked)) {
     return Status::invalid("mask_mode=" + std::to_string(mode) + " is none of FmhaV2Mask.");
   }
   if (params.mask_mode == FmhaV2Mask::kChunked && chunk == 0) {
@@ -94,17 +89,15 @@ Status describe_pages(const FmhaV2Params& params, AttentionParams* attention) {
   PageTable& pages = attention->pages;
   if (page <= 0) return Status::invalid("page_size=" + number(page) + " must be positive.");
   if (block <= 0) {
-    return Status::invalid("num_kv_heads=" + number(params.num_kv_heads) +
-                           " and head_dim=" + number(head) + " must be positive.");
+    return Status::invalid("num_kv_heads=" + number(params.num_kv_heads) + " and head_dim=" + number(head) +
+                           " must be positive.");
   }
   if (params.num_pages < 0) {
-    return Status::invalid("num_pages=" + number(params.num_pages) +
-                           " is not set: it counts the pages of the cache.");
+    return Status::invalid("num_pages=" + number(params.num_pages) + " is not set: it counts the pages of the cache.");
   }
   if (params.block_tables == nullptr || params.max_pages < 0) {
     return Status::invalid(std::string(to_string(params.layout)) +
-                           " needs block_tables, and max_pages=" + number(params.max_pages) +
-                           " not negative.");
+                           " needs block_tables, and max_pages=" + number(params.max_pages) + " not negative.");
   }
   pages.page_size = params.page_size;
   pages.num_pages = params.num_pages;
@@ -116,20 +109,17 @@ Status describe_pages(const FmhaV2Params& params, AttentionParams* attention) {
   const std::int64_t stride_token = hnd ? head : params.num_kv_heads * head;
   const std::int64_t stride_head = hnd ? page * head : head;
   attention->k = {pool ? params.kv : params.k, stride_token, stride_head};
-  attention->v = {pool ? behind(params.kv, block, params.dtype) : params.v, stride_token,
-                  stride_head};
-  attention->total_kv =
-      keys_in_pages(params.batch_size, params.max_kv_len, params.num_pages, params.page_size);
+  attention->v = {pool ? behind(params.kv, block, params.dtype) : params.v, stride_token, stride_head};
+  attention->total_kv = keys_in_pages(params.batch_size, params.max_kv_len, params.num_pages, params.page_size);
   if (pool) return Status::success();
   pages.v_indices = params.block_tables + params.max_pages;
   const std::int64_t bytes = block * size_of(params.dtype);
-  const std::int64_t distance =
-      reinterpret_cast<std::intptr_t>(params.v) - reinterpret_cast<std::intptr_t>(params.k);
+  const std::int64_t distance = reinterpret_cast<std::intptr_t>(params.v) - reinterpret_cast<std::intptr_t>(params.k);
   if (params.k == nullptr || params.v == nullptr || distance <= 0 || distance % bytes != 0 ||
       distance / bytes > std::numeric_limits<std::int32_t>::max()) {
     return Status::invalid("v lies " + number(distance) +
-                           " bytes behind k, which must be a positive multiple of a block (" +
-                           number(bytes) + " bytes): allocate both caches in one buffer.");
+                           " bytes behind k, which must be a positive multiple of a block (" + number(bytes) +
+                           " bytes): allocate both caches in one buffer.");
   }
   pages.v_offset = std::int32_t(distance / bytes);
   return Status::success();
@@ -141,22 +131,20 @@ Status describe_options(const FmhaV2Params& params, AttentionParams* attention) 
   const std::string layout = to_string(params.layout);
   const int max_q = params.max_q_len, max_kv = params.max_kv_len;
   if (max_q < 0 || (max_q == 0 && params.total_q > 0)) {
-    return Status::invalid("max_q_len=" + number(max_q) +
-                           " must be positive, with total_q=" + number(params.total_q) + " rows.");
+    return Status::invalid("max_q_len=" + number(max_q) + " must be positive, with total_q=" + number(params.total_q) +
+                           " rows.");
   }
   if (max_kv < max_q || (packed && max_kv != max_q)) {
-    return Status::invalid("max_kv_len=" + number(max_kv) + " must " +
-                           (packed ? "equal" : "be at least") + " max_q_len=" + number(max_q) +
-                           " with input_layout=" + layout + ".");
+    return Status::invalid("max_kv_len=" + number(max_kv) + " must " + (packed ? "equal" : "be at least") +
+                           " max_q_len=" + number(max_q) + " with input_layout=" + layout + ".");
   }
   if (packed && params.num_kv_heads != params.num_qo_heads) {
     return Status::invalid(layout + " has as many key heads as query heads, not num_kv_heads=" +
-                           number(params.num_kv_heads) +
-                           " with num_qo_heads=" + number(params.num_qo_heads) + ".");
+                           number(params.num_kv_heads) + " with num_qo_heads=" + number(params.num_qo_heads) + ".");
   }
   if (dim_vo(params) != params.head_dim && params.layout != FmhaV2Layout::kSeparateQKV) {
-    return Status::invalid("head_dim_vo=" + number(params.head_dim_vo) + " must be head_dim=" +
-                           number(params.head_dim) + " with input_layout=" + layout + ".");
+    return Status::invalid("head_dim_vo=" + number(params.head_dim_vo) +
+                           " must be head_dim=" + number(params.head_dim) + " with input_layout=" + layout + ".");
   }
   *attention = AttentionParams{};
   attention->q_dtype = attention->kv_dtype = params.dtype;
@@ -171,8 +159,7 @@ Status describe_options(const FmhaV2Params& params, AttentionParams* attention) 
   attention->max_qo_len = max_q;
   attention->max_kv_len = max_kv;
   const float scale = params.bmm1_scale;
-  attention->sm_scale =
-      scale == 0.0f && params.head_dim > 0 ? 1.0f / std::sqrt(float(params.head_dim)) : scale;
+  attention->sm_scale = scale == 0.0f && params.head_dim > 0 ? 1.0f / std::sqrt(float(params.head_dim)) : scale;
   attention->v_scale = params.bmm2_scale;
   attention->logits_scale.data = params.bmm1_scale_device;
   attention->output_scale.data = params.bmm2_scale_device;
@@ -199,8 +186,7 @@ Status describe_layout(const FmhaV2Params& params, AttentionParams* attention) {
   attention->stats = params.stats;
   switch (params.layout) {
     default:
-      return Status::invalid("layout=" + std::to_string(static_cast<int>(params.layout)) +
-                             " is none of FmhaV2Layout.");
+      return Status::invalid("layout=" + std::to_string(static_cast<int>(params.layout)) + " is none of FmhaV2Layout.");
     case FmhaV2Layout::kPackedQkv:
       attention->q = {params.qkv, 3 * q_token, head};
       attention->k = {behind(params.qkv, q_token, params.dtype), 3 * q_token, head};
@@ -221,8 +207,7 @@ Status describe_layout(const FmhaV2Params& params, AttentionParams* attention) {
       break;
   }
   if (params.total_q > 0 && (attention->qo_indptr == nullptr || attention->kv_indptr == nullptr)) {
-    return Status::invalid(
-        "cum_seq_lens_q and cum_seq_lens_kv are needed, but one of them is null.");
+    return Status::invalid("cum_seq_lens_q and cum_seq_lens_kv are needed, but one of them is null.");
   }
   return Status::success();
 }
@@ -239,8 +224,8 @@ std::size_t fmha_v2_workspace_size(const FmhaV2Params& params, Backend backend) 
   AttentionParams sizes;
   if (!describe_options(params, &sizes).ok()) return kFmhaV2CounterBytes;
   if (is_paged(params.layout)) {
-    sizes.total_kv = keys_in_pages(params.batch_size, params.max_kv_len, params.num_pages,
-                                   std::max(params.page_size, 1));
+    sizes.total_kv =
+        keys_in_pages(params.batch_size, params.max_kv_len, params.num_pages, std::max(params.page_size, 1));
   }
   // Whatever is still to be told: a single request has indptrs, too, and options may ask for other tiles.
   const std::int32_t indptr = 0;
@@ -252,8 +237,8 @@ std::size_t fmha_v2_workspace_size(const FmhaV2Params& params, Backend backend) 
   return kFmhaV2CounterBytes + most;
 }
 
-Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes,
-               cudaStream_t stream, Backend backend) {
+Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspace_bytes, cudaStream_t stream,
+               Backend backend) {
   AttentionParams problem;
   if (Status status = describe(params, &problem); !status.ok()) return status;
   if (params.total_q == 0) return Status::success();
@@ -261,10 +246,9 @@ Status fmha_v2(const FmhaV2Params& params, void* workspace, std::size_t workspac
     return status;
   }
   if (workspace != nullptr && workspace_bytes < kFmhaV2CounterBytes) {
-    return {StatusCode::kWorkspaceTooSmall,
-            "fmha_v2() needs a workspace of " + number(kFmhaV2CounterBytes) +
-                " bytes or more, got " + number(workspace_bytes) +
-                "; fmha_v2_workspace_size() tells how many it can use."};
+    return {StatusCode::kWorkspaceTooSmall, "fmha_v2() needs a workspace of " + number(kFmhaV2CounterBytes) +
+                                                " bytes or more, got " + number(workspace_bytes) +
+                                                "; fmha_v2_workspace_size() tells how many it can use."};
   }
   auto* counters = static_cast<std::uint64_t*>(workspace);
   if (workspace == nullptr) return run_once(problem, backend, nullptr, 0, counters, stream);
@@ -276,8 +260,7 @@ void fmha_v2_alibi_slopes(std::int32_t num_heads, float* slopes) {
   int power = 1;
   while (2 * power <= num_heads) power *= 2;
   for (int h = 0; h < num_heads; ++h) {
-    const double exponent =
-        h < power ? -8.0 * (h + 1) / power : -4.0 * (2 * (h - power) + 1) / power;
+    const double exponent = h < power ? -8.0 * (h + 1) / power : -4.0 * (2 * (h - power) + 1) / power;
     slopes[h] = float(std::exp2(exponent));
   }
 }

@@ -15,8 +15,7 @@ constexpr int kRopeDim = 64;
 // Empty if the problem is supported.
 inline std::string common_refusal(const AttentionParams& p) {
   if (p.head_dim_qk != kLatentDim + kRopeDim || p.head_dim_vo != kLatentDim) {
-    return "head_dim_qk=" + std::to_string(p.head_dim_qk) +
-           " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
+    return "head_dim_qk=" + std::to_string(p.head_dim_qk) + " and head_dim_vo=" + std::to_string(p.head_dim_vo) +
            " are not supported: latent attention has 576 and 512, values being columns of the "
            "keys.";
   }
@@ -24,9 +23,8 @@ inline std::string common_refusal(const AttentionParams& p) {
     return "num_kv_heads=" + std::to_string(p.num_kv_heads) +
            ", but of keys with 576 columns all heads share one: make it 1.";
   }
-  if (p.v.data != p.k.data || p.v.stride_token != p.k.stride_token ||
-      p.pages.v_stride_page != p.pages.k_stride_page || p.pages.v_indices != nullptr ||
-      p.pages.v_offset != 0) {
+  if (p.v.data != p.k.data || p.v.stride_token != p.k.stride_token || p.pages.v_stride_page != p.pages.k_stride_page ||
+      p.pages.v_indices != nullptr || p.pages.v_offset != 0) {
     return "Values of 512 columns beside keys of 576 must be the first columns of the keys, in the "
            "same memory: pass v = k[..., :512].";
   }

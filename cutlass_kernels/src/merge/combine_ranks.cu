@@ -70,8 +70,7 @@ __device__ std::uint64_t nanoseconds() {
 
 __device__ void store_packet(Packet* at, std::uint32_t a, std::uint32_t b, std::uint32_t call) {
   const std::uint64_t tag = std::uint64_t(call) << 32;
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(tag | a), "l"(tag | b)
-               : "memory");
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(tag | a), "l"(tag | b) : "memory");
 }
 
 __device__ Packet load_packet(const Packet* at) {
@@ -84,8 +83,7 @@ __device__ Packet load_packet(const Packet* at) {
 }
 
 __device__ bool is_of(const Packet& packet, std::uint32_t call) {
-  return std::uint32_t(packet.halves[0] >> 32) == call &&
-         std::uint32_t(packet.halves[1] >> 32) == call;
+  return std::uint32_t(packet.halves[0] >> 32) == call && std::uint32_t(packet.halves[1] >> 32) == call;
 }
 
 // Calls poll() until it returns true. A rank that does not come ends the context with an error.
@@ -99,8 +97,7 @@ __device__ void wait_until(const Poll& poll, std::uint64_t timeout_ns) {
 }
 
 // Where rank `sender` puts a row, in the memory of a rank.
-__device__ Packet* packets_of(const ExchangeParams& p, int receiver, int sender, int row,
-                              std::uint32_t call) {
+__device__ Packet* packets_of(const ExchangeParams& p, int receiver, int sender, int row, std::uint32_t call) {
   char* half = p.memory[receiver] + sizeof(Header) + (call & 1) * p.half_bytes;
   return reinterpret_cast<Packet*>(half) + (std::int64_t(sender) * p.rows + row) * p.packets_of_row;
 }
@@ -153,8 +150,8 @@ __device__ void send_item(const ExchangeParams& p, int row, int chunk, std::uint
 }
 
 // What another rank has sent of an item. s: of its row, if ranks send LSEs.
-__device__ void receive_item(const ExchangeParams& p, int sender, int row, int chunk,
-                             std::uint32_t call, Chunk<kBytes>& v, float& s) {
+__device__ void receive_item(const ExchangeParams& p, int sender, int row, int chunk, std::uint32_t call,
+                             Chunk<kBytes>& v, float& s) {
   const Packet* from = packets_of(p, p.rank, sender, row, call);
   wait_until(
       [&] {
@@ -176,8 +173,7 @@ __device__ void receive_item(const ExchangeParams& p, int sender, int row, int c
 
 // kMerges: states; else each rank's rows stand one after another in the heads of the result.
 template <class Element, bool kMerges>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    exchange_kernel(const __grid_constant__ ExchangeParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) exchange_kernel(const __grid_constant__ ExchangeParams p) {
   await_previous_kernel();
   allow_next_kernel();
   const Begun begun = begin_call(p);
@@ -225,18 +221,15 @@ std::int64_t half_bytes(const MergeSizes& sizes, int world, int heads) {
 std::string fault_in(const MergeSizes& sizes, const RankMemory& ranks, int heads) {
   if (ranks.world < 1 || ranks.world > kMostRanks || ranks.rank < 0 || ranks.rank >= ranks.world) {
     return "rank=" + std::to_string(ranks.rank) + " of world=" + std::to_string(ranks.world) +
-           ": rank must lie between 0 and world - 1, and world between 1 and " +
-           std::to_string(kMostRanks) + ".";
+           ": rank must lie between 0 and world - 1, and world between 1 and " + std::to_string(kMostRanks) + ".";
   }
-  if (sizes.dtype != DType::kFloat16 && sizes.dtype != DType::kBFloat16 &&
-      sizes.dtype != DType::kFloat32) {
+  if (sizes.dtype != DType::kFloat16 && sizes.dtype != DType::kBFloat16 && sizes.dtype != DType::kFloat32) {
     return "dtype=" + std::string(to_string(sizes.dtype)) +
            " is not exchanged between ranks: use float16, bfloat16 or float32.";
   }
   if (sizes.num_tokens < 0 || sizes.num_heads <= 0 || sizes.head_dim <= 0 ||
       sizes.head_dim * size_of(sizes.dtype) % kBytes != 0) {
-    return "num_tokens=" + std::to_string(sizes.num_tokens) +
-           ", num_heads=" + std::to_string(sizes.num_heads) +
+    return "num_tokens=" + std::to_string(sizes.num_tokens) + ", num_heads=" + std::to_string(sizes.num_heads) +
            ", head_dim=" + std::to_string(sizes.head_dim) +
            " must be positive, and rows of a head a multiple of 16 bytes.";
   }
@@ -245,15 +238,13 @@ std::string fault_in(const MergeSizes& sizes, const RankMemory& ranks, int heads
   if (rows >= kMost || rows * (sizes.head_dim * size_of(sizes.dtype) / kBytes) >= kMost) {
     return "num_tokens=" + std::to_string(sizes.num_tokens) + " are too many for one call.";
   }
-  const std::int64_t needed =
-      std::int64_t(sizeof(Header)) + 2 * half_bytes(sizes, ranks.world, heads);
+  const std::int64_t needed = std::int64_t(sizeof(Header)) + 2 * half_bytes(sizes, ranks.world, heads);
   if (std::int64_t(ranks.bytes) < needed) {
-    return "ranks.bytes=" + std::to_string(ranks.bytes) + " must be at least " +
-           std::to_string(needed) + ": see exchange_bytes().";
+    return "ranks.bytes=" + std::to_string(ranks.bytes) + " must be at least " + std::to_string(needed) +
+           ": see exchange_bytes().";
   }
   for (int rank = 0; rank < ranks.world; ++rank) {
-    if (ranks.memory[rank] == nullptr ||
-        reinterpret_cast<std::uintptr_t>(ranks.memory[rank]) % 128 != 0) {
+    if (ranks.memory[rank] == nullptr || reinterpret_cast<std::uintptr_t>(ranks.memory[rank]) % 128 != 0) {
       return "ranks.memory[" + std::to_string(rank) + "] is null, or not 128-byte aligned.";
     }
   }
@@ -274,13 +265,12 @@ Kernel kernel_for(DType dtype, bool merges) {
   }
 }
 
-Status launch(ExchangeParams& p, const MergeSizes& sizes, const RankMemory& ranks, int heads,
-              bool merges, cudaStream_t stream) {
+Status launch(ExchangeParams& p, const MergeSizes& sizes, const RankMemory& ranks, int heads, bool merges,
+              cudaStream_t stream) {
   std::copy(ranks.memory, ranks.memory + ranks.world, reinterpret_cast<void**>(p.memory));
   // The whole memory, so that calls of other sizes have the same halves.
   constexpr std::int64_t kPacket = sizeof(Packet);
-  p.half_bytes =
-      (std::int64_t(ranks.bytes) - std::int64_t(sizeof(Header))) / (2 * kPacket) * kPacket;
+  p.half_bytes = (std::int64_t(ranks.bytes) - std::int64_t(sizeof(Header))) / (2 * kPacket) * kPacket;
   p.timeout_ns = ranks.timeout_ns;
   p.rank = ranks.rank;
   p.world = ranks.world;
@@ -304,18 +294,15 @@ Status launch(ExchangeParams& p, const MergeSizes& sizes, const RankMemory& rank
   config.attrs = &early;
   config.numAttrs = has_dependent_launch(device.compute_capability) ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel_for(sizes.dtype, merges), p);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the exchange between ranks", error);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the exchange between ranks", error);
 }
 
 std::string misaligned(const char* name, const void* data, std::int64_t strides, DType dtype) {
   if (data != nullptr &&
-      (std::int64_t(reinterpret_cast<std::uintptr_t>(data)) | strides * size_of(dtype)) % kBytes ==
-          0) {
+      (std::int64_t(reinterpret_cast<std::uintptr_t>(data)) | strides * size_of(dtype)) % kBytes == 0) {
     return "";
   }
-  return std::string(name) +
-         " is null, or has an address or strides that are no multiples of 16 bytes.";
+  return std::string(name) + " is null, or has an address or strides that are no multiples of 16 bytes.";
 }
 
 }  // namespace
@@ -331,15 +318,14 @@ Status combine_ranks(const CombineRanksParams& params, cudaStream_t stream) {
   const int heads = params.scatter_heads ? sizes.num_heads / world : sizes.num_heads;
   std::string fault = fault_in(sizes, params.ranks, heads);
   if (fault.empty() && params.scatter_heads && sizes.num_heads % world != 0) {
-    fault = "num_heads=" + std::to_string(sizes.num_heads) +
-            " is no multiple of world=" + std::to_string(world) + ": set scatter_heads to false.";
+    fault = "num_heads=" + std::to_string(sizes.num_heads) + " is no multiple of world=" + std::to_string(world) +
+            ": set scatter_heads to false.";
   }
   if (fault.empty() && sizes.num_tokens > 0) {
-    fault =
-        misaligned("v", params.v.data, params.v.stride_token | params.v.stride_head, sizes.dtype);
+    fault = misaligned("v", params.v.data, params.v.stride_token | params.v.stride_head, sizes.dtype);
     if (fault.empty()) {
-      fault = misaligned("merged_v", params.merged_v.data,
-                         params.merged_v.stride_token | params.merged_v.stride_head, sizes.dtype);
+      fault = misaligned("merged_v", params.merged_v.data, params.merged_v.stride_token | params.merged_v.stride_head,
+                         sizes.dtype);
     }
     if (fault.empty() && params.s.data == nullptr) fault = "s is null: the LSE is needed.";
   }
@@ -367,11 +353,9 @@ Status gather_heads(const GatherHeadsParams& params, cudaStream_t stream) {
   const MergeSizes& sizes = params.sizes;
   std::string fault = fault_in(sizes, params.ranks, sizes.num_heads);
   if (fault.empty() && sizes.num_tokens > 0) {
-    fault =
-        misaligned("x", params.x.data, params.x.stride_token | params.x.stride_head, sizes.dtype);
+    fault = misaligned("x", params.x.data, params.x.stride_token | params.x.stride_head, sizes.dtype);
     if (fault.empty()) {
-      fault = misaligned("whole", params.whole.data,
-                         params.whole.stride_token | params.whole.stride_head, sizes.dtype);
+      fault = misaligned("whole", params.whole.data, params.whole.stride_token | params.whole.stride_head, sizes.dtype);
     }
   }
   if (!fault.empty()) return Status::invalid(std::move(fault));

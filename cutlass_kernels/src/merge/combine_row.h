@@ -52,8 +52,8 @@ struct CombinedRow {
 // flight together. A lane reads the maximum and the sum of one, and hands its weight to the others. Reads past the L1
 // cache, which may hold what was there before other thread blocks of the same kernel wrote.
 template <int kPanels, int kAhead>
-CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const TilePartials& partials,
-                                                int row, int head, int part = 0, int parts = 1) {
+CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const TilePartials& partials, int row, int head,
+                                                int part = 0, int parts = 1) {
   constexpr int kAtOnce = kAhead < 8 ? kAhead : 8;  // to one branch
   const int lane = threadIdx.x % 32;
   const int split_of_lane = lane % kAhead;
@@ -109,15 +109,14 @@ CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const Til
 
 // Writes a row of the output, of request `batch`, by a warp.
 template <class Element, int kPanels>
-CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& combined, int batch,
-                           std::int64_t token, int head) {
+CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& combined, int batch, std::int64_t token,
+                           int head) {
   const int lane = threadIdx.x % 32;
   float factor = p.v_scale * scale_of(p.output_scale, batch, head);
   const FinishedRow finished =
       finish_row(combined.m, combined.sum, p.sinks, head, [&](float weight) { factor *= weight; });
   const float scale = finished.scale(factor);
-  char* out = static_cast<char*>(p.o.data) +
-              Element::kBytes * (token * p.o.stride_token + head * p.o.stride_head);
+  char* out = static_cast<char*>(p.o.data) + Element::kBytes * (token * p.o.stride_token + head * p.o.stride_head);
   CUTE_UNROLL
   for (int c = 0; c < kPanels; ++c) {
     const int column = c * 128 + lane * 4;

@@ -128,8 +128,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
   for (; own.index < own.tiles && own.unit < own.end; ++own.index) {
     const SplitTile tile = tile_at(p, own.index);
     const CombineUnits units{p.plan.splits_of_warp};
-    const int count =
-        tile.num_splits > 1 ? units.of_rows(tile.rows * p.num_qo_heads, tile.num_splits) : 0;
+    const int count = tile.num_splits > 1 ? units.of_rows(tile.rows * p.num_qo_heads, tile.num_splits) : 0;
     const int last = min(own.end, tile.first_unit + count);
     own.unit = max(own.unit, tile.first_unit);
     CUTE_NO_UNROLL
@@ -162,8 +161,7 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   const LaunchPlan& plan = params.plan;
   const std::int64_t tiles = plan.split_tile_capacity;
   // Of a request whose splits are its own, all tiles are described as one.
-  std::int64_t rows =
-      std::min<std::int64_t>(std::max(plan.tile_rows, plan.own_splits.most_rows), params.total_q);
+  std::int64_t rows = std::min<std::int64_t>(std::max(plan.tile_rows, plan.own_splits.most_rows), params.total_q);
   // A list may be written anew, with longer requests, for a captured call.
   if (plan.source != TileSource::kList && plan.source != TileSource::kSingleRequest) {
     rows = std::min<std::int64_t>(rows, params.max_qo_len);
@@ -183,13 +181,11 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
     const int splits = plan.source == TileSource::kBatchByLength
                            ? (plan.num_splits + params.batch_size - 1) / params.batch_size
                            : plan.num_splits;
-    blocks_per_tile = std::min<std::int64_t>(
-        units.of_rows(int(std::min<std::int64_t>(rows * heads, 1 << 24)), splits),
-        std::max<std::int64_t>(blocks / tiles, 1));
+    blocks_per_tile = std::min<std::int64_t>(units.of_rows(int(std::min<std::int64_t>(rows * heads, 1 << 24)), splits),
+                                             std::max<std::int64_t>(blocks / tiles, 1));
     grid = tiles * blocks_per_tile;
   }
-  static_assert(kMostCombinedColumns <= 4 * 128,
-                "Columns beyond those of four panels of 128 would never be combined.");
+  static_assert(kMostCombinedColumns <= 4 * 128, "Columns beyond those of four panels of 128 would never be combined.");
   const Kernel kernel = params.head_dim_vo <= 128   ? kernel_for<1>(params.o_dtype)
                         : params.head_dim_vo <= 256 ? kernel_for<2>(params.o_dtype)
                                                     : kernel_for<4>(params.o_dtype);
@@ -208,8 +204,7 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   config.attrs = &early;
   config.numAttrs = has_dependent_launch(device.compute_capability) ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, combine_params);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the kernel that combines splits", error);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the kernel that combines splits", error);
 }
 
 }  // namespace cutlass_kernels

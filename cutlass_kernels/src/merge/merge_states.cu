@@ -135,10 +135,8 @@ Kernel kernel_for(DType dtype, bool pair, int num_states) {
 }
 
 std::string fault_in(const MergeSizes& sizes) {
-  if (sizes.dtype != DType::kFloat16 && sizes.dtype != DType::kBFloat16 &&
-      sizes.dtype != DType::kFloat32) {
-    return "dtype=" + std::string(to_string(sizes.dtype)) +
-           " is no type of states: use float16, bfloat16 or float32.";
+  if (sizes.dtype != DType::kFloat16 && sizes.dtype != DType::kBFloat16 && sizes.dtype != DType::kFloat32) {
+    return "dtype=" + std::string(to_string(sizes.dtype)) + " is no type of states: use float16, bfloat16 or float32.";
   }
   if (sizes.num_tokens < 0) {
     return "num_tokens=" + std::to_string(sizes.num_tokens) + " must not be negative.";
@@ -150,19 +148,17 @@ std::string fault_in(const MergeSizes& sizes) {
     return "head_dim=" + std::to_string(sizes.head_dim) + " must be a positive multiple of 8.";
   }
   if (const int most = kThreads * kBytes / size_of(sizes.dtype); sizes.head_dim > most) {
-    return "head_dim=" + std::to_string(sizes.head_dim) + " is more than the " +
-           std::to_string(most) + " of a row of " + to_string(sizes.dtype) + ".";
+    return "head_dim=" + std::to_string(sizes.head_dim) + " is more than the " + std::to_string(most) +
+           " of a row of " + to_string(sizes.dtype) + ".";
   }
   return "";
 }
 
-std::string fault_in(const char* name, const void* v, std::int64_t strides, const void* s,
-                     DType dtype) {
+std::string fault_in(const char* name, const void* v, std::int64_t strides, const void* s, DType dtype) {
   if (v == nullptr || s == nullptr) {
     return std::string(name) + " is null, or its LSE: both are needed.";
   }
-  if ((std::int64_t(reinterpret_cast<std::uintptr_t>(v)) | strides * size_of(dtype)) % kBytes !=
-      0) {
+  if ((std::int64_t(reinterpret_cast<std::uintptr_t>(v)) | strides * size_of(dtype)) % kBytes != 0) {
     return std::string(name) +
            " has an address or strides that are no multiples of 16 bytes: copy it into such a "
            "layout.";
@@ -196,8 +192,7 @@ Status launch(MergeKernelParams& p, const MergeSizes& sizes, bool pair, const Te
   const Kernel kernel = kernel_for(sizes.dtype, pair, p.num_states);
 
   // Rows are counted in 32 bits: 2^30 of them have 16 GB of values at least.
-  const std::int64_t most_tokens =
-      std::max<std::int64_t>((std::int64_t(1) << 30) / sizes.num_heads, 1);
+  const std::int64_t most_tokens = std::max<std::int64_t>((std::int64_t(1) << 30) / sizes.num_heads, 1);
   for (std::int64_t first = 0; first < sizes.num_tokens; first += most_tokens) {
     MergeKernelParams part = p;
     for (State& state : part.states) {
@@ -230,13 +225,11 @@ Status merge_states(const MergeStatesParams& params, cudaStream_t stream) {
   }
   if (fault.empty() && sizes.num_tokens > 0) {
     if (params.num_states > 0) {
-      fault = fault_in("v", params.v.data,
-                       params.v.stride_token | params.v.stride_head | params.v_stride_state,
+      fault = fault_in("v", params.v.data, params.v.stride_token | params.v.stride_head | params.v_stride_state,
                        params.s.data, sizes.dtype);
     }
     if (fault.empty()) {
-      fault = fault_in("merged_v", params.merged_v.data,
-                       params.merged_v.stride_token | params.merged_v.stride_head,
+      fault = fault_in("merged_v", params.merged_v.data, params.merged_v.stride_token | params.merged_v.stride_head,
                        params.merged_s.data, sizes.dtype);
     }
   }
@@ -254,24 +247,21 @@ Status merge_state(const MergeStateParams& params, cudaStream_t stream) {
   std::string fault = fault_in(sizes);
   if (fault.empty() && params.mask != nullptr && params.mask_bytes != 1 && params.mask_bytes != 2 &&
       params.mask_bytes != 4 && params.mask_bytes != 8) {
-    fault =
-        "mask_bytes=" + std::to_string(params.mask_bytes) + " is no size of integers: 1, 2, 4, 8.";
+    fault = "mask_bytes=" + std::to_string(params.mask_bytes) + " is no size of integers: 1, 2, 4, 8.";
   }
   if (fault.empty() && params.mask != nullptr &&
       reinterpret_cast<std::uintptr_t>(params.mask) % unsigned(params.mask_bytes) != 0) {
-    fault = "mask starts at an address that is not a multiple of mask_bytes=" +
-            std::to_string(params.mask_bytes) + ".";
+    fault = "mask starts at an address that is not a multiple of mask_bytes=" + std::to_string(params.mask_bytes) + ".";
   }
   if (fault.empty() && sizes.num_tokens > 0) {
-    fault = fault_in("v_a", params.v_a.data, params.v_a.stride_token | params.v_a.stride_head,
-                     params.s_a.data, sizes.dtype);
+    fault = fault_in("v_a", params.v_a.data, params.v_a.stride_token | params.v_a.stride_head, params.s_a.data,
+                     sizes.dtype);
     if (fault.empty()) {
-      fault = fault_in("v_b", params.v_b.data, params.v_b.stride_token | params.v_b.stride_head,
-                       params.s_b.data, sizes.dtype);
+      fault = fault_in("v_b", params.v_b.data, params.v_b.stride_token | params.v_b.stride_head, params.s_b.data,
+                       sizes.dtype);
     }
     if (fault.empty()) {
-      fault = fault_in("merged_v", params.merged_v.data,
-                       params.merged_v.stride_token | params.merged_v.stride_head,
+      fault = fault_in("merged_v", params.merged_v.data, params.merged_v.stride_token | params.merged_v.stride_head,
                        params.merged_s.data, sizes.dtype);
     }
   }

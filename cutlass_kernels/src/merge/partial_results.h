@@ -23,14 +23,11 @@ struct TilePartials {
   int num_splits;
 
   CUTE_DEVICE std::int64_t at(const LaunchParams& p, int row, int head, int split) const {
-    return (std::int64_t(first_row) + row * num_splits) * p.num_qo_heads + head * num_splits +
-           split;
+    return (std::int64_t(first_row) + row * num_splits) * p.num_qo_heads + head * num_splits + split;
   }
 };
 
-CUTE_DEVICE float* partial_o(const LaunchParams& p, std::int64_t at) {
-  return p.plan.partial_o + at * p.head_dim_vo;
-}
+CUTE_DEVICE float* partial_o(const LaunchParams& p, std::int64_t at) { return p.plan.partial_o + at * p.head_dim_vo; }
 CUTE_DEVICE float2* partial_max_sum(const LaunchParams& p, std::int64_t at) {
   return reinterpret_cast<float2*>(p.plan.partial_max_sum) + at;
 }

@@ -29,8 +29,7 @@ struct PartTile {
   // `combines` and `splits_without_list` decide the splits of a request, which must not depend on the parts of its batch.
   bool operator==(const PartTile& other) const {
     return kernel == other.kernel && tile.kind == other.tile.kind && tile.rows == other.tile.rows &&
-           tile.combines == other.tile.combines &&
-           tile.splits_without_list == other.tile.splits_without_list;
+           tile.combines == other.tile.combines && tile.splits_without_list == other.tile.splits_without_list;
   }
 };
 
@@ -44,8 +43,7 @@ RowRanges row_ranges(const AttentionParams& params, Backend backend, const Devic
   if (!params.batch_invariant || chosen) return ranges;
   // Of the rows of a request only a bound may be known.
   const bool exact = params.qo_indptr == nullptr && params.seqused_q == nullptr;
-  const std::int64_t most =
-      is_batch(params) && params.max_qo_len > 0 ? params.max_qo_len : params.total_q;
+  const std::int64_t most = is_batch(params) && params.max_qo_len > 0 ? params.max_qo_len : params.total_q;
   const std::int32_t decode_rows = kDecodeRows / (params.num_qo_heads / params.num_kv_heads);
   ranges.count = 0;
   std::int32_t least = 0;
@@ -95,12 +93,12 @@ bool CallPlan::is_empty() const {
                      [](const PlanState& plan) { return plan.kernel == nullptr; });
 }
 
-Status plan_call(const AttentionParams& params, Backend backend, const Device& device,
-                 const PlanOptions& options, CallPlan* call) {
+Status plan_call(const AttentionParams& params, Backend backend, const Device& device, const PlanOptions& options,
+                 CallPlan* call) {
   call->ranges = row_ranges(params, backend, device);
   for (int i = 0; i < call->ranges.count; ++i) {
-    Status status = make_plan(call->ranges.parts[std::size_t(i)], backend, device, options,
-                              &call->plans[std::size_t(i)]);
+    Status status =
+        make_plan(call->ranges.parts[std::size_t(i)], backend, device, options, &call->plans[std::size_t(i)]);
     if (!status.ok()) return status;
   }
   return Status::success();
@@ -116,19 +114,17 @@ bool share_schedule(const CallPlan& a, const CallPlan& b) {
   const auto facts = [](const PlanState& plan) {
     const PlannedFor& sizes = plan.planned_for;
     const SplitRule& rule = plan.rule;
-    return std::tuple(plan.kernel, plan.source, plan.tile.rows, plan.tile.kind,
-                      plan.tile.packed_heads, plan.tile_indices, plan.split_tile_capacity,
-                      plan.partial_rows, plan.splits_of_warp, rule.shares, rule.share_tiles,
-                      rule.most_keys, rule.wave, rule.fixed, sizes.num_qo_heads, sizes.batch_size,
-                      sizes.page_size, sizes.max_qo_len, sizes.least_rows, sizes.most_rows,
-                      sizes.total_q, sizes.has_indptrs, sizes.has_block_table);
+    return std::tuple(plan.kernel, plan.source, plan.tile.rows, plan.tile.kind, plan.tile.packed_heads,
+                      plan.tile_indices, plan.split_tile_capacity, plan.partial_rows, plan.splits_of_warp, rule.shares,
+                      rule.share_tiles, rule.most_keys, rule.wave, rule.fixed, sizes.num_qo_heads, sizes.batch_size,
+                      sizes.page_size, sizes.max_qo_len, sizes.least_rows, sizes.most_rows, sizes.total_q,
+                      sizes.has_indptrs, sizes.has_block_table);
   };
   // What lengths of requests are bounded by, and where their keys begin.
   const auto lengths = [](const AttentionParams& p) {
-    return std::tuple(p.pages.page_size > 0 ? 0 : p.total_kv, p.max_kv_len, p.kv_stride_request,
-                      p.pages.table_stride, p.pages.table_width, p.pages.num_indices,
-                      p.kv_shard.world, p.kv_shard.rank, p.kv_shard.block, p.qo_indptr != nullptr,
-                      p.kv_indptr != nullptr, p.seqused_q != nullptr, p.seqused_k != nullptr);
+    return std::tuple(p.pages.page_size > 0 ? 0 : p.total_kv, p.max_kv_len, p.kv_stride_request, p.pages.table_stride,
+                      p.pages.table_width, p.pages.num_indices, p.kv_shard.world, p.kv_shard.rank, p.kv_shard.block,
+                      p.qo_indptr != nullptr, p.kv_indptr != nullptr, p.seqused_q != nullptr, p.seqused_k != nullptr);
   };
   if (a.ranges.count != b.ranges.count) return false;
   for (std::size_t i = 0; i < std::size_t(a.ranges.count); ++i) {
@@ -138,8 +134,8 @@ bool share_schedule(const CallPlan& a, const CallPlan& b) {
   return true;
 }
 
-Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters,
-                   cudaStream_t stream, const KeptSchedule& kept) {
+Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters, cudaStream_t stream,
+                   const KeptSchedule& kept) {
   auto* schedule = static_cast<char*>(kept.memory);
   for (int i = 0; i < call.ranges.count; ++i) {
     const PlanState& plan = call.plans[std::size_t(i)];
@@ -157,8 +153,7 @@ Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_co
   return Status::success();
 }
 
-Status plan_once(const AttentionParams& params, Backend backend, const PlanOptions& options,
-                 CallPlan* call) {
+Status plan_once(const AttentionParams& params, Backend backend, const PlanOptions& options, CallPlan* call) {
   std::string fault = contradiction(params, /*with_tensors=*/true);
   if (!fault.empty()) return Status::invalid(std::move(fault));
   if (params.total_q == 0) return Status::success();
@@ -167,8 +162,8 @@ Status plan_once(const AttentionParams& params, Backend backend, const PlanOptio
   return plan_call(params, backend, device, options, call);
 }
 
-Status run_once(const AttentionParams& params, Backend backend, void* workspace,
-                std::size_t workspace_bytes, std::uint64_t* call_counters, cudaStream_t stream) {
+Status run_once(const AttentionParams& params, Backend backend, void* workspace, std::size_t workspace_bytes,
+                std::uint64_t* call_counters, cudaStream_t stream) {
   if (Status status = check_aligned("The workspace", workspace); !status.ok()) return status;
   PlanOptions options;
   options.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
@@ -176,8 +171,7 @@ Status run_once(const AttentionParams& params, Backend backend, void* workspace,
   CallPlan call;
   if (Status status = plan_once(params, backend, options, &call); !status.ok()) return status;
   if (call.workspace_bytes() > options.workspace_bytes) {
-    return workspace_too_small("Attention", params, call.workspace_bytes(),
-                               options.workspace_bytes);
+    return workspace_too_small("Attention", params, call.workspace_bytes(), options.workspace_bytes);
   }
   return launch_call(call, workspace, call_counters, stream);
 }

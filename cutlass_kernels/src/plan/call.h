@@ -49,16 +49,15 @@ struct KeptSchedule {
 CK_API bool share_schedule(const CallPlan& a, const CallPlan& b);
 
 /// Enqueues the kernels of a planned call. `workspace` has its workspace_bytes(); `call_counters` may be null.
-CK_API Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters,
-                          cudaStream_t stream, const KeptSchedule& kept = {});
+CK_API Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters, cudaStream_t stream,
+                          const KeptSchedule& kept = {});
 
 /// The same of any `params`, for the current device: refuses those that are invalid.
-CK_API Status plan_once(const AttentionParams& params, Backend backend, const PlanOptions& options,
-                        CallPlan* call);
+CK_API Status plan_once(const AttentionParams& params, Backend backend, const PlanOptions& options, CallPlan* call);
 
 /// Validates, plans and launches a single call. `workspace` holds both parts of the layout; `call_counters` may be
 /// null.
-Status run_once(const AttentionParams& params, Backend backend, void* workspace,
-                std::size_t workspace_bytes, std::uint64_t* call_counters, cudaStream_t stream);
+Status run_once(const AttentionParams& params, Backend backend, void* workspace, std::size_t workspace_bytes,
+                std::uint64_t* call_counters, cudaStream_t stream);
 
 }  // namespace cutlass_kernels

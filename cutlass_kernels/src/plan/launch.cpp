@@ -37,8 +37,7 @@ LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, con
   launched.packed_heads = plan.tile.packed_heads;
   launched.num_splits = plan.num_splits;
   launched.least_split_keys = params.num_splits > 1 ? 1 : plan.tile.least_split_keys;
-  launched.most_split_keys =
-      std::int32_t(std::min<std::int64_t>(most_keys_of_rows(params, plan.tile.rows), kMaxKeys));
+  launched.most_split_keys = std::int32_t(std::min<std::int64_t>(most_keys_of_rows(params, plan.tile.rows), kMaxKeys));
   launched.split_tile_capacity = plan.split_tile_capacity;
   launched.splits_of_warp = plan.splits_of_warp;
   launched.partial_rows = plan.partial_rows;
@@ -70,8 +69,8 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
   const PlannedFor& planned = plan.planned_for;
   const PlannedFor given = PlannedFor::make(params);
   const auto differs = [](const char* name, std::int64_t value, std::int64_t of_plan) {
-    return std::string(name) + "=" + std::to_string(value) + ", but the plan is for " +
-           std::to_string(of_plan) + ": make a plan for these sizes.";
+    return std::string(name) + "=" + std::to_string(value) + ", but the plan is for " + std::to_string(of_plan) +
+           ": make a plan for these sizes.";
   };
   const auto appears = [](const char* name, bool is_there) {
     return std::string(name) +
@@ -80,8 +79,8 @@ std::string misfit(const PlanState& plan, const AttentionParams& params) {
            ": make a plan for this one.";
   };
   const auto other_type = [](const char* name, DType type, DType of_plan) {
-    return std::string(name) + "=" + to_string(type) + ", but the plan is for " +
-           to_string(of_plan) + ": make a plan for these types.";
+    return std::string(name) + "=" + to_string(type) + ", but the plan is for " + to_string(of_plan) +
+           ": make a plan for these types.";
   };
   if (given.q_dtype != planned.q_dtype) {
     return other_type("q_dtype", given.q_dtype, planned.q_dtype);
@@ -125,8 +124,8 @@ Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with
   return fault.empty() ? Status::success() : Status::invalid(std::move(fault));
 }
 
-Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
-                      cudaStream_t stream, const VectorCopies& uploads) {
+Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule, cudaStream_t stream,
+                      const VectorCopies& uploads) {
   if (plan.source != TileSource::kList || plan.kernel == nullptr) return upload(uploads, stream);
   if (params.total_q > plan.planned_for.total_q) {
     return Status::invalid("total_q=" + std::to_string(params.total_q) +
@@ -137,20 +136,17 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
     return Status::invalid(std::move(fault));
   }
   const WorkspaceLayout& layout = plan.layout;
-  return launch_schedule(
-      params, plan.tile.rows, plan.rule, plan.splits_of_warp, plan.tile_indices,
-      /*fills=*/!plan.kernel->is_persistent, layout.header.in<TileListHeader>(schedule),
-      layout.tile_list.in<WorkItem>(schedule), layout.split_tiles.in<SplitTile>(schedule),
-      layout.combine_counters.in<std::uint64_t>(schedule), uploads, stream);
+  return launch_schedule(params, plan.tile.rows, plan.rule, plan.splits_of_warp, plan.tile_indices,
+                         /*fills=*/!plan.kernel->is_persistent, layout.header.in<TileListHeader>(schedule),
+                         layout.tile_list.in<WorkItem>(schedule), layout.split_tiles.in<SplitTile>(schedule),
+                         layout.combine_counters.in<std::uint64_t>(schedule), uploads, stream);
 }
 
-Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,
-              cudaStream_t stream) {
+Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory, cudaStream_t stream) {
   if (plan.kernel == nullptr || params.total_q == 0) return Status::success();
   const bool splits = plan.split_tile_capacity > 0;
   if (splits && params.stats != nullptr) {
-    return Status::invalid(
-        "stats are not combined, but the plan may split keys: make it with disable_split_kv.");
+    return Status::invalid("stats are not combined, but the plan may split keys: make it with disable_split_kv.");
   }
   LaunchParams problem;
   static_cast<AttentionParams&>(problem) = params;
@@ -163,8 +159,7 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
   if (problem.causal) problem.window_right = 0;
   problem.causal = problem.window_right == 0;
   if (plan.layout.tile_counter.bytes > 0 && memory.call_counters == nullptr) {
-    const cudaError_t error =
-        cudaMemsetAsync(problem.plan.tile_counter, 0, plan.layout.tile_counter.bytes, stream);
+    const cudaError_t error = cudaMemsetAsync(problem.plan.tile_counter, 0, plan.layout.tile_counter.bytes, stream);
     if (error != cudaSuccess) return cuda_failure("Clearing the tile counter", error);
   }
   if (params.mask.words != nullptr && plan.kernel->uses_mask_extents) {
@@ -177,8 +172,7 @@ Status launch(const PlanState& plan, const AttentionParams& params, const Memory
       problem.plan.mask_extents = extents;
     }
   }
-  launch_counts.at(static_cast<std::size_t>(plan.kernel->info.backend))
-      .fetch_add(1, std::memory_order_relaxed);
+  launch_counts.at(static_cast<std::size_t>(plan.kernel->info.backend)).fetch_add(1, std::memory_order_relaxed);
   Status status = plan.kernel->launch(problem, stream);
   const bool combines = splits && problem.plan.combine_counters == nullptr;
   return status.ok() && combines ? launch_combine_splits(problem, stream) : status;
@@ -188,8 +182,7 @@ std::uint64_t launch_count(Backend backend) {
   return launch_counts.at(static_cast<std::size_t>(backend)).load(std::memory_order_relaxed);
 }
 
-Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
-           cudaStream_t stream) {
+Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory, cudaStream_t stream) {
   if (Status status = fits_plan(plan, params, /*with_tensors=*/true); !status.ok()) return status;
   if (plan.kernel == nullptr || params.total_q == 0) return Status::success();
   Device device;

@@ -14,8 +14,8 @@ enum class TileSource : std::int32_t {
   kList,           ///< a list in the workspace, longest tiles first: schedule/write_list.cu
   kSingleRequest,  ///< one request without indptrs: its tiles, last rows first
   kBatchByLength,  ///< as many tile indices per request as the longest one has tiles: all long tiles come first
-  kBatchInOrder,  ///< tile indices in the order of rows: few of them map to no tile
-  kBatchBySplit,  ///< request after request, as many tiles and KV splits for each as one can have
+  kBatchInOrder,   ///< tile indices in the order of rows: few of them map to no tile
+  kBatchBySplit,   ///< request after request, as many tiles and KV splits for each as one can have
 };
 
 /// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one
@@ -47,8 +47,7 @@ struct alignas(16) SplitTile {
   std::int32_t kv_begin;
   std::int32_t kv_len;
   std::int32_t batch;
-  std::int32_t
-      first_unit;  ///< of a list: the units of combining (CombineUnits) of the tiles before it
+  std::int32_t first_unit;  ///< of a list: the units of combining (CombineUnits) of the tiles before it
 };
 
 /// What the memory of a schedule begins with. The counter comes first: where another batch is planned into the same
@@ -63,12 +62,11 @@ struct alignas(16) TileListHeader {
 /// What a launched kernel is given of the plan, with addresses.
 struct LaunchPlan {
   TileSource source = TileSource::kSingleRequest;
-  const void* tile_list =
-      nullptr;  ///< WorkItem[tile_indices], after a TileListHeader; null without a list
-  std::int32_t tile_indices = 0;  ///< per head (or pack of heads); some may map to no tile
-  std::int32_t tile_rows = 0;     ///< TileShape::rows
-  std::int32_t tile_kind = 0;     ///< TileShape::kind
-  std::int32_t packed_heads = 0;  ///< TileShape::packed_heads
+  const void* tile_list = nullptr;  ///< WorkItem[tile_indices], after a TileListHeader; null without a list
+  std::int32_t tile_indices = 0;    ///< per head (or pack of heads); some may map to no tile
+  std::int32_t tile_rows = 0;       ///< TileShape::rows
+  std::int32_t tile_kind = 0;       ///< TileShape::kind
+  std::int32_t packed_heads = 0;    ///< TileShape::packed_heads
   /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, others in proportion to
   /// KV length, but no more than one per least_split_keys keys. By split: of each request, at most.
   std::int32_t num_splits = 1;
@@ -96,9 +94,8 @@ struct LaunchPlan {
 
 /// How many tiles each head has: what the list says, or all indices where there is no list.
 CK_HOST_DEVICE inline std::int32_t num_ranks(const LaunchPlan& plan) {
-  return plan.tile_list == nullptr
-             ? plan.tile_indices
-             : (static_cast<const TileListHeader*>(plan.tile_list) - 1)->num_items;
+  return plan.tile_list == nullptr ? plan.tile_indices
+                                   : (static_cast<const TileListHeader*>(plan.tile_list) - 1)->num_items;
 }
 
 /// How partial results are combined: a row of a head has a warp for every splits_of_warp of its splits, up to all of a

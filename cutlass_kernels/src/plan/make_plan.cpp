@@ -18,20 +18,18 @@ Status check_tiles(const AttentionParams& params, std::int64_t tile_indices) {
   const std::int64_t tiles = (tile_indices + 1) * params.num_qo_heads;
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() - 65536;
   if (tiles <= kMost) return Status::success();
-  return Status::invalid("total_q=" + std::to_string(params.total_q) +
-                         " with num_qo_heads=" + std::to_string(params.num_qo_heads) + " makes " +
-                         std::to_string(tiles) + " tiles, more than the " + std::to_string(kMost) +
-                         " of one call: split the batch.");
+  return Status::invalid("total_q=" + std::to_string(params.total_q) + " with num_qo_heads=" +
+                         std::to_string(params.num_qo_heads) + " makes " + std::to_string(tiles) +
+                         " tiles, more than the " + std::to_string(kMost) + " of one call: split the batch.");
 }
 
 Status check_partial_rows(const AttentionParams& params, std::int64_t rows) {
   if (rows <= std::numeric_limits<std::int32_t>::max()) return Status::success();
-  const std::string what = params.fixed_split_size > 0
-                               ? "fixed_split_size=" + std::to_string(params.fixed_split_size)
-                               : std::string("The plan");
-  return Status::invalid(what + " splits total_q=" + std::to_string(params.total_q) +
-                         " rows into " + std::to_string(rows) + ", too many to count: " +
-                         (params.fixed_split_size > 0 ? "enlarge it." : "split the batch."));
+  const std::string what = params.fixed_split_size > 0 ? "fixed_split_size=" + std::to_string(params.fixed_split_size)
+                                                       : std::string("The plan");
+  return Status::invalid(what + " splits total_q=" + std::to_string(params.total_q) + " rows into " +
+                         std::to_string(rows) +
+                         ", too many to count: " + (params.fixed_split_size > 0 ? "enlarge it." : "split the batch."));
 }
 
 void add_partial_results(const AttentionParams& params, std::int64_t rows, RegionStack* stack,
@@ -44,9 +42,8 @@ void add_partial_results(const AttentionParams& params, std::int64_t rows, Regio
 /// A mask is given, or may be given later: then an option of the same tiles (ALiBi, device scales) is set in its place.
 bool may_be_masked(const AttentionParams& params, const PlanOptions& options) {
   if (params.mask.words != nullptr) return true;
-  return options.masked_later &&
-         (params.alibi.slopes != nullptr || params.logits_scale.data != nullptr ||
-          params.keys_scale.data != nullptr || params.output_scale.data != nullptr);
+  return options.masked_later && (params.alibi.slopes != nullptr || params.logits_scale.data != nullptr ||
+                                  params.keys_scale.data != nullptr || params.output_scale.data != nullptr);
 }
 
 /// The last region: without room for it all keys are computed. Not where results must not depend on the batch, as KV
@@ -66,8 +63,8 @@ Status add_mask_extents(const AttentionParams& params, const PlanOptions& option
   return Status::success();
 }
 
-Status plan_with_list(const AttentionParams& params, const Device& device,
-                      const PlanOptions& options, PlanState* plan) {
+Status plan_with_list(const AttentionParams& params, const Device& device, const PlanOptions& options,
+                      PlanState* plan) {
   plan->source = TileSource::kList;
   plan->rule = split_rule(params, plan->tile, plan->source, device, options.partial_bytes);
   const SplitRule& rule = plan->rule;
@@ -88,8 +85,7 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   layout.combine_counters = schedule.add(rule.combine_counters * sizeof(std::uint64_t));
   layout.schedule_bytes = schedule.bytes();
   RegionStack scratch;
-  if (rule.split_tile_capacity > 0)
-    add_partial_results(params, rule.partial_rows, &scratch, &layout);
+  if (rule.split_tile_capacity > 0) add_partial_results(params, rule.partial_rows, &scratch, &layout);
   if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
     return status;
   }
@@ -97,15 +93,14 @@ Status plan_with_list(const AttentionParams& params, const Device& device,
   return Status::success();
 }
 
-Status plan_without_list(const AttentionParams& params, const Device& device,
-                         const PlanOptions& options, PlanState* plan) {
+Status plan_without_list(const AttentionParams& params, const Device& device, const PlanOptions& options,
+                         PlanState* plan) {
   const TileShape& tile = plan->tile;
   std::int64_t tile_indices = tile_index_count(plan->source, params, tile.rows);
   if (Status status = check_tiles(params, tile_indices); !status.ok()) return status;
   WorkspaceLayout& layout = plan->layout;
   RegionStack scratch;
-  if (plan->kernel->is_persistent && !options.call_counters &&
-      2 * sizeof(std::uint64_t) <= options.workspace_bytes) {
+  if (plan->kernel->is_persistent && !options.call_counters && 2 * sizeof(std::uint64_t) <= options.workspace_bytes) {
     layout.tile_counter = scratch.add(2 * sizeof(std::uint64_t));
   }
 
@@ -117,16 +112,14 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
     RegionStack with_partials = scratch;
     WorkspaceLayout split_layout = layout;
     add_partial_results(params, rows, &with_partials, &split_layout);
-    const std::int64_t longest =
-        is_batch(params) ? tiles_of_longest(params, tile.rows) : tile_indices;
+    const std::int64_t longest = is_batch(params) ? tiles_of_longest(params, tile.rows) : tile_indices;
     // Of a batch, one per request more than are shared out.
     const std::int64_t of_request = splits / params.batch_size - (params.batch_size > 1 ? 1 : 0);
     const std::int64_t counters = combine_counters(params, tile, rows);
-    const bool combines = options.call_counters && counters <= kCombineCallCounters &&
-                          combines_in_kernel(params, tile, of_request);
+    const bool combines =
+        options.call_counters && counters <= kCombineCallCounters && combines_in_kernel(params, tile, of_request);
     if (params.batch_size > 1 && !combines) {
-      split_layout.split_tiles =
-          with_partials.add(std::size_t(longest) * params.batch_size * sizeof(SplitTile));
+      split_layout.split_tiles = with_partials.add(std::size_t(longest) * params.batch_size * sizeof(SplitTile));
     }
     if (with_partials.bytes() <= options.workspace_bytes) {
       scratch = with_partials;
@@ -139,8 +132,7 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
       plan->split_tile_capacity = std::int32_t(longest * params.batch_size);
       plan->combine_counters = combines ? std::int32_t(counters) : 0;
     } else if (rule.fixed > 0 || rule.own.most > 1) {
-      return workspace_too_small("Splitting the keys", params, with_partials.bytes(),
-                                 options.workspace_bytes);
+      return workspace_too_small("Splitting the keys", params, with_partials.bytes(), options.workspace_bytes);
     }
   }
   plan->tile_indices = std::int32_t(tile_indices);
@@ -152,10 +144,9 @@ Status plan_without_list(const AttentionParams& params, const Device& device,
 }
 
 /// Of a batch without a list whose requests have splits of their own.
-Status plan_own_splits(const AttentionParams& params, const Device& device,
-                       const PlanOptions& options, PlanState* plan) {
-  const SplitRule rule =
-      split_rule(params, plan->tile, plan->source, device, options.partial_bytes);
+Status plan_own_splits(const AttentionParams& params, const Device& device, const PlanOptions& options,
+                       PlanState* plan) {
+  const SplitRule rule = split_rule(params, plan->tile, plan->source, device, options.partial_bytes);
   const OwnBounds bounds = own_bounds(rule, params, plan->tile);
   if (Status status = check_tiles(params, bounds.tile_indices); !status.ok()) return status;
   if (Status status = check_partial_rows(params, bounds.partial_rows); !status.ok()) return status;
@@ -170,8 +161,7 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
     plan->split_tile_capacity = params.batch_size;
   }
   if (scratch.bytes() > options.workspace_bytes) {
-    return workspace_too_small("Splitting the keys", params, scratch.bytes(),
-                               options.workspace_bytes);
+    return workspace_too_small("Splitting the keys", params, scratch.bytes(), options.workspace_bytes);
   }
   plan->tile_indices = std::int32_t(bounds.tile_indices);
   plan->num_splits = std::max(rule.most_splits, 1);
@@ -184,13 +174,11 @@ Status plan_own_splits(const AttentionParams& params, const Device& device,
 
 /// Where results must not depend on the batch, as many as a warp loads at once. With more warps than run at once, those
 /// that share rows only wait for each other (16 rows of 32 heads in 16 splits: 14.0 -> 10.5 us in all).
-std::int32_t splits_of_warp(const AttentionParams& params, std::int64_t partial_rows,
-                            const Device& device) {
+std::int32_t splits_of_warp(const AttentionParams& params, std::int64_t partial_rows, const Device& device) {
   const std::int64_t ahead = combined_ahead(params.head_dim_vo);
   if (params.batch_invariant || params.fixed_split_size > 0) return std::int32_t(ahead);
   const std::int64_t warps = std::int64_t(2) * CombineUnits::kWarps * device.multiprocessors;
-  const std::int64_t fair =
-      (partial_rows * params.num_qo_heads + warps - 1) / std::max<std::int64_t>(warps, 1);
+  const std::int64_t fair = (partial_rows * params.num_qo_heads + warps - 1) / std::max<std::int64_t>(warps, 1);
   return std::int32_t(std::clamp<std::int64_t>(fair, ahead, 1 << 16));
 }
 
@@ -202,8 +190,8 @@ AttentionParams with_rows_of_requests(AttentionParams params) {
 }
 
 /// From the kernel on, of a problem with rows.
-Status plan_kernel(const AttentionParams& params, Backend backend, const Device& device,
-                   const PlanOptions& options, PlanState* plan) {
+Status plan_kernel(const AttentionParams& params, Backend backend, const Device& device, const PlanOptions& options,
+                   PlanState* plan) {
   std::vector<std::string> reasons;
   const KernelEntry* kernel = choose(backend, params, device.compute_capability, &reasons);
   if (kernel == nullptr) return Status::unsupported(joined(reasons));
@@ -214,11 +202,9 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
   if (plan->source == TileSource::kBatchBySplit) {
     return plan_own_splits(params, device, options, plan);
   }
-  if (is_batch(params) && !params.batch_invariant &&
-      list_pays(params, *kernel, plan->tile, device)) {
+  if (is_batch(params) && !params.batch_invariant && list_pays(params, *kernel, plan->tile, device)) {
     PlanState listed = *plan;
-    if (plan_with_list(params, device, options, &listed).ok() &&
-        listed.layout.bytes() <= options.workspace_bytes) {
+    if (plan_with_list(params, device, options, &listed).ok() && listed.layout.bytes() <= options.workspace_bytes) {
       *plan = listed;
       return Status::success();
     }
@@ -251,8 +237,8 @@ PlannedFor PlannedFor::make(const AttentionParams& params) {
   return made;
 }
 
-Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
-                 const PlanOptions& options, PlanState* plan) {
+Status make_plan(const AttentionParams& params, Backend backend, const Device& device, const PlanOptions& options,
+                 PlanState* plan) {
   PlanState made;
   made.planned_for = PlannedFor::make(params);
   if (params.total_q > 0) {
@@ -265,13 +251,11 @@ Status make_plan(const AttentionParams& params, Backend backend, const Device& d
   return Status::success();
 }
 
-Status workspace_too_small(const char* what, const AttentionParams& params, std::size_t needed,
-                           std::size_t got) {
-  return {StatusCode::kWorkspaceTooSmall,
-          std::string(what) + " of " + std::to_string(params.batch_size) +
-              " requests with total_q=" + std::to_string(params.total_q) +
-              " needs a workspace of " + std::to_string(needed) + " bytes, got " +
-              std::to_string(got) + "; workspace_size() tells how many."};
+Status workspace_too_small(const char* what, const AttentionParams& params, std::size_t needed, std::size_t got) {
+  return {StatusCode::kWorkspaceTooSmall, std::string(what) + " of " + std::to_string(params.batch_size) +
+                                              " requests with total_q=" + std::to_string(params.total_q) +
+                                              " needs a workspace of " + std::to_string(needed) + " bytes, got " +
+                                              std::to_string(got) + "; workspace_size() tells how many."};
 }
 
 }  // namespace cutlass_kernels

@@ -34,8 +34,7 @@ inline bool decodes(const AttentionParams& params) {
   const int group_size = params.num_qo_heads / params.num_kv_heads;
   if (group_size > kDecodeRows) return false;
   if (params.batch_invariant) return params.most_rows <= kDecodeRows / group_size;
-  return !is_alone(params) &&
-         params.total_q * group_size <= std::int64_t(kDecodeRows) * params.batch_size;
+  return !is_alone(params) && params.total_q * group_size <= std::int64_t(kDecodeRows) * params.batch_size;
 }
 
 // Whether requests have keys worth splitting, on average, as far as the host knows.
@@ -53,13 +52,10 @@ inline bool has_short_queries(const AttentionParams& params, int packed_heads) {
 // Whether tiles of one head, of `tile_rows` rows, would be fewer than the `at_once` that the device computes at once
 // while there are keys worth splitting, and `keys_per_row` times as many as rows: under a causal mask of as many rows as
 // keys, tiles differ too much.
-inline bool leaves_device_idle(const AttentionParams& params, int tile_rows, int at_once,
-                               int keys_per_row) {
+inline bool leaves_device_idle(const AttentionParams& params, int tile_rows, int at_once, int keys_per_row) {
   const std::int64_t tiles =
-      std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) *
-      params.num_qo_heads;
-  return !is_alone(params) && can_split(params) && tiles < at_once &&
-         all_keys(params) >= keys_per_row * params.total_q;
+      std::max<std::int64_t>((params.total_q + tile_rows - 1) / tile_rows, params.batch_size) * params.num_qo_heads;
+  return !is_alone(params) && can_split(params) && tiles < at_once && all_keys(params) >= keys_per_row * params.total_q;
 }
 
 }  // namespace cutlass_kernels

@@ -40,8 +40,8 @@ struct PlanState {
   std::int32_t splits_of_warp = 1;       ///< LaunchPlan::splits_of_warp
   std::int32_t partial_rows = 0;         ///< LaunchPlan::partial_rows
   OwnSplits own_splits;                  ///< LaunchPlan::own_splits
-  std::int32_t combine_counters = 0;  ///< > 0: the attention kernel combines partial results itself
-  SplitRule rule;                     ///< by which make_schedule() splits the tiles of a list
+  std::int32_t combine_counters = 0;     ///< > 0: the attention kernel combines partial results itself
+  SplitRule rule;                        ///< by which make_schedule() splits the tiles of a list
   WorkspaceLayout layout;
 };
 
@@ -56,10 +56,9 @@ constexpr int kCombineCallCounters = kCallCounters - kFirstCombineCallCounter;
 /// What a plan may count on.
 struct PlanOptions {
   std::size_t workspace_bytes = std::numeric_limits<std::size_t>::max();
-  bool call_counters = false;  ///< the caller brings kCallCounters
-  bool masked_later = false;   ///< calls may have a custom mask although params has none
-  std::size_t partial_bytes =
-      kMostPartialBytes;  ///< of partial results, where the host chooses their number
+  bool call_counters = false;                     ///< the caller brings kCallCounters
+  bool masked_later = false;                      ///< calls may have a custom mask although params has none
+  std::size_t partial_bytes = kMostPartialBytes;  ///< of partial results, where the host chooses their number
 };
 
 /// Memory that a call may use: both parts of the layout, and optional counters.
@@ -69,8 +68,7 @@ struct Memory {
   std::uint64_t* call_counters = nullptr;
 
   /// Both parts in one workspace.
-  static Memory in(void* workspace, const WorkspaceLayout& layout,
-                   std::uint64_t* call_counters = nullptr) {
+  static Memory in(void* workspace, const WorkspaceLayout& layout, std::uint64_t* call_counters = nullptr) {
     return {workspace, static_cast<char*>(workspace) + layout.schedule_bytes, call_counters};
   }
 };
@@ -85,22 +83,19 @@ CK_API Status make_plan(const AttentionParams& params, Backend backend, const De
 Status fits_plan(const PlanState& plan, const AttentionParams& params, bool with_tensors);
 
 /// Enqueues `uploads` of index vectors, and what writes the schedule of a plan with a list.
-CK_API Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule,
-                             cudaStream_t stream, const VectorCopies& uploads = {});
+CK_API Status write_schedule(const PlanState& plan, const AttentionParams& params, void* schedule, cudaStream_t stream,
+                             const VectorCopies& uploads = {});
 
 /// Enqueues the kernels of validated `params`, for which the plan was made.
-CK_API Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory,
-                     cudaStream_t stream);
+CK_API Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory, cudaStream_t stream);
 
 /// The same for any `params`: refuses those that are invalid or do not fit the plan.
-CK_API Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory,
-                  cudaStream_t stream);
+CK_API Status run(const PlanState& plan, const AttentionParams& params, const Memory& memory, cudaStream_t stream);
 
 /// Attention kernels of `backend` that the threads of this process have launched, so that tests can prove which backend
 /// ran. A replay of a CUDA graph launches none.
 CK_API std::uint64_t launch_count(Backend backend);
 
-CK_API Status workspace_too_small(const char* what, const AttentionParams& params,
-                                  std::size_t needed, std::size_t got);
+CK_API Status workspace_too_small(const char* what, const AttentionParams& params, std::size_t needed, std::size_t got);
 
 }  // namespace cutlass_kernels

@@ -65,8 +65,7 @@ OwnSplits own_splits(const AttentionParams& params, const TileShape& tile, const
   return own;
 }
 
-SplitRule own_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles,
-                   const Device& device) {
+SplitRule own_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles, const Device& device) {
   SplitRule rule;
   rule.own = own_splits(params, tile, device);
   rule.most_splits = rule.own.of(1, kMaxKeys);
@@ -75,8 +74,7 @@ SplitRule own_rule(const AttentionParams& params, const TileShape& tile, std::in
   // All tiles of a request together have as many splits as fill the device, at most.
   rule.extra_tiles = std::min(requests * (rule.own.most - 1), tiles * (rule.most_splits - 1));
   rule.split_tile_capacity = tiles;
-  rule.partial_rows =
-      std::min(params.total_q * rule.most_splits, requests * std::int64_t(rule.own.partial_rows));
+  rule.partial_rows = std::min(params.total_q * rule.most_splits, requests * std::int64_t(rule.own.partial_rows));
   return rule;
 }
 
@@ -86,8 +84,7 @@ std::int64_t rows_of_split(const AttentionParams& params, const TileShape& tile)
 }
 
 /// Even shares of a batch, for each tile of a request and pack of heads; 0 where keys are split otherwise.
-std::int64_t even_shares(const AttentionParams& params, const TileShape& tile,
-                         const SplitRule& rule) {
+std::int64_t even_shares(const AttentionParams& params, const TileShape& tile, const SplitRule& rule) {
   // Few shares, times tiles and packs of heads, leave up to an eighth of the thread blocks idle. So would requests with
   // fewer tiles than the longest. What a caller asks for is dealt out as it is.
   constexpr int kFewShares = 8;
@@ -96,23 +93,19 @@ std::int64_t even_shares(const AttentionParams& params, const TileShape& tile,
     return 0;
   }
   const std::int64_t tiles = tiles_of_longest(params, tile.rows);
-  const bool same_tiles =
-      tiles == 1 || (params.seqused_q == nullptr &&
-                     params.total_q == std::int64_t(params.batch_size) * params.max_qo_len);
-  const std::int64_t shares =
-      std::min(rule.wave, rule.most_slots) / std::max<std::int64_t>(tiles, 1);
+  const bool same_tiles = tiles == 1 || (params.seqused_q == nullptr &&
+                                         params.total_q == std::int64_t(params.batch_size) * params.max_qo_len);
+  const std::int64_t shares = std::min(rule.wave, rule.most_items) / std::max<std::int64_t>(tiles, 1);
   return same_tiles && shares >= kFewShares ? shares : 0;
 }
 
 /// Splits that fill the device, of up to `rows` rows each.
-SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles,
-                       std::int64_t rows, std::int64_t keys, const Device& device,
-                       std::size_t partial_bytes) {
+SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std::int64_t tiles, std::int64_t rows,
+                       std::int64_t keys, const Device& device, std::size_t partial_bytes) {
   SplitRule rule;
-  const std::int64_t room =
-      partial_bytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
-  const int thread_blocks = std::min(
-      device.multiprocessors * tile.blocks_per_sm / tile.blocks_per_tile, kMostThreadBlocks);
+  const std::int64_t room = partial_bytes / std::max<std::size_t>(partial_row_bytes(params) * rows, 1);
+  const int thread_blocks =
+      std::min(device.multiprocessors * tile.blocks_per_sm / tile.blocks_per_tile, kMostThreadBlocks);
   rule.wave = thread_blocks / (params.num_qo_heads / tile.packed_heads);
   rule.most_waves = tile.most_waves;
   rule.least_split_keys = tile.least_split_keys;
@@ -121,21 +114,20 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.most_waves = 1;
     rule.least_split_keys = 1;
   }
-  rule.most_slots = int(std::min<std::int64_t>(std::int64_t(rule.most_waves) * rule.wave, room));
+  rule.most_items = int(std::min<std::int64_t>(std::int64_t(rule.most_waves) * rule.wave, room));
   // What a caller asks for is dealt out as it is.
-  rule.most_pairs = params.num_splits > 1
-                        ? rule.most_slots
-                        : int(std::min<std::int64_t>(rounded_up(rule.most_slots), room));
+  rule.most_rounded_items =
+      params.num_splits > 1 ? rule.most_items : int(std::min<std::int64_t>(rounded_up(rule.most_items), room));
   if (tile.least_split_keys_of_few > 0 && params.num_splits <= 1) {
-    rule.few_slots = std::min(rule.most_slots, device.multiprocessors / tile.blocks_per_tile /
-                                                   (params.num_qo_heads / tile.packed_heads));
+    rule.few_items = std::min(
+        rule.most_items, device.multiprocessors / tile.blocks_per_tile / (params.num_qo_heads / tile.packed_heads));
     rule.least_split_keys_of_few = tile.least_split_keys_of_few;
     rule.partial_rows_of_one = std::max<std::int64_t>(params.total_q * params.num_qo_heads, 1);
   }
-  rule.most_splits = rule.most_slots;
+  rule.most_splits = rule.most_items;
   if (keys > 0) {
-    const SplitSlots usual{rule.most_slots, rule.least_split_keys, keys, false};
-    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few, keys, false};
+    const ItemBudget usual{rule.most_items, rule.least_split_keys, keys, false};
+    const ItemBudget few{rule.few_items, rule.least_split_keys_of_few, keys, false};
     rule.most_splits = int(std::max(usual.splits(1, keys), few.splits(1, keys)));
   }
   if (rule.most_splits < 2) return {};
@@ -149,7 +141,7 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
     rule.partial_rows = layout.most_splits() * rows_of_split(params, tile);
     return rule;
   }
-  const std::int64_t pairs = rule.most_pairs;
+  const std::int64_t pairs = rule.most_rounded_items;
   rule.extra_tiles = std::min(pairs, tiles * (rule.most_splits - 1));
   rule.split_tile_capacity = std::min((pairs + 1) / 2, tiles);
   rule.partial_rows = std::min(pairs * rows, params.total_q * rule.most_splits);
@@ -158,10 +150,9 @@ SplitRule filling_rule(const AttentionParams& params, const TileShape& tile, std
 
 }  // namespace
 
-SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
-                     const Device& device, std::size_t partial_bytes) {
-  if (tile.packed_heads == 0 || params.disable_split_kv || params.num_splits == 1 ||
-      params.stats != nullptr) {
+SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,
+                     std::size_t partial_bytes) {
+  if (tile.packed_heads == 0 || params.disable_split_kv || params.num_splits == 1 || params.stats != nullptr) {
     return {};
   }
   if (params.batch_invariant && params.fixed_split_size == 0) {
@@ -181,9 +172,8 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
   } else {
     std::int64_t keys = most_keys(params);
     if (batch_without_list) keys = std::min(keys, most_keys_of_rows(params, tile.rows));
-    const std::int64_t rows = batch_without_list
-                                  ? rows_of_split(params, tile)
-                                  : std::min<std::int64_t>(tile.rows, params.total_q);
+    const std::int64_t rows =
+        batch_without_list ? rows_of_split(params, tile) : std::min<std::int64_t>(tile.rows, params.total_q);
     rule = filling_rule(params, tile, tiles, rows, keys, device, partial_bytes);
   }
   if (rule.most_splits < 2) return rule;
@@ -199,11 +189,8 @@ double idle_share(const AttentionParams& params, const TileShape& tile, const De
   if (rows == 0 || keys < rows) return 0;
   // Of a request, under a causal mask, as in a tile list.
   const std::int64_t tiles = (rows + tile.rows - 1) / tile.rows;
-  const auto cost = [&](std::int64_t i) {
-    return keys - rows + std::min((i + 1) * tile.rows, rows);
-  };
-  const double requests =
-      double(params.batch_size) * params.num_qo_heads / std::max(tile.packed_heads, 1);
+  const auto cost = [&](std::int64_t i) { return keys - rows + std::min((i + 1) * tile.rows, rows); };
+  const double requests = double(params.batch_size) * params.num_qo_heads / std::max(tile.packed_heads, 1);
   const double sms = double(device.multiprocessors) / tile.blocks_per_tile;
   const double at_once = sms * tile.blocks_per_sm;
   const auto idle_of_last = [&](double blocks) {
@@ -218,11 +205,11 @@ double idle_share(const AttentionParams& params, const TileShape& tile, const De
   std::int64_t work = 0;
   for (std::int64_t i = 0; i < tiles; ++i) work += cost(i);
   const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
-  const SplitSlots slots = split_slots(rule, tiles * params.batch_size, work * params.batch_size);
+  const ItemBudget budget = item_budget(rule, tiles * params.batch_size, work * params.batch_size);
   std::int64_t pieces = 0;
   double longest = 0;
   for (std::int64_t i = 0; i < tiles; ++i) {
-    const int splits = splits_of(rule, slots, cost(i), int(std::min<std::int64_t>(rows, kMaxKeys)));
+    const int splits = splits_of(rule, budget, cost(i), int(std::min<std::int64_t>(rows, kMaxKeys)));
     pieces += splits;
     longest = std::max(longest, double(cost(i)) / splits);
   }
@@ -231,27 +218,26 @@ double idle_share(const AttentionParams& params, const TileShape& tile, const De
   return blocks <= at_once ? 0 : idle_of_last(blocks);
 }
 
-std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
-                           std::int64_t tiles) {
+std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params, std::int64_t tiles) {
   if (rule.own.most > 1) return rule.own.most;
   if (rule.shares > 0) return std::max(rule.shares / params.batch_size, 1);
   if (rule.wave <= 0 || tiles <= 0) return 1;
   const std::int64_t keys = all_keys(params) / params.batch_size;
-  if (keys <= 0) return slots_for(rule, tiles) / tiles;
-  return std::max<std::int64_t>(split_slots(rule, tiles, tiles * keys).splits(tiles, keys), 1);
+  if (keys <= 0) return items_for(rule, tiles) / tiles;
+  return std::max<std::int64_t>(item_budget(rule, tiles, tiles * keys).splits(tiles, keys), 1);
 }
 
-std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
-                                 const TileShape& tile, TileSource source) {
+std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params, const TileShape& tile,
+                                 TileSource source) {
   if (!is_batch(params)) {
     const std::int64_t tiles = tile_index_count(source, params, tile.rows);
-    return splits_of(rule, split_slots(rule, tiles, tiles * params.total_kv), params.total_kv,
+    return splits_of(rule, item_budget(rule, tiles, tiles * params.total_kv), params.total_kv,
                      int(std::min<std::int64_t>(params.total_q, kMaxKeys)));
   }
   const std::int64_t requests = params.batch_size;
   const std::int64_t tiles = tiles_of_longest(params, tile.rows);
   if (rule.wave <= 0 || tiles == 0) return requests;
-  std::int64_t splits = slots_for(rule, tiles * requests) / tiles;
+  std::int64_t splits = items_for(rule, tiles * requests) / tiles;
   splits = std::min(splits, requests * rule.most_splits);
   if (requests == 1) return std::max<std::int64_t>(combined_at_once(splits), 1);
   // In proportion to their keys, all but the longest requests may get none: these have one more.
@@ -260,8 +246,8 @@ std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& p
 
 OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile) {
   const std::int64_t requests = params.batch_size;
-  const std::int64_t longest = std::min<std::int64_t>(
-      std::min<std::int64_t>(params.max_qo_len, params.total_q), params.most_rows);
+  const std::int64_t longest =
+      std::min<std::int64_t>(std::min<std::int64_t>(params.max_qo_len, params.total_q), params.most_rows);
   const std::int64_t tiles = (longest + tile.rows - 1) / tile.rows;
   if (rule.most_splits < 2) return {requests * tiles};
   // A request of more tiles has fewer splits of each.
@@ -272,12 +258,11 @@ OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const
     indices = std::max(indices, some * rule.own.of(int(rows), kMaxKeys));
   }
   const std::int64_t rows = std::min<std::int64_t>(longest, rule.own.most_rows);
-  return {requests * indices,
-          requests * std::min<std::int64_t>(rows * rule.most_splits, rule.own.partial_rows)};
+  return {requests * indices, requests * std::min<std::int64_t>(rows * rule.most_splits, rule.own.partial_rows)};
 }
 
-std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,
-                                       TileSource source, std::int64_t splits) {
+std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile, TileSource source,
+                                       std::int64_t splits) {
   if (source == TileSource::kSingleRequest) return splits > 1 ? params.total_q * splits : 0;
   const std::int64_t rows = rows_of_split(params, tile);
   return splits > params.batch_size ? tiles_of_longest(params, tile.rows) * splits * rows : 0;
@@ -288,13 +273,11 @@ bool combines_in_kernel(const AttentionParams& params, const TileShape& tile, st
   if (tile.combined_splits > 0) return splits <= tile.combined_splits;
   // A warp of the thread block combines a row. With more rows than warps, or many splits, a second kernel is faster,
   // where up to eight warps share a row.
-  const std::int64_t rows =
-      (params.total_q + params.batch_size - 1) / params.batch_size * tile.packed_heads;
+  const std::int64_t rows = (params.total_q + params.batch_size - 1) / params.batch_size * tile.packed_heads;
   return rows <= 4 ? splits <= 64 : rows <= 8 && splits <= 16 && params.batch_size > 1;
 }
 
-std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile,
-                              std::int64_t partial_rows) {
+std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile, std::int64_t partial_rows) {
   return (partial_rows + 1) / 2 * (params.num_qo_heads / tile.packed_heads);
 }
 

@@ -17,19 +17,17 @@ struct Device;
 
 /// The rule, and bounds of what comes of it.
 struct SplitRule {
-  std::int32_t wave =
-      0;  ///< tiles of one head that run at once; 0: keys are not split to fill the device
+  std::int32_t wave = 0;  ///< tiles of one head that run at once; 0: keys are not split to fill the device
   std::int32_t most_waves = 1;
-  std::int32_t most_slots = 0;  ///< most (tile, split) pairs of one head that are dealt out
-  std::int32_t most_pairs = 0;  ///< the same with what may be rounded up
+  std::int32_t most_items = 0;          ///< most (tile, split) pairs of one head that are dealt out
+  std::int32_t most_rounded_items = 0;  ///< the same with what may be rounded up
   std::int32_t least_split_keys = 1;
-  std::int32_t few_slots = 0;            ///< pairs up to which splits may be shorter; 0: none
+  std::int32_t few_items = 0;            ///< pairs up to which splits may be shorter; 0: none
   std::int64_t partial_rows_of_one = 1;  ///< of all heads, if each tile came in one split
   std::int32_t least_split_keys_of_few = 1;
-  std::int32_t fixed = 0;  ///< keys of a split; 0: by `own` or `wave`
-  OwnSplits own;           ///< by the lengths of the request alone
-  std::int32_t shares =
-      0;  ///< > 0: even shares (schedule/even_shares.h), so many for each tile of a head
+  std::int32_t fixed = 0;        ///< keys of a split; 0: by `own` or `wave`
+  OwnSplits own;                 ///< by the lengths of the request alone
+  std::int32_t shares = 0;       ///< > 0: even shares (schedule/even_shares.h), so many for each tile of a head
   std::int32_t share_tiles = 1;  ///< of a request, at most
   std::int32_t most_keys = 0;    ///< that rows of one tile see
   std::int32_t most_splits = 1;  ///< of a tile
@@ -49,25 +47,24 @@ CK_HOST_DEVICE inline std::int64_t combined_at_once(std::int64_t splits) {
 
 /// (tile, split) pairs that `tiles` tiles of one head come in: as many as fill as few waves of thread blocks as they
 /// can fill well. Waves are added as long as equal tiles would leave more than 15 % of the device idle.
-CK_HOST_DEVICE inline std::int64_t slots_for(const SplitRule& rule, std::int64_t tiles) {
-  std::int64_t slots = rule.wave;
-  for (int waves = 2; waves <= rule.most_waves && slots / tiles * tiles * 100 < 85 * slots;
-       ++waves) {
-    slots = std::int64_t(rule.wave) * waves;
+CK_HOST_DEVICE inline std::int64_t items_for(const SplitRule& rule, std::int64_t tiles) {
+  std::int64_t items = rule.wave;
+  for (int waves = 2; waves <= rule.most_waves && items / tiles * tiles * 100 < 85 * items; ++waves) {
+    items = std::int64_t(rule.wave) * waves;
   }
-  return slots > rule.most_slots ? rule.most_slots : slots;
+  return items > rule.most_items ? rule.most_items : items;
 }
 
 /// What is dealt out among tiles, and the keys of the smallest split.
-struct SplitSlots {
-  std::int64_t slots;
+struct ItemBudget {
+  std::int64_t items;
   std::int64_t least_keys;
   std::int64_t work;  ///< keys that all tiles see together
   bool rounds_up;     ///< whether nearly a split counts as one
 
   /// Of each of so many tiles that see so many keys on average.
   CK_HOST_DEVICE std::int64_t splits(std::int64_t tiles, std::int64_t keys) const {
-    const std::int64_t each = slots / tiles, longest = keys / least_keys;
+    const std::int64_t each = items / tiles, longest = keys / least_keys;
     return each < longest ? each : longest;
   }
 };
@@ -76,47 +73,44 @@ struct SplitSlots {
 /// as many splits, all wait for the ones that got fewer. Of 15 / 8 it makes 2, so that all tiles that are split together
 /// get a fifteenth more than is dealt out, at most.
 constexpr int kRoundedUp = 8;
-CK_HOST_DEVICE inline std::int64_t rounded_up(std::int64_t slots) {
-  return slots + (slots + 14) / 15;
-}
+CK_HOST_DEVICE inline std::int64_t rounded_up(std::int64_t items) { return items + (items + 14) / 15; }
 
 /// For `tiles` tiles that see `work` keys together. Splits are short where these are more: shorter splits read keys in
 /// less time, more of them take longer to combine. If a tile takes 19 ns for a key (0.6 us for 32) and a partial row of a
 /// head 0.33 ns (1 KB at 3 TB/s), sqrt(57 keys / rows) splits are the fastest. Half as many more, what is allowed here,
 /// cost 8 %.
-CK_HOST_DEVICE inline SplitSlots split_slots(const SplitRule& rule, std::int64_t tiles,
-                                             std::int64_t work) {
+CK_HOST_DEVICE inline ItemBudget item_budget(const SplitRule& rule, std::int64_t tiles, std::int64_t work) {
   if (rule.wave <= 0 || tiles <= 0 || work <= 0) return {0, 1, 1, false};
   const std::int64_t keys = work / tiles;
-  SplitSlots chosen{slots_for(rule, tiles), rule.least_split_keys, work, false};
-  std::int64_t at_once = (chosen.slots + rule.wave - 1) / rule.wave * rule.wave;
-  if (rule.few_slots >= 2 * tiles) {
-    const SplitSlots few{rule.few_slots, rule.least_split_keys_of_few, work, false};
+  ItemBudget chosen{items_for(rule, tiles), rule.least_split_keys, work, false};
+  std::int64_t at_once = (chosen.items + rule.wave - 1) / rule.wave * rule.wave;
+  if (rule.few_items >= 2 * tiles) {
+    const ItemBudget few{rule.few_items, rule.least_split_keys_of_few, work, false};
     const auto most = std::int64_t(sqrtf(128.0f * float(keys) / float(rule.partial_rows_of_one)));
     const std::int64_t each = few.splits(tiles, keys) < most ? few.splits(tiles, keys) : most;
     if (each > chosen.splits(tiles, keys)) {
       chosen = {each * tiles, few.least_keys, work, false};
-      at_once = rule.few_slots;
+      at_once = rule.few_items;
     }
   }
   // Not if equal tiles would then need another wave for a few thread blocks.
-  const std::int64_t each = (kRoundedUp * chosen.slots + tiles) / (kRoundedUp * tiles);
-  chosen.rounds_up = rounded_up(chosen.slots) <= rule.most_pairs && each * tiles <= at_once;
+  const std::int64_t each = (kRoundedUp * chosen.items + tiles) / (kRoundedUp * tiles);
+  chosen.rounds_up = rounded_up(chosen.items) <= rule.most_rounded_items && each * tiles <= at_once;
   return chosen;
 }
 
 /// KV splits of a tile that sees `cost` keys, of a request of `rows` rows, in a batch (of one head) whose tiles share
-/// `slots`.
-CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, const SplitSlots& slots,
-                                    std::int64_t cost, std::int32_t rows) {
+/// `budget`.
+CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, const ItemBudget& budget, std::int64_t cost,
+                                    std::int32_t rows) {
   std::int64_t count = 1;
   if (rule.fixed > 0) {
     count = (cost + rule.fixed - 1) / rule.fixed;
   } else if (rule.own.most > 1) {
     count = rule.own.of(rows, std::int32_t(cost));
-  } else if (slots.slots > 0) {
-    count = (cost * slots.slots + (slots.rounds_up ? slots.work / kRoundedUp : 0)) / slots.work;
-    if (count > cost / slots.least_keys) count = cost / slots.least_keys;
+  } else if (budget.items > 0) {
+    count = (cost * budget.items + (budget.rounds_up ? budget.work / kRoundedUp : 0)) / budget.work;
+    if (count > cost / budget.least_keys) count = cost / budget.least_keys;
     count = combined_at_once(count);
   }
   if (count > rule.most_splits) count = rule.most_splits;
@@ -130,8 +124,8 @@ constexpr std::size_t kMostPartialBytes = 20 << 20;
 constexpr std::size_t kLeastPartialBytes = 16 << 20;
 
 /// The rule for tiles from `source`, with partial results of up to `partial_bytes`.
-SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source,
-                     const Device& device, std::size_t partial_bytes = kMostPartialBytes);
+SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,
+                     std::size_t partial_bytes = kMostPartialBytes);
 
 /// Of the time of a thread block that shares an SM, what it takes alone. An estimate: at head dimension 128 a step of fa2's
 /// takes 2,430 cycles, of which its own products need 860 and its other instructions perhaps 900.
@@ -142,13 +136,12 @@ constexpr double kTimeAlone = 0.72;
 double idle_share(const AttentionParams& params, const TileShape& tile, const Device& device);
 
 /// About how many a tile of a list has, of so many, if all requests are as long.
-std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
-                           std::int64_t tiles);
+std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params, std::int64_t tiles);
 
 /// KV splits without a list: of every tile of a single request; of a batch the total over requests, for each tile of
 /// the longest, one per request and the rest in proportion to KV length (schedule/batch_splits.h).
-std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params,
-                                 const TileShape& tile, TileSource source);
+std::int64_t splits_without_list(const SplitRule& rule, const AttentionParams& params, const TileShape& tile,
+                                 TileSource source);
 
 /// Of a batch without a list whose requests have splits of their own: how many tile indices and rows of partial results
 /// there are at most; 0 if nothing is split. Each request has room for the same number of rows.
@@ -159,14 +152,13 @@ struct OwnBounds {
 OwnBounds own_bounds(const SplitRule& rule, const AttentionParams& params, const TileShape& tile);
 
 /// Rows of partial results of so many splits; 0 if nothing is split.
-std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile,
-                                       TileSource source, std::int64_t splits);
+std::int64_t partial_rows_without_list(const AttentionParams& params, const TileShape& tile, TileSource source,
+                                       std::int64_t splits);
 
 /// Whether the last thread block of a tile combines its partial results, of about `splits` splits.
 bool combines_in_kernel(const AttentionParams& params, const TileShape& tile, std::int64_t splits);
 
 /// Counters that this takes, for so many partial rows.
-std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile,
-                              std::int64_t partial_rows);
+std::int64_t combine_counters(const AttentionParams& params, const TileShape& tile, std::int64_t partial_rows);
 
 }  // namespace cutlass_kernels

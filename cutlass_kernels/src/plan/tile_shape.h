@@ -15,12 +15,11 @@ struct TileShape {
   /// The same as long as there is no more than a thread block per SM: where SMs are idle, shorter splits take less time
   /// although they cost more. 0: as many.
   int least_split_keys_of_few = 0;
-  bool combines = false;    ///< whether its last thread block can combine partial results
-  int combined_splits = 0;  ///< most splits that it combines; 0: combines_in_kernel() decides
+  bool combines = false;             ///< whether its last thread block can combine partial results
+  int combined_splits = 0;           ///< most splits that it combines; 0: combines_in_kernel() decides
   bool splits_without_list = false;  ///< whether a batch's keys can be split without a tile list
-  bool has_shares =
-      false;  ///< whether a thread block can compute entries of a list one after another
-  bool needs_list = false;  ///< whether the kernel finds the tiles of a batch in a list alone
+  bool has_shares = false;           ///< whether a thread block can compute entries of a list one after another
+  bool needs_list = false;           ///< whether the kernel finds the tiles of a batch in a list alone
 };
 
 }  // namespace cutlass_kernels

@@ -49,22 +49,20 @@ std::int64_t tiles_of_list(const AttentionParams& params, int tile_rows) {
 
 }  // namespace
 
-TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
-                       const TileShape& tile) {
+TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile) {
   if (!is_batch(params)) return TileSource::kSingleRequest;
   if (needs_list(params, tile)) return TileSource::kList;
   if (params.batch_invariant) {
     // A list leaves out requests that other kernels compute. Of one request it would take 3 us more than it saves.
-    const bool by_split = tile.packed_heads > 0 && tile.splits_without_list &&
-                          (!kernel.is_persistent || params.batch_size == 1);
+    const bool by_split =
+        tile.packed_heads > 0 && tile.splits_without_list && (!kernel.is_persistent || params.batch_size == 1);
     return by_split ? TileSource::kBatchBySplit : TileSource::kList;
   }
   if (kernel.is_persistent && keys_differ_much(params)) return TileSource::kBatchInOrder;
   // An index without a tile costs a persistent thread block up to half a microsecond: no more than one in five.
   const std::int64_t by_length = indices_by_length(params, tile.rows);
   const std::int64_t in_order = indices_in_order(params, tile.rows);
-  return kernel.is_persistent && 4 * by_length > 5 * in_order ? TileSource::kBatchInOrder
-                                                              : TileSource::kBatchByLength;
+  return kernel.is_persistent && 4 * by_length > 5 * in_order ? TileSource::kBatchInOrder : TileSource::kBatchByLength;
 }
 
 std::int64_t tile_index_count(TileSource source, const AttentionParams& params, int tile_rows) {
@@ -87,8 +85,7 @@ bool wastes_tile_indices(const AttentionParams& params, int tile_rows) {
   return indices_by_length(params, tile_rows) > 4 * indices_in_order(params, tile_rows);
 }
 
-bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile,
-               const Device& device) {
+bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device) {
   const std::int64_t tiles = indices_in_order(params, tile.rows);
   if (params.stats != nullptr) {  // keys are not split: only far more thread blocks count
     return !kernel.is_persistent && indices_by_length(params, tile.rows) > 64 * tiles;
@@ -96,8 +93,7 @@ bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const T
   const bool wastes = wastes_tile_indices(params, tile.rows);
   if (wastes && !kernel.is_persistent) return true;
   if (tile.packed_heads == 0) return false;
-  if (tile.has_shares && split_rule(params, tile, TileSource::kList, device).shares > 0)
-    return true;
+  if (tile.has_shares && split_rule(params, tile, TileSource::kList, device).shares > 0) return true;
   if (params.batch_size > kMostSearchedRequests) {
     return split_rule(params, tile, TileSource::kList, device).most_splits > 1;
   }
@@ -106,7 +102,7 @@ bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const T
   TileShape usual = tile;
   usual.least_split_keys_of_few = 0;
   const SplitRule rule = split_rule(params, usual, TileSource::kList, device);
-  return rule.most_splits > 1 && slots_for(rule, tiles) >= 2 * tiles;
+  return rule.most_splits > 1 && items_for(rule, tiles) >= 2 * tiles;
 }
 
 }  // namespace cutlass_kernels

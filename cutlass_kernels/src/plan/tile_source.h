@@ -11,8 +11,7 @@ struct KernelEntry;
 
 /// The source of tiles for `tile` of `kernel`, and whether a list is needed. Of a batch without a list, a list may
 /// still be faster: list_pays().
-TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel,
-                       const TileShape& tile);
+TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile);
 
 /// Tile indices per head where keys are not split. Some may map to no tile.
 std::int64_t tile_index_count(TileSource source, const AttentionParams& params, int tile_rows);
@@ -26,7 +25,6 @@ constexpr int kMostSearchedRequests = 1024;
 
 /// Whether a batch that needs no list is faster with one: where most tile indices map to no tile, each a thread block
 /// of a kernel that is not persistent, or where keys are worth splitting, which they cannot be without a list.
-bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile,
-               const Device& device);
+bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device);
 
 }  // namespace cutlass_kernels

@@ -39,8 +39,7 @@ struct Share {
 // Calls load(i, head) for the next kBatch heads of a thread, and only then store(i, head): so several loads are under
 // way.
 template <int kBatch, class LoadHead, class StoreHead>
-__device__ void for_each_head(const Part& part, int head_of_thread, LoadHead&& load,
-                              StoreHead&& store) {
+__device__ void for_each_head(const Part& part, int head_of_thread, LoadHead&& load, StoreHead&& store) {
 #pragma unroll 1
   for (int first = head_of_thread; first < part.heads; first += kBatch * part.heads_at_once) {
 #pragma unroll
@@ -63,8 +62,7 @@ __device__ void convert_row(const Part& part, const Share& share, const char* fr
     char* target = to + chunk * (kElements * 2);
     Chunk<kElements * In::kBytes> loaded[kBatch];
     for_each_head<kBatch>(
-        part, share.head,
-        [&](int i, int head) { loaded[i] = loaded[i].load(source + head * part.stride_head); },
+        part, share.head, [&](int i, int head) { loaded[i] = loaded[i].load(source + head * part.stride_head); },
         [&](int i, int head) {
           float values[kElements];
           decode<In>(loaded[i], values);
@@ -74,8 +72,8 @@ __device__ void convert_row(const Part& part, const Share& share, const char* fr
 }
 
 template <class In, class Out, int kCount>
-__device__ void rotate_row(const Part& part, const Share& share, const char* from, char* to,
-                           const std::uint64_t* turns, int position) {
+__device__ void rotate_row(const Part& part, const Share& share, const char* from, char* to, const std::uint64_t* turns,
+                           int position) {
   constexpr int kBatch = 2;
   const int half = part.head_dim / 2;
 #pragma unroll 1
@@ -113,8 +111,8 @@ __device__ void rotate_row(const Part& part, const Share& share, const char* fro
 }
 
 template <class In, class Out, bool kRotated>
-__device__ void copy_row(const Part& part, const Share& share, const char* from, char* to,
-                         const std::uint64_t* turns, int position) {
+__device__ void copy_row(const Part& part, const Share& share, const char* from, char* to, const std::uint64_t* turns,
+                         int position) {
   if constexpr (!kRotated) {
     convert_row<In, Out>(part, share, from, to);
   } else if (is_narrow(part.head_dim)) {
@@ -138,8 +136,7 @@ __global__ void __launch_bounds__(kThreads, kRotated ? 3 : 4)
   }
   const unsigned thread = threadIdx.x & ((1u << part.log2_team) - 1);
   const std::int64_t number =
-      std::int64_t(blockIdx.x - part.first_block) * (kThreads >> part.log2_team) +
-      (threadIdx.x >> part.log2_team);
+      std::int64_t(blockIdx.x - part.first_block) * (kThreads >> part.log2_team) + (threadIdx.x >> part.log2_team);
   if (number >= part.rows) return;
   const int row = int(number);
 
@@ -167,15 +164,14 @@ __global__ void __launch_bounds__(kThreads, kRotated ? 3 : 4)
 
 // --- host --------------------------------------------------------------------------------------------------------
 
-std::string misaligned(const char* name, const ConstTensorView& view, std::int64_t stride_page,
-                       DType dtype) {
+std::string misaligned(const char* name, const ConstTensorView& view, std::int64_t stride_page, DType dtype) {
   const int bytes = kElements * size_of(dtype);
   const std::int64_t strides = view.stride_token | view.stride_head | stride_page;
   if (reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0 && strides % kElements == 0) {
     return "";
   }
-  return std::string(name) + " lies at an address, or has strides, that are no multiples of " +
-         std::to_string(bytes) + " bytes. Copy it into such a layout.";
+  return std::string(name) + " lies at an address, or has strides, that are no multiples of " + std::to_string(bytes) +
+         " bytes. Copy it into such a layout.";
 }
 
 std::string wrong_type(const char* name, DType given, DType wanted) {
@@ -186,8 +182,7 @@ std::string wrong_type(const char* name, DType given, DType wanted) {
 
 std::string fault_in(const PrepareParams& p) {
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) {
-    return "dtype=" + std::string(to_string(p.dtype)) +
-           " is no type of copies: use float16 or bfloat16.";
+    return "dtype=" + std::string(to_string(p.dtype)) + " is no type of copies: use float16 or bfloat16.";
   }
   std::string fault = p.q_copy == nullptr ? "" : wrong_type("q_dtype", p.q_dtype, p.dtype);
   if (fault.empty() && (p.k_copy != nullptr || p.v_copy != nullptr)) {
@@ -195,31 +190,29 @@ std::string fault_in(const PrepareParams& p) {
   }
   if (!fault.empty()) return fault;
   const bool paged = p.pages.page_size > 0;
-  for (const auto& [name, value] :
-       {std::pair("num_qo_heads", p.num_qo_heads), std::pair("num_kv_heads", p.num_kv_heads),
-        std::pair("batch_size", p.batch_size)}) {
+  for (const auto& [name, value] : {std::pair("num_qo_heads", p.num_qo_heads),
+                                    std::pair("num_kv_heads", p.num_kv_heads), std::pair("batch_size", p.batch_size)}) {
     if (value <= 0) return std::string(name) + "=" + std::to_string(value) + " must be positive.";
   }
-  for (const auto& [name, dim] :
-       {std::pair("head_dim_qk", p.head_dim_qk), std::pair("head_dim_vo", p.head_dim_vo)}) {
+  for (const auto& [name, dim] : {std::pair("head_dim_qk", p.head_dim_qk), std::pair("head_dim_vo", p.head_dim_vo)}) {
     if (dim <= 0 || dim % kElements != 0) {
       return std::string(name) + "=" + std::to_string(dim) + " must be a positive multiple of 8.";
     }
   }
   if (p.rotate && p.head_dim_qk > kMaxRotatedDim) {
-    return "head_dim_qk=" + std::to_string(p.head_dim_qk) + " is more than the " +
-           std::to_string(kMaxRotatedDim) + " that are rotated.";
+    return "head_dim_qk=" + std::to_string(p.head_dim_qk) + " is more than the " + std::to_string(kMaxRotatedDim) +
+           " that are rotated.";
   }
   if (p.rotate && !(p.rope_scale > 0.0 && p.rope_theta > 0.0)) {
-    return "rope_scale=" + std::to_string(p.rope_scale) +
-           " and rope_theta=" + std::to_string(p.rope_theta) + " must be positive.";
+    return "rope_scale=" + std::to_string(p.rope_scale) + " and rope_theta=" + std::to_string(p.rope_theta) +
+           " must be positive.";
   }
   constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();
   const std::int64_t keys = paged ? p.pages.num_indices * p.pages.page_size : p.total_kv;
   if (p.total_q < 0 || p.total_q > kMostRows || keys < 0 || keys > kMostRows) {
     return "total_q=" + std::to_string(p.total_q) + " rows and " + std::to_string(keys) +
-           (paged ? " tokens in all pages of the page table" : " keys") +
-           " must lie between 0 and " + std::to_string(kMostRows) + ": split the batch.";
+           (paged ? " tokens in all pages of the page table" : " keys") + " must lie between 0 and " +
+           std::to_string(kMostRows) + ": split the batch.";
   }
   const bool offsets = p.qo_indptr != nullptr && p.kv_indptr != nullptr;
   const bool none = p.qo_indptr == nullptr && p.kv_indptr == nullptr;
@@ -233,12 +226,11 @@ std::string fault_in(const PrepareParams& p) {
            " are for attention() only: requests' pages must follow one another here.";
   }
   if (paged && p.pages.num_indices > 0 &&
-      (p.pages.indices == nullptr || p.pages.last_page_len == nullptr || p.k_copy == nullptr ||
-       p.tables == nullptr)) {
+      (p.pages.indices == nullptr || p.pages.last_page_len == nullptr || p.k_copy == nullptr || p.tables == nullptr)) {
     return "A paged cache needs indices, last_page_len, k_copy and tables.";
   }
-  for (const auto& [name, copy] : {std::pair("q_copy", p.q_copy), std::pair("k_copy", p.k_copy),
-                                   std::pair("v_copy", p.v_copy)}) {
+  for (const auto& [name, copy] :
+       {std::pair("q_copy", p.q_copy), std::pair("k_copy", p.k_copy), std::pair("v_copy", p.v_copy)}) {
     if (reinterpret_cast<std::uintptr_t>(copy) % 16 != 0) {
       return std::string(name) + " starts at an address that is not a multiple of 16 bytes.";
     }
@@ -253,8 +245,8 @@ std::string fault_in(const PrepareParams& p) {
   return fault;
 }
 
-Part make_part(const ConstTensorView& view, DType dtype, void* to, int heads, int head_dim,
-               std::int64_t rows, bool rotated) {
+Part make_part(const ConstTensorView& view, DType dtype, void* to, int heads, int head_dim, std::int64_t rows,
+               bool rotated) {
   const int bytes = size_of(dtype);
   Part part{};
   part.from = static_cast<const char*>(view.data);
@@ -291,34 +283,31 @@ Status launch(PrepareKernelParams& p, bool rotated, DType dtype, cudaStream_t st
     return Status::invalid("The copies take " + std::to_string(blocks) +
                            " blocks, more than one launch has: split the batch.");
   }
-  auto* kernel = dtype == DType::kFloat16
-                     ? (rotated ? &prepare_kernel<fp16, true> : &prepare_kernel<fp16, false>)
-                     : (rotated ? &prepare_kernel<bf16, true> : &prepare_kernel<bf16, false>);
+  auto* kernel = dtype == DType::kFloat16 ? (rotated ? &prepare_kernel<fp16, true> : &prepare_kernel<fp16, false>)
+                                          : (rotated ? &prepare_kernel<bf16, true> : &prepare_kernel<bf16, false>);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, p);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the preparing kernel", error);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the preparing kernel", error);
 }
 
 }  // namespace
 
 Status prepare(const PrepareParams& params, cudaStream_t stream) {
-  if (std::string fault = fault_in(params); !fault.empty())
-    return Status::invalid(std::move(fault));
+  if (std::string fault = fault_in(params); !fault.empty()) return Status::invalid(std::move(fault));
   const PageTable& pages = params.pages;
   const bool paged = pages.page_size > 0;
   const std::int64_t keys = paged ? pages.num_indices * pages.page_size : params.total_kv;
 
   PrepareKernelParams p{};
-  p.parts[kQ] = make_part(params.q, params.q_dtype, params.q_copy, params.num_qo_heads,
-                          params.head_dim_qk, params.total_q, params.rotate);
-  p.parts[kK] = make_part(params.k, params.kv_dtype, params.k_copy, params.num_kv_heads,
-                          params.head_dim_qk, keys, params.rotate);
-  p.parts[kV] = make_part(params.v, params.kv_dtype, params.v_copy, params.num_kv_heads,
-                          params.head_dim_vo, keys, /*rotated=*/false);
+  p.parts[kQ] = make_part(params.q, params.q_dtype, params.q_copy, params.num_qo_heads, params.head_dim_qk,
+                          params.total_q, params.rotate);
+  p.parts[kK] =
+      make_part(params.k, params.kv_dtype, params.k_copy, params.num_kv_heads, params.head_dim_qk, keys, params.rotate);
+  p.parts[kV] = make_part(params.v, params.kv_dtype, params.v_copy, params.num_kv_heads, params.head_dim_vo, keys,
+                          /*rotated=*/false);
   p.batch_size = params.batch_size;
   p.total_q = int(params.total_q);
   p.total_kv = int(params.total_kv);

@@ -34,16 +34,14 @@ struct RoundKernelParams {
 
 // kAligned: the rounded rows begin at multiples of 8 bytes.
 template <bool kAligned>
-__global__ void __launch_bounds__(kThreads)
-    round_output_kernel(const __grid_constant__ RoundKernelParams p) {
+__global__ void __launch_bounds__(kThreads) round_output_kernel(const __grid_constant__ RoundKernelParams p) {
   constexpr std::uint32_t kUnwritten = kUnwrittenByte * 0x01010101u;
   for (int i = int(threadIdx.x); i < p.chunks; i += kThreads) {
     const int head = int(p.chunks_of_head.divide(unsigned(i)));
     const int chunk = i - head * int(p.chunks_of_head.divisor);
-    const uint4 half = __ldg(reinterpret_cast<const uint4*>(
-        p.from + blockIdx.x * p.from_token + head * p.from_head + chunk * (kElements * 2)));
-    if (half.x == kUnwritten && half.y == kUnwritten && half.z == kUnwritten &&
-        half.w == kUnwritten) {
+    const uint4 half = __ldg(reinterpret_cast<const uint4*>(p.from + blockIdx.x * p.from_token + head * p.from_head +
+                                                            chunk * (kElements * 2)));
+    if (half.x == kUnwritten && half.y == kUnwritten && half.z == kUnwritten && half.w == kUnwritten) {
       continue;
     }
     const std::uint32_t pairs[4] = {half.x, half.y, half.z, half.w};
@@ -104,17 +102,14 @@ Status round_output(const RoundParams& params, cudaStream_t stream) {
   const int of_head = params.head_dim / kElements;
   p.chunks = params.num_heads * of_head;
   p.chunks_of_head = FastDivisor(unsigned(of_head));
-  const bool aligned =
-      (std::int64_t(reinterpret_cast<std::uintptr_t>(p.to)) | p.to_token | p.to_head) % kElements ==
-      0;
+  const bool aligned = (std::int64_t(reinterpret_cast<std::uintptr_t>(p.to)) | p.to_token | p.to_head) % kElements == 0;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(params.rows));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(
-      &config, aligned ? &round_output_kernel<true> : &round_output_kernel<false>, p);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the rounding kernel", error);
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, aligned ? &round_output_kernel<true> : &round_output_kernel<false>, p);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the rounding kernel", error);
 }
 
 }  // namespace cutlass_kernels

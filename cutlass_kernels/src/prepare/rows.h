@@ -92,9 +92,7 @@ __device__ inline Row row_of_keys(const PrepareKernelParams& p, const Part& part
   return {wanted, position, token * part.stride_token};
 }
 
-__device__ inline bool is_page(const PrepareKernelParams& p, int page) {
-  return 0 <= page && page < p.pages.num_pages;
-}
+__device__ inline bool is_page(const PrepareKernelParams& p, int page) { return 0 <= page && page < p.pages.num_pages; }
 
 __device__ inline Row row_of_pages(const PrepareKernelParams& p, const Part& part, int row) {
   const int entry = int(p.page_size.divide(row));
@@ -114,9 +112,7 @@ __device__ inline void write_tables(const PrepareKernelParams& p, int entry) {
   const Part& v = p.parts[kV];
   const int v_page = __ldg(v.indices + entry);
   p.tables[entry] = is_page(p, __ldg(p.parts[kK].indices + entry)) ? entry : -1;
-  p.tables[p.pages.num_indices + entry] = !is_page(p, v_page) ? -1
-                                          : v.to != nullptr   ? entry
-                                                              : v_page;
+  p.tables[p.pages.num_indices + entry] = !is_page(p, v_page) ? -1 : v.to != nullptr ? entry : v_page;
 }
 
 }  // namespace cutlass_kernels

@@ -18,8 +18,7 @@ inline std::uint32_t needed_features(const AttentionParams& params) {
   if (params.mask.words != nullptr) bits |= kFeatureBitMask;
   if (needs_general_mask(params)) bits |= kFeatureGeneralMask;
   if (params.alibi.slopes != nullptr) bits |= kFeatureAlibi;
-  if (params.logits_scale.data != nullptr || params.keys_scale.data != nullptr ||
-      params.output_scale.data != nullptr) {
+  if (params.logits_scale.data != nullptr || params.keys_scale.data != nullptr || params.output_scale.data != nullptr) {
     bits |= kFeatureDeviceScales;
   }
   if (params.stats != nullptr) bits |= kFeatureStats;

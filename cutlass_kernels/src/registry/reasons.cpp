@@ -94,16 +94,15 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
                        "; this device has " + capability(compute_capability) + ".");
   }
   if (!keep([&](const KernelInfo& info) { return types_fit(info, params); })) {
-    reasons->push_back("q_dtype=" + std::string(to_string(params.q_dtype)) + " with kv_dtype=" +
-                       to_string(params.kv_dtype) + " is not compiled for " + name + " (have " +
-                       distinct(left,
-                                [](const KernelInfo& info) {
-                                  return std::string(to_string(info.q_dtype)) +
-                                         (info.q_dtype == info.kv_dtype
-                                              ? ""
-                                              : std::string(" with ") + to_string(info.kv_dtype));
-                                }) +
-                       ").");
+    reasons->push_back(
+        "q_dtype=" + std::string(to_string(params.q_dtype)) + " with kv_dtype=" + to_string(params.kv_dtype) +
+        " is not compiled for " + name + " (have " +
+        distinct(left,
+                 [](const KernelInfo& info) {
+                   return std::string(to_string(info.q_dtype)) +
+                          (info.q_dtype == info.kv_dtype ? "" : std::string(" with ") + to_string(info.kv_dtype));
+                 }) +
+        ").");
   }
   if (!writes(params.q_dtype, params.o_dtype)) {
     const std::string o_dtype = "o_dtype=" + std::string(to_string(params.o_dtype));
@@ -118,31 +117,29 @@ void explain(Backend backend, const AttentionParams& params, int compute_capabil
     }
   }
   if (!keep([&](const KernelInfo& info) { return head_dims_fit(info, params); })) {
-    reasons->push_back("head_dim_qk=" + number(params.head_dim_qk) + " with head_dim_vo=" +
-                       number(params.head_dim_vo) + " is not compiled for " + name + " (have " +
+    reasons->push_back("head_dim_qk=" + number(params.head_dim_qk) + " with head_dim_vo=" + number(params.head_dim_vo) +
+                       " is not compiled for " + name + " (have " +
                        distinct(left,
                                 [](const KernelInfo& info) {
                                   return info.head_dim_qk == info.head_dim_vo
                                              ? number(info.head_dim_qk)
-                                             : number(info.head_dim_qk) + "/" +
-                                                   number(info.head_dim_vo);
+                                             : number(info.head_dim_qk) + "/" + number(info.head_dim_vo);
                                 }) +
                        "; smaller multiples of 8 are padded).");
   }
   const std::uint32_t needed = needed_features(params);
   if (!keep([&](const KernelInfo& info) { return (info.features & needed) == needed; })) {
     for (std::uint32_t bit = 1; bit != 0 && bit <= needed; bit <<= 1) {
-      const bool missing = std::none_of(left.begin(), left.end(), [&](const KernelEntry* entry) {
-        return (entry->info.features & bit) != 0;
-      });
+      const bool missing = std::none_of(left.begin(), left.end(),
+                                        [&](const KernelEntry* entry) { return (entry->info.features & bit) != 0; });
       if ((needed & bit) != 0 && missing) {
         reasons->push_back("The " + name + " kernels do not have " + feature_name(bit) + ".");
       }
     }
   }
   if (has_rope(params) && !left.front()->reads_rope) {
-    reasons->push_back(std::string(params.k_rope.data == nullptr ? "q_rope" : "k_rope") +
-                       " is not read by the " + name +
+    reasons->push_back(std::string(params.k_rope.data == nullptr ? "q_rope" : "k_rope") + " is not read by the " +
+                       name +
                        " kernels of this build: put its columns behind the first 512 of the tensor "
                        "it belongs to, in the same rows.");
   }

@@ -39,18 +39,16 @@ const std::vector<KernelInfo>& list_kernels() {
 bool serves(const KernelEntry& entry, const AttentionParams& params, int compute_capability) {
   const KernelInfo& info = entry.info;
   const std::uint32_t needed = needed_features(params);
-  return types_fit(info, params) && head_dims_fit(info, params) &&
-         writes(info.q_dtype, params.o_dtype) && device_fits(info, compute_capability) &&
-         (info.features & needed) == needed && (entry.reads_rope || !has_rope(params)) &&
-         (entry.refusal == nullptr || entry.refusal(params).empty());
+  return types_fit(info, params) && head_dims_fit(info, params) && writes(info.q_dtype, params.o_dtype) &&
+         device_fits(info, compute_capability) && (info.features & needed) == needed &&
+         (entry.reads_rope || !has_rope(params)) && (entry.refusal == nullptr || entry.refusal(params).empty());
 }
 
 namespace {
 
 /// Whether this is latent attention (src/mla), whose fa3 kernel computes 64 rows, however few there are.
 bool is_latent(const AttentionParams& params) {
-  return params.head_dim_qk == mla::kLatentDim + mla::kRopeDim &&
-         params.head_dim_vo == mla::kLatentDim;
+  return params.head_dim_qk == mla::kLatentDim + mla::kRopeDim && params.head_dim_vo == mla::kLatentDim;
 }
 
 }  // namespace
@@ -87,9 +85,7 @@ std::vector<Backend> ranked(const AttentionParams& params) {
 
 const KernelEntry* choose(Backend backend, const AttentionParams& params, int compute_capability,
                           std::vector<std::string>* reasons) {
-  const auto padded_dim = [](const KernelEntry* entry) {
-    return entry->info.head_dim_qk + entry->info.head_dim_vo;
-  };
+  const auto padded_dim = [](const KernelEntry* entry) { return entry->info.head_dim_qk + entry->info.head_dim_vo; };
   for (const Backend candidate : ranked(params)) {
     if (backend != Backend::kAuto && backend != candidate) continue;
     const KernelEntry* best = nullptr;  // of a backend, the least padding wins
@@ -102,9 +98,9 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
     if (best != nullptr) return best;
   }
   for (const BackendName& candidate : backends()) {
-    const bool compiled = std::any_of(
-        registry().begin(), registry().end(),
-        [&](const KernelEntry& entry) { return entry.info.backend == candidate.backend; });
+    const bool compiled = std::any_of(registry().begin(), registry().end(), [&](const KernelEntry& entry) {
+      return entry.info.backend == candidate.backend;
+    });
     if (backend == candidate.backend || (backend == Backend::kAuto && compiled)) {
       explain(candidate.backend, params, compute_capability, reasons);
     }
@@ -116,8 +112,7 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
   return nullptr;
 }
 
-std::vector<std::string> not_supported_reasons(Backend backend, const AttentionParams& params,
-                                               int compute_capability) {
+std::vector<std::string> not_supported_reasons(Backend backend, const AttentionParams& params, int compute_capability) {
   std::vector<std::string> reasons;
   std::string fault = contradiction(params, /*with_tensors=*/false);
   // What makes no sense, such as no heads at all, has no number of rows per key head that choose() could ask for.

@@ -42,7 +42,7 @@ const std::vector<KernelEntry>& registry();
 bool serves(const KernelEntry& entry, const AttentionParams& params, int compute_capability);
 
 /// The fastest kernel of `backend` that serves `params`, or null and the reasons.
-CK_API const KernelEntry* choose(Backend backend, const AttentionParams& params,
-                                 int compute_capability, std::vector<std::string>* reasons);
+CK_API const KernelEntry* choose(Backend backend, const AttentionParams& params, int compute_capability,
+                                 std::vector<std::string>* reasons);
 
 }  // namespace cutlass_kernels

@@ -20,8 +20,7 @@ std::string not_set(const char* name, const char* what) {
   return std::string(name) + " is not set: it counts " + what + ", 0 where there are none.";
 }
 
-std::string misaligned(const char* name, const ConstTensorView& view, int item_bytes,
-                       bool with_pointer) {
+std::string misaligned(const char* name, const ConstTensorView& view, int item_bytes, bool with_pointer) {
   const std::string tensor = name;
   if ((view.stride_token * item_bytes) % 16 != 0) {
     return tensor + " has a token stride of " + number(view.stride_token * item_bytes) +
@@ -56,10 +55,9 @@ std::string unknown_pages(const AttentionParams& params) {
            "row per request.";
   }
   if (pages.num_indices < 0) return not_set("num_indices", "the entries of indices");
-  if (pages.num_indices > 0 && (pages.indices == nullptr ||
-                                (pages.last_page_len == nullptr && params.seqused_k == nullptr))) {
-    return "num_indices=" + number(pages.num_indices) +
-           " pages, but indices or last_page_len is null.";
+  if (pages.num_indices > 0 &&
+      (pages.indices == nullptr || (pages.last_page_len == nullptr && params.seqused_k == nullptr))) {
+    return "num_indices=" + number(pages.num_indices) + " pages, but indices or last_page_len is null.";
   }
   return "";
 }
@@ -88,8 +86,7 @@ std::string impossible_rope(const AttentionParams& params, bool with_tensors) {
     const char* name;
     const ConstTensorView& view;
     int item_bytes;
-  } ropes[] = {{"q_rope", params.q_rope, size_of(params.q_dtype)},
-               {"k_rope", params.k_rope, size_of(params.kv_dtype)}};
+  } ropes[] = {{"q_rope", params.q_rope, size_of(params.q_dtype)}, {"k_rope", params.k_rope, size_of(params.kv_dtype)}};
   for (const auto& [name, view, item_bytes] : ropes) {
     if (view.data == nullptr) continue;
     if (params.head_dim_qk != kLatentDim + kRopeDim || params.head_dim_vo != kLatentDim) {
@@ -120,9 +117,8 @@ std::string unknown_lengths(const AttentionParams& params) {
   if (!is_batch(params)) return "";
   const std::int64_t requests = params.batch_size;
   if (params.qo_indptr == nullptr && requests * params.max_qo_len != params.total_q) {
-    return "qo_indptr is null, so every request has max_qo_len=" + number(params.max_qo_len) +
-           " rows, but " + number(requests) + " requests have total_q=" + number(params.total_q) +
-           ": pass qo_indptr.";
+    return "qo_indptr is null, so every request has max_qo_len=" + number(params.max_qo_len) + " rows, but " +
+           number(requests) + " requests have total_q=" + number(params.total_q) + ": pass qo_indptr.";
   }
   if (params.kv_shard.world > 1 && params.seqused_k == nullptr) {
     return "seqused_k is null although kv_shard.world=" + number(params.kv_shard.world) +
@@ -141,10 +137,9 @@ std::string unknown_lengths(const AttentionParams& params) {
     return "kv_stride_request=" + number(stride) + " must not be negative.";
   }
   if ((requests - 1) * stride + params.max_kv_len != params.total_kv) {
-    return "kv_indptr is null, so every request has max_kv_len=" + number(params.max_kv_len) +
-           " keys, " + number(stride) + " rows from one to the next, but " + number(requests) +
-           " requests have total_kv=" + number(params.total_kv) +
-           ": set kv_stride_request, or pass kv_indptr.";
+    return "kv_indptr is null, so every request has max_kv_len=" + number(params.max_kv_len) + " keys, " +
+           number(stride) + " rows from one to the next, but " + number(requests) +
+           " requests have total_kv=" + number(params.total_kv) + ": set kv_stride_request, or pass kv_indptr.";
   }
   return "";
 }
@@ -165,24 +160,20 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   }
   const int columns = size_of(params.kv_dtype) == 1 ? 16 : 8;
   if (params.head_dim_qk % columns != 0 || params.head_dim_vo % columns != 0) {
-    return "head_dim_qk=" + number(params.head_dim_qk) +
-           " and head_dim_vo=" + number(params.head_dim_vo) + " must be multiples of " +
-           number(columns) + ": rows are read 16 bytes at a time.";
+    return "head_dim_qk=" + number(params.head_dim_qk) + " and head_dim_vo=" + number(params.head_dim_vo) +
+           " must be multiples of " + number(columns) + ": rows are read 16 bytes at a time.";
   }
   // Below 2^31 by more than any tile, so that the end of a tile is a 32-bit number too.
   constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max() - 1023;
   const bool paged = params.pages.page_size > 0;
   if (params.total_q == kNotSet) return not_set("total_q", "the rows of q");
   if (params.total_kv == kNotSet && !paged) return not_set("total_kv", "the rows of k and v");
-  if (params.total_q < 0 || params.total_q > kMaxTokens || params.total_kv < kNotSet ||
-      params.total_kv > kMaxTokens) {
+  if (params.total_q < 0 || params.total_q > kMaxTokens || params.total_kv < kNotSet || params.total_kv > kMaxTokens) {
     return "total_q=" + number(params.total_q) + " and total_kv=" + number(params.total_kv) +
-           " must lie between 0 and " + number(kMaxTokens) +
-           ": the offsets in qo_indptr and kv_indptr are 32-bit.";
+           " must lie between 0 and " + number(kMaxTokens) + ": the offsets in qo_indptr and kv_indptr are 32-bit.";
   }
   for (const auto& [name, value] :
-       {std::pair("sm_scale", params.sm_scale),
-        std::pair("logits_soft_cap", params.logits_soft_cap),
+       {std::pair("sm_scale", params.sm_scale), std::pair("logits_soft_cap", params.logits_soft_cap),
         std::pair("lse_scale", params.lse_scale), std::pair("v_scale", params.v_scale)}) {
     if (!std::isfinite(value)) {
       return std::string(name) + "=" + std::to_string(value) + " must be finite.";
@@ -195,8 +186,8 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (const std::int32_t* host = params.qo_indptr_host) {
     for (int b = 0; b < params.batch_size; ++b) {
       if (host[b] < 0 || host[b + 1] < host[b]) {
-        return "qo_indptr_host[" + number(b + 1) + "]=" + number(host[b + 1]) + " follows " +
-               number(host[b]) + ": offsets start at 0 and never decrease.";
+        return "qo_indptr_host[" + number(b + 1) + "]=" + number(host[b + 1]) + " follows " + number(host[b]) +
+               ": offsets start at 0 and never decrease.";
       }
     }
     if (host[params.batch_size] > params.total_q) {
@@ -218,9 +209,8 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (pages.table_stride != 0) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
     if (pages.table_stride < 0 || pages.table_stride > kMost / params.batch_size) {
-      return "table_stride=" + number(pages.table_stride) +
-             " with batch_size=" + number(params.batch_size) + " makes a page table of more than " +
-             number(kMost) + " entries, or none: split the batch.";
+      return "table_stride=" + number(pages.table_stride) + " with batch_size=" + number(params.batch_size) +
+             " makes a page table of more than " + number(kMost) + " entries, or none: split the batch.";
     }
     if (pages.table_width < 0 || pages.table_width > pages.table_stride) {
       return "table_width=" + number(pages.table_width) +
@@ -228,15 +218,13 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
     }
   }
   if (pages.v_offset != 0 &&
-      (pages.v_offset < 0 ||
-       pages.num_pages > std::numeric_limits<std::int32_t>::max() - pages.v_offset)) {
+      (pages.v_offset < 0 || pages.num_pages > std::numeric_limits<std::int32_t>::max() - pages.v_offset)) {
     return "v_offset=" + number(pages.v_offset) + " with num_pages=" + number(pages.num_pages) +
            ": page numbers of v are 32-bit numbers, from 0 on.";
   }
   if (pages.page_size > 0 && ((pages.k_stride_page * size_of(params.kv_dtype)) % 16 != 0 ||
                               (pages.v_stride_page * size_of(params.kv_dtype)) % 16 != 0)) {
-    return "k_stride_page=" + number(pages.k_stride_page) +
-           " and v_stride_page=" + number(pages.v_stride_page) +
+    return "k_stride_page=" + number(pages.k_stride_page) + " and v_stride_page=" + number(pages.v_stride_page) +
            " elements must be multiples of 16 bytes. Copy the cache into such a layout.";
   }
   if (params.max_qo_len < 0) {
@@ -248,40 +236,34 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (params.least_rows < 0 || params.most_rows < params.least_rows ||
       (!params.batch_invariant &&
        (params.least_rows > 0 || params.most_rows != std::numeric_limits<std::int32_t>::max()))) {
-    return "least_rows=" + number(params.least_rows) +
-           " and most_rows=" + number(params.most_rows) +
+    return "least_rows=" + number(params.least_rows) + " and most_rows=" + number(params.most_rows) +
            " must be a range of row counts, and need batch_invariant: leave them as they are.";
   }
   if (std::string fault = impossible_shard(params); !fault.empty()) return fault;
   if (params.fixed_split_size < 0) {
-    return "fixed_split_size=" + number(params.fixed_split_size) +
-           " must not be negative; 0 lets the library choose.";
+    return "fixed_split_size=" + number(params.fixed_split_size) + " must not be negative; 0 lets the library choose.";
   }
   if (params.num_splits < 0) {
-    return "num_splits=" + number(params.num_splits) +
-           " must not be negative; 0 lets the library choose.";
+    return "num_splits=" + number(params.num_splits) + " must not be negative; 0 lets the library choose.";
   }
   // Rows, keys and a right window are added up in 32 bits.
   constexpr std::int32_t kMaxWindow = 1 << 29;
   if (params.window_right > kMaxWindow) {
-    return "window_right=" + number(params.window_right) + " must be at most " +
-           number(kMaxWindow) + ": use -1 for no limit.";
+    return "window_right=" + number(params.window_right) + " must be at most " + number(kMaxWindow) +
+           ": use -1 for no limit.";
   }
   for (const auto& [name, scale] :
        {std::pair("logits_scale", params.logits_scale), std::pair("keys_scale", params.keys_scale),
         std::pair("output_scale", params.output_scale)}) {
     if (scale.heads_per_entry <= 0) {
-      return std::string(name) + ".heads_per_entry=" + number(scale.heads_per_entry) +
-             " must be positive.";
+      return std::string(name) + ".heads_per_entry=" + number(scale.heads_per_entry) + " must be positive.";
     }
     if (scale.stride_request != 0 && params.stats != nullptr) {
-      return std::string(name) +
-             " differs between requests, which stats do not allow for: ask for an LSE instead.";
+      return std::string(name) + " differs between requests, which stats do not allow for: ask for an LSE instead.";
     }
   }
   if (params.chunk_size < 0) {
-    return "chunk_size=" + number(params.chunk_size) +
-           " must not be negative; 0 means not chunked.";
+    return "chunk_size=" + number(params.chunk_size) + " must not be negative; 0 means not chunked.";
   }
 
   const int q_bytes = size_of(params.q_dtype);
@@ -291,8 +273,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   if (fault.empty()) fault = misaligned("k", params.k, kv_bytes, with_tensors);
   if (fault.empty()) fault = misaligned("v", params.v, kv_bytes, with_tensors);
   if (fault.empty())
-    fault = misaligned("o", {params.o.data, params.o.stride_token, params.o.stride_head}, o_bytes,
-                       with_tensors);
+    fault = misaligned("o", {params.o.data, params.o.stride_token, params.o.stride_head}, o_bytes, with_tensors);
   if (fault.empty()) fault = impossible_rope(params, with_tensors);
   if (!fault.empty() || !with_tensors) return fault;
 
@@ -306,8 +287,7 @@ std::string contradiction(const AttentionParams& params, bool with_tensors) {
   }
   // Zero strides are fine to read (a broadcast), but rows and heads must not be written to one place.
   const auto overlaps = [&](std::int64_t stride_token, std::int64_t stride_head) {
-    return (stride_token == 0 && params.total_q > 1) ||
-           (stride_head == 0 && params.num_qo_heads > 1);
+    return (stride_token == 0 && params.total_q > 1) || (stride_head == 0 && params.num_qo_heads > 1);
   };
   if (overlaps(params.o.stride_token, params.o.stride_head)) {
     return "o has a stride of 0: every row and head of the output needs a place of its own.";

@@ -139,8 +139,7 @@ class BatchSplits {
     return {__shfl_sync(0xffffffffu, found.batch, source),
             __shfl_sync(0xffffffffu, found.first, source),
             __shfl_sync(0xffffffffu, found.count, source),
-            {__shfl_sync(0xffffffffu, found.keys.begin, source),
-             __shfl_sync(0xffffffffu, found.keys.length, source)}};
+            {__shfl_sync(0xffffffffu, found.keys.begin, source), __shfl_sync(0xffffffffu, found.keys.length, source)}};
   }
 
  private:
@@ -148,8 +147,7 @@ class BatchSplits {
 
   // The lane whose splits contain this one, or -1.
   CUTE_DEVICE static int lane_with(const LaunchParams& p, const RequestSplits& own, int split) {
-    const bool contains =
-        own.batch < p.batch_size && own.first <= split && split < own.first + own.count;
+    const bool contains = own.batch < p.batch_size && own.first <= split && split < own.first + own.count;
     return __ffs(__ballot_sync(0xffffffffu, contains)) - 1;
   }
 

@@ -18,9 +18,8 @@ struct EvenShares {
   // The start and the end of a split, in blocks. With 5, 256 requests take up to 5 % longer, with 2, 8 to 64 requests up
   // to 7 %.
   static constexpr int kStart = 3;
-  static constexpr int kLeastBlocks = 2;  // of a split of a request that has more
-  static constexpr int kMostRequests =
-      1024;  // a thread of the kernel that writes the list for each
+  static constexpr int kLeastBlocks = 2;      // of a split of a request that has more
+  static constexpr int kMostRequests = 1024;  // a thread of the kernel that writes the list for each
   static constexpr int kMostBlocks = (1 << 20) - kStart;
   static_assert((kMostBlocks + kStart) * std::int64_t(kMostRequests) <= 1 << 30,
                 "Ends of shares are numbers of 32 bits, whatever the lengths are.");
@@ -105,9 +104,7 @@ struct SharesLayout {
   CK_HOST_DEVICE int following(int share, int request, int tile) const {
     return (most_shares() + share + request) * tiles + tile;
   }
-  CK_HOST_DEVICE std::int64_t capacity() const {
-    return (2 * std::int64_t(most_shares()) + requests) * tiles;
-  }
+  CK_HOST_DEVICE std::int64_t capacity() const { return (2 * std::int64_t(most_shares()) + requests) * tiles; }
   /// Splits of requests that have more than one: a cut makes one more of one, or two of one that had none.
   CK_HOST_DEVICE std::int64_t most_splits() const {
     return (shares + std::int64_t(shares < requests ? shares : requests)) * tiles;

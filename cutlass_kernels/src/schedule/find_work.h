@@ -29,10 +29,9 @@ struct RowTiles {
     const LaunchPlan& plan = p.plan;
     const bool in_order = plan.source == TileSource::kBatchInOrder;
     const bool by_split = plan.source == TileSource::kBatchBySplit;
-    const int repeats = by_split ? plan.tile_indices / p.batch_size
-                                 : std::max(plan.num_splits, is_batch(p) ? p.batch_size : 1);
-    return {FastDivisor(std::uint32_t(repeats)),
-            FastDivisor(std::uint32_t(std::max(plan.tile_rows, 1))),
+    const int repeats =
+        by_split ? plan.tile_indices / p.batch_size : std::max(plan.num_splits, is_batch(p) ? p.batch_size : 1);
+    return {FastDivisor(std::uint32_t(repeats)), FastDivisor(std::uint32_t(std::max(plan.tile_rows, 1))),
             in_order ? 0 : plan.tile_indices / repeats};
   }
 
@@ -45,8 +44,7 @@ struct RowTiles {
 };
 
 // The tile with this index, counted from the last, in the order of rows.
-CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int index,
-                               WorkItem& work) {
+CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int index, WorkItem& work) {
   const auto first_index = [&](int batch) {
     const int row = p.qo_indptr == nullptr ? batch * p.max_qo_len : __ldg(p.qo_indptr + batch);
     return int(rows.tile_rows.divide(row)) + batch;
@@ -67,8 +65,8 @@ CUTE_DEVICE void find_in_order(const LaunchParams& p, const RowTiles& rows, int 
 
 // Describes rows of a request of a batch without a list, from first_row on, to the kernel that combines partial results
 // (merge/combine_splits.cu), by one thread of a thread block that has their first split, whether keys are split or not.
-CUTE_DEVICE void describe_split_rows(const LaunchParams& p, const WorkItem& work, int first_row,
-                                     int rows, int partial_row, int index) {
+CUTE_DEVICE void describe_split_rows(const LaunchParams& p, const WorkItem& work, int first_row, int rows,
+                                     int partial_row, int index) {
   SplitTile tile{};
   tile.q_begin = work.q_begin + first_row;
   tile.rows = min(rows, work.qo_len - first_row);
@@ -88,8 +86,7 @@ CUTE_DEVICE void describe_own_splits(const LaunchParams& p, const WorkItem& work
 
 // Whether a request lies inside the tensors. Entries of a page table have been checked: keys_of_request().
 CUTE_DEVICE bool lies_inside(const LaunchParams& p, const WorkItem& work) {
-  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 ||
-      std::int64_t(work.q_begin) + work.qo_len > p.total_q) {
+  if (min(work.q_begin, work.kv_begin) < 0 || work.kv_len < 0 || std::int64_t(work.q_begin) + work.qo_len > p.total_q) {
     return false;
   }
   return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
@@ -97,8 +94,7 @@ CUTE_DEVICE bool lies_inside(const LaunchParams& p, const WorkItem& work) {
 
 // The first split of the last tile of a request, of which this kernel computes all or nothing: false then, and where the
 // request does not lie inside the tensors. work.partial_row is for the caller to set.
-CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOfRequest& keys,
-                                  WorkItem& work) {
+CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOfRequest& keys, WorkItem& work) {
   const RowsOfRequest rows = rows_of_request(p, batch);
   const OwnSplits& own = p.plan.own_splits;
   const bool is_here = is_in_part(p, rows.length);
@@ -115,8 +111,7 @@ CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOf
 
 // kBatchBySplit: the KV split of a rank. kTiles: requests may have several tiles.
 template <bool kTiles = false>
-CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int rank,
-                                WorkItem& work) {
+CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int rank, WorkItem& work) {
   const int batch = int(rows.repeats.divide(rank));
   const bool is_computed = begin_own_splits(p, batch, keys_of_request(p, batch), work);
   const int first_rank = batch * int(rows.repeats.divisor);
@@ -145,8 +140,8 @@ CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int
 // kSplits: whether keys of a batch may be split without a list. find_split(split) then finds the request.
 // kBatches: whether a batch may come without a list.
 template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true, class FindSplit>
-CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows,
-                           [[maybe_unused]] FindSplit find_split, int rank, WorkItem& work) {
+CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, [[maybe_unused]] FindSplit find_split, int rank,
+                           WorkItem& work) {
   if (p.plan.tile_list != nullptr) {
     work = static_cast<const WorkItem*>(p.plan.tile_list)[rank];
     if (work.batch < 0) return false;

@@ -43,9 +43,8 @@ struct ListArgs {
 // Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can neither make
 // sums overflow nor push others out of the list.
 CK_HOST_DEVICE inline int tile_count(int begin, int length, std::int64_t total_q, int tile_rows) {
-  return 0 <= begin && 0 <= length && begin + std::int64_t(length) <= total_q
-             ? (length + tile_rows - 1) / tile_rows
-             : 0;
+  return 0 <= begin && 0 <= length && begin + std::int64_t(length) <= total_q ? (length + tile_rows - 1) / tile_rows
+                                                                              : 0;
 }
 
 struct alignas(16) RequestOfList {
@@ -96,8 +95,7 @@ struct SplitRoom {
   __device__ int tiles() const { return int(tiles_and_units >> 32); }
   __device__ int units() const { return int(tiles_and_units & 0xffffffffu); }
   __device__ void count(const ListArgs& args) const {
-    args.header->num_split_tiles =
-        int(min(std::int64_t(tiles_and_units >> 32), args.rule.split_tile_capacity));
+    args.header->num_split_tiles = int(min(std::int64_t(tiles_and_units >> 32), args.rule.split_tile_capacity));
     args.header->num_units = units();
   }
 };

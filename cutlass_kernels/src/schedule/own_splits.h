@@ -16,10 +16,10 @@
 namespace cutlass_kernels {
 
 struct OwnSplits {
-  std::int32_t most = 1;        ///< splits that fill the device with one tile; 1: nothing is split
-  std::int32_t tile_rows = 1;   ///< TileShape::rows
-  std::int32_t most_rows = 0;   ///< a request with more rows is not split
-  std::int32_t least_keys = 1;  ///< of a split
+  std::int32_t most = 1;          ///< splits that fill the device with one tile; 1: nothing is split
+  std::int32_t tile_rows = 1;     ///< TileShape::rows
+  std::int32_t most_rows = 0;     ///< a request with more rows is not split
+  std::int32_t least_keys = 1;    ///< of a split
   std::int32_t keys_per_row = 0;  ///< of a split, at least so many for each row of the tile
   std::int32_t most_keys = 0;     ///< that rows of one tile see, whatever the length
   std::int32_t partial_rows = 0;  ///< rows times splits of a request, at most

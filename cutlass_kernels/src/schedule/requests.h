@@ -58,8 +58,7 @@ CK_HOST_DEVICE inline std::int32_t kv_stride_request(const P& p) {
 // In consecutive rows of k and v.
 template <class P>
 CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const P& p, int batch) {
-  const std::int32_t begin =
-      p.kv_indptr == nullptr ? batch * kv_stride_request(p) : p.kv_indptr[batch];
+  const std::int32_t begin = p.kv_indptr == nullptr ? batch * kv_stride_request(p) : p.kv_indptr[batch];
   if (p.seqused_k != nullptr) {
     const std::int32_t used = used_keys(p, batch);
     return {begin, p.kv_indptr == nullptr && used > p.max_kv_len ? -1 : used};

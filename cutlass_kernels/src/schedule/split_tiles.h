@@ -13,9 +13,8 @@ namespace cutlass_kernels {
 
 // As in find_work(): a request outside the tensors is not computed.
 CUTE_DEVICE bool is_inside(const LaunchParams& p, const SplitTile& tile) {
-  return min(tile.q_begin, tile.kv_begin) >= 0 && tile.q_begin <= tile.q_end &&
-         tile.q_end <= p.total_q && tile.kv_len >= 0 &&
-         (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
+  return min(tile.q_begin, tile.kv_begin) >= 0 && tile.q_begin <= tile.q_end && tile.q_end <= p.total_q &&
+         tile.kv_len >= 0 && (p.pages.page_size > 0 || std::int64_t(tile.kv_begin) + tile.kv_len <= p.total_kv);
 }
 
 // Of a call with one request, which nobody describes.
@@ -52,9 +51,8 @@ CUTE_DEVICE bool is_described_by_kernel(const LaunchPlan& plan) {
 // the contract, it may have missed the tile: what is read then must not lead out of memory.
 CUTE_DEVICE bool is_possible(const LaunchParams& p, const SplitTile& tile, int index) {
   const LaunchPlan& plan = p.plan;
-  return tile.batch == index % p.batch_size && 0 < tile.rows &&
-         std::int64_t(tile.q_begin) + tile.rows <= tile.q_end && tile.partial_row >= 0 &&
-         tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= plan.partial_rows;
+  return tile.batch == index % p.batch_size && 0 < tile.rows && std::int64_t(tile.q_begin) + tile.rows <= tile.q_end &&
+         tile.partial_row >= 0 && tile.partial_row + std::int64_t(tile.rows) * tile.num_splits <= plan.partial_rows;
 }
 
 // The tile with this index, of a list below its num_split_tiles; without rows, if there is none.

@@ -27,8 +27,7 @@ constexpr TicketCounter inverse_of(TicketCounter odd) {
 // zero. `restarts`: false for a thread that has had a ticket of this count. If it finds none then, calls that overlap in
 // time share the counter, against the contract; it returns `tickets`, since two calls could restart one another for ever.
 template <class Atomics>
-CUTE_DEVICE TicketCounter take_ticket(TicketCounter* counter, TicketCounter tickets,
-                                      bool restarts = true) {
+CUTE_DEVICE TicketCounter take_ticket(TicketCounter* counter, TicketCounter tickets, bool restarts = true) {
   constexpr TicketCounter kInverse = inverse_of(kTicketStep);
   static_assert(kTicketStep * kInverse == 1);
   TicketCounter held = Atomics::add(counter, kTicketStep);

@@ -58,16 +58,16 @@ struct TileOrder {
   // for L2: on an H200 32 MB, where 48 MB cost fa3 10 % (hd256, 32 x 512 tokens).
   static std::int64_t tail_bytes_in_l2(const Device& device) { return device.l2_bytes / 15 * 8; }
 
-  static TileOrder make(const LaunchParams& p, int tiles, std::int64_t tail_tiles,
-                        const Device& device, std::int64_t tail_bytes) {
+  static TileOrder make(const LaunchParams& p, int tiles, std::int64_t tail_tiles, const Device& device,
+                        std::int64_t tail_bytes) {
     const int all_heads = p.num_qo_heads / std::max(p.plan.packed_heads, 1);
     const int group_size = all_heads / p.num_kv_heads;
     const std::int64_t head_bytes = 2 * keys_in_memory(p) * (p.head_dim_qk + p.head_dim_vo);
     const std::int64_t fit = section_bytes(device) / std::max<std::int64_t>(head_bytes, 1);
     const int heads = int(std::clamp<std::int64_t>(fit, 1, p.num_kv_heads));
     const std::int64_t head_tiles = std::int64_t(tiles) * group_size;
-    const std::int64_t for_tail = std::min((tail_tiles + head_tiles - 1) / head_tiles,
-                                           tail_bytes / std::max<std::int64_t>(head_bytes, 1));
+    const std::int64_t for_tail =
+        std::min((tail_tiles + head_tiles - 1) / head_tiles, tail_bytes / std::max<std::int64_t>(head_bytes, 1));
     const int tail = int(std::clamp<std::int64_t>(for_tail, heads, p.num_kv_heads));
     const int early_sections = (p.num_kv_heads - tail) / heads;
     TileOrder order;
@@ -77,8 +77,8 @@ struct TileOrder {
     order.section_heads = FastDivisor(std::uint32_t(section_heads));
     order.last_heads = FastDivisor(std::uint32_t(all_heads - early_sections * section_heads));
     // An index is below 2^31, and so it makes no difference where a larger product is cut off.
-    order.per_section = FastDivisor(std::uint32_t(
-        std::min<std::int64_t>(std::int64_t(tiles) * section_heads, (std::int64_t(1) << 31) - 1)));
+    order.per_section = FastDivisor(
+        std::uint32_t(std::min<std::int64_t>(std::int64_t(tiles) * section_heads, (std::int64_t(1) << 31) - 1)));
     return order;
   }
 };

@@ -61,14 +61,14 @@ __device__ inline SplitRoom add_in_warp(SplitRoom* room, const SplitRoom& own) {
           __shfl_sync(0xffffffffu, rows_before, 31) + all.rows - own.rows};
 }
 
-// By all lanes of a warp: each has an item that is to be written `count` times, once for each split, from `slot` on.
+// By all lanes of a warp: each has an item that is to be written `count` times, once for each split, from `entry` on.
 // Where one has many, all write them.
-__device__ inline void write_splits(WorkItem* list, WorkItem item, int slot, int count) {
+__device__ inline void write_splits(WorkItem* list, WorkItem item, int entry, int count) {
   constexpr int kMany = 8;
   if (!__any_sync(0xffffffffu, count > kMany)) {
     for (int split = 0; split < count; ++split) {
       item.split = std::int16_t(split);
-      list[slot + split] = item;
+      list[entry + split] = item;
     }
     return;
   }
@@ -82,7 +82,7 @@ __device__ inline void write_splits(WorkItem* list, WorkItem item, int slot, int
     for (int i = 0; i < kWords; ++i) {
       theirs.words[i] = __shfl_sync(0xffffffffu, theirs.words[i], lane);
     }
-    const int first = __shfl_sync(0xffffffffu, slot, lane);
+    const int first = __shfl_sync(0xffffffffu, entry, lane);
     const int end = __shfl_sync(0xffffffffu, count, lane);
     for (int split = int(threadIdx.x % 32); split < end; split += 32) {
       theirs.item.split = std::int16_t(split);
@@ -117,14 +117,13 @@ static_assert(sizeof(ListArgs) + sizeof(Carried<kMany>) <= 4096, "parameters of 
 
 template <int kWords>
 __global__ void __launch_bounds__(kListThreads)
-    schedule_kernel(__grid_constant__ const ListArgs args,
-                    __grid_constant__ const Carried<kWords> carried) {
+    schedule_kernel(__grid_constant__ const ListArgs args, __grid_constant__ const Carried<kWords> carried) {
   __shared__ RequestOfList requests[kListThreads];  // the first of the batch
   __shared__ SharedRequest shared[EvenShares::kMostRequests];
   __shared__ int position[kBuckets];
   __shared__ int max_kv_len;
   __shared__ SplitRoom room;
-  __shared__ SplitSlots slots;
+  __shared__ ItemBudget budget;
 
   allow_next_kernel();  // the attention kernel, which then waits for the list
   const int thread = int(threadIdx.x);
@@ -135,7 +134,7 @@ __global__ void __launch_bounds__(kListThreads)
   if (thread == 0) {
     max_kv_len = 0;
     room = {0, 0};
-    slots = {0, 1, 1, false};
+    budget = {0, 1, 1, false};
     args.header->tile_counter = 0;
   }
   for (int i = 0; i < carried.count; ++i) {
@@ -163,8 +162,8 @@ __global__ void __launch_bounds__(kListThreads)
   // Requests that overlap, which offsets on the device may, can have more tiles and splits than 32 bits count: then none
   // is computed.
   const int most_splits = max(args.rule.most_splits, max(args.rule.own.most, 1));
-  const bool countable = tiles <= std::uint64_t(args.capacity - args.rule.extra_tiles) ||
-                         tiles * unsigned(most_splits) <= 0x7fffffff;
+  const bool countable =
+      tiles <= std::uint64_t(args.capacity - args.rule.extra_tiles) || tiles * unsigned(most_splits) <= 0x7fffffff;
   int shift = 0;
   while ((max_kv_len >> shift) >= kBuckets) ++shift;
 
@@ -173,16 +172,15 @@ __global__ void __launch_bounds__(kListThreads)
   for (int pass = args.rule.wave > 0 ? kAddWork : kCount; pass <= kWrite; ++pass) {
     std::uint64_t own_work = 0;
     const auto visit = [&](int batch, const RequestOfList& request, int tile, bool is_there) {
-      const int cost =
-          is_there ? tile_cost(request.qo_len, request.kv_len, tile, args.tile_rows) : 0;
+      const int cost = is_there ? tile_cost(request.qo_len, request.kv_len, tile, args.tile_rows) : 0;
       own_work += unsigned(cost);
       if (pass == kAddWork) return;
       // A request's own splits follow from all of its keys, as they do without a list.
       const int keys = args.rule.own.most > 1 ? request.kv_len : cost;
-      const int num_splits = splits_of(args.rule, slots, keys, request.qo_len);
+      const int num_splits = splits_of(args.rule, budget, keys, request.qo_len);
       // By the cost of what a thread block does: one split.
       int* const bucket = &position[bucket_of(int(unsigned(cost) / unsigned(num_splits)), shift)];
-      const int slot = is_there ? atomicAdd(bucket, num_splits) : 0;
+      const int entry = is_there ? atomicAdd(bucket, num_splits) : 0;
       if (pass == kCount) return;
       WorkItem item{};
       item.batch = batch;
@@ -199,14 +197,13 @@ __global__ void __launch_bounds__(kListThreads)
         SplitRoom own{0, 0};
         if (is_split) {
           const CombineUnits units{args.splits_of_warp};
-          own = SplitRoom::of(1, units.of_rows(rows * args.num_qo_heads, num_splits),
-                              std::int64_t(rows) * num_splits);
+          own = SplitRoom::of(1, units.of_rows(rows * args.num_qo_heads, num_splits), std::int64_t(rows) * num_splits);
         }
         const SplitRoom before = add_in_warp(&room, own);
         const int index = before.tiles();
         // Requests that overlap have more tiles than there is room for: not computed.
         const bool has_place = index < args.rule.split_tile_capacity;
-        const bool fits = has_place && slot + num_splits <= args.capacity &&
+        const bool fits = has_place && entry + num_splits <= args.capacity &&
                           std::int64_t(before.rows + own.rows) <= args.rule.partial_rows;
         if (is_split) {
           if (!fits) item.kv_len = -1;
@@ -224,13 +221,13 @@ __global__ void __launch_bounds__(kListThreads)
                                      before.units()};
         }
       }
-      write_splits(args.list, item, slot, is_there ? min(num_splits, args.capacity - slot) : 0);
+      write_splits(args.list, item, entry, is_there ? min(num_splits, args.capacity - entry) : 0);
     };
     if (countable) for_each_tile(args, requests, visit);
     __syncthreads();
     if (pass == kAddWork) {
       const std::uint64_t work = block_sum(own_work).all;
-      if (thread == 0) slots = split_slots(args.rule, std::int64_t(tiles), std::int64_t(work));
+      if (thread == 0) budget = item_budget(args.rule, std::int64_t(tiles), std::int64_t(work));
     } else if (pass == kCount) {
       const BlockSum buckets = block_sum(unsigned(position[thread]));
       position[thread] = int(buckets.before);
@@ -260,10 +257,9 @@ cudaError_t launch(const ListArgs& args, const Carried<kWords>& carried, cudaStr
 }  // namespace
 
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t splits_of_warp, std::int32_t capacity, bool fills,
-                       TileListHeader* header, WorkItem* list, SplitTile* split_tiles,
-                       std::uint64_t* combine_counters, const VectorCopies& uploads,
-                       cudaStream_t stream) {
+                       std::int32_t splits_of_warp, std::int32_t capacity, bool fills, TileListHeader* header,
+                       WorkItem* list, SplitTile* split_tiles, std::uint64_t* combine_counters,
+                       const VectorCopies& uploads, cudaStream_t stream) {
   ListArgs args{params.qo_indptr,
                 params.kv_indptr,
                 params.seqused_q,
@@ -293,28 +289,22 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
     if (!carried.add(uploads.vectors[i])) others.vectors[others.count++] = uploads.vectors[i];
   }
   if (Status status = upload(others, stream); !status.ok()) return status;
-  const cudaError_t error =
-      carried.count > 0 ? launch(args, carried, stream) : launch(args, Carried<kNone>{}, stream);
-  return error == cudaSuccess ? Status::success()
-                              : cuda_failure("Launching the schedule kernel", error);
+  const cudaError_t error = carried.count > 0 ? launch(args, carried, stream) : launch(args, Carried<kNone>{}, stream);
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the schedule kernel", error);
 }
 
 std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
-                                       const std::vector<std::int32_t>& kv_indptr,
-                                       std::int32_t tile_rows) {
+                                       const std::vector<std::int32_t>& kv_indptr, std::int32_t tile_rows) {
   std::vector<WorkItem> list;
   for (std::size_t batch = 0; batch + 1 < qo_indptr.size(); ++batch) {
     const int qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
     const int kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
     const int tiles = tile_count(qo_indptr[batch], qo_len, qo_indptr.back(), tile_rows);
     for (int tile = 0; tile < tiles; ++tile) {
-      list.push_back({int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0,
-                      0, 0, 0, 0});
+      list.push_back({int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0, 0, 0, 0, 0});
     }
   }
-  auto cost_of = [&](const WorkItem& item) {
-    return tile_cost(item.qo_len, item.kv_len, item.tile, tile_rows);
-  };
+  auto cost_of = [&](const WorkItem& item) { return tile_cost(item.qo_len, item.kv_len, item.tile, tile_rows); };
   std::stable_sort(list.begin(), list.end(),
                    [&](const WorkItem& a, const WorkItem& b) { return cost_of(a) > cost_of(b); });
   return list;

@@ -21,14 +21,12 @@ namespace cutlass_kernels {
 /// `uploads`, from pageable host memory, are made first, as parameters of that kernel as far as they fit: a plan of 128
 /// requests is one launch.
 Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t splits_of_warp, std::int32_t capacity, bool fills,
-                       TileListHeader* header, WorkItem* list, SplitTile* split_tiles,
-                       std::uint64_t* combine_counters, const VectorCopies& uploads,
-                       cudaStream_t stream);
+                       std::int32_t splits_of_warp, std::int32_t capacity, bool fills, TileListHeader* header,
+                       WorkItem* list, SplitTile* split_tiles, std::uint64_t* combine_counters,
+                       const VectorCopies& uploads, cudaStream_t stream);
 
 /// The same list computed on the host from host lengths (for tests and for reading).
 CK_API std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
-                                              const std::vector<std::int32_t>& kv_indptr,
-                                              std::int32_t tile_rows);
+                                              const std::vector<std::int32_t>& kv_indptr, std::int32_t tile_rows);
 
 }  // namespace cutlass_kernels

@@ -17,8 +17,7 @@ struct SharedRequest {
 class SharesWriter {
  public:
   // By all threads; `requests` has those of the batch.
-  __device__ SharesWriter(const ListArgs& args, const RequestOfList* requests,
-                          SharedRequest* shared)
+  __device__ SharesWriter(const ListArgs& args, const RequestOfList* requests, SharedRequest* shared)
       : args_(args), requests_(requests), shared_(shared) {}
 
   __device__ void write() {
@@ -40,8 +39,7 @@ class SharesWriter {
     const int batch = int(threadIdx.x);
     RequestOfList of_batch{};
     EvenShares::Request request{};
-    const bool is_there =
-        batch < args_.batch_size && (of_batch = requests_[batch]).tiles(args_) > 0;
+    const bool is_there = batch < args_.batch_size && (of_batch = requests_[batch]).tiles(args_) > 0;
     if (is_there) {
       request.blocks = EvenShares::blocks_of(min(of_batch.kv_len, args_.rule.most_keys));
     }
@@ -49,8 +47,7 @@ class SharesWriter {
     if (threadIdx.x % 32 == 0) atomicMax(&longest, most);
     // Requests in the upper half, what they cost in the lower one.
     constexpr std::uint64_t kOne = std::uint64_t(1) << 32;
-    const BlockSum sum =
-        block_sum(is_there ? kOne + unsigned(EvenShares::kStart + request.blocks) : 0);
+    const BlockSum sum = block_sum(is_there ? kOne + unsigned(EvenShares::kStart + request.blocks) : 0);
     count_ = int(sum.all / kOne);
     request.index = int(sum.before / kOne);
     request.first_block = int(sum.before % kOne) + EvenShares::kStart;
@@ -63,8 +60,7 @@ class SharesWriter {
       splits = range.last + 1 - range.first;
     }
     const bool is_split = splits > 1;
-    for (int row = 0; is_split && row < rows; row += args_.tile_rows)
-      units += units_of(rows - row, splits);
+    for (int row = 0; is_split && row < rows; row += args_.tile_rows) units += units_of(rows - row, splits);
     const int tiles = is_split ? (rows + args_.tile_rows - 1) / args_.tile_rows : 0;
     SplitRoom own = SplitRoom::of(tiles, units, is_split ? std::int64_t(rows) * splits : 0);
     const BlockSum before = block_sum(own.tiles_and_units), partial = block_sum(own.rows);
@@ -77,8 +73,8 @@ class SharesWriter {
   }
 
   // The split tiles of a request.
-  __device__ void describe(const RequestOfList& of_batch, int batch, int rows, int splits,
-                           int partial_row, SplitRoom before) const {
+  __device__ void describe(const RequestOfList& of_batch, int batch, int rows, int splits, int partial_row,
+                           SplitRoom before) const {
     int index = before.tiles(), first_unit = before.units();
     for (int row = 0; row < rows; row += args_.tile_rows, ++index) {
       const bool fits = partial_row >= 0;
@@ -96,8 +92,7 @@ class SharesWriter {
   }
 
   __device__ int units_of(int rows_left, int splits) const {
-    return CombineUnits{args_.splits_of_warp}.of_rows(
-        min(args_.tile_rows, rows_left) * args_.num_qo_heads, splits);
+    return CombineUnits{args_.splits_of_warp}.of_rows(min(args_.tile_rows, rows_left) * args_.num_qo_heads, splits);
   }
 
   // What a share has of each request that it reaches into.
@@ -108,10 +103,9 @@ class SharesWriter {
     int index = 0;
     for (int end = count_; end - index > 1;) {
       const int middle = index + (end - index) / 2;
-      const bool begins =
-          shares_.per_request > 0
-              ? middle * shares_.per_request <= share
-              : shared_[middle].first_block - EvenShares::kStart <= share * shares_.length;
+      const bool begins = shares_.per_request > 0
+                              ? middle * shares_.per_request <= share
+                              : shared_[middle].first_block - EvenShares::kStart <= share * shares_.length;
       (begins ? index : end) = middle;
     }
     bool is_first = true;
@@ -120,8 +114,7 @@ class SharesWriter {
       const EvenShares::Request request = shared.at(index);
       const EvenShares::Range range = shares_.shares_of(request);
       if (share < range.first) break;
-      more =
-          index + 1 < count_ && shares_.shares_of(shared_[index + 1].at(index + 1)).first <= share;
+      more = index + 1 < count_ && shares_.shares_of(shared_[index + 1].at(index + 1)).first <= share;
       if (share > range.last) continue;
       const RequestOfList of_batch = requests_[shared.batch];
       WorkItem item{};
@@ -139,11 +132,9 @@ class SharesWriter {
         const int row = tile * args_.tile_rows;
         item.tile = tile;
         item.kv_len = fits && row < item.qo_len ? of_batch.kv_len : -1;
-        item.partial_row =
-            item.num_splits > 1 && fits ? shared.partial_row + row * item.num_splits : 0;
+        item.partial_row = item.num_splits > 1 && fits ? shared.partial_row + row * item.num_splits : 0;
         item.next = more ? layout.following(share, index + 1, tile) : 0;
-        args_.list[is_first ? layout.first_of_share(share, tile)
-                            : layout.following(share, index, tile)] = item;
+        args_.list[is_first ? layout.first_of_share(share, tile) : layout.following(share, index, tile)] = item;
       }
       is_first = false;
     }

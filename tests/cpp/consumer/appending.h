@@ -114,8 +114,7 @@ inline void check_pages_on_gpu() {
   require(status.ok(), status.message);
   status = ck::append_paged_kv_cache(
       append(dev_tokens.data, dev_cache.data, places.batch_indices, places.positions,
-             static_cast<std::int32_t*>(dev_indptr.data),
-             static_cast<std::int32_t*>(dev_indices.data)),
+             static_cast<std::int32_t*>(dev_indptr.data), static_cast<std::int32_t*>(dev_indices.data)),
       nullptr);
   require(status.ok(), status.message);
   dev_cache.copy_to(cache.data(), 3 * 4 * 32);

@@ -23,9 +23,7 @@ inline ck::FmhaV2Params fused(ck::FmhaV2Layout layout) {
   return params;
 }
 
-inline ck::Status run_fused(const ck::FmhaV2Params& params) {
-  return ck::fmha_v2(params, nullptr, 0, nullptr);
-}
+inline ck::Status run_fused(const ck::FmhaV2Params& params) { return ck::fmha_v2(params, nullptr, 0, nullptr); }
 
 inline void check_fmha_v2_without_gpu() {
   using Layout = ck::FmhaV2Layout;
@@ -100,8 +98,7 @@ inline void check_fmha_v2_without_gpu() {
   require_refusal(ck::fmha_v2(called, workspace + 4, 1 << 20, nullptr), "4 bytes after");
   require_refusal(ck::fmha_v2(called, workspace + 8, 0, nullptr), "16-byte aligned");
   const ck::Status small = ck::fmha_v2(called, workspace, 100, nullptr);
-  require(small.code == ck::StatusCode::kWorkspaceTooSmall &&
-              small.message.find("got 100") != std::string::npos,
+  require(small.code == ck::StatusCode::kWorkspaceTooSmall && small.message.find("got 100") != std::string::npos,
           "a workspace of 100 bytes is too small, not '" + small.message + "'");
 
   ck::FmhaV2Params empty = packed;
@@ -109,14 +106,12 @@ inline void check_fmha_v2_without_gpu() {
   require(run_fused(empty).ok(), "there is nothing to compute");
   float slopes[3];
   ck::fmha_v2_alibi_slopes(3, slopes);
-  require(slopes[0] == 1.0f / 16 && slopes[1] == 1.0f / 256 && slopes[2] == 0.25f,
-          "slopes of three heads");
+  require(slopes[0] == 1.0f / 16 && slopes[1] == 1.0f / 256 && slopes[2] == 0.25f, "slopes of three heads");
 }
 
 #ifdef CONSUMER_HAS_CUDA_RUNTIME
 /// Statistics of a fused prefill say the LSE of the batch, all of whose rows see keys.
-inline void check_stats(ck::FmhaV2Params params, const std::vector<float>& lse,
-                        ck::Backend backend) {
+inline void check_stats(ck::FmhaV2Params params, const std::vector<float>& lse, ck::Backend backend) {
   const std::size_t rows = lse.size();
   std::vector<float> stats(2 * rows);
   const Buffer dev_stats(stats.size() * 4);
@@ -139,13 +134,11 @@ inline void check_stats(ck::FmhaV2Params params, const std::vector<float>& lse,
 inline void write_counters(const Buffer& workspace, int which) {
   const int bytes[] = {0xff, 0x01, 0x7f};
   const int byte = bytes[which % 3];
-  require(cudaMemset(workspace.data, byte, ck::kFmhaV2CounterBytes) == cudaSuccess,
-          "writing to the counters");
+  require(cudaMemset(workspace.data, byte, ck::kFmhaV2CounterBytes) == cudaSuccess, "writing to the counters");
 }
 
 /// The first four rows as two requests over many keys: with a workspace, these are split.
-inline void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tolerance,
-                        ck::Backend backend) {
+inline void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tolerance, ck::Backend backend) {
   const std::int32_t offsets[2][3] = {{0, 2, 4}, {0, 2000, 3000}};
   const Buffer dev_offsets(sizeof(offsets));
   dev_offsets.copy_from(offsets, sizeof(offsets));
@@ -170,37 +163,31 @@ inline void check_split(ck::FmhaV2Params params, const Buffer& dev_o, double tol
   const auto counters_end = content.begin() + ck::kFmhaV2CounterBytes;
   std::fill(content.begin(), counters_end, 0);
   workspace.copy_from(content.data(), bytes);
-  const std::size_t elements =
-      std::size_t(params.total_q) * params.num_qo_heads * params.head_dim_vo;
+  const std::size_t elements = std::size_t(params.total_q) * params.num_qo_heads * params.head_dim_vo;
   std::vector<std::uint16_t> whole(elements), split(elements);
   for (int call = 0; call < 6; ++call) {
     require(cudaMemset(dev_o.data, 0xff, elements * 2) == cudaSuccess, "clearing the output");
     if (call >= 3) write_counters(workspace, call);
-    const ck::Status status = call == 0
-                                  ? ck::fmha_v2(params, nullptr, 0, nullptr, backend)
-                                  : ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
+    const ck::Status status = call == 0 ? ck::fmha_v2(params, nullptr, 0, nullptr, backend)
+                                        : ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
     require(status.ok(), status.message);
     dev_o.copy_to((call == 0 ? whole : split).data(), elements * 2);
     for (std::size_t i = 0; call > 0 && i < elements; ++i) {
-      const double error =
-          from_bits(split[i], params.o_dtype) - from_bits(whole[i], params.o_dtype);
+      const double error = from_bits(split[i], params.o_dtype) - from_bits(whole[i], params.o_dtype);
       require(std::fabs(error) <= 2 * tolerance, "split keys give what whole ones give");
     }
     workspace.copy_to(content.data(), bytes);
-    require(call >= 3 || std::count(content.begin(), counters_end, 0) ==
-                             std::ptrdiff_t(ck::kFmhaV2CounterBytes),
+    require(call >= 3 || std::count(content.begin(), counters_end, 0) == std::ptrdiff_t(ck::kFmhaV2CounterBytes),
             "counters of split keys are left zero");
-    const bool written =
-        std::count(counters_end, content.end(), 0xff) < content.end() - counters_end;
+    const bool written = std::count(counters_end, content.end(), 0xff) < content.end() - counters_end;
     require(written == (call > 0), "keys are split where there is a workspace");
   }
 }
 
 /// The batch as a fused prefill: close to what a schedule gave, the same with a workspace, whose counters stay zero,
 /// and without.
-inline void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
-                        const std::vector<std::uint16_t>& o, const std::vector<float>& lse,
-                        double tolerance, ck::Backend backend) {
+inline void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o, const std::vector<std::uint16_t>& o,
+                        const std::vector<float>& lse, double tolerance, ck::Backend backend) {
   ck::FmhaV2Params params = fused(ck::FmhaV2Layout::kSeparateQKV);
   params.dtype = batch.q_dtype;
   params.o_dtype = batch.o_dtype;
@@ -225,9 +212,8 @@ inline void check_fused(const ck::AttentionParams& batch, const Buffer& dev_o,
   std::vector<std::uint16_t> first(o.size()), again(o.size());
   for (int call = 0; call < 4; ++call) {
     require(cudaMemset(dev_o.data, 0xff, o.size() * 2) == cudaSuccess, "clearing the output");
-    const ck::Status status = call == 0
-                                  ? ck::fmha_v2(params, nullptr, 0, nullptr, backend)
-                                  : ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
+    const ck::Status status = call == 0 ? ck::fmha_v2(params, nullptr, 0, nullptr, backend)
+                                        : ck::fmha_v2(params, workspace.data, bytes, nullptr, backend);
     require(status.ok(), status.message);
     dev_o.copy_to((call == 0 ? first : again).data(), o.size() * 2);
     require(call == 0 || first == again, "a workspace does not change a fused prefill");

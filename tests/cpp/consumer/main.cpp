@@ -18,9 +18,7 @@
 
 namespace {
 
-bool is_fp8(ck::DType dtype) {
-  return dtype == ck::DType::kFloat8E4M3 || dtype == ck::DType::kFloat8E5M2;
-}
+bool is_fp8(ck::DType dtype) { return dtype == ck::DType::kFloat8E4M3 || dtype == ck::DType::kFloat8E5M2; }
 
 ck::AttentionParams problem(const ck::KernelInfo& kernel) {
   ck::AttentionParams params;
@@ -54,8 +52,7 @@ ck::PrepareParams copies(void* keys, void* values, void* key_copy, void* value_c
 }
 
 /// Two states of one token with two heads of eight elements, merged into the first.
-ck::MergeStateParams merge_in_place(float* v, float* s, const float* v_other,
-                                    const float* s_other) {
+ck::MergeStateParams merge_in_place(float* v, float* s, const float* v_other, const float* s_other) {
   ck::MergeStateParams params;
   params.sizes = {ck::DType::kFloat32, 1, 2, 8};
   params.v_a = {v, 16, 8};
@@ -95,8 +92,7 @@ void check_misaligned_memory() {
   params.q = params.k = params.v = {memory, 256, 256};
   params.o = {memory, 1024, 256};
   for (const std::size_t bytes : {std::size_t(0), std::size_t(1) << 30}) {
-    require_refusal(ck::attention(params, memory + 8, bytes, nullptr),
-                    "8 bytes after a multiple of 16");
+    require_refusal(ck::attention(params, memory + 8, bytes, nullptr), "8 bytes after a multiple of 16");
     require_refusal(ck::attention(params, memory + 4, bytes, nullptr), "16-byte aligned");
   }
   params.q.data = memory + 8;
@@ -105,8 +101,7 @@ void check_misaligned_memory() {
   require_refusal(ck::prepare(copies(memory, memory, memory + 8, memory), nullptr), "k_copy");
   require_refusal(ck::prepare(copies(memory, memory + 4, memory, memory), nullptr), "v lies at");
   auto* floats = reinterpret_cast<float*>(memory);
-  require_refusal(ck::merge_state(merge_in_place(floats + 1, floats, floats, floats), nullptr),
-                  "v_a has an address");
+  require_refusal(ck::merge_state(merge_in_place(floats + 1, floats, floats, floats), nullptr), "v_a has an address");
   ck::MergeStateParams masked = merge_in_place(floats, floats, floats, floats);
   masked.mask = memory + 2;
   masked.mask_bytes = 4;
@@ -136,15 +131,13 @@ void check_without_gpu() {
     if ((kernel.features & ck::kFeatureRaggedKv) == 0) continue;
     const ck::AttentionParams params = problem(kernel);
     const std::size_t bytes = ck::workspace_size(params, kernel.backend);
-    std::printf("%s: %s, head_dim %d, workspace %zu bytes\n", kernel.name.c_str(),
-                ck::to_string(kernel.q_dtype), kernel.head_dim_qk, bytes);
+    std::printf("%s: %s, head_dim %d, workspace %zu bytes\n", kernel.name.c_str(), ck::to_string(kernel.q_dtype),
+                kernel.head_dim_qk, bytes);
     require(bytes > 0, "a batch needs a workspace");
 
     const int served = kernel.min_compute_capability;
-    require(ck::not_supported_reasons(kernel.backend, params, served).empty(),
-            "the kernel serves its own problem");
-    require(!ck::not_supported_reasons(kernel.backend, params, 70).empty(),
-            "no kernel serves Volta");
+    require(ck::not_supported_reasons(kernel.backend, params, served).empty(), "the kernel serves its own problem");
+    require(!ck::not_supported_reasons(kernel.backend, params, 70).empty(), "no kernel serves Volta");
 
     ck::AttentionParams single = params;
     single.batch_size = 1;
@@ -187,12 +180,10 @@ void check_without_gpu() {
 
     // No tensors.
     ck::Status status = ck::attention(single, nullptr, 0, nullptr);
-    require(status.code == ck::StatusCode::kInvalidArgument && !status.message.empty(),
-            "null tensors are refused");
+    require(status.code == ck::StatusCode::kInvalidArgument && !status.message.empty(), "null tensors are refused");
 
     // No workspace, or no GPU to ask about.
-    static const std::int32_t indptr[3] = {0, 70,
-                                           200};  // never read: the call fails before any launch
+    static const std::int32_t indptr[3] = {0, 70, 200};  // never read: the call fails before any launch
     ck::AttentionParams planned = params;
     planned.qo_indptr = planned.kv_indptr = indptr;
     ck::Plan plan;
@@ -211,8 +202,8 @@ void check_without_gpu() {
 namespace {
 
 /// The rows and keys of the batch as one request: the same with a workspace and without, time and again.
-void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer& workspace,
-                  std::size_t elements, ck::Backend backend) {
+void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer& workspace, std::size_t elements,
+                  ck::Backend backend) {
   params.batch_size = 1;
   params.disable_split_kv = true;
   params.qo_indptr = params.kv_indptr = nullptr;
@@ -221,8 +212,7 @@ void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer&
   for (int call = 0; call < 4; ++call) {
     require(cudaMemset(dev_o.data, 0xff, elements * 2) == cudaSuccess, "clearing the output");
     void* given = call % 2 == 0 ? nullptr : workspace.data;
-    const ck::Status status =
-        ck::attention(params, given, given == nullptr ? 0 : bytes, nullptr, backend);
+    const ck::Status status = ck::attention(params, given, given == nullptr ? 0 : bytes, nullptr, backend);
     require(status.ok(), status.message);
     dev_o.copy_to((call == 0 ? first : again).data(), elements * 2);
     require(call == 0 || first == again, "a workspace does not change the result");
@@ -230,9 +220,8 @@ void check_single(ck::AttentionParams params, const Buffer& dev_o, const Buffer&
 }
 
 /// The batch once more, with its lengths on the device and no list of tiles.
-void check_device_lengths(ck::AttentionParams params, const Buffer& dev_o,
-                          const std::vector<std::uint16_t>& o, double tolerance,
-                          ck::Backend backend) {
+void check_device_lengths(ck::AttentionParams params, const Buffer& dev_o, const std::vector<std::uint16_t>& o,
+                          double tolerance, ck::Backend backend) {
   const std::int32_t rows[2] = {70, 130}, keys[2] = {200, 130};
   const Buffer dev_rows(sizeof rows), dev_keys(sizeof keys);
   dev_rows.copy_from(rows, sizeof rows);
@@ -268,14 +257,12 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
   const auto k = random_bits(params.total_kv * kv_heads * dqk, kernel.kv_dtype, 2);
   // Latent values are columns of the keys.
   const int value_stride = is_latent(kernel) ? dqk : dvo;
-  const auto v =
-      is_latent(kernel) ? k : random_bits(params.total_kv * kv_heads * dvo, kernel.kv_dtype, 3);
+  const auto v = is_latent(kernel) ? k : random_bits(params.total_kv * kv_heads * dvo, kernel.kv_dtype, 3);
   std::vector<std::uint16_t> o(params.total_q * heads * dvo);
   std::vector<float> lse(params.total_q * heads);
   const std::size_t bytes = ck::workspace_size(params, kernel.backend);
   const Buffer dev_q(q.size() * 2), dev_k(k.size() * 2), dev_v(v.size() * 2), dev_o(o.size() * 2);
-  const Buffer dev_lse(lse.size() * 4), dev_qo(sizeof qo_indptr), dev_kv(sizeof kv_indptr),
-      workspace(bytes);
+  const Buffer dev_lse(lse.size() * 4), dev_qo(sizeof qo_indptr), dev_kv(sizeof kv_indptr), workspace(bytes);
   dev_q.copy_from(q.data(), q.size() * 2);
   dev_k.copy_from(k.data(), k.size() * 2);
   dev_v.copy_from(v.data(), v.size() * 2);
@@ -304,9 +291,7 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
 
   double worst = 0.0;
   double worst_lse = 0.0;
-  auto note = [](double& largest, double error) {
-    largest = std::isnan(error) ? INFINITY : std::max(largest, error);
-  };
+  auto note = [](double& largest, double error) { largest = std::isnan(error) ? INFINITY : std::max(largest, error); };
   for (int request = 0; request < 2; ++request) {
     const int qo_len = qo_indptr[request + 1] - qo_indptr[request];
     const int kv_len = kv_indptr[request + 1] - kv_indptr[request];
@@ -321,8 +306,7 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
           double dot = 0.0;
           for (int d = 0; d < dqk; ++d) {
             dot += double(from_bits(q[(token * heads + head) * dqk + d], kernel.q_dtype)) *
-                   from_bits(k[((kv_indptr[request] + key) * kv_heads + kv_head) * dqk + d],
-                             kernel.kv_dtype);
+                   from_bits(k[((kv_indptr[request] + key) * kv_heads + kv_head) * dqk + d], kernel.kv_dtype);
           }
           sum += p[key] = std::exp(dot * params.sm_scale);  // inputs in [-1, 1): no overflow
         }
@@ -331,18 +315,16 @@ void check_on_gpu(const ck::KernelInfo& kernel) {
           for (int key = 0; key < visible; ++key) {
             expected +=
                 p[key] / sum *
-                from_bits(v[((kv_indptr[request] + key) * kv_heads + kv_head) * value_stride + d],
-                          kernel.kv_dtype);
+                from_bits(v[((kv_indptr[request] + key) * kv_heads + kv_head) * value_stride + d], kernel.kv_dtype);
           }
-          note(worst, std::fabs(expected -
-                                from_bits(o[(token * heads + head) * dvo + d], kernel.q_dtype)));
+          note(worst, std::fabs(expected - from_bits(o[(token * heads + head) * dvo + d], kernel.q_dtype)));
         }
         note(worst_lse, std::fabs(std::log2(sum) - lse[token * heads + head]));
       }
     }
   }
-  std::printf("%s on the GPU: largest error %.2e (allowed %.2e), of the LSE %.2e\n",
-              kernel.name.c_str(), worst, tolerance, worst_lse);
+  std::printf("%s on the GPU: largest error %.2e (allowed %.2e), of the LSE %.2e\n", kernel.name.c_str(), worst,
+              tolerance, worst_lse);
   require(worst <= tolerance && worst_lse <= 1e-2, "the GPU agrees with the host");
 }
 
@@ -350,12 +332,10 @@ void check_copies_on_gpu() {
   constexpr int kElements = 5 * 64;
   const std::vector<std::uint8_t> ones(kElements, 0x38);  // in E4M3
   std::vector<std::uint16_t> copied(kElements);
-  const Buffer keys(kElements), values(kElements), key_copy(2 * kElements),
-      value_copy(2 * kElements);
+  const Buffer keys(kElements), values(kElements), key_copy(2 * kElements), value_copy(2 * kElements);
   keys.copy_from(ones.data(), kElements);
   values.copy_from(ones.data(), kElements);
-  const ck::Status status =
-      ck::prepare(copies(keys.data, values.data, key_copy.data, value_copy.data), nullptr);
+  const ck::Status status = ck::prepare(copies(keys.data, values.data, key_copy.data, value_copy.data), nullptr);
   require(status.ok(), status.message);
   for (const Buffer* copy : {&key_copy, &value_copy}) {
     copy->copy_to(copied.data(), 2 * kElements);
@@ -373,10 +353,10 @@ void check_merging_on_gpu() {
   s.copy_from(zeros.data(), 8);
   v_other.copy_from(threes.data(), 64);
   s_other.copy_from(zeros.data(), 8);
-  const ck::Status status = ck::merge_state(
-      merge_in_place(static_cast<float*>(v.data), static_cast<float*>(s.data),
-                     static_cast<float*>(v_other.data), static_cast<float*>(s_other.data)),
-      nullptr);
+  const ck::Status status =
+      ck::merge_state(merge_in_place(static_cast<float*>(v.data), static_cast<float*>(s.data),
+                                     static_cast<float*>(v_other.data), static_cast<float*>(s_other.data)),
+                      nullptr);
   require(status.ok(), status.message);
   v.copy_to(merged.data(), 64);
   s.copy_to(lse.data(), 8);
@@ -396,8 +376,7 @@ void check_on_gpu_if_any() {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
   for (const ck::KernelInfo& kernel : ck::list_kernels()) {
     if (is_fp8(kernel.kv_dtype)) continue;  // test_fp8.py, test_fp8_cache.py
-    if (!ck::not_supported_reasons(kernel.backend, problem(kernel), 10 * major + minor).empty())
-      continue;
+    if (!ck::not_supported_reasons(kernel.backend, problem(kernel), 10 * major + minor).empty()) continue;
     check_on_gpu(kernel);
     check_spread_on_gpu(kernel);
   }

@@ -32,8 +32,7 @@ inline void check_ranks_without_gpu() {
 /// One new token of two requests, of 37 and 50 tokens: over all keys, and over two ranks with blocks of four.
 class Spread {
  public:
-  explicit Spread(const ck::KernelInfo& kernel)
-      : kernel_(kernel), kv_heads_(is_latent(kernel) ? 1 : 2) {
+  explicit Spread(const ck::KernelInfo& kernel) : kernel_(kernel), kv_heads_(is_latent(kernel) ? 1 : 2) {
     const std::int32_t lengths[2] = {37, 50};
     lengths_.copy_from(lengths, sizeof lengths);
     fill(q_, random_bits(2 * kHeads * kernel.head_dim_qk, kernel.q_dtype, 4));
@@ -65,8 +64,7 @@ class Spread {
     const double tolerance = kernel_.q_dtype == ck::DType::kFloat16 ? 1.0 / 512 : 1.0 / 64;
     for (std::size_t i = 0; i < whole.size(); ++i) {
       const double want = from_bits(whole[i], kernel_.q_dtype);
-      require(std::fabs(want - from_bits(merged[i], kernel_.q_dtype)) <= tolerance,
-              "ranks together see all keys");
+      require(std::fabs(want - from_bits(merged[i], kernel_.q_dtype)) <= tolerance, "ranks together see all keys");
     }
   }
 
@@ -80,8 +78,7 @@ class Spread {
   }
 
   /// Of a cache [2, kCapacity, width], the tokens of a rank, in order.
-  static std::vector<std::uint16_t> held(const std::vector<std::uint16_t>& cache, int width,
-                                         int rank) {
+  static std::vector<std::uint16_t> held(const std::vector<std::uint16_t>& cache, int width, int rank) {
     std::vector<std::uint16_t> part;
     for (int token = 0; token < 2 * kCapacity; ++token) {
       if (token % kCapacity / kBlock % kRanks != rank) continue;
@@ -119,8 +116,7 @@ class Spread {
     params.lse_stride_head = 1;
     const Buffer workspace(ck::workspace_size(params, kernel_.backend) + 16);
     const ck::Status status =
-        ck::attention(params, workspace.data, ck::workspace_size(params, kernel_.backend), stream,
-                      kernel_.backend);
+        ck::attention(params, workspace.data, ck::workspace_size(params, kernel_.backend), stream, kernel_.backend);
     require(status.ok(), status.message);
     require(cudaDeviceSynchronize() == cudaSuccess, "the kernel ran");
   }

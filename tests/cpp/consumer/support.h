@@ -28,15 +28,12 @@ inline void require(bool condition, const std::string& what) {
 }
 
 inline void require_refusal(const ck::Status& status, const std::string& fragment) {
-  require(status.code == ck::StatusCode::kInvalidArgument &&
-              status.message.find(fragment) != std::string::npos,
+  require(status.code == ck::StatusCode::kInvalidArgument && status.message.find(fragment) != std::string::npos,
           "a refusal that says '" + fragment + "', not '" + status.message + "'");
 }
 
 /// Whether all heads of the kernel read one key of 576 columns, the first 512 of which are the value.
-inline bool is_latent(const ck::KernelInfo& kernel) {
-  return kernel.head_dim_qk == 576 && kernel.head_dim_vo == 512;
-}
+inline bool is_latent(const ck::KernelInfo& kernel) { return kernel.head_dim_qk == 576 && kernel.head_dim_vo == 512; }
 
 #ifdef CONSUMER_HAS_CUDA_RUNTIME
 inline std::uint16_t to_bits(float value, ck::DType dtype) {
@@ -65,19 +62,15 @@ inline float from_bits(std::uint16_t bits, ck::DType dtype) {
 /// A device buffer, freed at the end of its scope.
 struct Buffer {
   void* data = nullptr;
-  explicit Buffer(std::size_t bytes) {
-    require(cudaMalloc(&data, bytes) == cudaSuccess, "cudaMalloc");
-  }
+  explicit Buffer(std::size_t bytes) { require(cudaMalloc(&data, bytes) == cudaSuccess, "cudaMalloc"); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { cudaFree(data); }
   void copy_from(const void* host, std::size_t bytes) const {
-    require(cudaMemcpy(data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess,
-            "copy to the GPU");
+    require(cudaMemcpy(data, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess, "copy to the GPU");
   }
   void copy_to(void* host, std::size_t bytes) const {
-    require(cudaMemcpy(host, data, bytes, cudaMemcpyDeviceToHost) == cudaSuccess,
-            "copy from the GPU");
+    require(cudaMemcpy(host, data, bytes, cudaMemcpyDeviceToHost) == cudaSuccess, "copy from the GPU");
   }
 };
 

@@ -34,8 +34,7 @@ std::vector<Recorded> recorded;
 
 template <Backend backend>
 Status record(const LaunchParams& params, cudaStream_t stream) {
-  recorded.push_back(
-      {backend, params, stand_in::current_device, reinterpret_cast<Address>(stream)});
+  recorded.push_back({backend, params, stand_in::current_device, reinterpret_cast<Address>(stream)});
   return Status::success();
 }
 
@@ -102,16 +101,13 @@ const std::vector<RegistryRow>& registry_rows() {
 }
 
 // What is enqueued beside attention kernels does nothing.
-Status launch_schedule(const AttentionParams&, std::int32_t, const SplitRule&, std::int32_t,
-                       std::int32_t, bool, TileListHeader*, WorkItem*, SplitTile*, std::uint64_t*,
-                       const VectorCopies&, cudaStream_t) {
+Status launch_schedule(const AttentionParams&, std::int32_t, const SplitRule&, std::int32_t, std::int32_t, bool,
+                       TileListHeader*, WorkItem*, SplitTile*, std::uint64_t*, const VectorCopies&, cudaStream_t) {
   return Status::success();
 }
 Status copy_vectors(const VectorCopies&, cudaStream_t) { return Status::success(); }
 Status upload(const VectorCopies&, cudaStream_t) { return Status::success(); }
-Status launch_mask_extents(const LaunchParams&, MaskExtent*, cudaStream_t) {
-  return Status::success();
-}
+Status launch_mask_extents(const LaunchParams&, MaskExtent*, cudaStream_t) { return Status::success(); }
 Status launch_combine_splits(const LaunchParams&, cudaStream_t) { return Status::success(); }
 
 namespace {
@@ -136,11 +132,8 @@ Status record_write(const RopeParams& rope, const AppendBySlotParams& append, cu
 
 }  // namespace
 
-Status apply_rope(const RopeParams& rope, cudaStream_t stream) {
-  return record_write(rope, {}, stream);
-}
-Status apply_rope_and_append_by_slot(const RopeParams& rope, const AppendBySlotParams& append,
-                                     cudaStream_t stream) {
+Status apply_rope(const RopeParams& rope, cudaStream_t stream) { return record_write(rope, {}, stream); }
+Status apply_rope_and_append_by_slot(const RopeParams& rope, const AppendBySlotParams& append, cudaStream_t stream) {
   return record_write(rope, append, stream);
 }
 Status append_paged_kv_cache_by_slot(const AppendBySlotParams& append, cudaStream_t stream) {
@@ -161,24 +154,20 @@ py::dict facts(const Recorded& call) {
   const PageTable& pages = p.pages;
   using namespace pybind11::literals;
   py::dict of_pages("indices"_a = address(pages.indices), "v_indices"_a = address(pages.v_indices),
-                    "last_page_len"_a = address(pages.last_page_len),
-                    "page_size"_a = pages.page_size, "num_indices"_a = pages.num_indices,
-                    "table_stride"_a = pages.table_stride, "table_width"_a = pages.table_width,
-                    "v_offset"_a = pages.v_offset, "num_pages"_a = pages.num_pages,
-                    "k_stride_page"_a = pages.k_stride_page,
-                    "v_stride_page"_a = pages.v_stride_page);
-  py::dict of_call(
-      "backend"_a = to_string(call.backend), "device"_a = call.device, "stream"_a = call.stream,
-      "dtypes"_a =
-          py::make_tuple(to_string(p.q_dtype), to_string(p.kv_dtype), to_string(p.o_dtype)),
-      "heads"_a = py::make_tuple(p.num_qo_heads, p.num_kv_heads),
-      "head_dims"_a = py::make_tuple(p.head_dim_qk, p.head_dim_vo), "batch_size"_a = p.batch_size,
-      "totals"_a = py::make_tuple(p.total_q, p.total_kv),
-      "most"_a = py::make_tuple(p.max_qo_len, p.max_kv_len),
-      "indptrs"_a = py::make_tuple(address(p.qo_indptr), address(p.kv_indptr)),
-      "q"_a = tuple_of(p.q), "k"_a = tuple_of(p.k), "v"_a = tuple_of(p.v), "o"_a = tuple_of(p.o),
-      "lse"_a = py::make_tuple(address(p.lse), p.lse_stride_token, p.lse_stride_head),
-      "stats"_a = address(p.stats), "sinks"_a = address(p.sinks));
+                    "last_page_len"_a = address(pages.last_page_len), "page_size"_a = pages.page_size,
+                    "num_indices"_a = pages.num_indices, "table_stride"_a = pages.table_stride,
+                    "table_width"_a = pages.table_width, "v_offset"_a = pages.v_offset, "num_pages"_a = pages.num_pages,
+                    "k_stride_page"_a = pages.k_stride_page, "v_stride_page"_a = pages.v_stride_page);
+  py::dict of_call("backend"_a = to_string(call.backend), "device"_a = call.device, "stream"_a = call.stream,
+                   "dtypes"_a = py::make_tuple(to_string(p.q_dtype), to_string(p.kv_dtype), to_string(p.o_dtype)),
+                   "heads"_a = py::make_tuple(p.num_qo_heads, p.num_kv_heads),
+                   "head_dims"_a = py::make_tuple(p.head_dim_qk, p.head_dim_vo), "batch_size"_a = p.batch_size,
+                   "totals"_a = py::make_tuple(p.total_q, p.total_kv),
+                   "most"_a = py::make_tuple(p.max_qo_len, p.max_kv_len),
+                   "indptrs"_a = py::make_tuple(address(p.qo_indptr), address(p.kv_indptr)), "q"_a = tuple_of(p.q),
+                   "k"_a = tuple_of(p.k), "v"_a = tuple_of(p.v), "o"_a = tuple_of(p.o),
+                   "lse"_a = py::make_tuple(address(p.lse), p.lse_stride_token, p.lse_stride_head),
+                   "stats"_a = address(p.stats), "sinks"_a = address(p.sinks));
   of_call["causal"] = p.causal;
   of_call["window_left"] = p.window_left;
   of_call["chunk_size"] = p.chunk_size;
@@ -186,15 +175,12 @@ py::dict facts(const Recorded& call) {
   of_call["scales"] = py::make_tuple(p.sm_scale, p.logits_soft_cap, p.v_scale);
   of_call["skip_softmax_factor"] = p.skip_softmax_factor;
   of_call["alibi"] = address(p.alibi.slopes);
-  of_call["device_scales"] =
-      py::make_tuple(address(p.logits_scale.data), address(p.output_scale.data));
+  of_call["device_scales"] = py::make_tuple(address(p.logits_scale.data), address(p.output_scale.data));
   of_call["pages"] = of_pages;
-  of_call["ropes"] =
-      py::make_tuple(tuple_of(p.q_rope), tuple_of(p.k_rope), pages.k_rope_stride_page);
+  of_call["ropes"] = py::make_tuple(tuple_of(p.q_rope), tuple_of(p.k_rope), pages.k_rope_stride_page);
   of_call["splits"] = p.plan.split_tile_capacity;
   of_call["partial_o"] = address(p.plan.partial_o);
-  of_call["combine_counters"] =
-      py::make_tuple(address(p.plan.combine_counters), p.plan.num_combine_counters);
+  of_call["combine_counters"] = py::make_tuple(address(p.plan.combine_counters), p.plan.num_combine_counters);
   of_call["tile_counter"] = address(p.plan.tile_counter);
   of_call["tile_list"] = address(p.plan.tile_list);
   return of_call;
@@ -209,19 +195,16 @@ py::dict facts(const Written& call) {
   };
   return py::dict(
       "stream"_a = call.stream,
-      "rope"_a = py::make_tuple(to_string(r.dtype), r.num_qo_heads, r.num_kv_heads, r.head_dim,
-                                r.rotary_dim, r.interleaved, r.num_tokens),
+      "rope"_a = py::make_tuple(to_string(r.dtype), r.num_qo_heads, r.num_kv_heads, r.head_dim, r.rotary_dim,
+                                r.interleaved, r.num_tokens),
       "positions"_a = py::make_tuple(address(r.positions), r.positions_are_64_bit),
-      "cos_sin"_a = py::make_tuple(address(r.cos_sin), to_string(r.cos_sin_dtype),
-                                   r.stride_position, r.num_positions),
-      "q"_a = tuple_of(r.q), "q_out"_a = tuple_of(r.q_out), "k"_a = tuple_of(r.k),
-      "k_out"_a = tuple_of(r.k_out),
-      "append"_a = py::make_tuple(to_string(a.dtype), to_string(a.cache_dtype), a.num_kv_heads,
-                                  a.head_dim_qk, a.head_dim_vo, a.num_tokens),
+      "cos_sin"_a = py::make_tuple(address(r.cos_sin), to_string(r.cos_sin_dtype), r.stride_position, r.num_positions),
+      "q"_a = tuple_of(r.q), "q_out"_a = tuple_of(r.q_out), "k"_a = tuple_of(r.k), "k_out"_a = tuple_of(r.k_out),
+      "append"_a = py::make_tuple(to_string(a.dtype), to_string(a.cache_dtype), a.num_kv_heads, a.head_dim_qk,
+                                  a.head_dim_vo, a.num_tokens),
       "slots"_a = py::make_tuple(address(a.slots), a.slots_are_64_bit, a.page_size, a.num_pages),
       "new_k"_a = tuple_of(a.k), "v"_a = tuple_of(a.v), "k_cache"_a = tuple_of(a.k_cache),
-      "v_cache"_a = tuple_of(a.v_cache),
-      "strides_page"_a = py::make_tuple(a.k_stride_page, a.v_stride_page),
+      "v_cache"_a = tuple_of(a.v_cache), "strides_page"_a = py::make_tuple(a.k_stride_page, a.v_stride_page),
       "scales"_a = py::make_tuple(scale(a.k_scale, a.k_scales), scale(a.v_scale, a.v_scales)));
 }
 
@@ -244,10 +227,7 @@ PYBIND11_MODULE(recorded_calls, m) {
   m.def("current_device", [] { return stand_in::current_device; });
   m.def("set_capturing", [](bool value) { stand_in::is_capturing = value; });
   m.def(
-      "take_launches", [] { return take(&recorded); },
-      "What kernels were given since the last call of this function.");
-  m.def(
-      "take_writes", [] { return take(&written); },
-      "The same of kernels that write to caches, or rotate.");
+      "take_launches", [] { return take(&recorded); }, "What kernels were given since the last call of this function.");
+  m.def("take_writes", [] { return take(&written); }, "The same of kernels that write to caches, or rotate.");
   m.def("set_compute_capability", [](int value) { stand_in::device.compute_capability = value; });
 }

@@ -8,8 +8,7 @@ void check_backends_of_8_bit_pages() {
   ck::Device device;
   require(ck::current_device(&device).ok(), "the stand-in is a device");
   const auto backend = [&](int rows, bool alone) {
-    ck::AttentionParams params =
-        batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, rows, 1000);
+    ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, rows, 1000);
     put_into_pages(&params);
     params.disable_split_kv = alone;
     params.least_rows = rows;

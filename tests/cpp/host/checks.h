@@ -21,8 +21,7 @@ inline void require(bool condition, const std::string& what) {
 }
 
 inline void require_refusal(const ck::Status& status, const std::string& fragment) {
-  require(status.code == ck::StatusCode::kInvalidArgument &&
-              status.message.find(fragment) != std::string::npos,
+  require(status.code == ck::StatusCode::kInvalidArgument && status.message.find(fragment) != std::string::npos,
           "a refusal that says '" + fragment + "', not '" + status.message + "'");
 }
 
@@ -30,13 +29,12 @@ inline constexpr std::uintptr_t kWorkspace = std::uintptr_t(1) << 40;  // addres
 inline void* at(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 /// A batch of requests of equal lengths with all its tensors.
-inline ck::AttentionParams batch(ck::DType q_dtype, ck::DType kv_dtype, int head_dim, int heads,
-                                 int kv_heads, int requests, int rows, int keys) {
+inline ck::AttentionParams batch(ck::DType q_dtype, ck::DType kv_dtype, int head_dim, int heads, int kv_heads,
+                                 int requests, int rows, int keys) {
   ck::AttentionParams params;
   params.q_dtype = params.o_dtype = q_dtype;
   params.kv_dtype = kv_dtype;
-  if (kv_dtype == q_dtype && q_dtype == ck::DType::kFloat8E4M3)
-    params.o_dtype = ck::DType::kFloat16;
+  if (kv_dtype == q_dtype && q_dtype == ck::DType::kFloat8E4M3) params.o_dtype = ck::DType::kFloat16;
   params.num_qo_heads = heads;
   params.num_kv_heads = kv_heads;
   params.head_dim_qk = params.head_dim_vo = head_dim;
@@ -74,17 +72,15 @@ inline void put_into_pages(ck::AttentionParams* params) {
 
 inline std::string describe(const ck::AttentionParams& p) {
   return std::string(ck::to_string(p.q_dtype)) + "/" + ck::to_string(p.kv_dtype) + ", hd" +
-         std::to_string(p.head_dim_qk) + ", " + std::to_string(p.num_qo_heads) + "/" +
-         std::to_string(p.num_kv_heads) + " heads, " + std::to_string(p.batch_size) +
-         " requests, total_q=" + std::to_string(p.total_q) +
+         std::to_string(p.head_dim_qk) + ", " + std::to_string(p.num_qo_heads) + "/" + std::to_string(p.num_kv_heads) +
+         " heads, " + std::to_string(p.batch_size) + " requests, total_q=" + std::to_string(p.total_q) +
          ", total_kv=" + std::to_string(p.total_kv);
 }
 
 inline ck::WorkspaceLayout layout_of(const ck::AttentionParams& params) {
   ck::Device device;
   ck::PlanState plan;
-  require(ck::current_device(&device).ok() &&
-              ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok(),
+  require(ck::current_device(&device).ok() && ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok(),
           "there is a plan");
   return plan.layout;
 }

@@ -48,8 +48,7 @@ bool same(const ck::TileShape& a, const ck::TileShape& b) {
 }
 
 std::string name_of(const ck::TileShape& tile) {
-  return (tile.packed_heads > 0 ? std::to_string(tile.packed_heads) + " x " : "") +
-         std::to_string(tile.rows) + " rows";
+  return (tile.packed_heads > 0 ? std::to_string(tile.packed_heads) + " x " : "") + std::to_string(tile.rows) + " rows";
 }
 
 /// All tiles of fa2 that may serve the problem.
@@ -84,8 +83,7 @@ struct Outcome {
 };
 
 /// Thread blocks start in the order of their costs, as in lists, wherever one has ended.
-Outcome simulate(const ck::AttentionParams& params, const ck::Device& device, const Choice& choice,
-                 bool causal) {
+Outcome simulate(const ck::AttentionParams& params, const ck::Device& device, const Choice& choice, bool causal) {
   const ck::TileShape& tile = choice.tile;
   const ck::TileSpeed& speed = choice.speed;
   const int rows = int(params.total_q / params.batch_size);
@@ -100,11 +98,11 @@ Outcome simulate(const ck::AttentionParams& params, const ck::Device& device, co
   for (const std::int64_t cost : costs) work += cost * params.batch_size;
   const std::int64_t tiles = std::int64_t(costs.size()) * params.batch_size;
   const ck::SplitRule rule = ck::split_rule(params, tile, ck::TileSource::kList, device);
-  const ck::SplitSlots slots = ck::split_slots(rule, tiles, work);
+  const ck::ItemBudget budget = ck::item_budget(rule, tiles, work);
   std::vector<double> blocks;
   double partial_rows = 0;
   for (const std::int64_t cost : costs) {
-    const int splits = tile.packed_heads > 0 ? ck::splits_of(rule, slots, cost, rows) : 1;
+    const int splits = tile.packed_heads > 0 ? ck::splits_of(rule, budget, cost, rows) : 1;
     const int count = params.batch_size * heads * splits;
     blocks.insert(blocks.end(), std::size_t(count), double(cost) / splits + speed.start);
     if (splits > 1) partial_rows += double(count) * speed.block_rows;
@@ -146,8 +144,8 @@ Outcome simulate(const ck::AttentionParams& params, const ck::Device& device, co
   double busy = 0;
   for (const Sm& sm : all) busy += sm.now;
   const double per_key = tile.blocks_per_sm * speed.block_rows * speed.per_key;
-  return {int(blocks.size()), double(blocks.size()) / (sms * tile.blocks_per_sm),
-          1 - busy / (sms * last), last * per_key + partial_rows * speed.per_partial_row};
+  return {int(blocks.size()), double(blocks.size()) / (sms * tile.blocks_per_sm), 1 - busy / (sms * last),
+          last * per_key + partial_rows * speed.per_partial_row};
 }
 
 struct Totals {
@@ -165,14 +163,13 @@ bool is_better(const Outcome& other, const Outcome& chosen, bool by_time) {
 }
 
 void judge(const std::string& cell, const NamedDevice& device, const ck::AttentionParams& params,
-           const ck::TileShape& chosen, const std::vector<Choice>& choices, bool causal, bool print,
-           Totals* totals) {
+           const ck::TileShape& chosen, const std::vector<Choice>& choices, bool causal, bool print, Totals* totals) {
   const bool by_time = cell[2] == '3';
   const std::int64_t rows = params.total_q / params.batch_size;
   // The keys are read once: memory takes the time, whichever SMs read it.
   if (chosen.packed_heads > 0 && rows <= chosen.rows) return;
-  const auto found = std::find_if(choices.begin(), choices.end(),
-                                  [&](const Choice& choice) { return same(choice.tile, chosen); });
+  const auto found =
+      std::find_if(choices.begin(), choices.end(), [&](const Choice& choice) { return same(choice.tile, chosen); });
   require(found != choices.end(), cell + " on " + device.name + ": an unknown tile");
   const Outcome outcome = simulate(params, device.facts, *found, causal);
   ++totals->cells;
@@ -183,32 +180,29 @@ void judge(const std::string& cell, const NamedDevice& device, const ck::Attenti
     if (!is_better(other, outcome, by_time)) continue;
     ++totals->avoidable;
     if (print) {
-      std::printf("%-10s %-34s %-10s %5d blocks %6.2f waves %3.0f %% idle; %s: %.0f %%, in %.2f\n",
-                  device.name, cell.c_str(), found->name.c_str(), outcome.thread_blocks,
-                  outcome.waves, 100 * outcome.idle, choice.name.c_str(), 100 * other.idle,
-                  other.time / outcome.time);
+      std::printf("%-10s %-34s %-10s %5d blocks %6.2f waves %3.0f %% idle; %s: %.0f %%, in %.2f\n", device.name,
+                  cell.c_str(), found->name.c_str(), outcome.thread_blocks, outcome.waves, 100 * outcome.idle,
+                  choice.name.c_str(), 100 * other.idle, other.time / outcome.time);
     }
     return;
   }
 }
 
 template <int HeadDim>
-void judge_everywhere(const std::string& cell, const ck::AttentionParams& params, bool causal,
-                      bool print, std::vector<Totals>* totals) {
+void judge_everywhere(const std::string& cell, const ck::AttentionParams& params, bool causal, bool print,
+                      std::vector<Totals>* totals) {
   std::size_t i = 0;
   for (const NamedDevice& device : kDevices) {
     judge("fa2 " + cell, device, params,
           ck::fa2::tile_shape<HeadDim, ck::fa2::AmpereTiles::kEverywhere>(params, device.facts),
           fa2_choices<HeadDim>(params, device.facts), causal, print, &(*totals)[i++]);
     if (device.facts.compute_capability != 90) continue;
-    judge("fa3 " + cell, device, params,
-          ck::fa3::tile_shape<HeadDim, HeadDim>(params, device.facts), fa3_choices<HeadDim>(params),
-          causal, print, &(*totals)[i++]);
+    judge("fa3 " + cell, device, params, ck::fa3::tile_shape<HeadDim, HeadDim>(params, device.facts),
+          fa3_choices<HeadDim>(params), causal, print, &(*totals)[i++]);
   }
 }
 
-ck::AttentionParams problem(int head_dim, int heads, int kv_heads, int requests, int rows, int keys,
-                            bool causal) {
+ck::AttentionParams problem(int head_dim, int heads, int kv_heads, int requests, int rows, int keys, bool causal) {
   const auto dtype = ck::DType::kBFloat16;
   ck::AttentionParams params = batch(dtype, dtype, head_dim, heads, kv_heads, requests, rows, keys);
   params.max_qo_len = rows;
@@ -223,10 +217,8 @@ void judge_prompts(bool print, std::vector<Totals>* totals) {
     for (const bool causal : {false, true}) {
       const int heads = 2048 / HeadDim;
       judge_everywhere<HeadDim>(
-          "hd" + std::to_string(HeadDim) + (causal ? " causal " : " full ") +
-              std::to_string(length),
-          problem(HeadDim, heads, heads, 16384 / length, length, length, causal), causal, print,
-          totals);
+          "hd" + std::to_string(HeadDim) + (causal ? " causal " : " full ") + std::to_string(length),
+          problem(HeadDim, heads, heads, 16384 / length, length, length, causal), causal, print, totals);
     }
   }
 }
@@ -241,10 +233,9 @@ void check_idle_sms(bool print) {
       for (const int keys : {1 << 10, 1 << 13, 1 << 15}) {
         for (const int requests : {1, 8}) {
           judge_everywhere<128>(std::to_string(heads) + "/" + std::to_string(kv_heads) + " " +
-                                    std::to_string(requests) + " x " + std::to_string(rows) +
-                                    " over " + std::to_string(keys),
-                                problem(128, heads, kv_heads, requests, rows, keys, true), true,
-                                print, &totals);
+                                    std::to_string(requests) + " x " + std::to_string(rows) + " over " +
+                                    std::to_string(keys),
+                                problem(128, heads, kv_heads, requests, rows, keys, true), true, print, &totals);
         }
       }
     }
@@ -258,12 +249,11 @@ void check_idle_sms(bool print) {
       if (backend[2] == '3' && device.facts.compute_capability != 90) continue;
       const Totals& of = totals[i++];
       if (print) {
-        std::printf(
-            "%-10s %s: %d cells, %d leave more than a third idle, %d avoidable, worst %.0f %%\n",
-            device.name, backend, of.cells, of.idle, of.avoidable, 100 * of.worst);
+        std::printf("%-10s %s: %d cells, %d leave more than a third idle, %d avoidable, worst %.0f %%\n", device.name,
+                    backend, of.cells, of.idle, of.avoidable, 100 * of.worst);
       }
-      require(of.avoidable == 0, std::string(device.name) + ": " + backend +
-                                     " takes a tile where another one would be better");
+      require(of.avoidable == 0,
+              std::string(device.name) + ": " + backend + " takes a tile where another one would be better");
     }
   }
 }

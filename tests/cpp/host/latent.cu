@@ -9,10 +9,8 @@
 namespace {
 
 /// One key head of 576 columns, whose first 512 are the values.
-ck::AttentionParams latent(int heads, int requests, int rows, int keys,
-                           ck::DType kv_dtype = ck::DType::kFloat16) {
-  ck::AttentionParams params =
-      batch(ck::DType::kFloat16, kv_dtype, 576, heads, 1, requests, rows, keys);
+ck::AttentionParams latent(int heads, int requests, int rows, int keys, ck::DType kv_dtype = ck::DType::kFloat16) {
+  ck::AttentionParams params = batch(ck::DType::kFloat16, kv_dtype, 576, heads, 1, requests, rows, keys);
   params.head_dim_vo = 512;
   params.v = params.k;
   params.o = {params.o.data, heads * 512, 512};
@@ -44,8 +42,8 @@ void check_splits_beside_longer_requests(ck::DType kv_dtype) {
     alone.batch_invariant = beside.batch_invariant = true;
     const ck::OwnSplits a = splits_of_one_row(alone), b = splits_of_one_row(beside);
     require(a.of(1, 4096) > 1 && a.of(1, 4096) == b.of(1, 4096),
-            "a request has the same splits whatever is beside it, with " +
-                std::to_string(kilobytes) + " KB of shared memory");
+            "a request has the same splits whatever is beside it, with " + std::to_string(kilobytes) +
+                " KB of shared memory");
   }
   stand_in::device = {};
 }
@@ -53,22 +51,20 @@ void check_splits_beside_longer_requests(ck::DType kv_dtype) {
 void check_ropes_that_are_broadcast() {
   ck::AttentionParams params = latent(64, 4, 1, 1000);
   ck::Plan plan;
-  require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa3",
-          "fa3 serves 64 rows");
+  require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa3", "fa3 serves 64 rows");
   params.q_rope = {at(std::uintptr_t(8) << 40), 64, 0};
   const auto reasons = ck::not_supported_reasons(ck::Backend::kFa3, params, 90);
   require(reasons.size() == 1 && reasons[0].find("q_rope has a head stride of 0") == 0,
           "TMA cannot address a stride of 0");
-  require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa2",
-          "fa2 can");
+  require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa2", "fa2 can");
 }
 
 }  // namespace
 
 void check_latent_attention() {
   const auto& kernels = ck::list_kernels();
-  const bool built = std::any_of(kernels.begin(), kernels.end(),
-                                 [](const auto& kernel) { return kernel.head_dim_qk == 576; });
+  const bool built =
+      std::any_of(kernels.begin(), kernels.end(), [](const auto& kernel) { return kernel.head_dim_qk == 576; });
   if (!built) return;
   check_splits_beside_longer_requests(ck::DType::kFloat16);
   check_splits_beside_longer_requests(ck::DType::kFloat8E4M3);

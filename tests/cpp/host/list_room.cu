@@ -22,8 +22,7 @@ std::vector<int> parts(std::mt19937& random, int count, int total) {
 }
 
 /// As schedule/write_list.cu deals splits out.
-void check_list(const ck::PlanState& plan, const std::vector<int>& rows,
-                const std::vector<int>& keys) {
+void check_list(const ck::PlanState& plan, const std::vector<int>& rows, const std::vector<int>& keys) {
   struct Tile {
     int cost, rows, of_request;
   };
@@ -37,28 +36,24 @@ void check_list(const ck::PlanState& plan, const std::vector<int>& rows,
       work += cost;
     }
   }
-  const ck::SplitSlots slots = ck::split_slots(plan.rule, std::int64_t(tiles.size()), work);
+  const ck::ItemBudget budget = ck::item_budget(plan.rule, std::int64_t(tiles.size()), work);
   std::int64_t entries = 0, split_tiles = 0, partial_rows = 0;
   for (const Tile& tile : tiles) {
-    const int splits = ck::splits_of(plan.rule, slots, tile.cost, tile.of_request);
+    const int splits = ck::splits_of(plan.rule, budget, tile.cost, tile.of_request);
     entries += splits;
     split_tiles += splits > 1;
     partial_rows += splits > 1 ? std::int64_t(splits) * tile.rows : 0;
   }
   require(entries <= plan.tile_indices, std::to_string(entries) + " entries have no room");
-  require(split_tiles <= plan.split_tile_capacity,
-          std::to_string(split_tiles) + " split tiles have no room");
-  require(partial_rows <= plan.rule.partial_rows,
-          std::to_string(partial_rows) + " partial rows have no room");
+  require(split_tiles <= plan.split_tile_capacity, std::to_string(split_tiles) + " split tiles have no room");
+  require(partial_rows <= plan.rule.partial_rows, std::to_string(partial_rows) + " partial rows have no room");
 }
 
 }  // namespace
 
 void check_room_of_lists() {
   std::mt19937 random(3);
-  const auto one_of = [&](std::initializer_list<int> values) {
-    return values.begin()[random() % values.size()];
-  };
+  const auto one_of = [&](std::initializer_list<int> values) { return values.begin()[random() % values.size()]; };
   int split = 0;
   for (int i = 0; i < 20000; ++i) {
     const int kv_heads = one_of({1, 2, 8}), heads = kv_heads * one_of({1, 4, 7, 8});
@@ -69,15 +64,13 @@ void check_room_of_lists() {
     if (random() % 4 == 0) params.num_splits = 1 + int(random() % 70);
     const bool known = random() % 2 == 0;
     if (!known) params.total_kv = 0;
-    const ck::Device device{0, 90, one_of({1, 20, 78, 108, 132, 142}), one_of({99, 227}) << 10,
-                            60 << 20};
+    const ck::Device device{0, 90, one_of({1, 20, 78, 108, 132, 142}), one_of({99, 227}) << 10, 60 << 20};
     ck::PlanState plan;
     const ck::Backend backend = random() % 2 == 0 ? ck::Backend::kFa2 : ck::Backend::kFa3;
     require(ck::make_plan(params, backend, device, {}, &plan).ok(), "there is a plan");
     if (plan.source != ck::TileSource::kList) continue;
     split += plan.split_tile_capacity > 0;
-    check_list(plan, parts(random, requests, requests * each),
-               parts(random, requests, requests * keys));
+    check_list(plan, parts(random, requests, requests * each), parts(random, requests, requests * keys));
   }
   require(split > 1000, "plans split keys");
 }

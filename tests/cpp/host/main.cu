@@ -17,16 +17,14 @@
 namespace {
 
 /// Regions of a workspace lie inside it, nothing on top of anything else, and the kernel was given their addresses.
-void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan,
-                  const std::string& what) {
+void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan, const std::string& what) {
   struct Placed {
     std::size_t begin, end;
     const void* given;
     const char* name;
   };
   std::vector<Placed> regions;
-  const auto add = [&](const ck::Region& region, std::size_t base, const void* given,
-                       const char* name) {
+  const auto add = [&](const ck::Region& region, std::size_t base, const void* given, const char* name) {
     if (region.bytes == 0) return;
     regions.push_back({base + region.offset, base + region.offset + region.bytes, given, name});
   };
@@ -39,8 +37,7 @@ void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan,
   add(layout.partial_o, scratch, plan.partial_o, "partial O");
   add(layout.partial_max_sum, scratch, plan.partial_max_sum, "partial maxima and sums");
   add(layout.mask_extents, scratch, plan.mask_extents, "mask extents");
-  std::sort(regions.begin(), regions.end(),
-            [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
+  std::sort(regions.begin(), regions.end(), [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
   std::size_t end = 0;
   for (const Placed& region : regions) {
     const std::string name = what + ": " + region.name;
@@ -56,18 +53,15 @@ void check_layout(const ck::WorkspaceLayout& layout, const ck::LaunchPlan& plan,
 /// A plan's list, partial results and counters have a place each in one workspace, which is exactly as large as it
 /// says.
 void check_planned_calls() {
-  const ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 3, 40, 20000);
+  const ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 3, 40, 20000);
   ck::Plan plan;
   require_refusal(ck::attention(plan, params, at(kWorkspace), 1 << 20, nullptr), "plan is empty");
   ck::Status status = ck::make_plan(params, &plan);
   require(status.ok(), status.message);
-  require(
-      plan.needs_schedule() && std::string(plan.kernel()).find("float16_hd64") != std::string::npos,
-      "a batch has a kernel and a tile list");
+  require(plan.needs_schedule() && std::string(plan.kernel()).find("float16_hd64") != std::string::npos,
+          "a batch has a kernel and a tile list");
   const std::size_t bytes = plan.workspace_size();
-  require(bytes == ck::workspace_size(params, ck::Backend::kFa3),
-          "one answer to how large a workspace is");
+  require(bytes == ck::workspace_size(params, ck::Backend::kFa3), "one answer to how large a workspace is");
   stand_in::launches.clear();
   for (const std::size_t less : {std::size_t(1), bytes}) {
     status = ck::make_schedule(plan, params, at(kWorkspace), bytes - less, nullptr);
@@ -75,10 +69,8 @@ void check_planned_calls() {
     status = ck::attention(plan, params, at(kWorkspace), bytes - less, nullptr);
     require(status.code == ck::StatusCode::kWorkspaceTooSmall, "no call in less than it needs");
   }
-  require_refusal(ck::make_schedule(plan, params, at(kWorkspace + 8), bytes, nullptr),
-                  "16-byte aligned");
-  require_refusal(ck::attention(plan, params, at(kWorkspace + 4), bytes, nullptr),
-                  "16-byte aligned");
+  require_refusal(ck::make_schedule(plan, params, at(kWorkspace + 8), bytes, nullptr), "16-byte aligned");
+  require_refusal(ck::attention(plan, params, at(kWorkspace + 4), bytes, nullptr), "16-byte aligned");
   require(stand_in::launches.empty(), "what is refused enqueues nothing");
   status = ck::make_schedule(plan, params, at(kWorkspace), bytes, nullptr);
   require(status.ok(), status.message);
@@ -91,8 +83,7 @@ void check_planned_calls() {
   }
   ck::AttentionParams other = params;
   other.num_kv_heads = 4;
-  require_refusal(ck::attention(plan, other, at(kWorkspace), bytes, nullptr),
-                  "num_kv_heads=4, but the plan is for 2");
+  require_refusal(ck::attention(plan, other, at(kWorkspace), bytes, nullptr), "num_kv_heads=4, but the plan is for 2");
 }
 
 /// Partial results, counters and lists have room for all that kernels write: of every split a row for each row of its
@@ -100,31 +91,26 @@ void check_planned_calls() {
 void check_room(const ck::AttentionParams& params, const ck::PlanState& plan) {
   const ck::WorkspaceLayout& layout = plan.layout;
   const std::int64_t heads = params.num_qo_heads;
-  const auto holds = [&](const ck::Region& region, std::int64_t elements, std::size_t bytes,
-                         const char* name) {
-    require(region.bytes >= std::size_t(elements) * bytes,
-            describe(params) + ": " + name + " have no room");
+  const auto holds = [&](const ck::Region& region, std::int64_t elements, std::size_t bytes, const char* name) {
+    require(region.bytes >= std::size_t(elements) * bytes, describe(params) + ": " + name + " have no room");
   };
   if (plan.source == ck::TileSource::kList) {
     holds(layout.tile_list, plan.tile_indices, sizeof(ck::WorkItem), "tiles");
   }
-  if (plan.source == ck::TileSource::kList ||
-      (params.batch_size > 1 && plan.combine_counters == 0)) {
+  if (plan.source == ck::TileSource::kList || (params.batch_size > 1 && plan.combine_counters == 0)) {
     holds(layout.split_tiles, plan.split_tile_capacity, sizeof(ck::SplitTile), "split tiles");
   }
   if (layout.mask_extents.bytes > 0) {
     holds(layout.mask_extents, plan.tile_indices, sizeof(ck::MaskExtent), "extents of a mask");
   }
   const bool listed = plan.source == ck::TileSource::kList;
-  const bool may_split = plan.tile.packed_heads > 0 && !params.disable_split_kv &&
-                         params.stats == nullptr &&
+  const bool may_split = plan.tile.packed_heads > 0 && !params.disable_split_kv && params.stats == nullptr &&
                          (listed || !ck::is_batch(params) || plan.tile.splits_without_list);
   std::int64_t fixed_splits = 1;
   if (params.fixed_split_size > 0 && may_split) {
     const std::int64_t keys = listed && params.max_kv_len > 0 ? params.max_kv_len : params.total_kv;
-    fixed_splits =
-        std::clamp<std::int64_t>((keys + params.fixed_split_size - 1) / params.fixed_split_size, 1,
-                                 std::numeric_limits<std::int16_t>::max());
+    fixed_splits = std::clamp<std::int64_t>((keys + params.fixed_split_size - 1) / params.fixed_split_size, 1,
+                                            std::numeric_limits<std::int16_t>::max());
     const int splits = listed ? plan.rule.most_splits : plan.num_splits;
     require(splits == fixed_splits || (!listed && params.max_kv_len > 0),
             describe(params) + ": another number of fixed splits");
@@ -146,7 +132,7 @@ void check_room(const ck::AttentionParams& params, const ck::PlanState& plan) {
     // Each tile that is split takes two entries or more.
     const std::int64_t tiles = plan.tile_indices - plan.rule.extra_tiles;
     require(params.fixed_split_size > 0 ||
-                plan.split_tile_capacity >= std::min<std::int64_t>(plan.rule.most_slots / 2, tiles),
+                plan.split_tile_capacity >= std::min<std::int64_t>(plan.rule.most_items / 2, tiles),
             describe(params) + ": split tiles have no room");
   }
   holds(layout.partial_o, rows * heads * params.head_dim_vo, sizeof(float), "partial O");
@@ -154,8 +140,8 @@ void check_room(const ck::AttentionParams& params, const ck::PlanState& plan) {
   if (!listed || plan.combine_counters == 0) return;
   const int packs = params.num_qo_heads / plan.tile.packed_heads;
   const int last = int(layout.partial_max_sum.bytes / (heads * 2 * sizeof(float))) - 2;
-  holds(layout.combine_counters, ck::combine_counter(last, packs - 1, packs) + 1,
-        sizeof(std::uint64_t), "combine counters");
+  holds(layout.combine_counters, ck::combine_counter(last, packs - 1, packs) + 1, sizeof(std::uint64_t),
+        "combine counters");
 }
 
 /// What a call enqueues beside attention: counters are cleared before it, and partial results combined behind it.
@@ -168,20 +154,16 @@ void check_helpers(const ck::PlanState& plan, const std::string& what) {
   const auto& launches = stand_in::launches;
   require(counter.bytes == 0 || std::any_of(launches.begin(), launches.end() - 1, clears),
           what + ": the tile counter is not cleared");
-  const bool combines =
-      plan.split_tile_capacity > 0 && last_attention().plan.combine_counters == nullptr;
-  require(launches.back().is("combine") == combines,
-          what + ": partial results are combined where there are some");
+  const bool combines = plan.split_tile_capacity > 0 && last_attention().plan.combine_counters == nullptr;
+  require(launches.back().is("combine") == combines, what + ": partial results are combined where there are some");
 }
 
 /// A list has an entry for every tile, whatever the lengths; exactly so many where the host knows them.
 void check_tiles_of_lists() {
-  ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 5, 0, 20000);
+  ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 5, 0, 20000);
   ck::Device device;
   require(ck::current_device(&device).ok(), "the stand-in is a device");
-  const std::vector<std::vector<int>> batches = {
-      {1, 1, 1, 1, 1}, {0, 0, 0, 0, 1}, {700, 1, 64, 65, 1}};
+  const std::vector<std::vector<int>> batches = {{1, 1, 1, 1, 1}, {0, 0, 0, 0, 1}, {700, 1, 64, 65, 1}};
   for (const std::vector<int>& lengths : batches) {
     std::vector<std::int32_t> indptr = {0};
     for (const int length : lengths) indptr.push_back(indptr.back() + length);
@@ -218,12 +200,10 @@ void check_fixed_splits_of_pages() {
   ck::PlanState plan;
   require(ck::current_device(&device).ok(), "the stand-in is a device");
   params.pages.num_indices = 1001;
-  require(ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok() &&
-              plan.rule.most_splits == 161,
+  require(ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok() && plan.rule.most_splits == 161,
           "1001 pages of 16 keys are 161 splits of 100");
   params.pages.table_stride = params.pages.table_width = 626;
-  require(ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok() &&
-              plan.rule.most_splits == 101,
+  require(ck::make_plan(params, ck::Backend::kAuto, device, {}, &plan).ok() && plan.rule.most_splits == 101,
           "626 pages of 16 keys are 101 splits of 100");
 }
 
@@ -237,10 +217,8 @@ void check_splits_of_few_rows() {
     params.max_qo_len = 0;  // a list
     ck::PlanState plan;
     require(ck::make_plan(params, ck::Backend::kFa2, device, {}, &plan).ok(), "there is a plan");
-    const int each =
-        ck::splits_of(plan.rule, ck::split_slots(plan.rule, requests, params.total_kv), keys, 16);
-    require(each <= plan.rule.most_splits && requests * each <= plan.tile_indices,
-            "the list has room for the splits");
+    const int each = ck::splits_of(plan.rule, ck::item_budget(plan.rule, requests, params.total_kv), keys, 16);
+    require(each <= plan.rule.most_splits && requests * each <= plan.tile_indices, "the list has room for the splits");
     return each;
   };
   require(splits(1, 1024) == 16, "128 thread blocks of 64 keys");
@@ -251,8 +229,7 @@ void check_splits_of_few_rows() {
 
 /// Extents of a custom mask are computed before kernels that use them.
 void check_mask_extents() {
-  ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 8, 3, 300, 300);
+  ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 8, 3, 300, 300);
   for (const bool masked : {false, true}) {
     if (masked) {
       params.mask.words = static_cast<const std::uint32_t*>(at(std::uintptr_t(8) << 40));
@@ -273,8 +250,7 @@ void check_mask_extents() {
 /// Decoding takes fa2 first, unless results must not depend on the batch: its rows are the batch's.
 void check_decoding() {
   const auto kernel = [](const auto& change) {
-    ck::AttentionParams params =
-        batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 3, 1, 20000);
+    ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 3, 1, 20000);
     change(params);
     ck::Plan plan;
     require(ck::make_plan(params, &plan).ok(), "there is a plan");
@@ -292,8 +268,7 @@ void check_decoding() {
 
 /// A failure of anything that is enqueued is the call's failure, and nothing is enqueued behind it.
 void check_failures() {
-  ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 8, 1, 300, 20000);
+  ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 8, 1, 300, 20000);
   params.qo_indptr = params.kv_indptr = nullptr;
   params.mask.words = static_cast<const std::uint32_t*>(at(std::uintptr_t(8) << 40));
   params.mask.num_words = 1 << 20;
@@ -318,8 +293,7 @@ void check_failures() {
 /// Whether attention() may refuse a workspace that is too small, in place of doing without.
 bool needs_workspace(const ck::AttentionParams& params) {
   const bool is_batch = params.batch_size > 1 || params.qo_indptr != nullptr;
-  return params.fixed_split_size > 0 ||
-         (is_batch && (params.max_qo_len <= 0 || params.kv_dtype != params.q_dtype));
+  return params.fixed_split_size > 0 || (is_batch && (params.max_qo_len <= 0 || params.kv_dtype != params.q_dtype));
 }
 
 /// A workspace of exactly the promised size is enough; with a byte less the call is refused, or did not need it.
@@ -332,11 +306,10 @@ void check_promised_size(const ck::AttentionParams& params, std::size_t any) {
   for (const std::size_t given : {bytes, bytes == 0 ? bytes : bytes - 1, any % (bytes + 1)}) {
     stand_in::launches.clear();
     const ck::Status status = ck::attention(params, at(kWorkspace), given, nullptr);
-    const std::string what = describe(params) + " in " + std::to_string(given) + " of " +
-                             std::to_string(bytes) + " bytes";
+    const std::string what =
+        describe(params) + " in " + std::to_string(given) + " of " + std::to_string(bytes) + " bytes";
     if (status.code == ck::StatusCode::kUnsupported) return;  // e4m3 queries on Ampere
-    if (params.fixed_split_size > 0 && status.code == ck::StatusCode::kInvalidArgument)
-      return;  // too many tiles
+    if (params.fixed_split_size > 0 && status.code == ck::StatusCode::kInvalidArgument) return;  // too many tiles
     if (given < bytes && status.code == ck::StatusCode::kWorkspaceTooSmall) {
       require(needs_workspace(params), what + ": " + status.message);
       continue;
@@ -356,15 +329,14 @@ void check_promised_size(const ck::AttentionParams& params, std::size_t any) {
 }
 
 ck::AttentionParams random_problem(Random& random) {
-  const auto [q_dtype, kv_dtype] =
-      random.of({std::pair(ck::DType::kFloat16, ck::DType::kFloat16),
-                 std::pair(ck::DType::kFloat16, ck::DType::kFloat8E4M3),
-                 std::pair(ck::DType::kFloat8E4M3, ck::DType::kFloat8E4M3)});
+  const auto [q_dtype, kv_dtype] = random.of({std::pair(ck::DType::kFloat16, ck::DType::kFloat16),
+                                              std::pair(ck::DType::kFloat16, ck::DType::kFloat8E4M3),
+                                              std::pair(ck::DType::kFloat8E4M3, ck::DType::kFloat8E4M3)});
   const int kv_heads = random.of({1, 2, 3, 8});
   const int heads = kv_heads * random.of({1, 2, 3, 4, 7, 8, 32});
   const int requests = random.log_in(1, 200), rows = random.log_in(1, 300);
-  ck::AttentionParams params = batch(q_dtype, kv_dtype, random.of({16, 48, 64}), heads, kv_heads,
-                                     requests, rows, random.log_in(1, 20000));
+  ck::AttentionParams params =
+      batch(q_dtype, kv_dtype, random.of({16, 48, 64}), heads, kv_heads, requests, rows, random.log_in(1, 20000));
   params.total_q -= random.in(0, requests - 1);
   params.total_kv += random.in(0, 1000);
   params.causal = random.in(0, 1) == 1;
@@ -376,8 +348,7 @@ ck::AttentionParams random_problem(Random& random) {
   params.disable_split_kv = random.in(0, 5) == 0;
   if (q_dtype != kv_dtype && requests > 1 && random.in(0, 1) == 0) {
     put_into_pages(&params);
-    params.fixed_split_size =
-        0;  // whose number follows from the pages: check_fixed_splits_of_pages()
+    params.fixed_split_size = 0;  // whose number follows from the pages: check_fixed_splits_of_pages()
   }
   const bool eight_bits = q_dtype == ck::DType::kFloat8E4M3;
   if (random.in(0, 3) == 0 && !eight_bits) {
@@ -450,8 +421,7 @@ int main(int count, char** given) {
   check_mask_extents();
   check_failures();
   check_decoding();
-  check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7),
-                      0);
+  check_promised_size(batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 4, 1, 7, 1, 1989 / 7), 0);
   check_promised_sizes_of_random_problems();
   check_promised_sizes_of_parts();
   check_random_plans();

@@ -60,9 +60,8 @@ void check_mask_bounds() {
     const int row = random.in(0, rows - 1);
     const Bounds want = exact(mask, row);
     require(mask.begin_of_all(row) == want.begin && mask.end_of_all<true>(row) == want.end,
-            "a row sees other keys: row " + std::to_string(row) + " of " + std::to_string(rows) +
-                ", " + std::to_string(keys) + " keys, chunks of " + std::to_string(chunk) +
-                ", window (" + std::to_string(mask.window_left) + ", " + std::to_string(right) +
-                ")");
+            "a row sees other keys: row " + std::to_string(row) + " of " + std::to_string(rows) + ", " +
+                std::to_string(keys) + " keys, chunks of " + std::to_string(chunk) + ", window (" +
+                std::to_string(mask.window_left) + ", " + std::to_string(right) + ")");
   }
 }

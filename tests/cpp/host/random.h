@@ -12,8 +12,7 @@ class Random {
   int in(int least, int most) { return std::uniform_int_distribution<int>(least, most)(engine_); }
   /// Small numbers as often as large ones.
   int log_in(int least, int most) {
-    const double x =
-        std::uniform_real_distribution<double>(std::log(least), std::log(most + 1.0))(engine_);
+    const double x = std::uniform_real_distribution<double>(std::log(least), std::log(most + 1.0))(engine_);
     return std::clamp(int(std::exp(x)), least, most);
   }
   template <class T>

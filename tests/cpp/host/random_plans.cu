@@ -34,8 +34,8 @@ ck::AttentionParams any_problem(Random& random) {
   const auto dtype = random.of({ck::DType::kFloat16, ck::DType::kFloat16, ck::DType::kFloat8E4M3});
   const auto kv_dtype = random.in(0, 3) == 0 ? ck::DType::kFloat8E4M3 : dtype;
   ck::AttentionParams params =
-      batch(dtype, kv_dtype, random.of({16, 64, 64, 128, 256, 512}),
-            kv_heads * random.of({1, 2, 7, 8, 32}), kv_heads, requests, 1, random.log_in(1, 5000));
+      batch(dtype, kv_dtype, random.of({16, 64, 64, 128, 256, 512}), kv_heads * random.of({1, 2, 7, 8, 32}), kv_heads,
+            requests, 1, random.log_in(1, 5000));
   if (random.in(0, 7) == 0) {  // latent attention
     params.head_dim_qk = 576;
     params.head_dim_vo = 512;

@@ -11,8 +11,7 @@ namespace {
 
 /// What a plan was not made for is refused, not computed in part. A plan that cannot be made leaves the one before.
 void check_refused_plans() {
-  ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, 40, 20000);
+  ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, 40, 20000);
   ck::Plan plan;
   require(ck::make_plan(params, &plan, ck::Backend::kFa3).code == ck::StatusCode::kUnsupported,
           "fa3 has no kernel for e4m3 keys under float16 queries");
@@ -49,30 +48,25 @@ void check_refused_plans() {
   refused([](auto& p) { p.qo_indptr = p.kv_indptr = static_cast<const int*>(at(8 << 20)); },
           "qo_indptr is given, but the plan is for a problem without");
 
-  ck::AttentionParams paged =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
+  ck::AttentionParams paged = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
   paged.pages.page_size = 16;
   paged.pages.num_pages = 10000;
   paged.pages.k_stride_page = paged.pages.v_stride_page = 16 * 2 * 64;
   require(ck::make_plan(paged, &plan).ok(), "pages have a plan");
-  require_refusal(ck::make_schedule(plan, paged, at(kWorkspace), 1 << 30, nullptr),
-                  "num_indices is not set");
+  require_refusal(ck::make_schedule(plan, paged, at(kWorkspace), 1 << 30, nullptr), "num_indices is not set");
 }
 
 /// The other sizes, types and index vectors that a plan is for, each alone.
 void check_misfits() {
-  const ck::AttentionParams listed =
-      batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, 40, 20000);
-  ck::AttentionParams unlisted =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
+  const ck::AttentionParams listed = batch(ck::DType::kFloat16, ck::DType::kFloat8E4M3, 64, 8, 2, 4, 40, 20000);
+  ck::AttentionParams unlisted = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
   unlisted.max_qo_len = 40;
   ck::AttentionParams paged = unlisted;
   paged.pages.page_size = 16;
   paged.pages.num_pages = paged.pages.num_indices = 10000;
   paged.pages.k_stride_page = paged.pages.v_stride_page = 16 * 2 * 64;
   paged.pages.indices = paged.pages.last_page_len = paged.kv_indptr;
-  const auto refused = [](const ck::AttentionParams& params, const auto& change,
-                          const char* fragment) {
+  const auto refused = [](const ck::AttentionParams& params, const auto& change, const char* fragment) {
     ck::Plan plan;
     require(ck::make_plan(params, &plan).ok(), "there is a plan");
     ck::AttentionParams other = params;
@@ -101,9 +95,8 @@ void check_misfits() {
   // What a list is made from.
   ck::Plan plan;
   require(ck::make_plan(listed, &plan).ok() && plan.needs_schedule(), "a batch has a list");
-  for (const auto& [indptr, fragment] :
-       {std::pair(&ck::AttentionParams::qo_indptr, "qo_indptr is null"),
-        std::pair(&ck::AttentionParams::kv_indptr, "kv_indptr is null")}) {
+  for (const auto& [indptr, fragment] : {std::pair(&ck::AttentionParams::qo_indptr, "qo_indptr is null"),
+                                         std::pair(&ck::AttentionParams::kv_indptr, "kv_indptr is null")}) {
     ck::AttentionParams other = listed;
     other.*indptr = nullptr;
     require_refusal(ck::make_schedule(plan, other, at(kWorkspace), 1 << 30, nullptr), fragment);
@@ -122,14 +115,12 @@ void check_misfits() {
   require(ck::make_plan(unlisted, &plan).ok() && layout_of(unlisted).partial_o.bytes > 0,
           "the keys of one row are split");
   unlisted.stats = static_cast<float*>(at(std::uintptr_t(10) << 40));
-  require_refusal(ck::attention(plan, unlisted, at(kWorkspace), 1 << 30, nullptr),
-                  "stats are not combined");
+  require_refusal(ck::attention(plan, unlisted, at(kWorkspace), 1 << 30, nullptr), "stats are not combined");
 }
 
 /// Without rows there is nothing to plan, and nothing to enqueue; and more tiles than are counted are refused.
 void check_no_rows_and_too_many() {
-  ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
+  ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
   const auto enqueues_nothing = [](const ck::Plan& plan, const ck::AttentionParams& empty) {
     stand_in::launches.clear();
     ck::Status status = ck::make_schedule(plan, empty, at(kWorkspace), 1 << 30, nullptr);
@@ -143,8 +134,7 @@ void check_no_rows_and_too_many() {
   require(ck::make_plan(params, &plan).ok(), "there is a plan");
   params.total_q = 0;
   require(enqueues_nothing(plan, params) == 1, "a list of no tiles is a list");
-  require(ck::make_plan(params, &plan).ok() && plan.workspace_size() == 0 &&
-              std::string(plan.kernel()).empty(),
+  require(ck::make_plan(params, &plan).ok() && plan.workspace_size() == 0 && std::string(plan.kernel()).empty(),
           "no rows need nothing");
   require(enqueues_nothing(plan, params) == 0, "no rows, no list");
   require(ck::attention(params, at(kWorkspace), 1 << 20, nullptr).ok(), "nor does one call");
@@ -156,8 +146,7 @@ void check_no_rows_and_too_many() {
 
 /// A driver that is older than the CUDA runtime, which is linked statically.
 void check_old_driver() {
-  const ck::AttentionParams params =
-      batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
+  const ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 64, 8, 2, 4, 40, 20000);
   ck::Plan plan;
   stand_in::driver_version = 12080;
   const ck::Status status = ck::make_plan(params, &plan);
@@ -165,9 +154,7 @@ void check_old_driver() {
               status.message.find("driver supports CUDA 12.8") != std::string::npos &&
               status.message.find("built with CUDA 13.0") != std::string::npos,
           status.message);
-  const auto launch = [](cudaError_t error) {
-    return ck::cuda_failure("Launching a kernel", error).message;
-  };
+  const auto launch = [](cudaError_t error) { return ck::cuda_failure("Launching a kernel", error).message; };
   require(launch(cudaErrorInsufficientDriver) == status.message, "every call says the same");
   stand_in::driver_version = 13000;
   require(launch(cudaErrorInvalidValue).find("Launching a kernel failed: ") == 0, "other errors");

@@ -43,20 +43,16 @@ void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 0; }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, std::size_t, int, int) {}
-void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*,
-                            void*, void*, int*) {
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
   stand_in::kernel_names()[host] = name;
 }
 cudaError_t __cudaGetKernel(void**, const void*) { return cudaErrorNotSupported; }
 cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, std::size_t, cudaStream_t) {
   return cudaErrorNotSupported;  // <<<>>> is not used: launches go through cudaLaunchKernelEx()
 }
-cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, std::size_t*, void*) {
-  return cudaErrorNotSupported;
-}
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, std::size_t*, void*) { return cudaErrorNotSupported; }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
-                                void** arguments) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
   stand_in::Launch launch;
   launch.kernel = stand_in::kernel_names()[kernel];
   launch.blocks = config->gridDim.x;
@@ -73,8 +69,7 @@ cudaError_t cudaMemsetAsync(void* destination, int, std::size_t bytes, cudaStrea
   return stand_in::record(std::move(launch));
 }
 
-cudaError_t cudaMemcpyAsync(void* destination, const void*, std::size_t bytes, cudaMemcpyKind,
-                            cudaStream_t) {
+cudaError_t cudaMemcpyAsync(void* destination, const void*, std::size_t bytes, cudaMemcpyKind, cudaStream_t) {
   stand_in::Launch launch;
   launch.kernel = "memcpy";
   launch.destination = destination;
@@ -90,9 +85,8 @@ cudaError_t cudaSetDevice(int index) {
 }
 
 // As of CUDA 13; the library calls it with three arguments.
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
-                                     unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-                                     const cudaGraphEdgeData**, std::size_t*) {
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, std::size_t*) {
   *status = stand_in::is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   *id = stand_in::is_capturing ? 1 : 0;
   return cudaSuccess;
@@ -135,13 +129,11 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   }
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
-                                             unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   *function = stand_in::has_driver ? reinterpret_cast<void*>(&stand_in::encode_nothing) : nullptr;
   if (result != nullptr) {
-    *result =
-        stand_in::has_driver ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    *result = stand_in::has_driver ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   }
   return cudaSuccess;
 }

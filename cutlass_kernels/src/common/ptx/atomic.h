@@ -12,14 +12,10 @@ namespace cutlass_kernels {
 struct RelaxedAtomics {
   static CUTE_DEVICE unsigned long long add(unsigned long long* at, unsigned long long value) {
     unsigned long long held;
-    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
-                 : "=l"(held)
-                 : "l"(at), "l"(value)
-                 : "memory");
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(held) : "l"(at), "l"(value) : "memory");
     return held;
   }
-  static CUTE_DEVICE unsigned long long compare_and_swap(unsigned long long* at,
-                                                         unsigned long long expected,
+  static CUTE_DEVICE unsigned long long compare_and_swap(unsigned long long* at, unsigned long long expected,
                                                          unsigned long long value) {
     unsigned long long held;
     asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -35,14 +31,10 @@ struct RelaxedAtomics {
 struct OrderingAtomics {
   static CUTE_DEVICE unsigned long long add(unsigned long long* at, unsigned long long value) {
     unsigned long long held;
-    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
-                 : "=l"(held)
-                 : "l"(at), "l"(value)
-                 : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(held) : "l"(at), "l"(value) : "memory");
     return held;
   }
-  static CUTE_DEVICE unsigned long long compare_and_swap(unsigned long long* at,
-                                                         unsigned long long expected,
+  static CUTE_DEVICE unsigned long long compare_and_swap(unsigned long long* at, unsigned long long expected,
                                                          unsigned long long value) {
     unsigned long long held;
     asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"

@@ -11,14 +11,12 @@ namespace cutlass_kernels {
 
 // All 16 bytes.
 CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
 // If not `valid`, reads nothing and writes zeros.
 CUTE_DEVICE void cp_async_16(std::uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
                : "memory");
 }
 
@@ -33,10 +31,9 @@ CUTE_DEVICE void cp_async_16_unless(std::uint32_t shared, const void* global, bo
 
 // The same two copies, of data that is read once.
 CUTE_DEVICE void cp_async_16_once(std::uint32_t shared, const void* global, bool valid) {
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
-      "l"(global), "r"(valid ? 16 : 0), "l"(evict_first())
-      : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0), "l"(evict_first())
+               : "memory");
 }
 CUTE_DEVICE void cp_async_16_once_unless(std::uint32_t shared, const void* global, bool ignored) {
   asm volatile(

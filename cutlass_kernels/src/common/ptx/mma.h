@@ -12,8 +12,7 @@ namespace cutlass_kernels {
 
 // c += a b, one m16n8k16 tile, with fp32 accumulators.
 template <class Element>
-CUTE_DEVICE void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                     std::uint32_t b1) {
+CUTE_DEVICE void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
   static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
   if constexpr (std::is_same_v<Element, fp16>) {
     asm volatile(

@@ -62,13 +62,11 @@ struct Tile {
   // groups.
   static constexpr bool kSwizzlesKeys = kKeyBytes == 2;
   static constexpr int kRowBytes = (kLatentDim + kRopeDim) * 2;  // of Q
-  static constexpr int kKeyRowBytes =
-      (kLatentDim + kRopeDim) * kKeyBytes + (kSwizzlesKeys ? 0 : 16);
+  static constexpr int kKeyRowBytes = (kLatentDim + kRopeDim) * kKeyBytes + (kSwizzlesKeys ? 0 : 16);
   static constexpr int kKeyPanelBytes = 64 * kKeyBytes;
   static constexpr int kStageBytes = kBlockN * kKeyRowBytes;
   static constexpr int kQBytes = kBlockM * kRowBytes;
-  static constexpr int kQStages =
-      (kQBytes + kStageBytes - 1) / kStageBytes;  // that Q comes through
+  static constexpr int kQStages = (kQBytes + kStageBytes - 1) / kStageBytes;  // that Q comes through
   static constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
   static constexpr int kQ = kStages * kStageBytes;  // (BLK_M, 64 columns of each panel)
   static constexpr int kQRowBytes = (kPanels - kQPanels) * 128;

@@ -42,8 +42,7 @@
 namespace cutlass_kernels::mla::mma_sync {
 
 template <class Element, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    attention_kernel(__grid_constant__ const KernelParams params) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) attention_kernel(__grid_constant__ const KernelParams params) {
   constexpr int kStages = Tile::kStages;
   extern __shared__ __align__(128) char shared_memory[];
   const std::uint32_t shared = shared_address(shared_memory);
@@ -101,27 +100,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   cp_async_wait<kFirstBlocks>();
   __syncthreads();
   const int q_row = mine.row_tile * 16;
-  const std::uint32_t kept_rows =
-      sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane) ^ half * 64;
+  const std::uint32_t kept_rows = sixteen_rows<Tile::kRowBytes>(shared_q + q_row * Tile::kRowBytes, lane) ^ half * 64;
   CUTE_UNROLL
   for (int panel = 0; panel < Tile::kQPanels; ++panel) read_q(q[panel], kept_rows, panel);
   const std::uint32_t q_rows =
-      held(sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane) ^
-           half * 64);
+      held(sixteen_rows<Tile::kQRowBytes>(shared + Tile::kQ + q_row * Tile::kQRowBytes, lane) ^ half * 64);
   if constexpr (Tile::kQStages > 1) {
     __syncthreads();
     CUTE_UNROLL
     for (int i = kFirstBlocks; i < kStages - 1; ++i) copy(i);
   }
-  const std::uint32_t k_lane = held(
-      sixteen_keys<Tile>(shared + mine.pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane) ^
-      half * 64);
-  const std::uint32_t v_lane =
-      held(sixteen_rows<Tile::kKeyRowBytes>(shared, lane) + mine.column / 64 * 128);
+  const std::uint32_t k_lane =
+      held(sixteen_keys<Tile>(shared + mine.pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane) ^ half * 64);
+  const std::uint32_t v_lane = held(sixteen_rows<Tile::kKeyRowBytes>(shared, lane) + mine.column / 64 * 128);
   const int barrier = int(held(mine.barrier()));
   const auto sums_of = [&](int of_warp) {
-    return reinterpret_cast<float4*>(
-        shared_memory + held(Tile::kSums + (of_warp * Tile::kTilesN * 32 + lane) * 16));
+    return reinterpret_cast<float4*>(shared_memory + held(Tile::kSums + (of_warp * Tile::kTilesN * 32 + lane) * 16));
   };
   float4* const own_sums = sums_of(warp);
   const float4* const other_sums = sums_of(warp ^ Tile::kRowTiles);
@@ -162,8 +156,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       __syncthreads();
       CUTE_UNROLL
       for (int r = 0; r < 2 * Tile::kOutRowTiles; ++r) {
-        const float factor =
-            scores.row_values(Tile::kRowFactor)[mine.out_tile * 16 + r * 8 + lane / 4];
+        const float factor = scores.row_values(Tile::kRowFactor)[mine.out_tile * 16 + r * 8 + lane / 4];
         CUTE_UNROLL
         for (int d = 0; d < Tile::kTilesD; ++d) {
           o[r / 2][d][r % 2 * 2] *= factor;
@@ -184,8 +177,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();  // all warps are done with keys and factors
   scores.finish(softmax);
   __syncthreads();
-  const TileStore<Element, Tile> store{params, kept,          shared_memory, warp,
-                                       lane,   mine.out_tile, mine.column};
+  const TileStore<Element, Tile> store{params, kept, shared_memory, warp, lane, mine.out_tile, mine.column};
   store(o);
   store.combine_if_last();
 }
@@ -215,8 +207,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 // By the S warps: P of all KV blocks, then maxima and sums.
 template <class Element, class Kv, class Tile>
-CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile,
-                                char* shared_memory, int warp, int lane) {
+CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile, char* shared_memory, int warp,
+                                int lane) {
   using Scores = WarpScores<fp16, Tile>;
   const std::uint32_t shared = shared_address(shared_memory);
   const int blocks = tile.block_end - tile.block_begin;
@@ -240,11 +232,10 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
   cp_async_wait<0>();
   Scores::sync();
   const Fp16Q<Element, Tile> q(shared_q + mine.row_tile * 16 * Tile::kRowBytes, mine.half, lane);
-  const std::uint32_t k_lane = held(sixteen_fp8_keys<Tile>(
-      shared + mine.pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane, mine.half));
+  const std::uint32_t k_lane =
+      held(sixteen_fp8_keys<Tile>(shared + mine.pair * Tile::kPartTiles * 8 * Tile::kKeyRowBytes, lane, mine.half));
   const auto sums_of = [&](int of_warp) {
-    return reinterpret_cast<float4*>(shared_memory + Tile::kSums) + of_warp * Tile::kTilesN * 32 +
-           lane;
+    return reinterpret_cast<float4*>(shared_memory + Tile::kSums) + of_warp * Tile::kTilesN * 32 + lane;
   };
 
   OnlineSoftmax<2> softmax(params.transform.scale);
@@ -265,8 +256,7 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
     float part[Tile::kPartTiles][4];  // S of half of the columns (8 keys, fragment)
     take_scores_fp8<Kv, Tile>(part, k_lane + stage * Tile::kStageBytes, q.fragments);
     q.scale_back(part);
-    add_halves<Tile>(s, part, mine.half, mine.barrier(), sums_of(warp),
-                     sums_of(warp ^ Tile::kRowTiles));
+    add_halves<Tile>(s, part, mine.half, mine.barrier(), sums_of(warp), sums_of(warp ^ Tile::kRowTiles));
     scores.transform(s);
     scores.mask(s, last_block - i);
     exceeds = scores.exceeds(s, softmax);
@@ -280,8 +270,8 @@ CUTE_DEVICE void compute_scores(const KernelParams& params, const TileWork& tile
 
 // By the O warps: loads all keys, computes O and writes it.
 template <class Kv, class Tile, class Store>
-CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile,
-                                const Store& store, char* shared_memory, int warp, int lane) {
+CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile, const Store& store,
+                                char* shared_memory, int warp, int lane) {
   constexpr int kAhead = Tile::kStages - 2;  // KV blocks
   using Loader = KeyLoader<Tile>;
   const std::uint32_t shared = shared_address(shared_memory);
@@ -309,10 +299,8 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
     o[i / 4 / Tile::kTilesD][i / 4 % Tile::kTilesD][i % 4] = 0.0f;
   }
   const std::uint32_t v_lane = held(fp8_values<Tile>(shared, lane, store.column));
-  const std::uint32_t p_lane =
-      held(shared + Tile::kP + (store.row_tile * (Tile::kBlockN / 16) * 32 + lane) * 16);
-  const float* factors =
-      reinterpret_cast<const float*>(shared_memory + Tile::kRowFactor) + store.row_tile * 16;
+  const std::uint32_t p_lane = held(shared + Tile::kP + (store.row_tile * (Tile::kBlockN / 16) * 32 + lane) * 16);
+  const float* factors = reinterpret_cast<const float*>(shared_memory + Tile::kRowFactor) + store.row_tile * 16;
   using Products = ValueProductsFp8<Kv, Tile>;
   // Turn i issues the copies of block i + kAhead among its products: a burst would stall every ldmatrix behind it.
   // Their addresses are computed at the end of the turn before, from page indices that are read at its beginning.
@@ -359,8 +347,7 @@ CUTE_DEVICE void compute_output(const KernelParams& params, const TileWork& tile
 
 // Element: of Q and of the output. Kv: of the keys.
 template <class Element, class Kv, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    fp8_attention_kernel(__grid_constant__ const KernelParams params) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) fp8_attention_kernel(__grid_constant__ const KernelParams params) {
   extern __shared__ __align__(128) char shared_memory[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
@@ -372,8 +359,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   const int role_warp = warp % Tile::kRoleWarps;
   const WarpPart<Tile> mine(role_warp);
-  const TileStore<Element, Tile> store{params, tile,          shared_memory, role_warp,
-                                       lane,   mine.out_tile, mine.column};
+  const TileStore<Element, Tile> store{params, tile, shared_memory, role_warp, lane, mine.out_tile, mine.column};
   if (warp < Tile::kRoleWarps) {
     compute_scores<Element, Kv, Tile>(params, tile, shared_memory, role_warp, lane);
   } else {

@@ -38,10 +38,9 @@ TileShape shape_of(const AttentionParams& params, TileKind kind) {
 
 inline TileShape tile_shape(const AttentionParams& params, const Device& device) {
   if (decodes(params) && fits<Few>(device)) return shape_of<Few>(params, kFew);
-  const bool some = decodes(params) || (!is_alone(params) && params.total_q * params.num_qo_heads <=
-                                                                 Some::kBlockM * params.batch_size);
-  return some || !fits<Many>(device) ? shape_of<Some>(params, kSome)
-                                     : shape_of<Many>(params, kMany);
+  const bool some = decodes(params) ||
+                    (!is_alone(params) && params.total_q * params.num_qo_heads <= Some::kBlockM * params.batch_size);
+  return some || !fits<Many>(device) ? shape_of<Some>(params, kSome) : shape_of<Many>(params, kMany);
 }
 
 template <class Element, class Kv, class Tile>
@@ -88,11 +87,9 @@ Status launch_kind(const LaunchParams& params, const Device& device, cudaStream_
   constexpr bool kFp8 = !std::is_same_v<Element, Kv>;
   switch (params.plan.tile_kind) {
     case kFew:
-      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, FewFp8, Few>, kAmpere>(
-          params, device, stream);
+      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, FewFp8, Few>, kAmpere>(params, device, stream);
     case kSome:
-      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, SomeFp8, Some>, kAmpere>(
-          params, device, stream);
+      return launch_that_fits<Element, Kv, std::conditional_t<kFp8, SomeFp8, Some>, kAmpere>(params, device, stream);
     case kMany:
       if constexpr (!kFp8) return launch_tile<Element, Kv, Many>(params, stream);
   }

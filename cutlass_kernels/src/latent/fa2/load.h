@@ -31,10 +31,9 @@ CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
   const auto find_split = [&](int split) {
     return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
   };
-  const bool found =
-      p.plan.source == TileSource::kBatchBySplit
-          ? find_own_split(p, params.rows, position.rank, tile.item)
-          : find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
+  const bool found = p.plan.source == TileSource::kBatchBySplit
+                         ? find_own_split(p, params.rows, position.rank, tile.item)
+                         : find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
   if (found) tile.begin<Tile, true>(params, position);
   return found;
 }
@@ -79,15 +78,13 @@ struct RowCopy {
   }
 };
 
-CUTE_DEVICE const char* bytes_at(const ConstTensorView& view) {
-  return static_cast<const char*>(view.data);
-}
+CUTE_DEVICE const char* bytes_at(const ConstTensorView& view) { return static_cast<const char*>(view.data); }
 
 // Q of the tile's tokens and heads; zeros where there is none. The panels that are kept in registers go to `kept`
 // (BLK_M, 576), the others to `read` (BLK_M, 64 columns of each).
 template <class Tile>
-CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::uint32_t kept,
-                        std::uint32_t read, int warp, int lane) {
+CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::uint32_t kept, std::uint32_t read,
+                        int warp, int lane) {
   const LaunchParams& p = params.attention;
   const bool separate = p.q_rope.data != nullptr;
   for (int first = warp * 4; first < Tile::kBlockM; first += Tile::kRoleWarps * 4) {
@@ -97,8 +94,7 @@ CUTE_DEVICE void load_q(const KernelParams& params, const TileWork& tile, std::u
     const std::int64_t at = std::int64_t(tile.item.q_begin) + tile.row_begin + token;
     RowCopy<2> copy{kept + row * Tile::kRowBytes + place_in_row(row, lane)};
     if (tile.row_begin + token < tile.row_end) {
-      copy.latent = bytes_at(p.q) + 2 * (at * p.q.stride_token + head * p.q.stride_head) +
-                    bytes_of_lane(lane);
+      copy.latent = bytes_at(p.q) + 2 * (at * p.q.stride_token + head * p.q.stride_head) + bytes_of_lane(lane);
       copy.rope = separate ? bytes_at(p.q_rope) + bytes_of_lane(lane) +
                                  2 * (at * p.q_rope.stride_token + head * p.q_rope.stride_head)
                            : copy.latent + 2 * kLatentDim;
@@ -140,15 +136,14 @@ struct KeyLoader {
   std::uint32_t key_extent;
   int row;  // the lane's first one
 
-  CUTE_DEVICE KeyLoader(const KernelParams& params_, const TileWork& tile, std::uint32_t shared,
-                        int warp, int lane)
+  CUTE_DEVICE KeyLoader(const KernelParams& params_, const TileWork& tile, std::uint32_t shared, int warp, int lane)
       : params(params_),
         kv_begin(tile.item.kv_begin),
         key_begin(tile.key_begin),
         key_extent(tile.key_end - tile.key_begin),
         row(int(held(warp * 4 + row_of_lane(lane)))) {
-    to = held(shared + row * Tile::kKeyRowBytes +
-              (Tile::kSwizzlesKeys ? place_in_row(row, lane) : bytes_of_lane(lane)));
+    to =
+        held(shared + row * Tile::kKeyRowBytes + (Tile::kSwizzlesKeys ? place_in_row(row, lane) : bytes_of_lane(lane)));
   }
 
   // Of a KV block that is not there: none. The loads are in flight until copies() is called.
@@ -161,11 +156,10 @@ struct KeyLoader {
       if (is_there && std::uint32_t(key - key_begin) < key_extent) {
         places.of[r] = kv_begin + key;
         if (params.attention.pages.page_size > 0) {
-          asm volatile(
-              "ld.global.nc.b32 %0, [%1];"
-              : "=r"(places.of[r])
-              : "l"(params.attention.pages.indices + kv_begin + params.page_size.divide(key))
-              : "memory");
+          asm volatile("ld.global.nc.b32 %0, [%1];"
+                       : "=r"(places.of[r])
+                       : "l"(params.attention.pages.indices + kv_begin + params.page_size.divide(key))
+                       : "memory");
         }
       }
     }
@@ -184,16 +178,14 @@ struct KeyLoader {
       const std::int64_t place = places.of[r];
       const int slot = paged ? key - int(params.page_size.divide(key)) * p.pages.page_size : 0;
       const auto address = [&](const ConstTensorView& view, std::int64_t stride_page) {
-        const std::int64_t at =
-            place * (paged ? stride_page : view.stride_token) + slot * view.stride_token;
+        const std::int64_t at = place * (paged ? stride_page : view.stride_token) + slot * view.stride_token;
         return bytes_at(view) + bytes + Tile::kKeyBytes * at;
       };
       copies.of[r] = {to + stage * Tile::kStageBytes + r * kRowStep * Tile::kKeyRowBytes};
       if (std::uint32_t(places.of[r]) < end) {
         copies.of[r].latent = address(p.k, p.pages.k_stride_page);
-        copies.of[r].rope = p.k_rope.data != nullptr
-                                ? address(p.k_rope, p.pages.k_rope_stride_page)
-                                : copies.of[r].latent + Tile::kKeyBytes * kLatentDim;
+        copies.of[r].rope = p.k_rope.data != nullptr ? address(p.k_rope, p.pages.k_rope_stride_page)
+                                                     : copies.of[r].latent + Tile::kKeyBytes * kLatentDim;
       }
     }
     return copies;

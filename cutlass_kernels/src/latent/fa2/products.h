@@ -55,20 +55,20 @@ CUTE_DEVICE void read_q(std::uint32_t (&q)[2][4], std::uint32_t rows, int panel)
 // `q_rows`: the rows of Q (sixteen_rows()) without the panels that are kept. Fragments of K are read kAhead ldmatrix
 // before their products, those of Q a panel before. next(panel) is called along the way.
 template <class Element, class Tile, class Next>
-CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys,
-                             const KeptQ<Tile>& kept, std::uint32_t q_rows, Next&& next) {
+CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys, const KeptQ<Tile>& kept,
+                             std::uint32_t q_rows, Next&& next) {
   constexpr int kTiles = Tile::kPartTiles;
   constexpr int kPairs = kTiles / 2;
   constexpr int kChains = Tile::kChains;
   constexpr int kReads = Tile::kPanels * 2 * kPairs;
   constexpr int kAhead = kTiles == 4 ? 3 : 5;
-  constexpr int kSlots = kAhead + 1;
-  std::uint32_t b[kSlots][4];
+  constexpr int kBuffers = kAhead + 1;
+  std::uint32_t b[kBuffers][4];
   auto read_k = [&](int read) {
     if (read >= kReads) return;
     const int step = read / kPairs;  // of 16 columns
-    ldmatrix_x4(b[read % kSlots], (step % 2 == 0 ? keys : keys ^ 32) + step / 2 * 128 +
-                                      read % kPairs * 16 * Tile::kKeyRowBytes);
+    ldmatrix_x4(b[read % kBuffers],
+                (step % 2 == 0 ? keys : keys ^ 32) + step / 2 * 128 + read % kPairs * 16 * Tile::kKeyRowBytes);
   };
   std::uint32_t q[2][2][4];  // (panel % 2, 16 columns, fragment)
   auto begin_q = [&](int panel) {
@@ -98,7 +98,7 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys
     for (int pair = 0; pair < kPairs; ++pair) {
       const int read = step * kPairs + pair;
       read_k(read + kAhead);
-      const std::uint32_t (&fragments)[4] = b[read % kSlots];
+      const std::uint32_t (&fragments)[4] = b[read % kBuffers];
       mma<Element>(sums[2 * pair][step % kChains], get_q(step), fragments[0], fragments[1]);
       mma<Element>(sums[2 * pair + 1][step % kChains], get_q(step), fragments[2], fragments[3]);
     }
@@ -113,8 +113,8 @@ CUTE_DEVICE void take_scores(float (&s)[Tile::kPartTiles][4], std::uint32_t keys
 // Adds the partner's partial sums, of the other half of the columns, to this warp's keys. `sums` (8 keys, lane): what
 // the two exchange.
 template <class Tile>
-CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Tile::kPartTiles][4],
-                            int half, int barrier, float4* own_sums, const float4* other_sums) {
+CUTE_DEVICE void add_halves(float (&s)[Tile::kTilesN][4], const float (&part)[Tile::kPartTiles][4], int half,
+                            int barrier, float4* own_sums, const float4* other_sums) {
   constexpr int kTilesN = Tile::kTilesN;
   CUTE_UNROLL
   for (int n = 0; n < kTilesN; ++n) {
@@ -146,10 +146,10 @@ struct ValueProducts {
   static constexpr int kSteps = Tile::kBlockN / 16;
   static constexpr int kPairs = Tile::kTilesD / 2;  // of tiles of 8 columns
   static constexpr int kAhead = Tile::kTilesD == 16 ? 3 : 5;
-  static constexpr int kSlots = kAhead + 1;
+  static constexpr int kBuffers = kAhead + 1;
 
   std::uint32_t values;
-  std::uint32_t b[kSlots][4];
+  std::uint32_t b[kBuffers][4];
 
   CUTE_DEVICE explicit ValueProducts(std::uint32_t values_) : values(values_) {
     CUTE_UNROLL
@@ -159,8 +159,8 @@ struct ValueProducts {
   CUTE_DEVICE void read(int i) {
     if (i >= kSteps * kPairs) return;
     const int pair = i % kPairs;
-    ldmatrix_x4_trans(b[i % kSlots], (values ^ (pair % 4 * 2 << 4)) + pair / 4 * 128 +
-                                         i / kPairs * 16 * Tile::kKeyRowBytes);
+    ldmatrix_x4_trans(b[i % kBuffers],
+                      (values ^ (pair % 4 * 2 << 4)) + pair / 4 * 128 + i / kPairs * 16 * Tile::kKeyRowBytes);
   }
 
   // `p`: P of the first row tile, fragments (row tile, 16 keys, lane).
@@ -180,7 +180,7 @@ struct ValueProducts {
       for (int pair = 0; pair < kPairs; ++pair) {
         const int i = step * kPairs + pair;
         read(i + kAhead);
-        const std::uint32_t (&fragments)[4] = b[i % kSlots];
+        const std::uint32_t (&fragments)[4] = b[i % kBuffers];
         CUTE_UNROLL
         for (int m = 0; m < kRowTiles; ++m) {
           mma<Element>(o[m][2 * pair], a[m], fragments[0], fragments[1]);
@@ -200,20 +200,19 @@ struct ValueProducts {
 
 // s = Q K^T, as take_scores(). An ldmatrix reads 32 columns of 16 keys, for two products of each of two tiles.
 template <class Kv, class Tile>
-CUTE_DEVICE void take_scores_fp8(float (&s)[Tile::kPartTiles][4], std::uint32_t keys,
-                                 const KeptQ<Tile>& kept) {
+CUTE_DEVICE void take_scores_fp8(float (&s)[Tile::kPartTiles][4], std::uint32_t keys, const KeptQ<Tile>& kept) {
   constexpr int kTiles = Tile::kPartTiles;
   constexpr int kPairs = kTiles / 2;
   constexpr int kChains = Tile::kChains;
   constexpr int kReads = Tile::kPanels * kPairs;
   constexpr int kAhead = 3;
-  constexpr int kSlots = kAhead + 1;
+  constexpr int kBuffers = kAhead + 1;
   static_assert(Tile::kQPanels == Tile::kPanels);
-  std::uint32_t words[kSlots][4];  // (keys 0-7, columns 0-15), (0-7, 16-31), (8-15, 0-15), ...
+  std::uint32_t words[kBuffers][4];  // (keys 0-7, columns 0-15), (0-7, 16-31), (8-15, 0-15), ...
   auto read_k = [&](int read) {
     if (read >= kReads) return;
-    ldmatrix_x4(words[read % kSlots], keys + read / kPairs * Tile::kKeyPanelBytes +
-                                          read % kPairs * 16 * Tile::kKeyRowBytes);
+    ldmatrix_x4(words[read % kBuffers],
+                keys + read / kPairs * Tile::kKeyPanelBytes + read % kPairs * 16 * Tile::kKeyRowBytes);
   };
   float sums[kTiles][kChains][4];
   CUTE_UNROLL
@@ -230,9 +229,8 @@ CUTE_DEVICE void take_scores_fp8(float (&s)[Tile::kPartTiles][4], std::uint32_t 
     for (int i = 0; i < 4; ++i) {
       const int step = i / 2;
       const int tile = read % kPairs * 2 + i % 2;
-      const std::uint32_t word = words[read % kSlots][i % 2 * 2 + step];
-      mma<fp16>(sums[tile][step % kChains], kept[panel][step], converted<Kv, 0, 1>(word),
-                converted<Kv, 2, 3>(word));
+      const std::uint32_t word = words[read % kBuffers][i % 2 * 2 + step];
+      mma<fp16>(sums[tile][step % kChains], kept[panel][step], converted<Kv, 0, 1>(word), converted<Kv, 2, 3>(word));
     }
   }
   CUTE_UNROLL
@@ -259,10 +257,10 @@ struct ValueProductsFp8 {
   static constexpr int kAllReads = kSteps * kReads;
   static_assert(Tile::kTilesD % 4 == 0);
   static constexpr int kAhead = 3;
-  static constexpr int kSlots = kAhead + 1;
+  static constexpr int kBuffers = kAhead + 1;
 
   std::uint32_t values;
-  std::uint32_t words[kSlots][4];  // (keys 0-7, columns 0-15), (8-15, 0-15), (0-7, 16-31), ...
+  std::uint32_t words[kBuffers][4];  // (keys 0-7, columns 0-15), (8-15, 0-15), (0-7, 16-31), ...
 
   CUTE_DEVICE explicit ValueProductsFp8(std::uint32_t values_) : values(values_) {
     CUTE_UNROLL
@@ -271,8 +269,7 @@ struct ValueProductsFp8 {
 
   CUTE_DEVICE void read(int i) {
     if (i >= kAllReads) return;
-    ldmatrix_x4_trans(words[i % kSlots],
-                      values + i % kReads * 32 + i / kReads * 16 * Tile::kKeyRowBytes);
+    ldmatrix_x4_trans(words[i % kBuffers], values + i % kReads * 32 + i / kReads * 16 * Tile::kKeyRowBytes);
   }
 
   // `p`: P of the first row tile, fragments (row tile, 16 keys, lane). next(read) is called after each read of V.
@@ -290,8 +287,8 @@ struct ValueProductsFp8 {
         next(i);
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
-          const std::uint32_t low = words[i % kSlots][2 * half];
-          const std::uint32_t high = words[i % kSlots][2 * half + 1];
+          const std::uint32_t low = words[i % kBuffers][2 * half];
+          const std::uint32_t high = words[i % kBuffers][2 * half + 1];
           const int tile = 4 * column + 2 * half;
           std::uint32_t even[2], odd[2];
           convert_alternately<Kv>(low, even[0], odd[0]);
@@ -334,13 +331,10 @@ struct Fp16Q {
     for (int i = 0; i < Tile::kPanels * 4; ++i) {
       const int panel = i / 4, step = i / 2 % 2, r = i % 2;
       const int chunk = half * 4 + step * 2 + lane % 4 / 2;
-      const std::uint32_t at = rows + (row + r * 8) * Tile::kRowBytes + panel * 128 +
-                               ((chunk ^ row) << 4) + lane % 2 * 8;
+      const std::uint32_t at =
+          rows + (row + r * 8) * Tile::kRowBytes + panel * 128 + ((chunk ^ row) << 4) + lane % 2 * 8;
       std::uint32_t (&fragment)[4] = fragments[panel][step];
-      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                   : "=r"(fragment[r]), "=r"(fragment[r + 2])
-                   : "r"(at)
-                   : "memory");
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(fragment[r]), "=r"(fragment[r + 2]) : "r"(at) : "memory");
     }
     if constexpr (kScalesRows) {
       scale_row(0);
@@ -360,9 +354,7 @@ struct Fp16Q {
   // Row r of the lane's: elements r and r + 2 of the fragments. Beside an infinite number the others do not count.
   CUTE_DEVICE void scale_row(int r) {
     constexpr int kPairs = Tile::kPanels * 4;
-    const auto pair = [&](int i) -> std::uint32_t& {
-      return fragments[i / 4][i / 2 % 2][i % 2 * 2 + r];
-    };
+    const auto pair = [&](int i) -> std::uint32_t& { return fragments[i / 4][i / 2 % 2][i % 2 * 2 + r]; };
     std::uint32_t magnitudes = 0;  // the largest of two columns
     CUTE_UNROLL
     for (int i = 0; i < kPairs; ++i) magnitudes = __vmaxu2(magnitudes, pair(i) & 0x7fff7fffu);

@@ -61,8 +61,7 @@ struct WarpScores {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         const PlaceOfRow place(params, tile, row(r));
-        const float scale =
-            logits_scale_of(p, tile.item.batch, place.exists ? place.head : tile.head);
+        const float scale = logits_scale_of(p, tile.item.batch, place.exists ? place.head : tile.head);
         CUTE_UNROLL
         for (int i = 0; i < kTilesN * 2; ++i) s[i / 2][r * 2 + i % 2] *= scale;
       }
@@ -109,8 +108,7 @@ struct WarpScores {
     if constexpr (kTilesN == 2) {
       fragments[group * 32] = {packed[0][0], packed[0][1], packed[1][0], packed[1][1]};
     } else {
-      reinterpret_cast<uint2*>(fragments + group / 2 * 32)[group % 2] = {packed[0][0],
-                                                                         packed[0][1]};
+      reinterpret_cast<uint2*>(fragments + group / 2 * 32)[group % 2] = {packed[0][0], packed[0][1]};
     }
   }
 

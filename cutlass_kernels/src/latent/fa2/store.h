@@ -80,12 +80,10 @@ struct TileStore {
     if (threadIdx.x == 0) {
       const int heads = int(params.pack.divisor);
       const TicketCounter last = work.num_splits - 1;
-      const int counter =
-          combine_counter(work.partial_row, tile.head / heads, p.num_qo_heads / heads);
+      const int counter = combine_counter(work.partial_row, tile.head / heads, p.num_qo_heads / heads);
       // As in fa2/store.h.
-      *is_last = take_ticket<OrderingAtomics>(
-                     reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
-                     last + 1) == last;
+      *is_last = take_ticket<OrderingAtomics>(reinterpret_cast<TicketCounter*>(p.plan.combine_counters + counter),
+                                              last + 1) == last;
     }
     __syncthreads();
     if (!*is_last) return;
@@ -94,9 +92,8 @@ struct TileStore {
     for (int row = int(threadIdx.x) / 32; row < Tile::kBlockM; row += Tile::kWarps) {
       const PlaceOfRow place(params, tile, row);
       if (!place.exists) break;
-      store_row<Element>(
-          p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
-          work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
+      store_row<Element>(p, combine_splits<kLatentDim / 128, kSplitsAhead>(p, partials, place.token, place.head),
+                         work.batch, std::int64_t(work.q_begin) + tile.row_begin + place.token, place.head);
     }
   }
 
@@ -107,9 +104,7 @@ struct TileStore {
   static constexpr int kRuns = kAlternates ? Tile::kTilesD / 2 : Tile::kTilesD;
   using Run = std::conditional_t<kAlternates, float4, float2>;
 
-  CUTE_DEVICE int column_of(int run) const {
-    return kAlternates ? run * 16 + lane % 4 * 4 : run * 8 + lane % 4 * 2;
-  }
+  CUTE_DEVICE int column_of(int run) const { return kAlternates ? run * 16 + lane % 4 * 4 : run * 8 + lane % 4 * 2; }
   CUTE_DEVICE static Run run_of(const float (&o)[Tile::kTilesD][4], int r, int run) {
     const int e = r % 2 * 2;
     if constexpr (kAlternates) {
@@ -127,13 +122,12 @@ struct TileStore {
     return {packed(float2{x.x, x.y}, scale), packed(float2{x.z, x.w}, scale)};
   }
 
-  CUTE_DEVICE void write_partial(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r,
-                                 const PlaceOfRow& place, float m, float sum) const {
+  CUTE_DEVICE void write_partial(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r, const PlaceOfRow& place,
+                                 float m, float sum) const {
     if (!place.exists) return;
     const LaunchParams& p = params.attention;
     const WorkItem& work = tile.item;
-    const std::int64_t at =
-        TilePartials{work.partial_row, work.num_splits}.at(p, place.token, place.head, work.split);
+    const std::int64_t at = TilePartials{work.partial_row, work.num_splits}.at(p, place.token, place.head, work.split);
     if (column == 0 && lane % 4 == 0) *partial_max_sum(p, at) = {m, sum};
     float* out = partial_o(p, at) + column;
     // Masked keys have p = 0, but their V may be infinite: a row without keys is 0 whatever V is.
@@ -146,14 +140,13 @@ struct TileStore {
 
   CUTE_DEVICE char* staged() const { return shared + warp * kWarpBytes; }
 
-  CUTE_DEVICE void stage(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r,
-                         const PlaceOfRow& place, float m, float sum) const {
+  CUTE_DEVICE void stage(const float (&o)[Tile::kOutRowTiles][Tile::kTilesD][4], int r, const PlaceOfRow& place,
+                         float m, float sum) const {
     const LaunchParams& p = params.attention;
     const WorkItem& work = tile.item;
     const int head = place.exists ? place.head : tile.head;
     float factor = p.v_scale * scale_of(p.output_scale, work.batch, head);
-    const FinishedRow finished =
-        finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
+    const FinishedRow finished = finish_row(m, sum, p.sinks, head, [&](float weight) { factor *= weight; });
     const float scale = finished.scale(factor);
     if (p.lse != nullptr && place.exists && column == 0 && lane % 4 == 0) {
       const std::int64_t token = std::int64_t(work.q_begin) + tile.row_begin + place.token;
@@ -178,11 +171,9 @@ struct TileStore {
       const int row = i + lane / kChunks;
       const PlaceOfRow place(params, tile, row_tile * 16 + row);
       if (!place.exists) continue;
-      char* out = static_cast<char*>(p.o.data) +
-                  2 * ((first + place.token) * p.o.stride_token + place.head * p.o.stride_head +
-                       column + lane % kChunks * 8);
-      *reinterpret_cast<uint4*>(out) =
-          *reinterpret_cast<const uint4*>(staged() + row * kPitch + lane % kChunks * 16);
+      char* out = static_cast<char*>(p.o.data) + 2 * ((first + place.token) * p.o.stride_token +
+                                                      place.head * p.o.stride_head + column + lane % kChunks * 8);
+      *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(staged() + row * kPitch + lane % kChunks * 16);
     }
   }
 };

@@ -39,7 +39,7 @@ struct Consumer {
   const int lane;
   const int warp;  // of the warpgroup
   const std::uint32_t q_base, k_base;
-  fa3::Ring<kJobSlots> jobs;
+  fa3::Ring<kJobBuffers> jobs;
   std::uint32_t q_phase = 0;
   std::uint32_t state_phase = 0;  // of m_full
   std::uint32_t p_phase = 0;      // of the other warpgroup's p_full
@@ -88,15 +88,15 @@ struct Consumer {
   }
 
   // Starts O (+)= P V with this warpgroup's half of V.
-  CUTE_DEVICE void issue_output(float (&o)[kLatentDim / 4], const std::uint32_t (&p)[kN / 4],
-                                int block, bool accumulate) {
-    const std::uint64_t v = fa3::descriptor_mn_major(
-        stage_base(block) + kHalf * kHalfPanels * kPanelBytes, kPanelBytes);
+  CUTE_DEVICE void issue_output(float (&o)[kLatentDim / 4], const std::uint32_t (&p)[kN / 4], int block,
+                                bool accumulate) {
+    const std::uint64_t v =
+        fa3::descriptor_mn_major(stage_base(block) + kHalf * kHalfPanels * kPanelBytes, kPanelBytes);
     fa3::wgmma_fence();
     CUTE_UNROLL
     for (int i = 0; i < kN / 16; ++i) {
-      fa3::Wgmma<Element, kLatentDim / 2>::template rs<fa3::BOrder::kMnMajor>(
-          o, &p[4 * i], v + i * (16 * 128 / 16), i > 0 || accumulate);
+      fa3::Wgmma<Element, kLatentDim / 2>::template rs<fa3::BOrder::kMnMajor>(o, &p[4 * i], v + i * (16 * 128 / 16),
+                                                                              i > 0 || accumulate);
     }
     fa3::wgmma_commit();
   }
@@ -156,8 +156,8 @@ struct Consumer {
 
   // S of an own block becomes P, here and in the panel of the positions. The m that it begins with is that of the block
   // before.
-  CUTE_DEVICE void take_exponentials(float (&s)[kN / 2], std::uint32_t (&p)[kN / 4],
-                                     Softmax& softmax, float (&factor)[2], int block) {
+  CUTE_DEVICE void take_exponentials(float (&s)[kN / 2], std::uint32_t (&p)[kN / 4], Softmax& softmax,
+                                     float (&factor)[2], int block) {
     float row_max[2] = {s[0], s[2]};
     CUTE_UNROLL
     for (int i = 0; i < kN / 2; ++i) row_max[i / 2 % 2] = fmaxf(row_max[i / 2 % 2], s[i]);
@@ -174,8 +174,7 @@ struct Consumer {
         softmax.partial_sum[r] += x + y;
         p[i] = Element::pack(x, y);
       }
-      fa3::stmatrix_x4(p_address(block, step), p[4 * step], p[4 * step + 1], p[4 * step + 2],
-                       p[4 * step + 3]);
+      fa3::stmatrix_x4(p_address(block, step), p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]);
     }
     arrive(shared.p_full[kHalf][warp]);
   }

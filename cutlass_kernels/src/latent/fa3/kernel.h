@@ -33,7 +33,7 @@ namespace cutlass_kernels::mla {
 template <class Tile>
 CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
   shared.job_wanted.init(1);
-  for (int i = 0; i < kJobSlots; ++i) {
+  for (int i = 0; i < kJobBuffers; ++i) {
     shared.job_full[i].init(1);
     shared.job_empty[i].init(1 + 2 * 32 + 256);
   }
@@ -56,8 +56,7 @@ CUTE_DEVICE void init_barriers(Shared<Tile>& shared, KeySource source) {
 }
 
 template <class Tile>
-CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, int warp,
-                         KeySource source) {
+CUTE_DEVICE void produce(const fa3::KernelParams& params, Shared<Tile>& shared, int warp, KeySource source) {
   const int lane = threadIdx.x % 32;
   if (warp == 0) {
     if (lane == 0) fa3::find_tiles<Tile, true>(params, shared);

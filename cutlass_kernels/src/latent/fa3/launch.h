@@ -23,8 +23,8 @@ inline Status make_maps(const LaunchParams& params, int block_n, fa3::KernelPara
   rope.head_dim_qk = kRopeDim;
   const auto behind = [](const ConstTensorView& latent_columns, const ConstTensorView& own) {
     if (own.data != nullptr || latent_columns.data == nullptr) return own;
-    return ConstTensorView{static_cast<const char*>(latent_columns.data) + kOffset,
-                           latent_columns.stride_token, latent_columns.stride_head};
+    return ConstTensorView{static_cast<const char*>(latent_columns.data) + kOffset, latent_columns.stride_token,
+                           latent_columns.stride_head};
   };
   rope.q = behind(params.q, params.q_rope);
   rope.k = behind(params.k, params.k_rope);

@@ -32,14 +32,12 @@ CUTE_DEVICE void load_q(const fa3::KernelParams& params, Shared<Tile>& shared) {
   while (jobs.take(job)) {
     shared.q_empty.wait(phase);
     phase ^= 1;
-    shared.q_full.arrive_and_expect(kPanels * 128 * params.packed.tokens *
-                                    int(params.packed.heads.divisor));
+    shared.q_full.arrive_and_expect(kPanels * 128 * params.packed.tokens * int(params.packed.heads.divisor));
     for (int panel = 0; panel < kPanels; ++panel) {
       const bool rope = panel == kRopePanel;
-      fa3::tma_load(rope ? &q_rope_map(params) : &params.q_map, shared.q_full,
-                    fa3::CacheHint::kEvictFirst, shared.q + panel * kPanelBytes,
-                    rope ? 0 : panel * 64, job.head, fa3::kMapRows - job.qo_len + job.row_begin,
-                    job.q_end, int(fa3::kMapRows));
+      fa3::tma_load(rope ? &q_rope_map(params) : &params.q_map, shared.q_full, fa3::CacheHint::kEvictFirst,
+                    shared.q + panel * kPanelBytes, rope ? 0 : panel * 64, job.head,
+                    fa3::kMapRows - job.qo_len + job.row_begin, job.q_end, int(fa3::kMapRows));
     }
   }
 }
@@ -119,8 +117,7 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
         if (lane == 0) shared.landed[owner].arrive_and_expect(kPanels * boxes * box_bytes);
         __syncwarp();
       }
-      Barrier& signal =
-          clears ? shared.landed[owner] : shared.k_full[stage][lane < kPanels ? lane : 0];
+      Barrier& signal = clears ? shared.landed[owner] : shared.k_full[stage][lane < kPanels ? lane : 0];
       CUTE_NO_UNROLL
       for (int n = 0; n < kPanelGroups; ++n) {
         const PanelGroup group = nth_group(owner, n);
@@ -133,12 +130,10 @@ CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared
           CUTE_NO_UNROLL
           for (int box = 0; box < boxes; ++box) {
             const fa3::BoxSource source = sources[(kv_block * per_block + box) % fa3::kBoxBatch];
-            fa3::tma_load(map, signal, kHint, panel + box * box_bytes, column, source.slot, 0,
-                          source.page);
+            fa3::tma_load(map, signal, kHint, panel + box * box_bytes, column, source.slot, 0, source.page);
           }
         } else {
-          fa3::tma_load(map, signal, kHint, panel, column,
-                        fa3::kMapRows - job.visible_end + first_key, 0,
+          fa3::tma_load(map, signal, kHint, panel, column, fa3::kMapRows - job.visible_end + first_key, 0,
                         job.kv_begin + job.visible_end, int(fa3::kMapRows));
         }
       }
@@ -165,10 +160,9 @@ CUTE_DEVICE void gather_keys(const fa3::KernelParams& params, Shared<Tile>& shar
   const int lane = threadIdx.x % 32;
   const LaunchParams& p = params.attention;
   const char* const latent = static_cast<const char*>(p.k.data) + lane % 8 * 16;
-  const char* const rope =
-      (p.k_rope.data == nullptr ? static_cast<const char*>(p.k.data) + 2 * kLatentDim
-                                : static_cast<const char*>(p.k_rope.data)) +
-      lane % 8 * 16;
+  const char* const rope = (p.k_rope.data == nullptr ? static_cast<const char*>(p.k.data) + 2 * kLatentDim
+                                                     : static_cast<const char*>(p.k_rope.data)) +
+                           lane % 8 * 16;
   const std::uint32_t to = shared_address(shared.k) + lane / 8 * 128 + ((lane % 8 ^ lane / 8) << 4);
   auto& of_latent = shared.row_offsets[owner][0];
   auto& of_rope = shared.row_offsets[owner][1];
@@ -205,15 +199,15 @@ CUTE_DEVICE void gather_keys(const fa3::KernelParams& params, Shared<Tile>& shar
       const int stage = stage_of<Tile>(first_block + i);
       const std::uint32_t empty = phase_of<Tile>(first_block + i) ^ 1;
       const std::uint32_t to_stage = to + stage * (kPanels * kPanelBytes);
-      const auto gather = [&](auto columns, const auto& offsets, const char* data,
-                              const fa3::PageUnits& units, int panel) {
+      const auto gather = [&](auto columns, const auto& offsets, const char* data, const fa3::PageUnits& units,
+                              int panel) {
         constexpr int kColumns = decltype(columns)::value;
         if (complete) {
-          fa3::gather_rows<true, kRows, kColumns, kPanelBytes>(
-              offsets.of[lane / 8], data, units.bytes, kColumns, to_stage + panel * kPanelBytes);
+          fa3::gather_rows<true, kRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, units.bytes, kColumns,
+                                                               to_stage + panel * kPanelBytes);
         } else {
-          fa3::gather_rows<false, kRows, kColumns, kPanelBytes>(
-              offsets.of[lane / 8], data, units.bytes, kColumns, to_stage + panel * kPanelBytes);
+          fa3::gather_rows<false, kRows, kColumns, kPanelBytes>(offsets.of[lane / 8], data, units.bytes, kColumns,
+                                                                to_stage + panel * kPanelBytes);
         }
       };
       CUTE_NO_UNROLL
@@ -224,8 +218,7 @@ CUTE_DEVICE void gather_keys(const fa3::KernelParams& params, Shared<Tile>& shar
         if (group == kRope) {
           gather(std::integral_constant<int, kRopeDim>{}, of_rope, rope, params.v_units, first);
         } else {
-          gather(std::integral_constant<int, kHalfColumns>{}, of_latent, latent + first * 128,
-                 params.k_units, first);
+          gather(std::integral_constant<int, kHalfColumns>{}, of_latent, latent + first * 128, params.k_units, first);
         }
         for (int panel = first; panel < first + panel_count(group); ++panel) {
           fa3::arrive_when_landed(shared.k_full[stage][panel]);

@@ -15,8 +15,7 @@ namespace cutlass_kernels::mla {
 struct Tile {
   static constexpr int kHeadDimQk = kLatentDim + kRopeDim;
   static constexpr int kHeadDimVo = kLatentDim;
-  static constexpr int kConsumers =
-      1;  // of rows: two warpgroups have half of the columns of O each
+  static constexpr int kConsumers = 1;  // of rows: two warpgroups have half of the columns of O each
   static constexpr int kBlockM = fa3::kWarpgroupRows;
   static constexpr int kBlockN = 64;
   static constexpr int kStages = 2;
@@ -39,7 +38,7 @@ struct Tile {
 
 using fa3::Barrier;
 using fa3::Job;
-using fa3::kJobSlots;
+using fa3::kJobBuffers;
 
 constexpr int kPanelBytes = 64 * 128;
 constexpr int kPanels = (kLatentDim + kRopeDim) / 64;
@@ -62,7 +61,7 @@ struct Shared {
   RowState states[2][64];                        // (warpgroup, row)
   float sums[2][2][64];                          // (parity of the tile, warpgroup, row)
 
-  Job jobs[kJobSlots];
+  Job jobs[kJobBuffers];
 
   //             arrives                                          waits
   // job_wanted  the first K warp, near the end of its tile, and  scheduler warp
@@ -79,8 +78,8 @@ struct Shared {
   // p_full      a warp, P of its rows                            the warp of the other warpgroup with the same rows
   // landed      a K warp, with the bytes of TMA                  the same, to clear rows before it arrives at k_full
   Barrier job_wanted;
-  Barrier job_full[kJobSlots];
-  Barrier job_empty[kJobSlots];
+  Barrier job_full[kJobBuffers];
+  Barrier job_empty[kJobBuffers];
   Barrier q_full;
   Barrier q_empty;
   Barrier k_full[Tile::kStages][kPanels];
@@ -89,18 +88,16 @@ struct Shared {
   Barrier p_full[2][4];
   Barrier landed[2];
 
-  fa3::BoxSource boxes[2][fa3::kBoxBatch];  // (K warp, 32)
-  fa3::RowOffsets<Tile::kBlockN> row_offsets[2]
-                                            [2];  // (K warp, of the latent columns and the others)
+  fa3::BoxSource boxes[2][fa3::kBoxBatch];           // (K warp, 32)
+  fa3::RowOffsets<Tile::kBlockN> row_offsets[2][2];  // (K warp, of the latent columns and the others)
   SplitTable splits;
 };
 
 // Named barriers (bar.sync), by ID; 0 is __syncthreads().
 enum NamedBarrier : int {
   //                      arrives and waits
-  kBarrierScores =
-      1,  // the threads of a warpgroup, S being computed: P may replace the panel of the positions
-  kBarrierTurn = 4,  // warpgroup 0 has issued S of its block: warpgroup 1 waits, to issue its own
+  kBarrierScores = 1,   // the threads of a warpgroup, S being computed: P may replace the panel of the positions
+  kBarrierTurn = 4,     // warpgroup 0 has issued S of its block: warpgroup 1 waits, to issue its own
   kBarrierTileEnd = 3,  // all consumers, their sums being written
 };
 

@@ -25,9 +25,8 @@ CUTE_DEVICE OutputRow output_row(const fa3::KernelParams& params, const Job& job
 }
 
 template <int kHalf>
-CUTE_DEVICE void store_partial_rows(const fa3::KernelParams& params, const Job& job,
-                                    const float (&m)[2], const float (&sums)[2],
-                                    const float (&o)[kLatentDim / 4]) {
+CUTE_DEVICE void store_partial_rows(const fa3::KernelParams& params, const Job& job, const float (&m)[2],
+                                    const float (&sums)[2], const float (&o)[kLatentDim / 4]) {
   constexpr int kColumns = kLatentDim / 2;
   const LaunchParams& p = params.attention;
   const int lane = threadIdx.x % 32;
@@ -36,8 +35,8 @@ CUTE_DEVICE void store_partial_rows(const fa3::KernelParams& params, const Job& 
     const int row = threadIdx.x / 32 % 4 * 16 + r * 8 + lane / 4;
     const OutputRow to = output_row(params, job, row);
     if (!to.exists) continue;
-    const std::int64_t at = TilePartials{job.partial_row, job.num_splits}.at(
-        p, int(params.packed.heads.divide(row)), to.head, job.split);
+    const std::int64_t at =
+        TilePartials{job.partial_row, job.num_splits}.at(p, int(params.packed.heads.divide(row)), to.head, job.split);
     if (kHalf == 0 && lane % 4 == 0) *partial_max_sum(p, at) = {m[r], sums[r]};
     float* out = partial_o(p, at) + kHalf * kColumns + lane % 4 * 2;
     const bool empty = has_no_key(m[r], sums[r]);
@@ -54,9 +53,8 @@ CUTE_DEVICE void store_partial_rows(const fa3::KernelParams& params, const Job& 
 // store, and what rearranges their columns by shuffles is 900 instructions that are never in the instruction cache (in
 // all 5 to 7 us per tile, 128 heads over 4k keys, of 125).
 template <class Element, int kHalf>
-CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job,
-                            const OnlineSoftmax<2>& softmax, const float (&sums)[2],
-                            const float (&o)[kLatentDim / 4], char* q) {
+CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job, const OnlineSoftmax<2>& softmax,
+                            const float (&sums)[2], const float (&o)[kLatentDim / 4], char* q) {
   const LaunchParams& p = params.attention;
   const int first_row = threadIdx.x / 32 % 4 * 16;  // of the warp
   const int lane = threadIdx.x % 32;
@@ -75,13 +73,12 @@ CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job,
   for (int r = 0; r < 2; ++r) {
     const OutputRow to = output_row(params, job, first_row + r * 8 + lane / 4);
     float factor = p.v_scale;
-    const FinishedRow finished = finish_row(m[r], sums[r], p.sinks, to.exists ? to.head : job.head,
-                                            [&](float weight) { factor *= weight; });
+    const FinishedRow finished =
+        finish_row(m[r], sums[r], p.sinks, to.exists ? to.head : job.head, [&](float weight) { factor *= weight; });
     scales[r] = finished.scale(factor);
     is_empty[r] = finished.is_empty || !to.exists;  // rows of Q that are never loaded stay zeros
     if (kHalf == 0 && p.lse != nullptr && to.exists && lane % 4 == 0) {
-      p.lse[to.token * p.lse_stride_token + to.head * p.lse_stride_head] =
-          finished.lse() * p.lse_scale;
+      p.lse[to.token * p.lse_stride_token + to.head * p.lse_stride_head] = finished.lse() * p.lse_scale;
     }
   }
   char* const panels = q + kHalf * kHalfPanels * kPanelBytes;  // (64, 64, panels / 2)
@@ -104,11 +101,10 @@ CUTE_DEVICE void store_tile(const fa3::KernelParams& params, const Job& job,
 #pragma unroll 4
   for (int row = first_row; row < first_row + 16; ++row) {
     const OutputRow to = output_row(params, job, row);
-    const uint4 columns = *reinterpret_cast<const uint4*>(
-        panels + lane / 8 * kPanelBytes + row * 128 + ((lane % 8 ^ (row & 7)) << 4));
-    char* const out = static_cast<char*>(p.o.data) +
-                      2 * (to.token * p.o.stride_token + to.head * p.o.stride_head +
-                           kHalf * (kLatentDim / 2) + lane * 8);
+    const uint4 columns =
+        *reinterpret_cast<const uint4*>(panels + lane / 8 * kPanelBytes + row * 128 + ((lane % 8 ^ (row & 7)) << 4));
+    char* const out = static_cast<char*>(p.o.data) + 2 * (to.token * p.o.stride_token + to.head * p.o.stride_head +
+                                                          kHalf * (kLatentDim / 2) + lane * 8);
     if (to.exists) *reinterpret_cast<uint4*>(out) = columns;
   }
   fa3::fence_proxy_async();  // TMA writes the next Q there
