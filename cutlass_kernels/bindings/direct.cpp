@@ -341,6 +341,7 @@ SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int dev
     place->memory = schedule.is_strict || capture != 0 ? torch.empty({words}, DType::kFloat32, device)
                                                        : torch.kept_words(words, device);
     place->bytes = plan.schedule_bytes();
+    place->is_written = false;
   }
   return *place;
 }

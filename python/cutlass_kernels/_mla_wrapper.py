@@ -29,8 +29,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
     For decode steps, draft tokens and short appends. All heads share the keys: a latent vector ``ckv`` of 512 columns,
     which is the value too, and ``kpe`` of 64 columns that carry the position.
 
-    ``plan()`` keeps the lengths and page tables, and nothing synchronises. Kernels read them on the GPU; the first run
-    of a plan schedules them for all of its runs.
+    ``plan()`` keeps lengths and page tables, and nothing synchronises; its first run schedules them for all runs.
 
     Args:
         float_workspace_buffer: a tensor on the device of queries and cache. Its memory is not used.
@@ -86,8 +85,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         self._most_keys: int | None = None
         self._total_rows: int | None = None  # of all requests
         self._page_bound = 0  # pages that a cache must have; 0: unknown
-        self._heads = 0
-        self._dims = (0, 0)
+        self._heads, self._dims = 0, (0, 0)
         self._contract: _mla_plan.Contract | None = None  # None: no plan yet
         self._causal = False
         self._page_size = 0

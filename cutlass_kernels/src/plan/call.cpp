@@ -113,12 +113,10 @@ std::size_t CallPlan::schedule_bytes() const {
 bool share_schedule(const CallPlan& a, const CallPlan& b) {
   const auto facts = [](const PlanState& plan) {
     const PlannedFor& sizes = plan.planned_for;
-    const SplitRule& rule = plan.rule;
     return std::tuple(plan.kernel, plan.source, plan.tile.rows, plan.tile.kind, plan.tile.packed_heads,
-                      plan.tile_indices, plan.split_tile_capacity, plan.partial_rows, plan.splits_of_warp, rule.shares,
-                      rule.share_tiles, rule.most_keys, rule.wave, rule.fixed, sizes.num_qo_heads, sizes.batch_size,
-                      sizes.page_size, sizes.max_qo_len, sizes.least_rows, sizes.most_rows, sizes.total_q,
-                      sizes.has_indptrs, sizes.has_block_table);
+                      plan.tile_indices, plan.splits_of_warp, sizes.num_qo_heads, sizes.batch_size, sizes.page_size,
+                      sizes.max_qo_len, sizes.least_rows, sizes.most_rows, sizes.total_q, sizes.has_indptrs,
+                      sizes.has_block_table);
   };
   // What lengths of requests are bounded by, and where their keys begin.
   const auto lengths = [](const AttentionParams& p) {
@@ -128,7 +126,7 @@ bool share_schedule(const CallPlan& a, const CallPlan& b) {
   };
   if (a.ranges.count != b.ranges.count) return false;
   for (std::size_t i = 0; i < std::size_t(a.ranges.count); ++i) {
-    if (facts(a.plans[i]) != facts(b.plans[i])) return false;
+    if (facts(a.plans[i]) != facts(b.plans[i]) || !(a.plans[i].rule == b.plans[i].rule)) return false;
     if (lengths(a.ranges.parts[i]) != lengths(b.ranges.parts[i])) return false;
   }
   return true;

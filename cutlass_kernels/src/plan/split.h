@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <tuple>
 
 #include "plan/launch_params.h"
 #include "plan/tile_shape.h"
@@ -35,6 +36,16 @@ struct SplitRule {
   std::int64_t split_tile_capacity = 0;
   std::int64_t partial_rows = 0;
   std::int64_t combine_counters = 0;
+
+  bool operator==(const SplitRule& other) const {
+    const auto all = [](const SplitRule& r) {
+      return std::tie(r.wave, r.most_waves, r.most_items, r.most_rounded_items, r.least_split_keys, r.few_items,
+                      r.partial_rows_of_one, r.least_split_keys_of_few, r.fixed, r.own, r.shares, r.share_tiles,
+                      r.most_keys, r.most_splits, r.extra_tiles, r.split_tile_capacity, r.partial_rows,
+                      r.combine_counters);
+    };
+    return all(*this) == all(other);
+  }
 };
 
 constexpr int kCombinedAtOnce = 32;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 
 #ifdef __CUDACC__
 #define CK_HOST_DEVICE __host__ __device__
@@ -39,6 +40,14 @@ struct OwnSplits {
     if (count > most / tiles(rows)) count = most / tiles(rows);
     if (count > partial_rows / rows) count = partial_rows / rows;
     return count < 1 ? 1 : count;
+  }
+
+  bool operator==(const OwnSplits& other) const {
+    const auto all = [](const OwnSplits& own) {
+      return std::tie(own.most, own.tile_rows, own.most_rows, own.least_keys, own.keys_per_row, own.most_keys,
+                      own.partial_rows);
+    };
+    return all(*this) == all(other);
   }
 };
 

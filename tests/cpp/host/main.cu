@@ -11,6 +11,7 @@
 
 #include "checks.h"
 #include "mask_extents.h"
+#include "plan/call.h"
 #include "plan_checks.h"
 #include "random.h"
 
@@ -407,6 +408,29 @@ void check_promised_sizes_of_parts() {
 }  // namespace
 
 // --idle-sms: tells which choices of tiles leave SMs of which devices idle.
+/// Calls that split keys by other rules share no schedule, even where both rules need as much memory.
+void check_shared_schedules() {
+  ck::Device device;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  for (int window = 1000; window < 9000; window += 250) {
+    const auto planned = [&](int window_left) {
+      ck::AttentionParams params = batch(ck::DType::kFloat16, ck::DType::kFloat16, 128, 32, 8, 4, 30, 8192);
+      params.max_qo_len = 30;
+      params.max_kv_len = 8192;
+      params.batch_invariant = params.causal = true;
+      params.window_left = window_left;
+      ck::CallPlan plan;
+      require(ck::plan_call(params, ck::Backend::kFa3, device, {}, &plan).ok(), "there is a plan");
+      return plan;
+    };
+    const ck::CallPlan all = planned(-1), some = planned(window);
+    bool same = true;
+    for (std::size_t i = 0; i < std::size_t(all.ranges.count); ++i) same &= all.plans[i].rule == some.plans[i].rule;
+    require(ck::share_schedule(all, all) && ck::share_schedule(all, some) == same,
+            "schedules of window_left=" + std::to_string(window) + " and of none");
+  }
+}
+
 int main(int count, char** given) {
   check_idle_sms(count > 1 && std::string(given[1]) == "--idle-sms");
   check_planned_calls();
@@ -415,6 +439,7 @@ int main(int count, char** given) {
   check_fixed_splits_of_pages();
   check_backends_of_8_bit_pages();
   check_latent_attention();
+  check_shared_schedules();
   check_splits_of_few_rows();
   check_splits_of_many_requests();
   check_room_of_lists();
