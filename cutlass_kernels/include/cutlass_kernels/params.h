@@ -98,12 +98,12 @@ struct KvShard {
   std::int32_t block = 1;  ///< world * block is below 2^30
 };
 
-struct AttentionParams {
-  // What to compute. q, k, v and o have one type of 16 bits; or q and o have, and k and v are kFloat8E4M3 or
-  // kFloat8E5M2, for fa2; or q, k and v are kFloat8E4M3 and o is, too, or of either type of 16 bits, for fa3 without a
-  // mask of bits, ALiBi and stats. An o of kFloat8E4M3 is rounded to nearest; beyond 448, infinities included, it is
-  // 448, and NaN stays NaN. Factors that dequantise fp8 are part of sm_scale and v_scale, or of logits_scale and
-  // output_scale.
+/// Element types, heads and columns. q, k, v and o have one type of 16 bits; or q and o have, and k and v are
+/// kFloat8E4M3 or kFloat8E5M2, for fa2; or q, k and v are kFloat8E4M3 and o is, too, or of either type of 16 bits, for
+/// fa3 without a mask of bits, ALiBi and stats. An o of kFloat8E4M3 is rounded to nearest; beyond 448, infinities
+/// included, it is 448, and NaN stays NaN. Factors that dequantise fp8 are part of sm_scale and v_scale, or of
+/// logits_scale and output_scale.
+struct HeadParams {
   DType q_dtype = DType::kBFloat16;
   DType kv_dtype = DType::kBFloat16;
   DType o_dtype = DType::kBFloat16;
@@ -111,9 +111,11 @@ struct AttentionParams {
   std::int32_t num_kv_heads = 0;  ///< divides num_qo_heads; query head h reads kv head h / group
   std::int32_t head_dim_qk = 0;
   std::int32_t head_dim_vo = 0;
+};
 
-  // Requests. Lengths live on the device; the host knows only the totals. A request whose offsets do not
-  // lie inside the totals is not computed, its output not written.
+/// Requests. Lengths live on the device; the host knows only the totals. A request whose offsets do not lie inside the
+/// totals is not computed, its output not written.
+struct RequestParams {
   std::int32_t batch_size = 1;
   /// [batch_size + 1], device: cu_seqlens_q. Null: every request has max_qo_len rows, and total_q is batch_size times
   /// that. (A single request with neither indptrs nor seqused is as long as q and k.)
@@ -138,21 +140,6 @@ struct AttentionParams {
   /// Rows of k and v (>= kv_indptr[batch_size]). Paged: all keys, about; may be left unknown.
   std::int64_t total_kv = kNotSet;
   PageTable pages;
-  /// Keys of a short query's tile are split so that there is work for the whole device. With a fixed size, in keys, or
-  /// none at all, results of a request do not depend on the others of its batch, bit by bit.
-  std::int32_t fixed_split_size = 0;  ///< 0: chosen from the batch
-  bool disable_split_kv = false;
-  /// The bits of a request's result depend on nothing but the request: its own lengths decide how its keys are split
-  /// (schedule/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not used.
-  /// A Plan has one kernel for all lengths, so that its bits are others, and depend on the most keys it was made for.
-  bool batch_invariant = false;
-  /// With batch_invariant, requests of a batch with fewer or more rows are not computed: attention() makes parts of a
-  /// batch, each with the kernel for its rows (plan/call.h), unless these are set.
-  std::int32_t least_rows = 0;
-  std::int32_t most_rows = std::numeric_limits<std::int32_t>::max();
-  /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which
-  /// the size of the workspace bounds. Unlike the three above, tiles then still depend on the batch.
-  std::int32_t num_splits = 0;
   /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the keys
   /// that every request has.
   std::int32_t max_kv_len = 0;
@@ -162,8 +149,28 @@ struct AttentionParams {
   /// be faster; it is then made by the call if the workspace holds it. Rows of a request beyond so many need not be
   /// computed, nor the requests around where qo_indptr or kv_indptr decreases.
   std::int32_t max_qo_len = 0;
+  /// With batch_invariant, requests of a batch with fewer or more rows are not computed: attention() makes parts of a
+  /// batch, each with the kernel for its rows (plan/call.h), unless these are set.
+  std::int32_t least_rows = 0;
+  std::int32_t most_rows = std::numeric_limits<std::int32_t>::max();
+};
 
-  // Tensors.
+/// Whether and how keys are split. Keys of a short query's tile are, so that there is work for the whole device.
+struct SplitParams {
+  /// With a fixed size, in keys, or none at all, results of a request do not depend on the others of its batch, bit by
+  /// bit. 0: chosen from the batch.
+  std::int32_t fixed_split_size = 0;
+  bool disable_split_kv = false;
+  /// The bits of a request's result depend on nothing but the request: its own lengths decide how its keys are split
+  /// (schedule/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not used.
+  /// A Plan has one kernel for all lengths, so that its bits are others, and depend on the most keys it was made for.
+  bool batch_invariant = false;
+  /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which
+  /// the size of the workspace bounds. Unlike the three above, tiles then still depend on the batch.
+  std::int32_t num_splits = 0;
+};
+
+struct TensorParams {
   ConstTensorView q;  ///< [total_q, num_qo_heads, head_dim_qk]
   ConstTensorView k;  ///< [total_kv, num_kv_heads, head_dim_qk]
   ConstTensorView v;  ///< [total_kv, num_kv_heads, head_dim_vo]
@@ -176,15 +183,18 @@ struct AttentionParams {
   float lse_scale = 1.0f;  ///< multiplies the LSE in base 2: ln 2 makes it natural
   std::int64_t lse_stride_token = 0;
   std::int64_t lse_stride_head = 0;
+};
 
-  // Mask.
+struct MaskParams {
   bool causal = false;
   std::int32_t window_left = -1;   ///< negative: no window
   std::int32_t window_right = -1;  ///< negative: none; 0 is causal
   std::int32_t chunk_size = 0;     ///< 0: not chunked
   BitMask mask;
+};
 
-  // Logits and output.
+/// What is done to logits, and to the output.
+struct LogitsParams {
   float sm_scale = 1.0f;
   float logits_soft_cap = 0.0f;  ///< <= 0: off
   Alibi alibi;
@@ -203,5 +213,7 @@ struct AttentionParams {
   /// exp(logit - maximum), without sinks; -FLT_MAX and 0 where it sees no key. Keys are then not split.
   float* stats = nullptr;
 };
+
+struct AttentionParams : HeadParams, RequestParams, SplitParams, TensorParams, MaskParams, LogitsParams {};
 
 }  // namespace cutlass_kernels

@@ -13,31 +13,17 @@ namespace cutlass_kernels {
 
 constexpr int kListThreads = 1024;
 
-struct ListArgs {
-  // Of AttentionParams.
-  const std::int32_t* qo_indptr;
-  const std::int32_t* kv_indptr;
-  const std::int32_t* seqused_q;
-  const std::int32_t* seqused_k;
-  KvShard kv_shard;
-  std::int32_t max_qo_len;
-  std::int32_t max_kv_len;
-  std::int32_t kv_stride_request;
-  std::int32_t least_rows;
-  std::int32_t most_rows;
-  int batch_size;
-  std::int64_t total_q;
-  int num_qo_heads;
-  int splits_of_warp;
-  int tile_rows;
+struct ListArgs : RequestParams {
+  std::int32_t num_qo_heads;
+  std::int32_t splits_of_warp;
+  std::int32_t tile_rows;
   SplitRule rule;
-  int capacity;
+  std::int32_t capacity;
   bool fills;
   TileListHeader* header;
   WorkItem* list;
   SplitTile* split_tiles;
   std::uint64_t* combine_counters;
-  PageTable pages;
 };
 
 // Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can neither make

@@ -1,6 +1,4 @@
 // Where the rows and keys of a request are, from indptrs and lengths on the device, which the host cannot check.
-//
-// P: AttentionParams, or another struct with the fields of that name.
 #pragma once
 
 #include "common/kv_shard.h"
@@ -16,8 +14,7 @@ struct RowsOfRequest {
   std::int32_t length;  ///< negative if the lengths make no sense
 };
 
-template <class P>
-CK_HOST_DEVICE inline RowsOfRequest rows_of_request(const P& p, int batch) {
+CK_HOST_DEVICE inline RowsOfRequest rows_of_request(const RequestParams& p, int batch) {
   RowsOfRequest rows{batch * p.max_qo_len, p.max_qo_len};
   if (p.qo_indptr != nullptr) {
     rows.begin = p.qo_indptr[batch];
@@ -31,14 +28,12 @@ CK_HOST_DEVICE inline RowsOfRequest rows_of_request(const P& p, int batch) {
 }
 
 /// Whether this call computes a request of so many rows.
-template <class P>
-CK_HOST_DEVICE inline bool is_in_part(const P& p, int rows) {
+CK_HOST_DEVICE inline bool is_in_part(const RequestParams& p, int rows) {
   return p.least_rows <= rows && rows <= p.most_rows;
 }
 
 /// seqused_k of a request; where its keys are spread over devices, those of this one.
-template <class P>
-CK_HOST_DEVICE inline std::int32_t used_keys(const P& p, int batch) {
+CK_HOST_DEVICE inline std::int32_t used_keys(const RequestParams& p, int batch) {
   const std::int32_t used = p.seqused_k[batch];
   if (p.kv_shard.world <= 1) return used;
   return 0 <= used && used <= kMaxKeys ? keys_held(p.kv_shard, used) : -1;
@@ -50,14 +45,12 @@ struct KeysOfRequest {
 };
 
 // Rows from the first key of a request to that of the next one, where there is no indptr.
-template <class P>
-CK_HOST_DEVICE inline std::int32_t kv_stride_request(const P& p) {
+CK_HOST_DEVICE inline std::int32_t kv_stride_request(const RequestParams& p) {
   return p.kv_stride_request == kNotSet ? p.max_kv_len : p.kv_stride_request;
 }
 
 // In consecutive rows of k and v.
-template <class P>
-CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const P& p, int batch) {
+CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const RequestParams& p, int batch) {
   const std::int32_t begin = p.kv_indptr == nullptr ? batch * kv_stride_request(p) : p.kv_indptr[batch];
   if (p.seqused_k != nullptr) {
     const std::int32_t used = used_keys(p, batch);
@@ -67,8 +60,7 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_rows(const P& p, int batch) {
 }
 
 // In a page table with a row per request.
-template <class P>
-CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const P& p, int batch) {
+CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const RequestParams& p, int batch) {
   const PageTable& pages = p.pages;
   std::int32_t begin = 0, end = p.max_kv_len;
   if (p.seqused_k != nullptr) {
@@ -82,8 +74,7 @@ CK_HOST_DEVICE inline KeysOfRequest keys_in_table(const P& p, int batch) {
   return {std::int32_t(batch * pages.table_stride), fits ? end - begin : -1};
 }
 
-template <class P>
-CK_HOST_DEVICE inline KeysOfRequest keys_of_request(const P& p, int batch) {
+CK_HOST_DEVICE inline KeysOfRequest keys_of_request(const RequestParams& p, int batch) {
   const PageTable& pages = p.pages;
   if (pages.page_size == 0) return keys_in_rows(p, batch);
   if (pages.table_stride > 0) return keys_in_table(p, batch);

@@ -260,29 +260,8 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
                        std::int32_t splits_of_warp, std::int32_t capacity, bool fills, TileListHeader* header,
                        WorkItem* list, SplitTile* split_tiles, std::uint64_t* combine_counters,
                        const VectorCopies& uploads, cudaStream_t stream) {
-  ListArgs args{params.qo_indptr,
-                params.kv_indptr,
-                params.seqused_q,
-                params.seqused_k,
-                params.kv_shard,
-                params.max_qo_len,
-                params.max_kv_len,
-                params.kv_stride_request,
-                params.least_rows,
-                params.most_rows,
-                params.batch_size,
-                params.total_q,
-                params.num_qo_heads,
-                splits_of_warp,
-                tile_rows,
-                rule,
-                capacity,
-                fills,
-                header,
-                list,
-                split_tiles,
-                combine_counters,
-                params.pages};
+  const ListArgs args{params, params.num_qo_heads, splits_of_warp,  tile_rows, rule, capacity, fills, header,
+                      list,   split_tiles,         combine_counters};
   Carried<kMany> carried;
   VectorCopies others;
   for (int i = 0; i < uploads.count; ++i) {
