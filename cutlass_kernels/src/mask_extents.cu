@@ -67,9 +67,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   const auto find_split = [&](int split) { return splits.find(p, split); };
   const bool found =
-      p.plan.source == TileSource::kBatchBySplit
-          ? find_own_split<true>(p, rows, blockIdx.x, work)
-          : find_work<true, true, true>(p, rows, find_split, blockIdx.x, work) && int(blockIdx.x) < num_ranks(p.plan);
+      find_work<true, true, true>(p, rows, find_split, blockIdx.x, work) && int(blockIdx.x) < num_ranks(p.plan);
   if (found) {
     const int first_row = work.tile * p.plan.tile_rows;
     const int end_row = min(first_row + p.plan.tile_rows, work.qo_len);

@@ -85,12 +85,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
   const auto find_split = [&](int split) {
     return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
   };
-  bool found = false;
-  if (Tile::kDecodes && p.plan.source == TileSource::kBatchBySplit) {
-    found = find_own_split(p, params.rows, position.rank, tile.item);
-  } else {
-    found = find_work<kPaged, false, Tile::kDecodes, kBatches>(p, params.rows, find_split, position.rank, tile.item);
-  }
+  const bool found =
+      find_work<kPaged, false, Tile::kDecodes, kBatches>(p, params.rows, find_split, position.rank, tile.item);
   if (!found) return;
   tile.begin<Tile, Warp::kGeneral>(params, position);
   SeenKeys<Tile> seen{p.mask, tile.mask, tile.request_bit, tile.row_begin, tile.row_end, tile.hides, {}};

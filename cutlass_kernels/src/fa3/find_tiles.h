@@ -66,9 +66,7 @@ class TileClaims {
         if (!is_first && unsigned(index_) >= unsigned(count)) return false;
         place(head, rank);
       }
-      const bool found = Tile::kPacked && p.plan.source == TileSource::kBatchBySplit
-                             ? find_own_split<true>(p, params_.rows, rank, work)
-                             : find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
+      const bool found = find_work<true, true, Tile::kPacked>(p, params_.rows, find_split, rank, work);
       if (unsigned(index_) >= unsigned(count)) return false;
       if (found) return true;
     }

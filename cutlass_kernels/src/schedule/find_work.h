@@ -135,13 +135,16 @@ CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int
 // The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not
 // lie inside the tensors (indptrs on the device were never checked), which is not computed.
 //
-// kPaged, kInOrder: whether there may be pages, and kBatchInOrder. In a kernel of fa2, which has no warp of its own
-// for this, a few instructions more here, or a call, make ptxas order the main loop anew.
+// kPaged, kInOrder: whether there may be pages, and kBatchInOrder or several tiles of kBatchBySplit. In a kernel of fa2,
+// which has no warp of its own for this, a few instructions more here, or a call, make ptxas order the main loop anew.
 // kSplits: whether keys of a batch may be split without a list. find_split(split) then finds the request.
 // kBatches: whether a batch may come without a list.
 template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true, class FindSplit>
 CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, [[maybe_unused]] FindSplit find_split, int rank,
                            WorkItem& work) {
+  if constexpr (kSplits) {
+    if (p.plan.source == TileSource::kBatchBySplit) return find_own_split<kInOrder>(p, rows, rank, work);
+  }
   if (p.plan.tile_list != nullptr) {
     work = static_cast<const WorkItem*>(p.plan.tile_list)[rank];
     if (work.batch < 0) return false;

@@ -31,9 +31,7 @@ CUTE_DEVICE bool find_tile(const KernelParams& params, TileWork& tile) {
   const auto find_split = [&](int split) {
     return p.batch_size == 1 ? BatchSplits::find_in_one(p, split) : BatchSplits(p).find(p, split);
   };
-  const bool found = p.plan.source == TileSource::kBatchBySplit
-                         ? find_own_split(p, params.rows, position.rank, tile.item)
-                         : find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
+  const bool found = find_work<true, false, true>(p, params.rows, find_split, position.rank, tile.item);
   if (found) tile.begin<Tile, true>(params, position);
   return found;
 }
