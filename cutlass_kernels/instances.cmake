@@ -1,12 +1,13 @@
 # The compiled kernels: one row is one translation unit, generated from src/<backend>/attention.cu.in (of 8-bit queries
 # attention_fp8.cu.in), and one entry of list_kernels(). A unit contains every variant its kernel has for run-time
-# features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head dimensions between two rows are served
-# by the larger one, zero-padded on load.
-# Of two elements the first is that of the queries, the second that of the keys and values. Kernels write the type of the
-# queries, those of fp8 queries both types of 16 bits; unsupported types are computed from copies of 16 bits.
+# features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head dimensions between two rows are
+# served by the larger one, zero-padded on load.
+# Of two elements the first is that of the queries, the second that of the keys and values. Kernels write the type of
+# the queries, those of fp8 queries both types of 16 bits; unsupported types are computed from copies of 16 bits.
 #
-# A backend is a folder of src/ with a file backend.cmake, which says what its kernels are compiled to, and an enumerator of
-# Backend (types.h) of the same name. Where two serve a request, kAuto takes the first: the fastest, but for decoding.
+# A backend is a folder of src/ with a file backend.cmake, which says what its kernels are compiled to, and an
+# enumerator of Backend (types.h) of the same name. Where two serve a request, kAuto takes the first: the fastest, but
+# for decoding.
 ck_backends(fa3 fa2)
 
 #           backend element                head_dim  compute      features

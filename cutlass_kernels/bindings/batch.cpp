@@ -73,8 +73,8 @@ AttentionParams planned_params(const Fields& request, const Fields& offsets, std
 // The plan of a batch, with the bytes of its schedule and of its scratch. The schedule is written if it fits into the
 // workspace, and the scratch into `room`; else the caller says what is missing, or has asked for the sizes only. The
 // mask, as far as it is known, decides the size of tiles; runs may have another. `uploads` of vectors on the host and
-// `copies` of others are made before the schedule, which is made from what they write, and after all checks: a plan that
-// cannot be made changes nothing.
+// `copies` of others are made before the schedule, which is made from what they write, and after all checks: a plan
+// that cannot be made changes nothing.
 py::tuple plan_batch(const std::string& backend, py::object request, py::object offsets_object, std::int64_t total_q,
                      Address workspace, std::size_t workspace_bytes, std::size_t room, const Copies& uploads,
                      const Copies& copies, Address stream) {

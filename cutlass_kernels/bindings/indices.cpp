@@ -73,8 +73,8 @@ bool are_offsets(const Vector& qo, const Vector& kv) {
   return qo.count > 0 && kv.count == qo.count && qo.data[0] == 0 && ascend(qo) && ascend(kv);
 }
 
-// (batch_size, qo_indptr[-1], kv_indptr[-1], most keys of a request, what pack() returns), from qo_indptr and kv_indptr.
-// None where a vector is not one of int32 on the host, or the offsets are not what
+// (batch_size, qo_indptr[-1], kv_indptr[-1], most keys of a request, what pack() returns), from qo_indptr and
+// kv_indptr. None where a vector is not one of int32 on the host, or the offsets are not what
 // they should be: why not is for Python to say.
 py::object read_offsets(PyObject* const* given) {
   const Torch& torch = Torch::get();

@@ -126,8 +126,8 @@ endmacro()
 # TEMPLATE: after the features, the file of src/ that the unit is generated from, where it is not the backend's own.
 #
 # A template X.cu.in may have a twin X_ampere.cu.in, for a second unit of its rows with tiles that Hopper does not need
-# where fa3 is built. Rows of 8-bit keys have one only with a template of their own. CK_AMPERE_TILES tells the first unit
-# which GPUs have these tiles (AmpereTiles in fa2/choose_tile.h).
+# where fa3 is built. Rows of 8-bit keys have one only with a template of their own. CK_AMPERE_TILES tells the first
+# unit which GPUs have these tiles (AmpereTiles in fa2/choose_tile.h).
 macro(ck_instance CK_BACKEND CK_DTYPE_NAME CK_HEAD_DIM_QK CK_HEAD_DIM_VO CK_MIN_CC CK_MAX_CC)
   ck_add_instance("${CK_BACKEND}" "${CK_DTYPE_NAME}" "${CK_HEAD_DIM_QK}" "${CK_HEAD_DIM_VO}" "${CK_MIN_CC}" "${CK_MAX_CC}" "${ARGN}")
 endmacro()

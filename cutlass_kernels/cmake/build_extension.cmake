@@ -11,8 +11,8 @@ if(CK_PYBIND11)
 endif()
 find_package(pybind11 2.13 CONFIG REQUIRED ${CK_PYBIND11_PLACE})
 
-# The commit of the sources when CMake was configured, for `info`, with a + where what is compiled had changed since; empty
-# outside of a checkout. A new commit configures again.
+# The commit of the sources when CMake was configured, for `info`, with a + where what is compiled had changed since;
+# empty outside of a checkout. A new commit configures again.
 set(CK_COMMIT "")
 find_program(CK_GIT git)
 if(CK_GIT AND EXISTS "${PROJECT_SOURCE_DIR}/.git")

@@ -1,5 +1,6 @@
 # The C++ library, static and shared, of the same objects, and what find_package(cutlass_kernels CONFIG) needs. All that
-# is built and installed is the one that BUILD_SHARED_LIBS names; where both have been built, as pip does, either can be:
+# is built and installed is the one that BUILD_SHARED_LIBS names; where both have been built, as pip does, either can
+# be:
 #   cmake --install <build directory> --component static|shared --prefix <prefix>
 include(CMakePackageConfigHelpers)
 

@@ -1,7 +1,7 @@
-# CK_MANYLINUX: libraries that run where the C and C++ runtimes are as old as those of manylinux_2_28, linked on any newer
-# machine. A symbol gets the version of the library that the linker finds it in. So for each symbol that a newer runtime
-# has under a newer version, the linker first finds a stub that has the old one, which every newer runtime has, too.
-# `auditwheel show` proves that the list is complete.
+# CK_MANYLINUX: libraries that run where the C and C++ runtimes are as old as those of manylinux_2_28, linked on any
+# newer machine. A symbol gets the version of the library that the linker finds it in. So for each symbol that a newer
+# runtime has under a newer version, the linker first finds a stub that has the old one, which every newer runtime has,
+# too. `auditwheel show` proves that the list is complete.
 add_library(ck_old_runtime INTERFACE)
 if(NOT CK_MANYLINUX)
   return()

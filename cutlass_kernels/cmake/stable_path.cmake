@@ -13,8 +13,8 @@ function(ck_stable_path result name target)
   set(${result} "${link}" PARENT_SCOPE)
 endfunction()
 
-# Takes headers in system directories, where those of packages are, out of the dependencies. A macro, because CMake reads
-# the variables where it finds the targets.
+# Takes headers in system directories, where those of packages are, out of the dependencies. A macro, because CMake
+# reads the variables where it finds the targets.
 macro(ck_ignore_system_headers)
   foreach(language CXX CUDA)
     string(REPLACE "-MD " "-MMD " CMAKE_DEPFILE_FLAGS_${language} "${CMAKE_DEPFILE_FLAGS_${language}}")

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kWarps = 32;
 constexpr int kWords = 32 * kWarps;  // of 32 keys, looked at together: one per thread
-// Rows whose words a thread reads at once. The loads are what takes the time: 64 rows over 16k keys 28 -> 14 us, where a
-// warp read words of one row after another, four at once.
+// Rows whose words a thread reads at once. The loads are what takes the time: 64 rows over 16k keys 28 -> 14 us, where
+// a warp read words of one row after another, four at once.
 constexpr int kRowsAhead = 8;
 constexpr int kNone = 0x7fffffff;  // behind all keys
 

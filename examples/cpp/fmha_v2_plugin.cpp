@@ -1,8 +1,8 @@
 // Attention as a TensorRT plugin calls it: a class that is told sizes once, and pointers at every enqueue().
 //
 // A batch of three requests, 8 query heads on 2 key heads, float16, keys and values in pages of 16 tokens. Lengths and
-// block tables stay on the GPU, where the kernel reads them, and so the same enqueue() can be captured into a CUDA graph and
-// replayed with other lengths. The program computes the result on the CPU, too, and compares.
+// block tables stay on the GPU, where the kernel reads them, and so the same enqueue() can be captured into a CUDA
+// graph and replayed with other lengths. The program computes the result on the CPU, too, and compares.
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
@@ -52,8 +52,8 @@ class PagedAttention {
   std::size_t workspace_size() const { return workspace_size_; }
 
   ck::Status enqueue(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) const {
-    // TensorRT shares one workspace among its layers, so that its contents are arbitrary here. The counters in front are the only
-    // part that must be cleared.
+    // TensorRT shares one workspace among its layers, so that its contents are arbitrary here. The counters in front
+    // are the only part that must be cleared.
     if (workspace != nullptr) {
       const cudaError_t error = cudaMemsetAsync(workspace, 0, ck::kFmhaV2CounterBytes, stream);
       if (error != cudaSuccess) {

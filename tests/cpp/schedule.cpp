@@ -1,5 +1,5 @@
-// schedule/write_list.cu on the host, a thread for each of its thread block's: the list has every tile and split once, the most
-// expensive first, and as many splits as the host would give each tile.
+// schedule/write_list.cu on the host, a thread for each of its thread block's: the list has every tile and split once,
+// the most expensive first, and as many splits as the host would give each tile.
 #include "schedule/write_list.cu"
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// schedule/split_tiles.h on the host: the kernel that combines partial results finds the very tiles that find_work() has
-// given to attention, with requests that make no sense among them; and what nobody has described leads nowhere. And
+// schedule/split_tiles.h on the host: the kernel that combines partial results finds the very tiles that find_work()
+// has given to attention, with requests that make no sense among them; and what nobody has described leads nowhere. And
 // where requests have splits of their own, each tile and split is found once.
 #include <algorithm>
 #include <array>

@@ -49,9 +49,9 @@ struct AppendParams {
 /// a CUDA graph.
 CK_API Status append_paged_kv_cache(const AppendParams& params, cudaStream_t stream);
 
-/// Token i goes to entry slots[i] % page_size of page slots[i] / page_size. Tokens of a negative slot, or of one that the
-/// cache does not have, are skipped. What is stored is the value over its scale, rounded to nearest in the type of the
-/// cache; in 8 bits, what lies beyond the largest finite number becomes that number, and NaN stays NaN.
+/// Token i goes to entry slots[i] % page_size of page slots[i] / page_size. Tokens of a negative slot, or of one that
+/// the cache does not have, are skipped. What is stored is the value over its scale, rounded to nearest in the type of
+/// the cache; in 8 bits, what lies beyond the largest finite number becomes that number, and NaN stays NaN.
 struct AppendBySlotParams {
   DType dtype = DType::kBFloat16;        ///< of k and v: kFloat16 or kBFloat16
   DType cache_dtype = DType::kBFloat16;  ///< that of k and v, kFloat8E4M3 or kFloat8E5M2

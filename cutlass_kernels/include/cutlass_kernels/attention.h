@@ -69,9 +69,9 @@ class Plan {
 /// Plans for the current device. Mask, scales, lengths and tensors may change before attention(): a mask given here,
 /// and total_kv, only decide the tiles, and strides that fa3 cannot read (0, or 16 GiB from token to token) lead kAuto
 /// to fa2. Give bit masks, ALiBi, scales in device memory and statistics here where calls have them: attention() may
-/// refuse a plan made without. Types, sizes, max_qo_len, the rule for splitting keys, and whether there are indptrs must
-/// not change: attention() then refuses the plan. total_q may where the plan has a tile list; make_schedule() refuses
-/// more rows than were planned. Leaves `plan` as it was where it fails.
+/// refuse a plan made without. Types, sizes, max_qo_len, the rule for splitting keys, and whether there are indptrs
+/// must not change: attention() then refuses the plan. total_q may where the plan has a tile list; make_schedule()
+/// refuses more rows than were planned. Leaves `plan` as it was where it fails.
 CK_API Status make_plan(const AttentionParams& params, Plan* plan, Backend backend = Backend::kAuto);
 
 /// Writes the tile list of a batch, longest tiles first, into the workspace: once, and again when lengths change. Reads

@@ -42,8 +42,8 @@ struct TensorView {
 /// cache is not read, its keys and values count as zeros.
 ///
 /// With a table_stride, `indices` is a table with a row per request: request b owns the table_width entries from b *
-/// table_stride on, last_page_len is not used, and kv_indptr, if there is one, counts tokens. A request with more tokens
-/// than its row has room for is not computed.
+/// table_stride on, last_page_len is not used, and kv_indptr, if there is one, counts tokens. A request with more
+/// tokens than its row has room for is not computed.
 struct PageTable {
   const std::int32_t* indices = nullptr;        ///< page numbers, device
   const std::int32_t* v_indices = nullptr;      ///< of v, where v has other pages than k
@@ -121,11 +121,11 @@ struct RequestParams {
   /// that. (A single request with neither indptrs nor seqused is as long as q and k.)
   const std::int32_t* qo_indptr = nullptr;
   /// [batch_size + 1], device, in tokens or in entries of pages.indices. Null: every request has max_kv_len keys, and
-  /// kv_stride_request rows lie between the first keys of consecutive requests. May be null with a page table that has a
-  /// row per request.
+  /// kv_stride_request rows lie between the first keys of consecutive requests. May be null with a page table that has
+  /// a row per request.
   const std::int32_t* kv_indptr = nullptr;
-  /// Used without kv_indptr and pages. kNotSet means max_kv_len; 0 means that all requests share their keys. total_kv is
-  /// (batch_size - 1) * kv_stride_request + max_kv_len.
+  /// Used without kv_indptr and pages. kNotSet means max_kv_len; 0 means that all requests share their keys. total_kv
+  /// is (batch_size - 1) * kv_stride_request + max_kv_len.
   std::int32_t kv_stride_request = kNotSet;
   /// Optional [batch_size], device: how many rows and keys of a request are used, from its first on, instead of all
   /// that the indptrs leave room for. With seqused_k, of a kv_indptr in tokens only the first batch_size entries are
@@ -143,11 +143,11 @@ struct RequestParams {
   /// Largest KV length of a request, if known: bounds the number of KV splits. Without kv_indptr the keys
   /// that every request has.
   std::int32_t max_kv_len = 0;
-  /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and, on fa2, for 8-bit
-  /// keys under more than a few queries of another type: one kernel reads the lengths itself. Where it splits keys, which
-  /// takes a workspace, a second kernel may combine the partial results. With lengths that differ much, a list can still
-  /// be faster; it is then made by the call if the workspace holds it. Rows of a request beyond so many need not be
-  /// computed, nor the requests around where qo_indptr or kv_indptr decreases.
+  /// Most rows of a request, if known. A batch then needs no tile list, but for a fixed_split_size and, on fa2, for
+  /// 8-bit keys under more than a few queries of another type: one kernel reads the lengths itself. Where it splits
+  /// keys, which takes a workspace, a second kernel may combine the partial results. With lengths that differ much, a
+  /// list can still be faster; it is then made by the call if the workspace holds it. Rows of a request beyond so many
+  /// need not be computed, nor the requests around where qo_indptr or kv_indptr decreases.
   std::int32_t max_qo_len = 0;
   /// With batch_invariant, requests of a batch with fewer or more rows are not computed: attention() makes parts of a
   /// batch, each with the kernel for its rows (plan/call.h), unless these are set.
@@ -162,11 +162,12 @@ struct SplitParams {
   std::int32_t fixed_split_size = 0;
   bool disable_split_kv = false;
   /// The bits of a request's result depend on nothing but the request: its own lengths decide how its keys are split
-  /// (schedule/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not used.
-  /// A Plan has one kernel for all lengths, so that its bits are others, and depend on the most keys it was made for.
+  /// (schedule/own_splits.h), and tiles do not depend on the batch. num_splits=1 splits none; another number is not
+  /// used. A Plan has one kernel for all lengths, so that its bits are others, and depend on the most keys it was made
+  /// for.
   bool batch_invariant = false;
-  /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n, which
-  /// the size of the workspace bounds. Unlike the three above, tiles then still depend on the batch.
+  /// KV splits of a tile, on average over a batch: 0 lets the library choose, 1 splits none, n is a request for n,
+  /// which the size of the workspace bounds. Unlike the three above, tiles then still depend on the batch.
   std::int32_t num_splits = 0;
 };
 
@@ -174,8 +175,8 @@ struct TensorParams {
   ConstTensorView q;  ///< [total_q, num_qo_heads, head_dim_qk]
   ConstTensorView k;  ///< [total_kv, num_kv_heads, head_dim_qk]
   ConstTensorView v;  ///< [total_kv, num_kv_heads, head_dim_vo]
-  /// Latent attention (head_dim_qk 576, head_dim_vo 512, num_kv_heads 1; v.data is k.data): where the last 64 columns of
-  /// q and of k, those of the position, have tensors of their own. Null: they lie behind the first 512.
+  /// Latent attention (head_dim_qk 576, head_dim_vo 512, num_kv_heads 1; v.data is k.data): where the last 64 columns
+  /// of q and of k, those of the position, have tensors of their own. Null: they lie behind the first 512.
   ConstTensorView q_rope;  ///< [total_q, num_qo_heads, 64]
   ConstTensorView k_rope;  ///< [total_kv, 1, 64], in the same pages as k
   TensorView o;            ///< [total_q, num_qo_heads, head_dim_vo]

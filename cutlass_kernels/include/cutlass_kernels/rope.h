@@ -11,9 +11,9 @@
 
 namespace cutlass_kernels {
 
-/// The first `rotary_dim` elements of each head are pairs (a, b), which become (a cos - b sin, b cos + a sin). Pair i is
-/// (x[i], x[i + rotary_dim / 2]), or, where `interleaved`, (x[2 i], x[2 i + 1]). Row p of `cos_sin` has the cosines of
-/// position p, one per pair, then the sines. A token whose position the table does not have is left alone.
+/// The first `rotary_dim` elements of each head are pairs (a, b), which become (a cos - b sin, b cos + a sin). Pair i
+/// is (x[i], x[i + rotary_dim / 2]), or, where `interleaved`, (x[2 i], x[2 i + 1]). Row p of `cos_sin` has the cosines
+/// of position p, one per pair, then the sines. A token whose position the table does not have is left alone.
 struct RopeParams {
   DType dtype = DType::kBFloat16;  ///< of q and k: kFloat16 or kBFloat16
   std::int32_t num_qo_heads = 0;
@@ -28,16 +28,16 @@ struct RopeParams {
   DType cos_sin_dtype = DType::kFloat32;  ///< kFloat32, or that of q and k
   std::int64_t stride_position = 0;       ///< of cos_sin, in elements
   std::int64_t num_positions = kNotSet;
-  // [num_tokens, heads, head_dim]. Results may take the place of what they come from. Any strides and addresses of whole
-  // elements: slower where 16 bytes do not divide them, or 16 head_dim or rotary_dim.
+  // [num_tokens, heads, head_dim]. Results may take the place of what they come from. Any strides and addresses of
+  // whole elements: slower where 16 bytes do not divide them, or 16 head_dim or rotary_dim.
   ConstTensorView q;
   TensorView q_out;
   ConstTensorView k;
   TensorView k_out;  ///< null: rotated keys are not written but to the cache
 };
 
-/// One kernel on `stream`, for the current device. Nothing is allocated, nothing synchronises; it can be captured into a
-/// CUDA graph.
+/// One kernel on `stream`, for the current device. Nothing is allocated, nothing synchronises; it can be captured into
+/// a CUDA graph.
 CK_API Status apply_rope(const RopeParams& params, cudaStream_t stream);
 
 /// The same kernel also writes the rotated keys, and append.v, to their slots: the same bits as apply_rope() and then

@@ -124,8 +124,9 @@ struct Item {
   }
 };
 
-// Table: the type of the table; kOrder: whether pairs lie side by side. Where addresses do not allow 8 elements at once,
-// both are branches; elsewhere those would take 23 % more time on average (H200, 2k tokens of 8/1 heads: 2.7 -> 3.8 us).
+// Table: the type of the table; kOrder: whether pairs lie side by side. Where addresses do not allow 8 elements at
+// once, both are branches; elsewhere those would take 23 % more time on average (H200, 2k tokens of 8/1 heads: 2.7 ->
+// 3.8 us).
 enum class PairOrder { kHalves, kInterleaved, kAtRunTime };
 struct AnyTable {};
 

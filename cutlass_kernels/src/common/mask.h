@@ -45,8 +45,8 @@ struct IntervalMask {
   KvShard shard;
   FastDivisor period;
 
-  // kGeneral: for every mask; else for those that are not needs_general_mask(). Kernels have general variants for these:
-  // in all, the few instructions more would cost fa2 up to 6 % (hd64).
+  // kGeneral: for every mask; else for those that are not needs_general_mask(). Kernels have general variants for
+  // these: in all, the few instructions more would cost fa2 up to 6 % (hd64).
   //
   // Of problems whose host has set causal and window_right alike: launch().
   template <bool kGeneral>
@@ -121,8 +121,8 @@ inline bool hides_later_keys(const AttentionParams& params) {
 
 inline bool hides_keys(const AttentionParams& params) { return hides_later_keys(params) || params.window_left >= 0; }
 
-// Whether rows may see keys behind their own position and not all of them (a window to the right, or a chunk), or do not
-// see all keys of requests that are spread over devices. (A single causal row sees all.)
+// Whether rows may see keys behind their own position and not all of them (a window to the right, or a chunk), or do
+// not see all keys of requests that are spread over devices. (A single causal row sees all.)
 inline bool needs_general_mask(const AttentionParams& params) {
   const int right = window_right_of(params);
   const bool sees_all = params.max_qo_len == 1 && right == 0 && params.window_left < 0 && params.chunk_size == 0;

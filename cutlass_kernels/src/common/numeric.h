@@ -46,8 +46,8 @@ CUTE_DEVICE float tanh_of_small(float x) {
 }
 
 // Replaces `count` values by their tanh. By all lanes of a warp: logits beyond the cap are rare, and the way is one
-// for all. Whichever it is, a value's tanh depends on nothing else: there are values of keys and rows that do not count,
-// from what happens to be in memory.
+// for all. Whichever it is, a value's tanh depends on nothing else: there are values of keys and rows that do not
+// count, from what happens to be in memory.
 CUTE_DEVICE void replace_by_tanh(float* x, int count) {
   float largest = 0.0f;
   CUTE_UNROLL

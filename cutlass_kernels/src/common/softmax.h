@@ -115,7 +115,7 @@ struct OnlineSoftmax {
 
 // ---- The end of a row: what its sums make of the output, once all keys are in them.
 //
-// Sums are relative to 2^m (common/softmax.h). A sink, the logit of a head that belongs to no key and so to no value,
+// Sums are relative to 2^m. A sink, the logit of a head that belongs to no key and so to no value,
 // is a part of the denominator alone.
 
 // Whether a row has seen no key. A NaN in q leaves m at -inf, too: the sum is then NaN.

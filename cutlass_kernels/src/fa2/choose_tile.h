@@ -130,7 +130,8 @@ TileShape shape_of_rows(const Device& device) {
   return {Tile::kBlockM, kRows, 0, blocks_per_sm_on<Tile>(device)};
 }
 
-// The fastest tile where either fills the device. A batch is planned before its mask is known and is taken to be causal.
+// The fastest tile where either fills the device. A batch is planned before its mask is known and is taken to be
+// causal.
 template <int HeadDim>
 TileShape usual_shape(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDim>;
@@ -218,7 +219,8 @@ TileShape tile_shape(const AttentionParams& params, const Device& device) {
   // Where one tile holds all rows of a request, memory is what takes time, whichever SMs read it.
   const std::int64_t rows = params.total_q / params.batch_size;
   if (usual.packed_heads > 0 && rows <= usual.rows) return usual;
-  // Another one only where it leaves more than a third of the SMs idle: then the first that does not, or the least idle.
+  // Another one only where it leaves more than a third of the SMs idle: then the first that does not, or the least
+  // idle.
   constexpr double kMostIdle = 0.35;
   TileShape best = usual;
   double idle = idle_share(params, usual, device);

@@ -75,8 +75,8 @@ struct DecodeTile : PackedTile<HeadDim> {
   static constexpr bool kDecodes = true;
 };
 
-// Packed rows over keys and values of 8 bits (products.h), whatever the type of the queries. In steps of 16 keys all four
-// warps have work even if there are 16 rows or fewer.
+// Packed rows over keys and values of 8 bits (products.h), whatever the type of the queries. In steps of 16 keys all
+// four warps have work even if there are 16 rows or fewer.
 template <int HeadDim>
 struct Fp8Tile : PackedTile<HeadDim> {
   static constexpr int kBlockM = 64, kRowTiles = 1;

@@ -11,15 +11,16 @@
 //
 // Each warp has whole rows of its own, so the softmax needs no exchange between warps. The two or three warps of a
 // scheduler overlap the softmax of one with the products of another, in the largest tiles by turns (loops.h has
-// that drawing). There are two exceptions: from head dimension 256 on warps share rows and split the columns
-// (sharing.h), and in tiles of few rows warps share rows and split the keys (sharing.h).
+// that drawing). There are two exceptions (sharing.h): from head dimension 256 on warps share rows and split the
+// columns, and in tiles of few rows they share rows and split the keys.
 //
-//   tile_work.h   which tile, which keys          products.h        S = Q K^T
-//   tile_work.h  which rows are a warp's         softmax.h        logits transform and mask
-//   load_tiles.h      loads of Q                      softmax.h  maxima, P
-//   load_tiles.h     loads of K and V: rows, pages   products.h        O += P V
-//   loop_*.h      the main loop                   store.h         O, LSE
-//   warp_tile.h   a step of it                    products.h           products of 8-bit keys and values
+//   tile_work.h   which tile, which keys, which rows are a warp's
+//   load_tiles.h  loads of Q; of K and V in rows and in pages
+//   loops.h       the main loop
+//   warp_tile.h   a step of it
+//   products.h    S = Q K^T, O += P V
+//   softmax.h     logits transform and mask, maxima, P
+//   store.h       O, LSE
 //
 // What is scarce is registers (255 per thread) and, at one row tile per warp, shared-memory bandwidth: short live
 // ranges beat fewer instructions. ptxas orders the main loop anew after small changes in front of it; compare the

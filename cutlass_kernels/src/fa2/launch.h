@@ -143,7 +143,7 @@ Status launch_packed(const LaunchParams& params, cudaStream_t stream) {
              : launch_tile<Element, Packed, Logits::kPlain, Kv>(params, stream);
 }
 
-// The tiles of launch.h, which are a unit of their own.
+// The tiles that Hopper does not need, in a unit of their own (attention_ampere.cu.in): below.
 template <class Element, int HeadDim>
 Status launch_ampere(const LaunchParams& params, const Device& device, cudaStream_t stream);
 
@@ -204,7 +204,8 @@ KernelEntry kernel_entry() {
   return entry;
 }
 
-// ---- Host side of the tiles that Hopper does not need, because fa3 computes its prefill (AmpereTiles in choose_tile.h).
+// ---- Host side of the tiles that Hopper does not need, because fa3 computes its prefill (AmpereTiles in
+// choose_tile.h).
 
 // Soft caps have kernels of their own for long queries at the head dimensions of Gemma 2 and Grok alone. Elsewhere the
 // general ones compute them.

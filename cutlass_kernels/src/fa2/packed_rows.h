@@ -73,8 +73,8 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared,
   }
 }
 
-// Q for keys of 8 bits: in fp16, and columns in the order that products.h asks for: of 16, two at a time, first those that
-// are the first two of four. Through registers, which leaves time for other loads between begin() and finish().
+// Q for keys of 8 bits: in fp16, and columns in the order that products.h asks for: of 16, two at a time, first those
+// that are the first two of four. Through registers, which leaves time for other loads between begin() and finish().
 template <class Element, class Tile>
 struct PackedQ {
   using Layout = SharedLayout<Tile>;

@@ -15,7 +15,7 @@
 
 namespace cutlass_kernels::fa2 {
 
-// ---- S = Q K^T of 16-bit elements: a warp's rows and one step of keys. For keys of 8 bits see products.h.
+// ---- S = Q K^T of 16-bit elements: a warp's rows and one step of keys. Keys of 8 bits come last.
 
 // s += Q K^T: the warp's rows of Q at `q_rows`, the keys at `keys`, where the ldmatrix addresses of a lane begin.
 // Fragments of K are read kAhead steps, of 16 keys and 16 columns, before their products.
@@ -61,7 +61,7 @@ CUTE_DEVICE void add_scores(float (&s)[Tile::kRowTiles][kTilesN][4], std::uint32
   }
 }
 
-// ---- O += P V of 16-bit elements: a warp's rows and one step of keys. For values of 8 bits see products.h.
+// ---- O += P V of 16-bit elements: a warp's rows and one step of keys. Values of 8 bits come last.
 
 // o += P V. make_p(k, i) gives register i % 4 of the fragment of P for row tile i / 4 and keys 16 k on. P of the next
 // 16 keys is computed between the products of these, and fragments of V are read kAhead steps, of 16 keys and 16

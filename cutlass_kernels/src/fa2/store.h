@@ -22,8 +22,8 @@
 
 namespace cutlass_kernels::fa2 {
 
-// ---- Epilogue of a decode tile (at most 16 query rows): combines the results of the warps, each of its part of the keys,
-// then the partial results of the KV splits.
+// ---- Epilogue of a decode tile (at most 16 query rows): combines the results of the warps, each of its part of the
+// keys, then the partial results of the KV splits.
 //
 // A thread of a warp has parts of two rows and of every tile of columns. Through shared memory it gets four columns of
 // one row, of all warps, and a warp a whole row. Rows that the tile does not have, mostly twelve of sixteen, are left
@@ -38,9 +38,9 @@ struct DecodeRows {
   static constexpr int kRows = Tile::kBlockM;
   static constexpr int kGroups = KeySharing<Tile>::kMaxGroups;
   static constexpr int kPanels = (Tile::kHeadDim + 127) / 128;  // of 128 columns
-  // 128 registers for their partial results, or 64 where ptxas would take more from the main loop. The second kernel, with
-  // fewer ahead, rounds otherwise: with a fixed split size, where results must not depend on the batch, no tile combines
-  // here.
+  // 128 registers for their partial results, or 64 where ptxas would take more from the main loop. The second kernel,
+  // with fewer ahead, rounds otherwise: with a fixed split size, where results must not depend on the batch, no tile
+  // combines here.
   static constexpr int kSplitsAhead = (Tile::kBlocksPerSm <= 2 && kPanels <= 2 ? 32 : 16) / kPanels;
   // Floats [group][row][column], where K and V were; then (m, sum) [group][row]. Rows are eight floats apart in their
   // banks: the threads of a warp write 32 different pairs of banks, or two to each.

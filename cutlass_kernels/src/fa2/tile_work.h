@@ -50,7 +50,7 @@ struct TileWork {
     request_bit = 0;
     if constexpr (kGeneral) {
       if (p.plan.mask_extents != nullptr) {
-        take_extent(p, static_cast<const MaskExtent*>(p.plan.mask_extents)[position.rank]);
+        take_extent(p, p.plan.mask_extents[position.rank]);
       }
     }
     block_begin = key_begin / Tile::kBlockN;

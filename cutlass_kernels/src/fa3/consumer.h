@@ -1,6 +1,7 @@
 // A consumer warpgroup: S = Q K^T, softmax and O += P V for its 64 query rows of every tile of the CTA.
 //
-// This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h) calls them in this order:
+// This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h) calls them in this
+// order:
 //   products.h  begins a tile; S = Q K^T of a KV block; of a pair of CTAs the other one's part of S
 //   softmax.h   from S to logits: scales, soft cap, ALiBi, masks; the reference m of the softmax, P = 2^(logits - m), row
 //               sums
@@ -49,8 +50,8 @@ struct Consumer {
   static constexpr bool kLazyMax = Tile::kLazyMax && !kSkipsNegligible;
   static constexpr float kSumLimit = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p30f;
   // log2 of the P that belongs to the maximum. P of e4m3 has 3 mantissa bits down to 2^-6 and none below 2^-9. With 2^4
-  // as its largest value it keeps them for 2^10 below the maximum, and may still grow before another one is taken. P has
-  // to stay below 248, which rounds to 256.
+  // as its largest value it keeps them for 2^10 below the maximum, and may still grow before another one is taken. P
+  // has to stay below 248, which rounds to 256.
   static constexpr int kLift = kFp8 ? 4 : 0;
   static constexpr float kHeadroom = kFp8 ? 7.0f : OnlineSoftmax<2>::kHeadroom;  // below log2(248)
 
@@ -112,16 +113,14 @@ struct Consumer {
   CUTE_DEVICE void run();
   CUTE_DEVICE bool compute_tiles();
   CUTE_DEVICE void drain_tile();
-
-  // main_loop.h
   CUTE_DEVICE bool compute_fp8_tiles();
   CUTE_DEVICE void raise_sums(RowFactors& row_max, OutputFragment& o);
   CUTE_DEVICE bool compute_probabilities(ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o, RowFactors& sum,
                                          bool first);
   CUTE_DEVICE void add_output(ScoreFragment& s, ProbabilityFragment& p, OutputFragment& o, RowFactors& sum, bool lazy,
                               bool first);
-  // Whether P is added up before it is rounded too, for an LSE or partial results. In packed tiles always: leaving it out
-  // is no faster there.
+  // Whether P is added up before it is rounded too, for an LSE or partial results. In packed tiles always: leaving it
+  // out is no faster there.
   CUTE_DEVICE bool needs_sums() const { return Tile::kPacked || params.attention.lse != nullptr; }
   CUTE_DEVICE bool compute_logits(ScoreFragment& s);
 
@@ -143,8 +142,6 @@ struct Consumer {
   CUTE_DEVICE bool has_bits() const;
   CUTE_DEVICE std::int64_t first_bit(int r) const;
   CUTE_DEVICE void apply_bits(ScoreFragment& s) const;
-
-  // softmax.h
   CUTE_DEVICE bool is_exact() const;
   CUTE_DEVICE float headroom() const;
   CUTE_DEVICE static void find_maximum(const ScoreFragment& s, RowFactors& row_max);
@@ -159,8 +156,6 @@ struct Consumer {
   // products.h
   CUTE_DEVICE void return_receive_buffer() const;
   CUTE_DEVICE void add_peer_scores(ScoreFragment& s);
-
-  // products.h
   CUTE_DEVICE void issue_output(OutputFragment& o, ProbabilityFragment& p, bool accumulate);
   template <int kPart>  // (2, columns / 4)
   using Product = float[(kDvo / Tile::kOutputParts + (kPart + 1 == Tile::kOutputParts ? Layout::kRowsOfOnes : 0)) / 2];

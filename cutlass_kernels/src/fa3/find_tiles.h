@@ -104,8 +104,8 @@ class TileClaims {
   int index_;
 };
 
-// Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. A buffer is free in
-// CTA 0 when its consumers are done with the job in it. Warpgroup 0, which has rows of every tile, has then received
+// Of a pair: from a job of CTA 0 to one of CTA 1, a few words at a time: the thread has few registers. A buffer is free
+// in CTA 0 when its consumers are done with the job in it. Warpgroup 0, which has rows of every tile, has then received
 // parts of S from the other CTA's consumers, who had read the same job: CTA 1 has copied it out of sent_jobs.
 constexpr int kJobWords = sizeof(Job) / sizeof(int4);
 static_assert(sizeof(Job) % sizeof(int4) == 0);
@@ -165,7 +165,7 @@ CUTE_DEVICE void describe_job(const KernelParams& params, const WorkItem& work, 
     job.unmasked_begin = 0;
     job.unmasked_end = params.attention.mask.words == nullptr ? work.kv_len : 0;
     if (params.attention.plan.mask_extents != nullptr) {
-      const MaskExtent extent = static_cast<const MaskExtent*>(params.attention.plan.mask_extents)[rank];
+      const MaskExtent extent = params.attention.plan.mask_extents[rank];
       job.has_hidden_keys = extent.hides;
       job.unmasked_begin = extent.all_begin;
       job.unmasked_end = extent.all_end;

@@ -18,15 +18,15 @@
 //                       <-k_empty--                                          masks, softmax              softmax.h
 //   warp 3  V           --v_full-->  V (BLK_N, C, D_VO / C), PIPE_V ------>  each warpgroup: O += P V    products.h
 //                       <-v_empty--
-//                                    O (64, 64, panels)             <------  each warp: its 16 rows      store*.h
+//                                    O (64, 64, panels)             <------  each warp: its 16 rows      store.h
 //                                                                   ------>  TMA: global memory
 //
 // C is 64 columns, the panel of the swizzle. shared_memory.h says of each barrier who arrives and who waits. Nothing
 // waits at the end of a tile: producers run ahead into the next one, and each warpgroup stores its rows when they are
 // done (main_loop.h).
 //
-// K and V come from ragged tensors or from pages by TMA (load.h). Where the page size is no multiple of 8, they come row
-// by row (load_gather.h); a second producer warpgroup, warps 4 and 5, may help. Of e4m3:
+// K and V come from ragged tensors or from pages by TMA (load.h). Where the page size is no multiple of 8, they come
+// row by row (load_gather.h); a second producer warpgroup, warps 4 and 5, may help. Of e4m3:
 //   below 16-bit queries  bytes are gathered from pages of any size; four warps of a second producer warpgroup convert
 //                         them to stages of 16 bits (load_gather.h)
 //   throughout            warp 1 loads Q, K and V, warps 2 and 3 transpose V (load_fp8.h); O is a sum in fp32 of the

@@ -15,12 +15,12 @@
 
 namespace cutlass_kernels::fa3 {
 
-// ---- Keys that are not to be used: those outside what the tile sees, and those that a custom mask hides from every row
-// of the tile.
+// ---- Keys that are not to be used: those outside what the tile sees, and those that a custom mask hides from every
+// row of the tile.
 //
 // Scores of such keys are masked whatever K contains. Their V must be zeros: V of a masked key may be anything, NaN
 // too, and 0 * NaN is not 0. So the V producer looks for fully masked keys in each KV block, and copies a block that
-// has some row by row, with zeros in their place (load.h).
+// has some row by row, with zeros in their place.
 
 // Rows [begin, end) of a K or V stage.
 struct StageRows {
@@ -75,7 +75,8 @@ struct FullyMaskedKeys {
   }
 };
 
-// ---- The producer warps of Q, and of K and V that lie one after the other (ragged tensors): one thread each, all by TMA.
+// ---- The producer warps of Q, and of K and V that lie one after the other (ragged tensors): one thread each, all by
+// TMA.
 
 // Loads a box of rows of a request, panel by panel. Row coordinates count backwards from the request's end, so that
 // rows past its end lie outside the tensor map (tensor_map.h).
@@ -167,9 +168,8 @@ CUTE_DEVICE void load_keys(const KernelParams& params, Shared<Tile>& shared, con
   }
 }
 
-// ---- V of KV blocks with fully masked keys (load.h): copied row by row, with zeros in the place of these
-// keys; and the V producer of ragged tensors under a custom mask. The V producer of pages (load.h) uses the
-// same copy.
+// ---- V of KV blocks with fully masked keys, copied row by row with zeros in the place of these keys; and the V
+// producer of ragged tensors under a custom mask. That of pages, below, uses the same copy.
 
 // V of one head of one request, whose keys lie one after the other, from the CTA's first column on.
 struct RaggedValues {

@@ -12,7 +12,7 @@
 namespace cutlass_kernels::fa3 {
 
 // ---- The loading warp of e4m3: Q, K and V of one tile after the other, all by TMA. V goes to the stages that the
-// transposing warps read (load_fp8.h).
+// transposing warps read.
 //
 // Nothing is copied row by row. A box may contain keys outside the visible range: their scores are masked, and the
 // transposing warps write zeros in the place of their V.

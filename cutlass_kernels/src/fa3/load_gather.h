@@ -13,9 +13,9 @@
 
 namespace cutlass_kernels::fa3 {
 
-// ---- The K and V producers of a paged cache whose page size is no multiple of 8, which TMA boxes need: every row through
-// cp.async, by warps whose threads have more registers, or by two warps for each matrix (Tile::kCopyWarps). And those of
-// a cache of e4m3 below 16-bit queries, with pages of any size.
+// ---- The K and V producers of a paged cache whose page size is no multiple of 8, which TMA boxes need: every row
+// through cp.async, by warps whose threads have more registers, or by two warps for each matrix (Tile::kCopyWarps). And
+// those of a cache of e4m3 below 16-bit queries, with pages of any size.
 
 // Arrives once all copies of this thread have landed. They write through the generic proxy and wgmma reads through the
 // async one, between which PTX asks for a fence. There is none, as in CUTLASS and FlashAttention-3: on compute
@@ -172,8 +172,8 @@ CUTE_DEVICE void gather_keys(const KernelParams& params, Shared<Tile>& shared, B
   }
 }
 
-// ---- The converting warps of e4m3 keys and values below 16-bit queries: from where gather_keys() leaves their bytes to the
-// stages of 16 bits that consumers read, in the type of the queries.
+// ---- The converting warps of e4m3 keys and values below 16-bit queries: from where gather_keys() leaves their bytes
+// to the stages of 16 bits that consumers read, in the type of the queries.
 //
 // They are other warps than those that load: the fence between their stores and wgmma would wait for all loads of the
 // warp that are in flight.
@@ -210,9 +210,9 @@ CUTE_DEVICE void convert_rows(const char* from, char* to) {
   constexpr int kBatch = 4;
   static_assert(Tile::kHeadDimVo == kColumns && kLoads % kBatch == 0 && (kBatch * kRowsAtOnce) % 8 == 0);
   const int lane = threadIdx.x % 32;
-  // Eight lanes at a time use different banks. They read the eight chunks of a row; of 64 columns, which have four, those
-  // of a row and of that four rows on. They write every other chunk of 16 bits, four of them the even ones and four the
-  // odd ones first.
+  // Eight lanes at a time use different banks. They read the eight chunks of a row; of 64 columns, which have four,
+  // those of a row and of that four rows on. They write every other chunk of 16 bits, four of them the even ones and
+  // four the odd ones first.
   const int row = kRowLanes == 4 ? lane / 8 + lane / 4 % 2 * 4 : lane / kRowLanes;
   const int group = lane % kRowLanes;
   const int first = lane / 4 % 2;

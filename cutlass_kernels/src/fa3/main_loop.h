@@ -17,8 +17,9 @@ namespace cutlass_kernels::fa3 {
 // What keeps the tensor cores busy in the meantime are the products of the other warpgroups. Where they take turns
 // (kPingPong), a turn is one's P V.
 //
-// O is divided by the sums of the rounded P, which the tensor cores add up too: the bias of rounding, of -0.0007, cancels.
-// That of truncated sums, down to -0.0003, stays. Sums of P that is not rounded are for an LSE, and for partial results.
+// O is divided by the sums of the rounded P, which the tensor cores add up too: the bias of rounding, of -0.0007,
+// cancels. That of truncated sums, down to -0.0003, stays. Sums of P that is not rounded are for an LSE, and for
+// partial results.
 
 // S of the KV block at block_begin, once its K is there, and its logits. Returns whether any were masked.
 template <class Element, class Tile, Logits kLogits>
@@ -43,8 +44,8 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::raise_sums(RowFactors& row_ma
   weight_sum[1] *= factor[1];
 }
 
-// P of the KV block at block_begin, and the sums of its rows. `first`: of its tile. Returns whether P is relative to an m
-// that the block may exceed.
+// P of the KV block at block_begin, and the sums of its rows. `first`: of its tile. Returns whether P is relative to an
+// m that the block may exceed.
 template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE bool Consumer<Element, Tile, kLogits>::compute_probabilities(ScoreFragment& s, ProbabilityFragment& p,
                                                                          OutputFragment& o, RowFactors& sum,

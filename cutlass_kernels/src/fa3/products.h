@@ -190,8 +190,8 @@ CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_output(OutputFragment& 
   wgmma_commit();
 }
 
-// Starts the products of P with kPart of the columns of V, of e4m3, at v_ring. The last part has the sums of P too, by V's
-// rows of ones.
+// Starts the products of P with kPart of the columns of V, of e4m3, at v_ring. The last part has the sums of P too, by
+// V's rows of ones.
 template <class Element, class Tile, Logits kLogits>
 template <int kPart>
 CUTE_DEVICE void Consumer<Element, Tile, kLogits>::issue_part(Product<kPart>& product, ProbabilityFragment& p) {

@@ -18,8 +18,8 @@
 
 namespace cutlass_kernels::fa3 {
 
-// ---- Rows of O in e4m3, which kernels of e4m3 tensors write from registers: a quad of lanes holds eight columns in every
-// eight, two of each lane, and after an exchange each lane 16 that lie side by side.
+// ---- Rows of O in e4m3, which kernels of e4m3 tensors write from registers: a quad of lanes holds eight columns in
+// every eight, two of each lane, and after an exchange each lane 16 that lie side by side.
 
 // Lane i of a quad brings row i of a 4 x 4 matrix of words and takes column i. By all lanes of a warp.
 CUTE_DEVICE void transpose_in_quad(std::uint32_t (&x)[4]) {
@@ -61,8 +61,8 @@ CUTE_DEVICE void store_e4m3_row(const float (&o)[kHeadDim / 2], float scale, int
   }
 }
 
-// ---- The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp. O of
-// e4m3 goes straight to global memory.
+// ---- The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp. O
+// of e4m3 goes straight to global memory.
 
 CUTE_DEVICE void stmatrix_x4(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
                              std::uint32_t d) {
@@ -174,8 +174,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
   }
 }
 
-// ---- The epilogue of a packed tile: its rows lie in the rows of several tokens and heads. Those of a KV split go to the
-// partial results instead, as they are, in fp32.
+// ---- The epilogue of a packed tile: its rows lie in the rows of several tokens and heads. Those of a KV split go to
+// the partial results instead, as they are, in fp32.
 
 // Writes 64 rows of O and their LSE. `staging` is as in store_tile().
 template <class Element, class Tile, bool kHasStats>

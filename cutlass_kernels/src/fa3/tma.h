@@ -74,8 +74,8 @@ struct Ring {
   }
 };
 
-// ---- cp.async.bulk.tensor: boxes of a tensor map from global to shared memory and back, by one thread each. Loads complete
-// on an mbarrier, stores in groups of the thread.
+// ---- cp.async.bulk.tensor: boxes of a tensor map from global to shared memory and back, by one thread each. Loads
+// complete on an mbarrier, stores in groups of the thread.
 
 // L2 policies of TMA. Encoded as createpolicy would make them, for all bytes.
 enum class CacheHint : std::uint64_t {
@@ -116,8 +116,8 @@ CUTE_DEVICE void tma_store(const CUtensorMap* map, std::uint32_t shared, int c0,
                "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                : "memory");
 }
-// Makes this thread's writes of shared memory visible to its stores by TMA. Unlike fence_proxy_async() it orders nothing
-// for the compiler: __syncwarp() follows, and ptxas keeps the order of the main loop.
+// Makes this thread's writes of shared memory visible to its stores by TMA. Unlike fence_proxy_async() it orders
+// nothing for the compiler: __syncwarp() follows, and ptxas keeps the order of the main loop.
 CUTE_DEVICE void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;"); }
 // Ends a group of stores.
 CUTE_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }

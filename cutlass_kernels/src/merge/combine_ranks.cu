@@ -4,12 +4,12 @@
 //   rank 1   send its items to rank 0, packet by packet | poll the packets of rank 0 | merge
 //
 // A packet carries the number of the call beside every 4 bytes of data, and both are stored at once: the receiver polls
-// the data itself. Twice the bytes cross NVLink, but no fence and no flag, which each take a crossing of their own: 7 us
-// for 64 x 32 x 128 became 4 (the protocol that NCCL calls LL).
+// the data itself. Twice the bytes cross NVLink, but no fence and no flag, which each take a crossing of their own: 7
+// us for 64 x 32 x 128 became 4 (the protocol that NCCL calls LL).
 //
-// Two halves of the memory take turns. A rank writes into a half again two calls later: by then it has the packets of the
-// call between, which the reader sent after it had finished. The number of the call is kept on the device, so that a
-// captured call can be replayed.
+// Two halves of the memory take turns. A rank writes into a half again two calls later: by then it has the packets of
+// the call between, which the reader sent after it had finished. The number of the call is kept on the device, so that
+// a captured call can be replayed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -110,9 +110,9 @@ struct Begun {
 // The block that reads the number last stores it for the next call; no block waits for another of its rank.
 //
 // Rows are dealt out in the order in which blocks start, and a block sends all of its own before it waits for the same
-// ones of other ranks. So blocks before the first row that some rank has yet to send wait for nothing: they end, and make
-// room for the block that sends it. However few blocks a rank runs at once (beside other kernels, in a green context),
-// the exchange goes on.
+// ones of other ranks. So blocks before the first row that some rank has yet to send wait for nothing: they end, and
+// make room for the block that sends it. However few blocks a rank runs at once (beside other kernels, in a green
+// context), the exchange goes on.
 __device__ Begun begin_call(const ExchangeParams& p) {
   __shared__ Begun begun;
   if (threadIdx.x == 0) {

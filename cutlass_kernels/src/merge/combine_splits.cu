@@ -84,19 +84,19 @@ CUTE_DEVICE void combine_unit(const CombineParams& p, const SplitTile& tile, int
 // The last tile of a list whose first unit is not behind this one, by all threads: of the tiles, 256 at equal distances
 // are looked at together, and then those from the last such tile on.
 CUTE_DEVICE int tile_of_unit(const LaunchPlan& plan, int tiles, int unit) {
-  const auto* list = static_cast<const SplitTile*>(plan.split_tiles);
   int first = 0;
   for (int count = tiles; count > 1;) {
     const int step = (count + 32 * kWarps - 1) / (32 * kWarps);
     const int tile = first + int(threadIdx.x) * step;
-    const bool reached = int(threadIdx.x) * step < count && __ldcg(&list[tile].first_unit) <= unit;
-    first += (__syncthreads_count(reached) - 1) * step;
+    const bool reached = int(threadIdx.x) * step < count && __ldcg(&plan.split_tiles[tile].first_unit) <= unit;
+    first += max(__syncthreads_count(reached) - 1, 0) * step;
     count = step > 1 ? min(step, tiles - first) : 1;
   }
   return first;
 }
 
-// The units of a thread block: of the tiles from `index` on, below `tiles`, those from `unit` on, below `end`, `step` apart.
+// The units of a thread block: of the tiles from `index` on, below `tiles`, those from `unit` on, below `end`, `step`
+// apart.
 struct UnitsOfBlock {
   int index, tiles;
   int unit, end, step;
@@ -110,9 +110,8 @@ CUTE_DEVICE UnitsOfBlock units_of_block(const CombineParams& p) {
     return {index, index + 1, int(blockIdx.x) - index * blocks, INT_MAX, blocks};
   }
   // As many as the others have, which follow one another. The list was there before the previous kernel.
-  const auto* header = static_cast<const TileListHeader*>(plan.tile_list) - 1;
-  const int tiles = __ldcg(&header->num_split_tiles);
-  const unsigned all = unsigned(__ldcg(&header->num_units)), each = all / gridDim.x;
+  const int tiles = __ldcg(&plan.list_header->num_split_tiles);
+  const unsigned all = unsigned(__ldcg(&plan.list_header->num_units)), each = all / gridDim.x;
   const unsigned longer = all - each * gridDim.x;  // the first blocks, by one
   const int begin = int(each * blockIdx.x + min(longer, blockIdx.x));
   const int end = begin + int(each + (blockIdx.x < longer ? 1 : 0));
@@ -166,9 +165,9 @@ Status launch_combine_splits(const LaunchParams& params, cudaStream_t stream) {
   if (plan.source != TileSource::kList && plan.source != TileSource::kSingleRequest) {
     rows = std::min<std::int64_t>(rows, params.max_qo_len);
   }
-  // About as many as run at once: the lengths on the device may leave nothing to combine, and each further wave of thread
-  // blocks takes a microsecond to find that out (128 heads, 128 requests: 1152 -> 384 thread blocks, 0.6 to 8 us less).
-  // In a batch, tiles may have far fewer rows than there is room for, too.
+  // About as many as run at once: the lengths on the device may leave nothing to combine, and each further wave of
+  // thread blocks takes a microsecond to find that out (128 heads, 128 requests: 1152 -> 384 thread blocks, 0.6 to 8 us
+  // less). In a batch, tiles may have far fewer rows than there is room for, too.
   const std::int64_t blocks = std::int64_t(device.multiprocessors) * kBlocksPerSm;
   const std::int64_t heads = params.num_qo_heads;
   const CombineUnits units{plan.splits_of_warp};

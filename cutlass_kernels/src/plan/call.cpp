@@ -26,7 +26,8 @@ struct PartTile {
     kernel = choose(backend, part, device.compute_capability, &reasons);
     if (kernel != nullptr) tile = kernel->tile(part, device);
   }
-  // `combines` and `splits_without_list` decide the splits of a request, which must not depend on the parts of its batch.
+  // `combines` and `splits_without_list` decide the splits of a request, which must not depend on the parts of its
+  // batch.
   bool operator==(const PartTile& other) const {
     return kernel == other.kernel && tile.kind == other.tile.kind && tile.rows == other.tile.rows &&
            tile.combines == other.tile.combines && tile.splits_without_list == other.tile.splits_without_list;
@@ -48,7 +49,7 @@ RowRanges row_ranges(const AttentionParams& params, Backend backend, const Devic
   ranges.count = 0;
   std::int32_t least = 0;
   for (const std::int32_t end : {decode_rows, std::int32_t(kPackedUpToRows), kAnyRows}) {
-    if (end < least || least > most) continue;
+    if (end < std::max(least, 1) || least > most) continue;
     AttentionParams part = params;
     part.least_rows = least;
     part.most_rows = end;

@@ -9,9 +9,10 @@
 
 namespace cutlass_kernels {
 
-// The parts in which a batch-invariant call is computed. A request's tile must not depend on the others of its batch, but
-// no tile is fast for all lengths of queries. So each part of the batch has its own kernel, which leaves other requests
-// out: those of so few rows that a tile for decoding holds them, those whose heads are packed, and longer ones.
+// The parts in which a batch-invariant call is computed. A request's tile must not depend on the others of its batch,
+// but no tile is fast for all lengths of queries. So each part of the batch has its own kernel, which leaves other
+// requests out: those of so few rows that a tile for decoding holds them, those whose heads are packed, and longer
+// ones.
 struct RowRanges {
   static constexpr int kMost = 3;
   int count = 0;
@@ -48,7 +49,8 @@ struct KeptSchedule {
 /// Whether a schedule of one call serves the other.
 CK_API bool share_schedule(const CallPlan& a, const CallPlan& b);
 
-/// Enqueues the kernels of a planned call. `workspace` has its workspace_bytes(); `call_counters` may be null.
+/// Enqueues the kernels of a planned call. `workspace` has its workspace_bytes(). `call_counters` may be
+/// null if it was planned without.
 CK_API Status launch_call(const CallPlan& call, void* workspace, std::uint64_t* call_counters, cudaStream_t stream,
                           const KeptSchedule& kept = {});
 

@@ -45,6 +45,7 @@ LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, con
   launched.partial_o = layout.partial_o.in<float>(memory.scratch);
   launched.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
   if (plan.source == TileSource::kList) {
+    launched.list_header = layout.header.in<TileListHeader>(memory.schedule);
     launched.tile_list = layout.tile_list.in<WorkItem>(memory.schedule);
     launched.split_tiles = layout.split_tiles.in<SplitTile>(memory.schedule);
     launched.tile_counter = &layout.header.in<TileListHeader>(memory.schedule)->tile_counter;

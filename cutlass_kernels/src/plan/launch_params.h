@@ -9,24 +9,26 @@
 
 namespace cutlass_kernels {
 
+struct MaskExtent;  // mask_extents.h
+
 /// Where a kernel's tiles come from. The device finds them in schedule/find_work.h.
 enum class TileSource : std::int32_t {
-  kList,           ///< a list in the workspace, longest tiles first: schedule/write_list.cu
+  kList,           ///< a list in the workspace, by cost or in even shares: schedule/write_list.cu
   kSingleRequest,  ///< one request without indptrs: its tiles, last rows first
   kBatchByLength,  ///< as many tile indices per request as the longest one has tiles: all long tiles come first
   kBatchInOrder,   ///< tile indices in the order of rows: few of them map to no tile
   kBatchBySplit,   ///< request after request, as many tiles and KV splits for each as one can have
 };
 
-/// An entry of the tile list: a tile, and what a thread block needs to find its rows and keys, so that it waits for one
-/// load instead of three dependent ones.
+/// What a thread block computes: an entry of the list, or found without one (find_work()). It says where rows and keys
+/// are, so that a thread block waits for one load instead of three dependent ones.
 struct alignas(16) WorkItem {
   std::int32_t batch;    ///< < 0: past the last tile
   std::int32_t tile;     ///< rows [tile * tile_rows, (tile + 1) * tile_rows) of the request
   std::int32_t q_begin;  ///< first row of the request
   std::int32_t qo_len;
   std::int32_t kv_begin;  ///< first key of the request, or first entry of its page table
-  std::int32_t kv_len;    ///< -1: the request's indptrs make no sense, it is not computed
+  std::int32_t kv_len;    ///< -1: not computed: the request's indptrs make no sense, or there is no room
   std::int16_t split;     ///< which KV split of the tile
   std::int16_t num_splits;
   std::int32_t partial_row;  ///< first row of the tile's partial results
@@ -55,18 +57,19 @@ struct alignas(16) SplitTile {
 struct alignas(16) TileListHeader {
   std::uint64_t tile_counter;
   std::int32_t num_split_tiles;  ///< entries of the list of split tiles
-  std::int32_t num_items;        ///< entries of the tile list
+  std::int32_t num_items;        ///< entries of the list that are claimed: those behind WorkItem::next are not
   std::int32_t num_units;        ///< of combining, of all split tiles
 };
 
 /// What a launched kernel is given of the plan, with addresses.
 struct LaunchPlan {
   TileSource source = TileSource::kSingleRequest;
-  const void* tile_list = nullptr;  ///< WorkItem[tile_indices], after a TileListHeader; null without a list
-  std::int32_t tile_indices = 0;    ///< per head (or pack of heads); some may map to no tile
-  std::int32_t tile_rows = 0;       ///< TileShape::rows
-  std::int32_t tile_kind = 0;       ///< TileShape::kind
-  std::int32_t packed_heads = 0;    ///< TileShape::packed_heads
+  const TileListHeader* list_header = nullptr;
+  const WorkItem* tile_list = nullptr;  ///< [tile_indices]; null without a list
+  std::int32_t tile_indices = 0;        ///< per head (or pack of heads); some may map to no tile
+  std::int32_t tile_rows = 0;           ///< TileShape::rows
+  std::int32_t tile_kind = 0;           ///< TileShape::kind
+  std::int32_t packed_heads = 0;        ///< TileShape::packed_heads
   /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, others in proportion to
   /// KV length, but no more than one per least_split_keys keys. By split: of each request, at most.
   std::int32_t num_splits = 1;
@@ -85,17 +88,16 @@ struct LaunchPlan {
   /// SplitTile[split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
   /// [t * batch_size + b]; with splits of its own, all of request b at [b]. Null without a list where no second kernel
   /// combines, or there is one request.
-  const void* split_tiles = nullptr;
-  std::int32_t partial_rows = 0;       ///< that there is room for, of all heads each
-  float* partial_o = nullptr;          ///< [rows, num_qo_heads, head_dim_vo]
-  float* partial_max_sum = nullptr;    ///< [rows, num_qo_heads, 2]: merge/partial_results.h
-  const void* mask_extents = nullptr;  ///< MaskExtent[tile_indices], or null
+  SplitTile* split_tiles = nullptr;
+  std::int32_t partial_rows = 0;             ///< that there is room for, of all heads each
+  float* partial_o = nullptr;                ///< [rows, num_qo_heads, head_dim_vo]
+  float* partial_max_sum = nullptr;          ///< [rows, num_qo_heads, 2]: merge/partial_results.h
+  const MaskExtent* mask_extents = nullptr;  ///< [tile_indices], or null
 };
 
-/// How many tiles each head has: what the list says, or all indices where there is no list.
+/// How many ranks each head has: what the list says, or all tile indices where there is no list.
 CK_HOST_DEVICE inline std::int32_t num_ranks(const LaunchPlan& plan) {
-  return plan.tile_list == nullptr ? plan.tile_indices
-                                   : (static_cast<const TileListHeader*>(plan.tile_list) - 1)->num_items;
+  return plan.tile_list == nullptr ? plan.tile_indices : plan.list_header->num_items;
 }
 
 /// How partial results are combined: a row of a head has a warp for every splits_of_warp of its splits, up to all of a
@@ -132,8 +134,8 @@ inline bool is_batch(const AttentionParams& params) {
          params.seqused_q != nullptr || params.seqused_k != nullptr || params.pages.page_size > 0;
 }
 
-/// Keys of all requests, as far as the host knows. There are more rows of k and v where a tensor has other requests, too,
-/// or heads before tokens; there are fewer where requests share keys.
+/// Keys of all requests, as far as the host knows. There are more rows of k and v where a tensor has other requests,
+/// too, or heads before tokens; there are fewer where requests share keys.
 inline std::int64_t all_keys(const AttentionParams& params) {
   const std::int64_t keys = std::int64_t(params.batch_size) * params.max_kv_len;
   const bool may_share = params.kv_stride_request != kNotSet;

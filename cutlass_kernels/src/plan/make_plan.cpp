@@ -7,7 +7,6 @@
 #include "plan/plan.h"
 #include "plan/tile_source.h"
 #include "registry/reasons.h"
-#include "registry/validate.h"
 
 namespace cutlass_kernels {
 namespace {
@@ -46,17 +45,19 @@ bool may_be_masked(const AttentionParams& params, const PlanOptions& options) {
                                   params.keys_scale.data != nullptr || params.output_scale.data != nullptr);
 }
 
-/// The last region: without room for it all keys are computed. Not where results must not depend on the batch, as KV
-/// blocks begin where the extent of a tile does.
-Status add_mask_extents(const AttentionParams& params, const PlanOptions& options, PlanState* plan,
-                        RegionStack* stack) {
+/// Ends the scratch. Its last region are the extents of masks: without room for them all keys are computed. Not where
+/// results must not depend on the batch, as KV blocks begin where the extent of a tile does.
+Status finish_scratch(const AttentionParams& params, const PlanOptions& options, PlanState* plan,
+                      const RegionStack& scratch) {
+  WorkspaceLayout& layout = plan->layout;
+  layout.scratch_bytes = scratch.bytes();
   if (!plan->kernel->uses_mask_extents || !may_be_masked(params, options)) return Status::success();
-  RegionStack with_extents = *stack;
+  RegionStack with_extents = scratch;
   const Region extents = with_extents.add(std::size_t(plan->tile_indices) * sizeof(MaskExtent));
-  const std::size_t bytes = plan->layout.schedule_bytes + with_extents.bytes();
+  const std::size_t bytes = layout.schedule_bytes + with_extents.bytes();
   if (bytes <= options.workspace_bytes) {
-    plan->layout.mask_extents = extents;
-    *stack = with_extents;
+    layout.mask_extents = extents;
+    layout.scratch_bytes = with_extents.bytes();
   } else if (params.batch_invariant) {
     return workspace_too_small("A custom mask", params, bytes, options.workspace_bytes);
   }
@@ -86,11 +87,7 @@ Status plan_with_list(const AttentionParams& params, const Device& device, const
   layout.schedule_bytes = schedule.bytes();
   RegionStack scratch;
   if (rule.split_tile_capacity > 0) add_partial_results(params, rule.partial_rows, &scratch, &layout);
-  if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
-    return status;
-  }
-  layout.scratch_bytes = scratch.bytes();
-  return Status::success();
+  return finish_scratch(params, options, plan, scratch);
 }
 
 Status plan_without_list(const AttentionParams& params, const Device& device, const PlanOptions& options,
@@ -136,11 +133,7 @@ Status plan_without_list(const AttentionParams& params, const Device& device, co
     }
   }
   plan->tile_indices = std::int32_t(tile_indices);
-  if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
-    return status;
-  }
-  layout.scratch_bytes = scratch.bytes();
-  return Status::success();
+  return finish_scratch(params, options, plan, scratch);
 }
 
 /// Of a batch without a list whose requests have splits of their own.
@@ -165,11 +158,7 @@ Status plan_own_splits(const AttentionParams& params, const Device& device, cons
   }
   plan->tile_indices = std::int32_t(bounds.tile_indices);
   plan->num_splits = std::max(rule.most_splits, 1);
-  if (Status status = add_mask_extents(params, options, plan, &scratch); !status.ok()) {
-    return status;
-  }
-  layout.scratch_bytes = scratch.bytes();
-  return Status::success();
+  return finish_scratch(params, options, plan, scratch);
 }
 
 /// Where results must not depend on the batch, as many as a warp loads at once. With more warps than run at once, those
@@ -203,10 +192,15 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
     return plan_own_splits(params, device, options, plan);
   }
   if (is_batch(params) && !params.batch_invariant && list_pays(params, *kernel, plan->tile, device)) {
-    PlanState listed = *plan;
-    if (plan_with_list(params, device, options, &listed).ok() && listed.layout.bytes() <= options.workspace_bytes) {
-      *plan = listed;
-      return Status::success();
+    // Even shares take up to twice partial_bytes: where the workspace holds less, there are fewer of them.
+    for (const std::size_t bytes : {options.partial_bytes, options.workspace_bytes / 5 * 2}) {
+      PlanState listed = *plan;
+      PlanOptions some = options;
+      some.partial_bytes = std::min(bytes, options.partial_bytes);
+      if (plan_with_list(params, device, some, &listed).ok() && listed.layout.bytes() <= options.workspace_bytes) {
+        *plan = listed;
+        return Status::success();
+      }
     }
   }
   return plan_without_list(params, device, options, plan);

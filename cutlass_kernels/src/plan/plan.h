@@ -45,8 +45,8 @@ struct PlanState {
   WorkspaceLayout layout;
 };
 
-/// Counters for a call without a list: the tile counter, then combine counters, enough for the keys of 16 rows of 8 heads
-/// in 60 splits. Of 64 bits, so that memory which nobody has cleared is never taken for a count (schedule/tickets.h).
+/// Counters for a call without a list: the tile counter, then combine counters, a half for each partial row and pack of
+/// heads. Of 64 bits, so that memory which nobody has cleared is never taken for a count (schedule/tickets.h).
 constexpr int kCallCounters = 2048;
 constexpr int kCallCounterWords = 2 * kCallCounters;  // of 32 bits
 constexpr std::size_t kCallCounterBytes = kCallCounters * sizeof(std::uint64_t);
@@ -73,9 +73,9 @@ struct Memory {
   }
 };
 
-/// Plans `params`, which have been validated; leaves the plan as it was where that fails. Without a list, what does not
-/// fit into the workspace is left out: counters (tiles are dealt out beforehand), splits, mask extents (all keys are
-/// computed).
+/// Plans `params`, which have been validated; leaves the plan as it was where that fails. What does not fit into the
+/// workspace is left out: a list that only pays, and without one counters (tiles are dealt out beforehand), splits,
+/// mask extents (all keys are computed); but not where results must not depend on the batch.
 CK_API Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
                         const PlanOptions& options, PlanState* plan);
 

@@ -41,8 +41,8 @@ SplitRule fixed_rule(const AttentionParams& params, std::int64_t tiles) {
 }
 
 /// Splits that follow from a request alone. At head dimension 128, to write and to combine the partial results of a row
-/// of a head takes 1 KB of traffic, as much as two keys: 32 keys for each row cost a sixteenth more, and 16 no more than
-/// that in tiles that do not wait for memory alone.
+/// of a head takes 1 KB of traffic, as much as two keys: 32 keys for each row cost a sixteenth more, and 16 no more
+/// than that in tiles that do not wait for memory alone.
 OwnSplits own_splits(const AttentionParams& params, const TileShape& tile, const Device& device) {
   // H200, 32/8 heads, beside splits chosen from the batch: 1.10 of the time for 16 requests of 4k keys, 0.92 for one.
   // With 512 keys 1.06 and 1.12.
@@ -88,7 +88,7 @@ std::int64_t even_shares(const AttentionParams& params, const TileShape& tile, c
   // Few shares, times tiles and packs of heads, leave up to an eighth of the thread blocks idle. So would requests with
   // fewer tiles than the longest. What a caller asks for is dealt out as it is.
   constexpr int kFewShares = 8;
-  if (!tile.has_shares || params.batch_size < 2 || params.max_qo_len <= 0 ||
+  if (!tile.has_shares || params.batch_size < 2 || params.max_qo_len <= 0 || params.mask.words != nullptr ||
       params.batch_size > EvenShares::kMostRequests || params.num_splits > 1) {
     return 0;
   }

@@ -80,16 +80,16 @@ struct ItemBudget {
   }
 };
 
-/// An eighth of a split less than a whole number may count as that number: where tiles of about the same cost do not get
-/// as many splits, all wait for the ones that got fewer. Of 15 / 8 it makes 2, so that all tiles that are split together
-/// get a fifteenth more than is dealt out, at most.
+/// An eighth of a split less than a whole number may count as that number: where tiles of about the same cost do not
+/// get as many splits, all wait for the ones that got fewer. Of 15 / 8 it makes 2, so that all tiles that are split
+/// together get a fifteenth more than is dealt out, at most.
 constexpr int kRoundedUp = 8;
 CK_HOST_DEVICE inline std::int64_t rounded_up(std::int64_t items) { return items + (items + 14) / 15; }
 
 /// For `tiles` tiles that see `work` keys together. Splits are short where these are more: shorter splits read keys in
-/// less time, more of them take longer to combine. If a tile takes 19 ns for a key (0.6 us for 32) and a partial row of a
-/// head 0.33 ns (1 KB at 3 TB/s), sqrt(57 keys / rows) splits are the fastest. Half as many more, what is allowed here,
-/// cost 8 %.
+/// less time, more of them take longer to combine. If a tile takes 19 ns for a key (0.6 us for 32) and a partial row of
+/// a head 0.33 ns (1 KB at 3 TB/s), sqrt(57 keys / rows) splits are the fastest. Half as many more, what is allowed
+/// here, cost 8 %.
 CK_HOST_DEVICE inline ItemBudget item_budget(const SplitRule& rule, std::int64_t tiles, std::int64_t work) {
   if (rule.wave <= 0 || tiles <= 0 || work <= 0) return {0, 1, 1, false};
   const std::int64_t keys = work / tiles;
@@ -128,8 +128,8 @@ CK_HOST_DEVICE inline int splits_of(const SplitRule& rule, const ItemBudget& bud
   return count < 1 ? 1 : int(count);
 }
 
-/// Partial results take no more, unless fixed_split_size or batch_invariant ask for it. A wave of 264 tiles of 128 rows,
-/// two on each SM of an H200, leaves 16.8 MiB at head dimension 128.
+/// Partial results take no more, unless fixed_split_size or batch_invariant ask for it; even shares up to twice as
+/// much. A wave of 264 tiles of 128 rows, two on each SM of an H200, leaves 16.8 MiB at head dimension 128.
 constexpr std::size_t kMostPartialBytes = 20 << 20;
 /// A workspace of so many bytes, the smallest in common use, suffices: keys are then split into fewer parts.
 constexpr std::size_t kLeastPartialBytes = 16 << 20;
@@ -138,8 +138,8 @@ constexpr std::size_t kLeastPartialBytes = 16 << 20;
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,
                      std::size_t partial_bytes = kMostPartialBytes);
 
-/// Of the time of a thread block that shares an SM, what it takes alone. An estimate: at head dimension 128 a step of fa2's
-/// takes 2,430 cycles, of which its own products need 860 and its other instructions perhaps 900.
+/// Of the time of a thread block that shares an SM, what it takes alone. An estimate: at head dimension 128 a step of
+/// fa2's takes 2,430 cycles, of which its own products need 860 and its other instructions perhaps 900.
 constexpr double kTimeAlone = 0.72;
 
 /// The share of a device's SMs that `tile` leaves idle, if all requests are as long; 0 where the host does not know the

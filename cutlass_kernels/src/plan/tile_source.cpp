@@ -72,7 +72,6 @@ std::int64_t tile_index_count(TileSource source, const AttentionParams& params, 
     case TileSource::kSingleRequest:
       return (params.total_q + tile_rows - 1) / tile_rows;
     case TileSource::kBatchByLength:
-      return indices_by_length(params, tile_rows);
     case TileSource::kBatchBySplit:
       return indices_by_length(params, tile_rows);
     case TileSource::kBatchInOrder:

@@ -20,7 +20,8 @@ std::int64_t tile_index_count(TileSource source, const AttentionParams& params, 
 bool wastes_tile_indices(const AttentionParams& params, int tile_rows);
 
 /// Without a tile list, each thread block of a batch whose keys may be split searches the requests for its split. With
-/// 40,000 requests the search takes ten times as long as the attention; beyond this many, keys are split with a list alone.
+/// 40,000 requests the search takes ten times as long as the attention; beyond this many, keys are split with a list
+/// alone.
 constexpr int kMostSearchedRequests = 1024;
 
 /// Whether a batch that needs no list is faster with one: where most tile indices map to no tile, each a thread block

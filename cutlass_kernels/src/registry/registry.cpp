@@ -46,7 +46,7 @@ bool serves(const KernelEntry& entry, const AttentionParams& params, int compute
 
 namespace {
 
-/// Whether this is latent attention (src/mla), whose fa3 kernel computes 64 rows, however few there are.
+/// Whether this is latent attention (src/latent), whose fa3 kernel computes 64 rows, however few there are.
 bool is_latent(const AttentionParams& params) {
   return params.head_dim_qk == mla::kLatentDim + mla::kRopeDim && params.head_dim_vo == mla::kLatentDim;
 }
@@ -60,9 +60,9 @@ bool is_decode(const AttentionParams& params) {
 
 namespace {
 
-/// Whether 16-bit queries have so few rows per key head and request, on average, that fa2 waits for the memory of an 8-bit
-/// cache only (32 rows, 8 requests over 8k keys: 63 us, fa3 67; 64 rows: 103, 69). As SHORT_ROWS of the Python package.
-/// Where results must not depend on the batch, those of its part count (plan/call.h).
+/// Whether 16-bit queries have so few rows per key head and request, on average, that fa2 waits for the memory of an
+/// 8-bit cache only (32 rows, 8 requests over 8k keys: 63 us, fa3 67; 64 rows: 103, 69). As SHORT_ROWS of the Python
+/// package. Where results must not depend on the batch, those of its part count (plan/call.h).
 bool has_few_rows_of_fp8(const AttentionParams& params) {
   constexpr std::int64_t kFp8ShortRows = 32;
   if (size_of(params.kv_dtype) == size_of(params.q_dtype)) return false;

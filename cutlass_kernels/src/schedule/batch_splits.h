@@ -35,9 +35,9 @@ struct RequestSplits {
   KeysOfRequest keys;
 };
 
-// How many splits are shared out, and how many of them there are for each unit of keys. A request whose share is less
-// than one has one more: plan.num_splits counts these, too, but of a single request, whose share is all. No more of a
-// request's keys count than its rows see.
+// Every request has one split; `extra` more go to requests in proportion to their keys, less the one that each has. So
+// plan.num_splits is extra + batch_size; of a single request it is extra alone. No more of a request's keys count than
+// its rows see.
 struct SplitShares {
   static constexpr unsigned kUnit = 16;  // keys: the sum of all requests is a number of 32 bits
 

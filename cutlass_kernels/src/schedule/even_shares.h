@@ -15,8 +15,8 @@ namespace cutlass_kernels {
 
 struct EvenShares {
   static constexpr int kBlockKeys = 64;
-  // The start and the end of a split, in blocks. With 5, 256 requests take up to 5 % longer, with 2, 8 to 64 requests up
-  // to 7 %.
+  // The start and the end of a split, in blocks. With 5, 256 requests take up to 5 % longer, with 2, 8 to 64 requests
+  // up to 7 %.
   static constexpr int kStart = 3;
   static constexpr int kLeastBlocks = 2;      // of a split of a request that has more
   static constexpr int kMostRequests = 1024;  // a thread of the kernel that writes the list for each
@@ -35,7 +35,8 @@ struct EvenShares {
     return blocks < kMostBlocks ? blocks : kMostBlocks;
   }
 
-  /// `shares` for as many CTAs, of requests that cost `all` together; the longest has `longest` blocks, a split `least`.
+  /// `shares` for as many CTAs, of requests that cost `all` together; the longest has `longest` blocks, `least`: blocks
+  /// of the shortest split.
   CK_HOST_DEVICE static EvenShares make(int shares, int requests, int all, int longest, int least) {
     if (requests == 0) return {};
     const auto quotient_up = [](int a, int b) { return int(unsigned(a + b - 1) / unsigned(b)); };
@@ -75,8 +76,8 @@ struct EvenShares {
     return blocks < kLeastBlocks ? 0 : blocks;
   }
 
-  /// The shares that have a split of a request: those of its first and its last block, unless the cut next to that block
-  /// was moved.
+  /// The shares that have a split of a request: those of its first and its last block, unless the cut next to that
+  /// block was moved.
   struct Range {
     int first, last;
   };

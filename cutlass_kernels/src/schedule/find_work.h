@@ -13,7 +13,7 @@
 
 namespace cutlass_kernels {
 
-// Tiles without a list, by their index (TileSource):
+// Tiles without a list, by rank (TileSource):
 //   kSingleRequest   tiles of the request, last rows first, each once per KV split
 //   kBatchByLength   tiles of the longest request, last rows first, each once per request, or once per split of the
 //                    batch
@@ -35,7 +35,7 @@ struct RowTiles {
             in_order ? 0 : plan.tile_indices / repeats};
   }
 
-  // The rank of the tile that is the n-th where those of a request, or of a split, follow one another.
+  // Rank of the n-th tile if all tiles of a request (or split) came before those of the next.
   CUTE_DEVICE int with_keys_together(int n) const {
     if (tiles <= 1) return n;
     const int repeat = int(unsigned(n) / unsigned(tiles));
@@ -76,12 +76,7 @@ CUTE_DEVICE void describe_split_rows(const LaunchParams& p, const WorkItem& work
   tile.kv_begin = work.kv_begin;
   tile.kv_len = work.q_begin < 0 ? -1 : work.kv_len;  // such a request is not computed
   tile.batch = work.batch;
-  const_cast<SplitTile*>(static_cast<const SplitTile*>(p.plan.split_tiles))[index] = tile;
-}
-
-// The same for a request whose splits are its own: all of its rows.
-CUTE_DEVICE void describe_own_splits(const LaunchParams& p, const WorkItem& work, int partial_row) {
-  describe_split_rows(p, work, 0, work.qo_len, partial_row, work.batch);
+  p.plan.split_tiles[index] = tile;
 }
 
 // Whether a request lies inside the tensors. Entries of a page table have been checked: keys_of_request().
@@ -92,11 +87,14 @@ CUTE_DEVICE bool lies_inside(const LaunchParams& p, const WorkItem& work) {
   return p.pages.page_size > 0 || std::int64_t(work.kv_begin) + work.kv_len <= p.total_kv;
 }
 
-// The first split of the last tile of a request, of which this kernel computes all or nothing: false then, and where the
-// request does not lie inside the tensors. work.partial_row is for the caller to set.
-CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOfRequest& keys, WorkItem& work) {
-  const RowsOfRequest rows = rows_of_request(p, batch);
+// kBatchBySplit: the KV split of a rank; false where another part of the batch computes the request, too. kTiles:
+// requests may have several tiles.
+template <bool kTiles = false>
+CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& row_tiles, int rank, WorkItem& work) {
   const OwnSplits& own = p.plan.own_splits;
+  const int batch = int(row_tiles.repeats.divide(rank));
+  const KeysOfRequest keys = keys_of_request(p, batch);
+  const RowsOfRequest rows = rows_of_request(p, batch);
   const bool is_here = is_in_part(p, rows.length);
   work.batch = batch;
   work.q_begin = rows.begin;
@@ -106,26 +104,19 @@ CUTE_DEVICE bool begin_own_splits(const LaunchParams& p, int batch, const KeysOf
   work.tile = own.tiles(work.qo_len) - 1;
   work.split = 0;
   work.num_splits = std::int16_t(is_here ? own.of(work.qo_len, work.kv_len) : 1);
-  return is_here && work.qo_len > 0 && lies_inside(p, work);
-}
-
-// kBatchBySplit: the KV split of a rank. kTiles: requests may have several tiles.
-template <bool kTiles = false>
-CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int rank, WorkItem& work) {
-  const int batch = int(rows.repeats.divide(rank));
-  const bool is_computed = begin_own_splits(p, batch, keys_of_request(p, batch), work);
-  const int first_rank = batch * int(rows.repeats.divisor);
+  const bool is_computed = is_here && work.qo_len > 0 && lies_inside(p, work);
+  const int first_rank = batch * int(row_tiles.repeats.divisor);
   // Each request has room for the same number of rows.
   work.partial_row = batch * (p.plan.partial_rows / p.batch_size);
   if (rank == first_rank && p.plan.split_tiles != nullptr && threadIdx.x == 0) {
-    describe_own_splits(p, work, work.partial_row);
+    describe_split_rows(p, work, 0, work.qo_len, work.partial_row, work.batch);
   }
   int split = rank - first_rank;
   if constexpr (kTiles) {
     const int position = int(unsigned(split) / unsigned(work.num_splits));
     split -= position * work.num_splits;
     work.tile -= position;
-    work.partial_row += work.tile * p.plan.own_splits.tile_rows * work.num_splits;
+    work.partial_row += work.tile * own.tile_rows * work.num_splits;
     work.cut_all = work.next = 0;
   }
   work.split = std::int16_t(split);
@@ -135,9 +126,9 @@ CUTE_DEVICE bool find_own_split(const LaunchParams& p, const RowTiles& rows, int
 // The tile of a rank. False if there is none: past the end of the list or of the request, or of a request that does not
 // lie inside the tensors (indptrs on the device were never checked), which is not computed.
 //
-// kPaged, kInOrder: whether there may be pages, and kBatchInOrder or several tiles of kBatchBySplit. In a kernel of fa2,
-// which has no warp of its own for this, a few instructions more here, or a call, make ptxas order the main loop anew.
-// kSplits: whether keys of a batch may be split without a list. find_split(split) then finds the request.
+// kPaged, kInOrder: whether there may be pages, and kBatchInOrder or several tiles of kBatchBySplit. In a kernel of
+// fa2, which has no warp of its own for this, a few instructions more here, or a call, make ptxas order the main loop
+// anew. kSplits: whether keys of a batch may be split without a list. find_split(split) then finds the request.
 // kBatches: whether a batch may come without a list.
 template <bool kPaged, bool kInOrder, bool kSplits, bool kBatches = true, class FindSplit>
 CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, [[maybe_unused]] FindSplit find_split, int rank,
@@ -146,7 +137,7 @@ CUTE_DEVICE bool find_work(const LaunchParams& p, const RowTiles& rows, [[maybe_
     if (p.plan.source == TileSource::kBatchBySplit) return find_own_split<kInOrder>(p, rows, rank, work);
   }
   if (p.plan.tile_list != nullptr) {
-    work = static_cast<const WorkItem*>(p.plan.tile_list)[rank];
+    work = p.plan.tile_list[rank];
     if (work.batch < 0) return false;
   } else {
     const int repeats = int(rows.repeats.divisor);

@@ -1,7 +1,7 @@
 // What the kernel that writes tile lists is given, and what its thread block shares.
 //
-// It runs once per step or call, on one SM: what takes its time is to fetch its instructions (0.1 us for every hundred),
-// and to wait for lengths. So requests are read once, and each thing is written once.
+// It runs once per step or call, on one SM: what takes its time is to fetch its instructions (0.1 us for every
+// hundred), and to wait for lengths. So requests are read once, and each thing is written once.
 #pragma once
 
 #include <cstdint>
@@ -80,7 +80,7 @@ struct SplitRoom {
   }
   __device__ int tiles() const { return int(tiles_and_units >> 32); }
   __device__ int units() const { return int(tiles_and_units & 0xffffffffu); }
-  __device__ void count(const ListArgs& args) const {
+  __device__ void write_counts(const ListArgs& args) const {
     args.header->num_split_tiles = int(min(std::int64_t(tiles_and_units >> 32), args.rule.split_tile_capacity));
     args.header->num_units = units();
   }

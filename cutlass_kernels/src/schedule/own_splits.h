@@ -1,8 +1,8 @@
 // How the keys of a request are split where its results must not depend on the others of its batch: by its own lengths.
 //
 // Few requests need splits enough to fill the device, many need none, and here both get the same: as many as fill the
-// device with one request, unless they would be so short that many requests lose too much time to starting splits and to
-// their partial results: 5 to 15 % in decodes, 40 % in appends of 64 rows.
+// device with one request, unless they would be so short that many requests lose too much time to starting splits and
+// to their partial results: 5 to 15 % in decodes, 40 % in appends of 64 rows.
 #pragma once
 
 #include <cstdint>

@@ -23,9 +23,10 @@ constexpr TicketCounter inverse_of(TicketCounter odd) {
   return inverse;
 }
 
-// Takes a ticket by `Atomics` (common/ptx/atomic.h), of `tickets` that are taken in all; whoever has the last one leaves
-// zero. `restarts`: false for a thread that has had a ticket of this count. If it finds none then, calls that overlap in
-// time share the counter, against the contract; it returns `tickets`, since two calls could restart one another for ever.
+// Takes a ticket by `Atomics` (common/ptx/atomic.h), of `tickets` that are taken in all; whoever has the last one
+// leaves zero. `restarts`: false for a thread that has had a ticket of this count. If it finds none then, calls that
+// overlap in time share the counter, against the contract; it returns `tickets`, since two calls could restart one
+// another for ever.
 template <class Atomics>
 CUTE_DEVICE TicketCounter take_ticket(TicketCounter* counter, TicketCounter tickets, bool restarts = true) {
   constexpr TicketCounter kInverse = inverse_of(kTicketStep);

@@ -25,8 +25,8 @@ __host__ __device__ inline int tile_cost(int qo_len, int kv_len, int tile, int t
 // Costs share a bucket when they agree to `shift` bits; buckets are numbered from the most expensive.
 __device__ inline int bucket_of(int cost, int shift) { return kBuckets - 1 - (cost >> shift); }
 
-// Calls visit(batch, request, tile, is_there) for every tile, spread over the block: a thread per request where requests
-// are known to have few tiles, else a warp, its lanes over tiles. All lanes of a warp call it together.
+// Calls visit(batch, request, tile, is_there) for every tile, spread over the block: a thread per request where
+// requests are known to have few tiles, else a warp, its lanes over tiles. All lanes of a warp call it together.
 template <class Visit>
 __device__ void for_each_tile(const ListArgs& args, const RequestOfList* requests, Visit&& visit) {
   constexpr int kFewTiles = 4;
@@ -49,7 +49,7 @@ __device__ void for_each_tile(const ListArgs& args, const RequestOfList* request
 }
 
 // By all lanes of a warp: room for the split tiles of all.
-__device__ inline SplitRoom add_in_warp(SplitRoom* room, const SplitRoom& own) {
+__device__ inline SplitRoom reserve_in_warp(SplitRoom* room, const SplitRoom& own) {
   const SplitRoom all{sum_in_warp(own.tiles_and_units), sum_in_warp(own.rows)};
   unsigned long long before = 0, rows_before = 0;
   if (threadIdx.x % 32 == 31) {
@@ -159,11 +159,13 @@ __global__ void __launch_bounds__(kListThreads)
   longest = int(__reduce_max_sync(0xffffffffu, longest));
   if (thread % 32 == 0) atomicMax(&max_kv_len, longest);
   const std::uint64_t tiles = block_sum(own_tiles).all;
-  // Requests that overlap, which offsets on the device may, can have more tiles and splits than 32 bits count: then none
-  // is computed.
+  // Requests that overlap, which offsets on the device may, can have more tiles, splits and units than 32 bits count:
+  // then none is computed.
   const int most_splits = max(args.rule.most_splits, max(args.rule.own.most, 1));
+  const int most_units = CombineUnits{args.splits_of_warp}.of_rows(args.tile_rows * args.num_qo_heads, most_splits);
   const bool countable =
-      tiles <= std::uint64_t(args.capacity - args.rule.extra_tiles) || tiles * unsigned(most_splits) <= 0x7fffffff;
+      (tiles <= std::uint64_t(args.capacity - args.rule.extra_tiles) || tiles * unsigned(most_splits) <= 0x7fffffff) &&
+      tiles * unsigned(most_units) <= 0x7fffffff;
   int shift = 0;
   while ((max_kv_len >> shift) >= kBuckets) ++shift;
 
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(kListThreads)
           const CombineUnits units{args.splits_of_warp};
           own = SplitRoom::of(1, units.of_rows(rows * args.num_qo_heads, num_splits), std::int64_t(rows) * num_splits);
         }
-        const SplitRoom before = add_in_warp(&room, own);
+        const SplitRoom before = reserve_in_warp(&room, own);
         const int index = before.tiles();
         // Requests that overlap have more tiles than there is room for: not computed.
         const bool has_place = index < args.rule.split_tile_capacity;
@@ -236,7 +238,7 @@ __global__ void __launch_bounds__(kListThreads)
     __syncthreads();
   }
   if (thread == 0) {
-    room.count(args);
+    room.write_counts(args);
     args.header->num_items = min(total, args.capacity);
   }
   if (!args.fills) return;

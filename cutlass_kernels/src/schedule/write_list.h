@@ -1,9 +1,8 @@
-// The tile list of a batch: which query tile of which request a thread block computes, longest first.
+// The list of a batch: which tile and KV split of which request a thread block computes. Written by one thread block,
+// so that no length travels to the host; by cost, longest first (a counting sort), or in even shares (write_shares.h).
 //
-// A tile's cost is the number of keys its last row sees under a causal mask. That order is right for
-// causal and for windowed masks and harmless for full ones, so one list serves every mask and a plan
-// need not know it. The list is a counting sort by cost, made by one thread block on the device; no length
-// ever travels to the host.
+// A tile's cost is the number of keys its last row sees under a causal mask. That order is right for causal and for
+// windowed masks and harmless for full ones: a plan need not know the mask.
 #pragma once
 
 #include <cstdint>

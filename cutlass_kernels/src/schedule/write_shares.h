@@ -64,7 +64,7 @@ class SharesWriter {
     const int tiles = is_split ? (rows + args_.tile_rows - 1) / args_.tile_rows : 0;
     SplitRoom own = SplitRoom::of(tiles, units, is_split ? std::int64_t(rows) * splits : 0);
     const BlockSum before = block_sum(own.tiles_and_units), partial = block_sum(own.rows);
-    if (threadIdx.x == 0) SplitRoom{before.all, 0}.count(args_);
+    if (threadIdx.x == 0) SplitRoom{before.all, 0}.write_counts(args_);
     if (!is_there) return;
     const bool fits = std::int64_t(partial.before + own.rows) <= args_.rule.partial_rows;
     const int partial_row = fits ? int(partial.before) : -1;

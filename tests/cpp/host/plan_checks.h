@@ -2,8 +2,8 @@
 #pragma once
 
 /// FAILED where a tile that fa2 chooses leaves more than a third of the SMs' time idle although another would not, or
-/// where one that fa3 chooses takes a seventh longer than another (idle_sms.cu). With `print`, tells of each such choice,
-/// and of each device.
+/// where one that fa3 chooses takes a seventh longer than another (idle_sms.cu). With `print`, tells of each such
+/// choice, and of each device.
 void check_idle_sms(bool print);
 
 /// FAILED where the tiles that a device finds, or their splits, have no room in a list (list_room.cu).
@@ -15,8 +15,8 @@ void check_splits_of_many_requests();
 /// FAILED where kAuto gives 8-bit keys in pages to another backend than the Python package does (backends.cu).
 void check_backends_of_8_bit_pages();
 
-/// Plans problems of any sizes, possible and impossible ones: under a sanitizer, what planning must not do ends the program
-/// (random_plans.cu). FAILED where workspace_size() promises too little.
+/// Plans problems of any sizes, possible and impossible ones: under a sanitizer, what planning must not do ends the
+/// program (random_plans.cu). FAILED where workspace_size() promises too little.
 void check_random_plans();
 
 /// FAILED where a mask's bounds are not what 64 bits give (mask_bounds.cu).

@@ -69,8 +69,8 @@ inline TileShape fp8_tile_shape(const AttentionParams& params, const Device& dev
                                                       : shape_of<SomeFp8>(params, kSome);
 }
 
-// The tiles for devices that lack the shared memory of the others, which are a unit of their own
-// (mma_launch_small.h).
+// The tiles for devices that lack the shared memory of the others, in a unit of their own
+// (attention_ampere.cu.in): below.
 template <class Element, class Kv>
 Status launch_small(const LaunchParams& params, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// S = Q K^T and O += P V of a warp, from keys of which there is one copy in shared memory. For keys of 8 bits see
-// products.h.
+// S = Q K^T and O += P V of a warp, from keys of which there is one copy in shared memory. Keys of 8 bits come
+// last.
 //
 // Row r of the keys is kKeyRowBytes long, and the 16-byte chunk c of each 128 bytes lies at position c ^ (r % 8): the
 // eight rows that an ldmatrix phase reads lie in eight different bank groups. A row is a multiple of 128 bytes, so an
@@ -193,7 +193,8 @@ struct ValueProducts {
 
 // ---- The same for keys of 8 bits: from bytes in shared memory to the B fragments of mma.sync.
 //
-// ldmatrix moves 16-bit elements; here each is two bytes, and fa2/products.h says what a lane then has. Of 16 bytes per row:
+// ldmatrix moves 16-bit elements; here each is two bytes, and fa2/products.h says what a lane then has. Of 16 bytes per
+// row:
 //   S   four columns that follow one another, of one key. Of each 16 columns a lane takes the same four of Q.
 //   O   an even and an odd column of two keys: B fragments of two tiles. A tile of O has every other column of 16.
 // Rows of keys are an odd number of 16-byte chunks apart, so there is no swizzle, and addresses are sums.

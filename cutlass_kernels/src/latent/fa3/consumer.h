@@ -1,7 +1,7 @@
 // The two consumer warpgroups: S = Q K^T, softmax and O += P V for the 64 rows of every tile of the CTA.
 //
-// O has 512 columns, and a warpgroup registers for 256: each has one half, and takes S and the softmax of every other KV
-// block. Two blocks, a (of warpgroup 0) and b (of warpgroup 1), at a time:
+// O has 512 columns, and a warpgroup registers for 256: each has one half, and takes S and the softmax of every other
+// KV block. Two blocks, a (of warpgroup 0) and b (of warpgroup 1), at a time:
 //
 //   tensor cores | Sa           | Sb           | Oleft += Pa Va, Oright += Pa Va | Oleft += Pb Vb, Oright += Pb Vb
 //   warpgroup 0  |              | softmax of a |                                 |
@@ -63,8 +63,8 @@ struct Consumer {
     return k_base + stage_of<Tile>(block) * (kPanels * kPanelBytes);
   }
 
-  // Starts a part of S = Q K^T, panel by panel as they arrive. First the columns of this warpgroup's half of V, which were
-  // free first, then the others.
+  // Starts a part of S = Q K^T, panel by panel as they arrive. First the columns of this warpgroup's half of V, which
+  // were free first, then the others.
   template <bool kFirst>
   CUTE_DEVICE void issue_scores(float (&s)[kN / 2], int block) {
     Barrier* const full = shared.k_full[stage_of<Tile>(block)];

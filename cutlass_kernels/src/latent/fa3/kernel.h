@@ -1,7 +1,8 @@
 // mla: multi-head latent attention in its absorbed form, with TMA and wgmma, for sm_90a.
 //
-// Computes O = softmax(mask(Q K^T)) V, where all heads of a token share their keys (576 columns), and V is the first 512
-// columns of K: one copy in shared memory serves both products. Rows of a tile are those of several tokens and heads.
+// Computes O = softmax(mask(Q K^T)) V, where all heads of a token share their keys (576 columns), and V is the first
+// 512 columns of K: one copy in shared memory serves both products. Rows of a tile are those of several tokens and
+// heads.
 //
 //   producer warpgroup               shared memory                          consumer warpgroups
 //
@@ -13,9 +14,9 @@
 //
 // consumer.h has the order in which warpgroups compute, shared_memory.h says of each barrier who arrives and who waits.
 //
-// Numbers. Shared memory: Q 72 KB, K 2 x 72 KB, 221 KB of 227 in all with the rest. Registers: 168 per thread at launch,
-// then 40 per producer and 232 per consumer thread, of which O takes 128, S 32, both P 16 each. A block of 64 keys takes
-// the tensor cores 2176 cycles: 1152 for S, whose operands both come from shared memory, 1024 for P V.
+// Numbers. Shared memory: Q 72 KB, K 2 x 72 KB, 221 KB of 227 in all with the rest. Registers: 168 per thread at
+// launch, then 40 per producer and 232 per consumer thread, of which O takes 128, S 32, both P 16 each. A block of 64
+// keys takes the tensor cores 2176 cycles: 1152 for S, whose operands both come from shared memory, 1024 for P V.
 #pragma once
 
 #include <cute/config.hpp>

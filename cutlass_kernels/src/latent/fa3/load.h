@@ -1,8 +1,9 @@
-// Producers: Q, and keys from ragged tensors or pages, all by TMA. load.h: pages whose size is no multiple of 8.
+// Producers: Q, and keys from ragged tensors or pages, by TMA; of pages whose size is no multiple of 8 row by row
+// (gather_keys()).
 //
-// A KV block arrives panel by panel, each with a barrier of its own: S begins with the panels that came first. Blocks of
-// even number in their tile are those of warpgroup 0, the others those of warpgroup 1; each kind has a warp that loads it.
-// The panels that the owner's half of the output takes from its V are free first, so they are loaded first.
+// A KV block arrives panel by panel, each with a barrier of its own: S begins with the panels that came first. Blocks
+// of even number in their tile are those of warpgroup 0, the others those of warpgroup 1; each kind has a warp that
+// loads it. The panels that the owner's half of the output takes from its V are free first, so they are loaded first.
 #pragma once
 
 #include <cute/config.hpp>
@@ -69,8 +70,8 @@ struct NoPages {
 // The K warp of the blocks of `owner`, by all its lanes, of which lane p loads panel p.
 //
 // Behind a tile with an odd number of blocks the warps exchange stages. They wait for a stage in turn all the same, and
-// none is two phases ahead of a barrier's: consumers give back the groups of panels in the order of blocks, and the next
-// tile is there only after warp 0 has waited for all groups of its last block (job_wanted).
+// none is two phases ahead of a barrier's: consumers give back the groups of panels in the order of blocks, and the
+// next tile is there only after warp 0 has waited for all groups of its last block (job_wanted).
 template <class Tile, bool kPaged>
 CUTE_DEVICE void load_keys(const fa3::KernelParams& params, Shared<Tile>& shared, int owner) {
   constexpr int kRows = Tile::kBlockN;
