@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck  --kernel-name kns=attention_kernel python tests/sanitize.py
     compute-sanitizer --tool racecheck --kernel-name kns=attention_kernel python tests/sanitize.py --rounds 3
-    compute-sanitizer --tool memcheck  --kernel-name kns=schedule_kernel  python tests/sanitize.py
+    compute-sanitizer --tool memcheck  --kernel-name kns=write_list_kernel  python tests/sanitize.py
     compute-sanitizer --tool memcheck  python tests/sanitize.py --backends
     compute-sanitizer --tool racecheck --kernel-name kns=attention_kernel python tests/sanitize.py --parts fused decode
 

@@ -180,20 +180,6 @@ PYBIND11_MODULE(_C, m) {
       "requests, query heads per key head, head dimensions, whether results must not depend on the "
       "batch.");
   m.def(
-      "schedule_on_host",
-      [](const std::vector<std::int32_t>& qo_indptr, const std::vector<std::int32_t>& kv_indptr, int tile_rows) {
-        if (qo_indptr.empty() || qo_indptr.size() != kv_indptr.size() || tile_rows <= 0) {
-          throw py::value_error("qo_indptr and kv_indptr need batch_size + 1 entries each, tile_rows > 0.");
-        }
-        std::vector<std::pair<int, int>> list;
-        for (const WorkItem& item : schedule_on_host(qo_indptr, kv_indptr, tile_rows)) {
-          list.emplace_back(item.batch, item.tile);
-        }
-        return list;
-      },
-      "The tile list as (request, tile) pairs, longest tile first.", py::arg("qo_indptr"), py::arg("kv_indptr"),
-      py::arg("tile_rows"));
-  m.def(
       "tile_rows",
       [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
          int head_dim_vo, int batch_size, std::int64_t total_q, int compute_capability, int multiprocessors,

@@ -61,8 +61,10 @@ void check(const Requests& requests, const ck::SplitRule& rule, int tile_rows) {
   std::vector<ck::WorkItem> list(std::size_t(capacity), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity) + 1);
   ck::TileListHeader header{};
-  const ck::Status status = ck::launch_schedule(params, tile_rows, rule, kSplitsOfWarp, capacity, /*fills=*/true,
-                                                &header, list.data(), split_tiles.data(), nullptr, {}, {});
+  const ck::Status status =
+      ck::launch_write_list(ck::ListArgs{params, params.num_qo_heads, kSplitsOfWarp, tile_rows, rule, capacity,
+                                         /*fills=*/true, &header, list.data(), split_tiles.data(), nullptr},
+                            {}, {});
   require(status.ok(), status.message);
 
   std::set<std::tuple<int, int, int, int>> found;
@@ -102,10 +104,12 @@ void check_overlapping_requests() {
   std::vector<ck::WorkItem> list(std::size_t(capacity + 2 * kGuard), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(1);
   ck::TileListHeader header{};
-  require(ck::launch_schedule(params, 16, rule, kSplitsOfWarp, capacity, /*fills=*/true, &header, list.data() + kGuard,
-                              split_tiles.data(), nullptr, {}, {})
-              .ok(),
-          "a list is written");
+  require(
+      ck::launch_write_list(ck::ListArgs{params, params.num_qo_heads, kSplitsOfWarp, 16, rule, capacity, /*fills=*/true,
+                                         &header, list.data() + kGuard, split_tiles.data(), nullptr},
+                            {}, {})
+          .ok(),
+      "a list is written");
   require(header.num_split_tiles == 0 && header.num_items == 0, "nothing is computed");
   for (int i = -kGuard; i < capacity + kGuard; ++i) {
     const ck::WorkItem& item = list[std::size_t(i + kGuard)];
@@ -149,8 +153,9 @@ void check_even_shares(std::mt19937& random, int round) {
   std::vector<ck::WorkItem> list(std::size_t(capacity + kGuard), ck::WorkItem{});
   std::vector<ck::SplitTile> split_tiles(std::size_t(rule.split_tile_capacity));
   ck::TileListHeader header{};
-  require(ck::launch_schedule(params, kTileRows, rule, kSplitsOfWarp, capacity, /*fills=*/false, &header, list.data(),
-                              split_tiles.data(), nullptr, {}, {})
+  require(ck::launch_write_list(ck::ListArgs{params, params.num_qo_heads, kSplitsOfWarp, kTileRows, rule, capacity,
+                                             /*fills=*/false, &header, list.data(), split_tiles.data(), nullptr},
+                                {}, {})
               .ok(),
           "a list is written");
   require(header.num_items <= std::max(rule.shares, batch_size) * tiles, "too many shares");

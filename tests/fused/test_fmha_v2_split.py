@@ -254,5 +254,5 @@ def test_a_call_is_a_kernel_and_a_merge(target, layout, lengths):
         fa2 = any("fa2::" in name for name in names)
         wanted = ["attention_kernel"] if fa2 and in_block else ["attention_kernel", "combine_splits"]
         if fa2 and lengths in ("one request", "two tiles", "long"):  # more rows than a tile of decoding holds
-            wanted = ["schedule_kernel", *wanted]
+            wanted = ["write_list_kernel", *wanted]
         assert len(names) == len(wanted) and all(map(str.__contains__, names, wanted)), names

@@ -30,18 +30,12 @@ std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Backend::kFa3) +
 LaunchPlan launch_plan(const PlanState& plan, const AttentionParams& params, const Memory& memory) {
   const WorkspaceLayout& layout = plan.layout;
   LaunchPlan launched;
-  launched.source = plan.source;
-  launched.tile_indices = plan.tile_indices;
+  static_cast<TilePlan&>(launched) = plan;
   launched.tile_rows = plan.tile.rows;
   launched.tile_kind = plan.tile.kind;
   launched.packed_heads = plan.tile.packed_heads;
-  launched.num_splits = plan.num_splits;
   launched.least_split_keys = params.num_splits > 1 ? 1 : plan.tile.least_split_keys;
   launched.most_split_keys = std::int32_t(std::min<std::int64_t>(most_keys_of_rows(params, plan.tile.rows), kMaxKeys));
-  launched.split_tile_capacity = plan.split_tile_capacity;
-  launched.splits_of_warp = plan.splits_of_warp;
-  launched.partial_rows = plan.partial_rows;
-  launched.own_splits = plan.own_splits;
   launched.partial_o = layout.partial_o.in<float>(memory.scratch);
   launched.partial_max_sum = layout.partial_max_sum.in<float>(memory.scratch);
   if (plan.source == TileSource::kList) {
@@ -137,10 +131,18 @@ Status write_schedule(const PlanState& plan, const AttentionParams& params, void
     return Status::invalid(std::move(fault));
   }
   const WorkspaceLayout& layout = plan.layout;
-  return launch_schedule(params, plan.tile.rows, plan.rule, plan.splits_of_warp, plan.tile_indices,
-                         /*fills=*/!plan.kernel->is_persistent, layout.header.in<TileListHeader>(schedule),
-                         layout.tile_list.in<WorkItem>(schedule), layout.split_tiles.in<SplitTile>(schedule),
-                         layout.combine_counters.in<std::uint64_t>(schedule), uploads, stream);
+  const ListArgs args{params,
+                      params.num_qo_heads,
+                      plan.splits_of_warp,
+                      plan.tile.rows,
+                      plan.rule,
+                      plan.tile_indices,
+                      /*fills=*/!plan.kernel->is_persistent,
+                      layout.header.in<TileListHeader>(schedule),
+                      layout.tile_list.in<WorkItem>(schedule),
+                      layout.split_tiles.in<SplitTile>(schedule),
+                      layout.combine_counters.in<std::uint64_t>(schedule)};
+  return launch_write_list(args, uploads, stream);
 }
 
 Status launch(const PlanState& plan, const AttentionParams& params, const Memory& memory, cudaStream_t stream) {

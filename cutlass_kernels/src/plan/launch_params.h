@@ -61,21 +61,28 @@ struct alignas(16) TileListHeader {
   std::int32_t num_units;        ///< of combining, of all split tiles
 };
 
-/// What a launched kernel is given of the plan, with addresses.
-struct LaunchPlan {
+/// Tiles and KV splits of a plan.
+struct TilePlan {
   TileSource source = TileSource::kSingleRequest;
-  const TileListHeader* list_header = nullptr;
-  const WorkItem* tile_list = nullptr;  ///< [tile_indices]; null without a list
-  std::int32_t tile_indices = 0;        ///< per head (or pack of heads); some may map to no tile
-  std::int32_t tile_rows = 0;           ///< TileShape::rows
-  std::int32_t tile_kind = 0;           ///< TileShape::kind
-  std::int32_t packed_heads = 0;        ///< TileShape::packed_heads
+  std::int32_t tile_indices = 0;  ///< per head (or pack of heads); some may map to no tile
   /// Without a list: KV splits of each tile. For a batch, the total over requests: one each, others in proportion to
   /// KV length, but no more than one per least_split_keys keys. By split: of each request, at most.
   std::int32_t num_splits = 1;
+  std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
+  std::int32_t splits_of_warp = 1;       ///< CombineUnits::splits_of_warp
+  std::int32_t partial_rows = 0;         ///< that there is room for, of all heads each
+  OwnSplits own_splits;                  ///< by split
+};
+
+/// What a launched kernel is given of the plan, with addresses.
+struct LaunchPlan : TilePlan {
+  std::int32_t tile_rows = 0;     ///< TileShape::rows
+  std::int32_t tile_kind = 0;     ///< TileShape::kind
+  std::int32_t packed_heads = 0;  ///< TileShape::packed_heads
   std::int32_t least_split_keys = 1;
   std::int32_t most_split_keys = 0;  ///< no more of a request's keys count for its share of splits
-  OwnSplits own_splits;              ///< by split
+  const TileListHeader* list_header = nullptr;
+  const WorkItem* tile_list = nullptr;  ///< [tile_indices]; null without a list
   /// A counter from which persistent thread blocks claim tiles (schedule/tickets.h). Zero it once: every call leaves it
   /// zero, and restarts it where it holds anything else. Null: tiles are dealt out beforehand.
   std::uint64_t* tile_counter = nullptr;
@@ -83,13 +90,10 @@ struct LaunchPlan {
   /// Null: a second kernel combines them.
   std::uint64_t* combine_counters = nullptr;
   std::int32_t num_combine_counters = 0;
-  std::int32_t split_tile_capacity = 0;  ///< most tiles whose keys are split; 0: none is
-  std::int32_t splits_of_warp = 1;       ///< CombineUnits::splits_of_warp
-  /// SplitTile[split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
+  /// [split_tile_capacity]. Of a batch without a list, written by the attention kernel: tile t of request b at
   /// [t * batch_size + b]; with splits of its own, all of request b at [b]. Null without a list where no second kernel
   /// combines, or there is one request.
   SplitTile* split_tiles = nullptr;
-  std::int32_t partial_rows = 0;             ///< that there is room for, of all heads each
   float* partial_o = nullptr;                ///< [rows, num_qo_heads, head_dim_vo]
   float* partial_max_sum = nullptr;          ///< [rows, num_qo_heads, 2]: merge/partial_results.h
   const MaskExtent* mask_extents = nullptr;  ///< [tile_indices], or null

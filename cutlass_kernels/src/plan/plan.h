@@ -28,20 +28,13 @@ struct PlannedFor {
   static PlannedFor make(const AttentionParams& params);
 };
 
-struct PlanState {
+struct PlanState : TilePlan {
   bool is_made = false;
   PlannedFor planned_for{};
   const KernelEntry* kernel = nullptr;  ///< null: there is nothing to compute
   TileShape tile;
-  TileSource source = TileSource::kSingleRequest;
-  std::int32_t tile_indices = 0;         ///< LaunchPlan::tile_indices
-  std::int32_t num_splits = 1;           ///< LaunchPlan::num_splits
-  std::int32_t split_tile_capacity = 0;  ///< LaunchPlan::split_tile_capacity
-  std::int32_t splits_of_warp = 1;       ///< LaunchPlan::splits_of_warp
-  std::int32_t partial_rows = 0;         ///< LaunchPlan::partial_rows
-  OwnSplits own_splits;                  ///< LaunchPlan::own_splits
-  std::int32_t combine_counters = 0;     ///< > 0: the attention kernel combines partial results itself
-  SplitRule rule;                        ///< by which make_schedule() splits the tiles of a list
+  std::int32_t combine_counters = 0;  ///< > 0: the attention kernel combines partial results itself
+  SplitRule rule;                     ///< by which make_schedule() splits the tiles of a list
   WorkspaceLayout layout;
 };
 

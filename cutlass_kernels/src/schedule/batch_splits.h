@@ -14,6 +14,7 @@
 
 #include "plan/launch_params.h"
 #include "schedule/requests.h"
+#include "schedule/warp_sum.h"
 
 namespace cutlass_kernels {
 
@@ -65,16 +66,6 @@ struct SplitShares {
     return max(int(__fadd_rn(__fmul_rn(float(units), per_unit), kLittle)) - 1, 0);
   }
 };
-
-// A number of all lanes of a warp, added up to each lane and with it.
-CUTE_DEVICE int inclusive_sum(int value) {
-  CUTE_UNROLL
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, value, step);
-    if (int(threadIdx.x % 32) >= step) value += other;
-  }
-  return value;
-}
 
 // By all lanes of a warp. Lane i has requests [i * chunk, (i + 1) * chunk).
 class BatchSplits {

@@ -8,7 +8,7 @@
 
 #include "common/dependent_launch.h"
 #include "cuda_failure.h"
-#include "schedule/list_args.h"
+#include "schedule/list_writer.h"
 #include "schedule/write_shares.h"
 
 namespace cutlass_kernels {
@@ -50,7 +50,7 @@ __device__ void for_each_tile(const ListArgs& args, const RequestOfList* request
 
 // By all lanes of a warp: room for the split tiles of all.
 __device__ inline SplitRoom reserve_in_warp(SplitRoom* room, const SplitRoom& own) {
-  const SplitRoom all{sum_in_warp(own.tiles_and_units), sum_in_warp(own.rows)};
+  const SplitRoom all{inclusive_sum(own.tiles_and_units), inclusive_sum(own.rows)};
   unsigned long long before = 0, rows_before = 0;
   if (threadIdx.x % 32 == 31) {
     using Word = unsigned long long;
@@ -117,7 +117,7 @@ static_assert(sizeof(ListArgs) + sizeof(Carried<kMany>) <= 4096, "parameters of 
 
 template <int kWords>
 __global__ void __launch_bounds__(kListThreads)
-    schedule_kernel(__grid_constant__ const ListArgs args, __grid_constant__ const Carried<kWords> carried) {
+    write_list_kernel(__grid_constant__ const ListArgs args, __grid_constant__ const Carried<kWords> carried) {
   __shared__ RequestOfList requests[kListThreads];  // the first of the batch
   __shared__ SharedRequest shared[EvenShares::kMostRequests];
   __shared__ int position[kBuckets];
@@ -253,17 +253,12 @@ cudaError_t launch(const ListArgs& args, const Carried<kWords>& carried, cudaStr
   config.gridDim = dim3(1);
   config.blockDim = dim3(kListThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, schedule_kernel<kWords>, args, carried);
+  return cudaLaunchKernelEx(&config, write_list_kernel<kWords>, args, carried);
 }
 
 }  // namespace
 
-Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t splits_of_warp, std::int32_t capacity, bool fills, TileListHeader* header,
-                       WorkItem* list, SplitTile* split_tiles, std::uint64_t* combine_counters,
-                       const VectorCopies& uploads, cudaStream_t stream) {
-  const ListArgs args{params, params.num_qo_heads, splits_of_warp,  tile_rows, rule, capacity, fills, header,
-                      list,   split_tiles,         combine_counters};
+Status launch_write_list(const ListArgs& args, const VectorCopies& uploads, cudaStream_t stream) {
   Carried<kMany> carried;
   VectorCopies others;
   for (int i = 0; i < uploads.count; ++i) {
@@ -271,24 +266,7 @@ Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, co
   }
   if (Status status = upload(others, stream); !status.ok()) return status;
   const cudaError_t error = carried.count > 0 ? launch(args, carried, stream) : launch(args, Carried<kNone>{}, stream);
-  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the schedule kernel", error);
-}
-
-std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
-                                       const std::vector<std::int32_t>& kv_indptr, std::int32_t tile_rows) {
-  std::vector<WorkItem> list;
-  for (std::size_t batch = 0; batch + 1 < qo_indptr.size(); ++batch) {
-    const int qo_len = qo_indptr[batch + 1] - qo_indptr[batch];
-    const int kv_len = kv_indptr[batch + 1] - kv_indptr[batch];
-    const int tiles = tile_count(qo_indptr[batch], qo_len, qo_indptr.back(), tile_rows);
-    for (int tile = 0; tile < tiles; ++tile) {
-      list.push_back({int(batch), tile, qo_indptr[batch], qo_len, kv_indptr[batch], kv_len, 0, 1, 0, 0, 0, 0, 0});
-    }
-  }
-  auto cost_of = [&](const WorkItem& item) { return tile_cost(item.qo_len, item.kv_len, item.tile, tile_rows); };
-  std::stable_sort(list.begin(), list.end(),
-                   [&](const WorkItem& a, const WorkItem& b) { return cost_of(a) > cost_of(b); });
-  return list;
+  return error == cudaSuccess ? Status::success() : cuda_failure("Launching the kernel that writes the list", error);
 }
 
 }  // namespace cutlass_kernels

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "copy_vectors.h"
 #include "cutlass_kernels/status.h"
@@ -15,17 +14,23 @@
 
 namespace cutlass_kernels {
 
-/// Enqueues the kernel that writes the header, the list, the split tiles and their counters. `fills`: entries up to
-/// `capacity` say that there is no tile, for kernels with a thread block for each.
-/// `uploads`, from pageable host memory, are made first, as parameters of that kernel as far as they fit: a plan of 128
-/// requests is one launch.
-Status launch_schedule(const AttentionParams& params, std::int32_t tile_rows, const SplitRule& rule,
-                       std::int32_t splits_of_warp, std::int32_t capacity, bool fills, TileListHeader* header,
-                       WorkItem* list, SplitTile* split_tiles, std::uint64_t* combine_counters,
-                       const VectorCopies& uploads, cudaStream_t stream);
+/// What the kernel is given. It runs once per step or call, on one SM; its time is that of its instructions, which come
+/// from memory, and of long chains of sums. So requests are read once, and each thing is written once.
+struct ListArgs : RequestParams {
+  std::int32_t num_qo_heads;
+  std::int32_t splits_of_warp;
+  std::int32_t tile_rows;
+  SplitRule rule;
+  std::int32_t capacity;
+  bool fills;  ///< entries up to `capacity` say that there is no tile, for kernels with a thread block for each
+  TileListHeader* header;
+  WorkItem* list;
+  SplitTile* split_tiles;
+  std::uint64_t* combine_counters;
+};
 
-/// The same list computed on the host from host lengths (for tests and for reading).
-CK_API std::vector<WorkItem> schedule_on_host(const std::vector<std::int32_t>& qo_indptr,
-                                              const std::vector<std::int32_t>& kv_indptr, std::int32_t tile_rows);
+/// Enqueues the kernel that writes the header, the list, the split tiles and their counters. `uploads`, from pageable host
+/// memory, are made first, as parameters of that kernel as far as they fit: a plan of 128 requests is one launch.
+Status launch_write_list(const ListArgs& args, const VectorCopies& uploads, cudaStream_t stream);
 
 }  // namespace cutlass_kernels

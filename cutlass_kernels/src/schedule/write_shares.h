@@ -2,7 +2,7 @@
 #pragma once
 
 #include "schedule/even_shares.h"
-#include "schedule/list_args.h"
+#include "schedule/list_writer.h"
 
 namespace cutlass_kernels {
 

@@ -101,10 +101,7 @@ const std::vector<RegistryRow>& registry_rows() {
 }
 
 // What is enqueued beside attention kernels does nothing.
-Status launch_schedule(const AttentionParams&, std::int32_t, const SplitRule&, std::int32_t, std::int32_t, bool,
-                       TileListHeader*, WorkItem*, SplitTile*, std::uint64_t*, const VectorCopies&, cudaStream_t) {
-  return Status::success();
-}
+Status launch_write_list(const ListArgs&, const VectorCopies&, cudaStream_t) { return Status::success(); }
 Status copy_vectors(const VectorCopies&, cudaStream_t) { return Status::success(); }
 Status upload(const VectorCopies&, cudaStream_t) { return Status::success(); }
 Status launch_mask_extents(const LaunchParams&, MaskExtent*, cudaStream_t) { return Status::success(); }

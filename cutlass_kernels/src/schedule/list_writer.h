@@ -1,30 +1,15 @@
-// What the kernel that writes tile lists is given, and what its thread block shares.
-//
-// It runs once per step or call, on one SM: what takes its time is to fetch its instructions (0.1 us for every
-// hundred), and to wait for lengths. So requests are read once, and each thing is written once.
+// What both ways to write a list share: requests, sums over the thread block, room for split tiles.
 #pragma once
 
 #include <cstdint>
 
-#include "plan/split.h"
 #include "schedule/requests.h"
+#include "schedule/warp_sum.h"
+#include "schedule/write_list.h"
 
 namespace cutlass_kernels {
 
 constexpr int kListThreads = 1024;
-
-struct ListArgs : RequestParams {
-  std::int32_t num_qo_heads;
-  std::int32_t splits_of_warp;
-  std::int32_t tile_rows;
-  SplitRule rule;
-  std::int32_t capacity;
-  bool fills;
-  TileListHeader* header;
-  WorkItem* list;
-  SplitTile* split_tiles;
-  std::uint64_t* combine_counters;
-};
 
 // Offsets on the device were never checked: a request outside [0, total_q] has no tiles, so that it can neither make
 // sums overflow nor push others out of the list.
@@ -46,14 +31,6 @@ struct alignas(16) RequestOfList {
   }
 };
 
-__device__ inline std::uint64_t sum_in_warp(std::uint64_t value) {
-  for (int step = 1; step < 32; step *= 2) {
-    const std::uint64_t other = __shfl_up_sync(0xffffffffu, value, step);
-    if (int(threadIdx.x % 32) >= step) value += other;
-  }
-  return value;
-}
-
 // By all threads: the sum of the values of the threads before each, and of all.
 struct BlockSum {
   std::uint64_t before, all;
@@ -61,11 +38,11 @@ struct BlockSum {
 __device__ inline BlockSum block_sum(std::uint64_t value) {
   __shared__ std::uint64_t of_warps[32];
   const int warp = int(threadIdx.x / 32);
-  const std::uint64_t inclusive = sum_in_warp(value);
+  const std::uint64_t inclusive = inclusive_sum(value);
   __syncthreads();  // others may still read the last sum
   if (threadIdx.x % 32 == 31) of_warps[warp] = inclusive;
   __syncthreads();
-  const std::uint64_t warps = sum_in_warp(of_warps[threadIdx.x % 32]);
+  const std::uint64_t warps = inclusive_sum(of_warps[threadIdx.x % 32]);
   const std::uint64_t before = __shfl_sync(0xffffffffu, warps, warp > 0 ? warp - 1 : 0);
   return {(warp > 0 ? before : 0) + inclusive - value, __shfl_sync(0xffffffffu, warps, 31)};
 }
