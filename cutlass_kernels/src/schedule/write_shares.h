@@ -53,6 +53,11 @@ class SharesWriter {
     request.first_block = int(sum.before % kOne) + EvenShares::kStart;
     shares_ = EvenShares::make(args_.rule.shares, count_, int(sum.all % kOne), longest,
                                max(args_.rule.least_split_keys / EvenShares::kBlockKeys, 1));
+    if (shares_.per_request == 1) {  // nothing is split
+      if (threadIdx.x == 0) SplitRoom{0, 0}.write_counts(args_);
+      if (is_there) shared_[request.index] = {batch, request.first_block, request.blocks, 0};
+      return;
+    }
     int splits = 0, units = 0;
     const int rows = min(of_batch.qo_len, args_.max_qo_len);
     if (is_there) {
@@ -101,12 +106,14 @@ class SharesWriter {
     const SharesLayout layout{args_.rule.shares, args_.batch_size, tiles};
     // The last request that begins before the share does.
     int index = 0;
-    for (int end = count_; end - index > 1;) {
-      const int middle = index + (end - index) / 2;
-      const bool begins = shares_.per_request > 0
-                              ? middle * shares_.per_request <= share
-                              : shared_[middle].first_block - EvenShares::kStart <= share * shares_.length;
-      (begins ? index : end) = middle;
+    if (shares_.per_request > 0) {
+      index = int(unsigned(share) / unsigned(shares_.per_request));
+    } else {
+      for (int end = count_; end - index > 1;) {
+        const int middle = index + (end - index) / 2;
+        const bool begins = shared_[middle].first_block - EvenShares::kStart <= share * shares_.length;
+        (begins ? index : end) = middle;
+      }
     }
     bool is_first = true;
     for (bool more = true; more && index < count_; ++index) {
