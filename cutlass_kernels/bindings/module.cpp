@@ -18,6 +18,7 @@
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "functions.h"
+#include "plan/estimate.h"
 #include "plan/plan.h"
 #include "registry/backends.h"
 #include "registry/is_decode.h"
@@ -180,28 +181,57 @@ PYBIND11_MODULE(_C, m) {
       "requests, query heads per key head, head dimensions, whether results must not depend on the "
       "batch.");
   m.def(
-      "tile_rows",
-      [](const std::string& backend, const std::string& dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk,
-         int head_dim_vo, int batch_size, std::int64_t total_q, int compute_capability, int multiprocessors,
-         bool general) {
-        AttentionParams params =
-            sizes(dtype, dtype, dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, batch_size, total_q);
+      "candidates",
+      [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype, int num_qo_heads,
+         int num_kv_heads, int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q,
+         std::int64_t total_kv, bool causal, int page_size, int compute_capability, int multiprocessors, bool general) {
+        AttentionParams params = sizes(q_dtype, kv_dtype, q_dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo,
+                                       batch_size, total_q);
+        static const std::int32_t index = 0;  // never read
+        if (batch_size > 1) params.qo_indptr = params.kv_indptr = &index;
+        params.max_qo_len = int((total_q + batch_size - 1) / batch_size);
+        params.total_kv = total_kv;
+        params.max_kv_len = std::int32_t((total_kv + batch_size - 1) / batch_size);
+        params.causal = causal;
+        params.pages.page_size = page_size;
         set_general(params, general);
-        std::string text = contradiction(params, /*with_tensors=*/false);
-        if (!text.empty()) throw py::value_error(text);
         std::vector<std::string> reasons;
         const KernelEntry* entry = choose(backend_of(backend), params, compute_capability, &reasons);
+        std::string text;
         for (const std::string& reason : reasons) text += reason + " ";
         if (entry == nullptr) throw std::runtime_error(text);
-        Device device = kH200;
+        Device device = compute_capability / 10 == 8 ? kA100 : kH200;
         device.compute_capability = compute_capability;
         device.multiprocessors = multiprocessors;
-        return entry->tile(params, device).rows;
+        std::vector<Choice> all;
+        const Choice best = fastest(*entry, params, device, &all);
+        py::list found;
+        for (const Choice& choice : all) {
+          py::dict row;
+          row["name"] = choice.candidate.name;
+          row["rows"] = choice.candidate.shape.rows;
+          row["packed_heads"] = choice.candidate.shape.packed_heads;
+          row["blocks_per_sm"] = choice.candidate.shape.blocks_per_sm;
+          row["blocks_per_tile"] = choice.candidate.shape.blocks_per_tile;
+          row["list"] = choice.source == TileSource::kList;
+          row["splits"] = choice.splits;
+          row["combines"] = choice.combines;
+          row["us"] = choice.time;
+          row["taken"] = choice.time == best.time;
+          found.append(row);
+        }
+        return found;
       },
-      "Query rows per tile of the kernel that would be chosen.", py::arg("backend"), py::arg("dtype"),
-      py::arg("num_qo_heads"), py::arg("num_kv_heads"), py::arg("head_dim_qk"), py::arg("head_dim_vo"),
-      py::arg("batch_size"), py::arg("total_q"), py::arg("compute_capability"), py::arg("multiprocessors"),
+      "The tiles that may compute requests of equal lengths, their estimated times, and which is taken.",
+      py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"),
+      py::arg("head_dim_qk"), py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"), py::arg("total_kv"),
+      py::arg("causal"), py::arg("page_size"), py::arg("compute_capability"), py::arg("multiprocessors"),
       py::arg("general") = false);
+  m.def(
+      "prefer_tile", &prefer_tile,
+      "From now on, takes the tile of this name wherever it may compute a problem; \"\": the fastest. For measurements "
+      "and tests.",
+      py::arg("name"));
   bind_attention(m);
   bind_append(m);
   bind_merge(m);

@@ -7,11 +7,32 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _args, _hints
+from . import _args, _hints, _kernels
 from ._problem import FP8_DTYPES
 from ._request import FEATURES, Layout, Request, is_ordinary
 from ._request import compute_capability as _capability_of
-from ._select import BACKENDS, preferred, reasons, why_first
+from ._select import BACKENDS, KERNEL_BACKENDS, preferred, reasons, why_first
+
+# Where the GPU is not here: H100 and H200, A100.
+SMS_OF_HOPPER, SMS_OF_AMPERE = 132, 108
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile that may compute the requests, and the time that it is estimated to take."""
+
+    name: str
+    splits: int
+    """Parts that the keys of a request come in."""
+    has_list: bool
+    """Whether a kernel writes a list of tiles first."""
+    microseconds: float
+    taken: bool
+
+    def __str__(self) -> str:
+        how = f" in {self.splits} splits" if self.splits > 1 else ""
+        how += " by a list" if self.has_list else ""
+        return f"{self.name}{how}: {self.microseconds:.1f} us{', taken' if self.taken else ''}"
 
 
 @dataclass(frozen=True)
@@ -21,6 +42,8 @@ class Explanation:
     request: Request
     selected: str | None
     reasons: dict[str, list[str]]
+    candidates: tuple[Candidate, ...] = ()
+    """Tiles that were compared, where the lengths of requests were given."""
 
     @property
     def is_before_others(self) -> bool:
@@ -35,6 +58,8 @@ class Explanation:
             mark = "selected" if backend == self.selected else "can serve" if not against else "cannot serve"
             first = f", {why_first(self.request)}" if backend == self.selected and self.is_before_others else ""
             lines.append(f"  {backend}: {mark}{first}")
+            if backend == self.selected:
+                lines += [f"    - {candidate}" for candidate in self.candidates]
             lines += [f"    - {reason}" for reason in against]
         return "\n".join(lines)
 
@@ -52,8 +77,11 @@ def explain(
     head_dim_qk: int | None = None,
     head_dim_vo: int | None = None,
     features: Iterable[str] = (),
+    batch_size: int = 1,
+    qo_len: int | None = None,
+    kv_len: int | None = None,
 ) -> Explanation:
-    """Says which backend would compute an attention, and why not the others.
+    """Says which backend would compute an attention, and why not the others; and in which tiles.
 
     ``torch.compile`` cannot trace this function: call it outside of the compiled function.
 
@@ -70,10 +98,13 @@ def explain(
             "unaligned", "unsized", "fp8_copies", "separate_rope", "separate_values". Of "short_queries",
             "fp8_few_rows" and "fp8_some_rows" a batch has one at most: decode, or of fp8 keys below 16-bit queries up
             to 32, 128 and 1024 rows times heads per key head.
+        batch_size, qo_len, kv_len: requests and the tokens of each: the tiles that may compute them are then compared.
+            Default: none, and ``kv_len = qo_len``.
 
     Returns:
-        An object with ``selected``, ``reasons`` (backend to list of sentences) and a readable ``str()``, of the kernels
-        of this build. The environment's choice is not considered.
+        An object with ``selected``, ``reasons`` (backend to list of sentences), ``candidates`` (tiles and their
+        estimated times, if there is a ``qo_len``) and a readable ``str()``, of the kernels of this build. The
+        environment's choice is not considered.
 
     Raises:
         ValueError, TypeError: unknown features or dtypes, sizes that contradict each other, no such device.
@@ -124,4 +155,26 @@ def explain(
         layout,
     )
     against = {backend: reasons(backend, request) for backend in BACKENDS}
-    return Explanation(request, next((b for b in preferred(request) if not against[b]), None), against)
+    selected = next((b for b in preferred(request) if not against[b]), None)
+    if qo_len is None or selected not in KERNEL_BACKENDS:
+        return Explanation(request, selected, against)
+    rows = _args.integer("qo_len", qo_len)
+    keys = rows if kv_len is None else _args.integer("kv_len", kv_len)
+    requests = _args.integer("batch_size", batch_size)
+    for name, value in (("qo_len", rows), ("kv_len", keys), ("batch_size", requests)):
+        if value < 1:
+            raise ValueError(f"{name}={value} is not positive: pass the tokens of a request, and their number.")
+    return Explanation(request, selected, against, _candidates(selected, request, requests, rows, keys, where))
+
+
+def _candidates(
+    backend: str, request: Request, requests: int, rows: int, keys: int, device: torch.device
+) -> tuple[Candidate, ...]:
+    capability = request.compute_capability
+    assert capability is not None
+    if torch.cuda.is_available() and _capability_of(device) == capability:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        sms = SMS_OF_HOPPER if capability >= 90 else SMS_OF_AMPERE
+    found = _kernels.candidates(backend, request, requests, rows, keys, sms)
+    return tuple(Candidate(c["name"], c["splits"], c["list"], c["us"], c["taken"]) for c in found)

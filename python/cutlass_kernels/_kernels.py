@@ -131,6 +131,34 @@ def _registry_reasons(backend: str, request: Request) -> list[str]:
     )
 
 
+def candidates(
+    backend: str, request: Request, requests: int, rows: int, keys: int, multiprocessors: int
+) -> list[dict[str, Any]]:
+    """Tiles that may compute so many requests of so many rows and keys each, with their estimated times."""
+    assert _native._C is not None
+    if not reads_as_is(backend, request):
+        request = _half_precision.prepared_request(request) or request
+    features = request.features
+    found: list[dict[str, Any]] = _native._C.candidates(
+        backend,
+        _DTYPE_NAMES[request.q_dtype],
+        _DTYPE_NAMES[request.kv_dtype],
+        request.num_qo_heads,
+        request.num_kv_heads,
+        request.head_dim_qk,
+        request.head_dim_vo,
+        requests,
+        requests * rows,
+        requests * keys,
+        "causal" in features,
+        16 if "paged" in features else 0,
+        request.compute_capability,
+        multiprocessors,
+        not features.isdisjoint(("custom_mask", "multi_item", "alibi", "stats", "head_scale", "tensor_scale")),
+    )
+    return found
+
+
 def reads_as_is(backend: str, request: Request) -> bool:
     """Whether a kernel of ``backend`` is to read the fp8 tensors of ``request`` themselves, not copies."""
     return request.kv_dtype in FP8_DTYPES and _native._C is not None and _reads_fp8(backend, request)

@@ -1,10 +1,9 @@
-// Which tile of the table (config.h) serves a problem: pure functions of the problem's sizes and the device's facts.
+// Which tiles of the table (config.h) may serve a problem: pure functions of the problem's sizes and the device's facts.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
-#include <vector>
 
 #include "common/logits.h"
 #include "common/mask.h"
@@ -15,7 +14,6 @@
 #include "plan/packing.h"
 #include "plan/split.h"
 #include "plan/tile_shape.h"
-#include "plan/tile_time.h"
 
 namespace cutlass_kernels::fa2 {
 
@@ -107,130 +105,47 @@ TileShape decode_shape(const AttentionParams& params, const Device& device) {
 }
 
 template <class Tile>
-TileShape shape_of_packed(int heads, int kind, const Device& device) {
+Candidate packed_candidate(const char* name, int kind, const AttentionParams& params, const Device& device) {
+  static_assert(Tile::kTime.per_key > 0);
+  const int heads = packed_heads(params, Tile::kBlockM);
   TileShape shape{Tile::kBlockM / heads, kind, heads, blocks_per_sm_on<Tile>(device)};
   shape.least_split_keys_of_few = 64;  // 1 x 16 over 1k keys, 32/8 heads: 18.0 -> 14.0 us
-  return shape;
-}
-
-// The tile of packed heads for so many rows of a request, on average.
-template <class Tiles>
-TileShape packed_shape(const AttentionParams& params, std::int64_t rows, const Device& device) {
-  using Packed = typename Tiles::Packed;
-  using Wide = typename Tiles::PackedWide;
-  const int heads = packed_heads(params, Packed::kBlockM);
-  if (!kHasPackedWide<Tiles> || rows * heads <= Packed::kBlockM) {
-    return shape_of_packed<Packed>(heads, kPacked, device);
-  }
-  return shape_of_packed<Wide>(packed_heads(params, Wide::kBlockM), kPackedWide, device);
+  return {name, shape, Tile::kTime};
 }
 
 template <class Tile>
-TileShape shape_of_rows(const Device& device) {
-  return {Tile::kBlockM, kRows, 0, blocks_per_sm_on<Tile>(device)};
+Candidate row_candidate(const char* name, const Device& device) {
+  static_assert(Tile::kTime.per_key > 0);
+  return {name, {Tile::kBlockM, kRows, 0, blocks_per_sm_on<Tile>(device)}, Tile::kTime};
 }
 
-// The fastest tile where either fills the device. A batch is planned before its mask is known and is taken to be
-// causal.
-template <int HeadDim>
-TileShape usual_shape(const AttentionParams& params, const Device& device) {
-  using Tiles = TileTable<HeadDim>;
-  using Large = typename Tiles::Large;
-  const int heads = packed_heads(params, Tiles::Packed::kBlockM);
-  // Packed tiles as fast as those of one head serve a whole wave of them.
-  const int per_sm = kHasPackedWide<Tiles> ? blocks_per_sm_on<typename Tiles::PackedWide>(device) : 1;
-  if (has_short_queries(params, heads) ||
-      leaves_device_idle(params, Large::kBlockM, per_sm * device.multiprocessors, 4)) {
-    return packed_shape<Tiles>(params, params.total_q / params.batch_size, device);
-  }
-  bool small = false;
-  if constexpr (!kEqualRows<Tiles>) {
-    const bool causal = hides_later_keys(params) || is_batch(params);
-    const int few_on_132 = causal ? Tiles::kFewTilesCausal : Tiles::kFewTiles;
-    const int few = few_on_132 * device.multiprocessors / 132;
-    small = params.total_q / params.batch_size <= Tiles::Small::kBlockM || tile_count<Large>(params) < few ||
-            !has_shared_memory_for<Large>(device);
-  }
-  return small ? shape_of_rows<typename Tiles::Small>(device) : shape_of_rows<Large>(device);
-}
-
-// From an H100, hd128, of the usual tile's time: 16k keys 0.88, 8k 0.90, 1k 0.96, 512 1.01; causal 16k 0.91, 4k 0.95,
-// 2k 1.04.
-constexpr TileSpeed kUsualSpeed{128, 1.1, 0, 48};
-constexpr TileSpeed kTurnsSpeed{256, 1.0, 60, 160};
-// Loads among the products, and the rows' tokens and heads, cost 1 to 6 %; a causal mask hides fewer of their keys.
-constexpr TileSpeed kPackedTurnsSpeed{256, 1.02, 60, 160};
-
-// A tile of twice as many rows whose warps take turns, of one head or of packed heads, where it is faster than `usual`.
-template <class Tiles>
-TileShape with_turns(const AttentionParams& params, const TileShape& usual, const Device& device) {
-  using Turns = typename Tiles::Turns;
-  using PackedTurns = typename Tiles::PackedTurns;
-  const bool wide = usual.kind == kPackedWide || (usual.kind == kRows && usual.rows == Tiles::Large::kBlockM);
-  if (!wide || !has_shared_memory_for<Turns>(device) || GeneralTransform::needed(params) ||
-      LogitsTransform::needed(params) || all_keys(params) < params.total_q) {
-    return usual;
-  }
-  TileShape best = usual;
-  double least = estimated_time(params, usual, kUsualSpeed, device);
-  const auto consider = [&](const TileShape& shape, const TileSpeed& speed) {
-    const double time = estimated_time(params, shape, speed, device);
-    if (time < least) best = shape, least = time;
-  };
-  consider(shape_of_rows<Turns>(device), kTurnsSpeed);
-  consider(shape_of_packed<PackedTurns>(packed_heads(params, PackedTurns::kBlockM), kPackedTurns, device),
-           kPackedTurnsSpeed);
-  return best;
-}
-
-// All tiles but those for decoding and those whose warps take turns, the fastest first.
-template <int HeadDim>
-std::vector<TileShape> all_shapes(const AttentionParams& params, const Device& device) {
+template <int HeadDim, AmpereTiles kAmpere>
+Candidates candidates(const AttentionParams& params, const Device& device) {
   using Tiles = TileTable<HeadDim>;
   using Packed = typename Tiles::Packed;
-  using Wide = typename Tiles::PackedWide;
-  std::vector<TileShape> shapes;
-  if (can_split(params)) {
-    if constexpr (kHasPackedWide<Tiles>) {
-      shapes.push_back(shape_of_packed<Wide>(packed_heads(params, Wide::kBlockM), kPackedWide, device));
-    }
-    shapes.push_back(shape_of_packed<Packed>(packed_heads(params, Packed::kBlockM), kPacked, device));
-  }
-  if (has_shared_memory_for<typename Tiles::Large>(device)) {
-    shapes.push_back(shape_of_rows<typename Tiles::Large>(device));
-  }
-  if constexpr (!kEqualRows<Tiles>) shapes.push_back(shape_of_rows<typename Tiles::Small>(device));
-  return shapes;
-}
-
-// The tile of a problem.
-template <int HeadDim, AmpereTiles kAmpere>
-TileShape tile_shape(const AttentionParams& params, const Device& device) {
-  using Tiles = TileTable<HeadDim>;
-  if (decodes(params)) return decode_shape<typename Tiles::Decode>(params, device);
-  if (!has_ampere_tiles<kAmpere>(device)) {
-    using Packed = typename Tiles::Packed;
-    return shape_of_packed<Packed>(packed_heads(params, Packed::kBlockM), kPacked, device);
-  }
+  using Large = typename Tiles::Large;
+  if (decodes(params)) return {{"decode", decode_shape<typename Tiles::Decode>(params, device), {}}};
+  const Candidate packed = packed_candidate<Packed>("packed", kPacked, params, device);
+  if (!has_ampere_tiles<kAmpere>(device)) return {packed};
+  const Candidate wide = packed_candidate<typename Tiles::PackedWide>("packed_wide", kPackedWide, params, device);
   // Where results must not depend on the batch, one tile for all of its rows.
-  if (is_alone(params)) return packed_shape<Tiles>(params, params.least_rows, device);
-  TileShape usual = usual_shape<HeadDim>(params, device);
-  if constexpr (kHasTurns<Tiles>) usual = with_turns<Tiles>(params, usual, device);
-  // Where one tile holds all rows of a request, memory is what takes time, whichever SMs read it.
-  const std::int64_t rows = params.total_q / params.batch_size;
-  if (usual.packed_heads > 0 && rows <= usual.rows) return usual;
-  // Another one only where it leaves more than a third of the SMs idle: then the first that does not, or the least
-  // idle.
-  constexpr double kMostIdle = 0.35;
-  TileShape best = usual;
-  double idle = idle_share(params, usual, device);
-  if (idle <= kMostIdle) return usual;
-  for (const TileShape& other : all_shapes<HeadDim>(params, device)) {
-    const double of_other = idle_share(params, other, device);
-    if (of_other < idle) best = other, idle = of_other;
-    if (idle <= kMostIdle) break;
+  if (is_alone(params)) {
+    const bool fit = std::int64_t(params.least_rows) * packed.shape.packed_heads <= Packed::kBlockM;
+    return {kHasPackedWide<Tiles> && !fit ? wide : packed};
   }
-  return best;
+  Candidates all{packed};
+  if (kHasPackedWide<Tiles>) all.add(wide);
+  if (kEqualRows<Tiles> || has_shared_memory_for<Large>(device)) all.add(row_candidate<Large>("large", device));
+  if (!kEqualRows<Tiles>) all.add(row_candidate<typename Tiles::Small>("small", device));
+  if constexpr (kHasTurns<Tiles>) {
+    // Those of 256 rows for other logits do not take turns: they are for plans that receive such a mask later.
+    const bool plain = !GeneralTransform::needed(params) && !LogitsTransform::needed(params);
+    if (plain && has_shared_memory_for<typename Tiles::Turns>(device) && all_keys(params) >= params.total_q) {
+      all.add(row_candidate<typename Tiles::Turns>("turns", device));
+      all.add(packed_candidate<typename Tiles::PackedTurns>("packed_turns", kPackedTurns, params, device));
+    }
+  }
+  return all;
 }
 
 // Three thread blocks per SM pay where tiles are short and there are many of them (hd64, 16k tokens: 15 % at 512
@@ -266,9 +181,9 @@ TileShape packed_fp8_shape(const AttentionParams& params, const Device& device) 
 }
 
 template <int HeadDim>
-TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
-  return decodes(params) ? decode_shape<typename TileTable<HeadDim>::DecodeFp8>(params, device)
-                         : packed_fp8_shape<HeadDim>(params, device);
+Candidates fp8_candidates(const AttentionParams& params, const Device& device) {
+  if (decodes(params)) return {{"decode", decode_shape<typename TileTable<HeadDim>::DecodeFp8>(params, device), {}}};
+  return {{"packed", packed_fp8_shape<HeadDim>(params, device), {}}};
 }
 
 }  // namespace cutlass_kernels::fa2

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "merge/combine_splits.h"
+#include "plan/tile_shape.h"
 
 namespace cutlass_kernels::fa2 {
 
@@ -26,6 +27,7 @@ namespace cutlass_kernels::fa2 {
 // Query rows of one head. Each warp has rows of its own.
 template <int HeadDim>
 struct OneHeadTile {
+  static constexpr TileTime kTime{};        // of tiles beside which there is no other
   static constexpr int kHeadDim = HeadDim;  // columns of a row in shared memory
   static constexpr int kColumns = HeadDim;  // that are computed, from the first on
   static constexpr int kWarps = 4;
@@ -94,6 +96,7 @@ struct DecodeFp8Tile : DecodeTile<HeadDim> {
 // columns.
 template <class Base, int Columns>
 struct Narrow : Base {
+  static constexpr TileTime kTime = Base::kTime.plus(-0.3, 0.83);
   static constexpr int kColumns = Columns;
 };
 
@@ -149,15 +152,14 @@ enum TileKind { kRows = 0, kPacked = 3, kDecode = 4, kPackedWide = 5, kPackedTur
 //                computes with, so at one row tile per warp and 64 rows all four warps convert all keys. With two row
 //                tiles, two warps share 32 rows, each with every second step of the keys, which halves that.
 //
-// kFewTiles: with fewer tiles of Large than this on 132 SMs, Small is faster. The causal value is higher, because
-// short tiles even out what a causal mask makes uneven. Where both have as many rows there is no such rule: Small is
-// for devices that lack the shared memory of Large, and nothing else.
+// Where Large and Small have as many rows, Small is for devices that lack the shared memory of Large, and nothing else.
 template <int HeadDim>
 struct TileTable;
 
 template <>
 struct TileTable<64> {
   struct Large : OneHeadTile<64> {
+    static constexpr TileTime kTime{3.1, 23.3};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
@@ -169,16 +171,19 @@ struct TileTable<64> {
   };
   using SoftCap = FewKeys;
   struct Small : OneHeadTile<64> {
+    static constexpr TileTime kTime{2.4, 24.6};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
   struct Packed : PackedTile<64> {
+    static constexpr TileTime kTime{1.6, 22.3};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
   struct PackedWide : PackedTile<64> {
+    static constexpr TileTime kTime{4.9, 26.3};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
@@ -201,13 +206,12 @@ struct TileTable<64> {
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 4;
     static constexpr int kAhead = 1, kBlocksPerSm = 3;
   };
-  static constexpr int kFewTiles = 200;
-  static constexpr int kFewTilesCausal = 320;
 };
 
 template <>
 struct TileTable<128> {
   struct Large : OneHeadTile<128> {
+    static constexpr TileTime kTime{4.3, 41.9};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
@@ -215,23 +219,30 @@ struct TileTable<128> {
   using FewKeys = Large;
   using SoftCap = Large;
   struct Small : OneHeadTile<128> {
+    static constexpr TileTime kTime{4.5, 36.8};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
   };
   struct Packed : PackedTile<128> {
+    static constexpr TileTime kTime{2.0, 37.7};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
   struct PackedWide : PackedTile<128> {
+    static constexpr TileTime kTime{6.7, 40.6};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
-  using Turns = TurnsTile<OneHeadTile<128>>;
+  struct Turns : TurnsTile<OneHeadTile<128>> {
+    static constexpr TileTime kTime{5.2, 38.1};
+  };
   using TurnsGeneral = EightWarpsTile<OneHeadTile<128>>;
-  using PackedTurns = TurnsTile<PackedTile<128>>;
+  struct PackedTurns : TurnsTile<PackedTile<128>> {
+    static constexpr TileTime kTime{6.4, 44.2};
+  };
   using PackedTurnsGeneral = EightWarpsTile<PackedTile<128>>;
   struct Decode : DecodeTile<128> {  // 101 KB of shared memory
     static constexpr int kBlockN = 64, kStepN = 16, kStages = 3;
@@ -254,8 +265,6 @@ struct TileTable<128> {
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 1, kBlocksPerSm = 2;
   };
-  static constexpr int kFewTiles = 80;
-  static constexpr int kFewTilesCausal = 320;
 };
 
 // The tiles of 128, three quarters of whose columns are computed. One for decode, which waits for memory: it fits every
@@ -271,13 +280,12 @@ struct TileTable<96> {
   using PackedWide = Narrow<Wide::PackedWide, 96>;
   using Decode = Narrow<Wide::DecodeSmall, 96>;
   using DecodeSmall = Decode;
-  static constexpr int kFewTiles = Wide::kFewTiles;
-  static constexpr int kFewTilesCausal = Wide::kFewTilesCausal;
 };
 
 template <>
 struct TileTable<256> {
   struct Large : OneHeadTile<256> {  // 104.5 KB of shared memory
+    static constexpr TileTime kTime{6.8, 42.8};
     static constexpr int kSharers = 2;
     static constexpr int kBlockM = 64, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
@@ -286,11 +294,13 @@ struct TileTable<256> {
   using FewKeys = Large;
   using SoftCap = Large;
   struct Small : OneHeadTile<256> {  // 96 KB: compute capabilities 8.6, 8.9, 12.x
+    static constexpr TileTime kTime{6.8, 42.8};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
   struct Packed : PackedTile<256> {
+    static constexpr TileTime kTime{3.7, 61.3};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
@@ -310,13 +320,13 @@ struct TileTable<256> {
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
   };
   using Fp8Wide = Fp8;  // two row tiles do not fit 255 registers
-  // No kFewTiles: Large and Small have as many rows.
 };
 
 // Q of 64 rows takes 64 KB, and O of 16 rows 256 registers of a warp: warps share rows, or keys.
 template <>
 struct TileTable<512> {
   struct Large : OneHeadTile<512> {  // 202 KB of shared memory
+    static constexpr TileTime kTime{5.8, 55.7};
     static constexpr int kWarps = 8, kThreads = 256, kSharers = 4;
     static constexpr int kBlockM = 64, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
@@ -325,12 +335,14 @@ struct TileTable<512> {
   using FewKeys = Large;
   using SoftCap = Large;
   struct Small : OneHeadTile<512> {  // 98.5 KB
+    static constexpr TileTime kTime{5.0, 88.2};
     static constexpr int kSharers = 2;
     static constexpr int kBlockM = 32, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 1;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
   struct Packed : PackedTile<512> {  // the same
+    static constexpr TileTime kTime{6.4, 74.1};
     static constexpr int kSharers = 2;
     static constexpr int kBlockM = 32, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 1;
@@ -347,9 +359,6 @@ struct TileTable<512> {
     static constexpr int kBlockN = 16, kStepN = 16, kStages = 2;
     static constexpr int kAhead = 3, kBlocksPerSm = 2;
   };
-  // Large tiles run one to an SM.
-  static constexpr int kFewTiles = 100;
-  static constexpr int kFewTilesCausal = 200;
 };
 
 }  // namespace cutlass_kernels::fa2

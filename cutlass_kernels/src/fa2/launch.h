@@ -194,11 +194,11 @@ KernelEntry kernel_entry() {
   entry.uses_mask_extents = true;
   if constexpr (std::is_same_v<Element, Kv>) {
     static_assert(serves_every_device<Tiles>());
-    entry.tile = &tile_shape<HeadDim, kAmpere>;
+    entry.candidates = &candidates<HeadDim, kAmpere>;
     entry.launch = &launch<Element, HeadDim, kAmpere>;
   } else {
     static_assert(fit_every_device<typename Tiles::Fp8, typename Tiles::Fp8Wide, typename Tiles::DecodeFp8>());
-    entry.tile = &fp8_tile_shape<HeadDim>;
+    entry.candidates = &fp8_candidates<HeadDim>;
     entry.launch = &launch_fp8<Element, Kv, HeadDim>;
   }
   return entry;

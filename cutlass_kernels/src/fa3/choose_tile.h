@@ -1,8 +1,9 @@
-// Which tile of the table (config.h) serves a problem: pure functions of the problem's sizes and the device's facts.
+// Which tiles of the table (config.h) may serve a problem: pure functions of the problem's sizes and the device's facts.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/element_bytes.h"
 #include "common/logits.h"
@@ -12,14 +13,8 @@
 #include "fa3/config.h"
 #include "plan/packing.h"
 #include "plan/tile_shape.h"
-#include "plan/tile_time.h"
 
 namespace cutlass_kernels::fa3 {
-
-template <class Tile>
-std::int64_t tile_count(const AttentionParams& params) {
-  return (params.total_q + Tile::kBlockM - 1) / Tile::kBlockM * params.num_qo_heads;
-}
 
 // Keys of a request within its window or chunk, on average. Where only the device knows the KV length, the query
 // length.
@@ -48,96 +43,55 @@ TileShape packed_tile_shape(const AttentionParams& params, int heads) {
   return shape;
 }
 
+template <class Packed>
+Candidate packed_candidate(const AttentionParams& params) {
+  return {"packed", packed_tile_shape<Packed>(params, packed_heads(params, kWarpgroupRows)), Packed::kTime};
+}
+
 template <class Tile>
-TileShape row_tile_shape(int kind) {
+Candidate row_candidate(const char* name, int kind) {
   TileShape shape{Tile::kBlockM, kind, 0, Tile::kCtasPerSm};
   shape.blocks_per_tile = Tile::kCtasPerTile;
-  return shape;
+  return {name, shape, Tile::kTime};
 }
 
-// From an H100 at hd128: the start and the end of a thread block take 1.5 us, of a packed one 5, a key of a tile of 128
-// rows 10.25 ns, a row of a partial result 0.35 ns. In 198 cells (8 to 64 heads, 24 to 512 rows over 1k to 8k keys) the
-// tile that is taken by this needs at most 10 % more time than the fastest, more than 3 % in three.
-template <class Tile>
-constexpr TileSpeed tile_speed() {
-  TileSpeed speed{Tile::kBlockM, Tile::kTimePerLogit, Tile::kPacked ? 500 : 150, 64};
-  // Keys of more columns take longer, starts and ends do not.
-  if (Tile::kHeadDimQk > 128) speed.start = speed.start * 128 / Tile::kHeadDimQk;
-  if (Tile::kPacked) speed.per_partial_row = 4.4;
-  if (Tile::kCtasPerSm > 1) {
-    speed.start /= Tile::kCtasPerSm;  // behind those of the others
-    speed.alone = 0.7;
+// Tiles of packed heads, or of one head: `large`, and `small` if it is another one. Where results must not depend on
+// the batch, there is one for all rows, or for all of their part.
+template <class Packed, class Large, class Small = Large>
+Candidates packed_or_rows(const AttentionParams& params, const char* large, int kind, const char* small = "") {
+  const Candidate packed = packed_candidate<Packed>(params), rows = row_candidate<Large>(large, kind);
+  if (is_alone(params)) return {params.least_rows <= kPackedUpToRows ? packed : rows};
+  if constexpr (std::is_same_v<Large, Small>) {
+    return {packed, rows};
+  } else {
+    return {packed, rows, row_candidate<Small>(small, kind)};
   }
-  return speed;
-}
-
-// The tile of one head, or that of packed heads where it is faster although queries are not short: it splits keys.
-template <class Tile, class Packed>
-TileShape row_or_packed_shape(const AttentionParams& params, int kind, const TileShape& packed, const Device& device) {
-  const TileShape shape = row_tile_shape<Tile>(kind);
-  const double time = estimated_time(params, shape, tile_speed<Tile>(), device);
-  return estimated_time(params, packed, tile_speed<Packed>(), device) < time ? packed : shape;
-}
-
-// Whether either may be the faster one: tiles of one head leave SMs idle, or short queries need several packed tiles.
-// (Where one holds all rows of a request, memory is what takes time.)
-template <class Large>
-bool compares_packed(const AttentionParams& params, const TileShape& packed, const Device& device) {
-  if (is_alone(params) || !can_split(params) || device.multiprocessors == 0) return false;
-  const std::int64_t rows = params.total_q / params.batch_size;
-  if (packed.packed_heads > 1 && rows <= kPackedUpToRows) return rows > packed.rows;
-  return leaves_device_idle(params, Large::kBlockM, device.multiprocessors / Large::kCtasPerTile, 2);
-}
-
-// Whether so few or so short queries, or so few keys, are left to them that the small tile of one head is faster.
-template <class Tiles>
-bool needs_small(const AttentionParams& params, const Device& device) {
-  if (device.compute_capability == 0) return true;  // an unknown device: the smallest
-  return !is_alone(params) && (params.total_q / params.batch_size <= Tiles::Small::kBlockM ||
-                               (hides_keys(params) && keys_in_mask(params) <= Tiles::kSmallUpToKeys) ||
-                               tile_count<typename Tiles::Large>(params) < Tiles::few_tiles(device.multiprocessors));
 }
 
 template <int HeadDimQk, int HeadDimVo>
-TileShape tile_shape(const AttentionParams& params, const Device& device) {
+Candidates candidates(const AttentionParams& params, const Device&) {
   using Tiles = TileTable<HeadDimQk, HeadDimVo>;
-  using Large = typename Tiles::Large;
   using Packed = typename Tiles::Packed;
-  const int heads = packed_heads(params, kWarpgroupRows);
-  const TileShape packed = packed_tile_shape<Packed>(params, heads);
-  const bool compares = compares_packed<Large>(params, packed, device);
-  if (has_short_queries(params, heads) && !compares) return packed;
   const bool general = GeneralTransform::needed(params);
-  if (gathers(params) && general) return packed;
-  const auto choose = [&](auto tile, int kind) {
-    using Tile = decltype(tile);
-    return compares ? row_or_packed_shape<Tile, Packed>(params, kind, packed, device) : row_tile_shape<Tile>(kind);
-  };
-  const bool small = needs_small<Tiles>(params, device);
   if (gathers(params)) {
-    if (small) return choose(typename Tiles::GatherSmall{}, kGather);
-    return choose(typename Tiles::Gather{}, kGather);
+    using PackedGather = typename Tiles::PackedGather;
+    if (general) return {packed_candidate<PackedGather>(params)};
+    return packed_or_rows<PackedGather, typename Tiles::Gather, typename Tiles::GatherSmall>(params, "gather", kGather,
+                                                                                             "gather_small");
   }
-  if (general) return choose(typename Tiles::General{}, kGeneral);
-  if (small) return choose(typename Tiles::Small{}, kRows);
-  return choose(Large{}, kRows);
+  if (general) return packed_or_rows<Packed, typename Tiles::General>(params, "general", kGeneral);
+  return packed_or_rows<Packed, typename Tiles::Large, typename Tiles::Small>(params, "large", kRows, "small");
 }
 
 template <int HeadDim>
-TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
-  using Large = typename Fp8TileTable<HeadDim>::Large;
-  using Packed = typename Fp8TileTable<HeadDim>::Packed;
-  const int heads = packed_heads(params, kWarpgroupRows);
-  const TileShape packed = packed_tile_shape<Packed>(params, heads);
-  if (compares_packed<Large>(params, packed, device)) {
-    return row_or_packed_shape<Large, Packed>(params, kRows, packed, device);
-  }
-  return has_short_queries(params, heads) ? packed : row_tile_shape<Large>(kRows);
+Candidates fp8_candidates(const AttentionParams& params, const Device&) {
+  using Tiles = Fp8TileTable<HeadDim>;
+  return packed_or_rows<typename Tiles::Packed, typename Tiles::Large>(params, "large", kRows);
 }
 
 template <int HeadDim>
-TileShape converted_tile_shape(const AttentionParams& params, const Device&) {
-  return packed_tile_shape<typename ConvertedTileTable<HeadDim>::Packed>(params, packed_heads(params, kWarpgroupRows));
+Candidates converted_candidates(const AttentionParams& params, const Device&) {
+  return {packed_candidate<typename ConvertedTileTable<HeadDim>::Packed>(params)};
 }
 
 // Whether FewKeys takes the place of Large, whose rows are as many: whether a mask leaves few keys to a row, on

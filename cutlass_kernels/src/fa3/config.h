@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "merge/combine_splits.h"
+#include "plan/tile_shape.h"
 
 namespace cutlass_kernels::fa3 {
 
@@ -35,8 +36,6 @@ struct TileDefaults {
   static constexpr int kQBuffers = 4;
   static constexpr int kOPanels = 1;  // of 64 columns of O, staged by a warpgroup at a time
   static constexpr int kCtasPerSm = 1;
-  // Of the time in which the fastest tile of these head dimensions computes a logit.
-  static constexpr double kTimePerLogit = 1;
   // Two: the head dimensions above are those of each CTA of a pair, which has half of the columns (pair.h).
   static constexpr int kCtasPerTile = 1;
 
@@ -72,6 +71,7 @@ struct TileDefaults {
 // are no turns.
 template <class Base>
 struct Packing : Base {
+  static constexpr TileTime kTime = Base::kTime.plus(1.5, 1.09);
   static constexpr bool kPacked = true;
   static constexpr bool kPingPong = false;
 };
@@ -79,10 +79,12 @@ struct Packing : Base {
 // The tile with gathered keys. Two: by a second producer warpgroup, with which two warps copy K, and two V.
 template <class Base>
 struct Gathering : Base {
+  static constexpr TileTime kTime = Base::kTime.plus(0, Base::kPacked ? 1.15 : 1.3);
   static constexpr bool kGather = true;
 };
 template <class Base>
 struct GatheringByTwo : Gathering<Base> {
+  static constexpr TileTime kTime = Base::kTime.plus(0.5, 1.1);
   static constexpr int kProducers = 2;
 };
 
@@ -142,6 +144,7 @@ struct Tile : Choices {
 // 192 x 128, 137 KB, 32 / 160. Three warpgroups fit, as O takes only 32 registers. Bound by instructions and
 // exponentials: ping-pong 1867 -> 1778, lazy maxima 1778 -> 1615 kcycles (4k, full).
 struct Hd64Large : TileDefaults<64> {
+  static constexpr TileTime kTime{3.3, 9.2};
   static constexpr int kConsumers = 3;
   static constexpr int kQBuffers = 6;
 };
@@ -149,19 +152,21 @@ struct Hd64Large : TileDefaults<64> {
 // mask of 512 (1k) keys 16 % (10 %) faster than Large, at 2k keys 7 % slower; without a mask 5 % and 7 %, at 2k 15 %
 // slower.
 struct Hd64Small : TileDefaults<64> {
+  static constexpr TileTime kTime{2.1, 12.5};
   static constexpr int kConsumers = 1;
   static constexpr int kBlockN = 64;
   static constexpr int kKStages = 3;
   static constexpr int kQBuffers = 1;
   static constexpr int kCtasPerSm = 3;
-  static constexpr double kTimePerLogit = 1.15;
   static constexpr bool kPingPong = false;
 };
 // 128 x 128, 113 KB, 56 / 224: bits and biases take the registers of the third warpgroup.
-struct Hd64General : TileDefaults<64> {};
+struct Hd64General : TileDefaults<64> {
+  static constexpr TileTime kTime{3.0, 7.3};
+};
 // 128 x 128, 177 KB, 40 / 232. Decoding is bound by memory: more stages keep more loads in flight.
 struct Hd64Packed : Packing<Hd64General> {
-  static constexpr double kTimePerLogit = 1.34;
+  static constexpr TileTime kTime{3.8, 9.7};
   static constexpr int kKStages = 4;
   static constexpr int kVStages = 4;
 };
@@ -170,6 +175,7 @@ struct Hd64Packed : Packing<Hd64General> {
 // 1240 kcycles (4k). Three K stages instead of two make no difference; KV blocks of 160 or 176 keys are 2 to 4
 // % slower.
 struct Hd128FewKeys : TileDefaults<128> {
+  static constexpr TileTime kTime{2.9, 10.6};
   static constexpr int kOPanels = 2;
 };
 struct Hd128Large : Hd128FewKeys {
@@ -177,8 +183,8 @@ struct Hd128Large : Hd128FewKeys {
 };
 // 64 x 128, 177 KB, 40 / 240: one warpgroup, twice as many tiles. 8 heads of 1k tokens: 16.2 -> 13.8 us.
 struct Hd128Small : Hd128FewKeys {
+  static constexpr TileTime kTime{2.5, 8.4};
   static constexpr int kConsumers = 1;
-  static constexpr double kTimePerLogit = 1.64;
   static constexpr int kQBuffers = 2;
   static constexpr bool kPingPong = false;
 };
@@ -186,6 +192,7 @@ struct Hd128Small : Hd128FewKeys {
 // 192 x 96, 217 KB, 32 / 160: S 48, P 24 and O 48 registers. Panels are of 64 columns: of the second one, half is used.
 // 4k keys: 597 TFLOP/s, causal 551; 128 x 128 with Q in registers 544 and 510, padded to 128 columns 491 and 468.
 struct Hd96Large : TileDefaults<96> {
+  static constexpr TileTime kTime{3.4, 12.0};
   static constexpr int kConsumers = 3;
   static constexpr int kBlockN = 96;
   static constexpr int kQBuffers = 6;
@@ -193,26 +200,30 @@ struct Hd96Large : TileDefaults<96> {
 // 128 x 128, 209 KB, 40 / 232: S 64, P 32, O 48, in Hd96Small Q 24 registers. A causal mask of 1k keys leaves less of
 // the larger tile's work useful: 390 TFLOP/s, padded to 128 columns, in 128 rows, 399.
 struct Hd96General : TileDefaults<96> {
-  static constexpr double kTimePerLogit = 1.1;
+  static constexpr TileTime kTime{2.6, 10.3};
 };
 struct Hd96Small : Hd96General {
+  static constexpr TileTime kTime{2.6, 9.3};
   static constexpr bool kQInRegisters = true;
 };
 
 // 128 x 128, 225 KB, 40 / 232. No second Q buffer fits: Q of a tile arrives after the last product with the previous
 // one's.
 struct Hd192Large : TileDefaults<192, 128> {
+  static constexpr TileTime kTime{4.2, 11.5};
   static constexpr int kQBuffers = 2;
 };
 
 // 128 x 96, 209 KB, 40 / 232: S 48, P 24 and O 96 registers. Of 128 keys, two stages of K and V are 192 KB.
 struct Hd192Square : TileDefaults<192> {
+  static constexpr TileTime kTime{4.5, 14.2};
   static constexpr int kBlockN = 96;
   static constexpr int kQBuffers = 2;
 };
 
 // 128 x 64, 225 KB, 40 / 232: O takes 128 registers, S of 64 keys 32. 192 KB are K, V and one Q.
 struct Hd256Large : TileDefaults<256> {
+  static constexpr TileTime kTime{4.6, 18.4};
   static constexpr int kBlockN = 64;
   static constexpr int kQBuffers = 2;
   static constexpr int kOPanels = 2;
@@ -222,6 +233,7 @@ struct Hd256Large : TileDefaults<256> {
 // A pair of CTAs, each with the tile of 256 columns. 128 x 64, 225 KB, 40 / 232: partial sums of S are received in the
 // memory through which O leaves.
 struct Hd512Large : Hd256Large {
+  static constexpr TileTime kTime{5.0, 31.4};
   static constexpr int kCtasPerTile = 2;
 };
 
@@ -236,6 +248,7 @@ struct Fp8Defaults : TileDefaults<HeadDim> {
 };
 // 192 x 128, 181 KB, 56 / 152. Turns cost 5 to 8 %: without them, warpgroups fall out of step by themselves.
 struct Hd64Fp8Large : Fp8Defaults<64> {
+  static constexpr TileTime kTime{2.8, 10.2};
   static constexpr bool kChecksLate = true;
   static constexpr int kConsumers = 3;
   static constexpr bool kPingPong = false;
@@ -243,13 +256,14 @@ struct Hd64Fp8Large : Fp8Defaults<64> {
 };
 // 128 x 128, 189 KB, 56 / 224.
 struct Hd64Fp8Packed : Packing<Fp8Defaults<64>> {
+  static constexpr TileTime kTime{4.4, 8.8};
   static constexpr bool kChecksLate = true;
-  static constexpr double kTimePerLogit = 1.37;
   static constexpr int kKStages = 4;
   static constexpr int kStagedStages = 3;
 };
 // 192 x 128, 188 KB, 56 / 152: O 64, S 64 or P 32 and half of P V 36.
 struct Hd128Fp8Large : Fp8Defaults<128> {
+  static constexpr TileTime kTime{3.4, 12.6};
   static constexpr int kConsumers = 3;
   static constexpr int kQBuffers = 6;
   static constexpr int kVStages = 2;
@@ -257,11 +271,12 @@ struct Hd128Fp8Large : Fp8Defaults<128> {
 };
 // 128 x 128, 181 KB, 56 / 224.
 struct Hd128Fp8Packed : Packing<Fp8Defaults<128>> {
-  static constexpr double kTimePerLogit = 1.17;
+  static constexpr TileTime kTime{4.8, 10.4};
 };
 // 128 x 128, 212 KB, 56 / 224: O 128, S 64 or P 32 and a quarter of P V 36. KV blocks of 96 keys, with two staged ones,
 // are 7 to 15 % slower.
 struct Hd256Fp8Large : Fp8Defaults<256> {
+  static constexpr TileTime kTime{4.6, 14.9};
   static constexpr int kStagedStages = 1;
   static constexpr int kOutputParts = 4;
   static constexpr int kKStages = 2;
@@ -270,6 +285,7 @@ struct Hd256Fp8Large : Fp8Defaults<256> {
 };
 // 128 x 64, 196 KB, 56 / 224.
 struct Hd256Fp8Packed : Packing<Fp8Defaults<256>> {
+  static constexpr TileTime kTime{4.3, 18.8};
   static constexpr bool kLazyMax = false;  // S computed again would spill 70 bytes
   static constexpr int kBlockN = 64;
   static constexpr int kOutputParts = 4;
@@ -306,8 +322,6 @@ struct Hd256Converted : Converting<Hd256Large> {
 //
 // kHasSoftCap         soft caps have kernels of their own, beside the general ones.
 // kSkips          negligible KV blocks may be skipped.
-// few_tiles(SMs)  with fewer tiles of the large kind than this on a device of so many SMs, the small one is taken.
-// kSmallUpToKeys  so it is where a mask is and rows see no more keys than this, on average.
 template <int HeadDimQk, int HeadDimVo>
 struct TileTable;
 
@@ -322,8 +336,6 @@ struct TileTable<64, 64> {
   using Packed = Tile<Hd64Packed>;
   using PackedGather = Tile<Gathering<Hd64Packed>>;
   static constexpr bool kHasSoftCap = true, kSkips = false;
-  static constexpr int few_tiles(int multiprocessors) { return multiprocessors; }
-  static constexpr int kSmallUpToKeys = 1024;
 };
 
 template <>
@@ -337,8 +349,6 @@ struct TileTable<96, 96> {
   using Packed = Tile<Packing<Hd96General>>;
   using PackedGather = Tile<Gathering<Packing<Hd96General>>>;
   static constexpr bool kHasSoftCap = true, kSkips = false;
-  static constexpr int few_tiles(int multiprocessors) { return multiprocessors; }
-  static constexpr int kSmallUpToKeys = 1024;
 };
 
 template <>
@@ -352,9 +362,6 @@ struct TileTable<128, 128> {
   using Packed = Tile<Packing<Hd128FewKeys>>;
   using PackedGather = Tile<Gathering<Packing<Hd128FewKeys>>>;
   static constexpr bool kHasSoftCap = true, kSkips = true;
-  // Up to half as many as SMs: the small tile, which has half the rows, then still runs all at once.
-  static constexpr int few_tiles(int multiprocessors) { return multiprocessors / 2 + 1; }
-  static constexpr int kSmallUpToKeys = 0;
 };
 
 template <>
@@ -368,8 +375,6 @@ struct TileTable<192, 128> {
   using Packed = Tile<Packing<Hd192Large>>;
   using PackedGather = Tile<Gathering<Packing<Hd192Large>>>;
   static constexpr bool kHasSoftCap = false, kSkips = false;
-  static constexpr int few_tiles(int) { return 0; }
-  static constexpr int kSmallUpToKeys = 0;
 };
 
 // One tile for all kinds, with one producer warpgroup where rows are gathered.
@@ -384,8 +389,6 @@ struct OneTile {
   using Packed = Tile<Packing<Choices>>;
   using PackedGather = Tile<Gathering<Packing<Choices>>>;
   static constexpr bool kHasSoftCap = kHasSoftCap_, kSkips = false;
-  static constexpr int few_tiles(int) { return 0; }
-  static constexpr int kSmallUpToKeys = 0;
 };
 
 // Each of two producer warpgroups would have 48 rows, and rows are looked up 32 at a time.

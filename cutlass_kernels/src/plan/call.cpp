@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/estimate.h"
 #include "plan/packing.h"
 #include "registry/registry.h"
 #include "registry/validate.h"
@@ -24,7 +25,7 @@ struct PartTile {
   PartTile(const AttentionParams& part, Backend backend, const Device& device) {
     std::vector<std::string> reasons;
     kernel = choose(backend, part, device.compute_capability, &reasons);
-    if (kernel != nullptr) tile = kernel->tile(part, device);
+    if (kernel != nullptr) tile = fastest(*kernel, part, device).candidate.shape;
   }
   // `combines` and `splits_without_list` decide the splits of a request, which must not depend on the parts of its
   // batch.

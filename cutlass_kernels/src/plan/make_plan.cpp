@@ -4,6 +4,7 @@
 
 #include "mask_extents.h"
 #include "merge/combine_splits.h"
+#include "plan/estimate.h"
 #include "plan/plan.h"
 #include "plan/tile_source.h"
 #include "registry/reasons.h"
@@ -185,13 +186,17 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
   const KernelEntry* kernel = choose(backend, params, device.compute_capability, &reasons);
   if (kernel == nullptr) return Status::unsupported(joined(reasons));
   plan->kernel = kernel;
-  plan->tile = kernel->tile(with_rows_of_requests(params), device);
+  const AttentionParams sizes = with_rows_of_requests(params);
+  std::vector<Choice> compared;
+  const Choice choice = fastest(*kernel, sizes, device, logs_plans() ? &compared : nullptr);
+  if (!compared.empty()) log_choice(*kernel, sizes, compared, choice);
+  plan->tile = choice.candidate.shape;
   plan->source = tile_source(params, *kernel, plan->tile);
   if (plan->source == TileSource::kList) return plan_with_list(params, device, options, plan);
   if (plan->source == TileSource::kBatchBySplit) {
     return plan_own_splits(params, device, options, plan);
   }
-  if (is_batch(params) && !params.batch_invariant && list_pays(params, *kernel, plan->tile, device)) {
+  if (choice.source == TileSource::kList) {
     // Even shares take up to twice partial_bytes: where the workspace holds less, there are fewer of them.
     for (const std::size_t bytes : {options.partial_bytes, options.workspace_bytes / 5 * 2}) {
       PlanState listed = *plan;

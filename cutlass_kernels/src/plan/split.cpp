@@ -183,41 +183,6 @@ SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileS
   return rule;
 }
 
-double idle_share(const AttentionParams& params, const TileShape& tile, const Device& device) {
-  const std::int64_t rows = params.total_q / params.batch_size;
-  const std::int64_t keys = all_keys(params) / params.batch_size;
-  if (rows == 0 || keys < rows) return 0;
-  // Of a request, under a causal mask, as in a tile list.
-  const std::int64_t tiles = (rows + tile.rows - 1) / tile.rows;
-  const auto cost = [&](std::int64_t i) { return keys - rows + std::min((i + 1) * tile.rows, rows); };
-  const double requests = double(params.batch_size) * params.num_qo_heads / std::max(tile.packed_heads, 1);
-  const double sms = double(device.multiprocessors) / tile.blocks_per_tile;
-  const double at_once = sms * tile.blocks_per_sm;
-  const auto idle_of_last = [&](double blocks) {
-    const double waves = std::floor(blocks / at_once);
-    const double last = (blocks - waves * at_once) / sms;  // thread blocks per SM
-    if (last == 0) return 0.0;
-    const double time = last <= 1 && tile.blocks_per_sm > 1 ? kTimeAlone : 1;
-    return 1 - (waves + std::min(last, 1.0) * time) / (waves + time);
-  };
-  // Nothing is split.
-  if (requests * tiles > 2 * at_once) return idle_of_last(requests * tiles);
-  std::int64_t work = 0;
-  for (std::int64_t i = 0; i < tiles; ++i) work += cost(i);
-  const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
-  const ItemBudget budget = item_budget(rule, tiles * params.batch_size, work * params.batch_size);
-  std::int64_t pieces = 0;
-  double longest = 0;
-  for (std::int64_t i = 0; i < tiles; ++i) {
-    const int splits = splits_of(rule, budget, cost(i), int(std::min<std::int64_t>(rows, kMaxKeys)));
-    pieces += splits;
-    longest = std::max(longest, double(cost(i)) / splits);
-  }
-  const double blocks = requests * pieces;
-  if (blocks <= sms) return 1 - requests * work / (sms * longest);
-  return blocks <= at_once ? 0 : idle_of_last(blocks);
-}
-
 std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params, std::int64_t tiles) {
   if (rule.own.most > 1) return rule.own.most;
   if (rule.shares > 0) return std::max(rule.shares / params.batch_size, 1);

@@ -138,14 +138,6 @@ constexpr std::size_t kLeastPartialBytes = 16 << 20;
 SplitRule split_rule(const AttentionParams& params, const TileShape& tile, TileSource source, const Device& device,
                      std::size_t partial_bytes = kMostPartialBytes);
 
-/// Of the time of a thread block that shares an SM, what it takes alone. An estimate: at head dimension 128 a step of
-/// fa2's takes 2,430 cycles, of which its own products need 860 and its other instructions perhaps 900.
-constexpr double kTimeAlone = 0.72;
-
-/// The share of a device's SMs that `tile` leaves idle, if all requests are as long; 0 where the host does not know the
-/// keys.
-double idle_share(const AttentionParams& params, const TileShape& tile, const Device& device);
-
 /// About how many a tile of a list has, of so many, if all requests are as long.
 std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params, std::int64_t tiles);
 

@@ -1,6 +1,10 @@
 // What one thread block of a kernel computes, as plans see it. Backends fill it from their tile tables.
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <initializer_list>
+
 namespace cutlass_kernels {
 
 struct TileShape {
@@ -20,6 +24,39 @@ struct TileShape {
   bool splits_without_list = false;  ///< whether a batch's keys can be split without a tile list
   bool has_shares = false;           ///< whether a thread block can compute entries of a list one after another
   bool needs_list = false;           ///< whether the kernel finds the tiles of a batch in a list alone
+};
+
+/// The time of a thread block on an H200 whose SMs are full: what estimates are made of (estimate.h).
+struct TileTime {
+  double start = 0;    ///< us beside what its keys take
+  double per_key = 0;  ///< ns
+
+  constexpr TileTime plus(double us, double times) const { return {start + us, per_key * times}; }
+};
+
+/// A tile that may compute a problem.
+struct Candidate {
+  const char* name;
+  TileShape shape;
+  TileTime time;
+};
+
+/// All that may.
+class Candidates {
+ public:
+  Candidates() = default;
+  Candidates(std::initializer_list<Candidate> list) {
+    for (const Candidate& candidate : list) add(candidate);
+  }
+  void add(const Candidate& candidate) { all_[std::size_t(count_++)] = candidate; }
+  const Candidate* begin() const { return all_.data(); }
+  const Candidate* end() const { return all_.data() + count_; }
+  int size() const { return count_; }
+
+ private:
+  static constexpr int kMost = 6;
+  std::array<Candidate, kMost> all_{};
+  int count_ = 0;
 };
 
 }  // namespace cutlass_kernels

@@ -84,24 +84,21 @@ bool wastes_tile_indices(const AttentionParams& params, int tile_rows) {
   return indices_by_length(params, tile_rows) > 4 * indices_in_order(params, tile_rows);
 }
 
-bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device) {
-  const std::int64_t tiles = indices_in_order(params, tile.rows);
+ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile,
+                 const Device& device) {
+  const auto always = [](bool pays) { return pays ? ListUse::kAlways : ListUse::kNever; };
   if (params.stats != nullptr) {  // keys are not split: only far more thread blocks count
-    return !kernel.is_persistent && indices_by_length(params, tile.rows) > 64 * tiles;
+    return always(!kernel.is_persistent &&
+                  indices_by_length(params, tile.rows) > 64 * indices_in_order(params, tile.rows));
   }
   const bool wastes = wastes_tile_indices(params, tile.rows);
-  if (wastes && !kernel.is_persistent) return true;
-  if (tile.packed_heads == 0) return false;
-  if (tile.has_shares && split_rule(params, tile, TileSource::kList, device).shares > 0) return true;
-  if (params.batch_size > kMostSearchedRequests) {
-    return split_rule(params, tile, TileSource::kList, device).most_splits > 1;
-  }
-  if (!wastes && tile.splits_without_list) return false;
-  // Short splits save less than a list takes.
-  TileShape usual = tile;
-  usual.least_split_keys_of_few = 0;
-  const SplitRule rule = split_rule(params, usual, TileSource::kList, device);
-  return rule.most_splits > 1 && items_for(rule, tiles) >= 2 * tiles;
+  if (wastes && !kernel.is_persistent) return ListUse::kAlways;
+  const bool needs_none = !wastes && tile.splits_without_list && params.batch_size <= kMostSearchedRequests;
+  if (tile.packed_heads == 0 || (needs_none && !tile.has_shares)) return ListUse::kNever;
+  const SplitRule rule = split_rule(params, tile, TileSource::kList, device);
+  if (rule.shares > 0) return ListUse::kAlways;
+  if (params.batch_size > kMostSearchedRequests) return always(rule.most_splits > 1);
+  return rule.most_splits > 1 && !needs_none ? ListUse::kIfFaster : ListUse::kNever;
 }
 
 }  // namespace cutlass_kernels

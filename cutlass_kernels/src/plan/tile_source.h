@@ -10,7 +10,7 @@ struct Device;
 struct KernelEntry;
 
 /// The source of tiles for `tile` of `kernel`, and whether a list is needed. Of a batch without a list, a list may
-/// still be faster: list_pays().
+/// still be faster: list_use().
 TileSource tile_source(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile);
 
 /// Tile indices per head where keys are not split. Some may map to no tile.
@@ -24,8 +24,12 @@ bool wastes_tile_indices(const AttentionParams& params, int tile_rows);
 /// alone.
 constexpr int kMostSearchedRequests = 1024;
 
-/// Whether a batch that needs no list is faster with one: where most tile indices map to no tile, each a thread block
-/// of a kernel that is not persistent, or where keys are worth splitting, which they cannot be without a list.
-bool list_pays(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device);
+/// Whether a batch that needs no list gets one.
+enum class ListUse {
+  kNever,
+  kIfFaster,  ///< where it lets keys be split (estimate.h)
+  kAlways,    ///< most tile indices map to no tile, each a thread block; or requests get even shares
+};
+ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device);
 
 }  // namespace cutlass_kernels

@@ -15,8 +15,8 @@ struct Device;
 /// What a kernel unit provides. The registry fills `info` from the unit's row in instances.cmake.
 struct KernelEntry {
   KernelInfo info;
-  /// The tile this kernel uses for the problem on a device: a pure function of sizes, options and device facts.
-  TileShape (*tile)(const AttentionParams& params, const Device& device) = nullptr;
+  /// The tiles that this kernel may use for the problem on a device: a pure function of sizes, options and facts.
+  Candidates (*candidates)(const AttentionParams& params, const Device& device) = nullptr;
   /// Enqueues the kernel; params are validated and params.plan is complete.
   Status (*launch)(const LaunchParams& params, cudaStream_t stream) = nullptr;
   /// Why this kernel cannot take tensors of such strides and sizes, which fit its KernelInfo; empty if it can. Null

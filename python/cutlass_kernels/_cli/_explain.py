@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -31,12 +32,15 @@ def command(
     feature: Annotated[
         list[str] | None, typer.Option("--feature", "-f", help="Repeat or separate by commas; --features lists them.")
     ] = None,
+    batch_size: Annotated[int, typer.Option(help="Requests, if there is a --qo-len.")] = 1,
+    qo_len: Annotated[int | None, typer.Option(help="Query rows of each: compares the tiles that may do.")] = None,
+    kv_len: Annotated[int | None, typer.Option(help="Keys of each. Default: as many as rows.")] = None,
     list_features: Annotated[bool, typer.Option("--features", help="Print what features there are.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say which backend would compute an attention, and why not the others.
+    """Say which backend would compute an attention, in which tiles, and why not the others.
 
-    Example: python -m cutlass_kernels explain --cc 90 --dtype bf16 --kv-heads 8 -f causal,window
+    Example: python -m cutlass_kernels explain --cc 90 --dtype bf16 --kv-heads 8 -f causal,window --qo-len 512 --kv-len 8192
     """
     if list_features:
         for name, meaning in _request.FEATURES.items():
@@ -55,6 +59,9 @@ def command(
             head_dim_qk=head_dim,
             head_dim_vo=head_dim_vo,
             features=features,
+            batch_size=batch_size,
+            qo_len=qo_len,
+            kv_len=kv_len,
         )
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error).replace("compute_capability", "--compute-capability")) from None
@@ -65,6 +72,7 @@ def command(
                     "request": str(explained.request),
                     "selected": explained.selected,
                     "reasons": explained.reasons,
+                    "candidates": [asdict(candidate) for candidate in explained.candidates],
                     "environment": _select.environment.shown(),
                 },
                 indent=2,
@@ -82,8 +90,9 @@ def command(
         else:
             mark = "[yellow]cannot serve[/]" if against else "can serve"
         console.print(f"  {backend}: {mark}", highlight=False)
-        for reason in against:
-            console.print(f"    - {escape(reason)}", highlight=False)
+        lines = [str(c) for c in explained.candidates] if backend == explained.selected else against
+        for line in lines:
+            console.print(f"    - {escape(line)}", highlight=False)
     if explained.selected in _select.KERNEL_BACKENDS and not has_machine_code(explained.request.compute_capability):
         console.print(
             "This build has no machine code for such a GPU: at the first use, the driver compiles PTX, for minutes, "

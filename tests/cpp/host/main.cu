@@ -407,7 +407,6 @@ void check_promised_sizes_of_parts() {
 
 }  // namespace
 
-// --idle-sms: tells which choices of tiles leave SMs of which devices idle.
 /// Calls that split keys by other rules share no schedule, even where both rules need as much memory.
 void check_shared_schedules() {
   ck::Device device;
@@ -431,8 +430,8 @@ void check_shared_schedules() {
   }
 }
 
-int main(int count, char** given) {
-  check_idle_sms(count > 1 && std::string(given[1]) == "--idle-sms");
+int main() {
+  check_choices();
   check_planned_calls();
   check_refusals();
   check_tiles_of_lists();

@@ -1,10 +1,8 @@
 // Checks of what plans decide on devices that nobody here has.
 #pragma once
 
-/// FAILED where a tile that fa2 chooses leaves more than a third of the SMs' time idle although another would not, or
-/// where one that fa3 chooses takes a seventh longer than another (idle_sms.cu). With `print`, tells of each such
-/// choice, and of each device.
-void check_idle_sms(bool print);
+/// FAILED where a tile is taken that a simulation of thread blocks finds a fifth slower than another (choices.cu).
+void check_choices();
 
 /// FAILED where the tiles that a device finds, or their splits, have no room in a list (list_room.cu).
 void check_room_of_lists();

@@ -83,8 +83,8 @@ ck::AttentionParams any_problem(Random& random) {
 /// Tiles as a kernel's table chooses them, compiled here and so under this program's sanitizer.
 template <int HeadDim>
 void choose_tiles(const ck::AttentionParams& params, const ck::Device& device) {
-  ck::fa2::tile_shape<HeadDim, ck::fa2::AmpereTiles::kEverywhere>(params, device);
-  ck::fa3::tile_shape<HeadDim, HeadDim>(params, device);
+  ck::fa2::candidates<HeadDim, ck::fa2::AmpereTiles::kEverywhere>(params, device);
+  ck::fa3::candidates<HeadDim, HeadDim>(params, device);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ bool fits(const Device& device) {
 }
 
 template <class Tile>
-TileShape shape_of(const AttentionParams& params, TileKind kind) {
+Candidates only(const char* name, const AttentionParams& params, TileKind kind) {
   const int heads = packed_heads(params, Tile::kBlockM);
   TileShape shape{Tile::kBlockM / heads, kind, heads, 1};
   const bool decode = decodes(params);
@@ -33,14 +33,14 @@ TileShape shape_of(const AttentionParams& params, TileKind kind) {
   shape.combined_splits = 8;
   // Where requests have splits of their own, those of a list have tiles of any number.
   shape.splits_without_list = decode || !params.batch_invariant;
-  return shape;
+  return {{name, shape, {}}};
 }
 
-inline TileShape tile_shape(const AttentionParams& params, const Device& device) {
-  if (decodes(params) && fits<Few>(device)) return shape_of<Few>(params, kFew);
+inline Candidates candidates(const AttentionParams& params, const Device& device) {
+  if (decodes(params) && fits<Few>(device)) return only<Few>("few", params, kFew);
   const bool some = decodes(params) ||
                     (!is_alone(params) && params.total_q * params.num_qo_heads <= Some::kBlockM * params.batch_size);
-  return some || !fits<Many>(device) ? shape_of<Some>(params, kSome) : shape_of<Many>(params, kMany);
+  return some || !fits<Many>(device) ? only<Some>("some", params, kSome) : only<Many>("many", params, kMany);
 }
 
 template <class Element, class Kv, class Tile>
@@ -64,9 +64,9 @@ Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   return fa2::enqueue_kernel(facts, params, stream, &allowed);
 }
 
-inline TileShape fp8_tile_shape(const AttentionParams& params, const Device& device) {
-  return decodes(params) && fits<FewFp8Small>(device) ? shape_of<FewFp8Small>(params, kFew)
-                                                      : shape_of<SomeFp8>(params, kSome);
+inline Candidates fp8_candidates(const AttentionParams& params, const Device& device) {
+  return decodes(params) && fits<FewFp8Small>(device) ? only<FewFp8Small>("few", params, kFew)
+                                                      : only<SomeFp8>("some", params, kSome);
 }
 
 // The tiles for devices that lack the shared memory of the others, in a unit of their own
@@ -110,7 +110,7 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
 template <class Element, class Kv, AmpereTiles kAmpere>
 KernelEntry kernel_entry() {
   KernelEntry entry;
-  entry.tile = std::is_same_v<Element, Kv> ? &tile_shape : &fp8_tile_shape;
+  entry.candidates = std::is_same_v<Element, Kv> ? &candidates : &fp8_candidates;
   entry.refusal = &common_refusal;
   entry.reads_rope = true;
   entry.launch = &launch<Element, Kv, kAmpere>;

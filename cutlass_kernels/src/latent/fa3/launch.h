@@ -9,10 +9,10 @@
 
 namespace cutlass_kernels::mla {
 
-inline TileShape tile_shape(const AttentionParams& params, const Device&) {
+inline Candidates candidates(const AttentionParams& params, const Device&) {
   TileShape shape = fa3::packed_tile_shape<Tile>(params, packed_heads(params, fa3::kWarpgroupRows));
   shape.has_shares = true;
-  return shape;
+  return {{"packed", shape, {}}};
 }
 
 // The latent columns as k_map and q_map, those of the position as the maps that load.h names.
