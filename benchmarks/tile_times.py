@@ -2,6 +2,7 @@
 
     python benchmarks/tile_times.py measure tiles.json --backend fa3 --head-dims 64,128,256 --seconds 60
     python benchmarks/tile_times.py fit tiles.json [more.json ...]   # needs scipy, no GPU
+    python benchmarks/tile_times.py sample tests/backends/tile_times.json tiles.json [more.json ...]
 
 ``measure`` forces each candidate in turn, in CUDA graphs that are replayed in an order drawn anew. ``fit`` prints, for
 each tile, the `TileTime` of ``cutlass_kernels/src/*/config.h``, and the constants of ``src/plan/estimate.cpp``: those
@@ -25,7 +26,7 @@ REQUESTS = [1, 1, 1, 2, 3, 4, 8, 16, 32]
 MOST_FLOP, MOST_KEY_BYTES = 4e11, 6e8
 MULTIPROCESSORS = 132  # constants are those of an H200
 CONSTANTS = ["kCall", "kCombine", "kList", "kTraffic (bytes per us and SM)", "kAlone"]
-FIRST_GUESS = [2.5, 3.0, 12.0, 3e4, 2 / 3]
+FIRST_GUESS = [2.5, 3.0, 12.0, 3e4, 2.0]  # of kAlone, what it is to the rest of 1
 
 
 def random_problem(dice: random.Random, head_dims: list[int]) -> dict[str, Any] | None:
@@ -44,7 +45,8 @@ def measure(args: argparse.Namespace) -> None:
     import torch
 
     import cutlass_kernels as ck
-    from cutlass_kernels import _C
+
+    _C: Any = ck._native._C
 
     dtype = getattr(torch, args.dtype)
     dice, found = random.Random(args.seed), []
@@ -60,7 +62,7 @@ def measure(args: argparse.Namespace) -> None:
         starts = torch.arange(n + 1, device="cuda", dtype=torch.int32)
         how: dict[str, Any] = dict(cu_seqlens_k=starts * p["keys"])
         if args.page_size:
-            p["keys"] = p["keys"] // args.page_size * args.page_size
+            p["keys"] = max(p["keys"] // args.page_size, 1) * args.page_size
             table = torch.arange(n * p["keys"] // args.page_size, device="cuda", dtype=torch.int32).reshape(n, -1)
             k = k[: table.numel() * args.page_size].reshape(-1, args.page_size, *k.shape[1:])
             v = v[: table.numel() * args.page_size].reshape(-1, args.page_size, *v.shape[1:])
@@ -72,7 +74,7 @@ def measure(args: argparse.Namespace) -> None:
         _C.prefer_tile("")
         facts = _C.candidates(
             args.backend, args.dtype, args.dtype, p["heads"], p["kv_heads"], dim, dim_vo, n, n * p["rows"],
-            n * p["keys"], p["causal"], args.page_size, 90, MULTIPROCESSORS, args.alibi,
+            n * p["keys"], p["causal"], args.page_size, 90, MULTIPROCESSORS, args.alibi, has_offsets=True,
         )  # fmt: skip
         # Of a tile with and without a list, the one that is estimated to be faster is what runs.
         best = {f["name"]: f for f in sorted(facts, key=lambda f: -f["us"])}
@@ -154,8 +156,7 @@ def fit(args: argparse.Namespace) -> None:
         error = (logs - np.log(measured)) / 0.05
         return float(lost.mean() + 0.0025 * np.mean(np.sqrt(1 + error**2) - 1))
 
-    guess = [*FIRST_GUESS[:4], 2.0]
-    p = np.log([*[3.0] * count, *[0.02] * count, *guess])
+    p = np.log([*[3.0] * count, *[0.02] * count, *FIRST_GUESS])
     p = least_squares(lambda p: np.log(estimate(p) / measured), p, loss="soft_l1", f_scale=0.05, max_nfev=100).x
     p = minimize(loss, p, method="L-BFGS-B", options={"maxiter": args.steps, "maxfun": 10**6}).x
     for i, tile in enumerate(tiles):
@@ -174,6 +175,23 @@ def fit(args: argparse.Namespace) -> None:
             f"mean, {np.quantile(lost, 0.95):.3f} at 95 %, {lost.max():.2f} at most"
         )
     print(f"estimates differ from measured times by {np.median(abs(np.log(estimates / measured))):.1%} in the median")
+
+
+def sample(args: argparse.Namespace) -> None:
+    """A few problems of each kind, one per line: what a test compares choices with."""
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for file in args.files:
+        for p in json.loads(Path(file).read_text()):
+            if len(p["tiles"]) > 1:
+                kind = tuple(p[name] for name in ("backend", "dtype", "dim", "dim_vo", "page_size", "alibi"))
+                kinds.setdefault(kind, []).append(p)
+    lines = []
+    for _, problems in sorted(kinds.items()):
+        for p in random.Random(7).sample(problems, min(args.count, len(problems))):
+            times = {tile["name"]: round(tile["measured"], 1) for tile in p.pop("tiles")}
+            del p["taken"]
+            lines.append(json.dumps(p | {"us": times}, separators=(",", ":")))
+    Path(args.out).write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def row_of(problem: int, p: dict[str, Any], tile: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +237,11 @@ def main() -> None:
     fitting.add_argument("files", nargs="+")
     fitting.add_argument("--steps", type=int, default=80)
     fitting.set_defaults(run=fit)
+    sampling = commands.add_parser("sample")
+    sampling.add_argument("out")
+    sampling.add_argument("files", nargs="+")
+    sampling.add_argument("--count", type=int, default=16)
+    sampling.set_defaults(run=sample)
     args = parser.parse_args()
     args.run(args)
 

@@ -94,6 +94,7 @@ py::tuple plan_batch(const std::string& backend, py::object request, py::object 
   raise_unless_ok(current_device(&device));
   PlanOptions options;
   options.masked_later = true;
+  options.schedule_is_kept = true;
   if (room > 0) options.partial_bytes = std::clamp(room, kLeastPartialBytes, kMostPartialBytes);
   raise_unless_ok(make_plan(planned, plan->backend, device, options, &plan->state));
   const WorkspaceLayout& layout = plan->state.layout;

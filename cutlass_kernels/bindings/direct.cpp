@@ -353,6 +353,7 @@ Status launch_once(const Torch& torch, const AttentionParams& params, Backend ba
   const CurrentDevice current(device_index);
   PlanOptions options;
   options.call_counters = true;
+  options.schedule_is_kept = schedule != nullptr;
   CallPlan plan;
   if (Status status = plan_once(params, backend, options, &plan); !status.ok()) return status;
   if (plan.is_empty()) return Status::success();

@@ -24,7 +24,6 @@
 #include "registry/is_decode.h"
 #include "registry/registry.h"
 #include "registry/validate.h"
-#include "schedule/write_list.h"
 
 namespace py = pybind11;
 using namespace cutlass_kernels;
@@ -93,6 +92,16 @@ AttentionParams sizes(const std::string& q_dtype, const std::string& kv_dtype, c
 void set_general(AttentionParams& params, bool general) {
   static const float factor = 1.0f;
   params.logits_scale.data = general ? &factor : nullptr;
+}
+
+/// A GPU of this compute capability, with the shared memory that those have.
+Device like_device(int compute_capability, int multiprocessors) {
+  Device device = compute_capability / 10 == 8 ? kA100 : kH200;
+  device.compute_capability = compute_capability;
+  device.multiprocessors = multiprocessors;
+  const bool has_little = compute_capability == 86 || compute_capability == 89 || compute_capability / 10 == 12;
+  if (has_little) device.shared_memory_per_block = 99 << 10;
+  return device;
 }
 
 /// A tensor's name and its strides of a token and of a head, in elements.
@@ -184,49 +193,59 @@ PYBIND11_MODULE(_C, m) {
       "candidates",
       [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype, int num_qo_heads,
          int num_kv_heads, int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q,
-         std::int64_t total_kv, bool causal, int page_size, int compute_capability, int multiprocessors, bool general) {
+         std::int64_t total_kv, bool causal, int page_size, int compute_capability, int multiprocessors, bool general,
+         bool has_offsets, bool soft_cap, bool stats) {
         AttentionParams params = sizes(q_dtype, kv_dtype, q_dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo,
                                        batch_size, total_q);
-        static const std::int32_t index = 0;  // never read
-        if (batch_size > 1) params.qo_indptr = params.kv_indptr = &index;
-        params.max_qo_len = int((total_q + batch_size - 1) / batch_size);
+        static std::int32_t index = 0;  // never read
+        static float number = 0.0f;
+        if (batch_size > 1 || has_offsets) params.qo_indptr = params.kv_indptr = &index;
         params.total_kv = total_kv;
-        params.max_kv_len = std::int32_t((total_kv + batch_size - 1) / batch_size);
         params.causal = causal;
         params.pages.page_size = page_size;
+        params.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
+        params.stats = stats ? &number : nullptr;
         set_general(params, general);
+        std::string text = contradiction(params, /*with_tensors=*/false);
+        if (!text.empty()) throw py::value_error(text);
+        const auto of_request = [&](std::int64_t all) {
+          return std::int32_t(
+              std::min<std::int64_t>((all + batch_size - 1) / batch_size, std::numeric_limits<std::int32_t>::max()));
+        };
+        params.max_qo_len = of_request(total_q);
+        params.max_kv_len = of_request(total_kv);
         std::vector<std::string> reasons;
         const KernelEntry* entry = choose(backend_of(backend), params, compute_capability, &reasons);
-        std::string text;
         for (const std::string& reason : reasons) text += reason + " ";
         if (entry == nullptr) throw std::runtime_error(text);
-        Device device = compute_capability / 10 == 8 ? kA100 : kH200;
-        device.compute_capability = compute_capability;
-        device.multiprocessors = multiprocessors;
         std::vector<Choice> all;
-        const Choice best = fastest(*entry, params, device, &all);
+        const Choice best = fastest(*entry, params, like_device(compute_capability, multiprocessors),
+                                    /*schedule_is_kept=*/false, &all);
         py::list found;
         for (const Choice& choice : all) {
+          const TileShape& tile = choice.candidate.shape;
           py::dict row;
           row["name"] = choice.candidate.name;
-          row["rows"] = choice.candidate.shape.rows;
-          row["packed_heads"] = choice.candidate.shape.packed_heads;
-          row["blocks_per_sm"] = choice.candidate.shape.blocks_per_sm;
-          row["blocks_per_tile"] = choice.candidate.shape.blocks_per_tile;
+          row["rows"] = tile.rows;
+          row["packed_heads"] = tile.packed_heads;
+          row["blocks_per_sm"] = tile.blocks_per_sm;
+          row["blocks_per_tile"] = tile.blocks_per_tile;
           row["list"] = choice.source == TileSource::kList;
           row["splits"] = choice.splits;
           row["combines"] = choice.combines;
-          row["us"] = choice.time;
-          row["taken"] = choice.time == best.time;
+          row["us"] = choice.candidate.time.per_key > 0 ? py::object(py::float_(choice.time)) : py::object(py::none());
+          row["taken"] = choice.candidate.name == best.candidate.name && choice.source == best.source;
           found.append(row);
         }
         return found;
       },
-      "The tiles that may compute requests of equal lengths, their estimated times, and which is taken.",
+      "The tiles that may compute requests of equal lengths, their estimated times (None of one beside which there is "
+      "no other), and which is taken.",
       py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"),
       py::arg("head_dim_qk"), py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"), py::arg("total_kv"),
       py::arg("causal"), py::arg("page_size"), py::arg("compute_capability"), py::arg("multiprocessors"),
-      py::arg("general") = false);
+      py::arg("general") = false, py::arg("has_offsets") = false, py::arg("soft_cap") = false,
+      py::arg("stats") = false);
   m.def(
       "prefer_tile", &prefer_tile,
       "From now on, takes the tile of this name wherever it may compute a problem; \"\": the fastest. For measurements "

@@ -42,13 +42,18 @@ std::size_t workspace_size(const AttentionParams& given, Backend backend) {
     params.qo_indptr = &unknown;
   }
   std::size_t most = 0;
+  PlanOptions options;
+  options.is_logged = false;
   for (const Device& device : sized_devices()) {
     // Strides, which may not be known yet, can lead to any backend.
     for (const BackendName& candidate : backends()) {
       if (backend != Backend::kAuto && backend != candidate.backend) continue;
-      CallPlan plan;
-      if (!plan_call(params, candidate.backend, device, {}, &plan).ok()) continue;
-      most = std::max(most, plan.workspace_bytes());
+      for (const bool is_kept : {false, true}) {  // attention(), and a Plan
+        options.schedule_is_kept = is_kept;
+        CallPlan plan;
+        if (!plan_call(params, candidate.backend, device, options, &plan).ok()) continue;
+        most = std::max(most, plan.workspace_bytes());
+      }
     }
   }
   return most;
@@ -80,7 +85,9 @@ Status make_plan(const AttentionParams& params, Plan* plan, Backend backend) {
   if (!fault.empty()) return Status::invalid(std::move(fault));
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  return make_plan(params, backend, device, {}, PlanAccess::state(plan));
+  PlanOptions options;
+  options.schedule_is_kept = true;
+  return make_plan(params, backend, device, options, PlanAccess::state(plan));
 }
 
 Status make_schedule(const Plan& plan, const AttentionParams& params, void* workspace, std::size_t workspace_bytes,

@@ -9,7 +9,7 @@ import torch
 
 from . import _args, _hints, _kernels
 from ._problem import FP8_DTYPES
-from ._request import FEATURES, Layout, Request, is_ordinary
+from ._request import FEATURES, ROW_FEATURES, Layout, Request, feature_of_rows, is_ordinary
 from ._request import compute_capability as _capability_of
 from ._select import BACKENDS, KERNEL_BACKENDS, preferred, reasons, why_first
 
@@ -23,16 +23,18 @@ class Candidate:
 
     name: str
     splits: int
-    """Parts that the keys of a request come in."""
+    """KV splits of a tile."""
     has_list: bool
     """Whether a kernel writes a list of tiles first."""
-    microseconds: float
+    microseconds: float | None
+    """On an H200, or on as many of its SMs as the device has; None of a tile beside which there is no other."""
     taken: bool
 
     def __str__(self) -> str:
         how = f" in {self.splits} splits" if self.splits > 1 else ""
         how += " by a list" if self.has_list else ""
-        return f"{self.name}{how}: {self.microseconds:.1f} us{', taken' if self.taken else ''}"
+        time = "" if self.microseconds is None else f": {self.microseconds:.1f} us"
+        return f"{self.name}{how}{time}{', taken' if self.taken else ''}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def explain(
     head_dim_qk: int | None = None,
     head_dim_vo: int | None = None,
     features: Iterable[str] = (),
-    batch_size: int = 1,
+    batch_size: int | None = None,
     qo_len: int | None = None,
     kv_len: int | None = None,
 ) -> Explanation:
@@ -98,8 +100,9 @@ def explain(
             "unaligned", "unsized", "fp8_copies", "separate_rope", "separate_values". Of "short_queries",
             "fp8_few_rows" and "fp8_some_rows" a batch has one at most: decode, or of fp8 keys below 16-bit queries up
             to 32, 128 and 1024 rows times heads per key head.
-        batch_size, qo_len, kv_len: requests and the tokens of each: the tiles that may compute them are then compared.
-            Default: none, and ``kv_len = qo_len``.
+        batch_size, qo_len, kv_len: requests and the tokens of each: the tiles that may compute them are then compared,
+            without a window and in pages of 16 tokens. Few rows imply "short_queries", "fp8_few_rows" or
+            "fp8_some_rows". Default: no lengths; with a ``qo_len`` one request, and ``kv_len = qo_len``.
 
     Returns:
         An object with ``selected``, ``reasons`` (backend to list of sentences), ``candidates`` (tiles and their
@@ -154,21 +157,37 @@ def explain(
         wanted,
         layout,
     )
+    lengths = _lengths(batch_size, qo_len, kv_len)
+    if lengths is not None:
+        requests, rows, _ = lengths
+        dims = (request.head_dim_qk, request.head_dim_vo)
+        of_rows = feature_of_rows(q_type, kv_type, requests * rows, requests, qo_heads // kv_heads, dims)
+        request = request._replace(features=(wanted - ROW_FEATURES) | ({of_rows} - {""}))
     against = {backend: reasons(backend, request) for backend in BACKENDS}
     selected = next((b for b in preferred(request) if not against[b]), None)
-    if qo_len is None or selected not in KERNEL_BACKENDS:
+    if lengths is None or selected not in KERNEL_BACKENDS:
         return Explanation(request, selected, against)
-    rows = _args.integer("qo_len", qo_len)
-    keys = rows if kv_len is None else _args.integer("kv_len", kv_len)
-    requests = _args.integer("batch_size", batch_size)
-    for name, value in (("qo_len", rows), ("kv_len", keys), ("batch_size", requests)):
-        if value < 1:
-            raise ValueError(f"{name}={value} is not positive: pass the tokens of a request, and their number.")
-    return Explanation(request, selected, against, _candidates(selected, request, requests, rows, keys, where))
+    return Explanation(request, selected, against, _candidates(selected, request, lengths, where))
+
+
+def _lengths(batch_size: int | None, qo_len: int | None, kv_len: int | None) -> tuple[int, int, int] | None:
+    """Requests, and the rows and keys of each."""
+    if qo_len is None:
+        if kv_len is None and batch_size is None:
+            return None
+        raise ValueError("kv_len and batch_size say nothing without qo_len: pass the query tokens of a request, too.")
+    given = {"batch_size": 1 if batch_size is None else batch_size, "qo_len": qo_len}
+    given["kv_len"] = qo_len if kv_len is None else kv_len
+    numbers = [_args.integer(name, value) for name, value in given.items()]
+    for name, number in zip(given, numbers, strict=True):
+        if not 1 <= number < 1 << 31:
+            raise ValueError(f"{name}={number} is not a number of 1 to 2**31 - 1.")
+    requests, rows, keys = numbers
+    return requests, rows, keys
 
 
 def _candidates(
-    backend: str, request: Request, requests: int, rows: int, keys: int, device: torch.device
+    backend: str, request: Request, lengths: tuple[int, int, int], device: torch.device
 ) -> tuple[Candidate, ...]:
     capability = request.compute_capability
     assert capability is not None
@@ -176,5 +195,5 @@ def _candidates(
         sms = torch.cuda.get_device_properties(device).multi_processor_count
     else:
         sms = SMS_OF_HOPPER if capability >= 90 else SMS_OF_AMPERE
-    found = _kernels.candidates(backend, request, requests, rows, keys, sms)
+    found = _kernels.candidates(backend, request, *lengths, sms)
     return tuple(Candidate(c["name"], c["splits"], c["list"], c["us"], c["taken"]) for c in found)

@@ -139,23 +139,28 @@ def candidates(
     if not reads_as_is(backend, request):
         request = _half_precision.prepared_request(request) or request
     features = request.features
-    found: list[dict[str, Any]] = _native._C.candidates(
-        backend,
-        _DTYPE_NAMES[request.q_dtype],
-        _DTYPE_NAMES[request.kv_dtype],
-        request.num_qo_heads,
-        request.num_kv_heads,
-        request.head_dim_qk,
-        request.head_dim_vo,
-        requests,
-        requests * rows,
-        requests * keys,
-        "causal" in features,
-        16 if "paged" in features else 0,
-        request.compute_capability,
-        multiprocessors,
-        not features.isdisjoint(("custom_mask", "multi_item", "alibi", "stats", "head_scale", "tensor_scale")),
-    )
+    try:
+        found: list[dict[str, Any]] = _native._C.candidates(
+            backend,
+            _DTYPE_NAMES[request.q_dtype],
+            _DTYPE_NAMES[request.kv_dtype],
+            request.num_qo_heads,
+            request.num_kv_heads,
+            request.head_dim_qk,
+            request.head_dim_vo,
+            requests,
+            requests * rows,
+            requests * keys,
+            "causal" in features,
+            16 if "paged" in features else 0,
+            request.compute_capability,
+            multiprocessors,
+            not features.isdisjoint(("custom_mask", "multi_item", "alibi", "stats", "head_scale", "tensor_scale")),
+            soft_cap="soft_cap" in features,
+            stats="stats" in features,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"{requests} requests of {rows} rows and {keys} keys are no call: {error}") from None
     return found
 
 

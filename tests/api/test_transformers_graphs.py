@@ -57,6 +57,7 @@ def test_captured_step(target, side):
         return model(token, **{CACHE: cache}, use_cache=True, **mask).logits[:, -1]
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)

@@ -171,6 +171,7 @@ struct SplitParams {
   std::int32_t num_splits = 0;
 };
 
+/// Where queries, keys, values and results lie.
 struct TensorParams {
   ConstTensorView q;  ///< [total_q, num_qo_heads, head_dim_qk]
   ConstTensorView k;  ///< [total_kv, num_kv_heads, head_dim_qk]
@@ -186,6 +187,7 @@ struct TensorParams {
   std::int64_t lse_stride_head = 0;
 };
 
+/// Which keys a row sees.
 struct MaskParams {
   bool causal = false;
   std::int32_t window_left = -1;   ///< negative: no window

@@ -42,7 +42,7 @@ struct Params {
   SlotMap slots;
 };
 
-template <class In, class Out, int kCount>
+template <class In, CacheType kType, int kCount>
 __global__ void __launch_bounds__(kThreads, 4) append_kernel(const __grid_constant__ Params p) {
   const int team = 1 << p.log2_team;
   const int teams = kThreads >> p.log2_team;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 4) append_kernel(const __grid_consta
       const std::int64_t to = part.to.entry_at(p.slots.place_of(slots[i]), head) + column;
       float x[kCount];
       loaded[i].widen(x);
-      store_divided<Out, kCount>(x, part.to.data + to * Out::kBytes, divide);
+      part.to.store_divided<In, kType>(x, to, divide);
     }
   }
 }
@@ -81,12 +81,12 @@ Part make_part(const ConstTensorView& from, const CachePart& to) {
 }
 
 // Whether units of 8 elements lie at multiples of their size.
-bool is_aligned(const Part& part, int head_dim, int out_bytes) {
+bool is_aligned(const Part& part, int head_dim) {
   return (part.from_token | part.from_head | head_dim) % 8 == 0 &&
-         reinterpret_cast<std::uintptr_t>(part.from) % 16 == 0 && part.to.is_aligned(out_bytes);
+         reinterpret_cast<std::uintptr_t>(part.from) % 16 == 0 && part.to.is_aligned();
 }
 
-template <class In, class Out, int kCount>
+template <class In, CacheType kType, int kCount>
 cudaError_t launch(Params& p, const AppendBySlotParams& params, cudaStream_t stream) {
   const int k_units = params.head_dim_qk / kCount, v_units = params.head_dim_vo / kCount;
   p.parts[0].units_of_head = FastDivisor(unsigned(k_units));
@@ -100,25 +100,21 @@ cudaError_t launch(Params& p, const AppendBySlotParams& params, cudaStream_t str
   config.gridDim = dim3(unsigned((p.num_tokens + tokens_of_block - 1) / tokens_of_block));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, &append_kernel<In, Out, kCount>, p);
-}
-
-template <class In, class Out>
-cudaError_t launch_aligned(Params& p, const AppendBySlotParams& params, cudaStream_t stream) {
-  const bool aligned = is_aligned(p.parts[0], params.head_dim_qk, Out::kBytes) &&
-                       is_aligned(p.parts[1], params.head_dim_vo, Out::kBytes);
-  return aligned ? launch<In, Out, 8>(p, params, stream) : launch<In, Out, 1>(p, params, stream);
+  return cudaLaunchKernelEx(&config, &append_kernel<In, kType, kCount>, p);
 }
 
 template <class In>
 cudaError_t launch_to(Params& p, const AppendBySlotParams& params, cudaStream_t stream) {
+  if (!is_aligned(p.parts[0], params.head_dim_qk) || !is_aligned(p.parts[1], params.head_dim_vo)) {
+    return launch<In, CacheType::kAny, 1>(p, params, stream);
+  }
   switch (params.cache_dtype) {
     case DType::kFloat8E4M3:
-      return launch_aligned<In, e4m3>(p, params, stream);
+      return launch<In, CacheType::kE4M3, 8>(p, params, stream);
     case DType::kFloat8E5M2:
-      return launch_aligned<In, e5m2>(p, params, stream);
+      return launch<In, CacheType::kE5M2, 8>(p, params, stream);
     default:
-      return launch_aligned<In, In>(p, params, stream);
+      return launch<In, CacheType::kSame, 8>(p, params, stream);
   }
 }
 
@@ -161,8 +157,10 @@ Status append_paged_kv_cache_by_slot(const AppendBySlotParams& params, cudaStrea
   }
   if (params.num_tokens == 0 || params.num_pages == 0) return Status::success();
   Params p{};
-  p.parts[0] = make_part(params.k, {params.k_cache, params.k_stride_page, params.k_scale, params.k_scales});
-  p.parts[1] = make_part(params.v, {params.v_cache, params.v_stride_page, params.v_scale, params.v_scales});
+  p.parts[0] =
+      make_part(params.k, {params.k_cache, params.cache_dtype, params.k_stride_page, params.k_scale, params.k_scales});
+  p.parts[1] =
+      make_part(params.v, {params.v_cache, params.cache_dtype, params.v_stride_page, params.v_scale, params.v_scales});
   p.num_tokens = params.num_tokens;
   p.slots = SlotMap(params);
   const cudaError_t error =

@@ -80,16 +80,6 @@ __device__ void load_table(const char* from, float (&x)[kCount]) {
   }
 }
 
-template <class In, int kCount>
-__device__ void store_unit(const float (&x)[kCount], char* to) {
-  if constexpr (kCount == 1) {
-    const typename In::Pair pair = In::encode(x[0], x[0]);
-    std::memcpy(to, &pair, 2);
-  } else {
-    store<In, kCount>(x, to);
-  }
-}
-
 // Both units of an item, as fp32. Results may lie where they come from: loads are not from the read-only cache.
 template <class In, int kCount>
 struct Item {
@@ -130,7 +120,7 @@ struct Item {
 enum class PairOrder { kHalves, kInterleaved, kAtRunTime };
 struct AnyTable {};
 
-template <class In, class Table, class Out, PairOrder kOrder, int kCount>
+template <class In, class Table, CacheType kType, PairOrder kOrder, int kCount>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ Params p) {
   const std::int64_t token = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) >> p.log2_team;
   if (token >= p.num_tokens) return;
@@ -180,9 +170,9 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
     if (part.cache.data != nullptr && slot >= 0) {
       x.round();
       const Divisor divide = part.cache.divisor_of(head);
-      char* to = part.cache.data + part.cache.entry_at(p.slots.place_of(slot), head) * Out::kBytes;
-      store_divided<Out, kCount>(x.a, to + first * Out::kBytes, divide);
-      store_divided<Out, kCount>(x.b, to + second * Out::kBytes, divide);
+      const std::int64_t to = part.cache.entry_at(p.slots.place_of(slot), head);
+      part.cache.store_divided<In, kType>(x.a, to + first, divide);
+      part.cache.store_divided<In, kType>(x.b, to + second, divide);
     }
   }
 }
@@ -237,11 +227,11 @@ Part make_part(const ConstTensorView& from, const TensorView& to, const CachePar
           {}};
 }
 
-bool is_aligned(const Part& part, int cache_bytes) {
+bool is_aligned(const Part& part) {
   const std::uintptr_t addresses =
       reinterpret_cast<std::uintptr_t>(part.from) | reinterpret_cast<std::uintptr_t>(part.to);
   const std::int64_t strides = part.from_token | part.from_head | part.to_token | part.to_head;
-  return strides % 8 == 0 && addresses % 16 == 0 && (part.cache.data == nullptr || part.cache.is_aligned(cache_bytes));
+  return strides % 8 == 0 && addresses % 16 == 0 && (part.cache.data == nullptr || part.cache.is_aligned());
 }
 
 // Rotated in place, other elements stay where they are.
@@ -266,7 +256,7 @@ int team_size(std::int64_t items, std::int64_t num_tokens) {
   return team;
 }
 
-template <class In, class Table, class Out, PairOrder kOrder, int kCount>
+template <class In, class Table, CacheType kType, PairOrder kOrder, int kCount>
 cudaError_t launch(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
   for (int i = 0; i < 3; ++i) {
     Part& part = p.parts[i];
@@ -285,34 +275,32 @@ cudaError_t launch(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
   config.gridDim = dim3(unsigned((p.num_tokens + tokens_of_block - 1) / tokens_of_block));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, &rope_kernel<In, Table, Out, kOrder, kCount>, p);
+  return cudaLaunchKernelEx(&config, &rope_kernel<In, Table, kType, kOrder, kCount>, p);
 }
 
-template <class In, class Out>
+template <class In, CacheType kType>
 cudaError_t launch_pairs(Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
-  bool aligned =
-      reinterpret_cast<std::uintptr_t>(p.cos_sin) % 16 == 0 && p.stride_position % 8 == 0 && p.rotary_dim % 16 == 0;
-  for (int i = 0; i < 3; ++i) {
-    aligned &= is_aligned(p.parts[i], Out::kBytes) && sizes[i].head_dim % 16 == 0;
-  }
-  if (!aligned) return launch<In, AnyTable, Out, PairOrder::kAtRunTime, 1>(p, sizes, stream);
   const auto launch_table = [&](auto table) {
     using Table = decltype(table);
-    return p.interleaved ? launch<In, Table, Out, PairOrder::kInterleaved, 8>(p, sizes, stream)
-                         : launch<In, Table, Out, PairOrder::kHalves, 8>(p, sizes, stream);
+    return p.interleaved ? launch<In, Table, kType, PairOrder::kInterleaved, 8>(p, sizes, stream)
+                         : launch<In, Table, kType, PairOrder::kHalves, 8>(p, sizes, stream);
   };
   return p.table_is_fp32 ? launch_table(fp32{}) : launch_table(In{});
 }
 
 template <class In>
 cudaError_t launch_to(DType cache_dtype, Params& p, const Sizes (&sizes)[3], cudaStream_t stream) {
+  bool aligned =
+      reinterpret_cast<std::uintptr_t>(p.cos_sin) % 16 == 0 && p.stride_position % 8 == 0 && p.rotary_dim % 16 == 0;
+  for (int i = 0; i < 3; ++i) aligned &= is_aligned(p.parts[i]) && sizes[i].head_dim % 16 == 0;
+  if (!aligned) return launch<In, AnyTable, CacheType::kAny, PairOrder::kAtRunTime, 1>(p, sizes, stream);
   switch (cache_dtype) {
     case DType::kFloat8E4M3:
-      return launch_pairs<In, e4m3>(p, sizes, stream);
+      return launch_pairs<In, CacheType::kE4M3>(p, sizes, stream);
     case DType::kFloat8E5M2:
-      return launch_pairs<In, e5m2>(p, sizes, stream);
+      return launch_pairs<In, CacheType::kE5M2>(p, sizes, stream);
     default:
-      return launch_pairs<In, In>(p, sizes, stream);
+      return launch_pairs<In, CacheType::kSame>(p, sizes, stream);
   }
 }
 
@@ -338,8 +326,8 @@ Status rotate(const RopeParams& params, const AppendBySlotParams* append, cudaSt
   p.parts[0] = make_part(params.q, params.q_out, {});
   if (append != nullptr && append->num_pages > 0) {
     p.slots = SlotMap(*append);
-    k_cache = {append->k_cache, append->k_stride_page, append->k_scale, append->k_scales};
-    v_cache = {append->v_cache, append->v_stride_page, append->v_scale, append->v_scales};
+    k_cache = {append->k_cache, append->cache_dtype, append->k_stride_page, append->k_scale, append->k_scales};
+    v_cache = {append->v_cache, append->cache_dtype, append->v_stride_page, append->v_scale, append->v_scales};
     sizes[2] = {params.num_kv_heads, append->head_dim_vo, 0};
     p.parts[2] = make_part(append->v, {}, v_cache);
   }

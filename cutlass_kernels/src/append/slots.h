@@ -19,13 +19,6 @@
 
 namespace cutlass_kernels {
 
-// Two elements of 8 bits, the first in the lower ones.
-template <class Out>
-__device__ std::uint32_t narrow(float a, float b) {
-  constexpr auto kKind = Out::kDType == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
-  return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, kKind);
-}
-
 // kCount elements of a head, as they come.
 template <class In, int kCount>
 struct Unit {
@@ -73,27 +66,32 @@ struct Divisor {
   __device__ float operator()(float x) const { return is_power_of_two ? x * factor : x / scale; }
 };
 
-// Divides numbers and stores them in the type of the cache.
-template <class Out, int kCount>
-__device__ void store_divided(float (&x)[kCount], char* to, const Divisor& divide) {
-  CUTE_UNROLL
-  for (int i = 0; i < kCount; ++i) x[i] = divide(x[i]);
-  if constexpr (Out::kBytes == 1) {
-    if constexpr (kCount == 1) {
-      *reinterpret_cast<std::uint8_t*>(to) = std::uint8_t(narrow<Out>(x[0], 0.0f));
-    } else {
-      Chunk<kCount> packed{};
-      CUTE_UNROLL
-      for (int i = 0; i < kCount; i += 2) {
-        packed.words[i / 4] |= narrow<Out>(x[i], x[i + 1]) << i % 4 * 8;
-      }
-      packed.store(to);
-    }
-  } else if constexpr (kCount == 1) {
-    const typename Out::Pair pair = Out::encode(x[0], x[0]);
+// What a kernel knows of the type of a cache: that it is the one of keys and values, or one of 8 bits, or where a
+// thread has one element, nothing. (To branch between the types of 8 bits takes 3 to 4 % longer: conversions are what
+// takes time.)
+enum class CacheType { kSame, kE4M3, kE5M2, kAny };
+
+template <class In, int kCount>
+__device__ void store_unit(const float (&x)[kCount], char* to) {
+  if constexpr (kCount == 1) {
+    const typename In::Pair pair = In::encode(x[0], x[0]);
     std::memcpy(to, &pair, 2);
   } else {
-    store<Out, kCount>(x, to);
+    store<In, kCount>(x, to);
+  }
+}
+
+template <int kCount>
+__device__ void store_narrow(const float (&x)[kCount], char* to, __nv_fp8_interpretation_t kind) {
+  if constexpr (kCount == 1) {
+    *reinterpret_cast<std::uint8_t*>(to) = __nv_cvt_float_to_fp8(x[0], __NV_SATFINITE, kind);
+  } else {
+    Chunk<kCount> packed{};
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; i += 2) {
+      packed.words[i / 4] |= __nv_cvt_float2_to_fp8x2({x[i], x[i + 1]}, __NV_SATFINITE, kind) << i % 4 * 8;
+    }
+    packed.store(to);
   }
 }
 
@@ -144,16 +142,18 @@ struct CachePart {
   float scale;
   const float* scales;  // by head, or null
   std::int32_t stride_scale;
+  DType dtype;
 
   CachePart() = default;
-  CachePart(const TensorView& cache, std::int64_t page, float factor, const DeviceScale& factors)
+  CachePart(const TensorView& cache, DType type, std::int64_t page, float factor, const DeviceScale& factors)
       : data(static_cast<char*>(cache.data)),
         stride_page(page),
         stride_token(cache.stride_token),
         stride_head(cache.stride_head),
         scale(factor),
         scales(factors.data),
-        stride_scale(factors.stride) {}
+        stride_scale(factors.stride),
+        dtype(type) {}
 
   // Where the entry of a head begins, in elements.
   __device__ std::int64_t entry_at(const Place& place, std::int64_t head) const {
@@ -162,10 +162,26 @@ struct CachePart {
   __device__ Divisor divisor_of(std::int64_t head) const {
     return Divisor(scale * (scales == nullptr ? 1.0f : __ldg(scales + head * stride_scale)));
   }
-  // Whether units of 8 elements, of so many bytes each, lie at multiples of their size.
-  bool is_aligned(int bytes) const {
+  // Divides elements and stores them, from this one on.
+  template <class In, CacheType kType, int kCount>
+  __device__ void store_divided(float (&x)[kCount], std::int64_t element, const Divisor& divide) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) x[i] = divide(x[i]);
+    const auto is = [&](CacheType type, DType of_type) {
+      return kType == CacheType::kAny ? dtype == of_type : kType == type;
+    };
+    if (is(CacheType::kE4M3, DType::kFloat8E4M3)) {
+      store_narrow(x, data + element, __NV_E4M3);
+    } else if (is(CacheType::kE5M2, DType::kFloat8E5M2)) {
+      store_narrow(x, data + element, __NV_E5M2);
+    } else {
+      store_unit<In>(x, data + element * In::kBytes);
+    }
+  }
+  // Whether units of 8 elements lie at multiples of their size.
+  bool is_aligned() const {
     return (stride_page | stride_token | stride_head) % 8 == 0 &&
-           reinterpret_cast<std::uintptr_t>(data) % (8 * bytes) == 0;
+           reinterpret_cast<std::uintptr_t>(data) % (8 * size_of(dtype)) == 0;
   }
 };
 

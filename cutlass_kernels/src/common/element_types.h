@@ -21,6 +21,7 @@ __host__ __device__ inline float as_float(std::uint32_t bits) {
 
 struct fp16 {
   using Operand = fp16;  // what products take
+  using Output = fp16;   // what is written
   static constexpr int kBytes = 2;
   static constexpr DType kDType = DType::kFloat16;
   using Pair = __half2;
@@ -36,6 +37,7 @@ struct fp16 {
 
 struct bf16 {
   using Operand = bf16;
+  using Output = bf16;
   static constexpr int kBytes = 2;
   static constexpr DType kDType = DType::kBFloat16;
   using Pair = __nv_bfloat162;
@@ -89,9 +91,11 @@ struct e5m2 {
   }
 };
 
-// q, k and v of e4m3, o of the type that params.o_dtype says.
-struct Fp8 {
+// q, k and v of e4m3, o of another type or, where params.o_dtype says so, of theirs.
+template <class Out>
+struct Fp8To {
   using Operand = e4m3;
+  using Output = Out;
   static constexpr int kBytes = e4m3::kBytes;
 };
 

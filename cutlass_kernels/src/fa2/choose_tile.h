@@ -1,4 +1,4 @@
-// Which tiles of the table (config.h) may serve a problem: pure functions of the problem's sizes and the device's facts.
+// The tiles of the table (config.h) that may compute a problem: pure functions of its sizes and of the device's facts.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,6 @@
 #include "fa2/config.h"
 #include "fa2/shared_memory.h"
 #include "plan/packing.h"
-#include "plan/split.h"
 #include "plan/tile_shape.h"
 
 namespace cutlass_kernels::fa2 {
@@ -136,7 +135,7 @@ Candidates candidates(const AttentionParams& params, const Device& device) {
   Candidates all{packed};
   if (kHasPackedWide<Tiles>) all.add(wide);
   if (kEqualRows<Tiles> || has_shared_memory_for<Large>(device)) all.add(row_candidate<Large>("large", device));
-  if (!kEqualRows<Tiles>) all.add(row_candidate<typename Tiles::Small>("small", device));
+  if constexpr (!kEqualRows<Tiles>) all.add(row_candidate<typename Tiles::Small>("small", device));
   if constexpr (kHasTurns<Tiles>) {
     // Those of 256 rows for other logits do not take turns: they are for plans that receive such a mask later.
     const bool plain = !GeneralTransform::needed(params) && !LogitsTransform::needed(params);

@@ -27,7 +27,7 @@ namespace cutlass_kernels::fa2 {
 // Query rows of one head. Each warp has rows of its own.
 template <int HeadDim>
 struct OneHeadTile {
-  static constexpr TileTime kTime{};        // of tiles beside which there is no other
+  static constexpr TileTime kTime{};        // of tiles that are no candidates, or the only one
   static constexpr int kHeadDim = HeadDim;  // columns of a row in shared memory
   static constexpr int kColumns = HeadDim;  // that are computed, from the first on
   static constexpr int kWarps = 4;
@@ -96,7 +96,7 @@ struct DecodeFp8Tile : DecodeTile<HeadDim> {
 // columns.
 template <class Base, int Columns>
 struct Narrow : Base {
-  static constexpr TileTime kTime = Base::kTime.plus(-0.3, 0.83);
+  static constexpr TileTime kTime = Base::kTime.plus(-0.5, 0.87);
   static constexpr int kColumns = Columns;
 };
 
@@ -159,7 +159,7 @@ struct TileTable;
 template <>
 struct TileTable<64> {
   struct Large : OneHeadTile<64> {
-    static constexpr TileTime kTime{3.1, 23.3};
+    static constexpr TileTime kTime{3.1, 23.9};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
@@ -171,19 +171,19 @@ struct TileTable<64> {
   };
   using SoftCap = FewKeys;
   struct Small : OneHeadTile<64> {
-    static constexpr TileTime kTime{2.4, 24.6};
+    static constexpr TileTime kTime{3.0, 24.9};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
   struct Packed : PackedTile<64> {
-    static constexpr TileTime kTime{1.6, 22.3};
+    static constexpr TileTime kTime{1.9, 22.4};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
   struct PackedWide : PackedTile<64> {
-    static constexpr TileTime kTime{4.9, 26.3};
+    static constexpr TileTime kTime{3.2, 27.2};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
@@ -211,7 +211,7 @@ struct TileTable<64> {
 template <>
 struct TileTable<128> {
   struct Large : OneHeadTile<128> {
-    static constexpr TileTime kTime{4.3, 41.9};
+    static constexpr TileTime kTime{4.7, 40.6};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
@@ -219,29 +219,29 @@ struct TileTable<128> {
   using FewKeys = Large;
   using SoftCap = Large;
   struct Small : OneHeadTile<128> {
-    static constexpr TileTime kTime{4.5, 36.8};
+    static constexpr TileTime kTime{5.6, 35.2};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 2;
     static constexpr int kAhead = 2, kBlocksPerSm = 2;
   };
   struct Packed : PackedTile<128> {
-    static constexpr TileTime kTime{2.0, 37.7};
+    static constexpr TileTime kTime{2.5, 36.4};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 2, kBlocksPerSm = 3;
   };
   struct PackedWide : PackedTile<128> {
-    static constexpr TileTime kTime{6.7, 40.6};
+    static constexpr TileTime kTime{6.1, 41.1};
     static constexpr int kBlockM = 128, kRowTiles = 2;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 3;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
   struct Turns : TurnsTile<OneHeadTile<128>> {
-    static constexpr TileTime kTime{5.2, 38.1};
+    static constexpr TileTime kTime{5.1, 37.5};
   };
   using TurnsGeneral = EightWarpsTile<OneHeadTile<128>>;
   struct PackedTurns : TurnsTile<PackedTile<128>> {
-    static constexpr TileTime kTime{6.4, 44.2};
+    static constexpr TileTime kTime{5.4, 41.0};
   };
   using PackedTurnsGeneral = EightWarpsTile<PackedTile<128>>;
   struct Decode : DecodeTile<128> {  // 101 KB of shared memory
@@ -285,7 +285,7 @@ struct TileTable<96> {
 template <>
 struct TileTable<256> {
   struct Large : OneHeadTile<256> {  // 104.5 KB of shared memory
-    static constexpr TileTime kTime{6.8, 42.8};
+    static constexpr TileTime kTime{6.5, 43.2};
     static constexpr int kSharers = 2;
     static constexpr int kBlockM = 64, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
@@ -294,13 +294,12 @@ struct TileTable<256> {
   using FewKeys = Large;
   using SoftCap = Large;
   struct Small : OneHeadTile<256> {  // 96 KB: compute capabilities 8.6, 8.9, 12.x
-    static constexpr TileTime kTime{6.8, 42.8};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
   struct Packed : PackedTile<256> {
-    static constexpr TileTime kTime{3.7, 61.3};
+    static constexpr TileTime kTime{3.6, 60.8};
     static constexpr int kBlockM = 64, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 2;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
@@ -326,7 +325,7 @@ struct TileTable<256> {
 template <>
 struct TileTable<512> {
   struct Large : OneHeadTile<512> {  // 202 KB of shared memory
-    static constexpr TileTime kTime{5.8, 55.7};
+    static constexpr TileTime kTime{6.2, 54.9};
     static constexpr int kWarps = 8, kThreads = 256, kSharers = 4;
     static constexpr int kBlockM = 64, kRowTiles = 2;
     static constexpr int kBlockN = 64, kStepN = 64, kStages = 1;
@@ -335,14 +334,14 @@ struct TileTable<512> {
   using FewKeys = Large;
   using SoftCap = Large;
   struct Small : OneHeadTile<512> {  // 98.5 KB
-    static constexpr TileTime kTime{5.0, 88.2};
+    static constexpr TileTime kTime{5.4, 88.1};
     static constexpr int kSharers = 2;
     static constexpr int kBlockM = 32, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 1;
     static constexpr int kAhead = 4, kBlocksPerSm = 2;
   };
   struct Packed : PackedTile<512> {  // the same
-    static constexpr TileTime kTime{6.4, 74.1};
+    static constexpr TileTime kTime{6.9, 75.6};
     static constexpr int kSharers = 2;
     static constexpr int kBlockM = 32, kRowTiles = 1;
     static constexpr int kBlockN = 32, kStepN = 32, kStages = 1;

@@ -111,7 +111,8 @@ Status launch_kernel(const LaunchParams& params, cudaStream_t stream) {
   return enqueue_kernel(facts, params, stream, &allowed);
 }
 
-// Kernels of packed heads that are general, and those of 8-bit keys, serve pages and tensors alike.
+// Kernels of packed heads that are general, and those of 8-bit keys, serve pages and tensors alike. (As one, those of
+// one head would take 9 to 26 % longer for soft caps and up to 15 % for bits and ALiBi, head dimension 64 and 256.)
 template <class Element, class Tile, Logits kLogits, class Kv = Element>
 Status launch_tile(const LaunchParams& params, cudaStream_t stream) {
   if constexpr (Tile::kKvBytes == 1 || (Tile::kPacked && kLogits == Logits::kGeneral)) {

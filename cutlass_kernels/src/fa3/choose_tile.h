@@ -1,4 +1,4 @@
-// Which tiles of the table (config.h) may serve a problem: pure functions of the problem's sizes and the device's facts.
+// The tiles of the table (config.h) that may compute a problem: pure functions of its sizes and of the device's facts.
 #pragma once
 
 #include <algorithm>

@@ -3,8 +3,8 @@
 // This header declares what the warpgroup holds and the steps it takes. Its loop (main_loop.h) calls them in this
 // order:
 //   products.h  begins a tile; S = Q K^T of a KV block; of a pair of CTAs the other one's part of S
-//   softmax.h   from S to logits: scales, soft cap, ALiBi, masks; the reference m of the softmax, P = 2^(logits - m), row
-//               sums
+//   softmax.h   from S to logits: scales, soft cap, ALiBi, masks; the reference m of the softmax, P = 2^(logits - m),
+//               row sums
 //   products.h  O += P V; hands the finished rows to store.h
 #pragma once
 

@@ -61,16 +61,6 @@ CUTE_DEVICE void store_e4m3_row(const float (&o)[kHeadDim / 2], float scale, int
   }
 }
 
-// Two columns of an output of 16 bits. Kernels of e4m3 write either type.
-template <class Element>
-CUTE_DEVICE std::uint32_t pack_output(const LaunchParams& p, float x, float y) {
-  if constexpr (Element::kBytes == 2) {
-    return Element::pack(x, y);
-  } else {
-    return p.o_dtype == DType::kFloat16 ? fp16::pack(x, y) : bf16::pack(x, y);
-  }
-}
-
 // ---- The epilogue of a consumer warpgroup: normalise O, stage it in shared memory, write it by TMA, warp by warp. O
 // of e4m3 goes straight to global memory.
 
@@ -88,6 +78,7 @@ template <class Element, class Tile, Logits kLogits>
 CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warpgroup, const OnlineSoftmax<2>& softmax,
                             const float (&weight_sum)[2], float (&o)[Tile::kHeadDimVo / 2], std::uint32_t staging) {
   using Layout = Shared<Tile>;
+  using Output = typename Element::Output;
   constexpr bool kFp8 = Element::kBytes == 1;
   const LaunchParams& p = params.attention;
   const int warp = threadIdx.x / 32 % 4;
@@ -165,10 +156,8 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const Job& job, int warp
       const float* x = &o[8 * (pass * 4 + i)];
       const int chunk = i % 4 * 2 + lane / 16;
       stmatrix_x4(row_base + i / 4 * Layout::kPanelBytesQ + ((chunk ^ (stage_row & 7)) << 4),
-                  pack_output<Element>(p, x[0] * scale[0], x[1] * scale[0]),
-                  pack_output<Element>(p, x[2] * scale[1], x[3] * scale[1]),
-                  pack_output<Element>(p, x[4] * scale[0], x[5] * scale[0]),
-                  pack_output<Element>(p, x[6] * scale[1], x[7] * scale[1]));
+                  Output::pack(x[0] * scale[0], x[1] * scale[0]), Output::pack(x[2] * scale[1], x[3] * scale[1]),
+                  Output::pack(x[4] * scale[0], x[5] * scale[0]), Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
     tma_store_fence();
     __syncwarp();
@@ -193,6 +182,7 @@ template <class Element, class Tile, bool kHasStats>
 CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, int warpgroup,
                                    const OnlineSoftmax<2>& softmax, float (&o)[Tile::kHeadDimVo / 2], char* staging) {
   using Layout = Shared<Tile>;
+  using Output = typename Element::Output;
   const LaunchParams& p = params.attention;
   const PackedRows& packed = params.packed;
   const int warp = threadIdx.x / 32 % 4;
@@ -298,11 +288,9 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       if ((panel * 4 + i) * 16 >= Tile::kHeadDimVo) break;  // never read
       const float* x = &o[8 * (panel * 4 + i)];
       const int chunk = i * 2 + lane / 16;
-      stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4),
-                  pack_output<Element>(p, x[0] * scale[0], x[1] * scale[0]),
-                  pack_output<Element>(p, x[2] * scale[1], x[3] * scale[1]),
-                  pack_output<Element>(p, x[4] * scale[0], x[5] * scale[0]),
-                  pack_output<Element>(p, x[6] * scale[1], x[7] * scale[1]));
+      stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4), Output::pack(x[0] * scale[0], x[1] * scale[0]),
+                  Output::pack(x[2] * scale[1], x[3] * scale[1]), Output::pack(x[4] * scale[0], x[5] * scale[0]),
+                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
     }
     __syncwarp();
     CUTE_NO_UNROLL                     // registers are few: S of the next tile is in flight

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/element_types.h"
 #include "common/logits.h"
@@ -107,6 +108,30 @@ CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const Til
   return combined;
 }
 
+// Outputs of the type that params.o_dtype says.
+struct AnyOutput {};
+
+// Writes four columns of the output, from this element on.
+template <class Element>
+CUTE_DEVICE void store_four(const LaunchParams& p, std::int64_t element, const float (&x)[4]) {
+  if constexpr (std::is_same_v<Element, AnyOutput>) {
+    if (p.o_dtype == DType::kFloat16) {
+      store_four<fp16>(p, element, x);
+    } else if (p.o_dtype == DType::kBFloat16) {
+      store_four<bf16>(p, element, x);
+    } else {
+      store_four<e4m3>(p, element, x);
+    }
+  } else {
+    char* out = static_cast<char*>(p.o.data) + Element::kBytes * element;
+    if constexpr (Element::kBytes == 1) {
+      *reinterpret_cast<std::uint32_t*>(out) = Element::pack(x[0], x[1], x[2], x[3]);
+    } else {
+      *reinterpret_cast<uint2*>(out) = {Element::pack(x[0], x[1]), Element::pack(x[2], x[3])};
+    }
+  }
+}
+
 // Writes a row of the output, of request `batch`, by a warp.
 template <class Element, int kPanels>
 CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& combined, int batch, std::int64_t token,
@@ -116,19 +141,15 @@ CUTE_DEVICE void store_row(const LaunchParams& p, const CombinedRow<kPanels>& co
   const FinishedRow finished =
       finish_row(combined.m, combined.sum, p.sinks, head, [&](float weight) { factor *= weight; });
   const float scale = finished.scale(factor);
-  char* out = static_cast<char*>(p.o.data) + Element::kBytes * (token * p.o.stride_token + head * p.o.stride_head);
+  const std::int64_t first = token * p.o.stride_token + head * p.o.stride_head;
   CUTE_UNROLL
   for (int c = 0; c < kPanels; ++c) {
     const int column = c * 128 + lane * 4;
     if (column < p.head_dim_vo) {
-      const auto& x = combined.o[c];
-      if constexpr (Element::kBytes == 1) {
-        *reinterpret_cast<std::uint32_t*>(out + column) =
-            Element::pack(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
-      } else {
-        *reinterpret_cast<uint2*>(out + 2 * column) = {Element::pack(x[0] * scale, x[1] * scale),
-                                                       Element::pack(x[2] * scale, x[3] * scale)};
-      }
+      float x[4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) x[i] = combined.o[c][i] * scale;
+      store_four<Element>(p, first + column, x);
     }
   }
   if (p.lse != nullptr && lane == 0) {

@@ -8,10 +8,12 @@
 #include <cstdlib>
 #include <functional>
 #include <string_view>
+#include <tuple>
 
 #include "common/element_bytes.h"
 #include "common/mask.h"
 #include "device.h"
+#include "plan/plan.h"
 #include "plan/split.h"
 #include "plan/tile_source.h"
 #include "registry/registry.h"
@@ -19,20 +21,26 @@
 namespace cutlass_kernels {
 namespace {
 
-// Fitted, together with the TileTime of each tile, to 17,000 measurements on an H200 (benchmarks/tile_times.py): problems
-// of 1 to 32 requests of 8 to 4096 rows over up to 32k keys, nine head counts, each in every tile that may compute it.
+// Fitted, together with the TileTime of each tile, to 12,000 measurements on an H200 (benchmarks/tile_times.py):
+// problems of 1 to 32 requests of 8 to 4096 rows over up to 32k keys, nine head counts, each in every tile that may
+// compute it.
 constexpr double kCall = 3;         // us: of any call
 constexpr double kCombine = 3;      // us: of the kernel that combines partial results, beside their traffic
-constexpr double kList = 11;        // us: to write a list and to read tiles from it
+constexpr double kList = 12;        // us: to write a list and to read tiles from it
+constexpr double kKeptList = 3;     // us: of these, in each call that finds the list written
 constexpr double kTraffic = 2.9e4;  // bytes per us and SM: 3.8 TB/s on an H200
-constexpr double kAlone = 2. / 3;   // of its time, what a thread block takes that has its SM to itself
+constexpr double kAlone = 0.63;     // of its time, what a thread block takes that has its SM to itself
 
 /// Of each request, if all are as long.
 struct Sizes {
   std::int64_t rows, keys;
+  std::int64_t read;  // keys of all requests that a window or a chunk leaves
+
   explicit Sizes(const AttentionParams& params)
       : rows((params.total_q + params.batch_size - 1) / params.batch_size), keys(all_keys(params) / params.batch_size) {
     if (keys <= 0) keys = rows;
+    read = std::min(keys, most_keys_of_rows(params, rows)) * params.batch_size;
+    if (const std::int64_t present = keys_in_memory(params); present > 0) read = std::min(read, present);
   }
 };
 
@@ -41,8 +49,8 @@ struct Splits {
   bool are_combined;
 };
 
-Splits splits_of(const AttentionParams& params, const TileShape& tile, TileSource source, std::int64_t tiles,
-                 const Device& device) {
+Splits expected_splits(const AttentionParams& params, const TileShape& tile, TileSource source, std::int64_t tiles,
+                       const Device& device) {
   const SplitRule rule = split_rule(params, tile, source, device);
   if (source == TileSource::kList || source == TileSource::kBatchBySplit) {
     const std::int64_t splits = likely_splits(rule, params, tiles);
@@ -54,12 +62,12 @@ Splits splits_of(const AttentionParams& params, const TileShape& tile, TileSourc
   return {std::max<std::int64_t>(splits / params.batch_size - 1, 1), splits > params.batch_size};
 }
 
-void estimate(const AttentionParams& params, const Device& device, Choice* choice) {
+void estimate(const AttentionParams& params, const Sizes& sizes, const Device& device, bool schedule_is_kept,
+              Choice* choice) {
   const TileShape& tile = choice->candidate.shape;
   const TileTime& time = choice->candidate.time;
-  const Sizes sizes(params);
   const std::int64_t tiles = (sizes.rows + tile.rows - 1) / tile.rows * params.batch_size;
-  const Splits splits = splits_of(params, tile, choice->source, tiles, device);
+  const Splits splits = expected_splits(params, tile, choice->source, tiles, device);
   choice->splits = splits.of_tile;
   choice->combines = splits.are_combined;
 
@@ -71,7 +79,7 @@ void estimate(const AttentionParams& params, const Device& device, Choice* choic
   const double mean = (most + least) / 2;
   const auto time_of = [&](double keys) { return time.start + time.per_key * 1e-3 * keys / double(splits.of_tile); };
 
-  // Tiles with many keys come first. A thread block of the last wave has less of the SM's other thread blocks beside it.
+  // Tiles with many keys come first. Thread blocks of the last wave have fewer others beside them on their SM.
   const double blocks = double(tiles * (params.num_qo_heads / std::max(tile.packed_heads, 1)) * splits.of_tile);
   const double sms = std::max(device.multiprocessors / tile.blocks_per_tile, 1);
   const double at_once = sms * tile.blocks_per_sm;
@@ -84,15 +92,15 @@ void estimate(const AttentionParams& params, const Device& device, Choice* choic
 
   const double columns = params.head_dim_qk + params.head_dim_vo;
   const double rows = double(params.total_q) * params.num_qo_heads;
-  const double bytes = rows * columns * size_of(params.q_dtype) + double(sizes.keys) * params.batch_size *
-                                                                      params.num_kv_heads * columns *
-                                                                      size_of(params.kv_dtype);
+  const double bytes = rows * columns * size_of(params.q_dtype) +
+                       double(sizes.read) * params.num_kv_heads * columns * size_of(params.kv_dtype);
   const double partial_bytes =
       splits.of_tile > 1 ? rows * double(splits.of_tile) * params.head_dim_vo * 2 * sizeof(float) : 0;
   const double per_us = kTraffic * std::max(device.multiprocessors, 1);
   choice->traffic = bytes / per_us;
   choice->time = kCall + std::max(choice->compute, choice->traffic) + partial_bytes / per_us +
-                 (splits.are_combined ? kCombine : 0) + (choice->source == TileSource::kList ? kList : 0);
+                 (splits.are_combined ? kCombine : 0) +
+                 (choice->source == TileSource::kList ? (schedule_is_kept ? kKeptList : kList) : 0);
 }
 
 /// Where from the tiles of a candidate may come.
@@ -129,9 +137,10 @@ Candidates candidates_of(const KernelEntry& kernel, const AttentionParams& param
 
 void prefer_tile(const std::string& name) { preferred = hash_of(name); }
 
-Choice fastest(const KernelEntry& kernel, const AttentionParams& params, const Device& device,
+Choice fastest(const KernelEntry& kernel, const AttentionParams& params, const Device& device, bool schedule_is_kept,
                std::vector<Choice>* all) {
   const Candidates candidates = candidates_of(kernel, params, device);
+  const Sizes sizes(params);
   Choice best;
   bool is_first = true;
   for (const Candidate& candidate : candidates) {
@@ -139,40 +148,40 @@ Choice fastest(const KernelEntry& kernel, const AttentionParams& params, const D
     for (const TileSource source : sources) {
       Choice choice{candidate, source};
       const bool is_only = candidates.size() == 1 && sources.count == 1;
-      if (!is_only || all != nullptr) estimate(params, device, &choice);
+      if (!is_only || all != nullptr) estimate(params, sizes, device, schedule_is_kept, &choice);
       if (all != nullptr) all->push_back(choice);
-      if (is_first || choice.time < best.time) best = choice;
+      // Where memory is what takes the time, the least work.
+      if (is_first || std::tie(choice.time, choice.compute) < std::tie(best.time, best.compute)) best = choice;
       is_first = false;
     }
   }
   return best;
 }
 
-bool logs_plans() {
-  static const bool logs = [] {
+void log_plan(const AttentionParams& params, const Device& device, const PlanState& plan, bool schedule_is_kept) {
+  static const bool is_wanted = [] {
     const char* value = std::getenv("CUTLASS_KERNELS_LOG");
     return value != nullptr && std::string_view(value) == "plan";
   }();
-  return logs;
-}
-
-void log_choice(const KernelEntry& kernel, const AttentionParams& params, const std::vector<Choice>& compared,
-                const Choice& taken) {
-  const auto described = [](const Choice& choice) {
-    std::string text = choice.candidate.name;
+  if (!is_wanted || plan.kernel == nullptr) return;
+  std::vector<Choice> all;
+  fastest(*plan.kernel, params, device, schedule_is_kept, &all);
+  std::string text, taken;
+  for (const Choice& choice : all) {
+    const TileShape& tile = choice.candidate.shape;
+    const bool is_taken = tile.kind == plan.tile.kind && tile.rows == plan.tile.rows;
+    if (is_taken) taken = choice.candidate.name;
+    text += choice.candidate.name;
     if (choice.splits > 1) text += " in " + std::to_string(choice.splits) + " splits";
     if (choice.source == TileSource::kList) text += " by a list";
-    return text;
-  };
-  std::string text;
-  for (const Choice& choice : compared) {
-    text += described(choice) + " " + std::to_string(std::lround(choice.time)) + " us, ";
+    if (choice.candidate.time.per_key > 0) text += " " + std::to_string(std::lround(choice.time)) + " us";
+    text += ", ";
   }
   const Sizes sizes(params);
-  std::fprintf(stderr, "cutlass_kernels: %s, %d/%d heads, %d x %lld rows over %lld keys: %staken: %s\n",
-               kernel.info.name.c_str(), params.num_qo_heads, params.num_kv_heads, params.batch_size,
-               static_cast<long long>(sizes.rows), static_cast<long long>(sizes.keys), text.c_str(),
-               described(taken).c_str());
+  std::fprintf(stderr, "cutlass_kernels: %s, %d/%d heads, %d x %lld rows over %lld keys: %staken: %s%s%s\n",
+               plan.kernel->info.name.c_str(), params.num_qo_heads, params.num_kv_heads, params.batch_size,
+               static_cast<long long>(sizes.rows), static_cast<long long>(sizes.keys), text.c_str(), taken.c_str(),
+               plan.source == TileSource::kList ? " by a list" : "", plan.partial_rows > 0 ? ", keys are split" : "");
 }
 
 }  // namespace cutlass_kernels

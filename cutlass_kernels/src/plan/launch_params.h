@@ -143,13 +143,14 @@ inline bool is_batch(const AttentionParams& params) {
 inline std::int64_t all_keys(const AttentionParams& params) {
   const std::int64_t keys = std::int64_t(params.batch_size) * params.max_kv_len;
   const bool may_share = params.kv_stride_request != kNotSet;
-  return keys > 0 && (may_share || keys < params.total_kv) ? keys : params.total_kv;
+  const bool is_better = may_share || params.total_kv < 0 || keys < params.total_kv;
+  return keys > 0 && is_better ? keys : params.total_kv;
 }
 
 /// Of these, those in memory: keys that requests share count once.
 inline std::int64_t keys_in_memory(const AttentionParams& params) {
   const std::int64_t keys = all_keys(params);
-  return keys < params.total_kv ? keys : params.total_kv;
+  return params.total_kv < 0 || keys < params.total_kv ? keys : params.total_kv;
 }
 
 /// Tiles of a batch's longest request.

@@ -186,10 +186,7 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
   const KernelEntry* kernel = choose(backend, params, device.compute_capability, &reasons);
   if (kernel == nullptr) return Status::unsupported(joined(reasons));
   plan->kernel = kernel;
-  const AttentionParams sizes = with_rows_of_requests(params);
-  std::vector<Choice> compared;
-  const Choice choice = fastest(*kernel, sizes, device, logs_plans() ? &compared : nullptr);
-  if (!compared.empty()) log_choice(*kernel, sizes, compared, choice);
+  const Choice choice = fastest(*kernel, with_rows_of_requests(params), device, options.schedule_is_kept);
   plan->tile = choice.candidate.shape;
   plan->source = tile_source(params, *kernel, plan->tile);
   if (plan->source == TileSource::kList) return plan_with_list(params, device, options, plan);
@@ -202,7 +199,9 @@ Status plan_kernel(const AttentionParams& params, Backend backend, const Device&
       PlanState listed = *plan;
       PlanOptions some = options;
       some.partial_bytes = std::min(bytes, options.partial_bytes);
-      if (plan_with_list(params, device, some, &listed).ok() && listed.layout.bytes() <= options.workspace_bytes) {
+      const bool fits =
+          plan_with_list(params, device, some, &listed).ok() && listed.layout.bytes() <= options.workspace_bytes;
+      if (fits && (listed.rule.most_splits > 1 || wastes_tile_indices(params, plan->tile.rows))) {
         *plan = listed;
         return Status::success();
       }
@@ -243,6 +242,7 @@ Status make_plan(const AttentionParams& params, Backend backend, const Device& d
   if (params.total_q > 0) {
     Status status = plan_kernel(params, backend, device, options, &made);
     if (!status.ok()) return status;
+    if (options.is_logged) log_plan(with_rows_of_requests(params), device, made, options.schedule_is_kept);
   }
   made.splits_of_warp = splits_of_warp(params, made.partial_rows, device);
   made.is_made = true;

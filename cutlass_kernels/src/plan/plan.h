@@ -51,6 +51,8 @@ struct PlanOptions {
   std::size_t workspace_bytes = std::numeric_limits<std::size_t>::max();
   bool call_counters = false;                     ///< the caller brings kCallCounters
   bool masked_later = false;                      ///< calls may have a custom mask although params has none
+  bool schedule_is_kept = false;                  ///< many calls share the list
+  bool is_logged = true;                          ///< by log_plan(): not where only its size is wanted
   std::size_t partial_bytes = kMostPartialBytes;  ///< of partial results, where the host chooses their number
 };
 
@@ -67,8 +69,8 @@ struct Memory {
 };
 
 /// Plans `params`, which have been validated; leaves the plan as it was where that fails. What does not fit into the
-/// workspace is left out: a list that only pays, and without one counters (tiles are dealt out beforehand), splits,
-/// mask extents (all keys are computed); but not where results must not depend on the batch.
+/// workspace is left out: a list that would only be faster, and without one counters (tiles are dealt out beforehand),
+/// splits, mask extents (all keys are computed); but not where results must not depend on the batch.
 CK_API Status make_plan(const AttentionParams& params, Backend backend, const Device& device,
                         const PlanOptions& options, PlanState* plan);
 

@@ -188,7 +188,7 @@ std::int64_t likely_splits(const SplitRule& rule, const AttentionParams& params,
   if (rule.shares > 0) return std::max(rule.shares / params.batch_size, 1);
   if (rule.wave <= 0 || tiles <= 0) return 1;
   const std::int64_t keys = all_keys(params) / params.batch_size;
-  if (keys <= 0) return items_for(rule, tiles) / tiles;
+  if (keys <= 0) return std::max<std::int64_t>(items_for(rule, tiles) / tiles, 1);
   return std::max<std::int64_t>(item_budget(rule, tiles, tiles * keys).splits(tiles, keys), 1);
 }
 

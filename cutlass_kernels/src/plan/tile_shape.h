@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cassert>
 #include <cstddef>
 #include <initializer_list>
 
@@ -41,14 +42,17 @@ struct Candidate {
   TileTime time;
 };
 
-/// All that may.
+/// Those of a problem.
 class Candidates {
  public:
   Candidates() = default;
   Candidates(std::initializer_list<Candidate> list) {
     for (const Candidate& candidate : list) add(candidate);
   }
-  void add(const Candidate& candidate) { all_[std::size_t(count_++)] = candidate; }
+  void add(const Candidate& candidate) {
+    assert(count_ < kMost);
+    all_[std::size_t(count_++)] = candidate;
+  }
   const Candidate* begin() const { return all_.data(); }
   const Candidate* end() const { return all_.data() + count_; }
   int size() const { return count_; }

@@ -28,7 +28,8 @@ constexpr int kMostSearchedRequests = 1024;
 enum class ListUse {
   kNever,
   kIfFaster,  ///< where it lets keys be split (estimate.h)
-  kAlways,    ///< most tile indices map to no tile, each a thread block; or requests get even shares
+  kAlways,    ///< most tile indices would map to no tile, each a thread block; requests get even shares; or keys may be
+              ///< split, of more requests than thread blocks search
 };
 ListUse list_use(const AttentionParams& params, const KernelEntry& kernel, const TileShape& tile, const Device& device);
 

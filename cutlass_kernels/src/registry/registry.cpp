@@ -38,10 +38,13 @@ const std::vector<KernelInfo>& list_kernels() {
 
 bool serves(const KernelEntry& entry, const AttentionParams& params, int compute_capability) {
   const KernelInfo& info = entry.info;
-  const std::uint32_t needed = needed_features(params);
+  const auto has_features = [&] {
+    const std::uint32_t needed = needed_features(params);
+    return (info.features & needed) == needed;
+  };
   return types_fit(info, params) && head_dims_fit(info, params) && writes(info.q_dtype, params.o_dtype) &&
-         device_fits(info, compute_capability) && (info.features & needed) == needed &&
-         (entry.reads_rope || !has_rope(params)) && (entry.refusal == nullptr || entry.refusal(params).empty());
+         device_fits(info, compute_capability) && has_features() && (entry.reads_rope || !has_rope(params)) &&
+         (entry.refusal == nullptr || entry.refusal(params).empty());
 }
 
 namespace {
@@ -90,10 +93,8 @@ const KernelEntry* choose(Backend backend, const AttentionParams& params, int co
     if (backend != Backend::kAuto && backend != candidate) continue;
     const KernelEntry* best = nullptr;  // of a backend, the least padding wins
     for (const KernelEntry& entry : registry()) {
-      if (entry.info.backend == candidate && serves(entry, params, compute_capability) &&
-          (best == nullptr || padded_dim(&entry) < padded_dim(best))) {
-        best = &entry;
-      }
+      if (entry.info.backend != candidate || (best != nullptr && padded_dim(&entry) >= padded_dim(best))) continue;
+      if (serves(entry, params, compute_capability)) best = &entry;
     }
     if (best != nullptr) return best;
   }

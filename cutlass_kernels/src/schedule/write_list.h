@@ -29,8 +29,8 @@ struct ListArgs : RequestParams {
   std::uint64_t* combine_counters;
 };
 
-/// Enqueues the kernel that writes the header, the list, the split tiles and their counters. `uploads`, from pageable host
-/// memory, are made first, as parameters of that kernel as far as they fit: a plan of 128 requests is one launch.
+/// Enqueues the kernel that writes the header, the list, the split tiles and their counters. `uploads`, from pageable
+/// host memory, are made first, as parameters of that kernel as far as they fit: a plan of 128 requests is one launch.
 Status launch_write_list(const ListArgs& args, const VectorCopies& uploads, cudaStream_t stream);
 
 }  // namespace cutlass_kernels

@@ -32,15 +32,17 @@ def command(
     feature: Annotated[
         list[str] | None, typer.Option("--feature", "-f", help="Repeat or separate by commas; --features lists them.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests, if there is a --qo-len.")] = 1,
-    qo_len: Annotated[int | None, typer.Option(help="Query rows of each: compares the tiles that may do.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Requests, with --qo-len. Default: 1.")] = None,
+    qo_len: Annotated[
+        int | None, typer.Option(help="Query rows of each: compares tiles that may compute them.")
+    ] = None,
     kv_len: Annotated[int | None, typer.Option(help="Keys of each. Default: as many as rows.")] = None,
     list_features: Annotated[bool, typer.Option("--features", help="Print what features there are.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say which backend would compute an attention, in which tiles, and why not the others.
 
-    Example: python -m cutlass_kernels explain --cc 90 --dtype bf16 --kv-heads 8 -f causal,window --qo-len 512 --kv-len 8192
+    Example: python -m cutlass_kernels explain --cc 90 --dtype bf16 --kv-heads 8 -f causal --qo-len 512 --kv-len 8192
     """
     if list_features:
         for name, meaning in _request.FEATURES.items():

@@ -41,12 +41,12 @@ Status record(const LaunchParams& params, cudaStream_t stream) {
 template <Backend backend>
 KernelEntry entry() {
   KernelEntry made;
-  made.tile = [](const AttentionParams&, const Device&) {
+  made.candidates = [](const AttentionParams&, const Device&) {
     TileShape tile;
     tile.rows = 16;
     tile.packed_heads = 1;  // so that keys are split
     tile.combines = true;
-    return tile;
+    return Candidates{{"recorded", tile, {}}};
   };
   made.launch = &record<backend>;
   made.is_persistent = backend == Backend::kFa3;

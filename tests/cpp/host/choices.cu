@@ -45,14 +45,16 @@ double simulate(const ck::AttentionParams& params, const ck::Device& device, con
   }
   std::sort(blocks.begin(), blocks.end(), std::greater<>());
 
-  // Each SM runs up to blocks_per_sm at a time, one alone in two thirds of the time.
+  // Each SM runs up to blocks_per_sm at a time, one of several alone in two thirds of the time.
   struct Sm {
+    double rate_alone;
     std::vector<double> left;  // of each of its thread blocks
     double now = 0;
-    double rate() const { return left.size() == 1 ? 1.5 : 1; }
+    double rate() const { return left.size() == 1 ? rate_alone : 1; }
     double next() const { return now + *std::min_element(left.begin(), left.end()) / rate(); }
   };
-  std::vector<Sm> all(std::size_t(device.multiprocessors / tile.blocks_per_tile), Sm{});
+  std::vector<Sm> all(std::size_t(device.multiprocessors / tile.blocks_per_tile),
+                      Sm{tile.blocks_per_sm > 1 ? 1.5 : 1.0, {}});
   std::size_t started = 0;
   for (int i = 0; i < tile.blocks_per_sm; ++i) {
     for (Sm& sm : all)
@@ -84,7 +86,7 @@ void judge(const ck::AttentionParams& params, const NamedDevice& device, ck::Bac
   const ck::KernelEntry* kernel = ck::choose(backend, params, device.facts.compute_capability, &reasons);
   if (kernel == nullptr) return;
   std::vector<ck::Choice> all;
-  const ck::Choice taken = ck::fastest(*kernel, params, device.facts, &all);
+  const ck::Choice taken = ck::fastest(*kernel, params, device.facts, /*schedule_is_kept=*/false, &all);
   const std::string what = std::string(device.name) + ", " + kernel->info.name + ": " + taken.candidate.name;
   require(!all.empty() && taken.candidate.shape.rows > 0, what + " of no candidates");
   // What the kernels beside this one take is as estimated.

@@ -59,9 +59,25 @@ void check_ropes_that_are_broadcast() {
   require(ck::make_plan(params, &plan).ok() && std::string(plan.kernel()).substr(0, 3) == "fa2", "fa2 can");
 }
 
+/// In a workspace without room for splits there is no list, which would only order equal tiles.
+void check_small_workspaces() {
+  ck::Device device;
+  require(ck::current_device(&device).ok(), "the stand-in is a device");
+  for (std::size_t bytes = 0; bytes <= 64 << 20; bytes = bytes * 2 + 1024) {
+    ck::PlanOptions options;
+    options.workspace_bytes = bytes;
+    ck::PlanState plan;
+    const ck::Status made = ck::make_plan(latent(128, 32, 1, 8192), ck::Backend::kFa3, device, options, &plan);
+    require(made.ok(), made.message);
+    require(plan.source != ck::TileSource::kList || plan.rule.most_splits > 1,
+            "a list without splits in " + std::to_string(bytes) + " bytes");
+  }
+}
+
 }  // namespace
 
 void check_latent_attention() {
+  check_small_workspaces();
   const auto& kernels = ck::list_kernels();
   const bool built =
       std::any_of(kernels.begin(), kernels.end(), [](const auto& kernel) { return kernel.head_dim_qk == 576; });

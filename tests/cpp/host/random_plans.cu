@@ -1,13 +1,19 @@
 // Plans of any problem that the API can express. Most sizes are small, where divisions meet zero; some are as large as
 // their types allow.
+#include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
+#include <vector>
 
 #include "checks.h"
 #include "fa2/choose_tile.h"
 #include "fa3/choose_tile.h"
+#include "plan/estimate.h"
 #include "plan_checks.h"
 #include "random.h"
+#include "registry/registry.h"
+#include "registry/validate.h"
 
 namespace {
 
@@ -87,6 +93,23 @@ void choose_tiles(const ck::AttentionParams& params, const ck::Device& device) {
   ck::fa3::candidates<HeadDim, HeadDim>(params, device);
 }
 
+/// All candidates have a time that can be compared.
+void check_estimates(const ck::AttentionParams& params, ck::Backend backend, const ck::Device& device) {
+  if (!ck::contradiction(params, /*with_tensors=*/false).empty() || params.total_q == 0) return;
+  std::vector<std::string> reasons;
+  const ck::KernelEntry* kernel = ck::choose(backend, params, device.compute_capability, &reasons);
+  if (kernel == nullptr) return;
+  for (const bool is_kept : {false, true}) {
+    std::vector<ck::Choice> all;
+    ck::fastest(*kernel, params, device, is_kept, &all);
+    require(!all.empty(), describe(params) + ": no candidates");
+    for (const ck::Choice& choice : all) {
+      require(std::isfinite(choice.time) && choice.time > 0 && choice.splits > 0,
+              describe(params) + ": " + choice.candidate.name + " takes " + std::to_string(choice.time) + " us");
+    }
+  }
+}
+
 }  // namespace
 
 void check_random_plans() {
@@ -108,6 +131,7 @@ void check_random_plans() {
     }
     for (const ck::Backend backend : {ck::Backend::kAuto, ck::Backend::kFa2, ck::Backend::kFa3}) {
       ck::workspace_size(params, backend);
+      check_estimates(params, backend, device);
     }
   }
   stand_in::device = {};
