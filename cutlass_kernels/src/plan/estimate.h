@@ -35,7 +35,8 @@ CK_API Choice fastest(const KernelEntry& kernel, const AttentionParams& params, 
 /// measurements and tests, which have to check that it is one: other names change nothing.
 CK_API void prefer_tile(const std::string& name);
 
-/// Where CUTLASS_KERNELS_LOG is "plan", says on stderr which tiles were compared for a plan, and what it is.
+/// Whether CUTLASS_KERNELS_LOG is "plan": log_plan() then says on stderr which tiles were compared, and what was planned.
+bool logs_plans();
 void log_plan(const AttentionParams& params, const Device& device, const PlanState& plan, bool schedule_is_kept);
 
 }  // namespace cutlass_kernels

@@ -242,7 +242,9 @@ Status make_plan(const AttentionParams& params, Backend backend, const Device& d
   if (params.total_q > 0) {
     Status status = plan_kernel(params, backend, device, options, &made);
     if (!status.ok()) return status;
-    if (options.is_logged) log_plan(with_rows_of_requests(params), device, made, options.schedule_is_kept);
+    if (options.is_logged && logs_plans()) {
+      log_plan(with_rows_of_requests(params), device, made, options.schedule_is_kept);
+    }
   }
   made.splits_of_warp = splits_of_warp(params, made.partial_rows, device);
   made.is_made = true;
