@@ -35,7 +35,7 @@ CK_API Choice fastest(const KernelEntry& kernel, const AttentionParams& params, 
 /// measurements and tests, which have to check that it is one: other names change nothing.
 CK_API void prefer_tile(const std::string& name);
 
-/// Whether CUTLASS_KERNELS_LOG is "plan": log_plan() then says on stderr which tiles were compared, and what was planned.
+/// Whether CUTLASS_KERNELS_LOG is "plan": log_plan() then says on stderr which tiles were compared, and the outcome.
 bool logs_plans();
 void log_plan(const AttentionParams& params, const Device& device, const PlanState& plan, bool schedule_is_kept);
 
