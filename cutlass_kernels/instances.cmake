@@ -1,5 +1,5 @@
 # The compiled kernels: one row is one translation unit, generated from src/<backend>/attention.cu.in (of 8-bit queries
-# attention_fp8.cu.in), and one entry of list_kernels(). A unit contains every variant its kernel has for run-time
+# attention_fp8.cu.in), and one entry of list_kernels(), or two (16bit: float16 and bfloat16). A unit contains every variant its kernel has for run-time
 # features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head dimensions between two rows are
 # served by the larger one, zero-padded on load.
 # Of two elements the first is that of the queries, the second that of the keys and values. Kernels write the type of
@@ -23,18 +23,12 @@ ck_instance(fa2     float16                256  256  80  0        interval_mask 
 ck_instance(fa2     bfloat16               256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales stats)
 ck_instance(fa2     float16                512  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales stats)
 ck_instance(fa2     bfloat16               512  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales stats)
-ck_instance(fa2     float16/float8_e4m3fn  64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     float16/float8_e5m2    64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     bfloat16/float8_e4m3fn 64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     bfloat16/float8_e5m2   64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     float16/float8_e4m3fn  128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     float16/float8_e5m2    128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     bfloat16/float8_e4m3fn 128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     bfloat16/float8_e5m2   128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     float16/float8_e4m3fn  256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     float16/float8_e5m2    256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     bfloat16/float8_e4m3fn 256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
-ck_instance(fa2     bfloat16/float8_e5m2   256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
+ck_instance(fa2     16bit/float8_e4m3fn    64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
+ck_instance(fa2     16bit/float8_e5m2      64   64   80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
+ck_instance(fa2     16bit/float8_e4m3fn    128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
+ck_instance(fa2     16bit/float8_e5m2      128  128  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
+ck_instance(fa2     16bit/float8_e4m3fn    256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
+ck_instance(fa2     16bit/float8_e5m2      256  256  80  0        interval_mask soft_cap sinks ragged_kv paged_kv bit_mask general_mask alibi device_scales)
 ck_instance(fa2     float16                576  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv general_mask device_scales TEMPLATE latent/fa2/attention.cu.in)
 ck_instance(fa2     bfloat16               576  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv general_mask device_scales TEMPLATE latent/fa2/attention.cu.in)
 ck_instance(fa2     float16/float8_e4m3fn  576  512  80  0        interval_mask soft_cap sinks ragged_kv paged_kv general_mask device_scales TEMPLATE latent/fa2/attention.cu.in)

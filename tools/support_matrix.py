@@ -46,10 +46,10 @@ def parse_instances(text: str) -> list[dict[str, Any]]:
     for match in _INSTANCE.finditer(text):
         backend, dtypes, qk, vo, least, most, *features = match["words"].partition(" TEMPLATE ")[0].split()
         dims = qk if qk == vo else f"{qk}_{vo}"
-        dtype, _, kv_dtype = dtypes.partition("/")
-        kernels.append(
+        element, _, kv_dtype = dtypes.partition("/")
+        kernels += [
             {
-                "name": f"{backend}_{dtypes.replace('/', '_')}_hd{dims}",
+                "name": "_".join(filter(None, (backend, dtype, kv_dtype, f"hd{dims}"))),
                 "backend": backend,
                 "q_dtype": dtype,
                 "kv_dtype": kv_dtype or dtype,
@@ -59,7 +59,8 @@ def parse_instances(text: str) -> list[dict[str, Any]]:
                 "min_compute_capability": int(least),
                 "max_compute_capability": int(most),
             }
-        )
+            for dtype in (("float16", "bfloat16") if element == "16bit" else (element,))
+        ]
     return kernels
 
 

@@ -19,10 +19,12 @@ set(CK_CPP_DTYPE_float16 "DType::kFloat16")
 set(CK_CPP_DTYPE_bfloat16 "DType::kBFloat16")
 set(CK_CPP_DTYPE_float8_e4m3fn "DType::kFloat8E4M3")
 set(CK_CPP_DTYPE_float8_e5m2 "DType::kFloat8E5M2")
+set(CK_TOKEN_16bit AnyType)
 set(CK_TOKEN_float16 fp16)
 set(CK_TOKEN_bfloat16 bf16)
 set(CK_TOKEN_float8_e4m3fn e4m3)
 set(CK_TOKEN_float8_e5m2 e5m2)
+set(CK_TEMPLATE_16bit attention.cu.in)
 set(CK_TEMPLATE_float16 attention.cu.in)
 set(CK_TEMPLATE_bfloat16 attention.cu.in)
 set(CK_TEMPLATE_float8_e4m3fn attention_fp8.cu.in)
@@ -121,7 +123,8 @@ macro(ck_backend name)
   list(TRANSFORM CK_SOURCES_${name} PREPEND "${CK_DIR}/src/${name}/")
 endmacro()
 
-# CK_DTYPE_NAME: "bfloat16", or "bfloat16/float8_e5m2" where keys and values are of another type than queries.
+# CK_DTYPE_NAME: "bfloat16", or "bfloat16/float8_e5m2" where keys and values are of another type than queries. "16bit" is
+# a kernel for queries of float16 and bfloat16, and an entry of list_kernels() for each.
 # MIN_CC, MAX_CC: 10 * major + minor of the GPUs the kernel is written for; MAX_CC 0 means no limit.
 # TEMPLATE: after the features, the file of src/ that the unit is generated from, where it is not the backend's own.
 #
@@ -142,17 +145,24 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   if(NOT CK_BACKEND IN_LIST CK_KNOWN_BACKENDS)
     message(FATAL_ERROR "instances.cmake: a row is of the backend '${CK_BACKEND}', which ck_backends() does not name")
   endif()
-  if(NOT CK_BACKEND IN_LIST CK_BACKENDS OR NOT dtype IN_LIST CK_DTYPES OR NOT kv_dtype IN_LIST CK_DTYPES
-     OR NOT CK_HEAD_DIM_QK IN_LIST CK_HEAD_DIMS OR NOT CK_GENCODE_${CK_BACKEND})
+  set(q_dtypes ${dtype})
+  if(dtype STREQUAL "16bit")
+    set(q_dtypes float16 bfloat16)
+  endif()
+  list(JOIN CK_DTYPES "|" compiled_dtypes)
+  list(FILTER q_dtypes INCLUDE REGEX "^(${compiled_dtypes})$")
+  if(NOT CK_BACKEND IN_LIST CK_BACKENDS OR NOT q_dtypes OR NOT kv_dtype IN_LIST CK_DTYPES OR NOT CK_HEAD_DIM_QK IN_LIST CK_HEAD_DIMS OR NOT CK_GENCODE_${CK_BACKEND})
     return()
   endif()
 
-  list(JOIN dtypes "_" dtype_names)
-  set(CK_NAME "${CK_BACKEND}_${dtype_names}_hd${CK_HEAD_DIM_QK}")
-  if(NOT CK_HEAD_DIM_QK EQUAL CK_HEAD_DIM_VO)
-    string(APPEND CK_NAME "_${CK_HEAD_DIM_VO}")
+  set(suffix "_hd${CK_HEAD_DIM_QK}")
+  if(NOT dtype STREQUAL kv_dtype)
+    string(PREPEND suffix "_${kv_dtype}")
   endif()
-  set(dtype_enum "${CK_CPP_DTYPE_${dtype}}")  # DType::kFloat16
+  if(NOT CK_HEAD_DIM_QK EQUAL CK_HEAD_DIM_VO)
+    string(APPEND suffix "_${CK_HEAD_DIM_VO}")
+  endif()
+  set(CK_NAME "${CK_BACKEND}_${dtype}${suffix}")
   set(CK_ELEMENT "${CK_TOKEN_${dtype}}")       # fp16
   set(kv_dtype_enum "${CK_CPP_DTYPE_${kv_dtype}}")
   set(CK_KV_ELEMENT "${CK_TOKEN_${kv_dtype}}")
@@ -205,10 +215,13 @@ function(ck_add_instance CK_BACKEND dtypes CK_HEAD_DIM_QK CK_HEAD_DIM_VO min_cc 
   set(CK_BUILT_BACKENDS ${CK_BUILT_BACKENDS} ${CK_BACKEND} PARENT_SCOPE)
   set(CK_REGISTRY_DECLARATIONS
     "${CK_REGISTRY_DECLARATIONS}namespace ${CK_BACKEND} {\nKernelEntry ${CK_NAME}_entry();\n}\n" PARENT_SCOPE)
-  set(row "    {{\"${CK_NAME}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${dtype_enum}, ${kv_dtype_enum}, ${CK_HEAD_DIM_QK}, "
-    "${CK_HEAD_DIM_VO},\n      ${feature_bits}, ${min_cc}, ${max_cc}},\n     &${CK_BACKEND}::${CK_NAME}_entry},\n")
-  list(JOIN row "" row)
-  set(CK_REGISTRY_ROWS "${CK_REGISTRY_ROWS}${row}" PARENT_SCOPE)
+  foreach(q_dtype IN LISTS q_dtypes)
+    string(APPEND CK_REGISTRY_ROWS
+      "    {{\"${CK_BACKEND}_${q_dtype}${suffix}\", ${CK_CPP_BACKEND_${CK_BACKEND}}, ${CK_CPP_DTYPE_${q_dtype}}, "
+      "${kv_dtype_enum}, ${CK_HEAD_DIM_QK}, ${CK_HEAD_DIM_VO},\n      ${feature_bits}, ${min_cc}, ${max_cc}},\n"
+      "     &${CK_BACKEND}::${CK_NAME}_entry},\n")
+  endforeach()
+  set(CK_REGISTRY_ROWS "${CK_REGISTRY_ROWS}" PARENT_SCOPE)
   list(JOIN features " " feature_names)
   if(max_cc)
     set(range "cc ${min_cc}..${max_cc}")

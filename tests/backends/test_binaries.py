@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import support_matrix
 
 BUDGET = ROOT / "cutlass_kernels" / "kernel_budget.txt"
 
@@ -141,8 +145,8 @@ def counted(cuobjdump: str, library: Path) -> Counter[tuple[str, ...]]:
 def leaves_out_rows() -> bool:
     from cutlass_kernels import _C
 
-    instances = (ROOT / "cutlass_kernels" / "instances.cmake").read_text()
-    return len(_C.list_kernels()) < len(re.findall(r"^ck_instance", instances, re.MULTILINE))
+    instances = (ROOT / support_matrix.INSTANCES).read_text()
+    return len(_C.list_kernels()) < len(support_matrix.parse_instances(instances))
 
 
 def test_kernels_are_within_their_budget(counted: Counter[tuple[str, ...]]) -> None:

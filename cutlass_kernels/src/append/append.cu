@@ -1,7 +1,7 @@
 // Writes new keys and values into their pages.
 //
 // A team of 4 to 256 threads takes a token: all units of its keys, then all of its values. A unit is what a thread
-// moves at once: 16 bytes where all addresses and strides allow it, else 2 or 1. A step of decoding is a few hundred
+// moves at once: 16 bytes where all addresses and strides allow it, else 1. A step of decoding is a few hundred
 // such tokens, so what counts is the chain of loads that finds the page: the first unit of every thread is on its way
 // before.
 #include <cuda_runtime.h>
@@ -207,9 +207,7 @@ Status append_paged_kv_cache(const AppendParams& params, cudaStream_t stream) {
   const int k_bytes = params.head_dim_qk * bytes, v_bytes = params.head_dim_vo * bytes;
   const std::uintptr_t alignment =
       alignment_of(p.parts[0]) | alignment_of(p.parts[1]) | unsigned(k_bytes) | unsigned(v_bytes);
-  const auto launch_units = alignment % 16 == 0  ? &launch<uint4>
-                            : alignment % 2 == 0 ? &launch<std::uint16_t>
-                                                 : &launch<std::uint8_t>;
+  const auto launch_units = alignment % 16 == 0 ? &launch<uint4> : &launch<std::uint8_t>;
   const cudaError_t error = launch_units(p, params.num_kv_heads, k_bytes, v_bytes, stream);
   return error == cudaSuccess ? Status::success() : cuda_failure("Launching the appending kernel", error);
 }

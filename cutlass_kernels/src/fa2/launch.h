@@ -167,12 +167,12 @@ Status launch(const LaunchParams& params, cudaStream_t stream) {
   return no_such_tile<HeadDim>(params);
 }
 
-template <class Element, class Kv, int HeadDim>
+template <class Kv, int HeadDim>
 Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
   using Tile = typename TileTable<HeadDim>::Fp8;
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
   if (params.plan.tile_kind == kDecode) {
-    return launch_packed<Element, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params, stream);
+    return launch_packed<AnyType, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params, stream);
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
@@ -182,10 +182,10 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
     return no_such_tile<HeadDim>(params);
   }
   if (GeneralTransform::needed(params) || LogitsTransform::needed(params)) {
-    return launch_tile<Element, Tile, Logits::kGeneral, Kv>(params, stream);
+    return launch_tile<AnyType, Tile, Logits::kGeneral, Kv>(params, stream);
   }
-  return is_fp8_wide(params, shape.packed_heads) ? launch_tile<Element, Wide, Logits::kPlain, Kv>(params, stream)
-                                                 : launch_tile<Element, Tile, Logits::kPlain, Kv>(params, stream);
+  return is_fp8_wide(params, shape.packed_heads) ? launch_tile<AnyType, Wide, Logits::kPlain, Kv>(params, stream)
+                                                 : launch_tile<AnyType, Tile, Logits::kPlain, Kv>(params, stream);
 }
 
 template <class Element, class Kv, int HeadDim, AmpereTiles kAmpere>
@@ -193,14 +193,14 @@ KernelEntry kernel_entry() {
   using Tiles = TileTable<HeadDim>;
   KernelEntry entry;
   entry.uses_mask_extents = true;
-  if constexpr (std::is_same_v<Element, Kv>) {
+  if constexpr (!std::is_same_v<Element, AnyType>) {
     static_assert(serves_every_device<Tiles>());
     entry.candidates = &candidates<HeadDim, kAmpere>;
     entry.launch = &launch<Element, HeadDim, kAmpere>;
   } else {
     static_assert(fit_every_device<typename Tiles::Fp8, typename Tiles::Fp8Wide, typename Tiles::DecodeFp8>());
     entry.candidates = &fp8_candidates<HeadDim>;
-    entry.launch = &launch_fp8<Element, Kv, HeadDim>;
+    entry.launch = &launch_fp8<Kv, HeadDim>;
   }
   return entry;
 }

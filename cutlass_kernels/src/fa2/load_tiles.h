@@ -28,7 +28,7 @@ struct CopiedQ {
 
   int thread;
 
-  CUTE_DEVICE explicit CopiedQ(int thread_) : thread(thread_) {}
+  CUTE_DEVICE CopiedQ(const KernelParams&, int thread_) : thread(thread_) {}
 
   CUTE_DEVICE void begin(const KernelParams& params, const TileWork& work, std::uint32_t shared) {
     const LaunchParams& p = params.attention;
@@ -47,9 +47,9 @@ struct CopiedQ {
 };
 
 // Beside keys of 8 bits: converted to fp16 on the way.
-template <class Element, class Tile>
-struct ConvertedQ : PackedQ<Element, Tile> {
-  using Base = PackedQ<Element, Tile>;
+template <class Tile>
+struct ConvertedQ : PackedQ<Tile> {
+  using Base = PackedQ<Tile>;
   using Base::Base;
 
   CUTE_DEVICE void begin(const KernelParams& params, const TileWork& work, std::uint32_t) {
@@ -57,8 +57,8 @@ struct ConvertedQ : PackedQ<Element, Tile> {
   }
 };
 
-template <class Element, class Tile>
-using QLoader = std::conditional_t<Tile::kKvBytes == 1, ConvertedQ<Element, Tile>, CopiedQ<Tile>>;
+template <class Tile>
+using QLoader = std::conditional_t<Tile::kKvBytes == 1, ConvertedQ<Tile>, CopiedQ<Tile>>;
 
 // ---- Where the K and V of a tile come from: rows of tensors, or pages of a cache.
 //

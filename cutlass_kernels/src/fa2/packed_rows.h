@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/element_types.h"
 #include "common/fp8_operands.h"
@@ -75,19 +74,20 @@ CUTE_DEVICE void load_packed_q(const KernelParams& params, std::uint32_t shared,
 
 // Q for keys of 8 bits: in fp16, and columns in the order that products.h asks for: of 16, two at a time, first those
 // that are the first two of four. Through registers, which leaves time for other loads between begin() and finish().
-template <class Element, class Tile>
+template <class Tile>
 struct PackedQ {
   using Layout = SharedLayout<Tile>;
-  static constexpr bool kScales = std::is_same_v<Element, bf16>;
   static constexpr int kGroups = Tile::kHeadDim / 16;
   static constexpr int kRowStep = Tile::kThreads / kGroups;
   static constexpr int kSteps = (Tile::kBlockM + kRowStep - 1) / kRowStep;
 
   int group;  // of 16 columns
   int first_row;
+  bool scales;               // queries are bf16
   uint4 columns[kSteps][2];  // (step, 8 columns each)
 
-  CUTE_DEVICE explicit PackedQ(int thread) : group(thread % kGroups), first_row(thread / kGroups) {}
+  CUTE_DEVICE PackedQ(const KernelParams& params, int thread)
+      : group(thread % kGroups), first_row(thread / kGroups), scales(params.attention.q_dtype == DType::kBFloat16) {}
 
   CUTE_DEVICE void begin(const KernelParams& params, int q_begin, int row_begin, int row_end, int head) {
     const LaunchParams& p = params.attention;
@@ -120,7 +120,7 @@ struct PackedQ {
       const uint4& low = columns[i][0];
       const uint4& high = columns[i][1];
       std::uint32_t pairs[8] = {low.x, low.z, high.x, high.z, low.y, low.w, high.y, high.w};
-      if constexpr (kScales) {
+      if (scales) {
         std::uint32_t largest = 0;
         CUTE_UNROLL
         for (int j = 0; j < 16; ++j) {
@@ -149,8 +149,8 @@ struct PackedQ {
 
   // Factors of the scores of row tile r / 2, for the lane's rows r % 2; whether any of the warp is not 1. After a
   // barrier.
-  CUTE_DEVICE static bool read_factors(const char* shared_memory, int warp_row, float (&factors)[2 * Tile::kRowTiles]) {
-    if constexpr (!kScales) return false;
+  CUTE_DEVICE bool read_factors(const char* shared_memory, int warp_row, float (&factors)[2 * Tile::kRowTiles]) const {
+    if (!scales) return false;
     const float* rows = reinterpret_cast<const float*>(shared_memory + Layout::kRowFactors) + warp_row;
     bool any = false;
     CUTE_UNROLL
@@ -225,15 +225,15 @@ CUTE_DEVICE void store_packed(const KernelParams& params, const WorkItem& work, 
         for (int d = 0; d < kTilesD; d += 2) {
           *reinterpret_cast<uint2*>(shared_q + Layout::offset(row_at.warp_row + row, d + lane % 4 / 2) +
                                     lane % 2 * 8) = {
-              Element::pack(o[0][d][r * 2] * scale, o[0][d + 1][r * 2] * scale),
-              Element::pack(o[0][d][r * 2 + 1] * scale, o[0][d + 1][r * 2 + 1] * scale)};
+              pack_pair<Element>(p.o_dtype, o[0][d][r * 2] * scale, o[0][d + 1][r * 2] * scale),
+              pack_pair<Element>(p.o_dtype, o[0][d][r * 2 + 1] * scale, o[0][d + 1][r * 2 + 1] * scale)};
         }
       } else {
         CUTE_UNROLL
         for (int d = 0; d < kTilesD; ++d) {
           *reinterpret_cast<std::uint32_t*>(shared_q + Layout::offset(row_at.warp_row + row, first_d + d) +
                                             lane % 4 * 4) =
-              Element::pack(o[0][d][r * 2] * scale, o[0][d][r * 2 + 1] * scale);
+              pack_pair<Element>(p.o_dtype, o[0][d][r * 2] * scale, o[0][d][r * 2 + 1] * scale);
         }
       }
       if (p.lse != nullptr && is_first && lane % 4 == 0 && token < row_end) {

@@ -276,7 +276,7 @@ CUTE_DEVICE void store_tile(const KernelParams& params, const TileWork& tile, co
     CUTE_UNROLL
     for (int d = 0; d < kTilesD; ++d) {
       const std::uint32_t packed =
-          Element::pack(o[r / 2][d][(r % 2) * 2] * scale, o[r / 2][d][(r % 2) * 2 + 1] * scale);
+          pack_pair<Element>(p.o_dtype, o[r / 2][d][(r % 2) * 2] * scale, o[r / 2][d][(r % 2) * 2 + 1] * scale);
       *reinterpret_cast<std::uint32_t*>(shared_memory + Layout::kQ + Layout::offset(row, part * kTilesD + d) +
                                         (lane % 4) * 4) = packed;
     }

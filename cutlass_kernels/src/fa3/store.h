@@ -277,6 +277,9 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
     }
   }
 
+  const auto pack = [&](float low, float high, float factor) {
+    return pack_pair<Output>(p.o_dtype, low * factor, high * factor);
+  };
   char* warp_staging = staging + warp * 16 * 128;
   const int stage_row = lane % 16;
   const std::uint32_t row_base = shared_address(warp_staging) + stage_row * 128;
@@ -288,9 +291,8 @@ CUTE_DEVICE void store_packed_tile(const KernelParams& params, const Job& job, i
       if ((panel * 4 + i) * 16 >= Tile::kHeadDimVo) break;  // never read
       const float* x = &o[8 * (panel * 4 + i)];
       const int chunk = i * 2 + lane / 16;
-      stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4), Output::pack(x[0] * scale[0], x[1] * scale[0]),
-                  Output::pack(x[2] * scale[1], x[3] * scale[1]), Output::pack(x[4] * scale[0], x[5] * scale[0]),
-                  Output::pack(x[6] * scale[1], x[7] * scale[1]));
+      stmatrix_x4(row_base + ((chunk ^ (stage_row & 7)) << 4), pack(x[0], x[1], scale[0]), pack(x[2], x[3], scale[1]),
+                  pack(x[4], x[5], scale[0]), pack(x[6], x[7], scale[1]));
     }
     __syncwarp();
     CUTE_NO_UNROLL                     // registers are few: S of the next tile is in flight

@@ -108,13 +108,10 @@ CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const Til
   return combined;
 }
 
-// Outputs of the type that params.o_dtype says.
-struct AnyOutput {};
-
 // Writes four columns of the output, from this element on.
 template <class Element>
 CUTE_DEVICE void store_four(const LaunchParams& p, std::int64_t element, const float (&x)[4]) {
-  if constexpr (std::is_same_v<Element, AnyOutput>) {
+  if constexpr (std::is_same_v<Element, AnyType>) {
     if (p.o_dtype == DType::kFloat16) {
       store_four<fp16>(p, element, x);
     } else if (p.o_dtype == DType::kBFloat16) {
