@@ -51,14 +51,13 @@ struct bf16 {
   }
 };
 
-// fp16 or bf16, whichever the parameters say: a kernel that finds its type by a branch stands for two. Outputs that are
-// stored from fp32 (store_four()) may also be e4m3.
-struct AnyType {};
+// fp16 or bf16, whichever the parameters say: one kernel in place of two.
+struct Any16Bit {};
 
-// Two numbers as 16 bits each; the low half of the register holds `low`. `type` says which they are of AnyType.
+// Two numbers as 16 bits each; the low half of the register holds `low`. `type` says which they are of Any16Bit.
 template <class Element>
 CUTE_DEVICE std::uint32_t pack_pair([[maybe_unused]] DType type, float low, float high) {
-  if constexpr (std::is_same_v<Element, AnyType>) {
+  if constexpr (std::is_same_v<Element, Any16Bit>) {
     return type == DType::kFloat16 ? fp16::pack(low, high) : bf16::pack(low, high);
   } else {
     return Element::pack(low, high);

@@ -14,6 +14,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/numeric.h"
 
@@ -43,20 +44,30 @@ CUTE_DEVICE void mask_unless_bit(float& s, std::uint32_t bits, int bit) {
       : "r"(bits), "r"(1u << bit));
 }
 
-template <int kRows>
+template <int kRows, bool kRowScales = false>
 struct OnlineSoftmax {
   static constexpr float kHeadroom = 8.0f;  // log2: P stays below 2^8
   static constexpr float kNoKey = 1e38f;    // minus_m of a row that has seen no key
 
-  float scale;               // log2 units per unit of s, > 0
-  float minus_m[kRows];      // (row): -m in log2 units
-  float partial_sum[kRows];  // (row): of this thread's columns
+  std::conditional_t<kRowScales, float[kRows], float> scale;  // log2 units per unit of s, > 0; or (row)
+  float minus_m[kRows];                                       // (row): -m in log2 units
+  float partial_sum[kRows];                                   // (row): of this thread's columns
 
-  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale(scale_log2) {
+  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) {
+    if constexpr (!kRowScales) scale = scale_log2;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      if constexpr (kRowScales) scale[r] = scale_log2;
       minus_m[r] = kNoKey;
       partial_sum[r] = 0.0f;
+    }
+  }
+
+  CUTE_DEVICE float scale_of(int r) const {
+    if constexpr (kRowScales) {
+      return scale[r];
+    } else {
+      return scale;
     }
   }
 
@@ -65,14 +76,14 @@ struct OnlineSoftmax {
   CUTE_DEVICE bool exceeds(const float (&thread_max)[kRows], float headroom = kHeadroom) const {
     bool any = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) any |= fmaf(thread_max[r], scale, minus_m[r]) > headroom;
+    for (int r = 0; r < kRows; ++r) any |= fmaf(thread_max[r], scale_of(r), minus_m[r]) > headroom;
     return any;
   }
 
   // Whether 2^(x - m) is below 2^log2_threshold for the largest x of a thread's part of a row. In a row without keys so
   // far it is not, unless these are hidden, too.
   CUTE_DEVICE bool is_below(float log2_threshold, int r, float thread_max) const {
-    return fmaf(thread_max, scale, minus_m[r]) < log2_threshold;
+    return fmaf(thread_max, scale_of(r), minus_m[r]) < log2_threshold;
   }
 
   // From a thread's part of each row to the rows' maxima, known to all four threads of a quad.
@@ -92,8 +103,8 @@ struct OnlineSoftmax {
     static_assert(kLift < kHeadroom);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const bool raised = fmaf(row_max[r], scale, minus_m[r]) > headroom;
-      float minus_m_new = raised ? -row_max[r] * scale : minus_m[r];
+      const bool raised = fmaf(row_max[r], scale_of(r), minus_m[r]) > headroom;
+      float minus_m_new = raised ? -row_max[r] * scale_of(r) : minus_m[r];
       if (kLift != 0 && raised) minus_m_new += float(kLift);
       const float factor = exp2_approx(minus_m_new - minus_m[r]);  // 0 at the row's first key
       minus_m[r] = minus_m_new;
@@ -102,7 +113,7 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE float exponential(int r, float s) const { return exp2_approx(fmaf(s, scale, minus_m[r])); }
+  CUTE_DEVICE float exponential(int r, float s) const { return exp2_approx(fmaf(s, scale_of(r), minus_m[r])); }
 
   // The row's denominator as (m, sum) in log2 units, m = -inf if it saw no key. Reduces over the quad.
   CUTE_DEVICE void finish(int r, float& m, float& sum) const {

@@ -60,7 +60,7 @@ constexpr int blocks_per_sm() {
   return kLogits != Logits::kPlain && Tile::kBlocksPerSm > 2 && !Tile::kPacked ? 2 : Tile::kBlocksPerSm;
 }
 
-// Element: of Q and O, AnyType where K and V have Kv, of 8 bits, instead (products.h).
+// Element: of Q and O, Any16Bit where K and V have Kv, of 8 bits, instead (products.h).
 template <class Element, class Kv, class Tile, Logits kLogits, KvRows kKvRows>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>())
     attention_kernel(__grid_constant__ const KernelParams params) {
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>()
       for (int e = 0; e < 4; ++e) o[m][d][e] = 0.0f;
     }
   }
-  OnlineSoftmax<kRows> softmax(params.transform.scale);
-  const float headroom = Warp::kGeneral && !Warp::kFp8 ? params.stats.headroom : OnlineSoftmax<kRows>::kHeadroom;
+  typename Warp::Softmax softmax(params.transform.scale);
+  const float headroom = Warp::kGeneral && !Warp::kFp8 ? params.stats.headroom : Warp::Softmax::kHeadroom;
   const RowSharing<Tile> neighbour(shared_memory, share.warp, share.lane);
   QLoader<Tile> q(params, share.thread);
   Warp warp{params, at, logits, softmax, o, neighbour, share.sharer, headroom};

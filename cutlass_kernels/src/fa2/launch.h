@@ -172,7 +172,7 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
   using Tile = typename TileTable<HeadDim>::Fp8;
   using Wide = typename TileTable<HeadDim>::Fp8Wide;
   if (params.plan.tile_kind == kDecode) {
-    return launch_packed<AnyType, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params, stream);
+    return launch_packed<Any16Bit, HeadDim, typename TileTable<HeadDim>::DecodeFp8, Kv>(params, stream);
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
@@ -182,10 +182,10 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
     return no_such_tile<HeadDim>(params);
   }
   if (GeneralTransform::needed(params) || LogitsTransform::needed(params)) {
-    return launch_tile<AnyType, Tile, Logits::kGeneral, Kv>(params, stream);
+    return launch_tile<Any16Bit, Tile, Logits::kGeneral, Kv>(params, stream);
   }
-  return is_fp8_wide(params, shape.packed_heads) ? launch_tile<AnyType, Wide, Logits::kPlain, Kv>(params, stream)
-                                                 : launch_tile<AnyType, Tile, Logits::kPlain, Kv>(params, stream);
+  return is_fp8_wide(params, shape.packed_heads) ? launch_tile<Any16Bit, Wide, Logits::kPlain, Kv>(params, stream)
+                                                 : launch_tile<Any16Bit, Tile, Logits::kPlain, Kv>(params, stream);
 }
 
 template <class Element, class Kv, int HeadDim, AmpereTiles kAmpere>
@@ -193,7 +193,7 @@ KernelEntry kernel_entry() {
   using Tiles = TileTable<HeadDim>;
   KernelEntry entry;
   entry.uses_mask_extents = true;
-  if constexpr (!std::is_same_v<Element, AnyType>) {
+  if constexpr (!std::is_same_v<Element, Any16Bit>) {
     static_assert(serves_every_device<Tiles>());
     entry.candidates = &candidates<HeadDim, kAmpere>;
     entry.launch = &launch<Element, HeadDim, kAmpere>;

@@ -19,7 +19,7 @@ namespace cutlass_kernels::fa2 {
 // ---- Loads of a tile's queries, for each kind of tile:
 //   begin()         issues them; those of keys and values may follow
 //   finish()        puts into shared memory what begin() has read into registers
-//   read_factors()  what the scores of a warp's rows are to be multiplied by; false if nothing. After a barrier.
+//   read_factors()  beside 8-bit keys: what the scores of a warp's rows are to be multiplied by. After a barrier.
 
 // 16-bit queries beside 16-bit keys: straight into shared memory.
 template <class Tile>
@@ -43,7 +43,6 @@ struct CopiedQ {
     }
   }
   CUTE_DEVICE void finish(char*) {}
-  CUTE_DEVICE bool read_factors(const char*, int, typename Fragments<Tile>::Rows&) const { return false; }
 };
 
 // Beside keys of 8 bits: converted to fp16 on the way.

@@ -111,7 +111,15 @@ CUTE_DEVICE void compute_own_steps(Warp& warp, const WarpShare<Tile>& share, con
                                    int block, int stage, Loads& next, bool loads_next) {
   if (loads_next) next.issue_all();
   [[maybe_unused]] float factors[Warp::kRows];  // (row): of the scores
-  [[maybe_unused]] const bool scales = q.read_factors(shared_memory, share.warp_row, factors);
+  [[maybe_unused]] bool scales = false;
+  if constexpr (Warp::kFp8 && Warp::kGeneral) {
+    q.read_factors(shared_memory, share.warp_row, factors);
+    CUTE_UNROLL
+    for (int r = 0; r < Warp::kRows; ++r) scales |= factors[r] != 1.0f;
+    scales = __any_sync(0xffffffffu, scales);
+  } else if constexpr (Warp::kFp8 && !Tile::kDecodes) {  // anew for each KV block: registers
+    warp.scale_rows(q, shared_memory, share.warp_row);
+  }
   CUTE_NO_UNROLL
   for (int sub = share.keys.last_step(); sub >= 0; sub -= share.keys.groups) {
     const int first_key = block * Tile::kBlockN + sub * Tile::kStepN;
@@ -166,6 +174,10 @@ CUTE_DEVICE void pipelined_loop(Warp& warp, KvSource& kv, Q& q, const TileWork& 
   if constexpr (kPaged) kv.pages.store(page[kStages - 1], block_end - kStages, block_end - kStages);
   q.finish(shared_memory);
   if constexpr (kGeneral) kv.seen.find(block_end - 1 - KvSource::kFoundAhead);
+  if constexpr (Warp::kFp8 && Tile::kDecodes && !kGeneral) {
+    __syncthreads();  // rows of Q have their factors
+    warp.scale_rows(q, shared_memory, share.warp_row);
+  }
 
   // ---- KV block after KV block. (Counted by their end: by their begin, the loop keeps two registers for it and copies
   // one to the other while products read theirs, 4 % at hd64.) ----

@@ -120,6 +120,7 @@ struct PackedQ {
       const uint4& low = columns[i][0];
       const uint4& high = columns[i][1];
       std::uint32_t pairs[8] = {low.x, low.z, high.x, high.z, low.y, low.w, high.y, high.w};
+      float factor = 1.0f;
       if (scales) {
         std::uint32_t largest = 0;
         CUTE_UNROLL
@@ -131,14 +132,12 @@ struct PackedQ {
         for (int lanes = 1; lanes < kGroups; lanes *= 2) {  // those of a row
           largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
         }
-        const float factor = row_factor(largest);
+        factor = row_factor(largest);
         const float scale = __uint_as_float(0x7f000000u - __float_as_uint(factor));  // 1 / factor
         CUTE_UNROLL
         for (int j = 0; j < 8; ++j) pairs[j] = scaled_to_fp16(pairs[j], scale);
-        if (group == 0) {
-          reinterpret_cast<float*>(shared_memory + Layout::kRowFactors)[row] = factor;
-        }
       }
+      if (group == 0) reinterpret_cast<float*>(shared_memory + Layout::kRowFactors)[row] = factor;
       char* shared_q = shared_memory + Layout::kQ;
       *reinterpret_cast<uint4*>(shared_q + Layout::offset(row, 2 * group)) =
           make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
@@ -147,18 +146,11 @@ struct PackedQ {
     }
   }
 
-  // Factors of the scores of row tile r / 2, for the lane's rows r % 2; whether any of the warp is not 1. After a
-  // barrier.
-  CUTE_DEVICE bool read_factors(const char* shared_memory, int warp_row, float (&factors)[2 * Tile::kRowTiles]) const {
-    if (!scales) return false;
+  // Factors of the scores of row tile r / 2, for the lane's rows r % 2. After a barrier.
+  CUTE_DEVICE static void read_factors(const char* shared_memory, int warp_row, float (&factors)[2 * Tile::kRowTiles]) {
     const float* rows = reinterpret_cast<const float*>(shared_memory + Layout::kRowFactors) + warp_row;
-    bool any = false;
     CUTE_UNROLL
-    for (int r = 0; r < 2 * Tile::kRowTiles; ++r) {
-      factors[r] = rows[r * 8 + threadIdx.x % 32 / 4];
-      any |= factors[r] != 1.0f;
-    }
-    return __any_sync(0xffffffffu, any);
+    for (int r = 0; r < 2 * Tile::kRowTiles; ++r) factors[r] = rows[r * 8 + threadIdx.x % 32 / 4];
   }
 };
 

@@ -102,9 +102,8 @@ CUTE_DEVICE void rescale_row(typename Fragments<Tile>::O& o, int r, float factor
 
 // Two packed elements of P: tile pair k, row tile pack / 4, fragment register pack % 4, which is (tile 2k, row 0),
 // (2k, row 8), (2k + 1, row 0), (2k + 1, row 8).
-template <class Tile, class Factor>
-CUTE_DEVICE std::uint32_t make_p(OnlineSoftmax<Fragments<Tile>::kRows>& softmax, const typename Fragments<Tile>::S& s,
-                                 int k, int pack) {
+template <class Tile, class Factor, class Softmax>
+CUTE_DEVICE std::uint32_t make_p(Softmax& softmax, const typename Fragments<Tile>::S& s, int k, int pack) {
   const int m = pack / 4;
   const int i = pack % 4;
   const int r = m * 2 + i % 2;

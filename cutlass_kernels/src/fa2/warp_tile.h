@@ -31,13 +31,15 @@ struct WarpTile {
   using Rows = typename Fragments<Tile>::Rows;
   using P = std::uint32_t[kTilesN / 2][kRowTiles * 4];     // (16 keys, registers of a fragment)
   using Factor = std::conditional_t<kFp8, fp16, Element>;  // of products
+  // Of rows of bf16 in fp16, factors are part of the scale, or of logits that are transformed (packed_rows.h).
+  using Softmax = OnlineSoftmax<kRows, kFp8 && !kGeneral>;
   using Transform =
       std::conditional_t<kGeneral, GeneralLogits<Tile>, IntervalLogits<Tile, kLogits == Logits::kTransformed>>;
 
   const KernelParams& params;
   OperandAddresses<Tile> at;
   Transform logits;
-  OnlineSoftmax<kRows>& softmax;
+  Softmax& softmax;
   O& o;
   RowSharing<Tile> neighbour;  // the warp that shares its rows, if one does
   int sharer;
@@ -65,6 +67,15 @@ struct WarpTile {
   // Raises the softmax's references where the rows' maxima are too far above them.
   CUTE_DEVICE void raise(const Rows& row_max) {
     softmax.raise(row_max, [&](int r, float factor) { rescale_row<Tile>(o, r, factor); }, headroom);
+  }
+
+  // Makes the factors of the rows of Q (packed_rows.h) a part of the scale.
+  template <class Q>
+  CUTE_DEVICE void scale_rows(const Q& q, const char* shared_memory, int warp_row) {
+    Rows factors;
+    q.read_factors(shared_memory, warp_row, factors);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) softmax.scale[r] = params.transform.scale * factors[r];
   }
 
   // O += P V, of values `offset` bytes behind the first ones in shared memory.
@@ -107,7 +118,7 @@ struct WarpTile {
   }
 
   // A step: the keys from first_key on, which lie at `offset`. next_key: those of the warp's next step. If `loads`,
-  // the loads of the next KV block are issued along the way. The rows of S are multiplied by `factors` if `scales`.
+  // the loads of the next KV block are issued along the way. `factors` of logits, if any `scales`.
   template <class Loads>
   CUTE_DEVICE void step(int first_key, int next_key, int offset, Loads& next, bool loads, [[maybe_unused]] bool scales,
                         [[maybe_unused]] const Rows& factors) {
@@ -116,7 +127,7 @@ struct WarpTile {
       float s[kRowTiles][kTilesN][4];  // (row tile, key tile, fragment)
       float thread_max[kRows];         // (row)
       compute_scores(s, offset, [] {});
-      if constexpr (kFp8) {
+      if constexpr (kFp8 && kGeneral) {
         if (scales) multiply_rows<Tile>(s, factors);
       }
       logits.apply(s, first_key);

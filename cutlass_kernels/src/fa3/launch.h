@@ -205,7 +205,7 @@ Status launch_fp8(const LaunchParams& params, cudaStream_t stream) {
   using Tiles = Fp8TileTable<HeadDim>;
   using Large = typename Tiles::Large;
   if (is_packed_schedule<typename Tiles::Packed>(params)) {
-    return launch_packed<Fp8To<AnyType>, typename Tiles::Packed>(params, stream);
+    return launch_packed<Fp8To<Any16Bit>, typename Tiles::Packed>(params, stream);
   }
   if (params.plan.tile_kind != kRows || params.plan.tile_rows != Large::kBlockM) return no_such_tile(params);
   return params.o_dtype == DType::kFloat16 ? launch_fp8_rows<Fp8To<fp16>, Large>(params, stream)

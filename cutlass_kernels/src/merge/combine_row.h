@@ -108,24 +108,22 @@ CUTE_DEVICE CombinedRow<kPanels> combine_splits(const LaunchParams& p, const Til
   return combined;
 }
 
+// Outputs of Any16Bit or e4m3, as params.o_dtype says.
+struct AnyOutput {};
+
 // Writes four columns of the output, from this element on.
 template <class Element>
 CUTE_DEVICE void store_four(const LaunchParams& p, std::int64_t element, const float (&x)[4]) {
-  if constexpr (std::is_same_v<Element, AnyType>) {
-    if (p.o_dtype == DType::kFloat16) {
-      store_four<fp16>(p, element, x);
-    } else if (p.o_dtype == DType::kBFloat16) {
-      store_four<bf16>(p, element, x);
+  char* out = static_cast<char*>(p.o.data);
+  if constexpr (std::is_same_v<Element, AnyOutput>) {
+    if (p.o_dtype == DType::kFloat8E4M3) {
+      *reinterpret_cast<std::uint32_t*>(out + element) = e4m3::pack(x[0], x[1], x[2], x[3]);
     } else {
-      store_four<e4m3>(p, element, x);
+      store_four<Any16Bit>(p, element, x);
     }
   } else {
-    char* out = static_cast<char*>(p.o.data) + Element::kBytes * element;
-    if constexpr (Element::kBytes == 1) {
-      *reinterpret_cast<std::uint32_t*>(out) = Element::pack(x[0], x[1], x[2], x[3]);
-    } else {
-      *reinterpret_cast<uint2*>(out) = {Element::pack(x[0], x[1]), Element::pack(x[2], x[3])};
-    }
+    *reinterpret_cast<uint2*>(out + 2 * element) = {pack_pair<Element>(p.o_dtype, x[0], x[1]),
+                                                    pack_pair<Element>(p.o_dtype, x[2], x[3])};
   }
 }
 
