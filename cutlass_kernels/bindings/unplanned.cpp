@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "call_arguments.h"  // kQ, kK, ..., kArguments: the rows of Call in _call.py, in their order
 #include "common/element_bytes.h"
 #include "direct.h"
 #include "functions.h"
@@ -12,51 +13,7 @@
 namespace cutlass_kernels {
 namespace {
 
-// Arguments, in this order.
-enum {
-  kQ,
-  kK,
-  kV,
-  kCuSeqlensQ,
-  kCuSeqlensK,
-  kSequsedQ,
-  kSequsedK,
-  kMaxSeqlenQ,
-  kMaxSeqlenK,
-  kPageTable,
-  kKvIndptr,
-  kKvIndices,
-  kKvLastPageLen,
-  kLayout,
-  kCausal,
-  kWindowLeft,
-  kWindowRight,
-  kChunkSize,
-  kMask,
-  kMaskIndptr,
-  kSoftCap,
-  kSmScale,
-  kSinks,
-  kAlibiSlopes,
-  kQDescale,
-  kKDescale,
-  kVDescale,
-  kODtype,
-  kOut,
-  kLseForm,
-  kNumSplits,
-  kBatchInvariant,
-  kKvShard,
-  kQRope,
-  kKRope,
-  kBackend,
-  kArguments
-};
-
-// The LSE: whether it is returned, natural instead of in base 2, and with the heads as its first dimension.
-enum LseForm { kReturned = 1, kNatural = 2, kHeadsFirst = 4 };
-
-constexpr double kLn2 = 0.6931471805599453;
+constexpr double kE = 2.718281828459045, kLn2 = 0.6931471805599453;
 
 /// Whether the columns of `rope` lie right behind those of `x`, row by row: two views of one tensor.
 bool is_behind(const Matrix& rope, const Matrix& x, int item_bytes) {
@@ -113,7 +70,7 @@ struct Call {
   /// Queries, and how many requests there are.
   bool read_queries() {
     if (!torch.read(given[kQ], &q) || !torch.read(given[kK], &k) || !torch.read(given[kV], &v) ||
-        !read_layout(given[kLayout], &hnd) || !read_rows(q, &queries)) {
+        !read_layout(given[kKvLayout], &hnd) || !read_rows(q, &queries)) {
       return false;
     }
     device = q.device.device_id;
@@ -308,18 +265,21 @@ struct Call {
 
   bool read_mask() {
     std::int64_t left = -1, right = -1, chunk = 0;
-    if (!read_flag(given[kCausal], &params.causal) || !read_integer(given[kWindowLeft], &left) ||
-        !read_integer(given[kWindowRight], &right) || !read_integer(given[kChunkSize], &chunk) || chunk < 0) {
+    PyObject* const window = given[kWindow];
+    if (!read_flag(given[kCausal], &params.causal) || !PyTuple_Check(window) || PyTuple_GET_SIZE(window) != 2 ||
+        !read_integer(PyTuple_GET_ITEM(window, 0), &left) || !read_integer(PyTuple_GET_ITEM(window, 1), &right) ||
+        !read_integer(given[kChunkSize], &chunk) || chunk < 0) {
       return false;
     }
     constexpr std::int64_t kNoLimit = 1 << 29;
     params.window_left = left < 0 ? -1 : limited(left);
     params.window_right = right < 0 || right > kNoLimit ? -1 : std::int32_t(right);
     params.chunk_size = limited(chunk);
-    if (!is_given(kMask)) return true;
+    if (!is_given(kPackedCustomMask)) return true;
     Tensor bits;
-    if (!torch.read(given[kMask], &bits) || bits.ndim != 1 || bits.strides[0] != 1 || bits.dtype.bits != 8 ||
-        bits.data % 4 != 0 || !bits.is_on_gpu(device) || (params.batch_size > 1 && !is_given(kMaskIndptr)) ||
+    if (!torch.read(given[kPackedCustomMask], &bits) || bits.ndim != 1 || bits.strides[0] != 1 ||
+        bits.dtype.bits != 8 || bits.data % 4 != 0 || !bits.is_on_gpu(device) ||
+        (params.batch_size > 1 && !is_given(kMaskIndptr)) ||
         !read_lengths_of(kMaskIndptr, params.batch_size + 1, &params.mask.indptr)) {
       return false;
     }
@@ -366,7 +326,7 @@ struct Call {
   bool read_logits() {
     double cap = 0.0, scale = 1.0 / std::sqrt(double(dim_qk)), v_scale = 1.0;
     std::int64_t splits = 0;
-    if (!read_number(given[kSoftCap], &cap) || !read_number(given[kSmScale], &scale) ||
+    if (!read_number(given[kLogitsSoftCap], &cap) || !read_number(given[kSmScale], &scale) ||
         !read_integer(given[kNumSplits], &splits) || splits < 0 ||
         !read_sinks(torch, given[kSinks], queries.heads, device, &params.sinks) ||
         !read_sinks(torch, given[kAlibiSlopes], queries.heads, device, &params.alibi.slopes) ||
@@ -387,8 +347,12 @@ struct Call {
   bool prepare(Results* results) {
     params.o_dtype = size_of(params.q_dtype) == 1 ? DType::kBFloat16 : params.q_dtype;
     if (is_given(kODtype) && !torch.find_dtype(given[kODtype], &params.o_dtype)) return false;
-    std::int64_t form = 0;
-    if (!read_integer(given[kLseForm], &form)) return false;
+    bool heads_first = false;
+    double lse_base = 0.0;
+    if (!read_flag(given[kReturnLse], &results->return_lse) || !read_flag(given[kLseHeadsFirst], &heads_first) ||
+        !read_number(given[kLseBase], &lse_base) || (lse_base != 2.0 && lse_base != kE)) {
+      return false;
+    }
     const std::int64_t rows = queries.tokens, heads = queries.heads, dim = params.head_dim_vo;
     Tensor out;
     Matrix matrix;
@@ -414,9 +378,7 @@ struct Call {
       return false;
     }
     params.o = {pointer<void>(matrix.data), matrix.stride_token, matrix.stride_head};
-    if ((form & kReturned) == 0) return true;
-    results->return_lse = true;
-    const bool heads_first = (form & kHeadsFirst) != 0;
+    if (!results->return_lse) return true;
     if (heads_first) {
       results->lse = torch.empty({heads, rows}, DType::kFloat32, device);
     } else if (q.ndim == 4) {
@@ -429,20 +391,15 @@ struct Call {
     params.lse = pointer<float>(lse.data);
     params.lse_stride_token = heads_first ? 1 : heads;
     params.lse_stride_head = heads_first ? rows : 1;
-    params.lse_scale = (form & kNatural) != 0 ? float(kLn2) : 1.0f;
+    params.lse_scale = lse_base == kE ? float(kLn2) : 1.0f;
     return true;
   }
 };
 
 py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
-  // A schedule may follow.
-  if (count != kArguments && count != kArguments + 1) {
-    throw py::type_error("Wrong number of arguments.");
-  }
+  if (count != kArguments) throw py::type_error("Wrong number of arguments.");
   SharedSchedule* schedule = nullptr;
-  if (count > kArguments && given[kArguments] != Py_None) {
-    schedule = py::handle(given[kArguments]).cast<SharedSchedule*>();
-  }
+  if (given[kSchedule] != Py_None) schedule = py::handle(given[kSchedule]).cast<SharedSchedule*>();
   Call call{Torch::get(), given, {}, {}, {}, {}, {}, {}};
   Backend backend{};
   Results results;

@@ -36,6 +36,26 @@ if(CK_GIT AND EXISTS "${PROJECT_SOURCE_DIR}/.git")
 endif()
 configure_file("${CK_DIR}/bindings/commit.cpp.in" "${CK_GENERATED}/commit.cpp" @ONLY)
 
+# The arguments of attention(), in the order of the rows of Call: kQ, kK, ..., kCuSeqlensQ, ...
+set(CK_CALL "${PROJECT_SOURCE_DIR}/python/cutlass_kernels/_call.py")
+set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${CK_CALL}")
+file(READ "${CK_CALL}" text)
+string(REGEX MATCHALL "\n    [a-z_]+: Annotated" rows "${text}")
+set(CK_CALL_ARGUMENTS "")
+foreach(row IN LISTS rows)
+  string(REGEX REPLACE "\n    ([a-z_]+):.*" "_\\1" words "${row}")
+  string(REGEX MATCHALL "_[a-z]+" words "${words}")
+  string(APPEND CK_CALL_ARGUMENTS "  k")
+  foreach(word IN LISTS words)
+    string(SUBSTRING "${word}" 1 1 initial)
+    string(SUBSTRING "${word}" 2 -1 rest)
+    string(TOUPPER "${initial}" initial)
+    string(APPEND CK_CALL_ARGUMENTS "${initial}${rest}")
+  endforeach()
+  string(APPEND CK_CALL_ARGUMENTS ",\n")
+endforeach()
+configure_file("${CK_DIR}/bindings/call_arguments.h.in" "${CK_GENERATED}/include/call_arguments.h" @ONLY)
+
 list(JOIN CK_REAL_ARCHS "," CK_MACHINE_CODES)
 
 # One unit, so names that are local to a file must differ: pybind11.h takes 8 of the 9 seconds of each.

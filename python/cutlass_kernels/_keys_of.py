@@ -9,7 +9,7 @@ import torch
 from . import _kv_shard, _latent, _reference
 
 if TYPE_CHECKING:
-    from ._plan_free import Call
+    from ._call import Call
 
 
 def requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> Any:

@@ -15,7 +15,7 @@ from ._autocast import without_autocast
 from ._problem import FP8_DTYPES
 
 if TYPE_CHECKING:
-    from ._plan_free import Call
+    from ._call import Call
 
 
 def checked(call: Call) -> Call:

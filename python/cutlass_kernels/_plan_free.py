@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,63 +24,18 @@ from . import (
     _native,
     _reference,
     _request,
+    _schedule,
     _select,
     _vectors,
 )
 from ._autograd import forward_only, wants_grad, written
+from ._call import Call
 from ._errors import BackendError
 from ._options import Result
 from ._problem import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, Problem, RaggedKv
 
 MOST_ROWS = 1 << 30  # of k and v, that kernels count
-RETURNED, NATURAL, HEADS_FIRST = 1, 2, 4  # of Call.lse_form
 LN2 = math.log(2.0)
-
-
-class Call(NamedTuple):
-    """The arguments of ``attention()``, in the order of the direct call. ``lse_form`` says whether an LSE is returned,
-    natural instead of in base 2, and as ``[Hq, rows]``."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    seqused_q: torch.Tensor | None = None
-    seqused_k: torch.Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    page_table: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
-    kv_last_page_len: torch.Tensor | None = None
-    kv_layout: str = "NHD"
-    causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    chunk_size: int = 0
-    packed_custom_mask: torch.Tensor | None = None
-    mask_indptr: torch.Tensor | None = None
-    logits_soft_cap: float | None = None
-    sm_scale: float | None = None
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    q_descale: float | torch.Tensor | None = None
-    k_descale: float | torch.Tensor | None = None
-    v_descale: float | torch.Tensor | None = None
-    o_dtype: torch.dtype | None = None
-    out: torch.Tensor | None = None
-    lse_form: int = 0
-    num_splits: int = 0
-    batch_invariant: bool = False
-    kv_shard: tuple[int, int, int] | None = None
-    q_rope: torch.Tensor | None = None
-    k_rope: torch.Tensor | None = None
-    backend: str = "auto"
-
-
-OUT = Call._fields.index("out")
-SINKS, O_DTYPE = Call._fields.index("sinks"), Call._fields.index("o_dtype")  # between them: slopes and descales
 
 
 def window(value: Any, name: str = "window") -> tuple[int, int]:
@@ -90,6 +45,13 @@ def window(value: Any, name: str = "window") -> tuple[int, int]:
         raise ValueError(f"{name}={_hints.shown(value)} is not a pair: pass (left, right), -1 for no limit.")
     left, right = (max(_args.integer(name, x), -1) for x in pair)
     return left, right
+
+
+def is_natural(lse_base: Any) -> bool:
+    """Whether an LSE is to be natural; ValueError for a base that is none."""
+    if lse_base not in (2, math.e):
+        raise ValueError(f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm.")
+    return bool(lse_base != 2)
 
 
 def compute(call: Call) -> Result:
@@ -107,7 +69,8 @@ def _compute(call: Call, wanted: torch.Tensor | None) -> Result:
     result = None
     if call.q.is_cuda and call.q.numel() and call.backend != "reference":
         for readable in _readable(call):
-            result = _native.attention(*readable[:-1], _select.asked_for(call.backend))
+            *most, schedule, backend = readable
+            result = _native.attention(*most, _schedule.shared(schedule), _select.asked_for(backend))
             if result is not None:
                 break
     if result is None:
@@ -139,6 +102,7 @@ def _readable(call: Call) -> Iterator[Call]:
 def checked(call: Call) -> Call:
     """The call as kernels take it; ValueError, TypeError or RuntimeError where it makes no sense."""
     _args.kv_layout(call.kv_layout)
+    is_natural(call.lse_base)
     q = _tensor("q", call.q, (3, 4))
     k, v = _tensor("k", call.k, (3, 4)), _tensor("v", call.v, (3, 4))
     if q.dim() == 4 and call.cu_seqlens_q is not None:
@@ -185,11 +149,12 @@ def checked(call: Call) -> Call:
     call = _with_scales(call, batch, k.size(heads))
     call = call._replace(
         causal=_args.flag("causal", call.causal),
-        window_left=_args.window(call.window_left),
+        window=window(call.window),
         chunk_size=_nonnegative("chunk_size", call.chunk_size),
         num_splits=_nonnegative("num_splits", call.num_splits),
         max_seqlen_q=_bound("max_seqlen_q", call.max_seqlen_q),
         max_seqlen_k=_bound("max_seqlen_k", call.max_seqlen_k),
+        return_lse=_args.flag("return_lse", call.return_lse),
         batch_invariant=_args.flag("batch_invariant", call.batch_invariant),
         logits_soft_cap=_args.soft_cap(call.logits_soft_cap),
         sm_scale=_args.sm_scale(call.sm_scale, dim),
@@ -401,11 +366,11 @@ def _by_reference(call: Call) -> Result:
             _mask(call, index, count),
         )
         _reference.compute(problem)
-    if not call.lse_form & RETURNED:
+    if not call.return_lse:
         return out
-    if call.lse_form & NATURAL:
+    if is_natural(call.lse_base):
         lse *= LN2
-    if call.lse_form & HEADS_FIRST:
+    if call.lse_heads_first:
         return out, lse.t().contiguous()
     return out, lse.view(q.shape[:-1])
 
@@ -415,7 +380,7 @@ def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torc
     Returns the facts of the call."""
     q = call.q.flatten(0, -3)
     logits = Logits(1.0, call.logits_soft_cap or 0.0, alibi=call.alibi_slopes, sinks=call.sinks)
-    mask = Mask(call.causal, call.window_left, call.chunk_size, call.packed_custom_mask)
+    mask = Mask(call.causal, call.window[0], call.chunk_size, call.packed_custom_mask)
     out = q.new_empty((1, 1, v.size(-1)), dtype=call.o_dtype)
     keys, values = k.flatten(0, -3)[:1], v.flatten(0, -3)[:1]
     if k_rope is not None:
@@ -438,7 +403,7 @@ def _choose_reference(call: Call, k: torch.Tensor, v: torch.Tensor, k_rope: torc
 
 
 def _mask(call: Call, index: int, rows: int) -> Mask:
-    mask = Mask(call.causal, call.window_left, call.chunk_size, window_right=call.window_right)
+    mask = Mask(call.causal, call.window[0], call.chunk_size, window_right=call.window[1])
     if call.kv_shard is not None and call.seqused_k is not None:
         return _kv_shard.mask_of(call.kv_shard, mask, rows, max(int(call.seqused_k[index]), 0), call.q.device)
     if call.packed_custom_mask is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from . import _args, _attention, _draft_masks, _hints, _spellings
+from . import _args, _attention, _call, _draft_masks, _hints, _spellings
 from ._options import Result
-from ._plan_free import NATURAL, RETURNED
 from ._problem import FLOAT_DTYPES, FP8_DTYPES, HALF_DTYPES
 
 Scale = float | torch.Tensor
@@ -69,47 +69,30 @@ def attend(
     place = out if computed == wanted else None
     if isinstance(place, torch.Tensor) and cu_seqlens_q is None:
         place = _by_request(place, rows)
-    lse_form = 0
-    if return_lse or lse is not None:
-        lse_form = RETURNED | NATURAL if natural else RETURNED
-    result = _attention.attend(
-        (
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            None,  # cu_seqlens_k
-            None,  # seqused_q
-            seq_lens,  # seqused_k
-            max_seqlen_q,
-            max_kv_len,  # max_seqlen_k
-            _signed(block_tables),  # page_table
-            None,  # kv_indptr
-            None,  # kv_indices
-            None,  # kv_last_page_len
-            kv_layout,
-            causal,
-            window_left,
-            -1,  # window_right
-            0,  # chunk_size
-            bits,  # packed_custom_mask
-            offsets,  # mask_indptr
-            None,  # logits_soft_cap
-            sm_scale,
-            sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks,
-            None,  # alibi_slopes
-            q_descale,
-            None,  # k_descale
-            output_scale,  # v_descale
-            computed,  # o_dtype
-            place,
-            lse_form,
-            0,  # num_splits
-            False,  # batch_invariant
-            None,  # kv_shard
-        ),
-        names=_NAMES,
+    call = _call.arguments(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        seqused_k=seq_lens,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_kv_len,
+        page_table=_signed(block_tables),
+        kv_layout=kv_layout,
+        causal=causal,
+        window=(window_left, -1),
+        packed_custom_mask=bits,
+        mask_indptr=offsets,
+        sm_scale=sm_scale,
+        sinks=sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks,
+        q_descale=q_descale,
+        v_descale=output_scale,
+        o_dtype=computed,
+        out=place,
+        return_lse=return_lse or lse is not None,
+        lse_base=math.e if natural else 2,
     )
+    result = _attention.attend(call, _NAMES)
     found, found_lse = result if isinstance(result, tuple) else (result, None)
     if place is not None:
         found = out

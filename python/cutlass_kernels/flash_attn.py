@@ -12,6 +12,7 @@ What decides speed in FlashAttention is decided here by the library: ``pack_gqa`
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import torch
 from . import _args
 from ._attention import attend, check
 from ._autograd import forward_only, wants_grad
+from ._call import arguments
 from ._flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
 from ._flash_combine import Pair, flash_attn_combine, get_scheduler_metadata
-from ._plan_free import HEADS_FIRST, NATURAL, RETURNED
 from ._tracing import is_traced
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 _NAMES = {"sm_scale": "softmax_scale", "logits_soft_cap": "softcap", "chunk_size": "attention_chunk", "sinks": "s_aux"}
-_LSE = RETURNED | NATURAL | HEADS_FIRST
 Scale = float | torch.Tensor | None
 
 
@@ -96,43 +96,28 @@ def flash_attn_func(
     ropes = NO_ROPES
     if qv is not None:
         q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
-    left, right = window_of(window_size)
-    call = (
+    call = arguments(
         q,
         k,
         v,
-        None,  # cu_seqlens_q
-        None,  # cu_seqlens_k
-        None,  # seqused_q
-        None,  # seqused_k
-        None,  # max_seqlen_q
-        None,  # max_seqlen_k
-        None,  # page_table
-        None,  # kv_indptr
-        None,  # kv_indices
-        None,  # kv_last_page_len
-        "NHD",  # kv_layout
-        causal,
-        left,  # window_left
-        right,  # window_right
-        attention_chunk,  # chunk_size
-        None,  # packed_custom_mask
-        None,  # mask_indptr
-        softcap,  # logits_soft_cap
-        softmax_scale,  # sm_scale
-        None,  # sinks
-        alibi_slopes,
-        q_descale,
-        k_descale,
-        v_descale,
-        None,  # o_dtype
-        out,
-        _LSE if _args.flag("return_attn_probs", return_attn_probs) else 0,
-        num_splits,
-        False,  # batch_invariant
-        None,  # kv_shard
+        q_rope=ropes[0],
+        k_rope=ropes[1],
+        causal=causal,
+        window=window_of(window_size),
+        chunk_size=attention_chunk,
+        logits_soft_cap=softcap,
+        sm_scale=softmax_scale,
+        alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out=out,
+        return_lse=_args.flag("return_attn_probs", return_attn_probs),
+        lse_base=math.e,
+        lse_heads_first=True,
+        num_splits=num_splits,
     )
-    return _of_batch(attend(call, ropes, _NAMES), q)
+    return _of_batch(attend(call, _NAMES), q)
 
 
 def flash_attn_qkvpacked_func(
@@ -275,45 +260,38 @@ def flash_attn_varlen_func(
     ropes = NO_ROPES
     if qv is not None:
         q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
-    left, right = window_of(window_size)
-    call = (
+    call = arguments(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k if block_table is None or seqused_k is None else None,
-        seqused_q,
-        seqused_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        block_table,  # page_table
-        None,  # kv_indptr
-        None,  # kv_indices
-        None,  # kv_last_page_len
-        "NHD",  # kv_layout
-        causal,
-        left,  # window_left
-        right,  # window_right
-        attention_chunk,  # chunk_size
-        None,  # packed_custom_mask
-        None,  # mask_indptr
-        softcap,  # logits_soft_cap
-        softmax_scale,  # sm_scale
-        sinks if s_aux is None else s_aux,  # sinks
-        alibi_slopes,
-        q_descale,
-        k_descale,
-        v_descale,
-        None,  # o_dtype
-        out,
-        _LSE
-        if _args.flag("return_attn_probs", return_attn_probs) | _args.flag("return_softmax_lse", return_softmax_lse)
-        else 0,
-        num_splits,
-        False,  # batch_invariant
-        kv_shard,
+        q_rope=ropes[0],
+        k_rope=ropes[1],
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k if block_table is None or seqused_k is None else None,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        kv_shard=kv_shard,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        page_table=block_table,
+        causal=causal,
+        window=window_of(window_size),
+        chunk_size=attention_chunk,
+        logits_soft_cap=softcap,
+        sm_scale=softmax_scale,
+        sinks=sinks if s_aux is None else s_aux,
+        alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out=out,
+        return_lse=_args.flag("return_attn_probs", return_attn_probs)
+        | _args.flag("return_softmax_lse", return_softmax_lse),
+        lse_base=math.e,
+        lse_heads_first=True,
+        num_splits=num_splits,
     )
-    return attend(call, ropes, _NAMES)
+    return attend(call, _NAMES)
 
 
 def flash_attn_with_kvcache(
@@ -396,7 +374,7 @@ def flash_attn_with_kvcache(
         torch.Size([2, 1, 8, 64])
     """
     page_table = block_table if page_table is None else page_table
-    left, right = window_of(window_size)
+    window = window_of(window_size)
     plain = k is None and cache_batch_idx is None and cache_leftpad is None and rotary_cos is None
     append, trained = None, None
     if k is not None and wants_grad(k, v) and not is_traced():  # the cache carries no gradients: the result is to
@@ -405,7 +383,7 @@ def flash_attn_with_kvcache(
     if plain and isinstance(cache_seqlens, torch.Tensor):
         found: Found = (k_cache, v_cache, None, cache_seqlens, page_table)
     else:
-        is_local = _args.flag("causal", causal) or left >= 0 or right >= 0
+        is_local = _args.flag("causal", causal) or max(window) >= 0
         places = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
         new = (k, v, cu_seqlens_k_new)
         rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
@@ -415,50 +393,42 @@ def flash_attn_with_kvcache(
     queries, scale, ropes = q, softmax_scale, NO_ROPES
     if qv is not None:
         queries, keys, scale, ropes = with_values(q, keys, values, qv, softmax_scale)
-    call = (
+    call = arguments(
         queries,
         keys,
         values,
-        cu_seqlens_q,
-        begins,  # cu_seqlens_k
-        None,  # seqused_q
-        lens,  # seqused_k
-        max_seqlen_q,
-        None,  # max_seqlen_k
-        page_table,
-        None,  # kv_indptr
-        None,  # kv_indices
-        None,  # kv_last_page_len
-        "NHD",  # kv_layout
-        causal,
-        left,  # window_left
-        right,  # window_right
-        attention_chunk,  # chunk_size
-        None,  # packed_custom_mask
-        None,  # mask_indptr
-        softcap,  # logits_soft_cap
-        scale,  # sm_scale
-        sinks if s_aux is None else s_aux,  # sinks
-        alibi_slopes,
-        descale_q if q_descale is None else q_descale,  # q_descale
-        descale_k if k_descale is None else k_descale,  # k_descale
-        descale_v if v_descale is None else v_descale,  # v_descale
-        None,  # o_dtype
-        out,
-        _LSE if _args.flag("return_softmax_lse", return_softmax_lse) else 0,
-        num_splits,
-        False,  # batch_invariant
-        None,  # kv_shard
+        q_rope=ropes[0],
+        k_rope=ropes[1],
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=begins,
+        seqused_k=lens,
+        max_seqlen_q=max_seqlen_q,
+        page_table=page_table,
+        causal=causal,
+        window=window,
+        chunk_size=attention_chunk,
+        logits_soft_cap=softcap,
+        sm_scale=scale,
+        sinks=sinks if s_aux is None else s_aux,
+        alibi_slopes=alibi_slopes,
+        q_descale=descale_q if q_descale is None else q_descale,
+        k_descale=descale_k if k_descale is None else k_descale,
+        v_descale=descale_v if v_descale is None else v_descale,
+        out=out,
+        return_lse=_args.flag("return_softmax_lse", return_softmax_lse),
+        lse_base=math.e,
+        lse_heads_first=True,
+        num_splits=num_splits,
     )
     if append is not None:
-        check(call, ropes, _NAMES)
+        check(call, _NAMES)
         append()
         if cache_leftpad is not None or qv is not None:  # the keys may be copies, made before
             keys, values = finds()[:2]
             if qv is not None:
                 _, keys, _, ropes = with_values(q, keys, values, qv, softmax_scale)
-            call = (queries, keys, values, *call[3:])
-    result = _of_batch(attend(call, ropes, _NAMES), q)
+            call = (queries, keys, values, *ropes, *call[5:])
+    result = _of_batch(attend(call, _NAMES), q)
     return result if trained is None else forward_only(result, (out,), *trained)
 
 

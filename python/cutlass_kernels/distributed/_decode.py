@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _args, _hints, _latent, _plan_free, attention
-from .._plan_free import Call
+from .._call import Call
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree, form
 from ._combine import COMMS, Combined, combine
@@ -121,7 +121,7 @@ def dcp_decode(
         if not is_capturing():
             ranks = peers.world if gather_heads else 1
             call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table)
-            call |= dict(window_left=_plan_free.window(window)[0], chunk_size=chunk_size, kv_layout=kv_layout)
+            call |= dict(window=(_plan_free.window(window)[0], -1), chunk_size=chunk_size, kv_layout=kv_layout)
             call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_shard=shard)
             call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, logits_soft_cap=logits_soft_cap)
             call |= dict(q_rope=None if q_rope is None else _of_all_heads(q_rope, ranks), k_rope=k_rope)

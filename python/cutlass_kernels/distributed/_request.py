@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _args, _plan_free
-from .._plan_free import Call
+from .._call import Call
 from . import _heads, _shards
 from ._gather_plan import Mask
 from ._peers import Grid, Peers
