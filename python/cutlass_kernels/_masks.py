@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ._bits import pack_rule, pack_segments
 from ._problem import MultiItem
-from .quantization import pack_rule, pack_segments
 
 Lengths = Sequence[int] | torch.Tensor
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of mask_of_rule
