@@ -1,7 +1,8 @@
 """What a timed result must be: exact rows, computed in fp32, and the errors that plain PyTorch makes in them.
 
-The bound is that of ``cutlass_kernels._compare``: twice the errors of the same attention computed with scores, weights
-and output rounded to the element type. For fp8 the weights alone are rounded to the element type, the rest to fp16.
+The bound is that of ``cutlass_kernels._cli.comparison``: twice the errors of the same attention computed with scores,
+weights and output rounded to the element type. For fp8 the weights alone are rounded to the element type, the rest to
+fp16.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import torch
 from inputs import Inputs
 from problem import Problem
 
-from cutlass_kernels import _compare
-from cutlass_kernels._compare import Errors
+from cutlass_kernels._cli import comparison
+from cutlass_kernels._cli.comparison import Errors
 
 ROWS = 512  # query rows computed at once
-ELEMENTS = _compare.ELEMENTS  # scores, or elements of keys, computed at once
+ELEMENTS = comparison.ELEMENTS  # scores, or elements of keys, computed at once
 PAIRS = 4e10  # (row, key, head) triples above which only some blocks of rows are checked
 
 
@@ -84,7 +85,7 @@ def naive(case: Problem, inputs: Inputs, request: int, first: int, rows: int, ar
         hidden |= j < p - case.window_left
     if inputs.mask is not None:
         hidden |= ~inputs.mask[first : first + rows]
-    return _compare.plain_attention(
+    return comparison.plain_attention(
         q,
         k,
         v,
@@ -108,4 +109,4 @@ def fault(actual: torch.Tensor, expected: Expected) -> str | None:
     """What is wrong with a result, or None."""
     if actual.size(0) != expected.total_rows or actual.shape[1:] != expected.out.shape[1:]:
         return f"shape {tuple(actual.shape)}, expected ({expected.total_rows}, ...) {tuple(expected.out.shape[1:])}"
-    return _compare.fault(actual[expected.rows], expected.out, plain=expected.plain)
+    return comparison.fault(actual[expected.rows], expected.out, plain=expected.plain)

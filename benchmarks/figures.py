@@ -82,7 +82,7 @@ def main() -> None:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of what this build serves: {', '.join(names)}.")
     if not torch.cuda.is_available():
         sys.exit("There is no CUDA device here: run this on a machine with the GPU whose figures you want.")
-    built, here = getattr(ck._native._C, "commit", ""), commit_of(ROOT)
+    built, here = getattr(ck._core.native._C, "commit", ""), commit_of(ROOT)
     if built and here != "unknown" and built.rstrip("+")[:7] != here[:7]:
         sys.exit(f"The package was built from commit {built}, this is {here}: install it from here first.")
     args.out.mkdir(parents=True, exist_ok=True)

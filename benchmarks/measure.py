@@ -23,7 +23,7 @@ from report import Result
 from timing import Clock, Monitor, Settings, Timed, interleave
 
 import cutlass_kernels as ck
-from cutlass_kernels import _native
+from cutlass_kernels._core import native
 
 # By module: how the names of its columns begin, and what it is.
 PEERS = {
@@ -129,7 +129,7 @@ def environment(settings: Settings, dtype: str, monitor: Monitor | None, other: 
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
-        "commit": getattr(_native._C, "commit", "") or commit_of(ROOT),  # of the compiled code, where that knows it
+        "commit": getattr(native._C, "commit", "") or commit_of(ROOT),  # of the compiled code, where that knows it
         "cutlass_kernels": ck.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> None:
 
     import cutlass_kernels as ck
 
-    _C: Any = ck._native._C
+    _C: Any = ck._core.native._C
 
     dtype = getattr(torch, args.dtype)
     dice, found = random.Random(args.seed), []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from cutlass_kernels._compare import LSE_TOLERANCE, TOLERANCE, Errors, fault
+from cutlass_kernels._cli.comparison import LSE_TOLERANCE, TOLERANCE, Errors, fault
 
 
 def assert_close(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import cutlass_kernels
-from cutlass_kernels import _select
+from cutlass_kernels._compute import selection
 
 
 def choose_backend(monkeypatch: pytest.MonkeyPatch, auto: str | None = None, forced: str | None = None) -> None:
     """As if CUTLASS_KERNELS_BACKEND and CUTLASS_KERNELS_FORCE_BACKEND had been set to these, or not at all."""
-    monkeypatch.setattr(_select, "environment", _select.Environment(auto, forced))
+    monkeypatch.setattr(selection, "environment", selection.Environment(auto, forced))
 
 
 def why_no_fa3() -> str | None:

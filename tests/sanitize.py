@@ -23,7 +23,8 @@ from registry import ENTRIES, Data
 from targets import Target
 
 import cutlass_kernels as ck
-from cutlass_kernels import _C, _select
+from cutlass_kernels import _C
+from cutlass_kernels._compute import selection
 
 Lengths = list[tuple[int, int]]  # (queries, keys) per request
 
@@ -219,7 +220,7 @@ def every_block_sparse(backend: str, head_dim: int) -> None:
 def every_fused(backend: str, head_dim: int) -> None:
     """Batches without a tile list: tiles of one head, packed heads and decode, split keys, statistics, tiles that may
     be skipped, block tables, outputs of 8 bits."""
-    _select.environment = _select.Environment(auto=backend)  # this function has no argument for it
+    selection.environment = selection.Environment(auto=backend)  # this function has no argument for it
     for heads, lengths in (
         ((4, 2), [(1, 300), (0, 5), (40, 0), (130, 170), (65, 200)]),
         ((70, 70), [(300, 333), (5, 700)]),
@@ -234,7 +235,7 @@ def every_fused(backend: str, head_dim: int) -> None:
         if head_dim in (64, 128, 256):
             fused(heads, lengths, head_dim, torch.float8_e4m3fn, "causal")
             fused(heads, lengths, head_dim, torch.float8_e4m3fn, "padding", 16, out_dtype=torch.bfloat16)
-    _select.environment = _select.Environment()
+    selection.environment = selection.Environment()
 
 
 def fused(
@@ -386,14 +387,14 @@ def every_counter(backend: str, head_dim: int) -> None:
 
 def every_public_call(backend: str, device: str = "cuda:0") -> None:
     """The calls of the registry, once each; those of no device and of several ranks aside."""
-    previous, _select.environment = _select.environment, _select.Environment(backend, None)
+    previous, selection.environment = selection.environment, selection.Environment(backend, None)
     try:
         data = Data(Target(device, backend))
         for entry in ENTRIES.values():
             for call in [] if entry.name.startswith("distributed.") else entry.calls(data):
                 call()
     finally:
-        _select.environment = previous
+        selection.environment = previous
 
 
 PARTS = {

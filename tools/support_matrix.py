@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cutlass_kernels import _half_precision, list_kernels
+from cutlass_kernels import list_kernels
+from cutlass_kernels._compute import half_precision
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 INSTANCES = Path("cutlass_kernels") / "instances.cmake"
@@ -108,7 +109,7 @@ def _column(backend: str, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     dim_names = ", ".join(str(qk) if qk == vo else f"{qk}/{vo}" for qk, vo in dims if (qk, vo) != LATENT)
     largest = max((kernel["head_dim_qk"] for kernel in separate), default=0)
     padding = f"; other multiples of 8 below {largest} are zero-padded" + (LATENT_TEXT if LATENT in dims else "")
-    copied = set(_half_precision.SERVED)
+    copied = set(half_precision.SERVED)
     return {
         "backend": backend,
         "runs on": _devices(kernels),

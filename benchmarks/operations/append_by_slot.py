@@ -12,7 +12,7 @@ from backend import Backend, Operation, Workload, needs_cuda
 from lengths import tokens
 from timing import Timed
 
-from cutlass_kernels._compare import Errors
+from cutlass_kernels._cli.comparison import Errors
 
 from .merge import no_kernels
 

@@ -13,7 +13,7 @@ from backend import Backend, Operation, Workload, module, needs_cuda, needs_modu
 from lengths import tokens
 from timing import Timed
 
-from cutlass_kernels._compare import Errors
+from cutlass_kernels._cli.comparison import Errors
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@
 namespace cutlass_kernels {
 namespace {
 
-constexpr std::int64_t kOrdinary = std::int64_t(1) << 30;  // _request.ORDINARY
+constexpr std::int64_t kOrdinary = std::int64_t(1) << 30;  // request_facts.ORDINARY
 
 bool is_ordinary(std::int64_t stride, int item_bytes) {
   return stride > 0 && stride <= kOrdinary && stride * item_bytes % 16 == 0;

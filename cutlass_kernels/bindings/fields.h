@@ -1,4 +1,4 @@
-// Reads Python objects by the names of their fields: the dataclasses of _problem.py and _request.Request.
+// Reads Python objects by the names of their fields: the dataclasses of problems.py and request_facts.Request.
 #pragma once
 
 #include <pybind11/cast.h>
@@ -53,7 +53,7 @@ class Fields {
     const py::object field = object(name);
     return field.is_none() ? 0 : tensor_of(field, name).data;
   }
-  /// An index vector: a tensor, of a subclass too, or a _batch.Index; nothing for None.
+  /// An index vector: a tensor, of a subclass too, or a batches.Index; nothing for None.
   IndexVector vector(const char* name) const {
     const py::object field = object(name);
     if (field.is_none()) return {};

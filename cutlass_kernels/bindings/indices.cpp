@@ -43,7 +43,7 @@ bool read_like(const Torch& torch, PyObject* object, Tensor* like, bool* on_gpu)
   return *on_gpu || like->device.device_type == kDLCPU;
 }
 
-constexpr std::int64_t kAlign = 4;  // a vector starts at a multiple of 16 bytes; _batch._ALIGN
+constexpr std::int64_t kAlign = 4;  // a vector starts at a multiple of 16 bytes; batches._ALIGN
 
 /// The vectors one behind the other: a bytearray, and its address, which stays the same.
 py::tuple pack(std::initializer_list<Vector> vectors) {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "call_arguments.h"  // kQ, kK, ..., kArguments: the rows of Call in _call.py, in their order
+#include "call_arguments.h"  // kQ, kK, ..., kArguments: the rows of Call in call_table.py, in their order
 #include "common/element_bytes.h"
 #include "direct.h"
 #include "functions.h"

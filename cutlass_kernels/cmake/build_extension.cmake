@@ -37,7 +37,7 @@ endif()
 configure_file("${CK_DIR}/bindings/commit.cpp.in" "${CK_GENERATED}/commit.cpp" @ONLY)
 
 # The arguments of attention(), in the order of the rows of Call: kQ, kK, ..., kCuSeqlensQ, ...
-set(CK_CALL "${PROJECT_SOURCE_DIR}/python/cutlass_kernels/_call.py")
+set(CK_CALL "${PROJECT_SOURCE_DIR}/python/cutlass_kernels/_core/call_table.py")
 set_property(DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${CK_CALL}")
 file(READ "${CK_CALL}" text)
 string(REGEX MATCHALL "\n    [a-z_]+: Annotated" rows "${text}")

@@ -11,13 +11,15 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from . import _kernels, _native, cascade, decode, mla, page, pod, prefill, quantization, rope, sparse, utils
-from ._attention import attention
-from ._batch_attention import BatchAttention
-from ._errors import BackendError, PerformanceWarning
-from ._explain import explain
-from ._schedule import Schedule
-from ._sink_wrapper import BatchAttentionWithAttentionSinkWrapper
+from . import cascade, decode, mla, page, pod, prefill, quantization, rope, sparse, utils
+from ._attend.plan_free import attention
+from ._compute import kernels
+from ._compute.explanation import explain
+from ._core import native
+from ._core.errors import BackendError, PerformanceWarning
+from ._core.schedules import Schedule
+from ._planned.batch_attention import BatchAttention
+from ._planned.sink_wrapper import BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -43,9 +45,7 @@ from .page import (
     get_batch_indices_positions,
     get_seq_lens,
 )
-from .page import (
-    nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache,
-)
+from .page import nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache
 from .page import (
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
@@ -70,7 +70,7 @@ from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWra
 try:
     __version__ = metadata.version("cutlass_kernels")
 except metadata.PackageNotFoundError:  # a source tree on the path, or a kernel of the hub
-    __version__ = "0.0.0" if _native._C is None else str(_native._C.version())
+    __version__ = "0.0.0" if native._C is None else str(native._C.version())
 
 __all__ = [
     "BackendError",
@@ -140,4 +140,4 @@ def list_kernels() -> list[Any]:
         >>> for kernel in list_kernels():
         ...     print(kernel)
     """
-    return list(_kernels.kernels())
+    return list(kernels.kernels())

@@ -7,13 +7,13 @@ two states merge by their base-2 LSEs into the attention over both (Juravsky et 
 
 from __future__ import annotations
 
-from ._cascade import (
+from ._compute.merging import merge_state, merge_state_in_place, merge_states
+from ._planned.cascade_levels import MultiLevelCascadeAttentionWrapper
+from ._planned.shared_prefixes import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     batch_decode_with_shared_prefix_padded_kv_cache,
 )
-from ._cascade_levels import MultiLevelCascadeAttentionWrapper
-from ._merge import merge_state, merge_state_in_place, merge_states
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

@@ -1,13 +1,13 @@
 """Decode attention, of the newest tokens over all keys and values: one request, or a batch with paged keys."""
 
-from ._decode_paged import (
+from ._attend.single_decode import single_decode_with_kv_cache
+from ._fronts.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from ._fronts.trtllm_latent import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
+from ._planned.paged_decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from ._single_decode import single_decode_with_kv_cache
-from ._trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from ._trtllm_mla import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
 from .page import get_seq_lens as get_seq_lens  # engines import the two here
 from .utils import _get_range_buf as _get_range_buf
 

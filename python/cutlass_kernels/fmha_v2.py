@@ -5,6 +5,6 @@ The layouts become the token-major or paged views that every other function of t
 
 from __future__ import annotations
 
-from ._fmha_v2 import LAYOUTS, MASK_MODES, fmha_v2_stats_to_lse, trtllm_fmha_v2_prefill
+from ._fronts.fmha_v2_prefill import LAYOUTS, MASK_MODES, fmha_v2_stats_to_lse, trtllm_fmha_v2_prefill
 
 __all__ = ["LAYOUTS", "MASK_MODES", "fmha_v2_stats_to_lse", "trtllm_fmha_v2_prefill"]

@@ -4,11 +4,11 @@ All of it computes with ``attention()``, which serves latent attention too: ``at
 k_rope=kpe)``. docs/mla.md says which call is for what.
 """
 
-from ._append_mla import concat_and_cache_mla
-from ._flash_mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
-from ._mla_plan import MLAPlanMetadata
-from ._mla_wrapper import BatchMLAPagedAttentionWrapper
-from ._trtllm_mla import trtllm_batch_decode_with_kv_cache_mla
+from ._caches.latent_cache import concat_and_cache_mla
+from ._fronts.flash_mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+from ._fronts.trtllm_latent import trtllm_batch_decode_with_kv_cache_mla
+from ._planned.latent_plans import MLAPlanMetadata
+from ._planned.latent_wrapper import BatchMLAPagedAttentionWrapper
 from .page import append_paged_mla_kv_cache
 
 __all__ = [

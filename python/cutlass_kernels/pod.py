@@ -7,6 +7,6 @@ compute both in one kernel.
 
 from __future__ import annotations
 
-from ._pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
+from ._planned.pod_wrappers import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]

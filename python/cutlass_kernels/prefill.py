@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ._prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from ._prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
-from ._single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
-from ._trtllm import trtllm_batch_context_with_kv_cache
+from ._attend.single_prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from ._fronts.trtllm import trtllm_batch_context_with_kv_cache
+from ._planned.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ._planned.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from .fmha_v2 import fmha_v2_stats_to_lse, trtllm_fmha_v2_prefill
 
 __all__ = [

@@ -6,6 +6,6 @@ element ``i``.
 
 from __future__ import annotations
 
-from ._bits import packbits, segment_packbits
+from ._masks.bits import packbits, segment_packbits
 
 __all__ = ["packbits", "segment_packbits"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._blackwell import FP4Tensor
+from ._fronts.blackwell import FP4Tensor
 
 __all__ = ["FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"]
 

@@ -15,7 +15,7 @@ from plan_free_problems import FORMS, Mask, Options, check, expect, keys, querie
 from problems import make_batch, randn
 
 import cutlass_kernels as ck
-from cutlass_kernels import _vectors
+from cutlass_kernels._core import index_vectors
 
 E4M3 = torch.float8_e4m3fn
 
@@ -347,8 +347,8 @@ def test_compiled(target, dense, with_out):
 
 def test_tables_of_64_bits_for_kernels_do_not_wrap():
     numbers = torch.tensor([[3, 2**32, -(2**63)]])
-    assert _vectors.saturated(numbers).tolist() == [[3, 2**31 - 1, -(2**31)]]
-    assert _vectors.saturated(numbers).dtype == torch.int32
+    assert index_vectors.saturated(numbers).tolist() == [[3, 2**31 - 1, -(2**31)]]
+    assert index_vectors.saturated(numbers).dtype == torch.int32
 
 
 def test_nothing_is_written_where_a_later_request_is_refused():

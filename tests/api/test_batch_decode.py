@@ -14,7 +14,8 @@ from decode_problems import check, decode_batch, plan, planned, wanted
 from problems import Batch, Options, Paged, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _decode_paged, decode
+from cutlass_kernels import decode
+from cutlass_kernels._planned import paged_decode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -432,14 +433,14 @@ def test_sinks_as_an_attribute(ready):
 
 
 def test_offsets_of_rows_are_made_once():
-    assert _decode_paged._offsets(5, 2) is _decode_paged._offsets(5, 2)
-    assert _decode_paged._offsets(5, 2).tolist() == [0, 2, 4, 6, 8, 10]
+    assert paged_decode._offsets(5, 2) is paged_decode._offsets(5, 2)
+    assert paged_decode._offsets(5, 2).tolist() == [0, 2, 4, 6, 8, 10]
     batch = make_batch([1] * 5, [9] * 5, 4, 2, 64)
     paged = batch.paged(4)
     wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
     plan(wrapper, batch, paged)
     wrapper._qo_indptr_buf.fill_(7)  # a caller's own, not what other plans start from
-    assert _decode_paged._offsets(5, 1).tolist() == [0, 1, 2, 3, 4, 5]
+    assert paged_decode._offsets(5, 1).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_copies_of_a_wrapper():

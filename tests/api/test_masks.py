@@ -12,8 +12,8 @@ from mask_problems import KINDS, batch_for, check, flat, packed_per_request, run
 from problems import Options, expect, indptr, make_batch, wrapper_of
 
 import cutlass_kernels as ck
-from cutlass_kernels import _masks
-from cutlass_kernels._problem import MultiItem
+from cutlass_kernels._core.problems import MultiItem
+from cutlass_kernels._masks.mask_packing import mask_packing
 
 
 @pytest.mark.pairwise
@@ -119,7 +119,7 @@ def test_packed_mask_at_any_address(target, kind, first):
 def test_whole_words(size, first):
     buffer = torch.arange(first + size, dtype=torch.uint8)
     bits = buffer[first:]
-    words = _masks.whole_words(bits)
+    words = mask_packing.whole_words(bits)
     assert words.data_ptr() % 4 == 0 and torch.equal(words[:size], bits)
     assert words.numel() == max((size + 3) // 4 * 4, 4)  # all of which may be read
     assert (words is bits) == (size > 0 and size % 4 == 0 and first % 4 == 0)
@@ -131,7 +131,7 @@ def test_packed_masks_of_ours_are_whole_words(count):
     bounds = torch.tensor([0, count, 2 * count])
     segments, _ = ck.segment_packbits(torch.ones(2 * count, dtype=torch.bool), bounds, "little")
     for packed in (bits, segments):
-        words = _masks.whole_words(packed)
+        words = mask_packing.whole_words(packed)
         assert words.data_ptr() == packed.data_ptr() and words.numel() == (packed.numel() + 3) // 4 * 4
 
 
@@ -222,7 +222,7 @@ def test_items_as_bits():
     kv_lens = [x.prefix_len + len(x.token_pos) for x in items]
     qo_lens = [kv_lens[0], 0, kv_lens[2], 7]
     given = multi_item_arguments(items, "cpu")
-    rule = _masks.keys_of_items(
+    rule = mask_packing.keys_of_items(
         MultiItem(
             given["prefix_len_ptr"],
             given["token_pos_in_items_ptr"],
@@ -230,7 +230,9 @@ def test_items_as_bits():
             given["max_item_len_ptr"],
         )
     )
-    bits, offsets = _masks.mask_of_rule(rule, torch.tensor(qo_lens), torch.tensor(kv_lens), 0, torch.device("cpu"))
+    bits, offsets = mask_packing.mask_of_rule(
+        rule, torch.tensor(qo_lens), torch.tensor(kv_lens), 0, torch.device("cpu")
+    )
     for b, (n, m) in enumerate(zip(qo_lens, kv_lens)):
         want = oracle.pack_bits(oracle.visible(n, m, multi_item=items[b]), "little")
         assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)
@@ -241,7 +243,7 @@ def test_rows_behind_their_items_as_bits():
     positions = torch.tensor([0, 1, 2, 0, 5, 6, 7, 0]).to(torch.uint16)  # four of each request
     items = MultiItem(torch.tensor([3, 2]).to(torch.uint32), positions, 4, torch.tensor([2, 7]).to(torch.uint16))
     lens = torch.tensor([9, 6])
-    bits, offsets = _masks.mask_of_rule(_masks.keys_of_items(items), lens, lens, 0, torch.device("cpu"))
+    bits, offsets = mask_packing.mask_of_rule(mask_packing.keys_of_items(items), lens, lens, 0, torch.device("cpu"))
     for b, (prefix, places) in enumerate(((3, (0, 1, 2, 0, 0, 0)), (2, (5, 6, 7, 0)))):
         want = oracle.visible(int(lens[b]), int(lens[b]), multi_item=oracle.MultiItem(prefix, places))
         assert torch.equal(bits[offsets[b] : offsets[b + 1]], oracle.pack_bits(want, "little"))
@@ -254,8 +256,8 @@ def test_positions_that_end_early_as_bits(known):
     positions = torch.tensor(places[:known], dtype=torch.int32).to(torch.uint16)
     items = MultiItem(torch.tensor(3).to(torch.uint32), positions, 4, torch.tensor([2, 7]).to(torch.uint16))
     lens = torch.tensor([7, 7])
-    rule = _masks.keys_of_items(_masks.of_requests(items, 2))
-    bits, offsets = _masks.mask_of_rule(rule, lens, lens, 0, torch.device("cpu"))
+    rule = mask_packing.keys_of_items(mask_packing.of_requests(items, 2))
+    bits, offsets = mask_packing.mask_of_rule(rule, lens, lens, 0, torch.device("cpu"))
     for b in range(2):
         own = [places[4 * b + i] if 4 * b + i < known else i + 1 for i in range(4)]
         want = oracle.visible(7, 7, multi_item=oracle.MultiItem(3, tuple(own)))
@@ -264,8 +266,8 @@ def test_positions_that_end_early_as_bits(known):
 
 def test_plain_masks_as_bits():
     qo_lens, kv_lens = torch.tensor([3, 0, 7, 5]), torch.tensor([9, 4, 7, 2])
-    for rule, causal in ((_masks.every_key, False), (_masks.keys_before, True)):
-        bits, offsets = _masks.mask_of_rule(rule, qo_lens, kv_lens, 0, torch.device("cpu"))
+    for rule, causal in ((mask_packing.every_key, False), (mask_packing.keys_before, True)):
+        bits, offsets = mask_packing.mask_of_rule(rule, qo_lens, kv_lens, 0, torch.device("cpu"))
         for b, (n, m) in enumerate(zip(qo_lens.tolist(), kv_lens.tolist())):
             want = oracle.pack_bits(oracle.visible(n, m, causal=causal), "little")
             assert torch.equal(bits[offsets[b] : offsets[b + 1]], want)

@@ -13,7 +13,7 @@ from problems import make_batch
 from small_calls import HEADS, PAGE, Calls, ints, qkv_of
 
 import cutlass_kernels as ck
-from cutlass_kernels import _select
+from cutlass_kernels._compute import selection
 from cutlass_kernels.flash_attn import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
@@ -338,7 +338,7 @@ def test_a_warning_of_a_plan_points_at_its_caller():
 
 @pytest.mark.gpu
 def test_a_warning_of_the_reference_points_at_its_caller(monkeypatch):
-    from cutlass_kernels import _select
+    from cutlass_kernels._compute import selection
 
     q, k, v = (torch.zeros(3, 2, 64, dtype=torch.float64, device="cuda") for _ in range(3))
 
@@ -352,7 +352,7 @@ def test_a_warning_of_the_reference_points_at_its_caller(monkeypatch):
         ck.batch_decode_with_shared_prefix_padded_kv_cache(q, k, v, k[:, None], v[:, None])
 
     for call in (prefill, decode, padded):
-        monkeypatch.setattr(_select, "_warned", set())
+        monkeypatch.setattr(selection, "_warned", set())
         places = warned_at(call)
         assert places and set(places) == {line_of(call)}
 
@@ -471,7 +471,7 @@ def test_an_unknown_keyword_names_the_callers_class(calls):
 
 def test_kernels_that_serve_the_types_but_not_the_tensors(monkeypatch):
     """As where an fp8 cache lies below too many rows: of which tensors, and what to do."""
-    monkeypatch.setattr(_select, "select", lambda backend, request: backend)
+    monkeypatch.setattr(selection, "select", lambda backend, request: backend)
     q, k, v = (torch.randn(5, heads, 64).half() for heads in (4, 2, 2))
     with pytest.raises(ck.BackendError) as caught:
         ck.attention(q, k, v, cu_seqlens_k=torch.tensor([0, 5], dtype=torch.int32), backend="fa3")

@@ -9,8 +9,9 @@ import torch
 from compare import assert_bitwise, assert_close
 from mla_problems import SCALE, make
 
-from cutlass_kernels import _errors as errors
-from cutlass_kernels import _mla_plan, mla
+from cutlass_kernels import mla
+from cutlass_kernels._core import errors as errors
+from cutlass_kernels._planned import latent_plans
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 
@@ -136,7 +137,7 @@ def test_the_planner_of_the_compiled_module_counts_pages():
     ids=str,
 )
 def test_what_graphs_cannot_hold_is_known_when_planned(dims, dtype, why):
-    said = _mla_plan.why_not_captured(dims, dtype)
+    said = latent_plans.why_not_captured(dims, dtype)
     assert said is None if why is None else said is not None and why in said
 
 

@@ -15,7 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import cutlass_kernels as ck
 from cutlass_kernels import mla
-from cutlass_kernels._autograd import NO_BACKWARD
+from cutlass_kernels._core.autograd import NO_BACKWARD
 
 INT32 = torch.int32
 

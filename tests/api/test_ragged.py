@@ -10,7 +10,7 @@ from problems import Batch, Options, allowed_in_fp8, expect, make_batch
 from targets import Target
 
 import cutlass_kernels as ck
-from cutlass_kernels import _select
+from cutlass_kernels._compute import selection
 
 
 def planned(target, batch: Batch, options: Options | None = None, backend: str | None = None, **extra):
@@ -290,7 +290,7 @@ def test_fp8_on_fa2_is_converted(device, out_type, fp8, monkeypatch):
             assert requested == "fa2" and {request.q_dtype, request.kv_dtype, request.o_dtype} == {wide}
             return "reference"
 
-        monkeypatch.setattr(_select, "select", select)
+        monkeypatch.setattr(selection, "select", select)
     options = Options(causal=True, q_scale=0.5, k_scale=1.5, v_scale=2.0)
     with pytest.warns(ck.PerformanceWarning, match=f"fa2.*{wide}"):
         wrapper = planned(target, batch, Options(causal=True), "fa2", o_data_type=out_type)

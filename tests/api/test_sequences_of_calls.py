@@ -10,7 +10,7 @@ from compare import assert_bitwise
 from problems import make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _masks
+from cutlass_kernels._masks.mask_packing import mask_packing
 
 E4M3 = torch.float8_e4m3fn
 
@@ -173,7 +173,7 @@ def test_a_default_device_is_not_ours():
     q, k, v = (torch.randn(9, 2, 16) for _ in range(3))
     mask = torch.ones(9, 9, dtype=torch.bool)
     with torch.device("meta"):
-        bits, offsets = _masks.pack_mask(mask, [9], [9])
+        bits, offsets = mask_packing.pack_mask(mask, [9], [9])
     assert bits.device.type == "cpu" and offsets.tolist() == [0, 11]
     assert_bitwise(ck.single_prefill_with_kv_cache(q, k, v, mask), ck.single_prefill_with_kv_cache(q, k, v))
 

@@ -15,7 +15,7 @@ from paths import TESTS
 from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _select
+from cutlass_kernels._compute import selection
 
 HERE = os.pathsep.join([os.path.dirname(__file__), str(TESTS)])  # of this module, and of what it imports
 SECONDS = 120  # loading torch takes 10 of them, the calls 1 to 2
@@ -64,7 +64,7 @@ def plan_of_a_graph(device: str, backend: str) -> Call:
 
 
 def fused(device: str, backend: str) -> Call:
-    _select.environment = _select.Environment(auto=backend)
+    selection.environment = selection.Environment(auto=backend)
     batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=device)
     offsets = batch.qo_indptr(device), batch.kv_indptr(device)
     unread = torch.zeros(16, dtype=torch.uint8, device=device)

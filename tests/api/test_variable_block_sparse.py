@@ -11,7 +11,7 @@ from guards import poison_
 from sparse_problems import check_what_refused_calls_leave, expect, tensors
 
 import cutlass_kernels as ck
-from cutlass_kernels import _vectors
+from cutlass_kernels._core import index_vectors
 
 
 def partition(total: int, blocks: int, heads: int, unit: int, generator: torch.Generator) -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_wrong_calls(target):
 
 
 def test_the_limit_of_lists_counts_the_heads_that_have_one(monkeypatch):
-    monkeypatch.setattr(_vectors, "INT32_MAX", 1000)
+    monkeypatch.setattr(index_vectors, "INT32_MAX", 1000)
 
     def plan(num_kv_heads: int) -> None:
         wrapper = ck.VariableBlockSparseAttentionWrapper(torch.empty(1024, dtype=torch.uint8))

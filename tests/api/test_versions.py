@@ -10,7 +10,9 @@ from problems import graph_buffers, make_batch
 from registry import PAGE, Data, each, usual
 
 import cutlass_kernels as ck
-from cutlass_kernels import _kernels, _memory_kernels, _native, _plan, _problem, _select
+from cutlass_kernels._compute import kernels, memory_kernels, selection
+from cutlass_kernels._core import native, problems
+from cutlass_kernels._planned import batch_plans
 
 WRITING = ["single_prefill", "single_decode", "ragged", "paged", "paged pair", "decode"]
 
@@ -42,17 +44,17 @@ def workspace() -> torch.Tensor:
 def test_of_results_that_kernels_compute(monkeypatch):
     q, k, v, out = torch.zeros(4, 5, 2, 8).unbind(0)
     lse = torch.zeros(5, 2)
-    output = _problem.Output(out, lse)
-    problem = _problem.Problem(q, _problem.RaggedKv(k, v), _problem.Logits(1.0), output)
-    monkeypatch.setattr(_kernels, "compute", lambda *args: None)
-    assert_new_versions(lambda: _select.compute(problem, "fa2"), out, lse)
+    output = problems.Output(out, lse)
+    problem = problems.Problem(q, problems.RaggedKv(k, v), problems.Logits(1.0), output)
+    monkeypatch.setattr(kernels, "compute", lambda *args: None)
+    assert_new_versions(lambda: selection.compute(problem, "fa2"), out, lse)
 
 
 def test_of_tensors_that_memory_kernels_write_to(monkeypatch):
     does = lambda *args: True  # noqa: E731
     for function in ("serve", "merges", "merge_state_in_place", "append", "get_batch_indices_positions"):
-        monkeypatch.setattr(_memory_kernels, function, does)
-    monkeypatch.setattr(_native, "append_by_slot", does)
+        monkeypatch.setattr(memory_kernels, function, does)
+    monkeypatch.setattr(native, "append_by_slot", does)
     check_tensors_of_memory_kernels("cpu")
 
 
@@ -117,7 +119,7 @@ def test_inference_tensors_have_none(name):
 
 def test_of_places_that_direct_calls_write_to(monkeypatch):
     for name in ("single_prefill", "single_decode", "fused_prefill"):
-        monkeypatch.setattr(_native, name, lambda *args: "done")
+        monkeypatch.setattr(native, name, lambda *args: "done")
     q, k, v = torch.zeros(3, 5, 2, 8).half().unbind(0)
     out, lse = torch.zeros(5, 2, 8).half(), torch.zeros(5, 2)
     assert_new_versions(lambda: ck.single_prefill_with_kv_cache(q, k, v, out=out, lse=lse), out, lse)
@@ -131,6 +133,6 @@ def test_of_places_that_direct_calls_write_to(monkeypatch):
 def test_of_places_that_direct_runs_write_to(name, monkeypatch):
     cpu = SimpleNamespace(device="cpu", backend="reference", workspace=workspace)
     places = usual(name, cpu).empty_places()
-    monkeypatch.setattr(_plan.Plan, "_make_direct", lambda self, most_rows: lambda *args: "done")
+    monkeypatch.setattr(batch_plans.Plan, "_make_direct", lambda self, most_rows: lambda *args: "done")
     call = usual(name, cpu)
     assert_new_versions(lambda: call.run(*call.tensors, **places), *places.values())

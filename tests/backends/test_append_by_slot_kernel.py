@@ -14,7 +14,7 @@ from compare import assert_bitwise
 from guards import Guarded
 
 import cutlass_kernels as ck
-from cutlass_kernels import _append_by_slot
+from cutlass_kernels._caches import slots_of_tokens
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
@@ -41,13 +41,13 @@ SPECIAL = [
 @pytest.fixture(autouse=True)
 def no_torch(monkeypatch):
     """Fails where PyTorch is to write to a cache on a GPU."""
-    write = _append_by_slot._write
+    write = slots_of_tokens._write
 
     def refuse(new: torch.Tensor, cache: torch.Tensor, *rest: Any) -> None:
         assert not cache.is_cuda, f"PyTorch writes to a cache of {cache.dtype}"
         write(new, cache, *rest)
 
-    monkeypatch.setattr(_append_by_slot, "_write", refuse)
+    monkeypatch.setattr(slots_of_tokens, "_write", refuse)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -73,9 +73,10 @@ def instructions(cuobjdump: str, library: Path) -> Iterator[tuple[str, str, set[
 
 
 def test_backends_are_known_to_both_languages_in_the_same_order(extension: Path) -> None:
-    from cutlass_kernels import _C, _select
+    from cutlass_kernels import _C
+    from cutlass_kernels._compute import selection
 
-    assert (*_C.backends, "reference") == _select.BACKENDS
+    assert (*_C.backends, "reference") == selection.BACKENDS
 
 
 def test_kernels_use_the_instructions_their_backend_is_built_on(cuobjdump: str, library: Path) -> None:

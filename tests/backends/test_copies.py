@@ -14,7 +14,7 @@ from compare import assert_bitwise
 from registry import ENTRIES, Data, Entry, Planned, each
 
 import cutlass_kernels as ck
-from cutlass_kernels import _kernels, _reference, _select
+from cutlass_kernels._compute import kernels, reference, selection
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda wrapper: pickle.loads(pickle.dumps(wrapper))}
 
@@ -45,12 +45,12 @@ def compiled_plans(monkeypatch) -> None:
     """As if the reference were a kernel, whose plans cannot be copied."""
 
     def compute(problem: Any, backend: str, schedule: Any = None) -> None:
-        _reference.compute(problem)
+        reference.compute(problem)
 
-    monkeypatch.setattr(_select, "select", lambda requested, request: "fa2")
-    monkeypatch.setattr(_select, "compute", compute)
-    monkeypatch.setattr(_kernels, "reads_as_is", lambda backend, request: False)
-    monkeypatch.setattr(_kernels, "Schedule", lambda *args: Uncopied(general=True, as_is=False, made=None))
+    monkeypatch.setattr(selection, "select", lambda requested, request: "fa2")
+    monkeypatch.setattr(selection, "compute", compute)
+    monkeypatch.setattr(kernels, "reads_as_is", lambda backend, request: False)
+    monkeypatch.setattr(kernels, "Schedule", lambda *args: Uncopied(general=True, as_is=False, made=None))
 
 
 class OnCpu:

@@ -1,4 +1,4 @@
-"""Direct calls (``_native``) compute what other calls compute. What they take: test_direct_*.py."""
+"""Direct calls (``native``) compute what other calls compute. What they take: test_direct_*.py."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from problems import make_batch
 from registry import Data, each, several
 
 import cutlass_kernels as ck
-from cutlass_kernels import _native, _select
+from cutlass_kernels._compute import selection
+from cutlass_kernels._core import native
 
 
 def test_calls_on_the_cpu_are_left_to_python() -> None:
-    if _native._C is None:
+    if native._C is None:
         pytest.skip("cutlass_kernels is installed without compiled kernels")
     q, kv = torch.zeros(5, 4, 64, dtype=torch.float16), torch.zeros(20, 2, 64, dtype=torch.float16)
     others = (None, None, None, False, False, "NHD", -1, None, None, None, None, None, "auto")
-    assert _native.single_prefill(q, kv, kv, *others) is None
-    assert _native.single_decode(q[0], kv, kv, *others) is None
+    assert native.single_prefill(q, kv, kv, *others) is None
+    assert native.single_decode(q[0], kv, kv, *others) is None
 
 
 # --- on a GPU ---
@@ -27,8 +28,8 @@ def test_calls_on_the_cpu_are_left_to_python() -> None:
 def general(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves every call to Python."""
     for name in ("single_prefill", "single_decode", "fused_prefill"):
-        monkeypatch.setattr(_native, name, _native.not_direct)
-    monkeypatch.setattr(_native, "direct_run", lambda description: _native.not_direct)
+        monkeypatch.setattr(native, name, native.not_direct)
+    monkeypatch.setattr(native, "direct_run", lambda description: native.not_direct)
 
 
 @pytest.mark.gpu
@@ -76,7 +77,7 @@ def test_usual_calls_are_direct(target, kind, monkeypatch):
         want = [several(run(**more)) for more in given]
     if kind not in ("single", "decode"):
         wrapper._plan_info.direct = None
-    monkeypatch.setattr(_select, "compute", lambda *args: pytest.fail("the call was left to Python"))
+    monkeypatch.setattr(selection, "compute", lambda *args: pytest.fail("the call was left to Python"))
     for more, results in zip(given, want):
         for a, b in zip(several(run(**more)), results):
             assert_bitwise(a, b)

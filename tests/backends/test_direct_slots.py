@@ -9,7 +9,7 @@ import torch
 from recorded_calls import BF16, CPU, CUDA, E4M3, HALF, Gpu, rows_of, view
 
 import cutlass_kernels as ck
-from cutlass_kernels import _native
+from cutlass_kernels._core import native
 
 STREAM = 64
 
@@ -186,7 +186,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_public_functions_make_direct_calls(gpu: Gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, name, getattr(gpu.module, name))
+    monkeypatch.setattr(native, name, getattr(gpu.module, name))
     given = CALLS[name]() | ({"update_key": True, "k_scale": 0.5} if name == "rope_append_by_slot" else {})
     tensors = {k: x for k, x in given.items() if isinstance(x, torch.Tensor)}
     before = {k: x._version for k, x in tensors.items()}

@@ -15,8 +15,8 @@ from environment import choose_backend, why_no_fa3
 from problems import Options, expect, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _select
-from cutlass_kernels._request import Request
+from cutlass_kernels._compute import selection
+from cutlass_kernels._compute.request_facts import Request
 
 VARIABLE, FORCED = "CUTLASS_KERNELS_BACKEND", "CUTLASS_KERNELS_FORCE_BACKEND"
 KERNELS = ["fa2", "fa3"]
@@ -252,7 +252,7 @@ def test_explicit_fa3_with_position_encoding_is_refused_not_dropped(kind, mode, 
 )
 def test_what_a_cuda_graph_cannot_hold_is_told_why(extension, clean_environment, dtype, said):
     request = Request("cuda", 90, dtype, dtype, dtype, 8, 2, 64, 64, frozenset(), None)
-    assert re.search(rf"a CUDA graph cannot hold .*{said}", str(_select.not_captured(request)))
+    assert re.search(rf"a CUDA graph cannot hold .*{said}", str(selection.not_captured(request)))
 
 
 def test_importing_does_not_touch_cuda():

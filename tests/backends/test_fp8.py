@@ -11,8 +11,8 @@ from compare import assert_bitwise, assert_close, assert_lse_close
 from problems import Batch, Options, allowed_in_fp8, expect, graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _half_precision, _kernels
-from cutlass_kernels._request import Layout, Request
+from cutlass_kernels._compute import half_precision, kernels
+from cutlass_kernels._compute.request_facts import Layout, Request
 
 DEVICE = "cuda:0"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -39,9 +39,9 @@ def request(features: str = "", dtype=E4M3, o=torch.bfloat16, dims=(128, 128), l
 
 @pytest.fixture
 def reads_as_is(extension):
-    if not any(kernel["q_dtype"] == "float8_e4m3fn" for kernel in _kernels.kernels()):
+    if not any(kernel["q_dtype"] == "float8_e4m3fn" for kernel in kernels.kernels()):
         pytest.skip("this build has no fp8 kernels")
-    return _kernels.reads_as_is
+    return kernels.reads_as_is
 
 
 READ = ["", "causal window soft_cap sinks paged", "head_scale", "tensor_scale paged", "chunk"]
@@ -59,7 +59,7 @@ def test_fp8_is_read_as_it_is(reads_as_is, features, o):
 def test_what_kernels_of_fp8_lack_is_computed_from_copies(reads_as_is, features):
     asked = request(features)
     assert not reads_as_is("fa3", asked)
-    prepared = _half_precision.prepared_request(asked)
+    prepared = half_precision.prepared_request(asked)
     assert prepared is not None and prepared.q_dtype == torch.bfloat16
     assert prepared.features == asked.features - {"rope", "fp8_copies"}
 

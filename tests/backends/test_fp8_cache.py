@@ -12,13 +12,13 @@ from guards import poison_
 from problems import Batch, Options, expect, graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _request
+from cutlass_kernels._compute import request_facts
 
 DEVICE = "cuda:0"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF = [torch.float16, torch.bfloat16]
 FP8 = [E4M3, E5M2]
-SHORT, FEW, SOME = _request.SHORT_ROWS, _request.FEW_ROWS, _request.SOME_ROWS
+SHORT, FEW, SOME = request_facts.SHORT_ROWS, request_facts.FEW_ROWS, request_facts.SOME_ROWS
 READERS = ["fa2", pytest.param("fa3", marks=pytest.mark.hopper)]
 
 
@@ -48,7 +48,7 @@ READERS = ["fa2", pytest.param("fa3", marks=pytest.mark.hopper)]
     ],
 )
 def test_feature_of_rows(types, rows, requests, group_size, dims, feature):
-    assert _request.feature_of_rows(*types, rows, requests, group_size, dims) == feature
+    assert request_facts.feature_of_rows(*types, rows, requests, group_size, dims) == feature
 
 
 def native_dims() -> set[int]:

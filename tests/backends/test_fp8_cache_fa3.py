@@ -7,7 +7,7 @@ import torch
 from problems import Options, make_batch
 from test_fp8_cache import DEVICE, E4M3, check, paged_wrapper, run_paged
 
-from cutlass_kernels import _request
+from cutlass_kernels._compute import request_facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -30,7 +30,7 @@ def test_converts(lens, page_size, heads, dim):
     batch = make_batch(*lens, *heads, dim, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
     # So many rows are computed from copies.
     sizes = (len(batch.q), len(lens[0]), heads[0] // heads[1], (dim, dim))
-    as_is = _request.feature_of_rows(torch.bfloat16, E4M3, *sizes) != ""
+    as_is = request_facts.feature_of_rows(torch.bfloat16, E4M3, *sizes) != ""
     for options in (Options(causal=True), Options(), Options(causal=True, window_left=50)):
         check(run_paged(batch, page_size, options, backend="fa3", as_is=as_is), batch, options)
 

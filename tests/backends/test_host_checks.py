@@ -13,9 +13,11 @@ from compare import assert_bitwise
 from problems import graph_buffers, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _batch, _buffers, _kernels, _native, _select, _vectors
-from cutlass_kernels._batch import Index, Packed, Part
-from cutlass_kernels._problem import Offsets, Split
+from cutlass_kernels._compute import kernels, selection
+from cutlass_kernels._core import index_vectors, native
+from cutlass_kernels._core.problems import Offsets, Split
+from cutlass_kernels._planned import batches, index_buffers
+from cutlass_kernels._planned.batches import Index, Packed, Part
 
 LIKE = torch.empty(0, dtype=torch.uint8)
 PAGEABLE = 32 << 10  # bytes of vectors that go to the device at once; kPageable in indices.cpp
@@ -24,14 +26,14 @@ PAGEABLE = 32 << 10  # bytes of vectors that go to the device at once; kPageable
 @pytest.fixture(params=["torch", "compiled"])
 def checks(request, monkeypatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(_native, "_C", None)
-    elif _native._C is None:
+        monkeypatch.setattr(native, "_C", None)
+    elif native._C is None:
         pytest.skip("cutlass_kernels is installed without compiled kernels")
 
 
 @pytest.fixture
 def compiled() -> None:
-    if _native._C is None:
+    if native._C is None:
         pytest.skip("cutlass_kernels is installed without compiled kernels")
 
 
@@ -41,9 +43,9 @@ def vector(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 3, 3, 9], [0, 2**31 - 1]])
 def test_offsets_that_are_taken(checks, offsets):
-    assert _vectors.indptr("x", vector(*offsets), from_zero=True).tolist() == offsets
+    assert index_vectors.indptr("x", vector(*offsets), from_zero=True).tolist() == offsets
     shifted = [min(x + 5, 2**31 - 1) for x in offsets]
-    assert _vectors.indptr("x", vector(*shifted)).tolist() == shifted
+    assert index_vectors.indptr("x", vector(*shifted)).tolist() == shifted
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_offsets_that_are_taken(checks, offsets):
 )
 def test_offsets_that_are_refused(checks, offsets, from_zero, message):
     with pytest.raises(RuntimeError, match=message):
-        _vectors.indptr("x", vector(*offsets), from_zero=from_zero)
+        index_vectors.indptr("x", vector(*offsets), from_zero=from_zero)
 
 
 def test_lengths_of_a_page_table():
@@ -65,21 +67,21 @@ def test_lengths_of_a_page_table():
     want = [0, 1, 80, (2**20 - 1) * 16 + 7]
     for step in (1, 2):  # contiguous, and not
         strided = last.repeat_interleave(step)[::step]
-        lens = _vectors.paged_kv_lens(offsets, strided, 16)
+        lens = index_vectors.paged_kv_lens(offsets, strided, 16)
         assert lens.dtype == torch.int64 and lens.tolist() == want
     offsets, last = vector(0, 2**31 - 1), vector(9)  # more keys than int32 counts
-    assert _vectors.paged_kv_lens(offsets, last, 1 << 20).tolist() == [(2**31 - 2) * 2**20 + 9]
+    assert index_vectors.paged_kv_lens(offsets, last, 1 << 20).tolist() == [(2**31 - 2) * 2**20 + 9]
 
 
 @pytest.mark.parametrize("last,wrong", [([0, 0], 1), ([3, 17], 1), ([3, -1], 1)])
 def test_last_pages_that_are_refused(last, wrong):
     with pytest.raises(RuntimeError, match=rf"paged_kv_last_page_len\[{wrong}\]={last[wrong]} is not in"):
-        _vectors.paged_kv_lens(vector(0, 0, 2), vector(*last), 16)
+        index_vectors.paged_kv_lens(vector(0, 0, 2), vector(*last), 16)
 
 
 def test_what_is_read_of_a_ragged_batch(compiled):
     qo, kv = vector(0, 3, 3, 9), vector(2, 4, 13, 13)
-    batch = _batch.read_offsets(qo, kv, LIKE)
+    batch = batches.read_offsets(qo, kv, LIKE)
     assert (batch.size, batch.qo.last, batch.kv.last, batch.longest, batch.total_kv) == (3, 9, 13, 9, 13)
     assert batch.kv_lens.tolist() == [2, 9, 0]
     for index, given in ((batch.qo, qo), (batch.kv, kv)):
@@ -93,7 +95,7 @@ def test_what_is_read_of_a_ragged_batch(compiled):
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_is_read_of_a_paged_batch(compiled, whole):
     vectors = vector(0, 3, 3, 9), vector(1, 3, 3, 4), vector(5, 0, 16), vector(99, 7, 2, 0, 98)
-    batch = _batch.read_pages(*vectors, 16, whole, LIKE)
+    batch = batches.read_pages(*vectors, 16, whole, LIKE)
     assert (batch.size, batch.qo.last, batch.kv.last, batch.longest, batch.total_kv) == (3, 9, 4, 21, 64)
     assert batch.page_bound == 8 and batch.kv_lens.tolist() == [21, 0, 16]
     copies = (batch.qo, batch.kv, batch.last_page_len, batch.indices)
@@ -112,12 +114,12 @@ def meta_is_a_gpu(compiled, monkeypatch) -> Iterator[None]:
         pytest.skip("where there is a GPU, vectors would be copied to it")
     described: list[Any] = []
     with monkeypatch.context() as patched:
-        patched.setattr(_native._C, "use_torch", lambda api, functions: described.append(functions))
-        _native._describe_torch()
-    monkeypatch.setattr(_native, "_DLPACK_DEVICES", {"cpu": 1, "meta": 2})
-    _native._C.use_torch(None, described[0] | {"stream_of": lambda index: 0})
+        patched.setattr(native._C, "use_torch", lambda api, functions: described.append(functions))
+        native._describe_torch()
+    monkeypatch.setattr(native, "_DLPACK_DEVICES", {"cpu": 1, "meta": 2})
+    native._C.use_torch(None, described[0] | {"stream_of": lambda index: 0})
     yield
-    _native._describe_torch()
+    native._describe_torch()
 
 
 def packed_for_a_gpu(count: int = 5) -> Packed:
@@ -167,7 +169,7 @@ def test_vectors_of_the_host_go_to_the_buffers_of_a_graph():
     parts = {
         name: Part(packed, begins[name], x.numel(), None) for (name, x) in zip(wrapper._stored, buffers, strict=True)
     }
-    (from_host, on_device), apart = _buffers.copies(wrapper._stored, parts)
+    (from_host, on_device), apart = index_buffers.copies(wrapper._stored, parts)
     assert not on_device and not apart
     assert from_host == [
         (x.data_ptr(), packed.host_address + 4 * begin, x.numel()) for x, begin in zip(buffers, begins.values())
@@ -178,26 +180,26 @@ def test_vectors_of_the_host_go_to_the_buffers_of_a_graph():
 def test_page_numbers_on_the_device_are_used_as_they_are(meta_is_a_gpu, whole):
     host = vector(0, 3, 3, 9), vector(1, 3, 3, 4), vector(5, 0, 16)
     pages = torch.zeros(5, dtype=torch.int32, device="meta")
-    batch = _batch.read_pages(*host, pages, 16, whole, ON_DEVICE)
+    batch = batches.read_pages(*host, pages, 16, whole, ON_DEVICE)
     assert (batch.size, batch.qo.last, batch.kv.last, batch.longest, batch.total_kv) == (3, 9, 4, 21, 64)
     assert batch.page_bound == 0 and batch.kv_lens.tolist() == [21, 0, 16] and batch.indices.host is None
     assert batch.indices.numel() == (5 if whole else 4) and (batch.indices.tensor is pages) == whole
     for index, given in zip((batch.qo, batch.kv, batch.last_page_len), host):
         assert index.host.tolist() == given.tolist()
-    assert _batch.read_pages(*host, pages[:4], 16, whole, ON_DEVICE) is not None
+    assert batches.read_pages(*host, pages[:4], 16, whole, ON_DEVICE) is not None
     for change in (pages[:3], pages.long(), pages[::2], pages[None], [0] * 5):
-        assert _batch.read_pages(*host, change, 16, whole, ON_DEVICE) is None
-    assert _batch.read_pages(*host, pages, 16, whole, LIKE) is None  # which is on another device
+        assert batches.read_pages(*host, change, 16, whole, ON_DEVICE) is None
+    assert batches.read_pages(*host, pages, 16, whole, LIKE) is None  # which is on another device
     for i, wrong in enumerate((vector(1, 3, 3, 9), vector(1, 3, 2, 4), vector(5, 0, 17))):
-        assert _batch.read_pages(*host[:i], wrong, *host[i + 1 :], pages, 16, whole, ON_DEVICE) is None
+        assert batches.read_pages(*host[:i], wrong, *host[i + 1 :], pages, 16, whole, ON_DEVICE) is None
 
 
 def test_vectors_on_the_device_are_used_as_they_are(meta_is_a_gpu):
     qo, kv, last, pages = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (4, 4, 3, 9))
-    batch = _batch.take_offsets(qo, kv, ON_DEVICE)
+    batch = batches.take_offsets(qo, kv, ON_DEVICE)
     assert batch.qo.tensor is qo and batch.kv.tensor is kv and batch.size == 3
     rows = batch.qo
-    batch = _batch.take_pages(rows, kv, last, pages, 16, ON_DEVICE)
+    batch = batches.take_pages(rows, kv, last, pages, 16, ON_DEVICE)
     assert (batch.size, batch.longest, batch.qo.last, batch.page_bound) == (3, None, None, 0)
     assert batch.total_kv == 9 * 16  # no more, whatever the offsets say
     assert batch.qo is rows and batch.last_page_len.tensor is last and batch.indices.tensor is pages
@@ -213,13 +215,13 @@ def test_vectors_on_the_device_are_used_as_they_are(meta_is_a_gpu):
         dict(like=LIKE),
     ):
         given = dict(rows=rows, kv=kv, last=last, pages=pages, page_size=16, like=ON_DEVICE) | change
-        assert _batch.take_pages(*given.values()) is None
+        assert batches.take_pages(*given.values()) is None
     for wrong in ((qo, kv[:3]), (qo, vector(0, 0, 0, 0)), (qo.long(), kv), (qo[:0], kv[:0])):
-        assert _batch.take_offsets(*wrong, ON_DEVICE) is None
+        assert batches.take_offsets(*wrong, ON_DEVICE) is None
 
 
 def test_an_empty_batch_is_read(compiled):
-    batch = _batch.read_pages(vector(0), vector(0), vector(), vector(), 16, False, LIKE)
+    batch = batches.read_pages(vector(0), vector(0), vector(), vector(), 16, False, LIKE)
     assert (batch.size, batch.qo.last, batch.kv.last, batch.longest, batch.page_bound) == (0, 0, 0, 0, 0)
     assert batch.indices.tensor.numel() == 0 and batch.kv_lens.tolist() == []
 
@@ -245,8 +247,8 @@ def test_an_empty_batch_is_read(compiled):
 )
 def test_what_is_left_to_the_checks_in_torch(compiled, change):
     given = {"qo": vector(0, 2), "kv": vector(0, 2), "last": vector(16), "pages": vector(0, 1), "page_size": 16}
-    assert _batch.read_pages(*given.values(), False, LIKE) is not None
-    assert _batch.read_pages(*(given | change).values(), False, LIKE) is None
+    assert batches.read_pages(*given.values(), False, LIKE) is not None
+    assert batches.read_pages(*(given | change).values(), False, LIKE) is None
 
 
 @pytest.mark.gpu
@@ -335,14 +337,14 @@ def test_a_plan_of_fixed_splits_asks_for_the_room_of_one_row(extension, monkeypa
         return None, 48 * rows, 8192 * rows
 
     copied = []
-    monkeypatch.setattr(_kernels, "_plan_of", plan_of)
-    monkeypatch.setattr(_kernels, "_copy", lambda copies, device: copied.extend(copies))
-    monkeypatch.setattr(_kernels, "reads_as_is", lambda *facts: False)
+    monkeypatch.setattr(kernels, "_plan_of", plan_of)
+    monkeypatch.setattr(kernels, "_copy", lambda copies, device: copied.extend(copies))
+    monkeypatch.setattr(kernels, "reads_as_is", lambda *facts: False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     indptr, partials = torch.tensor([0, 5]), torch.empty(room, dtype=torch.uint8)
     offsets = Offsets(indptr, indptr, None, split=Split(fixed_size=fixed), partials=partials)
     with pytest.raises(RuntimeError, match=r"8000 bytes.* at least 8192") if refused else contextlib.nullcontext():
-        _kernels.Schedule("fa2", None, offsets, torch.empty(48, dtype=torch.uint8), [(1, 2, 3)])
+        kernels.Schedule("fa2", None, offsets, torch.empty(48, dtype=torch.uint8), [(1, 2, 3)])
     assert copied == ([] if refused else [(1, 2, 3)])  # what fails writes nothing
 
 
@@ -351,10 +353,10 @@ class TileLists:
 
     def __init__(self, monkeypatch) -> None:
         self.made: list[tuple[int, Any]] = []  # where, and after which copies
-        monkeypatch.setattr(_kernels, "_plan_of", self.plan_of)
-        monkeypatch.setattr(_kernels, "reads_as_is", lambda *facts: False)
-        monkeypatch.setattr(_kernels, "_current_device", lambda: None)
-        monkeypatch.setattr(_kernels, "_stream", lambda device: 0)
+        monkeypatch.setattr(kernels, "_plan_of", self.plan_of)
+        monkeypatch.setattr(kernels, "reads_as_is", lambda *facts: False)
+        monkeypatch.setattr(kernels, "_current_device", lambda: None)
+        monkeypatch.setattr(kernels, "_stream", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -369,7 +371,7 @@ class TileLists:
 def test_a_workspace_that_is_no_callers_grows(monkeypatch, rows_are_known, tail):
     """Vectors in the last ``tail`` bytes stay where they are. The list is made once, after the copies."""
     lists, copies = TileLists(monkeypatch), [(1, 2, 3)]
-    monkeypatch.setattr(_kernels, "_copy", lambda copies, device: None)
+    monkeypatch.setattr(kernels, "_copy", lambda copies, device: None)
     indptr, asked = torch.tensor([0, 5]), []
 
     def grow(size: int) -> torch.Tensor:
@@ -378,12 +380,12 @@ def test_a_workspace_that_is_no_callers_grows(monkeypatch, rows_are_known, tail)
 
     offsets = Offsets(indptr, indptr, 100 if rows_are_known else None, split=Split(fixed_size=1))
     small, tail = torch.empty(4096, dtype=torch.uint8), tail if rows_are_known else 0
-    schedule = _kernels.Schedule("fa2", None, offsets, small, copies, tail, grow)
+    schedule = kernels.Schedule("fa2", None, offsets, small, copies, tail, grow)
     assert schedule.plan(100) == "plan" and asked[0] == 4800 + tail
     assert schedule.workspace is not small
-    assert lists.made == [(schedule.workspace.data_ptr(), copies if rows_are_known else _kernels._NO_COPIES)]
+    assert lists.made == [(schedule.workspace.data_ptr(), copies if rows_are_known else kernels._NO_COPIES)]
     with pytest.raises(RuntimeError, match=r"int_workspace_buffer has 4096 bytes.* reset_workspace_buffer"):
-        _kernels.Schedule("fa2", None, offsets, small, copies, tail).plan(100)  # a caller's
+        kernels.Schedule("fa2", None, offsets, small, copies, tail).plan(100)  # a caller's
 
 
 @pytest.mark.runs_nothing("only plans")
@@ -391,9 +393,9 @@ def test_a_workspace_that_is_no_callers_grows(monkeypatch, rows_are_known, tail)
 def test_the_own_int_workspace_of_a_wrapper_grows(monkeypatch, graph):
     """A caller's does not, nor one that captured graphs read."""
     lists = TileLists(monkeypatch)
-    monkeypatch.setattr(_select, "select", lambda requested, request: "fa2")
-    monkeypatch.setattr(_kernels, "room", lambda device, size=64, kept=False: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(_kernels, "_copy", lambda copies, device: None)
+    monkeypatch.setattr(selection, "select", lambda requested, request: "fa2")
+    monkeypatch.setattr(kernels, "room", lambda device, size=64, kept=False: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(kernels, "_copy", lambda copies, device: None)
     workspace = torch.zeros(1 << 20, dtype=torch.uint8)
     wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, **graph_buffers(3, 60, "cpu") if graph else {})
     batch = make_batch([5] * 3, [40] * 3, 4, 2, 64)
@@ -489,7 +491,9 @@ def test_vectors_in_the_buffers_of_a_graph_are_copied_apart():
         "paged_kv_indices_buf": indices[2:6],
         "paged_kv_last_page_len_buf": last,  # lies where it is wanted
     }
-    (from_host, copies), apart = _buffers.copies(wrapper._stored, {name: Index(x, None) for name, x in vectors.items()})
+    (from_host, copies), apart = index_buffers.copies(
+        wrapper._stored, {name: Index(x, None) for name, x in vectors.items()}
+    )
     assert not from_host
     assert [to for to, _, _ in copies] == [x.data_ptr() for x in (qo_indptr, kv_indptr, indices)]
     assert [count for *_, count in copies] == [3, 3, 4]

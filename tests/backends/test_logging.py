@@ -33,7 +33,7 @@ def test_the_root_logger_switches_nothing_on(own_logger, caplog):
     """SGLang sets it to INFO: a line per layer and step, and no direct call."""
     own_logger.setLevel(logging.NOTSET)
     with caplog.at_level(logging.INFO):
-        assert not ck._select.is_logged()
+        assert not ck._compute.selection.is_logged()
         call()
     assert caplog.text == ""
 
@@ -42,6 +42,6 @@ def test_disabled_logging_switches_it_off(own_logger):
     own_logger.setLevel(logging.INFO)
     logging.disable(logging.INFO)
     try:
-        assert not ck._select.is_logged()
+        assert not ck._compute.selection.is_logged()
     finally:
         logging.disable(logging.NOTSET)

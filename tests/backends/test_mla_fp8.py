@@ -16,8 +16,8 @@ from problems import Batch, make_batch
 from ran import counts
 
 import cutlass_kernels as ck
-from cutlass_kernels._problem import Logits, Output, PagedKv, Problem
-from cutlass_kernels._request import Request
+from cutlass_kernels._compute.request_facts import Request
+from cutlass_kernels._core.problems import Logits, Output, PagedKv, Problem
 
 E4M3 = torch.float8_e4m3fn
 PLACES = pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from guards import Guarded
 from problems import Batch, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _half_precision
-from cutlass_kernels._problem import Logits, Mask, Offsets, Output, PagedKv, Pages, Problem, RaggedKv
-from cutlass_kernels._request import Layout, Request
+from cutlass_kernels._compute import half_precision
+from cutlass_kernels._compute.request_facts import Layout, Request
+from cutlass_kernels._core.problems import Logits, Mask, Offsets, Output, PagedKv, Pages, Problem, RaggedKv
 
 DEVICE = "cuda:0"
 HALF = [torch.float16, torch.bfloat16]
@@ -44,14 +44,14 @@ def request(
     ],
 )
 def test_a_kernel_is_asked_for_16_bits_and_no_rotation(q, kv, o, features, wanted):
-    prepared = _half_precision.prepared_request(request(q, kv, o, features))
+    prepared = half_precision.prepared_request(request(q, kv, o, features))
     assert prepared == request(wanted, wanted, o, features.replace("rope", ""))
 
 
 @pytest.mark.parametrize("features", ["alibi", "rope", "fp8_copies causal"])
 def test_e4m3_is_rounded_from_an_output_of_16_bits(features):
     layout = Layout(2, 5, tuple((name, 8, 64) for name in ("q", "k", "v", "o")))
-    prepared = _half_precision.prepared_request(request(E4M3, E4M3, E4M3, features, layout))
+    prepared = half_precision.prepared_request(request(E4M3, E4M3, E4M3, features, layout))
     left = " ".join(set(features.split()) - {"rope", "fp8_copies"})
     half = torch.float16
     assert prepared == request(half, half, half, left, Layout(2, 5, ()))
@@ -59,13 +59,13 @@ def test_e4m3_is_rounded_from_an_output_of_16_bits(features):
 
 def test_nothing_to_prepare():
     for features in ("", "causal window paged alibi"):
-        assert _half_precision.prepared_request(request(torch.float16, torch.float16, torch.float16, features)) is None
+        assert half_precision.prepared_request(request(torch.float16, torch.float16, torch.float16, features)) is None
 
 
 @pytest.mark.parametrize("o", [FP8[1], torch.float32])
 def test_an_output_that_no_kernel_writes_stays_what_it_is(o):
     # Not for this module to refuse: kernels say what they write.
-    prepared = _half_precision.prepared_request(request(E4M3, E4M3, o))
+    prepared = half_precision.prepared_request(request(E4M3, E4M3, o))
     assert prepared == request(torch.float16, torch.float16, o)
 
 
@@ -74,7 +74,7 @@ def test_strides_of_what_is_copied_do_not_matter():
     half = torch.float16
     for kv, features, left in ((half, "rope", "vo"), (E4M3, "", "qo"), (E4M3, "rope fp8_copies", "o")):
         layout = Layout(2, 5, strides)
-        prepared = _half_precision.prepared_request(request(half, kv, half, features, layout))
+        prepared = half_precision.prepared_request(request(half, kv, half, features, layout))
         assert prepared.layout == Layout(2, 5, tuple(x for x in strides if x[0] in left))
 
 
@@ -121,12 +121,12 @@ def temporaries(monkeypatch) -> list[Guarded]:
             made.append(Guarded(shape, dtype, device))
             return made[-1].tensor
 
-    monkeypatch.setattr(_half_precision, "torch", Torch())
+    monkeypatch.setattr(half_precision, "torch", Torch())
     return made
 
 
 def prepare(problem: Problem, offsets: Offsets | None, temporaries: list[Guarded]) -> Problem:
-    prepared = _half_precision.prepare(problem, offsets, *module_and_stream())
+    prepared = half_precision.prepare(problem, offsets, *module_and_stream())
     for guarded in temporaries:
         guarded.check("a temporary")
     return prepared
@@ -173,7 +173,7 @@ def assert_copied(
 def test_rounding_saturates():
     wide = torch.arange(-(2**15), 2**15).short().to(DEVICE).view(torch.float16).reshape(64, 16, 64)  # every number
     out = torch.empty(wide.shape, dtype=E4M3, device=DEVICE)
-    _half_precision.round_output(wide, out, *module_and_stream())
+    half_precision.round_output(wide, out, *module_and_stream())
     got, want = out.float(), wide.float()
     assert torch.equal(got.isnan(), want.isnan())
     want, got = want[~want.isnan()], got[~got.isnan()]
@@ -194,7 +194,7 @@ def test_rows_that_no_kernel_wrote_are_not_rounded(shape, gap):
     out = Guarded(shape, E4M3, DEVICE, (heads * (dim + gap) + gap, dim + gap, 1))
     before = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
     out.tensor.view(torch.uint8).copy_(before)
-    _half_precision.round_output(wide, out.tensor, module, stream)
+    half_precision.round_output(wide, out.tensor, module, stream)
     out.check("out")
     after = out.tensor.view(torch.uint8)
     assert torch.equal(after[unwritten], before[unwritten])

@@ -11,8 +11,8 @@ from compare import assert_close
 from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _request, _select
-from cutlass_kernels._problem import Logits, Output, Problem, RaggedKv
+from cutlass_kernels._compute import request_facts, selection
+from cutlass_kernels._core.problems import Logits, Output, Problem, RaggedKv
 
 CAUSAL = Options(causal=True)
 GIB = 1 << 30
@@ -82,10 +82,12 @@ def test_a_stride_of_no_multiple_of_16_bytes_is_said_once(c):
         assert "258 bytes" in sentence and "multiples of 16" in sentence
 
 
-def on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None) -> _request.Request:
+def on_hopper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+) -> request_facts.Request:
     """The request that these tensors would make on such a GPU."""
     out = q.new_empty(q.size(0), q.size(1), v.size(2)) if out is None else out
-    request = _request.Request.from_problem(Problem(q, RaggedKv(k, v), Logits(1.0), Output(out)))
+    request = request_facts.Request.from_problem(Problem(q, RaggedKv(k, v), Logits(1.0), Output(out)))
     return request._replace(device_type="cuda", compute_capability=90)
 
 
@@ -98,7 +100,7 @@ def test_ordinary_tensors_go_to_fa3(c, clean_environment):
     q, k, v = tensors()
     request = on_hopper(q, k, v)
     assert request.layout is None
-    assert _select.select("auto", request) == "fa3"
+    assert selection.select("auto", request) == "fa3"
 
 
 def test_views_go_where_they_can_be_read(c, clean_environment):
@@ -115,10 +117,10 @@ def test_views_go_where_they_can_be_read(c, clean_environment):
         (on_hopper(q, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))), "fa3"),
         (on_hopper(far, k, v, q), "fa3"),  # 2 GiB from token to token
     ):
-        assert _select.select("auto", request) == selected, str(request)
+        assert selection.select("auto", request) == selected, str(request)
         if selected == "fa2":
             with pytest.raises(ck.BackendError, match=r"stride of 0 bytes.*fa2"):
-                _select.select("fa3", request)
+                selection.select("fa3", request)
 
 
 def test_requests_of_all_lengths_share_a_layout(c):

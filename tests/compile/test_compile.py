@@ -171,10 +171,10 @@ def test_faults_of_a_run(layer):
 
 @pytest.mark.runs_nothing("plans only")
 def test_a_wrapper_that_is_gone(target):
-    from cutlass_kernels import _ops
+    from cutlass_kernels._graphs import operators
 
-    number = _ops.number_of(Layer(target, "ragged").wrapper)
-    assert number not in _ops._wrappers
+    number = operators.number_of(Layer(target, "ragged").wrapper)
+    assert number not in operators._wrappers
 
 
 @pytest.mark.parametrize(

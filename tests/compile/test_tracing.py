@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _decode_paged
+from cutlass_kernels._core import checks
+from cutlass_kernels._planned import paged_decode
 
 # Each is an operator of its own in a graph.
 attention = each(lambda entry: entry.attends and entry.compiles != "no")
@@ -39,8 +40,8 @@ def calls_on_fakes(entry: Entry, target: Any, inside: bool) -> list[Call]:
 @pytest.fixture(autouse=True)
 def empty_caches():
     torch._dynamo.reset()
-    _args._slopes.clear()
-    for cached in (_decode_paged._offsets, _decode_paged._offsets_on):
+    checks._slopes.clear()
+    for cached in (paged_decode._offsets, paged_decode._offsets_on):
         cached.cache_clear()
     yield
     torch._dynamo.reset()
@@ -71,7 +72,7 @@ def test_fake_tensors(target, entry, where):
         pytest.skip("PyTorch's operators make tensors beside the caller's")
     for call in calls_on_fakes(entry, target, inside=where == "inside"):
         want = call()
-        _args._slopes.clear()
+        checks._slopes.clear()
         mode = FakeTensorMode()
         fakes = tuple(mode.from_tensor(x) for x in call.tensors)
         with mode if where == "inside" else contextlib.nullcontext():
@@ -93,11 +94,11 @@ def test_plans_with_fake_tensors_leave_nothing_behind(target):
         table = [mode.from_tensor(x) for x in paged.table()]
         with pytest.raises((RuntimeError, AssertionError), match=r"(?i)fake"):
             wrapper.plan(*table, *batch.heads, PAGE, **options)
-    assert type(_decode_paged._offsets(2, 1)) is torch.Tensor
+    assert type(paged_decode._offsets(2, 1)) is torch.Tensor
     wrapper.plan(*paged.table(), *batch.heads, PAGE, **options)
     with FakeTensorMode():
-        slopes = _args.alibi_slopes(8, torch.device("cpu"))
-    assert type(slopes) is torch.Tensor and type(_args.alibi_slopes(4, batch.q.device)) is torch.Tensor
+        slopes = checks.alibi_slopes(8, torch.device("cpu"))
+    assert type(slopes) is torch.Tensor and type(checks.alibi_slopes(4, batch.q.device)) is torch.Tensor
     q, k, v = batch.q[:1], batch.k[:20], batch.v[:20]
     want = ck.single_prefill_with_kv_cache(q, k, v, pos_encoding_mode="ALIBI", backend=target.backend)
     torch.testing.assert_close(wrapper.run(batch.q, paged.cache)[:1], want, atol=2e-3, rtol=2e-3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutlass_kernels import _native
+from cutlass_kernels._core import native
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 TIMEOUT = 5_000_000_000  # nanoseconds
@@ -28,7 +28,7 @@ class Ranks:
         addresses = [x.data_ptr() for x in self.memory]
         for rank, (given, stream) in enumerate(zip(arguments, self.streams)):
             where = (rank, addresses, self.memory[0].numel(), TIMEOUT, stream.cuda_stream)
-            getattr(_native._C, name)(*given, *where)
+            getattr(native._C, name)(*given, *where)
         torch.cuda.synchronize()
 
 
@@ -43,7 +43,7 @@ def heads_first(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_combine(dtype, world, scatter):
     heads = 12
-    ranks = Ranks(world, max(_native._C.exchange_bytes(dtype, n, heads, dim, world, scatter) for n, dim in SIZES))
+    ranks = Ranks(world, max(native._C.exchange_bytes(dtype, n, heads, dim, world, scatter) for n, dim in SIZES))
     for tokens, dim in SIZES:
         v = [heads_first(tokens, heads, dim).to(DTYPES[dtype]) for _ in range(world)]
         s = [heads_first(tokens, heads) * 4 for _ in range(world)]
@@ -73,7 +73,7 @@ def test_combine(dtype, world, scatter):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather(dtype, world):
     heads = 3
-    ranks = Ranks(world, max(_native._C.exchange_bytes(dtype, n, heads, dim, world, False) for n, dim in SIZES))
+    ranks = Ranks(world, max(native._C.exchange_bytes(dtype, n, heads, dim, world, False) for n, dim in SIZES))
     for tokens, dim in SIZES:
         x = [heads_first(tokens, heads, dim).to(DTYPES[dtype]) for _ in range(world)]
         whole = [x[0].new_full((tokens, heads * world, dim), math.nan) for _ in range(world)]
@@ -112,8 +112,8 @@ GOOD: dict[str, Any] = dict(
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
 def test_refusals(given, told):
-    if _native._C is None:
+    if native._C is None:
         pytest.skip("the extension is not built")
     arguments = GOOD | given
     with pytest.raises(ValueError, match=told):
-        _native._C.combine_ranks(*arguments.values(), TIMEOUT, 0)
+        native._C.combine_ranks(*arguments.values(), TIMEOUT, 0)

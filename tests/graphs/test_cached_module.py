@@ -1,4 +1,4 @@
-"""Graph wrappers as SGLang plans them for speculative decoding: through their buffers and ``_cached_module.plan``.
+"""Graph wrappers as SGLang plans them for speculative decoding: through their buffers and ``cached_module.plan``.
 
 Before a graph is captured, the engine plans with index vectors on the device. Before each replay it writes the buffers
 of the wrapper itself and calls the planner with lengths from the CPU. On the CPU a run stands for the replay.

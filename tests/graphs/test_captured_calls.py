@@ -14,7 +14,8 @@ from problems import Batch, Options, expect, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _fused
+from cutlass_kernels._compute import fused_kernels
+from cutlass_kernels._core import checks
 
 CPU = torch.device("cpu")
 META = torch.device("meta")  # stands for a GPU
@@ -26,7 +27,7 @@ LAYOUT = "SEPARATE_Q_K_V"
 def no_slopes(monkeypatch) -> dict:
     """As if no call had asked for slopes yet."""
     made: dict = {}
-    monkeypatch.setattr(_args, "_slopes", made)
+    monkeypatch.setattr(checks, "_slopes", made)
     return made
 
 
@@ -53,26 +54,26 @@ class Devices(TorchDispatchMode):
 
 def test_slopes_have_the_bits_of_exact_ones(no_slopes):
     for heads in range(1, 513):
-        slopes = _args.alibi_slopes(heads, CPU)
+        slopes = checks.alibi_slopes(heads, CPU)
         assert torch.equal(slopes, torch.tensor(oracle.alibi_slopes(heads), dtype=torch.float32))
-        assert slopes is _args.alibi_slopes(heads, CPU) and _args.are_kept(slopes)
+        assert slopes is checks.alibi_slopes(heads, CPU) and checks.are_kept(slopes)
 
 
 def test_slopes_of_a_capture_are_computed_on_the_device(no_slopes, capturing, monkeypatch):
-    monkeypatch.setattr(_args, "without_modes", contextlib.nullcontext)  # it would hide the operators from Devices
+    monkeypatch.setattr(checks, "without_modes", contextlib.nullcontext)  # it would hide the operators from Devices
     with Devices() as devices:
-        slopes = _args.alibi_slopes(12, META)
+        slopes = checks.alibi_slopes(12, META)
     assert devices.seen == {"meta"} and slopes.shape == (12,) and slopes.dtype == torch.float32
 
 
 def test_slopes_of_a_capture_are_its_own(no_slopes, capturing, monkeypatch):
-    captured = _args.alibi_slopes(12, META)
-    assert not _args.are_kept(captured)  # they are there only once the graph has run
+    captured = checks.alibi_slopes(12, META)
+    assert not checks.are_kept(captured)  # they are there only once the graph has run
     with monkeypatch.context() as ended:
         ended.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        kept = _args.alibi_slopes(12, META)
-    assert kept is not captured and _args.are_kept(kept) and not _args.are_kept(captured)
-    assert _args.alibi_slopes(12, META) is kept  # a capture reads them, too
+        kept = checks.alibi_slopes(12, META)
+    assert kept is not captured and checks.are_kept(kept) and not checks.are_kept(captured)
+    assert checks.alibi_slopes(12, META) is kept  # a capture reads them, too
 
 
 @pytest.mark.gpu
@@ -80,9 +81,9 @@ def test_slopes_are_the_same_on_the_gpu(no_slopes):
     for heads in (1, 7, 8, 12, 40, 71, 128, 513, 2047):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            slopes = _args.alibi_slopes(heads, torch.device("cuda:0"))
+            slopes = checks.alibi_slopes(heads, torch.device("cuda:0"))
         graph.replay()
-        assert torch.equal(slopes.cpu(), _args.alibi_slopes(heads, CPU))
+        assert torch.equal(slopes.cpu(), checks.alibi_slopes(heads, CPU))
 
 
 # --- calls with slopes ---
@@ -151,9 +152,9 @@ def test_the_first_call_with_slopes_may_be_captured(target, no_slopes, case):
 def test_index_tensors_in_pageable_memory_are_refused():
     offsets = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cum_seq_lens_q \(shape \(3,\)\) lies in pageable CPU memory.*cuda:0"):
-        _fused.captured("cum_seq_lens_q", offsets, torch.device("cuda:0"))
+        fused_kernels.captured("cum_seq_lens_q", offsets, torch.device("cuda:0"))
     for other in (None, [0, 3], offsets.to(META)):
-        assert _fused.captured("block_tables", other, META) is other
+        assert fused_kernels.captured("block_tables", other, META) is other
 
 
 @pytest.mark.runs_nothing("calls are refused before a backend computes")

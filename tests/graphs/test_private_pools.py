@@ -12,7 +12,9 @@ from compare import assert_bitwise
 from problems import make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels import _args, _decode_paged, _kept, _kernels
+from cutlass_kernels._compute import kernels
+from cutlass_kernels._core import checks, kept_memory
+from cutlass_kernels._planned import paged_decode
 
 CPU = torch.device("cpu")
 HEADS = (12, 4, 64)  # of no other test: their slopes are new
@@ -46,7 +48,7 @@ def planned_decode() -> Callable[[], torch.Tensor]:
     table = pages.table("cuda:0")
 
     def call() -> torch.Tensor:
-        _decode_paged._offsets_on.cache_clear()
+        paged_decode._offsets_on.cache_clear()
         wrapper.plan(*table, *HEADS, 16)
         return wrapper.run(batch.q, pages.cache)
 
@@ -78,7 +80,7 @@ CALLS = {
 @pytest.fixture
 def no_slopes(monkeypatch) -> None:
     """As if no call had asked for slopes yet."""
-    monkeypatch.setattr(_args, "_slopes", {})
+    monkeypatch.setattr(checks, "_slopes", {})
 
 
 def live_bytes(pool: torch.cuda.MemPool) -> int:
@@ -92,7 +94,7 @@ def live_bytes(pool: torch.cuda.MemPool) -> int:
 def test_nothing_stays_in_a_pool_of_the_caller(name, no_slopes):
     call = CALLS[name]()
     want = call()
-    _args._slopes.clear()
+    checks._slopes.clear()
     pool, stream = torch.cuda.MemPool(), torch.cuda.Stream(priority=-1)  # no other test has counters on such a stream
     torch.cuda.synchronize()
     with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
@@ -180,30 +182,32 @@ def pretend(monkeypatch) -> list[str]:
 
 
 def test_another_thread_allocates_on_the_default_stream(pretend):
-    made = _kept.zeros((3, 2), dtype=torch.int32, device=torch.device("cuda:1"))
+    made = kept_memory.zeros((3, 2), dtype=torch.int32, device=torch.device("cuda:1"))
     assert made.tolist() == [[0, 0]] * 3 and made.dtype == torch.int32
     assert pretend == ["on default", "allocates elsewhere", "current waits for default"]
 
 
 def test_the_caller_gets_the_error(pretend):
     with pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
-        _kept.empty("too much", torch.int32, torch.device("cuda:0"))
+        kept_memory.empty("too much", torch.int32, torch.device("cuda:0"))
     assert pretend == ["on default", "allocates elsewhere"]
 
 
 def test_offsets_of_decode_steps_are_kept_outside_of_pools(pretend):
-    _decode_paged._offsets_on.cache_clear()
-    made = _decode_paged._offsets_on(3, 2, torch.device("cuda:1"), 0, 0)
+    paged_decode._offsets_on.cache_clear()
+    made = paged_decode._offsets_on(3, 2, torch.device("cuda:1"), 0, 0)
     assert made.tensor.tolist() == made.host.tolist() == [0, 2, 4, 6] and made.tensor.dtype == torch.int32
     assert pretend == ["on default", "allocates elsewhere", "current waits for default"]
-    _decode_paged._offsets_on.cache_clear()
+    paged_decode._offsets_on.cache_clear()
 
 
 def test_room_that_is_kept_is_outside_of_pools(pretend):
-    assert _kernels.grown_workspace(torch.device("cuda:1"), (8 << 20) + 1).nbytes == 16 << 20
+    assert kernels.grown_workspace(torch.device("cuda:1"), (8 << 20) + 1).nbytes == 16 << 20
     assert pretend == ["on default", "allocates elsewhere", "current waits for default"]
 
 
 def test_results_are_the_callers(monkeypatch):
-    monkeypatch.setattr(_kept, "empty", None)
-    assert torch.equal(_kept.zeros((2, 3), dtype=torch.float16, device=CPU), torch.zeros(2, 3, dtype=torch.float16))
+    monkeypatch.setattr(kept_memory, "empty", None)
+    assert torch.equal(
+        kept_memory.zeros((2, 3), dtype=torch.float16, device=CPU), torch.zeros(2, 3, dtype=torch.float16)
+    )

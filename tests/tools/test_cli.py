@@ -16,7 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import cutlass_kernels
-from cutlass_kernels import _cli, _explain, _select
+from cutlass_kernels import _cli
+from cutlass_kernels._compute import explanation, selection
 
 _cases, _check, _info = _cli._check._cases, _cli._check, _cli._info
 
@@ -116,7 +117,7 @@ def test_info_names_the_commit(commit, monkeypatch):
 def test_info_shows_the_override(clean_environment):
     choose_backend(clean_environment, "reference", "auto")
     facts = json.loads(invoke("info", "--json"))
-    assert facts["environment"] == dict(zip(_select.VARIABLES, ("reference", "auto")))
+    assert facts["environment"] == dict(zip(selection.VARIABLES, ("reference", "auto")))
     assert "_BACKEND=reference" in invoke("info") and "FORCE_BACKEND=auto" in invoke("info")
 
 
@@ -262,7 +263,7 @@ def test_check_of_every_kernel_of_this_gpu(options):
 def test_explain_json():
     told = json.loads(invoke("explain", "--device", "cpu", "--json"))
     assert told["selected"] == "reference"
-    assert list(told["reasons"]) == list(_select.BACKENDS)
+    assert list(told["reasons"]) == list(selection.BACKENDS)
     assert told["reasons"]["reference"] == [] and told["reasons"]["fa2"]
 
 
@@ -277,19 +278,19 @@ def test_explain_of_a_gpu_that_is_not_here(capability):
 @pytest.mark.parametrize("codes, capability, told", [((80, 90), 100, True), ((80, 90), 89, False), ((80,), 90, True)])
 def test_explain_says_where_the_driver_compiles(codes, capability, told, monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request", compute_capability=capability)
-    explained = _explain.Explanation(request, "fa2", {name: [] for name in _select.BACKENDS})
+    explained = explanation.Explanation(request, "fa2", {name: [] for name in selection.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: explained)
-    monkeypatch.setattr(_select, "why_first", lambda request: "")
+    monkeypatch.setattr(selection, "why_first", lambda request: "")
     monkeypatch.setattr(_cli._explain._native, "_C", SimpleNamespace(machine_codes=codes))
     assert ("the driver compiles PTX" in words(invoke("explain"))) == told
 
 
 def test_explain_prints_reasons_as_they_are(monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request")
-    told = _explain.Explanation(request, None, {name: ["takes [64, 128] only"] for name in _select.BACKENDS})
+    told = explanation.Explanation(request, None, {name: ["takes [64, 128] only"] for name in selection.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: told)
     text = invoke("explain")
-    assert text.count("takes [64, 128] only") == len(_select.BACKENDS) and "cannot serve" in text
+    assert text.count("takes [64, 128] only") == len(selection.BACKENDS) and "cannot serve" in text
 
 
 def test_explain_mentions_the_override(clean_environment):

@@ -1,9 +1,11 @@
-"""The Python package imports downwards, as the table in cutlass_kernels/src/README.md says."""
+"""The folders of the Python package import downwards, as the table in cutlass_kernels/src/README.md says."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 from paths import ROOT
 
@@ -11,37 +13,41 @@ PACKAGE = ROOT / "python" / "cutlass_kernels"
 
 
 def layers() -> dict[str, int]:
-    """The row of each module in the table, counted from the top."""
+    """The row of each folder in the table, counted from the top; "." is that of public names."""
     text = (ROOT / "cutlass_kernels" / "src" / "README.md").read_text()
     table = text[text.index("## The Python package") :].split("|---|---|\n")[1].split("\n\n")[0]
-    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines()]
-    return {module: i for i, row in enumerate(rows) for module in row}
+    rows = [re.findall(r"`([\w.]+)`", line.split("|")[1]) for line in table.splitlines()]
+    return {folder: i for i, row in enumerate(rows) for folder in row}
 
 
-def imports(tree: ast.AST) -> list[tuple[int, str]]:
-    """Line and name of each module of the package that a module imports, within functions too, but not for types."""
-    found = []
+def folder_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
+
+
+def imports(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
+    """Line and folder of what a module imports from the package, within functions too, but not for types."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            found += [(node.lineno, name) for name in ([node.module] if node.module else [x.name for x in node.names])]
-        found += imports(node)
-    return found
+        if isinstance(node, ast.ImportFrom) and node.level:
+            start = path.parents[node.level - 1]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            for found in (start.joinpath(*name.split(".")) for name in names):
+                if found.relative_to(PACKAGE).parts[0] != "_C":  # the compiled module
+                    yield node.lineno, folder_of(found / "x" if found.is_dir() else found)
+        yield from imports(node, path)
 
 
-def test_every_module_has_a_row():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__main__"}
-    assert modules == set(layers())
+def test_every_folder_has_a_row():
+    assert {folder_of(path) for path in PACKAGE.rglob("*.py")} == set(layers())
 
 
-def test_modules_import_downwards():
+def test_folders_import_downwards():
     rows = layers()
     upwards = [
-        f"{path.name}:{line} imports {module}"
-        for path in PACKAGE.glob("*.py")
-        if path.stem in rows
-        for line, module in imports(ast.parse(path.read_text()))
-        if module in rows and rows[module] < rows[path.stem]
+        f"{path.relative_to(PACKAGE)}:{line} imports from {folder}"
+        for path in PACKAGE.rglob("*.py")
+        for line, folder in imports(ast.parse(path.read_text()), path)
+        if rows[folder] < rows[folder_of(path)] and path.name != "__main__.py"
     ]
     assert not upwards

@@ -17,7 +17,7 @@ import torch
 import typing_extensions
 
 import cutlass_kernels as ck
-from cutlass_kernels import _signatures, _signatures_mla, _signatures_sparse, _signatures_trtllm
+from cutlass_kernels._core import signatures, signatures_mla, signatures_sparse, signatures_trtllm
 
 # A line that must be refused ends in "# wrong".
 PROGRAM = """
@@ -240,36 +240,36 @@ PAGED, RAGGED = ck.BatchPrefillWithPagedKVCacheWrapper, ck.BatchPrefillWithRagge
 DECODE, CASCADE = ck.BatchDecodeWithPagedKVCacheWrapper, ck.MultiLevelCascadeAttentionWrapper
 SINK = ck.BatchAttentionWithAttentionSinkWrapper
 TYPED: list[tuple[Callable, ...]] = [
-    (_signatures.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache),
+    (signatures.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache),
     (
-        _signatures.single_prefill_with_kv_cache_return_lse,
+        signatures.single_prefill_with_kv_cache_return_lse,
         ck.single_prefill_with_kv_cache_return_lse,
         ck.single_prefill_with_kv_cache,
     ),
-    (_signatures.single_decode_with_kv_cache, ck.single_decode_with_kv_cache),
-    (_signatures.attention, ck.attention),
-    (_signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
-    (_signatures_trtllm.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_decode_with_kv_cache),
-    (_signatures_trtllm.trtllm_batch_context_with_kv_cache, ck.trtllm_batch_context_with_kv_cache),
-    (_signatures_mla.trtllm_batch_decode_with_kv_cache_mla, ck.mla.trtllm_batch_decode_with_kv_cache_mla),
-    (_signatures_mla.MlaWrapper.run, ck.BatchMLAPagedAttentionWrapper.run),
-    (_signatures_trtllm.SinkPrefill.run, SINK.run, PAGED.run),
-    (_signatures_trtllm.SinkPrefill.run_return_lse, SINK.run, PAGED.run),
-    (_signatures.PagedPrefill.run, PAGED.run),
-    (_signatures.PagedPrefill.run_return_lse, PAGED.run),
-    (_signatures.PagedPrefill.forward, PAGED.forward, PAGED.run),
-    (_signatures.PagedPrefill.forward_return_lse, PAGED.forward, PAGED.run),
-    (_signatures.RaggedPrefill.run, RAGGED.run),
-    (_signatures.RaggedPrefill.run_return_lse, RAGGED.run),
-    (_signatures.RaggedPrefill.forward, RAGGED.forward, RAGGED.run),
-    (_signatures.RaggedPrefill.forward_return_lse, RAGGED.forward, RAGGED.run),
-    (_signatures.PagedDecode.run, DECODE.run, PAGED.run),
-    (_signatures.PagedDecode.run_return_lse, DECODE.run, PAGED.run),
-    (_signatures.PagedDecode.forward, DECODE.forward, DECODE.run, PAGED.run),
-    (_signatures.PagedDecode.forward_return_lse, DECODE.forward, DECODE.run, PAGED.run),
-    (_signatures.Cascade.run, CASCADE.run),
-    (_signatures_sparse.Blocks.run, ck.BlockSparseAttentionWrapper.run),
-    (_signatures_sparse.VariableBlocks.run, ck.VariableBlockSparseAttentionWrapper.run),
+    (signatures.single_decode_with_kv_cache, ck.single_decode_with_kv_cache),
+    (signatures.attention, ck.attention),
+    (signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
+    (signatures_trtllm.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_decode_with_kv_cache),
+    (signatures_trtllm.trtllm_batch_context_with_kv_cache, ck.trtllm_batch_context_with_kv_cache),
+    (signatures_mla.trtllm_batch_decode_with_kv_cache_mla, ck.mla.trtllm_batch_decode_with_kv_cache_mla),
+    (signatures_mla.MlaWrapper.run, ck.BatchMLAPagedAttentionWrapper.run),
+    (signatures_trtllm.SinkPrefill.run, SINK.run, PAGED.run),
+    (signatures_trtllm.SinkPrefill.run_return_lse, SINK.run, PAGED.run),
+    (signatures.PagedPrefill.run, PAGED.run),
+    (signatures.PagedPrefill.run_return_lse, PAGED.run),
+    (signatures.PagedPrefill.forward, PAGED.forward, PAGED.run),
+    (signatures.PagedPrefill.forward_return_lse, PAGED.forward, PAGED.run),
+    (signatures.RaggedPrefill.run, RAGGED.run),
+    (signatures.RaggedPrefill.run_return_lse, RAGGED.run),
+    (signatures.RaggedPrefill.forward, RAGGED.forward, RAGGED.run),
+    (signatures.RaggedPrefill.forward_return_lse, RAGGED.forward, RAGGED.run),
+    (signatures.PagedDecode.run, DECODE.run, PAGED.run),
+    (signatures.PagedDecode.run_return_lse, DECODE.run, PAGED.run),
+    (signatures.PagedDecode.forward, DECODE.forward, DECODE.run, PAGED.run),
+    (signatures.PagedDecode.forward_return_lse, DECODE.forward, DECODE.run, PAGED.run),
+    (signatures.Cascade.run, CASCADE.run),
+    (signatures_sparse.Blocks.run, ck.BlockSparseAttentionWrapper.run),
+    (signatures_sparse.VariableBlocks.run, ck.VariableBlockSparseAttentionWrapper.run),
 ]
 TWO_BATCHES = {"BatchPODWithPagedKVCacheWrapper.run"}  # with or without LSEs, the result is a pair
 RESULTS = [

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .. import _request, _select
-from .._args import FP8_DTYPES
-from .._compare import plain_attention
-from .._problem import Logits, Mask, Output, Problem, RaggedKv
+from .._compute import request_facts, selection
+from .._core.checks import FP8_DTYPES
+from .._core.problems import Logits, Mask, Output, Problem, RaggedKv
 from ..prefill import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
+from .comparison import plain_attention
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # output, LSE
 
@@ -112,7 +112,7 @@ def draw(case: Case, kernel: dict[str, Any], device: torch.device) -> Inputs:
 
 
 def _is_latent(head_dim_qk: int) -> bool:
-    return head_dim_qk > _request.MOST_SEPARATE_COLUMNS
+    return head_dim_qk > request_facts.MOST_SEPARATE_COLUMNS
 
 
 def compute(case: Case, inputs: Inputs, backend: str) -> Pair:
@@ -194,7 +194,7 @@ def _chunked(chunk: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dt
     problem = Problem(
         q, RaggedKv(k, v), Logits(q.size(2) ** -0.5), Output(out, lse), Mask(causal=True, chunk_size=chunk)
     )
-    _select.compute(problem, _select.select(backend, _request.Request.from_problem(problem)))
+    selection.compute(problem, selection.select(backend, request_facts.Request.from_problem(problem)))
     return out, lse
 
 

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .._compare import LSE_TOLERANCE, TOLERANCE, Errors, fault
 from . import _cases, _closed_forms, _info
+from .comparison import LSE_TOLERANCE, TOLERANCE, Errors, fault
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Comparison = tuple[Pair, Pair] | tuple[Pair, Pair, Errors]  # computed, known, errors of plain PyTorch

@@ -12,7 +12,8 @@ from rich.markup import escape
 
 import cutlass_kernels
 
-from .. import _native, _request, _select
+from .._compute import request_facts, selection
+from .._core import native
 
 
 def command(
@@ -45,7 +46,7 @@ def command(
     Example: python -m cutlass_kernels explain --cc 90 --dtype bf16 --kv-heads 8 -f causal --qo-len 512 --kv-len 8192
     """
     if list_features:
-        for name, meaning in _request.FEATURES.items():
+        for name, meaning in request_facts.FEATURES.items():
             typer.echo(f"{name:16} {meaning}")
         return
     features = [name.strip() for item in feature or [] for name in item.split(",") if name.strip()]
@@ -75,7 +76,7 @@ def command(
                     "selected": explained.selected,
                     "reasons": explained.reasons,
                     "candidates": [asdict(candidate) for candidate in explained.candidates],
-                    "environment": _select.environment.shown(),
+                    "environment": selection.environment.shown(),
                 },
                 indent=2,
             )
@@ -83,33 +84,33 @@ def command(
         return
     console = Console(soft_wrap=True)
     console.print(f"[bold]{escape(str(explained.request))}[/]", highlight=False)
-    for backend in _select.BACKENDS:
+    for backend in selection.BACKENDS:
         against = explained.reasons[backend]
         if backend == explained.selected:
             mark = "[bold green]selected[/]"
             if explained.is_before_others:
-                mark += f", {_select.why_first(explained.request)}"
+                mark += f", {selection.why_first(explained.request)}"
         else:
             mark = "[yellow]cannot serve[/]" if against else "can serve"
         console.print(f"  {backend}: {mark}", highlight=False)
         lines = [str(c) for c in explained.candidates] if backend == explained.selected else against
         for line in lines:
             console.print(f"    - {escape(line)}", highlight=False)
-    if explained.selected in _select.KERNEL_BACKENDS and not has_machine_code(explained.request.compute_capability):
+    if explained.selected in selection.KERNEL_BACKENDS and not has_machine_code(explained.request.compute_capability):
         console.print(
             "This build has no machine code for such a GPU: at the first use, the driver compiles PTX, for minutes, "
             "and keeps the result in its cache.",
             highlight=False,
         )
-    for name, word in _select.environment.shown().items():
-        what = "backend='auto'" if name == _select.VARIABLES[0] else "every backend"
+    for name, word in selection.environment.shown().items():
+        what = "backend='auto'" if name == selection.VARIABLES[0] else "every backend"
         console.print(f"{name}={word} is set: it replaces {what}.", highlight=False, markup=False)
 
 
 def has_machine_code(capability: int | None) -> bool:
     """Whether the kernels of this build run as they are on a GPU of 10 * major + minor."""
-    assert _native._C is not None and capability is not None
-    return any(code // 10 == capability // 10 and code <= capability for code in _native._C.machine_codes)
+    assert native._C is not None and capability is not None
+    return any(code // 10 == capability // 10 and code <= capability for code in native._C.machine_codes)
 
 
 def _capability(text: str | None) -> int | None:

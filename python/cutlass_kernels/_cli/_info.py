@@ -18,7 +18,7 @@ from rich.table import Table
 
 import cutlass_kernels
 
-from .. import _select
+from .._compute import selection
 
 
 def command(
@@ -50,7 +50,7 @@ def collect() -> dict[str, Any]:
         "kernels": kernels,
         "why_no_kernels": missing,
         "default_backend": default_backends(),
-        "environment": _select.environment.shown(),
+        "environment": selection.environment.shown(),
     }
 
 

@@ -7,7 +7,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from .. import _args, _hints, merge_states
+from .. import merge_states
+from .._core import checks, hints
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, peers_of, wait
@@ -62,13 +63,13 @@ def dcp_combine(
         >>> out, lse = cutlass_kernels.attention(q, k_here, v_here, return_lse=True)
         >>> dcp_combine(out, lse, group).shape  # [rows, heads / W, D]
     """
-    _hints.tensors(out=out, lse=lse)
+    hints.tensors(out=out, lse=lse)
     peers = peers_of(group)
     options = (comm, scatter_heads, lse_base, return_lse)
 
     def prepare() -> tuple[Facts, None]:
         _check(out, lse, peers.world, comm, scatter_heads, lse_base)
-        _args.flag("return_lse", return_lse)
+        checks.flag("return_lse", return_lse)
         return {"the shape of out": tuple(out.shape), "its dtype": out.dtype, "options": options}, None
 
     agree(grid_of(group), ("dcp_combine", out.shape, out.dtype, lse.shape, lse.dtype, *options), prepare)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from .. import _args, _hints, _latent, _plan_free, attention
-from .._call import Call
+from .. import attention
+from .._attend import checked_calls, latent_parts
+from .._core import call_table, checks, hints
+from .._core.call_table import Call
 from . import _exchange, _ops, _request
 from ._agreement import Facts, agree, form
 from ._combine import COMMS, Combined, combine
@@ -35,7 +37,7 @@ def dcp_local_lengths(
         >>> dcp_local_lengths(torch.tensor([9]), 0, 2, block_size=4)  # tokens 0 to 3, and 8
         tensor([5])
     """
-    _hints.tensors(lengths=lengths)
+    hints.tensors(lengths=lengths)
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"lengths have dtype {lengths.dtype}: they are integers.")
     period, lengths = world * block_size, lengths.clamp(min=0)
@@ -106,7 +108,7 @@ def dcp_decode(
     Examples:
         >>> out = dcp_decode(q, k_cache, v_cache, group, page_table=table, seqused_k=lens, block_size=16)
     """
-    _hints.tensors(q=q, k=k, v=v, seqused_k=seqused_k)
+    hints.tensors(q=q, k=k, v=v, seqused_k=seqused_k)
     peers = peers_of(group)
     shard = (peers.world, peers.rank, block_size)
     heads_and_dim = slice(-3, None, 2) if kv_layout == "HND" else slice(-2, None)
@@ -117,15 +119,15 @@ def dcp_decode(
 
     def prepare() -> tuple[Facts, None]:
         _check(q, q_rope, cu_seqlens_q, block_size, comm, lse_base)
-        _args.flag("return_lse", return_lse)
+        checks.flag("return_lse", return_lse)
         if not is_capturing():
             ranks = peers.world if gather_heads else 1
             call: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, page_table=page_table)
-            call |= dict(window=(_plan_free.window(window)[0], -1), chunk_size=chunk_size, kv_layout=kv_layout)
+            call |= dict(window=(call_table.window(window)[0], -1), chunk_size=chunk_size, kv_layout=kv_layout)
             call |= dict(sm_scale=sm_scale, sinks=sinks, k_descale=k_descale, v_descale=v_descale, kv_shard=shard)
             call |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, logits_soft_cap=logits_soft_cap)
             call |= dict(q_rope=None if q_rope is None else _of_all_heads(q_rope, ranks), k_rope=k_rope)
-            _plan_free.checked(Call(_of_all_heads(q, ranks), k, v, causal=True, **call))
+            checked_calls.checked(Call(_of_all_heads(q, ranks), k, v, causal=True, **call))
         facts = {
             "the shape of q": tuple(q.shape),
             "q_rope": _columns(q_rope),
@@ -143,7 +145,7 @@ def dcp_decode(
     scales = (form(sinks), form(k_descale), form(v_descale))
     agree(grid_of(group), ("dcp_decode", *of_queries, *requests, of_cache, options, scales, of_result), prepare)
     if gather_heads:
-        q, q_rope = _gather_heads(_latent.whole(q, q_rope), peers, comm), None
+        q, q_rope = _gather_heads(latent_parts.whole(q, q_rope), peers, comm), None
     state = attention(
         q,
         k,

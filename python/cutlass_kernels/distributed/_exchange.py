@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import _memory_kernels, _native
-from .._memory_kernels import NAME_OF_STATE
+from .._compute import memory_kernels
+from .._compute.memory_kernels import NAME_OF_STATE
+from .._core import native
 from . import _symmetric
 from ._peers import Peers
 from ._symmetric import Workspace
@@ -23,7 +24,7 @@ def serves(x: torch.Tensor, peers: Peers) -> bool:
         and 1 < peers.world <= MOST_RANKS
         and x.dtype in NAME_OF_STATE
         and x.size(2) * x.element_size() % 16 == 0
-        and _memory_kernels.serve(x)
+        and memory_kernels.serve(x)
     )
 
 
@@ -39,7 +40,7 @@ def combine(
     merged, merged_lse = out.new_empty(rows, own, dim), lse.new_empty(rows, own)
     out = _aligned(out)
     with torch.cuda.device(out.device):
-        _native._C.combine_ranks(
+        native._C.combine_ranks(
             NAME_OF_STATE[out.dtype],
             rows,
             heads,
@@ -65,7 +66,7 @@ def gather_heads(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:
     x = _aligned(x)
     whole = x.new_empty(rows, heads * peers.world, dim)
     with torch.cuda.device(x.device):
-        _native._C.gather_heads(
+        native._C.gather_heads(
             NAME_OF_STATE[x.dtype],
             rows,
             heads,
@@ -79,7 +80,7 @@ def gather_heads(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:
 
 
 def _workspace(x: torch.Tensor, peers: Peers, scatter: bool) -> Workspace | None:
-    size = _native._C.exchange_bytes(NAME_OF_STATE[x.dtype], *x.shape, peers.world, scatter)
+    size = native._C.exchange_bytes(NAME_OF_STATE[x.dtype], *x.shape, peers.world, scatter)
     return _symmetric.workspace(peers, size, x.device, "exchange")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from .. import _kept
+from .._core import kept_memory
 from ._peers import is_capturing
 
 Numbers = Sequence[int] | torch.Tensor
@@ -34,7 +34,7 @@ def kept_on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
     """A copy outside of the memory pools of compiled graphs."""
     if device.type == "cuda" and is_capturing():
         raise RuntimeError("The first call with its lengths makes index vectors: make it before capturing a graph.")
-    made = _kept.empty(x.shape, x.dtype, device).copy_(x)
+    made = kept_memory.empty(x.shape, x.dtype, device).copy_(x)
     if made.is_cuda:  # allocated on the default stream
         made.record_stream(torch.cuda.current_stream(device))
     return made

@@ -1,4 +1,4 @@
-"""Functions of a process group as operators, which traced calls put into their graph: see ``cutlass_kernels._ops``.
+"""Functions of a process group as operators, which traced calls put into their graph: see ``_graphs/operators.py``.
 
 Their arguments are those of the function, groups by name. All ranks must trace the same calls in the same order. The
 operators have an order, too: a compiler could reorder independent calls, not alike on every rank.
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import _ops
-from .._autocast import without_autocast
-from .._autograd import forward_only, with_grad
-from .._problem import FP8_DTYPES
-from .._tracing import have_own_dispatch, is_traced
+from .._core.autocast import without_autocast
+from .._core.autograd import forward_only, with_grad
+from .._core.problems import FP8_DTYPES
+from .._core.tracing import have_own_dispatch, is_traced
+from .._graphs import operators
 from ._peers import Grid, Peers, grid_of, grid_with, peers_of
 
 P = ParamSpec("P")
@@ -67,7 +67,7 @@ def traceable(
             values = _joined(types, args)
             values["group"] = _with_names(values["group"])
             result: Any = function(**values)  # type: ignore[call-arg]
-            return _ops.new_results(result, args[0], values["return_lse"], None, None)
+            return operators.new_results(result, args[0], values["return_lse"], None, None)
 
         def fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             values, x = _joined(types, args), args[0]
@@ -76,7 +76,7 @@ def traceable(
             lse_size = size[:-1] if values["return_lse"] else (0,)
             return x.new_empty(size, dtype=dtype), x.new_empty(lse_size, dtype=torch.float32)
 
-        _ops.define(operator, _schema(types), run, fake)
+        operators.define(operator, _schema(types), run, fake)
         _keep_order(operator)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def traceable(
             if len(args) > len(names) or len(values) != len(names):
                 raise TypeError(f"{operator}() has the parameters {', '.join(names)}; given are {', '.join(values)}.")
             values["group"] = _names(grid_of(values["group"]) if of_mesh else peers_of(values["group"]))
-            return _ops.call(operator, _split(types, values), None, None, values["return_lse"])
+            return operators.call(operator, _split(types, values), None, None, values["return_lse"])
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -161,7 +161,7 @@ def _group(name: Any) -> dist.ProcessGroup:
 
 def _keep_order(operator: str) -> None:
     """Where torch can: graphs pass a token from one of these operators to the next."""
-    register = getattr(_ops._library, "_register_effectful_op", None)
+    register = getattr(operators._library, "_register_effectful_op", None)
     if register is not None:
         from torch._library.effects import EffectType
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import _args, _hints
+from .._core import checks, hints
 from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring
 from ._agreement import Facts, agree, form
 from ._gather import Shard, State
@@ -99,7 +99,7 @@ def cp_prefill(
         >>> cp_prefill(q, k, v, torch.distributed.group.WORLD, causal=True).shape
         torch.Size([6, 4, 64])
     """
-    _hints.tensors(q=q, k=k, v=v)
+    hints.tensors(q=q, k=k, v=v)
     grid = group if isinstance(group, Grid) else grid_of(group)
     seqlens, kv_seqlens = _request.plain(seqlens), _request.plain(kv_seqlens)
     window = tuple(window) if isinstance(window, list) else window
@@ -114,7 +114,7 @@ def cp_prefill(
             q, k, v, grid, comm, layout, block_size, seqlens, kv_seqlens, page_table, kv_layout
         )
         kind = kind._replace(mask=_request.mask_of(causal, window, chunk_size))
-        _args.flag("return_lse", return_lse)
+        checks.flag("return_lse", return_lse)
         if not is_capturing():
             call = dict(causal=causal, chunk_size=chunk_size, sinks=sinks, o_dtype=o_dtype, **scales, **options)
             _request.check_options(q, k, v, len(kind.q_lens), page_table, kv_layout, call)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _args, _plan_free
-from .._call import Call
+from .._attend import checked_calls
+from .._core import checks
+from .._core.call_table import Call
 from . import _heads, _shards
 from ._gather_plan import Mask
 from ._peers import Grid, Peers
@@ -88,7 +89,7 @@ def check(
 ) -> tuple[Kind, int]:
     """Checks the tensors of this rank. Returns what decides the plan, but for the mask, and the number of KV heads."""
     paged = page_table is not None
-    _args.kv_layout(kv_layout)
+    checks.kv_layout(kv_layout)
     for name, x in (("q", q), ("k", k), ("v", v)):
         dims = 4 if paged and name != "q" else 3
         if x.dim() != dims:
@@ -158,7 +159,7 @@ def check_options(
         options["cu_seqlens_k"] = offsets
     else:
         options |= dict(page_table=page_table, kv_layout=kv_layout, seqused_k=offsets[:-1])
-    _plan_free.checked(Call(q, k, v, cu_seqlens_q=offsets, **options))
+    checked_calls.checked(Call(q, k, v, cu_seqlens_q=offsets, **options))
 
 
 def check_comm(num_qo_heads: int, num_kv_heads: int, kind: Kind, comm: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import _args, _hints
-from .._autocast import without_autocast
+from .._core import checks, hints
+from .._core.autocast import without_autocast
 from . import _plans, _shards
 from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, is_capturing, wait
@@ -56,8 +56,8 @@ def cp_split(
 
 
 def _check(x: torch.Tensor, dim: int) -> None:
-    _hints.tensors(x=x)
-    if not -x.dim() <= _args.integer("dim", dim) < x.dim():
+    hints.tensors(x=x)
+    if not -x.dim() <= checks.integer("dim", dim) < x.dim():
         raise ValueError(f"dim={dim} is no dimension of x, which has shape {tuple(x.shape)}.")
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .._tracing import is_captured, is_traced
+from .._core.tracing import is_captured, is_traced
 from . import _key_ranges
 from ._key_ranges import Kind
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from .._attention import attention
+from .._attend.plan_free import attention
 from ..page import append_paged_kv_cache
 
 NAME = "cutlass_kernels_paged"

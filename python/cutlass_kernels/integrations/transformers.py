@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from .. import _attention
-from .._errors import PerformanceWarning, warn
-from .._native import PER_THREAD_STREAM
-from .._tracing import is_captured, is_traced
+from .._attend import plan_free
+from .._core.errors import PerformanceWarning, warn
+from .._core.native import PER_THREAD_STREAM
+from .._core.tracing import is_captured, is_traced
 from . import _key_ranges, _transformers_dense
 from ._key_ranges import Kind
 
@@ -158,7 +158,7 @@ def _attend(
         (causal, left, right, chunk_size), first, length = _ranges_of_rows(mask, batch, step, keeps_rows)
         options = dict(causal=causal, window=(left, right), chunk_size=chunk_size)
         options |= dict(cu_seqlens_k=first, seqused_k=length, max_seqlen_k=key.size(2))
-    out = _attention.attention(q, k, v, logits_soft_cap=softcap, sm_scale=scale, sinks=sinks, **options)
+    out = plan_free.attention(q, k, v, logits_soft_cap=softcap, sm_scale=scale, sinks=sinks, **options)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -235,7 +235,7 @@ def _packed(
     indptr = more["cu_seq_lens_q"].to(torch.int32)
     kv_indptr = more.get("cu_seq_lens_k")
     most = [x if isinstance(x, int) else None for x in (more.get("max_length_q"), more.get("max_length_k"))]
-    out = _attention.attention(
+    out = plan_free.attention(
         q,
         k,
         v,

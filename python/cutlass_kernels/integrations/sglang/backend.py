@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
-from ..._attention import attention
-from ..._merge import merge_state_in_place
+from ..._attend.plan_free import attention
+from ..._compute.merging import merge_state_in_place
 from .metadata import Buffers, Metadata, Shape, pack_trees, tree_bytes
 
 

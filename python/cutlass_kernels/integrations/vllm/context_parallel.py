@@ -14,8 +14,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
 
-from ..._attention import attention
-from ..._merge import merge_state_in_place
+from ..._attend.plan_free import attention
+from ..._compute.merging import merge_state_in_place
 from .metadata import Metadata
 
 if TYPE_CHECKING:

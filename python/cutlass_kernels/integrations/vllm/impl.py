@@ -9,8 +9,8 @@ import vllm.envs as envs
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from ..._append_by_slot import append_paged_kv_cache_by_slot
-from ..._attention import attention
+from ..._attend.plan_free import attention
+from ..._caches.slots_of_tokens import append_paged_kv_cache_by_slot
 from . import context_parallel
 from .metadata import Metadata
 

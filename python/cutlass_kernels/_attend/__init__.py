@@ -1,0 +1,1 @@
+"""Attention without a plan: attention(), and single requests."""

@@ -1,0 +1,291 @@
+"""Lengths of paged caches, positions of new tokens, and writing these into their pages.
+
+A traced call is an operator of ``page_operators``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._compute import memory_kernels
+from .._core import autograd, checks, hints, index_vectors
+from .._core.problems import FP8_DTYPES
+from .._core.tracing import have_own_dispatch, is_traced
+from .._graphs import page_operators
+from . import latent_cache
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The number of keys every request holds: ``max(pages - 1, 0) * page_size + last_page_len``.
+
+    Args:
+        kv_indptr: int32 ``[batch + 1]``; request ``b`` owns ``kv_indptr[b + 1] - kv_indptr[b]`` pages.
+        kv_last_page_len: int32 ``[batch]``, filled entries of the last page (0 where a request has no page).
+        page_size: tokens a page holds.
+
+    Returns:
+        int32 ``[batch]`` on the device of ``kv_indptr``.
+
+    Raises:
+        TypeError: ``page_size`` is not an integer.
+        ValueError: a tensor is not a vector of integers, the two disagree about the batch size, or ``page_size`` is
+            not positive.
+
+    Examples:
+        >>> get_seq_lens(torch.tensor([0, 2, 2, 3]), torch.tensor([5, 0, 16]), 16)
+        tensor([21,  0, 16], dtype=torch.int32)
+    """
+    indptr = index_vectors.index_vector("kv_indptr", kv_indptr)
+    last = index_vectors.index_vector("kv_last_page_len", kv_last_page_len, max(indptr.numel() - 1, 0)).to(
+        indptr.device
+    )
+    return (indptr[1:] - indptr[:-1] - 1).clamp_(min=0) * checks.page_size(page_size) + last
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Says, for every new token of a ragged batch, which request it belongs to and where it stands there.
+
+    The new tokens are the last ones of their requests: the i-th of ``n`` new tokens stands at ``seq_len - n + i``.
+
+    Args:
+        append_indptr: int32 ``[batch + 1]``, offsets of the new tokens.
+        seq_lens: int32 ``[batch]``, keys of every request including the new tokens (see ``get_seq_lens``).
+        nnz: number of entries to return, at least ``append_indptr[-1]``.
+        batch_indices, positions: int32 ``[nnz]`` tensors to write to; allocated where None.
+
+    Returns:
+        ``(batch_indices, positions)``, int32 ``[nnz]``. Entries behind ``append_indptr[-1]`` are -1, which
+        ``append_paged_kv_cache`` skips.
+
+    Raises:
+        ValueError: a tensor has another rank, dtype or length, or ``nnz`` is smaller than a CPU ``append_indptr[-1]``.
+        RuntimeError: a CPU ``append_indptr`` decreases.
+
+    Examples:
+        >>> get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 9]), 3)
+        (tensor([0, 0, 1], dtype=torch.int32), tensor([3, 4, 8], dtype=torch.int32))
+    """
+    if is_traced() or have_own_dispatch(append_indptr, seq_lens):
+        return _traced_positions(append_indptr, seq_lens, nnz, batch_indices, positions)
+    indptr = index_vectors.indptr("append_indptr", append_indptr)
+    batch = indptr.numel() - 1
+    device = indptr.device
+    lens = index_vectors.index_vector("seq_lens", seq_lens, batch).to(device)
+    nnz = checks.integer("nnz", nnz)
+    if nnz < 0 or (not indptr.is_cuda and nnz < int(indptr[-1])):
+        end = "0" if nnz < 0 else f"append_indptr[-1]={int(indptr[-1])}"
+        raise ValueError(f"nnz={nnz} is smaller than {end}: no token may be left out.")
+    batch_indices = _int32_output("batch_indices", batch_indices, nnz, device)
+    positions = _int32_output("positions", positions, nnz, device)
+    if memory_kernels.serve(indptr):
+        memory_kernels.get_batch_indices_positions(indptr, lens, batch_indices, positions)
+        autograd.written(batch_indices, positions)
+        return batch_indices, positions
+    if batch == 0:
+        return batch_indices.fill_(-1), positions.fill_(-1)
+    token = torch.arange(nnz, dtype=torch.int32, device=device)
+    owner = torch.searchsorted(indptr[1:], token, right=True)
+    inside = (owner < batch) & (token >= indptr[0])
+    owner.clamp_(max=batch - 1)
+    batch_indices.copy_(torch.where(inside, owner, -1))
+    positions.copy_(torch.where(inside, lens[owner] - indptr[owner + 1] + token, -1))
+    return batch_indices, positions
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes new keys and values into the pages of their requests, in place.
+
+    Token ``i`` goes to entry ``positions[i] % page_size`` of page ``positions[i] // page_size`` of request
+    ``batch_indices[i]``. The pages must already be in the page table.
+
+    Args:
+        append_key: ``[nnz, num_kv_heads, head_dim_qk]``, converted to the dtype of the cache.
+        append_value: ``[nnz, num_kv_heads, head_dim_vo]``.
+        batch_indices, positions: int32 ``[nnz]`` (see ``get_batch_indices_positions``); tokens with a negative
+            batch index or position are skipped.
+        paged_kv_cache: ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD) or
+            ``[pages, 2, num_kv_heads, page_size, head_dim]`` (HND), or a tuple (k_cache, v_cache) without the 2.
+        kv_indices: int32, the pages of all requests.
+        kv_indptr: int32 ``[batch + 1]``, where the pages of a request begin in ``kv_indices``.
+        kv_last_page_len: int32 ``[batch]``; the positions already say all, so only its length is checked.
+        kv_layout: ``"NHD"`` or ``"HND"``.
+
+    Index tensors on a CUDA device are not checked, but wherever they point, no write leaves the cache: a token of a
+    request that does not exist, of a place behind the pages of its request, or of a page that the cache does not have,
+    is skipped there.
+
+    A cache carries no gradient: where keys or values require one, a warning says so.
+
+    Raises:
+        KeyError: unknown ``kv_layout``, or ``paged_kv_cache`` is neither a tensor nor a tuple.
+        TypeError: keys or values are not tensors.
+        ValueError: shapes that do not fit together; on the CPU, page numbers that the cache does not have, requests
+            that ``kv_indptr`` does not have, and positions behind the pages of their request.
+
+    Examples:
+        >>> batch_indices, positions = get_batch_indices_positions(append_indptr, seq_lens, nnz)
+        >>> append_paged_kv_cache(k, v, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
+    """
+    k_cache, v_cache = checks.paged_cache(paged_kv_cache, kv_layout)
+    if is_traced() or have_own_dispatch(append_key, k_cache, positions):
+        appended, places = autograd.without_grad(append_key, append_value), (batch_indices, positions)
+        page_operators.append(appended, places, paged_kv_cache, (kv_indices, kv_indptr, kv_last_page_len), kv_layout)
+        return
+    for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
+        _check_new(name, new, cache, append_key, kv_layout)
+    append_key, append_value = autograd.without_grad(append_key, append_value)
+    device = k_cache.device
+    nnz = append_key.size(0)
+    owner = index_vectors.index_vector("batch_indices", batch_indices, nnz, "token of append_key")
+    position = index_vectors.index_vector("positions", positions, nnz, "token of append_key")
+    indptr = index_vectors.indptr("kv_indptr", kv_indptr)
+    indices = index_vectors.index_vector("kv_indices", kv_indices)
+    index_vectors.index_vector("kv_last_page_len", kv_last_page_len, indptr.numel() - 1)
+    if not (owner.is_cuda or position.is_cuda or indptr.is_cuda):
+        _check_places(owner, position, indptr, indices.numel(), k_cache.size(1))
+    if nnz == 0 or indices.numel() == 0:
+        return
+    owner, position = owner.to(device), position.to(device)
+    served = memory_kernels.serve(k_cache)
+    if served and not (indptr.is_cuda or indices.is_cuda):
+        pages = indices[int(indptr[0]) : int(indptr[-1])]
+        index_vectors.enough_pages("kv_indices", index_vectors.page_bound("kv_indices", pages), k_cache)
+    indptr, indices = indptr.to(device), indices.to(device)
+    if served and memory_kernels.append(append_key, append_value, owner, position, k_cache, v_cache, indices, indptr):
+        autograd.written(k_cache, v_cache)
+        return
+
+    # Skipped tokens repeat the write of the first token that is not skipped: an equal value at an equal place.
+    used = (owner >= 0) & (position >= 0)
+    token = torch.where(used, torch.arange(nnz, device=device), used.to(torch.int32).argmax())
+    owner, position = owner[token].clamp_(min=0), position[token].clamp_(min=0)
+    page_size = k_cache.size(1)
+    page = indices[(indptr[owner] + position // page_size).to(torch.int64)].to(torch.int64)
+    entry = (position % page_size).to(torch.int64)
+    index_vectors.enough_pages("kv_indices", index_vectors.page_bound("kv_indices", page), k_cache)
+    any_used = used.any()
+    for new, cache in ((append_key, k_cache), (append_value, v_cache)):
+        target = _bits(cache)
+        target[page, entry] = torch.where(any_used, _bits(new.to(cache.dtype))[token], target[page, entry])
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Writes new tokens of latent attention (MLA) into the pages of their requests, in place and in one kernel.
+
+    Token ``i`` goes to entry ``positions[i] % page_size`` of page ``positions[i] // page_size`` of request
+    ``batch_indices[i]``. For slots, and fp8 caches with a scale, see ``mla.concat_and_cache_mla``.
+
+    Args:
+        append_ckv: ``[nnz, 512]``, latent vectors, converted to the dtype of the cache.
+        append_kpe: ``[nnz, 64]``, the columns of the position.
+        batch_indices, positions: int32 ``[nnz]`` (see ``get_batch_indices_positions``); tokens with a negative
+            batch index or position are skipped.
+        ckv_cache: ``[pages, page_size, 512]``.
+        kpe_cache: ``[pages, page_size, 64]``. The two may be views of one cache: ``cache[..., :512]`` and
+            ``cache[..., 512:]``.
+        kv_indices, kv_indptr, kv_last_page_len: see ``append_paged_kv_cache``.
+
+    On a CUDA device, index tensors are not checked, and no write leaves the cache wherever they point.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes that do not fit together; on the CPU, places that the pages do not have.
+
+    Examples:
+        >>> cache = torch.zeros(4, 16, 576, dtype=torch.bfloat16)
+        >>> ckv, kpe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
+        >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [3, 1], [2]))
+        >>> owner, position = get_batch_indices_positions(torch.tensor([0, 3]), torch.tensor([18]), 3)
+        >>> append_paged_mla_kv_cache(
+        ...     ckv, kpe, owner, position, cache[..., :512], cache[..., 512:], indices, indptr, last
+        ... )
+    """
+    ckv, kpe, caches = latent_cache.parts_of_cache(append_ckv, append_kpe, ckv_cache, kpe_cache)
+    append_paged_kv_cache(ckv, kpe, batch_indices, positions, caches, kv_indices, kv_indptr, kv_last_page_len)
+
+
+def _check_new(name: str, new: torch.Tensor, cache: torch.Tensor, keys: torch.Tensor, kv_layout: str) -> None:
+    """TypeError or ValueError where ``new`` is not what ``cache`` takes, for as many tokens as there are ``keys``."""
+    if not isinstance(new, torch.Tensor):
+        raise TypeError(f"{name} is {type(new).__name__}, not a tensor.")
+    expected = (keys.size(0) if keys.dim() else 0, *cache.shape[2:])
+    if tuple(new.shape) != expected:
+        swapped = new.dim() == 3 and new.shape[1:] == (cache.size(1), cache.size(3))
+        raise ValueError(
+            f"{name} has shape {tuple(new.shape)}, but this cache takes {expected} with kv_layout={kv_layout!r}."
+            + hints.other_layout(kv_layout, swapped)
+        )
+    checks.same_device(cache.device, "the cache is", **{name: new})
+
+
+def _check_places(
+    owner: torch.Tensor, position: torch.Tensor, indptr: torch.Tensor, num_indices: int, page_size: int
+) -> None:
+    """ValueError where a token, of those that are not skipped, has no place in the pages of its request."""
+    batch, end = indptr.numel() - 1, int(indptr[-1])
+    if end > num_indices:
+        raise ValueError(f"kv_indptr ends at {end}, but kv_indices has {num_indices} pages.")
+    used = (owner >= 0) & (position >= 0)
+    if bool((used & (owner >= batch)).any()):
+        at = int((used & (owner >= batch)).nonzero()[0])
+        raise ValueError(f"batch_indices[{at}]={int(owner[at])}, but kv_indptr has only {batch} requests.")
+    room = (
+        index_vectors.lens(indptr)[torch.where(used, owner, 0).long()] * page_size if batch else torch.zeros_like(owner)
+    )
+    if bool((used & (position >= room)).any()):
+        at = int((used & (position >= room)).nonzero()[0])
+        pages = int(room[at]) // page_size
+        raise ValueError(
+            f"positions[{at}]={int(position[at])}, but the {pages} pages of request {int(owner[at])} have room for "
+            f"{int(room[at])} tokens: add its new pages to kv_indptr and kv_indices first."
+        )
+
+
+def _traced_positions(
+    indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, *given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    new = page_operators.positions(indptr, seq_lens, nnz)
+    names = ("batch_indices", "positions")
+    owner, position = (
+        x if out is None else _int32_output(name, out, nnz, x.device).copy_(x)
+        for name, out, x in zip(names, given, new)
+    )
+    return owner, position
+
+
+def _int32_output(name: str, tensor: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
+    return checks.output(tensor, (size,), torch.int32, device, name=name)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """``x``, with fp8 elements seen as bytes: not every torch release can index fp8."""
+    return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
+
+
+page_operators.define(append_paged_kv_cache, get_batch_indices_positions)

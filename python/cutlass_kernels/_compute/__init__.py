@@ -1,0 +1,1 @@
+"""Who computes an attention, and why; the kernels, and the contract in PyTorch."""

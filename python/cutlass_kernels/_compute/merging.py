@@ -1,0 +1,175 @@
+"""Merging of attention states.
+
+A state is what attention over some of the keys leaves: the output v and the base-2 LSE s. States over disjoint keys
+merge into the state over all of them (Juravsky et al., "Hydragen", 2024; Ye et al., "Cascade Inference", 2024):
+
+    v = sum_i 2^(s_i - m) v_i / sum_i 2^(s_i - m),   s = m + log2 sum_i 2^(s_i - m),   m = max_i s_i
+
+A state with s = -inf has seen no key: it contributes nothing, whatever its v holds, and merging only such states gives
+v = 0, s = -inf. Arithmetic is fp32 (fp64 for fp64 values).
+
+On CUDA devices a kernel does it in one pass over memory: for float16, bfloat16 and float32 with a head_dim that is a
+multiple of 8 (at most 2048, of float32 1024). PyTorch does the rest, all of it on other devices and in what
+``torch.compile`` compiles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .._core.autocast import without_autocast
+from .._core.autograd import written
+from . import memory_kernels
+
+
+def merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges two attention states.
+
+    Args:
+        v_a, v_b: outputs ``[tokens, heads, head_dim]``, float16, bfloat16 or float32.
+        s_a, s_b: their LSEs in base 2, ``[tokens, heads]``; float32, others are converted.
+
+    Returns:
+        ``(v, s)``: the merged output (shape and dtype of ``v_a``) and its LSE, float32 ``[tokens, heads]``, base 2.
+
+    Raises:
+        RuntimeError: the shapes do not fit together, or a tensor is not floating-point.
+
+    Examples:
+        >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
+        >>> merge_state(v, s, 3 * v, s)
+        (tensor([[[2., 2.]]]), tensor([[1.]]))
+    """
+    _check_two(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
+    v_b, s_a, s_b = _as(v_b, v_a.dtype), _as(s_a, torch.float32), _as(s_b, torch.float32)
+    if memory_kernels.serve(v_a, s_a, v_b, s_b) and memory_kernels.merges(v_a):
+        return memory_kernels.merge_state(v_a, s_a, v_b, s_b)
+    return _merge_two(v_a, s_a, v_b, s_b)
+
+
+def merge_state_in_place(
+    v: torch.Tensor,
+    s: torch.Tensor,
+    v_other: torch.Tensor,
+    s_other: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> None:
+    """Merges a second state into ``(v, s)``, as ``merge_state`` does.
+
+    Args:
+        v, s: the state to update: ``[tokens, heads, head_dim]`` and base-2 LSE ``[tokens, heads]``.
+        v_other, s_other: the state to merge into it, of the same shapes.
+        mask: optional bool or integer ``[tokens]``; tokens whose element is 0 keep their state.
+
+    Raises:
+        RuntimeError: the shapes do not fit together, or a tensor is not floating-point.
+
+    Examples:
+        >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
+        >>> merge_state_in_place(v, s, 3 * v, s)
+        >>> v
+        tensor([[[2., 2.]]])
+    """
+    _check_two(v, s, v_other, s_other, ("v", "s", "v_other", "s_other"))
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask is {type(mask).__name__}, not a tensor: pass a bool per token, or None.")
+    if mask is not None and (mask.dim() != 1 or mask.size(0) != v.size(0)):
+        raise RuntimeError(f"mask has shape {tuple(mask.shape)}: it must be [{v.size(0)}], one element per token.")
+    served = memory_kernels.serve(v, s, v_other, s_other)
+    if served and s.dtype == torch.float32 and memory_kernels.merges(v):
+        other = _as(v_other, v.dtype), _as(s_other, torch.float32)
+        if memory_kernels.merge_state_in_place(v, s, *other, mask):
+            written(v, s)
+            return
+    merged_v, merged_s = merge_state(v, s, v_other, s_other)
+    if mask is not None:
+        chosen = mask != 0
+        merged_v = torch.where(chosen[:, None, None], merged_v, v)
+        merged_s = torch.where(chosen[:, None], merged_s.to(s.dtype), s)
+    v.copy_(merged_v)
+    s.copy_(merged_s)
+
+
+def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges any number of attention states.
+
+    Args:
+        v: outputs ``[tokens, states, heads, head_dim]``, float16, bfloat16 or float32.
+        s: their LSEs in base 2, ``[tokens, states, heads]``; float32, others are converted.
+
+    Returns:
+        ``(v, s)``: the merged output ``[tokens, heads, head_dim]`` in the dtype of ``v`` and its LSE, float32
+        ``[tokens, heads]``, base 2. Zero states give 0 and -inf.
+
+    Raises:
+        RuntimeError: the shapes do not fit together.
+
+    Examples:
+        >>> v, s = merge_states(torch.randn(7, 4, 8, 64), torch.randn(7, 4, 8))
+        >>> v.shape, s.shape
+        (torch.Size([7, 8, 64]), torch.Size([7, 8]))
+    """
+    _check(v, s, 4, "v", "s")
+    s = _as(s, torch.float32)
+    if memory_kernels.serve(v, s) and memory_kernels.merges(v):
+        return memory_kernels.merge_states(v, s)
+    return _merge(v, s)
+
+
+@without_autocast
+def _merge_two(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _merge(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+
+
+@without_autocast
+def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``v`` [tokens, states, heads, dim] and fp32 ``s`` [tokens, states, heads] merged over the states."""
+    if s.size(1) == 0:
+        return v.new_zeros(v.shape[:1] + v.shape[2:]), s.new_full(s.shape[:1] + s.shape[2:], -math.inf)
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    largest = s.amax(1, keepdim=True)
+    weight = torch.exp2(s - largest.masked_fill(largest == -math.inf, 0.0))
+    total = weight.sum(1)
+    share = (weight / total.unsqueeze(1)).unsqueeze(-1).to(wide)
+    parts = v.to(wide) * share
+    parts = parts.masked_fill((weight == 0).unsqueeze(-1), 0.0)  # also where the total is 0
+    return parts.sum(1).to(v.dtype), largest.squeeze(1) + torch.log2(total)
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # to() takes a microsecond to see that
+
+
+def _check_two(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor, names: tuple[str, str, str, str]
+) -> None:
+    _check(v_a, s_a, 3, *names[:2])
+    _check(v_b, s_b, 3, *names[2:])
+    if v_a.shape != v_b.shape:
+        raise RuntimeError(
+            f"{names[0]} has shape {tuple(v_a.shape)} and {names[2]} {tuple(v_b.shape)}: they must be equal."
+        )
+    if v_a.device != v_b.device:
+        raise RuntimeError(f"{names[0]} is on {v_a.device} and {names[2]} on {v_b.device}: move one.")
+
+
+def _check(v: torch.Tensor, s: torch.Tensor, rank: int, v_name: str, s_name: str) -> None:
+    for name, x in ((v_name, v), (s_name, s)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
+    if v.dim() != rank or v.shape[:-1] != s.shape:
+        layout = "[tokens, heads, head_dim]" if rank == 3 else "[tokens, states, heads, head_dim]"
+        raise RuntimeError(
+            f"{v_name} has shape {tuple(v.shape)} and {s_name} {tuple(s.shape)}: {v_name} must be {layout}, "
+            f"{s_name} the same without head_dim."
+        )
+    if not (v.is_floating_point() and s.is_floating_point()):
+        raise RuntimeError(f"{v_name} has dtype {v.dtype} and {s_name} {s.dtype}: both must be floating-point.")
+    if v.device != s.device:
+        raise RuntimeError(f"{v_name} is on {v.device} and {s_name} on {s.device}: move one.")

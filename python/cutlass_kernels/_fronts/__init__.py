@@ -1,0 +1,1 @@
+"""Functions of other libraries, in their names for the arguments of attention()."""

@@ -1,0 +1,421 @@
+"""FlashAttention's functions: see ``flash_attn``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .._attend.plan_free import attend, check
+from .._core import checks
+from .._core.autograd import forward_only, wants_grad
+from .._core.call_table import arguments
+from .._core.tracing import is_traced
+from .flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
+from .flash_combine import Pair
+
+_NAMES = {"sm_scale": "softmax_scale", "logits_soft_cap": "softcap", "chunk_size": "attention_chunk", "sinks": "s_aux"}
+Scale = float | torch.Tensor | None
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | Pair:
+    """Attention of a batch of equal lengths.
+
+    Args:
+        q: ``[B, n, Hq, D]``; float16, bfloat16 or float8_e4m3fn.
+        k, v: ``[B, S, Hkv, D]``; v may have another head dimension.
+        softmax_scale: default ``1 / sqrt(D)``, with ``qv`` ``1 / sqrt(D + Dv)``.
+        causal: aligned to the last key: row i sees keys up to ``i + S - n``.
+        qv: ``[B, n, Hq, Dv]``, adds ``qv . v`` to the logits. With one key head of 64 columns and values of 512 this
+            is latent attention (MLA). Else q and qv are joined, as k and v, and PyTorch computes ``D + Dv > 512``.
+        q_descale, k_descale, v_descale: fp32 ``[B, Hkv]``, dequantisation factors.
+        window_size: ``(left, right)``, -1 is no limit.
+        attention_chunk: rows see the keys of their chunk of so many; 0 is none.
+        softcap: c > 0 replaces a logit s by ``c tanh(s / c)``.
+        num_splits: KV splits of short queries. 1 is none; 0 lets the library choose, best for few rows over many keys.
+        return_attn_probs: whether to return the LSE too.
+        dropout_p: must be 0.
+        alibi_slopes: fp32 ``[Hq]``, adds ``slope * (j - i)``.
+        out: where to write the output.
+
+    Returns:
+        The output ``[B, n, Hq, Dv]``, or the pair of it and the natural LSE, fp32 ``[B, Hq, n]``. Of fp8 inputs the
+        output is bfloat16.
+
+    Raises:
+        ValueError, RuntimeError: as ``cutlass_kernels.attention``; arguments that mean training.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 16, 8, 64, dtype=torch.float16)
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
+    refuse_training(dropout_p, softmax_scale)
+    ropes = NO_ROPES
+    if qv is not None:
+        q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
+    call = arguments(
+        q,
+        k,
+        v,
+        q_rope=ropes[0],
+        k_rope=ropes[1],
+        causal=causal,
+        window=window_of(window_size),
+        chunk_size=attention_chunk,
+        logits_soft_cap=softcap,
+        sm_scale=softmax_scale,
+        alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out=out,
+        return_lse=checks.flag("return_attn_probs", return_attn_probs),
+        lse_base=math.e,
+        lse_heads_first=True,
+        num_splits=num_splits,
+    )
+    return _of_batch(attend(call, _NAMES), q)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor | Pair:
+    """``flash_attn_func`` of ``qkv`` ``[B, n, 3, H, D]``, or with ``num_heads_q`` ``[B, n, Hq + 2 Hkv, D]``.
+
+    Nothing is copied: kernels read q, k and v where they are.
+
+    Examples:
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 8, 64, dtype=torch.float16)).shape
+        torch.Size([2, 16, 8, 64])
+    """
+    if num_heads_q is None:
+        checks.tensor("qkv", qkv, 5)
+        if qkv.size(2) != 3:
+            raise ValueError(f"qkv has shape {tuple(qkv.shape)}: it must be [B, n, 3, H, D]: q, k and v.")
+        q, k, v = qkv.unbind(2)
+    else:
+        checks.tensor("qkv", qkv, 4)
+        num_heads_q = checks.integer("num_heads_q", num_heads_q)
+        num_heads_k = (qkv.size(2) - num_heads_q) // 2
+        if num_heads_q < 1 or num_heads_k < 1 or num_heads_q + 2 * num_heads_k != qkv.size(2):
+            raise ValueError(
+                f"num_heads_q={num_heads_q} leaves {qkv.size(2) - num_heads_q} of the {qkv.size(2)} heads of qkv "
+                f"{tuple(qkv.shape)}: they must be as many for keys as for values, qkv [B, n, Hq + 2 Hkv, D]."
+            )
+        q, k, v = qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        return_attn_probs=return_attn_probs,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    scheduler_metadata: torch.Tensor | None = None,
+    fa_version: int | None = None,
+    q_v: torch.Tensor | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    ver: int | None = None,
+) -> torch.Tensor | Pair:
+    """Attention of a batch of any lengths, over ragged keys or a paged cache.
+
+    Args:
+        q: ``[rows, Hq, D]``, the requests one after the other.
+        k, v: ``[tokens, Hkv, D]``; with ``block_table`` caches ``[pages, P, Hkv, D]`` of any page size.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, offsets of the requests. With a ``block_table``, ``seqused_k`` or
+            ``cu_seqlens_k`` tells the lengths.
+        max_seqlen_q, max_seqlen_k: bounds of the lengths.
+        seqused_q, seqused_k: int32 ``[B]``, how many rows and keys of each request are used.
+        block_table: int32 ``[B, M]``, the pages of each request.
+        return_softmax_lse, return_attn_probs: whether to return the LSE too.
+        s_aux, sinks: ``[Hq]``, attention sinks: adds ``exp(s)`` to the denominator.
+        ver: FlashAttention's version, as SGLang passes it: no effect.
+        cp_world_size, cp_rank: where keys are spread over ranks, one by one: key g of a request is rank
+            ``g % cp_world_size``'s. The result is that over the keys of this rank.
+        cp_tot_seqused_k: int32 ``[B]``, the keys of each request on all ranks together, of which masks speak.
+            ``seqused_k`` follows from it.
+
+    The other arguments, and what is raised, are those of ``flash_attn_func``.
+
+    Returns:
+        The output ``[rows, Hq, Dv]``, or the pair of it and the natural LSE, fp32 ``[Hq, rows]``.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 10, 8, 64, dtype=torch.float16)
+        >>> offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 6, 6, causal=True).shape
+        torch.Size([10, 8, 64])
+    """
+    refuse_training(dropout_p, softmax_scale)
+    if isinstance(seqused_q, float):
+        raise TypeError(
+            f"seqused_q={seqused_q} is float, not a tensor. The argument in this place is seqused_q, as in "
+            "FlashAttention-3, where FlashAttention-2 has dropout_p: leave it out, or pass it by keyword."
+        )
+    kv_shard, seqused_k = shard_of(cp_world_size, cp_rank, cp_tot_seqused_k, seqused_k)
+    qv = q_v if qv is None else qv
+    ropes = NO_ROPES
+    if qv is not None:
+        q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
+    call = arguments(
+        q,
+        k,
+        v,
+        q_rope=ropes[0],
+        k_rope=ropes[1],
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k if block_table is None or seqused_k is None else None,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        kv_shard=kv_shard,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        page_table=block_table,
+        causal=causal,
+        window=window_of(window_size),
+        chunk_size=attention_chunk,
+        logits_soft_cap=softcap,
+        sm_scale=softmax_scale,
+        sinks=sinks if s_aux is None else s_aux,
+        alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out=out,
+        return_lse=checks.flag("return_attn_probs", return_attn_probs)
+        | checks.flag("return_softmax_lse", return_softmax_lse),
+        lse_base=math.e,
+        lse_heads_first=True,
+        num_splits=num_splits,
+    )
+    return attend(call, _NAMES)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    gqa_parallel: bool | None = None,
+    max_seqlen_k_hint: int | None = None,
+    descale_q: Scale = None,
+    descale_k: Scale = None,
+    descale_v: Scale = None,
+    sinks: torch.Tensor | None = None,
+    ver: int | None = None,
+) -> torch.Tensor | Pair:
+    """Attention over a cache, to which new keys and values can be appended first.
+
+    Without ``k`` this is one kernel, and a second one where keys are split. Appending and rotating take kernels of
+    their own before it.
+
+    Args:
+        q: ``[B, n, Hq, D]``, or with ``cu_seqlens_q`` (and ``max_seqlen_q``) ``[rows, Hq, D]``.
+        k_cache, v_cache: ``[B_cache, S, Hkv, D]``, or with ``page_table`` (or ``block_table``) ``[pages, P, Hkv, D]``.
+        k, v: new keys and values ``[B, n_new, Hkv, D]``, or with ``cu_seqlens_k_new`` ``[tokens, Hkv, D]``: written to
+            the cache from position ``cache_seqlens`` on, and then seen by q.
+        qv: see ``flash_attn_func``.
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: k is rotated at its positions, q at ``cache_seqlens +
+            i`` under a causal mask or a window, else at ``cache_seqlens``. ``rotary_interleaved`` pairs neighbours,
+            else halves. ``rotary_seqlens`` replaces ``cache_seqlens`` there.
+        cache_seqlens: int32 ``[B]`` or a number: keys of each request in the cache, without the new ones.
+        cache_batch_idx: int32 ``[B]``: which entry of the cache (or row of the page table) is a request's.
+        cache_leftpad: int32 ``[B]``: the first keys of the cache that are not the request's.
+        page_table: int32 ``[B, M]``.
+        return_softmax_lse: whether to return the LSE too.
+        descale_q, descale_k, descale_v, gqa_parallel, max_seqlen_k_hint: older names; the last two have no effect.
+        sinks, ver: SGLang's names: ``s_aux``, and the version, which has no effect.
+
+    The other arguments, and what is raised, are those of ``flash_attn_func``. Here ``num_splits`` is 0 unless said, as
+    in FlashAttention-3.
+
+    Returns:
+        The output, shaped as q; or the pair of it and the natural LSE, fp32 ``[B, Hq, n]`` (or ``[Hq, rows]``).
+
+    Examples:
+        >>> q = torch.randn(2, 1, 8, 64, dtype=torch.float16)
+        >>> k_cache, v_cache = torch.randn(2, 2, 128, 2, 64, dtype=torch.float16)
+        >>> lens = torch.tensor([100, 7], dtype=torch.int32)
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, causal=True).shape
+        torch.Size([2, 1, 8, 64])
+    """
+    page_table = block_table if page_table is None else page_table
+    window = window_of(window_size)
+    plain = k is None and cache_batch_idx is None and cache_leftpad is None and rotary_cos is None
+    append, trained = None, None
+    if k is not None and wants_grad(k, v) and not is_traced():  # the cache carries no gradients: the result is to
+        trained = k, v
+        k, v = (None if x is None else x.detach() for x in trained)
+    if plain and isinstance(cache_seqlens, torch.Tensor):
+        found: Found = (k_cache, v_cache, None, cache_seqlens, page_table)
+    else:
+        is_local = checks.flag("causal", causal) or max(window) >= 0
+        places = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+        new = (k, v, cu_seqlens_k_new)
+        rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
+        q, finds, append = cache_of(q, k_cache, v_cache, places, new, rotary, cu_seqlens_q, is_local)
+        found = finds()
+    keys, values, begins, lens, page_table = found
+    queries, scale, ropes = q, softmax_scale, NO_ROPES
+    if qv is not None:
+        queries, keys, scale, ropes = with_values(q, keys, values, qv, softmax_scale)
+    call = arguments(
+        queries,
+        keys,
+        values,
+        q_rope=ropes[0],
+        k_rope=ropes[1],
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=begins,
+        seqused_k=lens,
+        max_seqlen_q=max_seqlen_q,
+        page_table=page_table,
+        causal=causal,
+        window=window,
+        chunk_size=attention_chunk,
+        logits_soft_cap=softcap,
+        sm_scale=scale,
+        sinks=sinks if s_aux is None else s_aux,
+        alibi_slopes=alibi_slopes,
+        q_descale=descale_q if q_descale is None else q_descale,
+        k_descale=descale_k if k_descale is None else k_descale,
+        v_descale=descale_v if v_descale is None else v_descale,
+        out=out,
+        return_lse=checks.flag("return_softmax_lse", return_softmax_lse),
+        lse_base=math.e,
+        lse_heads_first=True,
+        num_splits=num_splits,
+    )
+    if append is not None:
+        check(call, _NAMES)
+        append()
+        if cache_leftpad is not None or qv is not None:  # the keys may be copies, made before
+            keys, values = finds()[:2]
+            if qv is not None:
+                _, keys, _, ropes = with_values(q, keys, values, qv, softmax_scale)
+            call = (queries, keys, values, *ropes, *call[5:])
+    result = _of_batch(attend(call, _NAMES), q)
+    return result if trained is None else forward_only(result, (out,), *trained)
+
+
+def _of_batch(result: Any, q: torch.Tensor) -> Any:
+    """An LSE ``[Hq, B * n]`` as ``[B, Hq, n]``."""
+    if q.dim() != 4 or not isinstance(result, tuple):
+        return result
+    out, lse = result
+    return out, lse.view(lse.size(0), q.size(0), q.size(1)).transpose(0, 1)

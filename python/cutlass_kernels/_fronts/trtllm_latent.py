@@ -1,0 +1,210 @@
+"""FlashInfer's plan-free decode of latent attention, with TensorRT-LLM's arguments: a front of ``attention()``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._core import checks, extra_arguments, signatures_mla
+from .._core.problems import FP8_DTYPES
+from .._core.run_options import Result
+from .._core.signatures import typed_as
+from . import trtllm_call
+from .trtllm_call import OTHER_GPUS, Scale, Sinks
+
+_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
+_BACKENDS = ("auto", "trtllm-gen", "xqa", "cute-dsl")
+
+
+@typed_as(signatures_mla.trtllm_batch_decode_with_kv_cache_mla)
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: torch.Tensor | None = None,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: Sinks = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    sparse_mla_top_k_lens: torch.Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
+) -> Result:
+    """Latent attention (MLA) of decode steps over a paged cache without a plan, under a causal mask.
+
+    The kernel reads lengths and block tables on the device, so nothing synchronises and a captured call follows new
+    ones. Row i of n rows of a request stands at position ``i + seq_len - n``.
+
+    Args:
+        query: ``[batch, rows, num_heads, kv_lora_rank + qk_rope_head_dim]``, or with ``cum_seq_lens_q`` ``[rows,
+            num_heads, ...]``. float16, bfloat16 or float8_e4m3fn.
+        kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head behind the
+            first. The dtype of ``query``, or fp8. Values are its first ``kv_lora_rank`` columns.
+        workspace_buffer: accepted, not used.
+        qk_nope_head_dim: not used: ``bmm1_scale`` is the whole scale.
+        kv_lora_rank, qk_rope_head_dim: 512 and 64; PyTorch computes others, slowly.
+        block_tables: int32 ``[batch, M]``, the pages of each request.
+        seq_lens: int32 ``[batch]``, keys of each request, those of its query rows included.
+        max_seq_len: bound of ``seq_lens``; in CUDA graphs, of those of every replay.
+        out: ``query.shape[:-1] + [kv_lora_rank]``, where to write the output: of any floating-point type, 16 bits being
+            what kernels write.
+        bmm1_scale: factor of ``q k^T``: the softmax scale times the scales of fp8 queries and keys. A number, or a
+            float32 tensor of one element, which the kernel reads.
+        bmm2_scale: factor of the output. As ``bmm1_scale``.
+        sinks: float32 ``[num_heads]``, or a list of that tensor: ``exp(sinks[h])`` joins the softmax denominator and
+            the LSE of head h.
+        skip_softmax_threshold_scale_factor: permission to skip keys of small weight. This function computes them all.
+        lse: float32 ``[batch * rows, num_heads]`` or ``[batch, rows, num_heads]``, where to write the LSE,
+            also without ``return_lse``. Base 2, unless ``return_lse_base`` says otherwise.
+        return_lse: whether to return the LSE too.
+        cum_seq_lens_q: int32 ``[batch + 1]``, first row of each request, for query lengths that differ.
+        max_q_len: bound of these lengths.
+        backend: ``"auto"``, ``"trtllm-gen"``, ``"xqa"`` or ``"cute-dsl"``: all of them mean the kernels of this
+            library.
+        enable_pdl, is_var_seq, cute_dsl_impl, kv_scale_format, multi_ctas_kv_counter_buffer: accepted, without effect.
+        sparse_mla_top_k, sparse_mla_top_k_lens: of sparse attention, refused.
+        uses_shared_paged_kv_idx: False is refused.
+        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: refused; ``attention(kv_shard=)`` serves keys that are
+            spread over ranks.
+        use_fp16_softmax: for Blackwell GPUs, refused.
+        return_lse_base: ``"base2"`` (None is the same), or ``"basee"`` for the natural logarithm, of ``lse`` too.
+
+    Returns:
+        ``out``, in the dtype of ``query`` (bfloat16 for fp8); or ``(out, lse)``, where a new ``lse`` is ``[batch *
+        rows, num_heads]``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, or an unknown backend.
+        NotImplementedError: an argument that is refused.
+
+    Examples:
+        >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+        >>> cache = torch.randn(10, 64, 576, dtype=torch.bfloat16)  # 10 pages of 64 tokens
+        >>> tables, lens = torch.arange(10, dtype=torch.int32).view(2, 5), torch.tensor([300, 7], dtype=torch.int32)
+        >>> trtllm_batch_decode_with_kv_cache_mla(
+        ...     query, cache, torch.empty(0), 128, 512, 64, tables, lens, 320, bmm1_scale=192**-0.5
+        ... ).shape
+        torch.Size([2, 1, 16, 512])
+    """
+    trtllm_call.check_backend(_DECODE, backend, _BACKENDS)
+    trtllm_call.refuse_pages_of_values(_DECODE, uses_shared_paged_kv_idx)
+    extra_arguments.unsupported(
+        _DECODE,
+        "sparse attention is not served. Leave it out for all keys of the block tables.",
+        sparse_mla_top_k=sparse_mla_top_k or None,
+        sparse_mla_top_k_lens=sparse_mla_top_k_lens,
+    )
+    extra_arguments.unsupported(
+        _DECODE,
+        "call attention(kv_shard=(world, rank, 1)), with the keys on all ranks as seqused_k.",
+        enable_dcp=enable_dcp,
+        cp_world=None if cp_world == 1 else cp_world,
+        cp_rank=cp_rank or None,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+    )
+    extra_arguments.unsupported(_DECODE, OTHER_GPUS, use_fp16_softmax=use_fp16_softmax)
+    if return_lse_base not in (None, "base2", "basee"):
+        raise ValueError(f"return_lse_base={return_lse_base!r} is unknown: use 'base2' or 'basee'.")
+    checks.skip_softmax(skip_softmax_threshold_scale_factor)
+    rank, rope = checks.integer("kv_lora_rank", kv_lora_rank), checks.integer("qk_rope_head_dim", qk_rope_head_dim)
+    checks.tensor("query", query, 4 if cum_seq_lens_q is None else 3)
+    keys = _pages(kv_cache)
+    for name, x in (("query", query), ("kv_cache", kv_cache)):
+        if x.size(-1) != rank + rope or rank < 1:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but kv_lora_rank={kv_lora_rank} and qk_rope_head_dim="
+                f"{qk_rope_head_dim} make {rank + rope} columns: pass 512 and 64 for DeepSeek's models."
+            )
+    shape = (*query.shape[:-1], rank)
+    wanted = torch.bfloat16
+    if out is not None or query.dtype not in FP8_DTYPES:
+        wanted = trtllm_call.wanted_dtype(query, out, None, None)
+    if out is not None:
+        checks.output(out, shape, wanted, query.device)
+    place, lse_place = out, lse  # None: no view joins requests and rows
+    if cum_seq_lens_q is None:
+        each = query.size(1)
+        if not each:
+            raise ValueError(f"query has shape {tuple(query.shape)}: each request must have at least one row.")
+        if isinstance(lse, torch.Tensor) and lse.dim() == 3:
+            lse_place = _flat(checks.lse_output(lse, query.shape[:-1], query.device))
+        query = query.flatten(0, 1)
+        place = None if out is None else _flat(out)
+    else:
+        each = trtllm_call.rows(query, None, cum_seq_lens_q, max_q_len)
+    return_lse = checks.flag("return_lse", return_lse)
+    wants_lse = return_lse or lse is not None
+    result = trtllm_call.attend(
+        query,
+        cum_seq_lens_q,
+        each,
+        (keys, keys[..., :rank]),
+        "NHD",
+        block_tables,
+        _lens(seq_lens),
+        checks.integer("max_seq_len", max_seq_len),
+        (bmm1_scale, 1.0, bmm2_scale),
+        (True, -1, None),
+        sinks,
+        place,
+        wanted,
+        lse_place,
+        wants_lse,
+        return_lse_base == "basee",
+    )
+    found, found_lse = result if isinstance(result, tuple) else (result, None)
+    if out is not None and place is None:
+        out.copy_(found.view(shape))
+    if lse is not None and lse_place is None and found_lse is not None:
+        lse.copy_(found_lse.view(lse.shape))
+    found = found.view(shape) if out is None else out
+    return (found, found_lse if lse is None else lse) if return_lse else found
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor | None:
+    """``x`` with its first two dimensions joined, or None where strides allow no such view."""
+    batch, rows = x.shape[:2]
+    return x.flatten(0, 1) if batch <= 1 or rows <= 1 or x.stride(0) == rows * x.stride(1) else None
+
+
+def _pages(kv_cache: Any) -> torch.Tensor:
+    """``[pages, page_size, 1, columns]``."""
+    if not isinstance(kv_cache, torch.Tensor):
+        raise TypeError(f"kv_cache is {type(kv_cache).__name__}, not a tensor.")
+    if kv_cache.dim() == 3:
+        return kv_cache.unsqueeze(2)
+    if kv_cache.dim() != 4 or kv_cache.size(1) != 1:
+        raise ValueError(
+            f"kv_cache has shape {tuple(kv_cache.shape)}: it must be [pages, page_size, columns] or [pages, 1, "
+            "page_size, columns]."
+        )
+    return kv_cache.transpose(1, 2)
+
+
+def _lens(seq_lens: Any) -> torch.Tensor:
+    if not isinstance(seq_lens, torch.Tensor):
+        raise TypeError(f"seq_lens is {type(seq_lens).__name__}, not a tensor: pass int32 [batch].")
+    return seq_lens

@@ -1,0 +1,1 @@
+"""Attention as operators, for torch.compile and other tracers."""

@@ -1,0 +1,1 @@
+"""Wrappers: a plan, and runs of it."""
