@@ -7,17 +7,16 @@ import os
 import re
 import subprocess
 import sys
-import typing
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typing_extensions
+from paths import ROOT
 
 import cutlass_kernels as ck
-from cutlass_kernels._core import signatures, signatures_mla, signatures_sparse, signatures_trtllm
+
+sys.path.insert(0, str(ROOT / "tools"))
+import make_signatures
 
 # A line that must be refused ends in "# wrong".
 PROGRAM = """
@@ -235,72 +234,9 @@ def test_right_and_wrong_calls(tmp_path: Path) -> None:
     assert refused == wrong, done.stdout + done.stderr
 
 
-# What type checkers see of each function, the function, and those that its keywords (``**more``) go to.
-PAGED, RAGGED = ck.BatchPrefillWithPagedKVCacheWrapper, ck.BatchPrefillWithRaggedKVCacheWrapper
-DECODE, CASCADE = ck.BatchDecodeWithPagedKVCacheWrapper, ck.MultiLevelCascadeAttentionWrapper
-SINK = ck.BatchAttentionWithAttentionSinkWrapper
-TYPED: list[tuple[Callable, ...]] = [
-    (signatures.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache),
-    (
-        signatures.single_prefill_with_kv_cache_return_lse,
-        ck.single_prefill_with_kv_cache_return_lse,
-        ck.single_prefill_with_kv_cache,
-    ),
-    (signatures.single_decode_with_kv_cache, ck.single_decode_with_kv_cache),
-    (signatures.attention, ck.attention),
-    (signatures.trtllm_fmha_v2_prefill, ck.trtllm_fmha_v2_prefill),
-    (signatures_trtllm.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_decode_with_kv_cache),
-    (signatures_trtllm.trtllm_batch_context_with_kv_cache, ck.trtllm_batch_context_with_kv_cache),
-    (signatures_mla.trtllm_batch_decode_with_kv_cache_mla, ck.mla.trtllm_batch_decode_with_kv_cache_mla),
-    (signatures_mla.MlaWrapper.run, ck.BatchMLAPagedAttentionWrapper.run),
-    (signatures_trtllm.SinkPrefill.run, SINK.run, PAGED.run),
-    (signatures_trtllm.SinkPrefill.run_return_lse, SINK.run, PAGED.run),
-    (signatures.PagedPrefill.run, PAGED.run),
-    (signatures.PagedPrefill.run_return_lse, PAGED.run),
-    (signatures.PagedPrefill.forward, PAGED.forward, PAGED.run),
-    (signatures.PagedPrefill.forward_return_lse, PAGED.forward, PAGED.run),
-    (signatures.RaggedPrefill.run, RAGGED.run),
-    (signatures.RaggedPrefill.run_return_lse, RAGGED.run),
-    (signatures.RaggedPrefill.forward, RAGGED.forward, RAGGED.run),
-    (signatures.RaggedPrefill.forward_return_lse, RAGGED.forward, RAGGED.run),
-    (signatures.PagedDecode.run, DECODE.run, PAGED.run),
-    (signatures.PagedDecode.run_return_lse, DECODE.run, PAGED.run),
-    (signatures.PagedDecode.forward, DECODE.forward, DECODE.run, PAGED.run),
-    (signatures.PagedDecode.forward_return_lse, DECODE.forward, DECODE.run, PAGED.run),
-    (signatures.Cascade.run, CASCADE.run),
-    (signatures_sparse.Blocks.run, ck.BlockSparseAttentionWrapper.run),
-    (signatures_sparse.VariableBlocks.run, ck.VariableBlockSparseAttentionWrapper.run),
-]
-TWO_BATCHES = {"BatchPODWithPagedKVCacheWrapper.run"}  # with or without LSEs, the result is a pair
-RESULTS = [
-    (typing.Literal[False], torch.Tensor),
-    (typing.Literal[True], tuple[torch.Tensor, torch.Tensor]),
-    (bool, torch.Tensor | tuple[torch.Tensor, torch.Tensor]),
-]
-SCALES = ["scale_q", "scale_k", "scale_v"]  # three tensors by position, which have no keywords
-
-
-def _types(function: Callable) -> dict[str, Any]:
-    """What the result and each argument may be, those of a TypedDict included."""
-    hints = typing.get_type_hints(function, localns={"Unpack": typing_extensions.Unpack})
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name == "self":
-            hints.pop(name, None)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            del hints[name]
-        elif parameter.kind is parameter.VAR_KEYWORD and (options := hints.pop(name)) is not Any:
-            hints |= typing.get_type_hints(*typing_extensions.get_args(options))
-    return hints
-
-
-def _positions(function: Callable) -> list[str]:
-    """The names of arguments that may be given by position, those of ``*args`` included."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) and x.name != "self"]
-    if any(x.kind is x.VAR_POSITIONAL for x in parameters):
-        owner = getattr(ck, function.__qualname__.split(".")[0])
-        names += getattr(owner, "_positions_of_run", ("return_lse",))
-    return names
+def test_the_signatures_are_up_to_date() -> None:
+    made = make_signatures.made()
+    assert made == make_signatures.TARGET.read_text(), "run `python tools/make_signatures.py`"
 
 
 def test_no_function_with_two_results_is_left_out() -> None:
@@ -310,7 +246,8 @@ def test_no_function_with_two_results_is_left_out() -> None:
         functions += [x for name, x in inspect.getmembers(owner, inspect.isfunction) if not name.startswith("_")]
     flagged = [x for x in functions if {"return_lse", "save_softmax_stats"} & inspect.signature(x).parameters.keys()]
     assert flagged
-    assert {x.__qualname__ for x in flagged} - {row[1].__qualname__ for row in TYPED} == TWO_BATCHES
+    typed = {row.functions[0].__qualname__ for row in make_signatures.every()}
+    assert {x.__qualname__ for x in flagged} - typed == {"BatchPODWithPagedKVCacheWrapper.run"}  # always returns a pair
 
 
 def test_no_function_unwraps_to_a_stub() -> None:
@@ -323,34 +260,3 @@ def test_no_function_unwraps_to_a_stub() -> None:
     for function in (ck.single_prefill_with_kv_cache, ck.single_prefill_with_kv_cache_return_lse):
         assert len(inspect.unwrap(function)(q, k, v)) == len(function(q, k, v))
         assert "custom_mask" in inspect.signature(function).parameters
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not keep overloads")
-@pytest.mark.parametrize("row", TYPED, ids=lambda row: row[0].__qualname__)
-def test_signatures_are_those_of_the_functions(row: tuple[Callable, ...]) -> None:
-    seen, *functions = row
-    expected: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
-    for function in reversed(functions):
-        expected |= _types(function)
-        defaults |= {x.name: x.default for x in inspect.signature(function).parameters.values()}
-    flag = "return_lse" if "return_lse" in expected else "save_softmax_stats"
-    del expected["return"], expected[flag]
-    results = []
-    for overload in typing.get_overloads(seen) or [seen]:
-        types, positions = _types(overload), _positions(overload)
-        results.append((types.pop(flag, None), types.pop("return")))
-        if positions[-3:] == SCALES:
-            wanted = [x for x in _positions(functions[0]) if x not in (*PAGED._positions_of_run, flag)] + SCALES
-            types = {name: type for name, type in types.items() if name not in SCALES}
-            assert types == {name: type for name, type in expected.items() if name in types}
-            assert expected.keys() - types.keys() <= {"k_scale", "v_scale"}
-        else:
-            wanted = [x for x in _positions(functions[0]) if x in inspect.signature(overload).parameters]
-            assert types == expected
-        assert positions == wanted
-        for name, parameter in inspect.signature(overload).parameters.items():
-            if name in types and name not in ("self", flag):
-                assert parameter.default == defaults[name], name
-    pair = RESULTS[1]
-    assert results in (RESULTS, RESULTS * 2, [pair], [(None, pair[1])], [(None, pair[1])] * 2)

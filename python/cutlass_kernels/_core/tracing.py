@@ -1,7 +1,7 @@
 """Detects traced calls, and keeps fake tensors out of caches.
 
-A traced call must put one operator into the graph (``_graphs``). Otherwise the graph holds the steps of the reference or
-a constant result, and kernels read tensors without memory. ``torch.compile`` traces with dynamo. Non-strict
+A traced call must put one operator into the graph (``_graphs``). Otherwise the graph holds the steps of the reference,
+or a constant result, and kernels read tensors without memory. ``torch.compile`` traces with dynamo. Non-strict
 ``torch.export``, ``make_fx`` and ``FakeTensorMode`` run the Python code under a torch dispatch mode.
 """
 

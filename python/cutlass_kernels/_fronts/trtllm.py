@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from .._core import checks, extra_arguments, signatures_trtllm
+from .._core import checks, extra_arguments, signatures
 from .._core.run_options import Result
-from .._core.signatures import Cache, typed_as
+from .._core.signatures import typed_as
 from . import trtllm_call
-from .trtllm_call import FOUR_BITS, OTHER_GPUS, Scale, Sinks
+from .trtllm_call import FOUR_BITS, OTHER_GPUS, Cache, Scale, Sinks
 
 _DECODE, _CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 _XQA = "xqa_batch_decode_with_kv_cache"
 
 
-@typed_as(signatures_trtllm.trtllm_batch_decode_with_kv_cache)
+@typed_as(signatures.trtllm_batch_decode_with_kv_cache)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -226,7 +226,7 @@ def xqa_batch_decode_with_kv_cache(
     )
 
 
-@typed_as(signatures_trtllm.trtllm_batch_context_with_kv_cache)
+@typed_as(signatures.trtllm_batch_context_with_kv_cache)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,

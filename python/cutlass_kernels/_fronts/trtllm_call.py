@@ -14,6 +14,7 @@ from .._core.run_options import Result
 from .._masks import draft_masks
 
 Scale = float | torch.Tensor
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Sinks = torch.Tensor | list[torch.Tensor] | None
 
 FOUR_BITS = "4-bit floats need a Blackwell GPU. Leave it out, and use fp8 or 16-bit tensors."

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._core import checks, extra_arguments, signatures_mla
+from .._core import checks, extra_arguments, signatures
 from .._core.problems import FP8_DTYPES
 from .._core.run_options import Result
 from .._core.signatures import typed_as
@@ -17,7 +17,7 @@ _DECODE = "trtllm_batch_decode_with_kv_cache_mla"
 _BACKENDS = ("auto", "trtllm-gen", "xqa", "cute-dsl")
 
 
-@typed_as(signatures_mla.trtllm_batch_decode_with_kv_cache_mla)
+@typed_as(signatures.trtllm_batch_decode_with_kv_cache_mla)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

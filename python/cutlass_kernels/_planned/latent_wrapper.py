@@ -9,7 +9,7 @@ import torch
 
 from .._attend.plan_free import attention
 from .._compute import selection
-from .._core import checks, extra_arguments, index_vectors, signatures_mla
+from .._core import checks, extra_arguments, index_vectors, signatures
 from .._core.autograd import written
 from .._core.errors import BackendError
 from .._core.run_options import Result
@@ -312,7 +312,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
             return x.clone()
         return self._pinned(x).to(self.device, non_blocking=True)
 
-    @typed_as(signatures_mla.MlaWrapper.run)
+    @typed_as(signatures.MlaWrapper.run)
     def run(
         self,
         q_nope: torch.Tensor | None = None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core import checks, signatures_trtllm
+from .._core import checks, signatures
 from .._core.extra_arguments import refuse_others, spellings
 from .._core.run_options import Result
 from .._core.signatures import typed_as
@@ -77,7 +77,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             backend,
         )
 
-    @typed_as(signatures_trtllm.SinkPrefill.run)
+    @typed_as(signatures.SinkPrefill.run)
     def run(  # type: ignore[override]
         self,
         q: torch.Tensor,
@@ -110,5 +110,5 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     if TYPE_CHECKING:  # that of the base class, which takes any arguments
 
-        @typed_as(signatures_trtllm.SinkPrefill.run_return_lse)
+        @typed_as(signatures.SinkPrefill.run_return_lse)
         def run_return_lse(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._core import checks, index_vectors, run_options, signatures_sparse
+from .._core import checks, index_vectors, run_options, signatures
 from .._core.problems import FP8_DTYPES
 from .._core.run_options import Result
 from .._core.signatures import typed_as
@@ -251,7 +251,7 @@ class BlockSparseAttentionWrapper(Part):
             self.device,
         )
 
-    @typed_as(signatures_sparse.Blocks.run)
+    @typed_as(signatures.Blocks.run)
     def run(
         self,
         q: torch.Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._compute import selection
-from .._core import checks, index_vectors, run_options, signatures_sparse
+from .._core import checks, index_vectors, run_options, signatures
 from .._core.run_options import Result
 from .._core.signatures import typed_as
 from .._planned.copying import Part
@@ -156,7 +156,7 @@ class VariableBlockSparseAttentionWrapper(Part):
 
     begin_forward = plan
 
-    @typed_as(signatures_sparse.VariableBlocks.run)
+    @typed_as(signatures.VariableBlocks.run)
     def run(
         self,
         q: torch.Tensor,
