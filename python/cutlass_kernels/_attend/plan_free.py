@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import is_grad_enabled
 
 from .._compute import selection
@@ -71,6 +72,7 @@ attention_operator.define(_attend_call)
 
 attention = typed_as(signatures.attention)(call_table.function("attention", attend, INTERNAL))
 attention.__module__ = __name__
+attention.__annotations__["return"] = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 attention.__doc__ = call_table.documented(
     """Attention of a batch of prompts, appends, decodes or any mixture: ``softmax(cap(sm_scale * q k^T)) v``.
 

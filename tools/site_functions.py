@@ -1,0 +1,19 @@
+"""For the site: functions that the package makes when it is imported, which the sources do not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+MADE = {"cutlass_kernels._attend.plan_free": "attention"}
+
+
+class MadeFunctions(griffe.Extension):
+    """Puts what Python sees of these functions in the place of what the sources say."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        style = {"docstring_parser": loader.docstring_parser, "docstring_options": loader.docstring_options}
+        for module, name in MADE.items():
+            _, _, path = module.partition(".")
+            pkg[path].set_member(name, griffe.inspect(module, filepath=None, **style)[name])
