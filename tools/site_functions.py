@@ -13,7 +13,8 @@ class MadeFunctions(griffe.Extension):
     """Puts what Python sees of these functions in the place of what the sources say."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
-        style = {"docstring_parser": loader.docstring_parser, "docstring_options": loader.docstring_options}
+        parser, options = loader.docstring_parser, loader.docstring_options
         for module, name in MADE.items():
             _, _, path = module.partition(".")
-            pkg[path].set_member(name, griffe.inspect(module, filepath=None, **style)[name])
+            seen = griffe.inspect(module, filepath=None, docstring_parser=parser, docstring_options=options)
+            pkg[path].set_member(name, seen[name])
