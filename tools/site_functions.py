@@ -15,6 +15,6 @@ class MadeFunctions(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         parser, options = loader.docstring_parser, loader.docstring_options
         for module, name in MADE.items():
-            _, _, path = module.partition(".")
+            path = module.partition(".")[2]
             seen = griffe.inspect(module, filepath=None, docstring_parser=parser, docstring_options=options)
             pkg[path].set_member(name, seen[name])
