@@ -20,25 +20,26 @@ from .._graphs import attention_operator
 from . import checked_calls
 
 _SAME_NAMES: Mapping[str, str] = {}
-_OUT, _SCHEDULE = Call._fields.index("out"), Call._fields.index("schedule")
+_OUT, _SCHEDULE, _BACKEND = map(Call._fields.index, ("out", "schedule", "backend"))  # the last two are the last
 _GRADIENTS = ["q", "k", "v", "out", "sinks", "q_descale", "k_descale", "v_descale", "alibi_slopes", "q_rope", "k_rope"]
 _with_gradients = itemgetter(*map(Call._fields.index, _GRADIENTS))
 
 
 def attend(arguments: tuple[Any, ...], names: Mapping[str, str] = _SAME_NAMES) -> Any:
-    """``attention()`` of a tuple of ``call_table.arguments()``, for functions with other ``names``, which errors say.
+    """``attention()`` of a tuple of ``call_table.packer()``, for functions with other ``names``, which errors say.
 
     A plain tuple: to make a ``Call`` takes 2 us.
     """
-    traced, grad = is_traced(), False
-    if not traced and is_grad_enabled():
-        q, k, v, out, *others = _with_gradients(arguments)
-        grad = needs_grad(q, k, v, out, None, *others)
-    if not traced:
-        *most, schedule, backend = arguments
-        shared = schedules.shared(schedule)
+    if not is_traced():
+        grad = False
+        if is_grad_enabled():
+            q, k, v, out, *others = _with_gradients(arguments)
+            grad = needs_grad(q, k, v, out, None, *others)
+        ready, schedule, backend = arguments, arguments[_SCHEDULE], selection.asked_for(arguments[_BACKEND])
+        if schedule is not None or backend is not arguments[_BACKEND]:
+            ready = (*arguments[:_SCHEDULE], schedules.shared(schedule), backend)
         if not (grad or selection.is_logged()):
-            result = native.attention(*most, shared, selection.asked_for(backend))
+            result = native.attention(*ready)
             if result is not None:
                 if arguments[_OUT] is not None:
                     written(arguments[_OUT])

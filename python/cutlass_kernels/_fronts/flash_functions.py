@@ -8,14 +8,32 @@ from typing import Any
 import torch
 
 from .._attend.plan_free import attend, check
-from .._core import checks
+from .._core import call_table, checks
 from .._core.autograd import forward_only, wants_grad
-from .._core.call_table import arguments
 from .._core.tracing import is_traced
 from .flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
 from .flash_combine import Pair
 
 _NAMES = {"sm_scale": "softmax_scale", "logits_soft_cap": "softcap", "chunk_size": "attention_chunk", "sinks": "s_aux"}
+_pack_func = call_table.packer(
+    "q k v q_rope k_rope causal window chunk_size logits_soft_cap sm_scale alibi_slopes q_descale k_descale "
+    "v_descale out return_lse num_splits ",
+    lse_base=math.e,
+    lse_heads_first=True,
+)
+_pack_varlen = call_table.packer(
+    "q k v q_rope k_rope cu_seqlens_q cu_seqlens_k seqused_q seqused_k kv_shard max_seqlen_q max_seqlen_k "
+    "page_table causal window chunk_size logits_soft_cap sm_scale sinks alibi_slopes q_descale k_descale "
+    "v_descale out return_lse num_splits ",
+    lse_base=math.e,
+    lse_heads_first=True,
+)
+_pack_with_kvcache = call_table.packer(
+    "q k v q_rope k_rope cu_seqlens_q cu_seqlens_k seqused_k max_seqlen_q page_table causal window chunk_size "
+    "logits_soft_cap sm_scale sinks alibi_slopes q_descale k_descale v_descale out return_lse num_splits ",
+    lse_base=math.e,
+    lse_heads_first=True,
+)
 Scale = float | torch.Tensor | None
 
 
@@ -77,26 +95,24 @@ def flash_attn_func(
     ropes = NO_ROPES
     if qv is not None:
         q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
-    call = arguments(
+    call = _pack_func(
         q,
         k,
         v,
-        q_rope=ropes[0],
-        k_rope=ropes[1],
-        causal=causal,
-        window=window_of(window_size),
-        chunk_size=attention_chunk,
-        logits_soft_cap=softcap,
-        sm_scale=softmax_scale,
-        alibi_slopes=alibi_slopes,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out=out,
-        return_lse=checks.flag("return_attn_probs", return_attn_probs),
-        lse_base=math.e,
-        lse_heads_first=True,
-        num_splits=num_splits,
+        ropes[0],  # q_rope
+        ropes[1],  # k_rope
+        causal,
+        window_of(window_size),  # window
+        attention_chunk,  # chunk_size
+        softcap,  # logits_soft_cap
+        softmax_scale,  # sm_scale
+        alibi_slopes,
+        q_descale,
+        k_descale,
+        v_descale,
+        out,
+        checks.flag("return_attn_probs", return_attn_probs),  # return_lse
+        num_splits,
     )
     return _of_batch(attend(call, _NAMES), q)
 
@@ -241,36 +257,34 @@ def flash_attn_varlen_func(
     ropes = NO_ROPES
     if qv is not None:
         q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
-    call = arguments(
+    call = _pack_varlen(
         q,
         k,
         v,
-        q_rope=ropes[0],
-        k_rope=ropes[1],
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k if block_table is None or seqused_k is None else None,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        kv_shard=kv_shard,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        page_table=block_table,
-        causal=causal,
-        window=window_of(window_size),
-        chunk_size=attention_chunk,
-        logits_soft_cap=softcap,
-        sm_scale=softmax_scale,
-        sinks=sinks if s_aux is None else s_aux,
-        alibi_slopes=alibi_slopes,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        out=out,
-        return_lse=checks.flag("return_attn_probs", return_attn_probs)
-        | checks.flag("return_softmax_lse", return_softmax_lse),
-        lse_base=math.e,
-        lse_heads_first=True,
-        num_splits=num_splits,
+        ropes[0],  # q_rope
+        ropes[1],  # k_rope
+        cu_seqlens_q,
+        cu_seqlens_k if block_table is None or seqused_k is None else None,  # cu_seqlens_k
+        seqused_q,
+        seqused_k,
+        kv_shard,
+        max_seqlen_q,
+        max_seqlen_k,
+        block_table,  # page_table
+        causal,
+        window_of(window_size),  # window
+        attention_chunk,  # chunk_size
+        softcap,  # logits_soft_cap
+        softmax_scale,  # sm_scale
+        sinks if s_aux is None else s_aux,  # sinks
+        alibi_slopes,
+        q_descale,
+        k_descale,
+        v_descale,
+        out,
+        checks.flag("return_attn_probs", return_attn_probs)
+        | checks.flag("return_softmax_lse", return_softmax_lse),  # return_lse
+        num_splits,
     )
     return attend(call, _NAMES)
 
@@ -374,32 +388,30 @@ def flash_attn_with_kvcache(
     queries, scale, ropes = q, softmax_scale, NO_ROPES
     if qv is not None:
         queries, keys, scale, ropes = with_values(q, keys, values, qv, softmax_scale)
-    call = arguments(
-        queries,
-        keys,
-        values,
-        q_rope=ropes[0],
-        k_rope=ropes[1],
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=begins,
-        seqused_k=lens,
-        max_seqlen_q=max_seqlen_q,
-        page_table=page_table,
-        causal=causal,
-        window=window,
-        chunk_size=attention_chunk,
-        logits_soft_cap=softcap,
-        sm_scale=scale,
-        sinks=sinks if s_aux is None else s_aux,
-        alibi_slopes=alibi_slopes,
-        q_descale=descale_q if q_descale is None else q_descale,
-        k_descale=descale_k if k_descale is None else k_descale,
-        v_descale=descale_v if v_descale is None else v_descale,
-        out=out,
-        return_lse=checks.flag("return_softmax_lse", return_softmax_lse),
-        lse_base=math.e,
-        lse_heads_first=True,
-        num_splits=num_splits,
+    call = _pack_with_kvcache(
+        queries,  # q
+        keys,  # k
+        values,  # v
+        ropes[0],  # q_rope
+        ropes[1],  # k_rope
+        cu_seqlens_q,
+        begins,  # cu_seqlens_k
+        lens,  # seqused_k
+        max_seqlen_q,
+        page_table,
+        causal,
+        window,
+        attention_chunk,  # chunk_size
+        softcap,  # logits_soft_cap
+        scale,  # sm_scale
+        sinks if s_aux is None else s_aux,  # sinks
+        alibi_slopes,
+        descale_q if q_descale is None else q_descale,  # q_descale
+        descale_k if k_descale is None else k_descale,  # k_descale
+        descale_v if v_descale is None else v_descale,  # v_descale
+        out,
+        checks.flag("return_softmax_lse", return_softmax_lse),  # return_lse
+        num_splits,
     )
     if append is not None:
         check(call, _NAMES)

@@ -19,6 +19,10 @@ Sinks = torch.Tensor | list[torch.Tensor] | None
 
 FOUR_BITS = "4-bit floats need a Blackwell GPU. Leave it out, and use fp8 or 16-bit tensors."
 OTHER_GPUS = "it is for Blackwell GPUs. Leave it out."
+_pack = call_table.packer(
+    "q k v cu_seqlens_q seqused_k max_seqlen_q max_seqlen_k page_table kv_layout causal window packed_custom_mask "
+    "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base "
+)
 _NAMES = {"sm_scale": "bmm1_scale", "q_descale": "bmm1_scale", "v_descale": "bmm2_scale", "page_table": "block_tables"}
 
 
@@ -72,28 +76,28 @@ def attend(
     place = out if computed == wanted else None
     if isinstance(place, torch.Tensor) and cu_seqlens_q is None:
         place = _by_request(place, rows)
-    call = call_table.arguments(
+    call = _pack(
         q,
         k,
         v,
-        cu_seqlens_q=cu_seqlens_q,
-        seqused_k=seq_lens,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_kv_len,
-        page_table=_signed(block_tables),
-        kv_layout=kv_layout,
-        causal=causal,
-        window=(window_left, -1),
-        packed_custom_mask=bits,
-        mask_indptr=offsets,
-        sm_scale=sm_scale,
-        sinks=sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks,
-        q_descale=q_descale,
-        v_descale=output_scale,
-        o_dtype=computed,
-        out=place,
-        return_lse=return_lse or lse is not None,
-        lse_base=math.e if natural else 2,
+        cu_seqlens_q,
+        seq_lens,  # seqused_k
+        max_seqlen_q,
+        max_kv_len,  # max_seqlen_k
+        _signed(block_tables),  # page_table
+        kv_layout,
+        causal,
+        (window_left, -1),  # window
+        bits,  # packed_custom_mask
+        offsets,  # mask_indptr
+        sm_scale,
+        sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks,  # sinks
+        q_descale,
+        output_scale,  # v_descale
+        computed,  # o_dtype
+        place,  # out
+        return_lse or lse is not None,  # return_lse
+        math.e if natural else 2,  # lse_base
     )
     result = plan_free.attend(call, _NAMES)
     found, found_lse = result if isinstance(result, tuple) else (result, None)

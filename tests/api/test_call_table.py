@@ -1,0 +1,52 @@
+"""The table of attention()'s arguments: what follows from its rows."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+from paths import ROOT
+
+import cutlass_kernels as ck
+from cutlass_kernels._core import call_table
+from cutlass_kernels._core.call_table import INTERNAL, Call
+
+Q = torch.zeros(2, 4, 64)
+
+
+def test_attention_has_the_rows_as_its_arguments():
+    parameters = inspect.signature(ck.attention).parameters
+    assert [*parameters] == [name for name in Call._fields if name not in INTERNAL]
+    defaults = {name: x.default for name, x in parameters.items() if x.default is not x.empty}
+    assert defaults == {name: x for name, x in Call._field_defaults.items() if name not in INTERNAL}
+
+
+def test_the_documentation_explains_every_argument():
+    assert ck.attention.__doc__ is not None
+    said = ck.attention.__doc__.split("Args:")[1].split("Returns:")[0]
+    names = [name for row in re.findall(r"^    ((?:\w+, )*\w+):", said, re.MULTILINE) for name in row.split(", ")]
+    assert names == [name for name in Call._fields if name not in INTERNAL]
+
+
+def test_packed_calls_have_the_defaults_of_the_rows():
+    pack = call_table.packer("k v q sinks", lse_base=3)
+    assert Call._make(pack("k", "v", "q", "sinks")) == Call("q", "k", "v", sinks="sinks", lse_base=3)
+    for fields, constants in (("q nonsense", {}), ("q", {"nonsense": 1})):
+        with pytest.raises(AssertionError, match="nonsense"):
+            call_table.packer(fields, **constants)
+
+
+@pytest.mark.parametrize("q_descale", [None, 0.5, torch.ones(1)])
+def test_an_operator_gets_the_call_back(q_descale):
+    call = Call(Q, Q, Q, window=(3, -1), q_descale=q_descale, o_dtype=torch.float16, kv_shard=(2, 1, 1), lse_base=2.0)
+    given = call_table.to_operator(call)
+    assert len(given) == call_table.schema().count(",") + 1
+    assert all(a is b or a == b for a, b in zip(call_table.from_operator(given, None), call))
+
+
+def test_the_compiled_module_reads_the_rows_in_their_order():
+    """The build makes an enumeration of the rows as this expression finds them (cmake/build_extension.cmake)."""
+    text = (ROOT / "python" / "cutlass_kernels" / "_core" / "call_table.py").read_text()
+    assert re.findall(r"\n    ([a-z_]+): Annotated", text) == [*Call._fields]
