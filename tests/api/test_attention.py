@@ -240,6 +240,7 @@ def test_empty_calls(target):
 WRONG = [
     ("q has head_dim 64 and k 128", dict(k=torch.zeros(2, 9, 2, 128).half(), v=torch.zeros(2, 9, 2, 128).half())),
     ("k holds 3 requests", dict(k=torch.zeros(3, 9, 2, 64).half(), v=torch.zeros(3, 9, 2, 64).half())),
+    ("for 2 requests: pass cu_seqlens_k", dict(k=torch.zeros(9, 2, 64).half(), v=torch.zeros(9, 2, 64).half())),
     ("they may differ in head_dim alone", dict(v=torch.zeros(2, 8, 2, 64).half())),
     ("page_table is", dict(page_table=torch.zeros(3, 4).int())),
     ("without lengths", dict(page_table=torch.zeros(2, 4).int())),

@@ -222,6 +222,17 @@ def test_a_plan_that_fails_leaves_the_previous_one(target):
     assert_bitwise(wrapper.forward(q, k, v), want)
 
 
+def test_plans_with_and_without_a_pattern_per_head(target):
+    bsr = random_bsr(256, 512, 64, 64)
+    q, k, v = tensors(bsr.M, bsr.N, (4, 2), 64, target.device)
+    wrapper = planned(target, bsr, (4, 2), 64)
+    want = wrapper.run(q, k, v)
+    wrapper.plan(None, None, *bsr.sizes, 4, 2, 64, block_mask=torch.zeros(2, 4, 8, dtype=torch.bool))
+    assert not wrapper.run(q, k, v).any()
+    wrapper.plan(*bsr.lists(target.device), *bsr.sizes, 4, 2, 64)
+    assert_bitwise(wrapper.run(q, k, v), want)
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 def test_what_a_call_that_raises_leaves(target, per_head):
     bsr = random_bsr(256, 512, 64, 64)

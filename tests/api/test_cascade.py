@@ -212,6 +212,23 @@ def test_causal_is_about_the_unique_part_only(target):
     assert_close(out[:4], expect(prefix).out, atol=2e-3)
 
 
+def test_prefill_wrapper_of_one_batch_after_another(target):
+    """A batch is that of the latest begin_forward(), whatever becomes of its index tensors; end_forward() drops it."""
+    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace())
+    for lens in ([9, 33], [16, 2]):
+        unique, k_shared, v_shared, whole = shared_prefix(target, [3, 2], lens, 50, torch.float16)
+        paged = unique.paged(8)
+        index = (unique.qo_indptr(), *paged.table())
+        wrapper.begin_forward(*index, *unique.heads)
+        for x in index:
+            x.zero_()
+        out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
+        assert_close(out, expect(whole, Options(causal=True)).out, atol=2e-3)
+    wrapper.end_forward()
+    with pytest.raises(RuntimeError, match="has no batch"):
+        wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
+
+
 def test_shared_prefix_wrapper_with_an_empty_part(target):
     unique, k_shared, v_shared, whole = shared_prefix(target, [1, 1], [0, 5], 10, torch.float16)
     paged = unique.paged(8)

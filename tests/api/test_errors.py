@@ -119,8 +119,10 @@ def test_mixed_16_bit_types(calls):
 def test_row_count_against_the_plan(calls):
     ragged, paged = calls.ragged(), calls.paged()
     q, k, v = calls.qkv
-    refuse(ValueError, lambda: ragged.run(q[:13], k, v), 13, 14)
-    refuse(ValueError, lambda: paged.run(q[:13], calls.data.cache), 13, 14)
+    for rows in (13, 15):
+        other = torch.cat([q, q])[:rows]
+        refuse(ValueError, lambda: ragged.run(other, k, v), rows, 14)
+        refuse(ValueError, lambda: paged.run(other, calls.data.cache), rows, 14)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
@@ -229,10 +231,13 @@ def test_run_before_plan(target, calls):
     paged = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
     refuse(RuntimeError, lambda: ragged.run(*calls.qkv), "has no plan")
     refuse(RuntimeError, lambda: paged.run(calls.batch.q, calls.data.cache), "has no plan")
+    wrapper = calls.ragged()
+    wrapper.reset_workspace_buffer(target.workspace())
+    refuse(RuntimeError, lambda: wrapper.run(*calls.qkv), "has no plan")
 
 
 def test_misaligned_workspace(target):
-    crooked = target.workspace()[1:]
+    crooked = target.workspace()[8:]
     words = "float_workspace_buffer must be 16-byte aligned"
     for cls in (ck.BatchPrefillWithRaggedKVCacheWrapper, ck.BatchPrefillWithPagedKVCacheWrapper):
         refuse(ValueError, lambda: cls(crooked), words)
@@ -279,6 +284,8 @@ def test_not_implemented(calls):
     refuse(NotImplementedError, lambda: calls.single(kv_cache_sf=cache), "kv_cache_sf")
     for cls in (ck.BatchPrefillWithRaggedKVCacheWrapper, ck.BatchPrefillWithPagedKVCacheWrapper):
         refuse(NotImplementedError, lambda: cls(calls.target.workspace(), jit_args=["x"]), "jit_args")
+    for name in ("v_indptr", "o_indptr"):
+        refuse(NotImplementedError, lambda: calls.ragged(**{name: calls.batch.kv_indptr()}), name)
 
 
 def test_packed_4_bit_cache(calls):
@@ -349,8 +356,9 @@ def test_a_failed_plan_or_run_leaves_the_wrapper_usable(calls):
     bad = torch.tensor([0, 9, 5], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="qo_indptr decreases from 9 to 5"):
         wrapper.plan(bad, *calls.data.table(), *calls.batch.heads, 16)
-    with pytest.raises(ValueError, match="q has 3 rows"):
-        wrapper.run(calls.batch.q[:3], calls.data.cache)
+    for run in (wrapper.run, wrapper.forward):  # the latter with options of its own
+        with pytest.raises(ValueError, match="q has 3 rows"):
+            run(calls.batch.q[:3], calls.data.cache)
     assert torch.equal(wrapper.run(calls.batch.q, calls.data.cache), before)
 
 
@@ -365,6 +373,8 @@ def test_rope_turns_pairs(calls):
 def test_refusals_do_not_print_tensors(calls):
     message = refuse(NotImplementedError, lambda: calls.ragged().run(*calls.qkv, o_scale=calls.qkv[0]), "o_scale")
     assert "a tensor (14, 4, 64)" in message
+    message = refuse(TypeError, lambda: calls.single(causal=calls.qkv[0]), "causal")
+    assert "causal=a tensor of shape (14, 4, 64)" in message
 
 
 @pytest.mark.parametrize("name", ["num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"])

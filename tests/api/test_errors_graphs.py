@@ -41,6 +41,15 @@ def test_graph_wrappers_need_all_buffers(target):
                 refuse(
                     ValueError, lambda: cls(target.workspace(), use_cuda_graph=True, **wrong), f"{name}.* 1|1.*{name}"
                 )
+        for name in given:
+            wide = given | {name: given[name].long()}
+            refuse(ValueError, lambda: cls(target.workspace(), use_cuda_graph=True, **wide), name, "int64")
+        mask, offsets = torch.zeros(64, dtype=torch.uint8, device=target.device), given["qo_indptr_buf"]
+        for of_mask, words in (
+            (dict(custom_mask_buf=mask), ("custom_mask_buf", "mask_indptr_buf", "both or none")),
+            (dict(custom_mask_buf=mask, mask_indptr_buf=offsets[:2]), ("mask_indptr_buf has 2 elements", 3)),
+        ):
+            refuse(ValueError, lambda: cls(target.workspace(), use_cuda_graph=True, **given, **of_mask), *words)
 
 
 def test_graph_plans_stay_in_bounds(target, calls):

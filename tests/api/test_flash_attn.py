@@ -12,6 +12,7 @@ from compare import assert_close, assert_lse_close
 from plan_free_problems import Mask, Options, expect, keys, page_table
 from problems import Batch, make_batch, randn
 
+import cutlass_kernels as ck
 from cutlass_kernels.flash_attn import (
     flash_attn_combine,
     flash_attn_func,
@@ -47,6 +48,8 @@ def test_equal_lengths(target, causal):
     windowed = flash_attn_func(q, k, v, None, False, None, None, None, None, (5, 3), 0, 20.0)
     check(batch, windowed, None, Mask(window=(5, 3)), soft_cap=20.0)
     check(batch, flash_attn_func(q, k, v, attention_chunk=7), None, Mask(chunk_size=7))
+    both = flash_attn_func(q, k, v, causal=True, window_size=(5, -1), attention_chunk=7)
+    check(batch, both, None, Mask(causal=True, window=(5, -1), chunk_size=7))
 
 
 def test_packed(target):
@@ -159,6 +162,9 @@ def test_cache(target, page_size):
     else:
         k, v, more = keys(batch, "table", "NHD", page_size, False)
         out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=more["page_table"], causal=True)
+        other = torch.tensor([2, 0, 1], device=target.device)  # request b has row other[b] of this table
+        given = dict(cache_seqlens=lens, page_table=more["page_table"][other.argsort()], cache_batch_idx=other.int())
+        assert torch.equal(flash_attn_with_kvcache(q, k, v, causal=True, **given), out)
     check(batch, out, None, Mask(causal=True))
 
 
@@ -256,8 +262,9 @@ def test_combine(target):
     assert out.dtype == torch.bfloat16
     assert_close(out, (weight.unsqueeze(-1) * parts.double()).sum(0))
     assert_lse_close(merged, want_lse)
-    place = torch.empty(2, 7, 4, 64, device=target.device)
+    place = torch.full((2, 7, 4, 64), math.nan, device=target.device)
     assert flash_attn_combine(parts, lse, place)[0] is place
+    assert_close(place, (weight.unsqueeze(-1) * parts.double()).sum(0))
 
 
 def test_values_in_the_logits(target):
@@ -290,6 +297,41 @@ def test_values_in_the_logits_of_latent_attention(form):
         out = flash_attn_with_kvcache(q, cache[1], cache[0], qv=qv, causal=True, **given)
     want, _, base = expect(batch, Mask(causal=True), Options())
     assert_close(out, want, base)
+
+
+@pytest.mark.parametrize("form", ["dense", "packed", "ragged", "cache", "cache, older names"])
+def test_scales_and_slopes_have_their_places(form):
+    """Of fp8 tensors on the CPU: the results of ``attention``, to which all forms hand them."""
+    heads, scales = 4, {f"{name}_descale": torch.rand(2, 4) + 0.5 for name in "qkv"}
+    qkv = torch.randn(2, 5, 3, heads, 64).to(torch.float8_e4m3fn)
+    q, k, v = qkv.unbind(2)
+    given: dict[str, Any] = dict(alibi_slopes=torch.rand(heads), **scales)
+    want, want_lse = ck.attention(q, k, v, **given, return_lse=True, lse_base=math.e)
+    if form == "dense":
+        out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **given)
+    elif form == "packed":
+        out, lse = flash_attn_qkvpacked_func(qkv, return_attn_probs=True, **given)
+    elif form == "ragged":
+        rows, offsets = [x.flatten(0, 1) for x in (q, k, v)], ints([0, 5, 10], "cpu")
+        out, lse = flash_attn_varlen_func(*rows, offsets, offsets, 5, 5, return_softmax_lse=True, **given)
+        out, lse = out.unflatten(0, (2, 5)), lse.unflatten(1, (2, 5)).transpose(0, 1)
+    else:
+        if form != "cache":
+            given = {f"descale_{x[0]}" if x.endswith("_descale") else x: y for x, y in given.items()}
+        lens = ints([5, 5], "cpu")
+        out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, return_softmax_lse=True, **given)
+    assert torch.equal(out, want) and torch.equal(lse.transpose(1, 2), want_lse)
+
+
+def test_arguments_by_other_names():
+    batch = make_batch([2] * 2, [9, 5], 4, 1, 576, dtype=torch.bfloat16)
+    (qv, q), (v, k) = (x.split([512, 64], -1) for x in (batch.q, batch.k))
+    given = (q, k, v, ints([0, 2, 4], "cpu"), batch.kv_indptr("cpu"), 2, 9)
+    assert torch.equal(flash_attn_varlen_func(*given, q_v=qv), flash_attn_varlen_func(*given, qv=qv))
+    k, v, more = keys(make_batch([1] * 2, [40, 9]), "table", "NHD", 16, False)
+    q, lens = torch.randn(2, 1, 4, 64).half(), more["seqused_k"]
+    want = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=more["page_table"])
+    assert torch.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=more["page_table"]), want)
 
 
 def test_what_means_training_is_refused():

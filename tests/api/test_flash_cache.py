@@ -46,6 +46,8 @@ LATE = {
     "attention_chunk": (-2, "attention_chunk=-2 must not be negative"),
     "alibi_slopes": (torch.zeros(9), "alibi_slopes is"),
     "cache_leftpad": (ints(9, 0), "request 0 has 7 keys behind cache_leftpad=9"),
+    "v": (None, "v is missing"),
+    "rotary_sin": (torch.zeros(9, 16).half(), "rotary_cos is missing: pass both"),
     "rotary_cos": (torch.zeros(3, 16).half(), "position 5, but rotary_cos and rotary_sin have 3 rows"),
     "cu_seqlens_k_new": (ints(0, 3, 2), "cu_seqlens_k_new decreases from 3 to 2"),
     "cache_batch_idx": (ints(0, 2), r"cache_batch_idx\[1\]=2, but there are only 2 entries"),
@@ -102,6 +104,17 @@ def test_new_keys_that_require_gradients():
     with pytest.raises(RuntimeError, match="has no backward"):
         out.sum().backward()
     assert not call["k_cache"].requires_grad
+
+
+def test_positions_of_rotated_queries():
+    """A window counts rows, as a causal mask does; ``rotary_seqlens`` stands for ``cache_seqlens``."""
+    angles = torch.rand(16, 16) * 6.3
+    turns = dict(rotary_cos=angles.cos().half(), rotary_sin=angles.sin().half())
+    want = flash_attn_with_kvcache(**given(), **turns, causal=True)
+    assert torch.equal(flash_attn_with_kvcache(**given(), **turns, window_size=(99, 0)), want)
+    later = {name: x[3:] for name, x in turns.items()}
+    moved = flash_attn_with_kvcache(**given(), **turns, causal=True, rotary_seqlens=ints(8, 8))
+    assert torch.equal(flash_attn_with_kvcache(**given(), **later, causal=True), moved) and not torch.equal(moved, want)
 
 
 def test_values_of_queries_count_for_new_keys():

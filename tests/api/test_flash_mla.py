@@ -98,7 +98,8 @@ def test_names_and_positions_are_those_of_flash_mla():
     names = ["q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits"]
     names += ["softmax_scale", "causal", "is_fp8_kvcache", "indices", "attn_sink", "extra_k_cache"]
     names += ["extra_indices_in_kvcache", "topk_length", "extra_topk_length"]
-    assert list(inspect.signature(flash_mla_with_kvcache).parameters)[: len(names)] == names
+    parameters = inspect.signature(flash_mla_with_kvcache).parameters
+    assert list(parameters)[: len(names)] == names and parameters["causal"].default is False
 
 
 @pytest.mark.parametrize(

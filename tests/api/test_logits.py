@@ -103,7 +103,7 @@ def test_rope_of_many_rows(target, kind):
     check(target, kind, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"), needs=["rope"])
 
 
-@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 9])
 def test_sinks(target, kind, causal, window_left):
@@ -118,7 +118,8 @@ def test_sinks_are_not_scaled_or_capped(target, kind):
     batch = batch_for(kind, target)
     sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0], device=target.device)
     options = Options(causal=True, sm_scale=0.02, logits_soft_cap=0.7, sinks=sinks)
-    check(target, kind, batch, options, run_kwargs={"sinks": sinks})
+    for given in (sinks, [sinks]):
+        check(target, kind, batch, options, run_kwargs={"sinks": given})
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import types
 
@@ -22,14 +23,15 @@ def decode(problem, query, **options):
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_trtllm_decode_writes_an_lse_of_any_strides(return_lse):
+def test_trtllm_decode_writes_results_of_any_strides(return_lse):
     problem = make([3, 3], [30, 9], 16, 16)
     query = problem.q.unflatten(0, (2, 3))
     out, want = decode(problem, query, return_lse=True)
     lse = torch.empty(2, 16, 3).transpose(1, 2)  # no view joins its first two dimensions
     lse.fill_(torch.nan)
-    found = decode(problem, query, lse=lse, return_lse=return_lse)
-    assert_bitwise(found[0] if return_lse else found, out)
+    place = torch.full((3, 2, 16, 512), torch.nan, dtype=out.dtype).transpose(0, 1)  # the same
+    found = decode(problem, query, out=place, lse=lse, return_lse=return_lse)
+    assert (found[0] if return_lse else found) is place and torch.equal(place, out)
     assert not return_lse or found[1] is lse
     assert_bitwise(lse.reshape(6, 16), want)
 
@@ -62,6 +64,12 @@ def test_trtllm_decode_leaves_rows_behind_the_last_request(columns):
     for place, first in zip((out, lse), want):
         assert_bitwise(place[:4], first)
         assert (place[4:] == 7).all()
+
+
+def test_trtllm_decode_of_fp8_queries():
+    problem = make([1, 1], [30, 9], 4, 16)
+    fp8 = dataclasses.replace(problem, cache=problem.cache.nan_to_num().to(torch.float8_e4m3fn))
+    assert decode(fp8, problem.q.unsqueeze(1).to(torch.float8_e4m3fn)).dtype == torch.bfloat16
 
 
 def test_trtllm_decode_of_requests_without_rows():

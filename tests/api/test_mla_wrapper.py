@@ -110,6 +110,15 @@ def test_plans_keep_what_lengths_were():
     assert_bitwise(wrapper.run(*problem.halves), before)
 
 
+def test_a_later_plan_has_its_own_options():
+    problem = make([1, 2], [30, 7], 4, 16)
+    wrapper, fresh = wrapper_for("cpu"), wrapper_for("cpu")
+    wrapper.plan(**problem.plan())
+    for each in (wrapper, fresh):
+        each.plan(**problem.plan(causal=False, sm_scale=0.5))
+    assert_bitwise(wrapper.run(*problem.halves), fresh.run(*problem.halves))
+
+
 @DEVICES
 @pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 0.25), (0.25, 0.5)])
 @pytest.mark.parametrize("heads", [4, 64])
@@ -367,6 +376,9 @@ def test_wrong_scales_and_backends_are_refused():
     with pytest.raises(ValueError, match="kpe_scale=0 must be finite and positive"):
         wrapper.run(*parts, ckv_scale=1.0, kpe_scale=0)
     assert wrapper.run(*parts, ckv_scale=2.0, kpe_scale=2.0).dtype == torch.bfloat16
+    wrapper.plan(**problem.plan())
+    with pytest.raises(ValueError, match="are for fp8 caches, but torch"):
+        wrapper.run(*problem.halves, ckv_scale=2.0, kpe_scale=2.0)
     with pytest.raises(ValueError, match="cutlass is for Blackwell"):
         wrapper_for("cpu", "cutlass")
     with pytest.raises(TypeError, match="float_workspace_buffer is int"):

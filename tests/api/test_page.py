@@ -22,6 +22,11 @@ def test_batch_indices_positions(device):
     assert got[0].tolist() == [0, 0, 2, 2, 2, 3]
     assert got[1].tolist() == [3, 4, 0, 1, 2, 8]
     assert got[0].dtype == torch.int32 and got[1].dtype == torch.int32
+    lens = torch.tensor(total, dtype=torch.int32, device=device)
+    padded = ck.get_batch_indices_positions(indptr(append, device), lens, 8)
+    assert [x.tolist() for x in padded] == [[*x.tolist(), -1, -1] for x in got]
+    with pytest.raises(ValueError, match=r"nnz=5 is smaller than append_indptr\[-1\]=6"):
+        ck.get_batch_indices_positions(indptr(append, "cpu"), lens.cpu(), 5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -74,6 +79,17 @@ def test_append_into_a_strided_cache(device):
     assert torch.equal(wide.tensor[3, 0], keys[:8]) and torch.equal(wide.tensor[1, 1, :4], values[8:])
     assert torch.count_nonzero(wide.tensor[0]) == 0
     wide.check("cache")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("skipped", [(-1, 3), (0, -1), (-1, -1)])
+def test_tokens_of_no_request_are_skipped(device, skipped):
+    cache = torch.zeros(4, 2, 8, 2, 64, device=device)
+    table = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2], [3, 1], [4])]
+    places = [torch.tensor([x, y], dtype=torch.int32, device=device) for x, y in zip(skipped, (0, 9))]
+    keys = torch.ones(2, 2, 64, device=device)
+    ck.append_paged_kv_cache(keys, keys, *places, cache, table[1], table[0], table[2])
+    assert bool((cache[1, :, 1] == 1).all()) and int(cache.sum()) == 2 * 2 * 64
 
 
 @pytest.mark.parametrize("device", DEVICES)

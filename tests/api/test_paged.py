@@ -184,6 +184,8 @@ def test_seq_lens_hint(target):
             max_token_per_sequence=9,
             max_sequence_kv=20,
         )
+    with pytest.raises(ValueError, match=r"seq_lens\[1\]=8, but the page table gives request 1 9 keys"):
+        planned(target, batch, paged, seq_lens=torch.tensor([20, 8], dtype=torch.int32))
 
 
 def test_run_spellings(target):
@@ -202,8 +204,11 @@ def test_run_spellings(target):
     for out in (
         wrapper.run(batch.q, paged.cache, 0.5, 3.0),
         wrapper.run(batch.q, paged.cache, k_scale=0.5, v_scale=3.0),
+        wrapper.forward(batch.q, paged.cache, True, k_scale=0.5, v_scale=3.0),
     ):
         assert_close(out, want.out, want.baseline, atol=3e-3)
+    with pytest.raises(TypeError, match="k_scale is given twice"):
+        wrapper.run(batch.q, paged.cache, 0.5, k_scale=0.5)
 
 
 def test_q_scale(target):
@@ -412,6 +417,8 @@ def test_value_head_dim_at_position_nine(target):
     batch = make_batch([5, 9], [20, 9], 4, 2, 64, device=target.device)
     paged = batch.paged(16)
     wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
+    with pytest.raises(TypeError, match="head_dim_vo is given twice"):
+        wrapper.plan(batch.qo_indptr(), *paged.table(), 4, 2, 64, 16, 64, head_dim_vo=64)
     wrapper.plan(batch.qo_indptr(), *paged.table(), 4, 2, 64, 16, 64)
     want = expect(batch)
     assert_close(wrapper.run(batch.q, paged.cache), want.out, want.baseline)

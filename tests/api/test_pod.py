@@ -40,6 +40,9 @@ def test_a_prompt_beside_decode_steps(target, layout, masked):
     for out, batch, given in zip(found, (prompt, steps), (of_prompt, Options())):
         want = expect(batch, given)
         assert_close(out, want.out, want.baseline)
+    scales = dict(q_scale=0.5, k_scale=0.7, v_scale=3.0)
+    _, found_d = wrapper.run(prompt.q, k, v, steps.q, paged.cache, kv_layout_p=layout, **scales)
+    assert_close(found_d, expect(steps, Options(**scales)).out, atol=1e-2)
     assert "decode" in repr(wrapper) and not wrapper.is_cuda_graph_enabled
 
 

@@ -36,10 +36,11 @@ def test_nothing_is_planned(target):
 
 
 def test_a_paged_plan(target):
-    assert repr(paged(target, causal=True, window_left=3, q_data_type="bfloat16")) == (
+    options = dict(causal=True, window_left=3, q_data_type="bfloat16", kv_data_type="float8_e4m3fn")
+    assert repr(paged(target, **options)) == (
         "BatchPrefillWithPagedKVCacheWrapper(2 requests, 14 rows, num_qo_heads=4, num_kv_heads=2, head_dim=64, "
-        "page_size=16, q_data_type=bfloat16, kv_data_type=bfloat16, o_data_type=bfloat16, causal=True, window_left=3, "
-        + end(target)
+        "page_size=16, q_data_type=bfloat16, kv_data_type=float8_e4m3fn, o_data_type=bfloat16, causal=True, "
+        "window_left=3, " + end(target)
     )
 
 

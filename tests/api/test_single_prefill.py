@@ -93,6 +93,9 @@ def test_return_forms(target):
     out, lse = ck.single_prefill_with_kv_cache_return_lse(batch.q, batch.k, batch.v, backend=target.backend)
     assert lse.shape == (9, 2) and lse.dtype == torch.float32
     assert torch.equal(out, plain)
+    place = torch.zeros_like(lse)
+    ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend=target.backend, lse=place)
+    assert torch.equal(place, lse)
 
 
 def test_seed_positional_order(target):
@@ -188,6 +191,13 @@ def test_all_fp8_without_scales_means_ones(target):
 
     out = target.attempt(call, ["fp8"])
     assert_close(out, expect(batch).out, atol=2e-2, rtol=2e-2, dtype=torch.float16, allowed=allowed_in_fp8(batch))
+
+
+@pytest.mark.parametrize("o_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_fp8_outputs_are_limited_to_their_largest_number(o_dtype):
+    q, k, v = torch.randn(3, 9, 2, 64).half()
+    out = ck.single_prefill_with_kv_cache(q, k, v, o_dtype=o_dtype, v_scale=1e6)
+    assert out.dtype == o_dtype and float(out.float().abs().max()) == torch.finfo(o_dtype).max
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

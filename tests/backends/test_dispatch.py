@@ -61,6 +61,10 @@ def test_explicit_kernels_refuse_cpu_tensors(backend, clean_environment):
     with pytest.raises((ValueError, RuntimeError), match=f"backend='{backend}' needs CUDA tensors") as caught:
         ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend=backend)
     assert "reference" in str(caught.value), "the sentence does not say what would serve"
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)  # callers catch either
+    fp8 = batch.q.to(torch.float8_e4m3fn)
+    with pytest.raises(AssertionError, match=f"backend='{backend}' needs CUDA tensors"):  # as FlashInfer raises
+        ck.single_prefill_with_kv_cache(fp8, fp8, fp8, o_dtype=torch.float16, backend=backend)
     for kind in ("ragged", "paged"):
         with pytest.raises((ValueError, RuntimeError), match=f"backend='{backend}' needs CUDA tensors"):
             wrapper, _, data = plan("cpu", backend, kind)
@@ -166,7 +170,7 @@ def test_explain_about_a_gpu_that_is_not_here(clean_environment):
     said = ck.explain(device="cuda", compute_capability=70)
     assert said.selected == "reference"
     for backend in KERNELS:
-        assert said.reasons[backend]
+        assert said.reasons[backend] and all(reason in str(said) for reason in said.reasons[backend])
 
 
 @pytest.mark.parametrize("capability,selected", [(80, "fa2"), (89, "fa2"), (90, "fa3"), (100, "fa2"), (120, "fa2")])
@@ -185,6 +189,17 @@ def test_auto_takes_fa3_on_hopper_alone(capability, selected, extension, clean_e
     if capability != 90:
         (reason,) = said.reasons["fa3"]
         assert "9.0" in reason and f"{capability // 10}.{capability % 10}" in reason
+
+
+def test_auto_takes_fa2_for_short_queries(extension, clean_environment):
+    if not {"fa2", "fa3"} <= {kernel["backend"] for kernel in ck.list_kernels() if kernel["head_dim_qk"] == 128}:
+        pytest.skip("this build lacks one of the backends, or head dimension 128")
+    for kv_dtype, words in (
+        ("float16", "the faster one for short queries"),
+        ("fp8", "reads the fp8 cache without a copy"),
+    ):
+        said = ck.explain(compute_capability=90, kv_dtype=kv_dtype, batch_size=4, qo_len=1, kv_len=1000)
+        assert said.selected == "fa2" and said.is_before_others and words in str(said)
 
 
 # What the registry calls the features of a request.

@@ -29,6 +29,13 @@ def test_a_line_per_choice(own_logger, caplog):
     assert "backend reference (asked for auto)" in caplog.text
 
 
+def test_a_line_names_what_a_call_asks_for(own_logger, caplog):
+    own_logger.setLevel(logging.INFO)
+    q, mask = torch.randn(2, 4, 64).half(), torch.ones(2, 2, dtype=torch.bool)
+    ck.single_prefill_with_kv_cache(q, q, q, causal=True, custom_mask=mask, sinks=torch.zeros(4))
+    assert "custom_mask" in caplog.text and "sinks" in caplog.text and "causal" not in caplog.text
+
+
 def test_the_root_logger_switches_nothing_on(own_logger, caplog):
     """SGLang sets it to INFO: a line per layer and step, and no direct call."""
     own_logger.setLevel(logging.NOTSET)

@@ -84,6 +84,28 @@ def test_fake_tensors(target, entry, where):
         assert_same(call(), want)
 
 
+def test_fake_results_have_types_and_sizes_of_their_own():
+    """Where they are not those of the queries: of fp8, of values with another head dimension, as planned."""
+    q, k, v = torch.randn(3, 5, 2, 64).half()
+    fp8, wide, offsets = q[None].to(torch.float8_e4m3fn), torch.randn(5, 2, 128).half(), torch.tensor([0, 5]).int()
+    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    wrapper.plan(offsets, offsets, 2, 2, 64, o_data_type=torch.float32)
+
+    def fused(q, k, v, lens, offsets):
+        given = (torch.zeros(16).byte(), lens, 5, 5, 0.1, 1.0, 1, offsets, offsets)
+        return ck.trtllm_fmha_v2_prefill((q, k, v), "SEPARATE_Q_K_V", *given)
+
+    for run, tensors in (
+        (ck.attention, (fp8, fp8, fp8)),
+        (fused, (q, k, wide, offsets[1:], offsets)),
+        (wrapper.run, (q, k, v)),
+    ):
+        want, mode = run(*tensors), FakeTensorMode()
+        with mode:
+            found = run(*map(mode.from_tensor, tensors))
+        assert (found.shape, found.dtype) == (want.shape, want.dtype)
+
+
 def test_plans_with_fake_tensors_leave_nothing_behind(target):
     """The row indptr of decode batches and ALiBi slopes are cached. Fake ones would have no values."""
     batch = make_batch([1, 1], [20, 33], 4, 2, 64, device=target.device)

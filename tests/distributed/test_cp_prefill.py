@@ -12,6 +12,8 @@ import torch
 from compare import assert_close, assert_lse_close
 from problems import Options, expect
 
+from cutlass_kernels import distributed
+
 LENGTHS = {
     "one": ([96], [96]),
     "unequal": ([70, 1, 0, 33, 128], [70, 1, 0, 33, 128]),
@@ -150,6 +152,12 @@ def test_auto_runs_what_the_model_chooses(processes, chosen):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages(processes, layout, lengths):
     check(processes, 2, LENGTHS[lengths], dict(causal=True, **LAYOUTS[layout]), pages=5)
+
+
+def test_places_of_a_rank_that_there_is_not():
+    for function in (distributed.cp_positions, distributed.cp_indices):
+        with pytest.raises(ValueError, match="rank=2 is not one of the 2 ranks"):
+            function([8, 4], 2, 2)
 
 
 @pytest.mark.runs_nothing("ranks are other processes")

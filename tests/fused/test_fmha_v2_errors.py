@@ -71,6 +71,8 @@ def test_block_tables(target, layout):
         ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=tables.long()), "block_tables", "int64", "int32"
     )
     refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=tables[:2]), r"\(2, 5\)", "batch_size=3")
+    given = dict(cum_seq_lens_q=batch.qo_indptr(), cum_seq_lens_kv=batch.kv_indptr(), qkv=qkv, tables=tables[:, :1])
+    refuse(ValueError, lambda: call(batch, layout, Mode(), **given), "block_tables", max(batch.kv_lens), "1 columns")
     three = torch.stack([tables, tables], dim=1)
     refuse(ValueError, lambda: call(batch, layout, Mode(), qkv=qkv, tables=three), "block_tables", r"\(3, 2, 5\)")
 
@@ -189,6 +191,15 @@ def test_bounds_below_lengths_that_the_host_knows(target, layout, window):
     for max_q_len, max_kv_len, *words in cases:
         given = dict(max_q_len=max_q_len, max_kv_len=max_kv_len)
         refuse(ValueError, lambda: call(batch, layout, Mode(window_left=window), **offsets, **given), *words)
+
+
+def test_offsets_behind_the_queries(target):
+    if not target.is_reference:
+        pytest.skip("offsets on a GPU are not read back, so not checked")
+    batch = batch_for("CONTIGUOUS_Q_KV", target)
+    q, kv = pack(batch, "CONTIGUOUS_Q_KV")[0]
+    words = rf"cum_seq_lens_q\[-1\]={len(q)}", f"{len(q) - 1} queries"
+    refuse(ValueError, lambda: call(batch, "CONTIGUOUS_Q_KV", Mode(), qkv=(q[:-1], kv)), *words)
 
 
 def test_pages_without_pages(target):

@@ -75,7 +75,9 @@ def plan_through_buffers(
         wrapper._custom_mask_buf[: len(mask)].copy_(mask, non_blocking=True)
     wrapper._cached_q_data_type = wrapper._cached_kv_data_type = torch.float16
     wrapper._cached_o_data_type = wrapper._block_tables = None
+    in_effect = wrapper._options
     wrapper._plan_info = wrapper._cached_module.plan(*planner_arguments(wrapper, batch, page_size))
+    assert wrapper._options is in_effect
 
 
 class Engine:

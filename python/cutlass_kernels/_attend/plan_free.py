@@ -77,65 +77,65 @@ attention.__annotations__["return"] = torch.Tensor | tuple[torch.Tensor, torch.T
 attention.__doc__ = call_table.documented(
     """Attention of a batch of prompts, appends, decodes or any mixture: ``softmax(cap(sm_scale * q k^T)) v``.
 
-Nothing is planned and nothing is read back: lengths and page tables are device data. One kernel computes a call; a
-second one merges, where keys were split. Captured in a CUDA graph, a call follows new lengths and tables. The
-workspace, if one is needed, comes from torch's allocator.
+    Nothing is planned and nothing is read back: lengths and page tables are device data. One kernel computes a call; a
+    second one merges, where keys were split. Captured in a CUDA graph, a call follows new lengths and tables. The
+    workspace, if one is needed, comes from torch's allocator.
 
-Row ``i`` of a request of n rows and m keys stands at position ``p = i + m - n``: causal masks are aligned to the
-last key. It sees key j if all of these hold: ``j <= p`` where ``causal``; ``p - left <= j <= p + right``, where
-these are not negative; with ``chunk_size = C``, ``j // C == p // C``. A custom mask replaces ``causal`` and chunks.
-A row that sees no key has output 0 and LSE -inf. A request of length 0 is such a request, or has no rows.
+    Row ``i`` of a request of n rows and m keys stands at position ``p = i + m - n``: causal masks are aligned to the
+    last key. It sees key j if all of these hold: ``j <= p`` where ``causal``; ``p - left <= j <= p + right``, where
+    these are not negative; with ``chunk_size = C``, ``j // C == p // C``. A custom mask replaces ``causal`` and chunks.
+    A row that sees no key has output 0 and LSE -inf. A request of length 0 is such a request, or has no rows.
 
-Queries, and how many requests there are:
+    Queries, and how many requests there are:
 
-=============================  ============================================================================
-q                              requests
-=============================  ============================================================================
-``[B, n, Hq, D]``              B of n rows
-``[rows, Hq, D]``              of ``cu_seqlens_q`` (int32 ``[B + 1]``); without, one request
-=============================  ============================================================================
+    =============================  ============================================================================
+    q                              requests
+    =============================  ============================================================================
+    ``[B, n, Hq, D]``              B of n rows
+    ``[rows, Hq, D]``              of ``cu_seqlens_q`` (int32 ``[B + 1]``); without, one request
+    =============================  ============================================================================
 
-Keys and values, in NHD; with ``kv_layout="HND"``, heads come before tokens:
+    Keys and values, in NHD; with ``kv_layout="HND"``, heads come before tokens:
 
-=============================  ============================================================================
-k, v                           keys of request b
-=============================  ============================================================================
-``[B, S, Hkv, D]``             the first ``seqused_k[b]``, or all S
-``[tokens, Hkv, D]``           those of ``cu_seqlens_k`` (int32 ``[B + 1]``), of which the first
-                               ``seqused_k[b]``, where given; without either, all of them (one request)
-``[pages, P, Hkv, D]``         ``seqused_k[b]`` tokens in pages ``page_table[b]`` (int32 ``[B, M]``); or the pages
-                               ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``, the last of which holds
-                               ``kv_last_page_len[b]`` tokens (or ``seqused_k[b]`` in all)
-=============================  ============================================================================
+    =============================  ============================================================================
+    k, v                           keys of request b
+    =============================  ============================================================================
+    ``[B, S, Hkv, D]``             the first ``seqused_k[b]``, or all S
+    ``[tokens, Hkv, D]``           those of ``cu_seqlens_k`` (int32 ``[B + 1]``), of which the first
+                                   ``seqused_k[b]``, where given; without either, all of them (one request)
+    ``[pages, P, Hkv, D]``         ``seqused_k[b]`` tokens in pages ``page_table[b]`` (int32 ``[B, M]``); or the pages
+                                   ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``, the last of which holds
+                                   ``kv_last_page_len[b]`` tokens (or ``seqused_k[b]`` in all)
+    =============================  ============================================================================
 
-k and v are separate tensors of any strides with a contiguous last dimension: two halves of one allocation, or K|V
-side by side in the last dimension.
+    k and v are separate tensors of any strides with a contiguous last dimension: two halves of one allocation, or K|V
+    side by side in the last dimension.
 
-Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434) has one key head of 576 columns,
-512 latent ones and 64 for the position, and ``v = k[..., :512]``: kernels read them once, under causal masks,
-windows and chunks. PyTorch serves all else, slowly. The 64 columns may lie in tensors of their own:
-``attention(q, ckv, ckv, q_rope=q_pe, k_rope=kpe)``.
+    Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434) has one key head of 576 columns,
+    512 latent ones and 64 for the position, and ``v = k[..., :512]``: kernels read them once, under causal masks,
+    windows and chunks. PyTorch serves all else, slowly. The 64 columns may lie in tensors of their own:
+    ``attention(q, ckv, ckv, q_rope=q_pe, k_rope=kpe)``.
 
-Args:
-    {arguments}
+    Args:
+        {arguments}
 
-Returns:
-    The output, shaped as q with the head dimension of v; with ``return_lse`` the pair of it and the LSE, fp32,
-    shaped as q without its last dimension.
+    Returns:
+        The output, shaped as q with the head dimension of v; with ``return_lse`` the pair of it and the LSE, fp32,
+        shaped as q without its last dimension.
 
-Raises:
-    ValueError: shapes, dtypes or devices that do not fit together, or an explicit backend that cannot serve the
-        call; on the CPU, lengths, offsets and page numbers that q and k do not have. (A GPU does not read them
-        back: such requests compute nothing.) Or ``schedule`` was made by a call of other sizes or options.
-    TypeError: ``schedule`` is none.
-    RuntimeError: ``Hkv`` does not divide ``Hq``.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, or an explicit backend that cannot serve the
+            call; on the CPU, lengths, offsets and page numbers that q and k do not have. (A GPU does not read them
+            back: such requests compute nothing.) Or ``schedule`` was made by a call of other sizes or options.
+        TypeError: ``schedule`` is none.
+        RuntimeError: ``Hkv`` does not divide ``Hq``.
 
-Examples:
-    >>> q = torch.randn(4, 1, 32, 128, dtype=torch.float16)  # a decode step of 4 requests
-    >>> k, v = torch.randn(2, 64, 16, 8, 128, dtype=torch.float16)  # 64 pages of 16 tokens
-    >>> table = torch.arange(64, dtype=torch.int32).view(4, 16)
-    >>> lens = torch.tensor([7, 250, 31, 16], dtype=torch.int32)
-    >>> attention(q, k, v, page_table=table, seqused_k=lens, causal=True).shape
-    torch.Size([4, 1, 32, 128])
+    Examples:
+        >>> q = torch.randn(4, 1, 32, 128, dtype=torch.float16)  # a decode step of 4 requests
+        >>> k, v = torch.randn(2, 64, 16, 8, 128, dtype=torch.float16)  # 64 pages of 16 tokens
+        >>> table = torch.arange(64, dtype=torch.int32).view(4, 16)
+        >>> lens = torch.tensor([7, 250, 31, 16], dtype=torch.int32)
+        >>> attention(q, k, v, page_table=table, seqused_k=lens, causal=True).shape
+        torch.Size([4, 1, 32, 128])
     """
 )

@@ -15,24 +15,22 @@ from .flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, sha
 from .flash_combine import Pair
 
 _NAMES = {"sm_scale": "softmax_scale", "logits_soft_cap": "softcap", "chunk_size": "attention_chunk", "sinks": "s_aux"}
+_LSE = {"lse_base": math.e, "lse_heads_first": True}
 _pack_func = call_table.packer(
     "q k v q_rope k_rope causal window chunk_size logits_soft_cap sm_scale alibi_slopes q_descale k_descale "
-    "v_descale out return_lse num_splits ",
-    lse_base=math.e,
-    lse_heads_first=True,
+    "v_descale out return_lse num_splits",
+    **_LSE,
 )
 _pack_varlen = call_table.packer(
     "q k v q_rope k_rope cu_seqlens_q cu_seqlens_k seqused_q seqused_k kv_shard max_seqlen_q max_seqlen_k "
     "page_table causal window chunk_size logits_soft_cap sm_scale sinks alibi_slopes q_descale k_descale "
-    "v_descale out return_lse num_splits ",
-    lse_base=math.e,
-    lse_heads_first=True,
+    "v_descale out return_lse num_splits",
+    **_LSE,
 )
 _pack_with_kvcache = call_table.packer(
     "q k v q_rope k_rope cu_seqlens_q cu_seqlens_k seqused_k max_seqlen_q page_table causal window chunk_size "
-    "logits_soft_cap sm_scale sinks alibi_slopes q_descale k_descale v_descale out return_lse num_splits ",
-    lse_base=math.e,
-    lse_heads_first=True,
+    "logits_soft_cap sm_scale sinks alibi_slopes q_descale k_descale v_descale out return_lse num_splits",
+    **_LSE,
 )
 Scale = float | torch.Tensor | None
 

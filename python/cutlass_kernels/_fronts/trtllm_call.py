@@ -21,7 +21,7 @@ FOUR_BITS = "4-bit floats need a Blackwell GPU. Leave it out, and use fp8 or 16-
 OTHER_GPUS = "it is for Blackwell GPUs. Leave it out."
 _pack = call_table.packer(
     "q k v cu_seqlens_q seqused_k max_seqlen_q max_seqlen_k page_table kv_layout causal window packed_custom_mask "
-    "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base "
+    "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base"
 )
 _NAMES = {"sm_scale": "bmm1_scale", "q_descale": "bmm1_scale", "v_descale": "bmm2_scale", "page_table": "block_tables"}
 
