@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 
 # Between a caller and this package may be frames of torch: compiled functions, operators, modules.
-_OWN = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
+_OWN = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
 
 
 class BackendError(ValueError, RuntimeError):
