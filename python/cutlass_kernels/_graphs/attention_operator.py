@@ -14,6 +14,7 @@ from .._core.run_options import Result
 from . import operators
 
 _SCHEMA = call_table.schema()
+_COUNT = _SCHEMA.count(",") + 1
 
 
 def traced(call: Call) -> Result:
@@ -28,29 +29,22 @@ def define(attend: Callable[[Call], Any]) -> None:
     """Registers the operator, whose calls ``attend`` computes."""
 
     def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        call, out, lse = _read(args)
+        out, lse = args[_COUNT:] or (None, None)  # not every form of the operator has them
+        call = call_table.from_operator(args[:_COUNT], out)
         return operators.new_results(attend(call), call.q, call.return_lse, out, lse)
 
     operators.define("attention", _SCHEMA, run, _fake)
 
 
-def _read(args: tuple[Any, ...]) -> tuple[Call, Any, Any]:
-    """The call, and ``out`` and ``lse``, which not every form of the operator has."""
-    count = _SCHEMA.count(",") + 1
-    out, lse = (args[count], args[count + 1]) if len(args) > count else (None, None)
-    return call_table.from_operator(args[:count], out), out, lse
-
-
-def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call, out, lse = _read(args)
-    q = call.q
-    dtype = call.o_dtype or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
+def _fake(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q = x.q
+    dtype = x.o_dtype or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
     shape = q.shape[:-1]
-    if call.lse_heads_first:
+    if x.lse_heads_first:
         rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
         shape = torch.Size((q.shape[-2], rows))
-    wanted = call.return_lse and lse is None
+    wanted = x.return_lse and x.lse is None
     return (
-        q.new_empty((*q.shape[:-1], call.v.shape[-1]) if out is None else (0,), dtype=dtype),
+        q.new_empty((*q.shape[:-1], x.v.shape[-1]) if x.out is None else (0,), dtype=dtype),
         q.new_empty(shape if wanted else (0,), dtype=torch.float32),
     )

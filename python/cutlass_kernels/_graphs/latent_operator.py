@@ -15,7 +15,7 @@ _ARGUMENTS = (
     "float? kpe_scale, Tensor? sinks, float? bmm1_number, Tensor? bmm1_tensor, float? bmm2_number, "
     "Tensor? bmm2_tensor, ScalarType? o_dtype, bool base_e, bool return_lse"
 )
-_O_DTYPE, _COUNT = 12, 15
+_COUNT = _ARGUMENTS.count(",") + 1
 
 
 def run(
@@ -39,7 +39,8 @@ def run(
 
 
 def _run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    (number, q_nope, q_pe, ckv_cache, kpe_cache, ckv_scale, kpe_scale, sinks, *scales), (out, lse) = _split(args)
+    number, q_nope, q_pe, ckv_cache, kpe_cache, ckv_scale, kpe_scale, sinks, *scales = args[:_COUNT]
+    out, lse = args[_COUNT:] or (None, None)  # not every form of the operator has them
     bmm1_number, bmm1_tensor, bmm2_number, bmm2_tensor, _, base_e, return_lse = scales
     result = operators.planned(number, q_nope).run(
         q_nope,
@@ -59,15 +60,10 @@ def _run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return operators.new_results(result, q_nope, return_lse, out, lse)
 
 
-def _split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-    """The arguments, and ``out`` and ``lse``, which not every form of the operator has."""
-    return args[:_COUNT], (args[_COUNT], args[_COUNT + 1]) if len(args) > _COUNT else (None, None)
-
-
-def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    (_, q, _, ckv_cache, *others), (out, lse) = _split(args)
-    o_dtype = others[_O_DTYPE - 4] or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
-    return operators.outputs(q, ckv_cache.shape[-1], o_dtype, others[-1], False, out, lse)
+def _fake(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q = x.q_nope
+    o_dtype = x.o_dtype or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
+    return operators.outputs(q, x.ckv_cache.shape[-1], o_dtype, x.return_lse, False, x.out, x.lse)
 
 
 operators.define("run_mla", _ARGUMENTS, _run, _fake)

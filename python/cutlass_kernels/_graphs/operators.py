@@ -11,6 +11,8 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -312,26 +314,20 @@ def outputs(
     )
 
 
-def _fake_run(
-    number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, *args: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = k if v is None else v
-    o_dtype, return_lse, lse_layout = args[7], args[11], args[14]
-    out, lse = args[15:] or (None, None)
-    return outputs(q, values.shape[-1], o_dtype, return_lse, lse_layout == "HN", out, lse)
+def _fake_run(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    values = x.k if x.v is None else x.v
+    return outputs(x.q, values.shape[-1], x.o_dtype, x.return_lse, x.lse_layout == "HN", x.out, x.lse)
 
 
-def _fake_single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    o_dtype, return_lse = args[7], args[11]
-    out, lse = args[16:] or (None, None)
-    return outputs(q, v.shape[-1], o_dtype, return_lse, False, out, lse)
+def _fake_single(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return outputs(x.q, x.v.shape[-1], x.o_dtype, x.return_lse, False, x.out, x.lse)
 
 
 _library = torch.library.Library("cutlass_kernels", "DEF")
 
 
-def define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers an operator in three forms.
+def define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[[Any], Any]) -> None:
+    """Registers an operator in three forms. ``fake`` gets the arguments, ``out`` and ``lse`` as attributes.
 
     - ``<name>`` returns new tensors.
     - ``<name>_into`` writes to ``out`` and ``lse``, two more arguments.
@@ -345,13 +341,18 @@ def define(name: str, arguments: str, implementation: Callable[..., Any], fake: 
         new_out, new_lse = implementation(*others, out, lse)
         return new_out if out is None else out, new_lse if lse is None else lse
 
+    names = [*(argument.split()[1] for argument in arguments.split(", ")), "out", "lse"]
+
+    def fake_of(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return fake(SimpleNamespace(**dict(zip_longest(names, args))))
+
     def fake_on_copies(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *_, out, lse, _ = args
-        new_out, new_lse = fake(*args[:-1])
+        new_out, new_lse = fake_of(*args[:-1])
         return new_out if out is None else torch.empty_like(out), new_lse if lse is None else torch.empty_like(lse)
 
-    _register(name, arguments, implementation, fake)
-    _register(f"{name}_into", f"{arguments}, Tensor(a!)? out, Tensor(b!)? lse", implementation, fake)
+    _register(name, arguments, implementation, fake_of)
+    _register(f"{name}_into", f"{arguments}, Tensor(a!)? out, Tensor(b!)? lse", implementation, fake_of)
     _register(
         f"{name}_forward_only", f"{arguments}, Tensor? out, Tensor? lse, Tensor[] inputs", on_copies, fake_on_copies
     )

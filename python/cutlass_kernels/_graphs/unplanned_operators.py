@@ -119,19 +119,17 @@ def _shared_prefix(
 # --- what graphs are told ----------------------------------------------------------------------------------------
 
 
-def _fake_fused(parts: Sequence[torch.Tensor], *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, o_dtype, stats = parts[0], args[9], args[16]
-    out = args[18] if len(args) > 18 else None
-    rows, heads, head_dim_vo = q.shape[0], q.shape[-2], parts[-1].shape[-1]
+def _fake_fused(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q = x.qkv[0]
+    rows, heads, head_dim_vo = q.shape[0], q.shape[-2], x.qkv[-1].shape[-1]
     return (
-        q.new_empty((rows, heads, head_dim_vo) if out is None else (0,), dtype=o_dtype),
-        q.new_empty((rows, heads, 2) if stats else (0,), dtype=torch.float32),
+        q.new_empty((rows, heads, head_dim_vo) if x.out is None else (0,), dtype=x.o_dtype),
+        q.new_empty((rows, heads, 2) if x.save_softmax_stats else (0,), dtype=torch.float32),
     )
 
 
-def _fake_shared_prefix(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    v_unique = args[3]
-    return q.new_empty((q.shape[0], q.shape[1], v_unique.shape[-1])), q.new_empty(0, dtype=torch.float32)
+def _fake_shared_prefix(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.q.new_empty((*x.q.shape[:2], x.v_unique.shape[-1])), x.q.new_empty(0, dtype=torch.float32)
 
 
 _NAMES = [argument.split()[1] for argument in _FUSED.split(", ")]

@@ -69,7 +69,8 @@ def traceable(
             result: Any = function(**values)  # type: ignore[call-arg]
             return operators.new_results(result, args[0], values["return_lse"], None, None)
 
-        def fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def fake(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            args = tuple(vars(given).values())
             values, x = _joined(types, args), args[0]
             size = shape(values)
             dtype = values.get("o_dtype") or (torch.bfloat16 if x.dtype in FP8_DTYPES else x.dtype)
