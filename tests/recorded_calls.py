@@ -23,6 +23,8 @@ import pytest
 import torch
 from paths import ROOT
 
+from cutlass_kernels._core.call_table import Call
+
 HALF, BF16, E4M3, E5M2, INTS = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32
 DLPACK = {  # code and bits of DLDataType
     torch.float16: (2, 16),
@@ -56,6 +58,12 @@ def _headers() -> list[str]:
     return [part for folder, option in folders for part in (option, str(folder))]
 
 
+def _arguments_of_call() -> str:
+    """What the build makes of the rows of Call (bindings/call_arguments.h.in)."""
+    names = ["k" + "".join(word.capitalize() for word in name.split("_")) for name in Call._fields]
+    return f"#pragma once\nnamespace cutlass_kernels {{ enum {{ {', '.join(names)}, kArguments }}; }}\n"
+
+
 def build_module(build: Path) -> Path:
     """Compiles what has changed: through ccache, where that is installed."""
     sources = compilers.SOURCES
@@ -67,6 +75,9 @@ def build_module(build: Path) -> Path:
     # The name of the namespace is another, so that the types of pybind11 are others than those of _C.
     flags = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", "-pthread", "-Dcutlass_kernels=recorded_kernels"]
     flags += ["-DCK_ARCHS_MIN=80", "-DCK_ARCHS_MAX=0", *_headers()]
+
+    (build / "call_arguments.h").write_text(_arguments_of_call())
+    flags += ["-I", str(build)]
 
     def compile(unit: Path) -> Path:
         target = build / f"{unit.parent.name}_{unit.stem}.o"

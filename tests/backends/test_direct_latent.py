@@ -8,7 +8,7 @@ import pytest
 import torch
 from recorded_calls import BF16, HALF, INTS, view
 
-from cutlass_kernels._attend.checked_calls import Call
+from cutlass_kernels._core.call_table import Call
 
 NOWHERE = (0, 0, 0)
 
