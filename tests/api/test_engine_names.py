@@ -78,7 +78,16 @@ def test_the_number_of_multiprocessors():
 
 @pytest.mark.parametrize(
     "module",
-    ["_trtllm", "_trtllm_mla", "_mla_plan", "_mla_wrapper", "_flash_mla", "_append_mla", "_sink_wrapper", "utils"],
+    [
+        "_fronts.trtllm",
+        "_fronts.trtllm_latent",
+        "_fronts.flash_mla",
+        "_planned.latent_plans",
+        "_planned.latent_wrapper",
+        "_planned.sink_wrapper",
+        "_caches.latent_cache",
+        "utils",
+    ],
 )
 def test_examples_of_the_documentation(module):
     found = importlib.import_module(f"cutlass_kernels.{module}")

@@ -142,9 +142,9 @@ def test_a_wrong_attention_shows_in_the_logits(implementation, ids, monkeypatch)
 
     model = small_llama()
     expected = logits(model, "sdpa", ids[:1])
-    attend = integration._attention.attention
+    attend = integration.plan_free.attention
     monkeypatch.setattr(
-        integration._attention,
+        integration.plan_free,
         "attention",
         lambda *args, **options: attend(*args, **{**options, "window": (8, -1)}),
     )

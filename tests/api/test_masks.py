@@ -13,7 +13,7 @@ from problems import Options, expect, indptr, make_batch, wrapper_of
 
 import cutlass_kernels as ck
 from cutlass_kernels._core.problems import MultiItem
-from cutlass_kernels._masks.mask_packing import mask_packing
+from cutlass_kernels._masks import mask_packing
 
 
 @pytest.mark.pairwise

@@ -28,8 +28,6 @@ NO_CALLS = {
     "utils.FP4Tensor": "is always refused: test_engine_names.py",
     "nvfp4_quantize_append_paged_kv_cache": "is always refused: test_engine_names.py",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": "is always refused: test_engine_names.py",
-    "quantization.pack_rule": "is a part of segment_packbits()",
-    "quantization.pack_segments": "is a part of segment_packbits()",
     "utils.get_device_sm_count": "takes a device, and no CPU: test_engine_names.py",
 }
 # Methods of wrappers that neither plan nor compute, or have another name in the same class.

@@ -10,7 +10,7 @@ from compare import assert_bitwise
 from problems import make_batch
 
 import cutlass_kernels as ck
-from cutlass_kernels._masks.mask_packing import mask_packing
+from cutlass_kernels._masks import mask_packing
 
 E4M3 = torch.float8_e4m3fn
 

@@ -281,7 +281,7 @@ def test_explain_says_where_the_driver_compiles(codes, capability, told, monkeyp
     explained = explanation.Explanation(request, "fa2", {name: [] for name in selection.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: explained)
     monkeypatch.setattr(selection, "why_first", lambda request: "")
-    monkeypatch.setattr(_cli._explain._native, "_C", SimpleNamespace(machine_codes=codes))
+    monkeypatch.setattr(_cli._explain.native, "_C", SimpleNamespace(machine_codes=codes))
     assert ("the driver compiles PTX" in words(invoke("explain"))) == told
 
 
