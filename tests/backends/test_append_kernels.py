@@ -70,15 +70,15 @@ class Cache:
 @pytest.fixture
 def no_torch(monkeypatch):
     """Fails where PyTorch is to write to a cache on a GPU."""
-    from cutlass_kernels import page
+    from cutlass_kernels._caches import page_functions
 
-    bits = page._bits
+    bits = page_functions._bits
 
     def refuse(x):
         assert not x.is_cuda, f"PyTorch writes to a cache of {x.dtype}"
         return bits(x)
 
-    monkeypatch.setattr(page, "_bits", refuse)
+    monkeypatch.setattr(page_functions, "_bits", refuse)
 
 
 def fresh(heads: int, dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
