@@ -1,7 +1,7 @@
 # The compiled kernels: one row is one translation unit, generated from src/<backend>/attention.cu.in (of 8-bit queries
-# attention_fp8.cu.in), and one entry of list_kernels(), or two (16bit: float16 and bfloat16). A unit contains every variant its kernel has for run-time
-# features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head dimensions between two rows are
-# served by the larger one, zero-padded on load.
+# attention_fp8.cu.in), and one entry of list_kernels(), or two (16bit: float16 and bfloat16). A unit contains every
+# variant its kernel has for run-time features (masks, soft cap, sinks). A row may name another TEMPLATE of src/. Head
+# dimensions between two rows are served by the larger one, zero-padded on load.
 # Of two elements the first is that of the queries, the second that of the keys and values. Kernels write the type of
 # the queries, those of fp8 queries both types of 16 bits; unsupported types are computed from copies of 16 bits.
 #

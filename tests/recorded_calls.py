@@ -61,7 +61,8 @@ def _headers() -> list[str]:
 def _arguments_of_call() -> str:
     """What the build makes of the rows of Call (bindings/call_arguments.h.in)."""
     names = ["k" + "".join(word.capitalize() for word in name.split("_")) for name in Call._fields]
-    return f"#pragma once\nnamespace cutlass_kernels {{ enum {{ {', '.join(names)}, kArguments }}; }}\n"
+    members = f'enum {{ {", ".join(names)}, kArguments }}; constexpr const char* kCallArguments = "";'
+    return f"#pragma once\nnamespace cutlass_kernels {{ {members} }}\n"
 
 
 def build_module(build: Path) -> Path:

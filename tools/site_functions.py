@@ -13,6 +13,8 @@ class MadeFunctions(griffe.Extension):
     """Puts what Python sees of these functions in the place of what the sources say."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        if pkg.name != "cutlass_kernels":
+            return
         parser, options = loader.docstring_parser, loader.docstring_options
         for module, name in MADE.items():
             path = module.partition(".")[2]

@@ -56,7 +56,7 @@ bool read_matrix(const Tensor& tensor, bool hnd, Matrix* matrix);
 /// The same from [dims before, tokens, heads, dim] of a tensor, from dimension `first` on.
 bool read_matrix_at(const Tensor& tensor, int first, bool hnd, Matrix* matrix);
 
-/// fp8 queries read pages of a multiple of so many tokens; _request.FP8_PAGE.
+/// fp8 queries read pages of a multiple of so many tokens; request_facts.FP8_PAGE.
 constexpr int kPagesOfFp8 = 8;
 
 /// Keys and values in pages: [pages, page_size, heads, dim].

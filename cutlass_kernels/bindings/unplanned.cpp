@@ -266,9 +266,10 @@ struct Call {
   bool read_mask() {
     std::int64_t left = -1, right = -1, chunk = 0;
     PyObject* const window = given[kWindow];
-    if (!read_flag(given[kCausal], &params.causal) || !PyTuple_Check(window) || PyTuple_GET_SIZE(window) != 2 ||
-        !read_integer(PyTuple_GET_ITEM(window, 0), &left) || !read_integer(PyTuple_GET_ITEM(window, 1), &right) ||
-        !read_integer(given[kChunkSize], &chunk) || chunk < 0) {
+    if (!read_flag(given[kCausal], &params.causal) || !(PyTuple_Check(window) || PyList_Check(window)) ||
+        PySequence_Fast_GET_SIZE(window) != 2 || !read_integer(PySequence_Fast_GET_ITEM(window, 0), &left) ||
+        !read_integer(PySequence_Fast_GET_ITEM(window, 1), &right) || !read_integer(given[kChunkSize], &chunk) ||
+        chunk < 0) {
       return false;
     }
     constexpr std::int64_t kNoLimit = 1 << 29;
@@ -397,7 +398,9 @@ struct Call {
 };
 
 py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
-  if (count != kArguments) throw py::type_error("Wrong number of arguments.");
+  if (count != kArguments) {
+    throw py::type_error("The compiled module was built for other arguments of attention(): build the package again.");
+  }
   SharedSchedule* schedule = nullptr;
   if (given[kSchedule] != Py_None) schedule = py::handle(given[kSchedule]).cast<SharedSchedule*>();
   Call call{Torch::get(), given, {}, {}, {}, {}, {}, {}};
@@ -418,6 +421,7 @@ PyObject* attention_without_plan(PyObject*, PyObject* const* given, Py_ssize_t c
 }  // namespace
 
 void add_unplanned(const py::object& module) {
+  module.attr("call_arguments") = kCallArguments;
   static PyMethodDef attention_def = fast("attention", &attention_without_plan);
   add_function(module, &attention_def);
 }

@@ -10,7 +10,7 @@ import torch
 from paths import ROOT
 
 import cutlass_kernels as ck
-from cutlass_kernels._core import call_table
+from cutlass_kernels._core import call_table, native
 from cutlass_kernels._core.call_table import INTERNAL, Call
 
 Q = torch.zeros(2, 4, 64)
@@ -49,4 +49,27 @@ def test_an_operator_gets_the_call_back(q_descale):
 def test_the_compiled_module_reads_the_rows_in_their_order():
     """The build makes an enumeration of the rows as this expression finds them (cmake/build_extension.cmake)."""
     text = (ROOT / "python" / "cutlass_kernels" / "_core" / "call_table.py").read_text()
-    assert re.findall(r"\n    ([a-z_]+): Annotated", text) == [*Call._fields]
+    assert re.findall(r"\n    ([a-z0-9_]+): Annotated", text) == [*Call._fields]
+    if native._C is not None:
+        assert native._C.call_arguments.split() == [*Call._fields], "build the package again"
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (3, -1)}, {"kv_shard": (2, 1, 1)}], ids=str)
+def test_calls_in_graphs_are_the_same_direct_calls(monkeypatch, options):
+    """Through the operator, in which tuples become lists."""
+    made = []
+    monkeypatch.setattr(native, "attention", lambda *call: made.append(call))
+    q, k = torch.randn(1, 2, 4, 64), torch.randn(1, 5, 2, 64)
+    if "kv_shard" in options:
+        options = {**options, "seqused_k": torch.tensor([10], dtype=torch.int32)}
+
+    def call(q, k):
+        return ck.attention(q, k, k, causal=True, **options)
+
+    expected = call(q, k)
+    (eager,) = made
+    found = torch.compile(call, backend="eager", fullgraph=True)(q, k)
+    assert torch.equal(found, expected)
+    others = [*Call._fields].index("schedule")
+    for a, b in zip(eager[3:others], made[1][3:others]):
+        assert isinstance(a, torch.Tensor) or (a == b and not isinstance(b, list))

@@ -72,12 +72,13 @@ def test_keys_that_are_values_too(target):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("window", [0, 5, 1000])
+@pytest.mark.parametrize("window", [0, 5, 1000, None])
 def test_windows(target, rows, window):
     batch = decode_batch(target, rows)
     given = dict(window_left=window, q_len_per_req=rows)
-    compare(batch, DECODE(batch.q, *cache_and_table(batch), scale_of(batch), **given), Mask(True, (window, -1)))
-    compare(batch, XQA(batch.q, *cache_and_table(batch, "NHD"), scale_of(batch), **given), Mask(True, (window, -1)))
+    mask = Mask(True, (-1 if window is None else window, -1))
+    compare(batch, DECODE(batch.q, *cache_and_table(batch), scale_of(batch), **given), mask)
+    compare(batch, XQA(batch.q, *cache_and_table(batch, "NHD"), scale_of(batch), **given), mask)
 
 
 @pytest.mark.parametrize("as_list", [False, True])

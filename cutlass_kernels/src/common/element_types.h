@@ -54,7 +54,7 @@ struct bf16 {
 // fp16 or bf16, whichever the parameters say: one kernel in place of two.
 struct Any16Bit {};
 
-// Two numbers as 16 bits each; the low half of the register holds `low`. `type` says which they are of Any16Bit.
+// Two numbers as 16 bits each; the low half of the register holds `low`. For Any16Bit, `type` says which.
 template <class Element>
 CUTE_DEVICE std::uint32_t pack_pair([[maybe_unused]] DType type, float low, float high) {
   if constexpr (std::is_same_v<Element, Any16Bit>) {

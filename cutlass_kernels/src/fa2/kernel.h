@@ -60,7 +60,7 @@ constexpr int blocks_per_sm() {
   return kLogits != Logits::kPlain && Tile::kBlocksPerSm > 2 && !Tile::kPacked ? 2 : Tile::kBlocksPerSm;
 }
 
-// Element: of Q and O, Any16Bit where K and V have Kv, of 8 bits, instead (products.h).
+// Element: the type of Q and O. Beside 8-bit K and V (Kv) it is Any16Bit (products.h).
 template <class Element, class Kv, class Tile, Logits kLogits, KvRows kKvRows>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_per_sm<Tile, kLogits>())
     attention_kernel(__grid_constant__ const KernelParams params) {

@@ -117,7 +117,7 @@ CUTE_DEVICE void compute_own_steps(Warp& warp, const WarpShare<Tile>& share, con
     CUTE_UNROLL
     for (int r = 0; r < Warp::kRows; ++r) scales |= factors[r] != 1.0f;
     scales = __any_sync(0xffffffffu, scales);
-  } else if constexpr (Warp::kFp8 && !Tile::kDecodes) {  // anew for each KV block: registers
+  } else if constexpr (Warp::kFp8 && !Tile::kDecodes) {  // again for each KV block: fewer registers
     warp.scale_rows(q, shared_memory, share.warp_row);
   }
   CUTE_NO_UNROLL

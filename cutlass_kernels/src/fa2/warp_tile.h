@@ -31,7 +31,7 @@ struct WarpTile {
   using Rows = typename Fragments<Tile>::Rows;
   using P = std::uint32_t[kTilesN / 2][kRowTiles * 4];     // (16 keys, registers of a fragment)
   using Factor = std::conditional_t<kFp8, fp16, Element>;  // of products
-  // Of rows of bf16 in fp16, factors are part of the scale, or of logits that are transformed (packed_rows.h).
+  // Rows of bf16 held in fp16 have factors: part of the scale, or of logits that are transformed (packed_rows.h).
   using Softmax = OnlineSoftmax<kRows, kFp8 && !kGeneral>;
   using Transform =
       std::conditional_t<kGeneral, GeneralLogits<Tile>, IntervalLogits<Tile, kLogits == Logits::kTransformed>>;
@@ -118,7 +118,7 @@ struct WarpTile {
   }
 
   // A step: the keys from first_key on, which lie at `offset`. next_key: those of the warp's next step. If `loads`,
-  // the loads of the next KV block are issued along the way. `factors` of logits, if any `scales`.
+  // the loads of the next KV block are issued along the way. If `scales`, row r of S is multiplied by `factors[r]`.
   template <class Loads>
   CUTE_DEVICE void step(int first_key, int next_key, int offset, Loads& next, bool loads, [[maybe_unused]] bool scales,
                         [[maybe_unused]] const Rows& factors) {

@@ -127,7 +127,7 @@ attention.__doc__ = call_table.documented(
         ValueError: shapes, dtypes or devices that do not fit together, or an explicit backend that cannot serve the
             call; on the CPU, lengths, offsets and page numbers that q and k do not have. (A GPU does not read them
             back: such requests compute nothing.) Or ``schedule`` was made by a call of other sizes or options.
-        TypeError: ``schedule`` is none.
+        TypeError: ``schedule`` is not a ``Schedule``.
         RuntimeError: ``Hkv`` does not divide ``Hq``.
 
     Examples:

@@ -1,1 +1,1 @@
-"""Who computes an attention, and why; the kernels, and the contract in PyTorch."""
+"""The choice of a backend and its reasons; the kernels; the contract in PyTorch."""

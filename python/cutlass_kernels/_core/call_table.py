@@ -46,7 +46,7 @@ class Call(NamedTuple):
         "views of the rows that q and k are views of.",
     ] = None
     cu_seqlens_q: Annotated[torch.Tensor | None, ...] = None
-    cu_seqlens_k: Annotated[torch.Tensor | None, "offsets of requests, in rows and keys."] = None
+    cu_seqlens_k: Annotated[torch.Tensor | None, "indptrs of requests, in rows and keys."] = None
     seqused_q: Annotated[torch.Tensor | None, ...] = None
     seqused_k: Annotated[
         torch.Tensor | None,
@@ -146,7 +146,7 @@ def window(value: Any, name: str = "window") -> tuple[int, int]:
 
 
 def is_natural(lse_base: Any) -> bool:
-    """Whether an LSE is to be natural; ValueError for a base that is none."""
+    """Whether an LSE is to be natural; ValueError for another base."""
     if lse_base not in (2, math.e):
         raise ValueError(f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm.")
     return bool(lse_base != 2)
@@ -240,9 +240,10 @@ def to_operator(call: Call) -> tuple[Any, ...]:
 
 def from_operator(given: tuple[Any, ...], out: torch.Tensor | None) -> Call:
     """The call that the operator was given."""
-    values, fields = iter(given), {}
+    values, fields = iter(given), dict[str, Any]()
     for name in _IN_GRAPHS:
-        fields[name] = next(values)
+        value = next(values)
+        fields[name] = tuple(value) if isinstance(value, list) else value  # torch makes lists of tuples
         if name in _SCALES:
             tensor = next(values)
             fields[name] = fields[name] if tensor is None else tensor

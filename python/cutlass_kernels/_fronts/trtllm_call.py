@@ -87,7 +87,7 @@ def attend(
         _signed(block_tables),  # page_table
         kv_layout,
         causal,
-        (window_left, -1),  # window
+        (window_left if type(window_left) is int else checks.window(window_left), -1),  # window
         bits,  # packed_custom_mask
         offsets,  # mask_indptr
         sm_scale,
