@@ -327,7 +327,8 @@ _library = torch.library.Library("cutlass_kernels", "DEF")
 
 
 def define(name: str, arguments: str, implementation: Callable[..., Any], fake: Callable[[Any], Any]) -> None:
-    """Registers an operator in three forms. ``fake`` gets the arguments, ``out`` and ``lse`` as attributes.
+    """Registers an operator in three forms. ``fake`` gets the arguments as attributes, and ``out`` and ``lse``, where
+    these are not arguments.
 
     - ``<name>`` returns new tensors.
     - ``<name>_into`` writes to ``out`` and ``lse``, two more arguments.
@@ -341,10 +342,11 @@ def define(name: str, arguments: str, implementation: Callable[..., Any], fake: 
         new_out, new_lse = implementation(*others, out, lse)
         return new_out if out is None else out, new_lse if lse is None else lse
 
-    names = [*(argument.split()[1] for argument in arguments.split(", ")), "out", "lse"]
+    names = [argument.split()[1] for argument in arguments.split(", ")]
 
     def fake_of(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return fake(SimpleNamespace(**dict(zip_longest(names, args))))
+        own, places = dict(zip(names, args)), dict(zip_longest(("out", "lse"), args[len(names) :]))
+        return fake(SimpleNamespace(**own, **{name: x for name, x in places.items() if name not in own}))
 
     def fake_on_copies(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *_, out, lse, _ = args
