@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 from .._compute import kernels, request_facts, selection
-from .._compute.selection import KERNEL_BACKENDS
-from .._core import checks, extra_arguments, hints, index_vectors
+from .._core import checks, extra_arguments, hints, index_vectors, tracing
 from .._core.autograd import written
 from .._core.problems import Copies, Mask, MultiItem, Offsets, PagedKv, Pages, RaggedKv, Split, Vector
 from .._core.run_options import Options, Result, RunArgs, Shape
-from .._core.tracing import is_traced
 from .._graphs import operators
 from .._masks import mask_packing
 from . import index_buffers
@@ -153,7 +151,7 @@ class BatchPrefillWrapper(DryRun, Copied):
 
     def _forward(self, values: Options, run: Callable[[], Result]) -> Result:
         """Runs with other options, which stay in effect if the run succeeds."""
-        if is_traced():  # the run takes them along: when its graph runs, they are set
+        if tracing.is_traced():  # the run takes them along: when its graph runs, they are set
             self._traced_options = values
             try:
                 return run()
@@ -386,11 +384,11 @@ class BatchPrefillWrapper(DryRun, Copied):
         if self._use_cuda_graph:
             self._check_split(plan)
             on_gpu = self.device.type == "cuda" and self._asked_backend != "reference"
-            if on_gpu and plan.backend not in KERNEL_BACKENDS:
+            if on_gpu and plan.backend not in selection.KERNEL_BACKENDS:
                 raise selection.not_captured(plan.request)
         # In graph mode runs read the buffers, which have room for more pages, and so for more KV splits.
         stored: Mapping[str, Any] = self._stored if self._use_cuda_graph else indices
-        if plan.backend in KERNEL_BACKENDS:
+        if plan.backend in selection.KERNEL_BACKENDS:
             if self._shares_int_workspace and not self._dry_run:
                 size = self._int_workspace_buffer.nbytes
                 self._own_int_workspace = self._int_workspace_buffer = kernels.grown_workspace(self.device, size)

@@ -9,15 +9,11 @@ import torch
 
 from .._attend.plan_free import attention
 from .._compute import selection
-from .._core import checks, extra_arguments, index_vectors, signatures
-from .._core.autograd import written
-from .._core.errors import BackendError
+from .._core import autograd, checks, errors, extra_arguments, index_vectors, schedules, signatures, tracing
 from .._core.run_options import Result
-from .._core.schedules import Schedule
-from .._core.signatures import typed_as
-from .._core.tracing import is_traced
 from .._fronts import trtllm_call
-from .._graphs import latent_operator, operators
+from .._graphs import operators
+from .._graphs.latent_operator import run as run_in_graph
 from . import index_buffers, latent_plans
 from .descriptions import describe_latent
 from .dry_run import DryRun
@@ -94,7 +90,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         self._causal = False
         self._page_size = 0
         self._sm_scale = 1.0
-        self._schedule = Schedule(_strict=False)  # of the runs of a plan
+        self._schedule = schedules.Schedule(_strict=False)  # of the runs of a plan
         if self._use_cuda_graph:
             given = dict(zip(_BUFFERS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)))
             index_buffers.check_indices(given, self.device)
@@ -105,7 +101,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
                     raise ValueError(f"{name} has {size} elements and kv_len_arr {batch}: it needs one more.")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"_schedule": Schedule(_strict=False)})  # a copy plans by itself
+        super().__setstate__(state | {"_schedule": schedules.Schedule(_strict=False)})  # a copy plans by itself
         self._number = operators.number_of(self)  # compiled functions know a wrapper by it: a copy is another
 
     def __repr__(self) -> str:
@@ -241,7 +237,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         )
         why = latent_plans.why_not_captured((dims[0], dims[1]), contract.kv_dtype)
         if why is not None and self._use_cuda_graph and self.device.type == "cuda":
-            raise BackendError(f"PyTorch computes this, which CUDA graphs cannot hold: {why}")
+            raise errors.BackendError(f"PyTorch computes this, which CUDA graphs cannot hold: {why}")
         if self._dry_run:
             return
         self._keep(lengths)
@@ -312,7 +308,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
             return x.clone()
         return self._pinned(x).to(self.device, non_blocking=True)
 
-    @typed_as(signatures.MlaWrapper.run)
+    @signatures.typed_as(signatures.MlaWrapper.run)
     def run(
         self,
         q_nope: torch.Tensor | None = None,
@@ -385,12 +381,10 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         extra_arguments.unsupported(name, remedy, skip_softmax_threshold_scale_factor=skip)
         q_nope, q_pe = self._parts("query", query, {"q_nope": q_nope, "q_pe": q_pe})
         ckv_cache, kpe_cache = self._parts("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache})
-        if is_traced() and isinstance(q_nope, torch.Tensor) and isinstance(ckv_cache, torch.Tensor):
+        if tracing.is_traced() and isinstance(q_nope, torch.Tensor) and isinstance(ckv_cache, torch.Tensor):
             tensors, scales = (q_nope, q_pe, ckv_cache, kpe_cache), (bmm1_scale, bmm2_scale)
             o_dtype, kv_scales = contract.output_dtype, (ckv_scale, kpe_scale)
-            return latent_operator.run(
-                self._number, tensors, kv_scales, sinks, scales, o_dtype, base_e, out, lse, return_lse
-            )
+            return run_in_graph(self._number, tensors, kv_scales, sinks, scales, o_dtype, base_e, out, lse, return_lse)
         self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
         place = None if lse is None else checks.lse_output(lse, q_nope.shape[:2], q_nope.device)
         wants_lse = return_lse or lse is not None
@@ -436,7 +430,7 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         if place is not None:
             no_other_rows = self._total_rows == q_nope.size(0) and not self._use_cuda_graph
             found_lse = trtllm_call.write(found_lse, place, None if no_other_rows else self._qo_indptr_buf)
-            written(place)
+            autograd.written(place)
         return (found, found_lse) if return_lse else found
 
     def _parts(self, name: str, whole: Any, halves: dict[str, Any]) -> tuple[Any, Any]:
