@@ -1,7 +1,7 @@
 """Plants faults in a copy of the Python package, one at a time, and says which test catches each.
 
     python tests/faults.py                # all faults of faults.toml
-    python tests/faults.py --only chunk   # those whose names match a regular expression
+    python tests/faults.py --only chunk   # those whose name, file or tests match a regular expression
     python tests/faults.py --list
 
 The tests run on the CPU, with the copy in front of the package. The exit status is 1 where a fault is missed.
@@ -75,10 +75,10 @@ def caught_by(fault: Fault, copy: Path) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="faults whose names match")
+    parser.add_argument("--only", default="", metavar="REGEX", help="faults whose name, file or tests match")
     parser.add_argument("--list", action="store_true", help="print names and run nothing")
     options, start, missed = parser.parse_args(), time.monotonic(), 0
-    faults = [fault for fault in load() if re.search(options.only, fault.name)]
+    faults = [x for x in load() if any(re.search(options.only, text) for text in (x.name, x.file, *x.tests))]
     if options.list:
         print(*(fault.name for fault in faults), sep="\n")
         return 0
