@@ -3,6 +3,7 @@
 
 #include <cute/config.hpp>
 
+#include <cfloat>
 #include <cstdint>
 #include <type_traits>
 
@@ -69,13 +70,16 @@ struct WarpTile {
     softmax.raise(row_max, [&](int r, float factor) { rescale_row<Tile>(o, r, factor); }, headroom);
   }
 
-  // Makes the factors of the rows of Q (packed_rows.h) a part of the scale.
+  // Makes the factors of the rows of Q (packed_rows.h) a part of the scale. Kept finite and normal: 0 or inf times a
+  // hidden key's -inf or a product of 0 would be NaN.
   template <class Q>
   CUTE_DEVICE void scale_rows(const Q& q, const char* shared_memory, int warp_row) {
     Rows factors;
     q.read_factors(shared_memory, warp_row, factors);
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) softmax.scale[r] = params.transform.scale * factors[r];
+    for (int r = 0; r < kRows; ++r) {
+      softmax.scale[r] = fminf(fmaxf(params.transform.scale * factors[r], FLT_MIN), FLT_MAX);
+    }
   }
 
   // O += P V, of values `offset` bytes behind the first ones in shared memory.
