@@ -10,7 +10,8 @@ from problems import graph_buffers, make_batch
 from registry import PAGE, Data, each, usual
 
 import cutlass_kernels as ck
-from cutlass_kernels._compute import kernels, memory_kernels, selection
+from cutlass_kernels._caches import page_functions
+from cutlass_kernels._compute import kernels, merging, selection
 from cutlass_kernels._core import native, problems
 from cutlass_kernels._planned import batch_plans
 
@@ -52,9 +53,15 @@ def test_of_results_that_kernels_compute(monkeypatch):
 
 def test_of_tensors_that_memory_kernels_write_to(monkeypatch):
     does = lambda *args: True  # noqa: E731
-    for function in ("serve", "merges", "merge_state_in_place", "append", "get_batch_indices_positions"):
-        monkeypatch.setattr(memory_kernels, function, does)
-    monkeypatch.setattr(native, "append_by_slot", does)
+    for module, function in (
+        (kernels, "move"),
+        (merging, "_has_kernel"),
+        (merging, "_launch_in_place"),
+        (page_functions, "_launch_append"),
+        (page_functions, "_launch_positions"),
+        (native, "append_by_slot"),
+    ):
+        monkeypatch.setattr(module, function, does)
     check_tensors_of_memory_kernels("cpu")
 
 

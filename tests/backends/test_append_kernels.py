@@ -13,7 +13,7 @@ from guards import Guarded
 from problems import indptr
 
 import cutlass_kernels as ck
-from cutlass_kernels._compute import memory_kernels
+from cutlass_kernels._compute import kernels
 
 DEVICE = "cuda:0"
 E4M3 = torch.float8_e4m3fn
@@ -283,7 +283,7 @@ def test_an_engine_without_these_kernels_does_the_same(monkeypatch):
     cache, again = (Cache(LENGTHS[1], 16, 2, (64, 64)) for _ in range(2))
     k, v = fresh(2, (64, 64))
     cache.append(k, v, all_places())
-    monkeypatch.setattr(memory_kernels, "serve", lambda x: False)
+    monkeypatch.setattr(kernels, "move", lambda x: False)
     again.append(k, v, all_places())
     again.check()
     cache.check()

@@ -11,7 +11,7 @@ from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import Guarded, poison_
 
 import cutlass_kernels as ck
-from cutlass_kernels._compute import memory_kernels, merging
+from cutlass_kernels._compute import kernels, merging
 
 DEVICE = "cuda:0"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -287,13 +287,13 @@ def test_nothing_else_is_written(no_torch, tokens, heads, dim, dtype):
     v, s = states(tokens, 2, heads, dim, dtype)
     out = Guarded((tokens, heads, dim), dtype, DEVICE, strides=(heads * (dim + 8), dim + 8, 1))
     lse = Guarded((tokens, heads), torch.float32, DEVICE, strides=(2 * heads, 2))
-    memory_kernels._merge_two(*halves(v, s), out.tensor, lse.tensor, None)
+    merging._launch(*halves(v, s), out.tensor, lse.tensor, None)
     check((out.tensor.contiguous(), lse.tensor.contiguous()), v, s)
     out.check("v")
     lse.check("s")
     masked = [Guarded(x.shape, x.dtype, DEVICE) for x in halves(v, s)[:2]]
     mask = torch.zeros(tokens, dtype=torch.uint8, device=DEVICE)
-    memory_kernels._merge_two(*halves(v, s), masked[0].tensor, masked[1].tensor, mask)
+    merging._launch(*halves(v, s), masked[0].tensor, masked[1].tensor, mask)
     masked[0].check_untouched("v")
     masked[1].check_untouched("s")
 
@@ -328,8 +328,8 @@ def test_where_torch_computes():
         pass
 
     x = torch.zeros(2, 3)
-    assert not memory_kernels.serve(x)
-    assert not memory_kernels.serve(x.as_subclass(Subclass))
+    assert not kernels.move(x)
+    assert not kernels.move(x.as_subclass(Subclass))
 
 
 @pytest.mark.gpu
@@ -338,13 +338,13 @@ def test_where_kernels_compute():
         pass
 
     x = torch.zeros(2, 3, device=DEVICE)
-    assert memory_kernels.serve(x)
-    assert memory_kernels.serve(torch.nn.Parameter(x, requires_grad=False))
+    assert kernels.move(x)
+    assert kernels.move(torch.nn.Parameter(x, requires_grad=False))
     wanted = torch.nn.Parameter(x)  # gradients are PyTorch's
-    assert not memory_kernels.serve(wanted) and not memory_kernels.serve(x, wanted)
+    assert not kernels.move(wanted) and not kernels.move(x, wanted)
     with torch.no_grad():
-        assert memory_kernels.serve(wanted)
-    assert not memory_kernels.serve(x.as_subclass(Subclass))
+        assert kernels.move(wanted)
+    assert not kernels.move(x.as_subclass(Subclass))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)])

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from .._compute import memory_kernels
-from .._core import autograd, checks, hints, index_vectors
+from .._compute import kernels
+from .._core import autograd, checks, hints, index_vectors, native
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import page_operators
 from . import latent_cache
+
+_NAME_OF_SIZE = {1: "float8_e4m3fn", 2: "float16", 4: "float32"}  # copies of elements need no more than their size
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -83,8 +85,8 @@ def get_batch_indices_positions(
         raise ValueError(f"nnz={nnz} is smaller than {end}: no token may be left out.")
     batch_indices = _int32_output("batch_indices", batch_indices, nnz, device)
     positions = _int32_output("positions", positions, nnz, device)
-    if memory_kernels.serve(indptr):
-        memory_kernels.get_batch_indices_positions(indptr, lens, batch_indices, positions)
+    if kernels.move(indptr):
+        _launch_positions(indptr, lens, batch_indices, positions)
         autograd.written(batch_indices, positions)
         return batch_indices, positions
     if batch == 0:
@@ -162,12 +164,12 @@ def append_paged_kv_cache(
     if nnz == 0 or indices.numel() == 0:
         return
     owner, position = owner.to(device), position.to(device)
-    served = memory_kernels.serve(k_cache)
+    served = kernels.move(k_cache)
     if served and not (indptr.is_cuda or indices.is_cuda):
         pages = indices[int(indptr[0]) : int(indptr[-1])]
         index_vectors.enough_pages("kv_indices", index_vectors.page_bound("kv_indices", pages), k_cache)
     indptr, indices = indptr.to(device), indices.to(device)
-    if served and memory_kernels.append(append_key, append_value, owner, position, k_cache, v_cache, indices, indptr):
+    if served and _launch_append(append_key, append_value, owner, position, k_cache, v_cache, indices, indptr):
         autograd.written(k_cache, v_cache)
         return
 
@@ -265,6 +267,44 @@ def _check_places(
             f"positions[{at}]={int(position[at])}, but the {pages} pages of request {int(owner[at])} have room for "
             f"{int(room[at])} tokens: add its new pages to kv_indptr and kv_indices first."
         )
+
+
+def _launch_positions(
+    indptr: torch.Tensor, lens: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Fills the two results; ``indptr`` and ``lens`` are int32, contiguous and on their device."""
+    tensors = indptr, lens, batch_indices, positions
+    sizes, addresses = (indptr.numel() - 1, positions.numel()), (x.data_ptr() for x in tensors)
+    kernels.launch(native._C.get_batch_indices_positions, indptr.device, *sizes, *addresses)
+
+
+def _launch_append(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+) -> bool:
+    """Writes ``[tokens, heads, dim]`` to caches ``[pages, page_size, heads, dim]``; index tensors are int32, contiguous
+    and on the device of the caches. False, and nothing done, where the element type is none of the kernel's."""
+    if k_cache.dtype != v_cache.dtype or k_cache.element_size() not in _NAME_OF_SIZE:
+        return False
+    # What numbers beyond the range of fp8 become (NaN, infinity, the largest one) depends on torch's version.
+    key, value = key.to(k_cache.dtype), value.to(k_cache.dtype)
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    tokens, heads, head_dim_qk = key.shape
+    if not (tokens and heads and head_dim_qk and value.size(-1)):
+        return False
+    sizes = _NAME_OF_SIZE[k_cache.element_size()], heads, head_dim_qk, value.size(-1), indptr.numel() - 1, tokens
+    lists = (x.data_ptr() for x in (batch_indices, positions, indptr, indices))
+    pages = indices.numel(), *k_cache.shape[:2]
+    new = *kernels.place(key, 2), *kernels.place(value, 2)
+    caches = *kernels.place(k_cache, 3), *kernels.place(v_cache, 3)
+    kernels.launch(native._C.append_paged_kv_cache, k_cache.device, *sizes, *lists, *pages, *new, *caches)
+    return True
 
 
 def _traced_positions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._compute import memory_kernels
+from .._compute import kernels
 from .._core import autograd, checks, hints, native
 from .._core.autocast import without_autocast
 from .._core.tracing import have_own_dispatch, is_traced
@@ -88,7 +88,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     if q.size(0) == 0:
         return
     angles = head_size, cos_sin_cache, is_neox
-    if memory_kernels.serve(q, k, cos_sin_cache) and native.rope(positions.contiguous(), q, k, *angles):
+    if kernels.move(q, k, cos_sin_cache) and native.rope(positions.contiguous(), q, k, *angles):
         autograd.written(query, key)
         return
     for x in (q, k):
@@ -166,7 +166,7 @@ def rope_append_paged_kv_cache_by_slot(
     is_neox, update_key = checks.flag("is_neox", is_neox), checks.flag("update_key", update_key)
     if key.size(0) == 0:
         return
-    if memory_kernels.serve(*new, key_cache, value_cache):
+    if kernels.move(*new, key_cache, value_cache):
         angles = positions.contiguous(), cos_sin_cache, is_neox
         if native.rope_append_by_slot(query, key, *angles, update_key, *checked.of(value)):
             autograd.written(query, key_cache, value_cache, key if update_key else None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._compute import memory_kernels
+from .._compute import kernels
 from .._core import autograd, checks, hints, native
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
@@ -79,7 +79,7 @@ def append_paged_kv_cache_by_slot(
     key, value = autograd.without_grad(key, value, _NAME, k_scale, v_scale)
     if count == 0 or k_cache.numel() == 0:
         return
-    if memory_kernels.serve(k_cache, v_cache) and native.append_by_slot(rows(key[:count]), *places.of(value)):
+    if kernels.move(k_cache, v_cache) and native.append_by_slot(rows(key[:count]), *places.of(value)):
         autograd.written(key_cache, value_cache)
         return
     slots, scales = places.slots, places.scales

@@ -17,12 +17,14 @@ from .._core import kept_memory, native
 from .._core.native import current_device as _current_device
 from .._core.native import stream_of as _stream_of
 from .._core.problems import FP8_DTYPES, Copies, Offsets, PagedKv, Pages, Problem, Split
+from .._core.tracing import is_traced
 from . import half_precision
-from .request_facts import MOST_SEPARATE_COLUMNS, ROW_FEATURES, Request
+from .request_facts import MOST_SEPARATE_COLUMNS, ROW_FEATURES, Request, compute_capability
 
 _INT_WORKSPACE_BYTES = 8 << 20  # enough for the tile list of every plan, unless its KV splits are of a small fixed size
 _MOST_BYTES = (1 << 63) - 1
 _NO_COPIES = Copies()
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 # What this module passes on, if the registry says that a kernel has it.
 _SERVED = frozenset(
@@ -225,7 +227,7 @@ class Schedule:
             self._grows_to(list_bytes)
             self._check_room(list_bytes, partial_bytes, "at least ")
         if any(copies):
-            _copy(copies, workspace.device)
+            launch(native._C.copy_vectors, workspace.device, *copies)
 
     def share(self) -> None:
         """Wrappers share it from now on: a workspace that grows is then the schedule's alone."""
@@ -317,14 +319,6 @@ def _plan_of(
     return planned
 
 
-def _copy(copies: Copies, device: torch.device) -> None:
-    if device.index != _current_device():
-        with torch.cuda.device(device):
-            _copy(copies, device)
-    else:
-        native._C.copy_vectors(*copies, _stream(device))
-
-
 def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:
     """Bytes that the results of split keys and the tile list take; 0 where the number of rows is not known."""
     if not offsets.total_q:
@@ -353,6 +347,45 @@ def room(device: torch.device, size: int = _INT_WORKSPACE_BYTES, *, kept: bool =
 def grown_workspace(device: torch.device, size: int) -> torch.Tensor:
     """An int workspace of ``size`` bytes at least, for plans of a wrapper: some more, as sizes often grow slowly."""
     return room(device, -(-size // _INT_WORKSPACE_BYTES) * _INT_WORKSPACE_BYTES, kept=True)
+
+
+# --- kernels that only move memory: merging of states, writing to caches ---
+
+
+def move(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether kernels that only move memory take these tensors; else PyTorch is to compute.
+
+    That is: on devices that the installation has no such kernels for, for subclasses of tensors (which stand for
+    others), for traced calls, whose graphs know PyTorch's operators, and where gradients are asked for.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)):
+        return False
+    if not x.is_cuda or is_traced() or type(x) not in _PLAIN_TENSORS:
+        return False
+    return _move_on(x.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _move_on(device: torch.device) -> bool:
+    capability = compute_capability(device)
+    if native._C is None or capability is None:
+        return False
+    oldest, newest = native._C.compute_capabilities  # newest 0: all newer ones
+    return bool(oldest <= capability and (not newest or capability <= newest))
+
+
+def place(x: torch.Tensor, strides: int) -> tuple[int, ...]:
+    """Where a tensor lies: its address and its first so many strides."""
+    return x.data_ptr(), *x.stride()[:strides]
+
+
+def launch(function: Callable[..., Any], device: torch.device, *arguments: Any) -> None:
+    """Calls a function of the compiled module, whose last argument is the current stream of ``device``."""
+    if device.index != _current_device():
+        with torch.cuda.device(device):
+            function(*arguments, _stream_of(device.index))
+    else:
+        function(*arguments, _stream_of(device.index))
 
 
 def is_general(problem: Problem) -> bool:

@@ -19,9 +19,14 @@ import math
 
 import torch
 
+from .._core import native
 from .._core.autocast import without_autocast
 from .._core.autograd import written
-from . import memory_kernels
+from . import kernels
+
+NAME_OF_STATE = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_ROW_BYTES = 4096  # of a state that kernels merge, at most
+_MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def merge_state(
@@ -46,9 +51,12 @@ def merge_state(
     """
     _check_two(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
     v_b, s_a, s_b = _as(v_b, v_a.dtype), _as(s_a, torch.float32), _as(s_b, torch.float32)
-    if memory_kernels.serve(v_a, s_a, v_b, s_b) and memory_kernels.merges(v_a):
-        return memory_kernels.merge_state(v_a, s_a, v_b, s_b)
-    return _merge_two(v_a, s_a, v_b, s_b)
+    if not (kernels.move(v_a, s_a, v_b, s_b) and _has_kernel(v_a)):
+        return _merge_two(v_a, s_a, v_b, s_b)
+    out = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
+    lse = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
+    _launch(v_a, s_a, v_b, s_b, out, lse, None)
+    return out, lse
 
 
 def merge_state_in_place(
@@ -79,12 +87,10 @@ def merge_state_in_place(
         raise TypeError(f"mask is {type(mask).__name__}, not a tensor: pass a bool per token, or None.")
     if mask is not None and (mask.dim() != 1 or mask.size(0) != v.size(0)):
         raise RuntimeError(f"mask has shape {tuple(mask.shape)}: it must be [{v.size(0)}], one element per token.")
-    served = memory_kernels.serve(v, s, v_other, s_other)
-    if served and s.dtype == torch.float32 and memory_kernels.merges(v):
-        other = _as(v_other, v.dtype), _as(s_other, torch.float32)
-        if memory_kernels.merge_state_in_place(v, s, *other, mask):
-            written(v, s)
-            return
+    served = kernels.move(v, s, v_other, s_other) and s.dtype == torch.float32 and _has_kernel(v)
+    if served and _launch_in_place(v, s, _as(v_other, v.dtype), _as(s_other, torch.float32), mask):
+        written(v, s)
+        return
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
         chosen = mask != 0
@@ -115,9 +121,17 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     """
     _check(v, s, 4, "v", "s")
     s = _as(s, torch.float32)
-    if memory_kernels.serve(v, s) and memory_kernels.merges(v):
-        return memory_kernels.merge_states(v, s)
-    return _merge(v, s)
+    if not (kernels.move(v, s) and _has_kernel(v)):
+        return _merge(v, s)
+    tokens, _, heads, head_dim = v.shape
+    out = torch.empty((tokens, heads, head_dim), dtype=v.dtype, device=v.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=v.device)
+    if out.numel():
+        v = _readable(v)
+        sizes, places = (NAME_OF_STATE[v.dtype], *v.shape), (*kernels.place(v, 3), *kernels.place(s, 3))
+        results = out.data_ptr(), lse.data_ptr()
+        kernels.launch(native._C.merge_states, v.device, *sizes, *places, *results)
+    return out, lse
 
 
 @without_autocast
@@ -140,6 +154,89 @@ def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     parts = v.to(wide) * share
     parts = parts.masked_fill((weight == 0).unsqueeze(-1), 0.0)  # also where the total is 0
     return parts.sum(1).to(v.dtype), largest.squeeze(1) + torch.log2(total)
+
+
+# --- on kernels --------------------------------------------------------------------------------------------------
+
+
+def _has_kernel(v: torch.Tensor) -> bool:
+    """Whether there is a kernel for states of this type and head dimension."""
+    head_dim = v.size(-1)
+    return v.dtype in NAME_OF_STATE and head_dim % 8 == 0 and 0 < head_dim * v.element_size() <= _ROW_BYTES
+
+
+def _launch_in_place(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Merges into ``v`` and ``s``, both states of one type, LSEs fp32. False, and nothing done, where tensors lie in
+    memory as no kernel writes them, or overlap."""
+    if _readable(v) is not v or not (_is_dense(v) and _is_dense(s)):
+        return False
+    if not (_are_apart(v, v_other) and _are_apart(s, s_other)):
+        return False
+    if mask is not None and (mask.dtype not in _MASKS or mask.device != v.device):
+        return False
+    _launch(v, s, v_other, s_other, v, s, mask)
+    return True
+
+
+def _launch(
+    v_a: torch.Tensor,
+    s_a: torch.Tensor,
+    v_b: torch.Tensor,
+    s_b: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
+    if not v_a.numel():
+        return
+    tensors = _readable(v_a), s_a, _readable(v_b), s_b, out, lse
+    mask = None if mask is None else mask.contiguous()
+    kernels.launch(
+        native._C.merge_state,
+        v_a.device,
+        NAME_OF_STATE[v_a.dtype],
+        *v_a.shape,
+        *(number for x in tensors for number in kernels.place(x, 2)),
+        0 if mask is None else mask.data_ptr(),
+        1 if mask is None else mask.element_size(),
+    )
+
+
+def _readable(v: torch.Tensor) -> torch.Tensor:
+    """``v``, or a copy where kernels cannot read it where it lies: 16 bytes at a time, along its last dimension."""
+    *strides, last = v.stride()
+    steps = 0
+    for stride in strides:
+        steps |= stride
+    if last != 1 or (v.data_ptr() | steps * v.element_size()) % 16:
+        return v.clone(memory_format=torch.contiguous_format)
+    return v
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether no two elements are one in memory, as far as strides of 0 tell."""
+    return x.is_contiguous() or all(stride or size == 1 for stride, size in zip(x.stride(), x.shape))
+
+
+def _are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of a shape share no memory, or lie in the same place."""
+    begin, other = a.data_ptr(), b.data_ptr()
+    if begin == other:
+        return a.stride() == b.stride()
+    lower, distance = (a, other - begin) if begin < other else (b, begin - other)
+    return _extent(lower) <= distance
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last one."""
+    if x.is_contiguous():
+        return x.nbytes
+    return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))) * x.element_size()
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .._compute import memory_kernels
-from .._compute.memory_kernels import NAME_OF_STATE
+from .._compute import kernels
+from .._compute.merging import NAME_OF_STATE
 from .._core import native
 from . import _symmetric
 from ._peers import Peers
@@ -24,7 +24,7 @@ def serves(x: torch.Tensor, peers: Peers) -> bool:
         and 1 < peers.world <= MOST_RANKS
         and x.dtype in NAME_OF_STATE
         and x.size(2) * x.element_size() % 16 == 0
-        and memory_kernels.serve(x)
+        and kernels.move(x)
     )
 
 
