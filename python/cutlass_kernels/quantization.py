@@ -6,6 +6,6 @@ element ``i``.
 
 from __future__ import annotations
 
-from ._masks.bits import packbits, segment_packbits
+from ._masks.mask_packing import packbits, segment_packbits
 
 __all__ = ["packbits", "segment_packbits"]

@@ -170,7 +170,7 @@ def test_arguments_of_flash_attention(target, causal):
 
 
 def test_counts_are_those_of_dcp_local_lengths():
-    from cutlass_kernels._masks.kv_shards import keys_held
+    from cutlass_kernels._masks.mask_packing import keys_held
 
     totals = torch.arange(200)
     for shard in ((2, 0, 1), (3, 2, 16), (5, 1, 7)):

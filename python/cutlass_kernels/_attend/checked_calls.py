@@ -20,7 +20,7 @@ from .._core.call_table import Call
 from .._core.errors import BackendError
 from .._core.problems import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, Problem, RaggedKv
 from .._core.run_options import Result
-from .._masks import kv_shards, mask_packing
+from .._masks import mask_packing
 from . import gathered_keys, latent_parts
 
 MOST_ROWS = 1 << 30  # of k and v, that kernels count
@@ -118,7 +118,7 @@ def checked(call: Call) -> Call:
     _check_where_keys_are(call, batch, tokens)
     if call.kv_shard is not None:
         other_masks = call.packed_custom_mask is not None or call.alibi_slopes is not None
-        kv_shards.check(call.kv_shard, call.seqused_k, other_masks)
+        mask_packing.check_shard(call.kv_shard, call.seqused_k, other_masks)
     call = _with_scales(call, batch, k.size(heads))
     call = call._replace(
         causal=checks.flag("causal", call.causal),
@@ -387,7 +387,7 @@ def _choose_reference(
 def _mask(call: Call, index: int, rows: int) -> Mask:
     mask = Mask(call.causal, call.window[0], call.chunk_size, window_right=call.window[1])
     if call.kv_shard is not None and call.seqused_k is not None:
-        return kv_shards.mask_of(call.kv_shard, mask, rows, max(int(call.seqused_k[index]), 0), call.q.device)
+        return mask_packing.mask_of_shard(call.kv_shard, mask, rows, max(int(call.seqused_k[index]), 0), call.q.device)
     if call.packed_custom_mask is not None:
         mask.chunk_size = 0
         begin = 0 if call.mask_indptr is None else int(call.mask_indptr[index])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._compute import reference
-from .._masks import kv_shards
+from .._masks import mask_packing
 from . import latent_parts
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class _KeysOf:
         self.k, self.v, self.k_rope, self.batch = k, v, k_rope, batch
         self.used = None if call.seqused_k is None else call.seqused_k.tolist()
         if self.used is not None and call.kv_shard is not None:
-            self.used = [kv_shards.keys_held(call.kv_shard, n) if n >= 0 else n for n in self.used]
+            self.used = [mask_packing.keys_held(call.kv_shard, n) if n >= 0 else n for n in self.used]
         self.begins = None if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
         self.table = None if call.page_table is None else call.page_table.to(torch.int64)
         self.indptr = None if call.kv_indptr is None else call.kv_indptr.tolist()

@@ -106,7 +106,7 @@ def check_room(table: torch.Tensor, page_size: int, kv_indptr: torch.Tensor) -> 
 def paged(k: torch.Tensor, v: torch.Tensor, tables: Tables, kv_indptr: torch.Tensor) -> PagedKv:
     """The page table of a batch from its block tables, made on their device."""
     table, v_offset = tables
-    separate, batch_size, page_size = table.dim() == 3, table.size(0), k.size(1)
+    separate, page_size = table.dim() == 3, k.size(1)
     kv_lens = index_vectors.lens(kv_indptr)
     if kv_lens.device != table.device:  # meet on the CUDA device: reading it back would synchronise
         device = kv_lens.device if kv_lens.is_cuda else table.device
@@ -114,8 +114,7 @@ def paged(k: torch.Tensor, v: torch.Tensor, tables: Tables, kv_indptr: torch.Ten
     check_room(table, page_size, kv_indptr)
     pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(0, table.size(-1))
     last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
-    indptr = torch.zeros(batch_size + 1, dtype=torch.int64, device=table.device)
-    torch.cumsum(pages, 0, out=indptr[1:])
+    indptr = index_vectors.starts(pages)
     indices = _compact(table[:, 0] if separate else table, indptr, pages)
     v_indices = _compact(table[:, 1] - v_offset, indptr, pages) if separate else None
     if not table.is_cuda:

@@ -142,6 +142,11 @@ def enough_room(name: str, lens: torch.Tensor, pages: torch.Tensor, page_size: i
 
 def offsets(lens: torch.Tensor) -> torch.Tensor:
     """Where requests of these lengths start, int32 ``[batch + 1]``."""
-    result = torch.zeros(lens.numel() + 1, dtype=torch.int64, device=lens.device)
-    torch.cumsum(lens, 0, out=result[1:])
-    return result.to(torch.int32)
+    return starts(lens).to(torch.int32)
+
+
+def starts(sizes: torch.Tensor) -> torch.Tensor:
+    """Where segments of these sizes start, and the end of the last one: int64."""
+    result = torch.zeros(sizes.numel() + 1, dtype=torch.int64, device=sizes.device)
+    torch.cumsum(sizes, 0, out=result[1:])
+    return result

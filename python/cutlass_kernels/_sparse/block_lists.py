@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from .._core.index_vectors import starts
+
 _AT_ONCE = 1 << 24  # places of a list that are computed together: 16 bytes each for as long
 
 
@@ -32,8 +34,7 @@ def of_shorter_last_block(
     is 0.
     """
     count = torch.where(indices == blocks - 1, pages_of_last, pages)
-    ends = torch.zeros(indices.numel() + 1, dtype=torch.int64, device=indices.device)
-    torch.cumsum(count, 0, out=ends[1:])
+    ends = starts(count)
     page = torch.arange(pages, device=indices.device)
     place = torch.where(page < count[:, None], ends[:-1, None] + page, indices.numel() * pages)
     result = indices.new_zeros(indices.numel() * pages + 1, dtype=torch.int32)
@@ -92,8 +93,7 @@ def of_heads(
     heads, row_blocks, _ = selected.shape
     device, share = selected.device, heads // num_kv_heads
     counts = (selected * pages_of_blocks[:, None]).sum(-1)
-    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=device)
-    torch.cumsum(counts.flatten(), 0, out=offsets[1:])
+    offsets = starts(counts.flatten())
     result = torch.zeros(room + 1, dtype=torch.int32, device=device)
     page = torch.arange(pages, device=device)
     block = torch.searchsorted(pages_of_blocks.cumsum(1), page.expand(heads, pages).contiguous(), right=True)
