@@ -12,12 +12,12 @@ import pytest
 import torch
 from paths import ROOT
 
-from cutlass_kernels.distributed import _cost, _cost_decode, _plan_report, _work
+from cutlass_kernels.distributed import __main__ as plan_report
+from cutlass_kernels.distributed import _cost
 from cutlass_kernels.distributed.__main__ import EXAMPLES, count, main
 from cutlass_kernels.distributed._cost import Problem
-from cutlass_kernels.distributed._gather_plan import Mask
 from cutlass_kernels.distributed._hardware import GPUS, Cluster
-from cutlass_kernels.distributed._plans import Kind, plan_of
+from cutlass_kernels.distributed._plans import Kind, Mask, plan_of
 
 K, M = 1 << 10, 1 << 20
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
@@ -126,9 +126,9 @@ def test_other_methods(comm, name):
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(name):
     lens, gpu, world, one, several = DECODE[name]
-    step = _cost_decode.Step(lens, 32, 8, 128, 2)
-    expected = _cost_decode.estimate(step, cluster(world, gpu=gpu)).seconds * 1e6
-    assert _cost_decode.estimate(step, cluster(1, gpu=gpu)).seconds * 1e6 == pytest.approx(one, rel=0.10)
+    step = _cost.Step(lens, 32, 8, 128, 2)
+    expected = _cost.step_estimate(step, cluster(world, gpu=gpu)).seconds * 1e6
+    assert _cost.step_estimate(step, cluster(1, gpu=gpu)).seconds * 1e6 == pytest.approx(one, rel=0.10)
     assert expected == pytest.approx(several, rel=0.10)
     assert f"| {name} | {several:.4g} us | {expected:.3g} us |" in PAGE
 
@@ -137,7 +137,7 @@ def test_combine_over_two_gpus():
     """64 rows x 32 heads x 128 (2026-11-27). Latencies are from it."""
     to_each = 64 * 32 * 128 * 2 // 2
     for comm, measured in (("symmetric", 6.8), ("a2a", 26.4)):
-        _, combine, took = _cost_decode.exchanged(to_each, cluster(2), True, comm)
+        _, combine, took = _cost.exchanged(to_each, cluster(2), True, comm)
         assert took == comm
         assert combine * 1e6 == pytest.approx(measured, rel=0.10)
 
@@ -163,7 +163,7 @@ def test_tiles_over_lengths(head_dim, within, causal):
     for i, measured in enumerate(row):
         n = 512 << i
         asked = problem(n, mask=CAUSAL if causal else Mask())._replace(head_dim_qk=head_dim, head_dim_vo=head_dim)
-        pairs = _work.visible(asked.mask, 0, n, n)
+        pairs = _cost.visible(asked.mask, 0, n, n)
         seconds = _cost._attention(asked, Cluster(gpu, 1, 8), n, pairs, 32)
         assert 4 * head_dim * 32 * pairs / seconds / 1e12 == pytest.approx(measured, rel=within)
 
@@ -173,7 +173,7 @@ def test_pairs_are_those_of_the_mask(mask):
     for n, m in ((70, 70), (33, 128), (1, 1)):
         start = m - n
         seen = sum(hi - lo for lo, hi in (mask.keys_of(p, p + 1, m) for p in range(start, m)))
-        assert _work.visible(mask, start, m, m) == seen
+        assert _cost.visible(mask, start, m, m) == seen
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "interleaved"])
@@ -183,10 +183,10 @@ def test_work_is_that_of_the_plan(layout, mask, shape):
     lens = (4000, 17, 1024)
     kind = Kind(layout, 64, lens, lens, mask, *shape)
     plan = plan_of(kind)
-    works = _work.of_ranks(kind, 8)
+    works = _cost.of_ranks(kind, 8)
     for work, gather, row in zip(works, plan.gathers, plan.q_grid_rows, strict=True):
         assert (work.rows, work.pulled, work.planned_pairs) == (row.rows, gather.pulled_rows, gather.pairs)
-    pairs = sum(_work.visible(mask, 0, n, n) for n in lens)
+    pairs = sum(_cost.visible(mask, 0, n, n) for n in lens)
     assert sum(w.pairs for w in works) == pairs
 
 
@@ -308,14 +308,14 @@ def _curve_row(world: int) -> str:
         asked = problem(tokens, heads=(64, 8))
         best = _cost.best(_cost.estimates(asked, cluster(world)))
         efficiency = _cost.one_gpu(asked, cluster(1)) / world / best.seconds
-        cells.append(f"{best.comm if world > 1 else '-'}, {_plan_report._time(best.seconds)}, {efficiency:.2f}")
-    step = _cost_decode.Step((M,), 64, 8, 128, 2)
-    here, one = (_cost_decode.estimate(step, cluster(n)).seconds for n in (world, 1))
-    cells.append(f"{_plan_report._time(here)}, {one / here:.1f} x")
+        cells.append(f"{best.comm if world > 1 else '-'}, {plan_report._time(best.seconds)}, {efficiency:.2f}")
+    step = _cost.Step((M,), 64, 8, 128, 2)
+    here, one = (_cost.step_estimate(step, cluster(n)).seconds for n in (world, 1))
+    cells.append(f"{plan_report._time(here)}, {one / here:.1f} x")
     return f"| {' | '.join(cells)} |"
 
 
 def test_nodes_of_one_rank_need_no_group():
-    from cutlass_kernels.distributed import _nodes, _peers
+    from cutlass_kernels.distributed import _peers, _symmetric
 
-    assert _nodes.ranks_per_node(_peers.Peers(None, 0, (0,)), torch.device("cpu")) == 1  # type: ignore[arg-type]
+    assert _symmetric.ranks_per_node(_peers.Peers(None, 0, (0,)), torch.device("cpu")) == 1  # type: ignore[arg-type]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ._combine import dcp_combine
-from ._decode import dcp_decode, dcp_local_lengths
+from ._dcp import dcp_combine, dcp_decode, dcp_local_lengths
 from ._prefill import cp_prefill
+from ._shards import cp_restore, cp_split
 from ._shards import indices as cp_indices
 from ._shards import positions as cp_positions
-from ._split import cp_restore, cp_split
 
 __all__ = [
     "cp_indices",

@@ -1,33 +1,86 @@
-"""How long a prefill over ranks takes, by each method: enough to choose between them, and to plan a cluster.
+"""How long a prefill over ranks takes, by each method, and a decode step: enough to choose, and to plan a cluster.
 
-All ranks must choose alike, so estimates are made from what every rank knows, not from clocks or device facts.
+All ranks must choose alike, so estimates are made from what every rank knows, not from clocks or device facts. What a
+rank computes and receives is counted from layout and mask, without planning the call.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
-from . import _request, _work
-from ._gather_plan import Mask
-from ._hardware import (
-    BARRIER,
-    CALL_START,
-    COPY,
-    GPUS,
-    HEADS_START,
-    HOST_CALL,
-    HOST_GROUP_COPIES,
-    HOST_GROUP_MESSAGES,
-    HOST_MESSAGE,
-    HOST_RING_STEP,
-    RING_START,
-    Cluster,
-    message_seconds,
-    rate_of,
-)
-from ._plans import Kind, Plan
-from ._work import Work
+from . import _hardware as hw
+from . import _request, _shards
+from ._hardware import Cluster, message_seconds, rate_of
+from ._plans import Kind, Mask, Plan, buffer_of, copies_of, grid_rows, pairs_of, stored
+from ._rows import MOST_COPIES
+from ._shards import Segment
+from ._symmetric import MOST_BYTES, MOST_RANKS
+
+
+class Work(NamedTuple):
+    """Of one rank. Its row of ranks, where heads are exchanged for tokens, counts as one."""
+
+    rows: int
+    pairs: int  # (row, key) pairs that the mask shows
+    planned_pairs: int  # as ``Gather.pairs`` has them
+    own_keys: int
+    pulled: int  # keys of other ranks,
+    pulled_near: int  # and of those of this node
+    copies: int  # of keys that it pulls, or messages
+
+
+def visible(mask: Mask, start: int, stop: int, kv_len: int) -> int:
+    """Pairs of the rows at positions ``[start, stop)``: bounds are linear between the positions where one begins."""
+    cuts = {start, stop, mask.left, kv_len - mask.right}
+    if mask.chunk_size > 0:
+        for begin in range(start // mask.chunk_size * mask.chunk_size, stop, mask.chunk_size):
+            cuts |= {begin, begin + mask.left, begin + mask.chunk_size - mask.right}
+    inside = sorted(c for c in cuts if start <= c <= stop)
+    total = 0
+    for a, b in itertools.pairwise(inside):
+        ends = [hi - lo for lo, hi in (mask.keys_of(p, p + 1, kv_len) for p in (a, b - 1))]
+        total += (b - a) * sum(ends) // 2
+    return total
+
+
+@functools.lru_cache(256)
+def slowest(kind: Kind, per_node: int) -> Work:
+    """Of the rank that computes most. Ranks wait for each other, so that the others do not count; ``pulled`` and
+    ``own_keys`` are the most of any rank."""
+    works = of_ranks(kind, per_node)
+    return Work(*map(max, zip(*works, strict=True)))._replace(pulled_near=min(w.pulled_near for w in works))
+
+
+def of_ranks(kind: Kind, per_node: int) -> list[Work]:
+    """Of the ranks of a column. ``per_node``: consecutive ranks of it that share a node."""
+    queries, keys = ([row.segments for row in grid_rows(kind, lens)] for lens in (kind.q_lens, kind.kv_lens))
+    works = []
+    for rank, (q, own) in enumerate(zip(queries, keys, strict=True)):
+        at = kind.among_keys(q)
+        seen = [kind.mask.keys_of(s.start, s.stop, kind.kv_lens[s.request]) for s in at]
+        buffer = buffer_of((Segment(s.request, lo, hi) for s, (lo, hi) in zip(at, seen, strict=True) if lo < hi), own)
+        first = rank // per_node * per_node
+        near = [i for i in range(first, min(first + per_node, kind.outer)) if i != rank]
+        near_copies = [copies_of(i, stored(keys[i]), buffer) for i in near]
+        work = Work(
+            rows=_shards.count(q),
+            pairs=sum(visible(kind.mask, s.start, s.stop, kind.kv_lens[s.request]) for s in at),
+            planned_pairs=pairs_of((s.stop - s.start for s in at), (hi - lo for lo, hi in seen), kind.mask.right == 0),
+            own_keys=_shards.count(own),
+            pulled=sum(p.stop - p.start for p in buffer) - _shards.count(own),
+            pulled_near=sum(c.rows for copies in near_copies for c in copies),
+            # Of many ranges, one gather and one scatter, or one message. Other nodes' ranks have as many segments.
+            copies=sum(n if n <= 4 * MOST_COPIES else 2 for n in map(len, near_copies))
+            if kind.outer <= per_node
+            else (len(own) if len(own) <= MOST_COPIES else 1) * (kind.outer - 1),
+        )
+        works.append(work)
+    return works
+
+
+# --- prefill ---
 
 # Two H100s, 2026-11-26: copies over NVLink by the copy engines, and causal attention of 16k to 128k tokens.
 LINK_BYTES_PER_SECOND = 350e9
@@ -98,8 +151,8 @@ class Estimate(NamedTuple):
 
 def one_gpu(problem: Problem, cluster: Cluster) -> float:
     """Seconds of the whole problem on one."""
-    work = _work.slowest(problem.kind(1, 1), 1)
-    return _attention(problem, cluster, work.rows, work.pairs, problem.num_qo_heads) + CALL_START
+    work = slowest(problem.kind(1, 1), 1)
+    return _attention(problem, cluster, work.rows, work.pairs, problem.num_qo_heads) + hw.CALL_START
 
 
 def _attention(problem: Problem, cluster: Cluster, rows: int, pairs: int, heads: int, masked: bool = True) -> float:
@@ -117,27 +170,27 @@ def allgather(problem: Problem, cluster: Cluster, captured: bool = False) -> Est
 def _gathered(problem: Problem, cluster: Cluster, kind: Kind, per_node: int, captured: bool) -> Estimate:
     """Keys come in groups of heads; attention of a group starts when it is there and the group before is done.
     ``problem``: of the heads that a rank of the column has."""
-    work = _work.slowest(kind, per_node)
+    work = slowest(kind, per_node)
     compute = _attention(problem, cluster, work.rows, work.pairs, problem.num_qo_heads)
     key_bytes = float((work.own_keys + work.pulled) * problem.row_bytes)
     if kind.outer == 1:
-        return Estimate("allgather", compute, 0.0, 0.0, CALL_START, key_bytes)
+        return Estimate("allgather", compute, 0.0, 0.0, hw.CALL_START, key_bytes)
     head_dims = problem.head_dim_qk + problem.head_dim_vo
     flops = work.planned_pairs * 2 * head_dims * problem.num_qo_heads
     count = _head_groups(flops, work.pulled * problem.row_bytes, captured)
     shares = _shares_of_heads(problem.num_kv_heads, count)
     in_node = kind.outer <= per_node
     stored = 2 * work.own_keys * problem.row_bytes / cluster.gpu.memory
-    now = there = stored + (BARRIER if in_node else 0.0)
+    now = there = stored + (hw.BARRIER if in_node else 0.0)
     exposed = transfer = 0.0
     for share in shares:
         seconds = _transfer(work, share * problem.row_bytes, in_node)
         there, transfer = there + seconds, transfer + seconds
         exposed += max(there - now, 0.0)
-        now = max(there, now) + share * compute + CALL_START
-    last = max(there + (BARRIER if in_node else 0.0) - now, 0.0)
-    host = HOST_CALL + (len(shares) - 1) * (HOST_GROUP_COPIES if in_node else HOST_GROUP_MESSAGES)
-    host += 0.0 if in_node else 2 * work.copies * len(shares) * HOST_MESSAGE
+        now = max(there, now) + share * compute + hw.CALL_START
+    last = max(there + (hw.BARRIER if in_node else 0.0) - now, 0.0)
+    host = hw.HOST_CALL + (len(shares) - 1) * (hw.HOST_GROUP_COPIES if in_node else hw.HOST_GROUP_MESSAGES)
+    host += 0.0 if in_node else 2 * work.copies * len(shares) * hw.HOST_MESSAGE
     total = max(now + last, 0.0 if captured else host)
     return Estimate("allgather", compute, transfer, exposed + last, total - compute - exposed - last, key_bytes)
 
@@ -152,14 +205,14 @@ def _shares_of_heads(num_kv_heads: int, count: int) -> list[float]:
 
 def _transfer(work: Work, row_bytes: float, in_node: bool) -> float:
     if in_node:
-        return work.pulled * row_bytes / COPY.bandwidth + work.copies * COPY.latency
+        return work.pulled * row_bytes / hw.COPY.bandwidth + work.copies * hw.COPY.latency
     return message_seconds(work.pulled_near * row_bytes, (work.pulled - work.pulled_near) * row_bytes)
 
 
 def ring(problem: Problem, cluster: Cluster, captured: bool = False) -> Estimate:
     """In each step a rank attends to the keys of one rank, merges the result, and gets those of the next."""
     kind = problem.kind(cluster.world, 1)
-    work, steps, memory = _work.slowest(kind, cluster.per_node), cluster.world, cluster.gpu.memory
+    work, steps, memory = slowest(kind, cluster.per_node), cluster.world, cluster.gpu.memory
     row_elements = problem.num_qo_heads * problem.head_dim_vo
     own = _attention(problem, cluster, work.rows, 0, problem.num_qo_heads)
     others = _attention(problem, cluster, work.rows, work.pairs, problem.num_qo_heads, masked=False)
@@ -171,10 +224,10 @@ def ring(problem: Problem, cluster: Cluster, captured: bool = False) -> Estimate
     own_bytes = work.own_keys * problem.row_bytes
     near, far = (own_bytes, 0.0) if cluster.is_node else (0.0, own_bytes)
     seconds = message_seconds(near, far)
-    step = compute / steps + merge + CALL_START
+    step = compute / steps + merge + hw.CALL_START
     exposed = (steps - 1) * max(seconds - step, 0.0)
-    overhead = steps * (merge + CALL_START + RING_START) + around
-    host = 0.0 if captured else HOST_CALL + steps * HOST_RING_STEP
+    overhead = steps * (merge + hw.CALL_START + hw.RING_START) + around
+    host = 0.0 if captured else hw.HOST_CALL + steps * hw.HOST_RING_STEP
     overhead += max(host - compute - exposed - overhead, 0.0)
     return Estimate("ring", compute, (steps - 1) * seconds, exposed, overhead, 2.0 * own_bytes)
 
@@ -200,11 +253,11 @@ def _heads_for_tokens(problem: Problem, cluster: Cluster, outer: int, inner: int
     back = rows * heads * problem.head_dim_vo * problem.out_size
     near = min(inner, cluster.per_node) - 1
     far = inner - 1 - near
-    transfer = sum(message_seconds(near * n, far * n) + HEADS_START for n in (there, back))
+    transfer = sum(message_seconds(near * n, far * n) + hw.HEADS_START for n in (there, back))
     # What is sent is packed and unpacked, each of which reads and writes it; what stays is copied.
     copies = (there + back) * (4 * (inner - 1) + 2) / cluster.gpu.memory
     gpu = estimate.seconds + transfer + copies
-    host = 0.0 if captured else HOST_CALL + HOST_GROUP_MESSAGES + 8 * (inner - 1) * HOST_MESSAGE
+    host = 0.0 if captured else hw.HOST_CALL + hw.HOST_GROUP_MESSAGES + 8 * (inner - 1) * hw.HOST_MESSAGE
     return estimate._replace(
         transfer=estimate.transfer + transfer,
         exposed=estimate.exposed + transfer,
@@ -256,5 +309,63 @@ def best(found: dict[str, Estimate | str]) -> Estimate:
 @functools.lru_cache(256)
 def choose(problem: Problem, world: int, per_node: int) -> str:
     """What comm="auto" is of a group, whose ranks are no mesh. Figures are those of H100 on every GPU."""
-    found = estimates(problem, Cluster(GPUS["h100"], world, per_node))
+    found = estimates(problem, Cluster(hw.GPUS["h100"], world, per_node))
     return best({comm: e for comm, e in found.items() if comm != "hybrid"}).comm
+
+
+# --- decode steps whose cache is spread over ranks: ``dcp_decode()``, in a CUDA graph ---
+
+
+class Step(NamedTuple):
+    """A token of every request. Head dimensions of keys and values are one."""
+
+    lens: tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_size: int  # of the cache; queries and outputs have 16 bits
+
+
+class StepEstimate(NamedTuple):
+    """Seconds."""
+
+    comm: str
+    keys: float  # attention to the keys of a rank
+    gather: float  # queries of all heads
+    combine: float
+    key_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.keys + self.gather + self.combine
+
+
+# Of a combine by messages: outputs and LSEs packed and stored, and the merge.
+PACK_KERNELS = 5
+
+
+def step_estimate(step: Step, cluster: Cluster, comm: str = "auto") -> StepEstimate:
+    world, rows = cluster.world, len(step.lens)
+    row_bytes = 2 * step.num_kv_heads * step.head_dim * step.element_size
+    key_bytes = sum(-(-n // world) for n in step.lens) * row_bytes
+    keys = cluster.gpu.decode_start + key_bytes / cluster.gpu.memory
+    if world == 1:
+        return StepEstimate("-", keys, 0.0, 0.0, key_bytes)
+    # Where ranks cannot share the heads, all have all of them: nothing to gather, but states of all heads to combine.
+    owned = step.num_qo_heads % world == 0
+    state = rows * step.num_qo_heads * step.head_dim * 2
+    to_each = state // world if owned else state
+    gather, combine, comm = exchanged(to_each, cluster, owned, comm)
+    return StepEstimate(comm, keys, gather, combine, key_bytes)
+
+
+def exchanged(to_each: int, cluster: Cluster, owned: bool, comm: str = "auto") -> tuple[float, float, str]:
+    """Seconds to gather queries and to combine, ``to_each`` bytes from each rank to each, and how."""
+    world = cluster.world
+    if cluster.is_node and world <= MOST_RANKS and (comm == "symmetric" or to_each <= MOST_BYTES) and comm != "a2a":
+        seconds = hw.EXCHANGE.latency + (world - 1) * to_each / hw.EXCHANGE.bandwidth
+        return (seconds if owned else 0.0), seconds, "symmetric"
+    near = min(world, cluster.per_node) - 1
+    seconds = message_seconds(near * to_each, (world - 1 - near) * to_each)
+    gather = seconds + 2 * hw.SHORT_KERNEL if owned else 0.0  # the copy of own heads, and all of them in order
+    return gather, seconds + PACK_KERNELS * hw.SHORT_KERNEL, "a2a"

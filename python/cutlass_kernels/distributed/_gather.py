@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import attention
-from ._indices import Indices
 from ._peers import Peers
 from ._plans import Gather
+from ._rows import Indices
 from ._transport import open_transport
 
 

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from .._core import checks, hints
-from . import _cost, _gather, _heads, _nodes, _ops, _plans, _request, _ring
+from . import _cost, _gather, _heads, _ops, _request, _ring, _symmetric
 from ._agreement import Facts, agree, form
 from ._gather import Shard, State
 from ._heads import HeadsOfRows
 from ._peers import Grid, Group, Peers, grid_of, is_capturing
 from ._plans import Kind, Plan, plan_of
 from ._request import Roles
+from ._rows import keep
+from ._shards import plain
 
 
 @_ops.traceable(_ops.like_queries, of_mesh=True)
@@ -101,7 +103,7 @@ def cp_prefill(
     """
     hints.tensors(q=q, k=k, v=v)
     grid = group if isinstance(group, Grid) else grid_of(group)
-    seqlens, kv_seqlens = _request.plain(seqlens), _request.plain(kv_seqlens)
+    seqlens, kv_seqlens = plain(seqlens), plain(kv_seqlens)
     window = tuple(window) if isinstance(window, list) else window
     options = dict(
         logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, lse_base=lse_base, batch_invariant=batch_invariant
@@ -109,7 +111,8 @@ def cp_prefill(
     scales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
     def prepare() -> tuple[Facts, tuple[Kind, str]]:
-        per_node = _nodes.ranks_per_node(grid.outer, q.device) if grid.inner is None else 1  # by all ranks, so first
+        # By all ranks, so first.
+        per_node = _symmetric.ranks_per_node(grid.outer, q.device) if grid.inner is None else 1
         kind, num_kv_heads = _request.check(
             q, k, v, grid, comm, layout, block_size, seqlens, kv_seqlens, page_table, kv_layout
         )
@@ -143,7 +146,7 @@ def cp_prefill(
     kind, comm = agree(grid, ("cp_prefill", *of_tensors, seqlens, kv_seqlens, *others), prepare)
     plan = plan_of(kind)
     if is_capturing():
-        _plans.keep(grid.outer.group, plan)
+        keep(grid.outer.group, plan)
     if page_table is not None:
         _request.check_pages(k, page_table, kv_layout, kind, grid.rank)
         k, v = _from_pages(k, v, page_table, kv_layout, plan, grid.rank)

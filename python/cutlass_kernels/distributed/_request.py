@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .._attend import checked_calls
-from .._core import checks
+from .._core import call_table, checks
 from .._core.call_table import Call
 from . import _heads, _shards
-from ._gather_plan import Mask
 from ._peers import Grid, Peers
-from ._plans import Kind
+from ._plans import Kind, Mask
 
 COMMS = ("auto", "allgather", "ring", "ulysses", "hybrid")
 
@@ -27,8 +25,7 @@ class Roles(NamedTuple):
 
 
 def roles(grid: Grid, comm: str) -> Roles:
-    if comm not in COMMS:
-        raise ValueError(f"comm={comm!r} is not one of {', '.join(map(repr, COMMS))}.")
+    _shards.check_choice("comm", comm, COMMS)
     if grid.inner is not None:
         if comm == "ulysses":
             raise ValueError("comm='ulysses' with a mesh of 2 dimensions: use 'hybrid', or a mesh of one.")
@@ -65,13 +62,6 @@ def mask_of(causal: bool, window: tuple[int, int], chunk_size: int) -> Mask:
         raise ValueError(f"chunk_size={chunk_size} needs causal=True here.")
     left, right = (n if n >= 0 else -1 for n in window)
     return Mask(left, 0 if causal else right, chunk_size)
-
-
-def plain(lens: Sequence[int] | torch.Tensor | None) -> Any:
-    """Lengths that can be compared: a tuple, where they are a list or a tensor of the host."""
-    if isinstance(lens, torch.Tensor) and not lens.is_cuda:
-        lens = lens.tolist()
-    return tuple(lens) if isinstance(lens, list) else lens
 
 
 def check(
@@ -127,7 +117,7 @@ def check(
 
 
 def _rows(kind: Kind, lens: tuple[int, ...], rank: int) -> int:
-    return _shards.count(_shards.split(kind.layout, lens, kind.world, kind.block_size)[rank])
+    return _shards.count(kind.shards(lens)[rank])
 
 
 def check_pages(k: torch.Tensor, page_table: torch.Tensor, kv_layout: str, kind: Kind, rank: int) -> None:
@@ -153,7 +143,7 @@ def check_options(
 ) -> None:
     """Checks the other arguments as ``attention()`` does, with the rows and keys of this rank."""
     lse_base = options.pop("lse_base")
-    check_base(lse_base)
+    call_table.is_natural(lse_base)
     offsets = torch.zeros(requests + 1, dtype=torch.int32)
     if page_table is None:
         options["cu_seqlens_k"] = offsets
@@ -171,11 +161,6 @@ def check_comm(num_qo_heads: int, num_kv_heads: int, kind: Kind, comm: str) -> N
             fault = "comm='ring' serves causal masks and none: use comm='allgather', which sends a halo of a window."
     if fault is not None:
         raise ValueError(fault)
-
-
-def check_base(lse_base: float) -> None:
-    if lse_base not in (2, math.e):
-        raise ValueError(f"lse_base={lse_base} is not served: use 2, or math.e for the natural logarithm.")
 
 
 def _told(numbers: tuple[int, ...]) -> str:

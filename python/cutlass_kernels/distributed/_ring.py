@@ -18,6 +18,7 @@ from .. import attention, merge_state_in_place
 from ._gather import Shard, State, scales_of_segments
 from ._peers import Message, Peers, exchange, wait
 from ._plans import Plan
+from ._transport import views_of
 
 
 def attend(shard: Shard, plan: Plan, peers: Peers) -> State:
@@ -26,7 +27,8 @@ def attend(shard: Shard, plan: Plan, peers: Peers) -> State:
     most = max(row.rows for row in plan.kv_grid_rows)
     width = k.size(1) * (k.size(2) + v.size(2))
     here, coming = (k.new_empty(most, width) for _ in range(2))
-    _write(here, k, v)
+    for room, own in zip(views_of(here[: k.size(0)], k, v), (k, v), strict=True):
+        room.copy_(own)
     out = torch.zeros(*q.shape[:2], v.size(2), dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
     after, before = (peers.rank + 1) % peers.world, (peers.rank - 1) % peers.world
@@ -48,12 +50,6 @@ def attend(shard: Shard, plan: Plan, peers: Peers) -> State:
     return State(out.to(shard.o_dtype), lse if shard.return_lse else None)
 
 
-def _write(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    rows, split = k.size(0), k.size(1) * k.size(2)
-    buffer[:rows, :split].unflatten(1, k.shape[1:]).copy_(k)
-    buffer[:rows, split:].unflatten(1, v.shape[1:]).copy_(v)
-
-
 def _add(
     shard: Shard, plan: Plan, rank: int, owner: int, buffer: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
@@ -65,16 +61,16 @@ def _add(
     rows = [s.stop - s.start for s in plan.queries[rank]]
     if q.size(0) == 0 or not any(counts):
         return
-    split = k.size(1) * k.size(2)
     cu_seqlens_q, cu_seqlens_k, seqused_k = plan.indices.get(
         ("ring", rank, owner),
         q.device,
         lambda: [[0, *accumulate(rows)], [*begins, buffer.size(0)], counts],
     )
+    keys, values = views_of(buffer, k, v)
     state = attention(
         q,
-        buffer[:, :split].unflatten(1, k.shape[1:]),
-        buffer[:, split:].unflatten(1, v.shape[1:]),
+        keys,
+        values,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
@@ -92,21 +88,17 @@ def _add(
 
 def _seen(plan: Plan, rank: int, owner: int, causal: bool) -> tuple[list[int], list[int]]:
     """How many keys of the owner each query segment sees, the first ones of its request, and where these begin."""
-    totals: dict[int, int] = {}
-    begins: dict[int, int] = {}
+    # Of each request, its first row, where its segments end, and how many keys stand before that. Both ascend.
+    of_request: dict[int, tuple[int, list[int], list[int]]] = {}
     row = 0
     for request, start, stop in plan.kv_grid_rows[owner].segments:
-        begins.setdefault(request, row)
-        row += stop - start
-        totals[request] = totals.get(request, 0) + stop - start
-    # Of each request, where its segments end, and how many keys stand before that. Both ascend.
-    ends: dict[int, tuple[list[int], list[int]]] = {}
-    for request, start, stop in plan.kv_grid_rows[owner].segments:
-        stops, keys = ends.setdefault(request, ([], [0]))
+        _, stops, keys = of_request.setdefault(request, (row, [], [0]))
         stops.append(stop)
         keys.append(keys[-1] + stop - start)
-    counts = []
+        row += stop - start
+    counts, begins = [], []
     for request, _, stop in plan.queries[rank]:
-        stops, keys = ends.get(request, ([], [0]))
-        counts.append(keys[bisect.bisect_right(stops, stop)] if causal else totals.get(request, 0))
-    return counts, [begins.get(q.request, 0) for q in plan.queries[rank]]
+        begin, stops, keys = of_request.get(request, (0, [], [0]))
+        counts.append(keys[bisect.bisect_right(stops, stop)] if causal else keys[-1])
+        begins.append(begin)
+    return counts, begins

@@ -1,17 +1,23 @@
-"""Memory that every rank of a node maps, and copies from it by the copy engines, which leave the SMs to attention.
+"""Memory that every rank of a node maps: copies between them by the copy engines, which leave the SMs to attention, and
+exchanges of few rows by one kernel, which writes to the other GPUs, waits, and merges or copies.
 
-Symmetric memory of torch 2.8 and newer, over NVLink. Where a group has none, keys travel as messages.
+Symmetric memory of torch 2.8 and newer, over NVLink. Where a group has none, messages are sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import warnings
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .._compute import kernels
+from .._compute.merging import NAME_OF_STATE
+from .._core import native
 from ._agreement import gather_facts
 from ._peers import Peers, is_capturing, timeout_of
 
@@ -143,12 +149,113 @@ def _allocate(size: int, device: torch.device) -> tuple[torch.Tensor | None, str
 
 def _node(device: torch.device) -> str | None:
     """The same on ranks whose GPUs reach one another's memory; None where this one reaches no other."""
-    import socket
-
     if device.type != "cuda":
         return None
-
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     if any(not torch.cuda.can_device_access_peer(device, i) for i in others):
         return None
     return socket.gethostname()
+
+
+# --- nodes ---
+
+_per_node: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def ranks_per_node(peers: Peers, device: torch.device) -> int:
+    """How many ranks of a group share a node, the same on every rank: the fewest of any node, 1 where GPUs cannot reach
+    each other's memory. Collective at the first call with a group, so all ranks call it, whatever else they disagree
+    on."""
+    if peers.world == 1:
+        return 1
+    if peers.group not in _per_node:
+        if is_capturing():
+            return peers.world
+        nodes = gather_facts(peers, "the node that it is on", _node(device))
+        counts = [1 if node is None else nodes.count(node) for node in nodes]
+        _per_node[peers.group] = min(counts)
+    return _per_node[peers.group]
+
+
+# --- exchanges by one kernel ---
+
+MOST_RANKS = 16  # kMostRanks of ranks.h
+MOST_BYTES = 4 << 20  # to send to a rank; above, NCCL has more of the links
+
+
+def serves(x: torch.Tensor, peers: Peers) -> bool:
+    """Whether there is a kernel for ``[rows, heads, dim]`` of this kind, leaving the group aside."""
+    return (
+        x.is_cuda
+        and 1 < peers.world <= MOST_RANKS
+        and x.dtype in NAME_OF_STATE
+        and x.size(2) * x.element_size() % 16 == 0
+        and kernels.move(x)
+    )
+
+
+def combine(
+    out: torch.Tensor, lse: torch.Tensor, peers: Peers, scatter: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The state over the keys of all ranks; None where the group has no symmetric memory."""
+    rows, heads, dim = out.shape
+    place = _place(out, peers, scatter)
+    if place is None:
+        return None
+    own = heads // peers.world if scatter else heads
+    merged, merged_lse = out.new_empty(rows, own, dim), lse.new_empty(rows, own)
+    out = _aligned(out)
+    with torch.cuda.device(out.device):
+        native._C.combine_ranks(
+            NAME_OF_STATE[out.dtype],
+            rows,
+            heads,
+            dim,
+            out.data_ptr(),
+            *out.stride()[:2],
+            lse.data_ptr(),
+            *lse.stride(),
+            scatter,
+            merged.data_ptr(),
+            merged_lse.data_ptr(),
+            *place,
+        )
+    return merged, merged_lse
+
+
+def gather_heads(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:
+    """``[rows, heads, dim]`` of every rank as ``[rows, all heads, dim]``; None without symmetric memory."""
+    rows, heads, dim = x.shape
+    place = _place(x, peers, False)
+    if place is None:
+        return None
+    x = _aligned(x)
+    whole = x.new_empty(rows, heads * peers.world, dim)
+    with torch.cuda.device(x.device):
+        native._C.gather_heads(
+            NAME_OF_STATE[x.dtype],
+            rows,
+            heads,
+            dim,
+            x.data_ptr(),
+            *x.stride()[:2],
+            whole.data_ptr(),
+            *place,
+        )
+    return whole
+
+
+def _place(x: torch.Tensor, peers: Peers, scatter: bool) -> tuple[Any, ...] | None:
+    """Where a kernel writes, as it takes that: rank, memory of all ranks, timeout and stream."""
+    size = native._C.exchange_bytes(NAME_OF_STATE[x.dtype], *x.shape, peers.world, scatter)
+    shared = workspace(peers, size, x.device, "exchange")
+    if shared is None:
+        return None
+    stream = torch.cuda.current_stream(shared.device).cuda_stream
+    return peers.rank, shared.pointers, shared.size, int(shared.timeout * 1e9), stream
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Rows of 16 bytes that follow one another; a copy where x has others."""
+    bits = x.data_ptr() | (x.stride(0) | x.stride(1)) * x.element_size()
+    return x if x.stride(2) == 1 and bits % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ def open_transport(groups: list[Keys], gather: Gather, peers: Peers | None) -> T
     return Copies(groups, widths, gather, workspace)
 
 
-def _views(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Keys:
+def views_of(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Keys:
     """K and V as parts of a buffer ``[rows, width]``."""
     split = k.size(1) * k.size(2)
     return buffer[:, :split].unflatten(1, k.shape[1:]), buffer[:, split:].unflatten(1, v.shape[1:])
@@ -79,7 +79,7 @@ class Messages:
         self.groups = []
         for k, v in groups:
             buffer = k.new_empty(gather.plan.buffer_rows, k.size(1) * k.size(2) + v.size(1) * v.size(2))
-            keys = _views(buffer, k, v)
+            keys = views_of(buffer, k, v)
             _store(gather.own, keys, _pages(keys), k, v)
             sent = [Message(peer, rows.take(buffer)) for peer, messages in gather.sent for rows in messages]
             received, packed = [], []
@@ -164,7 +164,7 @@ class _Room:
         shape = (gather.most_rows, width)
         buffers = [workspace.of(rank, shape, k.dtype, begin) for rank in range(len(workspace.pointers))]
         own = buffers[workspace.rank]
-        self.keys = _views(own[: gather.plan.buffer_rows], k, v)
+        self.keys = views_of(own[: gather.plan.buffer_rows], k, v)
         self.pages = _pages(self.keys)
         self.here = torch.cuda.Event()  # when all that is pulled is
         self._ranges: list[Keys] = []
