@@ -16,8 +16,7 @@ INTERPRETER = "CK_TEST_OLDEST_TORCH"
 FILES = [
     "api/test_single_prefill.py",
     "api/test_single_decode.py",
-    "api/test_ragged.py",
-    "api/test_paged.py",
+    "api/test_batch_wrappers.py",
     "api/test_batch_decode.py",
     "api/test_cascade.py",
     "api/test_multi_level_cascade.py",
