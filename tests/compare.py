@@ -6,6 +6,8 @@ tolerances the error must stay within twice the error of a plain PyTorch computa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 
 from cutlass_kernels._cli.comparison import LSE_TOLERANCE, TOLERANCE, Errors, fault
@@ -66,3 +68,17 @@ def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor, name: str = "ou
     assert same, (
         f"{name}: differs bitwise; largest difference {float((actual.double() - expected.double()).abs().max()):.3g}"
     )
+
+
+def assert_all_bitwise(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    """As many tensors, of the same bits."""
+    for number, (x, y) in enumerate(zip(actual, expected, strict=True)):
+        assert_bitwise(x, y, f"result {number}")
+
+
+def assert_repeats(call: Callable[[], Sequence[torch.Tensor]], times: int) -> Sequence[torch.Tensor]:
+    """Calls that follow the first give its bits. Returns the first results."""
+    first = call()
+    for _ in range(times):
+        assert_all_bitwise(call(), first)
+    return first

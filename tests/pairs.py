@@ -1,15 +1,39 @@
-"""Samples of stacked parameters: of every two values that some case combines, a case of the sample does, too."""
+"""Stacked parameters, and samples of them: every two values that some case combines, a case of the sample does, too."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
 
+import pytest
+import torch
+
 # Parameters that say where a case runs. Each of their values has a sample of its own.
 PLACES = {"target", "kernels", "kernel_backend", "device"}
+
+
+def every(**axes: Iterable[Any] | Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Parametrizes a test by all combinations: ``@every(dim=[64, 128], options={"full": Options()})``.
+
+    A mapping names its values. Others are named as they are written.
+    """
+
+    def decorate(test: Any) -> Any:
+        for name, values in axes.items():
+            ids: Any = _written
+            if isinstance(values, Mapping):
+                values, ids = values.values(), list(values)
+            test = pytest.mark.parametrize(name, list(values), ids=ids)(test)
+        return test
+
+    return decorate
+
+
+def _written(value: Any) -> str | None:
+    return str(value) if isinstance(value, (tuple, list, dict, torch.dtype)) else None  # None: as pytest names it
 
 
 def sample(cases: Sequence[tuple[Hashable, ...]]) -> list[int]:

@@ -120,6 +120,14 @@ class Batch:
         qs = self.q.split(self.qo_lens)
         return list(zip(qs, self.k.split(self.kv_lens), self.v.split(self.kv_lens)))
 
+    def followed_by(self, other: Batch) -> Batch:
+        """One batch of the requests of both."""
+        parts = (
+            [x.view(torch.uint8) for x in pair] for pair in ((self.q, other.q), (self.k, other.k), (self.v, other.v))
+        )
+        tensors = (torch.cat(pair).view(x.dtype) for pair, x in zip(parts, (self.q, self.k, self.v)))
+        return Batch([*self.qo_lens, *other.qo_lens], [*self.kv_lens, *other.kv_lens], *tensors)
+
     def dequantized(self, scale_q: torch.Tensor, scale_k: torch.Tensor, scale_v: torch.Tensor) -> Batch:
         """This batch in float32, with one factor per head of q, k and v."""
         scaled = (x.float() * s[:, None] for x, s in ((self.q, scale_q), (self.k, scale_k), (self.v, scale_v)))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise
-from disturbance import disturbed
+from gpu_calls import disturbed
 from registry import ENTRIES, Data, Entry, each
 from targets import Target
 

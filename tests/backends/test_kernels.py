@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 
+import planned_runs
 import pytest
 import torch
-from compare import assert_bitwise, assert_close, assert_lse_close
+from compare import assert_all_bitwise, assert_bitwise, assert_close, assert_repeats
+from pairs import every
+from planned_runs import compare, single, wrapper_for
 from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
 
+DEVICE = "cuda:0"
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Head dimensions of queries and values: compiled for a backend, or between those that are.
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 BETWEEN = [(16, 64), (72, 72), (80, 80), (80, 112), (96, 64), (64, 96), (128, 64), (64, 128), (160, 128), (160, 160)]
@@ -25,108 +30,99 @@ OPTIONS = {
     "alibi": Options(causal=True, pos_encoding_mode="ALIBI"),
     "alibi and cap": Options(window_left=60, pos_encoding_mode="ALIBI", logits_soft_cap=5.0),
 }
+CAUSAL = OPTIONS["causal"]
+RAGGED = ([200, 0, 390, 1, 250], [200, 7, 900, 50, 0])
 
-
-every_kind_of_tile = pytest.mark.parametrize(
-    "heads,lens",
-    [
-        ((4, 2), ([97], [133])),  # small tiles
-        ((70, 10), ([300], [333])),  # large tiles
-        ((70, 10), ([200, 0, 390, 1, 250], [200, 7, 900, 50, 0])),
-        ((16, 2), ([7, 0, 3, 20], [900, 33, 5, 40])),  # packed heads
-        ((16, 1), ([9], [5000])),  # packed heads, split keys
-        ((8, 8), ([2, 1, 2], [700, 64, 3])),  # decode tiles
-    ],
-    ids=["few", "many", "ragged", "append", "split", "short"],
+every_kind_of_tile = every(
+    **{
+        "heads,lens": {
+            "few": ((4, 2), ([97], [133])),  # small tiles
+            "many": ((70, 10), ([300], [333])),  # large tiles
+            "ragged": ((70, 10), RAGGED),
+            "append": ((16, 2), ([7, 0, 3, 20], [900, 33, 5, 40])),  # packed heads
+            "split": ((16, 1), ([9], [5000])),  # packed heads, split keys
+            "short": ((8, 8), ([2, 1, 2], [700, 64, 3])),  # decode tiles
+        }
+    }
 )
-masked_heads_and_rows = pytest.mark.parametrize(
-    "heads,rows", [((4, 2), 97), ((70, 10), 300), ((16, 2), 5), ((4, 2), 1)]
-)
+masked_heads_and_rows = every(**{"heads,rows": [((4, 2), 97), ((70, 10), 300), ((16, 2), 5), ((4, 2), 1)]})
 
 
-def attend(
-    backend: str, batch: Batch, options: Options, sinks: torch.Tensor | None = None, page_size: int | None = None
-):
+def batch_of(lens, heads, dims, dtype=torch.float16, device=DEVICE) -> Batch:
+    return make_batch(*lens, *heads, dims[0], head_dim_vo=dims[1], dtype=dtype, device=device)
+
+
+def attend(backend: str, batch: Batch, options: Options = CAUSAL, page_size: int | None = None, **more):
     """Output and LSE: with a page size by the paged wrapper, else a batch of one by the single call, others by the
     ragged wrapper."""
-    kwargs, sinks_of_run = options.plan_kwargs(), {} if sinks is None else {"sinks": sinks}
-    if options.custom_masks is not None:
-        kwargs["custom_mask"] = torch.cat([mask.reshape(-1) for mask in options.custom_masks])
     if len(batch.qo_lens) == 1 and page_size is None:
-        call = ck.single_prefill_with_kv_cache
-        return call(batch.q, batch.k, batch.v, return_lse=True, backend=backend, **kwargs, **sinks_of_run)
-    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=batch.device)
-    dims = {"head_dim_vo": batch.v.shape[2], "q_data_type": batch.q.dtype}
-    if page_size is not None:
-        paged = batch.paged(page_size, form="tuple")
-        of_pages = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-        of_pages.plan(batch.qo_indptr(), *paged.table(), *batch.heads, page_size, **dims, **kwargs)
-        return of_pages.run(batch.q, paged.cache, return_lse=True, **sinks_of_run)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **dims, **kwargs)
-    return wrapper.run(batch.q, batch.k, batch.v, return_lse=True, **sinks_of_run)
+        return single(backend, batch, options)
+    return planned_runs.attend(backend, batch, options, page_size, form="tuple", **more)
 
 
-def check(
-    backend: str, batch: Batch, options: Options, sinks: torch.Tensor | None = None, page_size: int | None = None
-) -> None:
-    out, lse = attend(backend, batch, options, sinks, page_size)
-    want = expect(batch, dataclasses.replace(options, sinks=sinks))
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+def check(backend: str, batch: Batch, options: Options = CAUSAL, page_size: int | None = None) -> None:
+    compare(attend(backend, batch, options, page_size), batch, options)
+
+
+def check_repeats(backend: str, batch: Batch, times: int, options: Options = CAUSAL, page_size: int | None = None):
+    """Calls that give what they must, and the same bits, whatever the calls before have left behind."""
+    call = functools.partial(attend, backend, batch, options, page_size)
+    compare(assert_repeats(call, times), batch, options)
 
 
 def check_masks(
     backend: str, heads: tuple[int, int], rows: int, dims: tuple[int, int], hidden: int, page_size: int | None
 ) -> None:
     """Custom masks that hide all keys from a row, and the last ``hidden`` of a request from all: whole KV blocks."""
-    lens = [rows, 1, rows], [203, 77, 500]
-    batch = make_batch(*lens, *heads, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, device="cuda:0")
+    batch = batch_of(([rows, 1, rows], [203, 77, 500]), heads, dims, torch.bfloat16)
     masks = batch.random_masks(0.3)
     masks[0][0] = False
     masks[-1][:, -hidden:] = False
     options = Options(custom_masks=masks, logits_soft_cap=4.0)
-    check(backend, batch, options, torch.linspace(-2.0, 4.0, heads[0], device="cuda:0"), page_size)
-    check(backend, batch, dataclasses.replace(options, window_left=90), page_size=page_size)
+    sinks = torch.linspace(-2.0, 4.0, heads[0], device=DEVICE)
+    check(backend, batch, dataclasses.replace(options, sinks=sinks), page_size)
+    check(backend, batch, dataclasses.replace(options, window_left=90), page_size)
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dims", [*DIMS, *BETWEEN], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("lens", [([97], [133]), ([70, 0, 1, 130], [200, 3, 40, 130])], ids=["single", "ragged"])
-def test_head_dims(target, dims, name, lens):
-    batch = make_batch(*lens, 4, 2, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, device=target.device)
-    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0], device=target.device) if name in ("window", "cap") else None
-    check(target.backend, batch, OPTIONS[name], sinks)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(
-    "lens",
-    [([300], [333]), ([640], [600]), ([200, 0, 390, 1, 250], [200, 7, 900, 50, 0])],
-    ids=["two tiles", "rows without keys", "ragged"],
+@every(
+    dims=[*DIMS, *BETWEEN],
+    name=OPTIONS.keys(),
+    lens={"single": ([97], [133]), "ragged": ([70, 0, 1, 130], [200, 3, 40, 130])},
 )
-def test_large_tiles(kernel_backend, dims, name, lens):
-    # 70 heads: enough tiles that the large kind is chosen, and more than one for most blocks of a persistent kernel.
-    batch = make_batch(*lens, 70, 10, dims[0], head_dim_vo=dims[1], device="cuda:0")
-    check(kernel_backend, batch, OPTIONS[name])
+def test_head_dims(target, dims, name, lens):
+    batch, options = batch_of(lens, (4, 2), dims, torch.bfloat16, target.device), OPTIONS[name]
+    if name in ("window", "cap"):
+        options = dataclasses.replace(options, sinks=torch.tensor([-1.0, 0.5, 2.0, 4.0], device=target.device))
+    check(target.backend, batch, options)
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("name", ["mask", "mask, window, cap and sinks", "mask and alibi", "alibi", "alibi and cap"])
-@pytest.mark.parametrize("page_size", [None, 1, 5, 16])
-@pytest.mark.parametrize(
-    "lens",
-    [([300], [203]), ([300, 0, 33, 1, 200, 130], [203, 7, 131, 50, 0, 321]), ([40, 63, 0, 17], [703, 2000, 9, 1101])],
-    ids=["single", "batch", "append"],
+@every(
+    dims=DIMS,
+    options=OPTIONS,
+    lens={"two tiles": ([300], [333]), "rows without keys": ([640], [600]), "ragged": RAGGED},
+)
+def test_large_tiles(kernel_backend, dims, options, lens):
+    # 70 heads: enough tiles that the large kind is chosen, and more than one for most blocks of a persistent kernel.
+    check(kernel_backend, batch_of(lens, (70, 10), dims), options)
+
+
+@pytest.mark.pairwise
+@every(
+    dims=DIMS,
+    name=["mask", "mask, window, cap and sinks", "mask and alibi", "alibi", "alibi and cap"],
+    page_size=[None, 1, 5, 16],
+    lens={
+        "single": ([300], [203]),
+        "batch": ([300, 0, 33, 1, 200, 130], [203, 7, 131, 50, 0, 321]),
+        "append": ([40, 63, 0, 17], [703, 2000, 9, 1101]),
+    },
 )
 def test_general_tiles(kernel_backend, dims, name, page_size, lens):
     # Keys in numbers that are no multiple of 8: every row, and but for bytes every request, begins at another bit.
-    batch = make_batch(*lens, 8, 2, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, device="cuda:0")
-    options, sinks = OPTIONS.get(name, Options(causal=True)), None
+    batch = batch_of(lens, (8, 2), dims, torch.bfloat16)
+    options = OPTIONS.get(name, CAUSAL)
     if "mask" in name:
         masks = batch.random_masks(0.3)
         masks[0][[row for row in (0, 39, 63, 64, 299) if row < len(masks[0])]] = False
@@ -135,105 +131,67 @@ def test_general_tiles(kernel_backend, dims, name, page_size, lens):
             masks[2][:] = False
         options = dataclasses.replace(options, custom_masks=masks)
     if name == "mask, window, cap and sinks":
-        options = dataclasses.replace(options, window_left=90, logits_soft_cap=4.0)
-        sinks = torch.linspace(-2.0, 4.0, 8, device="cuda:0")
+        sinks = torch.linspace(-2.0, 4.0, 8, device=DEVICE)
+        options = dataclasses.replace(options, window_left=90, logits_soft_cap=4.0, sinks=sinks)
     if name == "mask and alibi":
         options = dataclasses.replace(options, pos_encoding_mode="ALIBI")
-    check(kernel_backend, batch, options, sinks, page_size)
+    check(kernel_backend, batch, options, page_size)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@every(dims=DIMS)
 def test_masks_for_many_tiles(kernel_backend, dims):
     # More than one tile for most blocks of a persistent kernel: each must find the mask of its request.
-    lens = ([300, 1, 640, 5, 130], [333, 900, 601, 77, 131])
-    batch = make_batch(*lens, 70, 10, dims[0], head_dim_vo=dims[1], device="cuda:0")
-    options = Options(custom_masks=batch.random_masks())
-    check(kernel_backend, batch, options)
-    out, lse = attend(kernel_backend, batch, options)
-    for _ in range(10):
-        again, lse_again = attend(kernel_backend, batch, options)
-        assert_bitwise(again, out)
-        assert_bitwise(lse_again, lse, "lse")
+    batch = batch_of(([300, 1, 640, 5, 130], [333, 900, 601, 77, 131]), (70, 10), dims)
+    check_repeats(kernel_backend, batch, 10, Options(custom_masks=batch.random_masks()))
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("name", ["causal", "window", "cap"])
-@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 64, 128])
+@every(dims=DIMS, name=["causal", "window", "cap"], page_size=[1, 3, 8, 16, 24, 64, 128])
 def test_pages_of_heads_of_their_own(kernel_backend, dims, name, page_size):
     # One query head per key head: rows are not packed, however few.
-    lens = [200, 0, 390, 1, 250], [200, 7, 900, 50, 0]
-    batch = make_batch(*lens, 6, 6, dims[0], head_dim_vo=dims[1], device="cuda:0")
-    check(kernel_backend, batch, OPTIONS[name], page_size=page_size)
+    check(kernel_backend, batch_of(RAGGED, (6, 6), dims), OPTIONS[name], page_size)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("lens", [([700], [700]), ([300, 1, 64, 500], [300, 900, 64, 700])], ids=["single", "ragged"])
+@every(dims=DIMS, dtype=HALF, lens={"single": ([700], [700]), "ragged": ([300, 1, 64, 500], [300, 900, 64, 700])})
 def test_fifty_runs_give_the_same_bits(kernel_backend, dims, dtype, lens):
-    # Whichever block computes a tile, and whatever the calls before have left behind.
-    batch = make_batch(*lens, 32, 4, dims[0], head_dim_vo=dims[1], dtype=dtype, device="cuda:0")
-    options = Options(causal=True, window_left=400)
-    out, lse = attend(kernel_backend, batch, options)
-    want = expect(batch, options)
-    assert_close(out, want.out, want.baseline)
-    for _ in range(50):
-        again, lse_again = attend(kernel_backend, batch, options)
-        assert_bitwise(again, out)
-        assert_bitwise(lse_again, lse, "lse")
+    # Whichever block computes a tile.
+    batch = batch_of(lens, (32, 4), dims, dtype)
+    check_repeats(kernel_backend, batch, 50, Options(causal=True, window_left=400))
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("name", ["causal", "cap"])
+@every(dims=DIMS, name=["causal", "cap"])
 def test_tiles_of_one_block(kernel_backend, dims, name):
     # The loads of a tile follow on the heels of the one before: what is overwritten too early shows here.
     qo_lens = [(37 * i) % 130 for i in range(48)]
     kv_lens = [(53 * i) % 61 + n for i, n in enumerate(qo_lens)]
-    batch = make_batch(qo_lens, kv_lens, 16, 4, dims[0], head_dim_vo=dims[1], device="cuda:0")
-    out, lse = attend(kernel_backend, batch, OPTIONS[name])
-    want = expect(batch, OPTIONS[name])
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
-    for _ in range(30):
-        again, lse_again = attend(kernel_backend, batch, OPTIONS[name])
-        assert_bitwise(again, out)
-        assert_bitwise(lse_again, lse, "lse")
+    check_repeats(kernel_backend, batch_of((qo_lens, kv_lens), (16, 4), dims), 30, OPTIONS[name])
 
 
 def test_calls_of_different_shapes_in_a_row(kernel_backend):
-    shapes: Sequence[tuple[list[int], list[int], int, tuple[int, int]]] = [
-        ([1], [900], 8, (128, 128)),
-        ([900], [900], 32, (64, 64)),
-        ([3], [0], 4, (256, 256)),
-        ([200], [100], 70, (192, 128)),
-        ([64, 64], [500, 3], 8, (128, 128)),
-    ]
     made = [
-        make_batch(qo, kv, heads, 2, dims[0], head_dim_vo=dims[1], device="cuda:0") for qo, kv, heads, dims in shapes
+        batch_of(([1], [900]), (8, 2), (128, 128)),
+        batch_of(([900], [900]), (32, 2), (64, 64)),
+        batch_of(([3], [0]), (4, 2), (256, 256)),
+        batch_of(([200], [100]), (70, 2), (192, 128)),
+        batch_of(([64, 64], [500, 3]), (8, 2), (128, 128)),
     ]
-    first = [attend(kernel_backend, batch, Options(causal=True)) for batch in made]
-    for batch, (out, lse) in zip(made, first):
-        want = expect(batch, Options(causal=True))
-        assert_close(out, want.out, want.baseline)
-        assert_lse_close(lse, want.lse)
-    for _ in range(5):
-        for batch, (out, _) in zip(made, first):
-            assert_bitwise(attend(kernel_backend, batch, Options(causal=True))[0], out)
+    first = assert_repeats(lambda: [x for batch in made for x in attend(kernel_backend, batch)], 5)
+    for batch, result in zip(made, zip(first[::2], first[1::2])):
+        compare(result, batch, CAUSAL)
 
 
 def test_single_calls_on_several_streams_at_once(kernel_backend):
-    batches = [make_batch([600], [600], 32, 8, 64, device="cuda:0", seed=seed) for seed in range(4)]
-    wanted = [attend(kernel_backend, batch, Options(causal=True))[0] for batch in batches]
+    batches = [make_batch([600], [600], 32, 8, 64, device=DEVICE, seed=seed) for seed in range(4)]
+    wanted = [attend(kernel_backend, batch)[0] for batch in batches]
     streams = [torch.cuda.Stream() for _ in batches]
     torch.cuda.synchronize()
     for _ in range(10):
         outs = []
         for batch, stream in zip(batches, streams):
             with torch.cuda.stream(stream):
-                outs.append(attend(kernel_backend, batch, Options(causal=True))[0])
+                outs.append(attend(kernel_backend, batch)[0])
         torch.cuda.synchronize()
-        for out, want in zip(outs, wanted):
-            assert_bitwise(out, want)
+        assert_all_bitwise(outs, wanted)
 
 
 @pytest.mark.gpu
@@ -244,22 +202,19 @@ class TestTileCounters:
     def test_zero_after_every_call(self):
         from cutlass_kernels import _C
 
-        batch = make_batch([700], [700], 32, 8, 64, device="cuda:0")
-        attend("fa3", batch, Options(causal=True))
-        counters = _C.counters(0, torch.cuda.current_stream().cuda_stream)
-        assert not counters.any()
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
-            torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0"), backend="fa3"
-        )
+        batch = make_batch([700], [700], 32, 8, 64, device=DEVICE)
+        attend("fa3", batch)
+        assert not _C.counters(0, torch.cuda.current_stream().cuda_stream).any()
+        wrapper = wrapper_for("fa3", DEVICE, paged=False)
         wrapper._int_workspace_buffer.fill_(255)
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+        tensors = planned_runs.plan(wrapper, batch, CAUSAL)
         for _ in range(3):
-            wrapper.run(batch.q, batch.k, batch.v)
+            wrapper.run(batch.q, *tensors)
             assert not wrapper._int_workspace_buffer[:8].any()
 
     def test_results_do_not_depend_on_who_computes_a_tile(self):
         # Which thread block takes a tile depends on what else the GPU does.
-        batch, busy = make_batch([1000], [1000], 32, 8, 128, device="cuda:0"), torch.randn(2048, 2048, device="cuda:0")
+        batch, busy = make_batch([1000], [1000], 32, 8, 128, device=DEVICE), torch.randn(2048, 2048, device=DEVICE)
         run = lambda: ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True, backend="fa3")  # noqa: E731
         first, other = run(), torch.cuda.Stream()
         other.wait_stream(torch.cuda.current_stream())
@@ -267,5 +222,5 @@ class TestTileCounters:
             with torch.cuda.stream(other):
                 busy @ busy
             assert_bitwise(run(), first)
-        want = expect(batch, Options(causal=True))
+        want = expect(batch, CAUSAL)
         assert_close(first, want.out, want.baseline)

@@ -6,13 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from compare import assert_bitwise
 from environment import why_no_fa3
-from problems import Options, make_batch
-from test_kernels import attend, check
+from pairs import every
+from problems import Options
+from test_kernels import DEVICE, attend, batch_of, check, check_repeats
 
 pytestmark = pytest.mark.gpu
-DEVICE = "cuda:0"
 
 # Rows of one head and packed heads; tiles that are partly empty, requests without rows or with fewer keys than others,
 # KV splits, numbers of KV blocks that stages do not divide.
@@ -48,48 +47,39 @@ def returned_memory():
     torch.cuda.empty_cache()
 
 
-def batch_of(case: str, dtype: torch.dtype = torch.bfloat16):
-    heads, qo_lens, kv_lens = CASES[case]
-    return make_batch(qo_lens, kv_lens, *heads, 128, dtype=dtype, device=DEVICE)
+def case_of(case: str, dtype: torch.dtype = torch.bfloat16):
+    heads, *lens = CASES[case]
+    return batch_of(lens, heads, (128, 128), dtype)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("page_size", [None, 1, 16])
-def test_outputs(page_size, case, name):
-    check("fa2", batch_of(case), OPTIONS[name], page_size=page_size)
+@every(page_size=[None, 1, 16], case=CASES.keys(), options=OPTIONS)
+def test_outputs(page_size, case, options):
+    check("fa2", case_of(case), options, page_size)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("page_size", [None, 16])
+@every(page_size=[None, 16], case=CASES.keys())
 def test_sinks_fp16_and_repeated_calls(page_size, case):
-    batch = batch_of(case, torch.float16)
+    batch = case_of(case, torch.float16)
     sinks = torch.linspace(-2.0, 4.0, batch.q.shape[1], device=DEVICE)
-    check("fa2", batch, Options(), sinks, page_size)
-    out, lse = attend("fa2", batch, Options(causal=True), sinks, page_size)
-    for _ in range(10):
-        again = attend("fa2", batch, Options(causal=True), sinks, page_size)
-        assert_bitwise(again[0], out)
-        assert_bitwise(again[1], lse)
+    check("fa2", batch, Options(sinks=sinks), page_size)
+    check_repeats("fa2", batch, 10, Options(causal=True, sinks=sinks), page_size)
 
 
-@pytest.mark.parametrize("case", ["one head", "packed"])
-@pytest.mark.parametrize("name", ["causal", "cap"])
+@every(case=["one head", "packed"], name=["causal", "cap"])
 def test_rising_maxima(case, name):
     """The maximum of a row rises in every KV block, as they come from last to first."""
-    batch = batch_of(case)
+    batch = case_of(case)
     batch.k[: batch.kv_lens[0]] *= torch.linspace(8.0, 0.1, batch.kv_lens[0], device=DEVICE)[:, None, None]
-    options = dataclasses.replace(OPTIONS[name], window_left=2000)
-    check("fa2", batch, options, page_size=16)
+    check("fa2", batch, dataclasses.replace(OPTIONS[name], window_left=2000), page_size=16)
 
 
 @pytest.mark.parametrize("case,kernel", [("one head", "::Turns"), ("packed, split keys", "::PackedTurns")])
 def test_these_kernels_run(case, kernel):
     if why_no_fa3() is None:
         pytest.skip("in a build with fa3, fa2 has no such tiles on Hopper: CK_BACKENDS=fa2 compiles them")
-    batch = batch_of(case)
+    batch = case_of(case)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attend("fa2", batch, Options(), None, 16)
+        attend("fa2", batch, Options(), 16)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if "attention_kernel" in event.name]
     assert any(kernel in name for name in names), names

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from compare import assert_bitwise
-from disturbance import disturbed
 from fused_problems import Mode, call, pack
+from gpu_calls import disturbed
 from problems import make_batch
 
 pytestmark = pytest.mark.gpu
