@@ -14,8 +14,14 @@ from .._core.tracing import is_traced
 from .._planned.copying import Part
 from .._planned.descriptions import describe_several
 from .._planned.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from . import block_lists
-from .block_heads import PatternOfHeads, results, uniform_blocks
+from .patterns import (
+    PatternOfHeads,
+    mask_by_request,
+    of_shorter_last_block,
+    page_of,
+    row_offsets,
+    uniform_blocks,
+)
 
 
 def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
@@ -46,7 +52,7 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
         indptr = index_vectors.indptr("indptr", indptr)
         if not indptr.is_cuda and int(indptr[-1]) > mask.size(0):
             raise ValueError(f"indptr ends at {int(indptr[-1])}, but mask has {mask.size(0)} blocks.")
-    return block_lists.mask_by_request(mask, indptr)
+    return mask_by_request(mask, indptr)
 
 
 class BlockSparseAttentionWrapper(Part):
@@ -197,7 +203,7 @@ class BlockSparseAttentionWrapper(Part):
             raise ValueError("indptr and indices are missing: pass both, or a block_mask.")
         else:
             indptr, indices, page, masks = _lists(indptr, indices, sizes, mask, packed_mask)
-            rows = block_lists.row_offsets(M, R)
+            rows = row_offsets(M, R)
             last = torch.full((rows.numel() - 1,), page, dtype=torch.int32, device=indptr.device)
             self._paged.plan(
                 rows,
@@ -289,8 +295,8 @@ class BlockSparseAttentionWrapper(Part):
         """
         return_lse = checks.flag("return_lse", return_lse)
         if self._heads is not None:
-            heads, scales_of_heads = self._heads, (scale_q, scale_k, scale_v)
-            return self._run_heads(heads, heads.options, q, k, v, scales_of_heads, out, lse, return_lse)
+            scales_of_heads = (scale_q, scale_k, scale_v)
+            return self._heads.run(self._heads.options, q, k, v, scales_of_heads, out, lse, return_lse)
         self._check_planned()
         for name, x in (("k", k), ("v", v)):
             checks.tensor(name, x, 3)
@@ -306,35 +312,6 @@ class BlockSparseAttentionWrapper(Part):
     def _check_planned(self) -> None:
         if self._heads is None and self._paged._plan_info is None:
             raise RuntimeError(f"{type(self).__name__} has no plan: call plan() before run().")
-
-    @staticmethod
-    def _run_heads(
-        heads: PatternOfHeads,
-        options: run_options.Options,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scales: tuple[Any, Any, Any],
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Result:
-        by_head = [checks.tensor(name, x, 3).transpose(0, 1) for name, x in (("q", q), ("k", k), ("v", v))]
-        q_by_head, k_by_head, v_by_head = by_head
-        heads.check(q_by_head, k_by_head, v_by_head, heads_first=False)
-        given = (out, lse)
-        # Like q in memory, so that where q need not be copied, the output need not either.
-        place = torch.empty_like(q, dtype=heads.shape.o_dtype) if out is None else out
-        place = checks.output(place, q.shape, heads.shape.o_dtype, q.device)
-        if lse is not None:
-            lse = checks.lse_output(lse, q.shape[:2], q.device)
-        wants_lse = return_lse or lse is not None
-
-        def run() -> torch.Tensor | None:
-            found = heads.run(q_by_head, k_by_head, v_by_head, scales, place.transpose(0, 1), wants_lse, options)
-            return None if found is None else found.t()
-
-        return results(run, place, lse, return_lse, q, k, v, *scales, *given)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` with ``return_lse=True``."""
@@ -372,7 +349,7 @@ class BlockSparseAttentionWrapper(Part):
         )
         if self._heads is not None:
             check_encoding(pos_encoding_mode, "block_mask")
-            result = self._run_heads(self._heads, values, q, k, v, (scale_q, scale_k, scale_v))
+            result = self._heads.run(values, q, k, v, (scale_q, scale_k, scale_v))
             self._heads.options = values
             return result
         self._check_planned()
@@ -429,17 +406,11 @@ def _lists(
                 f"mask is {', '.join(map(str, what))}: it must be a bool tensor [{indices.numel()}, {block_rows}, "
                 f"{block_columns}], a mask for each of the blocks."
             )
-    last = keys % block_columns
-    if not last:
-        page, widths = block_columns, None
-    else:
-        page = block_lists.largest_page(block_columns, last)
-        widths = torch.where(indices == blocks - 1, last, block_columns)
+    last, page = keys % block_columns, page_of(keys, block_columns)
+    widths = torch.where(indices == blocks - 1, last, block_columns) if last else None
     masks = None
     if mask is not None and packed_mask is None:
-        masks = block_lists.mask_by_request(mask, indptr, None if widths is None else widths.to(mask.device))
+        masks = mask_by_request(mask, indptr, None if widths is None else widths.to(mask.device))
     if last:
-        indptr, indices = block_lists.of_shorter_last_block(
-            indptr, indices, blocks, block_columns // page, last // page
-        )
+        indptr, indices = of_shorter_last_block(indptr, indices, blocks, block_columns // page, last // page)
     return indptr, indices, page, masks

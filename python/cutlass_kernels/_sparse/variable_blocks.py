@@ -11,8 +11,8 @@ from .._core import checks, index_vectors, run_options, signatures
 from .._core.run_options import Result
 from .._core.signatures import typed_as
 from .._planned.copying import Part
-from .block_heads import PatternOfHeads, blocks_of_sizes, results
 from .block_sparse import check_encoding
+from .patterns import PatternOfHeads, blocks_of_sizes
 
 
 class VariableBlockSparseAttentionWrapper(Part):
@@ -188,37 +188,12 @@ class VariableBlockSparseAttentionWrapper(Part):
             >>> out, lse = wrapper.run(q, k, v, return_lse=True)
         """
         heads, return_lse = self._planned(), checks.flag("return_lse", return_lse)
-        return self._run(heads, heads.options, q, k, v, out, lse, return_lse)
+        return heads.run(heads.options, q, k, v, out=out, lse=lse, return_lse=return_lse)
 
     def _planned(self) -> PatternOfHeads:
         if self._heads is None:
             raise RuntimeError(f"{type(self).__name__} has no plan: call plan() before run().")
         return self._heads
-
-    @staticmethod
-    def _run(
-        heads: PatternOfHeads,
-        options: run_options.Options,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Result:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            checks.tensor(name, x, 3)
-        heads.check(q, k, v, heads_first=True)
-        given = (out, lse)
-        place = checks.output(out, (*q.shape[:2], heads.shape.head_dim_vo), heads.shape.o_dtype, q.device)
-        if lse is not None:
-            lse = checks.lse_output(lse, q.shape[:2], q.device)
-        wants_lse = return_lse or lse is not None
-
-        def run() -> torch.Tensor | None:
-            return heads.run(q, k, v, (None, None, None), place, wants_lse, options)
-
-        return results(run, place, lse, return_lse, q, k, v, *given)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` with ``return_lse=True``."""
@@ -253,7 +228,7 @@ class VariableBlockSparseAttentionWrapper(Part):
             rope_theta,
             use_fp16_qk_reduction,
         )
-        result = self._run(heads, options, q, k, v)
+        result = heads.run(options, q, k, v)
         heads.options = options
         return result
 
