@@ -85,7 +85,7 @@ def test_the_number_of_multiprocessors():
         "_planned.latent_plans",
         "_planned.latent_wrapper",
         "_planned.sink_wrapper",
-        "_caches.latent_cache",
+        "_caches.slots_of_tokens",
         "utils",
     ],
 )

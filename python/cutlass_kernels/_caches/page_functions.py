@@ -5,14 +5,15 @@ A traced call is an operator of ``page_operators``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._compute import kernels
 from .._core import autograd, checks, hints, index_vectors, native
-from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import page_operators
-from . import latent_cache
+from .slots_of_tokens import bits
 
 _NAME_OF_SIZE = {1: "float8_e4m3fn", 2: "float16", 4: "float32"}  # copies of elements need no more than their size
 
@@ -183,8 +184,8 @@ def append_paged_kv_cache(
     index_vectors.enough_pages("kv_indices", index_vectors.page_bound("kv_indices", page), k_cache)
     any_used = used.any()
     for new, cache in ((append_key, k_cache), (append_value, v_cache)):
-        target = _bits(cache)
-        target[page, entry] = torch.where(any_used, _bits(new.to(cache.dtype))[token], target[page, entry])
+        target = bits(cache)
+        target[page, entry] = torch.where(any_used, bits(new.to(cache.dtype))[token], target[page, entry])
 
 
 def append_paged_mla_kv_cache(
@@ -228,14 +229,35 @@ def append_paged_mla_kv_cache(
         ...     ckv, kpe, owner, position, cache[..., :512], cache[..., 512:], indices, indptr, last
         ... )
     """
-    ckv, kpe, caches = latent_cache.parts_of_cache(append_ckv, append_kpe, ckv_cache, kpe_cache)
+    ckv, kpe, caches = _parts_of_cache(append_ckv, append_kpe, ckv_cache, kpe_cache)
     append_paged_kv_cache(ckv, kpe, batch_indices, positions, caches, kv_indices, kv_indptr, kv_last_page_len)
+
+
+def _parts_of_cache(
+    append_ckv: Any, append_kpe: Any, ckv_cache: Any, kpe_cache: Any
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """New tokens and their caches with a dimension of one head, or an error."""
+    for name, x in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
+        checks.tensor(name, x, 3)
+    if ckv_cache.shape[:2] != kpe_cache.shape[:2]:
+        raise ValueError(
+            f"ckv_cache has shape {tuple(ckv_cache.shape)} and kpe_cache {tuple(kpe_cache.shape)}: they may differ in "
+            "the last dimension alone."
+        )
+    for name, x, cache in (("append_ckv", append_ckv, ckv_cache), ("append_kpe", append_kpe, kpe_cache)):
+        checks.tensors(**{name: x})
+        if x.dim() != 2 or x.size(1) != cache.size(2) or x.size(0) != append_ckv.size(0):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but this cache takes [tokens, {cache.size(2)}], and as many "
+                "tokens of both parts."
+            )
+    caches = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2))
+    return append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), caches
 
 
 def _check_new(name: str, new: torch.Tensor, cache: torch.Tensor, keys: torch.Tensor, kv_layout: str) -> None:
     """TypeError or ValueError where ``new`` is not what ``cache`` takes, for as many tokens as there are ``keys``."""
-    if not isinstance(new, torch.Tensor):
-        raise TypeError(f"{name} is {type(new).__name__}, not a tensor.")
+    checks.tensors(**{name: new})
     expected = (keys.size(0) if keys.dim() else 0, *cache.shape[2:])
     if tuple(new.shape) != expected:
         swapped = new.dim() == 3 and new.shape[1:] == (cache.size(1), cache.size(3))
@@ -321,11 +343,6 @@ def _traced_positions(
 
 def _int32_output(name: str, tensor: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
     return checks.output(tensor, (size,), torch.int32, device, name=name)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """``x``, with fp8 elements seen as bytes: not every torch release can index fp8."""
-    return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
 
 
 page_operators.define(append_paged_kv_cache, get_batch_indices_positions)

@@ -1,4 +1,4 @@
-"""New keys and values written to slots of a paged cache, converted to its type."""
+"""New keys and values written to slots of a paged cache, converted to its type: of latent attention, too."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from .._graphs import page_operators
 Scale = float | torch.Tensor | None
 
 _NAME = "append_paged_kv_cache_by_slot"
+_FP8_NAMES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 def append_paged_kv_cache_by_slot(
@@ -87,6 +92,90 @@ def append_paged_kv_cache_by_slot(
     _write(value[:count], v_cache, slots.long(), scales[1])
 
 
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str = "auto",
+    scale: Scale = None,
+) -> None:
+    """Writes new tokens to slots of a cache of latent attention, in place: vLLM's function of this name.
+
+    Token ``i`` goes to entry ``slot_mapping[i] % page_size`` of page ``slot_mapping[i] // page_size``: its latent
+    vector, and behind it the columns of the position. An fp8 cache stores both divided by ``scale``, rounded to nearest
+    and clamped to the largest finite number. On a GPU this is one kernel, which a CUDA graph can capture.
+
+    ``append_paged_kv_cache_by_slot(ckv[:, None], kpe[:, None], ckv_cache[:, :, None], kpe_cache[:, :, None], slots)``
+    does the same for a cache in two tensors.
+
+    Args:
+        kv_c: ``[tokens, 512]``, any strides with a contiguous last dimension. Rows behind the last slot are not read.
+        k_pe: ``[tokens, 64]`` or ``[tokens, 1, 64]``, of the same dtype.
+        kv_cache: ``[pages, page_size, 576]``: the dtype of the tokens, float8_e4m3fn or float8_e5m2; or uint8 with the
+            name of an fp8 type.
+        slot_mapping: int64 or int32 ``[n]``, ``n <= tokens``. Tokens of a negative slot are skipped; on a GPU, those of
+            a slot that the cache does not have, too.
+        kv_cache_dtype: ``"auto"`` is the dtype of ``kv_cache``; else ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
+            ``"fp8_ds_mla"``, the 656 bytes per token of sparse attention, is refused.
+        scale: a number other than 0, or a float32 tensor of one element; default 1. An fp8 cache alone has one:
+            16-bit caches ignore it, as vLLM's do.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes, dtypes or devices that do not fit together; an unknown ``kv_cache_dtype``; a number of 0 as
+            scale; on the CPU, slots behind the cache.
+        NotImplementedError: ``kv_cache_dtype="fp8_ds_mla"``.
+
+    Examples:
+        >>> cache = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
+        >>> kv_c, k_pe = torch.randn(3, 512, dtype=torch.bfloat16), torch.randn(3, 64, dtype=torch.bfloat16)
+        >>> concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([70, 71, -1]))
+    """
+    if kv_cache_dtype == "fp8_ds_mla":
+        raise NotImplementedError(
+            "concat_and_cache_mla does not serve kv_cache_dtype='fp8_ds_mla', the format of sparse attention: use "
+            "'fp8_e4m3', with one scale."
+        )
+    if kv_cache_dtype != "auto" and kv_cache_dtype not in _FP8_NAMES:
+        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r} is unknown: use one of auto, {', '.join(_FP8_NAMES)}.")
+    checks.tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    k_pe = k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.size(1) == 1 else k_pe
+    checks.tensor("kv_c", kv_c, 2)
+    checks.tensor("k_pe", k_pe, 2)
+    checks.tensor("kv_cache", kv_cache, 3)
+    rank, columns = kv_c.size(1), kv_cache.size(2)
+    if rank + k_pe.size(1) != columns:
+        raise ValueError(
+            f"kv_c has {rank} columns and k_pe {k_pe.size(1)}, but kv_cache (shape {tuple(kv_cache.shape)}) {columns}: "
+            "it must have those of both."
+        )
+    if kv_cache_dtype != "auto":
+        kv_cache = _as_fp8(kv_cache, kv_cache_dtype)
+    if kv_cache.dtype not in FP8_DTYPES:
+        scale = None
+    append_paged_kv_cache_by_slot(
+        kv_c.unsqueeze(1),
+        k_pe.unsqueeze(1),
+        kv_cache[..., :rank].unsqueeze(2),
+        kv_cache[..., rank:].unsqueeze(2),
+        slot_mapping,
+        scale,
+        scale,
+    )
+
+
+def _as_fp8(kv_cache: torch.Tensor, name: str) -> torch.Tensor:
+    dtype = _FP8_NAMES[name]
+    if kv_cache.dtype == torch.uint8:
+        return kv_cache.view(dtype)
+    if kv_cache.dtype != dtype:
+        raise ValueError(
+            f"kv_cache_dtype={name!r}, but kv_cache has dtype {kv_cache.dtype}: it must be {dtype}, or uint8."
+        )
+    return kv_cache
+
+
 @dataclass(frozen=True)
 class Places:
     """Checked caches ``[pages, page_size, heads, dim]``, slots on their device, and scales of keys and values."""
@@ -127,9 +216,7 @@ def checked(
 
 def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Both caches as ``[pages, page_size, heads, dim]``."""
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if not isinstance(cache, torch.Tensor):
-            raise TypeError(f"{name} is {type(cache).__name__}, not a tensor.")
+    checks.tensors(key_cache=key_cache, value_cache=value_cache)
     return checks.paged_cache((key_cache, value_cache), kv_layout, names=("key_cache", "value_cache"))
 
 
@@ -137,8 +224,7 @@ def _check_new(
     key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_layout: str
 ) -> None:
     for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
-        if not isinstance(new, torch.Tensor):
-            raise TypeError(f"{name} is {type(new).__name__}, not a tensor.")
+        checks.tensors(**{name: new})
         if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
             swapped = new.dim() == 3 and new.shape[1:] == (cache.size(1), cache.size(3))
             raise ValueError(
@@ -159,8 +245,7 @@ def _check_new(
 
 
 def _check_slots(slots: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
-    if not isinstance(slots, torch.Tensor):
-        raise TypeError(f"slot_mapping is {type(slots).__name__}, not a tensor.")
+    checks.tensors(slot_mapping=slots)
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"slot_mapping has shape {tuple(slots.shape)} and dtype {slots.dtype}: it must be 1-D, int64 or int32."
@@ -202,7 +287,7 @@ def _write(new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: f
         limit = torch.finfo(cache.dtype).max
         wide = wide.clamp(-limit, limit)
     page_size, room = cache.size(1), cache.size(0) * cache.size(1)
-    stored = _bits(wide.to(cache.dtype))
+    stored = bits(wide.to(cache.dtype))
     if stored.dtype != cache.dtype:
         # The NaN of a GPU's conversions. Those of CPUs keep the sign, or not, depending on the length of a row.
         stored = stored.masked_fill(wide.isnan(), torch.iinfo(stored.dtype).max)
@@ -211,11 +296,11 @@ def _write(new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: f
     token = torch.where(inside, torch.arange(slots.numel(), device=slots.device), inside.to(torch.int32).argmax())
     slots = slots[token].clamp(0, room - 1)
     page, entry = slots // page_size, slots % page_size
-    target = _bits(cache)
+    target = bits(cache)
     target[page, entry] = torch.where(inside.any(), stored[token], target[page, entry])
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def bits(x: torch.Tensor) -> torch.Tensor:
     """``x``, with elements of 8 and 16 bits seen as integers: not every torch release can index fp8."""
     integers = {1: torch.int8, 2: torch.int16}
     return x.view(integers[x.element_size()]) if x.element_size() in integers else x

@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from .._core import native
+from .._core import checks, native
 from .._core.autocast import without_autocast
 from .._core.autograd import written
 from . import kernels
@@ -257,9 +257,8 @@ def _check_two(
 
 
 def _check(v: torch.Tensor, s: torch.Tensor, rank: int, v_name: str, s_name: str) -> None:
-    for name, x in ((v_name, v), (s_name, s)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
+    if not (isinstance(v, torch.Tensor) and isinstance(s, torch.Tensor)):
+        checks.tensors(**{v_name: v, s_name: s})
     if v.dim() != rank or v.shape[:-1] != s.shape:
         layout = "[tokens, heads, head_dim]" if rank == 3 else "[tokens, states, heads, head_dim]"
         raise RuntimeError(

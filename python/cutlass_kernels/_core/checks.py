@@ -288,10 +288,17 @@ def workspace(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def tensors(**given: Any) -> None:
+    """TypeError unless all of these are tensors."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
+
+
 def tensor(name: str, x: Any, rank: int) -> torch.Tensor:
     """``x`` if it is a tensor of this rank with a contiguous last dimension; TypeError or ValueError otherwise."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is {type(x).__name__}, not a tensor.")
+    if not isinstance(x, torch.Tensor):  # tensors(), which takes 0.3 us more
+        tensors(**{name: x})
     if x.dim() != rank:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}: it must have {rank} dimensions{hints.form(name, rank, x)}."
