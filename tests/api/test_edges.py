@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from mask_problems import KINDS, check, run
-from problems import Batch, Options, expect, make_batch
+from problems import Options, expect, make_batch
+from wrapper_problems import KINDS, Wrapped, check, run
 
 import cutlass_kernels as ck
+
+CAUSAL = Options(causal=True)
 
 NO_ROWS = pytest.mark.runs_nothing("without query rows, no kernel is launched")
 
@@ -28,20 +30,19 @@ NO_ROWS = pytest.mark.runs_nothing("without query rows, no kernel is launched")
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_sides(target, kind, qo_len, kv_len, causal):
     batch = make_batch([qo_len], [kv_len], 4, 2, 64, device=target.device)
-    out, lse = run(target, kind, batch, Options(causal=causal))
+    w = Wrapped(target, kind, batch, 8).plan(Options(causal=causal))
+    out, lse = w.run(return_lse=True)
     assert out.shape == (qo_len, 4, 64) and lse.shape == (qo_len, 4)
     if kv_len == 0:
         assert torch.count_nonzero(out) == 0 and bool((lse == -torch.inf).all())
-    want = expect(batch, Options(causal=causal))
-    assert_close(out, want.out)
-    assert_lse_close(lse, want.lse)
+    w.check((out, lse))
 
 
 @NO_ROWS
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_batch_of_none(target, kind):
     batch = make_batch([], [], 4, 2, 64, device=target.device)
-    out, lse = run(target, kind, batch, Options(causal=True))
+    out, lse = run(target, kind, batch, CAUSAL)
     assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
 
 
@@ -67,7 +68,7 @@ def test_windows_around_the_length(target, kind, window_left):
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_one_row_beside_a_long_prefill(target, kind):
     batch = make_batch([1, 300, 1, 1], [500, 300, 3, 64], 4, 2, 64, device=target.device)
-    check(target, kind, batch, Options(causal=True))
+    check(target, kind, batch, CAUSAL)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
@@ -75,13 +76,13 @@ def test_one_row_beside_a_long_prefill(target, kind):
 def test_many_small_requests(target, kind, size, group):
     lens = [1 + b % 3 for b in range(size)]
     batch = make_batch(lens, [n + b % 11 for b, n in enumerate(lens)], group, 1, 64, device=target.device)
-    check(target, kind, batch, Options(causal=True))
+    check(target, kind, batch, CAUSAL)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_cache(target, kind):
     batch = make_batch([2], [33000], 2, 1, 64, device=target.device)
-    check(target, kind, batch, Options(causal=True))
+    check(target, kind, batch, CAUSAL)
 
 
 def test_long_decode(target):
@@ -97,19 +98,16 @@ def test_a_fully_masked_request_among_others(target, kind):
     batch = make_batch([4, 6, 5], [30, 20, 9], 4, 2, 64, device=target.device)
     masks = batch.random_masks()
     masks[1][:] = False
-    out, lse = run(
-        target, kind, batch, Options(), needs=["custom_mask"], custom_mask=torch.cat([m.reshape(-1) for m in masks])
-    )
+    w = Wrapped(target, kind, batch, 8).plan(Options(custom_masks=masks))
+    out, lse = w.run(return_lse=True)
     assert torch.count_nonzero(out[4:10]) == 0 and bool((lse[4:10] == -torch.inf).all())
-    want = expect(batch, Options(custom_masks=masks))
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    w.check((out, lse))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_states_merge_without_nan(target, kind):
     batch = make_batch([30], [10], 4, 2, 64, device=target.device)
-    out, lse = run(target, kind, batch, Options(causal=True))
+    out, lse = run(target, kind, batch, CAUSAL)
     other, other_lse = run(target, kind, batch, Options())
     merged, merged_lse = ck.merge_state(out, lse, other, other_lse)
     assert not bool(torch.isnan(merged).any()) and not bool(torch.isnan(merged_lse).any())
@@ -122,22 +120,10 @@ def test_equal_keys_and_values(target, kind):
     batch = make_batch([16], [48], 2, 2, 64, device=target.device)
     batch.k.zero_()
     batch.v.fill_(1.5)
-    out, lse = run(target, kind, batch, Options(causal=True))
+    out, lse = run(target, kind, batch, CAUSAL)
     assert bool((out == 1.5).all())
     counts = torch.arange(33, 49, device=target.device).float().log2()
     torch.testing.assert_close(lse, counts[:, None].expand(16, 2), rtol=1e-5, atol=1e-4)
-
-
-def test_duplicate_and_shared_pages(target):
-    batch = make_batch([3, 3], [16, 16], 4, 2, 64, device=target.device)
-    cache = torch.randn(1, 2, 8, 2, 64).half().to(target.device)
-    k, v = cache[0, 0].repeat(4, 1, 1), cache[0, 1].repeat(4, 1, 1)
-    batch = Batch([3, 3], [16, 16], batch.q, k, v)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace())
-    table = [torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 4], [0, 0, 0, 0], [8, 8])]
-    wrapper.plan(batch.qo_indptr(), *table, *batch.heads, 8, causal=True)
-    want = expect(batch, Options(causal=True))
-    assert_close(wrapper.run(batch.q, cache), want.out, want.baseline)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -154,13 +140,9 @@ def test_offsets_beyond_32_bits(target, kv_layout):
     inner = (heads * dim, dim, 1) if kv_layout == "NHD" else (page * dim, dim, 1)
     k_cache = big.as_strided(shape, (stride, *inner), 0)
     v_cache = big.as_strided(shape, (stride, *inner), block)
-    batch = make_batch([3], [16], 4, 2, 64, device=target.device)
-    for cache, data in ((k_cache, batch.k), (v_cache, batch.v)):
-        for number, where in enumerate((2, 0)):
-            part = data[number * page : (number + 1) * page]
+    w = Wrapped(target, "paged", make_batch([3], [16], 4, 2, 64, device=target.device), page, kv_layout)
+    for cache, data in ((k_cache, w.batch.k), (v_cache, w.batch.v)):
+        for part, where in zip(data.split(page), (2, 0)):
             cache[where].copy_(part if kv_layout == "NHD" else part.transpose(0, 1))
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), kv_layout)
-    table = [torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [2, 0], [8])]
-    wrapper.plan(batch.qo_indptr(), *table, *batch.heads, page, causal=True)
-    want = expect(batch, Options(causal=True))
-    assert_close(wrapper.run(batch.q, (k_cache, v_cache)), want.out, want.baseline)
+    w.pages.indices, w.kv = torch.tensor([2, 0], dtype=torch.int32), ((k_cache, v_cache),)
+    w.plan(CAUSAL).check(w.run())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
-from mask_problems import KINDS, batch_for, check, run
-from problems import Batch, Options, expect, make_batch, wrapper_of
+from problems import Batch, Options, expect, make_batch
+from wrapper_problems import KINDS, Wrapped, batch_for, check, run
 
 import cutlass_kernels as ck
 
@@ -25,11 +24,7 @@ def test_soft_cap(target, kind, cap, causal):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cap", [None, 0.0, 0, -1.0])
 def test_soft_cap_off(target, kind, cap):
-    batch = batch_for(kind, target)
-    out, lse = run(target, kind, batch, Options(), logits_soft_cap=cap)
-    want = expect(batch)
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    check(target, kind, batch_for(kind, target), Options(), logits_soft_cap=cap)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,15 +39,14 @@ def test_soft_cap_comes_after_the_scale_and_before_the_mask(target, kind):
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 3), (12, 4)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_alibi(target, kind, heads, causal):
-    batch = batch_for(kind, target)
-    batch = make_batch(batch.qo_lens, batch.kv_lens, *heads, 64, device=target.device)
-    check(target, kind, batch, Options(causal=causal, pos_encoding_mode="ALIBI"), needs=["alibi"])
+    batch = batch_for(kind, target, heads=(*heads, 64))
+    check(target, kind, batch, Options(causal=causal, pos_encoding_mode="ALIBI"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_alibi_then_soft_cap(target, kind):
     options = Options(causal=True, pos_encoding_mode="ALIBI", logits_soft_cap=3.0, sm_scale=0.4)
-    check(target, kind, batch_for(kind, target), options, needs=["alibi"])
+    check(target, kind, batch_for(kind, target), options)
 
 
 @pytest.mark.pairwise
@@ -63,7 +57,7 @@ def test_alibi_then_soft_cap(target, kind):
 @pytest.mark.parametrize("causal", [False, True])
 def test_rope(target, kind, scale, theta, causal):
     options = Options(causal=causal, pos_encoding_mode="ROPE_LLAMA", rope_scale=scale, rope_theta=theta)
-    check(target, kind, batch_for(kind, target), options, needs=["rope"])
+    check(target, kind, batch_for(kind, target), options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,52 +65,52 @@ def test_rope(target, kind, scale, theta, causal):
 def test_rope_with_other_options(target, kind, dtype):
     batch = batch_for(kind, target, (20, 9, 1), (20, 30, 50), dtype=dtype)
     options = Options(causal=True, window_left=11, logits_soft_cap=4.0, pos_encoding_mode="ROPE_LLAMA")
-    check(target, kind, batch, options, needs=["rope"])
+    check(target, kind, batch, options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rope_with_more_rows_than_keys(target, kind):
     # Rows before the first key have negative positions.
     batch = batch_for(kind, target, (30, 5, 2), (12, 5, 1))
-    check(target, kind, batch, Options(pos_encoding_mode="ROPE_LLAMA"), needs=["rope"])
+    check(target, kind, batch, Options(pos_encoding_mode="ROPE_LLAMA"))
 
 
 @pytest.mark.runs_nothing("plans only")
 def test_rope_numbers_of_numpy(target):
     numpy = pytest.importorskip("numpy")
-    batch = make_batch([2], [50], 2, 1, 64, device=target.device)
-    wrapper, offsets, sizes, _ = wrapper_of("ragged", target, batch)
     numbers = {"rope_scale": numpy.array(0.5), "rope_theta": numpy.float32(1e4)}
-    wrapper.plan(batch.qo_indptr(), *offsets, *sizes, pos_encoding_mode="ROPE_LLAMA", **numbers)
+    Wrapped(target, "ragged").plan(pos_encoding_mode="ROPE_LLAMA", **numbers)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_rope_at_a_far_position(target, kind):
     batch = make_batch([2], [5000], 2, 1, 64, device=target.device)
-    check(target, kind, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"), needs=["rope"])
+    check(target, kind, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rope_of_many_rows(target, kind):
     # More than a tile, or a block of the reference, has.
     batch = batch_for(kind, target, (150, 3, 131), (170, 9, 131))
-    check(target, kind, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"), needs=["rope"])
+    check(target, kind, batch, Options(causal=True, pos_encoding_mode="ROPE_LLAMA"))
+
+
+def numbers_of(target, *values: float) -> torch.Tensor:
+    return torch.tensor(values or (-3.0, 0.0, 2.5, 8.0), device=target.device)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 9])
 def test_sinks(target, kind, causal, window_left):
-    batch = batch_for(kind, target)
-    sinks = torch.tensor([-3.0, 0.0, 2.5, 8.0], device=target.device)
-    options = Options(causal=causal, window_left=window_left, sinks=sinks)
-    check(target, kind, batch, options, run_kwargs={"sinks": sinks})
+    options = Options(causal=causal, window_left=window_left, sinks=numbers_of(target))
+    check(target, kind, batch_for(kind, target), options)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_sinks_are_not_scaled_or_capped(target, kind):
     batch = batch_for(kind, target)
-    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0], device=target.device)
+    sinks = numbers_of(target, -1.0, 0.5, 2.0, 4.0)
     options = Options(causal=True, sm_scale=0.02, logits_soft_cap=0.7, sinks=sinks)
     for given in (sinks, [sinks]):
         check(target, kind, batch, options, run_kwargs={"sinks": given})
@@ -124,39 +118,29 @@ def test_sinks_are_not_scaled_or_capped(target, kind):
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_rows_without_keys_keep_the_sink_in_the_lse(target, kind):
-    batch = batch_for(kind, target, (20, 4, 3), (8, 0, 3))
-    sinks = torch.tensor([-3.0, 0.0, 2.5, 8.0], device=target.device)
-    out, lse = run(target, kind, batch, Options(causal=True), run_kwargs={"sinks": sinks})
+    batch, options = batch_for(kind, target, (20, 4, 3), (8, 0, 3)), Options(causal=True, sinks=numbers_of(target))
+    w = Wrapped(target, kind, batch, 8).plan(options)
+    out, lse = w.run(return_lse=True)
     assert torch.count_nonzero(out[:12]) == 0
-    torch.testing.assert_close(lse[:12], (sinks / math.log(2)).expand(12, 4), rtol=1e-5, atol=1e-5)
-    want = expect(batch, Options(causal=True, sinks=sinks))
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    torch.testing.assert_close(lse[:12], (options.sinks / math.log(2)).expand(12, 4), rtol=1e-5, atol=1e-5)
+    w.check((out, lse))
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_a_sink_of_minus_infinity_changes_nothing(target, kind):
-    batch = batch_for(kind, target)
-    sinks = torch.full((4,), -torch.inf, device=target.device)
-    out, lse = run(target, kind, batch, Options(causal=True), run_kwargs={"sinks": sinks})
-    want = expect(batch, Options(causal=True))
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    none = numbers_of(target, *[-torch.inf] * 4)
+    check(target, kind, batch_for(kind, target), Options(causal=True), run_kwargs={"sinks": none})
 
 
 def test_merging_a_sink_state_counts_the_sink_once(target):
     batch = make_batch([1, 7], [30, 50], 4, 2, 64, device=target.device)
-    sinks = torch.tensor([-3.0, 0.0, 2.5, 8.0], device=target.device)
-    parts = []
-    for first in (True, False):
-        lens = [m // 2 for m in batch.kv_lens]
-        k = torch.cat([x[: x.shape[0] // 2] if first else x[x.shape[0] // 2 :] for _, x, _ in batch.requests()])
-        v = torch.cat([x[: x.shape[0] // 2] if first else x[x.shape[0] // 2 :] for _, _, x in batch.requests()])
-        part = type(batch)(batch.qo_lens, lens, batch.q, k, v)
-        given = {"sinks": sinks} if first else {}
-        parts.append(run(target, "ragged", part, Options(), run_kwargs=given))
-    out, lse = ck.merge_state(parts[0][0], parts[0][1], parts[1][0], parts[1][1])
-    want = expect(batch, Options(sinks=sinks))
+    lens, states = [m // 2 for m in batch.kv_lens], []
+    for half, sinks in ((0, numbers_of(target)), (1, None)):
+        k, v = (torch.cat([x[at].chunk(2)[half] for x in batch.requests()]) for at in (1, 2))
+        part = Batch(batch.qo_lens, lens, batch.q, k, v)
+        states += run(target, "ragged", part, Options(sinks=sinks))
+    out, lse = ck.merge_state(*states)
+    want = expect(batch, Options(sinks=numbers_of(target)))
     assert_close(out, want.out, atol=2e-3)
     assert_lse_close(lse, want.lse)
 
@@ -180,86 +164,62 @@ def scaled(batch: Batch, scales: dict[str, torch.Tensor | float]) -> Batch:
     return batch.dequantized(*(x.expand(count) for x, count in zip(given, heads)))
 
 
+def check_scales(target, kind: str, scales: dict[str, torch.Tensor | float], options: Options) -> None:
+    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
+    names = "scale_{}" if kind == "single" else "{}_scale"
+    given = {names.format(name): x for name, x in scales.items()}
+    out, lse = run(target, kind, batch, options, run_kwargs=given)
+    want = expect(scaled(batch, scales), options)
+    assert_close(out, want.out, atol=2e-3)
+    assert_lse_close(lse, want.lse)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["one", "heads", "mixed", "value"])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_scales_in_tensors(target, kind, form, cap):
-    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
-    scales = scales_of(form, target.device)
-    names = "scale_{}" if kind == "single" else "{}_scale"
-    given = {names.format(name): x for name, x in scales.items()}
-    out, lse = run(target, kind, batch, Options(causal=True, logits_soft_cap=cap), run_kwargs=given)
-    want = expect(scaled(batch, scales), Options(causal=True, logits_soft_cap=cap))
-    assert_close(out, want.out, atol=2e-3)
-    assert_lse_close(lse, want.lse)
+    check_scales(target, kind, scales_of(form, target.device), Options(causal=True, logits_soft_cap=cap))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scales_of_heads_that_are_0_or_negative(target, kind):
     # The logits of a factor of 0 are all 0, also beside hidden keys.
-    batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
-    factors = {"q": torch.tensor([0.5, 0.0, -1.5, 1.0]), "k": torch.tensor([1.0, -0.8])}
-    scales = {name: x.to(target.device) for name, x in factors.items()}
-    names = "scale_{}" if kind == "single" else "{}_scale"
-    given = {names.format(name): x for name, x in scales.items()}
-    out, lse = run(target, kind, batch, Options(causal=True), run_kwargs=given)
-    want = expect(scaled(batch, scales), Options(causal=True))
-    assert_close(out, want.out, atol=2e-3)
-    assert_lse_close(lse, want.lse)
+    factors = {"q": numbers_of(target, 0.5, 0.0, -1.5, 1.0), "k": numbers_of(target, 1.0, -0.8)}
+    check_scales(target, kind, factors, Options(causal=True))
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_runs_of_one_plan_with_and_without_scales(target, kind):
     batch = batch_for(kind, target, (133, 1, 9), (171, 43, 9))
-    wrapper, table, rest, data = wrapper_of(kind, target, batch)
-    plain = Options(causal=True)
+    w = Wrapped(target, kind, batch, 8)
     for mode in ("NONE", "ALIBI", "NONE"):
-        wrapper.plan(batch.qo_indptr(), *table, *rest, causal=True, pos_encoding_mode=mode)
+        w.plan(Options(causal=True, pos_encoding_mode=mode))
         for form in (None, "one", None, "heads", "one", None):
             scales = {} if form is None else scales_of(form, target.device)
             given = {f"{name}_scale": x for name, x in scales.items()}
-            out, lse = wrapper.run(batch.q, *data, return_lse=True, **given)
-            want = expect(scaled(batch, scales), dataclasses.replace(plain, pos_encoding_mode=mode))
+            out, lse = w.run(return_lse=True, **given)
+            want = expect(scaled(batch, scales), w.options)
             assert_close(out, want.out, atol=2e-3)
             assert_lse_close(lse, want.lse)
     for mode in ("ALIBI", "NONE", "ALIBI"):  # other options than those of the plan
-        want = expect(batch, dataclasses.replace(plain, pos_encoding_mode=mode))
-        assert_close(wrapper.forward(batch.q, *data, causal=True, pos_encoding_mode=mode), want.out, want.baseline)
+        out = w.wrapper.forward(batch.q, *w.kv, causal=True, pos_encoding_mode=mode)
+        w.check(out, Options(causal=True, pos_encoding_mode=mode))
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_all_options_at_once(target, kind):
-    batch = batch_for(kind, target)
-    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0], device=target.device)
-    masks = batch.random_masks()
-    options = Options(
-        window_left=15,
-        logits_soft_cap=5.0,
-        sm_scale=0.3,
-        pos_encoding_mode="ALIBI",
-        custom_masks=masks,
-        sinks=sinks,
-        v_scale=0.5,
-        k_scale=0.9,
-    )
-    check(
-        target,
-        kind,
-        batch,
-        options,
-        needs=["alibi", "custom_mask"],
-        custom_mask=torch.cat([m.reshape(-1) for m in masks]),
-        run_kwargs={"sinks": sinks, "v_scale": 0.5, "k_scale": 0.9},
-    )
+    batch, sinks = batch_for(kind, target), numbers_of(target, -1.0, 0.5, 2.0, 4.0)
+    masked = dict(window_left=15, custom_masks=batch.random_masks(), pos_encoding_mode="ALIBI")
+    scales = dict(sm_scale=0.3, v_scale=0.5, k_scale=0.9)
+    check(target, kind, batch, Options(**masked, logits_soft_cap=5.0, sinks=sinks, **scales))
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 def test_neither_keys_nor_sink(target, kind):
+    sinks = numbers_of(target, -torch.inf, 0.0, -torch.inf, 1.0)
     batch = batch_for(kind, target, (20, 4, 3), (8, 0, 3))
-    sinks = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0], device=target.device)
-    out, lse = run(target, kind, batch, Options(causal=True), run_kwargs={"sinks": sinks})
-    want = expect(batch, Options(causal=True, sinks=sinks))
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    w = Wrapped(target, kind, batch, 8).plan(Options(causal=True, sinks=sinks))
+    out, lse = w.run(return_lse=True)
+    w.check((out, lse))
     assert bool((lse[:12, 0] == -torch.inf).all())

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
 from guards import Guarded
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import Batch, Options, expect, make_batch
+from problems import Options, indptr, make_batch
+from wrapper_problems import Wrapped
 
 import cutlass_kernels as ck
 
@@ -36,16 +38,6 @@ class Case:
     page_size: int
     form: str
     seed: int
-
-    def needs(self) -> set[str]:
-        found = set()
-        if self.mask == "custom":
-            found.add("custom_mask")
-        if self.options.get("pos_encoding_mode") == "ALIBI":
-            found.add("alibi")
-        if self.options.get("pos_encoding_mode") == "ROPE_LLAMA":
-            found.add("rope")
-        return found
 
 
 def lengths(maximum: int) -> st.SearchStrategy[int]:
@@ -92,25 +84,26 @@ def cases(draw, batch_max: int = 4, empty: bool = True) -> Case:
     )
 
 
-def build(case: Case, target) -> tuple[Batch, Options, dict[str, Any]]:
-    batch = make_batch(
-        case.qo_lens,
-        case.kv_lens,
-        case.num_kv_heads * case.group,
-        case.num_kv_heads,
-        case.head_dim,
-        dtype=case.dtype,
-        device=target.device,
-        seed=case.seed,
-    )
+def build(case: Case, target, kind: str) -> Wrapped:
+    heads = (case.num_kv_heads * case.group, case.num_kv_heads, case.head_dim)
+    batch = make_batch(case.qo_lens, case.kv_lens, *heads, dtype=case.dtype, device=target.device, seed=case.seed)
     masks = batch.random_masks() if case.mask == "custom" else None
-    given: dict[str, Any] = {} if masks is None else {"custom_mask": torch.cat([m.reshape(-1) for m in masks])}
-    return batch, Options(**case.options, custom_masks=masks), given
+    w = Wrapped(target, kind, batch, case.page_size, case.kv_layout, case.form)
+    w.options = Options(**case.options, custom_masks=masks)
+    w.batch.q = pitched(batch.q, case.pitch)
+    if kind != "paged":
+        hnd = case.kv_layout == "HND"
+        w.kv = tuple(x.transpose(0, 1) if hnd else x for x in (pitched(x, case.pitch) for x in (batch.k, batch.v)))
+    return w
+
+
+def pitch_strides(x: torch.Tensor, pitch: int) -> tuple[int, int, int]:
+    return x.shape[1] * (x.shape[2] + pitch), x.shape[2] + pitch, 1
 
 
 def pitched(x: torch.Tensor, pitch: int) -> torch.Tensor:
     """The same values with a wider pitch; NaN between the rows."""
-    return Guarded(x.shape, x.dtype, x.device, (x.shape[1] * (x.shape[2] + pitch), x.shape[2] + pitch, 1), x).tensor
+    return Guarded(x.shape, x.dtype, x.device, pitch_strides(x, pitch), x).tensor
 
 
 def lse_tolerance(case: Case) -> float | None:
@@ -122,110 +115,45 @@ def lse_tolerance(case: Case) -> float | None:
     return 1e-3 + torch.finfo(case.dtype).eps * 16 * scale * 1.4427
 
 
-def compare(case: Case, out: torch.Tensor, lse: torch.Tensor, batch: Batch, options: Options) -> None:
-    want = expect(batch, options)
+def compare(case: Case, w: Wrapped, out: torch.Tensor, lse: torch.Tensor) -> None:
+    want = w.expect()
     assert_close(out, want.out, want.baseline, dtype=case.dtype)
     assert_lse_close(lse, want.lse, atol=lse_tolerance(case))
 
 
 @given(case=cases(batch_max=1))
 def test_single(target, case):
-    batch, options, given_mask = build(case, target)
-    q, k, v = (pitched(x, case.pitch) for x in (batch.q, batch.k, batch.v))
-    if case.kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-        if case.seed % 2:
-            k, v = k.contiguous(), v.contiguous()
-    out, lse = target.attempt(
-        lambda backend: ck.single_prefill_with_kv_cache(
-            q, k, v, kv_layout=case.kv_layout, return_lse=True, backend=backend, **options.plan_kwargs(), **given_mask
-        ),
-        case.needs(),
-    )
-    compare(case, out, lse, batch, options)
+    w = build(case, target, "single")
+    if case.kv_layout == "HND" and case.seed % 2:
+        w.kv = tuple(x.contiguous() for x in w.kv)
+    compare(case, w, *w.plan(w.options).run(return_lse=True))
 
 
-def finish(case: Case, batch: Batch, options: Options, target, call, needs) -> None:
-    """``call(backend, run_kwargs)`` into guarded outputs, some with gaps."""
-    rows, heads, dim = batch.q.shape
-    strides = (heads * (dim + case.pitch), dim + case.pitch, 1)
-    out = Guarded((rows, heads, dim), case.dtype, target.device, strides)
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+@given(case=cases())
+def test_batches(target, kind, case):
+    """Into guarded outputs, some with gaps."""
+    w = build(case, target, kind)
+    rows, heads, dim = w.batch.q.shape
+    out = Guarded((rows, heads, dim), case.dtype, target.device, pitch_strides(w.batch.q, case.pitch))
     lse = Guarded((rows, heads), torch.float32, target.device)
-    run_kwargs: dict[str, Any] = {"out": out.tensor, "lse": lse.tensor, "return_lse": True}
     if case.sinks:
-        options.sinks = torch.linspace(-2, 4, heads, device=target.device)
-        run_kwargs["sinks"] = options.sinks
-    target.attempt(lambda backend: call(backend, run_kwargs), needs)
-    compare(case, out.tensor, lse.tensor, batch, options)
+        w.options.sinks = torch.linspace(-2, 4, heads, device=target.device)
+    w.plan(w.options).run(out=out.tensor, lse=lse.tensor, return_lse=True)
+    compare(case, w, out.tensor, lse.tensor)
     out.check("out")
     lse.check("lse")
 
 
-@given(case=cases())
-def test_ragged(target, case):
-    batch, options, given_mask = build(case, target)
-    q, k, v = (pitched(x, case.pitch) for x in (batch.q, batch.k, batch.v))
-    if case.kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-
-    def call(backend, run_kwargs):
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), case.kv_layout, backend=backend)
-        wrapper.plan(
-            batch.qo_indptr(),
-            batch.kv_indptr(),
-            *batch.heads,
-            q_data_type=case.dtype,
-            **options.plan_kwargs(),
-            **given_mask,
-        )
-        return wrapper.run(q, k, v, **run_kwargs)
-
-    finish(case, batch, options, target, call, case.needs())
-
-
-@given(case=cases())
-def test_paged(target, case):
-    batch, options, given_mask = build(case, target)
-    paged = batch.paged(case.page_size, case.kv_layout, case.form)
-    q = pitched(batch.q, case.pitch)
-
-    def call(backend, run_kwargs):
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), case.kv_layout, backend=backend)
-        wrapper.plan(
-            batch.qo_indptr(),
-            *paged.table(),
-            *batch.heads,
-            case.page_size,
-            q_data_type=case.dtype,
-            **options.plan_kwargs(),
-            **given_mask,
-        )
-        return wrapper.run(q, paged.cache, **run_kwargs)
-
-    finish(case, batch, options, target, call, [*case.needs(), "paged"])
-
-
 @given(case=cases(batch_max=1, empty=False))
 def test_decode_is_the_last_row_of_prefill(target, case):
-    case.qo_lens = [1]
+    case.qo_lens, case.mask = [1], "none"
     case.options.pop("causal", None)
-    case.mask = "none"
-    batch, options, _ = build(case, target)
-    k, v = (pitched(x, case.pitch) for x in (batch.k, batch.v))
-    if case.kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-    out, lse = ck.single_decode_with_kv_cache(
-        batch.q[0],
-        k,
-        v,
-        kv_layout=case.kv_layout,
-        use_tensor_cores=case.seed % 2 == 0,
-        return_lse=True,
-        **options.plan_kwargs(),
-    )
-    want = expect(batch, options, decode=True)
-    assert_close(out, want.out[0], want.baseline[0], dtype=case.dtype)
-    assert_lse_close(lse, want.lse[0], atol=lse_tolerance(case))
+    w = build(case, target, "single")
+    given = dict(kv_layout=case.kv_layout, use_tensor_cores=case.seed % 2 == 0, return_lse=True)
+    out, lse = ck.single_decode_with_kv_cache(w.batch.q[0], *w.kv, **given, **w.options.plan_kwargs())
+    w.kind = "decode"
+    compare(case, w, out[None], lse[None])
 
 
 @given(
@@ -234,9 +162,6 @@ def test_decode_is_the_last_row_of_prefill(target, case):
     seed=st.integers(0, 2**31),
 )
 def test_segment_packbits(lens, bitorder, seed):
-    import oracle
-    from problems import indptr
-
     bounds = indptr(lens)
     x = torch.rand(int(bounds[-1]), generator=torch.Generator().manual_seed(seed)) < 0.5
     packed, places = ck.segment_packbits(x, bounds, bitorder)
@@ -253,8 +178,6 @@ def test_segment_packbits(lens, bitorder, seed):
     seed=st.integers(0, 2**31),
 )
 def test_merge_states(target, rows, count, heads, seed):
-    import oracle
-
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(rows, count, heads, 64, generator=generator).half().to(target.device)
     s = torch.randn(rows, count, heads, generator=generator) * 5

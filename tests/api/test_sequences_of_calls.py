@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise
-from problems import make_batch
+from problems import Options, make_batch
+from registry import several
+from targets import Target
+from wrapper_problems import Wrapped, batch_for
 
 import cutlass_kernels as ck
 from cutlass_kernels._masks import mask_packing
 
 E4M3 = torch.float8_e4m3fn
+CPU = Target("cpu", "reference")
 
 
-def planned(kind: str, target=None, batch=None, **options):
-    """A wrapper, and a function that runs it on copies of its tensors at new addresses."""
-    device = "cpu" if target is None else target.device
-    batch = batch or make_batch([5, 3], [20, 33], 4, 2, 64, device=device)
-    workspace = torch.zeros(1 << 20, dtype=torch.uint8) if target is None else target.workspace()
-    backend = "reference" if target is None else target.backend
-    if kind == "paged":
-        paged = batch.paged(16)
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, **options)
-        kv = (paged.cache,)
-    else:
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **options)
-        kv = (batch.k, batch.v)
+def run_on_copies(w: Wrapped, **given):
+    """At new addresses."""
+    return several(w.wrapper.run(w.batch.q.clone(), *(x.clone() for x in w.kv), **given))
 
-    def run(q=None, **kwargs):
-        return wrapper.run(batch.q.clone() if q is None else q, *(x.clone() for x in kv), **kwargs)
 
-    run.table = paged.table if kind == "paged" else lambda device: (batch.kv_indptr(device),)
-    return wrapper, batch, run
+def small(kind: str, target=CPU) -> Wrapped:
+    return Wrapped(target, kind, batch_for(kind, target, (5, 3), (20, 33)))
 
 
 @pytest.fixture(params=["paged", "ragged"])
@@ -45,80 +37,64 @@ def kind(request) -> str:
 
 @pytest.mark.parametrize("options", [dict(), dict(causal=True, logits_soft_cap=2.0), dict(pos_encoding_mode="ALIBI")])
 def test_runs_follow_one_another(target, kind, options):
-    _, batch, run = planned(kind, target, **options)
+    w = small(kind, target).plan(Options(**options))
     sinks = torch.randn(4, device=target.device)
     for kwargs in (dict(), dict(return_lse=True), dict(k_scale=0.5, v_scale=2.0), dict(sinks=sinks, return_lse=True)):
-        first, *others = [x if isinstance(x, tuple) else (x,) for x in (run(**kwargs) for _ in range(4))]
+        first, *others = [run_on_copies(w, **kwargs) for _ in range(4)]
         for other in others:
             for a, b in zip(first, other):
                 assert_bitwise(a, b)
-        out = torch.full_like(batch.q, torch.nan)
+        out = torch.full_like(w.batch.q, torch.nan)
         for _ in range(4):
-            run(out=out.fill_(torch.nan), **kwargs)
+            run_on_copies(w, out=out.fill_(torch.nan), **kwargs)
             assert_bitwise(out, first[0])
-    other = torch.randn(8, 4, 64).to(batch.q)
-    assert_bitwise(run(other), planned(kind, target, batch, **options)[2](other))
+    w.batch.q = torch.randn(8, 4, 64).to(w.batch.q)
+    fresh = Wrapped(target, kind, w.batch)
+    fresh.pages, fresh.kv = w.pages, w.kv
+    assert_bitwise(w.run(), fresh.plan(Options(**options)).run())
 
 
-def test_first_runs_of_later_plans_give_the_same(target, kind):
-    wrapper, _, _ = planned(kind, target, causal=True)
-    batches = [([5, 3], [20, 33]), ([8], [7]), ([1, 1, 6], [900, 0, 40]), ([4, 4], [20, 33]), ([5, 3], [20, 33])]
-    for qo_lens, kv_lens in batches:
-        batch = make_batch(qo_lens, kv_lens, 4, 2, 64, device=target.device)
-        paged = batch.paged(16)
-        if kind == "paged":
-            cache = torch.zeros(64, *paged.cache.shape[1:]).to(paged.cache)  # the same for all of them
-            cache[: paged.cache.size(0)] = paged.cache
-            table, kv = (batch.qo_indptr(), *paged.table(), *batch.heads, 16), (cache,)
-        else:
-            table, kv = (batch.qo_indptr(), batch.kv_indptr(), *batch.heads), (batch.k, batch.v)
-        fresh = type(wrapper)(target.workspace(), backend=target.backend)
-        for plans in (wrapper, fresh):
-            plans.plan(*table, causal=True)
-        assert_bitwise(wrapper.run(batch.q, *kv), fresh.run(batch.q, *kv))
+BATCHES = [([5, 3], [20, 33]), ([8], [7]), ([1, 1, 6], [900, 0, 40]), ([4, 4], [20, 33]), ([5, 3], [20, 33])]
+OF_FP8 = [([100], [60]), ([60, 40], [28, 32]), ([40, 60], [30, 30]), ([100], [60])]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, E4M3], ids=["fp16", "e4m3"])
+def test_first_runs_of_later_plans_give_the_same(target, kind, kv_dtype):
+    w = small(kind, target).plan(Options(causal=True))
+    for qo_lens, kv_lens in BATCHES if kv_dtype == torch.float16 else OF_FP8:
+        batch = batch_for(kind, target, qo_lens, kv_lens, kv_dtype=kv_dtype)
+        mine, fresh = Wrapped(target, kind, batch, wrapper=w.wrapper), Wrapped(target, kind, batch)
+        if kind == "paged" and kv_dtype == torch.float16:
+            cache = torch.zeros(64, *mine.kv[0].shape[1:]).to(mine.kv[0])  # the same for all of them
+            cache[: len(mine.kv[0])] = mine.kv[0]
+            mine.kv = (cache,)
+        fresh.pages, fresh.kv = mine.pages, mine.kv
+        for x in (mine, fresh):
+            x.plan(Options(causal=kv_dtype == torch.float16))
+        assert mine.wrapper._plan_info.request == fresh.wrapper._plan_info.request
+        assert_bitwise(mine.run(), fresh.run())
 
 
 def test_later_plans_refuse(target):
-    wrapper, batch, _ = planned("paged", target)
-    paged = batch.paged(16)
-    table = paged.table()
-    wrapper.run(batch.q, paged.cache)
-    indices = table[1].clone()
-    indices[0] = paged.cache.size(0)
-    wrapper.plan(batch.qo_indptr(), table[0], indices, table[2], *batch.heads, 16)
+    w = small("paged", target).plan()
+    w.run()
+    indices = w.pages.indices.clone()
+    w.pages.indices[0] = w.kv[0].size(0)
     with pytest.raises(ValueError, match="the cache has only"):
-        wrapper.run(batch.q, paged.cache)
-    wrapper.plan(torch.tensor([0, 5, 7]).int(), *table, *batch.heads, 16)
+        w.plan().run()
+    w.pages.indices = indices
+    w.wrapper.plan(torch.tensor([0, 5, 7]).int(), *w.vectors()[1:], *w.sizes)
     with pytest.raises(ValueError, match="q has 8 rows"):
-        wrapper.run(batch.q, paged.cache)
-
-
-def test_first_runs_of_later_plans_over_fp8_give_the_same(target, kind):
-    wrapper, _, _ = planned(kind, target)
-    types = dict(q_data_type=torch.float16, kv_data_type=E4M3)
-    for qo_lens, kv_lens in [([100], [60]), ([60, 40], [28, 32]), ([40, 60], [30, 30]), ([100], [60])]:
-        batch = make_batch(qo_lens, kv_lens, 4, 2, 64, dtype=torch.float16, kv_dtype=E4M3, device=target.device)
-        paged = batch.paged(16)
-        if kind == "paged":
-            table, kv = (batch.qo_indptr(), *paged.table(), *batch.heads, 16), (paged.cache,)
-        else:
-            table, kv = (batch.qo_indptr(), batch.kv_indptr(), *batch.heads), (batch.k, batch.v)
-        fresh = type(wrapper)(target.workspace(), backend=target.backend)
-        for plans in (wrapper, fresh):
-            plans.plan(*table, **types)
-        assert wrapper._plan_info.request == fresh._plan_info.request
-        assert_bitwise(wrapper.run(batch.q, *kv), fresh.run(batch.q, *kv))
+        w.run()
 
 
 def test_single_calls_give_the_same(target):
     for rows, keys in ((9, 20), (1, 5000), (200, 300)):
-        batch = make_batch([rows], [keys], 4, 2, 64, device=target.device)
-        call = lambda: ck.single_prefill_with_kv_cache(  # noqa: E731
-            batch.q.clone(), batch.k.clone(), batch.v.clone(), causal=True, return_lse=True, backend=target.backend
-        )
-        first = call()
-        for _ in range(3):
-            for a, b in zip(first, call()):
+        batch, options = make_batch([rows], [keys], 4, 2, 64, device=target.device), dict(causal=True, return_lse=True)
+        copies = lambda: (x.clone() for x in (batch.q, batch.k, batch.v))  # noqa: E731
+        results = [ck.single_prefill_with_kv_cache(*copies(), backend=target.backend, **options) for _ in range(4)]
+        for other in results[1:]:
+            for a, b in zip(results[0], other):
                 assert_bitwise(a, b)
 
 
@@ -126,13 +102,11 @@ def test_single_calls_give_the_same(target):
 def test_runs_with_rows_known_to_the_device_alone(target, kind):
     if target.is_reference:
         pytest.skip("the reference is tested on the CPU, which takes no CUDA offsets")
-    batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=target.device)
-    wrapper, _, run = planned(kind, target, batch)
-    want = run(return_lse=True)
-    size = (16,) if kind == "paged" else ()
-    wrapper.plan(batch.qo_indptr(target.device), *run.table(target.device), *batch.heads, *size)
+    w = small(kind, target).plan()
+    want = run_on_copies(w, return_lse=True)
+    w.plan(where=target.device)
     for _ in range(3):
-        for a, b in zip(run(return_lse=True), want):
+        for a, b in zip(run_on_copies(w, return_lse=True), want):
             torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)
 
 
@@ -140,32 +114,30 @@ def test_runs_with_rows_known_to_the_device_alone(target, kind):
 def test_runs_in_a_graph_and_on_another_stream(target, kind):
     if target.is_reference:
         pytest.skip("the reference is tested on the CPU, where there are no CUDA graphs")
-    wrapper, batch, _ = planned(kind, target)
-    q, out = batch.q.clone(), torch.zeros_like(batch.q)
-    kv = (batch.paged(16).cache,) if kind == "paged" else (batch.k, batch.v)
+    w = small(kind, target).plan()
+    out = torch.zeros_like(w.batch.q)
+    run = lambda: w.run(out=out)  # noqa: E731
     for _ in range(2):
-        wrapper.run(q, *kv, out=out)
+        run()
     want = out.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         out.zero_()
-        wrapper.run(q, *kv, out=out)
+        run()
     stream.synchronize()
     assert_bitwise(out, want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, *kv, out=out)
+    graph, _ = capture(run, warm_up=0)
     out.zero_()
     graph.replay()
     assert_bitwise(out, want)
 
 
 def test_a_copy_of_a_wrapper_is_another():
-    wrapper, batch, _ = planned("ragged")
-    other = copy.deepcopy(wrapper)
-    assert other._number != wrapper._number
-    assert_bitwise(other.run(batch.q, batch.k, batch.v), wrapper.run(batch.q, batch.k, batch.v))
+    w = small("ragged").plan()
+    other = copy.deepcopy(w.wrapper)
+    assert other._number != w.wrapper._number
+    assert_bitwise(other.run(w.batch.q, *w.kv), w.run())
 
 
 def test_a_default_device_is_not_ours():
@@ -179,15 +151,14 @@ def test_a_default_device_is_not_ours():
 
 
 def test_errors_do_not_depend_on_earlier_calls():
-    batch = make_batch([5, 3], [20, 33], 4, 2, 64)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
-    offsets = (batch.qo_indptr(), batch.kv_indptr())
+    w = small("ragged")
+    plan = functools.partial(w.wrapper.plan, *w.vectors())
     for _ in range(2):
-        wrapper.plan(*offsets, 4, 2, 64)
+        plan(4, 2, 64)
         with pytest.raises(TypeError, match=r"num_qo_heads=4\.0"):
-            wrapper.plan(*offsets, 4.0, 2, 64)
+            plan(4.0, 2, 64)
         with pytest.raises(TypeError, match=r"window_left=3\.0"):
-            wrapper.plan(*offsets, 4, 2, 64, window_left=3.0)
-        wrapper.plan(*offsets, 4, 2, 64, window_left=3)
+            plan(4, 2, 64, window_left=3.0)
+        plan(4, 2, 64, window_left=3)
     with pytest.raises(TypeError, match="q is tuple"):
-        wrapper.run((batch.q,), batch.k, batch.v)
+        w.wrapper.run((w.batch.q,), *w.kv)

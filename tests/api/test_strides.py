@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_close, assert_lse_close
+from compare import assert_close
 from guards import MARGIN, Guarded
 from problems import Batch, Options, expect, make_batch
+from wrapper_problems import Wrapped, check
 
 import cutlass_kernels as ck
 
@@ -28,45 +29,26 @@ def sliced_projection(target, tokens: int, heads: int, kv_heads: int, dim: int =
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-def test_single_prefill_on_a_packed_projection(target, heads):
+@pytest.mark.parametrize("kind", ["single", "ragged"])
+def test_a_packed_projection(target, kind, heads):
     batch = sliced_projection(target, 50, *heads)
-    out, lse = ck.single_prefill_with_kv_cache(
-        batch.q, batch.k, batch.v, causal=True, return_lse=True, backend=target.backend
-    )
-    want = expect(batch, CAUSAL)
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-def test_ragged_on_a_packed_projection(target, heads):
-    whole = sliced_projection(target, 50, *heads)
-    batch = Batch([20, 0, 30], [20, 0, 30], whole.q, whole.k, whole.v)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
-    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
-    want = expect(batch, CAUSAL)
-    assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+    if kind == "ragged":
+        batch = Batch([20, 0, 30], [20, 0, 30], batch.q, batch.k, batch.v)
+    check(target, kind, batch, CAUSAL)
 
 
 def test_hnd_as_a_transposed_view(target):
     # NHD storage handed over as HND: the strides, not the shape, say where things are.
-    batch = make_batch([20], [50], 4, 2, 64, device=target.device)
-    out = ck.single_prefill_with_kv_cache(
-        batch.q, batch.k.transpose(0, 1), batch.v.transpose(0, 1), kv_layout="HND", causal=True, backend=target.backend
-    )
-    want = expect(batch, CAUSAL)
-    assert_close(out, want.out, want.baseline)
+    w = Wrapped(target, "single", make_batch([20], [50], 4, 2, 64, device=target.device), kv_layout="HND")
+    w.kv = tuple(x.transpose(0, 1) for x in (w.batch.k, w.batch.v))
+    w.plan(CAUSAL).check(w.run())
 
 
-def test_heads_before_tokens_in_q(target):
-    batch = make_batch([20], [50], 4, 2, 64, device=target.device)
-    q = batch.q.transpose(0, 1).contiguous().transpose(0, 1)
-    out = ck.single_prefill_with_kv_cache(q, batch.k, batch.v, causal=True, backend=target.backend)
-    want = expect(batch, CAUSAL)
-    assert_close(out, want.out, want.baseline)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
-    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
-    assert_close(wrapper.run(q, batch.k, batch.v), want.out, want.baseline)
+@pytest.mark.parametrize("kind", ["single", "ragged"])
+def test_heads_before_tokens_in_q(target, kind):
+    w = Wrapped(target, kind, make_batch([20], [50], 4, 2, 64, device=target.device))
+    w.batch.q = w.batch.q.transpose(0, 1).contiguous().transpose(0, 1)
+    w.plan(CAUSAL).check(w.run())
 
 
 @pytest.mark.parametrize("pad", [1, 3, 8])
@@ -79,27 +61,17 @@ def test_any_pitch(target, kind, pad):
         wide = torch.full((*x.shape[:2], 64 + pad), torch.nan, dtype=x.dtype, device=target.device)
         wide[..., :64] = x
         views.append(wide[..., :64])
-
-    def call(backend):
-        if kind == "single":
-            return ck.single_prefill_with_kv_cache(*views, causal=True, backend=backend)
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=backend)
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
-        return wrapper.run(*views)
-
-    out = target.attempt(call, ["unaligned"] if pad % 8 else [])
-    want = expect(batch, CAUSAL)
-    assert_close(out, want.out, want.baseline)
+    wide = Batch([20], [50], *views)
+    run = lambda backend: Wrapped(target, kind, wide, backend=backend).plan(CAUSAL).run()  # noqa: E731
+    Wrapped(target, kind, batch).check(target.attempt(run, ["unaligned"] if pad % 8 else []), CAUSAL)
 
 
 def test_broadcast_heads_and_tokens(target):
     # Stride 0: one KV head shown as two, one row shown as five.
-    batch = make_batch([5], [30], 4, 2, 64, device=target.device)
-    k, v = batch.k[:, :1].expand(30, 2, 64), batch.v[:, :1].expand(30, 2, 64)
-    q = batch.q[:1].expand(5, 4, 64)
-    call = lambda backend: ck.single_prefill_with_kv_cache(q, k, v, causal=True, backend=backend)  # noqa: E731
-    want = expect(Batch([5], [30], q, k, v), CAUSAL)
-    assert_close(target.attempt(call, ["stride_0"]), want.out, want.baseline)
+    one = make_batch([5], [30], 4, 2, 64, device=target.device)
+    batch = Batch([5], [30], one.q[:1].expand(5, 4, 64), *(x[:, :1].expand(30, 2, 64) for x in (one.k, one.v)))
+    run = lambda backend: Wrapped(target, "single", batch, backend=backend).plan(CAUSAL).run()  # noqa: E731
+    Wrapped(target, "single", batch).check(target.attempt(run, ["stride_0"]), CAUSAL)
 
 
 CACHES = ["interleaved", "wide", "page_gap", "different"]
@@ -108,9 +80,8 @@ CACHES = ["interleaved", "wide", "page_gap", "different"]
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", CACHES)
 def test_strided_caches(target, form, kv_layout):
-    batch = make_batch([9, 20], [50, 20], 4, 2, 64, device=target.device)
-    paged = batch.paged(8, kv_layout, "tuple")
-    k, v = paged.k_cache, paged.v_cache
+    w = Wrapped(target, "paged", make_batch([9, 20], [50, 20], 4, 2, 64, device=target.device), 8, kv_layout, "tuple")
+    k, v = w.pages.k_cache, w.pages.v_cache
 
     def spread(x: torch.Tensor, where: str) -> torch.Tensor:
         pages, a, b, dim = x.shape
@@ -134,33 +105,19 @@ def test_strided_caches(target, form, kv_layout):
         cache = (spread(k, "wide"), spread(v, "page_gap"))
     else:
         cache = (spread(k, form), spread(v, form))
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), kv_layout)
-    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
-    out, lse = wrapper.run(batch.q, cache, return_lse=True)
-    want = expect(batch, CAUSAL)
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    w.kv = (cache,)
+    w.plan(CAUSAL).check()
 
 
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_stacked_cache_with_kv_in_front(target, kv_layout):
-    # [2, pages, ...] storage, permuted to [pages, 2, ...], as engines keep it.
+@pytest.mark.parametrize("kv_layout,shown_as", [("NHD", "NHD"), ("HND", "HND"), ("NHD", "HND")])
+def test_other_orders_of_a_stacked_cache(target, kv_layout, shown_as):
     batch = make_batch([9, 20], [50, 20], 4, 2, 64, device=target.device)
-    paged = batch.paged(8, kv_layout)
-    cache = paged.cache.transpose(0, 1).contiguous().transpose(0, 1)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), kv_layout)
-    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
-    want = expect(batch, CAUSAL)
-    assert_close(wrapper.run(batch.q, cache), want.out, want.baseline)
-
-
-def test_layouts_as_views_of_each_other(target):
-    batch = make_batch([9, 20], [50, 20], 4, 2, 64, device=target.device)
-    paged = batch.paged(8, "NHD")
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), "HND")
-    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
-    want = expect(batch, CAUSAL)
-    assert_close(wrapper.run(batch.q, paged.cache.permute(0, 1, 3, 2, 4)), want.out, want.baseline)
+    w = Wrapped(target, "paged", batch, 8, kv_layout)
+    if kv_layout == shown_as:  # [2, pages, ...] storage, permuted to [pages, 2, ...], as engines keep it
+        w.kv = (w.pages.cache.transpose(0, 1).contiguous().transpose(0, 1),)
+    else:  # a layout as a view of the other
+        w.wrapper, w.kv = Wrapped(target, "paged", kv_layout=shown_as).wrapper, (w.pages.cache.transpose(2, 3),)
+    w.plan(CAUSAL).check(w.run())
 
 
 def dense(form: str, x: torch.Tensor, each: int, hnd: bool) -> torch.Tensor:
@@ -226,29 +183,23 @@ OUT_STRIDES = {
 }
 
 
+def guard(batch: Batch) -> list[Guarded]:
+    """The tensors of the batch with NaN directly before and behind each: reading one row too many shows."""
+    inputs = [Guarded(x.shape, x.dtype, batch.device, value=x) for x in (batch.q, batch.k, batch.v)]
+    batch.q, batch.k, batch.v = (x.tensor for x in inputs)
+    return inputs
+
+
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
 @pytest.mark.parametrize("form", OUT_STRIDES)
 def test_out_with_strides_inside_guards(target, form, kind):
-    batch = make_batch([9, 20], [50, 20], 4, 2, 64, device=target.device)
     out = Guarded((29, 4, 64), torch.float16, target.device, OUT_STRIDES[form])
     lse = Guarded((29, 4), torch.float32, target.device)
-    inputs = [Guarded(x.shape, x.dtype, target.device, value=x) for x in (batch.q, batch.k, batch.v)]
-    q, k, v = (x.tensor for x in inputs)
-
-    def call(backend):
-        if kind == "ragged":
-            wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=backend)
-            wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
-            return wrapper.run(q, k, v, out=out.tensor, lse=lse.tensor, return_lse=True)
-        paged = batch.paged(8)
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=backend)
-        wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
-        return wrapper.run(q, paged.cache, out=out.tensor, lse=lse.tensor, return_lse=True)
-
-    target.attempt(call, ["paged"] if kind == "paged" else [])
-    want = expect(batch, CAUSAL)
-    assert_close(out.tensor, want.out, want.baseline)
-    assert_lse_close(lse.tensor, want.lse)
+    batch = make_batch([9, 20], [50, 20], 4, 2, 64, device=target.device)
+    inputs = guard(batch)
+    w = Wrapped(target, kind, batch, 8).plan(CAUSAL)
+    w.run(out=out.tensor, lse=lse.tensor, return_lse=True)
+    w.check((out.tensor, lse.tensor))
     out.check("out")
     lse.check("lse")
     for name, x in zip("qkv", inputs):
@@ -257,18 +208,11 @@ def test_out_with_strides_inside_guards(target, form, kind):
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_single_inputs_at_the_edge_of_memory(target, kv_layout):
-    # NaN directly before and behind each tensor: reading one row too many shows.
-    batch = make_batch([77], [131], 4, 2, 64, device=target.device)
-    k, v = batch.k, batch.v
-    if kv_layout == "HND":
-        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-    inputs = [Guarded(x.shape, x.dtype, target.device, value=x) for x in (batch.q, k, v)]
-    out, lse = ck.single_prefill_with_kv_cache(
-        *(x.tensor for x in inputs), kv_layout=kv_layout, return_lse=True, backend=target.backend
-    )
-    want = expect(batch)
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    w = Wrapped(target, "single", make_batch([77], [131], 4, 2, 64, device=target.device), kv_layout=kv_layout)
+    guarded = [Guarded(x.shape, x.dtype, target.device, value=x) for x in (w.batch.q, *w.kv)]
+    w.batch.q, *kv = (x.tensor for x in guarded)
+    w.kv = tuple(kv)
+    w.check()
 
 
 def test_guards_notice():
