@@ -14,7 +14,7 @@ from typing import Any
 from . import cascade, decode, mla, page, pod, prefill, quantization, rope, sparse, utils
 from ._attend.plan_free import attention
 from ._compute import kernels
-from ._compute.explanation import explain
+from ._compute.selection import explain
 from ._core import native
 from ._core.errors import BackendError, PerformanceWarning
 from ._core.schedules import Schedule

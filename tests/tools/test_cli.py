@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import cutlass_kernels
 from cutlass_kernels import _cli
-from cutlass_kernels._compute import explanation, selection
+from cutlass_kernels._compute import selection
 
 _cases, _check, _info = _cli._check._cases, _cli._check, _cli._info
 
@@ -278,7 +278,7 @@ def test_explain_of_a_gpu_that_is_not_here(capability):
 @pytest.mark.parametrize("codes, capability, told", [((80, 90), 100, True), ((80, 90), 89, False), ((80,), 90, True)])
 def test_explain_says_where_the_driver_compiles(codes, capability, told, monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request", compute_capability=capability)
-    explained = explanation.Explanation(request, "fa2", {name: [] for name in selection.BACKENDS})
+    explained = selection.Explanation(request, "fa2", {name: [] for name in selection.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: explained)
     monkeypatch.setattr(selection, "why_first", lambda request: "")
     monkeypatch.setattr(_cli._explain.native, "_C", SimpleNamespace(machine_codes=codes))
@@ -287,7 +287,7 @@ def test_explain_says_where_the_driver_compiles(codes, capability, told, monkeyp
 
 def test_explain_prints_reasons_as_they_are(monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request")
-    told = explanation.Explanation(request, None, {name: ["takes [64, 128] only"] for name in selection.BACKENDS})
+    told = selection.Explanation(request, None, {name: ["takes [64, 128] only"] for name in selection.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: told)
     text = invoke("explain")
     assert text.count("takes [64, 128] only") == len(selection.BACKENDS) and "cannot serve" in text
