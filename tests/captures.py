@@ -1,8 +1,9 @@
-"""CUDA graphs of calls, and calls that must not wait for the device."""
+"""CUDA graphs of calls, calls that must not wait for the device, and calls beside another stream."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,3 +33,13 @@ def no_waiting(on_gpu: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def disturbed(call: Callable[[], Any], stream: torch.cuda.Stream, chance: random.Random) -> Any:
+    """While another stream holds some of the multiprocessors, thread blocks start in another order."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(chance.randrange(1, 200_000))
+        x = torch.ones(chance.choice([128, 512, 1024]), 512, device=stream.device)
+        for _ in range(chance.randrange(1, 6)):
+            x = x @ x.T @ x * 1e-6
+    return call()

@@ -122,10 +122,8 @@ class Batch:
 
     def followed_by(self, other: Batch) -> Batch:
         """One batch of the requests of both."""
-        parts = (
-            [x.view(torch.uint8) for x in pair] for pair in ((self.q, other.q), (self.k, other.k), (self.v, other.v))
-        )
-        tensors = (torch.cat(pair).view(x.dtype) for pair, x in zip(parts, (self.q, self.k, self.v)))
+        pairs = ((self.q, other.q), (self.k, other.k), (self.v, other.v))
+        tensors = (torch.cat([x.view(torch.uint8) for x in pair]).view(pair[0].dtype) for pair in pairs)
         return Batch([*self.qo_lens, *other.qo_lens], [*self.kv_lens, *other.kv_lens], *tensors)
 
     def dequantized(self, scale_q: torch.Tensor, scale_k: torch.Tensor, scale_v: torch.Tensor) -> Batch:

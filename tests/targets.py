@@ -27,11 +27,6 @@ REFUSALS = (ValueError, RuntimeError, NotImplementedError, AssertionError)
 WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 128 << 20}
 
 
-def workspace(device: str, size: int | None = None) -> torch.Tensor:
-    size = WORKSPACE_BYTES[device.split(":")[0]] if size is None else size
-    return torch.zeros(size, dtype=torch.uint8, device=device)
-
-
 @dataclass(frozen=True)
 class Target:
     device: str
@@ -56,7 +51,8 @@ class Target:
             return call("auto")
 
     def workspace(self, size: int | None = None) -> torch.Tensor:
-        return workspace(self.device, size)
+        size = WORKSPACE_BYTES[self.device.split(":")[0]] if size is None else size
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def __str__(self) -> str:
         return f"{self.device.split(':')[0]}-{self.backend}"

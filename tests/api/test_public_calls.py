@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from captures import disturbed
 from compare import assert_bitwise
-from gpu_calls import disturbed
 from registry import ENTRIES, Data, Entry, each
 from targets import Target
 

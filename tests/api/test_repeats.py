@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from captures import disturbed
 from compare import assert_bitwise
-from gpu_calls import disturbed
 from problems import make_batch
 
 import cutlass_kernels as ck

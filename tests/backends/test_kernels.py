@@ -10,7 +10,7 @@ import pytest
 import torch
 from compare import assert_all_bitwise, assert_bitwise, assert_close, assert_repeats
 from pairs import every
-from planned_runs import compare, single, wrapper_for
+from planned_runs import compare, single, wrapped
 from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
@@ -205,12 +205,12 @@ class TestTileCounters:
         batch = make_batch([700], [700], 32, 8, 64, device=DEVICE)
         attend("fa3", batch)
         assert not _C.counters(0, torch.cuda.current_stream().cuda_stream).any()
-        wrapper = wrapper_for("fa3", DEVICE, paged=False)
-        wrapper._int_workspace_buffer.fill_(255)
-        tensors = planned_runs.plan(wrapper, batch, CAUSAL)
+        ragged = wrapped("fa3", batch)
+        ragged.wrapper._int_workspace_buffer.fill_(255)
+        ragged.plan(CAUSAL)
         for _ in range(3):
-            wrapper.run(batch.q, *tensors)
-            assert not wrapper._int_workspace_buffer[:8].any()
+            ragged.run()
+            assert not ragged.wrapper._int_workspace_buffer[:8].any()
 
     def test_results_do_not_depend_on_who_computes_a_tile(self):
         # Which thread block takes a tile depends on what else the GPU does.

@@ -15,7 +15,7 @@ from pairs import every
 from planned_runs import attend
 from problems import Batch, Options, expect, make_batch
 from ran import counts
-from targets import workspace
+from targets import Target
 from test_kernels import (
     CAUSAL,
     DEVICE,
@@ -79,7 +79,7 @@ def test_decode(dims, heads, lens):
         check_output(functools.partial(attend, backend, batch, page_size=16, form="tuple"))
     if dims[0] == dims[1]:
         paged = batch.paged(16, form="tuple")
-        wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(workspace(DEVICE))
+        wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(Target(DEVICE, "auto").workspace())
         wrapper.plan(*paged.table(), *batch.heads, 16, q_data_type=torch.bfloat16)
         check_output(lambda: [wrapper.run(batch.q, paged.cache)])
         if len(lens) == 1:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from compare import assert_all_bitwise, assert_bitwise, assert_repeats
 from pairs import every
-from planned_runs import compare, paged, plan, ragged, single, wrapper_for
+from planned_runs import compare, paged, ragged, single, wrapped
 from problems import Batch, Options, make_batch
-from targets import TARGETS, Target, workspace
+from targets import TARGETS, Target
 from test_kernels import batch_of
 
 DIMS = [(64, 64), (96, 96), (80, 80), (128, 128), (192, 128), (192, 192), (160, 160), (256, 256)]
@@ -122,40 +122,37 @@ def test_custom_masks_of_split_keys(target, heads, lens, how):
 @every(split=[{}, {"fixed_split_size": 64, "max_sequence_kv": 4000}, {"disable_split_kv": True}])
 def test_a_graph_keeps_its_rule(target, split):
     batch = make_batch([2, 1], [3000, 900], 8, 2, 64, device=target.device)
-    buffers = {name: torch.zeros(3, dtype=torch.int32, device=target.device) for name in ("qo_indptr", "kv_indptr")}
-    graph = {f"{name}_buf": buffer for name, buffer in buffers.items()}
-    wrapper = wrapper_for(target.backend, target.device, False, use_cuda_graph=True, **graph)
+    buffers = {
+        f"{name}_buf": torch.zeros(3, dtype=torch.int32, device=target.device) for name in ("qo_indptr", "kv_indptr")
+    }
+    call = wrapped(target.backend, batch, use_cuda_graph=True, **buffers)
     for _ in range(2):
-        tensors = plan(wrapper, batch, CAUSAL, **split)
-        compare(wrapper.run(batch.q, *tensors, return_lse=True), batch, CAUSAL)
+        call.plan(CAUSAL, **split).check()
         with pytest.raises(ValueError, match="disable_split_kv"):
-            plan(wrapper, batch, CAUSAL, **({} if split else {"disable_split_kv": True}))
+            call.plan(CAUSAL, **({} if split else {"disable_split_kv": True}))
 
 
 def test_a_fixed_size_needs_a_bound(target):
-    batch = make_batch([2], [300], 8, 2, 64, device=target.device)
-    wrapper = wrapper_for(target.backend, target.device, False)
+    call = wrapped(target.backend, make_batch([2], [300], 8, 2, 64, device=target.device))
     with pytest.raises(ValueError, match="max_sequence_kv"):
-        plan(wrapper, batch, CAUSAL, where=target.device, fixed_split_size=64)
-    tensors = plan(wrapper, batch, CAUSAL, where=target.device, fixed_split_size=64, max_sequence_kv=300)
-    compare(wrapper.run(batch.q, *tensors, return_lse=True), batch, CAUSAL)
+        call.plan(CAUSAL, where=target.device, fixed_split_size=64)
+    call.plan(CAUSAL, where=target.device, fixed_split_size=64, max_sequence_kv=300).check()
 
 
 @every(page_size=[None, 16])
 def test_a_plan_refuses_splits_that_have_no_room_for_one_row(target, page_size):
     """Offsets on the device do not tell how many rows there are, but no run has less than one."""
-    batch = make_batch([2], [4000], 8, 2, 64, device=target.device)
     room, unit = 128 << 10, page_size or 1  # 63 splits of a row, 8 heads of 64 columns and an LSE in fp32
-    wrapper = wrapper_for(target.backend, target.device, page_size is not None)
-    wrapper.reset_workspace_buffer(target.workspace(room))
-    more = {"where": target.device, **({} if page_size else {"max_sequence_kv": 4000})}
-    tensors = plan(wrapper, batch, CAUSAL, page_size, fixed_split_size=1024 // unit, **more)
+    batch = make_batch([2], [4000], 8, 2, 64, device=target.device)
+    call = wrapped(target.backend, batch, page_size, workspace=target.workspace(room))
+    given = {"where": target.device, **({} if page_size else {"max_sequence_kv": 4000})}
+    call.plan(CAUSAL, fixed_split_size=1024 // unit, **given)
     with pytest.raises(RuntimeError, match=f"float_workspace_buffer has {room} bytes.* at least .*fixed_split_size"):
-        plan(wrapper, batch, CAUSAL, page_size, fixed_split_size=1, **more)
-    compare(wrapper.run(batch.q, *tensors, return_lse=True), batch, CAUSAL)  # by the plan before
-    wrapper.reset_workspace_buffer(target.workspace(), target.workspace(16))
+        call.plan(CAUSAL, fixed_split_size=1, **given)
+    call.check()  # by the plan before
+    call.wrapper.reset_workspace_buffer(target.workspace(), target.workspace(16))
     with pytest.raises(RuntimeError, match=r"int_workspace_buffer has 16 bytes.* at least "):
-        plan(wrapper, batch, CAUSAL, page_size, fixed_split_size=1024 // unit, **more)
+        call.plan(CAUSAL, fixed_split_size=1024 // unit, **given)
 
 
 def test_infinite_values_of_other_rows(target):
@@ -179,17 +176,12 @@ def test_nan_queries_of_split_tiles(target):
 
 
 def test_a_small_workspace_says_what_is_needed(kernel_backend):
-    batch = make_batch([16], [20000], 8, 1, 128, device="cuda:0")
-    wrapper = wrapper_for(kernel_backend, batch.device, True)
-    wrapper.reset_workspace_buffer(workspace(batch.device, 4096))
-    needed, _ = wrapper.workspace_size(batch.qo_indptr(), *batch.paged(16).table(), *batch.heads, 16, causal=True)
+    on_gpu = Target("cuda:0", kernel_backend)
+    batch = make_batch([16], [20000], 8, 1, 128, device=on_gpu.device)
+    call = wrapped(kernel_backend, batch, 16, workspace=on_gpu.workspace(4096))
+    needed, _ = call.wrapper.workspace_size(*call.vectors(), *call.sizes, causal=True)
     with pytest.raises(RuntimeError, match=f"float_workspace_buffer has 4096 bytes.* {needed}"):
-        plan(wrapper, batch, CAUSAL, 16)
-
-    def check(**split) -> None:
-        tensors = plan(wrapper, batch, CAUSAL, 16, **split)
-        compare(wrapper.run(batch.q, *tensors, return_lse=True), batch, CAUSAL)
-
-    check(disable_split_kv=True)
-    wrapper.reset_workspace_buffer(workspace(batch.device, needed))
-    check()
+        call.plan(CAUSAL)
+    call.plan(CAUSAL, disable_split_kv=True).check()
+    call.wrapper.reset_workspace_buffer(on_gpu.workspace(needed))
+    call.plan(CAUSAL).check()

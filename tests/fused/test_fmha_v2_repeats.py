@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from captures import disturbed
 from compare import assert_bitwise
 from fused_problems import Mode, call, pack
-from gpu_calls import disturbed
 from problems import make_batch
 
 pytestmark = pytest.mark.gpu
