@@ -13,7 +13,7 @@ from problems import make_batch
 
 import cutlass_kernels as ck
 from cutlass_kernels._compute import kernels
-from cutlass_kernels._core import checks, kept_memory
+from cutlass_kernels._core import checks, native
 from cutlass_kernels._planned import paged_decode
 
 CPU = torch.device("cpu")
@@ -182,14 +182,14 @@ def pretend(monkeypatch) -> list[str]:
 
 
 def test_another_thread_allocates_on_the_default_stream(pretend):
-    made = kept_memory.zeros((3, 2), dtype=torch.int32, device=torch.device("cuda:1"))
+    made = native.zeros((3, 2), dtype=torch.int32, device=torch.device("cuda:1"))
     assert made.tolist() == [[0, 0]] * 3 and made.dtype == torch.int32
     assert pretend == ["on default", "allocates elsewhere", "current waits for default"]
 
 
 def test_the_caller_gets_the_error(pretend):
     with pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
-        kept_memory.empty("too much", torch.int32, torch.device("cuda:0"))
+        native.kept_empty("too much", torch.int32, torch.device("cuda:0"))
     assert pretend == ["on default", "allocates elsewhere"]
 
 
@@ -207,7 +207,5 @@ def test_room_that_is_kept_is_outside_of_pools(pretend):
 
 
 def test_results_are_the_callers(monkeypatch):
-    monkeypatch.setattr(kept_memory, "empty", None)
-    assert torch.equal(
-        kept_memory.zeros((2, 3), dtype=torch.float16, device=CPU), torch.zeros(2, 3, dtype=torch.float16)
-    )
+    monkeypatch.setattr(native, "kept_empty", None)
+    assert torch.equal(native.zeros((2, 3), dtype=torch.float16, device=CPU), torch.zeros(2, 3, dtype=torch.float16))

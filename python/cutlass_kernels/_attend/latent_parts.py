@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._core import checks
-from .._core.autocast import without_autocast
+from .._core.autograd import without_autocast
 from .._core.problems import FP8_DTYPES
 
 if TYPE_CHECKING:

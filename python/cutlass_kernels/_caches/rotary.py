@@ -6,7 +6,7 @@ import torch
 
 from .._compute import kernels
 from .._core import autograd, checks, hints, native
-from .._core.autocast import without_autocast
+from .._core.autograd import without_autocast
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import page_operators
 from . import slots_of_tokens

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._core import kept_memory, native
+from .._core import native
 from .._core.native import current_device as _current_device
 from .._core.native import stream_of as _stream_of
 from .._core.problems import FP8_DTYPES, Copies, Offsets, PagedKv, Pages, Problem, Split
@@ -341,7 +341,7 @@ def int_workspace(device: torch.device) -> torch.Tensor:
 
 def room(device: torch.device, size: int = _INT_WORKSPACE_BYTES, *, kept: bool = False) -> torch.Tensor:
     """``size`` bytes on ``device``; ``kept`` if they outlive the call."""
-    return (kept_memory.empty if kept else torch.empty)(size, dtype=torch.uint8, device=device)
+    return (native.kept_empty if kept else torch.empty)(size, dtype=torch.uint8, device=device)
 
 
 def grown_workspace(device: torch.device, size: int) -> torch.Tensor:

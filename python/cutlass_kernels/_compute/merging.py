@@ -20,8 +20,7 @@ import math
 import torch
 
 from .._core import checks, native
-from .._core.autocast import without_autocast
-from .._core.autograd import written
+from .._core.autograd import without_autocast, written
 from . import kernels
 
 NAME_OF_STATE = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}

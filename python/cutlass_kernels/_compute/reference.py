@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._core.autocast import without_autocast
+from .._core.autograd import without_autocast
 from .._core.problems import FP8_DTYPES, HALF_DTYPES, Mask, PagedKv, Problem, RaggedKv
 
 LOG2E = 1.4426950408889634

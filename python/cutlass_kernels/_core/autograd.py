@@ -1,9 +1,13 @@
-"""What autograd must know: attention has no backward, and kernels write to tensors.
+"""What autograd must know: attention has no backward, and kernels write to tensors. Autocast, which is off in here.
 
 A result that depends on a tensor with ``requires_grad`` gets a backward that raises. Without it, autograd would treat
 the result as a constant, and a model would train without its attention. Operators of traced calls (``_graphs``) do the
 same. A tensor that a kernel writes to gets a new version. Without it, autograd would use the new contents for the
 backward of an operation that saved the old ones.
+
+Public functions compute the same under ``torch.autocast``, which rounds products and refuses to join other types.
+Kernels do not see it. What PyTorch computes in their place runs with it off: the reference, merging, and whatever joins
+or rotates tensors. So a call that a kernel serves pays nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +19,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import is_grad_enabled
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from .errors import warn
 from .tracing import is_traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_DEVICES = ("cpu", "cuda")
+_is_any_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 NO_BACKWARD = (
     "cutlass_kernels computes attention forward only, so it has no backward: train with "
@@ -149,3 +157,17 @@ def written(*tensors: torch.Tensor | None) -> None:
             except RuntimeError:  # torch 2.4 refuses inference tensors, which have no version
                 if not x.is_inference():
                     raise
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs ``function`` with autocast off. Where it is off, a call takes 0.4 us more."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # dynamo knows one of the two questions
+        if not (any(map(torch.is_autocast_enabled, _DEVICES)) if is_dynamo_compiling() else _is_any_enabled()):
+            return function(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return call

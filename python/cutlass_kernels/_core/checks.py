@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import hints, kept_memory
+from . import hints, native
 from .autograd import wants_grad
 from .hints import shown
 from .problems import FLOAT_DTYPES, FP8_DTYPES
@@ -432,7 +432,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
         slopes = _slopes_on(num_heads, device if captured else torch.device("cpu"))
         if captured:
             return slopes
-        made = kept_memory.empty(num_heads, torch.float32, device).copy_(slopes)
+        made = native.kept_empty(num_heads, torch.float32, device).copy_(slopes)
         return _slopes.setdefault((num_heads, device), made)
 
 

@@ -13,13 +13,12 @@ which takes longer than a launch, and torch.cuda.current_device() asks first whe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from . import kept_memory
 
 _C: Any
 try:
@@ -47,6 +46,49 @@ else:
     def stream_of(index: int) -> int:
         return int(torch.cuda.current_stream(index).cuda_stream)
 
+
+# --- device memory that outlives the call that allocates it: call counters, ALiBi slopes, indptrs of equal lengths ---
+
+# torch allocates from a private pool while it warms up the CUDA graph of a compiled function, and inside
+# ``torch.cuda.use_mem_pool()``. Nothing of this library may stay in such a pool. The tree of compiled CUDA graphs
+# reuses what it does not know of, or raises "All live allocations must be tracked".
+
+
+def kept_empty(size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.empty`` outside of private pools. The caller writes it on the current stream. Takes 0.1 ms on a GPU.
+
+    A pool serves one thread (one stream, in old releases of torch). So another thread allocates, on the default stream.
+    """
+    if device.type != "cuda":
+        return torch.empty(size, dtype=dtype, device=device)
+    made: list[torch.Tensor | BaseException] = []
+
+    def allocate() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.default_stream(device)):
+                made.append(torch.empty(size, dtype=dtype, device=device))
+        except BaseException as error:  # the caller raises it
+            made.append(error)
+
+    thread = threading.Thread(target=allocate, name="cutlass_kernels allocates")
+    thread.start()
+    thread.join()
+    (result,) = made
+    if isinstance(result, BaseException):
+        raise result
+    # The memory may be that of a freed tensor, which kernels on the default stream still use.
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    return result
+
+
+def zeros(size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.zeros`` for the compiled module. Of int32, it asks for nothing but call counters, which it keeps."""
+    if dtype != torch.int32:
+        return torch.zeros(size, dtype=dtype, device=device)
+    return kept_empty(size, dtype, device).zero_()
+
+
+# --- what the module is told of torch ----------------------------------------------------------------------------
 
 _DLPACK_CODES = {  # code and bits of DLDataType
     torch.float16: (2, 16),
@@ -78,7 +120,7 @@ def _describe_torch() -> None:
         "facts": _facts,
         "empty_like": torch.empty_like,
         "empty": torch.empty,
-        "zeros": kept_memory.zeros,
+        "zeros": zeros,
         "device": torch.device,
         "stream_of": stream_of,
         "uint8": torch.uint8,
@@ -96,21 +138,18 @@ def not_direct(*args: Any) -> None:
     """A direct call that leaves everything to Python."""
 
 
-single_prefill: Callable[..., Any] = not_direct
-single_decode: Callable[..., Any] = not_direct
-fused_prefill: Callable[..., Any] = not_direct
-attention: Callable[..., Any] = not_direct
-append_by_slot: Callable[..., Any] = not_direct
-rope: Callable[..., Any] = not_direct
-rope_append_by_slot: Callable[..., Any] = not_direct
-direct_run: Callable[[Any], Callable[..., Any]] = lambda description: not_direct  # noqa: E731
-is_decode: Callable[..., bool] = lambda *sizes: False  # noqa: E731
+def _of_module(name: str, otherwise: Callable[..., Any] = not_direct) -> Callable[..., Any]:
+    return otherwise if _C is None else getattr(_C, name)
+
+
+single_prefill, single_decode = _of_module("single_prefill"), _of_module("single_decode")
+fused_prefill, attention = _of_module("fused_prefill"), _of_module("attention")
+append_by_slot, rope = _of_module("append_by_slot"), _of_module("rope")
+rope_append_by_slot = _of_module("rope_append_by_slot")
+direct_run = _of_module("direct_run", lambda description: not_direct)
+is_decode = _of_module("is_decode", lambda *sizes: False)
 if _C is not None:
     _describe_torch()
-    direct_run, is_decode = _C.direct_run, _C.is_decode
-    single_prefill, single_decode, fused_prefill = _C.single_prefill, _C.single_decode, _C.fused_prefill
-    attention = _C.attention
-    append_by_slot, rope, rope_append_by_slot = _C.append_by_slot, _C.rope, _C.rope_append_by_slot
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import torch
 from .._attend import latent_parts
 from .._caches.slots_of_tokens import append_paged_kv_cache_by_slot
 from .._core import call_table, checks, hints, index_vectors
-from .._core.autocast import without_autocast
+from .._core.autograd import without_autocast
 from .._core.tracing import is_traced
 
 Window = tuple[int, int] | list[int] | torch.Tensor | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core import checks, extra_arguments, hints, index_vectors, kept_memory, run_options
+from .._core import checks, extra_arguments, hints, index_vectors, native, run_options
 from .._core.native import PER_THREAD_STREAM, stream_of
 from .._core.problems import FP8_DTYPES
 from .._core.run_options import Result
@@ -486,6 +486,6 @@ def _offsets_on(batch: int, q_len: int, device: torch.device, stream: int, threa
     """The same on a CUDA device, written once for all plans on ``stream``, which is its current one, or, where a stream
     is each thread's own, on that of a ``thread``."""
     host = _offsets(batch, q_len)
-    made = kept_memory.empty(batch + 1, torch.int32, device)
+    made = native.kept_empty(batch + 1, torch.int32, device)
     torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, out=made)  # a copy from the host would wait
     return Index(made, host)

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .._core.autocast import without_autocast
-from .._core.autograd import forward_only, with_grad
+from .._core.autograd import forward_only, with_grad, without_autocast
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators

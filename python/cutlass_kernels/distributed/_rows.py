@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from .._core import kept_memory
+from .._core import native
 from ._peers import is_capturing
 
 # Above so many ranges, one indexed copy instead of a copy for each.
@@ -102,7 +102,7 @@ def kept_on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
     """A copy outside of the memory pools of compiled graphs."""
     if device.type == "cuda" and is_capturing():
         raise RuntimeError("The first call with its lengths makes index vectors: make it before capturing a graph.")
-    made = kept_memory.empty(x.shape, x.dtype, device).copy_(x)
+    made = native.kept_empty(x.shape, x.dtype, device).copy_(x)
     if made.is_cuda:  # allocated on the default stream
         made.record_stream(torch.cuda.current_stream(device))
     return made

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._core import checks, hints
-from .._core.autocast import without_autocast
+from .._core.autograd import without_autocast
 from ._agreement import Facts, agree
 from ._peers import Group, Message, Peers, exchange, grid_of, is_capturing, wait
 from ._rows import Rows, keep, numbers_of
