@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import cp_calls
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,8 +24,9 @@ def prefill(group: Any, device: torch.device, options: dict[str, Any], backend: 
         distributed.cp_split(x, group, seqlens=LENS, **split).to(device)
         for x in (torch.randn(sum(LENS), heads, 64, generator=generator).half() for heads in (4, 2, 2))
     )
-    given = _on(device, options)
-    lengths = {"seqlens": LENS} | {name: given.pop(name) for name in ("seqlens",) if name in given}
+    given = cp_calls.on(device, options)
+    lengths = {"seqlens": options.get("seqlens", LENS)}  # on the host
+    given.pop("seqlens", None)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return distributed.cp_prefill(q, k, v, group, **lengths, **given)
@@ -33,13 +35,13 @@ def prefill(group: Any, device: torch.device, options: dict[str, Any], backend: 
 
 
 def decode(group: Any, device: torch.device, options: dict[str, Any], backend: str = "aot_eager") -> str | None:
-    rank = torch.distributed.get_rank(group if not hasattr(group, "get_group") else group.get_group())
+    rank = torch.distributed.get_rank(group)
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(3, 2, 8, 64, generator=generator)[:, :, 4 * rank : 4 * rank + 4].half().to(device)
     k, v = (torch.randn(9, 16, 2, 64, generator=generator).half().to(device) for _ in range(2))
     table = torch.randperm(9, generator=generator).view(3, 3).to(device, torch.int32)
     lens = torch.tensor([70, 2, 33], dtype=torch.int32, device=device)
-    given = _on(device, options)
+    given = cp_calls.on(device, options)
 
     def call(*args: torch.Tensor) -> Any:
         q, k, v, table, lens = args
@@ -113,6 +115,18 @@ def gradient(group: Any, device: torch.device, name: str, compiles: bool) -> Non
     out.sum().backward()
 
 
+def latent_step(group: Any, device: torch.device) -> str | None:
+    """A decode step of latent attention (MLA), its last columns in tensors of their own."""
+    problem = dict(q_lens=[1, 3, 2], kv_lens=[70, 3, 33], heads=(8, 1, 576), dtype=torch.bfloat16, latent=("q", "k"))
+    q, k, _, given = cp_calls.step(group, device, dict(problem, page_size=16), dict(block_size=16), "pages")
+    names = [name for name, x in given.items() if isinstance(x, torch.Tensor)]
+
+    def call(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return distributed.dcp_decode(q, k, k, group, block_size=16, **dict(zip(names, tensors, strict=True)))
+
+    return _compare(call, (q, k, *(given[name] for name in names)), "aot_eager", "dcp_decode")
+
+
 def shapes(group: Any, device: torch.device) -> None:
     """Fake tensors are computed without communication: here rank 0 alone calls."""
     if torch.distributed.get_rank(group):
@@ -145,13 +159,6 @@ def replayed(group: Any, device: torch.device) -> str | None:
         if fault := _differs(compiled(x).clone(), want):
             return fault
     return None
-
-
-def _on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    if "seqlens" in moved:
-        moved["seqlens"] = options["seqlens"]  # stays on the host
-    return moved
 
 
 def _compare(call: Callable[..., Any], args: tuple[Any, ...], backend: str, name: str, count: int = 1) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import join
 
 START = 120  # seconds
 
@@ -104,16 +105,9 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
-    where = torch.device(device)
-    if device == "cuda":
-        where = torch.device(device, rank)
-        torch.cuda.set_device(where)
-        # PyTorch's watchdog waits for dumps before it ends the process; by default, for longer than a test should take.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    backend = "nccl" if device == "cuda" else "gloo"
-    limit = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    # PyTorch's watchdog waits for dumps before it ends the process; by default, for longer than a test should take.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+    where = join(device, rank, world, store, datetime.timedelta(seconds=timeout))
     # A rank that leaves while others still connect would fail their init_process_group(), not a call.
     connected = dist.distributed_c10d._get_default_store()
     connected.set(f"connected {rank}", "")

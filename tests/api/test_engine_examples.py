@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import python
 from compare import assert_close
 from paths import ROOT
 from plan_free_problems import Mask, Options, expect, keys
@@ -482,8 +483,5 @@ def test_a_missing_engine_and_a_step_that_fails(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("engine", ["nano_vllm", "mini_sglang", "hf_transformers"])
 def test_help(engine):
     """The scripts start from anywhere."""
-    import subprocess
-
-    script = ROOT / "examples" / "engines" / engine / "run.py"
-    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
+    done = python(ROOT / "examples" / "engines" / engine / "run.py", "--help")
     assert "--against" in done.stdout and "--profile-length" in done.stdout

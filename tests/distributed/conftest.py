@@ -10,12 +10,12 @@ import torch
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator[ranks.Ranks | ranks.RanksBySize]:
+def gloo() -> Iterator[ranks.Processes]:
     yield from ranks.started("cpu", ranks.MOST)
 
 
 @pytest.fixture(scope="session")
-def nccl() -> Iterator[ranks.Ranks | ranks.RanksBySize]:
+def nccl() -> Iterator[ranks.Processes]:
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"needs two GPUs, this machine has {count}")
@@ -23,6 +23,8 @@ def nccl() -> Iterator[ranks.Ranks | ranks.RanksBySize]:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def processes(request: pytest.FixtureRequest) -> ranks.Ranks | ranks.RanksBySize:
-    found: ranks.Ranks | ranks.RanksBySize = request.getfixturevalue("nccl" if request.param == "cuda" else "gloo")
+def processes(request: pytest.FixtureRequest) -> ranks.Processes:
+    if request.param == "cpu" and request.node.callspec.params.get("comm") == "symmetric":
+        pytest.skip("symmetric memory needs GPUs")
+    found: ranks.Processes = request.getfixturevalue("nccl" if request.param == "cuda" else "gloo")
     return found

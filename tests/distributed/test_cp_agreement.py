@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cp_calls
 import cp_groups
 import pytest
-from ranks import Failed
 
 pytestmark = pytest.mark.runs_nothing("ranks are other processes")
-
-
-def check(processes: Any, shape: int | tuple[int, int], told: str, function: Any, *args: Any) -> None:
-    world = shape if isinstance(shape, int) else shape[0] * shape[1]
-    if world > processes.world:
-        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
-    with pytest.raises(Failed, match=told) as failed:
-        processes.run(function, shape, *args)
-    assert sorted(failed.value.messages) == list(range(world))
-    assert len(set(failed.value.messages.values())) == 1
 
 
 @pytest.mark.parametrize(
@@ -38,31 +25,35 @@ def check(processes: Any, shape: int | tuple[int, int], told: str, function: Any
 @pytest.mark.parametrize("shape", [2, (2, 1), (2, 2)], ids=["2", "2x1", "2x2"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_prefill(processes, who, shape, what, told):
-    world = shape if isinstance(shape, int) else shape[0] * shape[1]
-    check(processes, shape, told.format(who=who), cp_calls.disagreeing, who, what, {"seqlens": [8 * world]})
+    processes.refuses(told.format(who=who), cp_calls.disagreeing, shape, "prefill", who, what)
 
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_functions(gloo, who):
     told = rf"Ranks (make different calls|disagree on the function): .* on rank {who}\b"
-    check(gloo, 3, told, cp_calls.disagreeing, who, "function", {"seqlens": [24]})
+    gloo.refuses(told, cp_calls.disagreeing, 3, "prefill", who, "function")
 
 
 @pytest.mark.parametrize(
-    "what, told",
+    "name, what, told",
     [
-        ("rows", r"On rank {who}: seqused_k has 2 elements, but this batch needs 1"),
-        ("head_dim", r"On rank {who}: k has shape .* and v|On rank {who}: q has head_dim 64 and k 32"),
-        ("cache", r"On rank {who}: k has shape \(4, 2, 64\)"),
-        ("table", r"On rank {who}: page_table is \(1, 2\)"),
-        ("sinks", r"On rank {who}: sinks has shape \(2,\)"),
-        ("scales", r"On rank {who}: k_descale has shape \(3,\)"),
-        ("block_size", r"Ranks disagree on options: \(4, .*\(2, .* on rank {who}\b|\(2, .* on rank {who}; \(4,"),
+        ("decode", "rows", r"On rank {who}: seqused_k has 2 elements, but this batch needs 1"),
+        ("decode", "head_dim", r"On rank {who}: k has shape .* and v|On rank {who}: q has head_dim 64 and k 32"),
+        ("decode", "cache", r"On rank {who}: k has shape \(4, 2, 64\)"),
+        ("decode", "table", r"On rank {who}: page_table is \(1, 2\)"),
+        ("decode", "sinks", r"On rank {who}: sinks has shape \(2,\)"),
+        ("decode", "scales", r"On rank {who}: k_descale has shape \(3,\)"),
+        ("decode", "block_size", r"on options: \(4, .*\(2, .* on rank {who}\b|on options: \(2, .* on rank {who}; \(4,"),
+        ("latent", "values", r"On rank {who}: k_rope is given, but v .* is not k in the same memory"),
+        ("latent", "heads", r"On rank {who}: q_rope has shape .*, 6, 64\) and q .*, 8, 512\)"),
+        ("latent", "dimensions", r"On rank {who}: q_rope has shape \(1, 4, 64\): it must be \[B, n, heads, D\]"),
+        ("latent", "columns", r"On rank {who}: q has head_dim 544 and k 576"),
+        ("latent", "keys", r"Ranks disagree on the cache: .*576.* on rank {who}\b"),
     ],
 )
 @pytest.mark.parametrize("who", [0, 1])
-def test_decode(processes, who, what, told):
-    check(processes, 2, told.format(who=who), cp_calls.disagreeing_decode, who, what)
+def test_decode(processes, who, name, what, told):
+    processes.refuses(told.format(who=who), cp_calls.disagreeing, 2, name, who, what)
 
 
 def test_after_an_error_ranks_agree_again(processes):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import python
 from paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -50,17 +48,8 @@ os._exit(0)
 
 
 def ranks_run(*arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return python(*launcher, *arguments, timeout=100, OMP_NUM_THREADS="1").stdout
 
 
 @pytest.mark.parametrize(

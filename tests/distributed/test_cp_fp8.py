@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import cp_calls
 import pytest
 import torch
-from compare import assert_close, assert_lse_close
-from plan_free_problems import Mask, Options, expect
+from cp_checks import check_decode, check_prefill
 
 pytestmark = pytest.mark.runs_nothing("ranks are other processes")
 
 E4M3 = torch.float8_e4m3fn
-TYPES = {"fp8": (E4M3, E4M3), "fp8_cache": (torch.float16, E4M3)}
+TYPES: dict[str, dict[str, Any]] = {
+    "fp8": dict(dtype=E4M3, kv_dtype=E4M3),
+    "fp8_cache": dict(dtype=torch.float16, kv_dtype=E4M3),
+}
 LENS = [70, 1, 0, 33, 128]
 PREFILLS: dict[str, dict[str, Any]] = {
     "allgather": {},
@@ -22,11 +23,6 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "ring": {},
     "ulysses": {},
 }
-
-
-def problem_of(types: str, q_lens: list[int], kv_lens: list[int], heads: tuple[int, int, int]) -> dict[str, Any]:
-    dtype, kv_dtype = TYPES[types]
-    return dict(q_lens=q_lens, kv_lens=kv_lens, heads=heads, dtype=dtype, kv_dtype=kv_dtype, head_groups=2)
 
 
 def factors(types: str, requests: int, heads: int) -> dict[str, Any]:
@@ -37,29 +33,13 @@ def factors(types: str, requests: int, heads: int) -> dict[str, Any]:
     return made | {"v_descale": made["v_descale"][:1]}
 
 
-def check(out: torch.Tensor, lse: torch.Tensor, want: tuple[torch.Tensor, ...], rows: Any, types: str) -> None:
-    exact, exact_lse, base = (x[rows] for x in want)
-    if types == "fp8":  # as the tests of attention() on one device
-        assert_close(out, exact, atol=0.12, rtol=0.12, dtype=torch.bfloat16)
-    else:
-        assert_close(out, exact, base, dtype=torch.float16)
-    assert_lse_close(lse / math.log(2), exact_lse, atol=5e-3)
-
-
 @pytest.mark.parametrize("pages", [0, 5])
 @pytest.mark.parametrize("method", PREFILLS)
 @pytest.mark.parametrize("types", TYPES)
 def test_prefill(processes, types, method, pages):
-    problem = problem_of(types, LENS, LENS, (4, 2, 64))
-    descales = factors(types, len(LENS), 2)
-    options = dict(comm=method.split("-")[0], causal=True, **PREFILLS[method], **descales)
-    want = expect(
-        cp_calls.batch_of(problem),
-        Mask(causal=True),
-        Options(descales=descales | {"v_descale": descales["v_descale"][0]}),
-    )
-    for out, lse, rows in processes.run(cp_calls.prefill, 2, problem, options, pages):
-        check(out, lse, want, rows, types)
+    problem = dict(q_lens=LENS, kv_lens=LENS, heads=(4, 2, 64), head_groups=2, **TYPES[types])
+    options = dict(comm=method.split("-")[0], causal=True, **PREFILLS[method], **factors(types, len(LENS), 2))
+    check_prefill(processes, 2, problem, options, pages)
 
 
 @pytest.mark.parametrize("comm", ["auto", "a2a", "ag_rs"])
@@ -67,15 +47,6 @@ def test_prefill(processes, types, method, pages):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("types", TYPES)
 def test_decode(processes, types, rows, form, comm):
-    lens = [57, 3, 200, 4]
-    problem = problem_of(types, [rows] * len(lens), lens, (8, 2, 64))
-    descales = factors("fp8_cache", len(lens), 2)
-    want = expect(
-        cp_calls.batch_of(problem),
-        Mask(causal=True),
-        Options(descales=descales | {"v_descale": descales["v_descale"][0]}),
-    )
-    options = dict(comm=comm, block_size=4, lse_base=math.e, **descales)
-    states = processes.run(cp_calls.decode, 2, problem, options, form)
-    out, lse = (torch.cat(parts, 2).flatten(0, 1) for parts in zip(*states, strict=True))
-    check(out, lse, want, slice(None), types)
+    problem = dict(q_lens=[rows] * 4, kv_lens=[57, 3, 200, 4], heads=(8, 2, 64), **TYPES[types])
+    options = dict(comm=comm, block_size=4, lse_base=math.e, **factors("fp8_cache", 4, 2))
+    check_decode(processes, 2, problem, options, form)

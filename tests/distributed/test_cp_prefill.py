@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import cp_calls
 import pytest
 import torch
-from compare import assert_close, assert_lse_close
-from problems import Options, expect
+from cp_checks import check_prefill
 
 from cutlass_kernels import distributed
+
+pytestmark = pytest.mark.runs_nothing("ranks are other processes")
 
 LENGTHS = {
     "one": ([96], [96]),
@@ -37,34 +37,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def check(
-    processes: Any,
-    shape: int | tuple[int, int],
-    lengths: tuple[list[int], list[int]],
-    options: dict[str, Any],
-    pages: int = 0,
-    **more: Any,
+    processes: Any, shape: int | tuple[int, int], lengths: str, options: dict[str, Any], pages: int = 0, **more: Any
 ) -> None:
-    world = shape if isinstance(shape, int) else shape[0] * shape[1]
-    if world > processes.world:
-        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
-    head_groups = 1 + len(lengths[0]) % 2  # groups of heads, one after another
-    problem = (
-        dict(q_lens=lengths[0], kv_lens=lengths[1], heads=(4, 2, 64), dtype=torch.float16, head_groups=head_groups)
-        | more
-    )
-    batch = cp_calls.batch_of(problem)
-    form = (options.get("causal", False), options.get("window", (-1, -1)), options.get("chunk_size", 0))
-    masks = [cp_calls.mask_of(n, m, *form) for n, m in zip(*lengths, strict=True)]
-    want = expect(
-        batch,
-        Options(custom_masks=masks, sinks=options.get("sinks"), logits_soft_cap=options.get("logits_soft_cap")),
-    )
-    seen = []
-    for out, lse, rows in processes.run(cp_calls.prefill, shape, problem, options, pages):
-        assert_close(out, want.out[rows], want.baseline[rows])
-        assert_lse_close(lse / math.log(2), want.lse[rows])
-        seen += rows.tolist()
-    assert sorted(seen) == list(range(sum(lengths[0])))
+    q_lens, kv_lens = LENGTHS[lengths]
+    head_groups = 1 + len(q_lens) % 2  # groups of heads, one after another
+    problem = dict(q_lens=q_lens, kv_lens=kv_lens, heads=(4, 2, 64), dtype=torch.float16, head_groups=head_groups)
+    check_prefill(processes, shape, problem | more, options, pages)
 
 
 CASES = [
@@ -73,45 +51,36 @@ CASES = [
 ]
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("lengths, mask, layout", CASES)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_allgather(processes, world, lengths, mask, layout):
-    check(processes, world, LENGTHS[lengths], dict(comm="allgather", **MASKS[mask], **LAYOUTS[layout]))
+    check(processes, world, lengths, dict(comm="allgather", **MASKS[mask], **LAYOUTS[layout]))
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("lengths", ["one", "unequal", "few"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ring(processes, world, lengths, mask, layout):
-    check(processes, world, LENGTHS[lengths], dict(comm="ring", **MASKS[mask], **LAYOUTS[layout]))
+    check(processes, world, lengths, dict(comm="ring", **MASKS[mask], **LAYOUTS[layout]))
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("shape", [2, 4, (2, 2)], ids=["2", "4", "2x2"])
 def test_ulysses(processes, shape, lengths, mask, layout):
     comm = "ulysses" if isinstance(shape, int) else "hybrid"
-    check(processes, shape, LENGTHS[lengths], dict(comm=comm, **MASKS[mask], **LAYOUTS[layout]))
+    check(processes, shape, lengths, dict(comm=comm, **MASKS[mask], **LAYOUTS[layout]))
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize(
     "comm, shape", [("allgather", 2), ("ring", 2), ("ulysses", 2), ("hybrid", (2, 2)), ("ring", (2, 2))]
 )
 def test_options(processes, comm, shape):
     """Sinks count once; caps. (Scales: test_cp_random.py.)"""
-    options = dict(
-        comm=comm,
-        causal=True,
-        sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]),
-        logits_soft_cap=8.0,
-    )
-    check(processes, shape, LENGTHS["unequal"], options)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    check(processes, shape, "unequal", dict(comm=comm, causal=True, sinks=sinks, logits_soft_cap=8.0))
 
 
 # Segments of fewer rows that see keys than of those that see none.
@@ -122,36 +91,33 @@ UNEVEN: dict[str, tuple[int, list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("name", UNEVEN)
 @pytest.mark.parametrize("comm", ["allgather", "ring"])
 def test_segments_that_see_nothing(processes, comm, name):
     world, lens, layout = UNEVEN[name]
-    check(processes, world, (lens, lens), dict(comm=comm, causal=True, **layout))
+    options = dict(comm=comm, causal=True, **layout)
+    check(processes, world, "one", options, q_lens=lens, kv_lens=lens, head_groups=1 + len(lens) % 2)
 
 
 @pytest.mark.gpu
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [2, (2, 1)], ids=["2", "2x1"])
 def test_without_symmetric_memory(nccl, shape, layout, mask):
     """Keys travel as messages of NCCL."""
     comm = "allgather" if shape == 2 else "hybrid"
-    check(nccl, shape, LENGTHS["unequal"], dict(comm=comm, **MASKS[mask], **LAYOUTS[layout]), messages=True)
+    check(nccl, shape, "unequal", dict(comm=comm, **MASKS[mask], **LAYOUTS[layout]), messages=True)
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("chosen", ["allgather", "ring", "ulysses"])
 def test_auto_runs_what_the_model_chooses(processes, chosen):
-    check(processes, 2, LENGTHS["unequal"], dict(comm="auto", causal=True), chosen=chosen)
+    check(processes, 2, "unequal", dict(comm="auto", causal=True), chosen=chosen)
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("lengths", ["appends", "unequal"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages(processes, layout, lengths):
-    check(processes, 2, LENGTHS[lengths], dict(causal=True, **LAYOUTS[layout]), pages=5)
+    check(processes, 2, lengths, dict(causal=True, **LAYOUTS[layout]), pages=5)
 
 
 def test_places_of_a_rank_that_there_is_not():
@@ -160,14 +126,10 @@ def test_places_of_a_rank_that_there_is_not():
             function([8, 4], 2, 2)
 
 
-@pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", [[96], [70, 1, 0, 33, 128], [2, 1], []], ids=str)
 @pytest.mark.parametrize("shape", [2, 3, 4, (2, 2)], ids=["2", "3", "4", "2x2"])
 def test_split_and_restore(processes, shape, lengths, layout):
-    world = shape if isinstance(shape, int) else shape[0] * shape[1]
-    if world > processes.world:
-        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
     assert all(processes.run(cp_calls.restored, shape, lengths, LAYOUTS[layout]))
 
 

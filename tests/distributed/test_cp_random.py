@@ -6,11 +6,11 @@ import math
 import random
 from typing import Any
 
-import cp_calls
 import pytest
 import torch
-from compare import assert_close, assert_lse_close
-from plan_free_problems import Mask, Options, expect
+from cp_checks import check_decode, check_prefill
+from plan_free_problems import Mask
+from ranks import world_of
 
 pytestmark = pytest.mark.runs_nothing("ranks are other processes")
 
@@ -21,7 +21,7 @@ SHAPES: list[int | tuple[int, int]] = [1, 2, 3, 4, (2, 2)]
 
 def shape_of(rng: random.Random, processes: Any, shapes: list[Any]) -> Any:
     """Ranks of a group or a mesh, as far as there are GPUs."""
-    return rng.choice([x for x in shapes if (x if isinstance(x, int) else x[0] * x[1]) <= processes.world])
+    return rng.choice([x for x in shapes if world_of(x) <= processes.world])
 
 
 def options_of(rng: random.Random, heads: tuple[int, int], requests: int) -> dict[str, Any]:
@@ -37,19 +37,6 @@ def options_of(rng: random.Random, heads: tuple[int, int], requests: int) -> dic
         rows = torch.tensor([[rng.uniform(0.5, 1.5) for _ in range(heads[1])] for _ in range(requests)])
         given["k_descale"], given["v_descale"] = rows, rows.flip(0)
     return given
-
-
-def check(found: list[Any], problem: dict[str, Any], mask: Mask, given: dict[str, Any]) -> None:
-    """``found``: outputs and LSEs with their rows in the whole problem."""
-    options = Options(given.get("logits_soft_cap"), given.get("sinks"))
-    options.descales = {name: given[name] for name in ("k_descale", "v_descale") if name in given}
-    batch = cp_calls.batch_of(problem)
-    if "sm_scale" in given:
-        options.descales["q_descale"] = given["sm_scale"] * batch.q.size(2) ** 0.5
-    want, want_lse, base = expect(batch, mask, options)
-    for out, lse, rows in found:
-        assert_close(out, want[rows], base[rows], dtype=problem["dtype"])
-        assert_lse_close(lse * math.log2(given["lse_base"]), want_lse[rows])
 
 
 def mask_of(rng: random.Random) -> Mask:
@@ -96,9 +83,7 @@ def test_prefill(processes, seed):
     problem = dict(q_lens=q_lens, kv_lens=kv_lens, heads=(*heads, dims[0]), head_dim_vo=dims[1])
     problem |= dict(dtype=rng.choice(DTYPES), head_groups=rng.choice([1, 2, 3]))
     options = given | dict(causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size)
-    found = processes.run(cp_calls.prefill, shape, problem, options, pages)
-    check(found, problem, mask, given)
-    assert sorted(torch.cat([rows for _, _, rows in found]).tolist()) == list(range(sum(q_lens)))
+    check_prefill(processes, shape, problem, options, pages)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -114,8 +99,4 @@ def test_decode(processes, seed):
     given |= dict(comm=rng.choice(["auto", "a2a", "ag_rs"]), gather_heads=gather, block_size=rng.choice([1, 4]))
     given["kv_layout"] = rng.choice(["NHD", "HND"])
     problem = dict(q_lens=[rows] * len(lens), kv_lens=lens, heads=(*heads, 64), dtype=rng.choice(DTYPES), page_size=4)
-    states = processes.run(cp_calls.decode, world, problem, given, rng.choice(["pages", "dense"]))
-    if gather:
-        states = [tuple(torch.cat(parts, 2) for parts in zip(*states, strict=True))]
-    found = [(out.flatten(0, 1), lse.flatten(0, 1), slice(None)) for out, lse in states]
-    check(found, problem, Mask(causal=True), given)
+    check_decode(processes, world, problem, given, rng.choice(["pages", "dense"]))

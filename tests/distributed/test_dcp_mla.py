@@ -5,83 +5,55 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import cp_latent
+import cp_calls
+import cp_compiled
 import pytest
 import torch
 from compare import assert_close, assert_lse_close
+from cp_checks import check_decode
 from plan_free_problems import Mask, Options, expect, keys
-from ranks import Failed
+from problems import Batch
 
 import cutlass_kernels as ck
 
-PROBLEM = ([1, 1, 3, 1], [57, 1, 200, 3], 12)
+PROBLEM = dict(
+    q_lens=[1, 1, 3, 1], kv_lens=[57, 1, 200, 3], heads=(12, 1, 576), dtype=torch.bfloat16, page_size=16, latent=()
+)
+OTHERS = {"comm": "ag_rs", "lse_base": math.e}
 
 
 @pytest.mark.runs_nothing("ranks are other processes")
-@pytest.mark.parametrize("separate", [False, True], ids=["one cache", "two caches"])
-@pytest.mark.parametrize("options", [{}, {"comm": "ag_rs", "lse_base": math.e}, {"scatter_heads": False}], ids=str)
+@pytest.mark.parametrize("separate", [(), ("q", "k")], ids=["one cache", "two caches"])
+@pytest.mark.parametrize("options", [{}, OTHERS, {"scatter_heads": False}], ids=str)
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("world", [2, 3])
-def test_decode(processes: Any, world: int, block: int, options: dict[str, Any], separate: bool) -> None:
-    if world > processes.world:
-        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
-    want, want_lse, base = expect(cp_latent.batch_of(*PROBLEM), Mask(causal=True), Options())
-    states = processes.run(cp_latent.decode, world, PROBLEM, block, options, separate)
-    if options.get("scatter_heads", True):
-        states = [tuple(torch.cat(parts, 1) for parts in zip(*states, strict=True))]
-    for out, lse in states:
-        assert_close(out, want, base)
-        assert_lse_close(lse * math.log2(options.get("lse_base", 2)), want_lse)
+def test_decode(processes: Any, world: int, block: int, options: dict[str, Any], separate: tuple[str, ...]) -> None:
+    options, problem = dict(options, block_size=block), PROBLEM | dict(latent=separate)
+    check_decode(processes, world, problem, options, function=cp_calls.decode_in_two_calls)
 
 
 @pytest.mark.runs_nothing("ranks are other processes")
 @pytest.mark.parametrize("separate", [(), ("q",), ("k",), ("q", "k")], ids=["one tensor", "q", "k", "both"])
-@pytest.mark.parametrize("options", [{}, {"comm": "ag_rs", "lse_base": math.e}, {"gather_heads": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, OTHERS, {"gather_heads": False}], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
 def test_decode_in_one_call(processes: Any, world: int, options: dict[str, Any], separate: tuple[str, ...]) -> None:
-    if world > processes.world:
-        pytest.skip(f"needs {world} GPUs, this machine has {processes.world}")
-    want, want_lse, base = expect(cp_latent.batch_of(*PROBLEM), Mask(causal=True), Options())
-    states = processes.run(cp_latent.step, world, PROBLEM, 16, options, separate)
-    if options.get("gather_heads", True):
-        states = [tuple(torch.cat(parts, 1) for parts in zip(*states, strict=True))]
-    for out, lse in states:
-        assert_close(out, want, base)
-        assert_lse_close(lse * math.log2(options.get("lse_base", 2)), want_lse)
-
-
-@pytest.mark.runs_nothing("ranks are other processes")
-@pytest.mark.parametrize(
-    "what, told",
-    [
-        ("values", r"On rank {who}: k_rope is given, but v .* is not k in the same memory"),
-        ("heads", r"On rank {who}: q_rope has shape .*, 6, 64\) and q .*, 8, 512\)"),
-        ("dimensions", r"On rank {who}: q_rope has shape \(1, 4, 64\): it must be \[B, n, heads, D\]"),
-        ("columns", r"On rank {who}: q has head_dim 544 and k 576"),
-        ("keys", r"Ranks disagree on the cache: .*576.* on rank {who}\b"),
-    ],
-)
-@pytest.mark.parametrize("who", [0, 1])
-def test_all_ranks_raise_the_same_error(processes: Any, who: int, what: str, told: str) -> None:
-    with pytest.raises(Failed, match=told.format(who=who)) as failed:
-        processes.run(cp_latent.disagreeing_step, 2, who, what)
-    assert len(set(failed.value.messages.values())) == 1
+    check_decode(processes, world, PROBLEM | dict(latent=separate), dict(options, block_size=16))
 
 
 @pytest.mark.runs_nothing("ranks are other processes")
 def test_compiled(processes: Any) -> None:
-    assert set(processes.run(cp_latent.compiled_step, 2)) == {None}
+    assert set(processes.run(cp_compiled.latent_step, 2)) == {None}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("block", [1, 16])
 def test_partial_results_of_shards_merge(world: int, block: int) -> None:
     """In one process, with merge_states()."""
-    batch = cp_latent.batch_of(*PROBLEM)
+    batch = cp_calls.batch_of(PROBLEM)
     outs, lses = [], []
     for rank in range(world):
-        at, counts = cp_latent.here(batch.kv_lens, rank, world, block)
-        part = cp_latent.Batch(batch.qo_lens, counts, batch.q, batch.k[at], batch.k[at][..., :512])
+        at, counts = cp_calls.held_by(batch.kv_lens, rank, world, block)
+        part = Batch(batch.qo_lens, counts, batch.q, batch.k[at], batch.k[at][..., :512])
         k, _, given = keys(part, "table", "NHD", 16, False)
         given["seqused_k"] = torch.tensor(batch.kv_lens, dtype=torch.int32)
         rows = dict(cu_seqlens_q=batch.qo_indptr("cpu"), causal=True, return_lse=True)

@@ -6,10 +6,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
-import subprocess
-import sys
 
 import pytest
+from commands import python
 from distribution import entry_points_of_pyproject
 from paths import ROOT
 
@@ -86,5 +85,4 @@ def test_the_package_imports_no_engine():
         "import sys, cutlass_kernels, cutlass_kernels.flash_attn, cutlass_kernels.integrations.vllm, "
         "cutlass_kernels.integrations.sglang; print([x for x in ('vllm', 'sglang') if x in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.strip() == "[]"
+    assert python("-c", code, timeout=120).stdout.strip() == "[]"

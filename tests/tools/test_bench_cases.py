@@ -6,23 +6,20 @@ import ast
 import dataclasses
 import graphlib
 import itertools
-import sys
 
 import oracle
 import pytest
 import torch
 from paths import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-typer_testing = pytest.importorskip("typer.testing")
-from backend import ALL, ONLY_OURS  # noqa: E402
-from inputs import make_inputs  # noqa: E402
-from lengths import visible_pairs  # noqa: E402
-from operations import OPERATIONS, WORKLOADS, cases_of, prefill  # noqa: E402
-from operations.host import Host  # noqa: E402
-from operations.prefill_workloads import paper, varlen  # noqa: E402
-from problem import DENSITY, Problem, random_mask  # noqa: E402
+pytest.importorskip("typer")
+from backend import ALL, ONLY_OURS
+from inputs import make_inputs
+from lengths import visible_pairs
+from operations import OPERATIONS, WORKLOADS, cases_of, prefill
+from operations.host import Host
+from operations.prefill_workloads import paper, varlen
+from problem import DENSITY, Problem, random_mask
 
 CPU = torch.device("cpu")
 

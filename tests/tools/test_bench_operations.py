@@ -1,31 +1,225 @@
-"""The benchmark's operations on latent and block-sparse attention, without a GPU: what the columns compute."""
+"""The benchmark's operations without a GPU: every column that a CPU has computes what is expected of its case."""
 
 from __future__ import annotations
 
 import math
 import sys
+import types
 from typing import Any
 
+import check
 import oracle
 import pytest
-import torch
-from paths import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import check
 import report as reporting
+import torch
 from backend import module
-from operations import OPERATIONS, WORKLOADS, block_sparse, mla_decode
+from inputs import make_inputs
+from operations import OPERATIONS, WORKLOADS, block_sparse, mla_decode, prefill
+from operations.append_by_slot import Append
 from operations.block_sparse import BlockSparse
+from operations.fused import Fused
+from operations.merge import Merge, expect_merged, make_states
 from operations.mla_decode import MlaDecode
-from problem import Problem
+from operations.rope import Rope
+from operations.shared_prefix import SharedPrefix
+from problem import Problem, random_mask, with_pages
 
 import cutlass_kernels as ck
 
 CPU = torch.device("cpu")
 MLA = OPERATIONS["mla_decode"]
 SPARSE = OPERATIONS["block_sparse"]
+PREFILL = OPERATIONS["prefill"].backends
+SMALL = Problem("small", "one", (40,), (70,), 4, 2, 16, 16, window_left=9, soft_cap=5.0, sinks=True)
+
+
+# --- what is expected --------------------------------------------------------------------------------------------
+
+
+def full_mask(case: Problem, request: int) -> torch.Tensor:
+    qo, kv = case.qo_lens[request], case.kv_lens[request]
+    if case.custom_mask == "random":
+        return random_mask(qo, kv)
+    causal = case.causal or case.custom_mask == "causal"
+    return oracle.visible(qo, kv, causal=causal, window_left=case.window_left)
+
+
+@pytest.mark.parametrize("elements", [check.ELEMENTS, 1], ids=["all heads", "head by head"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL,
+        Problem("g", "batch", (3, 700, 20), (3, 900, 64), 4, 4, 32, 16),
+        Problem("g", "full", (5,), (33,), 2, 1, 8, 8, causal=False),
+        Problem("g", "bits", (600,), (700,), 4, 2, 8, 8, causal=False, custom_mask="causal"),
+        Problem("g", "random bits", (600,), (700,), 4, 2, 8, 8, causal=False, custom_mask="random"),
+        Problem("g", "alibi", (9, 530), (30, 600), 8, 2, 8, 8, alibi=True),
+        Problem("g", "pages", (3, 1), (30, 600), 8, 2, 8, 8, page_size=5),
+    ],
+    ids=lambda case: case.column,
+)
+def test_expected_result_is_that_of_the_oracle(case: Problem, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ELEMENTS", elements)
+    inputs = make_inputs(case, CPU)
+    expected = check.expect(case, inputs)
+    qo, kv = inputs.qo_indptr.tolist(), inputs.kv_indptr.tolist()
+    outs = []
+    for b in range(len(case.qo_lens)):
+        keys = slice(kv[b], kv[b + 1])
+        exact = oracle.attention(
+            inputs.q[qo[b] : qo[b + 1]],
+            inputs.k[keys],
+            inputs.v[keys],
+            mask=full_mask(case, b),
+            sm_scale=case.head_dim_qk**-0.5,
+            soft_cap=case.soft_cap or None,
+            sinks=inputs.sinks,
+            alibi="relative" if case.alibi else None,
+        )
+        outs.append(exact.out)
+    torch.testing.assert_close(expected.out.double(), torch.cat(outs), atol=2e-5, rtol=2e-5)
+    assert expected.coverage == "all rows"
+    assert expected.plain.largest > expected.plain.rms > 0
+    assert check.fault(torch.cat(outs).to(inputs.q.dtype), expected) is None
+
+
+@pytest.mark.parametrize("elements", [check.ELEMENTS, 1], ids=["at once", "token by token"])
+@pytest.mark.parametrize("states", [2, 5])
+def test_expected_merge_is_that_of_the_oracle(states: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ELEMENTS", elements)
+    case = Merge(7, states, 3, 16)
+    inputs = make_states(case, CPU)
+    expected = expect_merged(inputs)
+    torch.testing.assert_close(expected.out.double(), oracle.merge(inputs.v, inputs.s)[0], atol=2e-6, rtol=2e-6)
+    assert check.fault(inputs.v[:, 0], expected) is not None
+    read = sum(x.numel() * x.element_size() for x in (inputs.v, inputs.s))
+    assert case.bytes == pytest.approx(read * (states + 1) / states)
+
+
+def test_wrong_results_are_noticed() -> None:
+    inputs = make_inputs(SMALL, CPU)
+    expected = check.expect(SMALL, inputs)
+    right = expected.out.to(torch.bfloat16)
+    assert check.fault(right, expected) is None
+    wrong = right.clone()
+    wrong[7, 1, 3] += 0.25
+    assert "largest error" in str(check.fault(wrong, expected))
+    noisy = right + (0.02 * torch.sin(torch.arange(right.numel()))).view_as(right).to(right.dtype)
+    assert "error" in str(check.fault(noisy, expected))
+    wrong[0, 0, 0] = math.nan
+    assert "NaN positions differ: 1 unexpected at [(0, 0, 0)]" in str(check.fault(wrong, expected))
+    assert "shape" in str(check.fault(right[1:], expected))
+
+
+def test_large_cases_are_checked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ROWS", 8)
+    monkeypatch.setattr(check, "PAIRS", 40 * 70 * 4 / 2)
+    expected = check.expect(SMALL, make_inputs(SMALL, CPU))
+    assert expected.coverage == "16 of 40 rows"
+    assert expected.rows.tolist() == [*range(8), *range(32, 40)]
+
+
+# --- what columns compute ----------------------------------------------------------------------------------------
+
+
+def packed(layout: str) -> Fused:
+    heads, page_size = (4, 4) if layout == "PACKED_QKV" else (4, 2), 8 if "PAGED" in layout else 0
+    return Fused(Problem("g", "c", (7, 20), (7, 20), *heads, 16, 16, page_size=page_size), layout)
+
+
+def decode(batch: int, page_size: int) -> Problem:
+    return Problem("g", "c", (1,) * batch, (40,) * batch, 4, 2, 16, 16, page_size=page_size)
+
+
+PREFIX = SharedPrefix(Problem("g", "c", (1,) * 3, (43,) * 3, 4, 2, 16, 16, page_size=4), 32)
+LAYOUTS = ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"]
+
+
+def flip_a_bit(x: Any) -> None:
+    x.key_cache.view(torch.uint8)[0, 0, 0, 0] ^= 0x40
+
+
+def turn_further(x: Any) -> None:
+    x.positions += 1
+
+
+# An operation, a case, its columns, and what spoils the result of a call where that is read from the inputs.
+COLUMNS: list[tuple[str, Any, list[str], Any]] = [
+    *(("merge", Merge(7, states, 3, 16), ["auto", "torch"], None) for states in (2, 5)),
+    *(
+        ("append_by_slot", Append(37, 2, 64, cache, "float16"), ["auto", "torch"], flip_a_bit)
+        for cache in ("float16", "float8_e4m3fn")
+    ),
+    *(
+        ("rope", Rope(37, 4, 2, 64, cache, "float16"), ["auto", "two_calls"], turn_further)
+        for cache in (None, "float16", "float8_e4m3fn")
+    ),
+    *(("fused", packed(layout), ["auto"], None) for layout in LAYOUTS),
+    ("shared_prefix", PREFIX, ["levels", "shared", "plain", "copies"], None),
+    *(("decode", decode(*sizes), ["reference"], None) for sizes in ((1, 0), (3, 16))),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "column", "spoil"),
+    [
+        pytest.param(name, case, column, spoil, id=f"{name} {case.label}: {column}")
+        for name, case, columns, spoil in COLUMNS
+        for column in columns
+    ],
+)
+def test_columns_compute_what_is_expected(name: str, case: Any, column: str, spoil: Any) -> None:
+    operation = OPERATIONS[name]
+    inputs = operation.inputs(case, CPU)
+    expected = operation.expect(case, inputs)
+    timed = operation.backends[column].make(case, inputs)
+    for _ in range(2):  # the second call reads another copy of pages
+        assert check.fault(timed.output(timed.call()), expected) is None
+    if spoil is not None:
+        spoil(inputs)
+        assert check.fault(timed.output(None), expected) is not None
+
+
+def test_shared_prefixes_are_read_once() -> None:
+    assert PREFIX.bytes == PREFIX.problem.bytes - 2 * 2 * 32 * 2 * 32
+
+
+@pytest.mark.parametrize("case", with_pages(Problem("g", "", (7, 1), (40, 33), 4, 2, 16, 16), (5, 16)))
+def test_peers_get_the_same_problem(case: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our library in the place of FlashInfer, and a FlashAttention that gathers pages."""
+    inputs = make_inputs(case, CPU)
+    expected = check.expect(case, inputs)
+    monkeypatch.setattr(prefill, "module", lambda name: ck)
+    timed = prefill.flashinfer("reference", case, inputs)
+    assert check.fault(timed.output(timed.call()), expected) is None
+    if not case.page_size:
+        return
+
+    def attend(q: Any, k: Any, v: Any, *, cache_seqlens: Any, page_table: Any, cu_seqlens_q: Any, **more: Any) -> Any:
+        assert (more["max_seqlen_q"], more["causal"]) == (7, True)
+        outs = []
+        for b, length in enumerate(cache_seqlens.tolist()):
+            keys, values = (x[page_table[b].long()].flatten(0, 1)[:length] for x in (k, v))
+            rows = slice(*cu_seqlens_q[b : b + 2].tolist())
+            outs.append(ck.single_prefill_with_kv_cache(q[rows], keys, values, causal=True))
+        return torch.cat(outs)
+
+    library = types.SimpleNamespace(flash_attn_with_kvcache=attend)
+    monkeypatch.setattr(prefill, "module", lambda name: library)
+    timed = prefill.flash_attn_3(case, inputs)
+    assert check.fault(timed.output(timed.call()), expected) is None
+
+
+def test_a_peer_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Problem("g", "", (7, 1), (40, 33), 4, 2, 16, 16, page_size=16)
+    columns = [(PREFILL[f"flashinfer_{name}"], pages, "flashinfer") for name in ("fa2", "fa3")]
+    columns.append((MLA.backends["flash_mla"], latent(1), "flash_mla"))
+    for column, case, name in columns:
+        monkeypatch.setitem(sys.modules, name, None)
+        module.cache_clear()
+        reason = column.why_not(case, torch.device("cuda"))
+        module.cache_clear()
+        assert reason is not None and reason.startswith(f"{name} cannot be imported: ")
 
 
 # --- latent attention --------------------------------------------------------------------------------------------
@@ -72,7 +266,7 @@ def test_peers_of_latent_attention_get_the_same_problem(
             assert check.fault(timed.output(timed.call()), expected) is None
 
 
-def test_columns_of_latent_attention_honour_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_latent_attention_honour_what_they_serve() -> None:
     cases = [latent(1), latent(2), latent(2, page_size=16), latent(1, kv_dtype="float8_e4m3fn")]
 
     def honour(name: str) -> list[bool]:
@@ -81,11 +275,6 @@ def test_columns_of_latent_attention_honour_what_they_serve(monkeypatch: pytest.
 
     assert honour("flash_mla") == [True, True, False, False]
     assert honour("flashinfer_fa3") == honour("flashinfer_fa2") == honour("reference") == [True] * 4
-    monkeypatch.setitem(sys.modules, "flash_mla", None)
-    module.cache_clear()
-    reason = MLA.backends["flash_mla"].why_not(cases[0], torch.device("cuda"))
-    module.cache_clear()
-    assert reason is not None and reason.startswith("flash_mla cannot be imported: ")
 
 
 def test_an_fp8_cache_that_no_kernel_reads_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

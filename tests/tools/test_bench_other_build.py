@@ -6,24 +6,22 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from paths import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+pytest.importorskip("typer")
+import bench
+import measure
+import other_build
+import timing
+from commands import invoke, words
+from operations import OPERATIONS
+from problem import Problem
+from report import Report
 
-typer_testing = pytest.importorskip("typer.testing")
-import bench  # noqa: E402
-import measure  # noqa: E402
-import other_build  # noqa: E402
-import timing  # noqa: E402
-from operations import OPERATIONS  # noqa: E402
-from problem import Problem  # noqa: E402
-from report import Report  # noqa: E402
-
-import cutlass_kernels as ck  # noqa: E402
+import cutlass_kernels as ck
 
 CPU = torch.device("cpu")
 FOLDER = Path(ck.__file__).parent.parent
@@ -102,45 +100,27 @@ def test_every_operation_has_columns_of_another_build(operation: str, other: Mod
 # --- command line ------------------------------------------------------------------------------------------------
 
 
-def invoke(*arguments: str) -> Any:
-    return typer_testing.CliRunner().invoke(bench.app, list(arguments))
-
-
 def test_against_a_folder_adds_its_columns(other: ModuleType) -> None:
     arguments = ("prefill", "--workload", "quick", "--backends", "fa2,fa3,torch_fa2", "--dry-run")
-    result = invoke(*arguments, "--against", f"best,{FOLDER}")
-    assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[0].endswith("honoured by fa2 other_fa2 fa3 other_fa3 torch_fa2")
-    assert "other" not in invoke(*arguments, "--against", "best,torch_fa2+cudnn").output
+    output = invoke(bench.app, *arguments, "--against", f"best,{FOLDER}")
+    assert output.splitlines()[0].endswith("honoured by fa2 other_fa2 fa3 other_fa3 torch_fa2")
+    assert "other" not in invoke(bench.app, *arguments, "--against", "best,torch_fa2+cudnn")
 
 
 def test_folders_that_hold_no_build_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, other_build.NAME, raising=False)
-    result = invoke("prefill", "--workload", "quick", "--dry-run", "--against", str(tmp_path))
-    assert result.exit_code == 2
-    said = " ".join(result.output.replace("│", " ").split())
+    arguments = ("prefill", "--workload", "quick", "--dry-run", "--against")
+    said = words(invoke(bench.app, *arguments, str(tmp_path), code=2))
     assert "holds no Python package cutlass_kernels" in said and "pip install --target" in said
-    result = invoke("prefill", "--workload", "quick", "--dry-run", "--against", f"{tmp_path},{ROOT}")
-    assert result.exit_code == 2 and "one other build" in result.output
+    assert "one other build" in invoke(bench.app, *arguments, f"{tmp_path},{ROOT}", code=2)
 
 
 @pytest.mark.gpu
 def test_two_builds_run_on_a_gpu(tmp_path: Path) -> None:
-    arguments = (
-        "--rounds",
-        "2",
-        "--round-ms",
-        "2",
-        "--backends",
-        "fa2",
-        "--against",
-        str(FOLDER),
-        "--out",
-        str(tmp_path),
-    )
+    arguments = ["--rounds", "2", "--round-ms", "2", "--backends", "fa2", "--against", str(FOLDER)]
+    arguments += ["--out", str(tmp_path)]
     for operation, workload in (("prefill", "quick"), ("decode", "decode"), ("host", "calls")):
         only = {"prefill": "2k", "decode": "32/8 hd128 (1 x 1k|8 x 1k)", "host": "run|plan"}[operation]
-        result = invoke(operation, "--workload", workload, "--only", only, *arguments)
-        assert result.exit_code == 0, result.output
+        invoke(bench.app, operation, "--workload", workload, "--only", only, *arguments)
         text = (tmp_path / f"{operation}-{workload}.md").read_text()
         assert "| other_fa2 |" in text and "fa2 / other" in text and "failed" not in text

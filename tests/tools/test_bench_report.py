@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import report as reporting
 import timing
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import invoke, python, words
 from environment import choose_backend
 from rich.console import Console
-from typer.testing import CliRunner
 
 import cutlass_kernels
 from cutlass_kernels import _cli
@@ -34,15 +31,8 @@ KERNEL = {
 }
 
 
-def invoke(*arguments: str, code: int = 0, **environment: str) -> str:
-    result = CliRunner().invoke(_cli.app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1", **environment})
-    assert result.exit_code == code, result.output
-    return result.output
-
-
-def words(text: str) -> str:
-    """``text`` without the frames and line ends that depend on the width of the terminal."""
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+def run_cli(*arguments: str, code: int = 0) -> str:
+    return invoke(_cli.app, *arguments, code=code)
 
 
 # --- the package and the command line ---
@@ -53,13 +43,11 @@ def test_importing_the_package_imports_no_command_line():
         "import sys, cutlass_kernels, cutlass_kernels.integrations.transformers\n"
         "assert not {'typer', 'rich', 'click', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 def test_runs_as_a_module():
-    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "cutlass_kernels", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    done = python("-m", "cutlass_kernels", "--help", NO_COLOR="1", COLUMNS="200")
     assert "python -m cutlass_kernels" in done.stdout
     for name in ("info", "check", "explain"):
         assert name in done.stdout
@@ -70,19 +58,18 @@ def test_says_in_one_sentence_what_to_install_where_a_package_is_missing(package
     code = (
         f"import sys, runpy; sys.modules[{package!r}] = None\nrunpy.run_module('cutlass_kernels', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = python("-c", code, code=1)
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"The command line needs {package}")
     assert "pip install typer rich" in done.stderr and "cutlass_kernels[cli]" in done.stderr
 
 
 def test_prints_its_version():
-    assert invoke("--version") == f"cutlass_kernels {cutlass_kernels.__version__}\n"
+    assert run_cli("--version") == f"cutlass_kernels {cutlass_kernels.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["info", "check", "explain"])
 def test_help_describes_every_option(command):
-    text = invoke(command, "--help")
+    text = run_cli(command, "--help")
     assert "--help" in text and "Usage" in text
 
 
@@ -90,7 +77,7 @@ def test_help_describes_every_option(command):
 
 
 def test_info_json_holds_all_facts(clean_environment):
-    facts = json.loads(invoke("info", "--json"))
+    facts = json.loads(run_cli("info", "--json"))
     assert facts["cutlass_kernels"] == cutlass_kernels.__version__
     assert facts["torch"] == torch.__version__
     assert facts["torch_cuda"] == torch.version.cuda
@@ -102,32 +89,32 @@ def test_info_json_holds_all_facts(clean_environment):
 
 
 def test_info_prints_the_same():
-    text = invoke("info")
+    text = run_cli("info")
     assert torch.__version__ in text and "default backend" in text
 
 
 @pytest.mark.parametrize("commit", ["1f40bdd2a0c1+", None])
 def test_info_names_the_commit(commit, monkeypatch):
     monkeypatch.setattr(_info, "commit", lambda: commit)
-    assert json.loads(invoke("info", "--json"))["commit"] == commit
+    assert json.loads(run_cli("info", "--json"))["commit"] == commit
     version = cutlass_kernels.__version__
-    assert (f"{version}, commit {commit}" if commit else f"{version} ") in invoke("info")
+    assert (f"{version}, commit {commit}" if commit else f"{version} ") in run_cli("info")
 
 
 def test_info_shows_the_override(clean_environment):
     choose_backend(clean_environment, "reference", "auto")
-    facts = json.loads(invoke("info", "--json"))
+    facts = json.loads(run_cli("info", "--json"))
     assert facts["environment"] == dict(zip(selection.VARIABLES, ("reference", "auto")))
-    assert "_BACKEND=reference" in invoke("info") and "FORCE_BACKEND=auto" in invoke("info")
+    assert "_BACKEND=reference" in run_cli("info") and "FORCE_BACKEND=auto" in run_cli("info")
 
 
 def test_info_tables_of_gpus_and_kernels(monkeypatch):
     gpu = {"index": 0, "name": "GPU X", "compute_capability": 90, "multiprocessors": 132, "memory_bytes": 80 << 30}
     monkeypatch.setattr(_info, "gpus", lambda: [gpu])
     monkeypatch.setattr(cutlass_kernels, "list_kernels", lambda: [KERNEL])
-    text = invoke("info")
+    text = run_cli("info")
     assert all(part in text for part in ("GPU X", "9.0", "132", "80.0 GiB", "64", "sm_80 and up", "1 compiled kernels"))
-    assert all(part in invoke("info", "--kernels") for part in ("64/64", "sm_80 and up", "soft_cap"))
+    assert all(part in run_cli("info", "--kernels") for part in ("64/64", "sm_80 and up", "soft_cap"))
 
 
 def test_info_survives_a_broken_nvcc(monkeypatch, tmp_path):
@@ -135,9 +122,9 @@ def test_info_survives_a_broken_nvcc(monkeypatch, tmp_path):
     nvcc.write_text("#!/bin/sh\nexit 1\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert json.loads(invoke("info", "--json"))["nvcc"] == {"path": str(nvcc), "version": "unknown"}
+    assert json.loads(run_cli("info", "--json"))["nvcc"] == {"path": str(nvcc), "version": "unknown"}
     monkeypatch.setenv("PATH", "")
-    assert json.loads(invoke("info", "--json"))["nvcc"] is None
+    assert json.loads(run_cli("info", "--json"))["nvcc"] is None
 
 
 @pytest.mark.parametrize(
@@ -152,7 +139,7 @@ def test_capability_ranges(low, high, text):
 
 @pytest.mark.parametrize("options", [(), ("--quick",)])
 def test_check_of_the_reference(options):
-    text = invoke("check", "--device", "cpu", *options)
+    text = run_cli("check", "--device", "cpu", *options)
     assert "reference float32 on cpu" in text and "all within their bounds" in text
     assert ("bfloat16" in text) == (not options)
     assert re.search(r"^\[1/\d+\] reference float32 on cpu$", text, re.MULTILINE), "no progress without a terminal"
@@ -166,7 +153,7 @@ def test_check_fails_on_a_wrong_result(monkeypatch):
         return single(*args, window_left=window_left + 1 if window_left > 0 else -1, **kwargs)
 
     monkeypatch.setattr(_check._closed_forms, "single_prefill_with_kv_cache_return_lse", off_by_one)
-    text = invoke("check", "--device", "cpu", "--quick", code=1)
+    text = run_cli("check", "--device", "cpu", "--quick", code=1)
     assert "FAILED" in text and "equal keys" in text
     assert _cases.compute is correct
 
@@ -176,7 +163,7 @@ def test_check_reports_a_case_that_raises(monkeypatch):
         raise RuntimeError("[launch] failed")
 
     monkeypatch.setattr(_check._closed_forms, "merge_state", broken)
-    text = invoke("check", "--device", "cpu", "--quick", code=1)
+    text = run_cli("check", "--device", "cpu", "--quick", code=1)
     assert "RuntimeError: [launch] failed" in text
 
 
@@ -240,18 +227,18 @@ def test_cases_are_the_same_on_every_run():
 
 @pytest.mark.parametrize(("device", "says"), [("nowhere", "is no device"), ("meta", "not supported")])
 def test_check_of_an_unknown_device(device, says):
-    assert says in words(invoke("check", "--device", device, code=2))
+    assert says in words(run_cli("check", "--device", device, code=2))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_check_of_an_absent_gpu():
-    assert "sees 0 CUDA devices" in words(invoke("check", "--device", "cuda", code=2))
+    assert "sees 0 CUDA devices" in words(run_cli("check", "--device", "cuda", code=2))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [(), ("--quick",)])
 def test_check_of_every_kernel_of_this_gpu(options):
-    text = invoke("check", "--device", "cuda", *options)
+    text = run_cli("check", "--device", "cuda", *options)
     for kernel in cutlass_kernels.list_kernels():
         assert _info.kernel_name(kernel) in text
     assert "all within their bounds" in text
@@ -261,7 +248,7 @@ def test_check_of_every_kernel_of_this_gpu(options):
 
 
 def test_explain_json():
-    told = json.loads(invoke("explain", "--device", "cpu", "--json"))
+    told = json.loads(run_cli("explain", "--device", "cpu", "--json"))
     assert told["selected"] == "reference"
     assert list(told["reasons"]) == list(selection.BACKENDS)
     assert told["reasons"]["reference"] == [] and told["reasons"]["fa2"]
@@ -270,7 +257,7 @@ def test_explain_json():
 @pytest.mark.parametrize("capability", ["90", "9.0", "sm_90", "sm_90a"])
 def test_explain_of_a_gpu_that_is_not_here(capability):
     options = ("--kv-heads", "8", "--dtype", "bf16", "-f", "causal,window", "-f", "sinks")
-    text = invoke("explain", "--cc", capability, *options)
+    text = run_cli("explain", "--cc", capability, *options)
     assert "cuda sm_90, q bfloat16" in text and "heads 32/8" in text and "causal sinks window" in text
     assert "selected" in text
 
@@ -282,20 +269,20 @@ def test_explain_says_where_the_driver_compiles(codes, capability, told, monkeyp
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: explained)
     monkeypatch.setattr(selection, "why_first", lambda request: "")
     monkeypatch.setattr(_cli._explain.native, "_C", SimpleNamespace(machine_codes=codes))
-    assert ("the driver compiles PTX" in words(invoke("explain"))) == told
+    assert ("the driver compiles PTX" in words(run_cli("explain"))) == told
 
 
 def test_explain_prints_reasons_as_they_are(monkeypatch):
     request = SimpleNamespace(__str__=lambda: "request")
     told = selection.Explanation(request, None, {name: ["takes [64, 128] only"] for name in selection.BACKENDS})
     monkeypatch.setattr(cutlass_kernels, "explain", lambda **_: told)
-    text = invoke("explain")
+    text = run_cli("explain")
     assert text.count("takes [64, 128] only") == len(selection.BACKENDS) and "cannot serve" in text
 
 
 def test_explain_mentions_the_override(clean_environment):
     choose_backend(clean_environment, "reference", "auto")
-    text = invoke("explain", "--device", "cpu")
+    text = run_cli("explain", "--device", "cpu")
     assert "CUTLASS_KERNELS_BACKEND=reference is set: it replaces backend='auto'." in text
     assert "CUTLASS_KERNELS_FORCE_BACKEND=auto is set: it replaces every backend." in text
 
@@ -311,9 +298,9 @@ def test_explain_mentions_the_override(clean_environment):
     ],
 )
 def test_explain_of_nonsense(options, says):
-    assert says in words(invoke("explain", *options, code=2))
+    assert says in words(run_cli("explain", *options, code=2))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
 def test_explain_of_an_absent_gpu():
-    assert "--compute-capability" in words(invoke("explain", "--device", "cuda", code=2))
+    assert "--compute-capability" in words(run_cli("explain", "--device", "cuda", code=2))

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from paths import ROOT
-
-sys.path.append(str(ROOT / "tools"))
-
 import site_figures
+from paths import ROOT
 from sources import digests
 
 # A speed or a time as measured: a number with one of these units.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from importlib.metadata import files, requires, version
 from pathlib import Path
 
 import pytest
+from commands import python
 from paths import ROOT
 
 SYSTEM_LIBRARIES = re.compile(r"^(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-x86-64)\.so(\.\d+)?$")
@@ -56,9 +55,7 @@ spec.loader.exec_module(module)
 assert "torch" not in sys.modules
 print(module.version(), len(module.list_kernels()), module.cutlass_version, module.commit or "-", *module.machine_codes)
 """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", program, CUDA_VISIBLE_DEVICES="")
     extension_version, count, cutlass_version, commit, *machine_codes = done.stdout.split()
     assert extension_version == version("cutlass_kernels")
     assert int(count) > 0
@@ -76,9 +73,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", program, CUDA_VISIBLE_DEVICES="")
     assert "cudaError" in done.stdout
 
 
@@ -98,7 +93,7 @@ def test_the_library_requires_torch_alone() -> None:
 
 def test_folder_of_the_sources_does_not_hide_the_package() -> None:
     program = "import cutlass_kernels; print(cutlass_kernels.__file__)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = python("-c", program, cwd=ROOT)
     found = Path(done.stdout.strip())
     assert found.name == "__init__.py" and found.parent.parent != ROOT
 
@@ -122,8 +117,7 @@ sys.path.insert(0, "cutlass_kernels/cmake")
 import build_backend
 print(build_backend.build_wheel({str(tmp_path)!r}, {{"cmake.define.CK_BUILD_KERNELS": "OFF"}}))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", program, cwd=ROOT)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())

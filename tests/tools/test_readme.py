@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import compilers
 import pytest
+import support_matrix
+from commands import python
 from paths import ROOT
 
 import cutlass_kernels
-
-sys.path.insert(0, str(ROOT / "tools"))
-import support_matrix
 
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
@@ -115,8 +112,7 @@ def test_python_examples_run(page: str) -> None:
         program += "\nassert out.shape == (128, 32, 128) and lse.shape == (128, 32)\n"
     if "transformers" in program:
         pytest.importorskip("transformers", reason="the example needs pip install '.[hf]'")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", program, cwd=ROOT)
     assert page != "README.md" or "selected" in done.stdout
 
 

@@ -7,23 +7,19 @@ import functools
 import html.parser
 import http.server
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urldefrag
 
-import pytest
-from paths import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
 import draw_pipelines
+import pytest
 import site_figures
+from commands import python
+from paths import ROOT
 
 BROWSERS = ("chromium", "google-chrome")
 
@@ -34,10 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(module, reason="the site needs pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     # No --quiet: warnings that are not shown do not fail a strict build.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "mkdocs", "build", "--strict", "--site-dir", folder, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
     return folder
 
 

@@ -9,14 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_signatures
 import pytest
 import torch
-from paths import ROOT
 
 import cutlass_kernels as ck
-
-sys.path.insert(0, str(ROOT / "tools"))
-import make_signatures
 
 # A line that must be refused ends in "# wrong".
 PROGRAM = """

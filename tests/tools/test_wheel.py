@@ -6,11 +6,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
-from paths import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
 import build_wheel
+import pytest
 
 OURS = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 
