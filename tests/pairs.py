@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -33,7 +34,8 @@ def every(**axes: Iterable[Any] | Mapping[str, Any]) -> Callable[[Any], Any]:
 
 
 def _written(value: Any) -> str | None:
-    return str(value) if isinstance(value, (tuple, list, dict, torch.dtype)) else None  # None: as pytest names it
+    named = isinstance(value, (tuple, list, dict, torch.dtype)) or dataclasses.is_dataclass(value)
+    return str(value) if named else None  # None: as pytest names it
 
 
 def sample(cases: Sequence[tuple[Hashable, ...]]) -> list[int]:
