@@ -9,11 +9,14 @@ import torch
 from fused_problems import (
     LAYOUTS,
     LENGTHS,
+    NOT_PACKED,
     PAGED,
+    SINKS,
     Mode,
     batch_of,
     block_table,
     check_stats,
+    tensors_of,
 )
 from problems import make_batch
 
@@ -32,10 +35,9 @@ STATS_MODES = {
 @pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", STATS_MODES)
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_stats_of_every_mode(target, layout, mode, with_sinks):
-    sinks = torch.tensor([-2.0, 0.5, 1.5, 6.0], device=target.device) if with_sinks else None
-    check_stats(batch_of(target, layout), layout, dataclasses.replace(STATS_MODES[mode], sinks=sinks))
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+def test_stats_of_every_mode(target, layout, mode, sinks):
+    check_stats(batch_of(target, layout, "uneven"), layout, dataclasses.replace(STATS_MODES[mode], sinks=sinks))
 
 
 @pytest.mark.pairwise
@@ -64,26 +66,23 @@ def test_stats_of_e4m3(target, layout, lengths, head_dim, mode):
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("factor", [0.3, -0.3, 0.0])
 def test_stats_with_scales_in_tensors(target, layout, dtype, cap, factor):
-    scales = dict(bmm1_scale=torch.tensor([factor], device=target.device), out_dtype=torch.float16)
-    scales["bmm2_scale"] = torch.tensor([0.7], device=target.device)
     batch, mode = batch_of(target, layout, "uneven", dtype), Mode(cap=cap, bmm1=factor, bmm2=0.7)
-    check_stats(batch, layout, mode, **scales)
+    check_stats(batch, layout, mode, out_dtype=torch.float16, **tensors_of(target, mode))
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("layout", NOT_PACKED)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_stats_of_rows_without_keys(target, layout, head_dim, dtype):
     batch = make_batch([20, 70, 3, 5], [4, 40, 0, 1], 4, 2, head_dim, dtype=dtype, device=target.device)
-    sinks = torch.tensor([-2.0, 0.5, 1.5, 6.0], device=target.device)
-    for mode in (Mode(sinks=sinks), Mode(mask_mode="padding", sinks=sinks), Mode(mask_mode="chunked", cap=3.0)):
-        mode = dataclasses.replace(mode, chunked_attention_size=16 * (mode.mask_mode == "chunked"))
+    chunks = Mode(mask_mode="chunked", chunked_attention_size=16, cap=3.0)
+    for mode in (Mode(sinks=SINKS), Mode(mask_mode="padding", sinks=SINKS), chunks):
         check_stats(batch, layout, mode, max_kv_len=70, out_dtype=torch.float16)
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("layout", NOT_PACKED)
 @pytest.mark.parametrize("heads", [(8, 1), (8, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("lengths", [([1, 1], [3000, 700]), ([1, 2, 0, 1], [2500, 40, 7, 1300]), ([40], [2000])])
 def test_keys_of_short_queries_are_not_split(target, layout, heads, lengths):
@@ -91,6 +90,12 @@ def test_keys_of_short_queries_are_not_split(target, layout, heads, lengths):
     check_stats(batch, layout, Mode())
     fp8 = make_batch(*lengths, *heads, 128, dtype=torch.float8_e4m3fn, device=target.device)
     check_stats(fp8, layout, Mode(), out_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("layout", NOT_PACKED)
+@pytest.mark.parametrize("lengths", ["five rows", "two tiles"])
+def test_stats_of_short_queries(target, layout, lengths):
+    check_stats(batch_of(target, layout, lengths), layout, Mode())
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -125,8 +130,3 @@ def test_maxima_rise_little_by_little(target, lengths, head_dim, step):
     batch = dataclasses.replace(batch, q=batch.q.abs())
     for mode in (Mode(mask_mode="padding"), Mode(window_left=200)):
         check_stats(batch, "SEPARATE_Q_K_V", mode)
-
-
-def test_stats_of_other_value_heads(target):
-    batch = make_batch([20, 133], [70, 133], 4, 4, 192, head_dim_vo=128, device=target.device)
-    check_stats(batch, "SEPARATE_Q_K_V", Mode(bmm1=0.1))
