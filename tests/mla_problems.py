@@ -12,6 +12,8 @@ from guards import poison_
 from plan_free_problems import Mask, Options, expect, page_table
 from problems import Batch, make_batch
 
+from cutlass_kernels import mla
+
 PLACES = pytest.mark.parametrize(
     "place",
     [
@@ -67,6 +69,17 @@ class Problem:
         rest = dict(causal=causal, sm_scale=SCALE, q_data_type=dtype, kv_data_type=self.cache.dtype)
         return {**given, **sizes, **rest, **changes}
 
+    def split_plan(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Index vectors and other arguments of a plan."""
+        plan = self.plan()
+        return {name: plan.pop(name) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")}, plan
+
+    def dense(self) -> dict[str, torch.Tensor]:
+        """The lengths as block tables, whose unused entries are -1."""
+        pages = -(-self.lens // self.page_size)
+        table = torch.where(torch.arange(self.table.size(1)) < pages[:, None], self.table, -1).to(torch.int32)
+        return dict(cum_seq_lens_q=self.batch.qo_indptr("cpu"), block_tables=table, seq_lens=self.lens)
+
 
 def make(
     qo_lens: list[int],
@@ -83,6 +96,41 @@ def make(
     table = page_table(paged, len(kv_lens)).to(device)
     lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
     return Problem(batch, page_size, paged.k_cache.squeeze(2), indptr, indices, table, lens)
+
+
+def wrapper_for(device: Any = "cpu", backend: str = "auto", **options: Any) -> mla.BatchMLAPagedAttentionWrapper:
+    room = torch.empty(1024, dtype=torch.uint8, device=device)
+    return mla.BatchMLAPagedAttentionWrapper(room, backend=backend, **options)
+
+
+def planned(problem: Problem, backend: str = "auto", **plan: Any) -> mla.BatchMLAPagedAttentionWrapper:
+    wrapper = wrapper_for(problem.cache.device, backend)
+    wrapper.plan(**problem.plan(**plan))
+    return wrapper
+
+
+def buffers(batch: int, pages: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Of a wrapper for CUDA graphs."""
+    sizes = dict(qo_indptr=batch + 1, kv_indptr=batch + 1, kv_indices=pages, kv_len_arr=batch)
+    return {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+
+
+def trtllm(
+    problem: Problem, query: torch.Tensor | None = None, cache: torch.Tensor | None = None, **options: Any
+) -> Any:
+    """The plan-free function over the pages of a problem, whose requests have one length."""
+    query = problem.q.unflatten(0, (len(problem.lens), -1)) if query is None else query
+    given = (torch.empty(0), 128, 512, 64, problem.table, problem.lens, 320)
+    cache, options = problem.cache if cache is None else cache, dict(bmm1_scale=SCALE) | options
+    return mla.trtllm_batch_decode_with_kv_cache_mla(query, cache, *given, **options)
+
+
+def flash(problem: Problem, *given: Any, q: torch.Tensor | None = None, **options: Any) -> Any:
+    """FlashMLA's function over the pages of a problem, whose requests have one length."""
+    q = problem.q.unflatten(0, (len(problem.lens), -1)) if q is None else q
+    return mla.flash_mla_with_kvcache(
+        q, problem.cache.unsqueeze(2), problem.table, problem.lens, 512, *given, **options
+    )
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:

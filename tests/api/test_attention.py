@@ -29,6 +29,13 @@ def test_every_form_of_keys(target, form, layout, causal):
     check(batch, target, form, Mask(causal=causal), layout=layout)
 
 
+@pytest.mark.parametrize("mask", [Mask(window=(5, 3)), Mask(chunk_size=7), Mask(True, (5, -1), 7)], ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_masks(target, mask, soft_cap):
+    batch = make_batch([12] * 3, [40] * 3, 6, 2, device=target.device)
+    check(batch, target, "dense", mask, Options(soft_cap=soft_cap), dense=True)
+
+
 @pytest.mark.parametrize("seed", range(120))
 def test_random_calls(target, seed):
     rng = random.Random(seed)

@@ -1,124 +1,251 @@
-"""Latent attention: arguments that make no sense, scales that do not count, pages that are none."""
+"""Latent attention: arguments that make no sense are refused in a sentence, before anything is written."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from compare import assert_bitwise, assert_close
-from mla_problems import SCALE, make
+from mla_problems import SCALE, buffers, flash, make, planned, trtllm, wrapper_for
+from problems import indptr
 
 from cutlass_kernels import mla
-from cutlass_kernels._core import errors as errors
+from cutlass_kernels._core import errors
 from cutlass_kernels._planned import latent_plans
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+BF16, HALF = torch.bfloat16, torch.float16
 
 
-def planned(problem, **options) -> mla.BatchMLAPagedAttentionWrapper:
-    wrapper = mla.BatchMLAPagedAttentionWrapper(torch.empty(1024, dtype=torch.uint8))
-    wrapper.plan(**problem.plan(**options))
-    return wrapper
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=INT32)
 
 
-def flash(problem, **options):
-    given = (problem.q.unsqueeze(1), problem.cache.unsqueeze(2), problem.table, problem.lens, 512)
-    return mla.flash_mla_with_kvcache(*given, softmax_scale=SCALE, **options)[0]
+PLANS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(num_heads=0), ValueError, "num_heads=0"),
+    (dict(num_heads=1.5), TypeError, "num_heads"),
+    (dict(num_heads=None), TypeError, r"plan\(\) needs num_heads"),
+    (dict(page_size=None, q_data_type=None), TypeError, r"plan\(\) needs page_size, q_data_type"),
+    (dict(head_dim_ckv=0), ValueError, "head_dim_ckv=0"),
+    (dict(head_dim_kpe=-1), ValueError, "head_dim_kpe=-1"),
+    (dict(page_size=0), ValueError, "page_size=0"),
+    (dict(kv_indptr=indptr([1, 1], "cpu")[:2]), ValueError, "kv_indptr has 2 elements"),
+    (dict(kv_indptr=ints(0, 2, 9)), ValueError, "kv_indptr ends at 9"),
+    (dict(kv_len_arr=ints(30)), ValueError, "kv_len_arr has 1 elements"),
+    (dict(kv_len_arr=ints(30, 17)), ValueError, r"kv_len_arr\[1\]=17, but the 1 pages"),
+    (dict(kv_len_arr=ints(30, -1)), ValueError, r"kv_len_arr\[1\]=-1"),
+    (dict(qo_indptr=ints(0, 2, 1)), RuntimeError, "qo_indptr decreases"),
+    (dict(qo_indptr=[0, 1, 2]), TypeError, "qo_indptr is list"),
+    (dict(kv_indices=torch.zeros(3)), ValueError, "kv_indices has shape"),
+    (dict(causal=None), TypeError, "causal"),
+    (dict(use_profiler=True), NotImplementedError, "use_profiler=True"),
+    (dict(skip_softmax=True), NotImplementedError, "skip_softmax=True"),
+    (dict(output_scale="per-tensor"), NotImplementedError, "output_scale='per-tensor'"),
+    (dict(output_scale="row"), ValueError, "output_scale='row' is unknown"),
+    (dict(lse_mode="base10"), ValueError, "lse_mode='base10' is unknown"),
+    (dict(scale_mode="bmm"), ValueError, "scale_mode='bmm' is unknown"),
+    (dict(query_layout="NHD"), ValueError, "query_layout='NHD' is unknown"),
+    (dict(kv_cache_layout="NHD"), ValueError, "kv_cache_layout='NHD' is unknown"),
+    (dict(output_dtype=torch.int8), ValueError, r"output_dtype=torch\.int8"),
+    (dict(use_sinks="yes"), TypeError, "use_sinks"),
+    *[
+        (dict(q_data_type=q, kv_data_type=kv), ValueError, f"kv_data_type={kv} and q_data_type={q}")
+        for q, kv in ((E4M3, BF16), (HALF, BF16), (BF16, torch.float32))
+    ],
+    (dict(q_data_type=torch.int8, kv_data_type=torch.int8), ValueError, r"q_data_type=torch\.int8 is not served"),
+]
 
 
-def test_flash_mla_takes_no_notice_of_scales_of_16_bit_tensors():
-    problem = make([1, 1], [30, 9], 4, 16)
-    scales = dict(descale_q=torch.tensor([3.0]), descale_k=torch.tensor([0.5]))
-    assert_bitwise(flash(problem, **scales), flash(problem))
-    fp8 = dataclasses.replace(problem, cache=problem.cache.nan_to_num().to(E4M3))
-    assert not torch.equal(flash(fp8, **scales), flash(fp8))
-    assert_bitwise(flash(fp8, descale_q=3.0), flash(fp8))
+@pytest.mark.parametrize(("change", "error", "words"), PLANS)
+def test_wrong_plans_are_refused_and_leave_the_last_one(change, error, words):
+    problem = make([1, 1], [30, 7], 4, 16)
+    wrapper = planned(problem)
+    before = wrapper.run(*problem.halves)
+    with pytest.raises(error, match=words):
+        wrapper.plan(**problem.plan(**change))
+    assert_bitwise(wrapper.run(*problem.halves), before)
 
 
-def test_flash_mla_names_its_own_arguments():
-    problem = make([1, 1], [30, 9], 4, 16)
-    for name, tensors in (("cache_seqlens", "lens"), ("block_table", "table")):
-        given = getattr(problem, tensors)
-        for wrong in (given[:1], given.long()):
-            with pytest.raises(ValueError, match=rf"{name} has shape .*: it must be an int32 tensor \[2"):
-                flash(dataclasses.replace(problem, **{tensors: wrong}))
+def test_lengths_that_contradict_each_other_are_refused():
+    problem = make([1, 2], [30, 7], 4, 16)
+    vectors, rest = problem.split_plan()
+    tables, csr, wrapper = problem.dense(), mla.MLAPlanMetadata.csr(**vectors), wrapper_for("cpu")
+    shorter = {**tables, "seq_lens": ints(30, 6)}
+    for given, error, words in (
+        (dict(metadata=csr, kv_indices=vectors["kv_indices"]), ValueError, "metadata and kv_indices are given"),
+        (vectors | tables, ValueError, "qo_indptr and cum_seq_lens_q are given"),
+        (dict(metadata=vectors), TypeError, "metadata is dict"),
+        ({}, TypeError, "plan.. needs qo_indptr"),
+        ({x: y for x, y in tables.items() if x != "seq_lens"}, TypeError, "seq_lens: missing"),
+        (vectors | dict(kv_len_arr=None), TypeError, "kv_len_arr: missing"),
+        (tables | dict(max_q_len=1), ValueError, "max_q_len=1, but a request has 2 rows"),
+        (tables | dict(seq_lens=torch.tensor([30, 999])), ValueError, r"seq_lens\[1\]=999, but the"),
+        (tables | dict(block_tables=tables["block_tables"][:1]), ValueError, "block_tables is"),
+        (
+            tables | dict(block_tables=tables["block_tables"] * 0 - 1),
+            ValueError,
+            "block_tables holds the page number -1",
+        ),
+        (
+            dict(metadata=mla.MLAPlanMetadata.dual(**vectors, **shorter)),
+            ValueError,
+            "kv_len_arr and seq_lens of the metadata differ",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            wrapper.plan(**given, **rest)
 
 
-@pytest.mark.parametrize("page", [-1, 1000])
-def test_pages_that_the_cache_does_not_have_are_refused_on_the_cpu(page):
-    problem = make([1, 1], [40, 9], 4, 16)
-    table = problem.table.clone()
-    table[0, 1] = page
-    with pytest.raises(ValueError, match=rf"page number {page}, but the cache has only {problem.cache.size(0)} pages"):
-        flash(dataclasses.replace(problem, table=table))
+# --- runs ---
+
+FP8_PLAN = dict(kv_data_type=E4M3)
+NO_KPE = dict(head_dim_kpe=0)
+# Changes of the plan and of the run, and the refusal.
+RUNS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({}, dict(q_nope=torch.zeros(2, 3, 512).bfloat16()), ValueError, "q_nope has shape"),
+    ({}, dict(q_nope=torch.zeros(2, 4, 512)), ValueError, "q_nope has dtype"),
+    ({}, dict(q_pe=torch.zeros(2, 4, 32).bfloat16()), ValueError, "q_pe has shape"),
+    ({}, dict(q_pe=torch.zeros(1, 4, 64).bfloat16()), ValueError, "q_rope has shape"),
+    ({}, dict(q_pe=None), TypeError, "q_pe is NoneType"),
+    ({}, dict(ckv_cache=torch.zeros(9, 8, 512).bfloat16()), ValueError, "ckv_cache has shape"),
+    ({}, dict(kpe_cache=torch.zeros(9, 16, 1, 64).bfloat16()), ValueError, "kpe_cache has shape"),
+    ({}, dict(kpe_cache=torch.zeros(9, 16, 64).half()), ValueError, "kpe_cache has dtype"),
+    ({}, dict(kpe_cache=torch.zeros(900, 16, 64).bfloat16()), ValueError, "k_rope has shape"),
+    ({}, dict(out=torch.zeros(2, 4, 576).bfloat16()), ValueError, "out has shape"),
+    ({}, dict(lse=torch.empty(2, 5)), ValueError, "lse has shape"),
+    ({}, dict(lse=torch.empty(2, 5), return_lse=True), ValueError, "lse has shape"),
+    ({}, dict(lse=torch.empty(2, 4).half()), ValueError, "lse has shape"),
+    ({}, dict(lse=1.0), TypeError, "lse is float"),
+    ({}, dict(kv_len=torch.zeros(2)), NotImplementedError, "kv_len"),
+    ({}, dict(page_table=torch.zeros(2, 2)), NotImplementedError, "page_table"),
+    ({}, dict(o_scale=2.0), NotImplementedError, "o_scale=2.0"),
+    ({}, dict(profiler_buffer=torch.zeros(2)), NotImplementedError, "profiler_buffer"),
+    ({}, dict(ckv_scale_arr=torch.zeros(2)), NotImplementedError, "ckv_scale_arr"),
+    ({}, dict(ckv_scale=2.0), ValueError, "ckv_scale and kpe_scale are for fp8 caches"),
+    ({}, dict(ckv_scale=2.0, kpe_scale=2.0), ValueError, "are for fp8 caches, but torch"),
+    ({}, dict(bmm1_scale=torch.ones(4)), ValueError, r"bmm1_scale has shape \(4,\)"),
+    ({}, dict(skip_softmax_threshold_scale_factor=5.0), NotImplementedError, r"threshold_scale_factor=5\.0"),
+    ({}, dict(q_nope=None), TypeError, "q_nope is NoneType"),
+    (dict(qo_indptr=ints(0, 1, 3)), {}, ValueError, "q_nope has 2 rows, but qo_indptr of the plan ends at 3"),
+    (dict(use_sinks=True), {}, ValueError, "use_sinks=True is planned"),
+    (NO_KPE, dict(kpe_cache=None), ValueError, "q_pe is given, but head_dim_kpe=0"),
+    (NO_KPE, dict(q_pe=None), ValueError, "kpe_cache is given, but head_dim_kpe=0"),
+    (dict(lse_mode="basee"), dict(return_lse=True), ValueError, "lse_mode='basee' is planned"),
+    (
+        dict(output_dtype=torch.float32),
+        dict(out=torch.empty(2, 4, 512).bfloat16()),
+        ValueError,
+        r"out has dtype torch\.bfloat16, but output_dtype=torch\.float32",
+    ),
+    *[
+        (dict(scale_mode=mode), given, ValueError, "pass bmm1_scale and bmm2_scale")
+        for mode in ("bmm-tensor", "bmm-scalar")
+        for given in ({}, dict(bmm2_scale=1.0))
+    ],
+    *[
+        (dict(scale_mode=f"bmm-{kind}"), dict(bmm1_scale=x, bmm2_scale=x, ckv_scale=1.0), ValueError, "pass one kind")
+        for kind, x in (("scalar", 1.0), ("tensor", torch.ones(1)))
+    ],
+    (FP8_PLAN | dict(scale_mode="kv-per-tensor"), {}, ValueError, "pass ckv_scale and kpe_scale"),
+    (FP8_PLAN | dict(scale_mode="kv-per-tensor"), dict(kpe_scale=1.0), ValueError, "pass ckv_scale and kpe_scale"),
+    (FP8_PLAN, dict(ckv_scale=torch.ones(2)), ValueError, r"ckv_scale has shape \(2,\)"),
+    (FP8_PLAN | dict(q_data_type=E4M3), dict(ckv_scale=1.0, kpe_scale=2.0), ValueError, "differ, which fp8 queries"),
+    (FP8_PLAN | dict(q_data_type=E4M3), dict(ckv_scale=1.0, kpe_scale=0), ValueError, "kpe_scale=0 must be finite and"),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
-def test_outputs_have_floating_point_types(dtype):
-    problem = make([1, 1], [30, 9], 4, 16)
-    given = (torch.empty(0), 128, 512, 64, problem.table, problem.lens, 320)
-    out = torch.zeros(2, 1, 4, 512, dtype=dtype)
-    with pytest.raises(ValueError, match=f"out has dtype {dtype}"):
-        mla.trtllm_batch_decode_with_kv_cache_mla(problem.q.unsqueeze(1), problem.cache, *given, out=out)
+@pytest.mark.parametrize(("plan", "change", "error", "words"), RUNS)
+def test_wrong_tensors_are_refused(plan, change, error, words):
+    problem = make([1, 1], [30, 7], 4, 16)
+    wrapper = wrapper_for("cpu")
+    with pytest.raises(RuntimeError, match="no plan"):
+        wrapper.run(*problem.halves)
+    wrapper.plan(**problem.plan(**plan))
+    dtypes = [plan.get(name, BF16) for name in ("q_data_type", "kv_data_type") for _ in range(2)]
+    tensors = [x.nan_to_num().to(dtype) for x, dtype in zip(problem.halves, dtypes)]
+    given = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), tensors)) | change
+    given.setdefault("out", out := torch.zeros(2, 4, 512, dtype=plan.get("output_dtype", BF16)))
+    with pytest.raises(error, match=words):
+        wrapper.run(**given)
+    assert not out.any()
 
 
-def test_a_bound_of_query_lengths_comes_with_either_form_of_lengths():
-    problem = make([1, 3], [30, 9], 4, 16)
-    want = planned(problem).run(*problem.halves)
-    assert_bitwise(planned(problem, max_q_len=8).run(*problem.halves), want)
-    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-    plan = problem.plan()
-    metadata = mla.MLAPlanMetadata(*(plan.pop(name) for name in names), max_q_len=8)
-    wrapper = mla.BatchMLAPagedAttentionWrapper(torch.empty(1024, dtype=torch.uint8))
-    wrapper.plan(metadata=metadata, **plan)
-    assert_bitwise(wrapper.run(*problem.halves), want)
-
-
-def test_scales_that_differ_widely_do_not_overflow():
-    problem = make([1, 3], [50, 9], 4, 16)
-    q_nope, q_pe, *cache = (x.nan_to_num() for x in problem.halves)
-    q_nope, q_pe, (ckv, kpe) = q_nope.half(), q_pe.half(), (x.to(E4M3) for x in cache)
-    wrapper = planned(problem, q_data_type=torch.float16, kv_data_type=E4M3)
-    out = wrapper.run(q_nope, q_pe, ckv, kpe, ckv_scale=2.0**-17, kpe_scale=1.0)
-    keys = torch.cat([ckv.float() * 2.0**-17, kpe.float()], -1)
-    exact = planned(problem, q_data_type=torch.float32, kv_data_type=torch.float32)
-    want = exact.run(q_nope.float(), q_pe.float(), *keys.split([512, 64], -1))
-    assert want.isfinite().all()
-    torch.testing.assert_close(out.float() * 2**17, want * 2**17, atol=2e-2, rtol=2e-2)
-
-
-def test_columns_of_a_position_that_is_not_planned_are_refused():
+def test_what_is_not_refused():
     problem = make([1], [30], 4, 16)
+    q_nope, _, ckv, _ = problem.halves
+    planned(problem, head_dim_kpe=0).run(q_nope, None, ckv, None)
+    planned(problem).run(*problem.halves, skip_softmax_threshold_scale_factor=0.0)
+    parts = [x.nan_to_num().to(E4M3) for x in problem.halves]
+    wrapper = planned(problem, q_data_type=E4M3, kv_data_type=E4M3)
+    assert wrapper.run(*parts, ckv_scale=2.0, kpe_scale=2.0).dtype == BF16
+
+
+def test_forms_of_queries_and_caches():
+    problem = make([1, 2], [30, 7], 4, 16)
+    wrapper, (q_nope, q_pe, *_) = planned(problem), problem.halves
+    for given, error, words in (
+        (dict(query=problem.q, q_pe=q_pe, kv_cache=problem.cache), TypeError, "query and q_pe are given"),
+        (dict(query=problem.q, kv_cache=[]), TypeError, "kv_cache is list"),
+        (dict(query=q_nope, kv_cache=problem.cache), ValueError, r"query has shape \(3, 4, 512\)"),
+        (dict(kv_cache=problem.cache), TypeError, "q_nope is NoneType"),
+    ):
+        with pytest.raises(error, match=words):
+            wrapper.run(**given)
+
+
+def test_page_numbers_that_the_cache_does_not_have_are_refused():
+    problem = make([2, 1], [30, 7], 4, 16)
     q_nope, q_pe, ckv, kpe = problem.halves
-    wrapper = planned(problem, head_dim_kpe=0)
-    wrapper.run(q_nope, None, ckv, None)
-    with pytest.raises(ValueError, match="q_pe is given, but head_dim_kpe=0"):
-        wrapper.run(q_nope, q_pe, ckv, None)
-    with pytest.raises(ValueError, match="kpe_cache is given, but head_dim_kpe=0"):
-        wrapper.run(q_nope, None, ckv, kpe)
+    most = int(problem.indices.max())
+    with pytest.raises(ValueError, match=f"kv_indices holds the page number {most}, but the cache has only {most}"):
+        planned(problem).run(q_nope, q_pe, ckv[:most], kpe[:most])
+    negative = problem.indices.clone()
+    negative[1] = -3
+    with pytest.raises(ValueError, match="kv_indices holds the page number -3"):
+        planned(problem, kv_indices=negative)
+    # What lies behind the pages of the last request is not read.
+    planned(problem, kv_indices=torch.cat([problem.indices, ints(99, -1)])).run(*problem.halves)
 
 
-def test_both_scales_of_a_mode_are_needed():
-    problem = make([1], [30], 4, 16)
-    with pytest.raises(ValueError, match="pass bmm1_scale and bmm2_scale"):
-        planned(problem, scale_mode="bmm-scalar").run(*problem.halves, bmm2_scale=1.0)
-    q_nope, q_pe, *cache = problem.halves
-    cache = [x.nan_to_num().to(E4M3) for x in cache]
-    with pytest.raises(ValueError, match="pass ckv_scale and kpe_scale"):
-        planned(problem, scale_mode="kv-per-tensor", kv_data_type=E4M3).run(q_nope, q_pe, *cache, kpe_scale=1.0)
-    with pytest.raises(ValueError, match=r"bmm1_scale has shape \(4,\)"):
-        planned(problem).run(*problem.halves, bmm1_scale=torch.ones(4))
-    with pytest.raises(ValueError, match=r"ckv_scale has shape \(2,\)"):
-        planned(problem, kv_data_type=E4M3).run(q_nope, q_pe, *cache, ckv_scale=torch.ones(2))
+# --- wrappers, and plans for CUDA graphs ---
+
+NEW_WRAPPERS = [
+    (dict(use_cuda_graph=True, **{**buffers(2, 4), "kv_len_arr": None}), "needs kv_len_arr"),
+    (dict(use_cuda_graph=True, **{**buffers(2, 4), "kv_indptr": ints(*[0] * 5)}), "kv_indptr has 5 elements"),
+    (dict(backend="cutlass"), "cutlass is for Blackwell"),
+]
+
+
+@pytest.mark.parametrize("given,words", NEW_WRAPPERS)
+def test_wrong_wrappers_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        wrapper_for("cpu", **given)
+    with pytest.raises(TypeError, match="float_workspace_buffer is int"):
+        mla.BatchMLAPagedAttentionWrapper(1024)
+
+
+def test_what_does_not_fit_the_buffers_is_refused():
+    wrapper = wrapper_for("cpu", use_cuda_graph=True, **buffers(2, 4))
+    problem = make([1, 1], [30, 7], 4, 16)
+    wrapper.plan(**problem.plan())
+    want = wrapper.run(*problem.halves)
+    for lengths, words in (
+        (([1, 2], [30, 7]), "first plan of this wrapper had at most 1"),
+        (([1, 1], [60, 7]), "kv_indices has 5 pages"),
+        (([1], [30]), "batch_size=2, but the plan has 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrapper.plan(**make(*lengths, 4, 16).plan())
+        assert_bitwise(wrapper.run(*problem.halves), want)
 
 
 def test_the_planner_of_the_compiled_module_counts_pages():
     problem = make([1, 1], [30, 9], 4, 16)
     wrapper, plan = planned(problem), problem.plan()
-    lengths = (plan["qo_indptr"], plan["kv_indptr"], torch.tensor([500, 9], dtype=INT32))
     with pytest.raises(ValueError, match="kv_lens"):
-        wrapper._cached_module.plan(None, None, None, *lengths)
+        wrapper._cached_module.plan(None, None, None, plan["qo_indptr"], plan["kv_indptr"], ints(500, 9))
     want, _, base = problem.expected(True)
     assert_close(wrapper.run(*problem.halves), want, base)
 
@@ -128,11 +255,11 @@ def test_the_planner_of_the_compiled_module_counts_pages():
     [
         ((512, 64), E4M3, None),
         ((512, 64), torch.float8_e5m2, "e5m2"),
-        ((512, 0), torch.float16, None),
+        ((512, 0), HALF, None),
         ((512, 0), E4M3, "without kpe has no kernel: use a cache of 16 bits"),
         ((256, 0), E4M3, None),
-        ((600, 0), torch.float16, "head_dim_ckv=600"),
-        ((448, 64), torch.float16, "head_dim_ckv=448 and head_dim_kpe=64"),
+        ((600, 0), HALF, "head_dim_ckv=600"),
+        ((448, 64), HALF, "head_dim_ckv=448 and head_dim_kpe=64"),
     ],
     ids=str,
 )
@@ -143,13 +270,88 @@ def test_what_graphs_cannot_hold_is_known_when_planned(dims, dtype, why):
 
 @pytest.mark.gpu
 def test_plans_for_graphs_refuse_what_no_kernel_serves():
-    def ints(*numbers: int) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=INT32, device="cuda")
-
-    buffers = dict(qo_indptr=ints(0, 0), kv_indptr=ints(0, 0), kv_indices=ints(0, 0), kv_len_arr=ints(0))
     room = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = mla.BatchMLAPagedAttentionWrapper(room, True, *buffers.values())
-    sizes = (128, 512, 0, 16, False, SCALE)
+    wrapper = mla.BatchMLAPagedAttentionWrapper(room, True, **buffers(1, 2, "cuda"))
+    plan = (ints(0, 1).cuda(), ints(0, 2).cuda(), ints(0, 1).cuda(), ints(20).cuda(), 128, 512, 0, 16, False, SCALE)
     with pytest.raises(errors.BackendError, match="CUDA graphs cannot hold"):
-        wrapper.plan(ints(0, 1), ints(0, 2), ints(0, 1), ints(20), *sizes, torch.bfloat16, E4M3)
-    wrapper.plan(ints(0, 1), ints(0, 2), ints(0, 1), ints(20), *sizes, torch.bfloat16, torch.bfloat16)
+        wrapper.plan(*plan, BF16, E4M3)
+    wrapper.plan(*plan, BF16, BF16)
+
+
+# --- the plan-free functions ---
+
+TRTLLM: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(sparse_mla_top_k=64), NotImplementedError, "sparse_mla_top_k=64"),
+    (dict(enable_dcp=True), NotImplementedError, "kv_shard"),
+    (dict(use_fp16_softmax=True), NotImplementedError, "Blackwell"),
+    (dict(uses_shared_paged_kv_idx=False), NotImplementedError, "uses_shared_paged_kv_idx"),
+    (dict(backend="fa7"), ValueError, "backend='fa7'"),
+    (dict(kv_lora_rank=256), ValueError, "make 320 columns"),
+    (dict(kv_cache=torch.zeros(9, 2, 16, 576)), ValueError, "kv_cache has shape"),
+    (dict(kv_cache=None), TypeError, "kv_cache is NoneType"),
+    (dict(seq_lens=None), TypeError, "seq_lens is NoneType"),
+    (dict(query=torch.zeros(2, 4, 576).bfloat16()), ValueError, "query has shape"),
+    (
+        dict(query=torch.zeros(2, 0, 4, 576).bfloat16(), out=None),
+        ValueError,
+        r"query has shape \(2, 0, 4, 576\): each request must have at least one row",
+    ),
+    (dict(out=torch.zeros(2, 3, 4, 576).bfloat16()), ValueError, "out has shape"),
+    (dict(return_lse_base="e"), ValueError, "return_lse_base='e' is unknown"),
+    *[(dict(out=torch.zeros(2, 3, 4, 512, dtype=x)), ValueError, f"out has dtype {x}") for x in (INT32, torch.bool)],
+    (dict(lse=torch.zeros(2, 3, 5)), ValueError, "lse has shape"),
+    (dict(lse=torch.zeros(3, 3, 4)), ValueError, "lse has shape"),
+    (dict(lse=torch.zeros(6, 4).half()), ValueError, "dtype torch.float16"),
+    (dict(lse=torch.zeros(2, 4, 3).transpose(1, 2).double()), ValueError, "dtype torch.float64"),
+]
+FLASH: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(indices=torch.zeros(2, 1, 64, dtype=INT32)), NotImplementedError, "indices=.* sparse attention"),
+    (dict(extra_k_cache=torch.zeros(1)), NotImplementedError, "extra_k_cache"),
+    (dict(topk_length=torch.zeros(1)), NotImplementedError, "topk_length"),
+    (dict(attn_sink=torch.zeros(4)), NotImplementedError, r"attention\(sinks=\)"),
+    (dict(q=torch.zeros(2, 4, 576).bfloat16()), ValueError, "q has shape"),
+    (dict(k_cache=torch.zeros(9, 64, 576).bfloat16()), ValueError, "k_cache has shape"),
+    (dict(k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)), ValueError, "656 bytes"),
+    (dict(k_cache=torch.zeros(9, 64, 1, 512).bfloat16()), ValueError, "head_dim"),
+    (dict(is_fp8_kvcache=True), ValueError, "is_fp8_kvcache=True"),
+    (dict(block_table=None), TypeError, "block_table is NoneType"),
+    (dict(cache_seqlens=None), TypeError, "cache_seqlens is NoneType"),
+    (dict(head_dim_v=0), ValueError, "head_dim_v=0"),
+    (dict(head_dim_v=640), ValueError, "head_dim_v=640"),
+    *[
+        (dict(block_table=x), ValueError, r"block_table has shape .*: it must be an int32 tensor \[2")
+        for x in (torch.zeros(3, 2, dtype=INT32), torch.zeros(2, 2, dtype=torch.int64))
+    ],
+    *[
+        (dict(cache_seqlens=x), ValueError, r"cache_seqlens has shape .*: it must be an int32 tensor \[2")
+        for x in (torch.zeros(3, dtype=INT32), torch.zeros(2, dtype=torch.int64))
+    ],
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), TRTLLM)
+def test_trtllm_decode_refuses_before_it_writes(change, error, words):
+    problem, out = make([3, 3], [30, 7], 4, 16), torch.zeros(2, 3, 4, 512).bfloat16()
+    given = dict(query=problem.q.unflatten(0, (2, 3)), kv_cache=problem.cache, workspace_buffer=torch.empty(0), out=out)
+    given |= dict(qk_nope_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, block_tables=problem.table)
+    with pytest.raises(error, match=words):
+        mla.trtllm_batch_decode_with_kv_cache_mla(**{**given, "seq_lens": problem.lens, "max_seq_len": 30, **change})
+    assert not out.any()
+
+
+@pytest.mark.parametrize(("change", "error", "words"), FLASH)
+def test_flash_mla_refuses_in_a_sentence(change, error, words):
+    problem = make([1, 1], [30, 7], 4, 64)
+    given = dict(q=problem.q.unsqueeze(1), k_cache=problem.cache.unsqueeze(2), block_table=problem.table)
+    with pytest.raises(error, match=words):
+        mla.flash_mla_with_kvcache(**{**given, "cache_seqlens": problem.lens, "head_dim_v": 512, **change})
+
+
+@pytest.mark.parametrize("page", [-1, 1000])
+@pytest.mark.parametrize("function", [flash, trtllm])
+def test_pages_that_the_cache_does_not_have_are_refused_on_the_cpu(page, function):
+    problem = make([1, 1], [40, 9], 4, 16)
+    table = problem.table.clone()
+    table[0, 1] = page
+    with pytest.raises(ValueError, match=rf"page number {page}, but the cache has only {problem.cache.size(0)} pages"):
+        function(dataclasses.replace(problem, table=table))

@@ -1,34 +1,27 @@
-"""BatchMLAPagedAttentionWrapper and the plan-free function beside it."""
+"""BatchMLAPagedAttentionWrapper: values, plans and CUDA graphs. What it refuses: test_mla_refusals.py."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import math
+import types
 
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
-from mla_problems import DEVICES, PLACES, SCALE, Problem, apart, make, nan_like
-from problems import indptr
+from mla_problems import DEVICES, PLACES, SCALE, Problem, apart, buffers, make, nan_like, planned, wrapper_for
 from torch._dynamo.backends.registry import lookup_backend
 
 import cutlass_kernels as ck
 from cutlass_kernels import mla
 from cutlass_kernels._core.autograd import NO_BACKWARD
 
-INT32 = torch.int32
-
-
-def wrapper_for(device: str, backend: str = "auto", **options) -> mla.BatchMLAPagedAttentionWrapper:
-    return mla.BatchMLAPagedAttentionWrapper(
-        torch.empty(1024, dtype=torch.uint8, device=device), backend=backend, **options
-    )
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 
 
 def check(problem: Problem, backend: str, causal: bool = True, separate: bool = False, **plan) -> None:
-    wrapper = wrapper_for(problem.cache.device, backend)
-    wrapper.plan(**problem.plan(causal, **plan))
+    wrapper = planned(problem, backend, causal=causal, **plan)
     q_nope, q_pe, ckv, kpe = (apart(x) if separate else x for x in problem.halves)
     out = nan_like(q_nope.shape, q_nope)
     result, lse = wrapper.run(q_nope, q_pe, ckv, kpe, out=out, return_lse=True)
@@ -78,8 +71,7 @@ def test_an_empty_batch_and_empty_requests(device):
 def test_a_cache_of_no_position():
     problem = make([1, 2], [30, 7], 4, 16)
     q_nope, q_pe, ckv, kpe = problem.halves
-    wrapper = wrapper_for("cpu")
-    wrapper.plan(**problem.plan(head_dim_kpe=0))
+    wrapper = planned(problem, head_dim_kpe=0)
     out = wrapper.run(q_nope, q_pe[..., :0], ckv, kpe[..., :0])
     keys = ckv.unsqueeze(2)
     lens = dict(cu_seqlens_q=problem.batch.qo_indptr("cpu"), page_table=problem.table, seqused_k=problem.lens)
@@ -87,17 +79,24 @@ def test_a_cache_of_no_position():
 
 
 def test_lse_in_base_e_and_into_a_tensor():
+    """Whether or not it is returned. Rows behind the last request are not written."""
     problem = make([2, 1], [30, 7], 4, 16)
-    wrapper = wrapper_for("cpu")
-    wrapper.plan(**problem.plan())
+    wrapper = planned(problem)
     out, lse = wrapper.run(*problem.halves, return_lse=True)
+    place = torch.full((4, 3), torch.nan).t()
+    assert_bitwise(wrapper.run(*problem.halves, lse=place), out)
+    assert_bitwise(place.contiguous(), lse)
     place = torch.empty(3, 4)
     _, natural = wrapper.run(*problem.halves, lse=place, return_lse=True, return_lse_base_on_e=True)
     assert natural is place
     torch.testing.assert_close(natural, lse * math.log(2.0))
-    assert_bitwise(wrapper.run(*problem.halves), out)
-    with pytest.raises(ValueError, match="lse has shape"):
-        wrapper.run(*problem.halves, lse=torch.empty(3, 5), return_lse=True)
+    q_nope, q_pe, ckv, kpe = problem.halves
+    longer = [torch.cat([x, torch.zeros_like(x)]) for x in (q_nope, q_pe)]
+    places = torch.full((6, 4, 512), 7.0).to(q_nope.dtype), torch.full((6, 4), 7.0)
+    wrapper.run(*longer, ckv, kpe, out=places[0], lse=places[1])
+    for place, first in zip(places, (out, lse)):
+        assert_bitwise(place[:3], first)
+        assert (place[3:] == 7).all()
 
 
 def test_plans_keep_what_lengths_were():
@@ -126,21 +125,19 @@ def test_fp8_caches(device, scales, heads):
     problem = make([1, 3], [50, 9], heads, 16, device)
     cache = problem.cache.float().nan_to_num()
     ckv, kpe = cache.split([512, 64], -1)
-    ckv8, kpe8 = (x.div(scale).to(torch.float8_e4m3fn) for x, scale in zip((ckv, kpe), scales))
-    wrapper = wrapper_for(device)
-    wrapper.plan(**problem.plan(kv_data_type=torch.float8_e4m3fn))
+    ckv8, kpe8 = (x.div(scale).to(E4M3) for x, scale in zip((ckv, kpe), scales))
+    wrapper = planned(problem, kv_data_type=E4M3)
     q_nope, q_pe, *_ = problem.halves
     out = wrapper.run(q_nope, q_pe, ckv8, kpe8, ckv_scale=scales[0], kpe_scale=scales[1])
     known = torch.cat([x.float() * scale for x, scale in zip((ckv8, kpe8), scales)], -1).to(torch.bfloat16)
-    exact = wrapper_for(device)
-    exact.plan(**problem.plan())
-    torch.testing.assert_close(out, exact.run(q_nope, q_pe, *known.split([512, 64], -1)), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        out, planned(problem).run(q_nope, q_pe, *known.split([512, 64], -1)), atol=1e-2, rtol=1e-2
+    )
 
 
 def test_a_step_that_is_compiled():
     problem = make([1, 2], [30, 7], 4, 16)
-    wrapper = wrapper_for("cpu")
-    wrapper.plan(**problem.plan())
+    wrapper = planned(problem)
     graphs = []
 
     def backend(graph, inputs):
@@ -162,8 +159,7 @@ def test_a_step_that_is_compiled():
 
 def test_there_is_no_backward():
     problem = make([1], [5], 2, 16)
-    wrapper = wrapper_for("cpu")
-    wrapper.plan(**problem.plan())
+    wrapper = planned(problem)
     q_nope, q_pe, ckv, kpe = problem.halves
     out = wrapper.run(q_nope.detach().requires_grad_(), q_pe, ckv, kpe)
     with pytest.raises(RuntimeError, match=NO_BACKWARD[:20]):
@@ -173,14 +169,9 @@ def test_there_is_no_backward():
 # --- CUDA graphs ---
 
 
-def buffers(batch: int, pages: int, device: str) -> dict[str, torch.Tensor]:
-    sizes = dict(qo_indptr=batch + 1, kv_indptr=batch + 1, kv_indices=pages, kv_len_arr=batch)
-    return {name: torch.zeros(size, dtype=INT32, device=device) for name, size in sizes.items()}
-
-
 @pytest.mark.parametrize("on", ["cpu", None], ids=["CPU lengths", "lengths on the device"])
 def test_plans_of_a_wrapper_for_graphs_go_to_its_buffers(on):
-    given = buffers(3, 40, "cpu")
+    given = buffers(3, 40)
     wrapper = wrapper_for("cpu", use_cuda_graph=True, **given)
     for lens in ([300, 7, 64], [0, 100, 3]):
         problem = make([1, 1, 1], lens, 4, 16)
@@ -192,25 +183,8 @@ def test_plans_of_a_wrapper_for_graphs_go_to_its_buffers(on):
         assert_close(wrapper.run(*problem.halves), want, base)
 
 
-def test_what_does_not_fit_the_buffers_is_refused():
-    wrapper = wrapper_for("cpu", use_cuda_graph=True, **buffers(2, 4, "cpu"))
-    problem = make([1, 1], [30, 7], 4, 16)
-    wrapper.plan(**problem.plan())
-    with pytest.raises(ValueError, match="first plan of this wrapper had at most 1"):
-        wrapper.plan(**make([1, 2], [30, 7], 4, 16).plan())
-    with pytest.raises(ValueError, match="kv_indices has 5 pages"):
-        wrapper.plan(**make([1, 1], [60, 7], 4, 16).plan())
-    with pytest.raises(ValueError, match="batch_size=2, but the plan has 1"):
-        wrapper.plan(**make([1], [30], 4, 16).plan())
-    assert_bitwise(wrapper.run(*problem.halves), wrapper.run(*problem.halves))
-    with pytest.raises(ValueError, match="needs kv_len_arr"):
-        wrapper_for("cpu", use_cuda_graph=True, **{**buffers(2, 4, "cpu"), "kv_len_arr": None})
-    with pytest.raises(ValueError, match="kv_indptr has 5 elements"):
-        wrapper_for("cpu", use_cuda_graph=True, **{**buffers(2, 4, "cpu"), "kv_indptr": torch.zeros(5, dtype=INT32)})
-
-
 def test_the_planner_of_the_compiled_module_takes_lengths():
-    given = buffers(2, 40, "cpu")
+    given = buffers(2, 40)
     wrapper = wrapper_for("cpu", use_cuda_graph=True, **given)
     with pytest.raises(RuntimeError, match="no plan"):
         wrapper._cached_module.plan(None, None, None, given["qo_indptr"], given["kv_indptr"], given["kv_len_arr"])
@@ -228,7 +202,7 @@ def test_the_planner_of_the_compiled_module_takes_lengths():
 
 def test_what_all_wrappers_have():
     """A representation, the size of workspaces, and new ones."""
-    given = buffers(2, 40, "cpu")
+    given = buffers(2, 40)
     for wrapper in (wrapper_for("cpu"), wrapper_for("cpu", use_cuda_graph=True, **given)):
         problem = make([3, 1], [30, 7], 4, 16)
         assert "not planned" in repr(wrapper)
@@ -283,12 +257,13 @@ def test_a_captured_run_follows_later_plans(on, backend):
         assert_lse_close(lse, want_lse)
 
 
-# --- arguments ---
+# --- arguments, the newer ones of FlashInfer too ---
 
 
 def test_names_and_positions_are_those_of_flashinfer():
-    names = [list(inspect.signature(f).parameters)[1:] for f in (wrapper_for_class.__init__, wrapper_for_class.plan)]
-    assert names[0] == ["float_workspace_buffer", "use_cuda_graph", *buffers(1, 1, "cpu"), "backend"]
+    made = mla.BatchMLAPagedAttentionWrapper
+    names = [list(inspect.signature(f).parameters)[1:] for f in (made.__init__, made.plan, made.run)]
+    assert names[0] == ["float_workspace_buffer", "use_cuda_graph", *buffers(1, 1), "backend"]
     plan = ["qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"]
     plan += ["page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"]
     newer = ["metadata", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len", "query_layout", "kv_cache_layout"]
@@ -297,150 +272,96 @@ def test_names_and_positions_are_those_of_flashinfer():
     run = ["q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse", "profiler_buffer", "kv_len"]
     run += ["page_table", "return_lse_base_on_e", "o_scale", "query", "kv_cache", "ckv_scale", "ckv_scale_arr"]
     run += ["kpe_scale", "sinks", "skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"]
-    assert list(inspect.signature(wrapper_for_class.run).parameters)[1:] == run
+    assert names[2] == run
 
 
-wrapper_for_class = mla.BatchMLAPagedAttentionWrapper
+@pytest.mark.parametrize("form", ["csr", "dense", "dual", "flat"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_lengths_come_in_many_forms(form, graphs):
+    problem = make([1, 3, 0, 2], [30, 90, 0, 16], 4, 16)
+    want = planned(problem).run(*problem.halves)
+    vectors, rest = problem.split_plan()
+    tables = problem.dense()
+    metadata = {
+        "csr": lambda: mla.MLAPlanMetadata.csr(**vectors),
+        "dense": lambda: mla.MLAPlanMetadata.dense(**tables, max_q_len=3),
+        "dual": lambda: mla.MLAPlanMetadata.dual(**vectors, **tables),
+    }
+    given = tables if form == "flat" else dict(metadata=metadata[form]())
+    wrapper = wrapper_for(use_cuda_graph=graphs, **(buffers(4, 40) if graphs else {}))
+    wrapper.plan(**given, **rest)
+    assert_bitwise(wrapper.run(*problem.halves), want)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (dict(num_heads=0), ValueError, "num_heads=0"),
-        (dict(num_heads=1.5), TypeError, "num_heads"),
-        (dict(head_dim_ckv=0), ValueError, "head_dim_ckv=0"),
-        (dict(head_dim_kpe=-1), ValueError, "head_dim_kpe=-1"),
-        (dict(page_size=0), ValueError, "page_size=0"),
-        (dict(kv_indptr=indptr([1, 1], "cpu")[:2]), ValueError, "kv_indptr has 2 elements"),
-        (dict(kv_indptr=torch.tensor([0, 2, 9], dtype=INT32)), ValueError, "kv_indptr ends at 9"),
-        (dict(kv_len_arr=torch.tensor([30], dtype=INT32)), ValueError, "kv_len_arr has 1 elements"),
-        (dict(kv_len_arr=torch.tensor([30, 17], dtype=INT32)), ValueError, r"kv_len_arr\[1\]=17, but the 1 pages"),
-        (dict(kv_len_arr=torch.tensor([30, -1], dtype=INT32)), ValueError, r"kv_len_arr\[1\]=-1"),
-        (dict(qo_indptr=torch.tensor([0, 2, 1], dtype=INT32)), RuntimeError, "qo_indptr decreases"),
-        (dict(qo_indptr=[0, 1, 2]), TypeError, "qo_indptr is list"),
-        (dict(kv_indices=torch.zeros(3)), ValueError, "kv_indices has shape"),
-        (dict(causal=None), TypeError, "causal"),
-        (dict(use_profiler=True), NotImplementedError, "use_profiler=True"),
-    ],
-)
-def test_wrong_plans_are_refused_and_leave_the_last_one(change, error, words):
-    problem = make([1, 1], [30, 7], 4, 16)
-    wrapper = wrapper_for("cpu")
-    wrapper.plan(**problem.plan())
-    before = wrapper.run(*problem.halves)
-    with pytest.raises(error, match=words):
-        wrapper.plan(**{**problem.plan(), **change})
-    assert_bitwise(wrapper.run(*problem.halves), before)
+def test_metadata_of_another_class_with_the_same_fields():
+    problem = make([1], [30], 4, 16)
+    vectors, rest = problem.split_plan()
+    other = types.SimpleNamespace(**vectors, cum_seq_lens_q=None, block_tables=None, seq_lens=None, max_q_len=None)
+    wrapper = wrapper_for()
+    wrapper.plan(metadata=other, **rest)
+    assert_bitwise(wrapper.run(*problem.halves), planned(problem).run(*problem.halves))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (dict(q_nope=torch.zeros(2, 3, 512).bfloat16()), ValueError, "q_nope has shape"),
-        (dict(q_nope=torch.zeros(2, 4, 512)), ValueError, "q_nope has dtype"),
-        (dict(q_pe=torch.zeros(2, 4, 32).bfloat16()), ValueError, "q_pe has shape"),
-        (dict(q_pe=torch.zeros(1, 4, 64).bfloat16()), ValueError, "q_rope has shape"),
-        (dict(q_pe=None), TypeError, "q_pe is NoneType"),
-        (dict(ckv_cache=torch.zeros(9, 8, 512).bfloat16()), ValueError, "ckv_cache has shape"),
-        (dict(kpe_cache=torch.zeros(9, 16, 1, 64).bfloat16()), ValueError, "kpe_cache has shape"),
-        (dict(kpe_cache=torch.zeros(9, 16, 64).half()), ValueError, "kpe_cache has dtype"),
-        (dict(kpe_cache=torch.zeros(900, 16, 64).bfloat16()), ValueError, "k_rope has shape"),
-        (dict(out=torch.zeros(2, 4, 576).bfloat16()), ValueError, "out has shape"),
-        (dict(kv_len=torch.zeros(2)), NotImplementedError, "kv_len"),
-        (dict(page_table=torch.zeros(2, 2)), NotImplementedError, "page_table"),
-        (dict(o_scale=2.0), NotImplementedError, "o_scale=2.0"),
-        (dict(profiler_buffer=torch.zeros(2)), NotImplementedError, "profiler_buffer"),
-        (dict(ckv_scale_arr=torch.zeros(2)), NotImplementedError, "ckv_scale_arr"),
-        (dict(ckv_scale=2.0), ValueError, "ckv_scale and kpe_scale are for fp8 caches"),
-    ],
-)
-def test_wrong_tensors_are_refused(change, error, words):
-    problem = make([1, 1], [30, 7], 4, 16)
-    wrapper = wrapper_for("cpu")
-    with pytest.raises(RuntimeError, match="no plan"):
-        wrapper.run(*problem.halves)
-    wrapper.plan(**problem.plan())
-    given = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), problem.halves))
-    with pytest.raises(error, match=words):
-        wrapper.run(**{**given, **change})
-
-
-def test_wrong_scales_and_backends_are_refused():
-    problem = make([1], [5], 2, 16)
-    wrapper = wrapper_for("cpu")
-    fp8 = torch.float8_e4m3fn
-    wrapper.plan(**problem.plan(q_data_type=fp8, kv_data_type=fp8))
-    parts = [x.nan_to_num().to(fp8) for x in problem.halves]
-    with pytest.raises(ValueError, match="differ, which fp8 queries"):
-        wrapper.run(*parts, ckv_scale=1.0, kpe_scale=2.0)
-    with pytest.raises(ValueError, match="kpe_scale=0 must be finite and positive"):
-        wrapper.run(*parts, ckv_scale=1.0, kpe_scale=0)
-    assert wrapper.run(*parts, ckv_scale=2.0, kpe_scale=2.0).dtype == torch.bfloat16
-    wrapper.plan(**problem.plan())
-    with pytest.raises(ValueError, match="are for fp8 caches, but torch"):
-        wrapper.run(*problem.halves, ckv_scale=2.0, kpe_scale=2.0)
-    with pytest.raises(ValueError, match="cutlass is for Blackwell"):
-        wrapper_for("cpu", "cutlass")
-    with pytest.raises(TypeError, match="float_workspace_buffer is int"):
-        mla.BatchMLAPagedAttentionWrapper(1024)
-
-
-# --- the plan-free function ---
+def test_queries_and_cache_in_one_tensor_or_in_pairs():
+    problem = make([1, 2], [30, 7], 4, 16)
+    wrapper = planned(problem, query_layout="packed", kv_cache_layout="split", enable_pdl=True)
+    q_nope, q_pe, ckv, kpe = problem.halves
+    want = wrapper.run(q_nope, q_pe, ckv, kpe)
+    for query in (problem.q, (q_nope, q_pe), ((q_nope, q_pe), problem.q)):
+        for kv_cache in (problem.cache, (ckv, kpe), (problem.cache, (ckv, kpe))):
+            assert_bitwise(wrapper.run(query=query, kv_cache=kv_cache), want)
+    assert_bitwise(wrapper.run(q_nope, q_pe, kv_cache=problem.cache), want)
 
 
 @DEVICES
-@pytest.mark.parametrize("form", ["three", "four"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_trtllm_decode(device, form, rows):
-    problem = make([rows] * 3, [300, 64, 9], 16, 64, device)
-    cache = problem.cache if form == "three" else problem.cache.unsqueeze(1)
-    query = problem.q.unflatten(0, (3, rows))
-    given = (torch.empty(0), 128, 512, 64, problem.table, problem.lens, 320)
-    out, lse = mla.trtllm_batch_decode_with_kv_cache_mla(query, cache, *given, bmm1_scale=SCALE, return_lse=True)
-    assert out.shape == (3, rows, 16, 512) and lse.shape == (3 * rows, 16)
-    want, want_lse, base = problem.expected(True)
-    assert_close(out.flatten(0, 1), want, base)
-    assert_lse_close(lse, want_lse)
-    for place in (nan_like((3, rows, 16, 512), query), nan_like((3, rows, 16, 600), query)[..., :512]):
-        nested = torch.zeros(3, rows, 16, device=query.device)
-        result = mla.trtllm_batch_decode_with_kv_cache_mla(
-            query, cache, *given, bmm1_scale=SCALE, out=place, lse=nested
-        )
-        assert result is place
-        assert_bitwise(place, out)
-        assert_bitwise(nested.flatten(0, 1), lse)
-
-
-def test_trtllm_decode_of_lengths_that_differ_and_with_tensors_as_scales():
-    problem = make([1, 3], [30, 9], 4, 16)
-    given = (torch.empty(0), 128, 512, 64, problem.table, problem.lens, 32)
-    call = dict(cum_seq_lens_q=problem.batch.qo_indptr("cpu"), max_q_len=3)
-    scale = torch.tensor([SCALE])
-    out = mla.trtllm_batch_decode_with_kv_cache_mla(problem.q, problem.cache, *given, bmm1_scale=scale, **call)
-    want, _, base = problem.expected(True)
+def test_sinks(device):
+    problem = make([1, 2], [30, 7], 4, 16, device)
+    sinks = torch.linspace(-1, 3, 4, device=device)
+    wrapper = planned(problem, use_sinks=True)
+    out, lse = wrapper.run(*problem.halves, sinks=sinks, return_lse=True)
+    want, want_lse, base = problem.expected(True, sinks=sinks)
     assert_close(out, want, base)
+    assert_lse_close(lse, want_lse)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (dict(sparse_mla_top_k=64), NotImplementedError, "sparse_mla_top_k=64"),
-        (dict(enable_dcp=True), NotImplementedError, "kv_shard"),
-        (dict(use_fp16_softmax=True), NotImplementedError, "Blackwell"),
-        (dict(uses_shared_paged_kv_idx=False), NotImplementedError, "uses_shared_paged_kv_idx"),
-        (dict(backend="fa7"), ValueError, "backend='fa7'"),
-        (dict(kv_lora_rank=256), ValueError, "make 320 columns"),
-        (dict(kv_cache=torch.zeros(9, 2, 16, 576)), ValueError, "kv_cache has shape"),
-        (dict(kv_cache=None), TypeError, "kv_cache is NoneType"),
-        (dict(seq_lens=None), TypeError, "seq_lens is NoneType"),
-        (dict(query=torch.zeros(2, 4, 576).bfloat16()), ValueError, "query has shape"),
-        (dict(out=torch.zeros(2, 1, 4, 576).bfloat16()), ValueError, "out has shape"),
-    ],
-)
-def test_trtllm_decode_refuses_in_a_sentence(change, error, words):
-    problem = make([1, 1], [30, 7], 4, 16)
-    given = dict(query=problem.q.unsqueeze(1), kv_cache=problem.cache, workspace_buffer=torch.empty(0))
-    given |= dict(qk_nope_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, block_tables=problem.table)
-    given |= dict(seq_lens=problem.lens, max_seq_len=30)
-    with pytest.raises(error, match=words):
-        mla.trtllm_batch_decode_with_kv_cache_mla(**{**given, **change})
+@DEVICES
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("heads", [4, 64])
+def test_scales_of_both_products(device, as_tensor, heads):
+    problem = make([1, 2], [30, 7], heads, 16, device)
+    wrapper = planned(problem, scale_mode="bmm-tensor" if as_tensor else "bmm-scalar", sm_scale=7.0)
+    scales = dict(bmm1_scale=SCALE * 0.5, bmm2_scale=2.0)
+    given = {name: torch.tensor([x], device=device) if as_tensor else x for name, x in scales.items()}
+    want, _, base = problem.expected(True, descale=0.5, v_descale=2.0)
+    assert_close(wrapper.run(*problem.halves, **given), want, base)
+
+
+def test_what_a_plan_says_of_its_results_holds():
+    problem = make([1, 2], [30, 7], 4, 16)
+    wrapper = planned(problem, lse_mode="basee", output_dtype=torch.float32)
+    out, lse = wrapper.run(*problem.halves, return_lse=True, return_lse_base_on_e=True)
+    assert out.dtype == torch.float32 and wrapper.run(*problem.halves).dtype == torch.float32
+    torch.testing.assert_close(lse, planned(problem).run(*problem.halves, return_lse=True)[1] * math.log(2))
+
+
+def test_a_bound_of_query_lengths_comes_with_either_form_of_lengths():
+    problem = make([1, 3], [30, 9], 4, 16)
+    want = planned(problem).run(*problem.halves)
+    assert_bitwise(planned(problem, max_q_len=8).run(*problem.halves), want)
+    vectors, plan = problem.split_plan()
+    wrapper = wrapper_for()
+    wrapper.plan(metadata=mla.MLAPlanMetadata(*vectors.values(), max_q_len=8), **plan)
+    assert_bitwise(wrapper.run(*problem.halves), want)
+
+
+def test_scales_that_differ_widely_do_not_overflow():
+    problem = make([1, 3], [50, 9], 4, 16)
+    q_nope, q_pe, *cache = (x.nan_to_num() for x in problem.halves)
+    q_nope, q_pe, (ckv, kpe) = q_nope.half(), q_pe.half(), (x.to(E4M3) for x in cache)
+    wrapper = planned(problem, q_data_type=torch.float16, kv_data_type=E4M3)
+    out = wrapper.run(q_nope, q_pe, ckv, kpe, ckv_scale=2.0**-17, kpe_scale=1.0)
+    keys = torch.cat([ckv.float() * 2.0**-17, kpe.float()], -1)
+    exact = planned(problem, q_data_type=torch.float32, kv_data_type=torch.float32)
+    want = exact.run(q_nope.float(), q_pe.float(), *keys.split([512, 64], -1))
+    assert want.isfinite().all()
+    torch.testing.assert_close(out.float() * 2**17, want * 2**17, atol=2e-2, rtol=2e-2)

@@ -35,27 +35,13 @@ FLASH = {
 
 
 @pytest.mark.parametrize("name", FLASH)
-@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
-def test_of_flash_attention(calls, function, name):
+def test_of_flash_attention(calls, name):
+    """flash_attn_with_kvcache: test_flash_cache.py."""
     value, words = FLASH[name]
-    call, tensors = getattr(flash_attn, function), [x[None] for x in calls.qkv]
-    if function == "flash_attn_varlen_func":
-        offsets = [x.to(calls.q.device) for x in (ints(0, 5), ints(0, 20))]
-        refuse(words, call, *calls.qkv, *offsets, 5, 20, **{name: value})
-        refuse("s_aux has shape", call, *calls.qkv, *offsets, 5, 20, s_aux=torch.zeros(7))
-    elif function == "flash_attn_with_kvcache":
-        refuse(words, call, *tensors, cache_seqlens=20, **{name: value})
-        refuse("s_aux has shape", call, *tensors, cache_seqlens=20, s_aux=torch.zeros(7))
-    else:
-        refuse(words, call, *tensors, **{name: value})
-
-
-@pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
-def test_of_tensorrt(calls, name):
-    table = torch.zeros(5, 2, dtype=torch.int32, device=calls.q.device)
-    given = dict(bmm1_scale=1.0, bmm2_scale=1.0, kv_layout="NHD") | {name: "big"}
-    workspace, lens = calls.target.workspace(16), ints(*[20] * 5).to(calls.q.device)
-    refuse(f"{name}=", ck.trtllm_batch_decode_with_kv_cache, calls.q, calls.cache, workspace, table, lens, 20, **given)
+    refuse(words, flash_attn.flash_attn_func, *[x[None] for x in calls.qkv], **{name: value})
+    offsets = [x.to(calls.q.device) for x in (ints(0, 5), ints(0, 20))]
+    refuse(words, flash_attn.flash_attn_varlen_func, *calls.qkv, *offsets, 5, 20, **{name: value})
+    refuse("s_aux has shape", flash_attn.flash_attn_varlen_func, *calls.qkv, *offsets, 5, 20, s_aux=torch.zeros(7))
 
 
 def test_packed_queries_of_other_sizes():

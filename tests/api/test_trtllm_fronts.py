@@ -1,4 +1,4 @@
-"""FlashInfer's plan-free functions over paged caches: every argument against the oracle, and what is refused."""
+"""FlashInfer's plan-free functions over paged caches: what attention() gives of the same arguments by its own names."""
 
 from __future__ import annotations
 
@@ -7,50 +7,103 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close, assert_lse_close
-from plan_free_problems import Mask, Options, expect
-from problems import Batch, make_batch
-from trtllm_problems import CONTEXT, DECODE, E4M3, EMPTY, XQA, cache_and_table, compare, decode_batch, scale_of
+from compare import assert_bitwise, assert_close
+from plan_free_problems import Mask, Options, expect, page_table, queries
+from problems import make_batch
+
+import cutlass_kernels as ck
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DECODE, CONTEXT = ck.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_context_with_kv_cache
+XQA = ck.xqa_batch_decode_with_kv_cache
+LAYOUT = {DECODE: "HND", XQA: "NHD", CONTEXT: "HND"}  # unless told
+OFFSETS = {DECODE: "cum_seq_lens_q", XQA: "q_cu_seq_lens"}
+FUNCTIONS = pytest.mark.parametrize("function", LAYOUT, ids=lambda x: x.__name__)
+EMPTY = torch.empty(0, dtype=torch.uint8)
+SINKS = torch.tensor([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0])
 
 
-@pytest.mark.parametrize("function", [DECODE, XQA])
+class Requests:
+    """Requests over pages: a call of a function on them, and that of attention() with the same arguments."""
+
+    def __init__(self, target, qo_lens, kv_lens=(90, 7, 200, 16), layout="HND", form="stacked", dim=64, **sizes):
+        self.batch = make_batch(qo_lens, kv_lens, 8, 2, dim, device=target.device, **sizes)
+        self.target, self.layout, self.q, self.rows = target, layout, self.batch.q, max(qo_lens)
+        paged = self.batch.paged(16, layout, form=form)
+        self.cache, self.k, self.v = paged.cache, paged.k_cache, paged.v_cache
+        self.table = page_table(paged, len(kv_lens)).to(target.device)
+        self.lens = torch.tensor(kv_lens, dtype=torch.int32, device=target.device)
+        self.most, self.scale = max(kv_lens), dim**-0.5
+        self.offsets = self.batch.qo_indptr(target.device)
+
+    def call(self, function: Any, bmm1: Any = None, bmm2: Any = 1.0, **options: Any) -> Any:
+        tensors = (self.q, self.cache, EMPTY.to(self.target.device), self.table, self.lens)
+        scales = (self.scale if bmm1 is None else bmm1, bmm2)
+        if self.layout != LAYOUT[function]:
+            options["kv_layout"] = self.layout
+        if function is CONTEXT:
+            offsets = self.offsets, self.batch.kv_indptr(self.target.device)
+            return CONTEXT(*tensors, self.rows, self.most, *scales, len(self.lens), *offsets, **options)
+        if OFFSETS[function] not in options:
+            options = dict(q_len_per_req=self.rows) | options
+        return function(*tensors, self.most, *scales, **options)
+
+    def attention(self, dense: bool, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE ``[rows, ...]``."""
+        q, whose = queries(self.batch, dense)
+        given = dict(page_table=self.table, seqused_k=self.lens, max_seqlen_k=self.most, kv_layout=self.layout)
+        given |= dict(causal=True, sm_scale=self.scale, return_lse=True) | whose | options
+        out, lse = ck.attention(q, self.k, self.v, backend=self.target.backend, **given)
+        return out.flatten(0, -3), lse.flatten(0, -2)
+
+    def same(self, function: Any, given: dict[str, Any], wanted: dict[str, Any], dtype: Any = None) -> torch.Tensor:
+        """The same bits as attention(), which computes in the dtype of queries; in ``dtype``. Returns its LSE."""
+        dense = function is not CONTEXT and OFFSETS[function] not in given
+        want, lse = self.attention(dense, **wanted)
+        out = self.call(function, **given)
+        if "return_lse" in given:
+            assert_bitwise(out[1], lse, "lse")
+            out = out[0]
+        assert_bitwise(out, want if dtype is None else want.to(dtype))
+        assert given.get("out") is None or out is given["out"]
+        return lse
+
+    def compare(self, out: torch.Tensor, mask: Mask) -> None:
+        want, _, base = expect(self.batch, mask, Options())
+        assert_close(out, want, base.to(out.dtype))
+
+
+def decode(target, rows: int = 1, **sizes: Any) -> Requests:
+    return Requests(target, [rows] * 4, **sizes)
+
+
+# Arguments, and those of attention(), on a device.
+CASES: dict[str, Any] = {
+    "nothing": lambda _: ({}, {}),
+    "no window": lambda _: (dict(window_left=None), {}),
+    **{f"window {x}": lambda _, x=x: (dict(window_left=x), dict(window=(x, -1))) for x in (0, 5, 1000)},
+    "sinks": lambda at: (dict(sinks=at(SINKS)), dict(sinks=at(SINKS))),
+    "a list of sinks": lambda at: (dict(sinks=[at(SINKS)]), dict(sinks=at(SINKS))),
+    "numbers": lambda _: (dict(bmm1=0.3, bmm2=1.7), dict(sm_scale=0.3, v_descale=1.7)),
+    "a number and a tensor": lambda at: (dict(bmm1=0.3, bmm2=at(1.7)), dict(sm_scale=0.3, v_descale=at(1.7))),
+    "tensors": lambda at: (
+        dict(bmm1=at(0.3), bmm2=at(1.7)),
+        dict(sm_scale=1.0, q_descale=at(0.3), v_descale=at(1.7)),
+    ),
+}
+
+
+@pytest.mark.pairwise
+@FUNCTIONS
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("form", ["stacked", "split"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_decode(target, function, layout, form, rows):
-    batch = decode_batch(target, rows)
-    arguments = cache_and_table(batch, layout, form)
-    compare(batch, function(batch.q, *arguments, scale_of(batch), kv_layout=layout, q_len_per_req=rows))
-
-
-@pytest.mark.parametrize("function,layout", [(DECODE, "HND"), (XQA, "NHD"), (CONTEXT, "HND")])
-def test_default_layouts(target, function, layout):
-    batch = decode_batch(target)
-    arguments = cache_and_table(batch, layout)
-    if function is CONTEXT:
-        ones, offsets = batch.qo_indptr(batch.device), batch.kv_indptr(batch.device)
-        out = function(batch.q, *arguments[:4], 1, 200, scale_of(batch), 1.0, 4, ones, offsets)
-    else:
-        out = function(batch.q, *arguments, scale_of(batch))
-    compare(batch, out)
-
-
-def context(batch: Batch, arguments: tuple[Any, ...], bmm1: Any = None, bmm2: Any = 1.0, **options: Any) -> Any:
-    cache, workspace, table, lens, most = arguments
-    return CONTEXT(
-        batch.q,
-        cache,
-        workspace,
-        table,
-        lens,
-        max(batch.qo_lens),
-        most,
-        scale_of(batch) if bmm1 is None else bmm1,
-        bmm2,
-        len(batch.qo_lens),
-        batch.qo_indptr(batch.device),
-        batch.kv_indptr(batch.device),
-        **options,
+@pytest.mark.parametrize("case", CASES)
+def test_arguments(target, function, layout, form, rows, case):
+    at = lambda x: torch.as_tensor([x] if isinstance(x, float) else x).to(target.device)  # noqa: E731
+    given, wanted = CASES[case](at)
+    decode(target, rows, layout=layout, form=form).same(
+        function, given | ({} if function is XQA else dict(return_lse=True)), wanted
     )
 
 
@@ -59,220 +112,227 @@ def context(batch: Batch, arguments: tuple[Any, ...], bmm1: Any = None, bmm2: An
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [-1, 9])
 def test_context(target, layout, form, causal, window):
-    batch = make_batch([20, 1, 33, 0], [50, 70, 33, 5], 8, 2, 64, device=target.device)
-    out = context(batch, cache_and_table(batch, layout, form), kv_layout=layout, causal=causal, window_left=window)
-    compare(batch, out, Mask(causal=causal, window=(window, -1)))
+    requests = Requests(target, [20, 1, 33, 0], [50, 70, 33, 5], layout, form)
+    requests.same(CONTEXT, dict(causal=causal, window_left=window), dict(causal=causal, window=(window, -1)))
 
 
-def test_keys_that_are_values_too(target):
-    batch = decode_batch(target)
-    batch.v = batch.k
-    cache, *more = cache_and_table(batch)
-    compare(batch, DECODE(batch.q, cache[:, :1], *more, scale_of(batch)))
+def test_query_lengths_that_differ(target):
+    requests = Requests(target, [1, 3, 0, 2], [90, 7, 50, 16])
+    offsets, every = requests.offsets, dict(max_seqlen_q=6)
+    requests.same(DECODE, dict(max_q_len=3, cum_seq_lens_q=offsets, q_len_per_req=None), {})
+    requests.same(DECODE, dict(cum_seq_lens_q=offsets), every)
+    requests.same(XQA, dict(q_len_per_req=3, q_cu_seq_lens=offsets), {})
+    requests.same(XQA, dict(q_cu_seq_lens=offsets.view(torch.uint32)), every)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("window", [0, 5, 1000, None])
-def test_windows(target, rows, window):
-    batch = decode_batch(target, rows)
-    given = dict(window_left=window, q_len_per_req=rows)
-    mask = Mask(True, (-1 if window is None else window, -1))
-    compare(batch, DECODE(batch.q, *cache_and_table(batch), scale_of(batch), **given), mask)
-    compare(batch, XQA(batch.q, *cache_and_table(batch, "NHD"), scale_of(batch), **given), mask)
+def test_other_forms_of_tensors(target):
+    requests = decode(target)
+    integers = requests.table, requests.lens
+    for change in (lambda x: x.view(torch.uint32), lambda x: x.long()):
+        want, _ = requests.attention(True)
+        requests.table, requests.lens = (change(x) for x in integers)
+        assert_bitwise(requests.call(DECODE), want)
+        requests.table, requests.lens = integers
+    requests = decode(target, 2)
+    requests.batch.q = requests.q = torch.cat([requests.q, requests.q], 1)[:, :8]  # with the heads of others between
+    requests.same(DECODE, {}, {})
+    requests = decode(target, layout="NHD", form="split")
+    both = torch.cat([requests.k, requests.v], -1)
+    requests.cache = requests.k, requests.v = both[..., :64], both[..., 64:]
+    requests.same(XQA, {}, {})
+    requests = decode(target)
+    requests.v, requests.cache = requests.k, requests.cache[:, :1]  # keys that are values too
+    requests.same(DECODE, {}, {})
 
 
-@pytest.mark.parametrize("as_list", [False, True])
-def test_sinks_are_natural_logits_and_join_the_lse(target, as_list):
-    batch = decode_batch(target)
-    sinks = torch.randn(8, device=target.device) * 3
-    given = [sinks] if as_list else sinks
-    options = Options(sinks=sinks)
-    out, lse = DECODE(batch.q, *cache_and_table(batch), scale_of(batch), sinks=given, return_lse=True)
-    assert_lse_close(lse, compare(batch, out, options=options))
-    compare(batch, XQA(batch.q, *cache_and_table(batch, "NHD"), scale_of(batch), sinks=given), options=options)
-    compare(batch, context(batch, cache_and_table(batch), sinks=given), options=options)
-
-
-@pytest.mark.parametrize("kind", ["number", "tensor", "number and tensor"])
-def test_scales(target, kind):
-    """bmm1_scale multiplies logits, bmm2_scale the output; tensors stay on the device."""
-    batch = decode_batch(target)
-    bmm1, bmm2 = 0.3, 1.7
-    options = Options(descales=dict(q_descale=bmm1 * math.sqrt(64), v_descale=bmm2))
-    given: list[Any] = [bmm1, bmm2]
-    if kind != "number":
-        given[1] = torch.tensor([bmm2], device=target.device)
-    if kind == "tensor":
-        given[0] = torch.tensor([bmm1], device=target.device)
-    compare(batch, DECODE(batch.q, *cache_and_table(batch), *given), options=options)
-    compare(batch, XQA(batch.q, *cache_and_table(batch, "NHD"), *given), options=options)
-    compare(batch, context(batch, cache_and_table(batch), *given), options=options)
+def test_arguments_without_effect(target):
+    requests = decode(target)
+    given = dict(enable_pdl=True, max_q_len=1, skip_softmax_threshold_scale_factor=1e3)
+    given |= dict(multi_ctas_kv_counter_buffer=EMPTY, cp_world=1, cp_rank=0, o_scale=None)
+    for backend in ("auto", "xqa", "trtllm-gen"):
+        requests.same(DECODE, dict(backend=backend, **given), {})
 
 
 def test_a_scale_in_base_2_replaces_the_other(target):
-    batch = decode_batch(target)
-    scale = torch.tensor([scale_of(batch) / math.log(2.0)], device=target.device)
-    compare(batch, DECODE(batch.q, *cache_and_table(batch), 99.0, bmm1_scale_log2=scale))
+    requests = decode(target)
+    scale = torch.tensor([requests.scale / math.log(2.0)], device=target.device)
+    requests.compare(requests.call(DECODE, 99.0, bmm1_scale_log2=scale), Mask(causal=True))
 
 
-@pytest.mark.parametrize("kv_dtype", [E4M3, torch.float8_e5m2])
+# --- dtypes, and places for results ---
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_8_bit_caches(target, kv_dtype, rows):
     if target.backend == "fa3":
         pytest.skip("fa2 reads such caches")
-    batch = decode_batch(target, rows, kv_dtype=kv_dtype)
-    options = Options(descales=dict(k_descale=0.5, v_descale=2.0))
-    out = DECODE(batch.q, *cache_and_table(batch), 0.5 * scale_of(batch), 2.0, q_len_per_req=rows)
-    compare(batch, out, options=options)
+    requests = decode(target, rows, kv_dtype=kv_dtype)
+    scale = 0.5 * requests.scale
+    requests.same(DECODE, dict(bmm1=scale, bmm2=2.0), dict(sm_scale=scale, v_descale=2.0))
 
 
-@pytest.mark.parametrize("function", ["decode", "context"])
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
 @pytest.mark.parametrize("wanted", [None, torch.bfloat16, "float16", E4M3])
 def test_8_bit_queries(target, function, wanted):
     if target.backend == "fa2":
         pytest.skip("fa3 computes with them")
-    batch = make_batch([1] * 3, [90, 7, 200], 8, 2, 128, dtype=E4M3, device=target.device)
-    cache = cache_and_table(batch)
-    if function == "decode":
-        out = DECODE(batch.q, *cache, scale_of(batch), out_dtype=wanted)
-    else:
-        out = context(batch, cache, out_dtype=wanted)
-    want, _, _ = expect(batch, Mask(causal=True), Options())
-    assert out.dtype == {None: E4M3, "float16": torch.float16}.get(wanted, wanted)
-    assert_close(out.float(), want, atol=0.12, rtol=0.12)
+    requests = Requests(target, [1] * 3, [90, 7, 200], dim=128, dtype=E4M3)
+    dtype = {None: E4M3, "float16": torch.float16}.get(wanted, wanted)
+    requests.same(function, dict(out_dtype=wanted), dict(o_dtype=torch.float16 if dtype == E4M3 else dtype), dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_out(target, rows):
-    batch = decode_batch(target, rows)
-    out = torch.full_like(batch.q, 7.0)
-    assert DECODE(batch.q, *cache_and_table(batch), scale_of(batch), out=out, q_len_per_req=rows) is out
-    compare(batch, out)
-    for function in (XQA, DECODE):
-        wide = torch.full((rows * 4, 8, 128), 7.0, dtype=batch.q.dtype, device=target.device)
-        place = wide[..., :64]
-        given = dict(out=place, q_len_per_req=rows, kv_layout="NHD")
-        assert function(batch.q, *cache_and_table(batch, "NHD"), scale_of(batch), **given) is place
-        compare(batch, place)
+def test_places_for_results(target, rows):
+    for function in (DECODE, XQA):
+        requests = decode(target, rows, layout="NHD")
+        requests.same(function, dict(out=torch.full_like(requests.q, 7.0)), {})
+        wide = torch.full((rows * 4, 8, 128), 7.0, dtype=requests.q.dtype, device=target.device)
+        requests.same(function, dict(out=wide[..., :64]), {})
         assert bool((wide[..., 64:] == 7.0).all())
+    lse = torch.full(requests.q.shape[:2], 7.0, device=target.device)
+    want = requests.same(DECODE, dict(lse=lse), {})
+    assert_bitwise(lse, want)
+    assert requests.call(DECODE, lse=lse, return_lse=True)[1] is lse
 
 
 @pytest.mark.parametrize("o_dtype", [torch.float16, torch.bfloat16, torch.float32, E4M3])
 @pytest.mark.parametrize("given", ["out", "out_dtype"])
 def test_other_output_dtypes_are_converted(target, o_dtype, given):
-    batch = decode_batch(target)
-    out = torch.empty(batch.q.shape, dtype=o_dtype, device=target.device)
+    requests = decode(target)
+    out = torch.empty(requests.q.shape, dtype=o_dtype, device=target.device)
     asked = dict(out=out) if given == "out" else dict(out_dtype=str(o_dtype).removeprefix("torch."))
     o_scale = 4.0 if o_dtype == E4M3 else 1.0
-    found = DECODE(batch.q, *cache_and_table(batch), scale_of(batch), 0.25, o_scale=o_scale, **asked)
-    assert found.dtype == o_dtype and (given == "out_dtype" or found is out)
-    want, _, base = expect(batch, Mask(causal=True), Options(descales=dict(v_descale=0.25)))
-    if o_dtype == E4M3:
-        assert_close(found.float(), want, atol=0.02, rtol=0.07)
-    else:
-        assert_close(found, want, base.to(o_dtype), atol=1e-2)
+    requests.same(DECODE, dict(bmm2=0.25, o_scale=o_scale, **asked), dict(v_descale=0.25), o_dtype)
 
 
-@pytest.mark.parametrize("o_dtype", [E4M3, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("o_dtype", [E4M3, E5M2], ids=str)
 def test_an_fp8_output_is_limited_to_its_largest_number(target, o_dtype):
-    batch = decode_batch(target)
-    found = DECODE(batch.q, *cache_and_table(batch), scale_of(batch), 1e5, out_dtype=o_dtype)
+    found = decode(target).call(DECODE, bmm2=1e5, out_dtype=o_dtype)
     assert float(found.float().abs().max()) == torch.finfo(o_dtype).max
 
 
 @pytest.mark.parametrize("o_dtype", [torch.float16, torch.float32, E4M3])
 def test_rows_behind_the_last_request_are_not_written(target, o_dtype):
-    batch = make_batch([4, 5], [30, 40], 8, 2, 64, device=target.device)
-    q = torch.cat([batch.q, batch.q])
-    out = torch.full_like(q, 7.0, dtype=torch.float32).to(o_dtype)
-    lse = torch.full(q.shape[:2], 7.0, device=target.device)
-    cache, workspace, table, lens, _ = cache_and_table(batch)
-    offsets = batch.qo_indptr(target.device)
-    CONTEXT(q, cache, workspace, table, lens, 5, 40, scale_of(batch), 1.0, 2, offsets, None, out=out, lse=lse)
+    requests = Requests(target, [4, 5], [30, 40])
+    requests.q = torch.cat([requests.q, requests.q])
+    out = torch.full_like(requests.q, 7.0, dtype=torch.float32).to(o_dtype)
+    lse = torch.full(requests.q.shape[:2], 7.0, device=target.device)
+    requests.call(CONTEXT, out=out, lse=lse)
     assert bool((out[9:].float() == 7.0).all()) and bool((lse[9:] == 7.0).all())
     assert not bool((out[:9].float() == 7.0).all(-1).any()) and not bool((lse[:9] == 7.0).any())
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_lse(target, rows):
-    batch = decode_batch(target, rows)
-    lse = torch.full(batch.q.shape[:2], 7.0, device=target.device)
-    given = dict(q_len_per_req=rows, lse=lse)
-    out = DECODE(batch.q, *cache_and_table(batch), scale_of(batch), **given)
-    want = compare(batch, out)
-    assert_lse_close(lse, want)
-    out, returned = DECODE(batch.q, *cache_and_table(batch), scale_of(batch), return_lse=True, **given)
-    assert returned is lse
-    out, new = context(batch, cache_and_table(batch), return_lse=True)
-    assert_lse_close(new, want)
-
-
-def test_query_lengths_that_differ(target):
-    batch = make_batch([1, 3, 0, 2], [90, 7, 50, 16], 8, 2, 64, device=target.device)
-    offsets = batch.qo_indptr(target.device)
-    given = dict(max_q_len=3, cum_seq_lens_q=offsets, q_len_per_req=None)
-    compare(batch, DECODE(batch.q, *cache_and_table(batch), scale_of(batch), **given))
-    compare(batch, DECODE(batch.q, *cache_and_table(batch), scale_of(batch), cum_seq_lens_q=offsets))
-    cache = cache_and_table(batch, "NHD")
-    compare(batch, XQA(batch.q, *cache, scale_of(batch), q_len_per_req=3, q_cu_seq_lens=offsets))
-    compare(batch, XQA(batch.q, *cache, scale_of(batch), q_cu_seq_lens=offsets.view(torch.uint32)))
+@pytest.mark.runs_nothing("an empty batch")
+def test_no_requests(target):
+    requests = decode(target, 2)
+    requests.q, requests.table, requests.lens = requests.q[:0], requests.table[:0], requests.lens[:0]
+    out, lse = requests.call(DECODE, return_lse=True)
+    assert out.shape == (0, 8, 64) and lse.shape == (0, 8)
 
 
 # --- masks of draft tokens ---
 
 
-def test_lengths_and_tables_of_other_integers(target):
-    batch = decode_batch(target)
-    cache, workspace, table, lens, most = cache_and_table(batch)
-    want = DECODE(batch.q, cache, workspace, table, lens, most, scale_of(batch))
-    got = DECODE(batch.q, cache, workspace, table.view(torch.uint32), lens.view(torch.uint32), most, scale_of(batch))
-    assert_bitwise(got, want)
-    assert_bitwise(DECODE(batch.q, cache, workspace, table.long(), lens.long(), most, scale_of(batch)), want)
+def packed(masks: list[torch.Tensor], width: int, device: str) -> torch.Tensor:
+    """Masks ``[n, n]`` of requests as rows of bits, uint16 ``[rows, words]``."""
+    words = []
+    for mask in masks:
+        for row in mask.tolist():
+            number = sum(1 << c for c, seen in enumerate(row) if seen)
+            words.append([number >> 16 * i & 0xFFFF for i in range((width + 31) // 32 * 2)])
+    return torch.tensor(words, dtype=torch.int32).to(torch.uint16).to(device)
 
 
-def test_arguments_without_effect(target):
-    batch = decode_batch(target)
-    arguments = (batch.q, *cache_and_table(batch), scale_of(batch))
-    want = DECODE(*arguments)
-    given = dict(enable_pdl=True, max_q_len=1, skip_softmax_threshold_scale_factor=1e3)
-    given |= dict(multi_ctas_kv_counter_buffer=EMPTY, cp_world=1, cp_rank=0, o_scale=None)
-    for backend in ("auto", "xqa", "trtllm-gen"):
-        assert_bitwise(DECODE(*arguments, backend=backend, **given), want)
+def drafts_of(requests: Requests, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Masks of draft tokens, and those of all keys that they mean."""
+    drafts, whole, generator = [], [], torch.Generator().manual_seed(seed)
+    for n, m in zip(requests.batch.qo_lens, requests.batch.kv_lens):
+        drafts.append(torch.rand(n, n, generator=generator) < 0.5)
+        every_key = torch.ones(n, m, dtype=torch.bool)
+        every_key[:, m - n :] = drafts[-1]
+        whole.append(every_key.to(requests.q.device))
+    return drafts, whole
 
 
-def test_strided_queries(target):
-    batch = decode_batch(target, 2)
-    batch.q = torch.cat([batch.q, batch.q], 1)[:, :8]
-    compare(batch, DECODE(batch.q, *cache_and_table(batch), scale_of(batch), q_len_per_req=2))
+@pytest.mark.parametrize("function", [DECODE, XQA])
+@pytest.mark.parametrize("rows", [1, 2, 5, 32, 40])
+@pytest.mark.parametrize("window", [-1, 6])
+def test_masks_of_draft_tokens(target, function, rows, window):
+    requests = Requests(target, [rows] * 4, [rows, rows + 7, 200, 129])
+    drafts, whole = drafts_of(requests, rows)
+    bits = packed(drafts, rows, target.device).view(4, rows, -1)
+    requests.compare(requests.call(function, window_left=window, mask=bits), Mask(window=(window, -1), bits=whole))
 
 
-def test_keys_and_values_side_by_side(target):
-    batch = decode_batch(target)
-    (k, v), *more = cache_and_table(batch, "NHD", "split")
-    both = torch.cat([k, v], -1)
-    pair = (both[..., :64], both[..., 64:])
-    compare(batch, XQA(batch.q, pair, *more, scale_of(batch)))
+# Query lengths, bits in a row of the mask, and what bounds the lengths. Without a bound (the default of q_len_per_req
+# is none), more rows in all than a row has bits.
+DRAFTS = {
+    "a bound": (XQA, [3, 0, 33, 1], [70, 5, 40, 16], 33, dict(q_len_per_req=33)),
+    **{f"{f.__name__} {n} bits": (f, [2, 1, n] * 14, [70, 5, 41] * 14, n, {}) for f in (DECODE, XQA) for n in (2, 40)},
+}
 
 
-@pytest.mark.runs_nothing("an empty batch")
-def test_no_requests(target):
-    batch = decode_batch(target)
-    cache, workspace, table, lens, most = cache_and_table(batch)
-    out, lse = DECODE(batch.q[:0], cache, workspace, table[:0], lens[:0], most, 1.0, q_len_per_req=2, return_lse=True)
-    assert out.shape == (0, 8, 64) and lse.shape == (0, 8)
+@pytest.mark.parametrize("case", DRAFTS)
+def test_masks_of_drafts_whose_lengths_differ(target, case):
+    function, qo_lens, kv_lens, width, bound = DRAFTS[case]
+    requests = Requests(target, qo_lens, kv_lens)
+    drafts, whole = drafts_of(requests)
+    mask = packed(drafts, width, target.device)
+    assert mask.shape == (requests.q.size(0), 2 if width == 2 else 4)
+    given = {OFFSETS[function]: requests.offsets, **bound}
+    requests.compare(requests.call(function, mask=mask, **given), Mask(bits=whole))
+
+
+@pytest.mark.parametrize("rows,kv_lens,most", [(3, (90, 7, 200, 16), 200), (2, (40, 0, 1), 10**6)])
+def test_a_causal_mask_is_the_default(target, rows, kv_lens, most):
+    """Also of the padding of a graph: requests of length 0, and a bound of lengths beyond the table."""
+    requests = Requests(target, [rows] * len(kv_lens), kv_lens, "NHD")
+    requests.most = most
+    mask = packed([torch.ones(rows, rows).tril()] * len(kv_lens), rows, target.device).view(len(kv_lens), rows, -1)
+    requests.compare(requests.call(XQA, mask=mask), Mask(causal=True))
+
+
+# --- autograd, torch.compile, and what is refused ---
 
 
 @pytest.mark.parametrize("place", [False, True])
 def test_gradients_are_refused_not_dropped(target, place):
-    batch = decode_batch(target)
-    q = batch.q.clone().requires_grad_()
-    out = torch.empty_like(batch.q) if place else None
-    found = DECODE(q, *cache_and_table(batch), scale_of(batch), out=out)
+    requests = decode(target)
+    requests.q = requests.q.clone().requires_grad_()
+    found = requests.call(DECODE, out=torch.empty_like(requests.batch.q) if place else None)
     with pytest.raises(RuntimeError, match="forward only"):
         found.sum().backward()
 
 
-REFUSED = [
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_compiled(target, rows, with_out):
+    requests, workspace = decode(target, rows), EMPTY.to(target.device)
+    scale = torch.tensor([0.3], device=target.device)
+
+    def call(q, cache, table, lens, scale, out):
+        given = dict(out=out, q_len_per_req=rows, return_lse=True)
+        return DECODE(q, cache, workspace, table, lens, requests.most, scale, 0.5, **given)
+
+    tensors = (requests.q, requests.cache, requests.table, requests.lens, scale)
+    out = torch.empty_like(requests.q) if with_out else None
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors, out)
+    for a, b in zip(found, call(*tensors, None)):
+        assert_bitwise(a, b)
+
+
+def small(function: Any = DECODE, **changes: Any) -> dict[str, Any]:
+    given = dict(query=torch.zeros(2, 8, 64).half(), kv_cache=torch.zeros(6, 2, 2, 16, 64).half())
+    given |= dict(workspace_buffer=EMPTY, block_tables=torch.zeros(2, 3).int(), seq_lens=torch.ones(2).int())
+    if function is not CONTEXT:
+        return given | dict(max_seq_len=48) | changes
+    offsets = torch.arange(3, dtype=torch.int32)
+    given |= dict(max_q_len=1, max_kv_len=48, bmm1_scale=1.0, bmm2_scale=1.0, batch_size=2)
+    return given | dict(cum_seq_lens_q=offsets, cum_seq_lens_kv=offsets) | changes
+
+
+FOR_OTHER_GPUS = [
     ("o_sf_scale=0.5", dict(o_sf_scale=0.5)),
     ("o_sf_vec_size=16", dict(o_sf_vec_size=16)),
     ("out_dtype='nvfp4'", dict(out_dtype="nvfp4")),
@@ -287,48 +347,7 @@ REFUSED = [
     ("request_order_plan=3", dict(request_order_plan=3)),
     ("backend='cake'", dict(backend="cake")),
 ]
-
-
-def small(**more: Any) -> dict[str, Any]:
-    return (
-        dict(
-            query=torch.zeros(2, 8, 64).half(),
-            kv_cache=torch.zeros(6, 2, 2, 16, 64).half(),
-            workspace_buffer=EMPTY,
-            block_tables=torch.zeros(2, 3).int(),
-            seq_lens=torch.ones(2).int(),
-            max_seq_len=48,
-        )
-        | more
-    )
-
-
-@pytest.mark.parametrize("message,change", REFUSED, ids=[x[0] for x in REFUSED])
-def test_what_is_for_other_gpus_is_refused(message, change):
-    with pytest.raises(NotImplementedError, match=message):
-        DECODE(**small(**change))
-
-
-def small_context(**more: Any) -> dict[str, Any]:
-    given = small(max_q_len=1, max_kv_len=48, bmm1_scale=1.0, bmm2_scale=1.0, batch_size=2)
-    del given["max_seq_len"]
-    offsets = torch.arange(3, dtype=torch.int32)
-    return given | dict(cum_seq_lens_q=offsets, cum_seq_lens_kv=offsets) | more
-
-
-@pytest.mark.parametrize(
-    "change", [dict(use_fp16_softmax=True), dict(uses_spcompress=True), *[x[1] for x in REFUSED[:5]]]
-)
-def test_what_context_refuses(change):
-    with pytest.raises(NotImplementedError, match=f"does not serve {next(iter(change))}="):
-        CONTEXT(**small_context(**change))
-
-
-def test_xqa_refuses_4_bit_caches():
-    with pytest.raises(NotImplementedError, match=r"kv_cache_sf=a tensor .* Blackwell"):
-        XQA(**small(kv_cache_sf=EMPTY))
-
-
+OF_CONTEXT = [dict(use_fp16_softmax=True), dict(uses_spcompress=True), *[x[1] for x in FOR_OTHER_GPUS[:5]]]
 WRONG = [
     ("backend='fa9' is unknown: use one of auto, trtllm-gen, xqa", dict(backend="fa9")),
     ("block_tables is \\(3, 3\\)", dict(block_tables=torch.zeros(3, 3).int())),
@@ -348,8 +367,8 @@ WRONG = [
     ("KeyError|kv_layout", dict(kv_layout="DHN")),
     ("sinks has shape", dict(sinks=torch.zeros(3))),
     (
-        "out has dtype torch.float16, but out_dtype=torch.bfloat16",
-        dict(out=torch.zeros(2, 8, 64).half(), out_dtype=torch.bfloat16),
+        "out has dtype torch.float16, but out_dtype=torch.bf",
+        dict(out=torch.zeros(2, 8, 64).half(), out_dtype="bfloat16"),
     ),
     ("out has shape", dict(out=torch.zeros(2, 8, 32).half())),
     ("out has shape", dict(out=torch.zeros(2, 8, 32))),
@@ -359,6 +378,8 @@ WRONG = [
     ("skip_softmax_threshold_scale_factor=-1.0 is negative", dict(skip_softmax_threshold_scale_factor=-1)),
     ("bmm1_scale has shape", dict(bmm1_scale=torch.ones(3))),
     ("bmm2_scale has shape", dict(bmm2_scale=torch.ones(0))),
+    ("bmm1_scale=", dict(bmm1_scale="big")),
+    ("bmm2_scale=", dict(bmm2_scale="big")),
     ("max_seq_len", dict(max_seq_len="48")),
     ("mask is", dict(mask=torch.ones(2, 1, 1))),
     (
@@ -366,37 +387,29 @@ WRONG = [
         dict(query=torch.zeros(18, 8, 64).half(), q_len_per_req=9, mask=torch.zeros(2, 9, 1).byte()),
     ),
 ]
+ANY = (ValueError, TypeError, RuntimeError, KeyError)
+REFUSED = [
+    *[(DECODE, change, NotImplementedError, words) for words, change in FOR_OTHER_GPUS],
+    *[(CONTEXT, x, NotImplementedError, f"does not serve {next(iter(x))}=") for x in OF_CONTEXT],
+    (XQA, dict(kv_cache_sf=EMPTY), NotImplementedError, r"kv_cache_sf=a tensor .* Blackwell"),
+    *[(DECODE, change, ANY, words) for words, change in WRONG],
+    (CONTEXT, dict(batch_size=3), ValueError, "cum_seq_lens_q has 3 elements, but batch_size=3"),
+    (CONTEXT, dict(seq_lens=torch.ones(1).int()), ValueError, "seq_lens is"),
+    (CONTEXT, dict(backend="xqa"), ValueError, "backend='xqa' is unknown: use one of auto, trtllm-gen"),
+    (
+        XQA,
+        dict(
+            query=torch.zeros(36, 8, 64).half(),
+            q_cu_seq_lens=torch.tensor([0, 3, 36]).int(),
+            mask=torch.zeros(36, 2, dtype=torch.uint16),
+        ),
+        ValueError,
+        "a request has 33 draft tokens, but rows of mask",
+    ),
+]
 
 
-@pytest.mark.parametrize("message,change", WRONG, ids=[f"{i}-{x[0][:20]}" for i, x in enumerate(WRONG)])
-def test_what_makes_no_sense_is_refused_in_a_sentence(message, change):
-    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError), match=message):
-        DECODE(**small(**change))
-
-
-def test_offsets_of_another_batch_are_refused():
-    with pytest.raises(ValueError, match="cum_seq_lens_q has 3 elements, but batch_size=3"):
-        CONTEXT(**small_context(batch_size=3))
-    with pytest.raises(ValueError, match="seq_lens is"):
-        CONTEXT(**small_context(seq_lens=torch.ones(1).int()))
-    with pytest.raises(ValueError, match="backend='xqa' is unknown: use one of auto, trtllm-gen"):
-        CONTEXT(**small_context(backend="xqa"))
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("with_out", [False, True])
-def test_compiled(target, rows, with_out):
-    batch = decode_batch(target, rows)
-    cache, workspace, table, lens, most = cache_and_table(batch)
-    scale = torch.tensor([0.3], device=target.device)
-
-    def call(q, cache, table, lens, scale, out):
-        given = dict(out=out, q_len_per_req=rows, return_lse=True)
-        return DECODE(q, cache, workspace, table, lens, most, scale, 0.5, **given)
-
-    want = call(batch.q, cache, table, lens, scale, None)
-    out = torch.empty_like(batch.q) if with_out else None
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    found = compiled(batch.q, cache, table, lens, scale, out)
-    for a, b in zip(found, want):
-        assert_bitwise(a, b)
+@pytest.mark.parametrize("function,change,error,words", REFUSED)
+def test_what_is_refused(function, change, error, words):
+    with pytest.raises(error, match=words):
+        function(**small(function, **change))

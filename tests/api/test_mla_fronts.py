@@ -1,0 +1,181 @@
+"""FlashMLA's functions and TensorRT-LLM's plan-free one over latent caches: names, results and places for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+
+import pytest
+import torch
+from compare import assert_bitwise, assert_close, assert_lse_close
+from guards import poison_
+from mla_problems import DEVICES, SCALE, flash, make, nan_like, trtllm
+
+from cutlass_kernels.mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+
+
+@DEVICES
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    "form,causal", [("an object", True), ("an object", False), ("tensors", True), ("tensors", False), ("trtllm", True)]
+)
+def test_decode_steps(device, rows, heads, form, causal):
+    problem = make([rows] * 4, [300, 64, rows, 0], heads, 64, device)
+    want, want_lse, base = problem.expected(causal)
+    if form == "trtllm":
+        for cache in (problem.cache, problem.cache.unsqueeze(1)):
+            out, lse = trtllm(problem, cache=cache, return_lse=True)
+            assert out.shape == (4, rows, heads, 512)
+            assert_close(out.flatten(0, 1), want, base)
+            assert_lse_close(lse, want_lse)
+        return
+    metadata = get_mla_metadata() if form == "an object" else get_mla_metadata(problem.lens, rows * heads, 1)
+    out, lse = flash(problem, *metadata, SCALE, causal)
+    assert out.shape == (4, rows, heads, 512) and lse.shape == (4, heads, rows)
+    assert_close(out.flatten(0, 1), want, base)
+    assert_lse_close(lse.transpose(1, 2).flatten(0, 1) / math.log(2.0), want_lse)
+
+
+# --- FlashMLA ---
+
+
+@DEVICES
+@pytest.mark.parametrize("page_size", [1, 3, 16, 128])
+def test_pages_of_any_size_and_the_default_scale(device, page_size):
+    problem = make([1, 1], [70, 9], 4, page_size, device)
+    out, _ = flash(problem)
+    assert_bitwise(out, flash(problem, *get_mla_metadata(), 576**-0.5)[0])
+    place = nan_like(out.shape, out)
+    assert flash(problem, out=place)[0] is place
+    assert_bitwise(place, out)
+
+
+def test_an_empty_batch():
+    q, cache = torch.zeros(0, 1, 16, 576).bfloat16(), torch.zeros(4, 64, 1, 576).bfloat16()
+    out, lse = flash_mla_with_kvcache(q, cache, torch.zeros(0, 4, dtype=INT32), torch.zeros(0, dtype=INT32), 512)
+    assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 16, 1)
+
+
+def test_metadata_as_engines_keep_it():
+    lens = torch.tensor([100, 7, 3], dtype=INT32)
+    metadata, splits = get_mla_metadata(lens, 16, 1)  # SGLang copies it to the buffers of a graph
+    torch.zeros(1, 8, dtype=INT32).copy_(metadata)
+    torch.zeros(9, dtype=INT32)[:4].copy_(splits)
+    metadata, _ = get_mla_metadata(lens, 16, 1, is_fp8_kvcache=False)  # vLLM assigns attributes
+    metadata.tile_scheduler_metadata, metadata.num_splits = torch.zeros(1, 8), torch.zeros(4)
+    metadata, none = get_mla_metadata()
+    assert isinstance(metadata, FlashMLASchedMeta) and none is None
+    metadata.tile_scheduler_metadata = torch.zeros(1, 8)
+    for given, named in (((), dict(topk=64)), ((), dict(topk=2048)), ((16, False, 64), {})):
+        with pytest.raises(NotImplementedError, match="topk"):
+            get_mla_metadata(lens, 16, 1, *given, **named)
+
+
+@DEVICES
+@pytest.mark.parametrize("bytes_", [False, True])
+@pytest.mark.parametrize("fp8_queries", [False, True])
+def test_fp8_caches_as_vllm_passes_them(device, bytes_, fp8_queries):
+    problem, scale = make([2, 2], [70, 9], 4, 64, device), 0.25
+    cache = problem.cache.float().nan_to_num().div(scale).to(E4M3)
+    q = problem.q.unflatten(0, (2, 2))
+    q = q.to(E4M3) if fp8_queries else q
+    call = dict(softmax_scale=SCALE, causal=True)
+    known = dataclasses.replace(problem, cache=(cache.float() * scale).to(torch.bfloat16))
+    want, want_lse = flash(known, q=q.to(torch.bfloat16), **call)
+    given = dataclasses.replace(problem, cache=cache.view(torch.uint8) if bytes_ else cache)
+    call |= dict(descale_q=torch.ones(1, device=device), descale_k=torch.tensor([scale], device=device))
+    out, lse = flash(given, None, None, q=q, is_fp8_kvcache=True, **call)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, want_lse, atol=1e-2, rtol=1e-3)
+
+
+def test_scales_of_16_bit_tensors_have_no_effect():
+    problem = make([1, 1], [30, 9], 4, 16)
+    scales = dict(descale_q=torch.tensor([3.0]), descale_k=torch.tensor([0.5]))
+    assert_bitwise(flash(problem, **scales)[0], flash(problem)[0])
+    fp8 = dataclasses.replace(problem, cache=problem.cache.nan_to_num().to(E4M3))
+    assert not torch.equal(flash(fp8, **scales)[0], flash(fp8)[0])
+    assert_bitwise(flash(fp8, descale_q=3.0)[0], flash(fp8)[0])
+
+
+def test_names_and_positions_are_those_of_flash_mla():
+    names = ["q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits"]
+    names += ["softmax_scale", "causal", "is_fp8_kvcache", "indices", "attn_sink", "extra_k_cache"]
+    names += ["extra_indices_in_kvcache", "topk_length", "extra_topk_length"]
+    parameters = inspect.signature(flash_mla_with_kvcache).parameters
+    assert list(parameters)[: len(names)] == names and parameters["causal"].default is False
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_lengths_and_tables():
+    problem = make([1] * 3, [900, 64, 4000], 128, 64, "cuda:0")
+    problem.lens = problem.lens.clone()
+    given = (*get_mla_metadata(problem.lens, 128, 1), SCALE, True)
+    flash(problem, *given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash(problem, *given)
+    for other in ([900, 64, 4000], [1, 63, 2500], [0, 1, 65]):
+        problem.lens.copy_(torch.tensor(other))
+        poison_(out)
+        graph.replay()
+        want, want_lse = flash(problem, *given)
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, want_lse)
+        assert bool((out[0] == 0).all()) == (other[0] == 0)
+
+
+# --- TensorRT-LLM ---
+
+
+@DEVICES
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_trtllm_decode_writes_results_of_any_strides(device, rows):
+    problem = make([rows] * 3, [300, 64, 9], 16, 64, device)
+    out, want = trtllm(problem, return_lse=True)
+    # Without gaps, with gaps behind rows, and where no view joins the first two dimensions.
+    places = [nan_like((3, rows, 16, 512), out), nan_like((3, rows, 16, 600), out)[..., :512]]
+    places.append(nan_like((rows, 3, 16, 512), out).transpose(0, 1))
+    for place in places:
+        for lse in (torch.zeros(3, rows, 16, device=device), torch.zeros(3, 16, rows, device=device).transpose(1, 2)):
+            for return_lse in (False, True):
+                poison_(place)
+                poison_(lse)
+                found = trtllm(problem, out=place, lse=lse, return_lse=return_lse)
+                assert (found[0] if return_lse else found) is place and torch.equal(place, out)
+                assert not return_lse or found[1] is lse
+                assert_bitwise(lse.reshape(-1, 16), want)
+
+
+@pytest.mark.parametrize("columns", [512, 600])
+def test_trtllm_decode_leaves_rows_behind_the_last_request(columns):
+    problem = make([1, 3], [30, 9], 4, 16)
+    query = torch.cat([problem.q, torch.zeros_like(problem.q)])
+    call = dict(cum_seq_lens_q=problem.batch.qo_indptr("cpu"), max_q_len=3)
+    want = trtllm(problem, problem.q, bmm1_scale=torch.tensor([SCALE]), return_lse=True, **call)
+    expected, _, base = problem.expected(True)
+    assert_close(want[0], expected, base)
+    out, lse = torch.full((8, 4, columns), 7.0).to(query.dtype)[..., :512], torch.full((8, 4), 7.0)
+    assert trtllm(problem, query, out=out, lse=lse, bmm1_scale=torch.tensor([SCALE]), **call) is out
+    for place, first in zip((out, lse), want):
+        assert_bitwise(place[:4], first)
+        assert (place[4:] == 7).all()
+
+
+def test_trtllm_decode_of_fp8_queries():
+    problem = make([1, 1], [30, 9], 4, 16)
+    fp8 = dataclasses.replace(problem, cache=problem.cache.nan_to_num().to(E4M3))
+    assert trtllm(fp8, problem.q.unsqueeze(1).to(E4M3)).dtype == torch.bfloat16
+
+
+def test_trtllm_decode_in_another_base():
+    problem = make([1, 1], [30, 9], 4, 16)
+    want, lse = trtllm(problem, return_lse=True)[1], torch.empty(2, 1, 4)
+    assert_bitwise(trtllm(problem, return_lse=True, return_lse_base="base2")[1], want)
+    trtllm(problem, lse=lse, return_lse_base="basee")
+    torch.testing.assert_close(lse.flatten(0, 1), want * math.log(2))
