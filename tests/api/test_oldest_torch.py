@@ -14,8 +14,7 @@ import cutlass_kernels as ck
 INTERPRETER = "CK_TEST_OLDEST_TORCH"
 # One file of every kind of call; what other files test is above torch.
 FILES = [
-    "api/test_single_prefill.py",
-    "api/test_single_decode.py",
+    "api/test_singles.py",
     "api/test_batch_wrappers.py",
     "api/test_batch_decode.py",
     "api/test_cascade.py",
