@@ -134,6 +134,12 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
+@pytest.fixture(params=[x for x in TARGETS if x.marks])
+def kernels(request: pytest.FixtureRequest) -> Target:
+    """A target with compiled kernels, for tests of what PyTorch does not do: graphs, splits."""
+    return request.param
+
+
 @pytest.fixture
 def calls(target: Target) -> Any:
     """Calls of every kind on the target, to be refused."""
@@ -182,7 +188,8 @@ def gpu(recording_module: ModuleType) -> Any:
 @pytest.fixture(autouse=True)
 def the_targets_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of "auto", which some functions take no other word for, stands the backend of the case."""
-    target = request.getfixturevalue("target") if "target" in request.fixturenames else None
+    place = next((x for x in ("target", "kernels") if x in request.fixturenames), None)
+    target = None if place is None else request.getfixturevalue(place)
     if target is not None and not target.is_reference:
         choose_backend(monkeypatch, target.backend)
 

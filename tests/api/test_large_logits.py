@@ -15,7 +15,7 @@ import torch
 from compare import assert_close, assert_lse_close
 from planned_runs import paged, ragged
 from problems import Batch, Options, make_batch
-from targets import TARGETS, Target
+from targets import Target
 
 import cutlass_kernels as ck
 
@@ -27,12 +27,6 @@ E4M3 = torch.float8_e4m3fn
 TOLERANCE = {torch.float16: (1e-3, 2**-11), torch.bfloat16: (2e-3, 2 * 2**-8)}
 LENS = ([40, 1, 0, 3], [3000, 1700, 40, 700])
 SPLITS = [{}, {"fixed_split_size": 256}, {"disable_split_kv": True}]
-
-
-@pytest.fixture(params=[target for target in TARGETS if target.marks])
-def kernels(request: pytest.FixtureRequest) -> Target:
-    """The targets with compiled kernels: the reference splits nothing."""
-    return request.param
 
 
 def large(

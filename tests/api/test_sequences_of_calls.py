@@ -98,23 +98,17 @@ def test_single_calls_give_the_same(target):
                 assert_bitwise(a, b)
 
 
-@pytest.mark.gpu
-def test_runs_with_rows_known_to_the_device_alone(target, kind):
-    if target.is_reference:
-        pytest.skip("the reference is tested on the CPU, which takes no CUDA offsets")
-    w = small(kind, target).plan()
+def test_runs_with_rows_known_to_the_device_alone(kernels, kind):
+    w = small(kind, kernels).plan()
     want = run_on_copies(w, return_lse=True)
-    w.plan(where=target.device)
+    w.plan(where=kernels.device)
     for _ in range(3):
         for a, b in zip(run_on_copies(w, return_lse=True), want):
             torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.gpu
-def test_runs_in_a_graph_and_on_another_stream(target, kind):
-    if target.is_reference:
-        pytest.skip("the reference is tested on the CPU, where there are no CUDA graphs")
-    w = small(kind, target).plan()
+def test_runs_in_a_graph_and_on_another_stream(kernels, kind):
+    w = small(kind, kernels).plan()
     out = torch.zeros_like(w.batch.q)
     run = lambda: w.run(out=out)  # noqa: E731
     for _ in range(2):

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from problems import graph_buffers, make_batch
-from registry import PAGE, Data, each, usual
+from problems import graph_buffers
+from registry import Data, each, usual
+from wrapper_problems import Wrapped
 
 import cutlass_kernels as ck
 from cutlass_kernels._caches import page_functions
@@ -90,17 +91,11 @@ def check_tensors_of_memory_kernels(device: str) -> None:
 
 
 @pytest.mark.runs_nothing("plans only")
-@pytest.mark.gpu
-def test_of_the_buffers_of_a_graph(target):
-    if target.is_reference:
-        pytest.skip("the reference is tested on the CPU, where there are no CUDA graphs")
-    batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=target.device)
-    paged = batch.paged(PAGE)
-    buffers = graph_buffers(2, 16, target.device)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend, **buffers)
-    plan = lambda: wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, PAGE)  # noqa: E731
+def test_of_the_buffers_of_a_graph(kernels):
+    buffers = graph_buffers(2, 16, kernels.device)
+    w = Wrapped(kernels, "paged", **buffers)
     for _ in range(2):
-        assert_new_versions(plan, *(x for x in buffers.values() if isinstance(x, torch.Tensor)))
+        assert_new_versions(w.plan, *(x for x in buffers.values() if isinstance(x, torch.Tensor)))
 
 
 @pytest.mark.parametrize("name", ["single_prefill", "ragged", "fused"])

@@ -13,8 +13,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from captures import Captured, no_waiting
 from compare import assert_close, assert_lse_close
-from problems import Batch, Options, expect, graph_buffers, indptr, make_batch
+from problems import Batch, Options, expect, indptr, make_batch
 
 import cutlass_kernels as ck
 
@@ -80,63 +81,38 @@ def plan_through_buffers(
     assert wrapper._options is in_effect
 
 
-class Engine:
-    """A wrapper with static inputs and outputs; what it runs is captured where there is a GPU."""
+class Engine(Captured):
+    """What it runs is captured where there is a GPU. ``layer``: options of its forward()."""
 
     def __init__(self, target, page_size: int = 1, mask_buffer: torch.Tensor | None = None, **layer: Any):
-        self.target, self.page_size, self.layer = target, page_size, layer
-        requests, rows = len(STEPS[0][0]), sum(STEPS[0][0])
         pages = MOST_KEYS // page_size + 8
-        buffers = graph_buffers(requests, pages, target.device)
-        if mask_buffer is not None:
-            buffers["custom_mask_buf"] = mask_buffer
-            buffers["mask_indptr_buf"] = torch.zeros_like(buffers["qo_indptr_buf"])
-        self.wrapper: Any = ck.BatchPrefillWithPagedKVCacheWrapper(
-            target.workspace(), "NHD", backend=target.backend, **buffers
-        )
-        self.q = torch.zeros(rows, 4, 64, dtype=torch.float16, device=target.device)
-        self.k, self.v = torch.zeros(2, pages, page_size, 2, 64, dtype=torch.float16, device=target.device)
-        self.out: torch.Tensor = self.q
-        self.lse: torch.Tensor = self.q
+        super().__init__(target, "paged", sum(STEPS[0][0]), page_size, pages, "tuple", mask_buffer)
+        self.layer = layer
         self.replay: Callable[[], None] = self.run
 
-    def load(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+    def table(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Writes q and the cache; the index vectors, on the device."""
-        paged = batch.paged(self.page_size, form="tuple")
-        self.q[: len(batch.q)] = batch.q
-        self.k[: len(paged.k_cache)], self.v[: len(paged.v_cache)] = paged.k_cache, paged.v_cache
-        return batch.qo_indptr(self.target.device), *paged.table(self.target.device)
+        return self.write(batch).vectors(self.target.device)
 
     def run(self) -> None:
         plan = self.wrapper._plan_info
         rows = len(self.q) if plan.total_q is None else plan.total_q
-        self.out, self.lse = self.wrapper.forward_return_lse(self.q[:rows], (self.k, self.v), **self.layer)
+        self.out, self.lse = self.wrapper.forward_return_lse(self.q[:rows], *self.kv, **self.layer)
 
-    def capture(self, batch: Batch, mask: torch.Tensor | None = None) -> None:
+    def start(self, batch: Batch, mask: torch.Tensor | None = None) -> None:
         """Plans with index vectors on the device, as engines do, runs, captures, and puts the other planner in."""
         types = dict(q_data_type=torch.float16, kv_data_type=torch.float16, non_blocking=True)
-        self.wrapper.begin_forward(*self.load(batch), *batch.heads, self.page_size, custom_mask=mask, **types)
+        self.wrapper.begin_forward(*self.table(batch), *batch.heads, self.page_size, custom_mask=mask, **types)
         self.run()
         if not self.target.is_reference:
-            self.run()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.run()
-            self.replay = graph.replay
+            self.replay = self.capture().replay
         self.wrapper.begin_forward = functools.partial(plan_through_buffers, self.wrapper)
 
     def step(self, batch: Batch, options: Options, mask: torch.Tensor | None = None) -> None:
         """Plans another batch, replays, and compares."""
-        table = self.load(batch)
-        if not self.target.is_reference:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        table = self.table(batch)
+        with no_waiting(not self.target.is_reference):
             self.wrapper.begin_forward(batch, table, self.page_size, mask)
-        finally:
-            if not self.target.is_reference:
-                torch.cuda.set_sync_debug_mode("default")
         self.replay()
         rows, want = len(batch.q), expect(batch, options)
         assert_close(self.out[:rows], want.out, want.baseline)
@@ -151,7 +127,7 @@ def batches(target) -> list[Batch]:
 @pytest.mark.parametrize("page_size", [1, 8])
 def test_other_lengths(target, page_size, layer):
     engine, steps = Engine(target, page_size, **layer), batches(target)
-    engine.capture(steps[0])
+    engine.start(steps[0])
     before = engine.wrapper._options
     for batch in [*steps, steps[0]]:
         engine.step(batch, Options(**layer))
@@ -167,16 +143,16 @@ def test_other_masks(target, first):
     packed = [torch.cat([oracle.pack_bits(x, "little") for x in step]).to(target.device) for step in masks]
     buffer = torch.full((first + max(map(len, packed)),), 255, dtype=torch.uint8, device=target.device)
     engine = Engine(target, mask_buffer=buffer[first:])
-    engine.capture(steps[0], torch.cat([x.flatten() for x in masks[0]]))
+    engine.start(steps[0], torch.cat([x.flatten() for x in masks[0]]))
     for n in [*range(len(steps)), 0]:
         engine.step(steps[n], Options(custom_masks=masks[n]), packed[n])
 
 
 def test_ordinary_plans_in_between(target):
     engine, steps = Engine(target, causal=True), batches(target)
-    engine.capture(steps[0])
+    engine.start(steps[0])
     for batch in steps[1:]:
-        table = engine.load(batch)
+        table = engine.table(batch)
         engine.wrapper.plan(*table, *batch.heads, 1, causal=False)
         engine.replay()
         assert_close(engine.out[: len(batch.q)], expect(batch, Options(causal=True)).out)
@@ -186,10 +162,10 @@ def test_ordinary_plans_in_between(target):
 def test_arguments_of_older_releases(target):
     """The last four came later. A number of pages per KV split is that of the first plan."""
     engine, (batch, *_) = Engine(target, 8), batches(target)
-    wrapper, table = engine.wrapper, engine.load(batch)
+    wrapper, table = engine.wrapper, engine.table(batch)
     wrapper.plan(*table, *batch.heads, 8, fixed_split_size=4, causal=True)
     wrapper._plan_info = wrapper._cached_module.plan(*planner_arguments(wrapper, batch, 8)[:16], 4)
-    assert_close(wrapper.run(batch.q, (engine.k, engine.v)), expect(batch, Options(causal=True)).out)
+    assert_close(wrapper.run(batch.q, *engine.kv), expect(batch, Options(causal=True)).out)
     if not target.is_reference:
         with pytest.raises(ValueError, match="fixed_split_size"):
             wrapper._cached_module.plan(*planner_arguments(wrapper, batch, 8)[:16])
@@ -208,7 +184,7 @@ def test_wrappers_without_a_module(target):
 @pytest.mark.runs_nothing("refuses")
 def test_refusals(target):
     engine, (batch, *_) = Engine(target), batches(target)
-    wrapper, table = engine.wrapper, engine.load(batch)
+    wrapper, table = engine.wrapper, engine.table(batch)
     wrapper.plan(*table, *batch.heads, 1, seq_lens_q=torch.tensor(batch.qo_lens))
     module, planned = wrapper._cached_module, wrapper._plan_info
     more = make_batch([5, 4, 4], [40, 60, 8], 4, 2, 64)

@@ -9,9 +9,11 @@ import fused_problems
 import oracle
 import pytest
 import torch
+from captures import capture
 from compare import assert_close
 from problems import Batch, Options, expect, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
+from wrapper_problems import Wrapped
 
 import cutlass_kernels as ck
 from cutlass_kernels._compute import fused_kernels
@@ -79,9 +81,7 @@ def test_slopes_of_a_capture_are_its_own(no_slopes, capturing, monkeypatch):
 @pytest.mark.gpu
 def test_slopes_are_the_same_on_the_gpu(no_slopes):
     for heads in (1, 7, 8, 12, 40, 71, 128, 513, 2047):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            slopes = checks.alibi_slopes(heads, torch.device("cuda:0"))
+        graph, slopes = capture(lambda heads=heads: checks.alibi_slopes(heads, torch.device("cuda:0")), warm_up=0)
         graph.replay()
         assert torch.equal(slopes.cpu(), checks.alibi_slopes(heads, CPU))
 
@@ -108,11 +108,9 @@ def decode(target, batch: Batch) -> Case:
 
 def forward(target, batch: Batch) -> Case:
     """With an option that the plan did not know."""
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
-    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
-    want = expect(batch, Options(causal=True, pos_encoding_mode="ALIBI"))
-    options = dict(causal=True, pos_encoding_mode="ALIBI")
-    return lambda: wrapper.forward(batch.q, batch.k, batch.v, **options), want.out, want.baseline
+    options, w = Options(causal=True, pos_encoding_mode="ALIBI"), Wrapped(target, "ragged", batch).plan()
+    want = w.expect(options)
+    return lambda: w.wrapper.forward(batch.q, *w.kv, **options.plan_kwargs()), want.out, want.baseline
 
 
 def fused(target, batch: Batch) -> Case:
@@ -128,17 +126,11 @@ def fused(target, batch: Batch) -> Case:
     return lambda: fused_problems.call(batch, LAYOUT, mode, **given), want, baseline
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("case", [prefill, decode, forward, fused])
-def test_the_first_call_with_slopes_may_be_captured(target, no_slopes, case):
-    if target.is_reference:
-        pytest.skip("a CUDA graph needs CUDA kernels")
-    case(target, make_batch([11], [77], 4, 2, 64, device=target.device))[0]()  # loads kernels
-    call, want, baseline = case(target, make_batch([11], [77], *HEADS, 64, device=target.device))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+def test_the_first_call_with_slopes_may_be_captured(kernels, no_slopes, case):
+    case(kernels, make_batch([11], [77], 4, 2, 64, device=kernels.device))[0]()  # loads kernels
+    call, want, baseline = case(kernels, make_batch([11], [77], *HEADS, 64, device=kernels.device))
+    graph, out = capture(call, warm_up=0)
     assert (HEADS[0], out.device) not in no_slopes
     for _ in range(3):  # before the graph has run, which alone would write its slopes
         assert_close(call(), want, baseline)
@@ -158,30 +150,24 @@ def test_index_tensors_in_pageable_memory_are_refused():
 
 
 @pytest.mark.runs_nothing("calls are refused before a backend computes")
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["fp16", "e4m3"])
-def test_a_captured_call_refuses_offsets_in_pageable_memory(target, dtype):
-    if target.is_reference:
-        pytest.skip("a CUDA graph needs CUDA kernels")
-    batch = make_batch([11, 5], [77, 9], 4, 2, 64, dtype=dtype, device=target.device)
-    unread = torch.zeros(16, dtype=torch.uint8, device=target.device)
+def test_a_captured_call_refuses_offsets_in_pageable_memory(kernels, dtype):
+    batch = make_batch([11, 5], [77, 9], 4, 2, 64, dtype=dtype, device=kernels.device)
+    unread = torch.zeros(16, dtype=torch.uint8, device=kernels.device)
     given = dict(workspace_buffer=unread, seq_lens=unread, out_dtype=torch.float16)
-    offsets = dict(cum_seq_lens_q=batch.qo_indptr(), cum_seq_lens_kv=batch.kv_indptr(target.device))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(ValueError, match=r"cum_seq_lens_q .* pageable"):
-        fused_problems.call(batch, LAYOUT, fused_problems.Mode(), **given, **offsets)
+    offsets = dict(cum_seq_lens_q=batch.qo_indptr(), cum_seq_lens_kv=batch.kv_indptr(kernels.device))
+    call = lambda: fused_problems.call(batch, LAYOUT, fused_problems.Mode(), **given, **offsets)  # noqa: E731
+    with pytest.raises(ValueError, match=r"cum_seq_lens_q .* pageable"):
+        capture(call, warm_up=0)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mask_mode", ["causal", "padding"])
-def test_a_captured_call_follows_offsets_in_pinned_memory(target, mask_mode):
-    if target.is_reference:
-        pytest.skip("a CUDA graph needs CUDA kernels")
+def test_a_captured_call_follows_offsets_in_pinned_memory(kernels, mask_mode):
     steps = [([11, 5], [77, 9]), ([6, 10], [40, 46]), ([16, 0], [86, 0])]
-    batches = [make_batch(*step, 4, 2, 64, device=target.device, seed=n) for n, step in enumerate(steps)]
+    batches = [make_batch(*step, 4, 2, 64, device=kernels.device, seed=n) for n, step in enumerate(steps)]
     first, mode = batches[0], fused_problems.Mode(mask_mode=mask_mode)
     q, k, v = (x.clone() for x in (first.q, first.k, first.v))
-    unread = torch.zeros(16, dtype=torch.uint8, device=target.device)
+    unread = torch.zeros(16, dtype=torch.uint8, device=kernels.device)
     pinned = [x.pin_memory() for x in (first.qo_indptr(), first.kv_indptr())]
     given = dict(workspace_buffer=unread, seq_lens=unread, max_q_len=16, max_kv_len=86)
     offsets = dict(cum_seq_lens_q=pinned[0], cum_seq_lens_kv=pinned[1])
@@ -189,11 +175,7 @@ def test_a_captured_call_follows_offsets_in_pinned_memory(target, mask_mode):
     def call() -> torch.Tensor:
         return fused_problems.call(first, LAYOUT, mode, qkv=(q, k, v), **given, **offsets)
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = capture(call)
     for batch in batches:
         for x, y in ((q, batch.q), (k, batch.k), (v, batch.v), (pinned[0], batch.qo_indptr())):
             x.copy_(y)
@@ -204,20 +186,15 @@ def test_a_captured_call_follows_offsets_in_pinned_memory(target, mask_mode):
         assert_close(out, want, baseline)
 
 
-@pytest.mark.gpu
-def test_a_shared_prefix_is_planned_before_the_capture(target):
-    if target.is_reference:
-        pytest.skip("a CUDA graph needs CUDA kernels")
-    batch = make_batch([3, 2], [20, 33], 4, 2, 64, device=target.device)
-    paged, shared = batch.paged(16), make_batch([1], [50], 4, 2, 64, device=target.device)
-    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace())
+def test_a_shared_prefix_is_planned_before_the_capture(kernels):
+    batch = make_batch([3, 2], [20, 33], 4, 2, 64, device=kernels.device)
+    paged, shared = batch.paged(16), make_batch([1], [50], 4, 2, 64, device=kernels.device)
+    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(kernels.workspace())
     wrapper.begin_forward(batch.qo_indptr(), *paged.table(), *batch.heads, 16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match=r"run forward\(\) once before the capture"):
-        wrapper.forward(batch.q, shared.k, shared.v, paged.cache)
-    want = wrapper.forward(batch.q, shared.k, shared.v, paged.cache)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = wrapper.forward(batch.q, shared.k, shared.v, paged.cache)
+    call = lambda: wrapper.forward(batch.q, shared.k, shared.v, paged.cache)  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"run forward\(\) once before the capture"):
+        capture(call, warm_up=0)
+    want = call()
+    graph, out = capture(call, warm_up=0)
     graph.replay()
     torch.testing.assert_close(out, want)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise
 from registry import Call, Data, Entry, each, several
 
@@ -15,9 +15,7 @@ def replayed(call: Call, tensors: tuple[torch.Tensor, ...]):
     with torch.cuda.stream(side):
         call.run(*(x.clone() for x in tensors))
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = several(call.run(*tensors))
+    graph, results = capture(lambda: several(call.run(*tensors)), warm_up=0)
 
     def replay() -> tuple[torch.Tensor, ...]:
         graph.replay()
@@ -26,12 +24,9 @@ def replayed(call: Call, tensors: tuple[torch.Tensor, ...]):
     return replay
 
 
-@pytest.mark.gpu
 @each(lambda entry: not entry.name.startswith("distributed.") and entry.compiles != "no")
-def test_replays(target, entry: Entry):
-    if target.is_reference:
-        pytest.skip("CUDA graphs are of GPUs")
-    for call in entry.calls(Data(target)):
+def test_replays(kernels, entry: Entry):
+    for call in entry.calls(Data(kernels)):
         mine = call.copies()
         replay = replayed(call, mine)
         for factor in (1.0, 0.5):
