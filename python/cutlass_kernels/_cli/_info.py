@@ -19,6 +19,7 @@ from rich.table import Table
 import cutlass_kernels
 
 from .._compute import selection
+from .._core import native
 
 
 def command(
@@ -70,20 +71,12 @@ def compiled_kernels() -> tuple[list[dict[str, Any]], str | None]:
 
 def commit() -> str | None:
     """Of the sources when the build was configured, with a + where they had changed since; None if it is not known."""
-    try:
-        extension: Any = importlib.import_module("cutlass_kernels._C")
-    except ImportError:
-        return None
-    return getattr(extension, "commit", None) or None
+    return getattr(native._C, "commit", None) or None
 
 
 def driver_problem() -> str | None:
     """Why kernels cannot start although there may be a GPU, None where they can."""
-    try:
-        extension: Any = importlib.import_module("cutlass_kernels._C")
-    except ImportError:
-        return None
-    return extension.driver_problem() or None
+    return None if native._C is None else native._C.driver_problem() or None
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -133,15 +126,10 @@ def capability_range(kernel: dict[str, Any]) -> str:
 def _cutlass() -> dict[str, str | None]:
     """The CUTLASS the kernels were compiled against, if the extension tells, and the version of the installed wheel."""
     try:
-        extension: Any = importlib.import_module("cutlass_kernels._C")
-        built: str | None = getattr(extension, "cutlass_version", None)
-    except ImportError:
-        built = None
-    try:
         installed: str | None = metadata.version("nvidia-cutlass")
     except metadata.PackageNotFoundError:
         installed = None
-    return {"built_with": built, "installed_wheel": installed}
+    return {"built_with": getattr(native._C, "cutlass_version", None), "installed_wheel": installed}
 
 
 def _nvcc() -> dict[str, str] | None:
@@ -187,10 +175,17 @@ def _print(facts: dict[str, Any], console: Console, all_kernels: bool) -> None:
         console.print(f"No compiled kernels: {facts['why_no_kernels']}.", markup=False)
 
 
+def _table(title: str, *names: str, **of_last: Any) -> Table:
+    """``of_last``: options of the last column; the others do not wrap."""
+    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
+    for name in names[:-1]:
+        table.add_column(name, no_wrap=True)
+    table.add_column(names[-1], **of_last)
+    return table
+
+
 def _gpu_table(found: list[dict[str, Any]]) -> Table:
-    table = Table(title="\nGPUs", title_justify="left", box=None, pad_edge=False)
-    for name in ("device", "name", "compute capability", "SMs", "memory"):
-        table.add_column(name)
+    table = _table("GPUs", "device", "name", "compute capability", "SMs", "memory")
     for gpu in found:
         major, minor = divmod(gpu["compute_capability"], 10)
         memory = f"{gpu['memory_bytes'] / 2**30:.1f} GiB"
@@ -209,21 +204,15 @@ def _summary(kernels: list[dict[str, Any]]) -> Table:
     rows: dict[tuple[str, str, str, tuple[str, ...]], list[str]] = {}
     for (backend, gpus_of_it, q, kv), found in dims.items():
         rows.setdefault((backend, gpus_of_it, kv, tuple(found)), []).append(q)
-    title = f"\n{len(kernels)} compiled kernels (info --kernels: each, with its features)"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("backend", "GPUs", "q", "k, v"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("head dimensions")
+    title = f"{len(kernels)} compiled kernels (info --kernels: each, with its features)"
+    table = _table(title, "backend", "GPUs", "q", "k, v", "head dimensions")
     for (backend, gpus_of_it, kv, columns), queries in rows.items():
         table.add_row(backend, gpus_of_it, " ".join(queries), kv, " ".join(columns))
     return table
 
 
 def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
-    table = Table(title="\nCompiled kernels", title_justify="left", box=None, pad_edge=False)
-    for name in ("backend", "q", "k, v", "dim qk/vo", "GPUs"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("features", overflow="fold")
+    table = _table("Compiled kernels", "backend", "q", "k, v", "dim qk/vo", "GPUs", "features", overflow="fold")
     for kernel in kernels:
         table.add_row(
             kernel["backend"],

@@ -99,7 +99,8 @@ def attention(
     if is_plain and more.get("cu_seq_lens_q") is not None and query.size(0) == 1:
         if attention_mask is not None:
             kind = _key_ranges.read(attention_mask, 1).kind
-        return _packed(query, key, value, kind, scale, softcap, sinks, more), None
+        options = dict(logits_soft_cap=softcap, sm_scale=scale, sinks=sinks)
+        return _packed(query, key, value, kind, more, options), None
     compute = _operator if is_traced() else _attend
     out = compute(query, key, value, attention_mask, *kind[:3], scale, softcap, sinks)
     return out, None
@@ -225,31 +226,18 @@ def _packed(
     key: torch.Tensor,
     value: torch.Tensor,
     kind: Kind,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
     more: dict[str, Any],
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """Sequences that follow one another in the only row of a batch."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     indptr = more["cu_seq_lens_q"].to(torch.int32)
     kv_indptr = more.get("cu_seq_lens_k")
-    most = [x if isinstance(x, int) else None for x in (more.get("max_length_q"), more.get("max_length_k"))]
-    out = plan_free.attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q=indptr,
-        cu_seqlens_k=indptr if kv_indptr is None else kv_indptr.to(torch.int32),
-        max_seqlen_q=most[0],
-        max_seqlen_k=most[1],
-        causal=kind.causal,
-        window=(kind.left, kind.right),
-        chunk_size=kind.chunk_size,
-        logits_soft_cap=softcap,
-        sm_scale=scale,
-        sinks=sinks,
-    )
+    options |= dict(causal=kind.causal, window=(kind.left, kind.right), chunk_size=kind.chunk_size)
+    options |= dict(cu_seqlens_q=indptr, cu_seqlens_k=indptr if kv_indptr is None else kv_indptr.to(torch.int32))
+    for name, most in (("max_seqlen_q", more.get("max_length_q")), ("max_seqlen_k", more.get("max_length_k"))):
+        options[name] = most if isinstance(most, int) else None
+    out = plan_free.attention(q, k, v, **options)
     assert isinstance(out, torch.Tensor)
     return out.unsqueeze(0)
 

@@ -132,50 +132,25 @@ class CutlassKernelsBackend(AttentionBackend):
 
     # --- attention ---
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attention of one row per request."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attention of prompts, of their chunks, and of draft tokens."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    def _forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: Any,
-        batch: Any,
-        save_kv_cache: bool,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        """Attention of prompts, of their chunks, of draft tokens, and of one row per request (``forward_decode``)."""
         _refuse_layer(layer, kwargs)
         metadata = self.forward_metadata
         assert metadata is not None
         if k is not None and v is not None:
             k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
             if save_kv_cache:
-                self._save(layer, batch, k, v)
+                self._save(layer, forward_batch, k, v)
         causal = layer.attn_type == AttentionType.DECODER
         left = layer.sliding_window_size if layer.sliding_window_size is not None else -1
         has_own_table = left >= 0 and metadata.window_table is not None
@@ -209,9 +184,11 @@ class CutlassKernelsBackend(AttentionBackend):
         )
         if is_tree:
             if k is None or v is None:
-                k, v = (x[batch.out_cache_loc].to(q.dtype) for x in (k_buffer, v_buffer))
+                k, v = (x[forward_batch.out_cache_loc].to(q.dtype) for x in (k_buffer, v_buffer))
             result = self._with_tree(result, rows, k, v, metadata, options)
         return result.view(q.size(0), -1)
+
+    forward_decode = forward_extend
 
     def _with_tree(
         self,

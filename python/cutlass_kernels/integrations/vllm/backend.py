@@ -56,24 +56,11 @@ class CutlassKernelsBackend(AttentionBackend):
         )
 
     @classmethod
-    def supports_sink(cls) -> bool:
+    def _is_served(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
+    supports_sink = supports_sliding_window = supports_non_causal = _is_served
+    supports_batch_invariance = supports_per_head_quant_scales = _is_served
 
     @classmethod
     def supports_combination(

@@ -33,22 +33,9 @@ def forward(
     out: torch.Tensor,
 ) -> None:
     """Writes ``out`` ``[tokens, heads of this rank, head_dim]``. Sinks count once, with the keys of this step."""
-    starts, longest = metadata.query_start_loc, metadata.max_query_len
     has_context = metadata.max_context_len > 0
-    result = attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        causal=metadata.causal,
-        sinks=impl.sinks,
-        out=out,
-        return_lse=has_context,
-        **impl.options,
-    )
+    given = dict(causal=metadata.causal, sinks=impl.sinks, out=out, return_lse=has_context, **impl.options)
+    result = attention(q, k, v, **metadata.new_tokens(), **given)
     if not has_context:
         return
     lse = result[1]
@@ -59,9 +46,9 @@ def forward(
         group.all_gather(q.contiguous(), dim=1),
         k_cache,
         v_cache,
-        cu_seqlens_q=starts,
+        cu_seqlens_q=metadata.query_start_loc,
         seqused_k=metadata.context_lens,
-        max_seqlen_q=longest,
+        max_seqlen_q=metadata.max_query_len,
         max_seqlen_k=metadata.max_context_len,
         page_table=metadata.block_table,
         kv_layout="HND",

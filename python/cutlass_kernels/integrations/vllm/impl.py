@@ -112,7 +112,9 @@ class CutlassKernelsImpl(AttentionImpl[Metadata]):
         count = attn_metadata.num_actual_tokens
         q, out = query[:count], output[:count]
         if not self.has_cache:
-            self._attend_to_new(q, key[:count], value[:count], out, attn_metadata)
+            # Encoders: every row sees the whole sequence, which is in key and value.
+            given = dict(window=self.window(causal=False), sinks=self.sinks, out=out, **self.options)
+            attention(q, key[:count], value[:count], **attn_metadata.new_tokens(), **given)
         elif self.dcp_world_size > 1:
             context_parallel.forward(self, layer, q, key[:count], value[:count], kv_cache, attn_metadata, out)
         else:
@@ -153,24 +155,6 @@ class CutlassKernelsImpl(AttentionImpl[Metadata]):
         if self.sliding_window is None:
             return (-1, -1)
         return (self.sliding_window - 1, -1 if causal else self.sliding_window - 1)
-
-    def _attend_to_new(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, metadata: Metadata
-    ) -> None:
-        """Encoders: every row sees the whole sequence, which is in k and v."""
-        attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=metadata.query_start_loc,
-            cu_seqlens_k=metadata.query_start_loc,
-            max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_query_len,
-            window=self.window(causal=False),
-            sinks=self.sinks,
-            out=out,
-            **self.options,
-        )
 
     def _refuse(self, has_alibi: bool, has_window: bool, soft_cap: float | None) -> None:
         refused = None

@@ -33,6 +33,11 @@ class Metadata(AttentionMetadata):
     context_lens: torch.Tensor | None = None
     max_context_len: int = 0
 
+    def new_tokens(self) -> dict[str, Any]:
+        """As ``attention()`` takes them: rows over the keys of this step alone."""
+        starts, most = self.query_start_loc, self.max_query_len
+        return dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most)
+
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Copies what vLLM knows. A captured graph reads vLLM's own buffers, so that replays follow every batch."""
