@@ -4,13 +4,17 @@ Tensor cores add such products with about 14 bits and truncate, so that one long
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 import pytest
 import torch
+from compare import assert_bitwise
 from fused_problems import Mode, call
-from problems import Batch
+from pairs import every
+from planned_runs import attend, wrapped
+from problems import Batch, Options
 
 import cutlass_kernels as ck
 
@@ -22,22 +26,23 @@ DIMS, LENGTHS = [64, 128, 256], [1 << 10, 1 << 14, 1 << 17]
 ROWS = {"packed": 64, "tiles": 400}
 
 
-def tensors(rows: int, keys: int, dim: int, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensors(rows: int, keys: int, dim: int, heads: int = 4, kv_heads: int = 4) -> Batch:
+    """One request, whose values have a mean of 1."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(n, heads, dim, device=DEVICE) for n in (rows, keys, keys))
-    return q.to(E4M3), k.to(E4M3), (v + 1).to(E4M3)
+    q, k, v = (torch.randn(n, h, dim, device=DEVICE) for n, h in ((rows, heads), (keys, kv_heads), (keys, kv_heads)))
+    return Batch([rows], [keys], q.to(E4M3), k.to(E4M3), (v + 1).to(E4M3))
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int) -> tuple[torch.Tensor, ...]:
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, ...]:
     """Output and base-2 LSE in fp64, head by head."""
     rows, keys = len(q), len(k)
     last = torch.arange(keys - rows, keys, device=DEVICE)[:, None]
     key = torch.arange(keys, device=DEVICE)[None]
     hidden = torch.zeros(rows, keys, dtype=torch.bool, device=DEVICE)
-    if causal:
+    if options.causal:
         hidden |= key > last
-    if window >= 0:
-        hidden |= key < last - window
+    if options.window_left >= 0:
+        hidden |= key < last - options.window_left
     outs, lses = [], []
     for h in range(q.shape[1]):
         s = (q[:, h].double() @ k[:, h].double().T / math.sqrt(q.shape[2])).masked_fill(hidden, -math.inf)
@@ -64,8 +69,8 @@ def check(
 
 @functools.cache
 def problem(rows: int, keys: int, dim: int, causal: bool = False, window: int = -1):
-    q, k, v = tensors(rows, keys, dim)
-    return (q, k, v), exact(q, k, v, causal, window)
+    batch, options = tensors(rows, keys, dim), Options(causal=causal, window_left=window)
+    return batch, options, exact(batch.q, batch.k, batch.v, options)
 
 
 @pytest.fixture(autouse=True)
@@ -74,75 +79,62 @@ def free_memory():
     problem.cache_clear()
 
 
-def ragged(q, k, v, causal=False, window=-1, split=True, lse=True, backend="fa3"):
+def ragged(batch: Batch, options: Options | None = None, split=True, backend="fa3"):
     memory = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(memory, backend=backend)
-    offsets = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
-    types = dict(q_data_type=q.dtype, kv_data_type=E4M3, o_data_type=torch.float16)
-    options = dict(causal=causal, window_left=window, disable_split_kv=not split)
-    wrapper.plan(*offsets, q.shape[1], k.shape[1], q.shape[2], **types, **options)
-    return wrapper.run(q, k, v, return_lse=lse)
+    of = wrapped(backend, batch, workspace=memory)
+    return of.plan(options, o_data_type=torch.float16, disable_split_kv=not split)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("keys", LENGTHS)
+@every(split=[False, True], rows=ROWS, dim=DIMS, keys=LENGTHS)
 def test_of_all_keys(keys, dim, rows, split):
-    given, want = problem(ROWS[rows], keys, dim)
-    check(*ragged(*given, split=split), want)
+    batch, options, want = problem(rows, keys, dim)
+    check(*ragged(batch, options, split).run(return_lse=True), want)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("window", [-1, 70_000])
+@every(rows=ROWS, dim=DIMS, window=[-1, 70_000])
 def test_of_keys_in_a_mask(dim, rows, window):
-    given, want = problem(ROWS[rows], 1 << 17, dim, True, window)
-    check(*ragged(*given, causal=True, window=window), want)
+    batch, options, want = problem(rows, 1 << 17, dim, True, window)
+    check(*ragged(batch, options).run(return_lse=True), want)
 
 
-@pytest.mark.parametrize("growth", [0.0, 4.0], ids=["even", "growing"])  # of logits: P then has to be taken again
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("dim", DIMS)
+@every(growth={"even": 0.0, "growing": 4.0}, rows=ROWS, dim=DIMS)  # of logits: P then has to be taken again
 def test_outputs_do_not_depend_on_an_lse(dim, rows, growth):
-    q, k, v = tensors(ROWS[rows], 2000, dim)
-    k = (k.float() * (1 + growth * torch.rand(2000, 1, 1, device=DEVICE))).to(E4M3)
-    assert torch.equal(ragged(q, k, v, lse=False), ragged(q, k, v)[0])
+    batch = tensors(rows, 2000, dim)
+    batch.k = (batch.k.float() * (1 + growth * torch.rand(2000, 1, 1, device=DEVICE))).to(E4M3)
+    of = ragged(batch)
+    assert_bitwise(of.run(return_lse=False), of.run(return_lse=True)[0])
 
 
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("rows", [4, 64])  # few are for kernels that read e4m3
-@pytest.mark.parametrize("keys", LENGTHS)
+@every(backend=["fa2", "fa3"], dim=DIMS, rows=[4, 64], keys=LENGTHS)  # few rows are for kernels that read e4m3
 def test_caches_become_16_bits(keys, rows, dim, backend):
     """Keys and values of e4m3 below fp16 queries."""
-    (q, k, v), want = problem(rows, keys, dim)
-    check(*ragged(q.half(), k, v, backend=backend), want, most_bias=1e-3)
+    batch, options, want = problem(rows, keys, dim)
+    batch = dataclasses.replace(batch, q=batch.q.half())
+    check(*ragged(batch, options, backend=backend).run(return_lse=True), want, most_bias=1e-3)
 
 
-@pytest.mark.parametrize("keys", LENGTHS)
+@every(keys=LENGTHS)
 def test_latent_caches_become_16_bits(keys):
     torch.manual_seed(0)
     latent = torch.randn(keys, 1, 576, device=DEVICE).add(1).to(E4M3)
     queries = torch.randn(4, 4, 576, device=DEVICE).half()
     values = latent[..., :512]
-    want = exact(queries, latent.expand(-1, 4, -1), values.expand(-1, 4, -1), False, -1)
+    want = exact(queries, latent.expand(-1, 4, -1), values.expand(-1, 4, -1), Options())
     offsets = torch.tensor([0, keys], dtype=torch.int32, device=DEVICE)
     out, lse = ck.attention(queries, latent, values, cu_seqlens_k=offsets, backend="fa2", return_lse=True)
     check(out, lse, want, most_bias=1e-3)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@every(dim=DIMS)
 def test_of_pages_fused(dim):
-    (q, k, v), want = problem(400, 1 << 16, dim)
-    batch = Batch([len(q)], [len(k)], q, k, v)
-    out = call(batch, "Q_PAGED_KV_HND", Mode("padding"), out_dtype=torch.float16)
-    check(out, None, want)
+    batch, _, want = problem(400, 1 << 16, dim)
+    check(call(batch, "Q_PAGED_KV_HND", Mode("padding"), out_dtype=torch.float16), None, want)
 
 
 def test_of_keys_on_several_devices():
-    (q, k, v), want = problem(400, 1 << 16, 128)
-    parts = [ragged(q, k[i::2].contiguous(), v[i::2].contiguous()) for i in range(2)]
+    batch, _, want = problem(400, 1 << 16, 128)
+    k, v = (x.unflatten(0, (-1, 2)).transpose(0, 1).contiguous() for x in (batch.k, batch.v))
+    parts = [ragged(Batch([400], [1 << 15], batch.q, k[i], v[i])).run(return_lse=True) for i in range(2)]
     check(*ck.merge_state(*parts[0], *parts[1]), want)
 
 
@@ -157,8 +149,9 @@ def rounded(s: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> tupl
     return p @ v / total, p.float().to(E4M3).double() @ v / total
 
 
-def compare(out: torch.Tensor, q, k, v, scales, sm_scale: float, sinks: torch.Tensor | None = None) -> None:
-    group = q.size(1) // k.size(1)
+def compare(out: torch.Tensor, batch: Batch, scales, sinks: torch.Tensor | None = None) -> None:
+    q, k, v = batch.q, batch.k, batch.v
+    group, sm_scale = q.size(1) // k.size(1), q.size(2) ** -0.5
     wants, bases = [], []
     for h in range(q.size(1)):
         q_scale, k_scale, v_scale = (float(x[h if len(x) == q.size(1) else h // group]) for x in scales)
@@ -173,28 +166,15 @@ def compare(out: torch.Tensor, q, k, v, scales, sm_scale: float, sinks: torch.Te
 
 def test_scales_of_heads_and_sinks():
     """Once 1.6 times the error of P rounded to e4m3: sums of 14 bits."""
-    torch.manual_seed(0)
-    rows, keys, heads, kv_heads, dim = 511, 4144, 24, 8, 64
-    q, k = (torch.randn(n, h, dim, device=DEVICE).to(E4M3) for n, h in ((rows, heads), (keys, kv_heads)))
-    v = (torch.randn(keys, kv_heads, dim, device=DEVICE) + 1).to(E4M3)
-    scales = [torch.rand(h, device=DEVICE) + 0.5 for h in (heads, kv_heads, kv_heads)]
-    sinks = torch.randn(heads, device=DEVICE)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
-        torch.zeros(128 << 20, dtype=torch.uint8, device=DEVICE), backend="fa3"
-    )
-    offsets = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, keys))
-    types = dict(q_data_type=E4M3, kv_data_type=E4M3, o_data_type=torch.float16)
-    wrapper.plan(*offsets, heads, kv_heads, dim, **types)
-    out = wrapper.run(q, k, v, **dict(zip(("q_scale", "k_scale", "v_scale"), scales)), sinks=sinks)
-    compare(out, q, k, v, scales, dim**-0.5, sinks)
+    batch = tensors(511, 4144, 64, 24, 8)
+    scales = [torch.rand(h, device=DEVICE) + 0.5 for h in (24, 8, 8)]
+    options = Options(sinks=torch.randn(24, device=DEVICE))
+    run = dict(zip(("q_scale", "k_scale", "v_scale"), scales))
+    out, _ = attend("fa3", batch, options, run=run, o_data_type=torch.float16)
+    compare(out, batch, scales, options.sinks)
 
 
 def test_scales_of_the_fused_prefill():
-    torch.manual_seed(0)
-    rows, keys, heads, kv_heads, dim = 292, 3475, 20, 4, 256
-    q, k = (torch.randn(n, h, dim, device=DEVICE).to(E4M3) for n, h in ((rows, heads), (keys, kv_heads)))
-    v = (torch.randn(keys, kv_heads, dim, device=DEVICE) + 1).to(E4M3)
-    batch = Batch([rows], [keys], q, k, v)
+    batch = tensors(292, 3475, 256, 20, 4)
     out = call(batch, "Q_PAGED_KV_HND", Mode("padding", bmm2=2.5), out_dtype=torch.float16)
-    ones = torch.ones(1)
-    compare(out, q, k, v, (ones.expand(heads), ones.expand(kv_heads), ones.expand(kv_heads) * 2.5), dim**-0.5)
+    compare(out, batch, [torch.ones(20), torch.ones(4), torch.full((4,), 2.5)])
