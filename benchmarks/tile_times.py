@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> None:
         _C.prefer_tile("")
         facts = _C.candidates(
             args.backend, args.dtype, args.dtype, p["heads"], p["kv_heads"], dim, dim_vo, n, n * p["rows"],
-            n * p["keys"], p["causal"], args.page_size, 90, MULTIPROCESSORS, args.alibi, has_offsets=True,
+            n * p["keys"], p["causal"], args.page_size, 90, MULTIPROCESSORS, args.alibi, True,
         )  # fmt: skip
         # Of a tile with and without a list, the one that is estimated to be faster is what runs.
         best = {f["name"]: f for f in sorted(facts, key=lambda f: -f["us"])}

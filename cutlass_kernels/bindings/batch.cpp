@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,17 +21,9 @@ namespace cutlass_kernels {
 namespace {
 
 void read_mask(const Fields& mask, AttentionParams* params) {
-  // More keys than there can be is no limit.
-  constexpr std::int64_t kAll = std::numeric_limits<std::int32_t>::max();
   params->causal = mask.as<bool>("causal");
-  params->window_left = std::int32_t(std::min(mask.as<std::int64_t>("window_left"), kAll));
-  params->chunk_size = std::int32_t(std::min(mask.as<std::int64_t>("chunk_size"), kAll));
-}
-
-/// Makes a problem one that needs general tiles, whichever way its runs will: never read.
-void make_general(AttentionParams* params) {
-  static const float factor = 1.0f;
-  params->logits_scale.data = &factor;
+  params->window_left = limited(mask.as<std::int64_t>("window_left"));
+  params->chunk_size = limited(mask.as<std::int64_t>("chunk_size"));
 }
 
 /// Sizes and index vectors, from a Request and Offsets.
@@ -68,22 +59,25 @@ AttentionParams planned_params(const Fields& request, const Fields& offsets, std
   return params;
 }
 
-}  // namespace
-
 // The plan of a batch, with the bytes of its schedule and of its scratch. The schedule is written if it fits into the
 // workspace, and the scratch into `room`; else the caller says what is missing, or has asked for the sizes only. The
 // mask, as far as it is known, decides the size of tiles; runs may have another. `uploads` of vectors on the host and
 // `copies` of others are made before the schedule, which is made from what they write, and after all checks: a plan
 // that cannot be made changes nothing.
-py::tuple plan_batch(const std::string& backend, py::object request, py::object offsets_object, std::int64_t total_q,
-                     Address workspace, std::size_t workspace_bytes, std::size_t room, const Copies& uploads,
-                     const Copies& copies, Address stream) {
-  const Fields offsets(std::move(offsets_object));
+py::object plan_batch(PyObject* const* given, Py_ssize_t count) {
   auto plan = std::make_unique<BatchPlan>();
-  plan->backend = backend_of(backend);
+  py::object request, offsets_object;
+  py::sequence uploads, copies;
+  std::int64_t total_q = 0;
+  std::size_t workspace_bytes = 0, room = 0;
+  cudaStream_t stream = nullptr;
+  Positional(given, count)
+      .read(plan->backend, request, offsets_object, total_q, plan->schedule, workspace_bytes, room, uploads, copies)
+      .read(stream)
+      .end();
+  const Fields offsets(std::move(offsets_object));
   plan->params = planned_params(Fields(std::move(request)), offsets, total_q);
   plan->general = offsets.as<bool>("general");
-  plan->schedule = pointer<void>(workspace);
   AttentionParams& params = plan->params;
   AttentionParams planned = params;
   if (plan->general) make_general(&planned);
@@ -102,20 +96,17 @@ py::tuple plan_batch(const std::string& backend, py::object request, py::object 
     if (layout.schedule_bytes > 0) {
       raise_unless_ok(check_aligned("The workspace", plan->schedule));
     }
-    const VectorCopies on_host = vector_copies(uploads), on_device = vector_copies(copies);
+    const VectorCopies on_host = copies_of(uploads), on_device = copies_of(copies);
     enqueue([&] {
-      auto* cuda_stream = pointer<CUstream_st>(stream);
-      Status status = copy_vectors(on_device, cuda_stream);
+      Status status = copy_vectors(on_device, stream);
       if (!status.ok()) return status;
-      return write_schedule(plan->state, planned, plan->schedule, cuda_stream, on_host);
+      return write_schedule(plan->state, planned, plan->schedule, stream, on_host);
     });
   }
   params.qo_indptr_host = nullptr;  // the caller's, only until here
   const std::size_t schedule_bytes = layout.schedule_bytes, scratch_bytes = layout.scratch_bytes;
   return py::make_tuple(std::move(plan), schedule_bytes, scratch_bytes);
 }
-
-namespace {
 
 // --- a problem ---
 
@@ -191,22 +182,22 @@ void read_keys(const Fields& kv, bool paged, AttentionParams* params) {
   }
 }
 
-}  // namespace
-
 // Computes a Problem that Python has checked, on the current stream of its device. A batch brings its plan, and its
 // scratch.
-void attend(py::object object, const std::string& backend, const BatchPlan* plan, py::object scratch) {
+py::object attend(PyObject* const* given, Py_ssize_t count) {
   const Torch& torch = Torch::get();
+  py::object object, plan_object = py::none(), scratch = py::none();
+  Backend backend{};
+  Positional(given, count).read(object, backend).maybe(plan_object, scratch).end();
   const Fields problem(std::move(object));
   const int device = problem.tensor("q").device.device_id;
-  if (plan == nullptr) {
-    AttentionParams params;
-    read_problem(problem, &params);
-    raise_unless_ok(launch_once(torch, params, backend_of(backend), device));
-    return;
-  }
-  AttentionParams params = plan->params;
+  const auto* plan = plan_object.cast<const BatchPlan*>();
+  AttentionParams params = plan == nullptr ? AttentionParams() : plan->params;
   read_problem(problem, &params);
+  if (plan == nullptr) {
+    raise_unless_ok(launch_once(torch, params, backend, device));
+    return py::none();
+  }
   Tensor memory;
   if (!scratch.is_none() && !torch.read(scratch.ptr(), &memory)) {
     throw py::type_error("The scratch of a plan must be a tensor.");
@@ -214,7 +205,10 @@ void attend(py::object object, const std::string& backend, const BatchPlan* plan
   auto bytes = std::size_t(memory.data == 0 ? 0 : memory.item_bytes());
   for (int d = 0; d < memory.ndim; ++d) bytes *= std::size_t(memory.shape[std::size_t(d)]);
   raise_unless_ok(run_batch(*plan, params, device, torch.stream(device), memory.data, bytes));
+  return py::none();
 }
+
+}  // namespace
 
 void read_problem(const Fields& problem, AttentionParams* params) {
   const Tensor q = problem.tensor("q");
@@ -250,6 +244,19 @@ Status run_batch(const BatchPlan& plan, const AttentionParams& params, int devic
   const Memory memory{plan.schedule, pointer<void>(scratch), nullptr};
   const auto work = [&] { return run(plan.state, params, memory, pointer<CUstream_st>(stream)); };
   return scratch == 0 ? without_gil(work) : without_gil_in_turn(stream, work);
+}
+
+void add_batch(const py::object& module) {
+  py::class_<BatchPlan>(module, "BatchPlan");
+  py::class_<SharedSchedule>(module, "SharedSchedule", "A schedule that calls of attention share.")
+      .def(py::init<bool>(), py::arg("strict"))
+      .def("renew", &SharedSchedule::renew);
+  static PyMethodDef functions[] = {
+      function<plan_batch>("plan_batch",
+                           "A plan, and the bytes that its tile list and its scratch take. From: backend, Request, "
+                           "Offsets, rows of q, workspace and its bytes, room for scratch, uploads, copies, stream."),
+      function<attend>("attend", "Computes a Problem: with a backend, and for a batch with its plan and scratch.")};
+  add_functions(module, functions);
 }
 
 }  // namespace cutlass_kernels

@@ -20,6 +20,12 @@ struct BatchPlan {
   bool general = false;
 };
 
+/// Makes a problem one that needs general tiles, whichever way its runs will: never read.
+inline void make_general(AttentionParams* params) {
+  static const float factor = 1.0f;
+  params->logits_scale.data = &factor;
+}
+
 /// Enqueues a run on a device's current stream. The scratch may be shared by plans: no kernel of another call comes
 /// between those of this one.
 Status run_batch(const BatchPlan& plan, const AttentionParams& params, int device, Address stream, Address scratch,

@@ -18,10 +18,6 @@ namespace {
 
 constexpr std::int64_t kOrdinary = std::int64_t(1) << 30;  // request_facts.ORDINARY
 
-bool is_ordinary(std::int64_t stride, int item_bytes) {
-  return stride > 0 && stride <= kOrdinary && stride * item_bytes % 16 == 0;
-}
-
 }  // namespace
 
 std::int32_t limited(std::int64_t value) {
@@ -32,12 +28,13 @@ std::int32_t limited(std::int64_t value) {
 // --- Python's numbers ---
 
 bool read_flag(PyObject* object, bool* flag) {
+  if (object == nullptr) return true;
   *flag = object == Py_True;
   return object == Py_True || object == Py_False;
 }
 
 bool read_number(PyObject* object, double* number) {
-  if (object == Py_None) return true;
+  if (object == nullptr || object == Py_None) return true;
   if (PyFloat_CheckExact(object)) {
     *number = PyFloat_AS_DOUBLE(object);
   } else if (PyLong_CheckExact(object)) {
@@ -53,7 +50,7 @@ bool read_number(PyObject* object, double* number) {
 }
 
 bool read_integer(PyObject* object, std::int64_t* number) {
-  if (object == Py_None) return true;
+  if (object == nullptr || object == Py_None) return true;
   if (!PyLong_CheckExact(object)) return false;
   int overflow = 0;
   *number = PyLong_AsLongLongAndOverflow(object, &overflow);
@@ -79,103 +76,26 @@ bool read_backend(PyObject* object, Backend* backend) {
   return false;
 }
 
-bool DirectOptions::read(PyObject* window, PyObject* cap, PyObject* scale) {
-  if (!read_integer(window, &window_left) || !read_number(cap, &soft_cap) || !read_number(scale, &sm_scale)) {
-    return false;
-  }
-  if (window_left < 0) window_left = -1;
-  if (soft_cap < 0.0) soft_cap = 0.0;
-  return true;
-}
-
-void DirectOptions::fill(AttentionParams* params) const {
-  params->causal = causal;
-  params->window_left = limited(window_left);
-  params->logits_soft_cap = float(soft_cap);
-  params->sm_scale = float(sm_scale);
-}
-
 // --- tensors ---
 
-bool read_matrix_at(const Tensor& tensor, int first, bool hnd, Matrix* matrix) {
+bool is_ordinary(std::int64_t stride, int item_bytes) {
+  return stride > 0 && stride <= kOrdinary && stride * item_bytes % 16 == 0;
+}
+
+bool is_readable(const Tensor& tensor) {
+  return tensor.strides[std::size_t(tensor.ndim - 1)] == 1 && tensor.data % 16 == 0;
+}
+
+bool read_matrix(const Tensor& tensor, int first, bool hnd, Matrix* matrix) {
   const auto token = std::size_t(first + hnd), head = std::size_t(first + !hnd);
-  const auto last = std::size_t(first + 2);
   matrix->data = tensor.data;
   matrix->tokens = tensor.shape[token];
   matrix->heads = tensor.shape[head];
-  matrix->dim = tensor.shape[last];
+  matrix->dim = tensor.shape[std::size_t(first + 2)];
   matrix->stride_token = tensor.strides[token];
   matrix->stride_head = tensor.strides[head];
-  return matrix->tokens <= kOrdinary && tensor.strides[last] == 1 && tensor.data % 16 == 0 &&
-         is_ordinary(matrix->stride_token, tensor.item_bytes()) &&
+  return matrix->tokens <= kOrdinary && is_readable(tensor) && is_ordinary(matrix->stride_token, tensor.item_bytes()) &&
          is_ordinary(matrix->stride_head, tensor.item_bytes());
-}
-
-bool read_matrix(const Tensor& tensor, bool hnd, Matrix* matrix) {
-  return tensor.ndim == 3 && read_matrix_at(tensor, 0, hnd, matrix);
-}
-
-namespace {
-
-/// [pages, page_size, heads, dim] of keys or of values, from [pages, (2,) (tokens,) heads, dim]. `first` is the first
-/// dimension inside a page. Pages of one token may lack the dimension of tokens.
-bool read_pages(const Tensor& tensor, int first, bool hnd, std::int64_t* pages, std::int64_t* stride_page,
-                Matrix* matrix) {
-  *pages = tensor.shape[0];
-  *stride_page = tensor.strides[0];
-  if (!is_ordinary(*stride_page, tensor.item_bytes()) || *pages > kOrdinary) return false;
-  if (tensor.ndim == first + 3) return read_matrix_at(tensor, first, hnd, matrix);
-  if (tensor.ndim != first + 2) return false;
-  const auto head = std::size_t(first), last = std::size_t(first + 1);
-  *matrix = {tensor.data, 1, tensor.shape[head], tensor.shape[last], *stride_page, tensor.strides[head]};
-  return tensor.strides[last] == 1 && tensor.data % 16 == 0 && is_ordinary(matrix->stride_head, tensor.item_bytes());
-}
-
-/// Both caches; `first` is the first dimension inside a page.
-bool read_caches(const Tensor& k, const Tensor& v, int first, bool hnd, PagedCache* cache) {
-  Matrix keys, values;
-  std::int64_t v_pages = 0;
-  DType v_dtype{};
-  if (!read_pages(k, first, hnd, &cache->pages, &cache->k_stride_page, &keys) ||
-      !read_pages(v, first, hnd, &v_pages, &cache->v_stride_page, &values)) {
-    return false;
-  }
-  if (!dtype_of(k, &cache->dtype) || !dtype_of(v, &v_dtype) || cache->dtype != v_dtype) {
-    return false;
-  }
-  if (k.device.device_type != kDLCUDA || !v.is_on_gpu(k.device.device_id)) return false;
-  if (cache->pages != v_pages || keys.tokens != values.tokens || keys.heads != values.heads) {
-    return false;
-  }
-  cache->page_size = keys.tokens;
-  cache->heads = keys.heads;
-  cache->dim_qk = keys.dim;
-  cache->dim_vo = values.dim;
-  cache->k = keys.view();
-  cache->v = values.view();
-  cache->device = k.device.device_id;
-  return true;
-}
-
-}  // namespace
-
-bool read_paged_cache(const Tensor& k, const Tensor& v, bool hnd, PagedCache* cache) {
-  return k.ndim == v.ndim && read_caches(k, v, 1, hnd, cache);
-}
-
-bool read_paged_cache(const Torch& torch, PyObject* object, bool hnd, PagedCache* cache) {
-  Tensor k, v;
-  if (PyTuple_CheckExact(object)) {
-    if (PyTuple_GET_SIZE(object) != 2 || !torch.read(PyTuple_GET_ITEM(object, 0), &k) ||
-        !torch.read(PyTuple_GET_ITEM(object, 1), &v)) {
-      return false;
-    }
-    return read_paged_cache(k, v, hnd, cache);
-  }
-  if (!torch.read(object, &k) || k.ndim < 4 || k.shape[1] != 2) return false;
-  v = k;
-  v.data += Address(k.strides[1] * k.item_bytes());
-  return read_caches(k, v, 2, hnd, cache);
 }
 
 bool read_lengths(const Torch& torch, PyObject* object, std::int64_t count, int device, const std::int32_t** lengths) {
@@ -207,82 +127,16 @@ bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTa
   return true;
 }
 
-bool read_sinks(const Torch& torch, PyObject* object, std::int64_t heads, int device, const float** sinks) {
-  *sinks = nullptr;
+bool read_heads(const Torch& torch, PyObject* object, std::int64_t heads, int device, const float** numbers) {
+  if (object == nullptr) return true;
+  *numbers = nullptr;
   if (object == Py_None) return true;
   Tensor tensor;
   if (!torch.read(object, &tensor) || tensor.ndim != 1 || tensor.shape[0] != heads || tensor.strides[0] != 1 ||
       !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(device)) {
     return false;
   }
-  *sinks = pointer<const float>(tensor.data);
-  return true;
-}
-
-// --- results ---
-
-bool prepare_results(const Torch& torch, const ResultShape& shape, PyObject* out, PyObject* lse, PyObject* return_lse,
-                     PyObject* like, Results* results, AttentionParams* params) {
-  Tensor tensor;
-  const bool squeezed = shape.squeezed;
-  if (!read_flag(return_lse, &results->return_lse)) return false;
-  // What the caller gave is read before anything is allocated.
-  if (lse != Py_None) {
-    const auto head = std::size_t(!squeezed);
-    if (!torch.read(lse, &tensor) || tensor.ndim != 2 - squeezed || tensor.shape[head] != shape.heads ||
-        (!squeezed && tensor.shape[0] != shape.rows) || !has_dtype(tensor, DType::kFloat32) ||
-        !tensor.is_on_gpu(shape.device)) {
-      return false;
-    }
-    params->lse = pointer<float>(tensor.data);
-    params->lse_stride_head = tensor.strides[head];
-    params->lse_stride_token = squeezed ? shape.heads : tensor.strides[0];
-    if (params->lse_stride_head <= 0 || params->lse_stride_token <= 0) return false;
-  } else if (results->return_lse && shape.zero) {
-    return false;  // rows that no kernel writes are -inf
-  }
-  if (out != Py_None) {
-    if (!torch.read(out, &tensor) || tensor.ndim != 3 - squeezed || !has_dtype(tensor, shape.dtype) ||
-        !tensor.is_on_gpu(shape.device)) {
-      return false;
-    }
-    results->out = py::reinterpret_borrow<py::object>(out);
-  } else {
-    if (shape.zero) {
-      results->out = torch.zeros({shape.rows, shape.heads, shape.dim}, shape.dtype, shape.device);
-    } else if (like != nullptr) {
-      results->out = torch.empty_like(like);
-    } else if (squeezed) {
-      results->out = torch.empty({shape.heads, shape.dim}, shape.dtype, shape.device);
-    } else {
-      results->out = torch.empty({shape.rows, shape.heads, shape.dim}, shape.dtype, shape.device);
-    }
-    if (!torch.read(results->out.ptr(), &tensor)) return false;
-  }
-  if (squeezed) {
-    if (tensor.shape[0] != shape.heads || tensor.shape[1] != shape.dim || tensor.strides[1] != 1 ||
-        tensor.data % 16 != 0 || !is_ordinary(tensor.strides[0], tensor.item_bytes())) {
-      return false;
-    }
-    params->o = {pointer<void>(tensor.data), shape.heads * tensor.strides[0], tensor.strides[0]};
-  } else {
-    Matrix matrix;
-    if (!read_matrix(tensor, /*hnd=*/false, &matrix) || matrix.tokens != shape.rows || matrix.heads != shape.heads ||
-        matrix.dim != shape.dim) {
-      return false;
-    }
-    params->o = {pointer<void>(matrix.data), matrix.stride_token, matrix.stride_head};
-  }
-  if (lse != Py_None) {
-    results->lse = py::reinterpret_borrow<py::object>(lse);
-  } else if (results->return_lse) {
-    results->lse = squeezed ? torch.empty({shape.heads}, DType::kFloat32, shape.device)
-                            : torch.empty({shape.rows, shape.heads}, DType::kFloat32, shape.device);
-    if (!torch.read(results->lse.ptr(), &tensor)) return false;
-    params->lse = pointer<float>(tensor.data);
-    params->lse_stride_token = shape.heads;
-    params->lse_stride_head = 1;
-  }
+  *numbers = pointer<const float>(tensor.data);
   return true;
 }
 
@@ -338,7 +192,7 @@ SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int dev
   place->plan = plan;
   if (plan.schedule_bytes() > place->bytes) {
     const auto words = std::int64_t(plan.schedule_bytes() / sizeof(std::int32_t));
-    place->memory = schedule.is_strict || capture != 0 ? torch.empty({words}, DType::kFloat32, device)
+    place->memory = schedule.is_strict || capture != 0 ? torch.empty({words}, 1, DType::kFloat32, device)
                                                        : torch.kept_words(words, device);
     place->bytes = plan.schedule_bytes();
     place->is_written = false;

@@ -20,14 +20,15 @@ namespace cutlass_kernels {
 /// to all memory that `work` reads.
 template <class Work>
 Status without_gil(Work work) {
-  pybind11::gil_scoped_release released;
+  py::gil_scoped_release released;
   return work();
 }
 
-/// The same, and raises the Status.
+/// The same, and raises the Status; what a function returns that returns nothing.
 template <class Work>
-void enqueue(Work work) {
+py::object enqueue(Work work) {
   raise_unless_ok(without_gil(std::move(work)));
+  return py::none();
 }
 
 /// The lock of a stream of the current device. Call this with the GIL, which guards the table.

@@ -76,7 +76,8 @@ bool are_offsets(const Vector& qo, const Vector& kv) {
 // (batch_size, qo_indptr[-1], kv_indptr[-1], most keys of a request, what pack() returns), from qo_indptr and
 // kv_indptr. None where a vector is not one of int32 on the host, or the offsets are not what
 // they should be: why not is for Python to say.
-py::object read_offsets(PyObject* const* given) {
+py::object read_offsets(PyObject* const* given, Py_ssize_t count) {
+  expect(count == 2);
   const Torch& torch = Torch::get();
   Vector qo, kv;
   if (!read_vector(torch, given[0], nullptr, &qo) || !read_vector(torch, given[1], nullptr, &kv) ||
@@ -94,7 +95,8 @@ py::object read_offsets(PyObject* const* given) {
 // beyond kv_indptr[-1], and a tensor on the plan's device. The page numbers may be there, too. The result has one more
 // than the highest page number, and how many of them are packed (-1: they are on the device) and given, before what
 // pack() returns.
-py::object read_pages(PyObject* const* given) {
+py::object read_pages(PyObject* const* given, Py_ssize_t count) {
+  expect(count == 7);
   const Torch& torch = Torch::get();
   Vector qo, kv, last, indices;
   Tensor like;
@@ -132,6 +134,7 @@ py::object read_pages(PyObject* const* given) {
 
 // The sizes of int32 vectors that are on the same GPU as the first tensor; None where one is not, or is no such vector.
 py::object sizes_on_device(PyObject* const* given, Py_ssize_t count) {
+  expect(count >= 1);
   const Torch& torch = Torch::get();
   Tensor like;
   bool on_gpu = false;
@@ -145,39 +148,34 @@ py::object sizes_on_device(PyObject* const* given, Py_ssize_t count) {
   return sizes;
 }
 
-template <py::object (*kRead)(PyObject* const*), int kCount>
-PyObject* read_exactly(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] {
-    if (count != kCount) throw py::type_error("Wrong number of arguments.");
-    return kRead(given);
-  });
+// Whether int32 offsets (address, count) never decrease, from a first that is not negative.
+py::object ascend_at(PyObject* const* given, Py_ssize_t count) {
+  Vector x;
+  Positional(given, count).read(x.data, x.count).end();
+  return py::bool_(ascend(x));
 }
 
-PyObject* read_sizes(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] {
-    if (count < 1) throw py::type_error("Wrong number of arguments.");
-    return sizes_on_device(given, count);
+py::object copy_index_vectors(PyObject* const* given, Py_ssize_t count) {
+  py::sequence from_host, from_device;
+  cudaStream_t stream = nullptr;
+  Positional(given, count).read(from_host, from_device, stream).end();
+  const VectorCopies on_host = copies_of(from_host), on_device = copies_of(from_device);
+  return enqueue([&] {
+    Status status = copy_vectors(on_device, stream);
+    return status.ok() ? upload(on_host, stream) : status;
   });
 }
 
 }  // namespace
 
-bool ascends(Address offsets, std::int64_t count) { return ascend({pointer<const std::int32_t>(offsets), count}); }
-
-void copy_index_vectors(const Copies& uploads, const Copies& copies, Address stream) {
-  const VectorCopies on_host = vector_copies(uploads), on_device = vector_copies(copies);
-  enqueue([&] {
-    auto* cuda_stream = pointer<CUstream_st>(stream);
-    Status status = copy_vectors(on_device, cuda_stream);
-    return status.ok() ? upload(on_host, cuda_stream) : status;
-  });
-}
-
 void add_indices(const py::object& module) {
-  static PyMethodDef offsets_def = fast("read_offsets", &read_exactly<read_offsets, 2>);
-  static PyMethodDef pages_def = fast("read_pages", &read_exactly<read_pages, 7>);
-  static PyMethodDef sizes_def = fast("sizes_on_device", &read_sizes);
-  for (PyMethodDef* def : {&offsets_def, &pages_def, &sizes_def}) add_function(module, def);
+  static PyMethodDef functions[] = {
+      function<read_offsets>("read_offsets"), function<read_pages>("read_pages"),
+      function<sizes_on_device>("sizes_on_device"), function<ascend_at>("ascend"),
+      function<copy_index_vectors>(
+          "copy_vectors",
+          "Copies int32 vectors to the device, (to, from, elements) each: from the host, from the device; stream.")};
+  add_functions(module, functions);
 }
 
 }  // namespace cutlass_kernels

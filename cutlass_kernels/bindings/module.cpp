@@ -3,18 +3,16 @@
 // and strides in elements, and acts on the calling thread's current CUDA device. What enqueues work releases the GIL
 // meanwhile (enqueue.h).
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "arguments.h"
-#include "bind.h"
+#include "batch_plan.h"
 #include "cutlass_kernels/attention.h"
 #include "device.h"
 #include "functions.h"
@@ -27,6 +25,7 @@
 
 namespace py = pybind11;
 using namespace cutlass_kernels;
+using namespace pybind11::literals;
 
 namespace cutlass_kernels {
 // Of the sources when the build was configured: commit.cpp.in.
@@ -35,7 +34,13 @@ extern const char* const kCommit;
 
 namespace {
 
-std::vector<std::string> feature_names(std::uint32_t bits) {
+py::list list_of(const std::vector<std::string>& texts) {
+  py::list list;
+  for (const std::string& text : texts) list.append(text);
+  return list;
+}
+
+py::list feature_names(std::uint32_t bits) {
   static const std::pair<Feature, const char*> kNames[] = {{kFeatureIntervalMask, "interval_mask"},
                                                            {kFeatureSoftCap, "soft_cap"},
                                                            {kFeatureSinks, "sinks"},
@@ -46,52 +51,23 @@ std::vector<std::string> feature_names(std::uint32_t bits) {
                                                            {kFeatureDeviceScales, "device_scales"},
                                                            {kFeatureStats, "stats"},
                                                            {kFeatureGeneralMask, "general_mask"}};
-  std::vector<std::string> names;
+  py::list names;
   for (const auto& [bit, name] : kNames) {
-    if (bits & bit) names.push_back(name);
+    if (bits & bit) names.append(name);
   }
   return names;
 }
 
-py::list kernels() {
+py::object kernels(PyObject* const*, Py_ssize_t) {
   py::list rows;
   for (const KernelInfo& info : list_kernels()) {
-    py::dict row;
-    row["name"] = info.name;
-    row["backend"] = to_string(info.backend);
-    row["q_dtype"] = to_string(info.q_dtype);
-    row["kv_dtype"] = to_string(info.kv_dtype);
-    row["head_dim_qk"] = info.head_dim_qk;
-    row["head_dim_vo"] = info.head_dim_vo;
-    row["features"] = feature_names(info.features);
-    row["min_compute_capability"] = info.min_compute_capability;
-    row["max_compute_capability"] = info.max_compute_capability;
-    rows.append(row);
+    rows.append(py::dict(
+        "name"_a = info.name, "backend"_a = to_string(info.backend), "q_dtype"_a = to_string(info.q_dtype),
+        "kv_dtype"_a = to_string(info.kv_dtype), "head_dim_qk"_a = info.head_dim_qk, "head_dim_vo"_a = info.head_dim_vo,
+        "features"_a = feature_names(info.features), "min_compute_capability"_a = info.min_compute_capability,
+        "max_compute_capability"_a = info.max_compute_capability));
   }
-  return rows;
-}
-
-AttentionParams sizes(const std::string& q_dtype, const std::string& kv_dtype, const std::string& o_dtype,
-                      int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo, int batch_size,
-                      std::int64_t total_q) {
-  AttentionParams params;
-  params.q_dtype = dtype_of(q_dtype);
-  params.kv_dtype = dtype_of(kv_dtype);
-  params.o_dtype = dtype_of(o_dtype);
-  params.num_qo_heads = num_qo_heads;
-  params.num_kv_heads = num_kv_heads;
-  params.head_dim_qk = head_dim_qk;
-  params.head_dim_vo = head_dim_vo;
-  params.batch_size = batch_size;
-  params.total_q = total_q;
-  params.total_kv = 0;
-  return params;
-}
-
-/// Makes a problem one that needs general tiles, whichever way its runs will: never read.
-void set_general(AttentionParams& params, bool general) {
-  static const float factor = 1.0f;
-  params.logits_scale.data = general ? &factor : nullptr;
+  return std::move(rows);
 }
 
 /// A GPU of this compute capability, with the shared memory that those have.
@@ -104,11 +80,13 @@ Device like_device(int compute_capability, int multiprocessors) {
   return device;
 }
 
-/// A tensor's name and its strides of a token and of a head, in elements.
-using Strides = std::tuple<std::string, std::int64_t, std::int64_t>;
-
-void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
-  for (const auto& [name, token, head] : strides) {
+void set_strides(AttentionParams& params, const py::sequence& all) {
+  for (const py::handle of_tensor : all) {
+    std::string name;
+    std::int64_t token = 0, head = 0;
+    Positional(PySequence_Fast_ITEMS(of_tensor.ptr()), PySequence_Fast_GET_SIZE(of_tensor.ptr()))
+        .read(name, token, head)
+        .end();
     if (name == "o") {
       params.o.stride_token = token;
       params.o.stride_head = head;
@@ -121,14 +99,109 @@ void set_strides(AttentionParams& params, const std::vector<Strides>& strides) {
   }
 }
 
+// Never read: only whether there are such tensors matters.
+float a_number = 0.0f;
+const std::uint32_t a_word = 0;
+const std::int32_t an_index = 0;
+
+py::object reasons_of(PyObject* const* given, Py_ssize_t count) {
+  AttentionParams p;
+  Backend backend{};
+  bool soft_cap = false, sinks = false, paged = false, bit_mask = false, alibi = false, scales = false, stats = false;
+  int compute_capability = 0;
+  py::sequence strides = py::tuple();
+  p.total_q = p.total_kv = 0;
+  Positional(given, count)
+      .read(backend, p.q_dtype, p.kv_dtype, p.o_dtype, p.num_qo_heads, p.num_kv_heads, p.head_dim_qk, p.head_dim_vo)
+      .read(soft_cap, sinks, paged, bit_mask, alibi, scales, stats, compute_capability)
+      .maybe(p.total_q, p.total_kv, strides)
+      .end();
+  p.pages.page_size = paged ? 8 : 0;  // of fp8, other pages are the caller's to copy
+  set_strides(p, strides);
+  p.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
+  p.sinks = sinks ? &a_number : nullptr;
+  p.mask.words = bit_mask ? &a_word : nullptr;
+  p.alibi.slopes = alibi ? &a_number : nullptr;
+  p.logits_scale.data = scales ? &a_number : nullptr;
+  p.stats = stats ? &a_number : nullptr;
+  return list_of(not_supported_reasons(backend, p, compute_capability));
+}
+
+py::object is_decode_of(PyObject* const* given, Py_ssize_t count) {
+  AttentionParams p;
+  p.num_kv_heads = 1;
+  Positional(given, count)
+      .read(p.total_q, p.batch_size, p.num_qo_heads, p.head_dim_qk, p.head_dim_vo, p.disable_split_kv)
+      .end();
+  return py::bool_(is_decode(p));
+}
+
+py::object candidates_of(PyObject* const* given, Py_ssize_t count) {
+  AttentionParams p;
+  Backend backend{};
+  int compute_capability = 0, multiprocessors = 0;
+  bool general = false, has_offsets = false, soft_cap = false, stats = false;
+  Positional(given, count)
+      .read(backend, p.q_dtype, p.kv_dtype, p.num_qo_heads, p.num_kv_heads, p.head_dim_qk, p.head_dim_vo)
+      .read(p.batch_size, p.total_q, p.total_kv, p.causal, p.pages.page_size, compute_capability, multiprocessors)
+      .maybe(general, has_offsets, soft_cap, stats)
+      .end();
+  p.o_dtype = p.q_dtype;
+  if (p.batch_size > 1 || has_offsets) p.qo_indptr = p.kv_indptr = &an_index;
+  p.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
+  p.stats = stats ? &a_number : nullptr;
+  if (general) make_general(&p);
+  std::string text = contradiction(p, /*with_tensors=*/false);
+  if (!text.empty()) throw py::value_error(text);
+  const auto of_request = [&](std::int64_t all) {
+    return std::int32_t(
+        std::min<std::int64_t>((all + p.batch_size - 1) / p.batch_size, std::numeric_limits<std::int32_t>::max()));
+  };
+  p.max_qo_len = of_request(p.total_q);
+  p.max_kv_len = of_request(p.total_kv);
+  std::vector<std::string> reasons;
+  const KernelEntry* entry = choose(backend, p, compute_capability, &reasons);
+  for (const std::string& reason : reasons) text += reason + " ";
+  if (entry == nullptr) throw std::runtime_error(text);
+  std::vector<Choice> all;
+  const Choice best =
+      fastest(*entry, p, like_device(compute_capability, multiprocessors), /*schedule_is_kept=*/false, &all);
+  py::list found;
+  for (const Choice& choice : all) {
+    const TileShape& tile = choice.candidate.shape;
+    const bool is_best = choice.candidate.name == best.candidate.name && choice.source == best.source;
+    const bool is_alone = choice.candidate.time.per_key <= 0;
+    found.append(py::dict(
+        "name"_a = choice.candidate.name, "rows"_a = tile.rows, "packed_heads"_a = tile.packed_heads,
+        "blocks_per_sm"_a = tile.blocks_per_sm, "blocks_per_tile"_a = tile.blocks_per_tile,
+        "list"_a = choice.source == TileSource::kList, "splits"_a = choice.splits, "combines"_a = choice.combines,
+        "us"_a = is_alone ? py::object(py::none()) : py::object(py::float_(choice.time)), "taken"_a = is_best));
+  }
+  return std::move(found);
+}
+
+py::object launches_of(PyObject* const* given, Py_ssize_t count) {
+  Backend backend{};
+  Positional(given, count).read(backend).end();
+  return py::int_(launch_count(backend));
+}
+
+py::object take_tile(PyObject* const* given, Py_ssize_t count) {
+  std::string name;
+  Positional(given, count).read(name).end();
+  prefer_tile(name);
+  return py::none();
+}
+
+py::object version_of(PyObject* const*, Py_ssize_t) { return py::str(version()); }
+py::object problem_of_driver(PyObject* const*, Py_ssize_t) { return py::str(driver_problem()); }
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() =
       "Compiled attention kernels. Addresses and strides (in elements) stand for tensors; see "
       "params.h.";
-  m.def("version", &version);
-  m.def("driver_problem", &driver_problem, "A sentence where the CUDA driver is too old for this module; else empty.");
   m.attr("cutlass_version") = CK_CUTLASS_VERSION;
   m.attr("commit") = kCommit;
   m.attr("call_counters") = kCallCounterWords;
@@ -139,122 +212,28 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compute_capabilities") = py::make_tuple(CK_ARCHS_MIN, CK_ARCHS_MAX);
   // A GPU of another major version runs PTX, which the driver compiles.
   m.attr("machine_codes") = py::make_tuple(CK_MACHINE_CODES);
-  m.def("list_kernels", &kernels, "One dict per compiled kernel, in the order of instances.cmake.");
-  m.def(
-      "launch_count", [](const std::string& backend) { return launch_count(backend_of(backend)); },
-      "Attention kernels of this backend that the threads of this process have launched.", py::arg("backend"));
-  m.def(
-      "not_supported_reasons",
-      [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype,
-         const std::string& o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
-         bool soft_cap, bool sinks, bool paged, bool bit_mask, bool alibi, bool device_scales, bool stats,
-         int compute_capability, std::int64_t total_q, std::int64_t total_kv, const std::vector<Strides>& strides) {
-        AttentionParams params =
-            sizes(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 1, total_q);
-        params.total_kv = total_kv;
-        params.pages.page_size = paged ? 8 : 0;  // of fp8, other pages are the caller's to copy
-        set_strides(params, strides);
-        // Only whether there are such tensors matters.
-        static float number = 0.0f;
-        static const std::uint32_t word = 0;
-        params.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
-        params.sinks = sinks ? &number : nullptr;
-        params.mask.words = bit_mask ? &word : nullptr;
-        params.alibi.slopes = alibi ? &number : nullptr;
-        params.logits_scale.data = device_scales ? &number : nullptr;
-        params.stats = stats ? &number : nullptr;
-        return not_supported_reasons(backend_of(backend), params, compute_capability);
-      },
-      "Sentences that say why the backend cannot serve the request; empty if it can. strides: (q, "
-      "k, v or o; of a "
-      "token; of a head) of tensors where they are known.",
-      py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("o_dtype"), py::arg("num_qo_heads"),
-      py::arg("num_kv_heads"), py::arg("head_dim_qk"), py::arg("head_dim_vo"), py::arg("soft_cap"), py::arg("sinks"),
-      py::arg("paged"), py::arg("bit_mask"), py::arg("alibi"), py::arg("device_scales"), py::arg("stats"),
-      py::arg("compute_capability"), py::arg("total_q") = 0, py::arg("total_kv") = 0,
-      py::arg("strides") = std::vector<Strides>());
-  m.def(
-      "is_decode",
-      [](std::int64_t rows, int requests, int group_size, int head_dim_qk, int head_dim_vo, bool alone) {
-        AttentionParams params;
-        params.num_qo_heads = group_size;
-        params.num_kv_heads = 1;
-        params.head_dim_qk = head_dim_qk;
-        params.head_dim_vo = head_dim_vo;
-        params.batch_size = requests;
-        params.total_q = rows;
-        params.disable_split_kv = alone;
-        return is_decode(params);
-      },
-      "Whether fa2 comes first under auto, of 16-bit keys and values. From: rows of all requests, "
-      "requests, query heads per key head, head dimensions, whether results must not depend on the "
-      "batch.");
-  m.def(
-      "candidates",
-      [](const std::string& backend, const std::string& q_dtype, const std::string& kv_dtype, int num_qo_heads,
-         int num_kv_heads, int head_dim_qk, int head_dim_vo, int batch_size, std::int64_t total_q,
-         std::int64_t total_kv, bool causal, int page_size, int compute_capability, int multiprocessors, bool general,
-         bool has_offsets, bool soft_cap, bool stats) {
-        AttentionParams params = sizes(q_dtype, kv_dtype, q_dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo,
-                                       batch_size, total_q);
-        static std::int32_t index = 0;  // never read
-        static float number = 0.0f;
-        if (batch_size > 1 || has_offsets) params.qo_indptr = params.kv_indptr = &index;
-        params.total_kv = total_kv;
-        params.causal = causal;
-        params.pages.page_size = page_size;
-        params.logits_soft_cap = soft_cap ? 1.0f : 0.0f;
-        params.stats = stats ? &number : nullptr;
-        set_general(params, general);
-        std::string text = contradiction(params, /*with_tensors=*/false);
-        if (!text.empty()) throw py::value_error(text);
-        const auto of_request = [&](std::int64_t all) {
-          return std::int32_t(
-              std::min<std::int64_t>((all + batch_size - 1) / batch_size, std::numeric_limits<std::int32_t>::max()));
-        };
-        params.max_qo_len = of_request(total_q);
-        params.max_kv_len = of_request(total_kv);
-        std::vector<std::string> reasons;
-        const KernelEntry* entry = choose(backend_of(backend), params, compute_capability, &reasons);
-        for (const std::string& reason : reasons) text += reason + " ";
-        if (entry == nullptr) throw std::runtime_error(text);
-        std::vector<Choice> all;
-        const Choice best = fastest(*entry, params, like_device(compute_capability, multiprocessors),
-                                    /*schedule_is_kept=*/false, &all);
-        py::list found;
-        for (const Choice& choice : all) {
-          const TileShape& tile = choice.candidate.shape;
-          py::dict row;
-          row["name"] = choice.candidate.name;
-          row["rows"] = tile.rows;
-          row["packed_heads"] = tile.packed_heads;
-          row["blocks_per_sm"] = tile.blocks_per_sm;
-          row["blocks_per_tile"] = tile.blocks_per_tile;
-          row["list"] = choice.source == TileSource::kList;
-          row["splits"] = choice.splits;
-          row["combines"] = choice.combines;
-          row["us"] = choice.candidate.time.per_key > 0 ? py::object(py::float_(choice.time)) : py::object(py::none());
-          row["taken"] = choice.candidate.name == best.candidate.name && choice.source == best.source;
-          found.append(row);
-        }
-        return found;
-      },
-      "The tiles that may compute requests of equal lengths, their estimated times (None of one beside which there is "
-      "no other), and which is taken.",
-      py::arg("backend"), py::arg("q_dtype"), py::arg("kv_dtype"), py::arg("num_qo_heads"), py::arg("num_kv_heads"),
-      py::arg("head_dim_qk"), py::arg("head_dim_vo"), py::arg("batch_size"), py::arg("total_q"), py::arg("total_kv"),
-      py::arg("causal"), py::arg("page_size"), py::arg("compute_capability"), py::arg("multiprocessors"),
-      py::arg("general") = false, py::arg("has_offsets") = false, py::arg("soft_cap") = false,
-      py::arg("stats") = false);
-  m.def(
-      "prefer_tile", &prefer_tile,
-      "From now on, takes the tile of this name wherever it may compute a problem; \"\": the fastest. For measurements "
-      "and tests.",
-      py::arg("name"));
-  bind_attention(m);
-  bind_append(m);
-  bind_merge(m);
-  bind_prepare(m);
-  add_rope(m);
-  add_slots(m);
+  static PyMethodDef functions[] = {
+      function<version_of>("version"),
+      function<problem_of_driver>("driver_problem",
+                                  "A sentence where the CUDA driver is too old for this module; else empty."),
+      function<kernels>("list_kernels", "One dict per compiled kernel, in the order of instances.cmake."),
+      function<launches_of>("launch_count",
+                            "Attention kernels of this backend that the threads of this process have launched."),
+      function<reasons_of>("not_supported_reasons",
+                           "Sentences that say why the backend cannot serve the request; empty if it can. strides: (q, "
+                           "k, v or o; of a token; of a head) of tensors where they are known."),
+      function<is_decode_of>("is_decode",
+                             "Whether fa2 comes first under auto, of 16-bit keys and values. From: rows of all "
+                             "requests, requests, query heads per key head, head dimensions, whether results must not "
+                             "depend on the batch."),
+      function<candidates_of>(
+          "candidates",
+          "The tiles that may compute requests of equal lengths, their estimated times (None of one "
+          "beside which there is no other), and which is taken."),
+      function<take_tile>("prefer_tile",
+                          "From now on, takes the tile of this name wherever it may compute a problem; \"\": the "
+                          "fastest. For measurements and tests.")};
+  add_functions(m, functions);
+  add_attention(m);
+  for (auto* add : {&add_append, &add_merge, &add_prepare, &add_rope, &add_slots}) add(m);
 }

@@ -89,20 +89,11 @@ py::object rope_append_by_slot(PyObject* const* given, Py_ssize_t count) {
                    [&](cudaStream_t stream) { return apply_rope_and_append_by_slot(params, append, stream); });
 }
 
-PyObject* rope_guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] { return rope(given, count); });
-}
-PyObject* rope_append_guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] { return rope_append_by_slot(given, count); });
-}
-
 }  // namespace
 
 void add_rope(const py::object& module) {
-  static PyMethodDef rope_def = fast("rope", &rope_guarded);
-  static PyMethodDef rope_append_def = fast("rope_append_by_slot", &rope_append_guarded);
-  add_function(module, &rope_def);
-  add_function(module, &rope_append_def);
+  static PyMethodDef functions[] = {function<rope>("rope"), function<rope_append_by_slot>("rope_append_by_slot")};
+  add_functions(module, functions);
 }
 
 }  // namespace cutlass_kernels

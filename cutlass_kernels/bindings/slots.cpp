@@ -63,10 +63,6 @@ py::object append_by_slot(PyObject* const* given, Py_ssize_t count) {
                    [&](cudaStream_t stream) { return append_paged_kv_cache_by_slot(params, stream); });
 }
 
-PyObject* append_by_slot_guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] { return append_by_slot(given, count); });
-}
-
 }  // namespace
 
 bool read_rows(const Tensor& tensor, Rows* rows) {
@@ -137,8 +133,8 @@ bool serves_current_device() {
 }
 
 void add_slots(const py::object& module) {
-  static PyMethodDef append_def = fast("append_by_slot", &append_by_slot_guarded);
-  add_function(module, &append_def);
+  static PyMethodDef functions[] = {function<append_by_slot>("append_by_slot")};
+  add_functions(module, functions);
 }
 
 }  // namespace cutlass_kernels

@@ -25,11 +25,10 @@ py::object checked(PyObject* result) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-py::object tuple_of(std::initializer_list<std::int64_t> numbers) {
-  py::object tuple = checked(PyTuple_New(Py_ssize_t(numbers.size())));
-  Py_ssize_t i = 0;
-  for (std::int64_t number : numbers) {
-    PyTuple_SET_ITEM(tuple.ptr(), i++, checked(PyLong_FromLongLong(number)).release().ptr());
+py::object tuple_of(const Shape& shape, int ndim) {
+  py::object tuple = checked(PyTuple_New(ndim));
+  for (int i = 0; i < ndim; ++i) {
+    PyTuple_SET_ITEM(tuple.ptr(), i, checked(PyLong_FromLongLong(shape[std::size_t(i)])).release().ptr());
   }
   return tuple;
 }
@@ -93,7 +92,7 @@ bool Torch::read(PyObject* object, Tensor* tensor) const {
     PyErr_Clear();  // it has no memory, or none that DLPack knows
     return false;
   }
-  if (read.ndim > Tensor::kMaxDims || read.strides == nullptr) return false;
+  if (read.ndim > int(Shape().size()) || read.strides == nullptr) return false;
   tensor->data = reinterpret_cast<Address>(read.data) + read.byte_offset;
   tensor->device = read.device;
   tensor->dtype = read.dtype;
@@ -110,7 +109,7 @@ bool Torch::read_attributes(PyObject* object, Tensor* tensor) const {
   if (read.is_none()) return false;
   const auto [data, device_type, device, code, bits, shape, strides] =
       read.cast<std::tuple<Address, int, int, int, int, py::tuple, py::tuple>>();
-  if (shape.size() > Tensor::kMaxDims) return false;
+  if (shape.size() > Shape().size()) return false;
   tensor->data = data;
   tensor->device = {DLDeviceType(device_type), device};
   tensor->dtype = {std::uint8_t(code), std::uint8_t(bits), 1};
@@ -128,21 +127,21 @@ py::object Torch::device(int index) const {
   return devices_[i];
 }
 
-py::object Torch::make(const py::object& function, std::initializer_list<std::int64_t> shape, const py::object& dtype,
+py::object Torch::make(const py::object& function, const Shape& shape, int ndim, const py::object& dtype,
                        int index) const {
-  const py::object sizes = tuple_of(shape), on = device(index);
+  const py::object sizes = tuple_of(shape, ndim), on = device(index);
   PyObject* arguments[] = {sizes.ptr(), dtype.ptr(), on.ptr()};
   return checked(PyObject_Vectorcall(function.ptr(), arguments, 1, names_.ptr()));
 }
 
 py::object Torch::empty_like(PyObject* tensor) const { return checked(PyObject_CallOneArg(empty_like_.ptr(), tensor)); }
 
-py::object Torch::empty(std::initializer_list<std::int64_t> shape, DType dtype, int device) const {
-  return make(empty_, shape, dtypes_[std::size_t(dtype)], device);
+py::object Torch::empty(const Shape& shape, int ndim, DType dtype, int device) const {
+  return make(empty_, shape, ndim, dtypes_[std::size_t(dtype)], device);
 }
 
-py::object Torch::zeros(std::initializer_list<std::int64_t> shape, DType dtype, int device) const {
-  return make(zeros_, shape, dtypes_[std::size_t(dtype)], device);
+py::object Torch::zeros(const Shape& shape, int ndim, DType dtype, int device) const {
+  return make(zeros_, shape, ndim, dtypes_[std::size_t(dtype)], device);
 }
 
 Scratch Torch::scratch(std::size_t bytes, int device) const {
@@ -159,7 +158,7 @@ Scratch Torch::scratch(std::size_t bytes, int device) const {
     if (api_->managed_tensor_allocator(&like, &made, nullptr, ignore) == 0) return Scratch(made);
     PyErr_Clear();  // torch.empty() raises what torch raises
   }
-  py::object tensor = make(empty_, {std::int64_t(bytes)}, uint8_, device);
+  py::object tensor = make(empty_, {std::int64_t(bytes)}, 1, uint8_, device);
   Tensor read;
   if (!this->read(tensor.ptr(), &read)) throw std::runtime_error("torch.empty() made no tensor.");
   return Scratch(std::move(tensor), read.data);
@@ -167,16 +166,16 @@ Scratch Torch::scratch(std::size_t bytes, int device) const {
 
 py::object Torch::counters(int device, Address stream) const {
   constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
-  if (is_capturing(pointer<CUstream_st>(stream))) return make(empty_, {kCallCounterWords}, int32_, device);
+  if (is_capturing(pointer<CUstream_st>(stream))) return make(empty_, {kCallCounterWords}, 1, int32_, device);
   using Key = std::tuple<int, Address, std::thread::id>;
   static auto& kept = *new std::map<Key, py::object>;
   const Key key{device, stream, stream == kPerThread ? std::this_thread::get_id() : std::thread::id()};
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
-  py::object made = make(zeros_, {kCallCounterWords}, int32_, device);
+  py::object made = make(zeros_, {kCallCounterWords}, 1, int32_, device);
   return kept.emplace(key, std::move(made)).first->second;  // another thread's, if it was faster
 }
 
-py::object Torch::kept_words(std::int64_t count, int device) const { return make(zeros_, {count}, int32_, device); }
+py::object Torch::kept_words(std::int64_t count, int device) const { return make(zeros_, {count}, 1, int32_, device); }
 
 Address Torch::stream(int device) const {
   if (api_ != nullptr) {
@@ -204,10 +203,32 @@ DType Torch::dtype(const py::object& object) const {
   return dtype;
 }
 
-void use_torch(const py::object& exchange_api, const py::dict& functions) {
-  instance() = std::make_unique<Torch>(exchange_api, functions);
+namespace {
+
+py::object use_torch(PyObject* const* given, Py_ssize_t count) {
+  expect(count == 2);
+  instance() =
+      std::make_unique<Torch>(py::reinterpret_borrow<py::object>(given[0]), py::reinterpret_borrow<py::dict>(given[1]));
+  return py::none();
 }
 
-py::object counters_of(int device, Address stream) { return Torch::get().counters(device, stream); }
+py::object counters_of(PyObject* const* given, Py_ssize_t count) {
+  int device = 0;
+  Address stream = 0;
+  Positional(given, count).read(device, stream).end();
+  return Torch::get().counters(device, stream);
+}
+
+}  // namespace
+
+void add_torch(const py::object& module) {
+  static PyMethodDef functions[] = {
+      function<use_torch>(
+          "use_torch",
+          "Says how tensors are read and made. exchange_api: DLPack's capsule of torch.Tensor, or None, "
+          "and then functions['facts'] reads a tensor."),
+      function<counters_of>("counters", "The call counters of a device and a stream.")};
+  add_functions(module, functions);
+}
 
 }  // namespace cutlass_kernels

@@ -5,30 +5,26 @@
 #pragma once
 
 #include <dlpack/dlpack.h>
-#include <pybind11/cast.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <vector>
 
 #include "arguments.h"
 
 namespace cutlass_kernels {
 
-namespace py = pybind11;
+using Shape = std::array<std::int64_t, 5>;  // of a tensor, or its strides: no kernel reads more dimensions
 
 /// What a call reads of a tensor.
 struct Tensor {
-  static constexpr int kMaxDims = 5;
-
   Address data = 0;
   DLDevice device{};
   DLDataType dtype{};
   int ndim = 0;
-  std::array<std::int64_t, kMaxDims> shape{};
-  std::array<std::int64_t, kMaxDims> strides{};  // in elements
+  Shape shape{};
+  Shape strides{};  // in elements
 
   bool is_on_gpu(int index) const { return device.device_type == kDLCUDA && device.device_id == index; }
   int item_bytes() const { return dtype.bits / 8; }
@@ -66,8 +62,8 @@ class Torch {
   bool read(PyObject* object, Tensor* tensor) const;
 
   py::object empty_like(PyObject* tensor) const;
-  py::object empty(std::initializer_list<std::int64_t> shape, DType dtype, int device) const;
-  py::object zeros(std::initializer_list<std::int64_t> shape, DType dtype, int device) const;
+  py::object empty(const Shape& shape, int ndim, DType dtype, int device) const;
+  py::object zeros(const Shape& shape, int ndim, DType dtype, int device) const;
   /// Uninitialised device memory; none for 0 bytes.
   Scratch scratch(std::size_t bytes, int device) const;
   /// The call counters of a device and a stream (kCallCounters, all zero between calls, as int32). A captured call has
@@ -86,8 +82,7 @@ class Torch {
   Torch(const py::object& exchange_api, const py::dict& functions);
 
  private:
-  py::object make(const py::object& function, std::initializer_list<std::int64_t> shape, const py::object& dtype,
-                  int device) const;
+  py::object make(const py::object& function, const Shape& shape, int ndim, const py::object& dtype, int device) const;
   py::object device(int index) const;
   bool read_attributes(PyObject* object, Tensor* tensor) const;
 

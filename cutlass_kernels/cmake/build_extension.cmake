@@ -62,8 +62,7 @@ configure_file("${CK_DIR}/bindings/call_arguments.h.in" "${CK_GENERATED}/include
 list(JOIN CK_REAL_ARCHS "," CK_MACHINE_CODES)
 
 # One unit, so names that are local to a file must differ: pybind11.h takes 8 of the 9 seconds of each.
-set(CK_PYBIND11_SOURCES "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/append.cpp"
-  "${CK_DIR}/bindings/attention.cpp" "${CK_DIR}/bindings/batch.cpp" "${CK_DIR}/bindings/merge.cpp" "${CK_DIR}/bindings/prepare.cpp")
+set(CK_PYBIND11_SOURCES "${CK_DIR}/bindings/module.cpp" "${CK_DIR}/bindings/batch.cpp")
 set_source_files_properties(${CK_PYBIND11_SOURCES} PROPERTIES UNITY_GROUP pybind11)
 
 # ck_add_extension(NAME PYTHON): the extension for one interpreter, of which it needs the headers and the file suffix.
@@ -79,8 +78,9 @@ function(ck_add_extension name python)
   endif()
   add_library(${name} MODULE
     ${CK_PYBIND11_SOURCES} "${CK_GENERATED}/commit.cpp"
-    "${CK_DIR}/bindings/direct.cpp" "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp"
-    "${CK_DIR}/bindings/rope.cpp" "${CK_DIR}/bindings/run.cpp" "${CK_DIR}/bindings/single.cpp"
+    "${CK_DIR}/bindings/append.cpp" "${CK_DIR}/bindings/call.cpp" "${CK_DIR}/bindings/direct.cpp"
+    "${CK_DIR}/bindings/fused.cpp" "${CK_DIR}/bindings/indices.cpp" "${CK_DIR}/bindings/merge.cpp"
+    "${CK_DIR}/bindings/prepare.cpp" "${CK_DIR}/bindings/rope.cpp" "${CK_DIR}/bindings/run.cpp"
     "${CK_DIR}/bindings/slots.cpp" "${CK_DIR}/bindings/torch.cpp" "${CK_DIR}/bindings/unplanned.cpp")
   target_include_directories(${name} PRIVATE "${CK_DIR}/include" "${CK_DIR}/src" "${CK_GENERATED}/include")
   target_include_directories(${name} SYSTEM PRIVATE

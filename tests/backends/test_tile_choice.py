@@ -37,7 +37,7 @@ def candidates(compute_capability: int = 90, multiprocessors: int = 132, **probl
         pytest.skip(f"this build has no kernel for {kind} on {compute_capability}")
     return _C.candidates(
         *given, *tokens, problem["causal"], problem["page_size"], compute_capability, multiprocessors,
-        problem["alibi"], has_offsets=True,
+        problem["alibi"], True,
     )  # fmt: skip
 
 

@@ -159,8 +159,9 @@ def candidates(
             request.compute_capability,
             multiprocessors,
             not features.isdisjoint(("custom_mask", "multi_item", "alibi", "stats", "head_scale", "tensor_scale")),
-            soft_cap="soft_cap" in features,
-            stats="stats" in features,
+            False,
+            "soft_cap" in features,
+            "stats" in features,
         )
     except RuntimeError as error:
         raise ValueError(f"{requests} requests of {rows} rows and {keys} keys are no call: {error}") from None

@@ -7,7 +7,7 @@ A field is a row: name, type, default, and what it means. Everything else follow
 - the operator that stands for a call in a graph (``schema()``, ``to_operator()``, ``from_operator()``);
 - the order in which the compiled module reads a call (the build makes an enumeration of the rows, call_arguments.h).
 
-A new argument is a row here, a check in ``checked_calls.checked()`` and a reading in bindings/unplanned.cpp.
+A new argument is a row here, a check in ``checked_calls.checked()`` and a reading in bindings/call.cpp.
 """
 
 from __future__ import annotations

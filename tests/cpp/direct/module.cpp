@@ -9,7 +9,6 @@
 
 #include "../host/stand_in_cuda.h"
 #include "arguments.h"
-#include "bind.h"
 #include "copy_vectors.h"
 #include "cutlass_kernels/append.h"
 #include "cutlass_kernels/rope.h"
@@ -218,7 +217,7 @@ py::list take(std::vector<Call>* calls) {
 
 PYBIND11_MODULE(recorded_calls, m) {
   using namespace cutlass_kernels;
-  bind_attention(m);
+  add_attention(m);
   add_rope(m);
   add_slots(m);
   m.def("current_device", [] { return stand_in::current_device; });
