@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import cutlass_kernels as ck
-from cutlass_kernels import mla
+from cutlass_kernels import flash_attn, mla
 
 TARGET = Path(__file__).resolve().parent.parent / "python" / "cutlass_kernels" / "_core" / "signatures.pyi"
 FLAGS = ("return_lse", "save_softmax_stats")
@@ -73,6 +73,8 @@ def every() -> list[Typed]:
     single = ck.single_prefill_with_kv_cache
     functions: list[Any] = [ck.single_decode_with_kv_cache, ck.attention, ck.trtllm_fmha_v2_prefill]
     functions += [ck.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_context_with_kv_cache]
+    functions += [flash_attn.flash_attn_func, flash_attn.flash_attn_qkvpacked_func]
+    functions += [flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache]
     return [
         Typed(single.__name__, (single,)),
         Typed(f"{single.__name__}_return_lse", (ck.single_prefill_with_kv_cache_return_lse, single)),
@@ -170,6 +172,8 @@ def overloads(typed: Typed) -> Iterator[str]:
     if typed.pair:
         given = [x for x in given if x.name not in FLAGS]
         results = [("", "", "tuple[Tensor, Tensor]")]
+    elif not any(x.name in FLAGS for x in given):
+        results = results[2:]
     elif next(x.default for x in given if x.name in FLAGS) is True:
         results = [("Literal[True]", " = True", "tuple[Tensor, Tensor]")]
     forms = [given]

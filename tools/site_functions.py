@@ -6,7 +6,20 @@ from typing import Any
 
 import griffe
 
-MADE = {"cutlass_kernels._attend.plan_free": "attention"}
+MADE = {
+    "cutlass_kernels._attend.plan_free": ["attention"],
+    "cutlass_kernels._attend.singles": [
+        "single_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache_return_lse",
+        "single_decode_with_kv_cache",
+    ],
+    "cutlass_kernels._fronts.flash_functions": [
+        "flash_attn_func",
+        "flash_attn_qkvpacked_func",
+        "flash_attn_varlen_func",
+        "flash_attn_with_kvcache",
+    ],
+}
 
 
 class MadeFunctions(griffe.Extension):
@@ -16,7 +29,8 @@ class MadeFunctions(griffe.Extension):
         if pkg.name != "cutlass_kernels":
             return
         parser, options = loader.docstring_parser, loader.docstring_options
-        for module, name in MADE.items():
+        for module, names in MADE.items():
             path = module.partition(".")[2]
             seen = griffe.inspect(module, filepath=None, docstring_parser=parser, docstring_options=options)
-            pkg[path].set_member(name, seen[name])
+            for name in names:
+                pkg[path].set_member(name, seen[name])

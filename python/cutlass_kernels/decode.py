@@ -1,6 +1,6 @@
 """Decode attention, of the newest tokens over all keys and values: one request, or a batch with paged keys."""
 
-from ._attend.single_decode import single_decode_with_kv_cache
+from ._attend.singles import single_decode_with_kv_cache
 from ._fronts.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from ._fronts.trtllm_latent import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
 from ._planned.paged_decode import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._attend.single_prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from ._attend.singles import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 from ._fronts.trtllm import trtllm_batch_context_with_kv_cache
 from ._planned.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._planned.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from paths import ROOT
 import cutlass_kernels as ck
 from cutlass_kernels._core import call_table, native
 from cutlass_kernels._core.call_table import INTERNAL, Call
+from cutlass_kernels._core.fronts import front
+from cutlass_kernels._graphs import operators
 
 Q = torch.zeros(2, 4, 64)
 
@@ -38,12 +41,44 @@ def test_packed_calls_have_the_defaults_of_the_rows():
             call_table.packer(fields, **constants)
 
 
+class Foreign:
+    query: torch.Tensor
+    keys: torch.Tensor
+    scale: float | None = None
+    old_scale: float | None = None
+    window_size: int = -1
+    unused: bool = False
+
+
+FIELDS = {"q": "query", "k": "keys", "v": "keys", "sm_scale": "scale/old_scale", "window": (str, "window_size")}
+
+
+def test_a_front_packs_its_arguments_under_the_names_of_the_rows():
+    @front(
+        Foreign, "query keys window_size=3 * unused scale old_scale", FIELDS, {"both": "scale unused"}, {"causal": 1}
+    )
+    def function(call: Call, keys: torch.Tensor, both: Any) -> Any:
+        """What it says."""
+        return Call._make(call), keys, both
+
+    assert str(inspect.signature(function)) == (
+        "(query: 'torch.Tensor', keys: 'torch.Tensor', window_size: 'int' = 3, *, unused: 'bool' = False, "
+        "scale: 'float | None' = None, old_scale: 'float | None' = None) -> 'Any'"
+    )
+    assert function.__doc__ == "What it says." and function.__name__ == "function"
+    expected = Call("q", "k", "k", window="3", causal=1)
+    assert function("q", "k") == (expected, "k", (None, False))
+    assert function("q", "k", 5, old_scale=2) == (expected._replace(window="5", sm_scale=2), "k", (None, False))
+    assert function("q", "k", scale=1, old_scale=2, unused=True) == (expected._replace(sm_scale=1), "k", (1, True))
+
+
 @pytest.mark.parametrize("q_descale", [None, 0.5, torch.ones(1)])
 def test_an_operator_gets_the_call_back(q_descale):
     call = Call(Q, Q, Q, window=(3, -1), q_descale=q_descale, o_dtype=torch.float16, kv_shard=(2, 1, 1), lse_base=2.0)
-    given = call_table.to_operator(call)
-    assert len(given) == call_table.schema().count(",") + 1
-    assert all(a is b or a == b for a, b in zip(call_table.from_operator(given, None), call))
+    arguments = operators.Arguments({x: kind for x, kind in call_table.TYPES.items() if x not in ("out", "schedule")})
+    given = arguments.given(call._asdict())
+    assert len(given) == arguments.count
+    assert all(a is b or a == b for a, b in zip(Call(**arguments.found(given)), call))
 
 
 def test_the_compiled_module_reads_the_rows_in_their_order():

@@ -10,13 +10,13 @@ import torch
 from torch import is_grad_enabled
 
 from .._compute import selection
-from .._core import call_table, hints, native, schedules, signatures
+from .._core import call_table, checks, hints, native, schedules, signatures
 from .._core.autograd import needs_grad, written
 from .._core.call_table import INTERNAL, Call
 from .._core.run_options import Result
 from .._core.signatures import typed_as
 from .._core.tracing import have_own_dispatch, is_traced
-from .._graphs import attention_operator
+from .._graphs import operators
 from . import checked_calls
 
 _SAME_NAMES: Mapping[str, str] = {}
@@ -46,7 +46,7 @@ def attend(arguments: tuple[Any, ...], names: Mapping[str, str] = _SAME_NAMES) -
                 return result
     call = Call._make(arguments)
     if _is_for_graphs(call):
-        return attention_operator.traced(call)
+        return _traced(call)
     with hints.spelt(names):
         return checked_calls.compute(call)
 
@@ -63,13 +63,25 @@ def _is_for_graphs(call: Call) -> bool:
     return is_traced() or have_own_dispatch(call.q, call.k, call.v)
 
 
-def _attend_call(call: Call) -> Result:
+def _traced(call: Call) -> Result:
+    call_table.is_natural(call.lse_base)
+    flag, window = checks.flag("return_lse", call.return_lse), call_table.window(call.window)
+    return _in_graph(**call._replace(return_lse=flag, window=window)._asdict())
+
+
+def _attend_in_graph(**arguments: Any) -> Result:
     """A call that a graph runs, which has no schedule."""
+    call = Call(**arguments)
     result = native.attention(*call[:-1], selection.asked_for(call.backend))
     return checked_calls.compute(call) if result is None else result
 
 
-attention_operator.define(_attend_call)
+_in_graph = operators.operator(
+    "attention",
+    {name: kind for name, kind in call_table.TYPES.items() if name not in ("out", "schedule")},
+    _attend_in_graph,
+    lambda x: operators.outputs(x, x.q, x.v.shape[-1], x.lse_heads_first),
+)
 
 attention = typed_as(signatures.attention)(call_table.function("attention", attend, INTERNAL))
 attention.__module__ = __name__

@@ -4,7 +4,7 @@ A field is a row: name, type, default, and what it means. Everything else follow
 
 - the signature and the documentation of ``attention()`` (``function()``, ``documented()``), and the way by which other
   functions call it (``packer()``);
-- the operator that stands for a call in a graph (``schema()``, ``to_operator()``, ``from_operator()``);
+- the operator that stands for a call in a graph (``_graphs.operators``);
 - the order in which the compiled module reads a call (the build makes an enumeration of the rows, call_arguments.h).
 
 A new argument is a row here, a check in ``checked_calls.checked()`` and a reading in bindings/call.cpp.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -161,9 +161,10 @@ def function(name: str, run: Callable[[tuple[Any, ...]], Any], leave_out: tuple[
     required = [field for field in fields if field not in Call._field_defaults]
     optional = [f"{field}=_{field}" for field in fields if field in Call._field_defaults]
     given = [f"_{field}" if field in leave_out else field for field in Call._fields]
-    made = _made(name, [*required, "*", *optional], f"_run(({', '.join(given)}))", Call._field_defaults | {"run": run})
-    made.__annotations__ = {field: TYPES[field] for field in fields}
-    return made
+    line = f"return _run(({', '.join(given)}))"
+    new = made(name, [*required, "*", *optional], [line], Call._field_defaults | {"run": run})
+    new.__annotations__ = {field: TYPES[field] for field in fields}
+    return new
 
 
 def packer(fields: str, **constants: Any) -> Callable[..., tuple[Any, ...]]:
@@ -172,16 +173,20 @@ def packer(fields: str, **constants: Any) -> Callable[..., tuple[Any, ...]]:
     names, values = fields.split(), Call._field_defaults | constants
     assert {*names, *constants} <= {*Call._fields}, f"{fields} {constants}"
     given = [field if field in names else f"_{field}" for field in Call._fields]
-    return _made("pack", names, f"({', '.join(given)})", values)
+    return made("pack", names, [f"return ({', '.join(given)})"], values)
 
 
-def _made(name: str, parameters: list[str], result: str, values: dict[str, Any]) -> Callable[..., Any]:
+def made(
+    name: str, parameters: list[str], lines: list[str], values: dict[str, Any], scope: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """A function, written out as source like the methods of dataclasses: a wrapper that binds ``**options`` takes 3 us
-    longer. ``values`` are known to it with an underscore before their names."""
-    namespace = {f"_{field}": value for field, value in values.items()}
-    exec(compile(f"def {name}({', '.join(parameters)}):\n    return {result}", __file__, "exec"), namespace)
-    made: Callable[..., Any] = namespace[name]
-    return made
+    longer. ``values`` are known to it with an underscore before their names, and what a module has as its ``scope``."""
+    namespace = {**(scope or {}), **{f"_{field}": value for field, value in values.items()}}
+    namespace.pop("__name__", None)  # torch.compile would look for the values in that module
+    source = "\n    ".join([f"def {name}({', '.join(parameters)}):", *lines])
+    exec(compile(source, __file__, "exec"), namespace)
+    new: Callable[..., Any] = namespace[name]
+    return new
 
 
 def documented(text: str, leave_out: tuple[str, ...] = INTERNAL) -> str:
@@ -194,57 +199,3 @@ def documented(text: str, leave_out: tuple[str, ...] = INTERNAL) -> str:
                 lines.append(textwrap.fill(f"{', '.join(names)}: {says}", 108, subsequent_indent=" " * 4))
                 names = []
     return inspect.cleandoc(text).rstrip().replace("{arguments}", textwrap.indent("\n".join(lines), " " * 4).lstrip())
-
-
-# --- operators ---------------------------------------------------------------------------------------------------
-
-_SCHEMAS: dict[Any, str] = {
-    torch.Tensor: "Tensor",
-    torch.Tensor | None: "Tensor?",
-    torch.dtype | None: "ScalarType?",
-    tuple[int, int]: "SymInt[]",
-    tuple[int, int, int] | None: "SymInt[]?",
-    int | None: "SymInt?",
-    float | None: "float?",
-    int: "SymInt",
-    float: "float",
-    bool: "bool",
-    str: "str",
-}
-_IN_GRAPHS = [name for name in Call._fields if name not in ("out", "schedule")]
-_SCALES = [name for name in _IN_GRAPHS if TYPES[name] == Scale]
-
-
-def schema() -> str:
-    """The arguments of the operator. A scale is a number or a tensor: two arguments, one of which is None."""
-    words = []
-    for name in _IN_GRAPHS:
-        of_scale = f"float? {name}_number, Tensor? {name}"
-        words.append(of_scale if name in _SCALES else f"{_SCHEMAS[TYPES[name]]} {name}")
-    return ", ".join(words)
-
-
-def to_operator(call: Call) -> tuple[Any, ...]:
-    """What the operator is given for a call."""
-    given: list[Any] = []
-    for name in _IN_GRAPHS:
-        value = getattr(call, name)
-        if name in _SCALES:
-            given += [None, value] if isinstance(value, torch.Tensor) else [value, None]
-        elif name == "o_dtype" and value is not None:
-            given.append(checks.dtype(value))
-        else:
-            given.append(value)
-    return tuple(given)
-
-
-def from_operator(given: tuple[Any, ...], out: torch.Tensor | None) -> Call:
-    """The call that the operator was given."""
-    values, fields = iter(given), dict[str, Any]()
-    for name in _IN_GRAPHS:
-        value = next(values)
-        fields[name] = tuple(value) if isinstance(value, list) else value  # torch makes lists of tuples
-        if name in _SCALES:
-            tensor = next(values)
-            fields[name] = fields[name] if tensor is None else tensor
-    return Call(**fields, out=out)

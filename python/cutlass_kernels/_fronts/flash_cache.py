@@ -13,15 +13,16 @@ from .._attend import latent_parts
 from .._caches.slots_of_tokens import append_paged_kv_cache_by_slot
 from .._core import call_table, checks, hints, index_vectors
 from .._core.autograd import without_autocast
+from .._core.call_table import Call
 from .._core.tracing import is_traced
 
 Window = tuple[int, int] | list[int] | torch.Tensor | None
-Ropes = tuple[torch.Tensor | None, torch.Tensor | None]
+Pair = tuple[torch.Tensor, torch.Tensor]
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Finds = Callable[[], Found]
 Appends = Callable[[], None]
 
-NO_ROPES: Ropes = (None, None)
+_SM_SCALE = Call._fields.index("sm_scale")
 _NOWHERE = -(1 << 40)  # place of a token behind the last request
 
 
@@ -48,30 +49,31 @@ def tensors(**given: Any) -> None:
     hints.tensors(**{name: x for name, x in given.items() if x is not None})
 
 
-def shard_of(
-    world: int, rank: int, total: torch.Tensor | None, here: torch.Tensor | None
-) -> tuple[tuple[int, int, int] | None, torch.Tensor | None]:
-    """``kv_shard`` and ``seqused_k`` of ``attention()``, from ``cp_tot_seqused_k`` and FlashAttention's."""
-    if world == 1:
-        return None, here
+def of_shard(call: tuple[Any, ...], world: int, rank: int, total: torch.Tensor | None) -> tuple[Any, ...]:
+    """The call over the keys of a rank, where those of all are ``total``."""
     if total is None:
         raise ValueError(f"cp_world_size={world} needs cp_tot_seqused_k, the keys of each request on all ranks.")
-    return (world, rank, 1), total
+    given = Call._make(call)
+    begins = given.cu_seqlens_k if given.page_table is None else None
+    return given._replace(kv_shard=(world, rank, 1), seqused_k=total, cu_seqlens_k=begins)
 
 
-def with_values(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor, float, Ropes]:
-    """Queries and keys whose products are ``q . k + qv . v``, the softmax scale, and ``q_rope`` and ``k_rope``.
+def with_values(call: tuple[Any, ...], qv: torch.Tensor) -> tuple[Any, ...]:
+    """The call with queries and keys whose products are ``q . k + qv . v``.
 
     In the sizes of latent attention (MLA) the keys are read where they lie. Others are copied behind one another.
     """
+    q, k, v = call[:3]
     tensors(q=q, k=k, v=v, qv=qv)
+    scale = call[_SM_SCALE]
+    ropes: tuple[Any, Any] = (None, None)
     if scale is None:
         scale = (q.size(-1) + qv.size(-1)) ** -0.5
     if k.size(-2) == 1 and (q.size(-1), k.size(-1), qv.size(-1), v.size(-1)) == (64, 64, 512, 512):
-        return qv, v, scale, (q, k)
-    return latent_parts.joined(q, qv), latent_parts.joined(k, v), scale, NO_ROPES
+        q, k, ropes = qv, v, (q, k)
+    else:
+        q, k = latent_parts.joined(q, qv), latent_parts.joined(k, v)
+    return (q, k, v, *ropes, *call[5:_SM_SCALE], scale, *call[_SM_SCALE + 1 :])
 
 
 def cache_of(

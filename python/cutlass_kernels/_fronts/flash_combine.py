@@ -7,9 +7,7 @@ import torch
 from .._attend.checked_calls import LN2
 from .._compute.merging import merge_states
 from .._core import checks, hints
-from .flash_cache import Window, tensors
-
-Pair = tuple[torch.Tensor, torch.Tensor]
+from .flash_cache import Pair, Window, tensors
 
 
 def flash_attn_combine(

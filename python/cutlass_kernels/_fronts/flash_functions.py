@@ -2,61 +2,140 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
 from .._attend.plan_free import attend, check
-from .._core import call_table, checks
+from .._core import call_table, checks, signatures
 from .._core.autograd import forward_only, wants_grad
+from .._core.fronts import front
+from .._core.signatures import typed_as
 from .._core.tracing import is_traced
-from .flash_cache import NO_ROPES, Found, Window, cache_of, refuse_training, shard_of, window_of, with_values
-from .flash_combine import Pair
+from .flash_cache import Pair, Window, cache_of, of_shard, refuse_training, window_of, with_values
+
+Scale = float | torch.Tensor | None
+Tensor = torch.Tensor | None
+Call = tuple[Any, ...]
+
 
 _NAMES = {"sm_scale": "softmax_scale", "logits_soft_cap": "softcap", "chunk_size": "attention_chunk", "sinks": "s_aux"}
 _LSE = {"lse_base": math.e, "lse_heads_first": True}
-_pack_func = call_table.packer(
-    "q k v q_rope k_rope causal window chunk_size logits_soft_cap sm_scale alibi_slopes q_descale k_descale "
-    "v_descale out return_lse num_splits",
-    **_LSE,
-)
-_pack_varlen = call_table.packer(
-    "q k v q_rope k_rope cu_seqlens_q cu_seqlens_k seqused_q seqused_k kv_shard max_seqlen_q max_seqlen_k "
-    "page_table causal window chunk_size logits_soft_cap sm_scale sinks alibi_slopes q_descale k_descale "
-    "v_descale out return_lse num_splits",
-    **_LSE,
-)
-_pack_with_kvcache = call_table.packer(
-    "q k v q_rope k_rope cu_seqlens_q cu_seqlens_k seqused_k max_seqlen_q page_table causal window chunk_size "
-    "logits_soft_cap sm_scale sinks alibi_slopes q_descale k_descale v_descale out return_lse num_splits",
-    **_LSE,
-)
-Scale = float | torch.Tensor | None
 
 
+class Arguments:
+    """FlashAttention's arguments, and keywords of vLLM's fork, of SGLang and of FlashAttention-2."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    qkv: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    qv: torch.Tensor | None = None
+    q_v: torch.Tensor | None = None
+    q_descale: Scale = None
+    k_descale: Scale = None
+    v_descale: Scale = None
+    window_size: Window = (-1, -1)
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    num_splits: int = 1
+    num_heads_q: int | None = None
+    pack_gqa: bool | None = None
+    deterministic: bool = False
+    sm_margin: int = 0
+    return_attn_probs: bool = False
+    return_softmax_lse: bool = False
+    block_table: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    s_aux: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    scheduler_metadata: torch.Tensor | None = None
+    fa_version: int | None = None
+    ver: int | None = None
+    cp_world_size: int = 1
+    cp_rank: int = 0
+    cp_tot_seqused_k: torch.Tensor | None = None
+
+
+class CacheArguments:
+    """Those of ``flash_attn_with_kvcache`` alone, or that differ there."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    rotary_cos: torch.Tensor | None = None
+    rotary_sin: torch.Tensor | None = None
+    rotary_seqlens: torch.Tensor | None = None
+    rotary_interleaved: bool = True
+    cache_seqlens: int | torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k_new: torch.Tensor | None = None
+    num_splits: int = 0
+    gqa_parallel: bool | None = None
+    max_seqlen_k_hint: int | None = None
+    descale_q: Scale = None
+    descale_k: Scale = None
+    descale_v: Scale = None
+
+
+def _wants_lse(return_attn_probs: bool, return_softmax_lse: bool) -> bool:
+    return checks.flag("return_attn_probs", return_attn_probs) | checks.flag("return_softmax_lse", return_softmax_lse)
+
+
+def _begins_of_keys(cu_seqlens_k: Tensor, block_table: Tensor, seqused_k: Tensor) -> Tensor:
+    return cu_seqlens_k if block_table is None or seqused_k is None else None
+
+
+_FIELDS: dict[str, Any] = {
+    **_NAMES,
+    "window": (window_of, "window_size"),
+    "page_table": "page_table/block_table",
+    "sinks": "s_aux/sinks",
+    "return_lse": (functools.partial(checks.flag, "return_attn_probs"), "return_attn_probs"),
+}
+_OF_VARLEN = {
+    **_FIELDS,
+    "cu_seqlens_k": (_begins_of_keys, "cu_seqlens_k", "block_table", "seqused_k"),
+    "return_lse": (_wants_lse, "return_attn_probs", "return_softmax_lse"),
+}
+_OF_CACHE = {
+    **_FIELDS,
+    "k": "k_cache",
+    "v": "v_cache",
+    "seqused_k": "cache_seqlens",
+    "q_descale": "q_descale/descale_q",
+    "k_descale": "k_descale/descale_k",
+    "v_descale": "v_descale/descale_v",
+    "return_lse": (functools.partial(checks.flag, "return_softmax_lse"), "return_softmax_lse"),
+}
+
+
+@typed_as(signatures.flash_attn_func)
+@front(
+    Arguments,
+    "q k v softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap num_splits "
+    "pack_gqa deterministic sm_margin return_attn_probs * dropout_p alibi_slopes out",
+    _FIELDS,
+    constants=_LSE,
+)
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: torch.Tensor | None = None,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    dropout_p: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    call: Call, q: torch.Tensor, qv: Tensor, softmax_scale: float | None, dropout_p: float
 ) -> torch.Tensor | Pair:
     """Attention of a batch of equal lengths.
 
@@ -90,48 +169,21 @@ def flash_attn_func(
         torch.Size([2, 16, 8, 64])
     """
     refuse_training(dropout_p, softmax_scale)
-    ropes = NO_ROPES
     if qv is not None:
-        q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
-    call = _pack_func(
-        q,
-        k,
-        v,
-        ropes[0],  # q_rope
-        ropes[1],  # k_rope
-        causal,
-        window_of(window_size),  # window
-        attention_chunk,  # chunk_size
-        softcap,  # logits_soft_cap
-        softmax_scale,  # sm_scale
-        alibi_slopes,
-        q_descale,
-        k_descale,
-        v_descale,
-        out,
-        checks.flag("return_attn_probs", return_attn_probs),  # return_lse
-        num_splits,
-    )
+        call = with_values(call, qv)
     return _of_batch(attend(call, _NAMES), q)
 
 
+@typed_as(signatures.flash_attn_qkvpacked_func)
+@front(
+    Arguments,
+    "qkv softmax_scale causal q_descale k_descale v_descale window_size attention_chunk softcap deterministic "
+    "num_heads_q sm_margin return_attn_probs * dropout_p alibi_slopes",
+    {"q": "qkv", "k": "qkv", "v": "qkv", **_FIELDS},
+    constants=_LSE | {"num_splits": 1},
+)
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    dropout_p: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
+    call: Call, qkv: torch.Tensor, num_heads_q: int | None, softmax_scale: float | None, dropout_p: float
 ) -> torch.Tensor | Pair:
     """``flash_attn_func`` of ``qkv`` ``[B, n, 3, H, D]``, or with ``num_heads_q`` ``[B, n, Hq + 2 Hkv, D]``.
 
@@ -156,64 +208,23 @@ def flash_attn_qkvpacked_func(
                 f"{tuple(qkv.shape)}: they must be as many for keys as for values, qkv [B, n, Hq + 2 Hkv, D]."
             )
         q, k, v = qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        None,
-        q_descale,
-        k_descale,
-        v_descale,
-        window_size,
-        attention_chunk,
-        softcap,
-        return_attn_probs=return_attn_probs,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-    )
+    refuse_training(dropout_p, softmax_scale)
+    return _of_batch(attend((q, k, v, *call[3:]), _NAMES), q)
 
 
+@typed_as(signatures.flash_attn_varlen_func)
+@front(
+    Arguments,
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k softmax_scale causal qv q_descale "
+    "k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin "
+    "return_attn_probs * block_table return_softmax_lse out s_aux alibi_slopes dropout_p scheduler_metadata fa_version "
+    "q_v cp_world_size cp_rank cp_tot_seqused_k sinks ver",
+    _OF_VARLEN,
+    {"shard": "cp_world_size cp_rank cp_tot_seqused_k"},
+    constants=_LSE,
+)
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: torch.Tensor | None = None,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    block_table: torch.Tensor | None = None,
-    return_softmax_lse: bool = False,
-    out: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    scheduler_metadata: torch.Tensor | None = None,
-    fa_version: int | None = None,
-    q_v: torch.Tensor | None = None,
-    cp_world_size: int = 1,
-    cp_rank: int = 0,
-    cp_tot_seqused_k: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    ver: int | None = None,
+    call: Call, seqused_q: Tensor, qv: Tensor, q_v: Tensor, softmax_scale: float | None, dropout_p: float, shard: Any
 ) -> torch.Tensor | Pair:
     """Attention of a batch of any lengths, over ragged keys or a paged cache.
 
@@ -250,86 +261,32 @@ def flash_attn_varlen_func(
             f"seqused_q={seqused_q} is float, not a tensor. The argument in this place is seqused_q, as in "
             "FlashAttention-3, where FlashAttention-2 has dropout_p: leave it out, or pass it by keyword."
         )
-    kv_shard, seqused_k = shard_of(cp_world_size, cp_rank, cp_tot_seqused_k, seqused_k)
+    if shard[0] != 1:
+        call = of_shard(call, *shard)
     qv = q_v if qv is None else qv
-    ropes = NO_ROPES
     if qv is not None:
-        q, k, softmax_scale, ropes = with_values(q, k, v, qv, softmax_scale)
-    call = _pack_varlen(
-        q,
-        k,
-        v,
-        ropes[0],  # q_rope
-        ropes[1],  # k_rope
-        cu_seqlens_q,
-        cu_seqlens_k if block_table is None or seqused_k is None else None,  # cu_seqlens_k
-        seqused_q,
-        seqused_k,
-        kv_shard,
-        max_seqlen_q,
-        max_seqlen_k,
-        block_table,  # page_table
-        causal,
-        window_of(window_size),  # window
-        attention_chunk,  # chunk_size
-        softcap,  # logits_soft_cap
-        softmax_scale,  # sm_scale
-        sinks if s_aux is None else s_aux,  # sinks
-        alibi_slopes,
-        q_descale,
-        k_descale,
-        v_descale,
-        out,
-        checks.flag("return_attn_probs", return_attn_probs)
-        | checks.flag("return_softmax_lse", return_softmax_lse),  # return_lse
-        num_splits,
-    )
+        call = with_values(call, qv)
     return attend(call, _NAMES)
 
 
+@typed_as(signatures.flash_attn_with_kvcache)
+@front(
+    [CacheArguments, Arguments],
+    "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
+    "cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal "
+    "window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+    "return_softmax_lse * block_table s_aux alibi_slopes out gqa_parallel max_seqlen_k_hint descale_q descale_k "
+    "descale_v sinks ver",
+    _OF_CACHE,
+    {
+        "places": "cache_seqlens cache_batch_idx cache_leftpad",
+        "new": "k v cu_seqlens_k_new",
+        "rotary": "rotary_cos rotary_sin rotary_seqlens rotary_interleaved",
+    },
+    constants=_LSE,
+)
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    qv: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: torch.Tensor | None = None,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: torch.Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    block_table: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    gqa_parallel: bool | None = None,
-    max_seqlen_k_hint: int | None = None,
-    descale_q: Scale = None,
-    descale_k: Scale = None,
-    descale_v: Scale = None,
-    sinks: torch.Tensor | None = None,
-    ver: int | None = None,
+    call: Call, q: torch.Tensor, qv: Tensor, places: Any, new: Any, rotary: Any
 ) -> torch.Tensor | Pair:
     """Attention over a cache, to which new keys and values can be appended first.
 
@@ -366,61 +323,40 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    page_table = block_table if page_table is None else page_table
-    window = window_of(window_size)
-    plain = k is None and cache_batch_idx is None and cache_leftpad is None and rotary_cos is None
-    append, trained = None, None
-    if k is not None and wants_grad(k, v) and not is_traced():  # the cache carries no gradients: the result is to
-        trained = k, v
-        k, v = (None if x is None else x.detach() for x in trained)
-    if plain and isinstance(cache_seqlens, torch.Tensor):
-        found: Found = (k_cache, v_cache, None, cache_seqlens, page_table)
-    else:
-        is_local = checks.flag("causal", causal) or max(window) >= 0
-        places = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
-        new = (k, v, cu_seqlens_k_new)
-        rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
-        q, finds, append = cache_of(q, k_cache, v_cache, places, new, rotary, cu_seqlens_q, is_local)
-        found = finds()
-    keys, values, begins, lens, page_table = found
-    queries, scale, ropes = q, softmax_scale, NO_ROPES
+    cache_seqlens, batch_idx, leftpad = places
+    plain = new[0] is None and batch_idx is None and leftpad is None and rotary[0] is None
+    if not (plain and isinstance(cache_seqlens, torch.Tensor)):
+        return _attend_to_cache(call_table.Call._make(call), qv, places, new, rotary)
     if qv is not None:
-        queries, keys, scale, ropes = with_values(q, keys, values, qv, softmax_scale)
-    call = _pack_with_kvcache(
-        queries,  # q
-        keys,  # k
-        values,  # v
-        ropes[0],  # q_rope
-        ropes[1],  # k_rope
-        cu_seqlens_q,
-        begins,  # cu_seqlens_k
-        lens,  # seqused_k
-        max_seqlen_q,
-        page_table,
-        causal,
-        window,
-        attention_chunk,  # chunk_size
-        softcap,  # logits_soft_cap
-        scale,  # sm_scale
-        sinks if s_aux is None else s_aux,  # sinks
-        alibi_slopes,
-        descale_q if q_descale is None else q_descale,  # q_descale
-        descale_k if k_descale is None else k_descale,  # k_descale
-        descale_v if v_descale is None else v_descale,  # v_descale
-        out,
-        checks.flag("return_softmax_lse", return_softmax_lse),  # return_lse
-        num_splits,
-    )
+        call = with_values(call, qv)
+    return _of_batch(attend(call, _NAMES), q)
+
+
+def _attend_to_cache(call: call_table.Call, qv: Tensor, places: Any, new: Any, rotary: Any) -> torch.Tensor | Pair:
+    """A call that appends to the cache, or reads it otherwise than ``attention()`` does."""
+    trained = None
+    if (
+        new[0] is not None and wants_grad(*new[:2]) and not is_traced()
+    ):  # the cache carries no gradients: the result is to
+        trained = new[:2]
+        new = [None if x is None else x.detach() for x in trained] + [new[2]]
+    is_local = checks.flag("causal", call.causal) or max(call.window) >= 0
+    places = (*places, call.page_table)
+    q, finds, append = cache_of(call.q, call.k, call.v, places, new, rotary, call.cu_seqlens_q, is_local)
+
+    def found() -> Call:
+        k, v, begins, lens, page_table = finds()
+        ready = call._replace(q=q, k=k, v=v, cu_seqlens_k=begins, seqused_k=lens, page_table=page_table)
+        return ready if qv is None else with_values(ready, qv)
+
+    ready = found()
     if append is not None:
-        check(call, _NAMES)
+        check(ready, _NAMES)
         append()
-        if cache_leftpad is not None or qv is not None:  # the keys may be copies, made before
-            keys, values = finds()[:2]
-            if qv is not None:
-                _, keys, _, ropes = with_values(q, keys, values, qv, softmax_scale)
-            call = (queries, keys, values, *ropes, *call[5:])
-    result = _of_batch(attend(call, _NAMES), q)
-    return result if trained is None else forward_only(result, (out,), *trained)
+        if places[2] is not None or qv is not None:  # the keys may be copies, made before
+            ready = found()
+    result = _of_batch(attend(ready, _NAMES), q)
+    return result if trained is None else forward_only(result, (call.out,), *trained)
 
 
 def _of_batch(result: Any, q: torch.Tensor) -> Any:

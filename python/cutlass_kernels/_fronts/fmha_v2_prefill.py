@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_type_hints
 
 import torch
 from torch import is_grad_enabled
@@ -11,10 +12,11 @@ from torch import is_grad_enabled
 from .._compute import fused_kernels, request_facts, selection
 from .._core import checks, hints, index_vectors, native, run_options, signatures
 from .._core.autograd import forward_only, wants_grad, written
+from .._core.call_table import Scale
 from .._core.problems import FP8_DTYPES, HALF_DTYPES, Logits, Mask, Output, PagedKv, Problem, RaggedKv
 from .._core.signatures import typed_as
 from .._core.tracing import have_own_dispatch, is_traced
-from .._graphs import unplanned_operators
+from .._graphs import operators
 
 LOG2E = 1.4426950408889634
 LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD")
@@ -174,26 +176,28 @@ def trtllm_fmha_v2_prefill(
     _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
     if traced or have_own_dispatch(q, k, v):
         _check_scale(bmm1_scale)
-        return unplanned_operators.fused(
-            qkv,
-            (bmm1_scale, bmm2_scale),
+        parts = [qkv] if isinstance(qkv, torch.Tensor) else [qkv[0], *_flat(qkv[1:])]
+        return _in_graph(
             out,
-            save_softmax_stats,
+            qkv=parts,
             input_layout=input_layout,
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
             batch_size=batch_size,
             cum_seq_lens_q=cum_seq_lens_q,
             cum_seq_lens_kv=cum_seq_lens_kv,
             block_tables=block_tables,
-            o_dtype=_output_dtype(q.dtype, out, out_dtype),
+            out_dtype=_output_dtype(q.dtype, out, out_dtype),
             sinks=sinks,
             pos_encoding_mode=pos_encoding_mode,
-            logits_soft_cap=checks.soft_cap(logits_soft_cap_scale),
+            logits_soft_cap_scale=checks.soft_cap(logits_soft_cap_scale),
             mask_mode=mask_mode,
             window_left=checks.window(window_left),
             chunked_attention_size=chunked_attention_size or 0,
-            skip_softmax=checks.skip_softmax(skip_softmax_threshold_scale_factor),
+            save_softmax_stats=save_softmax_stats,
+            skip_softmax_threshold_scale_factor=checks.skip_softmax(skip_softmax_threshold_scale_factor),
         )
     for name, x in (("k", k), ("v", v)):
         checks.same_device(q.device, **{name: x})
@@ -473,4 +477,39 @@ def _output_dtype(q_dtype: torch.dtype, out: torch.Tensor | None, out_dtype: str
     return wanted
 
 
-unplanned_operators.define_fused(trtllm_fmha_v2_prefill)
+# --- in graphs ---------------------------------------------------------------------------------------------------
+
+
+def _flat(parts: Sequence[Any]) -> list[torch.Tensor]:
+    """The caches of a pair as two tensors."""
+    return [x for part in parts for x in (part if isinstance(part, (tuple, list)) else [part])]
+
+
+def _run(qkv: tuple[torch.Tensor, ...], input_layout: str, **arguments: Any) -> run_options.Result:
+    parts: Any = qkv[0] if len(qkv) == 1 else qkv
+    if len(qkv) == 3 and input_layout.startswith("Q_PAGED"):
+        parts = (qkv[0], qkv[1:])
+    unread: Any = None
+    return trtllm_fmha_v2_prefill(parts, input_layout, workspace_buffer=unread, seq_lens=unread, **arguments)
+
+
+def _fake(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q = x.qkv[0]
+    rows, heads, head_dim_vo = q.shape[0], q.shape[-2], x.qkv[-1].shape[-1]
+    return (
+        q.new_empty((rows, heads, head_dim_vo) if x.out is None else (0,), dtype=x.out_dtype),
+        q.new_empty((rows, heads, 2) if x.save_softmax_stats else (0,), dtype=torch.float32),
+    )
+
+
+_CHANGED: dict[str, Any] = {"qkv": list[torch.Tensor], "out_dtype": torch.dtype, "sinks": torch.Tensor | None}
+_CHANGED |= {"bmm1_scale": Scale, "bmm2_scale": Scale, "logits_soft_cap_scale": float}
+_TYPES = {**get_type_hints(trtllm_fmha_v2_prefill), **_CHANGED}
+_LEFT_OUT = ("workspace_buffer", "seq_lens", "out", "return")
+_in_graph = operators.operator(
+    "fused",
+    {name: kind for name, kind in _TYPES.items() if name not in _LEFT_OUT},
+    _run,
+    _fake,
+    "save_softmax_stats",
+)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import is_grad_enabled
 
 from .._core import autograd, checks
+from .._core.call_table import Scale
+from .._core.problems import FP8_DTYPES
 from .._core.run_options import Options, Result, RunArgs
 
 _AS_PLANNED: Any = Options(False, None, -1, 0.0, None, None, None, False)  # type: ignore[arg-type]
@@ -26,14 +29,22 @@ _wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)  # since torch 2.9
 
-# Scales are numbers or tensors: a number is in `factors`, beside a None in `scales`.
-_COMMON = (
-    "Tensor q, Tensor k, Tensor? v, bool causal, str? pos_encoding_mode, SymInt window_left, float? logits_soft_cap, "
-    "float? sm_scale, float? rope_scale, float? rope_theta, ScalarType? o_dtype, Tensor? sinks, float[] factors, "
-    "Tensor?[] scales, bool return_lse"
-)
-_BATCH = f"SymInt wrapper, {_COMMON}, bool fp16_qk_reduction, str lse_base, str lse_layout"
-_SINGLE = f"{_COMMON}, Tensor? custom_mask, Tensor? packed_custom_mask, str kv_layout, str backend"
+_SCHEMAS: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    list[torch.Tensor]: "Tensor[]",
+    torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
+    tuple[int, int]: "SymInt[]",
+    tuple[int, int, int] | None: "SymInt[]?",
+    int | None: "SymInt?",
+    float | None: "float?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str | None: "str?",
+    str: "str",
+}
 
 
 def number_of(wrapper: Any) -> int:
@@ -43,77 +54,71 @@ def number_of(wrapper: Any) -> int:
     return number
 
 
-# --- what is traced ----------------------------------------------------------------------------------------------
+# --- operators of functions --------------------------------------------------------------------------------------
 
 
-def run(
-    wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, o_dtype: torch.dtype | None, args: RunArgs
-) -> Result:
-    """``wrapper.run()`` in a graph; ``v`` is None where ``k`` holds keys and values."""
-    values = wrapper._traced_options  # of forward()
-    if values is None:
-        values = _AS_PLANNED
-    return call(
-        "run",
-        (
-            wrapper._number,
-            q,
-            k,
-            v,
-            *_options(values),
-            o_dtype,
-            one(args.sinks),
-            *split_scales(args.scales),
-            args.return_lse,
-            values.fp16_qk_reduction,
-            args.lse_base,
-            args.lse_layout,
-        ),
-        args.out,
-        args.lse,
-        args.return_lse,
-    )
+class Arguments:
+    """The arguments of an operator, from the types of a function's. A scale is a number or a tensor: two arguments, one
+    of which is None."""
+
+    def __init__(self, types: Mapping[str, Any]) -> None:
+        self.is_scale = {name: kind == Scale for name, kind in types.items()}
+        words = [
+            f"float? {name}_number, Tensor? {name}" if kind == Scale else f"{_SCHEMAS[kind]} {name}"
+            for name, kind in types.items()
+        ]
+        self.schema = ", ".join(words)
+        self.count = self.schema.count(",") + 1
+
+    def given(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the operator is given for these values."""
+        given: list[Any] = []
+        for name, is_scale in self.is_scale.items():
+            value = values[name]
+            if is_scale:
+                given += [None, value] if isinstance(value, torch.Tensor) else [value, None]
+            elif name == "o_dtype" and value is not None:
+                given.append(checks.dtype(value))
+            else:
+                given.append(one(value) if name == "sinks" else value)
+        return tuple(given)
+
+    def found(self, given: Iterable[Any]) -> dict[str, Any]:
+        """The values that the operator was given."""
+        rest, values = iter(given), {}
+        for name, is_scale in self.is_scale.items():
+            value = next(rest)
+            if is_scale:
+                tensor = next(rest)
+                value = value if tensor is None else tensor
+            values[name] = tuple(value) if isinstance(value, list) else value  # torch makes lists of tuples
+        return values
 
 
-def single(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    values: Options,
-    o_dtype: str | torch.dtype | None,
-    sinks: Any,
-    scales: tuple[Any, ...],
-    masks: tuple[torch.Tensor | None, torch.Tensor | None],
-    kv_layout: str,
-    backend: str,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    return_lse: bool,
-) -> Result:
-    """``single_prefill_with_kv_cache()`` in a graph; ``scales`` are scale_q, scale_k, scale_v, k_scale and v_scale."""
-    if o_dtype is not None:
-        o_dtype = checks.dtype(o_dtype)
-    elif out is not None:
-        o_dtype = out.dtype
-    return call(
-        "single",
-        (
-            q,
-            k,
-            v,
-            *_options(values),
-            o_dtype,
-            one(sinks),
-            *split_scales(scales),
-            return_lse,
-            *masks,
-            kv_layout,
-            backend,
-        ),
-        out,
-        lse,
-        return_lse,
-    )
+def operator(
+    name: str,
+    types: Mapping[str, Any],
+    compute: Callable[..., Any],
+    fake: Callable[[Any], Any],
+    flag: str = "return_lse",
+) -> Callable[..., Result]:
+    """Registers ``compute`` of arguments of these ``types`` as an operator: see ``define``. It gets them by keyword,
+    and ``out`` and ``lse`` where they are given. ``flag`` says whether it returns a pair.
+
+    Returns the function that stands for ``compute`` in a graph, and gets the same.
+    """
+    arguments = Arguments(types)
+
+    def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values, places = arguments.found(args[: arguments.count]), dict(zip(("out", "lse"), args[arguments.count :]))
+        result = compute(**values, **{name: x for name, x in places.items() if x is not None})
+        return new_results(result, values.get(flag, False), places.get("out"), places.get("lse"))
+
+    def traced(out: torch.Tensor | None = None, lse: torch.Tensor | None = None, **values: Any) -> Result:
+        return call(name, arguments.given(values), out, lse, values.get(flag, False))
+
+    define(name, arguments.schema, run, fake)
+    return traced
 
 
 def call(
@@ -134,18 +139,6 @@ def call(
         new_out, new_lse = getattr(operators, f"{name}_into")(*args, out, lse)
     out = new_out if out is None else out
     return (out, new_lse if lse is None else lse) if return_lse else out
-
-
-def _options(values: Options) -> tuple[Any, ...]:
-    return (
-        values.causal,
-        values.pos_encoding_mode,
-        values.window_left,
-        values.logits_soft_cap,
-        values.sm_scale,
-        values.rope_scale,
-        values.rope_theta,
-    )
 
 
 def one(sinks: Any) -> Any:
@@ -174,153 +167,33 @@ def planned(number: int, q: torch.Tensor) -> Any:
     return wrapper
 
 
-def _run(
-    number: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    causal: bool,
-    pos_encoding_mode: str | None,
-    window_left: int,
-    logits_soft_cap: float,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-    o_dtype: torch.dtype | None,
-    sinks: torch.Tensor | None,
-    factors: Sequence[float],
-    scales: Sequence[torch.Tensor | None],
-    return_lse: bool,
-    fp16_qk_reduction: bool,
-    lse_base: str,
-    lse_layout: str,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wrapper = planned(number, q)
-    q_scale, k_scale, v_scale = join_scales(factors, scales)
-
-    def run_now() -> Result:
-        return wrapper.run(
-            q,
-            *wrapper._run_tensors(k, v),
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            lse_base=lse_base,
-            lse_layout=lse_layout,
-        )
-
-    if pos_encoding_mode is None:
-        result = run_now()
-    else:
-        values = (causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        result = wrapper._forward(Options(*values, fp16_qk_reduction), run_now)
-    return new_results(result, q, return_lse, out, lse)
-
-
-def _single(
-    attention: Callable[..., Any],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    pos_encoding_mode: str,
-    window_left: int,
-    logits_soft_cap: float,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-    o_dtype: torch.dtype | None,
-    sinks: torch.Tensor | None,
-    factors: Sequence[float],
-    scales: Sequence[torch.Tensor | None],
-    return_lse: bool,
-    custom_mask: torch.Tensor | None,
-    packed_custom_mask: torch.Tensor | None,
-    kv_layout: str,
-    backend: str,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scale_q, scale_k, scale_v, k_scale, v_scale = join_scales(factors, scales)
-    result = attention(
-        q,
-        k,
-        v,
-        custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask,
-        causal=causal,
-        kv_layout=kv_layout,
-        pos_encoding_mode=pos_encoding_mode,
-        sm_scale=sm_scale,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        return_lse=return_lse,
-        scale_q=scale_q,
-        scale_k=scale_k,
-        scale_v=scale_v,
-        o_dtype=o_dtype,
-        backend=backend,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-    )
-    return new_results(result, q, return_lse, out, lse)
-
-
 def join_scales(factors: Sequence[float], scales: Sequence[torch.Tensor | None]) -> list[Any]:
     return [factor if tensor is None else tensor for factor, tensor in zip(factors, scales)]
 
 
 def new_results(
-    result: Result, q: torch.Tensor, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
+    result: Result, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE, with nothing in place of what was given or is not wanted: operators may not return arguments."""
     new_out, new_lse = result if return_lse else (result, None)
     return (
         new_out if out is None else new_out.new_empty(0),
-        q.new_empty(0, dtype=torch.float32) if new_lse is None or lse is not None else new_lse,
+        new_out.new_empty(0, dtype=torch.float32) if new_lse is None or lse is not None else new_lse,
     )
 
 
 # --- what graphs are told ----------------------------------------------------------------------------------------
 
 
-def outputs(
-    q: torch.Tensor,
-    head_dim_vo: int,
-    o_dtype: torch.dtype | None,
-    return_lse: bool,
-    transposed: bool,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tensors of the shapes and types that ``new_results`` returns."""
-    rows, heads = q.shape[0], q.shape[1]
-    wanted = return_lse and lse is None
-    lse_shape = (heads, rows) if transposed else (rows, heads)
+def outputs(x: Any, q: torch.Tensor, columns: int, heads_first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tensors of the shapes and types that ``new_results`` returns for the arguments ``x``."""
+    *rows, heads, _ = q.shape
+    dtype = x.o_dtype or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
+    lse_shape = (heads, math.prod(rows)) if heads_first else (*rows, heads)
     return (
-        q.new_empty((rows, heads, head_dim_vo) if out is None else (0,), dtype=o_dtype or q.dtype),
-        q.new_empty(lse_shape if wanted else (0,), dtype=torch.float32),
+        q.new_empty((*rows, heads, columns), dtype=dtype) if x.out is None else x.out.new_empty(0),
+        q.new_empty(lse_shape if x.return_lse and x.lse is None else (0,), dtype=torch.float32),
     )
-
-
-def _fake_run(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    values = x.k if x.v is None else x.v
-    return outputs(x.q, values.shape[-1], x.o_dtype, x.return_lse, x.lse_layout == "HN", x.out, x.lse)
-
-
-def _fake_single(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return outputs(x.q, x.v.shape[-1], x.o_dtype, x.return_lse, False, x.out, x.lse)
 
 
 _library = torch.library.Library("cutlass_kernels", "DEF")
@@ -414,9 +287,93 @@ _library.impl("no_backward", _no_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("cutlass_kernels::no_backward", _fake_no_backward, lib=_library)
 
 
-def define_single(attention: Callable[..., Any]) -> None:
-    """Registers the operator of ``single_prefill_with_kv_cache``, which is ``attention``."""
-    define("single", _SINGLE, functools.partial(_single, attention), _fake_single)
+# --- runs of wrappers --------------------------------------------------------------------------------------------
 
 
-define("run", _BATCH, _run, _fake_run)
+def run(
+    wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, o_dtype: torch.dtype | None, args: RunArgs
+) -> Result:
+    """``wrapper.run()`` in a graph; ``v`` is None where ``k`` holds keys and values."""
+    options = _AS_PLANNED if wrapper._traced_options is None else wrapper._traced_options  # of forward()
+    q_scale, k_scale, v_scale = args.scales
+    return _run_in_graph(
+        args.out,
+        args.lse,
+        wrapper=wrapper._number,
+        q=q,
+        k=k,
+        v=v,
+        **options._asdict(),
+        o_dtype=o_dtype,
+        sinks=args.sinks,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        return_lse=args.return_lse,
+        lse_base=args.lse_base,
+        lse_layout=args.lse_layout,
+    )
+
+
+def _run(wrapper: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, o_dtype: Any, **values: Any) -> Result:
+    owner = planned(wrapper, q)
+    options = Options(**{name: values.pop(name) for name in Options._fields})
+    run_now = functools.partial(owner.run, q, *owner._run_tensors(k, v), **values)
+    return run_now() if options.pos_encoding_mode is None else owner._forward(options, run_now)
+
+
+def _fake_run(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return outputs(x, x.q, (x.k if x.v is None else x.v).shape[-1], x.lse_layout == "HN")
+
+
+class _Run:
+    wrapper: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor | None
+    causal: bool
+    pos_encoding_mode: str | None
+    window_left: int
+    logits_soft_cap: float
+    sm_scale: float | None
+    rope_scale: float | None
+    rope_theta: float | None
+    fp16_qk_reduction: bool
+    o_dtype: torch.dtype | None
+    sinks: torch.Tensor | None
+    q_scale: Scale
+    k_scale: Scale
+    v_scale: Scale
+    return_lse: bool
+    lse_base: str
+    lse_layout: str
+
+
+_run_in_graph = operator("run", get_type_hints(_Run), _run, _fake_run)
+
+
+class _LatentRun:
+    wrapper: int
+    q_nope: torch.Tensor
+    q_pe: torch.Tensor | None
+    ckv_cache: torch.Tensor
+    kpe_cache: torch.Tensor | None
+    ckv_scale: float | None
+    kpe_scale: float | None
+    sinks: torch.Tensor | None
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+    o_dtype: torch.dtype | None
+    return_lse_base_on_e: bool
+    return_lse: bool
+
+
+def _run_latent(
+    wrapper: int, q_nope: torch.Tensor, q_pe: Any, ckv_cache: Any, kpe_cache: Any, o_dtype: Any, **values: Any
+) -> Result:
+    return planned(wrapper, q_nope).run(q_nope, q_pe, ckv_cache, kpe_cache, **values)
+
+
+run_latent = operator(
+    "run_mla", get_type_hints(_LatentRun), _run_latent, lambda x: outputs(x, x.q_nope, x.ckv_cache.shape[-1])
+)

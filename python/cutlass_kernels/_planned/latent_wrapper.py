@@ -13,7 +13,6 @@ from .._core import autograd, checks, errors, extra_arguments, index_vectors, sc
 from .._core.run_options import Result
 from .._fronts import trtllm_call
 from .._graphs import operators
-from .._graphs.latent_operator import run as run_in_graph
 from . import index_buffers, latent_plans
 from .descriptions import describe_latent
 from .dry_run import DryRun
@@ -382,9 +381,23 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         q_nope, q_pe = self._parts("query", query, {"q_nope": q_nope, "q_pe": q_pe})
         ckv_cache, kpe_cache = self._parts("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache})
         if tracing.is_traced() and isinstance(q_nope, torch.Tensor) and isinstance(ckv_cache, torch.Tensor):
-            tensors, scales = (q_nope, q_pe, ckv_cache, kpe_cache), (bmm1_scale, bmm2_scale)
-            o_dtype, kv_scales = contract.output_dtype, (ckv_scale, kpe_scale)
-            return run_in_graph(self._number, tensors, kv_scales, sinks, scales, o_dtype, base_e, out, lse, return_lse)
+            return operators.run_latent(
+                out,
+                lse,
+                wrapper=self._number,
+                q_nope=q_nope,
+                q_pe=q_pe,
+                ckv_cache=ckv_cache,
+                kpe_cache=kpe_cache,
+                ckv_scale=ckv_scale,
+                kpe_scale=kpe_scale,
+                sinks=sinks,
+                bmm1_scale=bmm1_scale,
+                bmm2_scale=bmm2_scale,
+                o_dtype=contract.output_dtype,
+                return_lse_base_on_e=base_e,
+                return_lse=return_lse,
+            )
         self._check_tensors(q_nope, q_pe, ckv_cache, kpe_cache)
         place = None if lse is None else checks.lse_output(lse, q_nope.shape[:2], q_nope.device)
         wants_lse = return_lse or lse is not None

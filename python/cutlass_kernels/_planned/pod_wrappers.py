@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._attend.single_prefill import single_prefill_with_kv_cache
+from .._attend.singles import single_prefill_with_kv_cache
 from .._core import checks, extra_arguments
 from .copying import Part
 from .descriptions import describe_several

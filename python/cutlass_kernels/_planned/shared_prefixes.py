@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._attend.single_prefill import single_prefill_with_kv_cache_return_lse
+from .._attend.singles import single_prefill_with_kv_cache_return_lse
 from .._compute import selection
 from .._compute.merging import merge_state
 from .._core import checks, index_vectors
@@ -14,7 +14,7 @@ from .._core.autograd import forward_only_as_a_whole
 from .._core.extra_arguments import spellings
 from .._core.problems import Logits, Output, PagedKv, Problem, RaggedKv
 from .._core.tracing import have_own_dispatch, is_traced
-from .._graphs import unplanned_operators
+from .._graphs import operators
 from .copying import Part
 from .descriptions import describe_several
 from .paged_decode import BatchDecodeWithPagedKVCacheWrapper
@@ -65,7 +65,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     """
     checks.kv_layout(kv_layout)
     if is_traced() or have_own_dispatch(q, k_shared, k_unique):
-        return unplanned_operators.shared_prefix(q, k_shared, v_shared, k_unique, v_unique, kv_layout, sm_scale)
+        return _in_graph(**dict(zip(_TYPES, (q, k_shared, v_shared, k_unique, v_unique, kv_layout, sm_scale))))
     checks.tensor("q", q, 3)
     k, v = checks.tensor("k_unique", k_unique, 4), checks.tensor("v_unique", v_unique, 4)
     if kv_layout == "HND":
@@ -427,4 +427,11 @@ def _attend_shared(
     return out, lse
 
 
-unplanned_operators.define_shared_prefix(batch_decode_with_shared_prefix_padded_kv_cache)
+_TENSORS = ("q", "k_shared", "v_shared", "k_unique", "v_unique")
+_TYPES = {**dict.fromkeys(_TENSORS, torch.Tensor), "kv_layout": str, "sm_scale": float | None}
+_in_graph = operators.operator(
+    "shared_prefix",
+    _TYPES,
+    batch_decode_with_shared_prefix_padded_kv_cache,
+    lambda x: (x.q.new_empty((*x.q.shape[:2], x.v_unique.shape[-1])), x.q.new_empty(0, dtype=torch.float32)),
+)

@@ -66,7 +66,7 @@ def traceable(
             values = _joined(types, args)
             values["group"] = _with_names(values["group"])
             result: Any = function(**values)  # type: ignore[call-arg]
-            return operators.new_results(result, args[0], values["return_lse"], None, None)
+            return operators.new_results(result, values["return_lse"], None, None)
 
         def fake(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
             args = tuple(vars(given).values())

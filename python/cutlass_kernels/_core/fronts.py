@@ -1,0 +1,125 @@
+"""Functions of other libraries as maps: their arguments, in which order, and which field of ``Call`` each of them is.
+
+A front is a table of arguments, and for each function their order and what differs from ``attention()``:
+
+    class Arguments:
+        q: torch.Tensor
+        softmax_scale: float | None = None
+        window_size: tuple[int, int] = (-1, -1)
+
+    @front(Arguments, "q softmax_scale window_size", {"sm_scale": "softmax_scale", "window": (pair, "window_size")})
+    def function(call, q):
+        \"""The documentation.\"""
+        return attend(call).view(q.shape)
+
+This makes ``function(q, softmax_scale=None, window_size=(-1, -1))``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter
+from typing import Any
+
+from . import call_table
+from .call_table import Call
+
+Function = Callable[..., Any]
+EMPTY: Mapping[str, Any] = {}
+
+
+def front(
+    arguments: Any,
+    order: str,
+    fields: Mapping[str, Any] = EMPTY,
+    tuples: Mapping[str, str] = EMPTY,
+    constants: Mapping[str, Any] = EMPTY,
+    into: Any = Call,
+    run: Function | None = None,
+    by_position: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]] | None = None,
+) -> Callable[[Function], Function]:
+    """Makes a function with these arguments, which calls the decorated one: with the arguments that it names, and as
+    ``call`` with the tuple of the fields of ``into``.
+
+    Args:
+        arguments: a class with a row for every argument: name, type and default; or several, the first of which counts.
+        order: the names in the order of the function, "*" before those by keyword. ``name=value`` has another default,
+            ``name=`` none.
+        fields: the argument that a field is, where it has another name. "a/b" is the first of the two that is not None,
+            and ``(convert, name)`` what ``convert`` makes of it.
+        constants: values of other fields, or of what the decorated function gets besides.
+        into: whose fields ``call`` has.
+        run: what is called in the place of the decorated function, which then has the documentation alone.
+        by_position: sorts arguments by position behind those that have no default. It gets them, and all others by
+            name, of which those that are left out are None or ``...``; it returns those that are given, by name.
+    """
+
+    def decorate(function: Function) -> Function:
+        parameters = [*_parameters(arguments, order)]
+        defaults = {x.name: x.default for x in parameters}
+        values = into._field_defaults | constants | {f"of_{name}": x for name, x in defaults.items()}
+        values |= {"body": run or function, "sort": by_position}
+        together = {name: names.split() for name, names in tuples.items()} | {"call": into._fields}
+        given = []
+        for name in inspect.signature(run or function).parameters:
+            of_fields = fields if name == "call" else EMPTY
+            packed = [_field(x, of_fields.get(x, x), defaults, values) for x in together.get(name, ())]
+            given.append(f"({', '.join(packed)})" if packed else _field(name, name, defaults, values))
+        lines = [f"return _body({', '.join(given)})"]
+        if by_position is None:
+            made = call_table.made(function.__name__, _source(parameters), lines, values, function.__globals__)
+        else:
+            before = ", ".join(name for name, default in defaults.items() if default is Parameter.empty)
+            behind = {name: x for name, x in defaults.items() if x is not Parameter.empty}
+            keywords = ", ".join(f"{name}={name}" for name in behind)
+            sorts = f"if args: return {function.__name__}({before}, **_sort(args, dict({keywords})))"
+            left_out = [f"if {name} is ...: {name} = _of_{name}" for name, x in behind.items() if x is not None]
+            source = [before, "*args", *(f"{name}={None if x is None else ...}" for name, x in behind.items())]
+            lines = [sorts, *left_out, *lines]
+            made = call_table.made(function.__name__, source, lines, values, function.__globals__)
+        result = function.__annotations__["return"]
+        made.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+        made.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": result}
+        made.__module__, made.__doc__ = function.__module__, function.__doc__
+        return made
+
+    return decorate
+
+
+def _parameters(arguments: Any, order: str) -> Iterator[Parameter]:
+    rows: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for table in reversed(arguments if isinstance(arguments, list) else [arguments]):
+        rows |= table.__annotations__
+        defaults |= getattr(table, "_field_defaults", vars(table))
+    kind: Any = Parameter.POSITIONAL_OR_KEYWORD
+    for word in order.split():
+        name, is_changed, value = word.partition("=")
+        if name == "*":
+            kind = Parameter.KEYWORD_ONLY
+            continue
+        default = defaults.get(name, Parameter.empty)
+        if is_changed:
+            default = ast.literal_eval(value) if value else Parameter.empty
+        kind_of_row = getattr(rows[name], "__forward_arg__", rows[name])
+        yield Parameter(name, kind, default=default, annotation=kind_of_row)
+
+
+def _source(parameters: list[Parameter]) -> list[str]:
+    words = [x.name if x.default is Parameter.empty else f"{x.name}=_of_{x.name}" for x in parameters]
+    by_keyword = [i for i, x in enumerate(parameters) if x.kind is Parameter.KEYWORD_ONLY]
+    return words if not by_keyword else [*words[: by_keyword[0]], "*", *words[by_keyword[0] :]]
+
+
+def _field(field: str, argument: Any, known: Mapping[str, Any], values: dict[str, Any]) -> str:
+    """What a field is, as source."""
+    if isinstance(argument, tuple):
+        convert, *arguments = argument
+        values[f"to_{field}"] = convert
+        return f"_to_{field}({', '.join(arguments)})" if known.keys() >= {*arguments} else f"_{field}"
+    found = [name for name in argument.split("/") if name in known]
+    if not found:
+        return f"_{field}"
+    return found[0] if len(found) == 1 else f"({found[1]} if {found[0]} is None else {found[0]})"
