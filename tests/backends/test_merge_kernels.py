@@ -287,13 +287,13 @@ def test_nothing_else_is_written(no_torch, tokens, heads, dim, dtype):
     v, s = states(tokens, 2, heads, dim, dtype)
     out = Guarded((tokens, heads, dim), dtype, DEVICE, strides=(heads * (dim + 8), dim + 8, 1))
     lse = Guarded((tokens, heads), torch.float32, DEVICE, strides=(2 * heads, 2))
-    merging._launch(*halves(v, s), out.tensor, lse.tensor, None)
+    merging._launch(*halves(v, s), out.tensor, lse.tensor)
     check((out.tensor.contiguous(), lse.tensor.contiguous()), v, s)
     out.check("v")
     lse.check("s")
     masked = [Guarded(x.shape, x.dtype, DEVICE) for x in halves(v, s)[:2]]
     mask = torch.zeros(tokens, dtype=torch.uint8, device=DEVICE)
-    merging._launch(*halves(v, s), masked[0].tensor, masked[1].tensor, mask)
+    merging._launch(*halves(v, s), masked[0].tensor, masked[1].tensor, mask=mask)
     masked[0].check_untouched("v")
     masked[1].check_untouched("s")
 

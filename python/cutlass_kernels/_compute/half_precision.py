@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._core.problems import FP8_DTYPES, HALF_DTYPES, Offsets, Output, PagedKv, Problem, RaggedKv
-from .request_facts import MOST_SEPARATE_COLUMNS
+from .request_facts import DTYPE_NAMES, MOST_SEPARATE_COLUMNS
 
 if TYPE_CHECKING:
     from .request_facts import Request
@@ -83,9 +83,7 @@ def round_output(wide: torch.Tensor, out: torch.Tensor, module: Any, stream: int
     """Rounds to e4m3 what the kernel has written: beyond 448 it becomes 448 (float16 has made 65520 and more infinite),
     NaN stays NaN. ``module`` is ``_C``.
     """
-    module.round_output(
-        *out.shape, wide.data_ptr(), *wide.stride()[:2], out.data_ptr(), out.stride(0), out.stride(1), stream
-    )
+    module.round_output(*out.shape, *_place(wide), *_place(out), stream)
 
 
 def is_needed(problem: Problem) -> bool:
@@ -118,58 +116,41 @@ def prepare(problem: Problem, offsets: Offsets | None, module: Any, stream: int)
     tokens: tuple[int, ...]
     if isinstance(kv, RaggedKv):
         k, v = kv.k, kv.v
-        k_page = v_page = num_pages = entries = 0
+        num_pages = page_size = entries = 0
         tokens = (k.size(0),)
     else:
         assert pages is not None
         k, v = kv.k_cache, kv.v_cache
-        k_page, v_page = k.stride(0), v.stride(0)
-        num_pages, entries = min(k.size(0), v.size(0)), pages.indices.numel()
-        tokens = (max(entries, 1), pages.page_size)  # an address, even where there is nothing to read
+        num_pages, page_size, entries = min(k.size(0), v.size(0)), pages.page_size, pages.indices.numel()
+        tokens = (max(entries, 1), page_size)  # an address, even where there is nothing to read
         tables = torch.empty((2, entries), dtype=torch.int32, device=device)
     num_kv_heads, head_dim_vo = k.size(-2), v.size(-1)
     k_copy = torch.empty((*tokens, num_kv_heads, head_dim_qk), dtype=dtype, device=device)
     if v.element_size() == 1:
         v_copy = torch.empty((*tokens, num_kv_heads, head_dim_vo), dtype=dtype, device=device)
 
-    scale, theta = (0.0, 0.0) if rope is None else rope
+    dtypes, sizes = (q.dtype, k.dtype, dtype), (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+    indptrs = (None, None) if offsets is None else (offsets.qo_indptr, offsets.kv_indptr)
+    lists = (None,) * 3 if pages is None else (pages.indices, pages.v_indices, pages.last_page_len)
     module.prepare(
-        _NAMES[q.dtype],
-        _NAMES[k.dtype],
-        _NAMES[dtype],
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        head_dim_vo,
+        *(DTYPE_NAMES[x] for x in dtypes),
+        *sizes,
         1 if offsets is None else offsets.qo_indptr.numel() - 1,
-        0 if offsets is None else offsets.qo_indptr.data_ptr(),
-        0 if offsets is None else offsets.kv_indptr.data_ptr(),
+        *map(_address, indptrs),
         rows,
         0 if pages is not None else tokens[0],
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        k.data_ptr(),
-        k.stride(-3),
-        k.stride(-2),
-        k_page,
-        v.data_ptr(),
-        v.stride(-3),
-        v.stride(-2),
-        v_page,
-        0 if pages is None else pages.indices.data_ptr(),
-        0 if pages is None or pages.v_indices is None else pages.v_indices.data_ptr(),
-        0 if pages is None else pages.last_page_len.data_ptr(),
-        0 if pages is None else pages.page_size,
+        *_place(q),
+        *_place(k),
+        0 if pages is None else k.stride(0),
+        *_place(v),
+        0 if pages is None else v.stride(0),
+        *map(_address, lists),
+        page_size,
         entries,
         num_pages,
         problem.mask.window_left,
-        scale,
-        theta,
-        0 if q_copy is None else q_copy.data_ptr(),
-        k_copy.data_ptr(),
-        0 if v_copy is None else v_copy.data_ptr(),
-        0 if tables is None else tables.data_ptr(),
+        *(rope or (0.0, 0.0)),
+        *map(_address, (q_copy, k_copy, v_copy, tables)),
         stream,
     )
     q, v = q if q_copy is None else q_copy, v if v_copy is None else v_copy
@@ -182,4 +163,10 @@ def prepare(problem: Problem, offsets: Offsets | None, module: Any, stream: int)
     return dataclasses.replace(problem, q=q, kv=prepared, logits=logits, output=output)
 
 
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*HALF_DTYPES, *FP8_DTYPES)}
+def _place(x: torch.Tensor) -> tuple[int, int, int]:
+    """Address, and strides of tokens and heads."""
+    return x.data_ptr(), x.stride(-3), x.stride(-2)
+
+
+def _address(x: Any) -> int:
+    return 0 if x is None else x.data_ptr()

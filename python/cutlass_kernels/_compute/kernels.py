@@ -19,40 +19,14 @@ from .._core.native import stream_of as _stream_of
 from .._core.problems import FP8_DTYPES, Copies, Offsets, PagedKv, Pages, Problem, Split
 from .._core.tracing import is_traced
 from . import half_precision
-from .request_facts import MOST_SEPARATE_COLUMNS, ROW_FEATURES, Request, compute_capability
+from .request_facts import DTYPE_NAMES, FEATURES, MOST_SEPARATE_COLUMNS, ROW_FEATURES, Request, compute_capability
 
 _INT_WORKSPACE_BYTES = 8 << 20  # enough for the tile list of every plan, unless its KV splits are of a small fixed size
 _MOST_BYTES = (1 << 63) - 1
 _NO_COPIES = Copies()
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-# What this module passes on, if the registry says that a kernel has it.
-_SERVED = frozenset(
-    {
-        "causal",
-        "window",
-        "chunk",
-        "custom_mask",
-        "multi_item",
-        "soft_cap",
-        "alibi",
-        "sinks",
-        "paged",
-        "short_queries",
-        "fp8_few_rows",
-        "fp8_some_rows",
-        "stats",
-        "head_scale",
-        "tensor_scale",
-    }
-)
-_DTYPE_NAMES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-}
+# Why no kernel has these features. Those of _AWAY are none of a problem that half_precision has prepared.
 _WHY = {
     "separate_values": "head_dim_qk above 512 with values that are not the first columns of the keys, in their memory,",
     "separate_rope": "k_rope in rows of its own, for these tensors and this mask,",
@@ -60,6 +34,8 @@ _WHY = {
     "unsized": "multi-item scoring (prefix_len_ptr) under CUDA graphs without mask buffers, or captured without "
     "lengths on the CPU (offsets, or seq_lens and seq_lens_q),",
 }
+_AWAY = {"rope", "fp8_copies"}
+_SERVED = FEATURES.keys() - _WHY.keys() - _AWAY  # passed on, if the registry says that a kernel has it
 
 
 @functools.cache
@@ -85,7 +61,7 @@ def reasons(backend: str, request: Request) -> list[str]:
             "use backend='auto'."
         ]
     found, prepared = [], half_precision.prepared_request(request)
-    if "rope" in request.features and request.head_dim_qk > MOST_SEPARATE_COLUMNS:
+    if request.has("rope") and request.head_dim_qk > MOST_SEPARATE_COLUMNS:
         found.append(
             f"pos_encoding_mode with head_dim_qk={request.head_dim_qk} has no {backend} kernel: rotate q and k before."
         )
@@ -101,37 +77,20 @@ def reasons(backend: str, request: Request) -> list[str]:
         f"{_WHY.get(feature, feature)} has no {backend} kernel in this version: backend='reference' computes it."
         for feature in sorted(request.features - _SERVED)
     ]
-    types = (request.q_dtype, request.kv_dtype, request.o_dtype)
-    for dtype in dict.fromkeys(types):
-        if dtype not in _DTYPE_NAMES:
-            found.append(f"dtype {dtype} has no {backend} kernel: use float16 or bfloat16, or backend='reference'.")
-    if all(dtype in _DTYPE_NAMES for dtype in types):
-        found += _registry_reasons(backend, request)
-    return found
+    others = [dtype for dtype in dict.fromkeys(request.types) if dtype not in DTYPE_NAMES]
+    found += [
+        f"dtype {dtype} has no {backend} kernel: use float16 or bfloat16, or backend='reference'." for dtype in others
+    ]
+    return found if others else found + _registry_reasons(backend, request)
 
 
 def _registry_reasons(backend: str, request: Request) -> list[str]:
     """What the registry has against a request as it is, without copies."""
-    features = request.features
-    return list(
-        native._C.not_supported_reasons(
-            backend,
-            *(_DTYPE_NAMES[dtype] for dtype in (request.q_dtype, request.kv_dtype, request.o_dtype)),
-            request.num_qo_heads,
-            request.num_kv_heads,
-            request.head_dim_qk,
-            request.head_dim_vo,
-            "soft_cap" in features,
-            "sinks" in features,
-            "paged" in features,
-            not features.isdisjoint(("custom_mask", "multi_item")),
-            "alibi" in features,
-            not features.isdisjoint(("head_scale", "tensor_scale")),
-            "stats" in features,
-            request.compute_capability or 0,
-            *(request.layout or ()),
-        )
-    )
+    has, names = request.has, (DTYPE_NAMES[dtype] for dtype in request.types)
+    asked = [has("soft_cap"), has("sinks"), has("paged"), has("custom_mask", "multi_item"), has("alibi")]
+    asked += [has("head_scale", "tensor_scale"), has("stats")]
+    where = request.compute_capability or 0, *(request.layout or ())
+    return list(native._C.not_supported_reasons(backend, *names, *request.sizes, *asked, *where))
 
 
 def candidates(
@@ -141,27 +100,22 @@ def candidates(
     assert native._C is not None
     if not reads_as_is(backend, request):
         request = half_precision.prepared_request(request) or request
-    features = request.features
+    has, names = request.has, (DTYPE_NAMES[dtype] for dtype in request.types[:2])
+    totals = requests, requests * rows, requests * keys
     try:
         found: list[dict[str, Any]] = native._C.candidates(
             backend,
-            _DTYPE_NAMES[request.q_dtype],
-            _DTYPE_NAMES[request.kv_dtype],
-            request.num_qo_heads,
-            request.num_kv_heads,
-            request.head_dim_qk,
-            request.head_dim_vo,
-            requests,
-            requests * rows,
-            requests * keys,
-            "causal" in features,
-            16 if "paged" in features else 0,
+            *names,
+            *request.sizes,
+            *totals,
+            has("causal"),
+            16 if has("paged") else 0,
             request.compute_capability,
             multiprocessors,
-            not features.isdisjoint(("custom_mask", "multi_item", "alibi", "stats", "head_scale", "tensor_scale")),
+            has("custom_mask", "multi_item", "alibi", "stats", "head_scale", "tensor_scale"),
             False,
-            "soft_cap" in features,
-            "stats" in features,
+            has("soft_cap"),
+            has("stats"),
         )
     except RuntimeError as error:
         raise ValueError(f"{requests} requests of {rows} rows and {keys} keys are no call: {error}") from None
@@ -175,7 +129,7 @@ def reads_as_is(backend: str, request: Request) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _reads_fp8(backend: str, request: Request) -> bool:
-    if not request.features <= _SERVED or request.o_dtype not in _DTYPE_NAMES:
+    if not request.features <= _SERVED or request.o_dtype not in DTYPE_NAMES:
         return False
     if request.q_dtype in FP8_DTYPES:
         fits = request.q_dtype == request.kv_dtype
@@ -228,7 +182,7 @@ class Schedule:
             self._grows_to(list_bytes)
             self._check_room(list_bytes, partial_bytes, "at least ")
         if any(copies):
-            launch(native._C.copy_vectors, workspace.device, *copies)
+            _copy(copies, workspace.device)
 
     def share(self) -> None:
         """Wrappers share it from now on: a workspace that grows is then the schedule's alone."""
@@ -318,6 +272,10 @@ def _plan_of(
         backend, request, offsets, total_q, workspace, workspace_bytes, partial_room, *copies, stream
     )
     return planned
+
+
+def _copy(copies: Copies, device: torch.device) -> None:
+    launch(native._C.copy_vectors, device, *copies)
 
 
 def workspace_size(backend: str, request: Request, offsets: Offsets) -> tuple[int, int]:

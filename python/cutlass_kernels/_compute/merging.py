@@ -49,12 +49,12 @@ def merge_state(
         (tensor([[[2., 2.]]]), tensor([[1.]]))
     """
     _check_two(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
-    v_b, s_a, s_b = _as(v_b, v_a.dtype), _as(s_a, torch.float32), _as(s_b, torch.float32)
-    if not (kernels.move(v_a, s_a, v_b, s_b) and _has_kernel(v_a)):
-        return _merge_two(v_a, s_a, v_b, s_b)
+    states = v_a, _as(s_a, torch.float32), _as(v_b, v_a.dtype), _as(s_b, torch.float32)
+    if not (kernels.move(*states) and _has_kernel(v_a)):
+        return _merge_two(*states)
     out = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
     lse = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
-    _launch(v_a, s_a, v_b, s_b, out, lse, None)
+    _launch(*states, out, lse)
     return out, lse
 
 
@@ -175,32 +175,20 @@ def _launch_in_place(
         return False
     if mask is not None and (mask.dtype not in _MASKS or mask.device != v.device):
         return False
-    _launch(v, s, v_other, s_other, v, s, mask)
+    _launch(v, s, v_other, s_other, v, s, mask=mask)
     return True
 
 
-def _launch(
-    v_a: torch.Tensor,
-    s_a: torch.Tensor,
-    v_b: torch.Tensor,
-    s_b: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> None:
+def _launch(*states: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """Merges two states into a third: ``states`` are v and s of each."""
+    v_a, s_a, v_b, s_b, out, lse = states
     if not v_a.numel():
         return
-    tensors = _readable(v_a), s_a, _readable(v_b), s_b, out, lse
     mask = None if mask is None else mask.contiguous()
-    kernels.launch(
-        native._C.merge_state,
-        v_a.device,
-        NAME_OF_STATE[v_a.dtype],
-        *v_a.shape,
-        *(number for x in tensors for number in kernels.place(x, 2)),
-        0 if mask is None else mask.data_ptr(),
-        1 if mask is None else mask.element_size(),
-    )
+    of_mask = (0, 1) if mask is None else (mask.data_ptr(), mask.element_size())
+    sizes, tensors = (NAME_OF_STATE[v_a.dtype], *v_a.shape), (_readable(v_a), s_a, _readable(v_b), s_b, out, lse)
+    places = (number for x in tensors for number in kernels.place(x, 2))
+    kernels.launch(native._C.merge_state, v_a.device, *sizes, *places, *of_mask)
 
 
 def _readable(v: torch.Tensor) -> torch.Tensor:

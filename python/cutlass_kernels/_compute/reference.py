@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -58,19 +59,12 @@ def compute(problem: Problem) -> None:
 def _requests(problem: Problem) -> list[_Request]:
     kv = problem.kv
     qo = [0, problem.q.size(0)] if problem.qo_indptr is None else problem.qo_indptr.tolist()
-    requests = []
+    starts = [0, kv.k.size(0)] if kv.indptr is None else kv.indptr.tolist()
+    lens = [end - begin for begin, end in pairwise(starts)]
     if isinstance(kv, PagedKv):
-        starts, last = kv.indptr.tolist(), kv.last_page_len.tolist()
-        page_size = kv.k_cache.size(1)
-        for b in range(len(qo) - 1):
-            pages = starts[b + 1] - starts[b]
-            kv_len = (pages - 1) * page_size + last[b] if pages > 0 else 0
-            requests.append(_Request(b, qo[b], qo[b + 1] - qo[b], kv_len, starts[b]))
-    else:
-        starts = [0, kv.k.size(0)] if kv.indptr is None else kv.indptr.tolist()
-        for b in range(len(qo) - 1):
-            requests.append(_Request(b, qo[b], qo[b + 1] - qo[b], starts[b + 1] - starts[b], starts[b]))
-    return requests
+        page_size, last = kv.k_cache.size(1), kv.last_page_len.tolist()
+        lens = [(pages - 1) * page_size + filled if pages > 0 else 0 for pages, filled in zip(lens, last)]
+    return [_Request(b, qo[b], qo[b + 1] - qo[b], lens[b], starts[b]) for b in range(len(qo) - 1)]
 
 
 class _State:

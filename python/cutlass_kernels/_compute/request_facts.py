@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .._core import native
-from .._core.problems import FP8_DTYPES, HALF_DTYPES, Mask, PagedKv, Problem, RaggedKv
+from .._core.problems import FP8_DTYPES, HALF_DTYPES, Mask, PagedKv, Problem, RaggedKv, name_of
 
 FEATURES = {
     "causal": "a causal mask",
@@ -36,6 +36,9 @@ FEATURES = {
     "separate_rope": "the last columns of the keys lie in a tensor of their own",
     "separate_values": "values beside keys of more than 512 columns that are not the first columns of these",
 }
+
+# What the compiled module calls the dtypes that kernels have.
+DTYPE_NAMES = {dtype: name_of(dtype) for dtype in (*HALF_DTYPES, torch.float32, *FP8_DTYPES)}
 
 # Every backend takes strides between 0 and this many elements, and up to so many rows. Beyond that, each is asked.
 ORDINARY = 1 << 30
@@ -135,12 +138,24 @@ class Request(NamedTuple):
             layout,
         )
 
+    @property
+    def types(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        return self.q_dtype, self.kv_dtype, self.o_dtype
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.num_qo_heads, self.num_kv_heads, self.head_dim_qk, self.head_dim_vo
+
+    def has(self, *features: str) -> bool:
+        """Whether it has one of these features."""
+        return not self.features.isdisjoint(features)
+
     def __str__(self) -> str:
         where = self.device_type
         if self.compute_capability is not None:
             where += f" sm_{self.compute_capability}"
         text = (
-            f"{where}, q {_short(self.q_dtype)}, kv {_short(self.kv_dtype)}, out {_short(self.o_dtype)}, "
+            f"{where}, q {name_of(self.q_dtype)}, kv {name_of(self.kv_dtype)}, out {name_of(self.o_dtype)}, "
             f"heads {self.num_qo_heads}/{self.num_kv_heads}, head_dim {self.head_dim_qk}/{self.head_dim_vo}"
         )
         if self.layout is not None:
@@ -292,7 +307,3 @@ def compute_capability(device: torch.device) -> int | None:
 def _cuda_capability(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

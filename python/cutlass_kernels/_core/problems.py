@@ -19,6 +19,11 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype without that of its package."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(slots=True)
 class RaggedKv:
     """Keys and values of all requests, packed one after the other.

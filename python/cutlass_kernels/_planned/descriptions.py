@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from .._core.problems import name_of
 
 
 def describe(wrapper: Any) -> str:
@@ -30,8 +30,8 @@ def describe_latent(wrapper: Any) -> str:
             facts = [_count(wrapper._kv_len_arr_buf.numel(), "request")]
             facts += ["rows known to the device" if rows is None else _count(rows, "row")]
             facts += [f"num_heads={wrapper._heads}", "head_dim_ckv={}, head_dim_kpe={}".format(*wrapper._dims)]
-            facts += [f"page_size={wrapper._page_size}", f"q_data_type={_short(contract.q_dtype)}"]
-            facts += [f"kv_data_type={_short(contract.kv_dtype)}", f"causal={wrapper._causal}"]
+            facts += [f"page_size={wrapper._page_size}", f"q_data_type={name_of(contract.q_dtype)}"]
+            facts += [f"kv_data_type={name_of(contract.kv_dtype)}", f"causal={wrapper._causal}"]
             facts += [f"sm_scale={wrapper._sm_scale!r}"]
         facts += [f"backend={wrapper._backend!r}", f"device={str(wrapper.device)!r}"]
         facts += ["use_cuda_graph=True"] * wrapper._use_cuda_graph
@@ -56,7 +56,7 @@ def _plan(wrapper: Any, plan: Any) -> list[str]:
     if batch.page_size is not None:
         facts.append(f"page_size={batch.page_size}")
     for name, dtype in (("q", shape.q_dtype), ("kv", shape.kv_dtype), ("o", shape.o_dtype)):
-        facts.append(f"{name}_data_type={_short(dtype)}")
+        facts.append(f"{name}_data_type={name_of(dtype)}")
     if plan.multi_item is not None:
         facts.append("multi-item scoring")
     elif plan.bits is not None and not plan.mask_is_causal:
@@ -78,7 +78,3 @@ def _backend(wrapper: Any) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
