@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -12,6 +13,8 @@ from torch.compiler import is_dynamo_compiling
 from . import checks, hints
 from .problems import MultiItem
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # What run() and its relatives return: out, or (out, lse) where the LSE is asked for. Any lets a type checker take the
 # one or the other without a cast.
 Result = torch.Tensor | Any
@@ -64,6 +67,20 @@ class RunArgs:
     skip_softmax_factor: float = 0.0
 
 
+def _remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """The results of a pure function for the latest numbers and names, of which True, 1 and 1.0 are different ones.
+    Tensors may change, and while torch.compile traces, numbers may be symbols: for these the function is called."""
+    known: Callable[..., R] = functools.lru_cache(maxsize=256, typed=True)(function)
+
+    @functools.wraps(function)
+    def call(*given: P.args, **nothing: P.kwargs) -> R:
+        is_plain = not is_dynamo_compiling() and checks.PLAIN.issuperset(map(type, given))
+        return known(*given) if is_plain else function(*given, **nothing)
+
+    return call
+
+
+@_remembered
 def shape(
     num_qo_heads: int,
     num_kv_heads: int,
@@ -74,20 +91,6 @@ def shape(
     o_data_type: str | torch.dtype | None,
 ) -> Shape:
     """Checked sizes and dtypes; RuntimeError for heads that do not divide, ValueError for others that do not fit."""
-    given = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
-    known = not is_dynamo_compiling() and checks.PLAIN.issuperset(map(type, given))
-    return _known_shape(*given) if known else _new_shape(*given)
-
-
-def _new_shape(
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim_qk: int,
-    head_dim_vo: int | None,
-    q_data_type: str | torch.dtype,
-    kv_data_type: str | torch.dtype | None,
-    o_data_type: str | torch.dtype | None,
-) -> Shape:
     num_qo_heads = checks.integer("num_qo_heads", num_qo_heads)
     num_kv_heads = checks.integer("num_kv_heads", num_kv_heads)
     head_dim_qk = checks.integer("head_dim_qk", head_dim_qk)
@@ -101,10 +104,7 @@ def _new_shape(
     return Shape(num_qo_heads, num_kv_heads, head_dim_qk, vo, q_dtype, kv_dtype, o_dtype)
 
 
-# Pure functions of numbers and names: True, 1 and 1.0 are other arguments.
-_known_shape = functools.lru_cache(maxsize=256, typed=True)(_new_shape)
-
-
+@_remembered
 def options(
     causal: bool,
     pos_encoding_mode: str,
@@ -116,31 +116,6 @@ def options(
     fp16_qk_reduction: bool,
 ) -> Options:
     """Checked options, one object for equal numbers. KeyError for an unknown ``pos_encoding_mode``."""
-    given = (
-        causal,
-        pos_encoding_mode,
-        window_left,
-        logits_soft_cap,
-        sm_scale,
-        rope_scale,
-        rope_theta,
-        fp16_qk_reduction,
-    )
-    # Tensors may change, and while torch.compile traces, numbers may be symbols.
-    known = not is_dynamo_compiling() and checks.PLAIN.issuperset(map(type, given))
-    return _known_options(*given) if known else _new_options(*given)
-
-
-def _new_options(
-    causal: bool,
-    pos_encoding_mode: str,
-    window_left: int,
-    logits_soft_cap: float | None,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-    fp16_qk_reduction: bool,
-) -> Options:
     checks.rope(pos_encoding_mode, rope_scale, rope_theta)
     if sm_scale is not None:
         sm_scale = checks.sm_scale(sm_scale, 1)
@@ -155,9 +130,6 @@ def _new_options(
         rope_theta,
         bool(fp16_qk_reduction),
     )
-
-
-_known_options = functools.lru_cache(maxsize=256, typed=True)(_new_options)
 
 
 def multi_item(prefix_len: Any, token_pos: Any, token_pos_len: int, max_item_len: Any) -> MultiItem | None:

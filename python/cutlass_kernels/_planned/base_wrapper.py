@@ -20,12 +20,11 @@ from .._core.run_options import Options, Result, RunArgs, Shape
 from .._graphs import operators
 from .._masks import mask_packing
 from . import index_buffers
-from .attributes import IndexBuffer, Option
 from .batch_plans import Place, Plan, request_of
 from .batches import Batch, Index
-from .copying import Copied
+from .copying import LEAST_WORKSPACE, Copied, DryRun
 from .descriptions import describe
-from .dry_run import LEAST_WORKSPACE, DryRun
+from .index_buffers import IndexBuffer, Option
 
 
 class BatchPrefillWrapper(DryRun, Copied):

@@ -14,8 +14,8 @@ from .._core.run_options import Result
 from .._fronts import trtllm_call
 from .._graphs import operators
 from . import index_buffers, latent_plans
+from .copying import DryRun
 from .descriptions import describe_latent
-from .dry_run import DryRun
 from .latent_plans import MLAPlanMetadata
 
 _NAME = "BatchMLAPagedAttentionWrapper"

@@ -18,10 +18,10 @@ from .._core.signatures import PagedPrefill, typed_as
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
 from . import base_wrapper, batches
-from .attributes import IndexBuffer
 from .batch_plans import Plan
 from .batches import Batch, Index
 from .cached_module import CachedModule
+from .index_buffers import IndexBuffer
 
 
 class BatchPrefillWithPagedKVCacheWrapper(base_wrapper.BatchPrefillWrapper):

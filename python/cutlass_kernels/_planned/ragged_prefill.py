@@ -18,9 +18,9 @@ from .._core.signatures import RaggedPrefill, typed_as
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
 from . import base_wrapper, batches
-from .attributes import IndexBuffer
 from .batch_plans import Plan
 from .batches import Batch
+from .index_buffers import IndexBuffer
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(base_wrapper.BatchPrefillWrapper):
