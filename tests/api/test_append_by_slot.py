@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise
 from problems import randn
 
@@ -202,10 +203,8 @@ def test_graphs_follow_new_slots():
     key = torch.randn(4, 2, 64, device="cuda").bfloat16()
     caches = [torch.zeros(4, 16, 2, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)]
     slots = torch.full((4,), -1, device="cuda")
-    ck.append_paged_kv_cache_by_slot(key, key, *caches, slots)
-    graph, scale = torch.cuda.CUDAGraph(), torch.tensor(2.0, device="cuda")
-    with torch.cuda.graph(graph):
-        ck.append_paged_kv_cache_by_slot(key, key, *caches, slots, 0.5, scale)
+    scale = torch.tensor(2.0, device="cuda")
+    graph, _ = capture(lambda: ck.append_paged_kv_cache_by_slot(key, key, *caches, slots, 0.5, scale))
     slots.copy_(torch.tensor([3, 60, -1, 17]))
     graph.replay()
     want = expect(key.cpu(), torch.zeros(4, 16, 2, 64).to(torch.float8_e4m3fn), [3, 60, -1, 17], 0.5)

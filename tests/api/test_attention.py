@@ -160,25 +160,6 @@ def test_splits(target, splits, rows):
     check(batch, target, "table", Mask(causal=True), Options(extra=dict(num_splits=splits)), dense=True)
 
 
-@pytest.mark.parametrize("form", ["table", "ragged"])
-def test_batch_invariance(target, form):
-    """A request has the same bits alone and in any batch."""
-    lens = [300, 40, 900, 7, 512, 100]
-    for rows in (1, 20):
-        batch = make_batch([rows] * 6, lens, 8, 2, 128, device=target.device)
-        k, v, more = keys(batch, form, "NHD", 16, False)
-        options = dict(batch_invariant=True, causal=True, backend=target.backend, kv_layout="NHD")
-        q, whose = queries(batch, dense=False)
-        together = ck.attention(q, k, v, **whose, **{**more, **options}).split(batch.qo_lens)
-        for b in range(6):
-            alone = q[b * rows : (b + 1) * rows]
-            mine = {x: more[x][b : b + 1] for x in ("page_table", "seqused_k") if x in more}
-            key, value = k, v
-            if form == "ragged":
-                key, value = (x[: sum(lens)].split(lens)[b] for x in (k, v))
-            assert_bitwise(ck.attention(alone, key, value, **mine, **options), together[b])
-
-
 def test_a_single_request_needs_no_lengths(target):
     batch = make_batch([30], [50], device=target.device)
     out = ck.attention(batch.q, batch.k, batch.v, causal=True, backend=target.backend)

@@ -319,24 +319,3 @@ def test_parameters_are_those_of_flash_attention_3():
     assert list(inspect.signature(get_scheduler_metadata).parameters) == names.split()
     with pytest.raises(TypeError, match="unexpected keyword"):
         get_scheduler_metadata(2, 1, 128, 8, 2, 64, torch.zeros(2, dtype=torch.int32), unknown=True)
-
-
-@pytest.mark.parametrize("page_size", [None, 4])
-@pytest.mark.parametrize("length", [7, -3])
-def test_new_keys_that_have_no_room_are_refused_on_the_cpu(page_size, length):
-    q, k, v = torch.ones(3, 1, 2, 2, 64).half()
-    size = (1, 8) if page_size is None else (2, page_size)
-    caches = [torch.zeros(*size, 2, 64).half() for _ in "kv"]
-    table = {} if page_size is None else {"page_table": torch.tensor([[1, 0]])}
-    with pytest.raises(ValueError, match=f"a new key has position {8 if length > 0 else -3} in a cache with room"):
-        flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=ints([length], "cpu"), **table)
-    assert not any(x.any() for x in caches)
-
-
-@pytest.mark.parametrize("name", ["cache_seqlens", "cache_batch_idx", "cache_leftpad"])
-def test_indices_that_do_not_fit_are_refused(name):
-    q, k, v = torch.zeros(3, 1, 2, 2, 64).half()
-    caches = [torch.zeros(1, 8, 2, 64).half() for _ in "kv"]
-    given = dict(cache_seqlens=torch.tensor([3])) | {name: torch.tensor([2**32])}
-    with pytest.raises(ValueError, match=f"{name} holds 4294967296, which does not fit into int32"):
-        flash_attn_with_kvcache(q, *caches, k, v, **given)

@@ -34,36 +34,42 @@ def refused(words: str, kinds: Any = (ValueError, TypeError, RuntimeError), *, p
     assert torch.equal(call["k_cache"], before[0]) and torch.equal(call["v_cache"], before[1])
 
 
-LATE = {
-    "out": (torch.zeros(1), "out has shape"),
-    "return_softmax_lse": (2, "return_softmax_lse=2"),
-    "causal": ("yes", "causal="),
-    "softcap": ("high", "softcap="),
-    "softmax_scale": ("big", "softmax_scale="),
-    "s_aux": (torch.zeros(7), "s_aux has shape"),
-    "q_descale": (torch.zeros(5), "q_descale has shape"),
-    "num_splits": (-2, "num_splits=-2"),
-    "attention_chunk": (-2, "attention_chunk=-2 must not be negative"),
-    "alibi_slopes": (torch.zeros(9), "alibi_slopes is"),
-    "cache_leftpad": (ints(9, 0), "request 0 has 7 keys behind cache_leftpad=9"),
-    "v": (None, "v is missing"),
-    "rotary_sin": (torch.zeros(9, 16).half(), "rotary_cos is missing: pass both"),
-    "rotary_cos": (torch.zeros(3, 16).half(), "position 5, but rotary_cos and rotary_sin have 3 rows"),
-    "cu_seqlens_k_new": (ints(0, 3, 2), "cu_seqlens_k_new decreases from 3 to 2"),
-    "cache_batch_idx": (ints(0, 2), r"cache_batch_idx\[1\]=2, but there are only 2 entries"),
-}
+LARGE = torch.tensor([2**32, 1])
+DOES_NOT_FIT = "holds 4294967296, which does not fit into int32"
+LATE: list[tuple[dict[str, Any], str]] = [
+    (dict(out=torch.zeros(1)), "out has shape"),
+    (dict(return_softmax_lse=2), "return_softmax_lse=2"),
+    (dict(causal="yes"), "causal="),
+    (dict(softcap="high"), "softcap="),
+    (dict(softmax_scale="big"), "softmax_scale="),
+    (dict(s_aux=torch.zeros(7)), "s_aux has shape"),
+    (dict(q_descale=torch.zeros(5)), "q_descale has shape"),
+    (dict(num_splits=-2), "num_splits=-2"),
+    (dict(attention_chunk=-2), "attention_chunk=-2 must not be negative"),
+    (dict(alibi_slopes=torch.zeros(9)), "alibi_slopes is"),
+    (dict(cache_leftpad=ints(9, 0)), "request 0 has 7 keys behind cache_leftpad=9"),
+    (dict(k=None, v=None, cache_leftpad=ints(1, 0), cache_seqlens=ints(17, 5)), "in a cache with room for 16"),
+    (dict(v=None), "v is missing"),
+    (dict(rotary_sin=torch.zeros(9, 16).half()), "rotary_cos is missing: pass both"),
+    (
+        dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(3, 16).half()),
+        "position 5, but rotary_cos and rotary_sin have 3 rows",
+    ),
+    (
+        dict(cu_seqlens_k_new=ints(0, 3, 2), k=torch.zeros(2, HEADS, DIM).half(), v=torch.zeros(2, HEADS, DIM).half()),
+        "cu_seqlens_k_new decreases from 3 to 2",
+    ),
+    (dict(cache_batch_idx=ints(0, 2)), r"cache_batch_idx\[1\]=2, but there are only 2 entries"),
+    *[({x: LARGE}, f"{x} {DOES_NOT_FIT}") for x in ("cache_seqlens", "cache_batch_idx", "cache_leftpad")],
+    (dict(cache_seqlens=ints(15, 5)), "a new key has position 16 in a cache with room"),
+    (dict(cache_seqlens=ints(-3, 5)), "a new key has position -3 in a cache with room"),
+]
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
-@pytest.mark.parametrize("name", LATE)
-def test_what_is_refused_leaves_the_cache(name, paged):
-    value, words = LATE[name]
-    more: dict[str, Any] = {name: value}
-    if name == "rotary_cos":
-        more["rotary_sin"] = value
-    if name == "cu_seqlens_k_new":
-        more |= {x: y.flatten(0, 1)[:2] for x, y in given().items() if x in "kv"}
-    refused(words, paged=paged, **more)
+@pytest.mark.parametrize("change,words", LATE)
+def test_what_is_refused_leaves_the_cache(change, words, paged):
+    refused(words, paged=paged, **change)
 
 
 @pytest.mark.parametrize("leftpad", [None, ints(1, 0)], ids=["no padding", "padding"])
@@ -78,13 +84,6 @@ def test_page_numbers_do_not_wrap(leftpad):
     call["page_table"] = call["page_table"].long() + 2**32
     with pytest.raises(ValueError, match="page number"):
         flash_attn_with_kvcache(**call)
-
-
-@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
-def test_padding_does_not_reach_the_keys_of_the_next_request(paged):
-    refused(
-        "in a cache with room for 16", paged=paged, k=None, v=None, cache_leftpad=ints(1, 0), cache_seqlens=ints(17, 5)
-    )
 
 
 def test_copies_of_the_cache_hold_the_new_keys():

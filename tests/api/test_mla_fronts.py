@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import poison_
 from mla_problems import DEVICES, SCALE, flash, make, nan_like, trtllm
@@ -116,10 +117,7 @@ def test_a_captured_step_follows_lengths_and_tables():
     problem = make([1] * 3, [900, 64, 4000], 128, 64, "cuda:0")
     problem.lens = problem.lens.clone()
     given = (*get_mla_metadata(problem.lens, 128, 1), SCALE, True)
-    flash(problem, *given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = flash(problem, *given)
+    graph, (out, lse) = capture(lambda: flash(problem, *given))
     for other in ([900, 64, 4000], [1, 63, 2500], [0, 1, 65]):
         problem.lens.copy_(torch.tensor(other))
         poison_(out)

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise, assert_close, assert_lse_close
 from mla_problems import DEVICES, PLACES, SCALE, Problem, apart, buffers, make, nan_like, planned, wrapper_for
 from torch._dynamo.backends.registry import lookup_backend
@@ -242,10 +243,7 @@ def test_a_captured_run_follows_later_plans(on, backend):
     q = first.q.clone()
     parts = [x for whole in (q, cache) for x in whole.split([512, 64], -1)]
     wrapper.plan(**first.plan(device=on))
-    wrapper.run(*parts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = wrapper.run(*parts, return_lse=True)
+    graph, (out, lse) = capture(lambda: wrapper.run(*parts, return_lse=True))
     for lens in ([1000, 7, 64], [3, 2000, 65], [0, 1, 3000]):
         problem = make([1, 1, 1], lens, 16, 64, device)
         q.copy_(problem.q)

@@ -92,22 +92,6 @@ def test_tokens_of_no_request_are_skipped(device, skipped):
     assert bool((cache[1, :, 1] == 1).all()) and int(cache.sum()) == 2 * 2 * 64
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_append_then_attend(device):
-    batch = make_batch([6], [22], 4, 2, 64, device=device)
-    paged = batch.paged(8, unused="zero")
-    table = paged.table(device)
-    paged.cache.zero_()
-    place = torch.arange(22, dtype=torch.int32, device=device)
-    ck.append_paged_kv_cache(
-        batch.k, batch.v, torch.zeros_like(place), place, paged.cache, table[1], table[0], table[2]
-    )
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8, device=device))
-    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 8, causal=True)
-    single = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True)
-    torch.testing.assert_close(wrapper.run(batch.q, paged.cache), single, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("wrong", [-1, 4])
 def test_append_to_a_page_that_does_not_exist(wrong):
     cache = torch.zeros(4, 2, 8, 2, 64)

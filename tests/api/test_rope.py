@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise
 from guards import Guarded
 from problems import randn
@@ -132,11 +133,8 @@ def test_follows_its_inputs_in_a_graph():
     q, k, v = (torch.randn(8, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     cache = torch.zeros(2, 4, 16, 2, 128, device="cuda", dtype=torch.bfloat16)
     table, positions, slots = make_table(100, 128).cuda(), torch.zeros(8, device="cuda").long(), torch.arange(8).cuda()
-    graph = torch.cuda.CUDAGraph()
     call = (q, k, v, positions, table, cache[0], cache[1], slots)
-    ck.rope_append_paged_kv_cache_by_slot(*call)
-    with torch.cuda.graph(graph):
-        ck.rope_append_paged_kv_cache_by_slot(*call)
+    graph, _ = capture(lambda: ck.rope_append_paged_kv_cache_by_slot(*call))
     positions.copy_(torch.arange(8) + 50)
     slots.copy_(torch.arange(8) + 30)
     before, wanted = q.clone(), torch.zeros_like(cache)

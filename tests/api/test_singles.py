@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import no_waiting
 from compare import assert_close, assert_lse_close
 from problems import Batch, Options, allowed_in_fp8, expect, make_batch
 
@@ -74,6 +75,7 @@ LENGTHS = [
 ]
 PREFILLS = [
     *[Case(77, 131, (4, 2), x, None, y, z) for x in (64, 128, 256) for y in HALF for z in (Options(), CAUSAL)],
+    Case(1, 77, (8, 2), 128, options=CAUSAL),
     *[Case(19, 50, (2, 1), x, options=CAUSAL) for x in (8, 16, 32, 40, 72, 80, 96, 112, 160, 192)],
     *[
         Case(33, 70, (4, 4), *dims, options=CAUSAL, more=dict(needs=["head_dim_vo"]))
@@ -108,6 +110,7 @@ DECODES = [
         for x, y, z in itertools.product((1, 2, 63, 64, 257, 1025), ("NHD", "HND"), CORES)
     ],
     *[Case(1, 100, (2 * x, 2), 128, more=y) for x in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32) for y in CORES],
+    Case(1, 77, (8, 2), 128),
     *[Case(1, 333, (4, 4), x, None, y) for x in (64, 128, 256) for y in HALF],
     *[Case(1, 100, (4, 2), options=Options(window_left=x)) for x in (0, 1, 7, 99, 100, 1000)],
     *[Case(1, 90, (6, 2), options=x, more=y) for x in LOGITS for y in CORES],
@@ -133,14 +136,6 @@ def test_empty_cache(target):
 def test_strided_inputs(target):
     packed = torch.randn(70, 3, 4, 64).half().to(target.device)
     check(target, DECODE, Batch([1], [70], packed[-1:, 0], packed[:, 1], packed[:, 2]))
-
-
-def test_decode_equals_a_prefill_of_one_row(target):
-    batch = make_batch([1], [77], 8, 2, 128, device=target.device)
-    out, lse = call(target, DECODE, batch)
-    out2, lse2 = call(target, PREFILL, batch, CAUSAL)
-    torch.testing.assert_close(out, out2, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(lse, lse2, rtol=1e-5, atol=1e-3)
 
 
 # --- arguments and results ---
@@ -287,10 +282,7 @@ def test_inputs_are_left_alone_and_bits_are_the_same(target):
 
 def test_nothing_synchronises(kernel_backend):
     batch = make_batch([17], [60], 4, 2, 64, device="cuda:0")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         out = PREFILL(batch.q, batch.k, batch.v, causal=True, backend=kernel_backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     want = expect(batch, CAUSAL)
     assert_close(out, want.out, want.baseline)

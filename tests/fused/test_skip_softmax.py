@@ -11,9 +11,9 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 from environment import choose_backend
+from fused_problems import Mode, call
+from planned_runs import attend
 from problems import Batch, Options, expect, make_batch
-
-import cutlass_kernels as ck
 
 BLOCK = 128  # keys of fa3's largest block
 KINDS = ["ragged", "paged", "fmha_v2"]
@@ -35,38 +35,11 @@ def leveled(qo_lens: list[int], kv_lens: list[int], levels: list[float], *, devi
 def run(kind: str, batch: Batch, factor: float | None, options: Options, backend: str) -> tuple[Any, Any]:
     """``(out, lse)``; no LSE of the fused prefill, which also chooses its backend itself."""
     skip: dict[str, Any] = {} if factor is None else {"skip_softmax_threshold_scale_factor": factor}
-    device = batch.device
-    workspace = torch.zeros(16 << 20, dtype=torch.uint8, device=device)
-    dims, types = {"head_dim_vo": batch.v.size(-1)}, {"q_data_type": batch.q.dtype, "kv_data_type": batch.k.dtype}
-    if kind == "ragged":
-        ragged = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        ragged.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **dims, **types, **options.plan_kwargs())
-        out, lse = ragged.run(batch.q, batch.k, batch.v, return_lse=True, sinks=options.sinks, **skip)
-        return out, lse
-    if kind == "paged":
-        paged, cache = batch.paged(16), ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-        cache.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, **types, **options.plan_kwargs())
-        out, lse = cache.run(batch.q, paged.cache, return_lse=True, sinks=options.sinks, **skip)
-        return out, lse
+    if kind != "fmha_v2":
+        return attend(backend, batch, options, 16 if kind == "paged" else None, run=skip)
     mode = "sliding_window" if options.window_left >= 0 else "causal" if options.causal else "padding"
-    out = ck.trtllm_fmha_v2_prefill(
-        (batch.q, batch.k, batch.v),
-        "SEPARATE_Q_K_V",
-        workspace,
-        torch.tensor(batch.kv_lens),
-        max(batch.qo_lens),
-        max(*batch.qo_lens, *batch.kv_lens),
-        0,
-        1.0,
-        len(batch.qo_lens),
-        batch.qo_indptr(device),
-        batch.kv_indptr(device),
-        sinks=options.sinks,
-        mask_mode=mode,
-        window_left=options.window_left,
-        **skip,
-    )
-    return out, None
+    mode, most = Mode(mode, options.window_left, sinks=options.sinks), max(*batch.qo_lens, *batch.kv_lens)
+    return call(batch, "SEPARATE_Q_K_V", mode, max_kv_len=most, **skip), None
 
 
 def negligible(batch: Batch, options: Options, factors: list[float]) -> list[torch.Tensor]:

@@ -18,11 +18,7 @@ from .._graphs import page_operators
 Scale = float | torch.Tensor | None
 
 _NAME = "append_paged_kv_cache_by_slot"
-_FP8_NAMES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+_FP8_NAMES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def append_paged_kv_cache_by_slot(
@@ -166,7 +162,7 @@ def concat_and_cache_mla(
 
 
 def _as_fp8(kv_cache: torch.Tensor, name: str) -> torch.Tensor:
-    dtype = _FP8_NAMES[name]
+    dtype = checks.dtype(name)
     if kv_cache.dtype == torch.uint8:
         return kv_cache.view(dtype)
     if kv_cache.dtype != dtype:

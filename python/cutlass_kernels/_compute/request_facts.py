@@ -199,42 +199,31 @@ def feature_of_rows(
 
 def mask_features(mask: Mask) -> set[str]:
     """The features a mask asks for."""
-    features: set[str] = set()
-    replaced = mask.bits is not None or mask.multi_item is not None
-    if mask.causal and not replaced:
-        features.add("causal")
-    if mask.window_left >= 0:
-        features.add("window")
-    if mask.chunk_size > 0:
-        features.add("chunk")
-    if mask.multi_item is not None:
-        features.add("multi_item")
-    elif mask.bits is not None:
-        features.add("custom_mask")
-    return features
+    has_items, has_bits = mask.multi_item is not None, mask.bits is not None
+    asked = {
+        "causal": mask.causal and not (has_items or has_bits),
+        "window": mask.window_left >= 0,
+        "chunk": mask.chunk_size > 0,
+        "multi_item": has_items,
+        "custom_mask": has_bits and not has_items,
+    }
+    return {name for name, is_asked in asked.items() if is_asked}
 
 
 def _features(problem: Problem) -> set[str]:
-    logits, output = problem.logits, problem.output
-    features = mask_features(problem.mask)
-    if problem.mask.multi_item is not None and problem.mask.bits is None and problem.q.is_cuda:
-        features.add("unsized")
-    if logits.soft_cap > 0.0:
-        features.add("soft_cap")
-    if logits.alibi is not None:
-        features.add("alibi")
-    if logits.rope is not None:
-        features.add("rope")
-    if logits.sinks is not None:
-        features.add("sinks")
-    if isinstance(problem.kv, PagedKv):
-        features.add("paged")
-    if output.stats is not None:
-        features.add("stats")
-    if copies_fp8(problem):
-        features.add("fp8_copies")
-    if logits.head_scale is not None:
-        features.add("head_scale")
+    mask, logits, output = problem.mask, problem.logits, problem.output
+    asked = {
+        "unsized": mask.multi_item is not None and mask.bits is None and problem.q.is_cuda,
+        "soft_cap": logits.soft_cap > 0.0,
+        "alibi": logits.alibi is not None,
+        "rope": logits.rope is not None,
+        "sinks": logits.sinks is not None,
+        "paged": isinstance(problem.kv, PagedKv),
+        "stats": output.stats is not None,
+        "fp8_copies": copies_fp8(problem),
+        "head_scale": logits.head_scale is not None,
+    }
+    features = mask_features(mask).union(name for name, is_asked in asked.items() if is_asked)
     for scale in (logits.sm_scale, output.scale):
         if isinstance(scale, torch.Tensor):
             features.add("tensor_scale" if scale.numel() == 1 else "head_scale")
@@ -282,18 +271,10 @@ def copies_fp8(problem: Problem) -> bool:
     q, kv, out = problem.q, problem.kv, problem.output.out
     if q.element_size() > 1 or q.size(-1) > MOST_SEPARATE_COLUMNS:
         return False
-    if isinstance(kv, RaggedKv):
-        tensors = (q, kv.k, kv.v)
-    elif kv.k_cache.size(1) % FP8_PAGE:
+    if isinstance(kv, PagedKv) and kv.k_cache.size(1) % FP8_PAGE:
         return True
-    else:
-        tensors = (q, kv.k_cache, kv.v_cache)
-    bits = 0
-    for x in tensors if out.element_size() > 1 else (*tensors, out):
-        bits |= x.data_ptr()
-        for stride in x.stride()[:-1]:
-            bits |= stride
-    return bits % 16 != 0
+    keys = (kv.k, kv.v) if isinstance(kv, RaggedKv) else (kv.k_cache, kv.v_cache)
+    return not is_aligned(q, *keys, *([out] if out.element_size() == 1 else []), to=16)
 
 
 def compute_capability(device: torch.device) -> int | None:

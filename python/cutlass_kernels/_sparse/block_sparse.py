@@ -192,12 +192,10 @@ class BlockSparseAttentionWrapper(Part):
             given = {"mask": mask, "packed_mask": packed_mask}
             for name in (name for name, x in given.items() if x is not None):
                 raise ValueError(f"{name} and block_mask are given: a pattern per head has no masks inside its blocks.")
-            shape = run_options.shape(
-                num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type
-            )
-            options = run_options.options(
-                causal, pos_encoding_mode, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta, use_fp16_qk_reduction
-            )
+            dtypes = q_data_type, kv_data_type, o_data_type
+            shape = run_options.shape(num_qo_heads, num_kv_heads, head_dim, None, *dtypes)
+            numbers = logits_soft_cap, sm_scale, rope_scale, rope_theta, use_fp16_qk_reduction
+            options = run_options.options(causal, pos_encoding_mode, -1, *numbers)
             heads = self._plan_heads(block_mask, sizes, shape, options)
         elif indptr is None or indices is None:
             raise ValueError("indptr and indices are missing: pass both, or a block_mask.")
@@ -337,16 +335,9 @@ class BlockSparseAttentionWrapper(Part):
 
         The older form of ``run``: an option left out takes its default here, not its planned value.
         """
-        values = run_options.options(
-            (self._heads.options if self._heads is not None else self._paged._options).causal,
-            pos_encoding_mode,
-            -1,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            use_fp16_qk_reduction,
-        )
+        planned = self._heads.options if self._heads is not None else self._paged._options
+        numbers = logits_soft_cap, sm_scale, rope_scale, rope_theta, use_fp16_qk_reduction
+        values = run_options.options(planned.causal, pos_encoding_mode, -1, *numbers)
         if self._heads is not None:
             check_encoding(pos_encoding_mode, "block_mask")
             result = self._heads.run(values, q, k, v, (scale_q, scale_k, scale_v))

@@ -123,9 +123,8 @@ class VariableBlockSparseAttentionWrapper(Part):
             >>> wrapper.plan(pattern, block_row_sz, block_col_sz, 32, 8, 128, q_data_type=torch.bfloat16)
         """
         shape = run_options.shape(num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, None)
-        options = run_options.options(
-            causal, pos_encoding_mode, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta, use_fp16_qk_reduction
-        )
+        numbers = logits_soft_cap, sm_scale, rope_scale, rope_theta, use_fp16_qk_reduction
+        options = run_options.options(causal, pos_encoding_mode, -1, *numbers)
         check_encoding(pos_encoding_mode, "patterns per head")
         allowed = {2: index_vectors.INTEGERS, 3: (torch.bool, *index_vectors.INTEGERS)}
         sizes = (("block_row_sz", block_row_sz, 2), ("block_col_sz", block_col_sz, 2))
@@ -135,11 +134,8 @@ class VariableBlockSparseAttentionWrapper(Part):
                 form = "[num_kv_heads, MB, NB] of bools" if rank == 3 else "[num_kv_heads, blocks] of integers"
                 raise ValueError(f"{name} is {what}: it must be a tensor {form}.")
         expected = (shape.num_kv_heads, block_row_sz.size(1), block_col_sz.size(1))
-        if (
-            tuple(block_mask_map.shape) != expected
-            or block_row_sz.size(0) != shape.num_kv_heads
-            or block_col_sz.size(0) != shape.num_kv_heads
-        ):
+        heads = block_row_sz.size(0), block_col_sz.size(0)
+        if tuple(block_mask_map.shape) != expected or set(heads) != {shape.num_kv_heads}:
             raise ValueError(
                 f"block_mask_map has shape {tuple(block_mask_map.shape)}, block_row_sz {tuple(block_row_sz.shape)} and "
                 f"block_col_sz {tuple(block_col_sz.shape)} for num_kv_heads={shape.num_kv_heads}: they must be "
@@ -218,16 +214,8 @@ class VariableBlockSparseAttentionWrapper(Part):
         """
         check_encoding(pos_encoding_mode, "patterns per head")
         heads = self._planned()
-        options = run_options.options(
-            heads.options.causal,
-            pos_encoding_mode,
-            -1,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
-            use_fp16_qk_reduction,
-        )
+        numbers = logits_soft_cap, sm_scale, rope_scale, rope_theta, use_fp16_qk_reduction
+        options = run_options.options(heads.options.causal, pos_encoding_mode, -1, *numbers)
         result = heads.run(options, q, k, v)
         heads.options = options
         return result
