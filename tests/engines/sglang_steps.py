@@ -6,13 +6,11 @@ Imported only where SGLang is installed.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import torch
-from compare import assert_close
+from engine_steps import DIM, HEADS, KV_HEADS, Expected, Requests
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -21,19 +19,7 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 from cutlass_kernels.integrations.sglang import backend as ours
 
-HEADS, KV_HEADS, DIM, CONTEXT = 4, 2, 64, 128
-
-
-@dataclass
-class Expected:
-    """What the oracle takes beside queries, keys and values. A window of SGLang does not count the row's own key."""
-
-    window: int = -1
-    causal: bool = True
-    chunk_size: int = 0
-    soft_cap: float = 0.0
-    sinks: torch.Tensor | None = None
-    scale: float = 0.11
+CONTEXT = 128
 
 
 def publish(monkeypatch: Any, *, topk: int = 0, drafts: int = 0, steps: int = 0, dcp: int = 1, invariant: bool = False):
@@ -45,21 +31,22 @@ def publish(monkeypatch: Any, *, topk: int = 0, drafts: int = 0, steps: int = 0,
     monkeypatch.setattr(ours, "get_exec", lambda: SimpleNamespace(deterministic=exact))
 
 
-@dataclass
-class Steps:
+class Steps(Requests):
     """A backend with a layer and a pool, and requests that grow. Token ids of a request are its pages', in order."""
 
-    expected: Expected = field(default_factory=Expected)
-    page_size: int = 1
-    dtype: torch.dtype = torch.float16
-    cache_dtype: torch.dtype | None = None
-    scales: tuple[float, float] | None = None
-    has_window_pool: bool = False
-    make: Any = None  # of a backend, from a runner
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        expected: Expected | None = None,
+        page_size: int = 1,
+        dtype: torch.dtype = torch.float16,
+        cache_dtype: torch.dtype | None = None,
+        scales: tuple[float, float] | None = None,
+        has_window_pool: bool = False,
+        make: Any = ours.CutlassKernelsBackend,
+    ) -> None:
+        super().__init__(expected or Expected(), dtype)
+        self.page_size, self.scales, self.cache_dtype = page_size, scales, cache_dtype or dtype
         e, size = self.expected, 1024
-        self.cache_dtype = self.cache_dtype or self.dtype
         kind = AttentionType.DECODER if e.causal else AttentionType.ENCODER_ONLY
         self.layer = RadixAttention(
             HEADS,
@@ -67,7 +54,7 @@ class Steps:
             e.scale,
             KV_HEADS,
             layer_id=0,
-            logit_cap=e.soft_cap,
+            logit_cap=e.soft_cap or 0.0,
             sliding_window_size=e.window,
             attn_type=kind,
             use_irope=e.chunk_size > 0,
@@ -84,7 +71,7 @@ class Steps:
             enable_memory_saver=False,
         )
         self.swap = torch.arange(size + self.page_size)
-        if self.has_window_pool:
+        if has_window_pool:
             self.pool = SWAKVPool(**common, size_swa=size, swa_attention_layer_ids=[0], full_attention_layer_ids=[1])
             pages = torch.randperm(size // self.page_size, generator=torch.Generator().manual_seed(1)) + 1
             pages = torch.cat([torch.zeros(1, dtype=torch.int64), pages])
@@ -105,18 +92,11 @@ class Steps:
             attention_chunk_size=e.chunk_size or None,
             use_mla_backend=False,
         )
-        self.backend = (self.make or ours.CutlassKernelsBackend)(self.runner)
+        self.backend = make(self.runner)
         self.free = list(range(1, size // self.page_size))
         random.Random(0).shuffle(self.free)
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
-        self.generator = torch.Generator().manual_seed(0)
-
-    def randn(self, count: int, heads: int) -> torch.Tensor:
-        return torch.randn(count, heads, DIM, generator=self.generator).to(self.dtype)
 
     def kept(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """What the cache holds of ``x [tokens, heads, dim]``."""
         if self.cache_dtype == self.dtype:
             return x
         scale = 1.0 if self.scales is None else self.scales[index]
@@ -131,9 +111,6 @@ class Steps:
             else:
                 row[position] = row[position - 1] + 1
         return row[have : have + new].tolist()
-
-    def length(self, request: int) -> int:
-        return len(self.keys.get(request, ()))
 
     def batch(self, mode: ForwardMode, requests: list[int], lens: list[int], slots: list[int], **more: Any) -> Any:
         lengths = torch.tensor(lens, dtype=torch.int64)
@@ -153,10 +130,8 @@ class Steps:
         """New tokens of some requests: a decode step where each has one, else an extension. Checks the output."""
         requests, counts = list(lengths), list(lengths.values())
         is_decode = all(n == 1 for n in counts)
-        slots = [x for request, n in lengths.items() for x in self.place(request, n)]
-        q, k, v = self.randn(sum(counts), HEADS), self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS)
         before = [self.length(x) for x in requests]
-        self.remember(lengths, k, v)
+        slots, q, k, v = self.grow(lengths)
         if not is_decode:
             more |= dict(
                 extend_seq_lens=torch.tensor(counts),
@@ -166,44 +141,25 @@ class Steps:
             )
         mode = ForwardMode.DECODE if is_decode else ForwardMode.EXTEND
         batch = self.batch(mode, requests, [self.length(x) for x in requests], slots, **more)
-        if graph:
-            self.backend.init_forward_metadata_out_graph(batch)
-        else:
-            self.backend.init_forward_metadata(batch)
-        out = self.backend.forward(q, k.clone(), v.clone(), self.layer, batch, sinks=self.expected.sinks)
-        self.check(out, q, lengths)
+        self.check(self.forward(q, k, v, batch, graph), q, lengths)
 
-    def remember(self, lengths: dict[int, int], k: torch.Tensor, v: torch.Tensor) -> None:
-        counts = list(lengths.values())
-        for request, new_k, new_v in zip(lengths, k.split(counts), v.split(counts)):
-            for held, new, index in ((self.keys, new_k, 0), (self.values, new_v, 1)):
-                new = self.kept(new, index)
-                held[request] = torch.cat([held.get(request, new[:0]), new])
-
-    def check(self, out: torch.Tensor, q: torch.Tensor, lengths: dict[int, int], masks: Any = None) -> None:
-        counts = list(lengths.values())
-        for i, (request, rows, got) in enumerate(zip(lengths, q.split(counts), out.view(-1, HEADS, DIM).split(counts))):
-            want = expect(self.expected, rows, self.keys[request], self.values[request], masks and masks[i])
-            assert_close(got, want.out, atol=2e-3 if masks is not None else None)
+    def forward(self, q: Any, k: Any, v: Any, batch: Any, graph: bool = False) -> torch.Tensor:
+        """Metadata, as they are made for a graph or without one, and attention."""
+        init = self.backend.init_forward_metadata_out_graph if graph else self.backend.init_forward_metadata
+        init(batch)
+        return self.backend.forward(q, k.clone(), v.clone(), self.layer, batch, sinks=self.expected.sinks)
 
     def verify(self, trees: dict[int, torch.Tensor], graph: bool = False) -> None:
         """Verification of draft tokens, which stay no part of the requests. ``trees``: bool masks ``[n, n]``."""
         requests, drafts = list(trees), len(next(iter(trees.values())))
         lengths = dict.fromkeys(requests, drafts)
-        slots = [x for request in requests for x in self.place(request, drafts)]
-        count = drafts * len(requests)
-        q, k, v = self.randn(count, HEADS), self.randn(count, KV_HEADS), self.randn(count, KV_HEADS)
         lens = [self.length(x) for x in requests]
         masks = [torch.cat([torch.ones(drafts, m, dtype=torch.bool), tree], 1) for m, tree in zip(lens, trees.values())]
+        held = dict(self.keys), dict(self.values)
+        slots, q, k, v = self.grow(lengths)
         info = verify_input(drafts, torch.cat([x.flatten() for x in masks]), lens, self.backend.topk)
         batch = self.batch(ForwardMode.TARGET_VERIFY, requests, lens, slots, spec_info=info)
-        if graph:
-            self.backend.init_forward_metadata_out_graph(batch)
-        else:
-            self.backend.init_forward_metadata(batch)
-        out = self.backend.forward(q, k.clone(), v.clone(), self.layer, batch, sinks=self.expected.sinks)
-        held = dict(self.keys), dict(self.values)
-        self.remember(lengths, k, v)
+        out = self.forward(q, k, v, batch, graph)
         self.check(out, q, lengths, masks if self.backend.topk > 1 else None)
         self.keys, self.values = held
 
@@ -237,17 +193,3 @@ def random_tree(drafts: int, seed: int) -> torch.Tensor:
 
 def chain(drafts: int) -> torch.Tensor:
     return torch.ones(drafts, drafts, dtype=torch.bool).tril()
-
-
-def expect(e: Expected, q: Any, k: Any, v: Any, mask: torch.Tensor | None = None) -> oracle.State:
-    seen = oracle.visible(
-        len(q),
-        len(k),
-        causal=e.causal,
-        window_left=e.window,
-        window_right=-1 if e.causal else e.window,
-        chunk_size=e.chunk_size,
-        custom_mask=mask,
-    )
-    cap = e.soft_cap or None
-    return oracle.attention(q, k, v, mask=seen, sm_scale=e.scale, soft_cap=cap, sinks=e.sinks)

@@ -17,6 +17,7 @@ if importlib.util.find_spec("sglang") is None:
 import sglang.srt.plugins as sglang_plugins
 from contracts import assert_same_parameters, assert_takes, overridden
 from distribution import write_distribution
+from engine_steps import ALL, DIM, HEADS, KV_HEADS, OPTIONS, SINKS, Expected
 from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -24,7 +25,7 @@ from sglang.srt.layers.attention.triton_backend import TritonMultiStepDraftBacke
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.speculative import draft_utils
-from sglang_steps import CONTEXT, DIM, HEADS, KV_HEADS, Expected, Steps, chain, publish, random_tree
+from sglang_steps import CONTEXT, Steps, chain, publish, random_tree
 
 import cutlass_kernels.integrations.sglang as plugin
 from cutlass_kernels.integrations import _engines
@@ -32,9 +33,11 @@ from cutlass_kernels.integrations.sglang.backend import CutlassKernelsBackend
 from cutlass_kernels.integrations.sglang.drafts import MultiStepDraftBackend, with_our_row
 from cutlass_kernels.integrations.sglang.metadata import pack_trees, tree_bytes
 
-SINKS = torch.tensor([0.5, -1.0, 2.0, 0.25])
 # Prompts, a chunk beside new prompts, a step of decodes and a prompt, and decodes.
 STEPS = [{1: 37, 2: 5}, {3: 20, 2: 3}, {3: 1, 1: 1, 4: 9}, {1: 1, 2: 1, 3: 1}]
+
+
+GRAPHS = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 
 
 @pytest.fixture(autouse=True)
@@ -126,12 +129,8 @@ def test_signatures():
 
 
 def test_signatures_of_draft_backends():
-    for name in (
-        "init_forward_metadata",
-        "init_cuda_graph_state",
-        "init_forward_metadata_out_graph",
-        "init_forward_metadata_in_graph",
-    ):
+    init = "init_forward_metadata"
+    for name in (init, "init_cuda_graph_state", f"{init}_out_graph", f"{init}_in_graph"):
         ours, theirs = (getattr(x, name) for x in (MultiStepDraftBackend, TritonMultiStepDraftBackend))
         assert_same_parameters(name, ours, theirs)
     assert_same_parameters("_create_backend", with_our_row_of_factory, draft_utils.DraftBackendFactory._create_backend)
@@ -163,44 +162,27 @@ def test_calls_of_sglang():
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_steps(page_size, dtype):
     steps = Steps(page_size=page_size, dtype=dtype)
-    for lengths in STEPS:
-        steps.step(lengths)
+    steps.steps(STEPS)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(
-    "expected",
-    [
-        Expected(window=8),
-        Expected(window=1),
-        Expected(soft_cap=4.0),
-        Expected(sinks=SINKS),
-        Expected(sinks=SINKS, window=16, soft_cap=8.0),
-        Expected(causal=False),
-        Expected(causal=False, window=7),
-        Expected(chunk_size=16),
-    ],
-    ids=lambda e: ",".join(x for x, y in vars(e).items() if y is not getattr(Expected(), x)),
-)
+@pytest.mark.parametrize("expected", [*(x for x in OPTIONS if x.window != 0), Expected(chunk_size=16)], ids=str)
 def test_options(expected, page_size):
-    steps = Steps(expected, page_size)
-    for lengths in STEPS:
-        steps.step(lengths)
+    """A window of 0 is none to SGLang."""
+    Steps(expected, page_size).steps(STEPS)
 
 
 @pytest.mark.parametrize("scales", [None, (0.5, 0.25)])
-@pytest.mark.parametrize("expected", [Expected(), Expected(window=9, sinks=SINKS, soft_cap=8.0)], ids=["plain", "all"])
+@pytest.mark.parametrize("expected", [Expected(), ALL], ids=["plain", "all"])
 def test_fp8_caches(expected, scales):
     steps = Steps(expected, 16, torch.bfloat16, torch.float8_e4m3fn, scales)
-    for lengths in STEPS:
-        steps.step(lengths)
+    steps.steps(STEPS)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_windows_with_a_pool_of_their_own(page_size):
     steps = Steps(Expected(window=9), page_size, has_window_pool=True)
-    for lengths in STEPS:
-        steps.step(lengths)
+    steps.steps(STEPS)
     steps.backend.init_cuda_graph_state(8, 8)
     steps.step({1: 1, 2: 1}, graph=True)
 
@@ -209,8 +191,7 @@ def test_batch_invariance(monkeypatch):
     publish(monkeypatch, invariant=True)
     steps = Steps()
     assert steps.backend.batch_invariant
-    for lengths in STEPS:
-        steps.step(lengths)
+    steps.steps(STEPS)
 
 
 def test_an_idle_batch():
@@ -235,7 +216,7 @@ def test_masks_of_trees(drafts):
         assert torch.equal(row[: len(bits)], bits) and not row[len(bits) :].any()
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@GRAPHS
 @pytest.mark.parametrize("expected", [Expected(), Expected(sinks=SINKS, soft_cap=8.0)], ids=["plain", "all"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_verification_of_trees(monkeypatch, page_size, expected, graph):
@@ -262,18 +243,11 @@ def test_verification_of_trees_over_fp8_caches(monkeypatch):
     publish(monkeypatch, topk=4, drafts=8, steps=3)
     steps = Steps(Expected(), 16, torch.float16, torch.float8_e4m3fn, (0.5, 0.25))
     steps.step({1: 37, 2: 5})
-    monkeypatch.setattr(steps, "remember", lambda lengths, k, v: remember_exactly(steps, lengths, k, v))
+    monkeypatch.setattr(steps, "kept", lambda x, index: x.float())
     steps.verify({1: random_tree(8, 1), 2: random_tree(8, 2)})
 
 
-def remember_exactly(steps, lengths, k, v):
-    counts = list(lengths.values())
-    for request, new_k, new_v in zip(lengths, k.split(counts), v.split(counts)):
-        steps.keys[request] = torch.cat([steps.keys[request].float(), new_k.float()])
-        steps.values[request] = torch.cat([steps.values[request].float(), new_v.float()])
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@GRAPHS
 @pytest.mark.parametrize("expected", [Expected(), Expected(window=9, sinks=SINKS)], ids=["plain", "window"])
 def test_verification_of_chains(monkeypatch, expected, graph):
     publish(monkeypatch, topk=1, drafts=4, steps=3)
@@ -293,13 +267,10 @@ def test_draft_extension(monkeypatch, known):
     steps = Steps(page_size=4)
     steps.step({1: 37, 2: 5})
     lengths = {1: 3, 2: 3}
-    slots = [x for request in lengths for x in steps.place(request, 3)]
-    q, k, v = steps.randn(6, HEADS), steps.randn(6, KV_HEADS), steps.randn(6, KV_HEADS)
-    steps.remember(lengths, k, v)
+    slots, q, k, v = steps.grow(lengths)
     more = dict(extend_seq_lens=torch.tensor([3, 3]), extend_seq_lens_cpu=[3, 3] if known else None)
     batch = steps.batch(ForwardMode.DRAFT_EXTEND_V2, [1, 2], [40, 8], slots, **more)
-    steps.backend.init_forward_metadata(batch)
-    steps.check(steps.backend.forward(q, k, v, steps.layer, batch), q, lengths)
+    steps.check(steps.forward(q, k, v, batch), q, lengths)
 
 
 def test_draft_extension_in_graphs(monkeypatch):
@@ -315,9 +286,7 @@ def test_draft_extension_in_graphs(monkeypatch):
     held = steps.backend.forward_metadata
     assert held.max_query_len == 3 and held.starts.tolist() == [0, 3, 6, 9, 12]
     lengths = {1: 3, 2: 3}
-    slots = [x for request in lengths for x in steps.place(request, 3)]
-    q, k, v = steps.randn(12, HEADS), steps.randn(12, KV_HEADS), steps.randn(12, KV_HEADS)
-    steps.remember(lengths, k[:6], v[:6])
+    slots, q, k, v = steps.grow(lengths, padding=6)
     lens = torch.tensor([40, 8, 1, 1, 77])  # the whole buffer
     replay = SimpleNamespace(
         batch_size=4,
@@ -359,7 +328,7 @@ def test_prompts_are_not_captured():
         steps.backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@GRAPHS
 def test_drafts_of_several_steps(monkeypatch, graph):
     """Step i reads the keys that steps before it wrote behind the sequence."""
     publish(monkeypatch, topk=1, drafts=4, steps=3)
@@ -410,12 +379,9 @@ def test_padded_replays():
     steps = Steps(page_size=4)
     steps.step({1: 37, 2: 5})
     steps.backend.init_cuda_graph_state(8, 8)
-    q, k, v = steps.randn(4, HEADS), steps.randn(4, KV_HEADS), steps.randn(4, KV_HEADS)
-    slots = steps.place(1, 1) + steps.place(2, 1)
-    steps.remember({1: 1, 2: 1}, k[:2], v[:2])
+    slots, q, k, v = steps.grow({1: 1, 2: 1}, padding=2)
     batch = steps.batch(ForwardMode.DECODE, [1, 2, 0, 0], [38, 6, 1, 1], [*slots, 0, 0])
-    steps.backend.init_forward_metadata_out_graph(batch)
-    out = steps.backend.forward(q, k, v, steps.layer, batch)
+    out = steps.forward(q, k, v, batch, graph=True)
     steps.check(out[:2], q[:2], {1: 1, 2: 1})
     assert out.isfinite().all()
 

@@ -20,6 +20,7 @@ import numpy as np
 import vllm.plugins
 from contracts import assert_same_parameters, assert_takes, overridden
 from distribution import write_distribution
+from engine_steps import ALL, DIM, HEADS, KV_HEADS, OPTIONS, SINKS, Expected
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -31,7 +32,7 @@ from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm_steps import BLOCK, DIM, HEADS, KV_HEADS, Expected, Ranks, Request, Steps, config
+from vllm_steps import BLOCK, Ranks, Steps, config
 
 import cutlass_kernels.integrations.vllm as plugin
 from cutlass_kernels.integrations import _engines
@@ -39,7 +40,6 @@ from cutlass_kernels.integrations.vllm.backend import CutlassKernelsBackend
 from cutlass_kernels.integrations.vllm.impl import CutlassKernelsImpl
 from cutlass_kernels.integrations.vllm.metadata import MetadataBuilder
 
-SINKS = torch.tensor([0.5, -1.0, 2.0, 0.25])
 # Prompts, a prompt in chunks beside decodes, and decodes of one and of several tokens (speculative decoding).
 STEPS = [{1: 37, 2: 5}, {3: 20, 1: 1, 2: 1}, {3: 23, 1: 1}, {1: 1, 2: 1, 3: 1}, {1: 4, 2: 4, 3: 4}]
 
@@ -184,37 +184,20 @@ def test_graphs_of_mixed_batches():
 def test_steps_in_every_layout(layout, dtype):
     steps = Steps(layout=layout, dtype=dtype, cache_dtype=str(dtype).removeprefix("torch."))
     assert tuple(steps.layer.kv_cache.shape) == (48, KV_HEADS, BLOCK, 2 * DIM)
-    for lengths in STEPS:
-        steps.step(lengths)
+    steps.steps(STEPS)
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [
-        Expected(window=9),
-        Expected(window=1),
-        Expected(soft_cap=4.0),
-        Expected(sinks=SINKS),
-        Expected(sinks=SINKS, window=16, soft_cap=8.0),
-        Expected(alibi=True),
-        Expected(causal=False),
-        Expected(causal=False, window=7),
-    ],
-    ids=lambda e: ",".join(f"{x}" for x, y in vars(e).items() if y != getattr(Expected(), x, None)) or "plain",
-)
+@pytest.mark.parametrize("expected", [*OPTIONS, Expected(alibi=True)], ids=str)
 def test_options(expected):
-    steps = Steps(expected)
-    for lengths in STEPS:
-        steps.step(lengths)
+    Steps(expected).steps(STEPS)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 0.25), ([0.5, 0.125], [0.25, 2.0])], ids=["1", "tensor", "head"])
-@pytest.mark.parametrize("expected", [Expected(), Expected(window=9, sinks=SINKS, soft_cap=8.0)], ids=["plain", "all"])
+@pytest.mark.parametrize("expected", [Expected(), ALL], ids=["plain", "all"])
 def test_fp8_caches(expected, scales):
     steps = Steps(expected, cache_dtype="fp8", scales=scales, dtype=torch.bfloat16)
     assert steps.layer.kv_cache.dtype == torch.uint8 and steps.layer.query_quant is None
-    for lengths in STEPS:
-        steps.step(lengths)
+    steps.steps(STEPS)
 
 
 def test_sinks_that_are_loaded_again():
@@ -245,8 +228,7 @@ def test_batch_invariance(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     steps = Steps()
     assert steps.layer.impl.options["batch_invariant"] is True
-    for lengths in STEPS:
-        steps.step(lengths)
+    steps.steps(STEPS)
 
 
 # --- graphs ---
@@ -299,7 +281,7 @@ def with_backend(monkeypatch, module: str):
     return imported
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [-1, 5])
 def test_encoder_only_attention(monkeypatch, window):
     module = with_backend(monkeypatch, "encoder_only_attention")
     steps = Steps(Expected(causal=False, window=window), layer_class=module.EncoderOnlyAttention)
@@ -328,13 +310,7 @@ def test_cross_attention(monkeypatch):
     module = with_backend(monkeypatch, "cross_attention")
     steps = Steps(Expected(causal=False), layer_class=module.CrossAttention)
     lengths, encoder = {1: 3, 2: 4}, {1: 21, 2: 40}
-    k, v = torch.randn(2, sum(encoder.values()), KV_HEADS, DIM).half().unbind(0)
-    first = 0
-    for request, n in encoder.items():
-        mine = steps.requests.setdefault(request, Request())
-        mine.add(k[first : first + n], v[first : first + n])
-        mine.slots(n, steps.free)
-        first += n
+    _, _, k, v = steps.grow(encoder)
     for rows, is_first in ((list(lengths.values()), True), ([1, 1], False)):
         starts = [0, rows[0], sum(rows)]
         q = torch.randn(sum(rows), HEADS, DIM).half()
@@ -352,9 +328,7 @@ def test_cross_attention(monkeypatch):
         out = steps.layer.impl.forward(
             steps.layer, q, *new, steps.layer.kv_cache, metadata, torch.full_like(q, torch.nan)
         )
-        for place, request in enumerate(lengths):
-            part = slice(starts[place], starts[place + 1])
-            steps.check(out[part], q[part], *steps.requests[request].tokens())
+        steps.check(out, q, dict(zip(encoder, rows)))
 
 
 # --- decode context parallelism ---
@@ -363,18 +337,16 @@ def test_cross_attention(monkeypatch):
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("sinks", [None, torch.cat([SINKS, SINKS - 1.0])], ids=["plain", "sinks"])
 @pytest.mark.parametrize("interleave", [1, 4])
-def test_decode_context_parallelism(monkeypatch, interleave, sinks, cache_dtype):
-    ranks = Ranks(2, interleave, Expected(sinks=sinks), cache_dtype)
-    for lengths in STEPS:
-        ranks.step(monkeypatch, lengths)
+def test_decode_context_parallelism(interleave, sinks, cache_dtype):
+    Ranks(2, interleave, Expected(sinks=sinks), cache_dtype).steps(STEPS)
 
 
-def test_ranks_agree_on_whether_there_is_a_context(monkeypatch):
+def test_ranks_agree_on_whether_there_is_a_context():
     """Rank 1 has no key of a context of one token, and takes part all the same."""
     ranks = Ranks(2, 1, Expected())
     builders = [x.builder for x in ranks.ranks]
-    assert [x.max_context_len for x in ranks.step(monkeypatch, {1: 1})] == [0, 0]
-    second = ranks.step(monkeypatch, {1: 1})
+    assert [x.max_context_len for x in ranks.step({1: 1})] == [0, 0]
+    second = ranks.step({1: 1})
     assert [x.max_context_len for x in second] == [1, 1]
     assert [x.context_lens.tolist() for x in second] == [[1], [0]]
     assert [x.context_lens.data_ptr() for x in second] == [x.context_lens.data_ptr() for x in builders]
@@ -443,4 +415,4 @@ def test_a_layer_that_shares_the_cache_of_another():
     q, out = torch.randn(1, HEADS, DIM).half(), torch.empty(1, HEADS, DIM).half()
     metadata = steps.builder.build(0, common)
     steps.layer.impl.forward(steps.layer, q, None, None, steps.layer.kv_cache, metadata, out)
-    steps.check(out, q, *steps.requests[1].tokens())
+    steps.check(out, q, {1: 1})

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import oracle
+import pytest
 import torch
 from compare import assert_close
+from engine_steps import DIM, HEADS, KV_HEADS, Expected, Requests
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -28,7 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from cutlass_kernels.integrations.vllm.backend import CutlassKernelsBackend
 
-HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
+BLOCK = 16
 NAME = "model.layers.1.attn"
 
 
@@ -39,102 +40,82 @@ def config(cache_dtype: str = "auto", **parallel: Any) -> VllmConfig:
     return made
 
 
-@dataclass
-class Expected:
-    """What the oracle takes beside queries, keys and values."""
-
-    window: int | None = None  # of vLLM, with the row's own key
-    causal: bool = True
-    chunk_size: int = 0
-    soft_cap: float | None = None
-    sinks: torch.Tensor | None = None
-    alibi: bool = False
-    scale: float = 0.11
-
-
-@dataclass
-class Steps:
+class Steps(Requests):
     """A layer of vLLM with its cache, and requests that grow."""
 
-    expected: Expected = field(default_factory=Expected)
-    layout: KVCacheLayout = KVCacheLayout.LBNHC
-    dtype: torch.dtype = torch.float16
-    cache_dtype: str = "auto"
-    scales: tuple[Any, Any] = (1.0, 1.0)  # of an fp8 cache, numbers or one per head
-    backend: Any = CutlassKernelsBackend
-    layer_class: Any = Attention
-    blocks: int = 48
-    kv_heads: int = KV_HEADS
-
-    def __post_init__(self) -> None:
-        e = self.expected
-        self.config = config(self.cache_dtype)
+    def __init__(
+        self,
+        expected: Expected | None = None,
+        layout: KVCacheLayout = KVCacheLayout.LBNHC,
+        dtype: torch.dtype = torch.float16,
+        cache_dtype: str = "auto",
+        scales: tuple[Any, Any] = (1.0, 1.0),  # of an fp8 cache, numbers or one per head
+        backend: Any = CutlassKernelsBackend,
+        layer_class: Any = Attention,
+        kv_heads: int = KV_HEADS,
+    ) -> None:
+        super().__init__(expected or Expected(), dtype)
+        self.layout, self.cache_dtype, self.scales, self.kv_heads = layout, cache_dtype, scales, kv_heads
+        self.total = 48  # blocks
+        self.config, e = config(cache_dtype), self.expected
         given: dict[str, Any] = dict(prefix=NAME, cache_config=self.config.cache_config)
-        given |= dict(per_layer_sliding_window=e.window) if e.window else {}
-        given |= dict(sinks=torch.nn.Parameter(e.sinks.to(self.dtype), False)) if e.sinks is not None else {}
+        given |= dict(per_layer_sliding_window=e.window + 1) if e.window >= 0 else {}  # vLLM counts the row's own key
+        given |= dict(sinks=torch.nn.Parameter(e.sinks.to(dtype), False)) if e.sinks is not None else {}
         given |= dict(alibi_slopes=oracle.alibi_slopes(HEADS)) if e.alibi else {}
-        if self.layer_class is Attention:
-            given["attn_backend"] = self.backend
-        torch.set_default_dtype(self.dtype)
+        if layer_class is Attention:
+            given["attn_backend"] = backend
+        torch.set_default_dtype(dtype)
         try:
             with set_current_vllm_config(self.config):
-                self.layer = self.layer_class(
-                    HEADS, DIM, e.scale, num_kv_heads=self.kv_heads, logits_soft_cap=e.soft_cap, **given
+                self.layer = layer_class(
+                    HEADS, DIM, e.scale, num_kv_heads=kv_heads, logits_soft_cap=e.soft_cap, **given
                 )
-                self.layer.process_weights_after_loading(self.dtype)
+                self.layer.process_weights_after_loading(dtype)
         finally:
             torch.set_default_dtype(torch.float32)
-        self.layer._k_scale, self.layer._v_scale = (torch.tensor(x, dtype=torch.float32) for x in self.scales)
+        self.layer._k_scale, self.layer._v_scale = (torch.tensor(x, dtype=torch.float32) for x in scales)
         spec = self.layer.get_kv_cache_spec(self.config)
-        self.spec = spec or EncoderOnlyAttentionSpec(BLOCK, num_kv_heads=self.kv_heads, head_size=DIM, dtype=self.dtype)
+        self.spec = spec or EncoderOnlyAttentionSpec(BLOCK, num_kv_heads=kv_heads, head_size=DIM, dtype=dtype)
         self.builder = self.layer.attn_backend.get_builder_cls()(self.spec, [NAME], self.config, torch.device("cpu"))
         if spec is not None:
             self.layer.kv_cache = self._cache()
-        self.free = list(range(1, self.blocks))  # vLLM keeps block 0 for padding
+        self.free = list(range(1, self.total))  # vLLM keeps block 0 for padding
         random.Random(0).shuffle(self.free)
-        self.requests: dict[int, Request] = {}
+        self.blocks: dict[int, list[int]] = {}
 
     def _cache(self) -> torch.Tensor:
         """The view of layer 1 of 3, all of whose bytes are NaN."""
-        strides = compute_layout_strides(self.spec, self.blocks, 3, self.layout)
+        strides = compute_layout_strides(self.spec, self.total, 3, self.layout)
         place = KVCacheTensor(size=0, layers=["0", NAME, "2"], layer_stride=strides[0], block_stride=strides[1])
-        raw = torch.full((3 * self.blocks * self.spec.page_size_bytes,), -1, dtype=torch.int8)
-        return create_kv_cache_views(raw, self.spec, self.blocks, self.layout, place)[1]
+        raw = torch.full((3 * self.total * self.spec.page_size_bytes,), -1, dtype=torch.int8)
+        return create_kv_cache_views(raw, self.spec, self.total, self.layout, place)[1]
 
-    def kept(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
-        """What the cache holds of ``x [tokens, heads, dim]``."""
+    def kept(self, x: torch.Tensor, index: int) -> torch.Tensor:
         if not self.cache_dtype.startswith("fp8"):
             return x
-        factor = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1)
+        factor = torch.tensor(self.scales[index], dtype=torch.float32).reshape(-1, 1)
         return (x.float() / factor).clamp(-448, 448).to(torch.float8_e4m3fn).float() * factor
 
+    def place(self, request: int, new: int) -> list[int]:
+        """Takes blocks as they are needed."""
+        blocks, have = self.blocks.setdefault(request, []), self.length(request)
+        while len(blocks) * BLOCK < have + new:
+            blocks.append(self.free.pop())
+        return [blocks[x // BLOCK] * BLOCK + x % BLOCK for x in range(have, have + new)]
+
     def step(self, lengths: dict[int, int], padding: int = 0) -> Any:
-        """New tokens of some requests: ``lengths`` by request. Returns the metadata; asserts on the output."""
-        generator = torch.Generator().manual_seed(sum(lengths) + 7 * sum(lengths.values()))
-        count = sum(lengths.values())
-        q, k, v = (
-            torch.randn(count + padding, heads, DIM, generator=generator).to(self.dtype)
-            for heads in (HEADS, self.kv_heads, self.kv_heads)
-        )
-        slots, starts = [], [0]
-        for request, n in lengths.items():
-            mine = self.requests.setdefault(request, Request())
-            first = starts[-1]
-            mine.add(self.kept(k[first : first + n], self.scales[0]), self.kept(v[first : first + n], self.scales[1]))
-            slots += mine.slots(n, self.free)
-            starts.append(first + n)
-        common = self.common(list(lengths), starts, slots, padding)
+        """Returns the metadata."""
+        slots, q, k, v = self.grow(lengths, padding)
+        common = self.common(list(lengths), [0, *itertools.accumulate(lengths.values())], slots, padding)
         metadata = self.builder.build(0, common)
-        out = self.run(q, k, v, metadata, common.slot_mapping)
-        for place, request in enumerate(lengths):
-            rows = slice(starts[place], starts[place + 1])
-            self.check(out[rows], q[rows], *self.requests[request].tokens())
+        out, count = self.run(q, k, v, metadata, common.slot_mapping), len(slots)
+        self.check(out[:count], q[:count], lengths)
         return metadata
 
     def common(self, requests: list[int], starts: list[int], slots: list[int], padding: int) -> CommonAttentionMetadata:
         """As the model runner makes it. With ``padding``, of a full graph: more tokens, and a request without any."""
-        lens = [len(self.requests[x].keys) for x in requests]
-        tables = [self.requests[x].blocks for x in requests]
+        lens = [self.length(x) for x in requests]
+        tables = [self.blocks[x] for x in requests]
         if padding:
             starts, lens, tables, slots = [*starts, starts[-1]], [*lens, 0], [*tables, []], slots + [-1] * padding
         most = max(map(len, tables)) + 2
@@ -160,63 +141,21 @@ class Steps:
             out = self.layer(*(x.flatten(1) for x in (q, k, v)))
         return out.unflatten(1, (HEADS, DIM))
 
-    def check(self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        assert_close(out, expect(self.expected, q, k, v).out)
 
-
-@dataclass
-class Request:
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-
-    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.keys += k.unbind(0)
-        self.values += v.unbind(0)
-
-    def slots(self, new: int, free: list[int]) -> list[int]:
-        """Of the newest tokens; takes blocks as they are needed."""
-        while len(self.blocks) * BLOCK < len(self.keys):
-            self.blocks.append(free.pop())
-        return [self.blocks[x // BLOCK] * BLOCK + x % BLOCK for x in range(len(self.keys) - new, len(self.keys))]
-
-    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.stack(self.keys), torch.stack(self.values)
-
-
-def expect(e: Expected, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> oracle.State:
-    side = -1 if e.window is None else e.window - 1
-    mask = oracle.visible(
-        len(q),
-        len(k),
-        causal=e.causal,
-        window_left=side,
-        window_right=-1 if e.causal else side,
-        chunk_size=e.chunk_size,
-    )
-    return oracle.attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        sm_scale=e.scale,
-        soft_cap=e.soft_cap,
-        sinks=e.sinks,
-        alibi="relative" if e.alibi else None,
-    )
-
-
-class Ranks:
+class Ranks(Requests):
     """Decode context parallelism: one Steps per rank, with all query heads gathered and partial results combined by
     vLLM's own arithmetic in place of its communication."""
 
+    kv_heads = 1
+
     def __init__(self, world: int, interleave: int, expected: Expected, cache_dtype: str = "auto") -> None:
-        self.world, self.interleave, self.expected = world, interleave, expected
+        super().__init__(expected, torch.float16)
+        self.world, self.interleave = world, interleave
         self.ranks = [self._rank(r, cache_dtype) for r in range(world)]
 
     def _rank(self, rank: int, cache_dtype: str) -> Steps:
         # Ranks of a group hold the same heads of K and V: one each, as every head would lie on ranks of its own first.
-        steps = Steps(Expected(sinks=None, scale=self.expected.scale), cache_dtype=cache_dtype, kv_heads=1)
+        steps = Steps(Expected(scale=self.expected.scale), cache_dtype=cache_dtype, kv_heads=1)
         steps.layer.impl.dcp_world_size, steps.layer.impl.dcp_rank = self.world, rank
         if self.expected.sinks is not None:
             steps.layer.impl.sinks = self.expected.sinks[rank * HEADS : (rank + 1) * HEADS]
@@ -227,23 +166,30 @@ class Ranks:
         builder.context_lens = torch.zeros(256, dtype=torch.int32)
         return steps
 
-    def owner(self, position: int) -> int:
-        return position // self.interleave % self.world
+    def kept(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return self.ranks[0].kept(x, index)
 
-    def step(self, monkeypatch: Any, lengths: dict[int, int]) -> list[Any]:
+    def place(self, request: int, new: int) -> list[int]:
+        """Ranks that own the tokens."""
+        have = self.length(request)
+        return [x // self.interleave % self.world for x in range(have, have + new)]
+
+    def step(self, lengths: dict[int, int]) -> list[Any]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            return self._step(monkeypatch, lengths)
+
+    def _step(self, monkeypatch: pytest.MonkeyPatch, lengths: dict[int, int]) -> list[Any]:
         from vllm.v1.attention.ops.dcp import _lse_weighted_combine
 
         from cutlass_kernels.integrations.vllm import context_parallel
 
-        count, starts = sum(lengths.values()), [0]
-        generator = torch.Generator().manual_seed(count)
-        k, v = torch.randn(2, count, 1, DIM, generator=generator).half().unbind(0)
-        q = torch.randn(self.world, count, HEADS, DIM, generator=generator).half()
-        for n in lengths.values():
-            starts.append(starts[-1] + n)
+        owners, _, k, v = self.grow(lengths)
+        starts = [0, *itertools.accumulate(lengths.values())]
+        q = torch.stack([self.randn(len(owners), HEADS) for _ in range(self.world)])
         group = SimpleNamespace(world_size=self.world, all_gather=lambda x, dim: torch.cat(list(q), dim))
         monkeypatch.setattr(context_parallel, "get_dcp_group", lambda: group)
-        built = [self._place(steps, rank, lengths, starts, k, v) for rank, steps in enumerate(self.ranks)]
+        of_ranks = ([x == rank for x in owners] for rank in range(self.world))
+        built = [self._build(steps, lengths, starts, owned) for steps, owned in zip(self.ranks, of_ranks)]
         partial: list[Any] = []
 
         def run(rank: int, combine: Any) -> torch.Tensor:
@@ -275,33 +221,24 @@ class Ranks:
                 sinks = None if e.sinks is None else e.sinks[rank * HEADS : (rank + 1) * HEADS]
                 # Keys of this step are not read from the cache, so that fp8 does not round them.
                 keys = [
-                    torch.cat([old[: len(old) - lengths[request]].float(), new[rows].float()])
-                    for old, new in zip(self.whole[request].tokens(), (k, v))
+                    torch.cat([held[request][: -lengths[request]].float(), new[rows].float()])
+                    for held, new in ((self.keys, k), (self.values, v))
                 ]
-                want = expect(Expected(scale=e.scale, sinks=sinks), q[rank, rows], *keys)
-                assert_close(out[rows], want.out, atol=2e-3)
+                want = Expected(scale=e.scale, sinks=sinks).attend(q[rank, rows], *keys, None)
+                assert_close(out[rows], want, atol=2e-3)
         return [x[0] for x in built]
 
-    @property
-    def whole(self) -> dict[int, Request]:
-        return self.__dict__.setdefault("_whole", {})
-
-    def _place(self, steps: Steps, rank: int, lengths: Any, starts: list[int], k: Any, v: Any) -> tuple[Any, Any]:
+    def _build(self, steps: Steps, lengths: dict[int, int], starts: list[int], owned: list[bool]) -> tuple[Any, Any]:
         """Metadata of a rank, whose cache holds every key that it owns: the others have no slot there."""
-        slots: list[int] = []
-        for place, (request, n) in enumerate(lengths.items()):
-            whole, mine = self.whole.setdefault(request, Request()), steps.requests.setdefault(request, Request())
-            rows = slice(starts[place], starts[place + 1])
-            if rank == 0:
-                kept = [steps.kept(x[rows], 1.0) for x in (k, v)]
-                whole.add(*kept)
-            for position in range(len(whole.keys) - n, len(whole.keys)):
-                if self.owner(position) != rank:
-                    slots.append(-1)
-                    continue
-                mine.add(whole.keys[position][None], whole.values[position][None])
-                slots += mine.slots(1, steps.free)
+        slots = [-1] * len(owned)
+        for request, (begin, end) in zip(lengths, itertools.pairwise(starts)):
+            steps.blocks.setdefault(request, [])
+            for row in range(begin, end):
+                if owned[row]:
+                    (slots[row],) = steps.place(request, 1)
+                    at = self.length(request) - end + row
+                    steps.remember({request: 1}, *(x[request][at, None] for x in (self.keys, self.values)))
         common = steps.common(list(lengths), starts, slots, 0)
-        lens = torch.tensor([len(self.whole[x].keys) for x in lengths], dtype=torch.int32)
+        lens = torch.tensor([self.length(x) for x in lengths], dtype=torch.int32)
         common = common.replace(seq_lens=lens, seq_lens_cpu_upper_bound=lens, max_seq_len=int(lens.max()))
         return steps.builder.build(0, common), common.slot_mapping
