@@ -16,7 +16,9 @@ from compare import assert_bitwise
 from environment import choose_backend
 from fused_problems import Mode, call
 from guards import Guarded
-from problems import make_batch
+from pairs import every
+from planned_runs import single, wrapped
+from problems import Options, make_batch
 
 import cutlass_kernels as ck
 
@@ -66,8 +68,7 @@ def check(run: Callable[[], torch.Tensor], of_call: torch.Tensor, dirty: Callabl
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@every(causal=[False, True], head_dim=[64, 128, 256])
 def test_tiles_of_a_single_call(kernel_backend, dirty, head_dim, causal):
     # 770 tiles of 64 rows, or 420 of 128: more than a device has thread blocks.
     batch = make_batch([700], [700], 70, 10, head_dim, device="cuda:0")
@@ -87,10 +88,7 @@ def test_split_keys_of_a_single_call(kernel_backend, dirty, rows, keys):
     batch = make_batch([rows], [keys], 8, 2, 128, device="cuda:0")
 
     def run() -> torch.Tensor:
-        out, lse = ck.single_prefill_with_kv_cache(
-            batch.q, batch.k, batch.v, causal=True, backend=kernel_backend, return_lse=True
-        )
-        return torch.cat([out.float().flatten(), lse.flatten()])
+        return torch.cat([x.float().flatten() for x in single(kernel_backend, batch, Options(causal=True))])
 
     check(run, counters(), dirty)
 
@@ -99,11 +97,10 @@ FUSED = {"split keys": ([1, 1, 1], [2500, 20, 2500], 8, 2), "tiles": ([300, 200,
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("lengths", FUSED)
-@pytest.mark.parametrize("layout", ["CONTIGUOUS_Q_KV", "Q_PAGED_KV_NHD"])
+@every(lengths=FUSED, layout=["CONTIGUOUS_Q_KV", "Q_PAGED_KV_NHD"])
 def test_fused_prefill(kernel_backend, dirty, monkeypatch, layout, lengths):
     choose_backend(monkeypatch, kernel_backend)
-    batch = make_batch(*FUSED[lengths], 64, device="cuda:0")
+    batch = make_batch(*lengths, 64, device="cuda:0")
 
     def run() -> torch.Tensor:
         out = Guarded(batch.q.shape, batch.q.dtype, batch.device)
@@ -117,19 +114,14 @@ def test_fused_prefill(kernel_backend, dirty, monkeypatch, layout, lengths):
 
 def test_tiles_of_a_planned_batch(kernel_backend, dirty):
     batch = make_batch([700, 3, 400], [700, 900, 450], 70, 10, 64, device="cuda:0")
-    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernel_backend)
-    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
+    call = wrapped(kernel_backend, batch).plan(Options(causal=True))
     # In front of the tile list, where they stay when another batch is planned.
-    check(lambda: wrapper.run(batch.q, batch.k, batch.v), wrapper._int_workspace_buffer[:8].view(torch.int32), dirty)
+    check(call.run, call.wrapper._int_workspace_buffer[:8].view(torch.int32), dirty)
 
 
 def test_every_ticket_is_taken_once_whatever_the_counter_holds(tmp_path: Path):
-    headers = tmp_path / "cute"
-    headers.mkdir()
-    (headers / "config.hpp").write_text("#pragma once\n#define CUTE_DEVICE inline\n")
-    program = tmp_path / "tickets"
-    source = compilers.ROOT / "tests/cpp/tickets.cpp"
+    compilers.write_host_cute(tmp_path)
+    program, source = tmp_path / "tickets", compilers.ROOT / "tests/cpp/tickets.cpp"
     folders = [f"-I{tmp_path}", f"-I{compilers.SOURCES / 'src'}"]
     compilers.run(compilers.host_compiler(), "-std=c++17", "-O1", *folders, source, "-o", program)
     assert compilers.run(program).strip() == "OK"

@@ -1,4 +1,4 @@
-"""fp8 keys and values under 16-bit queries: who reads them as they are, and what comes of it."""
+"""fp8 keys and values under 16-bit queries: what comes of reading them as they are, or copies."""
 
 from __future__ import annotations
 
@@ -16,73 +16,14 @@ from planned_runs import check_captured_runs, compare, single, wrapped
 from problems import FP8, Batch, Options, graph_buffers, make_batch
 from wrapper_problems import Wrapped
 
-import cutlass_kernels as ck
 from cutlass_kernels._compute import request_facts
 
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF = [torch.float16, torch.bfloat16]
 CAUSAL = Options(causal=True)
-SHORT, FEW, SOME = request_facts.SHORT_ROWS, request_facts.FEW_ROWS, request_facts.SOME_ROWS
 READERS = ["fa2", pytest.param("fa3", marks=pytest.mark.hopper)]
-
-
-# --- who reads them ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "types,rows,requests,group_size,dims,feature",
-    [
-        ((torch.float16, E4M3), 4, 4, 8, (128, 128), "short_queries"),
-        ((torch.bfloat16, E5M2), SHORT // 4, 1, 4, (64, 64), "short_queries"),
-        ((torch.bfloat16, E5M2), SHORT // 4 + 1, 1, 4, (64, 64), "fp8_few_rows"),
-        ((torch.bfloat16, E4M3), FEW // 2, 2, 4, (64, 64), "fp8_few_rows"),  # the average counts
-        ((torch.bfloat16, E4M3), FEW // 2 + 1, 2, 4, (64, 64), "fp8_some_rows"),
-        ((torch.bfloat16, E4M3), SOME, 1, 1, (80, 80), "fp8_some_rows"),
-        ((torch.bfloat16, E4M3), SOME + 1, 1, 1, (80, 80), ""),
-        ((torch.bfloat16, E4M3), 64, 1, 4, (256, 256), "fp8_some_rows"),
-        ((torch.bfloat16, E4M3), 65, 1, 4, (256, 256), ""),
-        ((torch.bfloat16, E4M3), 4, 4, 8, (72, 128), ""),  # rows of 72 bytes
-        ((torch.bfloat16, E4M3), None, 4, 8, (128, 128), ""),
-        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (72, 72), "short_queries"),
-        ((torch.bfloat16, torch.bfloat16), 8, 4, 8, (192, 128), ""),  # which fa2 would pad
-        ((torch.bfloat16, torch.bfloat16), 9, 4, 8, (128, 128), ""),
-        ((torch.bfloat16, torch.bfloat16), 1, 4, 32, (128, 128), ""),  # more heads than rows of the tile
-        ((torch.bfloat16, torch.float16), 4, 4, 4, (128, 128), ""),
-        ((E4M3, E4M3), 4, 4, 8, (128, 128), ""),
-    ],
-)
-def test_feature_of_rows(types, rows, requests, group_size, dims, feature):
-    assert request_facts.feature_of_rows(*types, rows, requests, group_size, dims) == feature
-
-
-def native_dims() -> set[int]:
-    return {k["head_dim_qk"] for k in ck.list_kernels() if k["backend"] == "fa2" and k["kv_dtype"] == "float8_e4m3fn"}
-
-
-@pytest.mark.parametrize(
-    "features,selected",
-    [
-        (["short_queries"], "fa2"),
-        (["short_queries", "paged", "causal", "sinks"], "fa2"),
-        (["short_queries", "custom_mask", "tensor_scale"], "fa2"),
-        (["short_queries", "rope"], "fa3"),  # rotation takes copies anyway
-        (["fp8_few_rows"], "fa2"),
-        (["fp8_few_rows", "paged"], "fa3"),  # which reads pages
-        (["fp8_few_rows", "paged", "custom_mask", "alibi"], "fa3"),
-        (["fp8_some_rows"], "fa3"),
-        (["paged"], "fa3"),
-    ],
-)
-def test_auto_takes_fa2_for_short_queries(features, selected, extension, clean_environment):
-    said = ck.explain(device="cuda", compute_capability=90, q_dtype="bfloat16", kv_dtype=E4M3, features=features)
-    if said.reasons["fa2"] or said.reasons["fa3"] or 128 not in native_dims():
-        pytest.skip("this build lacks one of the backends, or the kernels that read fp8")
-    assert said.selected == selected
-    assert not said.reasons["reference"]
-
-
-# --- what comes of it --------------------------------------------------------------------------------------------
 
 
 def check(result: Any, batch: Batch, options: Options = CAUSAL) -> None:
@@ -118,7 +59,6 @@ BOTH = {"few rows": LENS, "more rows": MORE_LENS}
 
 
 @pytest.mark.pairwise
-@pytest.mark.gpu
 @every(dim=[64, 80, 128, 256], dtype=HALF)
 @readers(None, 5, 16)
 @every(**{"lens,heads": {"few rows": (LENS, (4, 2)), "more rows": (MORE_LENS, (8, 2))}})
@@ -127,7 +67,6 @@ def test_types_and_head_dims(reader, page_size, fp8, dtype, dim, lens, heads):
     check(attend(reader, batch, page_size), batch)
 
 
-@pytest.mark.gpu
 @every(
     **{
         "rows,heads,kv_lens": [
@@ -143,7 +82,6 @@ def test_rows_of_a_tile(rows, heads, kv_lens):
     check(attend("fa2", batch, None), batch)
 
 
-@pytest.mark.gpu
 @every(dim=[64, 128], rows={"few rows": 1, "more rows": 16})
 def test_queries_beyond_fp16(rows, dim):
     # Rows of bf16 that fp16 has no numbers for get a factor; one row's does not show in others.
@@ -164,7 +102,6 @@ def test_queries_beyond_fp16(rows, dim):
     assert_bitwise(out[:, ::2].contiguous(), want[:, ::2].contiguous())
 
 
-@pytest.mark.gpu
 @every(dtype=HALF, dim=[64, 128, 256])
 @readers(1)
 def test_every_finite_number(reader, page_size, fp8, dim, dtype):
@@ -186,7 +123,6 @@ def test_every_finite_number(reader, page_size, fp8, dim, dtype):
 
 
 @pytest.mark.pairwise
-@pytest.mark.gpu
 @every(page_size=[1, 5, 16, 64], kv_layout=["NHD", "HND"], dim=[64, 128, 256], reader=READERS)
 def test_pages(reader, dim, kv_layout, page_size):
     batch = batch_of(([3, 1, 18], [40, 333, 200]), (4, 2), dim)
@@ -203,7 +139,6 @@ MODES = {
 
 
 @pytest.mark.pairwise
-@pytest.mark.gpu
 @every(options=MODES, dim=[64, 128], lens=BOTH)
 @pytest.mark.parametrize(
     "reader,page_size", [("fa2", None), ("fa2", 16), pytest.param("fa3", 16, marks=pytest.mark.hopper)]
@@ -213,7 +148,6 @@ def test_modes(lens, reader, page_size, dim, options):
     check(attend(reader, batch, page_size, options), batch, options)
 
 
-@pytest.mark.gpu
 @every(
     split=[{}, {"disable_split_kv": True}, {"fixed_split_size": 8}],
     rows={"few rows": [1, 5], "more rows": [16, 20]},
@@ -225,7 +159,6 @@ def test_sinks_and_split_keys(reader, rows, split):
     check(attend(reader, batch, 64, options, **split), batch, options)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "reader,page_size,fp8",
     [("fa2", None, E5M2), ("fa2", 5, E5M2), *(pytest.param("fa3", n, E4M3, marks=pytest.mark.hopper) for n in (5, 16))],
@@ -243,7 +176,6 @@ def test_masks_of_any_form(reader, page_size, fp8):
     check(attend(reader, batch, page_size, options), clean, options)
 
 
-@pytest.mark.gpu
 @every(tensors={"floats": False, "tensors": True}, dtype=HALF, reader=READERS)
 def test_scales(reader, dtype, tensors):
     batch = batch_of(LENS, (4, 2), dtype=dtype)
@@ -253,7 +185,6 @@ def test_scales(reader, dtype, tensors):
     check(planned(reader, batch, 16, options).run(return_lse=True, **given), batch, options)
 
 
-@pytest.mark.gpu
 def test_rows_beyond_a_request_hold_anything():
     # paged() fills what nothing refers to with NaN; here the ragged rows between requests, too.
     batch = batch_of(([2, 3], [50, 70]), (4, 2), 64, torch.float16)
@@ -264,7 +195,6 @@ def test_rows_beyond_a_request_hold_anything():
     assert_bitwise(call.wrapper.run(batch.q, k, v), call.run())
 
 
-@pytest.mark.gpu
 @every(pitch=[72, 80])
 def test_caches_of_other_alignment_are_copied(pitch):
     batch = batch_of(([2, 3], [50, 70]), (4, 2), 64, torch.float16)
@@ -279,7 +209,6 @@ def test_caches_of_other_alignment_are_copied(pitch):
     assert len(others) == (pitch == 72)
 
 
-@pytest.mark.gpu
 @every(rows=[1, 8, 33])
 def test_single_calls(rows):
     batch, options = batch_of(([rows], [3000])), Options(causal=True, k_scale=0.5, v_scale=2.0)
@@ -287,7 +216,6 @@ def test_single_calls(rows):
         check(single("fa2", batch, options), batch, options)
 
 
-@pytest.mark.gpu
 def test_runs_may_ask_for_copies_after_all():
     batch = batch_of(([2, 3], [50, 70]), (4, 2), 64, torch.float16)
     call = wrapped("fa2", batch, 8).plan(CAUSAL)
@@ -296,7 +224,6 @@ def test_runs_may_ask_for_copies_after_all():
         check(result, batch, Options(causal=True, pos_encoding_mode=mode))
 
 
-@pytest.mark.gpu
 @every(rows=[1, pytest.param(20, marks=pytest.mark.hopper)])
 def test_captured_runs_follow_later_plans(rows):
     # The first plan's kernel stays, also where a later one has other averages.
@@ -311,16 +238,14 @@ def test_captured_runs_follow_later_plans(rows):
     check_captured_runs("auto", batches, CAUSAL, check, 256, is_read)
 
 
-@pytest.mark.gpu
 @every(backend=["auto", "fa2"])
 def test_long_queries_are_computed_from_copies(backend):
-    batch = batch_of(([SOME // 2 + 1], [SOME]), (4, 2), 64, torch.float16)
+    batch = batch_of(([request_facts.SOME_ROWS // 2 + 1], [request_facts.SOME_ROWS]), (4, 2), 64, torch.float16)
     call = wrapped(backend, batch, 16).plan(CAUSAL)
     assert not call.wrapper._plan_info.schedule.as_is
     check(call.run(return_lse=True), batch)
 
 
-@pytest.mark.gpu
 @every(split=[{"fixed_split_size": 16}, {"disable_split_kv": True}], backend=["auto", "fa2"])
 def test_results_do_not_depend_on_the_batch(backend, split):
     """One row alone, and beside a prompt: neither another kernel nor another tile."""
@@ -332,7 +257,6 @@ def test_results_do_not_depend_on_the_batch(backend, split):
         assert_all_bitwise([x[: len(y)] for x, y in zip(among, alone)], alone)
 
 
-@pytest.mark.gpu
 def test_a_graph_wrapper_runs_fewer_rows_outside_its_graph():
     """The tile list is made for the rows of the first plan, and its tiles with it."""
     first = batch_of(([16] * 4, [300] * 4), dtype=torch.float16)
@@ -347,7 +271,6 @@ def test_a_graph_wrapper_runs_fewer_rows_outside_its_graph():
 # --- fa3, whose producers convert pages of e4m3 -------------------------------------------------------------------
 
 
-@pytest.mark.gpu
 @pytest.mark.hopper
 class TestFa3:
     @pytest.mark.pairwise

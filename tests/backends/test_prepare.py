@@ -1,102 +1,28 @@
-"""Copies for kernels, where q, k or v are fp8 or have to be rotated: what a kernel is asked for, and what they hold.
+"""Copies for kernels, where q, k or v are fp8 or have to be rotated, and what they hold.
 
 What attention makes of them, the tests of the public functions say."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import oracle
 import pytest
 import torch
 from guards import Guarded
-from problems import Batch, make_batch
+from pairs import every
+from problems import FP8, Batch, make_batch
 
-import cutlass_kernels as ck
 from cutlass_kernels._compute import half_precision
-from cutlass_kernels._compute.request_facts import Layout, Request
 from cutlass_kernels._core.problems import Logits, Mask, Offsets, Output, PagedKv, Pages, Problem, RaggedKv
 
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 HALF = [torch.float16, torch.bfloat16]
-FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 E4M3 = torch.float8_e4m3fn
 ROPE = (2.0, 1e4)
-
-
-# --- what is asked of a kernel -----------------------------------------------------------------------------------
-
-
-def request(
-    q: torch.dtype, kv: torch.dtype, o: torch.dtype, features: str = "", layout: Layout | None = None
-) -> Request:
-    return Request("cuda", 90, q, kv, o, 8, 2, 128, 128, frozenset(features.split()), layout)
-
-
-@pytest.mark.parametrize(
-    "q,kv,o,features,wanted",
-    [
-        (torch.float16, torch.float16, torch.float16, "rope causal", torch.float16),
-        (torch.bfloat16, E4M3, torch.bfloat16, "paged", torch.bfloat16),
-        (torch.float16, E4M3, torch.float16, "rope", torch.float16),
-        (E4M3, E4M3, torch.bfloat16, "", torch.bfloat16),
-        (E4M3, E4M3, torch.float16, "head_scale", torch.float16),
-    ],
-)
-def test_a_kernel_is_asked_for_16_bits_and_no_rotation(q, kv, o, features, wanted):
-    prepared = half_precision.prepared_request(request(q, kv, o, features))
-    assert prepared == request(wanted, wanted, o, features.replace("rope", ""))
-
-
-@pytest.mark.parametrize("features", ["alibi", "rope", "fp8_copies causal"])
-def test_e4m3_is_rounded_from_an_output_of_16_bits(features):
-    layout = Layout(2, 5, tuple((name, 8, 64) for name in ("q", "k", "v", "o")))
-    prepared = half_precision.prepared_request(request(E4M3, E4M3, E4M3, features, layout))
-    left = " ".join(set(features.split()) - {"rope", "fp8_copies"})
-    half = torch.float16
-    assert prepared == request(half, half, half, left, Layout(2, 5, ()))
-
-
-def test_nothing_to_prepare():
-    for features in ("", "causal window paged alibi"):
-        assert half_precision.prepared_request(request(torch.float16, torch.float16, torch.float16, features)) is None
-
-
-@pytest.mark.parametrize("o", [FP8[1], torch.float32])
-def test_an_output_that_no_kernel_writes_stays_what_it_is(o):
-    # Not for this module to refuse: kernels say what they write.
-    prepared = half_precision.prepared_request(request(E4M3, E4M3, o))
-    assert prepared == request(torch.float16, torch.float16, o)
-
-
-def test_strides_of_what_is_copied_do_not_matter():
-    strides = tuple((name, 0, 64) for name in ("q", "k", "v", "o"))
-    half = torch.float16
-    for kv, features, left in ((half, "rope", "vo"), (E4M3, "", "qo"), (E4M3, "rope fp8_copies", "o")):
-        layout = Layout(2, 5, strides)
-        prepared = half_precision.prepared_request(request(half, kv, half, features, layout))
-        assert prepared.layout == Layout(2, 5, tuple(x for x in strides if x[0] in left))
-
-
-def test_every_kernel_serves_what_copies_make_of_it(extension):
-    for kernel in ck.list_kernels():
-        q, backend = kernel["q_dtype"], kernel["backend"]
-        # Copies of latent keys (576/512) have values of their own, which no kernel reads.
-        if getattr(torch, q) in FP8 or kernel["head_dim_qk"] > 512:
-            continue
-        sizes = dict(head_dim_qk=kernel["head_dim_qk"], head_dim_vo=kernel["head_dim_vo"], device="cuda")
-        sizes["compute_capability"] = kernel["min_compute_capability"]
-        for types in ((q, q), (q, "float8_e5m2"), ("float8_e4m3fn", "float8_e4m3fn")):
-            said = ck.explain(q_dtype=types[0], kv_dtype=types[1], o_dtype=q, features=["rope"], **sizes)
-            assert not said.reasons[backend], said
-        said = ck.explain(q_dtype="float8_e4m3fn", o_dtype="float8_e4m3fn", **sizes)
-        assert not said.reasons[backend], said
-        for types in (("float8_e4m3fn", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn"), (q, "float8_e4m3fn")):
-            said = ck.explain(q_dtype=types[0], o_dtype=types[1], **sizes)
-            assert any("o_dtype" in reason and backend in reason for reason in said.reasons[backend]), said
-
-
-# --- what the copies hold ----------------------------------------------------------------------------------------
+WAYS = {"convert": None, "rotate": ROPE}
 
 
 def module_and_stream() -> tuple[Any, int]:
@@ -169,7 +95,6 @@ def assert_copied(
         assert torch.equal(actual, x.to(actual.dtype))
 
 
-@pytest.mark.gpu
 def test_rounding_saturates():
     wide = torch.arange(-(2**15), 2**15).short().to(DEVICE).view(torch.float16).reshape(64, 16, 64)  # every number
     out = torch.empty(wide.shape, dtype=E4M3, device=DEVICE)
@@ -182,9 +107,7 @@ def test_rounding_saturates():
     assert torch.equal(got, want.clamp(-448, 448).to(E4M3).float())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(3, 1, 8), (5, 2, 40), (1, 7, 64), (70, 32, 256)], ids=str)
-@pytest.mark.parametrize("gap", [0, 8, 3])
+@every(shape=[(3, 1, 8), (5, 2, 40), (1, 7, 64), (70, 32, 256)], gap=[0, 8, 3])
 def test_rows_that_no_kernel_wrote_are_not_rounded(shape, gap):
     rows, heads, dim = shape
     wide = torch.randn(shape, device=DEVICE).half()
@@ -205,10 +128,7 @@ LENS = ([5, 0, 70, 3], [9, 4, 33, 1])  # with a request without rows, and rows a
 
 
 @pytest.mark.pairwise
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [8, 16, 40, 64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("rope", [(1.0, 1e4), (8.0, 5e5)], ids=["default", "llama3"])
+@every(dim=[8, 16, 40, 64, 80, 128, 256], dtype=HALF, rope={"default": (1.0, 1e4), "llama3": (8.0, 5e5)})
 def test_rotation_of_a_ragged_batch(dim, dtype, rope, temporaries):
     batch = make_batch(*LENS, 6, 2, dim, dtype=dtype, device=DEVICE)
     prepared = prepare(problem_of(batch, rope=rope), offsets_of(batch), temporaries)
@@ -223,9 +143,7 @@ def test_rotation_of_a_ragged_batch(dim, dtype, rope, temporaries):
         assert_rotated(k_copy, k, 0, rope)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (32, 32), (70, 7)], ids=str)
-@pytest.mark.parametrize("rope", [None, ROPE], ids=["convert", "rotate"])
+@every(heads=[(1, 1), (3, 1), (32, 32), (70, 7)], rope=WAYS)
 def test_numbers_of_heads(heads, rope, temporaries):
     batch = make_batch([19], [33], *heads, 72, head_dim_vo=24, dtype=torch.bfloat16, kv_dtype=E4M3, device=DEVICE)
     prepared = prepare(problem_of(batch, rope=rope), None, temporaries)
@@ -235,9 +153,7 @@ def test_numbers_of_heads(heads, rope, temporaries):
     assert_copied(prepared.kv.v, batch.v)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("fp8", FP8, ids=str)
+@every(dtype=HALF, fp8=FP8)
 def test_every_fp8_number(dtype, fp8, temporaries):
     batch = make_batch([256], [256], 2, 1, 64, dtype=fp8, device=DEVICE)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
@@ -251,9 +167,7 @@ def test_every_fp8_number(dtype, fp8, temporaries):
         assert torch.equal(torch.signbit(copy[0x80]), torch.ones_like(copy[0x80], dtype=torch.bool))  # -0
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("fp8", FP8, ids=str)
-@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+@every(fp8=FP8, dim=[40, 64, 80, 128])
 def test_rotation_of_fp8(fp8, dim, temporaries):
     batch = make_batch([7], [50], 4, 2, dim, dtype=fp8, device=DEVICE)
     prepared = prepare(problem_of(batch, rope=ROPE, o_dtype=torch.float16), None, temporaries)
@@ -262,8 +176,7 @@ def test_rotation_of_fp8(fp8, dim, temporaries):
     assert_copied(prepared.kv.v, batch.v)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", [torch.float16, E4M3], ids=str)
+@every(kv_dtype=[torch.float16, E4M3])
 def test_views_inside_watched_memory(kv_dtype, temporaries):
     # A packed projection; heads before tokens; a pitch of 8 elements more, which leaves fp8 rows 8-byte aligned.
     batch = make_batch([20], [30], 4, 2, 64, kv_dtype=kv_dtype, device=DEVICE)
@@ -278,9 +191,7 @@ def test_views_inside_watched_memory(kv_dtype, temporaries):
     assert prepared.kv.v is v if kv_dtype == torch.float16 else torch.equal(prepared.kv.v, batch.v.half())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("first", [1 << 20, (1 << 24) - 5])
+@every(dim=[64, 128], first=[1 << 20, (1 << 24) - 5])
 def test_far_positions(dim, first, temporaries):
     # One key shown as all of them; a window hides those that would take long to check.
     batch = make_batch([3], [1], 2, 1, dim, device=DEVICE)
@@ -294,7 +205,6 @@ def test_far_positions(dim, first, temporaries):
     assert bool(torch.isnan(prepared.kv.k[first - 10 : first - 2]).all())
 
 
-@pytest.mark.gpu
 def test_keys_left_of_every_window_are_left_out(temporaries, monkeypatch):
     batch = make_batch([4, 1, 9], [40, 30, 3], 4, 2, 64, kv_dtype=E4M3, device=DEVICE)
     problem = problem_of(batch, rope=ROPE, window_left=6)
@@ -342,16 +252,13 @@ class PagedCase:
         return (pages - 1) * self.page_size + self.last[request] if pages else 0
 
 
+# 16 bits that are not rotated reach kernels as they are.
+TURNED = [*itertools.product(FP8, WAYS.values()), (torch.float16, ROPE)]
+
+
 @pytest.mark.pairwise
-@pytest.mark.gpu
-@pytest.mark.parametrize("own_values", [False, True], ids=["one table", "two tables"])
-@pytest.mark.parametrize("kv_dtype", [torch.float16, *FP8], ids=str)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 5, 16])
-@pytest.mark.parametrize("rope", [None, ROPE], ids=["convert", "rotate"])
+@every(**{"own_values": [False, True], "layout": ["NHD", "HND"], "page_size": [1, 5, 16], "kv_dtype,rope": TURNED})
 def test_pages(page_size, layout, kv_dtype, own_values, rope, temporaries):
-    if rope is None and kv_dtype == torch.float16:
-        pytest.skip("16-bit keys without a rotation reach the kernels as they are: there is nothing to prepare")
     case = PagedCase(page_size, layout, kv_dtype, own_values)
     problem, offsets = case.problem(rope)
     prepared = prepare(problem, offsets, temporaries)
@@ -388,7 +295,6 @@ def test_pages(page_size, layout, kv_dtype, own_values, rope, temporaries):
             assert_rotated(q_copy, q[b], case.kv_len(b) - case.qo_lens[b], rope)
 
 
-@pytest.mark.gpu
 def test_no_keys(temporaries):
     batch = make_batch([3], [0], 4, 2, 64, device=DEVICE)
     prepared = prepare(problem_of(batch, rope=ROPE), None, temporaries)
@@ -396,7 +302,6 @@ def test_no_keys(temporaries):
     assert prepared.kv.k.shape == (0, 2, 64)
 
 
-@pytest.mark.gpu
 def test_an_empty_table(temporaries, monkeypatch):
     case = PagedCase(4, "NHD", E4M3, False)
     case.indices = case.indices[:0]
@@ -416,10 +321,8 @@ BAD_OFFSETS = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", BAD_OFFSETS)
-def test_offsets_that_make_no_sense(name, temporaries):
-    qo, kv, good = BAD_OFFSETS[name]
+@every(**{"qo,kv,good": BAD_OFFSETS})
+def test_offsets_that_make_no_sense(qo, kv, good, temporaries):
     batch = make_batch([5, 4], [7, 5], 4, 2, 64, device=DEVICE)
     offsets = Offsets(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (qo, kv)), 9)
     prepared = prepare(problem_of(batch, rope=ROPE), offsets, temporaries)
@@ -431,7 +334,6 @@ def test_offsets_that_make_no_sense(name, temporaries):
     assert bool(torch.isnan(copy.requests()[1 - good][0]).all()), "rows of a request that is not computed"
 
 
-@pytest.mark.gpu
 def test_garbage_in_the_page_table(temporaries, monkeypatch):
     case = PagedCase(5, "NHD", E4M3, True)
     problem, offsets = case.problem(ROPE)
@@ -441,33 +343,3 @@ def test_garbage_in_the_page_table(temporaries, monkeypatch):
         x.copy_(garbage.to(torch.int32))
     prepare(problem, offsets, temporaries)
     torch.cuda.synchronize()  # an access outside of memory would show here
-
-
-@pytest.mark.parametrize(
-    "changed,words",
-    [
-        ({"head_dim_qk": 12}, ["head_dim_qk=12", "multiple of 8"]),
-        ({"head_dim_qk": 1024}, ["head_dim_qk=1024", "512"]),
-        ({"num_qo_heads": 0}, ["num_qo_heads=0", "positive"]),
-        ({"rope_scale": -1.0}, ["rope_scale=-1", "positive"]),
-        ({"q": 24}, ["q lies at an address", "16 bytes"]),
-        ({"k_st": 60}, ["k lies at an address", "strides"]),
-        ({"total_q": 1 << 40}, ["total_q=1099511627776", "split the batch"]),
-        ({"dtype": "float32"}, ["dtype=float32", "bfloat16"]),
-        ({"q_dtype": "bfloat16"}, ["q_dtype=bfloat16", "float16"]),
-        ({"batch_size": 2}, ["qo_indptr and kv_indptr", "single request"]),
-        ({"page_size": 4, "num_indices": 3, "qo_indptr": 16, "kv_indptr": 16}, ["indices, last_page_len"]),
-    ],
-)
-def test_contradictions_are_sentences(extension, changed, words):
-    from cutlass_kernels import _C
-
-    given: dict[str, Any] = dict(q_dtype="float16", kv_dtype="float16", dtype="float16", num_qo_heads=1, num_kv_heads=1)
-    given |= dict(head_dim_qk=64, head_dim_vo=64, batch_size=1, qo_indptr=0, kv_indptr=0, total_q=4, total_kv=4)
-    given |= dict(q=32, q_st=64, q_sh=64, k=32, k_st=64, k_sh=64, k_page=0, v=32, v_st=64, v_sh=64, v_page=0)
-    given |= dict(indices=0, v_indices=0, last_page_len=0, page_size=0, num_indices=0, num_pages=0, window_left=-1)
-    given |= dict(rope_scale=1.0, rope_theta=1e4, q_copy=32, k_copy=32, v_copy=0, tables=0, stream=0)
-    with pytest.raises(ValueError) as caught:
-        _C.prepare(*(given | changed).values())
-    for word in words:
-        assert word in str(caught.value)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import every
 from problems import Options, make_batch
+from targets import KERNELS
 from test_kernels import check
 
 import cutlass_kernels as ck
@@ -112,20 +114,19 @@ def preferred() -> Iterator:
     _C.prefer_tile("")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [None, 5, 16])
-@pytest.mark.parametrize("name", ["CAUSAL", "ALIBI"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_every_candidate_computes(extension, preferred, backend, dim, lengths, name, page_size):
+@every(
+    backend=KERNELS,
+    dim=[64, 96, 128, 192, 256, 512],
+    lengths=LENGTHS,
+    mode=["NONE", "ALIBI"],
+    page_size=[None, 5, 16],
+)
+def test_every_candidate_computes(extension, preferred, backend, dim, lengths, mode, page_size):
     major, minor = torch.cuda.get_device_capability()
-    if backend == "fa3" and major != 9:
-        pytest.skip("fa3 needs compute capability 9.0")
     batch = make_batch(*lengths, 8, 2, dim, dtype=torch.bfloat16, device="cuda:0")
-    options = Options(causal=True, pos_encoding_mode="ALIBI" if name == "ALIBI" else "NONE")
+    options = Options(causal=True, pos_encoding_mode=mode)
     rows, keys = (sum(some) // len(some) for some in lengths)
-    sizes = dict(keys=keys, kv_heads=2, requests=len(lengths[0]), alibi=name == "ALIBI")
+    sizes = dict(keys=keys, kv_heads=2, requests=len(lengths[0]), alibi=mode == "ALIBI")
     problem = prompt(rows, 8, dim, backend=backend, page_size=page_size or 0, **sizes)
     found = candidates(10 * major + minor, **problem)
     for tile in sorted({c["name"] for c in found}):
