@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from guards import Guarded
-from problems import make_batch
+from wrapper_problems import CLASSES, batch_for
 
 import cutlass_kernels as ck
 
@@ -35,34 +35,56 @@ def facts(x: Guarded) -> tuple[str, str]:
 
 
 class Calls:
-    """One small batch and every kind of call on it."""
+    """One small batch, in NHD and of float16 unless said, and every kind of call on it with some arguments replaced."""
 
-    def __init__(self, target, dtype=torch.float16, kv_dtype=None):
-        self.target = target
-        self.batch = make_batch([5, 9], [20, 9], 4, 2, 64, dtype=dtype, kv_dtype=kv_dtype, device=target.device)
+    def __init__(self, target, dtype=torch.float16):
+        self.target, self.device = target, target.device
+        self.batch = batch_for("paged", target, (5, 9), (20, 9), dtype=dtype)
         self.data = self.batch.paged(16)
-        self.qkv = (self.batch.q, self.batch.k, self.batch.v)
+        self.qkv = self.q, self.k, self.v = self.batch.q, self.batch.k, self.batch.v
+        self.vectors = {
+            "ragged": dict(qo_indptr=self.batch.qo_indptr(), kv_indptr=self.batch.kv_indptr()),
+            "paged": dict(zip(("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"), self.data.table()))
+            | dict(qo_indptr=self.batch.qo_indptr(), page_size=16),
+        }
 
-    def single(self, **kwargs):
-        return ck.single_prefill_with_kv_cache(*self.qkv, **kwargs)
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def decode(self, **kwargs):
-        return ck.single_decode_with_kv_cache(self.batch.q[0], *self.qkv[1:], **kwargs)
+    def single(self, **given):
+        return ck.single_prefill_with_kv_cache(**dict(zip("qkv", self.qkv)) | given)
 
-    def ragged(self, kv_layout="NHD", **kwargs):
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(self.target.workspace(), kv_layout)
-        wrapper.plan(
-            *(kwargs.pop("bounds", None) or (self.batch.qo_indptr(), self.batch.kv_indptr())),
-            *(kwargs.pop("heads", None) or self.batch.heads),
-            **kwargs,
-        )
+    def decode(self, **given):
+        return ck.single_decode_with_kv_cache(**dict(q=self.q[0], k=self.k, v=self.v) | given)
+
+    def padded(self, **given):
+        q, k, v = (x[:4] for x in self.qkv)
+        return ck.batch_decode_with_shared_prefix_padded_kv_cache(q, k, v, k[None], v[None], **given)
+
+    def make(self, kind, workspace=None, **constructor):
+        return CLASSES[kind](self.target.workspace() if workspace is None else workspace, **constructor)
+
+    def plan(self, kind, kv_layout="NHD", heads=(4, 2, 64), **given):
+        wrapper = self.make(kind, kv_layout=kv_layout)
+        sizes = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim_qk"), heads))
+        wrapper.plan(**self.vectors[kind] | sizes | given)
         return wrapper
 
-    def paged(self, kv_layout="NHD", **kwargs):
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(self.target.workspace(), kv_layout)
-        table = kwargs.pop("table", None) or (self.batch.qo_indptr(), *self.data.table())
-        wrapper.plan(*table, *(kwargs.pop("heads", None) or self.batch.heads), kwargs.pop("page_size", 16), **kwargs)
-        return wrapper
+    def ragged(self, **given):
+        return self.plan("ragged", **given)
 
-    def plans(self, **kwargs):
-        return [lambda: self.ragged(**kwargs), lambda: self.paged(**kwargs)]
+    def paged(self, **given):
+        return self.plan("paged", **given)
+
+    def kv_of(self, kind):
+        return (self.k, self.v) if kind == "ragged" else (self.data.cache,)
+
+    def pages_with(self, wrong):
+        """The second page number is wrong."""
+        indices = self.data.indices.clone()
+        indices[1] = wrong
+        return indices
+
+    def run(self, kind, q=None, kv=None, plan=None, **given):
+        kv = self.kv_of(kind) if kv is None else kv
+        return self.plan(kind, **(plan or {})).run(self.q if q is None else q, *kv, **given)
