@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from compare import assert_bitwise
+from captures import capture, no_waiting
+from compare import assert_bitwise, assert_close, assert_lse_close
+from guards import poison_
 from problems import randn
 
 
@@ -104,6 +107,35 @@ def tensors(
     generator = torch.Generator().manual_seed(seed)
     shapes = ((M, heads[0], dim), (N, heads[1], dim), (N, heads[1], dim))
     return tuple(randn(shape, dtype, device, generator) for shape in shapes)  # type: ignore[return-value]
+
+
+def check_run(wrapper: Any, given: tuple[torch.Tensor, ...], want: Expected, heads_first: bool = False) -> torch.Tensor:
+    """A run into places full of NaN, and one without them. Returns the LSE."""
+    q = given[0]
+    out, lse = poison_(torch.empty_like(q)), poison_(torch.empty(q.shape[:2], device=q.device))
+    found = wrapper.run(*given, out=out, lse=lse, return_lse=True)
+    assert found[0] is out and found[1] is lse
+    rows_first = [x.transpose(0, 1) if heads_first else x for x in (out, lse)]
+    assert_close(rows_first[0], want.out, want.baseline, dtype=q.dtype)
+    assert_lse_close(rows_first[1], want.lse)
+    assert_bitwise(wrapper.run(*given), out)
+    return lse
+
+
+def check_captured(wrapper: Any, plan: Callable[[], None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Neither plan nor run waits for the device, and replays of a run follow new values."""
+    out = torch.empty_like(q)
+    with no_waiting():
+        plan()
+        wrapper.run(q, k, v, out=out)
+    want = out.clone()
+    graph, _ = capture(lambda: wrapper.run(q, k, v, out=out), warm_up=0)
+    poison_(out)
+    graph.replay()
+    assert_bitwise(out, want)
+    v.neg_()
+    graph.replay()
+    assert torch.equal(out, -want)
 
 
 def check_what_refused_calls_leave(wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

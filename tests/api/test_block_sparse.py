@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close, assert_lse_close
-from guards import poison_
-from sparse_problems import Bsr, check_what_refused_calls_leave, expect, random_bsr, tensors
+from compare import assert_bitwise, assert_close
+from sparse_problems import Bsr, check_captured, check_run, check_what_refused_calls_leave, expect, random_bsr, tensors
 
 import cutlass_kernels as ck
 
@@ -30,8 +29,12 @@ SIZES = [
 ]
 
 
+def unplanned(target: Any) -> Any:
+    return ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
+
+
 def planned(target: Any, bsr: Bsr, heads: tuple[int, int], dim: int, device: str | None = None, **options: Any) -> Any:
-    wrapper = ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
+    wrapper = unplanned(target)
     lists = bsr.lists(device or target.device)
     mask = None if bsr.mask is None else bsr.mask.to(target.device)
     wrapper.plan(*lists, *bsr.sizes, *heads, dim, mask=mask, **options)
@@ -45,13 +48,7 @@ def check(target: Any, bsr: Bsr, heads: tuple[int, int] = (4, 2), dim: int = 64,
     if "logits_soft_cap" in plan:
         options["soft_cap"] = plan["logits_soft_cap"]
     want = expect(q, k, v, bsr.dense(plan.get("causal", False)), **options)
-    wrapper = planned(target, bsr, heads, dim, **plan)
-    out, lse = poison_(torch.empty_like(q)), poison_(torch.empty(q.shape[:2], device=q.device))
-    found = wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
-    assert found[0] is out and found[1] is lse
-    assert_close(out, want.out, want.baseline, dtype=dtype)
-    assert_lse_close(lse, want.lse)
-    assert_bitwise(wrapper.run(q, k, v), out)
+    check_run(planned(target, bsr, heads, dim, **plan), (q, k, v), want)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
@@ -112,7 +109,7 @@ def test_packed_masks(target, N):
     ends = torch.tensor([0, *(x.numel() for x in masks)]).cumsum(0).int().to(target.device)
     flat = torch.cat([x.flatten() for x in masks]).to(target.device)
     packed, _ = ck.segment_packbits(flat, ends, bitorder="little")
-    wrapper = ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
+    wrapper = unplanned(target)
     wrapper.plan(*bsr.lists(target.device), *bsr.sizes, 4, 2, 64, packed_mask=packed)
     want = expect(q, k, v, bsr.dense())
     assert_close(wrapper.run(q, k, v), want.out, want.baseline)
@@ -130,10 +127,15 @@ def test_lists_on_the_cpu_and_longer_than_needed(target, N, masked):
     if masked:
         longer.mask = torch.cat([bsr.mask, bsr.mask[:3]])
     assert_bitwise(planned(target, longer, (4, 2), 64).run(q, k, v), want)
-    wrapper = ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
+    wrapper = unplanned(target)
     mask = None if bsr.mask is None else bsr.mask.to(target.device)
     wrapper.plan(bsr.indptr.long(), bsr.indices.to(target.device).long(), *bsr.sizes, 4, 2, 64, mask=mask)
     assert_bitwise(wrapper.run(q, k, v), want)
+
+
+def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In memory."""
+    return [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
@@ -148,18 +150,13 @@ def test_a_pattern_per_head(target, sizes, heads, of_queries):
     q, k, v = tensors(M, N, heads, 64, target.device)
     masks = blocks.repeat_interleave(R, 1)[:, :M].repeat_interleave(C, 2)[:, :, :N]
     want = expect(q, k, v, masks.repeat_interleave(heads[0] // count, 0), soft_cap=5.0)
-    wrapper = ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
-    pattern = blocks.to(target.device)
-    wrapper.plan(None, None, M, N, R, C, *heads, 64, block_mask=pattern, logits_soft_cap=5.0)
-    out, lse = poison_(torch.empty_like(q)), poison_(torch.empty(q.shape[:2], device=q.device))
-    assert wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)[0] is out
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
-    # heads before tokens in memory
-    other = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    wrapper = unplanned(target)
+    wrapper.plan(None, None, *sizes, *heads, 64, block_mask=blocks.to(target.device), logits_soft_cap=5.0)
+    lse = check_run(wrapper, (q, k, v), want)
+    other = heads_first(q, k, v)
     found = wrapper.run(*other)
     assert found.stride() == other[0].stride()
-    assert_bitwise(found, out)
+    assert_bitwise(found, wrapper.run(q, k, v))
     assert_bitwise(wrapper.run_return_lse(q, k, v)[1], lse)
     assert "a pattern per head" in repr(wrapper)
 
@@ -192,8 +189,7 @@ def test_strides(target):
     q, k, v = tensors(bsr.M, bsr.N, (4, 2), 64, target.device)
     wrapper = planned(target, bsr, (4, 2), 64)
     want = wrapper.run(q, k, v)
-    other = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    assert_bitwise(wrapper.run(*other), want)
+    assert_bitwise(wrapper.run(*heads_first(q, k, v)), want)
     kv = torch.cat([k, v], -1)
     assert_bitwise(wrapper.run(q, *kv.split(64, -1)), want)
 
@@ -252,23 +248,7 @@ def test_plans_do_not_wait_and_runs_are_captured(per_head):
     blocks = (torch.rand(2, 4, 8, generator=torch.Generator().manual_seed(0)) < 0.5).cuda()
     lists = (None, None) if per_head else bsr.lists("cuda")
     options = {"block_mask": blocks} if per_head else {"mask": bsr.mask.cuda()}
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        wrapper.plan(*lists, *bsr.sizes, 4, 2, 64, **options)
-        out = torch.empty_like(q)
-        wrapper.run(q, k, v, out=out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    want, graph = out.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, k, v, out=out)
-    poison_(out)
-    graph.replay()
-    assert_bitwise(out, want)
-    v.neg_()
-    graph.replay()
-    assert torch.equal(out, -want)
+    check_captured(wrapper, lambda: wrapper.plan(*lists, *bsr.sizes, 4, 2, 64, **options), q, k, v)
 
 
 @pytest.mark.runs_nothing("converts masks")
@@ -335,7 +315,7 @@ def test_wrong_runs(target):
 def test_no_keys_and_no_rows(target, per_head):
     for M, N in ((128, 0), (0, 128)):
         q, k, v = tensors(M, N, (4, 2), 64, target.device)
-        wrapper = ck.BlockSparseAttentionWrapper(target.workspace(), backend=target.backend)
+        wrapper = unplanned(target)
         indptr, indices = torch.zeros(M // 64 + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         blocks = torch.zeros(2, M // 64, N // 64, dtype=torch.bool, device=target.device)
         options = dict(block_mask=blocks) if per_head else {}
@@ -352,11 +332,10 @@ def test_lists_that_do_not_start_at_0(target, N, on):
     q, k, v = tensors(bsr.M, N, (4, 2), 64, target.device)
     more = Bsr(*bsr.sizes, bsr.indptr + 3, torch.cat([bsr.indices[-3:], bsr.indices, bsr.indices[:2]]))
     more.mask = torch.cat([~bsr.mask[-3:], bsr.mask, ~bsr.mask[:2]])
-    want = planned(target, bsr, (4, 2), 64).run(q, k, v)
-    assert_bitwise(planned(target, more, (4, 2), 64, on).run(q, k, v), want)
-    bsr.mask = more.mask = None
-    want = planned(target, bsr, (4, 2), 64).run(q, k, v)
-    assert_bitwise(planned(target, more, (4, 2), 64, on).run(q, k, v), want)
+    for _ in range(2):
+        want = planned(target, bsr, (4, 2), 64).run(q, k, v)
+        assert_bitwise(planned(target, more, (4, 2), 64, on).run(q, k, v), want)
+        bsr.mask = more.mask = None
 
 
 @pytest.mark.runs_nothing("converts masks")

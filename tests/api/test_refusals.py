@@ -171,8 +171,9 @@ def runs() -> Iterator[tuple[str, str, Any, Given, tuple[Any, ...]]]:
     yield "types", "paged", ValueError, lambda c: dict(kv=(c.data.cache.bfloat16(),)), (*types, "kv_data_type")
     zero = lambda c: dict(plan=dict(kv_data_type=torch.uint8), kv=(c.data.cache.to(torch.uint8) * 0,))  # noqa: E731
     yield "types", "paged", ValueError, zero, ("uint8", "kv_cache_sf")
-    for rows in (13, 15):
-        yield "rows", RUNS, ValueError, lambda c, n=rows: dict(q=torch.cat([c.q, c.q])[:n]), (rows, 14)
+    for rows in (13, 15):  # without places, whose sizes would be refused instead
+        more = lambda c, n=rows: dict(q=torch.cat([c.q, c.q])[:n], out=None, lse=None)  # noqa: E731
+        yield "rows", RUNS, ValueError, more, (rows, 14)
 
     # out and lse
     for shape, dtype in [((13, 4, 64), F16), ((14, 4, 32), F16), ((14, 256), F16), ((14, 4, 64), F32)]:

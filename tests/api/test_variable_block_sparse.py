@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close, assert_lse_close
+from compare import assert_bitwise
 from guards import poison_
-from sparse_problems import check_what_refused_calls_leave, expect, tensors
+from sparse_problems import check_captured, check_run, check_what_refused_calls_leave, expect, tensors
 
 import cutlass_kernels as ck
 from cutlass_kernels._core import index_vectors
@@ -70,15 +71,9 @@ class Problem:
         return wrapper
 
     def check(self, target: Any, causal: bool = False, **options: Any) -> None:
-        wrapper = self.wrapper(target, causal=causal, **options)
-        q, k, v = self.hnd
-        out, lse = poison_(torch.empty_like(q)), poison_(torch.empty(q.shape[:2], device=q.device))
-        assert wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)[0] is out
         given = {"soft_cap" if name == "logits_soft_cap" else name: x for name, x in options.items()}
         want = expect(*self.tensors, self.masks(causal), **given)
-        assert_close(out.transpose(0, 1), want.out, want.baseline, dtype=self.dtype)
-        assert_lse_close(lse.t(), want.lse)
-        assert_bitwise(wrapper.run(q, k, v), out)
+        check_run(self.wrapper(target, causal=causal, **options), self.hnd, want, heads_first=True)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (1, 1)])
@@ -162,62 +157,49 @@ def test_where_the_pattern_is(target, device):
 def test_sizes_on_the_cpu_do_not_wait_and_runs_are_captured():
     problem = Problem("cuda", (128, 4, 1), (256, 4, 16))
     wrapper = ck.VariableBlockSparseAttentionWrapper(torch.empty(16, dtype=torch.uint8, device="cuda"))
-    q, k, v = problem.hnd
     pattern = problem.map.cuda()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        wrapper.plan(pattern, problem.rows, problem.columns, *problem.heads, problem.dim)
-        out = wrapper.run(q, k, v)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    want, graph = out.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, k, v, out=out)
-    v.neg_()
-    poison_(out)
-    graph.replay()
-    assert torch.equal(out, -want)
+    plan = lambda: wrapper.plan(pattern, problem.rows, problem.columns, *problem.heads, problem.dim)  # noqa: E731
+    check_captured(wrapper, plan, *problem.hnd)
 
 
 @pytest.mark.runs_nothing("every call raises")
 def test_wrong_calls(target):
     problem = Problem(target.device, (128, 4, 1), (256, 4, 16))
     wrapper = ck.VariableBlockSparseAttentionWrapper(target.workspace())
-    with pytest.raises(RuntimeError, match="VariableBlockSparseAttentionWrapper has no plan"):
-        wrapper.run(*problem.hnd)
     assert "not planned" in repr(wrapper)
-    pattern, rows, columns = problem.map, problem.rows, problem.columns
-    sizes = (4, 2, 64)
-    with pytest.raises(ValueError, match=r"block_mask_map is \(4, 4\) torch\.bool: it must be a tensor"):
-        wrapper.plan(pattern[0], rows, columns, *sizes)
-    with pytest.raises(ValueError, match=r"block_row_sz is list: it must be a tensor .* of integers"):
-        wrapper.plan(pattern, rows.tolist(), columns, *sizes)
-    with pytest.raises(ValueError, match=r"they must be \[num_kv_heads, MB, NB\]"):
-        wrapper.plan(pattern, rows[:, 1:], columns, *sizes)
-    for empty in ((pattern[:, :0], rows[:, :0], columns), (pattern[:, :, :0], rows, columns[:, :0])):
-        with pytest.raises(ValueError, match=r"block_mask_map has shape .* at least one block of rows and one of keys"):
-            wrapper.plan(*empty, *sizes)
-    with pytest.raises(RuntimeError, match="VariableBlockSparseAttentionWrapper has no plan"):
-        wrapper.forward(*problem.hnd)
-    with pytest.raises(ValueError, match="block_row_sz holds -1: sizes of blocks must not be negative"):
-        wrapper.plan(pattern, torch.full_like(rows, -1), columns, *sizes)
-    with pytest.raises(ValueError, match="block_col_sz makes 256 keys of head 0, but 260 of head 1"):
-        wrapper.plan(pattern, rows, columns + torch.tensor([[0], [1]]), *sizes)
-    with pytest.raises(ValueError, match="'ROPE_LLAMA' is not served with patterns per head"):
-        wrapper.plan(pattern, rows, columns, *sizes, pos_encoding_mode="ROPE_LLAMA")
-    with pytest.raises(KeyError):
-        wrapper.plan(pattern, rows, columns, *sizes, pos_encoding_mode="nonsense")
-    with pytest.raises(ValueError, match="backend='trt' is unknown"):
-        ck.VariableBlockSparseAttentionWrapper(target.workspace(), backend="trt")
-    wrapper.plan(pattern, rows, columns, *sizes)
     q, k, v = problem.hnd
-    with pytest.raises(ValueError, match=r"k has 2 heads, 200 tokens .* must be \[heads, tokens, head_dim\]"):
-        wrapper.run(q, k[:, :200], v)
-    with pytest.raises(ValueError, match=r"v has dtype torch\.bfloat16, but the plan .* pass kv_data_type"):
-        wrapper.run(q, k, v.bfloat16())
-    with pytest.raises(ValueError, match="out has shape"):
-        wrapper.run(q, k, v, out=q[:, 1:])
+    pattern, rows, columns = problem.map, problem.rows, problem.columns
+
+    def plan(pattern=pattern, rows=rows, columns=columns, **options: Any) -> Callable[[], None]:
+        return lambda: wrapper.plan(pattern, rows, columns, 4, 2, 64, **options)
+
+    no_plan = (RuntimeError, "VariableBlockSparseAttentionWrapper has no plan")
+    no_blocks = r"block_mask_map has shape .* at least one block of rows and one of keys"
+    uneven = columns + torch.tensor([[0], [1]])
+    for *error, words, call in (
+        (*no_plan, lambda: wrapper.run(q, k, v)),
+        (r"block_mask_map is \(4, 4\) torch\.bool: it must be a tensor", plan(pattern[0])),
+        (r"block_row_sz is list: it must be a tensor .* of integers", plan(rows=rows.tolist())),
+        (r"they must be \[num_kv_heads, MB, NB\]", plan(rows=rows[:, 1:])),
+        (no_blocks, plan(pattern[:, :0], rows[:, :0])),
+        (no_blocks, plan(pattern[:, :, :0], columns=columns[:, :0])),
+        (*no_plan, lambda: wrapper.forward(q, k, v)),
+        ("block_row_sz holds -1: sizes of blocks must not be negative", plan(rows=torch.full_like(rows, -1))),
+        ("block_col_sz makes 256 keys of head 0, but 260 of head 1", plan(columns=uneven)),
+        ("'ROPE_LLAMA' is not served with patterns per head", plan(pos_encoding_mode="ROPE_LLAMA")),
+        (KeyError, "nonsense", plan(pos_encoding_mode="nonsense")),
+        ("backend='trt' is unknown", lambda: type(wrapper)(target.workspace(), backend="trt")),
+    ):
+        with pytest.raises(error[0] if error else ValueError, match=words):
+            call()
+    plan()()
+    for words, call in (
+        (r"k has 2 heads, 200 tokens .* must be \[heads, tokens, head_dim\]", lambda: wrapper.run(q, k[:, :200], v)),
+        (r"v has dtype torch\.bfloat16, but the plan .* pass kv_data_type", lambda: wrapper.run(q, k, v.bfloat16())),
+        ("out has shape", lambda: wrapper.run(q, k, v, out=q[:, 1:])),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_the_limit_of_lists_counts_the_heads_that_have_one(monkeypatch):
