@@ -19,7 +19,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": WINDOW},
     "Qwen3": {},
-    "Gemma2": {**HYBRID, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "Gemma2": {**HYBRID, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 5},
     "Gemma3": HYBRID,
     "GptOss": {**HYBRID, "num_local_experts": 1, "num_experts_per_tok": 1},
     "Llama4": {
@@ -51,11 +51,12 @@ def decoder(name: str, device: str, **more: Any) -> Any:
 
 
 def padded(side: str | None, device: str, lengths: tuple[int, ...] = (21, 16, 18)) -> dict[str, torch.Tensor]:
-    """Token ids and mask of a batch, padded on the left, on the right, or of equal lengths."""
+    """Token ids and mask of a batch, padded on the left, on the right, or of equal lengths; or of one request."""
+    lengths = lengths[:1] if side == "one request" else lengths
     longest = max(lengths)
     mask = torch.ones(len(lengths), longest, dtype=torch.long)
     for row, length in zip(mask, lengths):
-        if side is not None:
+        if side in ("left", "right"):
             row[slice(0, longest - length) if side == "left" else slice(length, longest)] = 0
     generator = torch.Generator().manual_seed(len(lengths))
     ids = torch.randint(1, VOCABULARY, mask.shape, generator=generator) * mask

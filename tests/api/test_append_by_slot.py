@@ -246,12 +246,3 @@ def test_what_makes_no_sense_is_refused(message, change):
     with pytest.raises((ValueError, TypeError, KeyError), match=message):
         ck.append_paged_kv_cache_by_slot(**(given | change))
     assert not any(x.count_nonzero() for x in caches)
-
-
-def test_a_warning_says_that_a_cache_carries_no_gradients():
-    new, caches = torch.ones(1, 2, 64, requires_grad=True), [torch.zeros(1, 4, 2, 64) for _ in range(2)]
-    with pytest.warns(
-        UserWarning, match="append_paged_kv_cache_by_slot\\(\\) got keys or values that require gradients"
-    ):
-        ck.append_paged_kv_cache_by_slot(new, new, *caches, torch.tensor([2]))
-    assert bool((caches[0][0, 2] == 1).all()) and not caches[0].requires_grad

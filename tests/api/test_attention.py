@@ -306,34 +306,6 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(message, change):
         ck.attention(**given)
 
 
-def test_gradients_are_refused_not_dropped(target):
-    batch = make_batch([4], [30], device=target.device)
-    q = batch.q.clone().requires_grad_()
-    out = ck.attention(q, batch.k, batch.v, backend=target.backend)
-    with pytest.raises(RuntimeError, match="forward only"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("with_out", [False, True])
-def test_compiled(target, dense, with_out):
-    batch = make_batch([6, 6], [30, 40], device=target.device)
-    q, whose = queries(batch, dense)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
-    scales = torch.rand(2, 2, device=target.device) + 0.5
-
-    def call(q, k, v, whose, more, out):
-        return ck.attention(
-            q, k, v, causal=True, return_lse=True, v_descale=scales, out=out, backend=target.backend, **whose, **more
-        )
-
-    want = call(q, k, v, whose, more, None)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    found = compiled(q, k, v, whose, more, torch.empty_like(q) if with_out else None)
-    assert_bitwise(found[0], want[0])
-    assert_bitwise(found[1], want[1], "lse")
-
-
 def test_tables_of_64_bits_for_kernels_do_not_wrap():
     numbers = torch.tensor([[3, 2**32, -(2**63)]])
     assert index_vectors.saturated(numbers).tolist() == [[3, 2**31 - 1, -(2**31)]]

@@ -111,19 +111,6 @@ def test_a_captured_append_follows_slots():
     assert int(cache.flatten(0, 1).any(-1).sum()) == 2
 
 
-def test_an_append_that_is_compiled():
-    def step(kv_c, k_pe, cache, slots):
-        concat_and_cache_mla(kv_c, k_pe, cache, slots, "auto")
-        return cache.sum()
-
-    kv_c, k_pe = tokens(2, "cpu")
-    slots = torch.tensor([3, 17])
-    caches = [torch.zeros(2, 16, 576, dtype=torch.bfloat16) for _ in range(2)]
-    step(kv_c, k_pe, caches[0], slots)
-    torch.compile(step, backend="aot_eager", fullgraph=True)(kv_c, k_pe, caches[1], slots)
-    assert_bitwise(*caches)
-
-
 def test_no_tokens_and_no_slots():
     cache = torch.zeros(2, 16, 576, dtype=torch.bfloat16)
     concat_and_cache_mla(*tokens(0, "cpu"), cache, torch.zeros(0, dtype=torch.int64))

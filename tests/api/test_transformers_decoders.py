@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_models import CACHE, DECODERS, VOCABULARY, assert_same, assert_same_tokens, decoder, padded, transformers
 
+from cutlass_kernels.integrations import transformers as integration
+from cutlass_kernels.integrations.paged_cache import PagedCache
 from cutlass_kernels.integrations.transformers import NAME, register
 
 CHUNKED = inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
@@ -151,3 +153,53 @@ def test_training_is_left_to_pytorch(name):
         logits.square().mean().backward()
         gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-3)
+
+
+# --- a cache in pages, and one that is kept ---
+
+
+@torch.no_grad()
+def logits(model, implementation: str, ids: torch.Tensor, **options) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    return model(ids, **options).logits
+
+
+def test_a_wrong_attention_shows_in_the_logits(monkeypatch):
+    """Comparisons would not mean much if attention hardly mattered to the logits of random weights."""
+    model, ids = decoder("Llama", "cpu"), padded("one request", "cpu")["input_ids"]
+    expected, attend = logits(model, "sdpa", ids), integration.plan_free.attention
+    wrong = lambda *args, **options: attend(*args, **{**options, "window": (8, -1)})  # noqa: E731
+    monkeypatch.setattr(integration.plan_free, "attention", wrong)
+    assert float((logits(model, register(), ids) - expected).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+def test_a_cache_in_pages(batch, page_size, name):
+    """A prompt, several tokens at once and single ones, under windows and soft caps too."""
+    model, ids = decoder(name, "cpu"), padded(None, "cpu")["input_ids"][:batch]
+    cache = PagedCache(model.config, batch, ids.size(1), model.device, model.dtype, page_size)
+    parts = [
+        logits(model, cache.register(), part, past_key_values=cache, use_cache=True)
+        for part in ids.split([11, 1, 1, 4, 1, 3], 1)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), logits(model, "eager", ids), rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == ids.size(1)
+    with pytest.raises(RuntimeError, match="larger max_tokens"):
+        logits(model, cache.register(), ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_in_pages_refuses_padding():
+    model, inputs = decoder("Llama", "cpu"), padded("left", "cpu")
+    cache = PagedCache(model.config, 3, 32, model.device, model.dtype)
+    model.set_attn_implementation(cache.register())
+    with pytest.raises(NotImplementedError, match="padding"):
+        model(**inputs, past_key_values=cache, use_cache=True)
+
+
+def test_kept_lengths_serve_inference_mode_and_no_grad():
+    model, ids = decoder("Llama", "cpu"), padded(None, "cpu")["input_ids"]
+    with torch.inference_mode():
+        first = logits(model, register(), ids)
+    assert torch.equal(first, logits(model, register(), ids))

@@ -293,33 +293,7 @@ def test_a_causal_mask_is_the_default(target, rows, kv_lens, most):
     requests.compare(requests.call(XQA, mask=mask), Mask(causal=True))
 
 
-# --- autograd, torch.compile, and what is refused ---
-
-
-@pytest.mark.parametrize("place", [False, True])
-def test_gradients_are_refused_not_dropped(target, place):
-    requests = decode(target)
-    requests.q = requests.q.clone().requires_grad_()
-    found = requests.call(DECODE, out=torch.empty_like(requests.batch.q) if place else None)
-    with pytest.raises(RuntimeError, match="forward only"):
-        found.sum().backward()
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("with_out", [False, True])
-def test_compiled(target, rows, with_out):
-    requests, workspace = decode(target, rows), EMPTY.to(target.device)
-    scale = torch.tensor([0.3], device=target.device)
-
-    def call(q, cache, table, lens, scale, out):
-        given = dict(out=out, q_len_per_req=rows, return_lse=True)
-        return DECODE(q, cache, workspace, table, lens, requests.most, scale, 0.5, **given)
-
-    tensors = (requests.q, requests.cache, requests.table, requests.lens, scale)
-    out = torch.empty_like(requests.q) if with_out else None
-    found = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors, out)
-    for a, b in zip(found, call(*tensors, None)):
-        assert_bitwise(a, b)
+# --- what is refused ---
 
 
 def small(function: Any = DECODE, **changes: Any) -> dict[str, Any]:
