@@ -15,6 +15,7 @@ from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import page_operators
 from .slots_of_tokens import bits
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 _NAME_OF_SIZE = {1: "float8_e4m3fn", 2: "float16", 4: "float32"}  # copies of elements need no more than their size
 
 
@@ -161,7 +162,7 @@ def append_paged_kv_cache(
     indices = index_vectors.index_vector("kv_indices", kv_indices)
     index_vectors.index_vector("kv_last_page_len", kv_last_page_len, indptr.numel() - 1)
     if not (owner.is_cuda or position.is_cuda or indptr.is_cuda):
-        _check_places(owner, position, indptr, indices.numel(), k_cache.size(1))
+        _check_places(owner, position, indptr, indices, k_cache.size(1))
     if nnz == 0 or indices.numel() == 0:
         return
     owner, position = owner.to(device), position.to(device)
@@ -170,7 +171,8 @@ def append_paged_kv_cache(
         pages = indices[int(indptr[0]) : int(indptr[-1])]
         index_vectors.enough_pages("kv_indices", index_vectors.page_bound("kv_indices", pages), k_cache)
     indptr, indices = indptr.to(device), indices.to(device)
-    if served and _launch_append(append_key, append_value, owner, position, k_cache, v_cache, indices, indptr):
+    caches = k_cache, v_cache
+    if served and _launch_append((append_key, append_value), (owner, position), caches, (indices, indptr)):
         autograd.written(k_cache, v_cache)
         return
 
@@ -269,19 +271,17 @@ def _check_new(name: str, new: torch.Tensor, cache: torch.Tensor, keys: torch.Te
 
 
 def _check_places(
-    owner: torch.Tensor, position: torch.Tensor, indptr: torch.Tensor, num_indices: int, page_size: int
+    owner: torch.Tensor, position: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, page_size: int
 ) -> None:
     """ValueError where a token, of those that are not skipped, has no place in the pages of its request."""
-    batch, end = indptr.numel() - 1, int(indptr[-1])
-    if end > num_indices:
-        raise ValueError(f"kv_indptr ends at {end}, but kv_indices has {num_indices} pages.")
+    index_vectors.enough_entries(indptr, indices)
+    batch = indptr.numel() - 1
     used = (owner >= 0) & (position >= 0)
     if bool((used & (owner >= batch)).any()):
         at = int((used & (owner >= batch)).nonzero()[0])
         raise ValueError(f"batch_indices[{at}]={int(owner[at])}, but kv_indptr has only {batch} requests.")
-    room = (
-        index_vectors.lens(indptr)[torch.where(used, owner, 0).long()] * page_size if batch else torch.zeros_like(owner)
-    )
+    pages_of = index_vectors.lens(indptr) if batch else torch.zeros(1, dtype=torch.int64)
+    room = pages_of[torch.where(used, owner, 0).long()] * page_size
     if bool((used & (position >= room)).any()):
         at = int((used & (position >= room)).nonzero()[0])
         pages = int(room[at]) // page_size
@@ -300,18 +300,11 @@ def _launch_positions(
     kernels.launch(native._C.get_batch_indices_positions, indptr.device, *sizes, *addresses)
 
 
-def _launch_append(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-) -> bool:
-    """Writes ``[tokens, heads, dim]`` to caches ``[pages, page_size, heads, dim]``; index tensors are int32, contiguous
-    and on the device of the caches. False, and nothing done, where the element type is none of the kernel's."""
+def _launch_append(new: Pair, places: Pair, caches: Pair, table: Pair) -> bool:
+    """Writes keys and values ``[tokens, heads, dim]`` to caches ``[pages, page_size, heads, dim]``. Requests and
+    positions, and the page table (numbers, offsets), are int32, contiguous and on the device of the caches. False, and
+    nothing done, where the element type is none of the kernel's."""
+    (key, value), (k_cache, v_cache), (indices, indptr) = new, caches, table
     if k_cache.dtype != v_cache.dtype or k_cache.element_size() not in _NAME_OF_SIZE:
         return False
     # What numbers beyond the range of fp8 become (NaN, infinity, the largest one) depends on torch's version.
@@ -321,11 +314,11 @@ def _launch_append(
     if not (tokens and heads and head_dim_qk and value.size(-1)):
         return False
     sizes = _NAME_OF_SIZE[k_cache.element_size()], heads, head_dim_qk, value.size(-1), indptr.numel() - 1, tokens
-    lists = (x.data_ptr() for x in (batch_indices, positions, indptr, indices))
+    lists = (x.data_ptr() for x in (*places, indptr, indices))
     pages = indices.numel(), *k_cache.shape[:2]
-    new = *kernels.place(key, 2), *kernels.place(value, 2)
-    caches = *kernels.place(k_cache, 3), *kernels.place(v_cache, 3)
-    kernels.launch(native._C.append_paged_kv_cache, k_cache.device, *sizes, *lists, *pages, *new, *caches)
+    tokens_at = *kernels.place(key, 2), *kernels.place(value, 2)
+    caches_at = *kernels.place(k_cache, 3), *kernels.place(v_cache, 3)
+    kernels.launch(native._C.append_paged_kv_cache, k_cache.device, *sizes, *lists, *pages, *tokens_at, *caches_at)
     return True
 
 

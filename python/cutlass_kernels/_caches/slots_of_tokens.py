@@ -147,7 +147,13 @@ def concat_and_cache_mla(
             "it must have those of both."
         )
     if kv_cache_dtype != "auto":
-        kv_cache = _as_fp8(kv_cache, kv_cache_dtype)
+        dtype = checks.dtype(kv_cache_dtype)
+        if kv_cache.dtype not in (dtype, torch.uint8):
+            raise ValueError(
+                f"kv_cache_dtype={kv_cache_dtype!r}, but kv_cache has dtype {kv_cache.dtype}: it must be {dtype}, or "
+                "uint8."
+            )
+        kv_cache = kv_cache.view(dtype)
     if kv_cache.dtype not in FP8_DTYPES:
         scale = None
     append_paged_kv_cache_by_slot(
@@ -159,17 +165,6 @@ def concat_and_cache_mla(
         scale,
         scale,
     )
-
-
-def _as_fp8(kv_cache: torch.Tensor, name: str) -> torch.Tensor:
-    dtype = checks.dtype(name)
-    if kv_cache.dtype == torch.uint8:
-        return kv_cache.view(dtype)
-    if kv_cache.dtype != dtype:
-        raise ValueError(
-            f"kv_cache_dtype={name!r}, but kv_cache has dtype {kv_cache.dtype}: it must be {dtype}, or uint8."
-        )
-    return kv_cache
 
 
 @dataclass(frozen=True)
@@ -201,19 +196,14 @@ def checked(
     kv_layout: str,
 ) -> Places:
     """Where new keys and values go, or an error."""
-    k_cache, v_cache = _caches(key_cache, value_cache, kv_layout)
+    checks.tensors(key_cache=key_cache, value_cache=value_cache)
+    k_cache, v_cache = checks.paged_cache((key_cache, value_cache), kv_layout, names=("key_cache", "value_cache"))
     _check_new(key, value, k_cache, v_cache, kv_layout)
     _check_slots(slot_mapping, min(key.size(0), value.size(0)), k_cache)
     device, heads = k_cache.device, k_cache.size(2)
     slots = slot_mapping.to(device, non_blocking=True).contiguous()
     k_scale, v_scale = (_scale(name, x, heads, device) for name, x in zip(("k_scale", "v_scale"), scales))
     return Places(k_cache, v_cache, slots, (k_scale, v_scale))
-
-
-def _caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both caches as ``[pages, page_size, heads, dim]``."""
-    checks.tensors(key_cache=key_cache, value_cache=value_cache)
-    return checks.paged_cache((key_cache, value_cache), kv_layout, names=("key_cache", "value_cache"))
 
 
 def _check_new(

@@ -11,7 +11,7 @@ from .._attend import plan_free
 from .._core import call_table, checks, extra_arguments, hints
 from .._core.problems import FLOAT_DTYPES, FP8_DTYPES, HALF_DTYPES
 from .._core.run_options import Result
-from .._masks import draft_masks
+from .._masks import mask_packing
 
 Scale = float | torch.Tensor
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -62,7 +62,7 @@ def attend(
     if draft_mask is not None:
         page_size = k.size(1 if kv_layout == "NHD" else 2)
         most_keys = min(max_kv_len, block_tables.size(1) * page_size)
-        bits, offsets = draft_masks.custom_mask(draft_mask, cu_seqlens_q, seq_lens, rows, most_keys)
+        bits, offsets = mask_packing.mask_of_drafts(draft_mask, cu_seqlens_q, seq_lens, rows, most_keys)
     logits_scale, unit, output_scale = scales
     for name, scale in (("bmm1_scale", logits_scale), ("bmm2_scale", output_scale)):
         checks.one_factor(name, scale)
