@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,18 +25,17 @@ def folder_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
 
 
-def imports(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
-    """Line and folder of what a module imports from the package, within functions too, but not for types."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
+def imports(path: Path) -> Iterator[tuple[int, Path]]:
+    """What a module imports from the package, within functions and for types, too: line, and module or folder."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            start = path.parents[node.level - 1]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            for found in (start.joinpath(*name.split(".")) for name in names):
-                if found.relative_to(PACKAGE).parts[0] != "_C":  # the compiled module
-                    yield node.lineno, folder_of(found / "x" if found.is_dir() else found)
-        yield from imports(node, path)
+            start = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            for found in [start / alias.name for alias in node.names] if start.is_dir() else [start]:
+                found = found if found.is_dir() else found.with_suffix(".py")
+                if found.exists():  # not the compiled module
+                    yield node.lineno, found
+                elif found.name != "_C.py":  # a name of a folder
+                    yield node.lineno, start / "__init__.py"
 
 
 def test_every_folder_has_a_row():
@@ -47,7 +47,14 @@ def test_folders_import_downwards():
     upwards = [
         f"{path.relative_to(PACKAGE)}:{line} imports from {folder}"
         for path in PACKAGE.rglob("*.py")
-        for line, folder in imports(ast.parse(path.read_text()), path)
-        if rows[folder] < rows[folder_of(path)] and path.name != "__main__.py"
+        for line, found in imports(path)
+        if rows[folder := folder_of(found / "x" if found.is_dir() else found)] < rows[folder_of(path)]
+        and path.name != "__main__.py"
     ]
     assert not upwards
+
+
+def test_no_module_imports_itself_through_others():
+    modules = [path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    graph = {path: {found for _, found in imports(path) if found.name != "__init__.py"} for path in modules}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises for a circle

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._compute import reference
+from .._core.call_table import Call
 from .._masks import mask_packing
 from . import latent_parts
-
-if TYPE_CHECKING:
-    from .._core.call_table import Call
 
 
 def requests(call: Call, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None) -> Any:

@@ -6,16 +6,14 @@ become that tensor again, without a copy, and PyTorch joins rows where no kernel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._core import checks
 from .._core.autograd import without_autocast
+from .._core.call_table import Call
 from .._core.problems import FP8_DTYPES
-
-if TYPE_CHECKING:
-    from .._core.call_table import Call
 
 
 def checked(call: Call) -> Call:

@@ -16,15 +16,12 @@ those beyond the last request stay as they are, in replays of a captured run too
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._core.problems import FP8_DTYPES, HALF_DTYPES, Offsets, Output, PagedKv, Problem, RaggedKv
-from .request_facts import DTYPE_NAMES, MOST_SEPARATE_COLUMNS
-
-if TYPE_CHECKING:
-    from .request_facts import Request
+from .request_facts import DTYPE_NAMES, MOST_SEPARATE_COLUMNS, Request
 
 # What copies make a kernel serve, in the words of the support matrix.
 SERVED = ("rope", "fp8", "e4m3_output")

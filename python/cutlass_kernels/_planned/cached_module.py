@@ -7,30 +7,27 @@ CPU, and assigns the result to ``_plan_info``. Here that planner makes a plan fr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._core import extra_arguments, index_vectors, run_options
 from .batch_plans import Plan
 
-if TYPE_CHECKING:
-    from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-
 
 class CachedModule:
     """The attribute: a ``Planner`` of a wrapper for CUDA graphs that has a plan, else None."""
 
-    def __get__(self, wrapper: BatchPrefillWithPagedKVCacheWrapper | None, owner: type | None = None) -> Any:
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
         if wrapper is None:
             return self
         return Planner(wrapper) if wrapper._use_cuda_graph and wrapper._plan_info is not None else None
 
 
 class Planner:
-    """Stands for FlashInfer's compiled module."""
+    """Stands for FlashInfer's compiled module, for a paged wrapper."""
 
-    def __init__(self, wrapper: BatchPrefillWithPagedKVCacheWrapper) -> None:
+    def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
 
     def plan(
@@ -113,7 +110,7 @@ class Planner:
         prefix, positions, length, longest = (getattr(wrapper, name, None) for name in names)
         items = run_options.multi_item(prefix, positions, length or 0, longest)
         split = batch.split(fixed_split_size or None, disable_split_kv, None)
-        plan = wrapper._prepare(shape, planned.options, batch, split, None, None, items, rows, keep_mask=True)
+        plan: Plan = wrapper._prepare(shape, planned.options, batch, split, None, None, items, rows, keep_mask=True)
         in_effect = wrapper._options
         wrapper._commit_pages(plan)
         wrapper._options = in_effect

@@ -11,13 +11,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from .._compute.selection import KERNEL_BACKENDS
 from .._graphs import operators
-
-if TYPE_CHECKING:
-    from .batch_plans import Plan
+from .batch_plans import Plan
 
 LEAST_WORKSPACE = 16  # bytes: no plan is told that it needs an empty buffer
 W = TypeVar("W", bound="Part")

@@ -4,15 +4,22 @@ copy their index vectors to these, and captured runs read them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from .._core.problems import Copies
+from .._core.run_options import Options
 from .batches import Index
 
-if TYPE_CHECKING:
-    from .base_wrapper import BatchPrefillWrapper
+
+class Wrapper(Protocol):
+    """What has these attributes."""
+
+    device: torch.device
+    _options: Options
+    _stored: Mapping[str, Any]
+    _use_cuda_graph: bool
 
 
 class IndexBuffer:
@@ -21,13 +28,13 @@ class IndexBuffer:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name.removeprefix("_")
 
-    def __get__(self, wrapper: BatchPrefillWrapper | None, owner: type | None = None) -> Any:
+    def __get__(self, wrapper: Wrapper | None, owner: type | None = None) -> Any:
         if wrapper is None:
             return self
         stored = wrapper._stored.get(self._name)
         return stored.tensor if isinstance(stored, Index) else stored
 
-    def __set__(self, wrapper: BatchPrefillWrapper, tensor: torch.Tensor | None) -> None:
+    def __set__(self, wrapper: Wrapper, tensor: torch.Tensor | None) -> None:
         present = wrapper._stored.get(self._name)
         if wrapper._use_cuda_graph and isinstance(present, torch.Tensor):
             check_replacement(self._name, present, tensor, wrapper.device)
@@ -43,10 +50,10 @@ class Option:
     def __set_name__(self, owner: type, name: str) -> None:
         self._field = self._field or name.removeprefix("_")
 
-    def __get__(self, wrapper: BatchPrefillWrapper | None, owner: type | None = None) -> Any:
+    def __get__(self, wrapper: Wrapper | None, owner: type | None = None) -> Any:
         return self if wrapper is None else getattr(wrapper._options, self._field)
 
-    def __set__(self, wrapper: BatchPrefillWrapper, value: Any) -> None:
+    def __set__(self, wrapper: Wrapper, value: Any) -> None:
         wrapper._options = wrapper._options.replaced(self._field, value)
 
 

@@ -7,7 +7,7 @@ merge:      with the keys of this step, which every rank has for its own heads
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -18,12 +18,9 @@ from ..._attend.plan_free import attention
 from ..._compute.merging import merge_state_in_place
 from .metadata import Metadata
 
-if TYPE_CHECKING:
-    from .impl import CutlassKernelsImpl
-
 
 def forward(
-    impl: CutlassKernelsImpl,
+    impl: Any,
     layer: Any,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -32,7 +29,10 @@ def forward(
     metadata: Metadata,
     out: torch.Tensor,
 ) -> None:
-    """Writes ``out`` ``[tokens, heads of this rank, head_dim]``. Sinks count once, with the keys of this step."""
+    """What a ``CutlassKernelsImpl`` writes to ``out``, ``[tokens, heads of this rank, head_dim]``.
+
+    Sinks count once, with the keys of this step.
+    """
     has_context = metadata.max_context_len > 0
     given = dict(causal=metadata.causal, sinks=impl.sinks, out=out, return_lse=has_context, **impl.options)
     result = attention(q, k, v, **metadata.new_tokens(), **given)
