@@ -88,3 +88,12 @@ class Calls:
     def run(self, kind, q=None, kv=None, plan=None, **given):
         kv = self.kv_of(kind) if kv is None else kv
         return self.plan(kind, **(plan or {})).run(self.q if q is None else q, *kv, **given)
+
+
+Row = tuple[dict[str, Any], Any, str]  # arguments, the error, and a regular expression of its words
+
+
+def rows(error: Any, words: str, **values: Any) -> list[Row]:
+    """A row for each argument; ``words`` may hold {name} and {value}."""
+    shown = {name: re.escape(repr(value)) if "{value}" in words else "" for name, value in values.items()}
+    return [({x: y}, error, words.replace("{name}", x).replace("{value}", shown[x])) for x, y in values.items()]

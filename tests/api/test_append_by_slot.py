@@ -18,9 +18,13 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """One token's ``[heads, dim]`` as the cache holds it."""
-    wide = x.float() / torch.tensor(scale, dtype=torch.float32)
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype in FP8 else x
+
+
+def stored(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[..., heads, dim]`` as the cache holds it, by one scale ``[1, 1]`` or one per head ``[heads, 1]``."""
+    wide = x.float() / scale
     if dtype in FP8:
         limit = torch.finfo(dtype).max
         wide = wide.clamp(-limit, limit)
@@ -28,18 +32,21 @@ def stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expect(new: torch.Tensor, cache: torch.Tensor, slots: list[int], scale: Any) -> torch.Tensor:
-    """The cache ``[pages, page_size, heads, dim]`` afterwards, a token and a head at a time."""
-    result = cache.clone()
-    bits = result.view(torch.uint8) if cache.dtype in FP8 else result
+    """The cache ``[pages, page_size, heads, dim]`` afterwards, a token at a time."""
+    result, scales = cache.clone(), torch.as_tensor(scale, dtype=torch.float32).reshape(-1, 1)
     for token, slot in enumerate(slots):
-        if not 0 <= slot < cache.size(0) * cache.size(1):
-            continue
-        for head in range(new.size(1)):
-            factor = scale if isinstance(scale, float) else float(scale[head if scale.numel() > 1 else 0])
-            value = stored(new[token, head], factor, cache.dtype)
-            place = slot // cache.size(1), slot % cache.size(1), head
-            bits[place] = value.view(torch.uint8) if cache.dtype in FP8 else value
+        if 0 <= slot < cache.size(0) * cache.size(1):
+            value = stored(new[token], scales, cache.dtype)
+            bits(result)[slot // cache.size(1), slot % cache.size(1)] = bits(value)
     return result
+
+
+def append(key: torch.Tensor, slots: list[int] | torch.Tensor, *caches: torch.Tensor, **scales: Any) -> Any:
+    """Keys as values too, to one cache and a copy of it or to two."""
+    mapping = torch.as_tensor(slots, device=key.device)
+    caches = caches if len(caches) == 2 else (caches[0], caches[0].clone())
+    ck.append_paged_kv_cache_by_slot(key, key, *caches, mapping, **scales)
+    return caches[0]
 
 
 def check(device: str, dtype: torch.dtype, cache_dtype: torch.dtype, rng: random.Random) -> None:
@@ -53,16 +60,13 @@ def check(device: str, dtype: torch.dtype, cache_dtype: torch.dtype, rng: random
     tokens = count + rng.choice([0, 3])
     qkv = randn((tokens, heads, 2 * sum(dims)), dtype, "cpu", generator) * rng.choice([1.0, 300.0])
     key, value = qkv[..., : dims[0]], qkv[..., dims[0] : sum(dims)]
-    caches = []
+    random = lambda *shape: randn(shape, torch.float16, "cpu", generator).to(cache_dtype)  # noqa: E731
     if form == "side by side":
-        both = randn((pages, page_size, heads, sum(dims)), torch.float16, "cpu", generator).to(cache_dtype)
-        caches = [both[..., : dims[0]], both[..., dims[0] :]]
+        caches = random(pages, page_size, heads, sum(dims)).split(dims, -1)
     elif form == "one allocation" and dims[0] == dims[1]:
-        both = randn((pages, 2, page_size, heads, dims[0]), torch.float16, "cpu", generator).to(cache_dtype)
-        caches = [both[:, 0], both[:, 1]]
+        caches = random(pages, 2, page_size, heads, dims[0]).unbind(1)
     else:
-        shape = (pages, page_size, heads)
-        caches = [randn((*shape, d), torch.float16, "cpu", generator).to(cache_dtype) for d in dims]
+        caches = [random(pages, page_size, heads, d) for d in dims]
     scales: list[Any] = [rng.choice([1.0, 0.25, torch.tensor([0.7]), torch.rand(heads) + 0.5]) for _ in range(2)]
     want = [expect(x, c, slots, s) for x, c, s in zip((key, value), caches, scales)]
 
@@ -97,27 +101,16 @@ def test_every_number_by_many_scales(dtype, cache_dtype):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     heads = scales.numel()
     key = patterns[torch.randperm(2**16, generator=generator)].view(1024, 1, 64).expand(-1, heads, -1)
-    cache = torch.zeros(64, 16, heads, 64, device="cuda").to(cache_dtype or dtype)
+    caches = torch.zeros(2, 64, 16, heads, 64, device="cuda").to(cache_dtype or dtype).unbind()
     slots = torch.randperm(1024, generator=generator)
-    given = (
-        key.cuda(),
-        key.flip(0).contiguous().cuda(),
-        cache,
-        cache.clone(),
-        slots.cuda(),
-        scales.cuda(),
-        scales.cuda(),
-    )
-    ck.append_paged_kv_cache_by_slot(*given)
-    for new, found in zip((key, key.flip(0)), given[2:4]):
-        wide = new.float() / scales[:, None]
-        if cache_dtype is not None:
-            wide = wide.clamp(-torch.finfo(cache_dtype).max, torch.finfo(cache_dtype).max)
-        rows = found.flatten(0, 1).cpu().view(torch.uint8)[slots].view(cache.dtype)
-        want = wide.to(cache.dtype)
+    new, factors = (key, key.flip(0).contiguous()), scales.cuda()
+    ck.append_paged_kv_cache_by_slot(*(x.cuda() for x in new), *caches, slots.cuda(), factors, factors)
+    for x, found in zip(new, caches):
+        rows = found.flatten(0, 1).cpu().view(torch.uint8)[slots].view(found.dtype)
+        want = stored(x, scales[:, None], found.dtype)
         assert bool((rows.float().isnan() == want.float().isnan()).all())
         seen = ~want.float().isnan()  # its sign and payload are not specified
-        rows, want = (x.view(torch.uint8 if cache_dtype else torch.int16)[seen] for x in (rows, want))
+        rows, want = (y.view(torch.uint8 if cache_dtype else torch.int16)[seen] for y in (rows, want))
         assert_bitwise(rows, want)
 
 
@@ -125,8 +118,7 @@ def test_every_number_by_many_scales(dtype, cache_dtype):
 @pytest.mark.parametrize("dtype", FP8)
 def test_what_fp8_cannot_hold(device, dtype):
     key = torch.tensor([1e4, -1e30, math.inf, -math.inf, math.nan, 0.0, 1e-9, 3.0]).bfloat16().view(1, 1, 8).to(device)
-    cache = torch.zeros(1, 1, 1, 8, device=device).to(dtype)
-    ck.append_paged_kv_cache_by_slot(key, key, cache, cache.clone(), torch.zeros(1, dtype=torch.int64, device=device))
+    cache = append(key, [0], torch.zeros(1, 1, 1, 8, device=device).to(dtype))
     limit = torch.finfo(dtype).max
     found = cache.float().flatten().tolist()
     large = 1e4 if dtype == torch.float8_e5m2 else limit
@@ -142,19 +134,15 @@ def test_every_device_stores_the_same_nan(device, dtype):
         key = torch.full((1, 1, count), math.nan, dtype=dtype)
         key.view(torch.int16)[..., ::2] |= -(1 << 15)
         for cache_dtype in (dtype, *FP8):
-            cache = torch.zeros(1, 1, 1, count).to(cache_dtype).to(device)
-            slots = torch.zeros(1, dtype=torch.int32, device=device)
-            ck.append_paged_kv_cache_by_slot(key.to(device), key.to(device), cache, cache.clone(), slots)
-            bits = cache.cpu().view(torch.int8 if cache_dtype in FP8 else torch.int16)
-            assert set(bits.flatten().tolist()) == {torch.iinfo(bits.dtype).max}
+            cache = append(key.to(device), [0], torch.zeros(1, 1, 1, count).to(cache_dtype).to(device))
+            found = cache.cpu().view(torch.int8 if cache_dtype in FP8 else torch.int16)
+            assert set(found.flatten().tolist()) == {torch.iinfo(found.dtype).max}
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_subnormal_numbers_are_kept(device):
     key = torch.tensor([1e-40, -1e-40, 1e-39, -0.0] * 2, dtype=torch.bfloat16, device=device).view(1, 1, 8)
-    cache = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16, device=device)
-    slots = torch.zeros(1, dtype=torch.int64, device=device)
-    ck.append_paged_kv_cache_by_slot(key, key, cache, cache.clone(), slots)
+    cache = append(key, [0], torch.ones(1, 1, 1, 8, dtype=torch.bfloat16, device=device))
     assert_bitwise(cache.cpu(), key.cpu().view(1, 1, 1, 8))
 
 
@@ -164,10 +152,8 @@ def test_nothing_is_written_for_padding(device, cache_dtype):
     key = torch.ones(3, 2, 64, dtype=torch.float16, device=device)
     caches = [torch.zeros(2, 4, 2, 64, device=device).to(cache_dtype) for _ in range(2)]
     for slots in ([-1, -1, -1], [-1, -(2**31), -7], []):
-        mapping = torch.tensor(slots, dtype=torch.int32, device=device)
-        ck.append_paged_kv_cache_by_slot(key, key, *caches, mapping)
-    least = torch.full((3,), -(2**63), dtype=torch.int64, device=device)
-    ck.append_paged_kv_cache_by_slot(key, key, *caches, least)
+        append(key, torch.tensor(slots, dtype=torch.int32), *caches)
+    append(key, [-(2**63)] * 3, *caches)
     assert not any(x.float().count_nonzero() for x in caches)
 
 
@@ -184,8 +170,7 @@ def test_forms_of_scales(device, value):
     }.get(value, (value, [2, 2]))
     key = torch.ones(1, 2, 8, dtype=torch.bfloat16, device=device)
     caches = [torch.zeros(1, 1, 2, 8, device=device).bfloat16() for _ in range(2)]
-    slots = torch.zeros(1, dtype=torch.int64, device=device)
-    ck.append_paged_kv_cache_by_slot(key, key, *caches, slots, v_scale=scale)
+    append(key, [0], *caches, v_scale=scale)
     assert caches[0][0, 0, :, 0].tolist() == [1, 1] and caches[1][0, 0, :, 0].tolist() == want
 
 
@@ -193,8 +178,7 @@ def test_forms_of_scales(device, value):
 def test_slots_behind_the_cache_are_skipped():
     key = torch.ones(3, 2, 64, dtype=torch.float16, device="cuda")
     whole = torch.zeros(4, 4, 2, 64, dtype=torch.float16, device="cuda")
-    slots = torch.tensor([8, 1 << 40, 5], device="cuda")
-    ck.append_paged_kv_cache_by_slot(key, key, whole[:2], whole[:2].clone(), slots)
+    append(key, [8, 1 << 40, 5], whole[:2])
     assert int(whole.count_nonzero()) == 2 * 64 and bool((whole[1, 1] == 1).all())
 
 

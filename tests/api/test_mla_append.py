@@ -6,6 +6,7 @@ import pytest
 import torch
 from captures import capture
 from compare import assert_bitwise
+from refusals import rows
 
 import cutlass_kernels as ck
 from cutlass_kernels.mla import append_paged_mla_kv_cache, concat_and_cache_mla
@@ -13,6 +14,7 @@ from cutlass_kernels.mla import append_paged_mla_kv_cache, concat_and_cache_mla
 INT32 = torch.int32
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPE = "{name} has shape"
 
 
 def tokens(count: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,23 +128,30 @@ def test_a_scale_of_a_16_bit_cache_has_no_effect():
     assert_bitwise(*caches)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (dict(kv_c=None), TypeError, "kv_c is NoneType"),
-        (dict(k_pe=torch.zeros(2, 32).bfloat16()), ValueError, "k_pe 32, but kv_cache"),
-        (dict(k_pe=torch.zeros(2, 2, 64).bfloat16()), ValueError, "k_pe has shape"),
-        (dict(kv_cache=torch.zeros(2, 16, 1, 576).bfloat16()), ValueError, "kv_cache has shape"),
-        (dict(kv_cache=torch.zeros(2, 16, 576)), ValueError, "dtype"),
-        (dict(slot_mapping=torch.tensor([3, 32])), ValueError, "slot_mapping holds 32"),
-        (dict(slot_mapping=torch.tensor([1, 2, 3])), ValueError, "slot_mapping has 3 entries"),
-        (dict(slot_mapping=torch.tensor([1.0])), ValueError, "slot_mapping has shape"),
-        (dict(kv_cache_dtype="fp8_ds_mla"), NotImplementedError, "sparse attention"),
-        (dict(kv_cache_dtype="int8"), ValueError, "kv_cache_dtype='int8' is unknown"),
-        (dict(kv_cache_dtype="fp8"), ValueError, "kv_cache has dtype torch.bfloat16"),
-        (dict(kv_cache=torch.zeros(2, 16, 576).to(E4M3), scale=0.0), ValueError, "scale"),
-    ],
-)
+OF_SLOTS = [
+    *rows(TypeError, "{name} is NoneType", kv_c=None),
+    *rows(ValueError, "k_pe 32, but kv_cache", k_pe=torch.zeros(2, 32).bfloat16()),
+    *rows(ValueError, SHAPE, k_pe=torch.zeros(2, 2, 64).bfloat16(), slot_mapping=torch.tensor([1.0])),
+    *rows(ValueError, SHAPE, kv_cache=torch.zeros(2, 16, 1, 576).bfloat16()),
+    *rows(ValueError, "dtype", kv_cache=torch.zeros(2, 16, 576)),
+    *rows(ValueError, "{name} holds 32", slot_mapping=torch.tensor([3, 32])),
+    *rows(ValueError, "{name} has 3 entries", slot_mapping=torch.tensor([1, 2, 3])),
+    *rows(NotImplementedError, "sparse attention", kv_cache_dtype="fp8_ds_mla"),
+    *rows(ValueError, "{name}={value} is unknown", kv_cache_dtype="int8"),
+    *rows(ValueError, "kv_cache has dtype torch.bfloat16", kv_cache_dtype="fp8"),
+    (dict(kv_cache=torch.zeros(2, 16, 576).to(E4M3), scale=0.0), ValueError, "scale"),
+]
+OF_POSITIONS = [
+    *rows(ValueError, SHAPE, append_ckv=torch.zeros(2, 1, 512), append_kpe=torch.zeros(3, 64)),
+    *rows(ValueError, SHAPE, ckv_cache=torch.zeros(2, 8, 512), kpe_cache=torch.zeros(2, 16, 1, 64)),
+    *rows(TypeError, "{name} is int", append_kpe=1),
+    *rows(ValueError, "have room for 16 tokens", positions=torch.tensor([0, 16])),
+    *rows(ValueError, "only 1 requests", batch_indices=torch.tensor([0, 1])),
+    *rows(ValueError, "{name}", kv_indices=torch.tensor([2])),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), OF_SLOTS)
 def test_wrong_arguments_of_slots(change, error, words):
     kv_c, k_pe = tokens(2, "cpu")
     cache = torch.zeros(2, 16, 576, dtype=torch.bfloat16)
@@ -151,19 +160,7 @@ def test_wrong_arguments_of_slots(change, error, words):
         concat_and_cache_mla(**{**given, **change})
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (dict(append_ckv=torch.zeros(2, 1, 512)), ValueError, "append_ckv has shape"),
-        (dict(append_kpe=torch.zeros(3, 64)), ValueError, "append_kpe has shape"),
-        (dict(append_kpe=1), TypeError, "append_kpe is int"),
-        (dict(ckv_cache=torch.zeros(2, 8, 512)), ValueError, "ckv_cache has shape"),
-        (dict(kpe_cache=torch.zeros(2, 16, 1, 64)), ValueError, "kpe_cache has shape"),
-        (dict(positions=torch.tensor([0, 16])), ValueError, "have room for 16 tokens"),
-        (dict(batch_indices=torch.tensor([0, 1])), ValueError, "only 1 requests"),
-        (dict(kv_indices=torch.tensor([2])), ValueError, "kv_indices"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), OF_POSITIONS)
 def test_wrong_arguments_of_positions(change, error, words):
     given = dict(append_ckv=torch.zeros(2, 512), append_kpe=torch.zeros(2, 64), batch_indices=torch.tensor([0, 0]))
     given |= dict(positions=torch.tensor([0, 1]), ckv_cache=torch.zeros(2, 16, 512), kpe_cache=torch.zeros(2, 16, 64))

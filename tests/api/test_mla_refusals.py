@@ -10,6 +10,7 @@ import torch
 from compare import assert_bitwise, assert_close
 from mla_problems import SCALE, buffers, flash, make, planned, trtllm, wrapper_for
 from problems import indptr
+from refusals import Row, rows
 
 from cutlass_kernels import mla
 from cutlass_kernels._core import errors
@@ -19,18 +20,23 @@ INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 BF16, HALF = torch.bfloat16, torch.float16
 
 
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=BF16)
+
+
 def ints(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=INT32)
 
 
-PLANS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (dict(num_heads=0), ValueError, "num_heads=0"),
-    (dict(num_heads=1.5), TypeError, "num_heads"),
-    (dict(num_heads=None), TypeError, r"plan\(\) needs num_heads"),
+NAMED, SHAPE = "{name}={value}", "{name} has shape"
+PLANS: list[Row] = [
+    *rows(ValueError, NAMED, num_heads=0, head_dim_ckv=0, head_dim_kpe=-1, page_size=0, output_dtype=torch.int8),
+    *rows(ValueError, NAMED + " is unknown", output_scale="row", lse_mode="base10", scale_mode="bmm"),
+    *rows(ValueError, NAMED + " is unknown", query_layout="NHD", kv_cache_layout="NHD"),
+    *rows(NotImplementedError, NAMED, use_profiler=True, skip_softmax=True, output_scale="per-tensor"),
+    *rows(TypeError, "{name}", num_heads=1.5, causal=None, use_sinks="yes"),
+    *rows(TypeError, r"plan\(\) needs {name}", num_heads=None, page_size=None),
     (dict(page_size=None, q_data_type=None), TypeError, r"plan\(\) needs page_size, q_data_type"),
-    (dict(head_dim_ckv=0), ValueError, "head_dim_ckv=0"),
-    (dict(head_dim_kpe=-1), ValueError, "head_dim_kpe=-1"),
-    (dict(page_size=0), ValueError, "page_size=0"),
     (dict(kv_indptr=indptr([1, 1], "cpu")[:2]), ValueError, "kv_indptr has 2 elements"),
     (dict(kv_indptr=ints(0, 2, 9)), ValueError, "kv_indptr ends at 9"),
     (dict(kv_len_arr=ints(30)), ValueError, "kv_len_arr has 1 elements"),
@@ -38,18 +44,7 @@ PLANS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(kv_len_arr=ints(30, -1)), ValueError, r"kv_len_arr\[1\]=-1"),
     (dict(qo_indptr=ints(0, 2, 1)), RuntimeError, "qo_indptr decreases"),
     (dict(qo_indptr=[0, 1, 2]), TypeError, "qo_indptr is list"),
-    (dict(kv_indices=torch.zeros(3)), ValueError, "kv_indices has shape"),
-    (dict(causal=None), TypeError, "causal"),
-    (dict(use_profiler=True), NotImplementedError, "use_profiler=True"),
-    (dict(skip_softmax=True), NotImplementedError, "skip_softmax=True"),
-    (dict(output_scale="per-tensor"), NotImplementedError, "output_scale='per-tensor'"),
-    (dict(output_scale="row"), ValueError, "output_scale='row' is unknown"),
-    (dict(lse_mode="base10"), ValueError, "lse_mode='base10' is unknown"),
-    (dict(scale_mode="bmm"), ValueError, "scale_mode='bmm' is unknown"),
-    (dict(query_layout="NHD"), ValueError, "query_layout='NHD' is unknown"),
-    (dict(kv_cache_layout="NHD"), ValueError, "kv_cache_layout='NHD' is unknown"),
-    (dict(output_dtype=torch.int8), ValueError, r"output_dtype=torch\.int8"),
-    (dict(use_sinks="yes"), TypeError, "use_sinks"),
+    *rows(ValueError, SHAPE, kv_indices=torch.zeros(3)),
     *[
         (dict(q_data_type=q, kv_data_type=kv), ValueError, f"kv_data_type={kv} and q_data_type={q}")
         for q, kv in ((E4M3, BF16), (HALF, BF16), (BF16, torch.float32))
@@ -102,32 +97,26 @@ def test_lengths_that_contradict_each_other_are_refused():
 
 FP8_PLAN = dict(kv_data_type=E4M3)
 NO_KPE = dict(head_dim_kpe=0)
+OF_RUNS: list[Row] = [
+    *rows(ValueError, SHAPE, q_nope=zeros(2, 3, 512), q_pe=zeros(2, 4, 32), ckv_cache=zeros(9, 8, 512)),
+    *rows(ValueError, SHAPE, kpe_cache=zeros(9, 16, 1, 64), out=zeros(2, 4, 576), lse=torch.empty(2, 5)),
+    *rows(ValueError, SHAPE, lse=torch.empty(2, 4).half()),
+    (dict(lse=torch.empty(2, 5), return_lse=True), ValueError, "lse has shape"),
+    *rows(ValueError, "{name} has dtype", q_nope=torch.zeros(2, 4, 512), kpe_cache=torch.zeros(9, 16, 64).half()),
+    *rows(ValueError, "q_rope has shape", q_pe=zeros(1, 4, 64)),
+    *rows(ValueError, "k_rope has shape", kpe_cache=zeros(900, 16, 64)),
+    *rows(TypeError, "{name} is NoneType", q_pe=None, q_nope=None),
+    *rows(TypeError, "{name} is float", lse=1.0),
+    *rows(NotImplementedError, "{name}", kv_len=torch.zeros(2), page_table=torch.zeros(2, 2)),
+    *rows(NotImplementedError, "{name}", profiler_buffer=torch.zeros(2), ckv_scale_arr=torch.zeros(2)),
+    *rows(NotImplementedError, NAMED, o_scale=2.0, skip_softmax_threshold_scale_factor=5.0),
+    *rows(ValueError, "ckv_scale and kpe_scale are for fp8 caches", ckv_scale=2.0),
+    (dict(ckv_scale=2.0, kpe_scale=2.0), ValueError, "are for fp8 caches, but torch"),
+    *rows(ValueError, r"{name} has shape \(4,\)", bmm1_scale=torch.ones(4)),
+]
 # Changes of the plan and of the run, and the refusal.
 RUNS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ({}, dict(q_nope=torch.zeros(2, 3, 512).bfloat16()), ValueError, "q_nope has shape"),
-    ({}, dict(q_nope=torch.zeros(2, 4, 512)), ValueError, "q_nope has dtype"),
-    ({}, dict(q_pe=torch.zeros(2, 4, 32).bfloat16()), ValueError, "q_pe has shape"),
-    ({}, dict(q_pe=torch.zeros(1, 4, 64).bfloat16()), ValueError, "q_rope has shape"),
-    ({}, dict(q_pe=None), TypeError, "q_pe is NoneType"),
-    ({}, dict(ckv_cache=torch.zeros(9, 8, 512).bfloat16()), ValueError, "ckv_cache has shape"),
-    ({}, dict(kpe_cache=torch.zeros(9, 16, 1, 64).bfloat16()), ValueError, "kpe_cache has shape"),
-    ({}, dict(kpe_cache=torch.zeros(9, 16, 64).half()), ValueError, "kpe_cache has dtype"),
-    ({}, dict(kpe_cache=torch.zeros(900, 16, 64).bfloat16()), ValueError, "k_rope has shape"),
-    ({}, dict(out=torch.zeros(2, 4, 576).bfloat16()), ValueError, "out has shape"),
-    ({}, dict(lse=torch.empty(2, 5)), ValueError, "lse has shape"),
-    ({}, dict(lse=torch.empty(2, 5), return_lse=True), ValueError, "lse has shape"),
-    ({}, dict(lse=torch.empty(2, 4).half()), ValueError, "lse has shape"),
-    ({}, dict(lse=1.0), TypeError, "lse is float"),
-    ({}, dict(kv_len=torch.zeros(2)), NotImplementedError, "kv_len"),
-    ({}, dict(page_table=torch.zeros(2, 2)), NotImplementedError, "page_table"),
-    ({}, dict(o_scale=2.0), NotImplementedError, "o_scale=2.0"),
-    ({}, dict(profiler_buffer=torch.zeros(2)), NotImplementedError, "profiler_buffer"),
-    ({}, dict(ckv_scale_arr=torch.zeros(2)), NotImplementedError, "ckv_scale_arr"),
-    ({}, dict(ckv_scale=2.0), ValueError, "ckv_scale and kpe_scale are for fp8 caches"),
-    ({}, dict(ckv_scale=2.0, kpe_scale=2.0), ValueError, "are for fp8 caches, but torch"),
-    ({}, dict(bmm1_scale=torch.ones(4)), ValueError, r"bmm1_scale has shape \(4,\)"),
-    ({}, dict(skip_softmax_threshold_scale_factor=5.0), NotImplementedError, r"threshold_scale_factor=5\.0"),
-    ({}, dict(q_nope=None), TypeError, "q_nope is NoneType"),
+    *[({}, *row) for row in OF_RUNS],
     (dict(qo_indptr=ints(0, 1, 3)), {}, ValueError, "q_nope has 2 rows, but qo_indptr of the plan ends at 3"),
     (dict(use_sinks=True), {}, ValueError, "use_sinks=True is planned"),
     (NO_KPE, dict(kpe_cache=None), ValueError, "q_pe is given, but head_dim_kpe=0"),
@@ -280,52 +269,40 @@ def test_plans_for_graphs_refuse_what_no_kernel_serves():
 
 # --- the plan-free functions ---
 
-TRTLLM: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (dict(sparse_mla_top_k=64), NotImplementedError, "sparse_mla_top_k=64"),
-    (dict(enable_dcp=True), NotImplementedError, "kv_shard"),
-    (dict(use_fp16_softmax=True), NotImplementedError, "Blackwell"),
-    (dict(uses_shared_paged_kv_idx=False), NotImplementedError, "uses_shared_paged_kv_idx"),
-    (dict(backend="fa7"), ValueError, "backend='fa7'"),
-    (dict(kv_lora_rank=256), ValueError, "make 320 columns"),
-    (dict(kv_cache=torch.zeros(9, 2, 16, 576)), ValueError, "kv_cache has shape"),
-    (dict(kv_cache=None), TypeError, "kv_cache is NoneType"),
-    (dict(seq_lens=None), TypeError, "seq_lens is NoneType"),
-    (dict(query=torch.zeros(2, 4, 576).bfloat16()), ValueError, "query has shape"),
+TRTLLM: list[Row] = [
+    *rows(NotImplementedError, "{name}", sparse_mla_top_k=64, uses_shared_paged_kv_idx=False),
+    *rows(NotImplementedError, "kv_shard", enable_dcp=True),
+    *rows(NotImplementedError, "Blackwell", use_fp16_softmax=True),
+    *rows(ValueError, NAMED, backend="fa7"),
+    *rows(ValueError, NAMED + " is unknown", return_lse_base="e"),
+    *rows(ValueError, "make 320 columns", kv_lora_rank=256),
+    *rows(ValueError, SHAPE, kv_cache=torch.zeros(9, 2, 16, 576), query=zeros(2, 4, 576), out=zeros(2, 3, 4, 576)),
+    *rows(ValueError, SHAPE, lse=torch.zeros(2, 3, 5)),
+    *rows(ValueError, SHAPE, lse=torch.zeros(3, 3, 4)),
+    *rows(ValueError, "dtype torch.float16", lse=torch.zeros(6, 4).half()),
+    *rows(ValueError, "dtype torch.float64", lse=torch.zeros(2, 4, 3).transpose(1, 2).double()),
+    *rows(ValueError, "{name} has dtype torch.int32", out=torch.zeros(2, 3, 4, 512, dtype=INT32)),
+    *rows(ValueError, "{name} has dtype torch.bool", out=torch.zeros(2, 3, 4, 512, dtype=torch.bool)),
+    *rows(TypeError, "{name} is NoneType", kv_cache=None, seq_lens=None),
     (
-        dict(query=torch.zeros(2, 0, 4, 576).bfloat16(), out=None),
+        dict(query=zeros(2, 0, 4, 576), out=None),
         ValueError,
         r"query has shape \(2, 0, 4, 576\): each request must have at least one row",
     ),
-    (dict(out=torch.zeros(2, 3, 4, 576).bfloat16()), ValueError, "out has shape"),
-    (dict(return_lse_base="e"), ValueError, "return_lse_base='e' is unknown"),
-    *[(dict(out=torch.zeros(2, 3, 4, 512, dtype=x)), ValueError, f"out has dtype {x}") for x in (INT32, torch.bool)],
-    (dict(lse=torch.zeros(2, 3, 5)), ValueError, "lse has shape"),
-    (dict(lse=torch.zeros(3, 3, 4)), ValueError, "lse has shape"),
-    (dict(lse=torch.zeros(6, 4).half()), ValueError, "dtype torch.float16"),
-    (dict(lse=torch.zeros(2, 4, 3).transpose(1, 2).double()), ValueError, "dtype torch.float64"),
 ]
-FLASH: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (dict(indices=torch.zeros(2, 1, 64, dtype=INT32)), NotImplementedError, "indices=.* sparse attention"),
-    (dict(extra_k_cache=torch.zeros(1)), NotImplementedError, "extra_k_cache"),
-    (dict(topk_length=torch.zeros(1)), NotImplementedError, "topk_length"),
-    (dict(attn_sink=torch.zeros(4)), NotImplementedError, r"attention\(sinks=\)"),
-    (dict(q=torch.zeros(2, 4, 576).bfloat16()), ValueError, "q has shape"),
-    (dict(k_cache=torch.zeros(9, 64, 576).bfloat16()), ValueError, "k_cache has shape"),
-    (dict(k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)), ValueError, "656 bytes"),
-    (dict(k_cache=torch.zeros(9, 64, 1, 512).bfloat16()), ValueError, "head_dim"),
-    (dict(is_fp8_kvcache=True), ValueError, "is_fp8_kvcache=True"),
-    (dict(block_table=None), TypeError, "block_table is NoneType"),
-    (dict(cache_seqlens=None), TypeError, "cache_seqlens is NoneType"),
-    (dict(head_dim_v=0), ValueError, "head_dim_v=0"),
-    (dict(head_dim_v=640), ValueError, "head_dim_v=640"),
-    *[
-        (dict(block_table=x), ValueError, r"block_table has shape .*: it must be an int32 tensor \[2")
-        for x in (torch.zeros(3, 2, dtype=INT32), torch.zeros(2, 2, dtype=torch.int64))
-    ],
-    *[
-        (dict(cache_seqlens=x), ValueError, r"cache_seqlens has shape .*: it must be an int32 tensor \[2")
-        for x in (torch.zeros(3, dtype=INT32), torch.zeros(2, dtype=torch.int64))
-    ],
+IS_INT32 = r"{name} has shape .*: it must be an int32 tensor \[2"
+FLASH: list[Row] = [
+    *rows(NotImplementedError, "indices=.* sparse attention", indices=torch.zeros(2, 1, 64, dtype=INT32)),
+    *rows(NotImplementedError, "{name}", extra_k_cache=torch.zeros(1), topk_length=torch.zeros(1)),
+    *rows(NotImplementedError, r"attention\(sinks=\)", attn_sink=torch.zeros(4)),
+    *rows(ValueError, SHAPE, q=zeros(2, 4, 576), k_cache=zeros(9, 64, 576)),
+    *rows(ValueError, "656 bytes", k_cache=torch.zeros(9, 64, 1, 656, dtype=torch.uint8)),
+    *rows(ValueError, "head_dim", k_cache=zeros(9, 64, 1, 512)),
+    *rows(ValueError, NAMED, is_fp8_kvcache=True, head_dim_v=0),
+    *rows(ValueError, NAMED, head_dim_v=640),
+    *rows(TypeError, "{name} is NoneType", block_table=None, cache_seqlens=None),
+    *rows(ValueError, IS_INT32, block_table=torch.zeros(3, 2, dtype=INT32), cache_seqlens=ints(0, 0, 0)),
+    *rows(ValueError, IS_INT32, block_table=torch.zeros(2, 2).long(), cache_seqlens=torch.zeros(2).long()),
 ]
 
 

@@ -10,6 +10,7 @@ import torch
 from compare import assert_bitwise, assert_close
 from plan_free_problems import Mask, Options, expect, page_table, queries
 from problems import make_batch
+from refusals import rows
 
 import cutlass_kernels as ck
 
@@ -306,77 +307,62 @@ def small(function: Any = DECODE, **changes: Any) -> dict[str, Any]:
     return given | dict(cum_seq_lens_q=offsets, cum_seq_lens_kv=offsets) | changes
 
 
+NAMED, SHAPE = "{name}={value}", "{name} has shape"
+FOUR_BITS = rows(NotImplementedError, NAMED, o_sf_scale=0.5, o_sf_vec_size=16, out_dtype="nvfp4")
+FOUR_BITS += rows(NotImplementedError, "{name}=", kv_cache_sf=(EMPTY, EMPTY))
 FOR_OTHER_GPUS = [
-    ("o_sf_scale=0.5", dict(o_sf_scale=0.5)),
-    ("o_sf_vec_size=16", dict(o_sf_vec_size=16)),
-    ("out_dtype='nvfp4'", dict(out_dtype="nvfp4")),
-    ("kv_cache_sf=", dict(kv_cache_sf=(EMPTY, EMPTY))),
-    ("uses_shared_paged_kv_idx=False", dict(uses_shared_paged_kv_idx=False)),
-    ("enable_block_sparse_attention=True", dict(enable_block_sparse_attention=True)),
-    ("cp_world=2", dict(cp_world=2)),
-    ("cp_rank=1", dict(cp_rank=1)),
-    ("causal_seqlens_kv_global=a tensor", dict(causal_seqlens_kv_global=EMPTY)),
-    ("bf16q_fp8kv_transform_mode='k_only'", dict(bf16q_fp8kv_transform_mode="k_only")),
-    ("request_order=a tensor", dict(request_order=EMPTY)),
-    ("request_order_plan=3", dict(request_order_plan=3)),
-    ("backend='cake'", dict(backend="cake")),
+    *FOUR_BITS,
+    *rows(NotImplementedError, NAMED, uses_shared_paged_kv_idx=False, enable_block_sparse_attention=True),
+    *rows(NotImplementedError, NAMED, cp_world=2, cp_rank=1, bf16q_fp8kv_transform_mode="k_only"),
+    *rows(NotImplementedError, NAMED, request_order_plan=3, backend="cake"),
+    *rows(NotImplementedError, "{name}=a tensor", causal_seqlens_kv_global=EMPTY, request_order=EMPTY),
 ]
-OF_CONTEXT = [dict(use_fp16_softmax=True), dict(uses_spcompress=True), *[x[1] for x in FOR_OTHER_GPUS[:5]]]
-WRONG = [
-    ("backend='fa9' is unknown: use one of auto, trtllm-gen, xqa", dict(backend="fa9")),
-    ("block_tables is \\(3, 3\\)", dict(block_tables=torch.zeros(3, 3).int())),
-    ("block_tables is \\(2, 2, 3\\)", dict(block_tables=torch.zeros(2, 2, 3).int())),
-    ("seq_lens is \\(3,\\)", dict(seq_lens=torch.zeros(3).int())),
-    ("seq_lens is list", dict(seq_lens=[1, 1])),
-    ("q_len_per_req=3, but query has 2 rows", dict(q_len_per_req=3)),
-    ("q_len_per_req=0", dict(q_len_per_req=0)),
-    ("q_len_per_req=None", dict(q_len_per_req=None)),
-    ("query has shape", dict(query=torch.zeros(2, 1, 8, 64).half())),
-    ("query is list", dict(query=[1])),
-    ("kv_cache has shape", dict(kv_cache=torch.zeros(6, 3, 2, 16, 64).half())),
-    ("kv_cache is int", dict(kv_cache=3)),
-    ("head_dim 64 and k 32", dict(kv_cache=torch.zeros(6, 2, 2, 16, 32).half())),
-    ("must be the same|the dtype of q", dict(kv_cache=torch.zeros(6, 2, 2, 16, 64))),
-    ("4-bit", dict(kv_cache=torch.zeros(6, 2, 2, 16, 64).byte())),
-    ("KeyError|kv_layout", dict(kv_layout="DHN")),
-    ("sinks has shape", dict(sinks=torch.zeros(3))),
-    (
-        "out has dtype torch.float16, but out_dtype=torch.bf",
-        dict(out=torch.zeros(2, 8, 64).half(), out_dtype="bfloat16"),
-    ),
-    ("out has shape", dict(out=torch.zeros(2, 8, 32).half())),
-    ("out has shape", dict(out=torch.zeros(2, 8, 32))),
-    ("out is int", dict(out=3)),
-    ("lse has shape", dict(lse=torch.zeros(8, 2))),
-    ("o_scale=2.0 is for fp8 outputs", dict(o_scale=2.0)),
-    ("skip_softmax_threshold_scale_factor=-1.0 is negative", dict(skip_softmax_threshold_scale_factor=-1)),
-    ("bmm1_scale has shape", dict(bmm1_scale=torch.ones(3))),
-    ("bmm2_scale has shape", dict(bmm2_scale=torch.ones(0))),
-    ("bmm1_scale=", dict(bmm1_scale="big")),
-    ("bmm2_scale=", dict(bmm2_scale="big")),
-    ("max_seq_len", dict(max_seq_len="48")),
-    ("mask is", dict(mask=torch.ones(2, 1, 1))),
-    (
-        "8 bits per row, but requests have up to 9",
-        dict(query=torch.zeros(18, 8, 64).half(), q_len_per_req=9, mask=torch.zeros(2, 9, 1).byte()),
-    ),
-]
+OF_CONTEXT = [*rows(..., "", use_fp16_softmax=True, uses_spcompress=True), *FOR_OTHER_GPUS[:5]]
 ANY = (ValueError, TypeError, RuntimeError, KeyError)
+WRONG = [
+    *rows(ANY, "{name}={value} is unknown: use one of auto, trtllm-gen, xqa", backend="fa9"),
+    *rows(ANY, r"{name} is \(3, 3\)", block_tables=torch.zeros(3, 3).int()),
+    *rows(ANY, r"{name} is \(2, 2, 3\)", block_tables=torch.zeros(2, 2, 3).int()),
+    *rows(ANY, r"{name} is \(3,\)", seq_lens=torch.zeros(3).int()),
+    *rows(ANY, "{name} is list", seq_lens=[1, 1], query=[1]),
+    *rows(ANY, "{name} is int", kv_cache=3, out=3),
+    *rows(ANY, "{name}={value}, but query has 2 rows", q_len_per_req=3),
+    *rows(ANY, NAMED, q_len_per_req=0),
+    *rows(ANY, NAMED, q_len_per_req=None),
+    *rows(ANY, SHAPE, query=torch.zeros(2, 1, 8, 64).half(), kv_cache=torch.zeros(6, 3, 2, 16, 64).half()),
+    *rows(ANY, SHAPE, sinks=torch.zeros(3), out=torch.zeros(2, 8, 32).half(), lse=torch.zeros(8, 2)),
+    *rows(ANY, SHAPE, bmm1_scale=torch.ones(3), bmm2_scale=torch.ones(0), out=torch.zeros(2, 8, 32)),
+    *rows(ANY, "head_dim 64 and k 32", kv_cache=torch.zeros(6, 2, 2, 16, 32).half()),
+    *rows(ANY, "must be the same|the dtype of q", kv_cache=torch.zeros(6, 2, 2, 16, 64)),
+    *rows(ANY, "4-bit", kv_cache=torch.zeros(6, 2, 2, 16, 64).byte()),
+    *rows(ANY, "KeyError|kv_layout", kv_layout="DHN"),
+    *rows(ANY, "{name}={value} is for fp8 outputs", o_scale=2.0),
+    *rows(ANY, "{name}=-1.0 is negative", skip_softmax_threshold_scale_factor=-1),
+    *rows(ANY, "{name}=", bmm1_scale="big", bmm2_scale="big"),
+    *rows(ANY, "{name}", max_seq_len="48"),
+    *rows(ANY, "{name} is", mask=torch.ones(2, 1, 1)),
+    (
+        dict(out=torch.zeros(2, 8, 64).half(), out_dtype=torch.bfloat16),
+        ANY,
+        "out has dtype torch.float16, but out_dtype=torch.bfloat16",
+    ),
+    (
+        dict(query=torch.zeros(18, 8, 64).half(), q_len_per_req=9, mask=torch.zeros(2, 9, 1).byte()),
+        ANY,
+        "8 bits per row, but requests have up to 9",
+    ),
+]
+DRAFTS_OF_33 = dict(query=torch.zeros(36, 8, 64).half(), mask=torch.zeros(36, 2, dtype=torch.uint16))
 REFUSED = [
-    *[(DECODE, change, NotImplementedError, words) for words, change in FOR_OTHER_GPUS],
-    *[(CONTEXT, x, NotImplementedError, f"does not serve {next(iter(x))}=") for x in OF_CONTEXT],
+    *[(DECODE, *row) for row in FOR_OTHER_GPUS + WRONG],
+    *[(CONTEXT, x, NotImplementedError, f"does not serve {next(iter(x))}=") for x, *_ in OF_CONTEXT],
     (XQA, dict(kv_cache_sf=EMPTY), NotImplementedError, r"kv_cache_sf=a tensor .* Blackwell"),
-    *[(DECODE, change, ANY, words) for words, change in WRONG],
     (CONTEXT, dict(batch_size=3), ValueError, "cum_seq_lens_q has 3 elements, but batch_size=3"),
     (CONTEXT, dict(seq_lens=torch.ones(1).int()), ValueError, "seq_lens is"),
     (CONTEXT, dict(backend="xqa"), ValueError, "backend='xqa' is unknown: use one of auto, trtllm-gen"),
     (
         XQA,
-        dict(
-            query=torch.zeros(36, 8, 64).half(),
-            q_cu_seq_lens=torch.tensor([0, 3, 36]).int(),
-            mask=torch.zeros(36, 2, dtype=torch.uint16),
-        ),
+        DRAFTS_OF_33 | dict(q_cu_seq_lens=torch.tensor([0, 3, 36]).int()),
         ValueError,
         "a request has 33 draft tokens, but rows of mask",
     ),
