@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,9 @@ def queries(batch: Batch, dense: bool) -> tuple[torch.Tensor, dict[str, Any]]:
     return batch.q, dict(cu_seqlens_q=batch.qo_indptr(batch.device), max_seqlen_q=longest)
 
 
-def keys(batch: Batch, form: str, layout: str, page_size: int, side_by_side: bool) -> tuple[Any, Any, dict[str, Any]]:
+def keys(
+    batch: Batch, form: str, layout: str = "NHD", page_size: int = 16, side_by_side: bool = False
+) -> tuple[Any, Any, dict[str, Any]]:
     """k, v, and what says whose they are. What belongs to nobody is NaN."""
     device, lens = batch.device, torch.tensor(batch.kv_lens, dtype=torch.int32, device=batch.device)
     if form == "ragged":
@@ -99,6 +102,14 @@ def keys(batch: Batch, form: str, layout: str, page_size: int, side_by_side: boo
     if layout == "HND":
         k, v = (x.transpose(-3, -2).contiguous() for x in (k, v))
     return k, v, dict(given, kv_layout=layout)
+
+
+def caller(target: Any, batch: Batch, form: str = "table", dense: bool = False, **given: Any) -> Any:
+    """attention() with the batch's tensors and lengths, unless the call replaces them."""
+    q, whose_rows = queries(batch, dense)
+    k, v, whose_keys = keys(batch, form)
+    usual = dict(q=q, k=k, v=v, backend=target.backend) | whose_rows | whose_keys | given
+    return functools.partial(ck.attention, **usual)
 
 
 def _padded(batch: Batch, x: torch.Tensor, room: int) -> torch.Tensor:

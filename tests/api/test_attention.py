@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
-from plan_free_problems import FORMS, Mask, Options, check, expect, keys, queries, random_batch, random_mask
+from plan_free_problems import FORMS, Mask, Options, caller, check, expect, random_batch, random_mask
 from problems import make_batch, randn
 
 import cutlass_kernels as ck
@@ -101,31 +101,28 @@ def test_8_bit_queries_that_no_fp8_kernel_takes(target, dtype, page_size, seed):
 
 def test_used_rows(target):
     batch = make_batch([20, 3, 33], [50, 9, 70], device=target.device)
-    q, whose = queries(batch, dense=False)
     used = torch.tensor([7, 0, 33], dtype=torch.int32, device=target.device)
-    k, v, more = keys(batch, "ragged", "NHD", 16, False)
-    out = torch.full_like(q, 7.0)
-    ck.attention(q, k, v, seqused_q=used, out=out, backend=target.backend, causal=True, **whose, **more)
+    out = torch.full_like(batch.q, 7.0)
+    caller(target, batch, "ragged")(seqused_q=used, out=out, causal=True)
     shorter = make_batch([7, 33], [50, 70])
-    first = batch.qo_indptr().tolist()
-    shorter.q = torch.cat([batch.q[:7], batch.q[first[2] :]])
+    rows = [*range(7), *range(23, 56)]
+    shorter.q = batch.q[rows]
     shorter.k, shorter.v = (torch.cat([x[:50], x[59:]]) for x in (batch.k, batch.v))
     want, _, base = expect(shorter, Mask(causal=True), Options())
-    assert_close(torch.cat([out[:7], out[first[2] :]]), want, base)
-    assert bool((out[7 : first[2]] == 7.0).all())
+    assert_close(out[rows], want, base)
+    assert bool((out[7:23] == 7.0).all())
 
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_used_rows_of_requests_that_do_not_join(target, learned):
     batch = make_batch([5, 5, 5], [50, 9, 70], device=target.device)
-    q, whose = queries(batch, dense=True)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
     used = torch.tensor([2, 0, 5], dtype=torch.int32, device=target.device)
-    want = ck.attention(q, k, v, seqused_q=used, backend=target.backend, **whose, **more)
+    call = caller(target, batch, dense=True, seqused_q=used)
+    want = call()
     for value in (7.0, 9.0, 7.0, 9.0):  # freed memory may hold one of them
-        big = torch.full((3, 8, *q.shape[2:]), value, dtype=q.dtype, device=target.device).requires_grad_(learned) * 1
+        big = torch.full((3, 8, 4, 64), value, dtype=batch.q.dtype, device=target.device).requires_grad_(learned) * 1
         out = big[:, :5]
-        ck.attention(q, k, v, seqused_q=used, out=out, backend=target.backend, **whose, **more)
+        call(out=out)
         for b, count in enumerate([2, 0, 5]):
             assert_bitwise(out[b, :count], want[b, :count])
             assert bool((out[b, count:] == value).all())
@@ -133,24 +130,16 @@ def test_used_rows_of_requests_that_do_not_join(target, learned):
 
 def test_rows_behind_the_last_request_are_not_written(target):
     batch = make_batch([4, 5], [30, 40], device=target.device)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
     q = torch.cat([batch.q, batch.q])
     out = torch.full_like(q, 7.0)
-    given = dict(cu_seqlens_q=batch.qo_indptr(target.device), max_seqlen_q=5, backend=target.backend)
-    ck.attention(q, k, v, out=out, **given, **more)
+    caller(target, batch)(q=q, out=out)
     assert bool((out[9:] == 7.0).all()) and not bool((out[:9] == 7.0).all(-1).any())
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_lse_in_both_bases(target, dense):
-    batch = make_batch([6, 6], [30, 40], device=target.device)
-    q, whose = queries(batch, dense)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
-    lses = [
-        ck.attention(q, k, v, return_lse=True, lse_base=base, backend=target.backend, **whose, **more)[1]
-        for base in (2, math.e)
-    ]
-    assert_lse_close(lses[1] / math.log(2.0), lses[0].double())
+    call = caller(target, make_batch([6, 6], [30, 40], device=target.device), dense=dense, return_lse=True)
+    assert_lse_close(call(lse_base=math.e)[1] / math.log(2.0), call(lse_base=2)[1].double())
 
 
 @pytest.mark.parametrize("splits", [0, 1, 2, 5, 40])
@@ -188,39 +177,22 @@ def test_strides(target):
 
 
 def test_index_tensors_may_be_of_64_bits_and_on_the_cpu(target):
+    """Bounds may be integers of numpy, as vLLM passes them for chunked local attention."""
     batch = make_batch([4, 5], [30, 40], device=target.device)
-    q, whose = queries(batch, dense=False)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
-    out = ck.attention(q, k, v, backend=target.backend, **whose, **more)
+    call = caller(target, batch, max_seqlen_k=40)
+    out = call()
+    assert_bitwise(call(max_seqlen_q=np.int32(5), max_seqlen_k=np.int64(40)), out)
+    vectors = {n: x for n, x in call.keywords.items() if isinstance(x, torch.Tensor) and x.dtype == torch.int32}
     for change in (lambda x: x.long(), lambda x: x.cpu()):
-        changed = {n: change(x) if isinstance(x, torch.Tensor) else x for n, x in {**whose, **more}.items()}
-        assert_bitwise(ck.attention(q, k, v, backend=target.backend, **changed), out)
-
-
-def test_bounds_may_be_integers_of_numpy(target):
-    """As vLLM passes them for chunked local attention."""
-    batch = make_batch([4, 5], [30, 40], device=target.device)
-    q, whose = queries(batch, dense=False)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
-    bounds = dict(max_seqlen_q=np.int32(5), max_seqlen_k=np.int64(40))
-    given = {**whose, **more} | bounds
-    exact = given | {name: int(x) for name, x in bounds.items()}
-    out = ck.attention(q, k, v, backend=target.backend, **exact)
-    assert_bitwise(ck.attention(q, k, v, backend=target.backend, **given), out)
+        assert_bitwise(call(**{n: change(x) for n, x in vectors.items()}), out)
 
 
 @pytest.mark.runs_nothing("there are no rows")
 def test_empty_calls(target):
     batch = make_batch([2, 3], [30, 40], device=target.device)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
-    out, lse = ck.attention(
-        batch.q[:0],
-        k,
-        v,
-        cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device=target.device),
-        return_lse=True,
-        backend="auto",
-        **more,
+    none = torch.zeros(3, dtype=torch.int32, device=target.device)
+    out, lse = caller(target, batch, backend="auto")(
+        q=batch.q[:0], cu_seqlens_q=none, max_seqlen_q=None, return_lse=True
     )
     assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
 

@@ -83,7 +83,7 @@ def test_any_lengths(target):
 @pytest.mark.parametrize("lengths", ["seqused_k", "cu_seqlens_k", "both"])
 def test_vllms_form(target, lengths):
     batch = make_batch([12, 1, 30], [40, 9, 30], device=target.device)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
+    k, v, more = keys(batch, "table")
     sinks = torch.randn(4, device=target.device).bfloat16()
     given: dict[str, Any] = dict(seqused_k=more["seqused_k"], cu_seqlens_k=batch.kv_indptr(target.device))
     whose = dict(cu_seqlens_q=batch.qo_indptr(target.device), max_seqlen_q=30)
@@ -103,7 +103,7 @@ def test_vllms_form(target, lengths):
 def test_sglangs_form(target, rows):
     """``cu_seqlens_k_new`` without new keys is not read; ``sinks`` and ``ver`` are the names of SGLang's kernels."""
     batch = make_batch([rows] * 3, [40, 9, 33], device=target.device)
-    k, v, more = keys(batch, "table", "NHD", 16, False)
+    k, v, more = keys(batch, "table")
     sinks = torch.randn(4, device=target.device).bfloat16()
     whose = dict(cu_seqlens_q=batch.qo_indptr(target.device), max_seqlen_q=rows)
     call = whose | dict(q=batch.q, k_cache=k, v_cache=v, page_table=more["page_table"], cache_seqlens=more["seqused_k"])
@@ -142,7 +142,7 @@ def test_cache(target, page_size):
         out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, cache_batch_idx=index, causal=True)
         check(batch, out)
         return
-    k, v, more = keys(batch, "table", "NHD", page_size, False)
+    k, v, more = keys(batch, "table", "NHD", page_size)
     table = more["page_table"]
     for name in ("page_table", "block_table"):
         found = flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, causal=True, **{name: table})
@@ -161,7 +161,7 @@ def test_padding_on_the_left(target, page_size):
     if page_size is None:
         k, v, given["cache_batch_idx"] = dense_cache(padded, 5, 48)
     else:
-        k, v, more = keys(padded, "table", "NHD", page_size, False)
+        k, v, more = keys(padded, "table", "NHD", page_size)
         given["page_table"] = more["page_table"]
     out = flash_attn_with_kvcache(q, k, v, **given)
     seen = [torch.cat([y[p:] for y, p in zip(x.split(padded.kv_lens), pad)]) for x in (padded.k, padded.v)]
@@ -208,7 +208,7 @@ def test_new_keys_are_appended(target, page_size, ragged, rotary, causal):
     if page_size is None:
         k, v, given["cache_batch_idx"] = dense_cache(batch, 5, 30)
     else:
-        k, v, more = keys(batch, "table", "NHD", page_size, False)
+        k, v, more = keys(batch, "table", "NHD", page_size)
         given["page_table"] = more["page_table"]
     full = [x.clone() for x in (k, v)]
     for b, (m, n) in enumerate(zip(old, new)):  # forget the new keys

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
-from plan_free_problems import FORMS, Mask, Options, expect, keys, queries, random_batch, random_mask
+from plan_free_problems import FORMS, Mask, Options, caller, expect, keys, queries, random_batch, random_mask
 from problems import Batch, make_batch
 
 import cutlass_kernels as ck
@@ -110,9 +110,7 @@ def test_8_bit_caches(target, rows):
 
 def test_a_world_of_one_is_no_shard(target):
     whole = make_batch([20, 3], [50, 33], device=target.device)
-    q, rows = queries(whole, False)
-    k, v, whose = keys(whole, "table", "NHD", 16, False)
-    call = lambda **more: ck.attention(q, k, v, **rows, **whose, causal=True, backend=target.backend, **more)  # noqa: E731
+    call = caller(target, whole, causal=True)
     assert_bitwise(call(kv_shard=(1, 0, 5)), call())
 
 
@@ -120,11 +118,8 @@ def test_a_world_of_one_is_no_shard(target):
 def test_lengths_that_make_no_sense(target):
     """The CPU, which knows them, says so. On a GPU they compute nothing."""
     whole = make_batch([3, 3], [50, 33], device=target.device)
-    q, rows = queries(whole, False)
-    k, v, whose = keys(whole, "table", "NHD", 16, False)
     lens = torch.tensor([-5, 40], dtype=torch.int32, device=target.device)
-    given = rows | whose | dict(seqused_k=lens, kv_shard=(2, 0, 8), backend=target.backend)
-    run = lambda: ck.attention(q, k, v, **given)  # noqa: E731
+    run = caller(target, whole, seqused_k=lens, kv_shard=(2, 0, 8))
     if target.device == "cpu":
         with pytest.raises(ValueError, match="request 0 has -5 keys"):
             run()
@@ -155,7 +150,7 @@ def test_arguments_of_flash_attention(target, causal):
     """``cp_world_size`` and its companions, as vLLM passes them."""
     whole = make_batch([5, 2], [61, 40], 4, 2, 64, device=target.device)
     part, places = part_of(whole, (2, 1, 1))
-    k, v, whose = keys(part, "table", "NHD", 16, False)
+    k, v, whose = keys(part, "table")
     total = torch.tensor(whole.kv_lens, dtype=torch.int32, device=target.device)
     indptr = whole.qo_indptr(target.device)
     options: Any = dict(block_table=whose["page_table"], seqused_k=whose["seqused_k"], causal=causal)
