@@ -75,7 +75,7 @@ def test_a_front_packs_its_arguments_under_the_names_of_the_rows():
 @pytest.mark.parametrize("q_descale", [None, 0.5, torch.ones(1)])
 def test_an_operator_gets_the_call_back(q_descale):
     call = Call(Q, Q, Q, window=(3, -1), q_descale=q_descale, o_dtype=torch.float16, kv_shard=(2, 1, 1), lse_base=2.0)
-    arguments = operators.Arguments({x: kind for x, kind in call_table.TYPES.items() if x not in ("out", "schedule")})
+    arguments = operators.Arguments(call_table.TYPES, left_out=("schedule",))
     given = arguments.given(call._asdict())
     assert len(given) == arguments.count
     assert all(a is b or a == b for a, b in zip(Call(**arguments.found(given)), call))

@@ -78,9 +78,10 @@ def _attend_in_graph(**arguments: Any) -> Result:
 
 _in_graph = operators.operator(
     "attention",
-    {name: kind for name, kind in call_table.TYPES.items() if name not in ("out", "schedule")},
+    call_table.TYPES,
     _attend_in_graph,
     lambda x: operators.outputs(x, x.q, x.v.shape[-1], x.lse_heads_first),
+    left_out=("schedule",),
 )
 
 attention = typed_as(signatures.attention)(call_table.function("attention", attend, INTERNAL))

@@ -359,10 +359,10 @@ def _traced(call: Single) -> Result:
 
 
 _SCALES = dict.fromkeys(("k_scale", "v_scale", "scale_q", "scale_k", "scale_v"), call_table.Scale)
-_TYPES = {**get_type_hints(Single), **_SCALES, "o_dtype": torch.dtype | None}
 _in_graph = operators.operator(
     "single",
-    {name: kind for name, kind in _TYPES.items() if name not in ("out", "lse", "q_scale", "kv_cache_sf")},
+    {**get_type_hints(Single), **_SCALES, "o_dtype": torch.dtype | None},
     single_prefill_with_kv_cache,
     lambda x: operators.outputs(x, x.q, x.v.shape[-1]),
+    left_out=("q_scale", "kv_cache_sf"),
 )

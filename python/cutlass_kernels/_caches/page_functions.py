@@ -1,18 +1,18 @@
 """Lengths of paged caches, positions of new tokens, and writing these into their pages.
 
-A traced call is an operator of ``page_operators``.
+A traced call is an operator of ``_graphs``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from .._compute import kernels
 from .._core import autograd, checks, hints, index_vectors, native
 from .._core.tracing import have_own_dispatch, is_traced
-from .._graphs import page_operators
+from .._graphs import operators
 from .slots_of_tokens import bits
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -148,8 +148,20 @@ def append_paged_kv_cache(
     """
     k_cache, v_cache = checks.paged_cache(paged_kv_cache, kv_layout)
     if is_traced() or have_own_dispatch(append_key, k_cache, positions):
-        appended, places = autograd.without_grad(append_key, append_value), (batch_indices, positions)
-        page_operators.append(appended, places, paged_kv_cache, (kv_indices, kv_indptr, kv_last_page_len), kv_layout)
+        append_key, append_value = autograd.without_grad(append_key, append_value)
+        pair = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache, None)
+        _append_in_graph(
+            cache=pair[0],
+            values=pair[1],
+            append_key=append_key,
+            append_value=append_value,
+            batch_indices=batch_indices,
+            positions=positions,
+            kv_indices=kv_indices,
+            kv_indptr=kv_indptr,
+            kv_last_page_len=kv_last_page_len,
+            kv_layout=kv_layout,
+        )
         return
     for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
         _check_new(name, new, cache, append_key, kv_layout)
@@ -325,7 +337,7 @@ def _launch_append(new: Pair, places: Pair, caches: Pair, table: Pair) -> bool:
 def _traced_positions(
     indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, *given: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    new = page_operators.positions(indptr, seq_lens, nnz)
+    new = torch.ops.cutlass_kernels.positions(indptr, seq_lens, nnz)
     names = ("batch_indices", "positions")
     owner, position = (
         x if out is None else _int32_output(name, out, nnz, x.device).copy_(x)
@@ -338,4 +350,16 @@ def _int32_output(name: str, tensor: torch.Tensor | None, size: int, device: tor
     return checks.output(tensor, (size,), torch.int32, device, name=name)
 
 
-page_operators.define(append_paged_kv_cache, get_batch_indices_positions)
+def _append(cache: torch.Tensor, values: torch.Tensor | None, **others: Any) -> None:
+    append_paged_kv_cache(paged_kv_cache=cache if values is None else (cache, values), **others)
+
+
+_TYPES = {"cache": torch.Tensor, "values": torch.Tensor | None, **get_type_hints(append_paged_kv_cache)}
+del _TYPES["paged_kv_cache"]
+_append_in_graph = operators.in_place("append", _TYPES, _append, ("cache", "values"))
+operators.register(
+    "positions",
+    "(Tensor append_indptr, Tensor seq_lens, SymInt nnz) -> (Tensor, Tensor)",
+    get_batch_indices_positions,
+    lambda indptr, seq_lens, nnz: tuple([indptr.new_empty((nnz,), dtype=torch.int32) for _ in range(2)]),
+)

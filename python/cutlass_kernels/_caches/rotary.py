@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import torch
 
 from .._compute import kernels
 from .._core import autograd, checks, hints, native
 from .._core.autograd import without_autocast
 from .._core.tracing import have_own_dispatch, is_traced
-from .._graphs import page_operators
+from .._graphs import operators
 from . import slots_of_tokens
 from .slots_of_tokens import Scale
 
@@ -80,7 +82,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         autograd.written(query, key)
         return
     if traced or have_own_dispatch(query, key, positions):
-        page_operators.rope(*given)
+        _rope_in_graph(**dict(zip(_TYPES_OF_ROPE, given)))
         return
     is_neox = checks.flag("is_neox", is_neox)
     q, k = _heads("query", query, head_size), _heads("key", key, head_size)
@@ -147,11 +149,8 @@ def rope_append_paged_kv_cache_by_slot(
     checks.kv_layout(kv_layout)
     if traced or have_own_dispatch(query, key, key_cache, slot_mapping):
         query, key, value = (autograd.without_grad(x, x, _FUSED)[0] for x in (query, key, value))
-        page_operators.rope_append_by_slot(
-            (query, key, value, positions, cos_sin_cache, key_cache, value_cache, slot_mapping),
-            (k_scale, v_scale),
-            (kv_layout, is_neox, update_key),
-        )
+        given = query, key, value, positions, cos_sin_cache, key_cache, value_cache, slot_mapping
+        _append_in_graph(**dict(zip(_TYPES, (*given, k_scale, v_scale, kv_layout, is_neox, update_key))))
         return
     for name, x in (("query", query), ("key", key)):
         if not isinstance(x, torch.Tensor) or x.dim() != 3:
@@ -246,4 +245,12 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_n
     return torch.where(_has_row(positions, table)[:, None, None], torch.cat([both.to(x.dtype), rest], -1), x)
 
 
-page_operators.define_rope(apply_rope_with_cos_sin_cache_inplace, rope_append_paged_kv_cache_by_slot)
+_TYPES_OF_ROPE = get_type_hints(apply_rope_with_cos_sin_cache_inplace)
+_rope_in_graph = operators.in_place("rope", _TYPES_OF_ROPE, apply_rope_with_cos_sin_cache_inplace, ("query", "key"))
+_TYPES = get_type_hints(rope_append_paged_kv_cache_by_slot)
+_append_in_graph = operators.in_place(
+    "rope_append_by_slot",
+    _TYPES,
+    rope_append_paged_kv_cache_by_slot,
+    ("query", "key", "key_cache", "value_cache"),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -13,7 +13,7 @@ from .._compute import kernels
 from .._core import autograd, checks, hints, native
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
-from .._graphs import page_operators
+from .._graphs import operators
 
 Scale = float | torch.Tensor | None
 
@@ -72,8 +72,8 @@ def append_paged_kv_cache_by_slot(
         return
     checks.kv_layout(kv_layout)
     if traced or have_own_dispatch(key, key_cache, slot_mapping):
-        new = autograd.without_grad(key, value, _NAME, k_scale, v_scale)
-        page_operators.append_by_slot(new, (key_cache, value_cache), slot_mapping, (k_scale, v_scale), kv_layout)
+        key, value = autograd.without_grad(key, value, _NAME, k_scale, v_scale)
+        _in_graph(**dict(zip(_TYPES, (key, value, *given[2:], k_scale, v_scale, kv_layout))))
         return
     places = checked(*given, (k_scale, v_scale), kv_layout)
     k_cache, v_cache, count = places.k_cache, places.v_cache, slot_mapping.size(0)
@@ -292,4 +292,5 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(integers[x.element_size()]) if x.element_size() in integers else x
 
 
-page_operators.define_by_slot(append_paged_kv_cache_by_slot)
+_TYPES = get_type_hints(append_paged_kv_cache_by_slot)
+_in_graph = operators.in_place("append_by_slot", _TYPES, append_paged_kv_cache_by_slot, ("key_cache", "value_cache"))

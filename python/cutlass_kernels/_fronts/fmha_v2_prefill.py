@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -170,16 +169,15 @@ def trtllm_fmha_v2_prefill(
     _check_layout(input_layout, qkv)
     q, k, v = _split(qkv, input_layout)
     group_heads, head_dim = q.size(1), q.size(2)
-    if not traced and not (type(max_q_len) is type(max_kv_len) is type(batch_size) is int):
+    if not traced:
         for name, number in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len), ("batch_size", batch_size)):
             checks.integer(name, number)
     _check_sizes(q, k, v, input_layout, max_q_len, max_kv_len)
     if traced or have_own_dispatch(q, k, v):
         _check_scale(bmm1_scale)
-        parts = [qkv] if isinstance(qkv, torch.Tensor) else [qkv[0], *_flat(qkv[1:])]
         return _in_graph(
             out,
-            qkv=parts,
+            qkv=_parts(qkv),
             input_layout=input_layout,
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
@@ -199,8 +197,7 @@ def trtllm_fmha_v2_prefill(
             save_softmax_stats=save_softmax_stats,
             skip_softmax_threshold_scale_factor=checks.skip_softmax(skip_softmax_threshold_scale_factor),
         )
-    for name, x in (("k", k), ("v", v)):
-        checks.same_device(q.device, **{name: x})
+    checks.same_device(q.device, k=k, v=v)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         cum_seq_lens_q = fused_kernels.captured("cum_seq_lens_q", cum_seq_lens_q, q.device)
         cum_seq_lens_kv = fused_kernels.captured("cum_seq_lens_kv", cum_seq_lens_kv, q.device)
@@ -210,7 +207,6 @@ def trtllm_fmha_v2_prefill(
     _check_total("cum_seq_lens_q", qo_indptr, "queries", q.size(0))
     _check_longest("max_q_len", max_q_len, qo_indptr)
     _check_longest("max_kv_len", max_kv_len, kv_indptr)
-
     kv: RaggedKv | PagedKv
     tables: fused_kernels.Tables | None = None
     if input_layout.startswith("Q_PAGED"):
@@ -227,7 +223,6 @@ def trtllm_fmha_v2_prefill(
             raise ValueError(f"block_tables is given, but input_layout={input_layout} has no pages: pass None.")
         _check_total("cum_seq_lens_kv", kv_indptr, "keys", k.size(0))
         kv = RaggedKv(k, v, kv_indptr)
-
     mask = _mask(mask_mode, window_left, chunked_attention_size)
     logits = Logits(
         sm_scale=_fused_scale(bmm1_scale, head_dim),
@@ -246,19 +241,19 @@ def trtllm_fmha_v2_prefill(
     problem = Problem(q, kv, logits, output, mask, qo_indptr, skip)
     request = request_facts.Request.from_problem(problem)
     selected = selection.select("auto", request)
-    longest = (
-        int(max_q_len) if qo_indptr.is_cuda or not batch_size else max(int(index_vectors.lens(qo_indptr).max()), 1)
-    )
     returned = result if stats is None else (result, stats)
-    if not fused_kernels.serves(problem, request, selected):
+    longest, most_keys = int(max_q_len), int(max_kv_len)
+    if batch_size and not qo_indptr.is_cuda:
+        longest = max(int(index_vectors.lens(qo_indptr).max()), 1)
+    if fused_kernels.serves(problem, request, selected):
+        fused_kernels.compute(problem, selected, tables, longest, most_keys)
+        written(out)
+    else:
         if tables is not None and q.is_cuda:
             # Copies of fp8 pages, where they are needed, are of all entries: no more of them than any request uses.
-            used = tables._replace(entries=tables.entries[..., : -(-int(max_kv_len) // k.size(1))])
+            used = tables._replace(entries=tables.entries[..., : -(-most_keys // k.size(1))])
             problem.kv = fused_kernels.paged(k, v, used, kv_indptr)
         selection.compute_selected(problem, request, selected)
-        return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
-    fused_kernels.compute(problem, selected, tables, longest, int(max_kv_len))
-    written(out)
     return forward_only(returned, (out,), qkv, sinks, bmm1_scale, bmm2_scale) if grad else returned
 
 
@@ -325,25 +320,15 @@ def _check_layout(layout: str, qkv: Tensors) -> None:
 def _split(qkv: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries ``[T, heads, dim]`` with keys and values ``[Tkv, heads, dim]`` or ``[pages, page_size, heads, dim]``."""
     if isinstance(qkv, torch.Tensor):
-        packed = checks.tensor("qkv", qkv, 4)
-        if packed.size(1) != 3:
-            raise ValueError(f"qkv has shape {tuple(packed.shape)}: PACKED_QKV is [T, 3, num_heads, head_dim].")
-        q, k, v = packed.unbind(1)
+        q, k, v = _unbound("qkv", qkv, 4, 3, "PACKED_QKV is [T, 3, num_heads, head_dim].")
         return q, k, v
     q = checks.tensor("q", qkv[0], 3)
     if layout == "SEPARATE_Q_K_V":
         return q, checks.tensor("k", qkv[1], 3), checks.tensor("v", qkv[2], 3)
     if layout == "CONTIGUOUS_Q_KV":
-        kv = checks.tensor("kv", qkv[1], 4)
-        if kv.size(1) != 2:
-            raise ValueError(f"kv has shape {tuple(kv.shape)}: CONTIGUOUS_Q_KV is [Tkv, 2, num_kv_heads, head_dim].")
-        k, v = kv.unbind(1)
-        return q, k, v
+        return q, *_unbound("kv", qkv[1], 4, 2, "CONTIGUOUS_Q_KV is [Tkv, 2, num_kv_heads, head_dim].")
     if isinstance(qkv[1], torch.Tensor):
-        pool = checks.tensor("paged_kv", qkv[1], 5)
-        if pool.size(1) != 2:
-            raise ValueError(f"paged_kv has shape {tuple(pool.shape)}: its second dimension holds keys and values.")
-        k, v = pool.unbind(1)
+        k, v = _unbound("paged_kv", qkv[1], 5, 2, "its second dimension holds keys and values.")
     else:
         if not isinstance(qkv[1], (tuple, list)) or len(qkv[1]) != 2:
             raise AssertionError(f"input_layout={layout} needs (q, pool) or (q, (k_cache, v_cache)).")
@@ -354,6 +339,12 @@ def _split(qkv: Tensors, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch
                 "and have one shape and dtype: block_tables counts their blocks alike."
             )
     return (q, k, v) if layout.endswith("NHD") else (q, k.transpose(1, 2), v.transpose(1, 2))
+
+
+def _unbound(name: str, x: Any, rank: int, count: int, says: str) -> Any:
+    if checks.tensor(name, x, rank).size(1) != count:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: {says}")
+    return x.unbind(1)
 
 
 def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, max_q: int, max_kv: int) -> None:
@@ -480,17 +471,17 @@ def _output_dtype(q_dtype: torch.dtype, out: torch.Tensor | None, out_dtype: str
 # --- in graphs ---------------------------------------------------------------------------------------------------
 
 
-def _flat(parts: Sequence[Any]) -> list[torch.Tensor]:
-    """The caches of a pair as two tensors."""
-    return [x for part in parts for x in (part if isinstance(part, (tuple, list)) else [part])]
+def _parts(qkv: Tensors) -> list[torch.Tensor]:
+    """The tensors of ``qkv``, also of a pair of caches in it."""
+    return [qkv] if isinstance(qkv, torch.Tensor) else [x for part in qkv for x in _parts(part)]
 
 
 def _run(qkv: tuple[torch.Tensor, ...], input_layout: str, **arguments: Any) -> run_options.Result:
     parts: Any = qkv[0] if len(qkv) == 1 else qkv
     if len(qkv) == 3 and input_layout.startswith("Q_PAGED"):
         parts = (qkv[0], qkv[1:])
-    unread: Any = None
-    return trtllm_fmha_v2_prefill(parts, input_layout, workspace_buffer=unread, seq_lens=unread, **arguments)
+    unread: Any = dict.fromkeys(_UNREAD)
+    return trtllm_fmha_v2_prefill(parts, input_layout, **unread, **arguments)
 
 
 def _fake(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -502,14 +493,7 @@ def _fake(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-_CHANGED: dict[str, Any] = {"qkv": list[torch.Tensor], "out_dtype": torch.dtype, "sinks": torch.Tensor | None}
-_CHANGED |= {"bmm1_scale": Scale, "bmm2_scale": Scale, "logits_soft_cap_scale": float}
-_TYPES = {**get_type_hints(trtllm_fmha_v2_prefill), **_CHANGED}
-_LEFT_OUT = ("workspace_buffer", "seq_lens", "out", "return")
-_in_graph = operators.operator(
-    "fused",
-    {name: kind for name, kind in _TYPES.items() if name not in _LEFT_OUT},
-    _run,
-    _fake,
-    "save_softmax_stats",
-)
+_CHANGED: dict[str, Any] = dict.fromkeys(("bmm1_scale", "bmm2_scale"), Scale) | {"logits_soft_cap_scale": float}
+_CHANGED |= {"qkv": list[torch.Tensor], "out_dtype": torch.dtype, "sinks": torch.Tensor | None}
+_TYPES, _UNREAD = get_type_hints(trtllm_fmha_v2_prefill) | _CHANGED, ("workspace_buffer", "seq_lens")
+_in_graph = operators.operator("fused", _TYPES, _run, _fake, _UNREAD, "save_softmax_stats")

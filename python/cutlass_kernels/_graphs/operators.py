@@ -61,12 +61,13 @@ class Arguments:
     """The arguments of an operator, from the types of a function's. A scale is a number or a tensor: two arguments, one
     of which is None."""
 
-    def __init__(self, types: Mapping[str, Any]) -> None:
-        self.is_scale = {name: kind == Scale for name, kind in types.items()}
-        words = [
-            f"float? {name}_number, Tensor? {name}" if kind == Scale else f"{_SCHEMAS[kind]} {name}"
-            for name, kind in types.items()
-        ]
+    def __init__(self, types: Mapping[str, Any], left_out: Sequence[str] = (), writes: Sequence[str] = ()) -> None:
+        kinds = {name: kind for name, kind in types.items() if name not in (*left_out, "out", "lse", "return")}
+        self.is_scale = {name: kind == Scale for name, kind in kinds.items()}
+        schemas = {name: "Tensor?" if kind == Scale else _SCHEMAS[kind] for name, kind in kinds.items()}
+        for name, letter in zip(writes, "abcd"):
+            schemas[name] = schemas[name].replace("Tensor", f"Tensor({letter}!)")
+        words = [f"float? {name}_number, " * self.is_scale[name] + f"{kind} {name}" for name, kind in schemas.items()]
         self.schema = ", ".join(words)
         self.count = self.schema.count(",") + 1
 
@@ -100,14 +101,15 @@ def operator(
     types: Mapping[str, Any],
     compute: Callable[..., Any],
     fake: Callable[[Any], Any],
+    left_out: Sequence[str] = (),
     flag: str = "return_lse",
 ) -> Callable[..., Result]:
     """Registers ``compute`` of arguments of these ``types`` as an operator: see ``define``. It gets them by keyword,
-    and ``out`` and ``lse`` where they are given. ``flag`` says whether it returns a pair.
+    and ``out`` and ``lse`` where they are given, but none of ``left_out``. ``flag`` says whether it returns a pair.
 
     Returns the function that stands for ``compute`` in a graph, and gets the same.
     """
-    arguments = Arguments(types)
+    arguments = Arguments(types, left_out)
 
     def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         values, places = arguments.found(args[: arguments.count]), dict(zip(("out", "lse"), args[arguments.count :]))
@@ -118,6 +120,23 @@ def operator(
         return call(name, arguments.given(values), out, lse, values.get(flag, False))
 
     define(name, arguments.schema, run, fake)
+    return traced
+
+
+def in_place(
+    name: str, types: Mapping[str, Any], compute: Callable[..., None], writes: Sequence[str]
+) -> Callable[..., None]:
+    """The same for a function that returns nothing, and writes to the arguments in ``writes``. Its kernels keep nothing
+    between calls, so ``mode="reduce-overhead"`` may capture them."""
+    arguments = Arguments(types, writes=writes)
+
+    def run(*args: Any) -> None:
+        compute(**arguments.found(args))
+
+    def traced(**values: Any) -> None:
+        getattr(torch.ops.cutlass_kernels, name)(*arguments.given(values))
+
+    register(name, f"({arguments.schema}) -> ()", run, lambda *args: None)
     return traced
 
 
@@ -146,11 +165,6 @@ def one(sinks: Any) -> Any:
     return sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
 
 
-def split_scales(scales: tuple[Any, ...]) -> tuple[list[float], list[torch.Tensor | None]]:
-    tensors = [x if isinstance(x, torch.Tensor) else None for x in scales]
-    return [1.0 if x is None or isinstance(x, torch.Tensor) else x for x in scales], tensors
-
-
 # --- what graphs run ---------------------------------------------------------------------------------------------
 
 
@@ -165,10 +179,6 @@ def planned(number: int, q: torch.Tensor) -> Any:
             "torch cannot be told: make it with use_cuda_graph=True, or compile without CUDA graphs."
         )
     return wrapper
-
-
-def join_scales(factors: Sequence[float], scales: Sequence[torch.Tensor | None]) -> list[Any]:
-    return [factor if tensor is None else tensor for factor, tensor in zip(factors, scales)]
 
 
 def new_results(
