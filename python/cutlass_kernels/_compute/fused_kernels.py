@@ -115,21 +115,11 @@ def paged(k: torch.Tensor, v: torch.Tensor, tables: Tables, kv_indptr: torch.Ten
     pages = (kv_lens + page_size - 1).div(page_size, rounding_mode="floor").clamp(0, table.size(-1))
     last = torch.where(pages > 0, kv_lens - (pages - 1) * page_size, 0).clamp(max=page_size)
     indptr = index_vectors.starts(pages)
-    indices = _compact(table[:, 0] if separate else table, indptr, pages)
-    v_indices = _compact(table[:, 1] - v_offset, indptr, pages) if separate else None
+    indices = index_vectors.side_by_side(table[:, 0] if separate else table, pages)
+    v_indices = index_vectors.side_by_side(table[:, 1] - v_offset, pages) if separate else None
     if not table.is_cuda:
         for what, cache, ids in (("keys", k, indices), ("values", v, v_indices)):
             if ids is not None:
                 name = f"block_tables ({what}, counted from their own cache)" if separate else "block_tables"
                 index_vectors.enough_pages(name, index_vectors.page_bound(name, ids[: int(indptr[-1])]), cache)
     return PagedKv(k, v, indptr.to(torch.int32), indices, last.to(torch.int32), v_indices)
-
-
-def _compact(table: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """The used entries of a padded table ``[batch, M]``, one request after the other, in a vector of its full size."""
-    batch, width = table.shape
-    column = torch.arange(width, device=table.device)
-    unused = batch * width
-    place = torch.where(column < pages[:, None], indptr[:-1, None] + column, unused)
-    result = torch.zeros(unused + 1, dtype=torch.int32, device=table.device)
-    return result.scatter_(0, place.reshape(-1), table.reshape(-1))[:unused]

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from . import hints, native
 from .autograd import wants_grad
 from .hints import shown
+from .index_vectors import INT32_MAX
 from .problems import FLOAT_DTYPES, FP8_DTYPES
 from .tracing import is_traced, without_modes
 
@@ -25,7 +26,6 @@ Scale = float | torch.Tensor
 
 LAYOUTS = ("NHD", "HND")
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
-_INT32_MAX = 2**31 - 1
 _DTYPE_ALIASES = {
     "fp16": torch.float16,
     "f16": torch.float16,
@@ -126,7 +126,7 @@ def window(value: int | None) -> int:
         left = operator.index(value)
     except TypeError:
         raise TypeError(f"window_left={shown(value)} is not a whole number: use -1 for no window.") from None
-    return min(left, _INT32_MAX) if left >= 0 else -1
+    return min(left, INT32_MAX) if left >= 0 else -1
 
 
 def sm_scale(value: Any, head_dim_qk: int) -> float:
@@ -138,10 +138,7 @@ def sm_scale(value: Any, head_dim_qk: int) -> float:
 
 def soft_cap(value: Any) -> float:
     """``logits_soft_cap`` as a number; 0.0 (None, 0 or negative) is off."""
-    if value is None:
-        return 0.0
-    cap = _number("logits_soft_cap", value)
-    return max(cap, 0.0)
+    return 0.0 if value is None else max(_number("logits_soft_cap", value), 0.0)
 
 
 def skip_softmax(value: Any) -> float:
@@ -429,20 +426,15 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
         return kept
     captured = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
     with without_modes():
-        slopes = _slopes_on(num_heads, device if captured else torch.device("cpu"))
+        # The same bits on every device: no slope of up to 2048 heads lies nearer to the middle of two fp32 numbers than
+        # 70,000 steps of fp64.
+        n = 2 ** int(math.log2(num_heads))
+        head = torch.arange(num_heads, dtype=torch.float64, device=device if captured else "cpu")
+        slopes = torch.exp2(torch.where(head < n, head + 1.0, head - n + 0.5) * (-8.0 / n)).to(torch.float32)
         if captured:
             return slopes
         made = native.kept_empty(num_heads, torch.float32, device).copy_(slopes)
         return _slopes.setdefault((num_heads, device), made)
-
-
-def _slopes_on(num_heads: int, device: torch.device) -> torch.Tensor:
-    # The same bits on every device: no slope of up to 2048 heads lies nearer to the middle of two fp32 numbers than
-    # 70,000 steps of fp64.
-    n = 2 ** int(math.log2(num_heads))
-    head = torch.arange(num_heads, dtype=torch.float64, device=device)
-    place = torch.where(head < n, head + 1.0, head - n + 0.5)
-    return torch.exp2(place * (-8.0 / n)).to(torch.float32)
 
 
 def are_kept(slopes: torch.Tensor) -> bool:

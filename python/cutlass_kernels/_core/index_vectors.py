@@ -145,6 +145,15 @@ def offsets(lens: torch.Tensor) -> torch.Tensor:
     return starts(lens).to(torch.int32)
 
 
+def side_by_side(rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """The first ``lens[i]`` numbers (int32) of each row ``[n, width]``, one row after the other. The result has as many
+    elements as ``rows``: 0 behind the last. ``lens`` are int64."""
+    column, unused = torch.arange(rows.size(1), device=rows.device), rows.numel()
+    place = torch.where(column < lens[:, None], starts(lens)[:-1, None] + column, unused)
+    result = torch.zeros(unused + 1, dtype=torch.int32, device=rows.device)
+    return result.scatter_(0, place.reshape(-1), rows.reshape(-1))[:unused]
+
+
 def starts(sizes: torch.Tensor) -> torch.Tensor:
     """Where segments of these sizes start, and the end of the last one: int64."""
     result = torch.zeros(sizes.numel() + 1, dtype=torch.int64, device=sizes.device)

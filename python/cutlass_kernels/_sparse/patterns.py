@@ -20,7 +20,7 @@ import torch
 from .._attend.plan_free import attention
 from .._core import checks, index_vectors
 from .._core.autograd import forward_only, wants_grad
-from .._core.index_vectors import starts
+from .._core.index_vectors import side_by_side, starts
 from .._core.run_options import Options, Result, Shape
 from .._core.tracing import is_traced
 from .._planned.copying import Part
@@ -298,13 +298,9 @@ def of_shorter_last_block(
     is 0.
     """
     count = torch.where(indices == blocks - 1, pages_of_last, pages)
-    ends = starts(count)
-    page = torch.arange(pages, device=indices.device)
-    place = torch.where(page < count[:, None], ends[:-1, None] + page, indices.numel() * pages)
-    result = indices.new_zeros(indices.numel() * pages + 1, dtype=torch.int32)
-    numbers = indices[:, None].to(torch.int32) * pages + page.to(torch.int32)
-    result.scatter_(0, place.flatten(), numbers.flatten())
-    return ends[indptr.to(torch.int64)].to(torch.int32), result[:-1]
+    page = torch.arange(pages, dtype=torch.int32, device=indices.device)
+    numbers = indices[:, None].to(torch.int32) * pages + page
+    return starts(count)[indptr.to(torch.int64)].to(torch.int32), side_by_side(numbers, count)
 
 
 def mask_by_request(mask: torch.Tensor, indptr: torch.Tensor, widths: torch.Tensor | None = None) -> torch.Tensor:
