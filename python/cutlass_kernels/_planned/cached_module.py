@@ -13,6 +13,7 @@ import torch
 
 from .._core import extra_arguments, index_vectors, run_options
 from .batch_plans import Plan
+from .latent_plans import Lengths
 
 
 class CachedModule:
@@ -115,3 +116,33 @@ class Planner:
         wrapper._commit_pages(plan)
         wrapper._options = in_effect
         return plan
+
+
+class LatentPlanner:
+    """Stands for the module of a wrapper of latent attention: SGLang plans with it before it replays a captured decode
+    step."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        float_workspace_buffer: Any,
+        int_workspace_buffer: Any,
+        pinned_buffer: Any,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_lens: torch.Tensor,
+        *sizes: Any,
+    ) -> None:
+        """Copies lengths to the wrapper's buffers; ``kv_indices`` and all options are as they were."""
+        wrapper = self._wrapper
+        if wrapper._contract is None:
+            raise RuntimeError(f"{type(wrapper).__name__} has no plan: call plan() before _cached_module.plan().")
+        qo_indptr = index_vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
+        batch = qo_indptr.numel() - 1
+        kv_lens = index_vectors.index_vector("kv_lens", kv_lens, batch)
+        kv_indptr = index_vectors.indptr("kv_indptr", kv_indptr, batch)
+        if kv_lens.device.type == kv_indptr.device.type == "cpu":
+            index_vectors.enough_room("kv_lens", kv_lens, kv_indptr.diff(), wrapper._page_size)
+        wrapper._keep(Lengths(qo_indptr, kv_indptr, kv_lens, None))

@@ -14,6 +14,7 @@ from .._core.run_options import Result
 from .._fronts import trtllm_call
 from .._graphs import operators
 from . import index_buffers, latent_plans
+from .cached_module import LatentPlanner
 from .copying import DryRun
 from .descriptions import describe_latent
 from .latent_plans import MLAPlanMetadata
@@ -244,9 +245,9 @@ class BatchMLAPagedAttentionWrapper(DryRun):
         self._causal, self._sm_scale, self._contract = causal, scale, contract
 
     @property
-    def _cached_module(self) -> _Planner:
+    def _cached_module(self) -> LatentPlanner:
         """For engines that call the planner of FlashInfer's compiled module."""
-        return _Planner(self)
+        return LatentPlanner(self)
 
     def _check_buffers(self, batch: int, pages: int) -> None:
         fixed, room = self._kv_len_arr_buf.numel(), self._kv_indices_buf.numel()  # type: ignore[union-attr]
@@ -482,32 +483,3 @@ class BatchMLAPagedAttentionWrapper(DryRun):
                 "rows, or plan again."
             )
         index_vectors.enough_pages("kv_indices", self._page_bound, ckv_cache)
-
-
-class _Planner:
-    """Stands for FlashInfer's compiled module: SGLang plans with it before it replays a captured decode step."""
-
-    def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
-        self._wrapper = wrapper
-
-    def plan(
-        self,
-        float_workspace_buffer: Any,
-        int_workspace_buffer: Any,
-        pinned_buffer: Any,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_lens: torch.Tensor,
-        *sizes: Any,
-    ) -> None:
-        """Copies lengths to the wrapper's buffers; ``kv_indices`` and all options are as they were."""
-        wrapper = self._wrapper
-        if wrapper._contract is None:
-            raise RuntimeError(f"{_NAME} has no plan: call plan() before _cached_module.plan().")
-        qo_indptr = index_vectors.indptr("qo_indptr", qo_indptr, from_zero=True)
-        batch = qo_indptr.numel() - 1
-        kv_lens = index_vectors.index_vector("kv_lens", kv_lens, batch)
-        kv_indptr = index_vectors.indptr("kv_indptr", kv_indptr, batch)
-        if kv_lens.device.type == kv_indptr.device.type == "cpu":
-            index_vectors.enough_room("kv_lens", kv_lens, kv_indptr.diff(), wrapper._page_size)
-        wrapper._keep(latent_plans.Lengths(qo_indptr, kv_indptr, kv_lens, None))
