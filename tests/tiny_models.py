@@ -68,13 +68,15 @@ def baseline(model: Any) -> str:
     return "eager" if type(model).__name__.startswith(NOT_BY_SDPA) else "sdpa"
 
 
-def assert_same(model: Any, call: Any, real: torch.Tensor | None = None) -> None:
-    """``call()``, logits ``[batch, tokens, ...]``, is under this library as under transformers' own attention.
+def assert_same(
+    model: Any, call: Any, real: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16, by: str | None = None
+) -> None:
+    """``call()``, logits ``[batch, tokens, ...]``, is under this library as under transformers' own attention ``by``.
 
-    ``real`` is the mask of tokens to compare, ``[batch, tokens]``. On GPUs the model turns to bf16, and may be twice as
-    far from fp32 as its own attention is.
+    ``real`` is the mask of tokens to compare, ``[batch, tokens]``. On GPUs the model turns to ``dtype``, and may be
+    twice as far from fp32 as its own attention is.
     """
-    name = register()
+    name, by = register(), by or baseline(model)
 
     def logits(implementation: str) -> torch.Tensor:
         model.set_attn_implementation(implementation)
@@ -83,12 +85,12 @@ def assert_same(model: Any, call: Any, real: torch.Tensor | None = None) -> None
         return found if real is None else found[real.bool()]
 
     with torch.inference_mode():
-        want = logits(baseline(model))
+        want = logits(by)
         if model.device.type == "cpu":
             torch.testing.assert_close(logits(name), want, atol=2e-4, rtol=1e-4)
             return
-        model.to(torch.bfloat16)
-        theirs, ours = ((logits(x) - want).abs().max() for x in (baseline(model), name))
+        model.to(dtype)
+        theirs, ours = ((logits(x) - want).abs().max() for x in (by, name))
         assert float(theirs) > 0  # there is something to compare with
         assert float(ours) <= 2 * float(theirs) + 1e-3
 
