@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 
 import pytest
 import torch
+from pairs import every
 from problems import Batch, make_batch
+from wrapper_problems import Wrapped
 
 import cutlass_kernels as ck
 
@@ -34,21 +37,13 @@ class Layer:
     """A wrapper, planned again by every :meth:`plan`, and what its runs take besides q."""
 
     def __init__(self, target, kind: str) -> None:
-        self.target, self.kind = target, kind
-        paged = kind.startswith("paged")
-        make = ck.BatchPrefillWithPagedKVCacheWrapper if paged else ck.BatchPrefillWithRaggedKVCacheWrapper
-        self.wrapper = make(target.workspace(), backend=target.backend)
+        kind, _, form = kind.partition(" ")
+        self.make = functools.partial(Wrapped, target, kind, form=form or "stacked")
+        self.target, self.wrapper = target, self.make().wrapper
 
-    def plan(self, qo_lens, kv_lens, dtype=torch.float16, **options) -> Batch:
-        batch = make_batch(qo_lens, kv_lens, 4, 2, 64, dtype=dtype, device=self.target.device)
-        options = dict(q_data_type=dtype) | options
-        if self.kind == "ragged":
-            self.wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **options)
-            self.kv = (batch.k, batch.v)
-        else:
-            paged = batch.paged(16, form="tuple" if self.kind == "paged tuple" else "stacked")
-            self.wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 16, **options)
-            self.kv = (paged.cache,)
+    def plan(self, qo_lens, kv_lens, **options) -> Batch:
+        batch = make_batch(qo_lens, kv_lens, 4, 2, 64, device=self.target.device)
+        self.kv = self.make(batch, wrapper=self.wrapper).plan(**options).kv
         return batch
 
 
@@ -94,9 +89,7 @@ def test_one_function_serves_all_wrappers(target):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("lse_layout", ["NH", "HN"])
-@pytest.mark.parametrize("given", [(), ("out",), ("lse",), ("out", "lse")])
-@pytest.mark.parametrize("return_lse", [False, True])
+@every(lse_layout=["NH", "HN"], given=[(), ("out",), ("lse",), ("out", "lse")], return_lse=[False, True])
 def test_places(target, given, return_lse, lse_layout):
     layer = Layer(target, "ragged")
     batch = layer.plan([5, 3], [20, 33], causal=True)
@@ -177,9 +170,8 @@ def test_a_wrapper_that_is_gone(target):
     assert number not in operators._wrappers
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@every(
+    options=[
         dict(causal=True),
         dict(causal=True, return_lse=True, window_left=3),
         dict(logits_soft_cap=2.0, sm_scale=0.2, k_scale=0.5, v_scale=2.0),
@@ -187,8 +179,7 @@ def test_a_wrapper_that_is_gone(target):
         dict(pos_encoding_mode="ROPE_LLAMA", rope_theta=5e3),
         dict(kv_layout="HND"),
         dict(o_dtype="float16"),
-    ],
-    ids=str,
+    ]
 )
 def test_single(target, options):
     run = compiled(ck.single_prefill_with_kv_cache)
@@ -211,19 +202,6 @@ def test_single_with_other_numbers(target):
         assert_same(run(**options), call(**options))
 
 
-def test_single_with_mask_sinks_and_places(target):
-    batch = make_batch([9], [20], 4, 2, 64, device=target.device)
-    mask = torch.rand(9, 20, device=target.device) < 0.5
-    sinks = torch.randn(4, device=target.device)
-    out, other = torch.zeros_like(batch.q), torch.zeros_like(batch.q)
-    call = lambda out: ck.single_prefill_with_kv_cache(  # noqa: E731
-        batch.q, batch.k, batch.v, mask, sinks=sinks, out=out, return_lse=True, backend=target.backend
-    )
-    assert_same(compiled(call)(out), call(other))
-    assert_same(out, other)
-    assert other.any()
-
-
 def test_single_with_positional_scales(target):
     batch = make_batch([9], [30], 4, 2, 64, device=target.device)
     scales = [torch.rand(n, device=target.device) + 0.5 for n in (4, 2, 2)]
@@ -234,12 +212,6 @@ def test_single_with_positional_scales(target):
     assert_same(compiled(call)(batch.q, *scales), call(batch.q, *scales))
     documented = lambda q: ck.single_prefill_with_kv_cache(q, batch.k, batch.v, None, None, True, "NHD", backend="auto")  # noqa: E731
     assert_same(compiled(documented)(batch.q), documented(batch.q))
-
-
-def test_single_return_lse_alias(target):
-    batch = make_batch([9], [20], 4, 2, 64, device=target.device)
-    call = lambda q: ck.single_prefill_with_kv_cache_return_lse(q, batch.k, batch.v, backend=target.backend)  # noqa: E731
-    assert_same(compiled(call)(batch.q), call(batch.q))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")

@@ -45,13 +45,14 @@ def forms(entry: Entry, data: Data) -> list[Call]:
     return [form for call in entry.calls(data) for form in call.forms()]
 
 
-def assert_same(got: Any, want: Any) -> None:
-    """Bitwise on the CPU. On a GPU kernels merge states, and PyTorch's operators in a graph: last bits may differ."""
+def assert_same(got: Any, want: Any, exact: bool = False) -> None:
+    """Bitwise on the CPU. On a GPU kernels merge states, and PyTorch's operators in a graph: last bits may differ if
+    that is not ``exact``."""
     got, want = several(got), several(want)
     assert len(got) == len(want)
     for a, b in zip(got, want):
         assert a.stride() == b.stride()
-        if a.is_cuda and a.is_floating_point() and a.element_size() > 1:
+        if a.is_cuda and a.is_floating_point() and a.element_size() > 1 and not exact:
             torch.testing.assert_close(a, b)
         else:
             assert_bitwise(a, b)
@@ -89,8 +90,9 @@ def test_fullgraph(data, entry, dynamic):
         torch._dynamo.reset()
         ours, theirs = call.copies(), call.copies()
         got = torch.compile(call.run, fullgraph=True, backend=backend, dynamic=dynamic)(*ours)
-        assert_same(got, call.run(*theirs))
-        assert_same(ours, theirs)
+        exact = entry.name.startswith("mla.")
+        assert_same(got, call.run(*theirs), exact)
+        assert_same(ours, theirs, exact)
         assert_marked(operators, entry.compiles == "between graphs")
 
 
