@@ -158,13 +158,43 @@ def expect(batch: Batch, mask: Mask, options: Options) -> tuple[torch.Tensor, to
     return torch.cat([r.out for r in results]), torch.cat([r.lse for r in results]), torch.cat(bases)
 
 
-def check(batch: Batch, target: Any, form: str, mask: Mask | None = None, options: Options | None = None, **more: Any):
-    """A call in this form gives what it must; returns its output ``[rows, heads, dim]``."""
+def places_of(total: int, shard: tuple[int, int, int]) -> torch.Tensor:
+    """Positions of a request's keys that a rank holds."""
+    world, rank, block = shard
+    every = torch.arange(total)
+    return every[every // block % world == rank]
+
+
+def part_of(batch: Batch, mask: Mask, shard: tuple[int, int, int]) -> tuple[Batch, Mask]:
+    """The batch with the keys of a rank alone, and what the mask over all keys shows of them."""
+    places = [places_of(n, shard).to(batch.device) for n in batch.kv_lens]
+    rows = torch.cat([p + sum(batch.kv_lens[:b]) for b, p in enumerate(places)])
+    take = lambda x: x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]  # noqa: E731
+    sizes = zip(batch.qo_lens, batch.kv_lens, strict=True)
+    seen = [mask.visible(b, n, m, batch.device)[:, places[b]] for b, (n, m) in enumerate(sizes)]
+    held = Batch(batch.qo_lens, [p.numel() for p in places], batch.q, take(batch.k), take(batch.v))
+    return held, Mask(bits=seen)
+
+
+def check(
+    batch: Batch,
+    target: Any,
+    form: str,
+    mask: Mask | None = None,
+    options: Options | None = None,
+    shard: tuple[int, int, int] | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A call in this form gives what it must; returns output and LSE ``[rows, heads, ...]``.
+
+    With a ``shard`` it gives what the keys of a rank contribute: those of the mask over all keys, of which it holds
+    some.
+    """
     mask, options = mask or Mask(), options or Options()
-    dense = more.pop("dense", False)
+    held, seen = (batch, mask) if shard is None else part_of(batch, mask, shard)
+    q, whose_rows = queries(held, more.pop("dense", False))
     layout, page_size = more.pop("layout", "NHD"), more.pop("page_size", 16)
-    q, whose_rows = queries(batch, dense)
-    k, v, whose_keys = keys(batch, form, layout, page_size, more.pop("side_by_side", False))
+    k, v, whose_keys = keys(held, form, layout, page_size, more.pop("side_by_side", False))
     given = {
         **whose_rows,
         **whose_keys,
@@ -172,17 +202,20 @@ def check(batch: Batch, target: Any, form: str, mask: Mask | None = None, option
         **options.arguments(batch.num_qo_heads, batch.device),
         **more,
     }
+    if shard is not None:
+        lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device=batch.device)
+        given |= dict(seqused_k=lens, kv_shard=shard)
     out, lse = ck.attention(q, k, v, return_lse=True, backend=target.backend, **given)
     assert out.shape == (*q.shape[:-1], v.size(-1)) and lse.shape == q.shape[:-1]
-    want, want_lse, base = expect(batch, mask, options)
-    flat = out.flatten(0, -3)
+    want, want_lse, base = expect(held, seen, options)
+    out, lse = out.flatten(0, -3), lse.flatten(0, -2)
     fp8 = batch.q.dtype in FP8
     if fp8:
-        assert_close(flat, want, atol=0.12, rtol=0.12)
+        assert_close(out, want, atol=0.12, rtol=0.12)
     else:
-        assert_close(flat, want, base.to(flat.dtype))
-    assert_lse_close(lse.flatten(0, -2), want_lse, atol=5e-3 if fp8 else None)
-    return flat
+        assert_close(out, want, base.to(out.dtype))
+    assert_lse_close(lse, want_lse, atol=5e-3 if fp8 else None)
+    return out, lse
 
 
 def random_batch(rng: random.Random, device: str, dtype: torch.dtype, **sizes: Any) -> tuple[Batch, bool]:

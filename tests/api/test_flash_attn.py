@@ -238,6 +238,11 @@ def test_combine(target):
     assert_lse_close(merged, want_lse)
     place = torch.full((2, 7, 4, 64), math.nan, device=target.device)
     assert flash_attn_combine(parts, lse, place)[0] is place
+    named = flash_attn_combine(parts, lse, out_dtype="float16")[0]
+    assert torch.equal(named, flash_attn_combine(parts, lse, out_dtype=torch.float16)[0])
+    for given, words in (((place[..., :32],), "out has shape"), ((None, "int32x"), "'int32x' is not a data type")):
+        with pytest.raises((ValueError, TypeError), match=words):
+            flash_attn_combine(parts, lse, *given)
     assert_close(place, (weight.unsqueeze(-1) * parts.double()).sum(0))
 
 
@@ -298,8 +303,10 @@ def test_scales_and_slopes_have_their_places(form):
     assert torch.equal(out, want) and torch.equal(lse.transpose(1, 2), want_lse)
 
 
-def test_what_means_training_is_refused():
+def test_what_is_refused():
     q = torch.zeros(1, 2, 2, 64).half()
+    with pytest.raises(ValueError, match=r"it must be \[B, n, 3, H, D\]"):
+        flash_attn_qkvpacked_func(torch.zeros(1, 9, 4, 2, 64).half())
     with pytest.raises(ValueError, match=r"dropout_p=0\.1 is for training"):
         flash_attn_func(q, q, q, dropout_p=0.1)
     with pytest.raises(ValueError, match="cp_world_size=2 needs cp_tot_seqused_k"):

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache(): what it refuses, it refuses before it writes new keys to the cache."""
+"""What FlashAttention's functions refuse; flash_attn_with_kvcache() before it writes new keys to the cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutlass_kernels.flash_attn import flash_attn_with_kvcache
+from cutlass_kernels.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 HEADS, DIM, ROOM, PAGE = 2, 64, 16, 4
 
@@ -70,6 +70,21 @@ LATE: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("change,words", LATE)
 def test_what_is_refused_leaves_the_cache(change, words, paged):
     refused(words, paged=paged, **change)
+
+
+OF_ALL = [
+    row for row in LATE if row[0].keys() <= {"causal", "softcap", "softmax_scale", "num_splits", "attention_chunk"}
+]
+
+
+@pytest.mark.parametrize("change,words", [*OF_ALL, (dict(s_aux=torch.zeros(7)), "s_aux has shape")])
+def test_all_functions_call_arguments_by_their_names(change, words):
+    x, offsets = torch.zeros(2, 5, HEADS, DIM).half(), ints(0, 5, 10)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
+        flash_attn_varlen_func(*[x.flatten(0, 1)] * 3, offsets, offsets, 5, 5, **change)
+    if "s_aux" not in change:
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
+            flash_attn_func(x, x, x, **change)
 
 
 @pytest.mark.parametrize("leftpad", [None, ints(1, 0)], ids=["no padding", "padding"])

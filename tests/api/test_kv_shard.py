@@ -8,49 +8,11 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
-from plan_free_problems import FORMS, Mask, Options, caller, expect, keys, queries, random_batch, random_mask
-from problems import Batch, make_batch
+from plan_free_problems import FORMS, Mask, Options, caller, check, expect, keys, part_of, random_batch, random_mask
+from problems import make_batch
 
 import cutlass_kernels as ck
 from cutlass_kernels import distributed, flash_attn
-
-
-def places_of(total: int, shard: tuple[int, int, int]) -> torch.Tensor:
-    """Positions of a request's keys that a rank holds."""
-    world, rank, block = shard
-    every = torch.arange(total)
-    return every[every // block % world == rank]
-
-
-def part_of(batch: Batch, shard: tuple[int, int, int]) -> tuple[Batch, list[torch.Tensor]]:
-    """The batch with the keys of a rank alone, and where they stand in their requests."""
-    places = [places_of(n, shard) for n in batch.kv_lens]
-    begins = [sum(batch.kv_lens[:b]) for b in range(len(batch.kv_lens))]
-    rows = torch.cat([p + begin for p, begin in zip(places, begins, strict=True)]).to(batch.device)
-    take = lambda x: x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]  # noqa: E731
-    return Batch(batch.qo_lens, [p.numel() for p in places], batch.q, take(batch.k), take(batch.v)), places
-
-
-def check(
-    whole: Batch, target: Any, shard: tuple[int, int, int], form: str, mask: Mask, options: Options, **more: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank's call gives what its keys contribute: those of the mask over all keys, of which it holds some."""
-    part, places = part_of(whole, shard)
-    lens = torch.tensor(whole.kv_lens, dtype=torch.int32, device=whole.device)
-    q, whose_rows = queries(part, more.pop("dense", False))
-    k, v, whose_keys = keys(part, form, more.pop("layout", "NHD"), more.pop("page_size", 16), False)
-    given = {**whose_rows, **whose_keys, **mask.arguments(whole.device), **options.arguments(whole.num_qo_heads, None)}
-    call = given | dict(seqused_k=lens, kv_shard=shard, return_lse=True, **more)
-    out, lse = ck.attention(q, k, v, backend=target.backend, **call)
-    seen = [
-        mask.visible(b, n, m, whole.device)[:, places[b].to(whole.device)]
-        for b, (n, m) in enumerate(zip(whole.qo_lens, whole.kv_lens, strict=True))
-    ]
-    want, want_lse, base = expect(part, Mask(bits=seen), options)
-    out, lse = out.flatten(0, -3), lse.flatten(0, -2)
-    assert_close(out, want, base.to(out.dtype))
-    assert_lse_close(lse, want_lse)
-    return out, lse
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,7 +23,7 @@ def test_every_form_of_keys(target, shard, mask, form):
     if form == "dense" and shard[2] != 1:
         kv_lens = [shard[0] * shard[2] * 4] * 3
     whole = make_batch([20, 3, 70], kv_lens, 8, 2, 128, device=target.device)
-    check(whole, target, shard, form, mask, Options())
+    check(whole, target, form, mask, shard=shard)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
@@ -70,9 +32,7 @@ def test_new_tokens_of_decodes(target, heads, rows):
     """The states of all ranks make up attention over all keys."""
     lens = [700, rows, 1, 0, 33, 4100]
     whole = make_batch([rows] * len(lens), lens, *heads, 128, device=target.device)
-    states = [
-        check(whole, target, (3, rank, 16), "table", Mask(causal=True), Options(), dense=True) for rank in range(3)
-    ]
+    states = [check(whole, target, "table", Mask(causal=True), shard=(3, rank, 16), dense=True) for rank in range(3)]
     out, lse = ck.merge_states(*(torch.stack(x, 1) for x in zip(*states, strict=True)))
     want, want_lse, base = expect(whole, Mask(causal=True), Options())
     assert_close(out, want, base)
@@ -95,7 +55,7 @@ def test_random_calls(target, seed):
     shard = world, rng.randrange(world), rng.choice([1, 1, 2, 16, 64, 1000])
     given = dict(layout=rng.choice(["NHD", "HND"]), page_size=rng.choice([1, 5, 16, 64]), dense=dense)
     given["batch_invariant"] = rng.random() < 0.2
-    check(whole, target, shard, rng.choice(["used", "strided", "table", "indices"]), mask, options, **given)
+    check(whole, target, rng.choice(["used", "strided", "table", "indices"]), mask, options, shard, **given)
 
 
 @pytest.mark.parametrize("rows", [1, 30])
@@ -103,7 +63,7 @@ def test_8_bit_caches(target, rows):
     whole = make_batch([rows] * 3, [90, 7, 200], 8, 2, 128, kv_dtype=torch.float8_e4m3fn, device=target.device)
     options = Options(descales=dict(k_descale=0.5, v_descale=2.0))
     call = lambda backend: check(  # noqa: E731
-        whole, type(target)(target.device, backend), (2, 1, 16), "table", Mask(causal=True), options, dense=True
+        whole, type(target)(target.device, backend), "table", Mask(causal=True), options, (2, 1, 16), dense=True
     )
     target.attempt(call, () if rows == 1 else ("general masks of 8-bit keys",))
 
@@ -149,18 +109,14 @@ def test_faults(given, told):
 def test_arguments_of_flash_attention(target, causal):
     """``cp_world_size`` and its companions, as vLLM passes them."""
     whole = make_batch([5, 2], [61, 40], 4, 2, 64, device=target.device)
-    part, places = part_of(whole, (2, 1, 1))
+    part, seen = part_of(whole, Mask(causal=causal), (2, 1, 1))
     k, v, whose = keys(part, "table")
     total = torch.tensor(whole.kv_lens, dtype=torch.int32, device=target.device)
     indptr = whole.qo_indptr(target.device)
     options: Any = dict(block_table=whose["page_table"], seqused_k=whose["seqused_k"], causal=causal)
     shard: Any = dict(cp_world_size=2, cp_rank=1, cp_tot_seqused_k=total)
     out = flash_attn.flash_attn_varlen_func(part.q, k, v, indptr, None, 5, 31, **options, **shard)
-    seen = [
-        Mask(causal=causal).visible(b, n, m, target.device)[:, places[b].to(target.device)]
-        for b, (n, m) in enumerate(zip(whole.qo_lens, whole.kv_lens, strict=True))
-    ]
-    want, _, base = expect(part, Mask(bits=seen), Options())
+    want, _, base = expect(part, seen, Options())
     assert_close(out, want, base)
 
 

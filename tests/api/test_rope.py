@@ -11,6 +11,7 @@ from captures import capture
 from compare import assert_bitwise
 from guards import Guarded
 from problems import randn
+from refusals import rows
 
 import cutlass_kernels as ck
 
@@ -145,30 +146,26 @@ def test_follows_its_inputs_in_a_graph():
     assert_bitwise(cache, wanted)
 
 
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        (dict(head_size=60), "no heads of head_size=60"),
-        (dict(positions=torch.zeros(3)), "int64 or int32"),
-        (dict(positions=torch.zeros(2, dtype=torch.int64)), "each token has one position"),
-        (dict(positions=torch.tensor([0, 1, 8])), "positions lie between 0 and 8"),
-        (dict(positions=torch.tensor([0, -1, 7])), "positions lie between -1 and 7"),
-        (dict(cos_sin_cache=torch.zeros(8, 66)), "rotary_dim=66"),
-        (dict(cos_sin_cache=torch.zeros(8, 7)), "rotary_dim=7"),
-        (dict(cos_sin_cache=torch.zeros(8)), "must be \\[positions, rotary_dim\\]"),
-        (dict(key=torch.zeros(3, 128, dtype=torch.float16)), "dtypes"),
-        (dict(query=torch.zeros(3)), "query has shape"),
-    ],
-)
-def test_refuses(change, message):
-    given = dict(
-        positions=torch.tensor([0, 1, 7]),
-        query=torch.zeros(3, 256),
-        key=torch.zeros(3, 128),
-        head_size=64,
-        cos_sin_cache=make_table(8, 64),
-    )
-    with pytest.raises(ValueError, match=message):
+REFUSED = [
+    *rows(ValueError, "no heads of {name}={value}", head_size=60),
+    *rows(ValueError, "int64 or int32", positions=torch.zeros(3)),
+    *rows(ValueError, "each token has one position", positions=torch.zeros(2, dtype=torch.int64)),
+    *rows(ValueError, "positions lie between 0 and 8", positions=torch.tensor([0, 1, 8])),
+    *rows(ValueError, "positions lie between -1 and 7", positions=torch.tensor([0, -1, 7])),
+    *rows(ValueError, "rotary_dim=66", cos_sin_cache=torch.zeros(8, 66)),
+    *rows(ValueError, "rotary_dim=7", cos_sin_cache=torch.zeros(8, 7)),
+    *rows(ValueError, r"must be \[positions, rotary_dim\]", cos_sin_cache=torch.zeros(8)),
+    *rows(ValueError, "dtypes", key=torch.zeros(3, 128, dtype=torch.float16)),
+    *rows(ValueError, "{name} has shape", query=torch.zeros(3)),
+    *rows((ValueError, TypeError), "{name}={value}", is_neox=2),
+]
+
+
+@pytest.mark.parametrize("change,error,message", REFUSED)
+def test_refuses(change, error, message):
+    given = dict(positions=torch.tensor([0, 1, 7]), query=torch.zeros(3, 256), key=torch.zeros(3, 128))
+    given |= dict(head_size=64, cos_sin_cache=make_table(8, 64))
+    with pytest.raises(error, match=message):
         ck.apply_rope_with_cos_sin_cache_inplace(**(given | change))
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from registry.multi_gpu import group_of_one
 from small_calls import HEADS, PAGE, Calls, ints
 
 import cutlass_kernels as ck
+from cutlass_kernels import distributed
 
 FAULTS = "incompatible function arguments|unsupported operand|not supported between"
 VALUES = ["nonsense", "", 1.5, -3, [1], (1, 2), {"a": 1}, None, object(), torch.zeros(2, 3), ints(1, 2, 3)]
@@ -161,3 +163,19 @@ def test_index_tensors_are_of_integers(calls, dtype):
     ):
         with pytest.raises(ValueError, match=told):
             call()
+
+
+@pytest.mark.runs_nothing("calls are refused before a backend computes")
+def test_flags_of_functions_of_groups():
+    q, state = torch.zeros(5, 4, 64).half(), (torch.zeros(5, 4, 64), torch.zeros(5, 4))
+    caches, lens = [torch.zeros(1, 8, 2, 64).half() for _ in "kv"], torch.tensor([3], dtype=torch.int32)
+    with group_of_one() as group:
+        for words, call in (
+            ("return_lse=2", lambda **x: distributed.dcp_decode(q[None, :1], *caches, group, seqused_k=lens, **x)),
+            ("return_lse=2", lambda **x: distributed.dcp_combine(*state, group, **x)),
+            ("return_lse=2", lambda **x: distributed.cp_prefill(q, q, q, group, **x)),
+            ("dim=0.5", lambda **x: distributed.cp_split(state[0], group, **x)),
+        ):
+            name, value = words.split("=")
+            with pytest.raises((ValueError, TypeError), match=words):
+                call(**{name: float(value) if "." in value else int(value)})

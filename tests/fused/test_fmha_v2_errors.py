@@ -43,6 +43,7 @@ def test_values(target, layout, change, words):
 
 
 KINDS: list[tuple[dict[str, Any], str]] = [
+    (dict(save_softmax_stats=2), "save_softmax_stats=2"),
     (dict(tables=[[1]]), "block_tables"),
     (dict(out=3), "out"),
     (dict(chunked_attention_size=32.5), r"chunked_attention_size=32\.5"),
