@@ -177,26 +177,3 @@ def rows_of(*shape: int, dtype: torch.dtype = HALF, every: int = 1, wide: int = 
     elements apart."""
     *others, heads, dim = shape
     return torch.zeros(*others, heads * every, dim + wide).to(dtype)[..., ::every, :dim]
-
-
-def faults_of_matrix(x: torch.Tensor, first: int = 0, hnd: bool = False) -> dict[str, dict[str, Any]]:
-    """Facts with which no kernel reads a 16-bit tensor that is [tokens, heads, dim] from dimension ``first`` on."""
-    token, head = (first + 1, first) if hnd else (first, first + 1)
-
-    def strides(at: int, value: int) -> dict[str, Any]:
-        return dict(strides=(*x.stride()[:at], value, *x.stride()[at + 1 :]))
-
-    faults = {
-        "address": dict(data=x.data_ptr() + 8),
-        "elements apart": strides(first + 2, 2),
-        "one dimension less": dict(shape=tuple(x.shape[1:]), strides=x.stride()[1:]),
-        "one dimension more": dict(shape=(*x.shape, 1), strides=(*x.stride(), 1)),
-    }
-    for name, at in (("tokens", token), ("heads", head)):
-        faults |= {
-            f"{name} in one place": strides(at, 0),
-            f"{name} in reverse order": strides(at, -x.stride(at)),
-            f"unaligned {name}": strides(at, x.stride(at) + 4),
-            f"far {name}": strides(at, (1 << 30) + 8),
-        }
-    return faults

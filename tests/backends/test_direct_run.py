@@ -1,13 +1,13 @@
-"""Direct runs of planned batches: what ``_C.direct_run`` launches, and what it leaves to Python. Of caches in pages:
-test_direct_pages.py."""
+"""Direct runs of planned batches: what ``_C.direct_run`` launches, and what it leaves to Python. What all direct calls
+leave to it: test_direct_calls.py."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from recorded_calls import BF16, CPU, CUDA, E4M3, HALF, Gpu, faults_of_matrix, rows_of, view
+from recorded_calls import BF16, CUDA, E4M3, HALF, Gpu, rows_of, view
 from recorded_runs import PAGES, Batch, ints
 
 
@@ -24,62 +24,19 @@ def paged(gpu: Gpu) -> Batch:
 # --- what is launched ---
 
 
-def test_a_ragged_run_as_it_is_launched(ragged: Batch) -> None:
-    given = ragged.arguments()
-    out = ragged.run()(*given.values())
-    launched = ragged.gpu.launched()
-    assert out.shape == (8, 4, 128) and out.dtype == HALF
-    for name, want in (
-        ("q", view(given["q"])),
-        ("k", view(given["k"])),
-        ("v", view(given["v"])),
-        ("o", view(out)),
-        ("lse", (0, 0, 0)),
-        ("dtypes", ("float16",) * 3),
-        ("heads", (4, 2)),
-        ("head_dims", (64, 128)),
-        ("batch_size", 2),
-        ("totals", (8, 30)),
-        ("indptrs", (ragged.qo_indptr.data_ptr(), ragged.kv_indptr.data_ptr())),
-        ("causal", True),
-        ("window_left", -1),
-        ("chunk_size", 0),
-        ("scales", (0.125, 0.0, 1.0)),
-        ("mask", (0, 0, 0)),
-        ("alibi", 0),
-        ("sinks", 0),
-        ("device", 0),
-        ("stream", 64),
-    ):
-        assert launched[name] == want, name
-    at = ragged.workspace.data_ptr()
+def test_what_is_of_the_plan(ragged: Batch) -> None:
+    assert ragged.run()(*ragged.arguments().values()) is not None
+    launched, at = ragged.gpu.launched(), ragged.workspace.data_ptr()
+    assert launched["indptrs"] == (ragged.qo_indptr.data_ptr(), ragged.kv_indptr.data_ptr())
     assert at <= launched["tile_list"] < at + ragged.workspace.nbytes
-    assert ragged.gpu.module.current_device() == 64
-
-
-def test_heads_before_tokens(ragged: Batch) -> None:
-    k, v = rows_of(2, 30, 64, every=3), rows_of(2, 30, 128, every=2)
-    ragged.run(hnd=True)(*ragged.arguments(k=k, v=v).values())
-    launched = ragged.gpu.launched()
-    assert launched["k"] == view(k.transpose(0, 1)) and launched["v"] == view(v.transpose(0, 1))
-    assert launched["totals"] == (8, 30)
 
 
 def test_every_option_arrives(ragged: Batch) -> None:
-    places = dict(out=rows_of(8, 4, 128, every=2), lse=torch.zeros(4, 9).t()[:8], sinks=torch.zeros(4), return_lse=True)
     slopes, bits, starts = torch.zeros(4), torch.zeros(70, dtype=torch.uint8), ints(0, 13, 69)
-    run = ragged.run("fa3", alibi=slopes, bits=bits, bits_indptr=starts)
-    ragged.options = SimpleNamespace(
-        causal=False, pos_encoding_mode="NONE", window_left=7, logits_soft_cap=30.0, sm_scale=0.5
-    )
-    out, lse = run(*ragged.arguments(q_scale=1.5, k_scale=2, v_scale=0.25, **places).values())
-    assert out is places["out"] and lse is places["lse"] and not ragged.gpu.made
+    ragged.run("fa3", alibi=slopes, bits=bits, bits_indptr=starts)(*ragged.arguments().values())
     launched = ragged.gpu.launched()
-    assert launched["o"] == view(out) and launched["lse"] == (lse.data_ptr(), 1, 9)
-    assert launched["sinks"] == places["sinks"].data_ptr() and launched["alibi"] == slopes.data_ptr()
+    assert launched["alibi"] == slopes.data_ptr() and launched["backend"] == "fa3"
     assert launched["mask"] == (bits.data_ptr(), starts.data_ptr(), 18)
-    assert launched["causal"] is False and launched["window_left"] == 7 and launched["backend"] == "fa3"
-    assert launched["scales"] == (1.5, 30.0, 0.25)
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -93,19 +50,6 @@ def test_new_outputs(ragged: Batch, dim: int, zero: bool) -> None:
     assert made[0] == ("zeros" if zero else "empty_like" if dim == 64 else "empty") and made[1] is out
     assert out.shape == (8, 4, dim) and out.dtype == HALF
     assert ragged.gpu.launched()["o"] == view(out)
-
-
-@pytest.mark.parametrize("q", [rows_of(8, 4, 64, every=2), rows_of(8, 4, 64, wide=8), rows_of(16, 4, 64)[::2]])
-def test_no_output_is_like_queries_with_gaps(ragged: Batch, q: torch.Tensor) -> None:
-    ragged.request.head_dim_vo = 64
-    out = ragged.run()(*ragged.arguments(q=q, v=rows_of(30, 2, 64)).values())
-    assert ragged.gpu.made[0][0] == "empty" and out.is_contiguous()
-
-
-def test_new_lse(ragged: Batch) -> None:
-    _, lse = ragged.run()(*ragged.arguments(return_lse=True).values())
-    assert lse.shape == (8, 4) and lse.dtype == torch.float32
-    assert ragged.gpu.launched()["lse"] == (lse.data_ptr(), 4, 1)
 
 
 def test_lse_of_rows_that_no_kernel_writes(ragged: Batch) -> None:
@@ -187,58 +131,18 @@ def test_more_keys_than_are_planned(ragged: Batch) -> None:
     assert ragged.gpu.launched()["totals"] == (8, 31)
 
 
-LEFT_TO_PYTHON = {
-    "q that is no tensor": dict(q=[1.0]),
-    "q of another type": dict(q=rows_of(8, 4, 64, dtype=BF16)),
-    "other query heads": dict(q=rows_of(8, 2, 64)),
-    "other dimension of q": dict(q=rows_of(8, 4, 128)),
-    "no k": dict(k=None),
-    "no v": dict(v=None),
-    "k of another type": dict(k=rows_of(30, 2, 64, dtype=BF16)),
-    "v of another type": dict(v=rows_of(30, 2, 128, dtype=BF16)),
-    "other heads of k": dict(k=rows_of(30, 4, 64)),
-    "other heads of v": dict(v=rows_of(30, 4, 128)),
-    "other dimension of k": dict(k=rows_of(30, 2, 128)),
-    "other dimension of v": dict(v=rows_of(30, 2, 64)),
-    "more keys": dict(k=rows_of(31, 2, 64)),
-    "more values": dict(v=rows_of(31, 2, 128)),
-    "fewer keys and values": dict(k=rows_of(29, 2, 64), v=rows_of(29, 2, 128)),
-    "pages where none are planned": dict(k=(rows_of(30, 1, 2, 64), rows_of(30, 1, 2, 128)), v=None),
-    "q_scale in a text": dict(q_scale="1"),
-    "k_scale in a tensor": dict(k_scale=torch.ones(1)),
-    "v_scale in a tensor": dict(v_scale=torch.ones(1)),
-    "list of sinks": dict(sinks=[torch.zeros(4)]),
-    "sinks of another size": dict(sinks=torch.zeros(2)),
-    "return_lse that is no bool": dict(return_lse=1),
-    "lse of other rows": dict(lse=torch.zeros(7, 4)),
-    "out of another type": dict(out=torch.zeros(8, 4, 128)),
-    "out of other rows": dict(out=rows_of(7, 4, 128)),
-}
-OPTIONS_LEFT_TO_PYTHON = {
-    "another encoding": dict(pos_encoding_mode="ROPE_LLAMA"),
-    "causal that is no bool": dict(causal=1),
-    "window that is no integer": dict(window_left=3.0),
-    "cap that is no number": dict(logits_soft_cap="30"),
-    "scale in a tensor": dict(sm_scale=torch.ones(1)),
-}
-
-
-@pytest.mark.parametrize("change", LEFT_TO_PYTHON)
-def test_what_is_left_to_python(ragged: Batch, change: str) -> None:
-    assert ragged.accepts()
-    assert not ragged.accepts(**LEFT_TO_PYTHON[change])
-
-
-@pytest.mark.parametrize("change", OPTIONS_LEFT_TO_PYTHON)
-def test_options_that_are_left_to_python(ragged: Batch, change: str) -> None:
-    for name, value in OPTIONS_LEFT_TO_PYTHON[change].items():
-        setattr(ragged.options, name, value)
-    assert not ragged.accepts()
-
-
-def test_a_run_that_is_refused(ragged: Batch) -> None:
-    given = ragged.arguments(v_scale=1e300)
-    assert not ragged.gpu.accepts(ragged.run(), *given.values(), planned=True)
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(k=rows_of(31, 2, 64)),
+        dict(v=rows_of(31, 2, 128)),
+        dict(k=rows_of(29, 2, 64), v=rows_of(29, 2, 128)),
+        dict(k=rows_of(30, 4, 64), v=rows_of(30, 4, 128)),
+        dict(k=(rows_of(30, 1, 2, 64), rows_of(30, 1, 2, 128)), v=None),  # pages, where none are planned
+    ],
+)
+def test_keys_that_are_left_to_python(ragged: Batch, change: dict[str, Any]) -> None:
+    assert not ragged.accepts(**change)
 
 
 def test_an_encoding_that_cannot_be_compared(ragged: Batch) -> None:
@@ -263,35 +167,104 @@ def test_a_mask_that_stands_for_causal(ragged: Batch) -> None:
         assert ragged.accepts(dict(mask_is_causal=mask, causal=planned)) == accepted
 
 
-def test_what_is_no_run(ragged: Batch) -> None:
-    arguments = list(ragged.arguments().values())
-    for wrong in (arguments[:-1], [*arguments, None]):
-        with pytest.raises(TypeError, match="number of arguments"):
-            ragged.run()(*wrong)
-    for name in vars(ragged.options):
-        fewer = SimpleNamespace(**{other: x for other, x in vars(ragged.options).items() if other != name})
-        with pytest.raises(AttributeError, match=name):
-            ragged.run()(*ragged.arguments(options=fewer).values())
+# --- caches in pages ---
 
 
-@pytest.mark.parametrize("device", [(CUDA, 1), (CPU, 0)], ids=["another GPU", "the CPU"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "sinks", "out", "lse"])
-def test_tensors_of_two_devices(ragged: Batch, name: str, device: tuple[int, int]) -> None:
-    given = ragged.arguments(out=rows_of(8, 4, 128), lse=torch.zeros(8, 4), sinks=torch.zeros(4))
-    run = ragged.run()
-    assert ragged.gpu.accepts(run, *given.values())
-    ragged.gpu.tell(given[name], device=device)
-    assert not ragged.gpu.accepts(run, *given.values())
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 @pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
-def test_tensors_as_no_kernel_reads_them(ragged: Batch, hnd: bool, name: str) -> None:
-    given = ragged.arguments(out=rows_of(8, 4, 128, every=2))
-    if hnd:
-        given |= dict(k=rows_of(2, 30, 64, every=2), v=rows_of(2, 30, 128, every=2))
-    run, x = ragged.run(hnd=hnd), given[name]
-    assert ragged.gpu.accepts(run, *given.values())
-    for fault, facts in faults_of_matrix(x, hnd=hnd and name in "kv").items():
-        ragged.gpu.tell(x, **facts)
-        assert not ragged.gpu.accepts(run, *given.values()), fault
+@pytest.mark.parametrize("pool", [False, True], ids=["pair", "pool"])
+def test_a_paged_run_as_it_is_launched(paged: Batch, pool: bool, hnd: bool) -> None:
+    shape = (2, 16) if hnd else (16, 2)
+    whole = rows_of(PAGES + 1, 2, *shape, 64, every=2)
+    k, v = (whole[:, 0], whole[:, 1]) if pool else (whole[:, 0], rows_of(PAGES + 1, *shape, 128, every=3))
+    paged.request.head_dim_vo = v.size(-1)
+    given = paged.arguments(k=whole if pool else (k, v))
+    assert paged.run(hnd=hnd)(*given.values()) is not None
+    launched = paged.gpu.launched()
+    token, head = (2, 1) if hnd else (1, 2)
+    for name, x in (("k", k), ("v", v)):
+        assert launched[name] == (x.data_ptr(), x.stride(token), x.stride(head))
+        assert launched["pages"][f"{name}_stride_page"] == x.stride(0)
+    assert paged.pages is not None
+    assert launched["pages"]["indices"] == paged.pages.indices.data_ptr()
+    assert launched["pages"]["last_page_len"] == paged.pages.last_page_len.data_ptr()
+    assert launched["pages"]["page_size"] == 16 and launched["pages"]["num_pages"] == PAGES + 1
+    assert launched["indptrs"] == (paged.qo_indptr.data_ptr(), paged.kv_indptr.data_ptr())
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_pages_of_one_token_without_their_dimension(gpu: Gpu, pool: bool) -> None:
+    batch = Batch(gpu, page_size=1)
+    if pool:
+        batch.request.head_dim_vo = 64
+    whole = rows_of(PAGES, 2, 2, 64, every=3)
+    cache = whole if pool else (whole[:, 0], rows_of(PAGES, 2, 128, every=2))
+    assert batch.run()(*batch.arguments(k=cache).values()) is not None
+    launched = gpu.launched()
+    for name, x in zip("kv", (whole[:, 0], whole[:, 1]) if pool else cache):
+        assert launched[name] == (x.data_ptr(), x.stride(0), x.stride(1))
+        assert launched["pages"][f"{name}_stride_page"] == x.stride(0)
+
+
+def pair(*, tokens: tuple[int, int] = (16, 16), heads: tuple[int, int] = (2, 2), **changes: Any) -> Any:
+    facts = dict(pages=(PAGES, PAGES), dims=(64, 128), dtypes=(HALF, HALF)) | changes
+    sizes = zip(facts["pages"], tokens, heads, facts["dims"], facts["dtypes"])
+    return tuple(rows_of(*size, dtype=dtype) for *size, dtype in sizes)
+
+
+CACHES_LEFT_TO_PYTHON = {
+    "v beside a cache": dict(v=rows_of(30, 2, 128)),
+    "no cache": dict(k=None),
+    "list": dict(k=list(pair())),
+    "three tensors": dict(k=(*pair(), pair()[0])),
+    "one tensor in a tuple": dict(k=pair()[:1]),
+    "another page size": dict(k=pair(tokens=(8, 8))),
+    "other heads": dict(k=pair(heads=(4, 4))),
+    "another type": dict(k=pair(dtypes=(BF16, BF16))),
+    "fewer pages": dict(k=pair(pages=(7, 7))),
+    "both without tokens": dict(k=tuple(x[:, 0] for x in pair())),
+    "both without heads": dict(k=tuple(x[:, 0, 0] for x in pair())),
+}
+
+
+@pytest.mark.parametrize("change", CACHES_LEFT_TO_PYTHON)
+def test_caches_that_are_left_to_python(paged: Batch, change: str) -> None:
+    assert paged.accepts()
+    assert not paged.accepts(**CACHES_LEFT_TO_PYTHON[change])
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [rows_of(PAGES, 3, 16, 2, 64), rows_of(PAGES, 2, 64), rows_of(1, PAGES, 2, 16, 2, 64), rows_of(PAGES, 2, 64)],
+)
+def test_pools_that_are_left_to_python(paged: Batch, cache: torch.Tensor) -> None:
+    paged.request.head_dim_vo = 64
+    assert paged.accepts(k=rows_of(PAGES, 2, 16, 2, 64))
+    assert not paged.accepts(k=cache)
+
+
+def test_most_pages(paged: Batch) -> None:
+    given = paged.arguments()
+    for most, accepted in ((1 << 30, True), ((1 << 30) + 1, False)):
+        for x in given["k"]:
+            paged.gpu.tell(x, shape=(most, *x.shape[1:]))
+        assert paged.gpu.accepts(paged.run(), *given.values()) == accepted
+
+
+def test_pages_of_one_token_in_other_dimensions(gpu: Gpu) -> None:
+    batch = Batch(gpu, page_size=1)
+    k, v = rows_of(PAGES, 2, 64), rows_of(PAGES, 2, 128)
+    for cache, accepted in (
+        ((k, v), True),
+        ((k[:, None], v[:, None]), True),
+        ((k, v[:, None]), False),
+        ((k[:, None], v), False),
+        ((k[..., None, None], v[..., None, None]), False),
+    ):
+        assert batch.accepts(k=cache) == accepted
+
+
+def test_pages_of_another_gpu(paged: Batch) -> None:
+    given = paged.arguments()
+    for x in given["k"]:
+        paged.gpu.tell(x, device=(CUDA, 1))
+    assert not paged.gpu.accepts(paged.run(), *given.values())
