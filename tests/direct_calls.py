@@ -20,6 +20,10 @@ LAYOUTS = ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", 
 FORMS = ["ragged", "dense", "table", "indices", "latent"]
 
 
+class Parameter(torch.nn.Parameter):
+    """A subclass, which may stand for another tensor."""
+
+
 @dataclass
 class Direct:
     """A function of the compiled module, with arguments that it accepts, in their order."""
@@ -158,7 +162,7 @@ def attention(gpu: Gpu, form: str, **changes: Any) -> Direct:
 
 def faults(x: torch.Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
     """Other facts of a tensor: of a whole tensor, and with the dimension behind the name."""
-    for dtype in (*FLOATS, torch.float64, torch.int16, torch.int32, torch.int64):
+    for dtype in (*FLOATS, torch.float64, torch.int16, torch.int32, torch.int64, torch.uint8):
         if dtype != x.dtype:
             yield f"{dtype}", dict(dtype=dtype)
     yield "another GPU", dict(device=(CUDA, 1))

@@ -150,18 +150,12 @@ class Gpu:
         (launch,) = self.module.take_launches()
         return launch
 
-    def written(self) -> dict[str, Any] | None:
-        """The same of kernels that write to caches; None where none has been launched."""
-        launches = self.module.take_writes()
-        assert len(launches) <= 1
-        return launches[0] if launches else None
-
     def accepts(self, call: Callable[..., Any], *arguments: Any, planned: bool = False) -> bool:
         """Whether a direct call launches. If not, it returns None, and has asked for no memory unless it was refused
         by the plan: then ``planned``."""
         self.made.clear()
         results = call(*arguments)
-        launches = self.module.take_launches()
+        launches = [*self.module.take_launches(), *self.module.take_writes()]
         assert len(launches) == (results is not None)
         assert launches or planned or not self.made
         return bool(launches)

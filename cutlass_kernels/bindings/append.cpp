@@ -33,10 +33,8 @@ py::object find_positions(PyObject* const* given, Py_ssize_t count) {
 }  // namespace
 
 void add_append(const py::object& module) {
-  static PyMethodDef functions[] = {
-      function<append>("append_paged_kv_cache", "Writes new keys and values into their pages; see append.h."),
-      function<find_positions>("get_batch_indices_positions",
-                               "Writes the request and the position of every new token; see append.h.")};
+  static PyMethodDef functions[] = {function<append>("append_paged_kv_cache"),
+                                    function<find_positions>("get_batch_indices_positions")};
   add_functions(module, functions);
 }
 

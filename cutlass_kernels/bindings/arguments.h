@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 
 #include "cutlass_kernels/attention.h"
@@ -121,20 +122,41 @@ PyObject* guarded(Function function) {
 
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
-inline PyMethodDef fast(const char* name, FastFunction function, const char* doc = nullptr) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, doc};
+inline PyMethodDef fast(const char* name, FastFunction function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
 using Function = py::object(PyObject* const* given, Py_ssize_t count);
 
-template <Function* kFunction>
-PyObject* called(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] { return kFunction(given, count); });
+/// Calls a function that knows nothing of Python.
+template <class Result, class... T>
+py::object call(Result (*function)(T...), PyObject* const* given, Py_ssize_t count) {
+  std::tuple<std::decay_t<T>...> arguments;
+  std::apply([&](auto&... each) { Positional(given, count).read(each...).end(); }, arguments);
+  if constexpr (std::is_void_v<Result>) {
+    std::apply(function, arguments);
+    return py::none();
+  } else if constexpr (std::is_base_of_v<py::object, Result>) {
+    return std::apply(function, arguments);
+  } else {
+    return py::cast(std::apply(function, arguments));
+  }
 }
 
-template <Function* kFunction>
-PyMethodDef function(const char* name, const char* doc = nullptr) {
-  return fast(name, &called<kFunction>, doc);
+template <auto* kFunction>
+PyObject* called(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&] {
+    if constexpr (std::is_same_v<decltype(kFunction), Function*>) {
+      return kFunction(given, count);
+    } else {
+      return call(kFunction, given, count);
+    }
+  });
+}
+
+template <auto* kFunction>
+PyMethodDef function(const char* name) {
+  return fast(name, &called<kFunction>);
 }
 
 template <std::size_t kCount>

@@ -251,11 +251,7 @@ void add_batch(const py::object& module) {
   py::class_<SharedSchedule>(module, "SharedSchedule", "A schedule that calls of attention share.")
       .def(py::init<bool>(), py::arg("strict"))
       .def("renew", &SharedSchedule::renew);
-  static PyMethodDef functions[] = {
-      function<plan_batch>("plan_batch",
-                           "A plan, and the bytes that its tile list and its scratch take. From: backend, Request, "
-                           "Offsets, rows of q, workspace and its bytes, room for scratch, uploads, copies, stream."),
-      function<attend>("attend", "Computes a Problem: with a backend, and for a batch with its plan and scratch.")};
+  static PyMethodDef functions[] = {function<plan_batch>("plan_batch"), function<attend>("attend")};
   add_functions(module, functions);
 }
 

@@ -166,8 +166,7 @@ namespace {
 /// The place of a shared schedule for a call, and what is there; for other sizes than these, an error.
 SharedSchedule::Made& place_of(const Torch& torch, const CallPlan& plan, int device, Address stream,
                                SharedSchedule& schedule) {
-  constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
-  const std::thread::id thread = stream == kPerThread ? std::this_thread::get_id() : std::thread::id();
+  const std::thread::id thread = thread_of(stream);
   const std::uint64_t capture = capture_of(pointer<CUstream_st>(stream));
   SharedSchedule::Made* place = nullptr;
   for (auto& one : schedule.made) {

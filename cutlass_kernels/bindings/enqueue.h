@@ -9,6 +9,7 @@
 
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "arguments.h"
@@ -31,11 +32,16 @@ py::object enqueue(Work work) {
   return py::none();
 }
 
+/// The thread whose stream a handle means: cudaStreamPerThread is one handle, a stream for every thread.
+inline std::thread::id thread_of(Address stream) {
+  constexpr Address kPerThread = 2;
+  return stream == kPerThread ? std::this_thread::get_id() : std::thread::id();
+}
+
 /// The lock of a stream of the current device. Call this with the GIL, which guards the table.
 inline std::mutex& lock_of(Address stream) {
-  constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
   thread_local std::mutex own;
-  if (stream == kPerThread) return own;
+  if (thread_of(stream) != std::thread::id()) return own;
   // Never destroyed: threads may run until the process ends. Stream handles are few and are used again.
   static auto& locks = *new std::map<std::pair<int, Address>, std::mutex>;
   // The default stream of every device has the handle 0.

@@ -195,12 +195,7 @@ py::object attend_fused(PyObject* const* given, Py_ssize_t count) {
 }  // namespace
 
 void add_fused(const py::object& module) {
-  static PyMethodDef functions[] = {
-      function<fused_prefill>("fused_prefill"),
-      function<attend_fused>(
-          "attend_fused",
-          "Computes a Problem whose indptrs and block tables kernels read on the device. From: problem, backend, block "
-          "tables or None, the page number of the first value page, bounds of the lengths.")};
+  static PyMethodDef functions[] = {function<fused_prefill>("fused_prefill"), function<attend_fused>("attend_fused")};
   add_functions(module, functions);
 }
 

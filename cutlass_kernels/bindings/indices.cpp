@@ -148,13 +148,9 @@ py::object sizes_on_device(PyObject* const* given, Py_ssize_t count) {
   return sizes;
 }
 
-// Whether int32 offsets (address, count) never decrease, from a first that is not negative.
-py::object ascend_at(PyObject* const* given, Py_ssize_t count) {
-  Vector x;
-  Positional(given, count).read(x.data, x.count).end();
-  return py::bool_(ascend(x));
-}
+bool are_ascending(const std::int32_t* offsets, std::int64_t count) { return ascend({offsets, count}); }
 
+/// (to, from, elements) each: from the host, and from the device.
 py::object copy_index_vectors(PyObject* const* given, Py_ssize_t count) {
   py::sequence from_host, from_device;
   cudaStream_t stream = nullptr;
@@ -169,12 +165,9 @@ py::object copy_index_vectors(PyObject* const* given, Py_ssize_t count) {
 }  // namespace
 
 void add_indices(const py::object& module) {
-  static PyMethodDef functions[] = {
-      function<read_offsets>("read_offsets"), function<read_pages>("read_pages"),
-      function<sizes_on_device>("sizes_on_device"), function<ascend_at>("ascend"),
-      function<copy_index_vectors>(
-          "copy_vectors",
-          "Copies int32 vectors to the device, (to, from, elements) each: from the host, from the device; stream.")};
+  static PyMethodDef functions[] = {function<read_offsets>("read_offsets"), function<read_pages>("read_pages"),
+                                    function<sizes_on_device>("sizes_on_device"), function<are_ascending>("ascend"),
+                                    function<copy_index_vectors>("copy_vectors")};
   add_functions(module, functions);
 }
 

@@ -82,12 +82,9 @@ py::object bytes_of_exchange(PyObject* const* given, Py_ssize_t count) {
 }  // namespace
 
 void add_merge(const py::object& module) {
-  static PyMethodDef functions[] = {
-      function<merge_all>("merge_states", "Merges the states of one tensor into contiguous results; see merge.h."),
-      function<merge_two>("merge_state", "Merges two states, also in place; see merge.h."),
-      function<combine>("combine_ranks", "Merges the states of all ranks; see ranks.h."),
-      function<gather>("gather_heads", "The heads of all ranks; see ranks.h."),
-      function<bytes_of_exchange>("exchange_bytes", "Of the memory of each rank; see ranks.h.")};
+  static PyMethodDef functions[] = {function<merge_all>("merge_states"), function<merge_two>("merge_state"),
+                                    function<combine>("combine_ranks"), function<gather>("gather_heads"),
+                                    function<bytes_of_exchange>("exchange_bytes")};
   add_functions(module, functions);
 }
 

@@ -58,6 +58,7 @@ py::list feature_names(std::uint32_t bits) {
   return names;
 }
 
+/// One dict per compiled kernel, in the order of instances.cmake.
 py::object kernels(PyObject* const*, Py_ssize_t) {
   py::list rows;
   for (const KernelInfo& info : list_kernels()) {
@@ -104,6 +105,8 @@ float a_number = 0.0f;
 const std::uint32_t a_word = 0;
 const std::int32_t an_index = 0;
 
+/// Sentences that say why the backend cannot serve the request; empty if it can. The last argument: (q, k, v or o; stride
+/// of a token; of a head) of tensors where they are known.
 py::object reasons_of(PyObject* const* given, Py_ssize_t count) {
   AttentionParams p;
   Backend backend{};
@@ -127,6 +130,7 @@ py::object reasons_of(PyObject* const* given, Py_ssize_t count) {
   return list_of(not_supported_reasons(backend, p, compute_capability));
 }
 
+/// Whether fa2 comes first under auto, of 16-bit keys and values. num_qo_heads is the number per key head.
 py::object is_decode_of(PyObject* const* given, Py_ssize_t count) {
   AttentionParams p;
   p.num_kv_heads = 1;
@@ -136,6 +140,8 @@ py::object is_decode_of(PyObject* const* given, Py_ssize_t count) {
   return py::bool_(is_decode(p));
 }
 
+/// The tiles that may compute requests of equal lengths, their estimated times (None of one beside which there is no
+/// other), and which is taken.
 py::object candidates_of(PyObject* const* given, Py_ssize_t count) {
   AttentionParams p;
   Backend backend{};
@@ -180,22 +186,6 @@ py::object candidates_of(PyObject* const* given, Py_ssize_t count) {
   return std::move(found);
 }
 
-py::object launches_of(PyObject* const* given, Py_ssize_t count) {
-  Backend backend{};
-  Positional(given, count).read(backend).end();
-  return py::int_(launch_count(backend));
-}
-
-py::object take_tile(PyObject* const* given, Py_ssize_t count) {
-  std::string name;
-  Positional(given, count).read(name).end();
-  prefer_tile(name);
-  return py::none();
-}
-
-py::object version_of(PyObject* const*, Py_ssize_t) { return py::str(version()); }
-py::object problem_of_driver(PyObject* const*, Py_ssize_t) { return py::str(driver_problem()); }
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -213,26 +203,11 @@ PYBIND11_MODULE(_C, m) {
   // A GPU of another major version runs PTX, which the driver compiles.
   m.attr("machine_codes") = py::make_tuple(CK_MACHINE_CODES);
   static PyMethodDef functions[] = {
-      function<version_of>("version"),
-      function<problem_of_driver>("driver_problem",
-                                  "A sentence where the CUDA driver is too old for this module; else empty."),
-      function<kernels>("list_kernels", "One dict per compiled kernel, in the order of instances.cmake."),
-      function<launches_of>("launch_count",
-                            "Attention kernels of this backend that the threads of this process have launched."),
-      function<reasons_of>("not_supported_reasons",
-                           "Sentences that say why the backend cannot serve the request; empty if it can. strides: (q, "
-                           "k, v or o; of a token; of a head) of tensors where they are known."),
-      function<is_decode_of>("is_decode",
-                             "Whether fa2 comes first under auto, of 16-bit keys and values. From: rows of all "
-                             "requests, requests, query heads per key head, head dimensions, whether results must not "
-                             "depend on the batch."),
-      function<candidates_of>(
-          "candidates",
-          "The tiles that may compute requests of equal lengths, their estimated times (None of one "
-          "beside which there is no other), and which is taken."),
-      function<take_tile>("prefer_tile",
-                          "From now on, takes the tile of this name wherever it may compute a problem; \"\": the "
-                          "fastest. For measurements and tests.")};
+      function<version>("version"),           function<driver_problem>("driver_problem"),
+      function<launch_count>("launch_count"),
+      function<prefer_tile>("prefer_tile"),  // for measurements and tests
+      function<kernels>("list_kernels"),      function<reasons_of>("not_supported_reasons"),
+      function<is_decode_of>("is_decode"),    function<candidates_of>("candidates")};
   add_functions(m, functions);
   add_attention(m);
   for (auto* add : {&add_append, &add_merge, &add_prepare, &add_rope, &add_slots}) add(m);

@@ -36,12 +36,7 @@ py::object round_to_fp8(PyObject* const* given, Py_ssize_t count) {
 }  // namespace
 
 void add_prepare(const py::object& module) {
-  static PyMethodDef functions[] = {
-      function<make_copies>("prepare",
-                            "Copies q, k and v into temporaries, rotated or converted to 16 bits; see prepare.h."),
-      function<round_to_fp8>("round_output",
-                             "Writes an output of e4m3 from one of float16 that was filled with "
-                             "unwritten_byte; see prepare.h.")};
+  static PyMethodDef functions[] = {function<make_copies>("prepare"), function<round_to_fp8>("round_output")};
   add_functions(module, functions);
   module.attr("unwritten_byte") = kUnwrittenByte;
 }

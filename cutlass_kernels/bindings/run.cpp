@@ -130,11 +130,9 @@ PyObject* run(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
   return guarded([&] { return static_cast<DirectRuns*>(PyCapsule_GetPointer(capsule, nullptr))->run(given, count); });
 }
 
-/// It holds what it needs.
-py::object direct_run(PyObject* const* given, Py_ssize_t count) {
+/// A function that makes direct runs of a plan, of what is in DirectRuns of Python. It holds what it needs.
+py::object direct_run(py::object description) {
   static PyMethodDef run_def = fast("direct_run", &run);
-  py::object description;
-  Positional(given, count).read(description).end();
   auto runs = std::make_unique<DirectRuns>(Fields(std::move(description)));
   const py::capsule held(runs.get(), [](void* holder) { delete static_cast<DirectRuns*>(holder); });
   runs.release();
@@ -146,10 +144,7 @@ py::object direct_run(PyObject* const* given, Py_ssize_t count) {
 }  // namespace
 
 void add_run(const py::object& module) {
-  static PyMethodDef functions[] = {function<direct_run>(
-      "direct_run",
-      "The function (q, k, v, q_scale, k_scale, v_scale, out, lse, sinks, return_lse, options) that "
-      "makes direct runs of a plan: their results, or None where the call is one for Python.")};
+  static PyMethodDef functions[] = {function<direct_run>("direct_run")};
   add_functions(module, functions);
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "device.h"
+#include "enqueue.h"
 #include "functions.h"
 #include "plan/plan.h"
 
@@ -165,11 +166,10 @@ Scratch Torch::scratch(std::size_t bytes, int device) const {
 }
 
 py::object Torch::counters(int device, Address stream) const {
-  constexpr Address kPerThread = 2;  // cudaStreamPerThread: one handle, a stream for every thread
   if (is_capturing(pointer<CUstream_st>(stream))) return make(empty_, {kCallCounterWords}, 1, int32_, device);
   using Key = std::tuple<int, Address, std::thread::id>;
   static auto& kept = *new std::map<Key, py::object>;
-  const Key key{device, stream, stream == kPerThread ? std::this_thread::get_id() : std::thread::id()};
+  const Key key{device, stream, thread_of(stream)};
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
   py::object made = make(zeros_, {kCallCounterWords}, 1, int32_, device);
   return kept.emplace(key, std::move(made)).first->second;  // another thread's, if it was faster
@@ -205,29 +205,17 @@ DType Torch::dtype(const py::object& object) const {
 
 namespace {
 
-py::object use_torch(PyObject* const* given, Py_ssize_t count) {
-  expect(count == 2);
-  instance() =
-      std::make_unique<Torch>(py::reinterpret_borrow<py::object>(given[0]), py::reinterpret_borrow<py::dict>(given[1]));
-  return py::none();
+/// exchange_api: DLPack's capsule of torch.Tensor, or None, and then functions["facts"] reads a tensor.
+void use_torch(py::object exchange_api, py::object functions) {
+  instance() = std::make_unique<Torch>(exchange_api, py::reinterpret_borrow<py::dict>(functions));
 }
 
-py::object counters_of(PyObject* const* given, Py_ssize_t count) {
-  int device = 0;
-  Address stream = 0;
-  Positional(given, count).read(device, stream).end();
-  return Torch::get().counters(device, stream);
-}
+py::object counters_of(int device, Address stream) { return Torch::get().counters(device, stream); }
 
 }  // namespace
 
 void add_torch(const py::object& module) {
-  static PyMethodDef functions[] = {
-      function<use_torch>(
-          "use_torch",
-          "Says how tensors are read and made. exchange_api: DLPack's capsule of torch.Tensor, or None, "
-          "and then functions['facts'] reads a tensor."),
-      function<counters_of>("counters", "The call counters of a device and a stream.")};
+  static PyMethodDef functions[] = {function<use_torch>("use_torch"), function<counters_of>("counters")};
   add_functions(module, functions);
 }
 

@@ -136,7 +136,7 @@ bool read_options(Call* call) {
          call->read_output();
 }
 
-py::object attention(PyObject* const* given, Py_ssize_t count) {
+py::object attend_unplanned(PyObject* const* given, Py_ssize_t count) {
   if (count != kArguments) {
     throw py::type_error("The compiled module was built for other arguments of attention(): build the package again.");
   }
@@ -180,7 +180,7 @@ py::object attend_one(PyObject* const* given, Py_ssize_t count) {
 
 void add_unplanned(const py::object& module) {
   module.attr("call_arguments") = kCallArguments;
-  static PyMethodDef functions[] = {function<attention>("attention"), function<attend_one<3>>("single_prefill"),
+  static PyMethodDef functions[] = {function<attend_unplanned>("attention"), function<attend_one<3>>("single_prefill"),
                                     function<attend_one<2>>("single_decode")};
   add_functions(module, functions);
 }
