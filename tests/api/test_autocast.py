@@ -18,13 +18,22 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float16", "bfloat16"])
-def test_autocast_changes_nothing_beside_values_of_queries(target, dtype):
-    """Of every call of the registry: test_public_calls.py."""
+def test_autocast_changes_nothing(target, dtype):
+    """Values in the logits, and rotary tables in float32. Of every call of the registry: test_public_calls.py."""
     x = Data(target)
-    dense, qv = [y[None] for y in x.qkv], x.randn(1, 5, 4, 64).half()
-    want = flash_attn.flash_attn_func(*dense, qv=qv)
+    q, k, v = (y[None] for y in x.qkv)
+    qv, angles = x.randn(1, 5, 4, 64).half(), x.randn(20, 16)
+    turns = dict(cache_seqlens=x.here(3), rotary_cos=angles.cos(), rotary_sin=angles.sin(), causal=True)
+
+    def results() -> list[torch.Tensor]:
+        caches = torch.zeros_like(k), torch.zeros_like(v)
+        rotated = flash_attn.flash_attn_with_kvcache(q, *caches, k[:, :5], v[:, :5], **turns)
+        return [flash_attn.flash_attn_func(q, k, v, qv=qv), rotated, *caches]
+
+    want = results()
     with torch.autocast(target.device.split(":")[0], dtype):
-        assert_bitwise(flash_attn.flash_attn_func(*dense, qv=qv), want)
+        for a, b in zip(results(), want, strict=True):
+            assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("name", ["merge_state", "merge_states", "attention", "apply_rope_with_cos_sin_cache"])

@@ -67,7 +67,7 @@ def _with_cache(x: Data) -> list[Call]:
         return function(q, k_cache, v_cache, k, v, **given, return_softmax_lse=True)
 
     angles, table = x.rand(40 * x.size, 16), x.here(1, 2)[None]
-    turns = (angles.cos(), angles.sin())  # of another type than the keys, which autocast must not round to
+    turns = (angles.cos().half(), angles.sin().half())
     q = x.q[None]
     return [
         Call(seen, (q, *caches, x.sizes_here(20), table), ("out",)),
