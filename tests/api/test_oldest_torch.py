@@ -25,7 +25,7 @@ FILES = [
     "api/test_versions.py",
     "api/test_engine_sequences.py",
     "backends/test_host_checks.py",
-    "api/test_concurrency.py",
+    "api/test_threads.py",
 ]
 
 

@@ -1,85 +1,221 @@
-"""Python goes on while a call waits for the GPU: launches release the GIL, and threads do not mix up their calls."""
+"""Threads do not mix up their calls, and Python goes on while a call waits for the GPU.
+
+Threads with streams and workspaces of their own get the bits that each gets alone; launches release the GIL.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from captures import capture
 from paths import TESTS
-from problems import graph_buffers, make_batch
+from problems import Options, graph_buffers, make_batch
+from targets import Target
+from wrapper_problems import Wrapped
 
 import cutlass_kernels as ck
 from cutlass_kernels._compute import selection
 
 HERE = os.pathsep.join([os.path.dirname(__file__), str(TESTS)])  # of this module, and of what it imports
 SECONDS = 120  # loading torch takes 10 of them, the calls 1 to 2
-Call = Callable[[], object]
+THREADS = 4
+CAUSAL = Options(causal=True)
+Job = Callable[[], Any]
 
 
-def single(device: str, backend: str) -> Call:
-    batch = make_batch([20], [300], 4, 2, 64, device=device)
-    return lambda: ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, causal=True, backend=backend)
+def wrapped(
+    target: Target, kind: str, qo_lens: list[int], kv_lens: list[int], heads=(8, 2), dim=64, seed=0, **more: Any
+):
+    batch = make_batch(qo_lens, kv_lens, *heads, dim, device=target.device, seed=seed)
+    return Wrapped(target, kind, batch, **more)
 
 
-def scaled(device: str, backend: str) -> Call:
+def single(target: Target, seed: int = 0, **options: Any) -> Job:
+    return wrapped(target, "single", [9], [300], (4, 2), seed=seed).plan(Options(causal=True, **options)).run
+
+
+def slopes(target: Target, seed: int = 0) -> Job:
+    return single(target, seed, pos_encoding_mode="ALIBI")
+
+
+def rotated(target: Target, seed: int = 0) -> Job:
+    """Kernels read copies of the keys, which are allocated on the stream."""
+    return single(target, seed, pos_encoding_mode="ROPE_LLAMA")
+
+
+def tiles(target: Target, seed: int = 0) -> Job:
+    """More tiles than thread blocks on a GPU: these take them from a counter of their stream."""
+    rows = 40 if target.is_reference else 700
+    return wrapped(target, "single", [rows], [rows], (16, 4), seed=seed).plan(CAUSAL).run
+
+
+def split_keys(target: Target, seed: int = 0) -> Job:
+    """Partial results and the counters that say which thread block combines them."""
+    batch = make_batch([1], [200 if target.is_reference else 40000], 8, 2, 64, device=target.device, seed=seed)
+    return lambda: ck.single_decode_with_kv_cache(batch.q[0], batch.k, batch.v, backend=target.backend)
+
+
+def planned(target: Target, seed: int = 0, kv_lens: tuple[int, int] = (40000, 9000)) -> Job:
+    """A wrapper planned once."""
+    lens = [900, 200] if target.is_reference else [*kv_lens]
+    return wrapped(target, "decode", [1, 1], lens, seed=seed).plan().run
+
+
+def replanned(target: Target, seed: int = 0) -> Job:
+    """A wrapper planned before every run, as engines do in every step."""
+    w = wrapped(target, "ragged", [60, 1, 9], [90, 800, 9], seed=seed)
+    return lambda: w.plan(CAUSAL).run()
+
+
+def fused(target: Target, seed: int = 0, longest: int = 2500) -> Job:
+    lens = [20, 33] if target.is_reference else [longest, 33]
+    batch = make_batch([5, 3], lens, 8, 2, 64, device=target.device, seed=seed)
+    offsets, workspace = (batch.qo_indptr(target.device), batch.kv_indptr(target.device)), target.workspace()
+    given = ([batch.q, batch.k, batch.v], "SEPARATE_Q_K_V", workspace, workspace, 5, 2500, 0.1, 1.0, 2, *offsets)
+    return lambda: ck.trtllm_fmha_v2_prefill(*given)
+
+
+def latent(target: Target, seed: int = 0) -> Job:
+    """A batch of latent caches: each call writes a list of even shares, and keeps none."""
+    pages, g = 2 if target.is_reference else 40, torch.Generator().manual_seed(seed)
+    q = torch.randn(3, 1, 64, 576, generator=g).bfloat16().to(target.device)
+    cache = torch.randn(3 * pages, 64, 1, 576, generator=g).bfloat16().to(target.device)
+    table = torch.randperm(3 * pages, generator=g).int().view(3, pages).to(target.device)
+    lens = torch.tensor([64 * pages, 20 * pages, 7], dtype=torch.int32, device=target.device)
+    options = dict(page_table=table, seqused_k=lens, backend=target.backend)
+    return lambda: ck.attention(q, cache, cache[..., :512], **options)
+
+
+def states(target: Target, seed: int = 0) -> Job:
+    """Attention over two halves of the keys, merged."""
+    batch = make_batch([9], [300], 4, 2, 64, device=target.device, seed=seed)
+    halves = list(zip(batch.k.split(150), batch.v.split(150)))
+    half = lambda kv: ck.single_prefill_with_kv_cache(batch.q, *kv, return_lse=True, backend=target.backend)  # noqa: E731
+    return lambda: ck.merge_state(*half(halves[0]), *half(halves[1]))[0]
+
+
+JOBS = [tiles, split_keys, slopes, rotated, planned, replanned, fused, latent, states]
+
+
+# --- streams and workspaces of their own -------------------------------------------------------------------------
+
+
+def in_threads(target: Target, work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
+    """``work(number)`` at the same time, each on a stream of its own; a CPU has none."""
+    start = threading.Barrier(count)
+
+    def started(number: int) -> Any:
+        stream = None if target.is_reference else torch.cuda.Stream(target.device)
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            start.wait(60)
+            result = work(number)
+            synchronize(target)
+            return result
+
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        return list(threads.map(started, range(count)))
+
+
+def wrong_elements(target: Target, jobs: list[Job], wanted: list[torch.Tensor], times: int) -> list[int]:
+    """How many each thread computes."""
+
+    def work(number: int) -> int:
+        wrong = torch.zeros((), dtype=torch.int64, device=target.device)
+        for _ in range(times):
+            wrong += (jobs[number]() != wanted[number]).sum()
+        return int(wrong)
+
+    return in_threads(target, work, len(jobs))
+
+
+def synchronize(target: Target) -> None:
+    if not target.is_reference:
+        torch.cuda.synchronize(target.device)
+
+
+@pytest.mark.parametrize(
+    "makes", [*([make] * THREADS for make in JOBS), JOBS], ids=[*(x.__name__ for x in JOBS), "all"]
+)
+def test_threads_with_streams_of_their_own(target, makes):
+    jobs = [make(target, seed) for seed, make in enumerate(makes)]
+    wanted = [job().clone() for job in jobs]
+    synchronize(target)
+    if makes is not JOBS:  # or mixed up results would not show
+        assert not any(torch.equal(wanted[0], other) for other in wanted[1:])
+    times = 5 if target.is_reference else 200 if makes is JOBS else 300
+    assert wrong_elements(target, jobs, wanted, times) == [0] * len(jobs)
+
+
+@pytest.mark.parametrize("make", JOBS)
+def test_first_calls_of_threads_at_the_same_time(target, make):
+    """What a first call makes and keeps, for itself or for others, is made while others make it."""
+    wanted = [make(target, seed)() for seed in range(THREADS)]
+    synchronize(target)
+    for out, want in zip(in_threads(target, lambda seed: make(target, seed)()), wanted):
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("make", [tiles, split_keys, planned, fused])
+def test_replays_beside_calls_of_other_threads(kernels, make):
+    """A graph keeps what it needs; calls on other streams have their own."""
+    captured, *others = jobs = [make(kernels, seed) for seed in range(THREADS)]
+    wanted = [job().clone() for job in jobs]
+    graph, out = capture(captured, warm_up=0)
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    assert wrong_elements(kernels, [replay, *others], wanted, 300) == [0] * THREADS
+
+
+# --- the GIL, and what a thread finds ----------------------------------------------------------------------------
+
+
+def scaled(target: Target) -> Job:
     """Not to be repeated: each goes through all checks."""
-    batch = make_batch([20], [300], 4, 2, 64, device=device)
-    scale = torch.ones(1, device=device)
-    return lambda: ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, scale_k=scale, backend=backend)
+    w, scale = wrapped(target, "single", [20], [300], (4, 2)), torch.ones(1, device=target.device)
+    return lambda: w.run(scale_k=scale)
 
 
-def rotated(device: str, backend: str) -> Call:
-    batch = make_batch([20], [300], 4, 2, 64, device=device)
-    options = dict(pos_encoding_mode="ROPE_LLAMA", backend=backend)
-    return lambda: ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, **options)
+def run(target: Target) -> Job:
+    return planned(target, kv_lens=(3000, 20))
 
 
-def run(device: str, backend: str) -> Call:
-    batch = make_batch([1, 1], [3000, 20], 8, 2, 64, device=device)
-    paged = batch.paged(16)
-    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)
-    wrapper.plan(*paged.table(), *batch.heads, 16)
-    return lambda: wrapper.run(batch.q, paged.cache)
-
-
-def plan(device: str, backend: str) -> Call:
+def plan(target: Target) -> Job:
     """From index tensors on the CPU."""
-    batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=device)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend)
-    return lambda: wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
+    return wrapped(target, "ragged", [5, 3], [20, 33]).plan
 
 
-def plan_of_a_graph(device: str, backend: str) -> Call:
+def plan_of_a_graph(target: Target) -> Job:
     """Copies index tensors to the buffers of the wrapper."""
-    batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=device)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, **graph_buffers(2, 20, device))
-    tensors = (batch.qo_indptr(device), *batch.paged(16).table(device))
-    return lambda: wrapper.plan(*tensors, *batch.heads, 16)
+    w = wrapped(target, "paged", [5, 3], [20, 33], **graph_buffers(2, 20, target.device))
+    vectors = w.vectors(target.device)
+    return lambda: w.wrapper.plan(*vectors, *w.sizes)
 
 
-def fused(device: str, backend: str) -> Call:
-    selection.environment = selection.Environment(auto=backend)
-    batch = make_batch([5, 3], [20, 33], 4, 2, 64, device=device)
-    offsets = batch.qo_indptr(device), batch.kv_indptr(device)
-    unread = torch.zeros(16, dtype=torch.uint8, device=device)
-    numbers = (5, 33, 0.1, 1.0, 2)
-    return lambda: ck.trtllm_fmha_v2_prefill(
-        [batch.q, batch.k, batch.v], "SEPARATE_Q_K_V", unread, unread, *numbers, *offsets
-    )
+def fused_prefill(target: Target) -> Job:
+    selection.environment = selection.Environment(auto=target.backend)
+    return fused(target, longest=20)
 
 
-def merge(device: str, backend: str) -> Call:
-    v, s = torch.randn(7, 4, 64, device=device), torch.randn(7, 4, device=device)
+def merge(target: Target) -> Job:
+    v, s = torch.randn(7, 4, 64, device=target.device), torch.randn(7, 4, device=target.device)
     return lambda: (ck.merge_state(v, s, v, s), ck.merge_states(v[:, None], s[:, None]))
 
 
-def append(device: str, backend: str) -> Call:
+def append(target: Target) -> Job:
+    device = target.device
     paged = make_batch([5, 3], [20, 33], 4, 2, 64, device=device).paged(16)
     new = torch.ones(8, 2, 64, dtype=torch.float16, device=device)
     offsets, lens = torch.tensor([0, 5, 8], device=device).int(), torch.tensor([20, 33], device=device).int()
@@ -92,12 +228,8 @@ def append(device: str, backend: str) -> Call:
     return call
 
 
-CALLS = [single, scaled, rotated, run, plan, plan_of_a_graph, fused, merge, append]
+CALLS: list[Callable[..., Job]] = [single, scaled, rotated, run, plan, plan_of_a_graph, fused_prefill, merge, append]
 WITHOUT_ATTENTION = ["plan", "plan_of_a_graph", "merge", "append"]
-
-
-def workspace(device: str) -> torch.Tensor:
-    return torch.zeros(32 << 20, dtype=torch.uint8, device=device)
 
 
 def fill_the_queue(name: str, backend: str) -> None:
@@ -105,7 +237,7 @@ def fill_the_queue(name: str, backend: str) -> None:
     own."""
     from cutlass_kernels import _C
 
-    call = {x.__name__: x for x in CALLS}[name]("cuda:0", backend)
+    call = {x.__name__: x for x in CALLS}[name](Target("cuda:0", backend))
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -141,35 +273,28 @@ def test_a_full_queue_does_not_keep_python_from_running(kernel_backend, name):
     assert done.returncode == 0, done.stderr
 
 
-def test_threads_that_share_a_workspace_get_their_own_results(kernel_backend):
+def test_threads_that_share_a_workspace_get_their_own_results(kernels):
     """As they share the stream, too. Of keys that are split, one kernel leaves results there for another."""
-    shared = workspace("cuda:0")
-    jobs = []
-    for seed in range(2):
-        batch = make_batch([1, 1], [40000, 9000], 32, 4, 128, device="cuda:0", seed=seed)
-        paged = batch.paged(16)
-        wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(shared, backend=kernel_backend)
-        wrapper.plan(*paged.table(), *batch.heads, 16)
-        jobs.append((wrapper, batch.q, paged.cache, wrapper.run(batch.q, paged.cache).clone()))
+    shared = kernels.workspace()
+    jobs = [
+        wrapped(kernels, "decode", [1, 1], [40000, 9000], (32, 4), 128, x, workspace=shared).plan() for x in range(2)
+    ]
+    wanted = [w.run().clone() for w in jobs]
 
     def work(number: int) -> int:
-        wrapper, q, cache, want = jobs[number]
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda:0")
+        wrong = torch.zeros((), dtype=torch.int64, device=kernels.device)
         for _ in range(2000):
-            wrong += (wrapper.run(q, cache) != want).sum()
+            wrong += (jobs[number].run() != wanted[number]).sum()
         return int(wrong)
 
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as threads:
         assert list(threads.map(work, range(len(jobs)))) == [0, 0]
 
 
-def test_a_kernel_is_the_first_cuda_call_of_its_thread(kernel_backend):
+def test_a_kernel_is_the_first_cuda_call_of_its_thread(kernels):
     """The driver's functions for tensor maps fail in a thread to which no context belongs yet."""
-    batch = make_batch([1, 1], [40000, 9000], 32, 4, 128, device="cuda:0")
-    paged = batch.paged(16)
-    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(workspace("cuda:0"), backend=kernel_backend)
-    wrapper.plan(*paged.table(), *batch.heads, 16)
-    out, want = torch.empty_like(batch.q), wrapper.run(batch.q, paged.cache)
+    w = wrapped(kernels, "decode", [1, 1], [40000, 9000], (32, 4), 128).plan()
+    out, want = torch.empty_like(w.batch.q), w.run()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        thread.submit(wrapper.run, batch.q, paged.cache, out=out).result()
+        thread.submit(w.run, out=out).result()
     assert torch.equal(out, want)
