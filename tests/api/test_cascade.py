@@ -10,6 +10,7 @@ from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
 
+merges = pytest.mark.runs_nothing("merges states that no backend computed")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -19,41 +20,46 @@ def states(count: int, target, dtype=torch.float16, rows=17, heads=3, dim=64):
     return v, s
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+def apart(v: torch.Tensor, s: torch.Tensor) -> list[torch.Tensor]:
+    """Of two states, as four tensors."""
+    return [x[:, i].contiguous() for i in (0, 1) for x in (v, s)]
+
+
+def check_merged(got, v: torch.Tensor, s: torch.Tensor, **out) -> None:
+    want, want_lse = oracle.merge(v, s)
+    assert_close(got[0], want, **out)
+    assert_lse_close(got[1], want_lse, atol=1e-4)
+
+
+@merges
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_merge_state(target, dim, dtype):
     v, s = states(2, target, dtype, dim=dim)
     before = v.clone(), s.clone()
-    out, lse = ck.merge_state(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
-    want, want_lse = oracle.merge(v, s)
-    assert_close(out, want, dtype=dtype)
-    assert_lse_close(lse, want_lse, atol=1e-4)
+    check_merged(ck.merge_state(*apart(v, s)), v, s, dtype=dtype)
     assert torch.equal(v, before[0]) and torch.equal(s, before[1])
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 8])
 def test_merge_states(target, count, dtype):
     v, s = states(count, target, dtype)
     out, lse = ck.merge_states(v, s)
-    want, want_lse = oracle.merge(v, s)
-    assert_close(out, want, dtype=dtype)
-    assert_lse_close(lse, want_lse, atol=1e-4)
+    check_merged((out, lse), v, s, dtype=dtype)
     if count == 1:
         assert torch.equal(out, v[:, 0]) and torch.equal(lse, s[:, 0])
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 @pytest.mark.parametrize("mask", [None, "bool", "uint8"])
 def test_merge_state_in_place(target, mask):
     v, s = states(2, target)
-    own, own_lse = v[:, 0].contiguous(), s[:, 0].contiguous()
+    own, own_lse, *other = apart(v, s)
     rows = torch.arange(17, device=target.device) % 3 != 0
     extra = {} if mask is None else {"mask": rows if mask == "bool" else rows.to(torch.uint8)}
-    returned = ck.merge_state_in_place(own, own_lse, v[:, 1].contiguous(), s[:, 1].contiguous(), **extra)
-    assert returned is None
+    assert ck.merge_state_in_place(own, own_lse, *other, **extra) is None
     want, want_lse = oracle.merge(v, s)
     if mask is not None:
         want = torch.where(rows[:, None, None], want, v[:, 0].double())
@@ -63,49 +69,40 @@ def test_merge_state_in_place(target, mask):
     assert_lse_close(own_lse, want_lse, atol=1e-4)
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 def test_merge_in_place_writes_back_a_16_bit_lse(target):
     v, s = states(2, target)
-    own, own_lse = v[:, 0].contiguous(), s[:, 0].half().contiguous()
-    ck.merge_state_in_place(own, own_lse, v[:, 1].contiguous(), s[:, 1].half().contiguous())
+    own, own_lse, *other = apart(v, s.half())
+    ck.merge_state_in_place(own, own_lse, *other)
     want, want_lse = oracle.merge(v, s.half())
     assert_close(own, want)
     assert own_lse.dtype == torch.float16
     assert_close(own_lse, want_lse, atol=1e-2, rtol=1e-3)
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_lse_types_are_cast(target, dtype):
     v, s = states(2, target)
     s = s.to(dtype)
-    out, lse = ck.merge_state(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
-    want, want_lse = oracle.merge(v, s)
-    assert_close(out, want)
-    assert_lse_close(lse, want_lse, atol=1e-4)
+    check_merged(ck.merge_state(*apart(v, s)), v, s)
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 def test_states_without_keys(target):
     v, s = states(2, target)
     s[0], s[1, 0], s[2, 1] = -torch.inf, -torch.inf, -torch.inf
-    want, want_lse = oracle.merge(v, s)
-    in_place, in_place_lse = v[:, 0].contiguous(), s[:, 0].contiguous()
-    ck.merge_state_in_place(in_place, in_place_lse, v[:, 1].contiguous(), s[:, 1].contiguous())
-    for out, lse in (
-        ck.merge_state(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous()),
-        ck.merge_states(v, s),
-        (in_place, in_place_lse),
-    ):
+    in_place = apart(v, s)
+    ck.merge_state_in_place(*in_place)
+    for out, lse in (ck.merge_state(*apart(v, s)), ck.merge_states(v, s), in_place[:2]):
         assert torch.count_nonzero(out[0]) == 0 and bool((lse[0] == -torch.inf).all())
         # A state that saw nothing leaves the other one exactly as it was.
         assert torch.equal(out[1], v[1, 1]) and torch.equal(lse[1], s[1, 1])
         assert torch.equal(out[2], v[2, 0]) and torch.equal(lse[2], s[2, 0])
-        assert_close(out, want)
-        assert_lse_close(lse, want_lse, atol=1e-4)
+        check_merged((out, lse), v, s)
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 def test_far_apart_states(target):
     v, s = states(2, target)
     s[:, 0] += 3000
@@ -149,125 +146,126 @@ def test_padded_shared_prefix_decode(target, kv_layout, sm_scale, group):
     assert_close(out, want.out, atol=2e-3, dtype=torch.float16)
 
 
-def shared_prefix(target, qo_lens, unique_lens, shared, dtype, heads=(4, 2)):
-    """A batch over the unique keys, the shared keys, and what attention over both gives."""
-    unique = make_batch(qo_lens, unique_lens, *heads, 64, dtype=dtype, device=target.device)
-    k_shared = torch.randn(shared, heads[1], 64).to(dtype).to(target.device)
-    v_shared = torch.randn(shared, heads[1], 64).to(dtype).to(target.device)
-    ks = [torch.cat([k_shared, k]) for _, k, _ in unique.requests()]
-    vs = [torch.cat([v_shared, v]) for _, _, v in unique.requests()]
-    whole = Batch(unique.qo_lens, [shared + m for m in unique.kv_lens], unique.q, torch.cat(ks), torch.cat(vs))
-    return unique, k_shared, v_shared, whole
+class SharedPrefix:
+    """Keys of each request in pages of 8 behind keys that all share, and a wrapper of the kind for them."""
+
+    def __init__(
+        self,
+        target,
+        kind,
+        qo_lens,
+        unique_lens,
+        shared=50,
+        dtype=torch.float16,
+        kv_layout="NHD",
+        form="stacked",
+        wrapper=None,
+    ):
+        self.unique = make_batch(qo_lens, unique_lens, 4, 2, 64, dtype=dtype, device=target.device)
+        keys = torch.randn(2, shared, 2, 64).to(dtype).to(target.device)
+        k, v = (torch.cat([torch.cat([keys[i], x[i + 1]]) for x in self.unique.requests()]) for i in (0, 1))
+        self.whole = Batch(self.unique.qo_lens, [shared + m for m in self.unique.kv_lens], self.unique.q, k, v)
+        self.shared = tuple(x.transpose(0, 1).contiguous() if kv_layout == "HND" else x for x in keys)
+        self.pages, self.kind = self.unique.paged(8, kv_layout, form), kind
+        self.wrapper = wrapper or CLASSES[kind](target.workspace(), kv_layout)
+
+    def vectors(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+        return (() if self.kind == "decode" else (self.unique.qo_indptr(),)) + self.pages.table(device)
+
+    def begin(self, *more, device: str = "cpu", **options) -> None:
+        self.wrapper.begin_forward(*self.vectors(device), *self.unique.heads, *more, **options)
+
+    def forward(self, *args, **options) -> torch.Tensor:
+        return self.wrapper.forward(self.unique.q, *self.shared, self.pages.cache, *args, **options)
+
+    def check(self, out: torch.Tensor, **options) -> None:
+        tolerance = 2e-2 if out.dtype == torch.bfloat16 else 2e-3
+        assert_close(out, expect(self.whole, Options(**options)).out, atol=tolerance)
 
 
-def hnd(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    return x.transpose(0, 1).contiguous() if kv_layout == "HND" else x
+CLASSES = {
+    "decode": ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    "prefill": ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+}
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["stacked", "tuple"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_decode_wrapper(target, kv_layout, form, dtype):
-    unique, k_shared, v_shared, whole = shared_prefix(target, [1] * 4, [9, 1, 16, 33], 50, dtype)
-    paged = unique.paged(8, kv_layout, form)
-    wrapper = ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(target.workspace(), kv_layout)
-    wrapper.begin_forward(*paged.table(target.device), *unique.heads, 8, data_type=dtype)
-    for sm_scale in (None, 0.3):
-        extra = {} if sm_scale is None else {"sm_scale": sm_scale}
-        out = wrapper.forward(unique.q, hnd(k_shared, kv_layout), hnd(v_shared, kv_layout), paged.cache, **extra)
-        assert_close(out, expect(whole, Options(sm_scale=sm_scale)).out, atol=2e-2 if dtype == torch.bfloat16 else 2e-3)
-    wrapper.end_forward()
+    x = SharedPrefix(target, "decode", [1] * 4, [9, 1, 16, 33], 50, dtype, kv_layout, form)
+    x.begin(8, device=target.device, data_type=dtype)
+    for options in ({}, dict(sm_scale=0.3)):
+        x.check(x.forward(**options), **options)
+    x.wrapper.end_forward()
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("with_page_size", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_prefill_wrapper(target, kv_layout, with_page_size, dtype):
-    unique, k_shared, v_shared, whole = shared_prefix(target, [3, 1, 16, 7], [9, 1, 16, 33], 50, dtype)
-    paged = unique.paged(8, kv_layout)
-    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace(), kv_layout)
-    page = (8,) if with_page_size else ()
-    wrapper.begin_forward(unique.qo_indptr(), *paged.table(), *unique.heads, *page)
-    shared = (hnd(k_shared, kv_layout), hnd(v_shared, kv_layout))
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    x = SharedPrefix(target, "prefill", [3, 1, 16, 7], [9, 1, 16, 33], 50, dtype, kv_layout)
+    x.begin(*((8,) if with_page_size else ()))
     for causal in (True, False):
-        out = wrapper.forward(unique.q, *shared, paged.cache, causal=causal)
-        assert_close(out, expect(whole, Options(causal=causal)).out, atol=tolerance)
-    # The default is causal, as the API page says.
-    out = wrapper.forward(unique.q, *shared, paged.cache)
-    assert_close(out, expect(whole, Options(causal=True)).out, atol=tolerance)
-    out = wrapper.forward(unique.q, *shared, paged.cache, True, False, 0.2)
-    assert_close(out, expect(whole, Options(causal=True, sm_scale=0.2)).out, atol=tolerance)
-    wrapper.end_forward()
+        x.check(x.forward(causal=causal), causal=causal)
+    x.check(x.forward(), causal=True)  # the default, as the API page says
+    x.check(x.forward(True, False, 0.2), causal=True, sm_scale=0.2)
+    x.wrapper.end_forward()
 
 
 def test_causal_is_about_the_unique_part_only(target):
     # More rows than unique keys: early rows see no unique key but the whole prefix.
-    unique, k_shared, v_shared, _ = shared_prefix(target, [6], [2], 10, torch.float16)
-    paged = unique.paged(8)
-    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace())
-    wrapper.begin_forward(unique.qo_indptr(), *paged.table(), *unique.heads)
-    out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache, causal=True)
-    prefix = Batch([4], [10], unique.q[:4], k_shared, v_shared)
-    assert_close(out[:4], expect(prefix).out, atol=2e-3)
+    x = SharedPrefix(target, "prefill", [6], [2], 10)
+    x.begin()
+    prefix = Batch([4], [10], x.unique.q[:4], *x.shared)
+    assert_close(x.forward(causal=True)[:4], expect(prefix).out, atol=2e-3)
 
 
 def test_prefill_wrapper_of_one_batch_after_another(target):
     """A batch is that of the latest begin_forward(), whatever becomes of its index tensors; end_forward() drops it."""
-    wrapper = ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(target.workspace())
+    wrapper = CLASSES["prefill"](target.workspace())
     for lens in ([9, 33], [16, 2]):
-        unique, k_shared, v_shared, whole = shared_prefix(target, [3, 2], lens, 50, torch.float16)
-        paged = unique.paged(8)
-        index = (unique.qo_indptr(), *paged.table())
-        wrapper.begin_forward(*index, *unique.heads)
-        for x in index:
-            x.zero_()
-        out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
-        assert_close(out, expect(whole, Options(causal=True)).out, atol=2e-3)
+        x = SharedPrefix(target, "prefill", [3, 2], lens, wrapper=wrapper)
+        index = x.vectors()
+        wrapper.begin_forward(*index, *x.unique.heads)
+        for vector in index:
+            vector.zero_()
+        x.check(x.forward(), causal=True)
     wrapper.end_forward()
     with pytest.raises(RuntimeError, match="has no batch"):
-        wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
+        x.forward()
 
 
 def test_shared_prefix_wrapper_with_an_empty_part(target):
-    unique, k_shared, v_shared, whole = shared_prefix(target, [1, 1], [0, 5], 10, torch.float16)
-    paged = unique.paged(8)
-    wrapper = ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(target.workspace())
-    wrapper.begin_forward(*paged.table(), *unique.heads, 8)
-    out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
-    assert_close(out, expect(whole).out, atol=2e-3)
-    unique, k_shared, v_shared, whole = shared_prefix(target, [1, 1], [3, 5], 0, torch.float16)
-    paged = unique.paged(8)
-    wrapper.begin_forward(*paged.table(), *unique.heads, 8)
-    out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
-    assert_close(out, expect(whole).out, atol=2e-3)
+    wrapper = None
+    for lens, shared in (([0, 5], 10), ([3, 5], 0)):
+        x = SharedPrefix(target, "decode", [1, 1], lens, shared, wrapper=wrapper)
+        wrapper = x.wrapper
+        x.begin(8)
+        x.check(x.forward())
 
 
-def test_reset_workspace_with_one_or_two_buffers(target):
-    unique, k_shared, v_shared, whole = shared_prefix(target, [1, 1], [4, 5], 10, torch.float16)
-    paged = unique.paged(8)
-    for name in ("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper"):
-        for count in (1, 2):
-            wrapper = getattr(ck.cascade, name)(target.workspace())
-            wrapper.reset_workspace_buffer(*(target.workspace() for _ in range(count)))
-            first = (unique.qo_indptr(),) if "Prefill" in name else ()
-            wrapper.begin_forward(*first, *paged.table(), *unique.heads, 8)
-            out = wrapper.forward(unique.q, k_shared, v_shared, paged.cache)
-            assert_close(out, expect(whole).out, atol=2e-3)
-        wrapper.reset_workspace_buffer(float_workspace_buffer=target.workspace(), int_workspace_buffer=None)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_reset_workspace_with_one_or_two_buffers(target, kind):
+    for count in (1, 2):
+        x = SharedPrefix(target, kind, [1, 1], [4, 5], 10)
+        x.wrapper.reset_workspace_buffer(*(target.workspace() for _ in range(count)))
+        x.begin(8)
+        x.check(x.forward())
+    x.wrapper.reset_workspace_buffer(float_workspace_buffer=target.workspace(), int_workspace_buffer=None)
 
 
 @pytest.mark.runs_nothing("constructs only")
 @pytest.mark.parametrize("kwarg", ["workspace_buffer", "float_workspace_buffer"])
 def test_constructor_keyword_of_both_eras(target, kwarg):
-    for cls in (ck.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, ck.BatchPrefillWithSharedPrefixPagedKVCacheWrapper):
+    for cls in CLASSES.values():
         assert cls(**{kwarg: target.workspace()}, kv_layout="HND") is not None
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 def test_shapes_that_do_not_match(target):
     v, s = states(2, target)
-    a, b, sa, sb = v[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 0].contiguous(), s[:, 1].contiguous()
+    a, sa, b, sb = apart(v, s)
     for call, words in (
         (lambda: ck.merge_state(a, sa, b[:5], sb[:5]), r"v_a .*\(17, 3, 64\).* v_b .*\(5, 3, 64\)"),
         (lambda: ck.merge_state(a, sa[:5], b, sb), r"v_a .*\(17, 3, 64\).* s_a .*\(5, 3\)"),
@@ -281,7 +279,7 @@ def test_shapes_that_do_not_match(target):
         assert torch.equal(a, before)
 
 
-@pytest.mark.runs_nothing("merges states that no backend computed")
+@merges
 def test_states_of_integers(target):
     v, s = torch.zeros(3, 2, 8, device=target.device), torch.zeros(3, 2, device=target.device)
     for wrong in ((v.int(), s, v.int(), s), (v, s.int(), v, s), (v, s, v, s.long())):

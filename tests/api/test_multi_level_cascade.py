@@ -8,6 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise, assert_close, assert_lse_close
 from problems import Batch, Options, expect, indptr
 
@@ -76,6 +77,12 @@ def buffers(levels, device: str) -> list[list[torch.Tensor]]:
     ]
 
 
+def planned(target, tree: Tree, kv_layout: str = "NHD", **options: Any) -> Any:
+    wrapper = ck.MultiLevelCascadeAttentionWrapper(len(tree.levels), target.workspace(), kv_layout)
+    wrapper.plan(*tree.arrays(), *tree.sizes, **options)
+    return wrapper
+
+
 def check(wrapper, tree: Tree, want: Sequence[torch.Tensor], tolerance: float = 2e-3, **run: Any) -> None:
     out, lse = wrapper.run(tree.q, tree.cache, return_lse=True, **run)
     assert_close(out, want[0], atol=tolerance, dtype=tree.q.dtype)
@@ -86,9 +93,7 @@ def check(wrapper, tree: Tree, want: Sequence[torch.Tensor], tolerance: float = 
 @pytest.mark.parametrize("name", TREES)
 def test_levels(target, name, causal):
     tree = Tree(TREES[name], target.device)
-    wrapper = ck.MultiLevelCascadeAttentionWrapper(len(tree.levels), target.workspace())
-    wrapper.plan(*tree.arrays(), *tree.sizes, causal=causal)
-    check(wrapper, tree, tree.expect(causal))
+    check(planned(target, tree, causal=causal), tree, tree.expect(causal))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -96,25 +101,21 @@ def test_levels(target, name, causal):
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 def test_layouts_and_types(target, page_size, kv_layout, dtype):
     tree = Tree(THREE, target.device, page_size, kv_layout, dtype)
-    wrapper = ck.MultiLevelCascadeAttentionWrapper(3, target.workspace(), kv_layout)
-    wrapper.plan(*tree.arrays(), *tree.sizes, causal=True, q_data_type=dtype)
-    want = tree.expect(causal=True)
-    check(wrapper, tree, want, 2e-2 if dtype == torch.bfloat16 else 2e-3)
+    wrapper = planned(target, tree, kv_layout, causal=True, q_data_type=dtype)
+    check(wrapper, tree, tree.expect(causal=True), 2e-2 if dtype == torch.bfloat16 else 2e-3)
     tuples = tuple(tree.cache.unbind(1))
     assert_bitwise(wrapper.run(tree.q, tuples), wrapper.run(tree.q, tree.cache))
 
 
 def test_it_is_attention_over_the_keys_of_all_levels(target):
     # Every request has as many keys of its own as rows, so that its rows see all shared keys in the plain form, too.
-    tree = Tree([([6], [50]), ([1, 3, 2], [20, 3, 40])], target.device)
-    wrapper = ck.MultiLevelCascadeAttentionWrapper(2, target.workspace())
-    wrapper.plan(*tree.arrays(), *tree.sizes, causal=True, sm_scale=0.2, logits_soft_cap=5.0)
+    tree, options = Tree(TWO, target.device), dict(causal=True, sm_scale=0.2, logits_soft_cap=5.0)
     shared, own = tree.batches
     ks = [torch.cat([shared.k, k]) for _, k, _ in own.requests()]
     vs = [torch.cat([shared.v, v]) for _, _, v in own.requests()]
     whole = Batch(own.qo_lens, [50 + m for m in own.kv_lens], tree.q, torch.cat(ks), torch.cat(vs))
-    want = expect(whole, Options(causal=True, sm_scale=0.2, logits_soft_cap=5.0))
-    check(wrapper, tree, (want.out, want.lse))
+    want = expect(whole, Options(**options))
+    check(planned(target, tree, **options), tree, (want.out, want.lse))
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,7 @@ def test_it_is_attention_over_the_keys_of_all_levels(target):
 )
 def test_options_hold_within_each_level(target, options):
     tree = Tree(THREE, target.device)
-    wrapper = ck.MultiLevelCascadeAttentionWrapper(3, target.workspace())
-    wrapper.plan(*tree.arrays(), *tree.sizes, causal=True, **options)
-    check(wrapper, tree, tree.expect(causal=True, **options), 3e-3)
+    check(planned(target, tree, causal=True, **options), tree, tree.expect(causal=True, **options), 3e-3)
 
 
 def test_fp8_cache_with_scales(target):
@@ -139,9 +138,7 @@ def test_fp8_cache_with_scales(target):
     tree.cache = tree.cache.to(torch.float8_e4m3fn)
     for batch in tree.batches:
         batch.k, batch.v = (x.to(torch.float8_e4m3fn) for x in (batch.k, batch.v))
-    wrapper = ck.MultiLevelCascadeAttentionWrapper(2, target.workspace())
-    types = dict(q_data_type="float16", kv_data_type="float8_e4m3fn")
-    wrapper.plan(*tree.arrays(), *tree.sizes, causal=True, **types)
+    wrapper = planned(target, tree, causal=True, q_data_type="float16", kv_data_type="float8_e4m3fn")
     scales = dict(q_scale=1.2, k_scale=0.5, v_scale=2.0)
     check(wrapper, tree, tree.expect(causal=True, **scales), 2e-2, **scales)
 
@@ -178,8 +175,7 @@ def test_replans_and_new_workspaces(target):
 @pytest.mark.parametrize("rule", [dict(fixed_split_size=4), dict(disable_split_kv=True)], ids=str)
 def test_fixed_splits(target, rule):
     tree = Tree(DECODE, target.device)
-    wrapper = ck.MultiLevelCascadeAttentionWrapper(3, target.workspace())
-    wrapper.plan(*tree.arrays(), *tree.sizes, **rule)
+    wrapper = planned(target, tree, **rule)
     check(wrapper, tree, tree.expect())
     assert_bitwise(wrapper.run(tree.q, tree.cache), wrapper.run(tree.q, tree.cache))
 
@@ -260,57 +256,43 @@ def test_a_first_plan_that_fails_pins_nothing(target):
     check(wrapper, tree, tree.expect(True))
 
 
-@pytest.mark.gpu
+class Captured:
+    """A graph of a run with static inputs, and an output if ``out`` says so."""
+
+    def __init__(self, target, into_place: bool = False, **run: Any) -> None:
+        self.wrapper, _ = graph_wrapper(target)
+        self.trees = [Tree(step, target.device) for step in STEPS]
+        first = self.trees[0]
+        self.q, self.cache = torch.zeros_like(first.q), torch.zeros_like(first.cache)
+        if into_place:
+            run["out"] = torch.zeros_like(first.q)
+        self.load(first)
+        self.graph, self.results = capture(lambda: self.wrapper.run(self.q, self.cache, **run))
+
+    def load(self, tree: Tree, device: str = "cpu") -> int:
+        """Plans with vectors there. The number of rows."""
+        self.q[: len(tree.q)], self.cache[:] = tree.q, tree.cache
+        self.wrapper.plan(*tree.arrays(device), *tree.sizes, causal=True)
+        return len(tree.q)
+
+
 @pytest.mark.parametrize("where", ["cpu", "device"])
-def test_replay_after_other_plans(target, where):
-    if target.is_reference:
-        pytest.skip("a CUDA graph needs CUDA kernels")
-    device = target.device if where == "device" else "cpu"
-    wrapper, _ = graph_wrapper(target)
-    trees = [Tree(step, target.device) for step in STEPS]
-    q, cache = torch.zeros_like(trees[0].q), torch.zeros_like(trees[0].cache)
-
-    def load(tree: Tree) -> None:
-        q[: len(tree.q)], cache[:] = tree.q, tree.cache
-        wrapper.plan(*tree.arrays(device), *tree.sizes, causal=True)
-
-    load(trees[0])
-    wrapper.run(q, cache)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = wrapper.run(q, cache, return_lse=True)
-    for tree in [*trees, trees[0]]:
-        load(tree)
-        graph.replay()
-        rows, want = len(tree.q), tree.expect(True)
+def test_replay_after_other_plans(kernels, where):
+    captured = Captured(kernels, return_lse=True)
+    out, lse = captured.results
+    for tree in [*captured.trees, captured.trees[0]]:
+        rows, want = captured.load(tree, kernels.device if where == "device" else "cpu"), tree.expect(True)
+        captured.graph.replay()
         assert_close(out[:rows], want[0], atol=2e-3)
         assert_lse_close(lse[:rows], want[1], atol=2e-3)
         assert not out[rows:].any() and bool((lse[rows:] == -torch.inf).all())  # rows of no request
 
 
-@pytest.mark.gpu
-def test_replays_write_no_rows_of_out_beyond_the_last_request(target):
-    if target.is_reference:
-        pytest.skip("a CUDA graph needs CUDA kernels")
-    wrapper, _ = graph_wrapper(target)
-    trees = [Tree(step, target.device) for step in STEPS]
-    q, cache, out = torch.zeros_like(trees[0].q), torch.zeros_like(trees[0].cache), torch.zeros_like(trees[0].q)
-
-    def load(tree: Tree) -> None:
-        q[: len(tree.q)], cache[:] = tree.q, tree.cache
-        wrapper.plan(*tree.arrays(), *tree.sizes, causal=True)
-
-    load(trees[0])
-    wrapper.run(q, cache, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, cache, out=out)
-    for tree in trees:
-        load(tree)
-        out.fill_(7.0)
-        graph.replay()
-        rows = len(tree.q)
-        assert_close(out[:rows], tree.expect(True)[0], atol=2e-3)
-        assert bool((out[rows:] == 7.0).all())
+def test_replays_write_no_rows_of_out_beyond_the_last_request(kernels):
+    captured = Captured(kernels, into_place=True)
+    for tree in captured.trees:
+        rows = captured.load(tree)
+        captured.results.fill_(7.0)
+        captured.graph.replay()
+        assert_close(captured.results[:rows], tree.expect(True)[0], atol=2e-3)
+        assert bool((captured.results[rows:] == 7.0).all())
