@@ -16,12 +16,12 @@ from compare import assert_close, assert_lse_close
 from planned_runs import paged, ragged
 from problems import Batch, Options, make_batch
 from targets import Target
-
-import cutlass_kernels as ck
+from wrapper_problems import Wrapped
 
 LEVELS = [-1e4, -1e5, -2.4e5, 2.4e5]
 DTYPES = [torch.float16, torch.bfloat16]
 E4M3 = torch.float8_e4m3fn
+CAUSAL = Options(causal=True)
 # What is lost by rounding P, and the output: nothing of it grows with the logits. Each rounding is off by up to 2^-8 of
 # a number in bfloat16, and a row of few keys can meet both.
 TOLERANCE = {torch.float16: (1e-3, 2**-11), torch.bfloat16: (2e-3, 2 * 2**-8)}
@@ -86,7 +86,7 @@ def test_few_keys(target, level, dim, how):
 def test_long_queries(target, dtype, level, dim):
     # A tile computes all keys of its rows: the others are as exact as these.
     batch = large(level, [150], [700], dim, dtype, target)
-    check(ragged(target, batch, Options(causal=True)), batch, Options(causal=True))
+    check(ragged(target, batch, CAUSAL), batch, CAUSAL)
 
 
 @pytest.mark.pairwise
@@ -96,9 +96,8 @@ def test_long_queries(target, dtype, level, dim):
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_short_queries(kernels, dtype, level, dim, split):
     batch = large(level, *LENS, dim, dtype, kernels)
-    options = Options(causal=True)
-    check(ragged(kernels, batch, options, **split), batch, options)
-    check(paged(kernels, batch, options, **split), batch, options)
+    for how in (ragged, paged):
+        check(how(kernels, batch, CAUSAL, **split), batch, CAUSAL)
 
 
 @pytest.mark.pairwise
@@ -108,10 +107,7 @@ def test_short_queries(kernels, dtype, level, dim, split):
 @pytest.mark.parametrize("split", [{}, {"fixed_split_size": 16}, {"disable_split_kv": True}], ids=str)
 def test_decode(kernels, dtype, level, dim, split):
     batch = large(level, [1] * 8, [3000, 700, 5, 1500] * 2, dim, dtype, kernels)
-    pages = batch.paged(16)
-    wrapper = ck.BatchDecodeWithPagedKVCacheWrapper(kernels.workspace(), backend=kernels.backend)
-    wrapper.plan(*pages.table(), *batch.heads, 16, q_data_type=dtype, kv_data_type=dtype, **split)
-    check(wrapper.run(batch.q, pages.cache, return_lse=True), batch, Options())
+    check(Wrapped(kernels, "decode", batch).plan(**split).run(return_lse=True), batch, Options())
 
 
 @pytest.mark.pairwise
@@ -120,10 +116,7 @@ def test_decode(kernels, dtype, level, dim, split):
 @pytest.mark.parametrize("rows", [1, 17, 100])
 def test_a_single_request(target, dtype, level, rows):
     batch = large(level, [rows], [4000], 128, dtype, target)
-    got = ck.single_prefill_with_kv_cache(
-        batch.q, batch.k, batch.v, causal=True, return_lse=True, backend=target.backend
-    )
-    check(got, batch, Options(causal=True))
+    check(Wrapped(target, "single", batch).plan(CAUSAL).run(return_lse=True), batch, CAUSAL)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,10 +126,7 @@ def test_a_single_request(target, dtype, level, rows):
 def test_fp8_keys(kernels, dtype, level, rows, dim):
     # On fa2 warps share the rows of a tile, each with a part of the keys.
     batch = large(level, [rows] * 2, [2900, 700], dim, dtype, kernels, kv_dtype=E4M3)
-    pages = batch.paged(16)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(kernels.workspace(), backend=kernels.backend)
-    wrapper.plan(batch.qo_indptr(), *pages.table(), *batch.heads, 16, q_data_type=dtype, kv_data_type=E4M3)
-    check(wrapper.run(batch.q, pages.cache, return_lse=True), batch, Options())
+    check(paged(kernels, batch, Options()), batch, Options())
 
 
 def check_sinks(level: float, lens: tuple[list[int], list[int]], dim: int, target: Target, **split: Any) -> None:
@@ -176,7 +166,5 @@ def test_negative_scales(target, level, lens):
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_masks_of_bits(kernels, dtype, level, split):
     batch = large(level, [40, 3], [3000, 700], 128, dtype, kernels)
-    masks = batch.random_masks(0.5)
-    flat = torch.cat([mask.reshape(-1) for mask in masks])
-    options = Options(custom_masks=masks)
-    check(ragged(kernels, batch, options, custom_mask=flat, **split), batch, options)
+    options = Options(custom_masks=batch.random_masks(0.5))
+    check(ragged(kernels, batch, options, **split), batch, options)

@@ -10,11 +10,14 @@ import torch
 from compare import assert_close, assert_lse_close
 from plan_free_problems import page_table
 from problems import Options, expect, indptr, make_batch
+from targets import Target
+from wrapper_problems import Wrapped
 
 import cutlass_kernels as ck
 
 BEYOND = 2**31
 HEADS, DIM = 8, 128
+CAUSAL = Options(causal=True)
 
 
 def room(gib: int) -> None:
@@ -29,7 +32,8 @@ def room(gib: int) -> None:
 def test_cache(kernel_backend, page_size, form, kv_layout):
     room(12)
     batch = make_batch((40, 3), (200, 70), 16, HEADS, DIM, device="cuda:0", dtype=torch.bfloat16)
-    paged = batch.paged(page_size, kv_layout, spare=0)
+    w = Wrapped(Target("cuda:0", kernel_backend), "paged", batch, page_size, kv_layout, form)
+    w.pages = paged = batch.paged(page_size, kv_layout, form, spare=0)
     used = paged.indices.numel()
     stacked = form == "stacked"
     pages = BEYOND // (page_size * HEADS * DIM * (2 if stacked else 1)) + used
@@ -42,17 +46,9 @@ def test_cache(kernel_backend, page_size, form, kv_layout):
     else:
         cache = tuple(torch.empty(pages, *inner, dtype=torch.bfloat16, device="cuda:0") for _ in range(2))
         cache[0][-used:], cache[1][-used:] = paged.k_cache, paged.v_cache
-    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0")
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=kernel_backend)
-    indices = paged.indices + (pages - used)
-    wrapper.plan(
-        batch.qo_indptr(), paged.indptr, indices, paged.last_page_len, *batch.heads, page_size, causal=True,
-        q_data_type=torch.bfloat16,
-    )  # fmt: skip
-    out, lse = wrapper.run(batch.q, cache, return_lse=True)
-    want = expect(batch, Options(causal=True))
-    assert_close(out, want.out, want.baseline)
-    assert_lse_close(lse, want.lse)
+    paged.indices += pages - used
+    w.kv = (cache,)
+    w.plan(CAUSAL).check()
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
@@ -78,7 +74,7 @@ def test_latent_cache(kernel_backend, page_size, is_apart):
     out, lse = ck.attention(
         batch.q, parts[0], parts[0][..., :512], **whose, **ropes, causal=True, return_lse=True, backend=kernel_backend
     )
-    want = expect(batch, Options(causal=True))
+    want = expect(batch, CAUSAL)
     assert_close(out, want.out, want.baseline)
     assert_lse_close(lse, want.lse)
 
@@ -128,14 +124,11 @@ def test_ragged_rows(kernel_backend):
     k[-200:], v[-200:], q[-40:] = batch.k, batch.v, batch.q
     # Rows and keys in front belong to a request without keys, and to one without rows.
     first = rows - 40
-    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0")
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel_backend)
-    wrapper.plan(
-        indptr([first, 0, 40]), indptr([0, keys - 200, 200]), *batch.heads, causal=True, q_data_type=torch.bfloat16
-    )
-    wrapper.run(q, k, v, out=out)
-    want = expect(batch, Options(causal=True))
-    assert_close(out[-40:], want.out, want.baseline)
+    w = Wrapped(Target("cuda:0", kernel_backend), "ragged", batch)
+    vectors = indptr([first, 0, 40]), indptr([0, keys - 200, 200])
+    w.wrapper.plan(*vectors, *w.sizes, causal=True, q_data_type=torch.bfloat16)
+    w.wrapper.run(q, k, v, out=out)
+    w.check(out[-40:], CAUSAL)
     assert int(torch.count_nonzero(out[::4099][:200])) == 0 and int(torch.count_nonzero(out[first - 1])) == 0
 
 
