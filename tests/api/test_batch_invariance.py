@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise
 from plan_free_problems import Mask, Options, check, keys, queries, random_mask
 from problems import Batch, make_batch
@@ -69,9 +70,8 @@ def test_a_request_has_the_same_bits_alone(target, seed):
     if rng.random() < 0.3:
         options["k_descale"] = torch.rand(batch.num_kv_heads, device=target.device) + 0.5
     some = rng.sample(range(len(batch.qo_lens)), min(6, len(batch.qo_lens)))
-    together_and_alone(
-        batch, rng.choice(["table", "ragged"]), some, random_mask(rng, batch), backend=backend, **options
-    )
+    form = rng.choice(["table", "ragged"])
+    together_and_alone(batch, form, some, random_mask(rng, batch), backend=backend, **options)
 
 
 F16, B16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -113,7 +113,7 @@ def test_other_head_dims(target, head_dim, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kv_dtype", [E4M3, torch.float8_e5m2])
 @pytest.mark.parametrize("rows", [[1, 5, 80], [2, 1, 1]])
 def test_fp8_caches(kv_dtype, rows):
     batch = make_batch(rows, [700, 2100, 300], 8, 2, 128, device="cuda:0", kv_dtype=kv_dtype)
@@ -169,33 +169,23 @@ def test_captured_calls_follow_new_lengths():
     q, whose = queries(batch, dense=False)
     whose["max_seqlen_q"] = q.size(0)
     options: dict[str, Any] = dict(causal=True, batch_invariant=True, **given)
-    for _ in range(2):
-        ck.attention(q, k, v, **whose, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ck.attention(q, k, v, **whose, **options)
+    call = lambda: ck.attention(q, k, v, **whose, **options)  # noqa: E731
+    graph, out = capture(call, warm_up=2)
     for lens in ([900, 2000, 17, 2300], [33, 1900, 0, 90], [900, 5, 17, 2300]):
         given["seqused_k"].copy_(torch.tensor(lens))
-        graph.replay()
-        got = out.clone()
-        assert_bitwise(got, ck.attention(q, k, v, **whose, **options))
-        graph.replay()
-        assert_bitwise(out, got)
+        for _ in range(2):
+            graph.replay()
+            assert_bitwise(out, call())
     # Rows move from one request to another, and so from one kernel to another.
     for bounds in ([0, 50, 51, 130, 133], [0, 1, 2, 3, 133]):
         whose["cu_seqlens_q"].copy_(torch.tensor(bounds))
         graph.replay()
-        assert_bitwise(out, ck.attention(q, k, v, **whose, **options))
+        assert_bitwise(out, call())
 
 
 def test_masks_of_bits(target):
     batch = make_batch([1, 30, 70], [900, 600, 800], 8, 2, 64, device=target.device)
     bits = batch.random_masks(0.5)
     for backend in (target.backend, "auto"):
-        check(
-            batch,
-            type(target)(target.device, backend),
-            "table",
-            Mask(bits=bits),
-            Options(extra=dict(batch_invariant=True)),
-        )
+        on, options = type(target)(target.device, backend), Options(extra=dict(batch_invariant=True))
+        check(batch, on, "table", Mask(bits=bits), options)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_bitwise, assert_close
-from problems import Options, expect, graph_buffers, make_batch
+from compare import assert_bitwise
+from problems import Options, graph_buffers, make_batch
 from registry import PAGE, Data, each
 from targets import Target
+from wrapper_problems import Wrapped, batch_for
 
 import cutlass_kernels as ck
 
 OTHER = "cuda:1"
+CAUSAL = Options(causal=True)
 
 
 @pytest.fixture(
@@ -58,46 +60,37 @@ def test_places_on_the_other_device(target, entry):
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("where", ["cpu", OTHER])
 def test_plans_of_index_tensors_on_either_device(target, where, graph):
-    batch = make_batch([5, 3, 1], [20, 33, 900], 4, 2, 64, device=OTHER)
-    paged = batch.paged(PAGE)
     buffers = graph_buffers(3, 100, OTHER) if graph else {}
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend, **buffers)
-    want = expect(batch, Options(causal=True))
+    w = Wrapped(target, "paged", batch_for("paged", target, (5, 3, 1), (20, 33, 900)), **buffers)
     for _ in range(3):
-        wrapper.plan(batch.qo_indptr(where), *paged.table(where), *batch.heads, PAGE, causal=True)
-        out = wrapper.run(batch.q, paged.cache)
+        out = w.plan(CAUSAL, where).run()
         assert out.device == torch.device(OTHER) and torch.cuda.current_device() == 0
-        assert_close(out, want.out, want.baseline)
+        w.check(out)
 
 
 def test_the_current_stream_of_the_tensors_device(target):
     """Not the current one of the current device: a kernel there would not wait for the copy, and see zeros."""
-    batch = make_batch([64], [512], 4, 2, 64, device=OTHER)
-    want = expect(batch, Options(causal=True))
-    q, stream = torch.zeros_like(batch.q), torch.cuda.Stream(OTHER)
+    w = Wrapped(target, "single", batch_for("single", target, (64,), (512,))).plan(CAUSAL)
+    q, stream = torch.zeros_like(w.batch.q), torch.cuda.Stream(OTHER)
     torch.cuda.synchronize(OTHER)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
-        q.copy_(batch.q)
+        w.batch.q = q.copy_(w.batch.q)
         with torch.cuda.device(0):
-            out = ck.single_prefill_with_kv_cache(q, batch.k, batch.v, causal=True, backend=target.backend)
+            out = w.run()
             assert torch.cuda.current_device() == 0
     stream.synchronize()
-    assert_close(out, want.out, want.baseline)
+    w.check(out)
 
 
 def test_calls_on_both_devices_in_turn(target):
     """What is kept between calls belongs to one device: counters, slopes, plans."""
     options = Options(causal=True, pos_encoding_mode="ALIBI")
     batches = [make_batch([9], [3000], 4, 2, 64, device=f"cuda:{n}", seed=n) for n in range(2)]
-    wanted = [expect(batch, options) for batch in batches]
-    for _ in range(3):
-        for batch, want in zip(batches, wanted):
-            out = ck.single_prefill_with_kv_cache(
-                batch.q, batch.k, batch.v, backend=target.backend, **options.plan_kwargs()
-            )
-            assert out.device == batch.q.device and torch.cuda.current_device() == 0
-            assert_close(out, want.out, want.baseline)
+    for w in [Wrapped(target, "single", batch).plan(options) for batch in batches] * 3:
+        out = w.run()
+        assert out.device == w.batch.q.device and torch.cuda.current_device() == 0
+        w.check(out)
 
 
 @pytest.mark.runs_nothing("appends to a cache")

@@ -6,16 +6,11 @@ import copy
 
 import pytest
 import torch
+from registry import HEADS, PAGE, ints
 
 import cutlass_kernels as ck
 
 pytestmark = pytest.mark.runs_nothing("calls are refused, or planned only")
-
-HEADS, PAGE = (4, 2, 64), 16
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def end(target, asked: str | None = None) -> str:
@@ -61,9 +56,8 @@ def test_options_in_effect(target):
 
 def test_masks(target):
     mask = torch.ones(5 * 20 + 9 * 9, dtype=torch.bool, device=target.device)
-    assert "custom mask" in repr(paged(target, custom_mask=mask)) and "causal" not in repr(
-        paged(target, custom_mask=mask)
-    )
+    text = repr(paged(target, custom_mask=mask))
+    assert "custom mask" in text and "causal" not in text
 
 
 def test_a_plan_for_cuda_graphs(target):

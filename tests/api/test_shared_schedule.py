@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture
 from compare import assert_bitwise
 
 import cutlass_kernels as ck
@@ -68,11 +69,11 @@ def test_it_is_written_once(mode):
 def test_a_graph_follows_new_lengths(warm):
     layers, shared = latent(2)
     lens = shared["seqused_k"]
-    schedule, graph = ck.Schedule(), torch.cuda.CUDAGraph()
+    schedule = ck.Schedule()
     if warm:
         attend(*layers[0], **shared, schedule=schedule)
-    with torch.cuda.graph(graph):
-        results = [attend(*layer, **shared, schedule=schedule) for layer in layers]
+    call = lambda: [attend(*layer, **shared, schedule=schedule) for layer in layers]  # noqa: E731
+    graph, results = capture(call, warm_up=0)
     for seed in range(3):
         torch.manual_seed(seed)
         lens.copy_(torch.randint(0, max(LENS), (len(LENS),)))
