@@ -14,14 +14,7 @@ from .._core.tracing import is_traced
 from .._planned.copying import Part
 from .._planned.descriptions import describe_several
 from .._planned.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .patterns import (
-    PatternOfHeads,
-    mask_by_request,
-    of_shorter_last_block,
-    page_of,
-    row_offsets,
-    uniform_blocks,
-)
+from .patterns import PatternOfHeads, mask_by_request, of_shorter_last_block, page_of, row_offsets, uniform_blocks
 
 
 def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
@@ -390,6 +383,7 @@ def _lists(
     if indptr.device != indices.device:
         device = indptr.device if indptr.is_cuda else indices.device
         indptr, indices = indptr.to(device, non_blocking=True), indices.to(device, non_blocking=True)
+    last, page, masks = keys % block_columns, page_of(keys, block_columns), None
     if mask is not None and packed_mask is None:
         what = (tuple(mask.shape), mask.dtype) if isinstance(mask, torch.Tensor) else (type(mask).__name__,)
         if what[0] != (indices.numel(), block_rows, block_columns) or mask.is_floating_point():
@@ -397,11 +391,8 @@ def _lists(
                 f"mask is {', '.join(map(str, what))}: it must be a bool tensor [{indices.numel()}, {block_rows}, "
                 f"{block_columns}], a mask for each of the blocks."
             )
-    last, page = keys % block_columns, page_of(keys, block_columns)
-    widths = torch.where(indices == blocks - 1, last, block_columns) if last else None
-    masks = None
-    if mask is not None and packed_mask is None:
-        masks = mask_by_request(mask, indptr, None if widths is None else widths.to(mask.device))
+        widths = torch.where(indices == blocks - 1, last, block_columns).to(mask.device) if last else None
+        masks = mask_by_request(mask, indptr, widths)
     if last:
         indptr, indices = of_shorter_last_block(indptr, indices, blocks, block_columns // page, last // page)
     return indptr, indices, page, masks

@@ -44,11 +44,8 @@ class VariableBlockSparseAttentionWrapper(Part):
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         if backend not in selection.CHOICES:
             raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(selection.CHOICES)}.")
-        self._float_workspace_buffer = checks.workspace("float_workspace_buffer", float_workspace_buffer)
-        self.device = self._float_workspace_buffer.device
-        self._int_workspace_buffer: torch.Tensor | None = None
         self._requested_backend = backend
-        self._heads: PatternOfHeads | None = None
+        self.reset_workspace_buffer(float_workspace_buffer)
 
     def __repr__(self) -> str:
         heads = getattr(self, "_heads", None)
@@ -69,8 +66,8 @@ class VariableBlockSparseAttentionWrapper(Part):
             int_workspace_buffer: accepted, not used.
         """
         self._float_workspace_buffer = checks.workspace("float_workspace_buffer", float_workspace_buffer)
-        self.device, self._heads = self._float_workspace_buffer.device, None
-        self._int_workspace_buffer = int_workspace_buffer
+        self.device, self._int_workspace_buffer = self._float_workspace_buffer.device, int_workspace_buffer
+        self._heads: PatternOfHeads | None = None
 
     def plan(
         self,
