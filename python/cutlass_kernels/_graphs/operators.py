@@ -57,26 +57,39 @@ def number_of(wrapper: Any) -> int:
 # --- operators of functions --------------------------------------------------------------------------------------
 
 
-class Arguments:
-    """The arguments of an operator, from the types of a function's. A scale is a number or a tensor: two arguments, one
-    of which is None."""
+# What is a number, or numbers, or a tensor.
+_NUMBERS: dict[Any, str] = {Scale: "float?", Sequence[int] | torch.Tensor | None: "SymInt[]?"}
 
-    def __init__(self, types: Mapping[str, Any], left_out: Sequence[str] = (), writes: Sequence[str] = ()) -> None:
-        kinds = {name: kind for name, kind in types.items() if name not in (*left_out, "out", "lse", "return")}
-        self.is_scale = {name: kind == Scale for name, kind in kinds.items()}
-        schemas = {name: "Tensor?" if kind == Scale else _SCHEMAS[kind] for name, kind in kinds.items()}
+
+class Arguments:
+    """The arguments of an operator, from the types of a function's, but for ``places`` of results. What is a number or a
+    tensor, such as a scale, has two arguments, one of which is None."""
+
+    def __init__(
+        self,
+        types: Mapping[str, Any],
+        left_out: Sequence[str] = (),
+        writes: Sequence[str] = (),
+        places: Sequence[str] = ("out", "lse"),
+    ) -> None:
+        kinds = {name: kind for name, kind in types.items() if name not in (*left_out, *places, "return")}
+        numbers = {name: _NUMBERS.get(kind) for name, kind in kinds.items()}
+        self.has_number = {name: number is not None for name, number in numbers.items()}
+        schemas = {name: "Tensor?" if self.has_number[name] else _SCHEMAS[kind] for name, kind in kinds.items()}
         for name, letter in zip(writes, "abcd"):
             schemas[name] = schemas[name].replace("Tensor", f"Tensor({letter}!)")
-        words = [f"float? {name}_number, " * self.is_scale[name] + f"{kind} {name}" for name, kind in schemas.items()]
+        words = [
+            f"{numbers[name]} {name}_number, " * self.has_number[name] + f"{x} {name}" for name, x in schemas.items()
+        ]
         self.schema = ", ".join(words)
         self.count = self.schema.count(",") + 1
 
     def given(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """What the operator is given for these values."""
         given: list[Any] = []
-        for name, is_scale in self.is_scale.items():
+        for name, has_number in self.has_number.items():
             value = values[name]
-            if is_scale:
+            if has_number:
                 given += [None, value] if isinstance(value, torch.Tensor) else [value, None]
             elif name == "o_dtype" and value is not None:
                 given.append(checks.dtype(value))
@@ -87,9 +100,9 @@ class Arguments:
     def found(self, given: Iterable[Any]) -> dict[str, Any]:
         """The values that the operator was given."""
         rest, values = iter(given), {}
-        for name, is_scale in self.is_scale.items():
+        for name, has_number in self.has_number.items():
             value = next(rest)
-            if is_scale:
+            if has_number:
                 tensor = next(rest)
                 value = value if tensor is None else tensor
             values[name] = tuple(value) if isinstance(value, list) else value  # torch makes lists of tuples

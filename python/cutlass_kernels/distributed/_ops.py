@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -19,32 +19,16 @@ from .._core.autograd import forward_only, with_grad, without_autocast
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
-from ._peers import Grid, Peers, grid_of, grid_with, peers_of
+from ._peers import Grid, Group, Peers, grid_of, grid_with, peers_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Arguments = dict[str, Any]
-
-# Of the operator, by annotation of the function's parameter. What may be a number or a tensor has two arguments.
-_TYPES = {
-    "torch.Tensor": ("Tensor",),
-    "torch.Tensor | None": ("Tensor?",),
-    "Group": ("str[]",),
-    "str": ("str",),
-    "bool": ("bool",),
-    "int": ("SymInt",),
-    "int | None": ("SymInt?",),
-    "float": ("Scalar",),
-    "float | None": ("float?",),
-    "tuple[int, int]": ("SymInt[]",),
-    "torch.dtype | None": ("ScalarType?",),
-    "float | torch.Tensor | None": ("float?", "Tensor?"),
-    "Sequence[int] | torch.Tensor | None": ("SymInt[]?", "Tensor?"),
-}
+Values = dict[str, Any]  # of arguments
+operators._SCHEMAS[Group] = "str[]"  # by name
 
 
 def traceable(
-    shape: Callable[[Arguments], tuple[Any, ...]], of_mesh: bool = False
+    shape: Callable[[Values], tuple[Any, ...]], of_mesh: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers an operator for a function that returns an output, with ``return_lse`` the pair of it and its LSE.
 
@@ -57,34 +41,34 @@ def traceable(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
-        types = {name: _TYPES[parameter.annotation] for name, parameter in parameters.items()}
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        names, operator = tuple(types), function.__name__
+        names, operator = tuple(parameters), function.__name__
+        arguments = operators.Arguments(get_type_hints(function), places=())
         function = without_autocast(function)
 
         def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            values = _joined(types, args)
+            values = arguments.found(args)  # places of results follow, all None
             values["group"] = _with_names(values["group"])
             result: Any = function(**values)  # type: ignore[call-arg]
             return operators.new_results(result, values["return_lse"], None, None)
 
         def fake(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
             args = tuple(vars(given).values())
-            values, x = _joined(types, args), args[0]
+            values, x = arguments.found(args), args[0]
             size = shape(values)
             dtype = values.get("o_dtype") or (torch.bfloat16 if x.dtype in FP8_DTYPES else x.dtype)
             lse_size = size[:-1] if values["return_lse"] else (0,)
             return x.new_empty(size, dtype=dtype), x.new_empty(lse_size, dtype=torch.float32)
 
-        operators.define(operator, _schema(types), run, fake)
+        operators.define(operator, arguments.schema, run, fake)
         _keep_order(operator)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            values: Arguments = {**defaults, **dict(zip(names, args)), **kwargs}
+            values: Values = {**defaults, **dict(zip(names, args)), **kwargs}
             if len(args) > len(names) or len(values) != len(names):
                 raise TypeError(f"{operator}() has the parameters {', '.join(names)}; given are {', '.join(values)}.")
             values["group"] = _names(grid_of(values["group"]) if of_mesh else peers_of(values["group"]))
-            return operators.call(operator, _split(types, values), None, None, values["return_lse"])
+            return operators.call(operator, arguments.given(values), None, None, values["return_lse"])
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -104,42 +88,16 @@ def traceable(
     return decorate
 
 
-def like_queries(values: Arguments) -> tuple[Any, ...]:
+def like_queries(values: Values) -> tuple[Any, ...]:
     """The shape of q, with the head dimension of v."""
     return (*values["q"].shape[:-1], values["v"].shape[-1])
 
 
-def own_heads(values: Arguments) -> tuple[Any, ...]:
+def own_heads(values: Values) -> tuple[Any, ...]:
     """The shape of out, with the heads that a rank gets."""
     *rows, heads, dim = values["out"].shape
     world = _group(values["group"][0]).size() if values["scatter_heads"] else 1
     return (*rows, heads // world, dim)
-
-
-def _schema(types: dict[str, tuple[str, ...]]) -> str:
-    return ", ".join(f"{kind} {name}{'_tensor' * i}" for name, kinds in types.items() for i, kind in enumerate(kinds))
-
-
-def _split(types: dict[str, tuple[str, ...]], values: Arguments) -> tuple[Any, ...]:
-    """Arguments of the operator."""
-    args: list[Any] = []
-    for name, kinds in types.items():
-        value = values[name]
-        if len(kinds) == 2:
-            args += [None, value] if isinstance(value, torch.Tensor) else [value, None]
-        else:
-            args.append(value)
-    return tuple(args)
-
-
-def _joined(types: dict[str, tuple[str, ...]], args: tuple[Any, ...]) -> Arguments:
-    """Arguments of the function. Those of an operator's other forms follow, all None."""
-    rest = iter(args)
-    values = {}
-    for name, kinds in types.items():
-        given = [next(rest) for _ in kinds]
-        values[name] = given[-1] if given[0] is None else given[0]
-    return values
 
 
 def _names(of: Grid | Peers) -> list[str]:
