@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_bitwise
+from compare import assert_all_bitwise
+from pairs import every
 from registry import ENTRIES, Data, Entry, Planned, each
+from targets import Target
 
 import cutlass_kernels as ck
 from cutlass_kernels._compute import kernels, reference, selection
 
+ON_CPU = Target("cpu", "auto")
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda wrapper: pickle.loads(pickle.dumps(wrapper))}
 
 
@@ -27,7 +30,7 @@ def run(planned: Planned, wrapper: Any) -> tuple[torch.Tensor, ...]:
 
 
 def planned(name: str, number: int = 0) -> Planned:
-    return ENTRIES[name].planned(Data(OnCpu))[number]
+    return ENTRIES[name].planned(Data(ON_CPU))[number]
 
 
 class Uncopied(SimpleNamespace):
@@ -53,23 +56,15 @@ def compiled_plans(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "Schedule", lambda *args: Uncopied(general=True, as_is=False, made=None))
 
 
-class OnCpu:
-    device, backend = "cpu", "auto"
-
-    @staticmethod
-    def workspace() -> torch.Tensor:
-        return torch.zeros(1 << 20, dtype=torch.uint8)
-
-
 @pytest.mark.runs_nothing("the reference computes in place of a kernel")
-@pytest.mark.parametrize("way", WAYS)
+@every(way=WAYS.keys())
 @wrappers
 def test_copies_have_no_plan_of_kernels(compiled_plans, entry, way):
-    check_that_copies_are_planned_again(entry, OnCpu, way)
+    check_that_copies_are_planned_again(entry, ON_CPU, way)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
+@every(way=WAYS.keys())
 @wrappers
 def test_copies_on_a_gpu(target, entry, way):
     if target.is_reference:
@@ -83,14 +78,14 @@ def check_that_copies_are_planned_again(entry: Entry, target: Any, way: str) -> 
         made.plan(wrapper)
         want = run(made, wrapper)
         for _ in range(3):  # remembers calls
-            assert_same(run(made, wrapper), want)
+            assert_all_bitwise(run(made, wrapper), want)
         other = WAYS[way](wrapper)
         if has_a_compiled_plan(wrapper):
             with pytest.raises(RuntimeError, match="has no plan: call plan"):
                 run(made, other)
             made.plan(other)
         for one in (other, wrapper, other):
-            assert_same(run(made, one), want)
+            assert_all_bitwise(run(made, one), want)
 
 
 def has_a_compiled_plan(wrapper: Any) -> bool:
@@ -99,17 +94,12 @@ def has_a_compiled_plan(wrapper: Any) -> bool:
     return getattr(wrapper, "_heads", None) is None and not isinstance(wrapper, others)
 
 
-def assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert_bitwise(a, b)
-
-
-@pytest.mark.parametrize("way", WAYS)
+@every(way=WAYS.keys())
 @wrappers
 def test_copies_on_the_cpu_are_planned(entry, way):
-    for made in entry.planned(Data(OnCpu)):
+    for made in entry.planned(Data(ON_CPU)):
         made.plan(made.wrapper)
-        assert_same(run(made, WAYS[way](made.wrapper)), run(made, made.wrapper))
+        assert_all_bitwise(run(made, WAYS[way](made.wrapper)), run(made, made.wrapper))
 
 
 @pytest.mark.runs_nothing("the reference computes in place of a kernel")
@@ -146,24 +136,25 @@ def test_copies_are_apart_from_the_original(target, entry, way):
         other = (WAYS | {"copy": copy.copy})[way](made.wrapper)
         again.plan(other)
         found = run(again, other)
-        assert_same(run(made, made.wrapper), want)
+        assert_all_bitwise(run(made, made.wrapper), want)
         again.plan(again.wrapper)
-        assert_same(run(again, again.wrapper), found)
+        assert_all_bitwise(run(again, again.wrapper), found)
         assert not all(map(torch.equal, found, want)), "the plans are the same"
         assert getattr(other, "_number", 1) != getattr(made.wrapper, "_number", 0)
 
 
 def test_wrappers_that_are_copied_together_share_a_workspace():
-    workspace = OnCpu.workspace()
+    workspace = ON_CPU.workspace()
     layers = [ck.BatchPrefillWithRaggedKVCacheWrapper(workspace) for _ in range(2)]
     for made in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
         assert made[0]._float_workspace_buffer is made[1]._float_workspace_buffer is not workspace
 
 
-def test_a_function_in_the_place_of_plan_is_that_of_the_copy():
+@every(way=[copy.deepcopy, copy.copy])
+def test_a_function_in_the_place_of_plan_is_that_of_the_copy(way):
     case = planned("BatchDecodeWithPagedKVCacheWrapper")
     case.wrapper.plan = functools.partial(ck.fast_decode_plan, case.wrapper)
-    other = copy.deepcopy(case.wrapper)
+    other = way(case.wrapper)
     case.plan(other)
     assert case.wrapper._plan_info is None and run(case, other)[0].shape == (2, 4, 64)
 
@@ -174,13 +165,13 @@ def test_a_shallow_copy_shares_the_plan(compiled_plans):
     want = run(case, case.wrapper)
     other = copy.copy(case.wrapper)
     assert other._number != case.wrapper._number and other._plan_info is case.wrapper._plan_info
-    assert_same(run(case, other), want)
+    assert_all_bitwise(run(case, other), want)
 
 
 @pytest.mark.parametrize("way", [copy.copy, *WAYS.values()])
 @wrappers
 def test_planning_a_copy_leaves_the_original(entry, way):
-    for made in entry.planned(Data(OnCpu)):
+    for made in entry.planned(Data(ON_CPU)):
         before = repr(made.wrapper)
         other = way(made.wrapper)
         made.plan(other)
@@ -189,21 +180,13 @@ def test_planning_a_copy_leaves_the_original(entry, way):
             run(made, made.wrapper)
         assert repr(made.wrapper) == before
         made.plan(made.wrapper)
-        assert_same(run(made, made.wrapper), want)
+        assert_all_bitwise(run(made, made.wrapper), want)
 
 
 @pytest.mark.parametrize("name", ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"])
 def test_options_of_a_shallow_copy_are_its_own(name):
-    for made in ENTRIES[name].planned(Data(OnCpu)):
+    for made in ENTRIES[name].planned(Data(ON_CPU)):
         made.plan(made.wrapper)
         want, other = run(made, made.wrapper), copy.copy(made.wrapper)
         other.forward(*made.calls(other)[0].tensors, sm_scale=0.5)
-        assert_same(run(made, made.wrapper), want)
-
-
-def test_a_function_in_the_place_of_plan_is_that_of_a_shallow_copy():
-    case = planned("BatchDecodeWithPagedKVCacheWrapper")
-    case.wrapper.plan = functools.partial(ck.fast_decode_plan, case.wrapper)
-    other = copy.copy(case.wrapper)
-    case.plan(other)
-    assert case.wrapper._plan_info is None and run(case, other)[0].shape == (2, 4, 64)
+        assert_all_bitwise(run(made, made.wrapper), want)

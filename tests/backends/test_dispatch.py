@@ -7,12 +7,17 @@ import re
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from compare import assert_close
 from environment import choose_backend, why_no_fa3
-from problems import Options, expect, make_batch
+from pairs import every
+from planned_runs import attend
+from problems import Batch, Options, expect, make_batch
+from targets import Target
+from wrapper_problems import KINDS, Wrapped
 
 import cutlass_kernels as ck
 from cutlass_kernels._compute import selection
@@ -22,17 +27,26 @@ VARIABLE, FORCED = "CUTLASS_KERNELS_BACKEND", "CUTLASS_KERNELS_FORCE_BACKEND"
 KERNELS = ["fa2", "fa3"]
 
 
-def plan(device: str, backend: str = "auto", kind: str = "ragged", **kwargs):
-    batch = make_batch([5], [9], 4, 2, 64, device=device)
-    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
-    if kind == "ragged":
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **kwargs)
-        return wrapper, batch, (batch.q, batch.k, batch.v)
-    paged = batch.paged(4)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-    wrapper.plan(batch.qo_indptr(), *paged.table(), *batch.heads, 4, **kwargs)
-    return wrapper, batch, (batch.q, paged.cache)
+def small(device: str = "cpu") -> Batch:
+    return make_batch([5], [9], 4, 2, 64, device=device)
+
+
+def single(backend: str = "auto", device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    return Wrapped(Target(device, backend), "single", small(device)).plan().run(return_lse=True)
+
+
+def wrapped(kind: str, backend: str = "auto", device: str = "cpu") -> Wrapped:
+    return Wrapped(Target(device, backend), kind, small(device))
+
+
+def check(result: tuple[torch.Tensor, ...], options: Options | None = None) -> None:
+    want = expect(small(), options)
+    assert_close(result[0].cpu(), want.out)
+
+
+def refuses_cpu_tensors(backend: str) -> Any:
+    """ValueError and RuntimeError: callers catch either."""
+    return pytest.raises(ck.BackendError, match=f"backend='{backend}' needs CUDA tensors.* or 'reference'")
 
 
 def test_cpu_tensors_go_to_the_reference(clean_environment):
@@ -41,87 +55,67 @@ def test_cpu_tensors_go_to_the_reference(clean_environment):
     for backend in KERNELS:
         assert said.reasons[backend], f"{backend} gives no reason"
         assert backend in str(said)
-    wrapper, _, _ = plan("cpu")
-    assert wrapper._backend == "reference"
+    assert wrapped("ragged").plan().wrapper._backend == "reference"
 
 
 def test_auto_on_the_cpu_does_not_warn(clean_environment):
-    batch = make_batch([5], [9], device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
-        for kind in ("ragged", "paged"):
-            wrapper, _, data = plan("cpu", kind=kind)
-            wrapper.run(*data)
+        for kind in KINDS:
+            wrapped(kind).plan().run()
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@every(backend=KERNELS)
 def test_explicit_kernels_refuse_cpu_tensors(backend, clean_environment):
-    batch = make_batch([5], [9], device="cpu")
-    with pytest.raises((ValueError, RuntimeError), match=f"backend='{backend}' needs CUDA tensors") as caught:
-        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend=backend)
-    assert "reference" in str(caught.value), "the sentence does not say what would serve"
-    assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)  # callers catch either
-    fp8 = batch.q.to(torch.float8_e4m3fn)
+    assert issubclass(ck.BackendError, ValueError) and issubclass(ck.BackendError, RuntimeError)
+    for kind in KINDS:
+        with refuses_cpu_tensors(backend):
+            wrapped(kind, backend).plan().run()
+    fp8 = small().q.to(torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match=f"backend='{backend}' needs CUDA tensors"):  # as FlashInfer raises
         ck.single_prefill_with_kv_cache(fp8, fp8, fp8, o_dtype=torch.float16, backend=backend)
-    for kind in ("ragged", "paged"):
-        with pytest.raises((ValueError, RuntimeError), match=f"backend='{backend}' needs CUDA tensors"):
-            wrapper, _, data = plan("cpu", backend, kind)
-            wrapper.run(*data)
 
 
 def test_environment_stands_for_auto(clean_environment):
-    batch = make_batch([5], [9], device="cpu")
     choose_backend(clean_environment, "reference")
-    out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
-    assert_close(out, expect(batch).out)
+    check(single())
     choose_backend(clean_environment, "fa2")
-    with pytest.raises((ValueError, RuntimeError), match="backend='fa2' needs CUDA tensors"):
-        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
-    # An explicit choice is not overridden.
-    ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="reference")
+    with refuses_cpu_tensors("fa2"):
+        single()
+    single("reference")  # an explicit choice is not overridden
     choose_backend(clean_environment, "fa17")
     with pytest.raises(ValueError, match=f"(?s)(fa17.*{VARIABLE}|{VARIABLE}.*fa17)"):
-        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v)
+        single()
 
 
 def test_a_forced_backend_replaces_a_named_one(clean_environment):
-    batch = make_batch([5], [9], device="cpu")
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8), backend="fa2")
+    ragged = wrapped("ragged", "fa2")
     for auto, forced in ((None, "auto"), (None, "reference"), ("reference", "auto"), ("fa2", "reference")):
         choose_backend(clean_environment, auto, forced)
-        out = ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa3")
-        assert_close(out, expect(batch).out)
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
-        assert_close(wrapper.run(batch.q, batch.k, batch.v), expect(batch).out)
+        check(single("fa3"))
+        ragged.plan().check()
     with pytest.raises(ValueError, match="'fa17' is not a backend"):
-        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa17")
+        single("fa17")
     for auto, forced, name in ((None, "fa17", FORCED), ("fa17", "auto", VARIABLE)):
         choose_backend(clean_environment, auto, forced)
         with pytest.raises(ValueError, match=f"environment variable {name}='fa17' is not"):
-            ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa2")
+            single("fa2")
 
 
 def test_a_forced_backend_decides_about_fp8_queries(clean_environment):
     """fa2 has no kernel for them: paged wrappers refuse, ragged ones convert. What is forced counts, not the name."""
-    batch = make_batch([5], [9], device="cpu")
     e4m3 = dict(q_data_type=torch.float8_e4m3fn, kv_data_type=torch.float8_e4m3fn, o_data_type=torch.float16)
-    workspace = torch.zeros(64 << 20, dtype=torch.uint8)
     choose_backend(clean_environment, forced="reference")
-    paged = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend="fa2")
-    paged.plan(batch.qo_indptr(), *batch.paged(16).table(), *batch.heads, 16, **e4m3)
-    ragged = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa2")
+    wrapped("paged", "fa2").plan(**e4m3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ragged.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, **e4m3)
-    assert ragged._plan_info.shape.cast is None
+        ragged = wrapped("ragged", "fa2").plan(**e4m3)
+    assert ragged.wrapper._plan_info.shape.cast is None
     choose_backend(clean_environment, forced="fa2")
-    auto = ck.BatchPrefillWithPagedKVCacheWrapper(workspace)
     with pytest.raises(AssertionError, match="backend='fa2' has no fp8 tensor cores"):
-        auto.plan(batch.qo_indptr(), *batch.paged(16).table(), *batch.heads, 16, **e4m3)
+        wrapped("paged").plan(**e4m3)
     with pytest.raises(ck.BackendError, match="the environment puts 'fa2' in place of backend='fa3'"):
-        ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend="fa3")
+        single("fa3")
 
 
 def test_the_environment_is_read_once():
@@ -139,18 +133,14 @@ ck.single_prefill_with_kv_cache(q, q, q, backend="fa2")
 
 
 def test_auto_is_not_sticky(clean_environment):
-    batch = make_batch([5], [9], device="cpu")
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8))
+    ragged = wrapped("ragged")
     choose_backend(clean_environment, "reference")
-    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
-    assert wrapper._backend == "reference"
+    assert ragged.plan().wrapper._backend == "reference"
     choose_backend(clean_environment, "fa2")
-    with pytest.raises((ValueError, RuntimeError), match="backend='fa2' needs CUDA tensors"):
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads)
-        wrapper.run(batch.q, batch.k, batch.v)
+    with refuses_cpu_tensors("fa2"):
+        ragged.plan().run()
     choose_backend(clean_environment)
-    wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
-    assert_close(wrapper.run(batch.q, batch.k, batch.v), expect(batch, Options(causal=True)).out)
+    ragged.plan(Options(causal=True)).check()
 
 
 def test_explain_reads_a_query(clean_environment):
@@ -217,8 +207,7 @@ REGISTERED = {
 }
 
 
-@pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("feature", REGISTERED)
+@every(backend=KERNELS, feature=REGISTERED.keys())
 def test_a_backend_serves_what_its_kernels_have(feature, backend, extension, clean_environment):
     kernels = [kernel for kernel in ck.list_kernels() if kernel["backend"] == backend]
     if not kernels:
@@ -237,7 +226,7 @@ def test_a_backend_serves_what_its_kernels_have(feature, backend, extension, cle
     assert all(backend in reason for reason in against)
 
 
-@pytest.mark.parametrize("feature", ["unaligned", "unsized"])
+@every(feature=["unaligned", "unsized"])
 def test_fa3_names_what_it_lacks(feature, extension, clean_environment):
     said = ck.explain(device="cuda", compute_capability=90, features=[feature])
     assert said.selected != "fa3"
@@ -249,12 +238,10 @@ def test_explain_ignores_the_environment(clean_environment):
     assert ck.explain(device="cpu").selected == "reference"
 
 
-@pytest.mark.parametrize("kind", ["ragged", "paged"])
-@pytest.mark.parametrize("mode", ["ROPE_LLAMA", "ALIBI"])
+@every(kind=["ragged", "paged"], mode=["ROPE_LLAMA", "ALIBI"])
 def test_explicit_fa3_with_position_encoding_is_refused_not_dropped(kind, mode, clean_environment):
-    with pytest.raises((ValueError, RuntimeError), match="backend='fa3' needs CUDA tensors"):
-        wrapper, _, data = plan("cpu", "fa3", kind, pos_encoding_mode=mode)
-        wrapper.run(*data)
+    with refuses_cpu_tensors("fa3"):
+        wrapped(kind, "fa3").plan(pos_encoding_mode=mode).run()
 
 
 @pytest.mark.parametrize(
@@ -280,36 +267,16 @@ def test_version_and_public_names():
     assert isinstance(ck.__version__, str)
     for name in ck.__all__:
         assert hasattr(ck, name), name
-    for name in (
-        "single_prefill_with_kv_cache",
-        "single_prefill_with_kv_cache_return_lse",
-        "BatchPrefillWithPagedKVCacheWrapper",
-        "BatchPrefillWithRaggedKVCacheWrapper",
-        "single_decode_with_kv_cache",
-        "BatchDecodeWithPagedKVCacheWrapper",
-        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-        "fast_decode_plan",
-        "MultiLevelCascadeAttentionWrapper",
-        "merge_state",
-        "merge_state_in_place",
-        "merge_states",
-        "batch_decode_with_shared_prefix_padded_kv_cache",
-        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-        "packbits",
-        "segment_packbits",
-    ):
-        assert hasattr(ck, name), name
     assert hasattr(ck.prefill, "trtllm_fmha_v2_prefill")
     for name in ("merge_state", "merge_state_in_place", "merge_states"):
         assert getattr(ck.cascade, name) is getattr(ck, name)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "features", [[], ["causal"], ["window"], ["soft_cap"], ["sinks"], ["causal", "window", "soft_cap"]]
+@every(
+    features=[[], ["causal"], ["window"], ["soft_cap"], ["sinks"], ["causal", "window", "soft_cap"]],
+    head_dim=[40, 64, 96, 128, 192, 256],
 )
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 def test_kernels_serve_what_they_should(features, head_dim, clean_environment):
     said = ck.explain(device="cuda:0", head_dim_qk=head_dim, num_qo_heads=8, num_kv_heads=2, features=features)
     assert not said.reasons["fa2"]
@@ -329,12 +296,7 @@ def test_auto_on_cuda_warns_where_only_the_reference_serves(clean_environment):
 @pytest.mark.gpu
 def test_backends_agree(clean_environment):
     batch = make_batch([70, 5], [200, 130], 8, 2, 128, device="cuda:0")
-    outs = []
-    for backend in ("reference", "fa2", "auto"):  # auto is fa3 where that runs
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(
-            torch.zeros(1 << 27, dtype=torch.uint8, device="cuda:0"), backend=backend
-        )
-        wrapper.plan(batch.qo_indptr(), batch.kv_indptr(), *batch.heads, causal=True)
-        outs.append(wrapper.run(batch.q, batch.k, batch.v))
+    # auto is fa3 where that runs.
+    outs = [attend(backend, batch, Options(causal=True))[0] for backend in ("reference", "fa2", "auto")]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=1e-3, atol=1e-3)

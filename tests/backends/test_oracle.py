@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from compare import assert_bitwise, assert_close, assert_lse_close
+from pairs import every
 from problems import Options, expect, make_batch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,9 +27,8 @@ def torch_attention(q, k, v, bias, scale=None):
 
 
 @pytest.mark.pairwise
+@every(options=[{}, {"causal": True}, {"causal": True, "window_left": 3}, {"window_left": 2}], scale=[None, 0.0, 0.7])
 @pytest.mark.parametrize("n,m", [(1, 1), (5, 9), (9, 9)])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window_left": 3}, {"window_left": 2}])
-@pytest.mark.parametrize("scale", [None, 0.0, 0.7])
 def test_against_torch(n, m, options, scale):
     q, k, v = tensors(n, m)
     mask = oracle.visible(n, m, **options)
@@ -120,8 +120,7 @@ def test_stats_say_the_lse():
         torch.testing.assert_close(natural * oracle.LOG2E, got.lse)
 
 
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("form", ["stacked", "tuple"])
+@every(kv_layout=["NHD", "HND"], form=["stacked", "tuple"])
 def test_pages_hold_the_batch(kv_layout, form):
     batch = make_batch([2, 0, 3], [9, 4, 0], 2, 2, 16)
     paged = batch.paged(4, kv_layout, form)

@@ -8,6 +8,8 @@ import compilers
 import pytest
 import torch
 from compare import assert_close
+from pairs import every
+from planned_runs import wrapped
 from problems import Batch, Options, expect, make_batch
 
 import cutlass_kernels as ck
@@ -62,15 +64,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_served(c, name):
+@every(given=SERVED)
+def test_served(c, given):
     for backend in ("fa3", "fa2", "auto"):
-        assert reasons(c, backend, **SERVED[name]) == []
+        assert reasons(c, backend, **given) == []
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_reason(c, name):
-    given, words = REFUSED[name]
+@every(**{"given,words": REFUSED})
+def test_refused_with_the_reason(c, given, words):
     (sentence,) = reasons(c, "fa3", **given)
     assert words in sentence and "fa2" in sentence and "auto" in sentence
     assert reasons(c, "fa2", **given) == [] and reasons(c, "auto", **given) == []
@@ -146,28 +147,24 @@ def broadcast(device: str) -> tuple[Batch, Batch]:
     return Batch(plain.qo_lens, plain.kv_lens, plain.q, k, v), plain
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@every(device=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_runs_of_one_plan_with_and_without_broadcasts(device):
     """On Hopper, "auto" takes fa3 for those without, and fa2 for the others."""
     views, plain = broadcast(device)
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8, device=device))
-    wrapper.plan(plain.qo_indptr(), plain.kv_indptr(), *plain.heads, causal=True)
+    call = wrapped("auto", plain).plan(CAUSAL)
     for batch in (plain, views, plain, views):
         want = expect(batch, CAUSAL)
-        assert_close(wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
+        assert_close(call.wrapper.run(batch.q, batch.k, batch.v), want.out, want.baseline)
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
 def test_explicit_fa3_refuses_broadcasts():
     views, plain = broadcast("cuda:0")
-    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
-    wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa3")
-    wrapper.plan(plain.qo_indptr(), plain.kv_indptr(), *plain.heads, causal=True)
+    call = wrapped("fa3", plain).plan(CAUSAL)
     with pytest.raises(ck.BackendError, match="k has a head stride of 0 bytes"):
-        wrapper.run(views.q, views.k, views.v)
-    want = expect(plain, CAUSAL)
-    assert_close(wrapper.run(plain.q, plain.k, plain.v), want.out, want.baseline)
+        call.wrapper.run(views.q, views.k, views.v)
+    call.check(call.run())
     with pytest.raises(ck.BackendError, match="k has a head stride of 0 bytes"):
         ck.single_prefill_with_kv_cache(views.q, views.k, views.v, backend="fa3")
 
