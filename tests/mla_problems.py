@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compare import assert_close, assert_lse_close
 from guards import poison_
 from plan_free_problems import Mask, Options, expect, page_table
 from problems import Batch, make_batch
@@ -54,6 +55,13 @@ class Problem:
         factor = SCALE * 576**0.5  # the oracle's own scale is 1 / sqrt(576)
         descales = {"q_descale": factor * options.pop("descale", 1.0), "v_descale": options.pop("v_descale", 1.0)}
         return expect(self.batch, Mask(causal=causal), Options(descales=descales, **options))
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, causal: bool = True, **options: Any) -> None:
+        """Rows of outputs, and base-2 LSEs, are those of the oracle."""
+        want, want_lse, base = self.expected(causal, **options)
+        assert_close(out, want, base)
+        if lse is not None:
+            assert_lse_close(lse, want_lse)
 
     def plan(self, causal: bool = True, device: Any = None, **changes: Any) -> dict[str, Any]:
         """Arguments of the wrapper's plan()."""

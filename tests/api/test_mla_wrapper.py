@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from captures import capture
-from compare import assert_bitwise, assert_close, assert_lse_close
+from compare import assert_bitwise
 from mla_problems import DEVICES, PLACES, SCALE, Problem, apart, buffers, make, nan_like, planned, wrapper_for
 from torch._dynamo.backends.registry import lookup_backend
 
@@ -26,9 +26,7 @@ def check(problem: Problem, backend: str, causal: bool = True, separate: bool = 
     out = nan_like(q_nope.shape, q_nope)
     result, lse = wrapper.run(q_nope, q_pe, ckv, kpe, out=out, return_lse=True)
     assert result is out and lse.shape == q_nope.shape[:2]
-    want, want_lse, base = problem.expected(causal)
-    assert_close(out, want, base)
-    assert_lse_close(lse, want_lse)
+    problem.check(out, lse, causal)
 
 
 @PLACES
@@ -130,9 +128,8 @@ def test_fp8_caches(device, scales, heads):
     q_nope, q_pe, *_ = problem.halves
     out = wrapper.run(q_nope, q_pe, ckv8, kpe8, ckv_scale=scales[0], kpe_scale=scales[1])
     known = torch.cat([x.float() * scale for x, scale in zip((ckv8, kpe8), scales)], -1).to(torch.bfloat16)
-    torch.testing.assert_close(
-        out, planned(problem).run(q_nope, q_pe, *known.split([512, 64], -1)), atol=1e-2, rtol=1e-2
-    )
+    want = planned(problem).run(q_nope, q_pe, *known.split([512, 64], -1))
+    torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
 
 
 def test_a_step_that_is_compiled():
@@ -170,8 +167,7 @@ def test_plans_of_a_wrapper_for_graphs_go_to_its_buffers(on):
         wrapper.plan(**plan)
         assert wrapper._kv_indices_buf is given["kv_indices"]
         assert given["kv_len_arr"].tolist() == lens
-        want, _, base = problem.expected(True)
-        assert_close(wrapper.run(*problem.halves), want, base)
+        problem.check(wrapper.run(*problem.halves))
 
 
 def test_the_planner_of_the_compiled_module_takes_lengths():
@@ -182,13 +178,10 @@ def test_the_planner_of_the_compiled_module_takes_lengths():
     wrapper.plan(**make([1, 1], [30, 7], 4, 16).plan())
     problem = make([1, 1], [9, 100], 4, 16)
     given["kv_indices"][: problem.indices.numel()].copy_(problem.indices)  # as SGLang does
-    sizes = (4, 512, True)
-    workspaces = (wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, None)
-    plan = problem.plan()
+    workspaces, plan = (wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, None), problem.plan()
     lengths = (plan["qo_indptr"], plan["kv_indptr"], plan["kv_len_arr"])
-    wrapper._cached_module.plan(*workspaces, *lengths, *sizes)
-    want, _, base = problem.expected(True)
-    assert_close(wrapper.run(*problem.halves), want, base)
+    wrapper._cached_module.plan(*workspaces, *lengths, 4, 512, True)
+    problem.check(wrapper.run(*problem.halves))
 
 
 def test_what_all_wrappers_have():
@@ -240,9 +233,7 @@ def test_a_captured_run_follows_later_plans(on, backend):
         cache[: problem.cache.size(0)].copy_(problem.cache)
         wrapper.plan(**problem.plan(device=on))
         graph.replay()
-        want, want_lse, base = problem.expected(True)
-        assert_close(out, want, base)
-        assert_lse_close(lse, want_lse)
+        problem.check(out, lse)
 
 
 # --- arguments, the newer ones of FlashInfer too ---
@@ -307,9 +298,7 @@ def test_sinks(device):
     sinks = torch.linspace(-1, 3, 4, device=device)
     wrapper = planned(problem, use_sinks=True)
     out, lse = wrapper.run(*problem.halves, sinks=sinks, return_lse=True)
-    want, want_lse, base = problem.expected(True, sinks=sinks)
-    assert_close(out, want, base)
-    assert_lse_close(lse, want_lse)
+    problem.check(out, lse, sinks=sinks)
 
 
 @DEVICES
@@ -320,8 +309,7 @@ def test_scales_of_both_products(device, as_tensor, heads):
     wrapper = planned(problem, scale_mode="bmm-tensor" if as_tensor else "bmm-scalar", sm_scale=7.0)
     scales = dict(bmm1_scale=SCALE * 0.5, bmm2_scale=2.0)
     given = {name: torch.tensor([x], device=device) if as_tensor else x for name, x in scales.items()}
-    want, _, base = problem.expected(True, descale=0.5, v_descale=2.0)
-    assert_close(wrapper.run(*problem.halves, **given), want, base)
+    problem.check(wrapper.run(*problem.halves, **given), descale=0.5, v_descale=2.0)
 
 
 def test_what_a_plan_says_of_its_results_holds():
