@@ -33,6 +33,7 @@ _SCHEMAS: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
     list[torch.Tensor]: "Tensor[]",
+    list[str]: "str[]",
     torch.dtype: "ScalarType",
     torch.dtype | None: "ScalarType?",
     tuple[int, int]: "SymInt[]",
@@ -62,8 +63,8 @@ _NUMBERS: dict[Any, str] = {Scale: "float?", Sequence[int] | torch.Tensor | None
 
 
 class Arguments:
-    """The arguments of an operator, from the types of a function's, but for ``places`` of results. What is a number or a
-    tensor, such as a scale, has two arguments, one of which is None."""
+    """The arguments of an operator, from the types of a function's, but for ``places`` of results. What is a number or
+    a tensor, such as a scale, has two arguments, one of which is None."""
 
     def __init__(
         self,
@@ -78,10 +79,8 @@ class Arguments:
         schemas = {name: "Tensor?" if self.has_number[name] else _SCHEMAS[kind] for name, kind in kinds.items()}
         for name, letter in zip(writes, "abcd"):
             schemas[name] = schemas[name].replace("Tensor", f"Tensor({letter}!)")
-        words = [
-            f"{numbers[name]} {name}_number, " * self.has_number[name] + f"{x} {name}" for name, x in schemas.items()
-        ]
-        self.schema = ", ".join(words)
+        words = {name: f"{numbers[name]} {name}_number, " * self.has_number[name] for name in schemas}
+        self.schema = ", ".join(f"{words[name]}{schema} {name}" for name, schema in schemas.items())
         self.count = self.schema.count(",") + 1
 
     def given(self, values: Mapping[str, Any]) -> tuple[Any, ...]:

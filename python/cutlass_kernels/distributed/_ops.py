@@ -19,12 +19,11 @@ from .._core.autograd import forward_only, with_grad, without_autocast
 from .._core.problems import FP8_DTYPES
 from .._core.tracing import have_own_dispatch, is_traced
 from .._graphs import operators
-from ._peers import Grid, Group, Peers, grid_of, grid_with, peers_of
+from ._peers import Grid, Peers, grid_of, grid_with, peers_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Values = dict[str, Any]  # of arguments
-operators._SCHEMAS[Group] = "str[]"  # by name
 
 
 def traceable(
@@ -43,7 +42,7 @@ def traceable(
         parameters = inspect.signature(function).parameters
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
         names, operator = tuple(parameters), function.__name__
-        arguments = operators.Arguments(get_type_hints(function), places=())
+        arguments = operators.Arguments(get_type_hints(function) | {"group": list[str]}, places=())
         function = without_autocast(function)
 
         def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
