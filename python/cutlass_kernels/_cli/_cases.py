@@ -10,6 +10,7 @@ import torch
 from .._compute import request_facts, selection
 from .._core.checks import FP8_DTYPES
 from .._core.problems import Logits, Mask, Output, Problem, RaggedKv
+from ..integrations._key_ranges import Kind, pattern
 from ..prefill import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 from .comparison import plain_attention
 
@@ -174,17 +175,9 @@ def plain(case: Case, inputs: Inputs) -> torch.Tensor:
 
 def _hidden(case: Case, qo_len: int, kv_len: int) -> torch.Tensor:
     """Bool ``[qo_len, kv_len]``: which keys a row does not see."""
-    position = torch.arange(qo_len)[:, None] + kv_len - qo_len
-    key = torch.arange(kv_len)
-    window_left = case.options.get("window_left", -1)
-    hidden = torch.zeros(qo_len, kv_len, dtype=torch.bool)
-    if case.options.get("causal", False) or case.chunk:
-        hidden |= key > position
-    if window_left >= 0:
-        hidden |= key < position - window_left
-    if case.chunk:
-        hidden |= key < position.div(case.chunk, rounding_mode="floor") * case.chunk
-    return hidden
+    causal = case.options.get("causal", False) or case.chunk > 0
+    kind = Kind(causal, case.options.get("window_left", -1), -1, case.chunk)
+    return ~pattern(kind, qo_len, kv_len, torch.device("cpu"))
 
 
 def _chunked(chunk: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o_dtype: torch.dtype, backend: str) -> Pair:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,14 +67,8 @@ class Buffers:
 
     def put(self, metadata: Metadata) -> Metadata:
         """The same step in the buffers; columns behind its tables keep what they held."""
-        held = Metadata(
-            starts=metadata.starts,
-            lens=_put(self.lens, metadata.lens),
-            page_table=_put(self.table, metadata.page_table),
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
-            tree_starts=metadata.tree_starts,
-        )
+        lens, table = _put(self.lens, metadata.lens), _put(self.table, metadata.page_table)
+        held = replace(metadata, lens=lens, page_table=table)
         if metadata.window_table is not None and self.window_table is not None:
             held.window_table = _put(self.window_table, metadata.window_table)
         if metadata.tree_bits is not None:
