@@ -162,12 +162,22 @@ def test_the_two_lists_of_test_packages_are_the_same() -> None:
     assert re.findall(r'^  "(.+)",$', extra, re.MULTILINE) == [line for line in lines if not line.startswith("#")]
 
 
+def anchors(page: Path) -> list[str]:
+    """Of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_and_files_exist(name: str) -> None:
     path = ROOT / name
     text = path.read_text()
-    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
-    for target in targets:
-        assert (path.parent / target).exists(), f"{name} links to {target}"
+    links = re.findall(r"\]\(([^()\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert "://" in link or target.exists(), f"{name} links to {file}"
+        if anchor and target.suffix == ".md" and "://" not in link:
+            assert anchor in anchors(target), f"{name} links to {link}, where no heading has that name"
     for script in re.findall(r"python (\S+\.py)", text):
         assert (ROOT / script).exists(), f"{name} runs {script}"
