@@ -10,9 +10,8 @@ import oracle
 import torch
 from guards import poison_
 
-import cutlass_kernels as ck
-
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PLANNED = ("causal", "window_left", "logits_soft_cap", "sm_scale", "pos_encoding_mode", "rope_scale", "rope_theta")
 
 
 def indptr(lengths: Sequence[int], device: str = "cpu", dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -52,8 +51,7 @@ class Options:
 
     def plan_kwargs(self) -> dict[str, Any]:
         """Those of the options that plan() and the single calls take by name, defaults left out."""
-        given: dict[str, Any] = {}
-        for name in (
+        names = (
             "causal",
             "window_left",
             "logits_soft_cap",
@@ -61,11 +59,8 @@ class Options:
             "pos_encoding_mode",
             "rope_scale",
             "rope_theta",
-        ):
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                given[name] = value
-        return given
+        )
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(type(self), name)}
 
 
 @dataclass
@@ -143,31 +138,26 @@ class Batch:
         """The keys and values in randomly ordered pages; pages and entries that nothing refers to hold NaN."""
         counts = [-(-m // page_size) for m in self.kv_lens]
         total = sum(counts)
-        pages = torch.randperm(total + spare, generator=self.generator).tolist()
-        ids = pages[:total]
+        ids = torch.randperm(total + spare, generator=self.generator)[:total].to(torch.int32)
         k_heads, dim_qk, dim_vo = self.k.shape[1], self.k.shape[2], self.v.shape[2]
         stacked = form == "stacked"
         if stacked:
             assert dim_qk == dim_vo
-            both = poison_(
-                torch.empty(total + spare, 2, page_size, k_heads, dim_qk, dtype=self.k.dtype, device=self.device)
-            )
-            k_nhd, v_nhd = both[:, 0], both[:, 1]
+            shape = (total + spare, 2, page_size, k_heads, dim_qk)
+            k_nhd, v_nhd = poison_(torch.empty(*shape, dtype=self.k.dtype, device=self.device)).unbind(1)
         else:
-            shape = (total + spare, page_size, k_heads)
-            k_nhd = poison_(torch.empty(*shape, dim_qk, dtype=self.k.dtype, device=self.device))
-            v_nhd = poison_(torch.empty(*shape, dim_vo, dtype=self.v.dtype, device=self.device))
+            pages = (total + spare, page_size, k_heads)
+            k_nhd = poison_(torch.empty(*pages, dim_qk, dtype=self.k.dtype, device=self.device))
+            v_nhd = poison_(torch.empty(*pages, dim_vo, dtype=self.v.dtype, device=self.device))
         if unused == "zero":
             k_nhd.zero_()
             v_nhd.zero_()
-        cursor = 0
-        for (_, k, v), count in zip(self.requests(), counts):
-            for number in range(count):
-                page = ids[cursor + number]
-                part = slice(number * page_size, min((number + 1) * page_size, k.shape[0]))
-                k_nhd[page, : part.stop - part.start] = k[part]
-                v_nhd[page, : part.stop - part.start] = v[part]
-            cursor += count
+        lens = torch.tensor(self.kv_lens, dtype=torch.int64)
+        first_page, first_key = (indptr(x)[:-1].repeat_interleave(lens) for x in (counts, self.kv_lens))
+        at = torch.arange(sum(self.kv_lens)) - first_key
+        page, entry = ids[first_page + at // page_size].long().to(self.device), (at % page_size).to(self.device)
+        for pages_of, x in ((k_nhd, self.k), (v_nhd, self.v)):
+            pages_of.view(torch.uint8)[page, entry] = x.view(torch.uint8)
         last = [0 if m == 0 else (m - 1) % page_size + 1 for m in self.kv_lens]
         if kv_layout == "HND":
             k_cache, v_cache = k_nhd.transpose(1, 2).contiguous(), v_nhd.transpose(1, 2).contiguous()
@@ -184,7 +174,7 @@ class Batch:
             k_cache,
             v_cache,
             indptr(counts),
-            torch.tensor(ids, dtype=torch.int32),
+            ids,
             torch.tensor(last, dtype=torch.int32),
             page_size,
             kv_layout,
@@ -268,28 +258,9 @@ def allowed_in_fp8(batch: Batch, options: Options | None = None) -> torch.Tensor
     return expect(positive, replace(options or Options(), v_scale=abs((options or Options()).v_scale))).out / 16
 
 
-def wrapper_of(kind: str, target: Any, batch: Batch) -> tuple[Any, tuple[torch.Tensor, ...], tuple[int, ...], Any]:
-    """A "ragged" or "paged" wrapper with pages of 8; what plan() takes behind qo_indptr: offsets, then sizes; what
-    run() takes behind q.
-    """
-    if kind == "ragged":
-        wrapper: Any = ck.BatchPrefillWithRaggedKVCacheWrapper(target.workspace(), backend=target.backend)
-        return wrapper, (batch.kv_indptr(),), batch.heads, (batch.k, batch.v)
-    wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(target.workspace(), backend=target.backend)
-    paged = batch.paged(8)
-    return wrapper, paged.table(), (*batch.heads, 8), (paged.cache,)
-
-
 def graph_buffers(batch_size: int, pages: int, device: str) -> dict[str, Any]:
     """What makes a paged wrapper one for CUDA graphs of ``batch_size`` requests and up to so many pages."""
-
-    def ints(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-
-    return dict(
-        use_cuda_graph=True,
-        qo_indptr_buf=ints(batch_size + 1),
-        paged_kv_indptr_buf=ints(batch_size + 1),
-        paged_kv_indices_buf=ints(pages),
-        paged_kv_last_page_len_buf=ints(batch_size),
-    )
+    sizes = dict(qo_indptr=batch_size + 1, paged_kv_indptr=batch_size + 1, paged_kv_indices=pages)
+    sizes["paged_kv_last_page_len"] = batch_size
+    buffers = {f"{name}_buf": torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+    return dict(use_cuda_graph=True, **buffers)

@@ -19,13 +19,17 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from plan_free_problems import keys, queries
+from problems import Options, make_batch
 from registry import ENTRIES, Data
 from targets import Target
+from wrapper_problems import Wrapped
 
 import cutlass_kernels as ck
 from cutlass_kernels import _C
 from cutlass_kernels._compute import selection
 
+DEVICE = "cuda:0"
 Lengths = list[tuple[int, int]]  # (queries, keys) per request
 
 
@@ -35,62 +39,38 @@ def attend(
     heads: tuple[int, int],
     lengths: Lengths,
     dtype: torch.dtype = torch.bfloat16,
-    causal: bool = False,
-    window_left: int = -1,
-    soft_cap: float | None = None,
+    *,
     sinks: bool = False,
     mask: bool = False,
     alibi: bool = False,
     scales: bool = False,
     page_size: int | None = None,
     kv_dtype: torch.dtype | None = None,
+    soft_cap: float | None = None,
+    **options: Any,
 ) -> None:
     """One call; fails where a result is not finite. Head dimension 192 has values of 128.
 
     ``mask`` is a random custom mask in packed form, at an address that is no multiple of 4, and ``scales`` are tensors.
-    With a page size, keys and values are in a cache of as many pages as they need, in random order.
+    With a page size, keys and values are in pages in random order.
     """
-    head_dim_vo = 128 if head_dim == 192 else head_dim
-    qo, kv = ([0, *accumulate(column)] for column in zip(*lengths))
-    kv_dtype = kv_dtype or dtype
-    q = torch.randn(qo[-1], heads[0], head_dim, device="cuda").to(dtype)
-    k = torch.randn(kv[-1], heads[1], head_dim, device="cuda").to(kv_dtype)
-    v = torch.randn(kv[-1], heads[1], head_dim_vo, device="cuda").to(kv_dtype)
-    sink = torch.randn(heads[0], device="cuda") if sinks else None
-    options: dict[str, Any] = {"causal": causal, "window_left": window_left, "logits_soft_cap": soft_cap}
+    qo_lens, kv_lens = zip(*lengths)
+    sizes = {"head_dim_vo": 128 if head_dim == 192 else head_dim, "dtype": dtype, "kv_dtype": kv_dtype}
+    batch = make_batch(qo_lens, kv_lens, *heads, head_dim, device=DEVICE, **sizes)
+    sink = torch.randn(heads[0], device=DEVICE) if sinks else None
+    encoding = "ALIBI" if alibi else "NONE"
+    asked = Options(sinks=sink, logits_soft_cap=soft_cap, pos_encoding_mode=encoding, **options)
+    kind = "paged" if page_size is not None else "single" if len(lengths) == 1 else "ragged"
+    given: dict[str, Any] = {
+        "o_dtype" if kind == "single" else "o_data_type": torch.bfloat16 if dtype.itemsize == 1 else dtype
+    }
     if mask:
         size = sum((rows * keys + 7) // 8 for rows, keys in lengths)
-        options["packed_custom_mask"] = torch.randint(256, (size + 1,), device="cuda").to(torch.uint8)[1:]
-    if alibi:
-        options["pos_encoding_mode"] = "ALIBI"
-    per_head = [torch.rand(count, device="cuda") for count in (heads[0], heads[1], heads[1])] if scales else [None] * 3
-    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-    offsets = torch.tensor([qo, kv], dtype=torch.int32)
-    o_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    types = {"q_data_type": dtype, "kv_data_type": kv_dtype, "o_data_type": o_dtype}
-    planned = {"head_dim_vo": head_dim_vo, **types, **options}
-    wrapper: Any
-    if page_size is not None:
-        pages = [-(-keys // page_size) for _, keys in lengths]
-        table = torch.randperm(sum(pages)).to(torch.int32)
-        starts = torch.tensor([0, *accumulate(pages)], dtype=torch.int32)
-        last = torch.tensor([(keys - 1) % page_size + 1 if keys else 0 for _, keys in lengths], dtype=torch.int32)
-        cache = tuple(torch.randn(sum(pages), page_size, *x.shape[1:], device="cuda").to(kv_dtype) for x in (k, v))
-        wrapper = ck.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-        wrapper.plan(offsets[0], starts, table, last, *heads, head_dim, page_size, **planned)
-        data: tuple[Any, ...] = (cache,)
-    elif len(lengths) == 1:
-        named: dict[str, Any] = dict(zip(("scale_q", "scale_k", "scale_v"), per_head), o_dtype=o_dtype)
-        single = ck.single_prefill_with_kv_cache
-        out, _ = single(q, k, v, backend=backend, return_lse=True, sinks=sink, **options, **named)
-        assert out.isfinite().all()
-        return
-    else:
-        wrapper = ck.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        wrapper.plan(offsets[0], offsets[1], *heads, head_dim, **planned)
-        data = (k, v)
-    named = dict(zip(("q_scale", "k_scale", "v_scale"), per_head))
-    out, _ = wrapper.run(q, *data, return_lse=True, sinks=sink, **named)
+        given["packed_custom_mask"] = torch.randint(256, (size + 1,), device=DEVICE).to(torch.uint8)[1:]
+    call = Wrapped(Target(DEVICE, backend), kind, batch, page_size or 16, form="tuple").plan(asked, **given)
+    names = [f"scale_{x}" if kind == "single" else f"{x}_scale" for x in "qkv"] if scales else []
+    per_head = [torch.rand(count, device=DEVICE) for count in (heads[0], heads[1], heads[1])]
+    out, _ = call.run(return_lse=True, **dict(zip(names, per_head)))
     assert out.isfinite().all()
 
 
@@ -174,27 +154,18 @@ def latent(
     **options: Any,
 ) -> None:
     """One call of attention(); fails where a result is not finite."""
-    rows = [n for n, _ in lengths]
-    qo = torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device="cuda")
-    lens = torch.tensor([n for _, n in lengths], dtype=torch.int32, device="cuda")
-    q = torch.randn(sum(rows), heads, 576, device="cuda").to(dtype)
-    if page_size is None:
-        kv = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        given: dict[str, Any] = {"cu_seqlens_k": kv}
-        k = torch.randn(int(kv[-1]), 1, 576, device="cuda").to(keys_dtype or dtype)
-    else:
-        most = max(-(-n // page_size) for _, n in lengths)
-        table = torch.randperm(len(lengths) * most, dtype=torch.int32, device="cuda").view(len(lengths), most)
-        given = {"page_table": table, "seqused_k": lens}
-        k = torch.randn(table.numel(), page_size, 1, 576, device="cuda").to(keys_dtype or dtype)
+    batch = make_batch(*zip(*lengths), heads, 1, 576, dtype=dtype, kv_dtype=keys_dtype, device=DEVICE)
+    batch.v = batch.k[..., :512]
+    q, whose_rows = queries(batch, False)
+    k, _, whose_keys = keys(batch, "ragged" if page_size is None else "table", "NHD", page_size or 1, False)
     v = k[..., :512]
     if apart:
         (q, options["q_rope"]), (k, options["k_rope"]) = (
             (x[..., :512].contiguous(), x[..., 512:].contiguous()) for x in (q, k)
         )
         v = k
-    given |= {"cu_seqlens_q": qo, "max_seqlen_q": max(rows), "backend": backend, "return_lse": True}
-    out, _ = ck.attention(q, k, v, **given, **{"causal": "window" not in options, **options})
+    given = {**whose_rows, **whose_keys, "causal": "window" not in options, **options}
+    out, _ = ck.attention(q, k, v, backend=backend, return_lse=True, **given)
     assert out.isfinite().all()
 
 
