@@ -81,7 +81,7 @@ class Batch:
             scratch_bytes=self.scratch.nbytes,
         )
         assert not changes.keys() - description.keys()
-        return self.gpu.module.direct_run(SimpleNamespace(**(description | changes)))
+        return self.gpu.module.direct_run(*(description | changes).values())
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
         """Those of a run, in their order."""

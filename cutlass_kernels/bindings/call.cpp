@@ -179,38 +179,15 @@ bool Call::read_mask() {
   return bits.shape[0] % 4 == 0;  // Python pads them
 }
 
-/// A descale: a number, which multiplies `*number`, or fp32 on the device: of one element, [heads] or [batch, heads].
+/// A descale: a number, which multiplies `*number`, or factors on the device.
 bool Call::read_descale(int row, double* number, DeviceScale* scale) const {
   double factor = 1.0;
-  if (read_number(at(row), &factor)) {
-    *number *= factor;
-    return true;
+  if (!read_number(at(row), &factor)) {
+    return takes_device_scales &&
+           read_factors(torch, at(row), device, params.batch_size, params.num_kv_heads, params.num_qo_heads, scale);
   }
-  Tensor tensor;
-  if (!takes_device_scales || !torch.read(at(row), &tensor) || !has_dtype(tensor, DType::kFloat32) ||
-      !tensor.is_on_gpu(device) || tensor.ndim > 2) {
-    return false;
-  }
-  scale->data = pointer<const float>(tensor.data);
-  std::int64_t heads = 1, stride = 0;
-  if (tensor.ndim > 0) {
-    const auto last = std::size_t(tensor.ndim - 1);
-    heads = tensor.shape[last];
-    stride = tensor.strides[last];
-  }
-  if (tensor.ndim == 2) {
-    if (tensor.shape[0] != params.batch_size && tensor.shape[0] != 1) return false;
-    scale->stride_request = tensor.shape[0] == 1 ? 0 : tensor.strides[0];
-  }
-  if (heads == params.num_kv_heads || heads == params.num_qo_heads) {
-    scale->heads_per_entry = params.num_qo_heads / int(heads);
-  } else if (heads == 1) {
-    stride = 0;
-  } else {
-    return false;
-  }
-  scale->stride = std::int32_t(stride);
-  return stride <= kMostKeys;
+  *number *= factor;
+  return true;
 }
 
 bool Call::read_logits() {

@@ -50,7 +50,7 @@ struct Call {
   /// The arguments of a function, in its order.
   template <std::size_t kCount>
   void take(const int (&order)[kCount], PyObject* const* objects, Py_ssize_t count) {
-    if (count != Py_ssize_t(kCount)) throw py::type_error("Wrong number of arguments.");
+    expect(count == Py_ssize_t(kCount));
     for (std::size_t i = 0; i < kCount; ++i) given[std::size_t(order[i])] = objects[i];
   }
 

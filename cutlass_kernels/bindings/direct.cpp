@@ -140,6 +140,28 @@ bool read_heads(const Torch& torch, PyObject* object, std::int64_t heads, int de
   return true;
 }
 
+bool read_factors(const Torch& torch, PyObject* object, int device, std::int64_t requests, std::int64_t kv_heads,
+                  std::int64_t qo_heads, DeviceScale* scale) {
+  Tensor tensor;
+  if (!torch.read(object, &tensor) || !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(device) ||
+      tensor.ndim > 1 + (requests > 0)) {
+    return false;
+  }
+  scale->data = pointer<const float>(tensor.data);
+  if (tensor.ndim == 2) {
+    if (tensor.shape[0] != requests && tensor.shape[0] != 1) return false;
+    scale->stride_request = tensor.shape[0] == 1 ? 0 : tensor.strides[0];
+  }
+  const auto last = std::size_t(std::max(tensor.ndim - 1, 0));
+  const std::int64_t heads = tensor.ndim == 0 ? 1 : tensor.shape[last], stride = tensor.strides[last];
+  if (heads == kv_heads || heads == qo_heads) {
+    scale->heads_per_entry = int(qo_heads / heads);
+    scale->stride = std::int32_t(stride);
+    return stride <= kOrdinary;
+  }
+  return heads == 1;
+}
+
 // --- launching ---
 
 CurrentDevice::CurrentDevice(int index) {

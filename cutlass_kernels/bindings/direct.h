@@ -59,6 +59,10 @@ bool read_tables(const Tensor& tables, bool separate, std::int64_t batch, PageTa
 /// Sinks or slopes, fp32 [heads] on a device; none where they are None.
 bool read_heads(const Torch& torch, PyObject* object, std::int64_t heads, int device, const float** numbers);
 
+/// Factors, fp32 on a device: of one element, [heads], or, where there are requests, [requests or 1, heads or 1].
+bool read_factors(const Torch& torch, PyObject* object, int device, std::int64_t requests, std::int64_t kv_heads,
+                  std::int64_t qo_heads, DeviceScale* scale);
+
 // --- launching ---
 
 /// A schedule that calls of the same sizes and lengths share. The first of them makes it: on each stream, and in each

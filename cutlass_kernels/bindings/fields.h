@@ -26,6 +26,19 @@ struct IndexVector {
   std::int64_t count = 0;
 };
 
+/// The tensor that an object is; an error where it is none.
+inline Tensor tensor_of(const py::object& object, const char* name) {
+  Tensor tensor;
+  if (!Torch::get().read(object.ptr(), &tensor)) {
+    throw py::type_error(std::string(name) + " is not a tensor that kernels can read.");
+  }
+  return tensor;
+}
+/// Address of a tensor, or 0 for None.
+inline Address address_of(const py::object& object, const char* name) {
+  return object.is_none() ? 0 : tensor_of(object, name).data;
+}
+
 /// All names are literals.
 class Fields {
  public:
@@ -46,13 +59,8 @@ class Fields {
   }
   DType dtype(const char* name) const { return Torch::get().dtype(object(name)); }
 
-  /// The tensor of a field; an error where it is none.
   Tensor tensor(const char* name) const { return tensor_of(object(name), name); }
-  /// Address of a tensor, or 0 for None.
-  Address address(const char* name) const {
-    const py::object field = object(name);
-    return field.is_none() ? 0 : tensor_of(field, name).data;
-  }
+  Address address(const char* name) const { return address_of(object(name), name); }
   /// An index vector: a tensor, of a subclass too, or a batches.Index; nothing for None.
   IndexVector vector(const char* name) const {
     const py::object field = object(name);
@@ -74,14 +82,6 @@ class Fields {
   }
 
  private:
-  static Tensor tensor_of(const py::object& object, const char* name) {
-    Tensor tensor;
-    if (!Torch::get().read(object.ptr(), &tensor)) {
-      throw py::type_error(std::string(name) + " is not a tensor that kernels can read.");
-    }
-    return tensor;
-  }
-
   py::object object_;
 };
 

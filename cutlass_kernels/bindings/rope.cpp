@@ -55,7 +55,7 @@ bool read_rope(const Torch& torch, const Rows& q, const Rows& k, PyObject* posit
 
 py::object rope(PyObject* const* given, Py_ssize_t count) {
   enum { kPositions, kQuery, kKey, kHeadSize, kCosSin, kIsNeox, kArguments };
-  if (count != kArguments) throw py::type_error("Wrong number of arguments.");
+  expect(count == kArguments);
   const Torch& torch = Torch::get();
   std::int64_t head_size = 0;
   Rows q, k;
@@ -71,7 +71,7 @@ py::object rope(PyObject* const* given, Py_ssize_t count) {
 
 py::object rope_append_by_slot(PyObject* const* given, Py_ssize_t count) {
   enum { kQuery, kKey, kPositions, kCosSin, kIsNeox, kUpdateKey, kFirstOfSlots };
-  if (count != kFirstOfSlots + kSlotArguments) throw py::type_error("Wrong number of arguments.");
+  expect(count == kFirstOfSlots + kSlotArguments);
   const Torch& torch = Torch::get();
   Rows q, k, v;
   bool update_key = false;

@@ -22,35 +22,23 @@ bool has_sizes_of(const HeadParams& a, const HeadParams& b) {
   return sizes(a) == sizes(b);
 }
 
-/// What the runs of a plan must be. Of the dataclass DirectRuns.
+/// What the runs of a plan must be.
 class DirectRuns {
  public:
-  explicit DirectRuns(const Fields& fields)
-      : owners_{fields.object("schedule"), fields.object("plan")},
-        plan_(owners_[1].cast<const BatchPlan*>()),
-        device_(fields.as<int>("device")),
-        hnd_(fields.as<bool>("hnd")),
-        rows_(fields.as<std::int64_t>("rows")),
-        most_rows_(fields.as<std::int64_t>("most_rows")),
-        least_kv_(fields.as<std::int64_t>("least_kv")),
-        zero_(fields.as<bool>("zero")),
-        captured_(fields.as<bool>("captured")),
-        mode_(fields.object("pos_encoding_mode")),
-        mask_is_causal_(fields.as<bool>("mask_is_causal")),
-        planned_causal_(fields.as<bool>("causal")),
-        alibi_(fields.object("alibi")),
-        bits_(fields.object("bits")),
-        bits_indptr_(fields.object("bits_indptr")) {
+  DirectRuns(PyObject* const* given, Py_ssize_t count) {
+    Positional(given, count)
+        .read(schedule_, plan_object_, device_, hnd_, rows_, most_rows_, least_kv_, zero_, captured_, mode_)
+        .read(mask_is_causal_, planned_causal_, alibi_, bits_, bits_indptr_, scratch_at_, scratch_bytes_)
+        .end();
+    plan_ = plan_object_.cast<const BatchPlan*>();
     params_ = plan_->params;
-    params_.alibi.slopes = pointer<const float>(fields.address("alibi"));
+    params_.alibi.slopes = pointer<const float>(address_of(alibi_, "alibi"));
     if (!bits_.is_none()) {
-      const Tensor words = fields.tensor("bits");
+      const Tensor words = tensor_of(bits_, "bits");
       params_.mask.words = pointer<const std::uint32_t>(words.data);
       params_.mask.num_words = (words.shape[0] + 3) / 4;
-      params_.mask.indptr = pointer<const std::int32_t>(fields.address("bits_indptr"));
+      params_.mask.indptr = pointer<const std::int32_t>(address_of(bits_indptr_, "bits_indptr"));
     }
-    scratch_at_ = fields.as<Address>("scratch");
-    scratch_bytes_ = std::size_t(fields.as<std::int64_t>("scratch_bytes"));
     names_ = {py::str("causal"), py::str("window_left"), py::str("logits_soft_cap"), py::str("sm_scale"),
               py::str("pos_encoding_mode")};
     for (py::str& name : names_) PyUnicode_InternInPlace(&name.ptr());
@@ -109,17 +97,17 @@ class DirectRuns {
     return call->read_mask() && call->read_logits() && !(mask_is_causal_ && call->params.causal != planned_causal_);
   }
 
-  std::array<py::object, 2> owners_;  // of the memory that the plan has addresses of; of the plan
-  const BatchPlan* plan_;
+  py::object schedule_, plan_object_;  // owners of the memory that the plan has addresses of, and of the plan
+  const BatchPlan* plan_ = nullptr;
   AttentionParams params_;
-  int device_;
-  bool hnd_;
-  std::int64_t rows_, most_rows_;  // of q: so many, or where that is negative, at most so many
-  std::int64_t least_kv_;          // rows of k and v, or pages
-  bool zero_;                      // new outputs have rows that no kernel writes
-  bool captured_;                  // captured runs are Python's: they make a tile list of their own
-  py::object mode_;
-  bool mask_is_causal_, planned_causal_;
+  int device_ = 0;
+  bool hnd_ = false;
+  std::int64_t rows_ = 0, most_rows_ = 0;  // of q: so many, or where that is negative, at most so many
+  std::int64_t least_kv_ = 0;              // rows of k and v, or pages
+  bool zero_ = false;                      // new outputs have rows that no kernel writes
+  bool captured_ = false;                  // captured runs are Python's: they make a tile list of their own
+  py::object mode_;                        // pos_encoding_mode
+  bool mask_is_causal_ = false, planned_causal_ = false;
   py::object alibi_, bits_, bits_indptr_;
   Address scratch_at_ = 0;
   std::size_t scratch_bytes_ = 0;
@@ -130,10 +118,10 @@ PyObject* run(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
   return guarded([&] { return static_cast<DirectRuns*>(PyCapsule_GetPointer(capsule, nullptr))->run(given, count); });
 }
 
-/// A function that makes direct runs of a plan, of what is in DirectRuns of Python. It holds what it needs.
-py::object direct_run(py::object description) {
+/// A function that makes direct runs of a plan. It holds what it needs.
+py::object direct_run(PyObject* const* given, Py_ssize_t count) {
   static PyMethodDef run_def = fast("direct_run", &run);
-  auto runs = std::make_unique<DirectRuns>(Fields(std::move(description)));
+  auto runs = std::make_unique<DirectRuns>(given, count);
   const py::capsule held(runs.get(), [](void* holder) { delete static_cast<DirectRuns*>(holder); });
   runs.release();
   PyObject* function = PyCFunction_New(&run_def, held.ptr());

@@ -35,20 +35,11 @@ bool read_scale(const Torch& torch, PyObject* object, const Rows& rows, float* n
     *number = float(given);
     return *number != 0.0f && std::isfinite(*number);
   }
-  Tensor tensor;
-  if (!torch.read(object, &tensor) || !has_dtype(tensor, DType::kFloat32) || !tensor.is_on_gpu(rows.device) ||
-      tensor.ndim > 1) {
-    return false;
-  }
-  factors->data = pointer<const float>(tensor.data);
-  if (tensor.ndim == 0 || tensor.shape[0] == 1) return true;
-  if (tensor.shape[0] != rows.heads || tensor.strides[0] > kMostOfRow) return false;
-  factors->stride = std::int32_t(tensor.strides[0]);
-  return true;
+  return read_factors(torch, object, rows.device, /*requests=*/0, rows.heads, rows.heads, factors);
 }
 
 py::object append_by_slot(PyObject* const* given, Py_ssize_t count) {
-  if (count != 1 + kSlotArguments) throw py::type_error("Wrong number of arguments.");
+  expect(count == 1 + kSlotArguments);
   const Torch& torch = Torch::get();
   Rows key, value;
   AppendBySlotParams params;

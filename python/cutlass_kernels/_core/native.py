@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -150,31 +149,3 @@ direct_run = _of_module("direct_run", lambda description: not_direct)
 is_decode = _of_module("is_decode", lambda *sizes: False)
 if _C is not None:
     _describe_torch()
-
-
-@dataclass(slots=True)
-class DirectRuns:
-    """What the compiled module must know of a planned batch to run it.
-
-    ``rows`` is how many rows q has, or -1 where it has at most ``most_rows``. ``least_kv`` is how many rows k and v, or
-    how many pages a cache, must have. With ``zero``, new outputs have rows that no kernel writes. Where ``captured``,
-    runs that a CUDA graph captures are left to Python. ``scratch`` is an address.
-    """
-
-    schedule: Any  # owner of the plan and of its memory
-    plan: Any
-    device: int
-    hnd: bool
-    rows: int
-    most_rows: int
-    least_kv: int
-    zero: bool
-    captured: bool
-    pos_encoding_mode: str
-    mask_is_causal: bool
-    causal: bool
-    alibi: torch.Tensor | None
-    bits: torch.Tensor | None
-    bits_indptr: torch.Tensor | None
-    scratch: int
-    scratch_bytes: int

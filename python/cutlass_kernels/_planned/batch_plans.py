@@ -97,26 +97,25 @@ class Plan:
                 return None
         partials = schedule.partials
         assert partials is not None
-        description = native.DirectRuns(
-            schedule=schedule,
-            plan=schedule.made,
-            device=schedule.workspace.device.index,
-            hnd=place.kv_layout == "HND",
-            rows=-1 if self.total_q is None else self.total_q,
-            most_rows=_MOST_ROWS if most_rows is None else most_rows,
-            least_kv=batch.page_bound if batch.page_size is not None else batch.kv.last or 0,
-            zero=self._has_other_rows,
-            captured=schedule.offsets.total_q is None,
-            pos_encoding_mode=self.options.pos_encoding_mode,
-            mask_is_causal=self.mask_is_causal,
-            causal=self.options.causal,
-            alibi=alibi,
-            bits=self.bits,
-            bits_indptr=self.bits_indptr,
-            scratch=partials.data_ptr(),
-            scratch_bytes=partials.nbytes,
+        return native.direct_run(
+            schedule,
+            schedule.made,
+            schedule.workspace.device.index,
+            place.kv_layout == "HND",
+            -1 if self.total_q is None else self.total_q,
+            _MOST_ROWS if most_rows is None else most_rows,
+            batch.page_bound if batch.page_size is not None else batch.kv.last or 0,  # so many keys or pages at least
+            self._has_other_rows,  # which are zeros in a new output
+            schedule.offsets.total_q is None,  # then a run that is captured makes a tile list of its own
+            self.options.pos_encoding_mode,
+            self.mask_is_causal,
+            self.options.causal,
+            alibi,
+            self.bits,
+            self.bits_indptr,
+            partials.data_ptr(),
+            partials.nbytes,
         )
-        return native.direct_run(description)
 
     # --- checks ---
 
