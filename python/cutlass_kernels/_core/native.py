@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from .problems import name_of
+
 _C: Any
 try:
     from .. import _C  # type: ignore[attr-defined,no-redef]
@@ -122,14 +124,7 @@ def _describe_torch() -> None:
         "zeros": zeros,
         "device": torch.device,
         "stream_of": stream_of,
-        "uint8": torch.uint8,
-        "int32": torch.int32,
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "float32": torch.float32,
-        "float8_e4m3fn": torch.float8_e4m3fn,
-        "float8_e5m2": torch.float8_e5m2,
-    }
+    } | {name_of(dtype): dtype for dtype in _DLPACK_CODES}
     _C.use_torch(api if type(api).__name__ == "PyCapsule" else None, functions)
 
 
