@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -26,28 +25,20 @@ from problems import make_batch
 E4M3_MODES = {**MODES, "sinks": Mode(sinks=SINKS, window_left=50), "negative": Mode(bmm1=0.1, bmm2=-3.0)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "lengths,mode",
-    [("uneven", m) for m in E4M3_MODES] + list(itertools.product(["even", "empty", "decode"], ["causal", "alibi"])),
-)
-def test_e4m3_output(target, layout, lengths, mode):
-    check_e4m3(batch_of(target, layout, lengths, E4M3, 128), layout, E4M3_MODES[mode], target)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 112, 256])
-@pytest.mark.parametrize("lengths", ["even", "decode"])
-def test_e4m3_output_of_head_dims(target, layout, head_dim, lengths):
-    check_e4m3(batch_of(target, layout, lengths, E4M3, head_dim), layout, Mode(), target)
+CASES = [
+    *[("uneven", mode, 128) for mode in E4M3_MODES],
+    *[(lengths, mode, 128) for lengths in ("even", "empty", "decode") for mode in ("causal", "alibi")],
+    *[(lengths, "causal", dim) for lengths in ("even", "decode") for dim in (32, 40, 64, 80, 112, 256)],
+    *[(lengths, "scales in tensors", 128) for lengths in ("uneven", "decode")],
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("lengths", ["uneven", "decode"])
-def test_e4m3_output_with_scales_in_tensors(target, layout, lengths):
-    batch, mode = batch_of(target, layout, lengths, E4M3, 128), Mode(bmm1=0.1, bmm2=0.7)
-    check_e4m3(batch, layout, mode, target, **tensors_of(target, mode))
+@pytest.mark.parametrize("lengths,mode,head_dim", CASES)
+def test_e4m3_output(target, layout, lengths, mode, head_dim):
+    batch, tensors = batch_of(target, layout, lengths, E4M3, head_dim), mode == "scales in tensors"
+    mode = Mode(bmm1=0.1, bmm2=0.7) if tensors else E4M3_MODES[mode]
+    check_e4m3(batch, layout, mode, target, **(tensors_of(target, mode) if tensors else {}))
 
 
 @pytest.mark.pairwise
