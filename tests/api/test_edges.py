@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import assert_close, assert_lse_close
 from problems import Options, expect, make_batch
-from wrapper_problems import KINDS, Wrapped, check, run
+from wrapper_problems import KINDS, Wrapped, batch_for, check, run
 
 import cutlass_kernels as ck
 
@@ -46,13 +46,18 @@ def test_batch_of_none(target, kind):
     assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
 
 
+LENGTHS = [
+    *(([20 + extra], [20]) for extra in (1, 3, 64, 200)),  # more rows than keys
+    ([1, 300, 1, 1], [500, 300, 3, 64]),  # one row beside a long prefill
+]
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("extra", [1, 3, 64, 200])
-def test_more_rows_than_keys(target, kind, causal, extra):
-    batch = make_batch([20 + extra], [20], 4, 2, 64, device=target.device)
-    check(target, kind, batch, Options(causal=causal))
+@pytest.mark.parametrize("qo_lens,kv_lens", LENGTHS)
+def test_lengths(target, kind, causal, qo_lens, kv_lens):
+    check(target, kind, batch_for(kind, target, qo_lens, kv_lens), Options(causal=causal))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,12 +71,6 @@ def test_windows_around_the_length(target, kind, window_left):
 
 
 @pytest.mark.parametrize("kind", ["ragged", "paged"])
-def test_one_row_beside_a_long_prefill(target, kind):
-    batch = make_batch([1, 300, 1, 1], [500, 300, 3, 64], 4, 2, 64, device=target.device)
-    check(target, kind, batch, CAUSAL)
-
-
-@pytest.mark.parametrize("kind", ["ragged", "paged"])
 @pytest.mark.parametrize("size,group", [(128, 2), (16, 32)])
 def test_many_small_requests(target, kind, size, group):
     lens = [1 + b % 3 for b in range(size)]
@@ -81,8 +80,7 @@ def test_many_small_requests(target, kind, size, group):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_cache(target, kind):
-    batch = make_batch([2], [33000], 2, 1, 64, device=target.device)
-    check(target, kind, batch, CAUSAL)
+    check(target, kind, batch_for(kind, target, [2], [33000], (2, 1, 64)), CAUSAL)
 
 
 def test_long_decode(target):

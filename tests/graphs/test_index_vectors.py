@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_bitwise
-from problems import indptr
-
-import cutlass_kernels as ck
+from problems import make_batch
+from targets import Target
+from wrapper_problems import CLASSES, Wrapped
 
 pytestmark = pytest.mark.gpu
 
@@ -19,98 +19,80 @@ HEADS, PAGE = (2, 1, 64), 2
 BATCHES = [1, 3, 4, 200, 225, 448, 449, 450, 1365, 3000]
 
 
-class Vectors:
-    """The index vectors of a batch of requests with a row each, and one or two pages."""
+NAMES = {
+    "ragged": ["qo_indptr", "kv_indptr"],
+    "paged": ["qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"],
+}
+kinds = pytest.mark.parametrize("kind", NAMES)
 
-    def __init__(self, batch: int, paged: bool) -> None:
+
+class Vectors(Wrapped):
+    """A wrapper for a batch of requests with a row each, and one or two pages, and copies of the index vectors."""
+
+    def __init__(self, batch: int, kind: str, backend: str = "fa2", graph: bool = False, wrapper: Any = None) -> None:
         drawn = torch.Generator().manual_seed(batch)
-        self.batch, self.paged = batch, paged
-        pages = torch.randint(1, 3, (batch,), generator=drawn)
-        self.qo, self.kv = indptr([1] * batch), indptr(pages.tolist())
-        count = int(self.kv[-1])
-        self.names = ["qo_indptr", "kv_indptr"]
-        self.given = [self.qo, self.kv]
-        if paged:
-            self.names = ["qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"]
-            last = torch.randint(1, PAGE + 1, (batch,), generator=drawn, dtype=torch.int32)
-            self.given += [torch.randperm(count, generator=drawn).int(), last]
-        shape = (count, PAGE, 1, 64) if paged else (count, 1, 64)
-        self.q, self.k, self.v = (
-            torch.randn(size, generator=drawn).to("cuda", torch.float16) for size in ((batch, 2, 64), shape, shape)
-        )
-
-    def wrapper(self, backend: str, graph: bool, room: int = 32 << 20) -> Any:
-        kind = ck.BatchPrefillWithPagedKVCacheWrapper if self.paged else ck.BatchPrefillWithRaggedKVCacheWrapper
-        buffers = [torch.full_like(x, -1, device="cuda") for x in self.given] if graph else []
-        made = kind(torch.empty(room, dtype=torch.uint8, device="cuda"), "NHD", graph, *buffers, backend=backend)
+        kv_lens = torch.randint(1, 2 * PAGE + 1, (batch,), generator=drawn).tolist()
+        made = make_batch([1] * batch, kv_lens, *HEADS, device="cuda:0")
+        super().__init__(Target("cuda:0", backend), kind, made, PAGE, wrapper=wrapper)
+        self.given = [x.clone() for x in self.vectors()]
         if graph:
-            assert made.is_cuda_graph_enabled
-        return made
+            buffers = [torch.full_like(x, -1, device="cuda:0") for x in self.given]
+            make = CLASSES[kind]
+            self.wrapper = make(self.target.workspace(32 << 20), "NHD", True, *buffers, backend=backend)
+            assert self.wrapper.is_cuda_graph_enabled
 
-    def plan(self, wrapper: Any, device: str, **options: Any) -> None:
-        # Copies, which change when the plan has been made: that is the caller's right.
+    def plan_of(self, device: str, **options: Any) -> torch.Tensor:
+        """A run planned with copies, which change when the plan has been made: that is the caller's right."""
         given = [x.to(device, copy=True) for x in self.given]
-        page = (PAGE,) if self.paged else ()
-        wrapper.plan(*given, *HEADS, *page, causal=True, disable_split_kv=True, **options)
+        self.wrapper.plan(*given, *self.sizes, causal=True, disable_split_kv=True, **options)
         if device == "cpu":
             for x in given:
                 x.fill_(-1)
-
-    def run(self, wrapper: Any) -> torch.Tensor:
-        return wrapper.run(self.q, (self.k, self.v)) if self.paged else wrapper.run(self.q, self.k, self.v)
+        return self.run()
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("paged", [False, True])
+@kinds
 @pytest.mark.parametrize("graph", [False, True])
-def test_vectors_of_the_host(kernel_backend: str, graph: bool, paged: bool, batch: int) -> None:
-    vectors = Vectors(batch, paged)
-    wrapper = vectors.wrapper(kernel_backend, graph)
-    wrapper._int_workspace_buffer.fill_(255)
-    vectors.plan(wrapper, "cpu")
-    for name, want in zip(vectors.names, vectors.given):
-        assert getattr(wrapper, f"_{name}_buf").tolist() == want.tolist(), name
-    other = vectors.wrapper(kernel_backend, graph)
-    vectors.plan(other, "cuda")
-    assert_bitwise(vectors.run(wrapper), vectors.run(other))
+def test_vectors_of_the_host(kernel_backend: str, graph: bool, kind: str, batch: int) -> None:
+    vectors = Vectors(batch, kind, kernel_backend, graph)
+    vectors.wrapper._int_workspace_buffer.fill_(255)
+    out = vectors.plan_of("cpu")
+    for name, want in zip(NAMES[kind], vectors.given):
+        assert getattr(vectors.wrapper, f"_{name}_buf").tolist() == want.tolist(), name
+    vectors.wrapper = Vectors(batch, kind, kernel_backend, graph).wrapper
+    assert_bitwise(out, vectors.plan_of("cuda"))
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@kinds
 @pytest.mark.parametrize("batch", [3, 449, 1365])
-def test_room_for_vectors(paged: bool, batch: int) -> None:
-    vectors = Vectors(batch, paged)
-    wrapper, other = (vectors.wrapper("fa2", graph=False) for _ in range(2))
-    page = (PAGE,) if paged else ()
-    _, room = wrapper.workspace_size(*vectors.given, *HEADS, *page, causal=True, disable_split_kv=True)
+def test_room_for_vectors(kind: str, batch: int) -> None:
+    vectors = Vectors(batch, kind)
+    wrapper, want = vectors.wrapper, vectors.plan_of("cpu")
+    _, room = wrapper.workspace_size(*vectors.given, *vectors.sizes, causal=True, disable_split_kv=True)
     floats = wrapper._float_workspace_buffer
-    vectors.plan(other, "cpu")
     for size in (room, room + 8):
         wrapper.reset_workspace_buffer(floats, torch.empty(size, dtype=torch.uint8, device="cuda"))
-        vectors.plan(wrapper, "cpu")
-        assert_bitwise(vectors.run(wrapper), vectors.run(other))
+        assert_bitwise(vectors.plan_of("cpu"), want)
     for size in (room - 16, 16):
         wrapper.reset_workspace_buffer(floats, torch.empty(size, dtype=torch.uint8, device="cuda"))
         with pytest.raises(RuntimeError, match=f"int_workspace_buffer has {size} bytes.* needs {room}"):
-            vectors.plan(wrapper, "cpu")
+            vectors.plan_of("cpu")
 
 
 def test_a_plan_that_fails_leaves_the_vectors_of_the_last() -> None:
-    vectors = Vectors(5, paged=False)
-    wrapper = vectors.wrapper("fa2", graph=False)
-    vectors.plan(wrapper, "cpu")
-    want = vectors.run(wrapper)
-    longer = Vectors(3000, paged=False)
-    for fewer in (Vectors(2, paged=False), longer):
+    vectors = Vectors(5, "ragged")
+    want = vectors.plan_of("cpu")
+    for batch in (2, 3000):
         with pytest.raises(ValueError, match="backend"):
-            fewer.plan(wrapper, "cpu", q_data_type=torch.float32)
-        assert wrapper._kv_indptr_buf.tolist() == vectors.kv.tolist()
-    assert_bitwise(vectors.run(wrapper), want)
+            Vectors(batch, "ragged", wrapper=vectors.wrapper).plan_of("cpu", q_data_type=torch.float32)
+        assert vectors.wrapper._kv_indptr_buf.tolist() == vectors.given[1].tolist()
+    assert_bitwise(vectors.run(), want)
 
 
 def test_a_tensor_of_the_vectors_is_that_of_the_present_plan() -> None:
     """They lie in the int workspace, as the tile list does."""
-    vectors = Vectors(5, paged=False)
-    wrapper = vectors.wrapper("fa2", graph=False)
-    vectors.plan(wrapper, "cpu")
-    place, workspace = wrapper._kv_indptr_buf, wrapper._int_workspace_buffer
+    vectors = Vectors(5, "ragged")
+    vectors.plan_of("cpu")
+    place, workspace = vectors.wrapper._kv_indptr_buf, vectors.wrapper._int_workspace_buffer
     assert workspace.data_ptr() <= place.data_ptr() < workspace.data_ptr() + workspace.nbytes
