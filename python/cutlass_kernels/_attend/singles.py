@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from operator import itemgetter
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -53,6 +54,10 @@ class Single(NamedTuple):
 
 _TUPLES = {"direct": " ".join(Single._fields[:16]), "others": " ".join(Single._fields[16:])}
 
+_PLAIN = (*[None] * 7, "NONE")  # the others of calls that kernels serve directly, but for those of ROPE_LLAMA
+_GRADIENTS = ["q", "k", "v", "out", "lse", "sinks", "q_scale", "k_scale", "v_scale"]
+_with_gradients = itemgetter(*map(Single._fields.index, _GRADIENTS))
+
 
 class _Unused:
     """Permissions that change nothing."""
@@ -64,30 +69,22 @@ class _Unused:
 
 def _attend(direct: tuple[Any, ...], others: tuple[Any, ...], is_decode: bool) -> Result:
     """A ``Single`` in two tuples. A decode has one row of queries, without its dimension."""
-    scale_q, scale_k, scale_v, mask, packed_mask, o_dtype, kv_cache_sf, pos_encoding_mode, _, _ = others
-    traced, grad = is_traced(), False
-    if not traced and is_grad_enabled():
-        grad = needs_grad(*direct[:6], *direct[12:15], scale_q, scale_k, scale_v)
+    traced = is_traced()
     if (
-        not (traced or grad)
-        and scale_q is None
-        and scale_k is None
-        and scale_v is None
-        and mask is None
-        and packed_mask is None
-        and o_dtype is None
-        and kv_cache_sf is None
-        and pos_encoding_mode == "NONE"
+        not traced
+        and others[:8] == _PLAIN
         and not selection.is_logged()
+        and not (is_grad_enabled() and needs_grad(*_with_gradients(direct)))
     ):
-        compiled, backend = native.single_decode if is_decode else native.single_prefill, direct[15]
+        compiled, backend = native.single_decode if is_decode else native.single_prefill, direct[-1]
         asked = selection.asked_for(backend)
-        result: Result | None = compiled(*(direct if asked is backend else (*direct[:15], asked)))
+        result: Result | None = compiled(*(direct if asked is backend else (*direct[:-1], asked)))
         if result is not None:
             if direct[3] is not None or direct[4] is not None:
                 written(*direct[3:5])
             return result
-    if kv_cache_sf is not None:
+    grad = not traced and is_grad_enabled() and needs_grad(*_with_gradients(direct), *others[:3])
+    if others[6] is not None:  # kv_cache_sf
         raise NotImplementedError("kv_cache_sf is set, but 4-bit caches are not supported: use fp8 keys and values.")
     given = Single(*direct, *others)
     given = given._replace(return_lse=checks.flag("return_lse", given.return_lse))
