@@ -119,12 +119,7 @@ def _positions(mask: torch.Tensor, limit: int = 4) -> str:
 
 
 def _worst(error: torch.Tensor) -> tuple[int, ...]:
-    flat = int(error.reshape(-1).argmax())
-    place = []
-    for size in reversed(error.shape):
-        place.append(flat % size)
-        flat //= size
-    return tuple(reversed(place))
+    return tuple(int(i) for i in torch.unravel_index(error.reshape(-1).argmax(), error.shape))
 
 
 # The largest weight of a row lies in the middle between two e4m3 numbers, 256 and 288: off by 6 %, as it may be in a

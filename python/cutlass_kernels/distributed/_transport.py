@@ -5,7 +5,7 @@ A row of a buffer has K of all heads of the group, then V: one range of rows is 
 
 from __future__ import annotations
 
-from typing import Protocol
+import abc
 
 import torch
 
@@ -19,11 +19,12 @@ from ._symmetric import Workspace
 Keys = tuple[torch.Tensor, torch.Tensor]
 
 
-class Transport(Protocol):
+class Transport(abc.ABC):
+    @abc.abstractmethod
     def arrived(self, group: int) -> Keys:
         """K and V of a group of heads, ``[rows, heads, dim]``; the current stream waits for them."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """After the last use of what has arrived."""
 
 
@@ -59,7 +60,7 @@ def _store(rows: Rows, keys: Keys, pages: Keys, k: torch.Tensor, v: torch.Tensor
         rows.put(room, own)
 
 
-class Own:
+class Own(Transport):
     """This rank has all keys, in order."""
 
     def __init__(self, groups: list[Keys]) -> None:
@@ -68,11 +69,8 @@ class Own:
     def arrived(self, group: int) -> Keys:
         return self.groups[group]
 
-    def close(self) -> None:
-        pass
 
-
-class Messages:
+class Messages(Transport):
     """Sends and receives of the process group."""
 
     def __init__(self, groups: list[Keys], gather: Gather, peers: Peers | None) -> None:
@@ -99,11 +97,8 @@ class Messages:
             rows.put(buffer, message)
         return keys
 
-    def close(self) -> None:
-        pass
 
-
-class Copies:
+class Copies(Transport):
     """Copies out of the buffers of other ranks, in symmetric memory.
 
     A first barrier says that all ranks have written their own keys, a second one that these may be overwritten. Of
