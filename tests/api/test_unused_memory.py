@@ -1,13 +1,18 @@
-"""What nothing refers to may hold NaN, and rows outside of requests are not written."""
+"""What nothing refers to may hold NaN, in every form of keys, and rows outside of requests are not written."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from compare import assert_close, assert_lse_close
+from compare import assert_bitwise, assert_close, assert_lse_close
 from guards import Guarded
+from plan_free_problems import keys
 from problems import Batch, Options, expect, make_batch
 from wrapper_problems import KINDS, Wrapped, batch_for, check
+
+import cutlass_kernels as ck
 
 
 def poison_keys(batch: Batch, keys: list[torch.Tensor], value: float = torch.nan) -> None:
@@ -107,3 +112,58 @@ def test_results_are_written_everywhere_and_nowhere_else(target, kind):
     w.check((out.tensor, lse.tensor))
     out.check("out")
     lse.check("lse")
+
+
+# --- every form of keys, every variant of the kernels ------------------------------------------------------------
+
+F16, B16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+VARIANTS = [
+    *((F16, F16, dim, dim) for dim in (64, 96, 128, 192, 256, 512)),
+    (B16, B16, 64, 64),
+    (B16, B16, 192, 128),
+    *((F16, kv, dim, dim) for kv in (E4M3, E5M2) for dim in (64, 128, 192, 256)),
+    *((E4M3, E4M3, dim, dim) for dim in (64, 128, 256)),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=(3, -1), logits_soft_cap=50.0),
+    "sides": dict(window=(255, 73), alibi=True),
+}
+
+
+def zeroed(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor with zeros in the place of NaN."""
+    nan = x.float().isnan()
+    return x.view(torch.uint8).unflatten(-1, (x.size(-1), -1)).masked_fill(nan[..., None], 0).flatten(-2).view(x.dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("rows", [1, 9, 700])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("form", ["one request", "dense", "used", "table", "indices"])
+def test_nothing_of_it_shows(target, form, variant, rows, options):
+    if target.is_reference and (rows == 700 or variant[2] > 64):
+        pytest.skip("the reference has one way for all")
+    q_dtype, kv_dtype, dim, dim_vo = variant
+    lens = [1215] if form == "one request" else [1215, 0, 300, 1]
+    types = dict(dtype=q_dtype, kv_dtype=kv_dtype, head_dim_vo=dim_vo, device=target.device)
+    batch = make_batch([rows] * len(lens), lens, 4, 2, dim, **types)
+    k, v, where = keys(batch, "ragged" if form == "one request" else form)
+    if "page_table" in where:  # of pages that no key is in, all are NaN
+        table = where["page_table"]
+        table[table == 10**6] = int(k.float().flatten(1).isnan().all(1).nonzero()[0])
+    given = dict(OPTIONS[options], max_seqlen_k=40_070)  # a bound of lengths that is far too large
+    if given.pop("alibi", False):
+        given["alibi_slopes"] = torch.rand(4, device=target.device)
+    q, results = batch.q.unflatten(0, (len(lens), rows)), []
+    for tensors in ((zeroed(k), zeroed(v)), (k, v)):
+        try:
+            results.append(ck.attention(q, *tensors, **where, **given, return_lse=True, backend=target.backend))
+        except ck.BackendError as error:
+            if kv_dtype.itemsize > 1:  # both serve all 16-bit types
+                raise
+            pytest.skip(f"no such kernel: {str(error)[:80]}")
+    assert not results[0][0].isnan().any()
+    for with_zeros, with_nan in zip(*results):
+        assert_bitwise(with_nan, with_zeros)
