@@ -19,6 +19,12 @@ MADE = {
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
     ],
+    "cutlass_kernels._fronts.trtllm": [
+        "trtllm_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
+    ],
+    "cutlass_kernels._fronts.trtllm_latent": ["trtllm_batch_decode_with_kv_cache_mla"],
 }
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter
 from typing import Any
@@ -56,8 +57,12 @@ def front(
             name, of which those that are left out are None or ``...``; it returns those that are given, by name.
     """
 
+    tables = arguments if isinstance(arguments, list) else [arguments]
+
     def decorate(function: Function) -> Function:
-        parameters = [*_parameters(arguments, order)]
+        parameters, scope = [*_parameters(tables, order)], dict[str, Any]()
+        for owner in (*tables, function):
+            scope |= vars(sys.modules[owner.__module__])  # where types of arguments are known
         defaults = {x.name: x.default for x in parameters}
         values = into._field_defaults | constants | {f"of_{name}": x for name, x in defaults.items()}
         values |= {"body": run or function, "sort": by_position}
@@ -66,10 +71,10 @@ def front(
         for name in inspect.signature(run or function).parameters:
             of_fields = fields if name == "call" else EMPTY
             packed = [_field(x, of_fields.get(x, x), defaults, values) for x in together.get(name, ())]
-            given.append(f"({', '.join(packed)})" if packed else _field(name, name, defaults, values))
+            given.append(f"({', '.join(packed)},)" if packed else _field(name, name, defaults, values))
         lines = [f"return _body({', '.join(given)})"]
         if by_position is None:
-            made = call_table.made(function.__name__, _source(parameters), lines, values, function.__globals__)
+            made = call_table.made(function.__name__, _source(parameters), lines, values, scope)
         else:
             before = ", ".join(name for name, default in defaults.items() if default is Parameter.empty)
             behind = {name: x for name, x in defaults.items() if x is not Parameter.empty}
@@ -78,7 +83,7 @@ def front(
             left_out = [f"if {name} is ...: {name} = _of_{name}" for name, x in behind.items() if x is not None]
             source = [before, "*args", *(f"{name}={None if x is None else ...}" for name, x in behind.items())]
             lines = [sorts, *left_out, *lines]
-            made = call_table.made(function.__name__, source, lines, values, function.__globals__)
+            made = call_table.made(function.__name__, source, lines, values, scope)
         result = function.__annotations__["return"]
         made.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
         made.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": result}
@@ -88,23 +93,21 @@ def front(
     return decorate
 
 
-def _parameters(arguments: Any, order: str) -> Iterator[Parameter]:
+def _parameters(tables: list[Any], order: str) -> Iterator[Parameter]:
     rows: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
-    for table in reversed(arguments if isinstance(arguments, list) else [arguments]):
-        rows |= table.__annotations__
-        defaults |= getattr(table, "_field_defaults", vars(table))
+    for table in reversed(tables):
+        defaults = getattr(table, "_field_defaults", vars(table))
+        rows |= {x: (kind, defaults.get(x, Parameter.empty)) for x, kind in table.__annotations__.items()}
     kind: Any = Parameter.POSITIONAL_OR_KEYWORD
     for word in order.split():
         name, is_changed, value = word.partition("=")
         if name == "*":
             kind = Parameter.KEYWORD_ONLY
             continue
-        default = defaults.get(name, Parameter.empty)
+        row, default = rows[name]
         if is_changed:
             default = ast.literal_eval(value) if value else Parameter.empty
-        kind_of_row = getattr(rows[name], "__forward_arg__", rows[name])
-        yield Parameter(name, kind, default=default, annotation=kind_of_row)
+        yield Parameter(name, kind, default=default, annotation=getattr(row, "__forward_arg__", row))
 
 
 def _source(parameters: list[Parameter]) -> list[str]:

@@ -8,53 +8,53 @@ from typing import Any
 import torch
 
 from .._core import checks, extra_arguments, signatures
+from .._core.fronts import front
 from .._core.run_options import Result
 from .._core.signatures import typed_as
 from . import trtllm_call
-from .trtllm_call import FOUR_BITS, OTHER_GPUS, Cache, Scale, Sinks
+from .trtllm_call import FOUR_BITS, Arguments, Cache, refusals
 
 _DECODE, _CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 _XQA = "xqa_batch_decode_with_kv_cache"
+_FOUR_BITS = ("o_sf_scale", "o_sf_vec_size", "kv_cache_sf")
+_OF_DECODE = refusals(
+    _FOUR_BITS,
+    "enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order "
+    "request_order_plan",
+)
+_OF_CONTEXT = refusals(_FOUR_BITS, "use_fp16_softmax uses_spcompress")
+
+
+class ContextArguments:
+    """Those of prefill that decode does not have, or that differ there."""
+
+    kv_cache: Cache
+    max_q_len: int
+    max_kv_len: int
+    batch_size: int
+    cum_seq_lens_q: torch.Tensor
+    cum_seq_lens_kv: torch.Tensor | None
+    causal: bool = True
+    use_fp16_softmax: bool | None = None
+    uses_spcompress: bool | None = None
 
 
 @typed_as(signatures.trtllm_batch_decode_with_kv_cache)
+@front(
+    Arguments,
+    "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out out_dtype "
+    "o_sf_scale o_sf_vec_size sinks kv_layout enable_pdl backend q_len_per_req o_scale mask max_q_len cum_seq_lens_q "
+    "skip_softmax_threshold_scale_factor kv_cache_sf uses_shared_paged_kv_idx lse return_lse bmm1_scale_log2 "
+    "multi_ctas_kv_counter_buffer enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
+    "bf16q_fp8kv_transform_mode request_order request_order_plan",
+    tuples={
+        **trtllm_call.TUPLES,
+        "refused": " ".join(_OF_DECODE),
+        "rows": "q_len_per_req cum_seq_lens_q max_q_len mask",
+    },
+)
 def trtllm_batch_decode_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: Cache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0,
-    window_left: int = -1,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | str | None = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    sinks: Sinks = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: torch.Tensor | None = None,
-    max_q_len: int | None = None,
-    cum_seq_lens_q: torch.Tensor | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    kv_cache_sf: Any = None,
-    uses_shared_paged_kv_idx: bool = True,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    bmm1_scale_log2: torch.Tensor | None = None,
-    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
-    enable_block_sparse_attention: bool = False,
-    cp_world: int = 1,
-    cp_rank: int = 0,
-    causal_seqlens_kv_global: torch.Tensor | None = None,
-    bf16q_fp8kv_transform_mode: str | None = None,
-    request_order: torch.Tensor | None = None,
-    request_order_plan: Any = None,
+    given: Any, refused: Any, rows: Any, max_seq_len: int, wanted: Any, bmm1_scale_log2: torch.Tensor | None
 ) -> Result:
     """Decode attention over a paged cache without a plan: ``bmm2_scale * softmax(bmm1_scale * q k^T) v``.
 
@@ -117,63 +117,28 @@ def trtllm_batch_decode_with_kv_cache(
         >>> trtllm_batch_decode_with_kv_cache(query, cache, torch.empty(0), tables, lens, 80, 64**-0.5).shape
         torch.Size([2, 8, 64])
     """
-    trtllm_call.check_backend(_DECODE, backend, ("auto", "trtllm-gen", "xqa"))
-    trtllm_call.refuse_4_bits(_DECODE, out_dtype, o_sf_scale, o_sf_vec_size, kv_cache_sf)
-    trtllm_call.refuse_pages_of_values(_DECODE, uses_shared_paged_kv_idx)
-    extra_arguments.unsupported(
-        _DECODE,
-        OTHER_GPUS,
-        enable_block_sparse_attention=enable_block_sparse_attention,
-        cp_world=None if cp_world == 1 else cp_world,
-        cp_rank=cp_rank or None,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
-        bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode,
-        request_order=request_order,
-        request_order_plan=request_order_plan,
-    )
-    checks.skip_softmax(skip_softmax_threshold_scale_factor)
+    trtllm_call.refuse(_DECODE, _OF_DECODE, refused, wanted, ("auto", "trtllm-gen", "xqa"))
+    unit = 1.0
     if bmm1_scale_log2 is not None:
-        bmm1_scale, unit = bmm1_scale_log2, math.log(2.0)
-    else:
-        unit = 1.0
-    return trtllm_call.attend(
-        query,
-        cum_seq_lens_q,
-        trtllm_call.rows(query, q_len_per_req, cum_seq_lens_q, max_q_len, mask),
-        kv_cache,
-        kv_layout,
-        block_tables,
-        seq_lens,
-        checks.integer("max_seq_len", max_seq_len),
-        (bmm1_scale, unit, bmm2_scale),
-        (True, window_left, mask),
-        sinks,
-        out,
-        trtllm_call.wanted_dtype(query, out, out_dtype, o_scale),
-        lse,
-        return_lse,
-    )
+        given, unit = (*given[:5], bmm1_scale_log2, *given[6:]), math.log(2.0)
+    return trtllm_call.attend(given, rows, checks.integer("max_seq_len", max_seq_len), wanted[:2], unit=unit)
 
 
+@front(
+    Arguments,
+    "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks "
+    "kv_layout='NHD' enable_pdl q_len_per_req o_scale mask kv_cache_sf q_cu_seq_lens",
+    tuples=trtllm_call.TUPLES,
+    constants={"lse": None},
+)
 def xqa_batch_decode_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: Cache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    given: Any,
     max_seq_len: int,
-    bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0,
-    window_left: int = -1,
-    out: torch.Tensor | None = None,
-    sinks: Sinks = None,
-    kv_layout: str = "NHD",
-    enable_pdl: bool | None = None,
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: torch.Tensor | None = None,
-    kv_cache_sf: Any = None,
-    q_cu_seq_lens: torch.Tensor | None = None,
+    q_len_per_req: int | None,
+    o_scale: Any,
+    mask: Any,
+    kv_cache_sf: Any,
+    q_cu_seq_lens: Any,
 ) -> torch.Tensor:
     """Decode attention over a paged cache, of draft tokens too: ``trtllm_batch_decode_with_kv_cache`` in NHD.
 
@@ -206,58 +171,27 @@ def xqa_batch_decode_with_kv_cache(
         torch.Size([6, 8, 64])
     """
     extra_arguments.unsupported(_XQA, FOUR_BITS, kv_cache_sf=kv_cache_sf)
-    return trtllm_call.attend(
-        query,
-        q_cu_seq_lens,
-        # The default, 1, tells nothing of requests that have offsets.
-        trtllm_call.rows(query, q_len_per_req, q_cu_seq_lens, None if q_len_per_req == 1 else q_len_per_req, mask),
-        kv_cache,
-        kv_layout,
-        block_tables,
-        seq_lens,
-        checks.integer("max_seq_len", max_seq_len),
-        (bmm1_scale, 1.0, bmm2_scale),
-        (True, window_left, mask),
-        sinks,
-        out,
-        trtllm_call.wanted_dtype(query, out, None, o_scale),
-        None,
-        False,
-    )
+    bound = None if q_len_per_req == 1 else q_len_per_req  # the default, 1, tells nothing of requests that have offsets
+    rows = q_len_per_req, q_cu_seq_lens, bound, mask
+    return trtllm_call.attend(given, rows, checks.integer("max_seq_len", max_seq_len), (None, o_scale))
 
 
 @typed_as(signatures.trtllm_batch_context_with_kv_cache)
+@front(
+    [ContextArguments, Arguments],
+    "query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale= bmm2_scale= batch_size "
+    "cum_seq_lens_q cum_seq_lens_kv window_left out out_dtype o_sf_scale o_sf_vec_size kv_layout enable_pdl sinks "
+    "kv_cache_sf skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx causal lse return_lse "
+    "multi_ctas_kv_counter_buffer use_fp16_softmax uses_spcompress backend='trtllm-gen'",
+    tuples={
+        **trtllm_call.TUPLES,
+        "refused": " ".join(_OF_CONTEXT),
+        "lengths": "batch_size max_q_len max_kv_len",
+    },
+    constants={"o_scale": 1.0},
+)
 def trtllm_batch_context_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: Cache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_q_len: int,
-    max_kv_len: int,
-    bmm1_scale: Scale,
-    bmm2_scale: Scale,
-    batch_size: int,
-    cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor | None,
-    window_left: int = -1,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | str | None = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    sinks: Sinks = None,
-    kv_cache_sf: Any = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    uses_shared_paged_kv_idx: bool = True,
-    causal: bool = True,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
-    use_fp16_softmax: bool | None = None,
-    uses_spcompress: bool | None = None,
-    backend: str = "trtllm-gen",
+    given: Any, refused: Any, wanted: Any, lengths: Any, cum_seq_lens_q: Any, causal: bool
 ) -> Result:
     """Prefill and append attention over a paged cache without a plan, for a batch of any query lengths.
 
@@ -291,33 +225,13 @@ def trtllm_batch_context_with_kv_cache(
         ... ).shape
         torch.Size([9, 8, 64])
     """
-    trtllm_call.check_backend(_CONTEXT, backend, ("auto", "trtllm-gen"))
-    trtllm_call.refuse_4_bits(_CONTEXT, out_dtype, o_sf_scale, o_sf_vec_size, kv_cache_sf)
-    trtllm_call.refuse_pages_of_values(_CONTEXT, uses_shared_paged_kv_idx)
-    extra_arguments.unsupported(
-        _CONTEXT, OTHER_GPUS, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress
-    )
-    checks.skip_softmax(skip_softmax_threshold_scale_factor)
+    trtllm_call.refuse(_CONTEXT, _OF_CONTEXT, refused, wanted, ("auto", "trtllm-gen"))
+    batch_size, max_q_len, max_kv_len = lengths
     if not isinstance(cum_seq_lens_q, torch.Tensor) or cum_seq_lens_q.numel() != batch_size + 1:
-        given = cum_seq_lens_q.numel() if isinstance(cum_seq_lens_q, torch.Tensor) else type(cum_seq_lens_q).__name__
+        size = cum_seq_lens_q.numel() if isinstance(cum_seq_lens_q, torch.Tensor) else type(cum_seq_lens_q).__name__
         raise ValueError(
-            f"cum_seq_lens_q has {given} elements, but batch_size={batch_size}: it needs batch_size + 1, the first row "
+            f"cum_seq_lens_q has {size} elements, but batch_size={batch_size}: it needs batch_size + 1, the first row "
             "of each request and the end of the last."
         )
-    return trtllm_call.attend(
-        query,
-        cum_seq_lens_q,
-        trtllm_call.rows(query, None, cum_seq_lens_q, max_q_len),
-        kv_cache,
-        kv_layout,
-        block_tables,
-        seq_lens,
-        checks.integer("max_kv_len", max_kv_len),
-        (bmm1_scale, 1.0, bmm2_scale),
-        (causal, window_left, None),
-        sinks,
-        out,
-        trtllm_call.wanted_dtype(query, out, out_dtype, 1.0),
-        lse,
-        return_lse,
-    )
+    rows = None, cum_seq_lens_q, max_q_len, None
+    return trtllm_call.attend(given, rows, checks.integer("max_kv_len", max_kv_len), wanted[:2], causal)

@@ -19,6 +19,7 @@ Sinks = torch.Tensor | list[torch.Tensor] | None
 
 FOUR_BITS = "4-bit floats need a Blackwell GPU. Leave it out, and use fp8 or 16-bit tensors."
 OTHER_GPUS = "it is for Blackwell GPUs. Leave it out."
+_NOT_SET = {"cp_world": 1, "cp_rank": 0, "sparse_mla_top_k": 0}
 _pack = call_table.packer(
     "q k v cu_seqlens_q seqused_k max_seqlen_q max_seqlen_k page_table kv_layout causal window packed_custom_mask "
     "mask_indptr sm_scale sinks q_descale v_descale o_dtype out return_lse lse_base"
@@ -26,28 +27,73 @@ _pack = call_table.packer(
 _NAMES = {"sm_scale": "bmm1_scale", "q_descale": "bmm1_scale", "v_descale": "bmm2_scale", "page_table": "block_tables"}
 
 
+class Arguments:
+    """TensorRT-LLM's arguments, in the order of the decode."""
+
+    query: torch.Tensor
+    kv_cache: Cache
+    workspace_buffer: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    bmm1_scale: Scale = 1.0
+    bmm2_scale: Scale = 1.0
+    window_left: int = -1
+    out: torch.Tensor | None = None
+    out_dtype: torch.dtype | str | None = None
+    o_sf_scale: float | None = None
+    o_sf_vec_size: int | None = None
+    sinks: Sinks = None
+    kv_layout: str = "HND"
+    enable_pdl: bool | None = None
+    backend: str = "auto"
+    q_len_per_req: int | None = 1
+    o_scale: float | None = 1.0
+    mask: torch.Tensor | None = None
+    max_q_len: int | None = None
+    cum_seq_lens_q: torch.Tensor | None = None
+    q_cu_seq_lens: torch.Tensor | None = None
+    skip_softmax_threshold_scale_factor: float | None = None
+    kv_cache_sf: Any = None
+    uses_shared_paged_kv_idx: bool = True
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    bmm1_scale_log2: torch.Tensor | None = None
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None
+    enable_block_sparse_attention: bool = False
+    cp_world: int = 1
+    cp_rank: int = 0
+    causal_seqlens_kv_global: torch.Tensor | None = None
+    bf16q_fp8kv_transform_mode: str | None = None
+    request_order: torch.Tensor | None = None
+    request_order_plan: Any = None
+
+
+# What attend() and refuse() get of the functions' arguments.
+TUPLES = {
+    "given": "query kv_cache kv_layout block_tables seq_lens bmm1_scale bmm2_scale window_left sinks out lse "
+    "return_lse",
+    "wanted": "out_dtype o_scale backend uses_shared_paged_kv_idx skip_softmax_threshold_scale_factor",
+}
+
+
 def attend(
-    query: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    rows: int,
-    kv_cache: Any,
-    kv_layout: str,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    given: tuple[Any, ...],  # TUPLES
+    rows_of: tuple[Any, ...],  # rows of each request, offsets of them, their bound, mask of draft tokens
     max_kv_len: int,
-    scales: tuple[Scale, float, Scale],  # of the logits, its unit, of the output
-    masks: tuple[bool, int, torch.Tensor | None],  # causal, window_left, bits of draft tokens
-    sinks: Sinks,
-    out: torch.Tensor | None,
-    wanted: torch.dtype,
-    lse: torch.Tensor | None,
-    return_lse: bool,
+    output: tuple[Any, Any],  # out_dtype, o_scale
+    causal: bool = True,
+    unit: float = 1.0,  # of bmm1_scale
     natural: bool = False,  # the LSE in base e instead of 2
 ) -> Result:
+    query, kv_cache, kv_layout, block_tables, seq_lens, logits_scale, output_scale, *others = given
+    window_left, sinks, out, lse, return_lse = others
+    cu_seqlens_q, draft_mask = rows_of[1], rows_of[3]
+    rows = _rows(query, *rows_of)
+    wanted = wanted_dtype(query, out, *output)
     return_lse = checks.flag("return_lse", return_lse)
     k, v = _caches(kv_cache)
     seq_lens = _signed(seq_lens)
-    causal, window_left, draft_mask = masks
     if lse is not None:  # before anything is written
         checks.lse_output(lse, query.shape[:2], query.device)
     if cu_seqlens_q is None:
@@ -63,15 +109,11 @@ def attend(
         page_size = k.size(1 if kv_layout == "NHD" else 2)
         most_keys = min(max_kv_len, block_tables.size(1) * page_size)
         bits, offsets = mask_packing.mask_of_drafts(draft_mask, cu_seqlens_q, seq_lens, rows, most_keys)
-    logits_scale, unit, output_scale = scales
-    for name, scale in (("bmm1_scale", logits_scale), ("bmm2_scale", output_scale)):
-        checks.one_factor(name, scale)
-    sm_scale: float | None = unit
-    q_descale: torch.Tensor | None = None
+    sm_scale, q_descale = logits_scale, None
     if isinstance(logits_scale, torch.Tensor):
-        q_descale = logits_scale
-    else:
-        sm_scale = logits_scale
+        checks.one_factor("bmm1_scale", logits_scale)
+        sm_scale, q_descale = unit, logits_scale
+    checks.one_factor("bmm2_scale", output_scale)
     computed = _computed_dtype(query.dtype, wanted)
     place = out if computed == wanted else None
     if isinstance(place, torch.Tensor) and cu_seqlens_q is None:
@@ -139,7 +181,7 @@ def _by_request(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x.unsqueeze(1) if rows == 1 else x.unflatten(0, (x.size(0) // rows, rows))
 
 
-def rows(
+def _rows(
     query: torch.Tensor, each: int | None, cu_seqlens_q: torch.Tensor | None, bound: int | None, mask: Any = None
 ) -> int:
     """Rows of each request; where offsets tell them, the bound of them, at most the bits in a row of ``mask``."""
@@ -168,32 +210,34 @@ def _check_batch(block_tables: Any, seq_lens: Any, batch: int) -> None:
             raise ValueError(f"{name} is {shape}: it must be an int32 tensor {form}, and query has {batch} requests.")
 
 
-def check_backend(function: str, backend: str, known: tuple[str, ...]) -> None:
-    if backend in known:
-        return
-    if backend == "cake":
-        raise NotImplementedError(f"{function} does not serve backend='cake': {OTHER_GPUS}")
-    raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(known)}, all of them the same here.")
+def refusals(four_bits: tuple[str, ...], others: str = "") -> dict[str, str]:
+    """Arguments that nothing here serves, and what to do instead."""
+    return dict.fromkeys(four_bits, FOUR_BITS) | dict.fromkeys(others.split(), OTHER_GPUS)
 
 
-def refuse_4_bits(function: str, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any, kv_cache_sf: Any) -> None:
-    extra_arguments.unsupported(
-        function,
-        FOUR_BITS,
-        out_dtype=out_dtype if out_dtype == "nvfp4" else None,
-        o_sf_scale=o_sf_scale,
-        o_sf_vec_size=o_sf_vec_size,
-        kv_cache_sf=kv_cache_sf,
-    )
-
-
-def refuse_pages_of_values(function: str, shared: bool) -> None:
-    if not shared:
+def refuse(
+    function: str, refused: dict[str, str], values: tuple[Any, ...], wanted: tuple[Any, ...], backends: tuple[str, ...]
+) -> None:
+    """Raises where one of the ``refused`` has a value, or another argument asks for what nothing here serves."""
+    out_dtype, _, backend, has_shared_pages, skip_softmax = wanted
+    if backend not in backends:
+        if backend == "cake":
+            raise NotImplementedError(f"{function} does not serve backend='cake': {OTHER_GPUS}")
+        known = ", ".join(backends)
+        raise ValueError(f"backend={backend!r} is unknown: use one of {known}, all of them the same here.")
+    if out_dtype == "nvfp4":
+        extra_arguments.unsupported(function, FOUR_BITS, out_dtype=out_dtype)
+    if not has_shared_pages:
         raise NotImplementedError(
             f"{function} does not serve uses_shared_paged_kv_idx=False: keys and values must lie in pages of the same "
             "numbers. Pass block_tables [batch, pages of a request], or call trtllm_fmha_v2_prefill, which takes "
             "[batch, 2, pages]."
         )
+    for name, value in zip(refused, values):
+        if value is not None and value is not False and not (name in _NOT_SET and value == _NOT_SET[name]):
+            extra_arguments.unsupported(function, refused[name], **{name: value})
+    if skip_softmax is not None:
+        checks.skip_softmax(skip_softmax)
 
 
 # --- the output --------------------------------------------------------------------------------------------------

@@ -6,52 +6,63 @@ from typing import Any
 
 import torch
 
-from .._core import checks, extra_arguments, signatures
+from .._core import checks, signatures
+from .._core.fronts import front
 from .._core.problems import FP8_DTYPES
 from .._core.run_options import Result
 from .._core.signatures import typed_as
 from . import trtllm_call
-from .trtllm_call import OTHER_GPUS, Scale, Sinks
+from .trtllm_call import OTHER_GPUS, Arguments
 
 _DECODE = "trtllm_batch_decode_with_kv_cache_mla"
 _BACKENDS = ("auto", "trtllm-gen", "xqa", "cute-dsl")
+_SPARSE = "sparse attention is not served. Leave it out for all keys of the block tables."
+_SHARDS = "call attention(kv_shard=(world, rank, 1)), with the keys on all ranks as seqused_k."
+_REFUSED = {
+    **dict.fromkeys(("sparse_mla_top_k", "sparse_mla_top_k_lens"), _SPARSE),
+    **dict.fromkeys(("enable_dcp", "cp_world", "cp_rank", "causal_seqlens_kv_global"), _SHARDS),
+    "use_fp16_softmax": OTHER_GPUS,
+}
+
+
+class LatentArguments:
+    """Those that ``trtllm_batch_decode_with_kv_cache`` does not have, or that differ there."""
+
+    kv_cache: torch.Tensor
+    qk_nope_head_dim: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    seq_lens: torch.Tensor | None
+    sparse_mla_top_k: int = 0
+    sparse_mla_top_k_lens: torch.Tensor | None = None
+    is_var_seq: bool = True
+    cute_dsl_impl: str = "auto"
+    kv_scale_format: str = "auto"
+    enable_dcp: bool = False
+    use_fp16_softmax: bool | None = None
+    return_lse_base: str | None = None
 
 
 @typed_as(signatures.trtllm_batch_decode_with_kv_cache_mla)
+@front(
+    [LatentArguments, Arguments],
+    "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens "
+    "max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks skip_softmax_threshold_scale_factor enable_pdl "
+    "backend is_var_seq uses_shared_paged_kv_idx lse return_lse cute_dsl_impl kv_scale_format cum_seq_lens_q max_q_len "
+    "multi_ctas_kv_counter_buffer sparse_mla_top_k_lens enable_dcp cp_world cp_rank causal_seqlens_kv_global "
+    "use_fp16_softmax return_lse_base",
+    tuples={**trtllm_call.TUPLES, "refused": " ".join(_REFUSED), "dims": "kv_lora_rank qk_rope_head_dim"},
+    constants={"kv_layout": "NHD", "window_left": -1, "out_dtype": None, "o_scale": None},
+)
 def trtllm_batch_decode_with_kv_cache_mla(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor | None,
+    given: tuple[Any, ...],
+    refused: tuple[Any, ...],
+    dims: tuple[int, int],
     max_seq_len: int,
-    sparse_mla_top_k: int = 0,
-    out: torch.Tensor | None = None,
-    bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0,
-    sinks: Sinks = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    is_var_seq: bool = True,
-    uses_shared_paged_kv_idx: bool = True,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    cute_dsl_impl: str = "auto",
-    kv_scale_format: str = "auto",
-    cum_seq_lens_q: torch.Tensor | None = None,
-    max_q_len: int | None = None,
-    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
-    sparse_mla_top_k_lens: torch.Tensor | None = None,
-    enable_dcp: bool = False,
-    cp_world: int = 1,
-    cp_rank: int = 0,
-    causal_seqlens_kv_global: torch.Tensor | None = None,
-    use_fp16_softmax: bool | None = None,
-    return_lse_base: str | None = None,
+    wanted: tuple[Any, ...],
+    cum_seq_lens_q: torch.Tensor | None,
+    max_q_len: int | None,
+    return_lse_base: str | None,
 ) -> Result:
     """Latent attention (MLA) of decode steps over a paged cache without a plan, under a causal mask.
 
@@ -109,42 +120,26 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ... ).shape
         torch.Size([2, 1, 16, 512])
     """
-    trtllm_call.check_backend(_DECODE, backend, _BACKENDS)
-    trtllm_call.refuse_pages_of_values(_DECODE, uses_shared_paged_kv_idx)
-    extra_arguments.unsupported(
-        _DECODE,
-        "sparse attention is not served. Leave it out for all keys of the block tables.",
-        sparse_mla_top_k=sparse_mla_top_k or None,
-        sparse_mla_top_k_lens=sparse_mla_top_k_lens,
-    )
-    extra_arguments.unsupported(
-        _DECODE,
-        "call attention(kv_shard=(world, rank, 1)), with the keys on all ranks as seqused_k.",
-        enable_dcp=enable_dcp,
-        cp_world=None if cp_world == 1 else cp_world,
-        cp_rank=cp_rank or None,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
-    )
-    extra_arguments.unsupported(_DECODE, OTHER_GPUS, use_fp16_softmax=use_fp16_softmax)
+    trtllm_call.refuse(_DECODE, _REFUSED, refused, wanted, _BACKENDS)
+    query, kv_cache, *_, out, lse, return_lse = given
     if return_lse_base not in (None, "base2", "basee"):
         raise ValueError(f"return_lse_base={return_lse_base!r} is unknown: use 'base2' or 'basee'.")
-    checks.skip_softmax(skip_softmax_threshold_scale_factor)
-    rank, rope = checks.integer("kv_lora_rank", kv_lora_rank), checks.integer("qk_rope_head_dim", qk_rope_head_dim)
+    rank, rope = (checks.integer(*x) for x in zip(("kv_lora_rank", "qk_rope_head_dim"), dims))
     checks.tensor("query", query, 4 if cum_seq_lens_q is None else 3)
     keys = _pages(kv_cache)
     for name, x in (("query", query), ("kv_cache", kv_cache)):
         if x.size(-1) != rank + rope or rank < 1:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, but kv_lora_rank={kv_lora_rank} and qk_rope_head_dim="
-                f"{qk_rope_head_dim} make {rank + rope} columns: pass 512 and 64 for DeepSeek's models."
+                f"{name} has shape {tuple(x.shape)}, but kv_lora_rank={dims[0]} and qk_rope_head_dim={dims[1]} make "
+                f"{rank + rope} columns: pass 512 and 64 for DeepSeek's models."
             )
     shape = (*query.shape[:-1], rank)
-    wanted = torch.bfloat16
+    o_dtype = torch.bfloat16
     if out is not None or query.dtype not in FP8_DTYPES:
-        wanted = trtllm_call.wanted_dtype(query, out, None, None)
+        o_dtype = trtllm_call.wanted_dtype(query, out, None, None)
     if out is not None:
-        checks.output(out, shape, wanted, query.device)
-    place, lse_place = out, lse  # None: no view joins requests and rows
+        checks.output(out, shape, o_dtype, query.device)
+    each, place, lse_place = None, out, lse  # no place: no view joins requests and rows
     if cum_seq_lens_q is None:
         each = query.size(1)
         if not each:
@@ -153,28 +148,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
             lse_place = _flat(checks.lse_output(lse, query.shape[:-1], query.device))
         query = query.flatten(0, 1)
         place = None if out is None else _flat(out)
-    else:
-        each = trtllm_call.rows(query, None, cum_seq_lens_q, max_q_len)
     return_lse = checks.flag("return_lse", return_lse)
     wants_lse = return_lse or lse is not None
-    result = trtllm_call.attend(
-        query,
-        cum_seq_lens_q,
-        each,
-        (keys, keys[..., :rank]),
-        "NHD",
-        block_tables,
-        _lens(seq_lens),
-        checks.integer("max_seq_len", max_seq_len),
-        (bmm1_scale, 1.0, bmm2_scale),
-        (True, -1, None),
-        sinks,
-        place,
-        wanted,
-        lse_place,
-        wants_lse,
-        return_lse_base == "basee",
-    )
+    lens = _lens(given[4])
+    given = (query, (keys, keys[..., :rank]), *given[2:4], lens, *given[5:9], place, lse_place, wants_lse)
+    rows, most_keys = (each, cum_seq_lens_q, max_q_len, None), checks.integer("max_seq_len", max_seq_len)
+    result = trtllm_call.attend(given, rows, most_keys, (o_dtype, None), natural=return_lse_base == "basee")
     found, found_lse = result if isinstance(result, tuple) else (result, None)
     if out is not None and place is None:
         out.copy_(found.view(shape))
