@@ -73,6 +73,7 @@ def every() -> list[Typed]:
     single = ck.single_prefill_with_kv_cache
     functions: list[Any] = [ck.single_decode_with_kv_cache, ck.attention, ck.trtllm_fmha_v2_prefill]
     functions += [ck.trtllm_batch_decode_with_kv_cache, ck.trtllm_batch_context_with_kv_cache]
+    functions += [ck.xqa_batch_decode_with_kv_cache]
     functions += [flash_attn.flash_attn_func, flash_attn.flash_attn_qkvpacked_func]
     functions += [flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache]
     return [
@@ -173,7 +174,7 @@ def overloads(typed: Typed) -> Iterator[str]:
         given = [x for x in given if x.name not in FLAGS]
         results = [("", "", "tuple[Tensor, Tensor]")]
     elif not any(x.name in FLAGS for x in given):
-        results = results[2:]
+        results = [("", "", rendered(types["return"]))]
     elif next(x.default for x in given if x.name in FLAGS) is True:
         results = [("Literal[True]", " = True", "tuple[Tensor, Tensor]")]
     forms = [given]

@@ -633,6 +633,26 @@ def trtllm_batch_context_with_kv_cache(
     uses_spcompress: bool | None = None,
     backend: str = "trtllm-gen",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+def xqa_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    sinks: Tensor | list[Tensor] | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Tensor | None = None,
+    kv_cache_sf: Any = None,
+    q_cu_seq_lens: Tensor | None = None,
+) -> Tensor: ...
 def flash_attn_func(
     q: Tensor,
     k: Tensor,

@@ -124,6 +124,7 @@ def trtllm_batch_decode_with_kv_cache(
     return trtllm_call.attend(given, rows, checks.integer("max_seq_len", max_seq_len), wanted[:2], unit=unit)
 
 
+@typed_as(signatures.xqa_batch_decode_with_kv_cache)
 @front(
     Arguments,
     "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks "
