@@ -304,19 +304,14 @@ class _MaskArgs:
     """A mask with its small tensors read to the host, once per problem."""
 
     def __init__(self, mask: Mask, device: torch.device) -> None:
-        self.device = device
-        self.window_left = mask.window_left
-        self.chunk_size = mask.chunk_size
-        self.window_right = mask.window_right
-        self.bits = mask.bits
-        self.multi_item = mask.multi_item
-        replaced = mask.bits is not None or mask.multi_item is not None
-        if mask.multi_item is not None or (mask.causal and not replaced):
-            self.window_right = 0
-        if mask.multi_item is not None:
-            self.bits = None
-            self.prefix_len = mask.multi_item.prefix_len.to(torch.int64).tolist()
-            self.token_pos = mask.multi_item.token_pos.to(device=device, dtype=torch.int64).reshape(-1)
+        self.device, self.window_left, self.chunk_size = device, mask.window_left, mask.chunk_size
+        self.multi_item = items = mask.multi_item
+        self.bits = mask.bits if items is None else None
+        is_causal = items is not None or (mask.causal and self.bits is None)
+        self.window_right = 0 if is_causal else mask.window_right
+        if items is not None:
+            self.prefix_len = items.prefix_len.to(torch.int64).tolist()
+            self.token_pos = items.token_pos.to(device=device, dtype=torch.int64).reshape(-1)
         if self.bits is not None:
             self.bits_indptr = [0] if mask.bits_indptr is None else mask.bits_indptr.tolist()
 
