@@ -16,6 +16,7 @@ from pathlib import Path
 
 import compilers
 import pytest
+from compilers import run
 from paths import ROOT
 
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
@@ -25,12 +26,6 @@ EXAMPLES = ["hello_attention", *COMPARING]
 KERNELS = ("fa2_float16_hd64", "fa3_float16_hd64", "fa2_float16_hd576_512", "fa3_float16_hd576_512")
 NARROW = ("-DCK_HEAD_DIMS=64;576", "-DCK_DTYPES=float16,float8_e4m3fn", "-DCK_ARCHS=90")
 pytestmark = pytest.mark.slow
-
-
-def run(*command: str | Path) -> str:
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
-    return done.stdout
 
 
 def generator() -> list[str]:

@@ -205,21 +205,9 @@ def combine(
     own = heads // peers.world if scatter else heads
     merged, merged_lse = out.new_empty(rows, own, dim), lse.new_empty(rows, own)
     out = _aligned(out)
+    states = (*_rows_of(out), lse.data_ptr(), *lse.stride())
     with torch.cuda.device(out.device):
-        native._C.combine_ranks(
-            NAME_OF_STATE[out.dtype],
-            rows,
-            heads,
-            dim,
-            out.data_ptr(),
-            *out.stride()[:2],
-            lse.data_ptr(),
-            *lse.stride(),
-            scatter,
-            merged.data_ptr(),
-            merged_lse.data_ptr(),
-            *place,
-        )
+        native._C.combine_ranks(*states, scatter, merged.data_ptr(), merged_lse.data_ptr(), *place)
     return merged, merged_lse
 
 
@@ -232,17 +220,13 @@ def gather_heads(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:
     x = _aligned(x)
     whole = x.new_empty(rows, heads * peers.world, dim)
     with torch.cuda.device(x.device):
-        native._C.gather_heads(
-            NAME_OF_STATE[x.dtype],
-            rows,
-            heads,
-            dim,
-            x.data_ptr(),
-            *x.stride()[:2],
-            whole.data_ptr(),
-            *place,
-        )
+        native._C.gather_heads(*_rows_of(x), whole.data_ptr(), *place)
     return whole
+
+
+def _rows_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Type, shape, address and strides, as kernels take them."""
+    return NAME_OF_STATE[x.dtype], *x.shape, x.data_ptr(), *x.stride()[:2]
 
 
 def _place(x: torch.Tensor, peers: Peers, scatter: bool) -> tuple[Any, ...] | None:
