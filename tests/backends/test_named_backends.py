@@ -25,94 +25,59 @@ def call(device: str = "cpu", backend: str = "auto") -> torch.Tensor:
     return ck.single_prefill_with_kv_cache(batch.q, batch.k, batch.v, backend=backend)
 
 
-# Each test takes what its name says. On the CPU, "auto" is the reference; the check asks what computed, not what the
-# case says of itself.
-CASES = """
+# A case takes a ``target`` on the CPU or a ``kernel_backend``, may have a marker, and does what its name says. "auto"
+# is the reference there; the check asks what computed, not what the case says of itself.
+OTHER = "named after {}, but other backends computed: {{'reference': 1}}"
+NOTHING = "FAILED .*named after {}, which computed nothing"
+REFERENCE, FA2 = "target=Target('cpu', 'reference')", "target=Target('cpu', 'fa2')"
+CASES = {  # name: what it takes, marker, body, outcome
+    "passes": (REFERENCE, "", "call()", "PASSED"),
+    "another_ran": (FA2, "", "choose_backend(monkeypatch); call()", f"FAILED .*{OTHER.format('fa2')}"),
+    "auto_is_replaced": (FA2, "", "assert 'fa2' in str(pytest.raises(ValueError, call).value)", NOTHING.format("fa2")),
+    "nothing_ran": (REFERENCE, "", "pass", NOTHING.format("reference")),
+    "another_than_the_kernels": ("kernel_backend='fa3'", "", "call()", f"FAILED .*{OTHER.format('fa3')}"),
+    "only_what_is_compared_with": (FA2, "also_runs('reference')", "call(backend='reference')", NOTHING.format("fa2")),
+    "marked": (REFERENCE, "runs_nothing('it is a test of the marker')", "pass", "PASSED"),
+    "marked_but_another_ran": (
+        FA2,
+        "runs_nothing('but another backend runs')",
+        "call(backend='reference')",
+        f"FAILED .*{OTHER.format('fa2')}",
+    ),
+    "refused_and_served_by_auto": (
+        FA2,
+        "",
+        "monkeypatch.setitem(targets.UNSERVED, 'fa2', frozenset({'cpu'}));"
+        " target.attempt(lambda backend: call(backend=backend), ['cpu'])",
+        "PASSED",
+    ),
+    "skips": (FA2, "", "pytest.skip('says so')", "SKIPPED .*says so"),
+}
+HEAD = """
 import pytest
+import targets
 from targets import Target
 from environment import choose_backend
 from test_named_backends import call
-
-fa2 = pytest.mark.parametrize("target", [Target("cpu", "fa2")], ids=["fa2"])
-reference = pytest.mark.parametrize("target", [Target("cpu", "reference")], ids=["reference"])
-
-
-@reference
-def test_passes(target):
-    call()
-
-
-@fa2
-def test_another_ran(target, monkeypatch):
-    choose_backend(monkeypatch)
-    call()
-
-
-@fa2
-def test_auto_is_replaced(target):
-    with pytest.raises(ValueError, match="fa2"):
-        call()
-
-
-@reference
-def test_nothing_ran(target):
-    pass
-
-
-@pytest.mark.parametrize("kernel_backend", ["fa3"])
-def test_another_than_the_kernels(kernel_backend):
-    call()
-
-
-@fa2
-@pytest.mark.also_runs("reference")
-def test_only_what_is_compared_with(target):
-    call(backend="reference")
-
-
-@reference
-@pytest.mark.runs_nothing("it is a test of the marker")
-def test_marked(target):
-    pass
-
-
-@fa2
-@pytest.mark.runs_nothing("but another backend runs")
-def test_marked_but_another_ran(target):
-    call(backend="reference")
-
-
-@fa2
-def test_refused_and_served_by_auto(target, monkeypatch):
-    import targets
-
-    monkeypatch.setitem(targets.UNSERVED, "fa2", frozenset({"cpu"}))
-    target.attempt(lambda backend: call(backend=backend), ["cpu"])
-
-
-@fa2
-def test_skips(target):
-    pytest.skip("says so")
 """
-OUTCOMES = {
-    "test_passes": "PASSED",
-    "test_another_ran": "FAILED .*named after fa2, but other backends computed: {'reference': 1}",
-    "test_auto_is_replaced": "FAILED .*named after fa2, which computed nothing",
-    "test_nothing_ran": "FAILED .*named after reference, which computed nothing",
-    "test_another_than_the_kernels": "FAILED .*named after fa3, but other backends computed: {'reference': 1}",
-    "test_only_what_is_compared_with": "FAILED .*named after fa2, which computed nothing",
-    "test_marked": "PASSED",
-    "test_marked_but_another_ran": "FAILED .*named after fa2, but other backends computed: {'reference': 1}",
-    "test_refused_and_served_by_auto": "PASSED",
-    "test_skips": "SKIPPED .*says so",
-}
+
+
+def source() -> str:
+    parts = [HEAD]
+    for name, (given, marker, body, _) in CASES.items():
+        parameter, _, value = given.partition("=")
+        backend = re.findall(r"\w+", value)[-1]
+        parts.append(f"@pytest.mark.parametrize('{parameter}', [{value}], ids=['{backend}'])")
+        parts += [f"@pytest.mark.{marker}"] if marker else []
+        parts.append(f"def test_{name}({parameter}, monkeypatch):\n    {body}\n")
+    return "\n".join(parts)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> str:
-    """What pytest says of CASES, in a process of its own."""
+    """What pytest says of the cases, in a process of its own."""
     folder: Path = tmp_path_factory.mktemp("cases")
-    (folder / "test_cases.py").write_text(CASES)
+    (folder / "test_cases.py").write_text(source())
     package = os.path.dirname(os.path.dirname(os.path.abspath(ck.__file__)))
     path = os.pathsep.join([package, *FOLDERS, os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-rA", "--tb=no"]
@@ -128,10 +93,10 @@ def outcomes(tmp_path_factory) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", OUTCOMES)
+@pytest.mark.parametrize("name", CASES)
 def test_outcome(outcomes, name):
-    word, _, rest = OUTCOMES[name].partition(" ")
-    where = "" if word == "SKIPPED" else rf".*::{name}\b"
+    word, _, rest = CASES[name][-1].partition(" ")
+    where = "" if word == "SKIPPED" else rf".*::test_{name}\b"
     assert re.search(rf"(?m)^{word}{where}.*{rest}", outcomes), outcomes
 
 
