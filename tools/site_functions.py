@@ -23,8 +23,8 @@ MADE = {
         "trtllm_batch_decode_with_kv_cache",
         "xqa_batch_decode_with_kv_cache",
         "trtllm_batch_context_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache_mla",
     ],
-    "cutlass_kernels._fronts.trtllm_latent": ["trtllm_batch_decode_with_kv_cache_mla"],
 }
 
 

@@ -2,7 +2,7 @@
 
 from ._attend.singles import single_decode_with_kv_cache
 from ._fronts.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from ._fronts.trtllm_latent import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
+from ._fronts.trtllm import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
 from ._planned.paged_decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,

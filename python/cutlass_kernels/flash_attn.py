@@ -12,12 +12,13 @@ What decides speed in FlashAttention is decided here by the library: ``pack_gqa`
 
 from __future__ import annotations
 
-from ._fronts.flash_combine import flash_attn_combine, get_scheduler_metadata
 from ._fronts.flash_functions import (
+    flash_attn_combine,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
 )
 
 __all__ = [

@@ -80,7 +80,6 @@ def test_the_number_of_multiprocessors():
     "module",
     [
         "_fronts.trtllm",
-        "_fronts.trtllm_latent",
         "_fronts.flash_mla",
         "_planned.latent_plans",
         "_planned.latent_wrapper",

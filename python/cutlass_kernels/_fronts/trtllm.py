@@ -9,10 +9,11 @@ import torch
 
 from .._core import checks, extra_arguments, signatures
 from .._core.fronts import front
+from .._core.problems import FP8_DTYPES
 from .._core.run_options import Result
 from .._core.signatures import typed_as
 from . import trtllm_call
-from .trtllm_call import FOUR_BITS, Arguments, Cache, refusals
+from .trtllm_call import FOUR_BITS, OTHER_GPUS, Arguments, Cache, refusals
 
 _DECODE, _CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 _XQA = "xqa_batch_decode_with_kv_cache"
@@ -236,3 +237,180 @@ def trtllm_batch_context_with_kv_cache(
         )
     rows = None, cum_seq_lens_q, max_q_len, None
     return trtllm_call.attend(given, rows, checks.integer("max_kv_len", max_kv_len), wanted[:2], causal)
+
+
+# --- latent attention --------------------------------------------------------------------------------------------
+
+_LATENT = "trtllm_batch_decode_with_kv_cache_mla"
+_BACKENDS = ("auto", "trtllm-gen", "xqa", "cute-dsl")
+_SPARSE = "sparse attention is not served. Leave it out for all keys of the block tables."
+_SHARDS = "call attention(kv_shard=(world, rank, 1)), with the keys on all ranks as seqused_k."
+_OF_LATENT = {
+    **dict.fromkeys(("sparse_mla_top_k", "sparse_mla_top_k_lens"), _SPARSE),
+    **dict.fromkeys(("enable_dcp", "cp_world", "cp_rank", "causal_seqlens_kv_global"), _SHARDS),
+    "use_fp16_softmax": OTHER_GPUS,
+}
+
+
+class LatentArguments:
+    """Those that ``trtllm_batch_decode_with_kv_cache`` does not have, or that differ there."""
+
+    kv_cache: torch.Tensor
+    qk_nope_head_dim: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    seq_lens: torch.Tensor | None
+    sparse_mla_top_k: int = 0
+    sparse_mla_top_k_lens: torch.Tensor | None = None
+    is_var_seq: bool = True
+    cute_dsl_impl: str = "auto"
+    kv_scale_format: str = "auto"
+    enable_dcp: bool = False
+    use_fp16_softmax: bool | None = None
+    return_lse_base: str | None = None
+
+
+@typed_as(signatures.trtllm_batch_decode_with_kv_cache_mla)
+@front(
+    [LatentArguments, Arguments],
+    "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens "
+    "max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks skip_softmax_threshold_scale_factor enable_pdl "
+    "backend is_var_seq uses_shared_paged_kv_idx lse return_lse cute_dsl_impl kv_scale_format cum_seq_lens_q max_q_len "
+    "multi_ctas_kv_counter_buffer sparse_mla_top_k_lens enable_dcp cp_world cp_rank causal_seqlens_kv_global "
+    "use_fp16_softmax return_lse_base",
+    tuples={**trtllm_call.TUPLES, "refused": " ".join(_OF_LATENT), "dims": "kv_lora_rank qk_rope_head_dim"},
+    constants={"kv_layout": "NHD", "window_left": -1, "out_dtype": None, "o_scale": None},
+)
+def trtllm_batch_decode_with_kv_cache_mla(
+    given: tuple[Any, ...],
+    refused: tuple[Any, ...],
+    dims: tuple[int, int],
+    max_seq_len: int,
+    wanted: tuple[Any, ...],
+    cum_seq_lens_q: torch.Tensor | None,
+    max_q_len: int | None,
+    return_lse_base: str | None,
+) -> Result:
+    """Latent attention (MLA) of decode steps over a paged cache without a plan, under a causal mask.
+
+    The kernel reads lengths and block tables on the device, so nothing synchronises and a captured call follows new
+    ones. Row i of n rows of a request stands at position ``i + seq_len - n``.
+
+    Args:
+        query: ``[batch, rows, num_heads, kv_lora_rank + qk_rope_head_dim]``, or with ``cum_seq_lens_q`` ``[rows,
+            num_heads, ...]``. float16, bfloat16 or float8_e4m3fn.
+        kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]``, or with a dimension of one head behind the
+            first. The dtype of ``query``, or fp8. Values are its first ``kv_lora_rank`` columns.
+        workspace_buffer: accepted, not used.
+        qk_nope_head_dim: not used: ``bmm1_scale`` is the whole scale.
+        kv_lora_rank, qk_rope_head_dim: 512 and 64; PyTorch computes others, slowly.
+        block_tables: int32 ``[batch, M]``, the pages of each request.
+        seq_lens: int32 ``[batch]``, keys of each request, those of its query rows included.
+        max_seq_len: bound of ``seq_lens``; in CUDA graphs, of those of every replay.
+        out: ``query.shape[:-1] + [kv_lora_rank]``, where to write the output: of any floating-point type, 16 bits being
+            what kernels write.
+        bmm1_scale: factor of ``q k^T``: the softmax scale times the scales of fp8 queries and keys. A number, or a
+            float32 tensor of one element, which the kernel reads.
+        bmm2_scale: factor of the output. As ``bmm1_scale``.
+        sinks: float32 ``[num_heads]``, or a list of that tensor: ``exp(sinks[h])`` joins the softmax denominator and
+            the LSE of head h.
+        skip_softmax_threshold_scale_factor: permission to skip keys of small weight. This function computes them all.
+        lse: float32 ``[batch * rows, num_heads]`` or ``[batch, rows, num_heads]``, where to write the LSE,
+            also without ``return_lse``. Base 2, unless ``return_lse_base`` says otherwise.
+        return_lse: whether to return the LSE too.
+        cum_seq_lens_q: int32 ``[batch + 1]``, first row of each request, for query lengths that differ.
+        max_q_len: bound of these lengths.
+        backend: ``"auto"``, ``"trtllm-gen"``, ``"xqa"`` or ``"cute-dsl"``: all of them mean the kernels of this
+            library.
+        enable_pdl, is_var_seq, cute_dsl_impl, kv_scale_format, multi_ctas_kv_counter_buffer: accepted, without effect.
+        sparse_mla_top_k, sparse_mla_top_k_lens: of sparse attention, refused.
+        uses_shared_paged_kv_idx: False is refused.
+        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: refused; ``attention(kv_shard=)`` serves keys that are
+            spread over ranks.
+        use_fp16_softmax: for Blackwell GPUs, refused.
+        return_lse_base: ``"base2"`` (None is the same), or ``"basee"`` for the natural logarithm, of ``lse`` too.
+
+    Returns:
+        ``out``, in the dtype of ``query`` (bfloat16 for fp8); or ``(out, lse)``, where a new ``lse`` is ``[batch *
+        rows, num_heads]``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, or an unknown backend.
+        NotImplementedError: an argument that is refused.
+
+    Examples:
+        >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+        >>> cache = torch.randn(10, 64, 576, dtype=torch.bfloat16)  # 10 pages of 64 tokens
+        >>> tables, lens = torch.arange(10, dtype=torch.int32).view(2, 5), torch.tensor([300, 7], dtype=torch.int32)
+        >>> trtllm_batch_decode_with_kv_cache_mla(
+        ...     query, cache, torch.empty(0), 128, 512, 64, tables, lens, 320, bmm1_scale=192**-0.5
+        ... ).shape
+        torch.Size([2, 1, 16, 512])
+    """
+    trtllm_call.refuse(_LATENT, _OF_LATENT, refused, wanted, _BACKENDS)
+    query, kv_cache, *_, out, lse, return_lse = given
+    if return_lse_base not in (None, "base2", "basee"):
+        raise ValueError(f"return_lse_base={return_lse_base!r} is unknown: use 'base2' or 'basee'.")
+    rank, rope = (checks.integer(*x) for x in zip(("kv_lora_rank", "qk_rope_head_dim"), dims))
+    checks.tensor("query", query, 4 if cum_seq_lens_q is None else 3)
+    keys = _pages(kv_cache)
+    for name, x in (("query", query), ("kv_cache", kv_cache)):
+        if x.size(-1) != rank + rope or rank < 1:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but kv_lora_rank={dims[0]} and qk_rope_head_dim={dims[1]} make "
+                f"{rank + rope} columns: pass 512 and 64 for DeepSeek's models."
+            )
+    shape = (*query.shape[:-1], rank)
+    o_dtype = torch.bfloat16
+    if out is not None or query.dtype not in FP8_DTYPES:
+        o_dtype = trtllm_call.wanted_dtype(query, out, None, None)
+    if out is not None:
+        checks.output(out, shape, o_dtype, query.device)
+    each, place, lse_place = None, out, lse  # no place: no view joins requests and rows
+    if cum_seq_lens_q is None:
+        each = query.size(1)
+        if not each:
+            raise ValueError(f"query has shape {tuple(query.shape)}: each request must have at least one row.")
+        if isinstance(lse, torch.Tensor) and lse.dim() == 3:
+            lse_place = _flat(checks.lse_output(lse, query.shape[:-1], query.device))
+        query = query.flatten(0, 1)
+        place = None if out is None else _flat(out)
+    return_lse = checks.flag("return_lse", return_lse)
+    wants_lse = return_lse or lse is not None
+    lens = _lens(given[4])
+    given = (query, (keys, keys[..., :rank]), *given[2:4], lens, *given[5:9], place, lse_place, wants_lse)
+    rows, most_keys = (each, cum_seq_lens_q, max_q_len, None), checks.integer("max_seq_len", max_seq_len)
+    result = trtllm_call.attend(given, rows, most_keys, (o_dtype, None), natural=return_lse_base == "basee")
+    found, found_lse = result if isinstance(result, tuple) else (result, None)
+    if out is not None and place is None:
+        out.copy_(found.view(shape))
+    if lse is not None and lse_place is None and found_lse is not None:
+        lse.copy_(found_lse.view(lse.shape))
+    found = found.view(shape) if out is None else out
+    return (found, found_lse if lse is None else lse) if return_lse else found
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor | None:
+    """``x`` with its first two dimensions joined, or None where strides allow no such view."""
+    batch, rows = x.shape[:2]
+    return x.flatten(0, 1) if batch <= 1 or rows <= 1 or x.stride(0) == rows * x.stride(1) else None
+
+
+def _pages(kv_cache: Any) -> torch.Tensor:
+    """``[pages, page_size, 1, columns]``."""
+    if not isinstance(kv_cache, torch.Tensor):
+        raise TypeError(f"kv_cache is {type(kv_cache).__name__}, not a tensor.")
+    if kv_cache.dim() == 3:
+        return kv_cache.unsqueeze(2)
+    if kv_cache.dim() != 4 or kv_cache.size(1) != 1:
+        raise ValueError(
+            f"kv_cache has shape {tuple(kv_cache.shape)}: it must be [pages, page_size, columns] or [pages, 1, "
+            "page_size, columns]."
+        )
+    return kv_cache.transpose(1, 2)
+
+
+def _lens(seq_lens: Any) -> torch.Tensor:
+    if not isinstance(seq_lens, torch.Tensor):
+        raise TypeError(f"seq_lens is {type(seq_lens).__name__}, not a tensor: pass int32 [batch].")
+    return seq_lens
