@@ -87,7 +87,7 @@ def assert_same(
     with torch.inference_mode():
         want = logits(by)
         if model.device.type == "cpu":
-            torch.testing.assert_close(logits(name), want, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(logits(name), want, atol=1e-4, rtol=1e-4)
             return
         model.to(dtype)
         theirs, ours = ((logits(x) - want).abs().max() for x in (by, name))
