@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from captures import capture, no_waiting
+from captures import no_waiting
 from compare import assert_all_bitwise, assert_bitwise
 from guards import Guarded
 from pairs import every
@@ -261,25 +261,6 @@ def test_page_numbers_on_the_cpu_are_checked(wrong):
     table[0][1] = 1  # what no request owns is not looked at
     ck.append_paged_kv_cache(keys, keys, *places, cache, *table)
     assert torch.equal(cache[3, 0], keys[:8]) and torch.equal(cache[1, 1, :4], keys[8:])
-
-
-def test_graphs(no_torch):
-    cache = PagesOf(LENGTHS[1], 16, 2)
-    k, v = fresh(2)
-    offsets, lens = indptr(LENGTHS[0], DEVICE), ints(LENGTHS[1])
-    table = cache.table()
-
-    def step() -> None:
-        places = ck.get_batch_indices_positions(offsets, lens, k.size(0))
-        ck.append_paged_kv_cache(k, v, *places, cache.on_device, *table)
-
-    graph, _ = capture(step)
-    for x in (k, v):
-        x.copy_(torch.randn(x.shape))
-    places = ck.get_batch_indices_positions(offsets.cpu(), lens.cpu(), k.size(0))
-    ck.append_paged_kv_cache(k.cpu(), v.cpu(), *places, cache.on_cpu, *cache.table("cpu"))
-    graph.replay()
-    cache.check()
 
 
 def test_an_engine_without_these_kernels_does_the_same(monkeypatch):

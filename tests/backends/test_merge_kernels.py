@@ -1,13 +1,12 @@
 """The kernels that merge states: what they compute, on tensors that lie in memory in any way, and when they are used.
 
-What merging is, test_cascade.py says, for all devices."""
+What merging is, test_cascade.py says, for all devices; graphs and torch.compile, the tests of all public calls."""
 
 from __future__ import annotations
 
 import oracle
 import pytest
 import torch
-from captures import capture
 from compare import assert_all_bitwise, assert_bitwise, assert_close, assert_lse_close
 from guards import Guarded, poison_
 from pairs import every
@@ -249,26 +248,6 @@ def test_torch_merges_the_rest(dim, dtype):
     check(parts[:2], v, s)
 
 
-@pytest.mark.gpu
-def test_graphs():
-    v, s = states(64, 5, 8, 128)
-    parts, own = halves(v, s), halves(v, s)
-
-    def merged() -> list[State]:
-        ck.merge_state_in_place(*own)
-        return [ck.merge_states(v, s), ck.merge_state(*parts)]
-
-    graph, (many, two) = capture(merged)
-    for _ in range(2):
-        new = states(64, 5, 8, 128)
-        for x, y in zip((v, s, *parts, *own), (*new, *halves(*new), *halves(*new))):
-            x.copy_(y)
-        graph.replay()
-        check(many, *new)
-        for got in (two, own[:2]):
-            check(got, new[0][:, :2], new[1][:, :2])
-
-
 # --- choice ------------------------------------------------------------------------------------------------------
 
 
@@ -292,19 +271,3 @@ def test_where_kernels_compute():
     with torch.no_grad():
         assert kernels.move(wanted)
     assert not kernels.move(x.as_subclass(Subclass))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)])
-def test_compiled(device):
-    v, s = torch.randn(9, 3, 2, 16).to(device), torch.randn(9, 3, 2).to(device)
-
-    def call(v, s):
-        out, lse = ck.merge_state(*ck.merge_states(v, s), v[:, 0], s[:, 0])
-        ck.merge_state_in_place(out, lse, v[:, 1], s[:, 1])
-        return out, lse
-
-    torch._dynamo.reset()
-    out, lse = torch.compile(call, fullgraph=True, backend="aot_eager")(v, s)
-    want, want_lse = call(v, s)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
