@@ -72,18 +72,11 @@ def front(
             of_fields = fields if name == "call" else EMPTY
             packed = [_field(x, of_fields.get(x, x), defaults, values) for x in together.get(name, ())]
             given.append(f"({', '.join(packed)},)" if packed else _field(name, name, defaults, values))
-        lines = [f"return _body({', '.join(given)})"]
-        if by_position is None:
-            made = call_table.made(function.__name__, _source(parameters), lines, values, scope)
-        else:
-            before = ", ".join(name for name, default in defaults.items() if default is Parameter.empty)
-            behind = {name: x for name, x in defaults.items() if x is not Parameter.empty}
-            keywords = ", ".join(f"{name}={name}" for name in behind)
-            sorts = f"if args: return {function.__name__}({before}, **_sort(args, dict({keywords})))"
-            left_out = [f"if {name} is ...: {name} = _of_{name}" for name, x in behind.items() if x is not None]
-            source = [before, "*args", *(f"{name}={None if x is None else ...}" for name, x in behind.items())]
-            lines = [sorts, *left_out, *lines]
-            made = call_table.made(function.__name__, source, lines, values, scope)
+        source, lines = _source(parameters), [f"return _body({', '.join(given)})"]
+        if by_position is not None:
+            source, sorting = _sorted(function.__name__, defaults)
+            lines = sorting + lines
+        made = call_table.made(function.__name__, source, lines, values, scope)
         result = function.__annotations__["return"]
         made.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
         made.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": result}
@@ -116,6 +109,16 @@ def _source(parameters: list[Parameter]) -> list[str]:
     return words if not by_keyword else [*words[: by_keyword[0]], "*", *words[by_keyword[0] :]]
 
 
+def _sorted(name: str, defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The parameters, as source, of a function that sorts arguments by position, and its lines that do."""
+    before = ", ".join(x for x, default in defaults.items() if default is Parameter.empty)
+    behind = {x: default for x, default in defaults.items() if default is not Parameter.empty}
+    keywords = ", ".join(f"{x}={x}" for x in behind)
+    lines = [f"if args: return {name}({before}, **_sort(args, dict({keywords})))"]
+    lines += [f"if {x} is ...: {x} = _of_{x}" for x, default in behind.items() if default is not None]
+    return [before, "*args", *(f"{x}={None if default is None else ...}" for x, default in behind.items())], lines
+
+
 def _field(field: str, argument: Any, known: Mapping[str, Any], values: dict[str, Any]) -> str:
     """What a field is, as source."""
     if isinstance(argument, tuple):
@@ -124,5 +127,6 @@ def _field(field: str, argument: Any, known: Mapping[str, Any], values: dict[str
         return f"_to_{field}({', '.join(arguments)})" if known.keys() >= {*arguments} else f"_{field}"
     found = [name for name in argument.split("/") if name in known]
     if not found:
+        assert field in values, f"{field} is neither an argument nor a field with a default."
         return f"_{field}"
     return found[0] if len(found) == 1 else f"({found[1]} if {found[0]} is None else {found[0]})"
