@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import importlib
 import inspect
+import math
 import pkgutil
 import random
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ import pytest
 import torch
 from captures import disturbed
 from compare import assert_bitwise
-from registry import ENTRIES, Data, Entry, each
+from problems import make_batch
+from registry import ENTRIES, PAGE, Data, Entry, each, several
 from targets import Target
 
 import cutlass_kernels as ck
+from cutlass_kernels import flash_attn
 
 # Public names without an entry, and why.
 NO_CALLS = {
@@ -142,8 +145,13 @@ def check_bits(entry: Entry, target: Target, **shape: Any) -> None:
         torch.cuda.synchronize()
 
 
+# --- torch.autocast, which rounds products and refuses to join other types ---
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
 @each()
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_autocast_changes_nothing(target, entry, dtype):
     kind = target.device.split(":")[0]
     for call in entry.calls(Data(target)):
@@ -151,6 +159,62 @@ def test_autocast_changes_nothing(target, entry, dtype):
         with torch.autocast(kind, dtype=dtype):
             got = call()
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_changes_nothing_of_joined_types(target, dtype):
+    """Values in the logits, and rotary tables in float32."""
+    x = Data(target)
+    q, k, v = (y[None] for y in x.qkv)
+    qv, angles = x.randn(1, 5, 4, 64).half(), x.randn(20, 16)
+    turns = dict(cache_seqlens=x.here(3), rotary_cos=angles.cos(), rotary_sin=angles.sin(), causal=True)
+
+    def results() -> list[torch.Tensor]:
+        caches = torch.zeros_like(k), torch.zeros_like(v)
+        rotated = flash_attn.flash_attn_with_kvcache(q, *caches, k[:, :5], v[:, :5], **turns)
+        return [flash_attn.flash_attn_func(q, k, v, qv=qv), rotated, *caches]
+
+    want = results()
+    with torch.autocast(target.device.split(":")[0], dtype):
+        for a, b in zip(results(), want, strict=True):
+            assert_bitwise(a, b)
+
+
+@pytest.mark.runs_nothing("some merge or rotate")
+@pytest.mark.parametrize("name", ["merge_state", "merge_states", "attention", "apply_rope_with_cos_sin_cache"])
+def test_autocast_changes_nothing_of_compiled_calls(target, name):
+    call = ENTRIES[name].calls(Data(target))[0]
+    torch._dynamo.reset()
+    compiled, want = torch.compile(call.run, fullgraph=True, backend="aot_eager"), several(call.run(*call.copies()))
+    for dtype in DTYPES:
+        with torch.autocast(target.device.split(":")[0], dtype):
+            for a, b in zip(several(compiled(*call.copies())), want, strict=True):
+                torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+
+
+def test_large_queries_are_not_rounded(target):
+    """What autocast's bfloat16 products lose of queries 8 times as large as usual."""
+    batch = make_batch([33], [257], 4, 2, 64, device=target.device)
+    with torch.autocast(target.device.split(":")[0], torch.bfloat16):
+        got = ck.attention(8 * batch.q[None], batch.k[None], batch.v[None], backend=target.backend)[0]
+    k, v = (x.double().repeat_interleave(2, 1) for x in (batch.k, batch.v))
+    logits = torch.einsum("nhd,mhd->hnm", 8 * batch.q.double(), k) / math.sqrt(64)
+    want = torch.einsum("hnm,mhd->nhd", logits.softmax(-1), v)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
+
+
+@pytest.mark.runs_nothing("merges")
+def test_autocast_stays_on_around_a_call(target):
+    kind, state = target.device.split(":")[0], Data(target).state
+    x = torch.ones(PAGE, PAGE, device=target.device)
+    with torch.autocast(kind, torch.bfloat16):
+        ck.merge_state(*state, *state)
+        assert torch.is_autocast_enabled(kind) and (x @ x).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled(kind)
+
+
+# --- threads ---
 
 
 @each(lambda entry: entry.threads)
