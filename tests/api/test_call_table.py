@@ -70,7 +70,7 @@ def test_a_front_packs_its_arguments_under_the_names_of_the_rows():
     assert function("q", "k") == (expected, "k", (None, False))
     assert function("q", "k", 5, old_scale=2) == (expected._replace(window="5", sm_scale=2), "k", (None, False))
     assert function("q", "k", scale=1, old_scale=2, unused=True) == (expected._replace(sm_scale=1), "k", (1, True))
-    for word, order, both in (("k", "query", "scale"), ("nonsense", "query keys", "scale nonsense")):
+    for word, order, both in (("k", "query scale", "scale"), ("nonsense", "query keys scale", "scale nonsense")):
         with pytest.raises(AssertionError, match=f"^{word} is neither"):
             front(Foreign, order, FIELDS, {"both": both})(lambda call, keys, both: None)
 
