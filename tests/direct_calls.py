@@ -66,6 +66,16 @@ class Direct:
                     )
 
 
+USUAL = dict(lse=(0, 0, 0), mask=(0, 0, 0), alibi=0, sinks=0, stats=0, causal=True, window_left=-1, chunk_size=0)
+USUAL |= dict(skip_softmax_factor=0.0, scales=(0.125, 0.0, 1.0), device=0, stream=64)
+
+
+def expect(launched: dict[str, Any], **facts: Any) -> None:
+    """What a kernel is launched with, beside what is usual."""
+    for name, want in (USUAL | facts).items():
+        assert launched[name] == want, name
+
+
 def single(gpu: Gpu, dtype: torch.dtype = HALF, decode: bool = False, **changes: Any) -> Direct:
     arguments = dict(
         q=rows_of(4, 64, dtype=dtype, every=2) if decode else rows_of(5, 4, 64, dtype=dtype, every=2, wide=64),

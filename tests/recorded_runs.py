@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from recorded_calls import E4M3, HALF, Gpu, rows_of
 
+from cutlass_kernels._core.problems import Mask, Offsets, Pages, Split
+
 PAGES = 12
 
 
@@ -23,11 +25,9 @@ class Batch:
         self.gpu = gpu
         self.qo_indptr = ints(0, 5, 8)
         self.kv_indptr = ints(0, 2, 4) if page_size else ints(0, 20, 30)
-        self.pages = None
+        self.pages: Pages | None = None
         if page_size:
-            self.pages = SimpleNamespace(
-                indices=ints(3, 1, 0, 7), v_indices=None, last_page_len=ints(4, 2), page_size=page_size
-            )
+            self.pages = Pages(ints(3, 1, 0, 7), ints(4, 2), page_size)
         self.request = SimpleNamespace(
             q_dtype=dtype,
             kv_dtype=dtype,
@@ -37,16 +37,8 @@ class Batch:
             head_dim_qk=64,
             head_dim_vo=128,
         )
-        self.offsets = SimpleNamespace(
-            qo_indptr=self.qo_indptr,
-            kv_indptr=self.kv_indptr,
-            total_kv=30,
-            qo_indptr_host=0,
-            pages=self.pages,
-            split=SimpleNamespace(fixed_size=0, disabled=False, max_kv_len=max_kv_len),
-            mask=SimpleNamespace(causal=True, window_left=-1, chunk_size=0),
-            general=False,
-        )
+        self.offsets = Offsets(self.qo_indptr, self.kv_indptr, None, 30, self.pages, mask=Mask(causal=True))
+        self.offsets.split = Split(max_kv_len=max_kv_len)
         self.workspace, self.scratch = torch.zeros(1 << 16), torch.zeros(1 << 18)
         self.options = SimpleNamespace(
             causal=True, pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=0.0, sm_scale=None

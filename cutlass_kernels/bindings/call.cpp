@@ -40,8 +40,8 @@ bool read_cache(const Torch& torch, PyObject* object, Tensor* k, Tensor* v) {
 }
 
 bool read_rows(const Tensor& tensor, Matrix* matrix) {
+  if (tensor.ndim == 3) return read_matrix(tensor, 0, /*hnd=*/false, matrix);
   Tensor rows = tensor;
-  rows.ndim = 3;
   if (tensor.ndim == 2) {
     rows.shape = {1, tensor.shape[0], tensor.shape[1]};
     rows.strides = {tensor.shape[0] * tensor.strides[0], tensor.strides[0], tensor.strides[1]};
@@ -51,9 +51,10 @@ bool read_rows(const Tensor& tensor, Matrix* matrix) {
     if (batch > 1 && each > 1 && tensor.strides[0] != each * stride) return false;
     rows.shape = {all, tensor.shape[2], tensor.shape[3]};
     rows.strides = {all == 1 ? tensor.shape[2] * tensor.shape[3] : stride, tensor.strides[2], tensor.strides[3]};
-  } else if (tensor.ndim != 3) {
+  } else {
     return false;
   }
+  rows.ndim = 3;
   return read_matrix(rows, 0, /*hnd=*/false, matrix);
 }
 

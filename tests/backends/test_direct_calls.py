@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from direct_calls import CALLS, FAR, LAYOUTS, Direct, Parameter, faults, fused, run, single, with_places
+from direct_calls import CALLS, FAR, LAYOUTS, Direct, Parameter, expect, faults, fused, run, single, with_places
 from recorded_calls import BF16, CPU, CUDA, E4M3, HALF, Gpu, rows_of, view
 
 SINGLE = ["single_prefill", "single_decode"]
@@ -43,29 +43,19 @@ def test_a_call_as_it_is_launched(gpu: Gpu, name: str, dtype: torch.dtype) -> No
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     rows, batch = len(q), 2 if "run" in name else 1
     assert out.shape == (rows, 4, 128) and out.dtype == dtype
-    for fact, want in (
-        ("q", (q.data_ptr(), q.size(1) * q.stride(1), q.stride(1)) if rows == 1 else view(q)),
-        ("k", view(k)),
-        ("v", view(v)),
-        ("o", (out.data_ptr(), 4 * 128, 128)),
-        ("lse", (0, 0, 0)),
-        ("dtypes", (str(dtype).split(".")[1],) * 3),
-        ("heads", (4, 2)),
-        ("head_dims", (64, 128)),
-        ("batch_size", batch),
-        ("totals", (rows, len(k))),
-        ("causal", rows > 1),
-        ("window_left", -1),
-        ("chunk_size", 0),
-        ("scales", (0.125, 0.0, 1.0)),
-        ("mask", (0, 0, 0)),
-        ("alibi", 0),
-        ("sinks", 0),
-        ("stats", 0),
-        ("device", 0),
-        ("stream", 64),
-    ):
-        assert launched[fact] == want, fact
+    expect(
+        launched,
+        q=(q.data_ptr(), q.size(1) * q.stride(1), q.stride(1)) if rows == 1 else view(q),
+        k=view(k),
+        v=view(v),
+        o=(out.data_ptr(), 4 * 128, 128),
+        dtypes=(str(dtype).split(".")[1],) * 3,
+        heads=(4, 2),
+        head_dims=(64, 128),
+        batch_size=batch,
+        totals=(rows, len(k)),
+        causal=rows > 1,
+    )
     assert (launched["indptrs"] == (0, 0)) == (batch == 1)
     assert launched["pages"]["page_size"] == 0
     assert gpu.module.current_device() == 64
@@ -308,7 +298,7 @@ def test_options(gpu: Gpu, name: str) -> None:
                 changes = call.changes(option, value)
                 if changes is None or (accepted and "latent" in name):
                     continue
-                assert call.accepts(**changes, planned=True) == accepted, (option, value)
+                assert call.accepts(**changes, planned=accepted) == accepted, (option, value)
 
 
 @pytest.mark.parametrize(

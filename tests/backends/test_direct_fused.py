@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from direct_calls import LAYOUTS, fused, pages_of
+from direct_calls import LAYOUTS, expect, fused, pages_of
 from recorded_calls import BF16, E4M3, HALF, INTS, Gpu, rows_of, view
 
 MOST = 2**31 - 1024  # tokens that kernels count
@@ -38,47 +38,30 @@ def test_a_call_as_it_is_launched(gpu: Gpu, layout: str) -> None:
         q, (k, v) = qkv[0], qkv[1].unbind(1)
     kv_heads, dim_vo = 4 if layout == "PACKED_QKV" else 2, v.size(-1)
     if paged:
-        tables = given["block_tables"]
-        for name, want in (
-            ("indices", tables.data_ptr()),
-            ("v_indices", 0),
-            ("table_stride", 3),
-            ("table_width", 3),
-            ("v_offset", 0),
-            ("page_size", 16),
-            ("num_pages", 10),
-            ("k_stride_page", k.stride(0)),
-            ("v_stride_page", v.stride(0)),
-        ):
-            assert call["pages"][name] == want, name
+        indices, strides = given["block_tables"].data_ptr(), dict(k_stride_page=k.stride(0), v_stride_page=v.stride(0))
+        of_pages = dict(
+            indices=indices, v_indices=0, table_stride=3, table_width=3, v_offset=0, page_size=16, num_pages=10
+        )
+        assert {**of_pages, **strides}.items() <= call["pages"].items()
         k, v = (x[0].transpose(0, 1) if layout.endswith("HND") else x[0] for x in (k, v))
     else:
         assert call["pages"]["page_size"] == 0
     assert out.shape == (8, 4, dim_vo) and out.dtype == HALF
-    for name, want in (
-        ("q", view(q)),
-        ("k", view(k)),
-        ("v", view(v)),
-        ("o", view(out)),
-        ("lse", (0, 0, 0)),
-        ("stats", 0),
-        ("dtypes", ("float16",) * 3),
-        ("heads", (4, kv_heads)),
-        ("head_dims", (64, dim_vo)),
-        ("batch_size", 2),
-        ("totals", (8, 40 if paged else k.size(0))),
-        ("most", (5, given["max_kv_len"])),
-        ("indptrs", (given["cum_seq_lens_q"].data_ptr(), given["cum_seq_lens_kv"].data_ptr())),
-        ("causal", True),
-        ("window_left", -1),
-        ("chunk_size", 0),
-        ("scales", (pytest.approx(0.1), 0.0, 1.0)),
-        ("skip_softmax_factor", 0.0),
-        ("sinks", 0),
-        ("device", 0),
-        ("stream", 64),
-    ):
-        assert call[name] == want, name
+    expect(
+        call,
+        q=view(q),
+        k=view(k),
+        v=view(v),
+        o=view(out),
+        dtypes=("float16",) * 3,
+        heads=(4, kv_heads),
+        head_dims=(64, dim_vo),
+        batch_size=2,
+        totals=(8, 40 if paged else k.size(0)),
+        most=(5, given["max_kv_len"]),
+        indptrs=(given["cum_seq_lens_q"].data_ptr(), given["cum_seq_lens_kv"].data_ptr()),
+        scales=(pytest.approx(0.1), 0.0, 1.0),
+    )
     assert gpu.module.current_device() == 64
 
 

@@ -188,6 +188,7 @@ def test_a_paged_run_as_it_is_launched(paged: Batch, pool: bool, hnd: bool) -> N
     assert launched["pages"]["indices"] == paged.pages.indices.data_ptr()
     assert launched["pages"]["last_page_len"] == paged.pages.last_page_len.data_ptr()
     assert launched["pages"]["page_size"] == 16 and launched["pages"]["num_pages"] == PAGES + 1
+    assert launched["totals"] == (8, 30)  # as planned, whatever the cache has room for
     assert launched["indptrs"] == (paged.qo_indptr.data_ptr(), paged.kv_indptr.data_ptr())
 
 
