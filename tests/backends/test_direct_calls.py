@@ -188,6 +188,17 @@ def test_tensors_that_are_left_to_python(gpu: Gpu, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_queries_of_another_rank_make_no_output(gpu: Gpu, name: str) -> None:
+    call = CALLS[name](gpu)
+    _, q, _ = next(iter(call.tensors()))
+    for fault, facts in faults(q):
+        if "dimension" in fault:
+            gpu.tell(q, **facts)
+            assert not call.accepts(), fault
+            gpu.tell(q)
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_places_are_checked_before_memory_is_asked_for(gpu: Gpu, name: str) -> None:
     call = with_places(CALLS[name](gpu))
     places = {place: call.given[place] for place in ("out", "lse") if place in call.given}

@@ -211,8 +211,12 @@ Q = rows_of(8, 4, 64)
     [
         ("PACKED_QKV", (Q, Q, Q)),
         ("PACKED_QKV", rows_of(8, 4, 4, 64)),
+        ("PACKED_QKV", rows_of(0, 3, 4, 64)),
+        ("PACKED_QKV", rows_of(8, 3, 0, 64)),
         ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 3, 2, 64))),
         ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 3, 64))),  # heads that do not divide
+        ("CONTIGUOUS_Q_KV", (Q[:0], rows_of(30, 2, 2, 64))),
+        ("CONTIGUOUS_Q_KV", (Q[:, :0], rows_of(30, 2, 2, 64))),
         ("CONTIGUOUS_Q_KV", (Q, rows_of(30, 2, 2, 64), Q)),
         ("CONTIGUOUS_Q_KV", [Q, rows_of(30, 2, 2, 64)]),
         ("SEPARATE_Q_K_V", (Q, rows_of(30, 2, 64))),
