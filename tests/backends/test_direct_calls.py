@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from direct_calls import CALLS, FAR, LAYOUTS, Direct, Parameter, expect, faults, fused, run, single, with_places
+from direct_calls import (
+    CALLS,
+    FAR,
+    LAYOUTS,
+    Direct,
+    Parameter,
+    attention,
+    expect,
+    faults,
+    fused,
+    run,
+    single,
+    with_places,
+)
 from recorded_calls import BF16, CPU, CUDA, E4M3, HALF, Gpu, rows_of, view
 
 SINGLE = ["single_prefill", "single_decode"]
@@ -229,6 +242,15 @@ def of_one_type(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 )
 def test_tensors_together_that_are_left_to_python(gpu: Gpu, changes: dict[str, Any]) -> None:
     assert not single(gpu).accepts(**changes)
+
+
+def test_dense_keys_that_are_left_to_python(gpu: Gpu) -> None:
+    call = attention(gpu, "dense")
+    apart = torch.zeros(2, 18, 2, 64, dtype=HALF)[:, :15]
+    assert call.accepts(k=apart, v=apart)
+    longer = torch.zeros(2, 17, 2, 64, dtype=HALF)[:, :16]  # as many rows in all
+    assert not call.accepts(k=apart) and not call.accepts(k=apart, v=longer)
+    assert not call.accepts(k=rows_of(3, 15, 2, 64), v=rows_of(3, 15, 2, 64))
 
 
 @pytest.mark.parametrize("at", [0, 1])

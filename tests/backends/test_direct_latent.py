@@ -71,6 +71,8 @@ def test_ragged_and_dense_keys(gpu, form):
     assert launch["ropes"][1] == (
         (k_rope.data_ptr(), k_rope.stride(1), k_rope.stride(2)) if form == "apart" else NOWHERE
     )
+    fewer = q_rope[:, :2].contiguous()
+    assert not gpu.accepts(gpu.module.attention, *arguments(q, k, q_rope=fewer, k_rope=k_rope))
 
 
 def test_views_of_one_row_need_no_kernel_that_reads_them_apart(gpu):
