@@ -29,7 +29,7 @@ def general(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves every call to Python."""
     for name in ("single_prefill", "single_decode", "fused_prefill"):
         monkeypatch.setattr(native, name, native.not_direct)
-    monkeypatch.setattr(native, "direct_run", lambda description: native.not_direct)
+    monkeypatch.setattr(native, "direct_run", lambda *description: native.not_direct)
 
 
 @pytest.mark.gpu

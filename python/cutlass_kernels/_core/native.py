@@ -140,7 +140,7 @@ single_prefill, single_decode = _of_module("single_prefill"), _of_module("single
 fused_prefill, attention = _of_module("fused_prefill"), _of_module("attention")
 append_by_slot, rope = _of_module("append_by_slot"), _of_module("rope")
 rope_append_by_slot = _of_module("rope_append_by_slot")
-direct_run = _of_module("direct_run", lambda description: not_direct)
+direct_run = _of_module("direct_run", lambda *description: not_direct)
 is_decode = _of_module("is_decode", lambda *sizes: False)
 if _C is not None:
     _describe_torch()
