@@ -22,7 +22,7 @@ from .._masks import mask_packing
 
 
 class Single(NamedTuple):
-    """The arguments of both functions: the first ones, to ``backend``, in the order of the compiled module."""
+    """The arguments of prefill and decode. Those up to ``backend`` stand in the order of the compiled module."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -54,7 +54,7 @@ class Single(NamedTuple):
 
 _TUPLES = {"direct": " ".join(Single._fields[:16]), "others": " ".join(Single._fields[16:])}
 
-_PLAIN = (*[None] * 7, "NONE")  # the others of calls that kernels serve directly, but for those of ROPE_LLAMA
+_PLAIN = (*[None] * 7, "NONE")  # of a direct call, ``others`` without the last two, which only ROPE_LLAMA reads
 _GRADIENTS = ["q", "k", "v", "out", "lse", "sinks", "q_scale", "k_scale", "v_scale"]
 _with_gradients = itemgetter(*map(Single._fields.index, _GRADIENTS))
 

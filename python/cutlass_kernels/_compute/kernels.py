@@ -26,7 +26,7 @@ _MOST_BYTES = (1 << 63) - 1
 _NO_COPIES = Copies()
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-# Why no kernel has these features. Those of _AWAY are none of a problem that half_precision has prepared.
+# Why no kernel has these features. half_precision removes those of _AWAY from a problem before a kernel sees it.
 _WHY = {
     "separate_values": "head_dim_qk above 512 with values that are not the first columns of the keys, in their memory,",
     "separate_rope": "k_rope in rows of its own, for these tensors and this mask,",

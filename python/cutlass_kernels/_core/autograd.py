@@ -1,4 +1,4 @@
-"""What autograd must know: attention has no backward, and kernels write to tensors. Autocast, which is off in here.
+"""What autograd must know: attention has no backward, and kernels write to tensors. And how to turn autocast off.
 
 A result that depends on a tensor with ``requires_grad`` gets a backward that raises. Without it, autograd would treat
 the result as a constant, and a model would train without its attention. Operators of traced calls (``_graphs``) do the
@@ -164,7 +164,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # dynamo knows one of the two questions
+        # dynamo traces only the first of these two questions
         if not (any(map(torch.is_autocast_enabled, _DEVICES)) if is_dynamo_compiling() else _is_any_enabled()):
             return function(*args, **kwargs)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):

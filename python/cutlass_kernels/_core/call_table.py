@@ -180,7 +180,7 @@ def made(
     name: str, parameters: list[str], lines: list[str], values: dict[str, Any], scope: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """A function, written out as source like the methods of dataclasses: a wrapper that binds ``**options`` takes 3 us
-    longer. ``values`` are known to it with an underscore before their names, and what a module has as its ``scope``."""
+    longer. Its source reads ``values`` with an underscore before their names, and names of a module from ``scope``."""
     namespace = {**(scope or {}), **{f"_{field}": value for field, value in values.items()}}
     namespace.pop("__name__", None)  # torch.compile would look for the values in that module
     source = "\n    ".join([f"def {name}({', '.join(parameters)}):", *lines])

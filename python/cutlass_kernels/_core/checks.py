@@ -294,7 +294,7 @@ def tensors(**given: Any) -> None:
 
 def tensor(name: str, x: Any, rank: int) -> torch.Tensor:
     """``x`` if it is a tensor of this rank with a contiguous last dimension; TypeError or ValueError otherwise."""
-    if not isinstance(x, torch.Tensor):  # tensors(), which takes 0.3 us more
+    if not isinstance(x, torch.Tensor):  # asking tensors() each time takes 0.3 us more
         tensors(**{name: x})
     if x.dim() != rank:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Functions of other libraries as maps: their arguments, in which order, and which field of ``Call`` each of them is.
+"""Makes the functions of other libraries from tables of their arguments.
 
-A front is a table of arguments, and for each function their order and what differs from ``attention()``:
+A front has a table of arguments and, for each function, their order and which fields of ``Call`` have other names:
 
     class Arguments:
         q: torch.Tensor
@@ -41,20 +41,25 @@ def front(
     run: Function | None = None,
     by_position: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[Function], Function]:
-    """Makes a function with these arguments, which calls the decorated one: with the arguments that it names, and as
-    ``call`` with the tuple of the fields of ``into``.
+    """Makes a function with these arguments, which calls the decorated one.
+
+    The parameters of the decorated function say what it gets: an argument of that name, a tuple of ``tuples``, a
+    constant, or as ``call`` the tuple of all fields of ``into``.
 
     Args:
-        arguments: a class with a row for every argument: name, type and default; or several, the first of which counts.
-        order: the names in the order of the function, "*" before those by keyword. ``name=value`` has another default,
-            ``name=`` none.
-        fields: the argument that a field is, where it has another name. "a/b" is the first of the two that is not None,
-            and ``(convert, name)`` what ``convert`` makes of it.
-        constants: values of other fields, or of what the decorated function gets besides.
-        into: whose fields ``call`` has.
-        run: what is called in the place of the decorated function, which then has the documentation alone.
-        by_position: sorts arguments by position behind those that have no default. It gets them, and all others by
-            name, of which those that are left out are None or ``...``; it returns those that are given, by name.
+        arguments: a class with a row for every argument: name, type and default. Or a list of classes: the first one
+            that has a row for an argument counts.
+        order: the names in the order of the function, "*" before keyword-only ones. ``name=value`` sets another
+            default, ``name=`` removes it.
+        fields: for a field whose argument has another name, that name. "a/b" is a, or b where a is None.
+            ``(convert, name, ...)`` is what ``convert`` returns for these arguments, if the function has all of them.
+        tuples: parameters of the decorated function that are tuples, and the names of what they hold.
+        constants: values of fields and parameters that are no arguments.
+        into: the NamedTuple whose fields ``call`` has.
+        run: called instead of the decorated function, which then only has the documentation.
+        by_position: for functions that accept two positional orders. It gets the positional arguments behind those
+            without a default, and all others by name, where None or ``...`` is one that was left out. It returns the
+            given ones by name.
     """
 
     tables = arguments if isinstance(arguments, list) else [arguments]

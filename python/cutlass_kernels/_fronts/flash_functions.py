@@ -20,7 +20,7 @@ from .flash_cache import Pair, Window, cache_of, of_shard, refuse_training, tens
 
 Scale = float | torch.Tensor | None
 Tensor = torch.Tensor | None
-Call = tuple[Any, ...]
+Packed = tuple[Any, ...]  # of the fields of call_table.Call
 
 
 _NAMES = {"sm_scale": "softmax_scale", "logits_soft_cap": "softcap", "chunk_size": "attention_chunk", "sinks": "s_aux"}
@@ -137,7 +137,7 @@ _OF_CACHE = {
     constants=_LSE,
 )
 def flash_attn_func(
-    call: Call, q: torch.Tensor, qv: Tensor, softmax_scale: float | None, dropout_p: float
+    call: Packed, q: torch.Tensor, qv: Tensor, softmax_scale: float | None, dropout_p: float
 ) -> torch.Tensor | Pair:
     """Attention of a batch of equal lengths.
 
@@ -185,7 +185,7 @@ def flash_attn_func(
     constants=_LSE | {"num_splits": 1},
 )
 def flash_attn_qkvpacked_func(
-    call: Call, qkv: torch.Tensor, num_heads_q: int | None, softmax_scale: float | None, dropout_p: float
+    call: Packed, qkv: torch.Tensor, num_heads_q: int | None, softmax_scale: float | None, dropout_p: float
 ) -> torch.Tensor | Pair:
     """``flash_attn_func`` of ``qkv`` ``[B, n, 3, H, D]``, or with ``num_heads_q`` ``[B, n, Hq + 2 Hkv, D]``.
 
@@ -226,7 +226,7 @@ def flash_attn_qkvpacked_func(
     constants=_LSE,
 )
 def flash_attn_varlen_func(
-    call: Call, seqused_q: Tensor, qv: Tensor, q_v: Tensor, softmax_scale: float | None, dropout_p: float, shard: Any
+    call: Packed, seqused_q: Tensor, qv: Tensor, q_v: Tensor, softmax_scale: float | None, dropout_p: float, shard: Any
 ) -> torch.Tensor | Pair:
     """Attention of a batch of any lengths, over ragged keys or a paged cache.
 
@@ -288,7 +288,7 @@ def flash_attn_varlen_func(
     constants=_LSE,
 )
 def flash_attn_with_kvcache(
-    call: Call, q: torch.Tensor, qv: Tensor, places: Any, new: Any, rotary: Any
+    call: Packed, q: torch.Tensor, qv: Tensor, places: Any, new: Any, rotary: Any
 ) -> torch.Tensor | Pair:
     """Attention over a cache, to which new keys and values can be appended first.
 
@@ -337,16 +337,15 @@ def flash_attn_with_kvcache(
 def _attend_to_cache(call: call_table.Call, qv: Tensor, places: Any, new: Any, rotary: Any) -> torch.Tensor | Pair:
     """A call that appends to the cache, or reads it otherwise than ``attention()`` does."""
     trained = None
-    if (
-        new[0] is not None and wants_grad(*new[:2]) and not is_traced()
-    ):  # the cache carries no gradients: the result is to
+    if new[0] is not None and wants_grad(*new[:2]) and not is_traced():
+        # The cache carries no gradients, so the result has to.
         trained = new[:2]
         new = [None if x is None else x.detach() for x in trained] + [new[2]]
     is_local = checks.flag("causal", call.causal) or max(call.window) >= 0
     places = (*places, call.page_table)
     q, finds, append = cache_of(call.q, call.k, call.v, places, new, rotary, call.cu_seqlens_q, is_local)
 
-    def found() -> Call:
+    def found() -> Packed:
         k, v, begins, lens, page_table = finds()
         ready = call._replace(q=q, k=k, v=v, cu_seqlens_k=begins, seqused_k=lens, page_table=page_table)
         return ready if qv is None else with_values(ready, qv)

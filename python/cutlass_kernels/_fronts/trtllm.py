@@ -173,7 +173,7 @@ def xqa_batch_decode_with_kv_cache(
         torch.Size([6, 8, 64])
     """
     extra_arguments.unsupported(_XQA, FOUR_BITS, kv_cache_sf=kv_cache_sf)
-    bound = None if q_len_per_req == 1 else q_len_per_req  # the default, 1, tells nothing of requests that have offsets
+    bound = None if q_len_per_req == 1 else q_len_per_req  # beside offsets, the default of 1 is no bound
     rows = q_len_per_req, q_cu_seq_lens, bound, mask
     return trtllm_call.attend(given, rows, checks.integer("max_seq_len", max_seq_len), (None, o_scale))
 
@@ -366,7 +366,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         o_dtype = trtllm_call.wanted_dtype(query, out, None, None)
     if out is not None:
         checks.output(out, shape, o_dtype, query.device)
-    each, place, lse_place = None, out, lse  # no place: no view joins requests and rows
+    each, place, lse_place = None, out, lse  # places are None where no view joins requests and rows
     if cum_seq_lens_q is None:
         each = query.size(1)
         if not each:

@@ -58,13 +58,13 @@ def number_of(wrapper: Any) -> int:
 # --- operators of functions --------------------------------------------------------------------------------------
 
 
-# What is a number, or numbers, or a tensor.
+# Arguments that are either numbers or a tensor.
 _NUMBERS: dict[Any, str] = {Scale: "float?", Sequence[int] | torch.Tensor | None: "SymInt[]?"}
 
 
 class Arguments:
-    """The arguments of an operator, from the types of a function's, but for ``places`` of results. What is a number or
-    a tensor, such as a scale, has two arguments, one of which is None."""
+    """The arguments of an operator, made from the types of a function's arguments, without the ``places`` of results.
+    What may be a number or a tensor, such as a scale, becomes two arguments, one of which is None."""
 
     def __init__(
         self,

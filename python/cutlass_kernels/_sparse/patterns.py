@@ -311,12 +311,12 @@ def mask_by_request(mask: torch.Tensor, indptr: torch.Tensor, widths: torch.Tens
     depends on data, so that a mask on the GPU waits for it.
     """
     count, rows, columns = mask.shape
-    starts = torch.cat([indptr.to(device=mask.device, dtype=torch.int64), indptr.new_full((1,), count).to(mask.device)])
-    first = starts[0].clone()
-    starts[:-1] -= first
+    begins = torch.cat([indptr.to(device=mask.device, dtype=torch.int64), indptr.new_full((1,), count).to(mask.device)])
+    first = begins[0].clone()
+    begins[:-1] -= first
     entry = (torch.arange(count, device=mask.device) - first) % max(count, 1)
-    request = torch.searchsorted(starts, entry, right=True) - 1  # of a slice, Inductor does not compile it
-    begin, end = starts[:-1][request], starts[1:][request]
+    request = torch.searchsorted(begins, entry, right=True) - 1  # of a slice, Inductor does not compile it
+    begin, end = begins[:-1][request], begins[1:][request]
     row = torch.arange(rows, device=mask.device)
     place = (begin * rows + entry - begin)[:, None] + row * (end - begin)[:, None]
     result = torch.empty_like(mask, memory_format=torch.contiguous_format).view(count * rows, columns)
