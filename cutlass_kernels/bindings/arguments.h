@@ -53,8 +53,8 @@ inline void expect(bool right_number) {
   if (!right_number) throw py::type_error("Wrong number of arguments.");
 }
 
-/// Arguments that Python has checked, by position: numbers, objects, addresses (0: nothing is there), names of types and
-/// of backends, and views (an address, and the strides of a token and of a head).
+/// Arguments that Python has checked, by position: numbers, objects, addresses (0: nothing is there), names of types
+/// and of backends, and views (an address, and the strides of a token and of a head).
 class Positional {
  public:
   Positional(PyObject* const* given, Py_ssize_t count) : given_(given), left_(count) {}

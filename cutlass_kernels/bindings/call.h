@@ -1,6 +1,6 @@
-// A call of attention as the compiled module reads it, whichever function it was made by: the arguments of a direct call
-// (direct.h) are rows of Call in call_table.py, in the order of the function that has them. One reader per row; a
-// function says which rows it has, and what differs.
+// A call of attention as the compiled module reads it, from any function. The arguments of a direct call (direct.h) are
+// rows of Call in call_table.py, in the order of that function. Each row has one reader. A function says which rows it
+// has, and what differs.
 #pragma once
 
 #include <array>

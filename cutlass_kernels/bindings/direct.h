@@ -15,8 +15,9 @@
 
 namespace cutlass_kernels {
 
-// --- Python's numbers: only the exact types, as others may not mean what they are converted to. Null leaves it as it was.
+// --- Python's numbers ---
 
+// Of the exact types alone: others may not mean what they are converted to. A null object leaves the value as it was.
 bool read_flag(PyObject* object, bool* flag);
 /// A finite number; None is `*number` as it was.
 bool read_number(PyObject* object, double* number);

@@ -105,8 +105,8 @@ float a_number = 0.0f;
 const std::uint32_t a_word = 0;
 const std::int32_t an_index = 0;
 
-/// Sentences that say why the backend cannot serve the request; empty if it can. The last argument: (q, k, v or o; stride
-/// of a token; of a head) of tensors where they are known.
+/// Sentences that say why the backend cannot serve the request; empty if it can. The last argument: (q, k, v or o;
+/// stride of a token; of a head) of tensors where they are known.
 py::object reasons_of(PyObject* const* given, Py_ssize_t count) {
   AttentionParams p;
   Backend backend{};

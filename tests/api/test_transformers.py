@@ -224,7 +224,7 @@ def test_attention_reads_nothing_back(target, form):
 def test_models(target, name, batch, dtype):
     """A prompt at once, then in chunks and single tokens on a cache: as good as PyTorch's attention in that type."""
     if target.is_reference:
-        pytest.skip("tests/test_examples.py has the models of the CPU")
+        pytest.skip("test_transformers_decoders.py has the models of the CPU")
     from tiny_models import assert_same, decoder
 
     more: dict[str, Any] = dict(sliding_window=5) if name != "Llama" else {}
