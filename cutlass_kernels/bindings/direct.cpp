@@ -154,7 +154,7 @@ bool read_factors(const Torch& torch, PyObject* object, int device, std::int64_t
   }
   const auto last = std::size_t(std::max(tensor.ndim - 1, 0));
   const std::int64_t heads = tensor.ndim == 0 ? 1 : tensor.shape[last], stride = tensor.strides[last];
-  if (heads == kv_heads || heads == qo_heads) {
+  if (heads > 0 && (heads == kv_heads || heads == qo_heads)) {
     scale->heads_per_entry = int(qo_heads / heads);
     scale->stride = std::int32_t(stride);
     return stride <= kOrdinary;

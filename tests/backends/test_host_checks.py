@@ -470,6 +470,13 @@ def graph_wrapper() -> tuple[ck.BatchPrefillWithPagedKVCacheWrapper, list[torch.
     return ck.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True, *buffers), buffers
 
 
+def test_scales_of_no_heads_are_left_to_python(meta_is_a_gpu):
+    """They divide by the number of heads."""
+    new, cache = (torch.empty(*shape, 0, 64, dtype=torch.float16, device="meta") for shape in ((3,), (2, 16)))
+    slots, scale = torch.empty(3, dtype=torch.int64, device="meta"), torch.empty(0, device="meta")
+    assert native.append_by_slot(new, new, cache, cache, slots, scale, None, "NHD") is None
+
+
 def test_buffers_of_a_graph_are_replaced_by_what_has_room():
     wrapper, (_, kv_indptr, _, _) = graph_wrapper()
     for wrong in (torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), None):
